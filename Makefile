@@ -1,0 +1,102 @@
+# Every command that people and CI run. The first call makes the environment; later calls reuse it.
+#
+#   make demo     train a small GPT on two ranks and compare it with eager DDP
+#   make test     all tests: unit, property, docstring examples, multi-rank
+#   make check    format, lint, types
+#
+# Variables: PYTHON (3.11 or newer), VENV, TORCH_VERSION (2.11 to 2.13), RANKS, PYTEST_ARGS, DEMO_ARGS, BENCH_ARGS.
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_VERSION ?= 2.13.0
+RANKS ?= 2
+
+# One thread for each rank and test worker: they share the cores already, and more threads only contend.
+OMP_NUM_THREADS ?= 1
+export OMP_NUM_THREADS
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# The torch version stands in the stamp, so that another one is installed and not taken for this one.
+TEST_STAMP := $(VENV)/.installed-$(TORCH_VERSION)-test
+DEV_STAMP := $(VENV)/.installed-$(TORCH_VERSION)-dev
+# One run, so one summary. conftest.py has one worker run all tests that start ranks; they stand last, when the
+# others have left the cores. Eight workers are enough: each holds a torch in memory.
+ALL_CORES := -n auto --maxprocesses 8
+CODE := ddpopt tests benchmarks examples conftest.py
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help demo test unit property doctest multigpu torchrun check fix bench-alignment bench-planning wheel wheel-test clean
+
+help: ## list the commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+# ---------------------------------------------------------------------------------------- environment
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "ddpopt needs Python 3.11 or newer, but $(PYTHON) is $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.11 …" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+# torch goes first: the project's own range would otherwise fetch its newest release.
+$(TEST_STAMP): pyproject.toml | $(BIN)/python
+	@rm -f $(VENV)/.installed-*
+	$(PIP) install "torch==$(TORCH_VERSION)"
+	$(PIP) install -e ".[test]"
+	@touch $@
+
+$(DEV_STAMP): pyproject.toml | $(BIN)/python
+	@rm -f $(VENV)/.installed-*
+	$(PIP) install "torch==$(TORCH_VERSION)"
+	$(PIP) install -e ".[dev]"
+	@touch $(TEST_STAMP) $@
+
+# ----------------------------------------------------------------------------------------------- runs
+
+demo: $(TEST_STAMP) ## plan, cut, compile and train a GPT on two ranks, beside eager DDP
+	$(BIN)/python -m examples.train_gpt $(DEMO_ARGS)
+
+test: $(TEST_STAMP) ## all tests
+	$(BIN)/python -m pytest $(ALL_CORES) tests/unit tests/property ddpopt tests/multigpu $(PYTEST_ARGS)
+
+unit: $(TEST_STAMP) ## tests/unit only, on all cores
+	$(BIN)/python -m pytest $(ALL_CORES) tests/unit $(PYTEST_ARGS)
+
+property: $(TEST_STAMP) ## tests/property only
+	$(BIN)/python -m pytest tests/property $(PYTEST_ARGS)
+
+doctest: $(TEST_STAMP) ## the examples in the docstrings only
+	$(BIN)/python -m pytest ddpopt $(PYTEST_ARGS)
+
+multigpu: $(TEST_STAMP) ## tests/multigpu only; starts its own ranks
+	$(BIN)/python -m pytest tests/multigpu $(PYTEST_ARGS)
+
+torchrun: $(TEST_STAMP) ## tests/multigpu on the ranks of one torchrun (RANKS=2)
+	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m pytest tests/multigpu $(PYTEST_ARGS)
+
+check: $(DEV_STAMP) ## format, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy $(CODE)
+
+fix: $(DEV_STAMP) ## apply the formatter and the lint's safe fixes
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+bench-alignment: $(TEST_STAMP) ## overlap potential of each corpus case and cap, as a ratio to eager DDP
+	$(BIN)/python -m benchmarks.alignment $(BENCH_ARGS)
+
+bench-planning: $(TEST_STAMP) ## time of plan, partition and certificate, beside torch's DDPOptimizer
+	$(BIN)/python -m benchmarks.planning $(BENCH_ARGS)
+
+wheel: $(DEV_STAMP) ## build the wheel into dist/
+	rm -rf dist
+	$(BIN)/python -m build --wheel --outdir dist .
+
+wheel-test: wheel ## run the tests against the installed wheel, in an environment of its own
+	PYTHON=$(PYTHON) TORCH_VERSION=$(TORCH_VERSION) ci/wheel_test.sh dist/ddpopt-*.whl
+
+clean: ## remove builds and caches, not the environment
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,173 @@
+"""Rows of `benchmarks.alignment`: what the ranks saw, judged.
+
+Invariant: a mode of ddpopt is judged on every rank and every iteration; torch's modes are only reported.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks.alignment_run import Buckets, Outcome
+from benchmarks.lanes import Lost
+from benchmarks.potential import Measurement, ratio_to_eager
+
+ASKED = 0.98
+JUDGED = frozenset({"split"})
+"""Modes that are ddpopt's own."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One mode in one row.
+
+    Attributes:
+        ratio: overlap potential as a share of eager DDP's, the lowest over ranks; None if there is none.
+        segments: pieces the graphs were cut into, on rank 0.
+        buckets: buckets of the last iteration, on rank 0.
+        planned: planned buckets, on rank 0; None where nothing was imposed.
+        crash: type of the exception, or how the process ended; empty if neither.
+        problems: why the run fails what is asked; always empty for torch's modes.
+        message: what the crash said.
+    """
+
+    ratio: float | None = None
+    segments: int | None = None
+    buckets: int | None = None
+    planned: int | None = None
+    crash: str = ""
+    problems: tuple[str, ...] = ()
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case at one cap.
+
+    Attributes:
+        case: the case's name.
+        cap: MiB as text, ``"default"`` or ``"own"``.
+        eager: overlap potential of eager DDP on rank 0; None if eager failed on some rank.
+        eager_failure: how and why; empty if it did not.
+        flops: FLOPs of eager's backward on rank 0.
+        cells: by mode.
+    """
+
+    case: str
+    cap: str
+    eager: float | None
+    eager_failure: str
+    flops: int
+    cells: Mapping[str, Cell]
+
+
+def row(case: str, cap: str, answers: Mapping[str, Sequence[Outcome | Lost]]) -> Row:
+    """Judge one case at one cap.
+
+    Args:
+        case: the case's name.
+        cap: the cap's name.
+        answers: by mode, with ``"eager"`` among them, the answers of all ranks.
+
+    Returns:
+        The row; where eager itself failed, every other mode has a problem that says so.
+    """
+    failure = ": ".join(part for part in _crash(answers["eager"]) if part)
+    eager = [None if failure else _measurement(answer) for answer in answers["eager"]]
+    cells = {mode: _cell(mode, found, eager) for mode, found in answers.items() if mode != "eager"}
+    first = eager[0]
+    return Row(case, cap, first.potential if first else None, failure, first.flops if first else 0, cells)
+
+
+def difference(planned: Buckets | None, iterations: Sequence[Buckets]) -> str:
+    """Where observed buckets differ from the planned ones; empty if nowhere.
+
+    Args:
+        planned: parameter names of each bucket; None if none were imposed, which is right only where there
+            is a single bucket all along.
+        iterations: observed buckets of each iteration.
+
+    Returns:
+        A line that names the first iteration and bucket that differ.
+
+    >>> difference((("b",), ("a",)), [(("b",), ("a",)), (("b", "a"),)])
+    'iteration 1, bucket 0: planned b, observed b a'
+    """
+    if planned is None:
+        several = [index for index, seen in enumerate(iterations) if len(seen) != 1]
+        return f"iteration {several[0]}: no plan was imposed on several buckets" if several else ""
+    for iteration, seen in enumerate(iterations):
+        for bucket in range(max(len(planned), len(seen))):
+            want, got = _names(planned, bucket), _names(seen, bucket)
+            if want != got:
+                return f"iteration {iteration}, bucket {bucket}: planned {want}, observed {got}"
+    return ""
+
+
+def summary(rows: Sequence[Row], mode: str) -> str:
+    """One line on a mode over all rows: smallest and mean ratio, how many are enough, crashes."""
+    cells = [row.cells[mode] for row in rows]
+    ratios = [cell.ratio for cell in cells if cell.ratio is not None]
+    crashes = sum(bool(cell.crash) for cell in cells)
+    failing = sum(bool(cell.problems) for cell in cells)
+    kept = sum(ratio >= ASKED for ratio in ratios)
+    spread = f"min {min(ratios):.3f}, mean {statistics.fmean(ratios):.3f}" if ratios else "no figure"
+    judged = f", {failing} failing" if mode in JUDGED else ""
+    return f"{mode}: {spread}, {kept} of {len(cells)} at least {ASKED}, {crashes} crashed{judged}"
+
+
+def _names(buckets: Buckets, index: int) -> str:
+    return " ".join(buckets[index]) if index < len(buckets) else "none"
+
+
+def _measurement(answer: Outcome | Lost) -> Measurement | None:
+    return answer.measured if isinstance(answer, Outcome) else None
+
+
+def _cell(mode: str, answers: Sequence[Outcome | Lost], eager: Sequence[Measurement | None]) -> Cell:
+    crash, message = _crash(answers)
+    outcomes = [answer for answer in answers if isinstance(answer, Outcome)]
+    ratios = [] if crash else _ratios(outcomes, eager)
+    first = outcomes[0] if outcomes else Outcome(None)
+    problems = (f"crash: {crash}: {message}",) if crash else tuple(_problems(ratios, outcomes))
+    return Cell(
+        ratio=min(ratios, default=None),
+        segments=first.segments,
+        buckets=len(first.measured.iterations[-1]) if first.measured else None,
+        planned=None if first.planned is None else len(first.planned),
+        crash=crash,
+        problems=problems if mode in JUDGED else (),
+        message=message,
+    )
+
+
+def _ratios(outcomes: Sequence[Outcome], eager: Sequence[Measurement | None]) -> list[float]:
+    """The ratio on each rank; empty if eager failed."""
+    return [
+        ratio_to_eager(outcome.measured.potential, base.potential)
+        for outcome, base in zip(outcomes, eager, strict=True)
+        if outcome.measured is not None and base is not None
+    ]
+
+
+def _crash(answers: Sequence[Outcome | Lost]) -> tuple[str, str]:
+    """Kind and message of the first failure among the ranks."""
+    for answer in answers:
+        if isinstance(answer, Lost):
+            return answer.reason, answer.detail
+        if answer.crash:
+            return answer.crash, answer.message
+    return "", ""
+
+
+def _problems(ratios: Sequence[float], outcomes: Sequence[Outcome]) -> Iterator[str]:
+    if not ratios:
+        yield "eager DDP failed, so there is nothing to compare with"
+    for rank, ratio in enumerate(ratios):
+        if ratio < ASKED:
+            yield f"rank {rank}, ratio {ratio:.4f} is below {ASKED}"
+    for rank, outcome in enumerate(outcomes):
+        differs = difference(outcome.planned, outcome.measured.buckets) if outcome.measured else ""
+        if differs:
+            yield f"rank {rank}, {differs}"

@@ -1,0 +1,181 @@
+"""One rank's part of `benchmarks.alignment`: run one case at one cap in one mode.
+
+Invariant: whatever the mode does to torch, also when it crashes, the next run in this process starts clean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpopt
+from benchmarks.group import process_group
+from benchmarks.potential import Measurement, measure
+from ddpopt.impose import imposed_plan
+from ddpopt.testing import Case, resolve
+
+OWN_CAP = "own"
+DEFAULT_CAP = "default"
+CAP_ARGUMENTS = ("bucket_cap_mb", "bucket_cap_mb_list")
+
+Buckets = tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank saw of one run.
+
+    Attributes:
+        measured: potential and buckets; None if the run crashed.
+        segments: pieces the graphs of the first step were cut into; None in modes that compile nothing.
+        planned: parameter names of each bucket that ddpopt made the reducer use; None if it imposed none.
+        crash: type of the exception that ended the run, else empty.
+        message: the exception's first line.
+    """
+
+    measured: Measurement | None
+    segments: int | None = None
+    planned: Buckets | None = None
+    crash: str = ""
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One case at one cap in one mode; a picklable job for `benchmarks.lanes`.
+
+    Attributes:
+        case: name of a case in the corpus, or a target ``package.module:name``.
+        cap: MiB as text, ``"default"``, or ``"own"`` for the cap that the case itself sets.
+        mode: a key of `MODES`.
+        backend: name of a Dynamo backend.
+    """
+
+    case: str
+    cap: str
+    mode: str
+    backend: str
+
+    def __call__(self, rank: int, world_size: int, rendezvous: str) -> Outcome:
+        """Run it on this rank, in a process group of its own.
+
+        Args:
+            rank: rank of this process.
+            world_size: number of ranks.
+            rendezvous: path of a file that does not exist yet, the same on all ranks.
+
+        Returns:
+            What happened, a crash included.
+        """
+        case = resolve(self.case)
+        with _clean_torch(), process_group(rank, world_size, rendezvous):
+            try:
+                ddp = DistributedDataParallel(case.model(), **ddp_arguments(case, self.cap))
+                return MODES[self.mode](case, ddp, self.backend, rank)
+            except Exception as error:  # a crash is a result here
+                cause = getattr(error, "inner_exception", error)  # Dynamo wraps what a backend raises
+                message = str(cause).strip().partition("\n")[0]
+                return Outcome(None, crash=type(cause).__name__, message=message)
+
+
+def ddp_arguments(case: Case, cap: str) -> dict[str, Any]:
+    """DDP's arguments for a case at a cap.
+
+    Args:
+        case: gives the arguments that the case needs.
+        cap: ``"own"`` leaves them as they are; anything else takes the place of the case's own cap.
+
+    Returns:
+        Keyword arguments of ``DistributedDataParallel``.
+    """
+    if cap == OWN_CAP:
+        return dict(case.ddp_kwargs)
+    others = {key: value for key, value in case.ddp_kwargs.items() if key not in CAP_ARGUMENTS}
+    return others if cap == DEFAULT_CAP else {**others, "bucket_cap_mb": float(cap)}
+
+
+def caps_of(case: Case, asked: Sequence[str]) -> tuple[str, ...]:
+    """The caps at which a case runs: those asked for, and its own where it sets one."""
+    fixed = any(key in case.ddp_kwargs for key in CAP_ARGUMENTS)
+    named = tuple(cap for cap in asked if cap != OWN_CAP)
+    return (*named, OWN_CAP) if fixed else named
+
+
+def _run_eager(case: Case, ddp: DistributedDataParallel, backend: str, rank: int) -> Outcome:  # noqa: ARG001
+    # An operator such as cond compiles its own body, and torch's optimizer would take part in that.
+    with torch._dynamo.config.patch(optimize_ddp=False):
+        return Outcome(measure(ddp, lambda step: case.step(ddp, rank, step)))
+
+
+def _run_torch(case: Case, ddp: DistributedDataParallel, backend: str, rank: int) -> Outcome:
+    """torch.compile as it comes: Dynamo splits with its own DDPOptimizer."""
+    return _run_compiled(case, ddp, backend, rank, optimize_ddp=True)
+
+
+def _run_whole(case: Case, ddp: DistributedDataParallel, backend: str, rank: int) -> Outcome:
+    """torch.compile without any optimizer for DDP."""
+    return _run_compiled(case, ddp, backend, rank, optimize_ddp=False)
+
+
+def _run_compiled(
+    case: Case, ddp: DistributedDataParallel, backend: str, rank: int, optimize_ddp: bool
+) -> Outcome:
+    counted = _Counted(torch._dynamo.lookup_backend(backend))
+    with torch._dynamo.config.patch(optimize_ddp=optimize_ddp):
+        step = torch.compile(ddp, backend=counted)
+        measured = measure(ddp, lambda index: case.step(step, rank, counted.at_step(index)))
+    return Outcome(measured, counted.calls)
+
+
+def _run_split(case: Case, ddp: DistributedDataParallel, backend: str, rank: int) -> Outcome:
+    step = ddpopt.compile(ddp, backend=backend, strategy="split")
+    measured = measure(ddp, lambda index: case.step(step, rank, index))
+    plan = imposed_plan(ddp)
+    if plan is None:
+        return Outcome(measured)
+    return Outcome(measured, len(plan.segments), tuple(bucket.params for bucket in plan.buckets))
+
+
+MODES: Mapping[str, Callable[[Case, DistributedDataParallel, str, int], Outcome]] = {
+    "eager": _run_eager,
+    "whole": _run_whole,
+    "torch": _run_torch,
+    "split": _run_split,
+}
+"""Ways to run a data-parallel step, by their names on the command line."""
+
+
+class _Counted:
+    """A backend that counts how often it is asked in the first step; recompilations come later."""
+
+    def __init__(self, backend: Callable[..., Any]) -> None:
+        self.calls = 0
+        self._backend = backend
+        self._first = True
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
+        self.calls += self._first
+        return self._backend(gm, example_inputs, **options)
+
+    def at_step(self, index: int) -> int:
+        """Note which step begins, and give it back."""
+        self._first = index == 0
+        return index
+
+
+@contextmanager
+def _clean_torch() -> Iterator[None]:
+    """Nothing compiled or active before or after, whatever a crash inside DDP's forward leaves behind."""
+    torch._dynamo.reset()
+    try:
+        yield
+    finally:
+        torch._dynamo.reset()
+        # torch's optimizer can fail with this still set, and Dynamo then splits unrelated models.
+        DistributedDataParallel._active_ddp_module = None

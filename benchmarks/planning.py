@@ -1,0 +1,294 @@
+"""Time to plan and cut, beside torch's DDPOptimizer: ``python -m benchmarks.planning``.
+
+Both get the same Dynamo graph of a GPT-like model in DDP, with a backend that does nothing, so what is timed
+is all that an optimizer adds to compilation: for ddpopt facts, plan, partition, certificate and the search
+for equal segments; for torch's optimizer bucketing, splitting and re-running the segments on fake tensors.
+The cap is the size of one layer, so there is one segment a layer.
+
+Each timing has a trace of its own, inside a real Dynamo compile, because an optimizer may change the graph it
+is given and reads the tracing context around it. Optimizers alternate within one process; only ratios count.
+
+Exit code 1 where ddpopt is less than 20 times faster at 200 layers (the largest size if 200 is not asked
+for), or where its time grows faster than layers ** 1.2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import fx
+from torch._dynamo.backends.distributed import DDPOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.gpt import GptLike
+from benchmarks.group import single_rank
+from benchmarks.report import conditions, state, wide_console
+from ddpopt.backend import DdpoptBackend
+
+ASKED_RATIO = 20.0
+ASKED_EXPONENT = 1.2
+TOKENS = 8
+SIZES = "12,48,96,200"
+OURS = "ddpopt"
+THEIRS = "DDPOptimizer"
+
+Compiled = Callable[..., Any]
+Optimize = Callable[[DistributedDataParallel, fx.GraphModule, Sequence[Any]], object]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Repeated timings of one optimizer at one size.
+
+    Attributes:
+        layers: transformer layers of the model.
+        nodes: nodes of its Dynamo graph.
+        segments: pieces the graph was cut into.
+        seconds: one figure for each repetition.
+    """
+
+    layers: int
+    nodes: int
+    segments: int
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The middle of `seconds`."""
+        return statistics.median(self.seconds)
+
+    @property
+    def fastest(self) -> float:
+        """The smallest of `seconds`."""
+        return min(self.seconds)
+
+
+def do_nothing(gm: fx.GraphModule, _: Sequence[Any]) -> Compiled:
+    """A backend that costs nothing: the graph as it is."""
+    return gm.forward
+
+
+def run_ddpopt(_: DistributedDataParallel, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> object:
+    """Everything that ddpopt does in a compile, but for compiling."""
+    return DdpoptBackend(do_nothing)(gm, example_inputs)
+
+
+def run_torch(ddp: DistributedDataParallel, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> object:
+    """The same of torch's optimizer, told that in DDP an explicit cap holds for the first bucket too."""
+    optimizer: Any = DDPOptimizer(ddp.bucket_bytes_cap, do_nothing, first_bucket_cap=ddp.bucket_bytes_cap)
+    return optimizer.compile_fn(gm, list(example_inputs))
+
+
+OPTIMIZERS: Mapping[str, Optimize] = {OURS: run_ddpopt, THEIRS: run_torch}
+
+
+def growth_exponent(sizes: Sequence[int], seconds: Sequence[float]) -> float:
+    """Least-squares slope of log(seconds) over log(size): 1 is linear, 2 quadratic.
+
+    >>> round(growth_exponent([10, 20, 40], [1.0, 4.0, 16.0]), 6)
+    2.0
+    """
+    slope, _ = statistics.linear_regression([math.log(n) for n in sizes], [math.log(s) for s in seconds])
+    return slope
+
+
+def time_one(layers: int, optimize: Optimize) -> Timing:
+    """Trace a fresh model of `layers` layers and time one optimizer once, inside Dynamo's compile.
+
+    Args:
+        layers: number of transformer layers.
+        optimize: what is timed.
+
+    Returns:
+        A `Timing` with a single figure.
+    """
+    model = GptLike(layers)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=model.layer_bytes / 2**20)
+    found: list[Timing] = []
+
+    def stopwatch(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
+        nodes = len(gm.graph.nodes)
+        gc.collect()  # else one optimizer pays for what the other left behind
+        start = time.perf_counter()
+        result = optimize(ddp, gm, example_inputs)
+        seconds = time.perf_counter() - start
+        found.append(Timing(layers, nodes, _segments(result), (seconds,)))
+        return gm.forward
+
+    torch._dynamo.reset()
+    try:
+        with torch._dynamo.config.patch(optimize_ddp=False):
+            torch.compile(ddp, backend=stopwatch)(torch.zeros(1, TOKENS, dtype=torch.long))
+    finally:
+        torch._dynamo.reset()
+    (timing,) = found
+    return timing
+
+
+def _segments(result: object) -> int:
+    """How many pieces an optimizer's result calls; 1 where it is not a stitched graph."""
+    module = getattr(result, "__self__", result)
+    graph = getattr(module, "graph", None)
+    if not isinstance(graph, fx.Graph):
+        return 1
+    return len(graph.find_nodes(op="call_module"))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the timings show.
+
+    Attributes:
+        ratios: by number of layers, how many times faster ddpopt is.
+        exponents: by optimizer, the growth exponent over all sizes; empty for a single size.
+        problems: what falls short of what is asked.
+    """
+
+    ratios: Mapping[int, float]
+    exponents: Mapping[str, float]
+    problems: tuple[str, ...]
+
+
+Timings = Mapping[str, Sequence[Timing]]
+"""By optimizer, one timing for each size, sizes ascending."""
+
+
+def judge(timings: Timings) -> Verdict:
+    """Compare ddpopt's timings with those of torch's optimizer.
+
+    Ratios are of medians, for both were measured in turn. Growth is fitted to the fastest timings, for sizes
+    were measured in different minutes, and a busy machine only ever adds.
+
+    Args:
+        timings: of `OURS` and `THEIRS`, over the same sizes.
+
+    Returns:
+        Ratios, exponents, and what falls short: the ratio at the largest size, the growth exponent, and a
+        number of segments below the number of layers, for then less was done than is asked.
+    """
+    pairs = list(zip(timings[OURS], timings[THEIRS], strict=True))
+    ratios = {ours.layers: theirs.median / ours.median for ours, theirs in pairs}
+    several = len(pairs) > 1
+    exponents = {
+        name: growth_exponent([t.layers for t in found], [t.fastest for t in found])
+        for name, found in timings.items()
+        if several
+    }
+    largest = max(ratios)
+    problems = [f"{t.segments} segments for {t.layers} layers" for t, _ in pairs if t.segments < t.layers]
+    if ratios[largest] < ASKED_RATIO:
+        problems.append(f"{ratios[largest]:.1f} times faster at {largest} layers, asked {ASKED_RATIO:g}")
+    if several and exponents[OURS] > ASKED_EXPONENT:
+        problems.append(f"time grows as layers ** {exponents[OURS]:.2f}, asked at most {ASKED_EXPONENT}")
+    return Verdict(ratios, exponents, tuple(problems))
+
+
+def measure_all(sizes: Sequence[int], repeat: int, console: Console) -> Timings:
+    """Time both optimizers at all sizes, in rounds, so that a busy minute does not meet one size only.
+
+    Args:
+        sizes: numbers of layers, ascending.
+        repeat: rounds, each of which times each optimizer once at each size.
+        console: shows the progress.
+
+    Returns:
+        All timings.
+    """
+    for optimize in OPTIMIZERS.values():
+        time_one(2, optimize)  # no timing shall pay for what only the first one needs
+    pairs = [(layers, name) for layers in sizes for name in OPTIMIZERS]
+    found: dict[tuple[int, str], list[Timing]] = {pair: [] for pair in pairs}
+    with Progress(console=console) as progress:
+        task = progress.add_task("traces", total=len(pairs) * repeat)
+        for layers, name in pairs * repeat:
+            progress.update(task, description=f"{layers} layers, {name}")
+            found[layers, name].append(time_one(layers, OPTIMIZERS[name]))
+            progress.advance(task)
+    return {name: [_gathered(found[layers, name]) for layers in sizes] for name in OPTIMIZERS}
+
+
+def _gathered(single: Sequence[Timing]) -> Timing:
+    """Repetitions of one measurement as one timing."""
+    return replace(single[0], seconds=tuple(timing.seconds[0] for timing in single))
+
+
+def main() -> int:
+    """Measure, print, store.
+
+    Returns:
+        The exit code.
+    """
+    arguments = _parser().parse_args()
+    console = wide_console()
+    facts = conditions("benchmarks.planning")
+    state(console, facts)
+    # Dynamo notes at each compile that it leaves out DDP's profiler range.
+    logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
+    with single_rank():
+        timings = measure_all(sorted(arguments.layers), arguments.repeat, console)
+    verdict = judge(timings)
+    console.print(_table(timings, verdict))
+    for name, exponent in verdict.exponents.items():
+        console.print(f"{name}: time grows as layers ** {exponent:.2f}", markup=False)
+    for problem in verdict.problems:
+        console.print(f"short of what is asked: {problem}", style="red", markup=False)
+    if arguments.json:
+        figures = {name: [asdict(timing) for timing in found] for name, found in timings.items()}
+        document = {"conditions": facts, "timings": figures, "verdict": asdict(verdict)}
+        arguments.json.write_text(json.dumps(document, indent=2) + "\n")
+    return int(bool(verdict.problems))
+
+
+def _table(timings: Timings, verdict: Verdict) -> Table:
+    table = Table(title="Seconds beside the backend: median (fastest – slowest)")
+    table.add_column("layers", justify="right")
+    table.add_column("nodes", justify="right")
+    for name in timings:
+        table.add_column(name, justify="right")
+        table.add_column("segments", justify="right")
+    table.add_column("times faster", justify="right")
+    for same_size in zip(*timings.values(), strict=True):
+        cells = (text for timing in same_size for text in (_seconds(timing), str(timing.segments)))
+        layers = same_size[0].layers
+        table.add_row(str(layers), str(same_size[0].nodes), *cells, f"{verdict.ratios[layers]:.1f}")
+    return table
+
+
+def _seconds(timing: Timing) -> str:
+    return f"{timing.median:.3f} ({timing.fastest:.3f} – {max(timing.seconds):.3f})"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.planning", description=__doc__)
+    parser.add_argument("--layers", type=_sizes, default=_sizes(SIZES), help=f"sizes ({SIZES})")
+    parser.add_argument(
+        "--repeat", type=int, default=3, choices=range(1, 100), metavar="N", help="timings (3)"
+    )
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    return parser
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    sizes = tuple(int(part) for part in text.split(","))
+    if min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f"expected numbers of layers above 0, got {text!r}")
+    return sizes
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""Settings of every test run of this repository: Hypothesis, inline snapshots, the order under xdist."""
+
+import os
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
+
+# Drawn examples compile graphs and start ranks, and the first one pays for imports: a deadline would judge
+# the machine. `ci` draws the same examples on every run, so that a red build is red for its author too.
+settings.register_profile("dev", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI", "").lower() in {"1", "true", "yes"} else "dev")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("expecttest").addoption(
+        "--accept",
+        action="store_true",
+        help="write the snapshots that differ into the test files; the same as EXPECTTEST_ACCEPT=1",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--accept"):
+        os.environ["EXPECTTEST_ACCEPT"] = "1"  # expecttest knows no other way
+    if not os.environ.get("EXPECTTEST_ACCEPT"):
+        return
+    writers = _processes_that_would_write(config)
+    if writers > 1:
+        raise pytest.UsageError(
+            f"accepting snapshots was asked for with {writers} processes. Each rewrites the test files, by "
+            "line number, so they would undo one another's edits. Run in one process: "
+            "EXPECTTEST_ACCEPT=1 python -m pytest -n 0 tests/unit"
+        )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: _scope(item.nodeid) == "ranks")  # stable: all else keeps its order
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Have one xdist worker run all tests that start ranks; they are last, and need the cores themselves."""
+    if config.getoption("dist") != "load":
+        return None
+    scheduler = LoadScopeScheduling(config, log)
+    scheduler._split_scope = _scope  # what xdist documents a subclass for; it has no types to subclass
+    config.option.loadscopereorder = False
+    return scheduler
+
+
+def _scope(nodeid: str) -> str:
+    """Name what must stay on one worker."""
+    return "ranks" if nodeid.startswith("tests/multigpu/") else nodeid
+
+
+def _processes_that_would_write(config: pytest.Config) -> int:
+    """Count xdist's workers, or torchrun's ranks where there are more of those."""
+    # xdist has turned -n and --dist into this list before we are called: ["popen", …] or ["4*popen"].
+    specs: list[str] = config.getoption("tx", None) or []
+    counts = (spec.partition("*")[0] for spec in specs)
+    workers = sum(int(count) if count.isdigit() else 1 for count in counts)
+    return max(workers, int(os.environ.get("WORLD_SIZE", "1")))

@@ -1,0 +1,5 @@
+"""``python -m ddpopt``: the ``ddpopt`` command."""
+
+from ddpopt.cli import main
+
+main()

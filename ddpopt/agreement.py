@@ -1,0 +1,190 @@
+"""Comparing short texts between the ranks of a process group, with a clean end when a rank is missing.
+
+The texts travel through the group's key-value store and not through a collective: a store has a time-out
+that leaves the group usable, works while other collectives are in flight (under ``join()``, or with a
+backward half done), and is the same for every backend.
+
+Invariant: of the ranks that return, all return the same texts; and either all ranks return or all of them
+raise. A rank that comes after another one gave up is told so, and raises too.
+"""
+
+import hashlib
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from ddpopt.errors import InfrastructureError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["agree", "announce"]
+
+# Where this package's keys live in the group's store.
+PREFIX = "ddpopt"
+COMPLETE = "complete"
+EXPIRED = "expired"
+
+FIRST_PAUSE_S = 0.001
+LONGEST_PAUSE_S = 0.05
+# Between taking the ticket and writing the verdict a rank does nothing else: only its death takes this long.
+VERDICT_PATIENCE_S = 10.0
+
+
+def agree(
+    process_group: dist.ProcessGroup, what: str, payload: str, timeout: timedelta = timedelta(seconds=30)
+) -> tuple[str, ...]:
+    """Exchange one text with every rank of a group. Every rank must call this the same number of times.
+
+    Full texts are only fetched where they differ from one's own, so that agreement costs a digest a rank.
+
+    Args:
+        process_group: the ranks to hear from; any group of any backend, of any size.
+        what: what is being compared, in words for the error message; also separates independent sequences
+            of calls from each other.
+        payload: this rank's text.
+        timeout: how long to wait for the other ranks.
+
+    Returns:
+        The text of every rank, in the order of the ranks in the group.
+
+    Raises:
+        InfrastructureError: a rank did not answer in time, this rank answered after another one gave up,
+            or the store failed.
+    """
+    # A group of the "fake" backend has no peers to hear from: it exists to look at structure in one process.
+    if process_group.size() == 1 or dist.get_backend(process_group) == "fake":
+        return (payload,) * process_group.size()
+    with _store_errors_named(what):
+        board, earlier = _post(process_group, what, payload)
+        in_time = _await_everyone(board, process_group.size(), timeout)
+        if _settle(board, COMPLETE if in_time else EXPIRED) == EXPIRED:
+            raise InfrastructureError(_missing_text(board, process_group, what, timeout))
+        payloads = _payloads(board, process_group, payload)
+        # Everybody is in this round, so nobody reads the one before any more.
+        _forget(earlier, process_group.rank())
+    return payloads
+
+
+def announce(process_group: dist.ProcessGroup, what: str, payload: str) -> None:
+    """Take this rank's turn in :func:`agree` without waiting for the others: the turn of a rank that fails.
+
+    Args:
+        process_group: as in :func:`agree`.
+        what: as in :func:`agree`.
+        payload: what the other ranks' calls of :func:`agree` return for this rank.
+
+    Raises:
+        InfrastructureError: the store failed.
+    """
+    if process_group.size() == 1 or dist.get_backend(process_group) == "fake":
+        return
+    with _store_errors_named(what):
+        _post(process_group, what, payload)
+
+
+def _group_store(process_group: dist.ProcessGroup) -> "Store":
+    # Private, the same in torch 2.11 to 2.13: the prefixed store that init_process_group or new_group made.
+    return dist.distributed_c10d._get_process_group_store(process_group)
+
+
+def _part(store: "Store", name: str) -> "Store":
+    return dist.PrefixStore(name, store)  # type: ignore[attr-defined]  # torch does not mark its re-exports
+
+
+def _post(process_group: dist.ProcessGroup, what: str, payload: str) -> tuple["Store", "Store"]:
+    """Write this rank's text; give back this round's part of the store, and that of the round before."""
+    rank = process_group.rank()
+    sequence = _part(_group_store(process_group), f"{PREFIX}/{what}")
+    # The store counts this rank's calls, so that no state outlives the process group.
+    number = sequence.add(f"calls/{rank}", 1)
+    board = _part(sequence, str(number))
+    board.set(f"text/{rank}", payload)
+    board.set(f"digest/{rank}", _digest(payload))
+    board.add("arrived", 1)
+    return board, _part(sequence, str(number - 1))
+
+
+def _digest(payload: str) -> str:
+    return hashlib.sha256(payload.encode()).hexdigest()
+
+
+def _pauses(patience_s: float) -> Iterator[None]:
+    # Asking now and then, and not Store.wait: that holds the client's lock for as long as it waits, and the
+    # watchdog threads of the backends share the client.
+    deadline, pause_s = time.monotonic() + patience_s, FIRST_PAUSE_S
+    while True:
+        yield
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            return
+        time.sleep(min(pause_s, left_s))
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def _await_everyone(board: "Store", size: int, timeout: timedelta) -> bool:
+    for _ in _pauses(timeout.total_seconds()):
+        if board.add("arrived", 0) == size:
+            return True
+        if board.check(["verdict"]):
+            return False
+    return False
+
+
+def _settle(board: "Store", opinion: str) -> str:
+    """Make the ranks end alike: the first one to have an opinion decides for all."""
+    if board.add("tickets", 1) == 1:
+        board.set("verdict", opinion)
+        return opinion
+    for _ in _pauses(VERDICT_PATIENCE_S):
+        if board.check(["verdict"]):
+            return board.get("verdict").decode()
+    return EXPIRED
+
+
+def _payloads(board: "Store", process_group: dist.ProcessGroup, own: str) -> tuple[str, ...]:
+    digests = [board.get(f"digest/{rank}").decode() for rank in range(process_group.size())]
+    texts = {_digest(own): own}
+    for rank, digest in enumerate(digests):
+        if digest not in texts:
+            texts[digest] = board.get(f"text/{rank}").decode()
+    return tuple(texts[digest] for digest in digests)
+
+
+def _missing_text(board: "Store", process_group: dist.ProcessGroup, what: str, timeout: timedelta) -> str:
+    missing = [rank for rank in range(process_group.size()) if not board.check([f"digest/{rank}"])]
+    if not missing:
+        return (
+            f"{what}: rank {process_group.rank()} answered after another rank had given up waiting. Let the "
+            "ranks make this call at about the same time, or allow more time with timeout="
+        )
+    return (
+        f"{what}: no answer from rank {', '.join(map(str, missing))} of {process_group.size()} within "
+        f"{timeout.total_seconds():g} s. Every rank of the process group must make this call: look in the "
+        "missing rank's log for what stopped it, or allow more time with timeout="
+    )
+
+
+def _forget(board: "Store", rank: int) -> None:
+    own = [f"text/{rank}", f"digest/{rank}"]
+    shared = ["arrived", "tickets", "verdict"] if rank == 0 else []
+    for key in own + shared:
+        with suppress(RuntimeError):  # not every store can delete
+            board.delete_key(key)
+
+
+@contextmanager
+def _store_errors_named(what: str) -> Iterator[None]:
+    try:
+        yield
+    except InfrastructureError:
+        raise
+    except (RuntimeError, OSError) as error:  # dist.DistError and its children are RuntimeErrors
+        raise InfrastructureError(
+            f"{what}: the process group's key-value store failed ({error}). Most often the rank that holds "
+            "it, rank 0, has ended: look in its log for the reason"
+        ) from error

@@ -1,0 +1,301 @@
+"""Dynamo's way into ddpopt: plan a graph, cut it, prove the cuts, compile the pieces, tell the reducer.
+
+This is the only module that knows all the others. A graph that ddpopt cannot help (no DDP module running,
+nothing to train, a single bucket) is compiled whole, and the reason is logged once at INFO.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import fx, nn
+from torch._dynamo import trace_rules
+from torch._dynamo.backends.registry import lookup_backend
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt import hook
+from ddpopt.association import reassociated_values
+from ddpopt.certificate import certify
+from ddpopt.deferred import PendingLogger
+from ddpopt.errors import UsageError
+from ddpopt.facts import parameter_names
+from ddpopt.impose import defer, imposed_plan
+from ddpopt.opening import Planned
+from ddpopt.partition import partition
+from ddpopt.plan import Plan
+from ddpopt.regions import Regions, plan_for_ddp, plan_for_imposed, specs_by_id
+from ddpopt.segments import CompiledSegments, CompilerFn, compile_segments
+
+Buckets = Literal["plan", "ddp"]
+RegionsByModule = weakref.WeakKeyDictionary[DistributedDataParallel, Regions]
+logger = logging.getLogger("ddpopt")
+
+
+class DdpoptBackend:
+    """A Dynamo backend that cuts graphs at DDP's buckets and compiles the pieces with another backend.
+
+    Args:
+        compiler: name of a registered Dynamo backend, or a callable ``(gm, example_inputs) -> callable``.
+        buckets: ``"plan"``: the reducer follows ddpopt's plan; ``"ddp"``: the reducer is left alone and
+            the graph is cut where its own buckets will fall.
+        regions: what is known of each DDP module so far, where several backends serve one module.
+
+    Raises:
+        UsageError: an argument is none of these.
+    """
+
+    def __init__(
+        self,
+        compiler: str | CompilerFn = "inductor",
+        *,
+        buckets: Buckets = "plan",
+        regions: RegionsByModule | None = None,
+    ) -> None:
+        _require_buckets(buckets)
+        self.__name__ = "ddpopt"
+        self.compiler = _compiler(compiler)
+        self.buckets = buckets
+        self._regions = weakref.WeakKeyDictionary() if regions is None else regions
+
+    def __call__(
+        self, gm: fx.GraphModule, example_inputs: Sequence[object], **options: Any
+    ) -> Callable[..., Any]:
+        """Compile one of Dynamo's graphs; `options` go to the compiler underneath."""
+        compiler = functools.partial(self.compiler, **options) if options else self.compiler
+        ddp = _active_ddp()
+        if ddp is None:
+            _say_once("no DistributedDataParallel forward is running; the graph is compiled whole")
+            return compiler(gm, example_inputs)
+        with _collector_at_rest():
+            planned = self._plan(ddp, gm, example_inputs)
+            stitched = cut(planned, example_inputs, ddp) if planned is not None else gm
+        if planned is None or stitched is planned.gm:
+            _say_whole(planned)
+            return compiler(gm, example_inputs)
+        gm, plan = planned.gm, planned.plan
+        reasons = [None, *(cut.reason for cut in plan.cuts)]
+        compiled = compile_segments(
+            stitched, example_inputs, compiler, reasons, share=not _ties_addresses(self.compiler, options)
+        )
+        _report(gm, plan, compiled)
+        return compiled.call
+
+    def _plan(
+        self, ddp: DistributedDataParallel, gm: fx.GraphModule, example_inputs: Sequence[object]
+    ) -> Planned | None:
+        imposed = imposed_plan(ddp)
+        if imposed is not None:
+            return plan_for_imposed(ddp, imposed, gm, example_inputs)
+        if self.buckets == "ddp":
+            return plan_for_ddp(ddp, gm, example_inputs)
+        regions = self.follow(ddp)
+        return None if regions is None else regions.add(gm, example_inputs)
+
+    def follow(self, ddp: DistributedDataParallel) -> Regions | None:
+        """Have the reducer of `ddp` follow the plan of the graphs that this backend is about to see.
+
+        Returns:
+            Where those graphs are to be planned; None if this module's reducer cannot follow a plan.
+        """
+        if ddp not in self._regions:
+            self._regions[ddp] = Regions(ddp)
+        if not isinstance(ddp.logger, PendingLogger):
+            try:
+                defer(ddp, self._regions[ddp].joined)
+            except UsageError as error:
+                _say_once(f"the reducer cannot follow a plan, so graphs are compiled whole: {error}")
+                return None
+        return self._regions[ddp]
+
+
+@contextlib.contextmanager
+def _collector_at_rest() -> Iterator[None]:
+    """Pause Python's garbage collector: what is made here stays, and each collection would walk all of it.
+
+    On a graph of 6000 nodes the collections take as long as the work itself, and grow as its square.
+    """
+    running = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if running:
+            gc.enable()
+
+
+def cut(planned: Planned, example_inputs: Sequence[object], ddp: DistributedDataParallel) -> fx.GraphModule:
+    """Cut a graph as planned, and prove that it is still the same program.
+
+    Raises:
+        CertificateError: it is not.
+    """
+    names = parameter_names(planned.gm, example_inputs, specs_by_id(ddp))
+    own = {label: name for label, name in names.items() if name not in planned.completed}
+    stitched = partition(planned.gm, planned.plan)
+    certify(planned.gm, stitched, planned.plan, own)
+    return stitched
+
+
+def compile(  # the public name, as in torch.compile
+    ddp_model: nn.Module,
+    *,
+    backend: str | CompilerFn = "inductor",
+    strategy: Literal["split"] = "split",
+    buckets: Buckets = "plan",
+    **options: Any,
+) -> Any:
+    """Compile a DDP module so that its gradients still overlap with backward.
+
+    Args:
+        ddp_model: a ``DistributedDataParallel`` module.
+        backend: name of a Dynamo backend, or a callable ``(gm, example_inputs) -> callable``.
+        strategy: ``"split"``: one compiled segment for each time a bucket completes.
+        buckets: ``"plan"``: the reducer follows the plan, from the first iteration; ``"ddp"``: the reducer
+            is left alone.
+        options: passed to ``torch.compile`` (``dynamic``, ``fullgraph``, …).
+
+    Returns:
+        A callable like `ddp_model`, with its attributes.
+
+    Raises:
+        UsageError: an argument cannot be used.
+    """
+    if not isinstance(ddp_model, DistributedDataParallel):
+        raise UsageError(
+            f"ddp_model: expected a DistributedDataParallel module, got {type(ddp_model).__name__}; "
+            "wrap the model first: ddpopt.compile(DistributedDataParallel(model))"
+        )
+    if strategy != "split":
+        raise UsageError(f"strategy: expected 'split', got {strategy!r}")
+    dynamo_backend = DdpoptBackend(backend, buckets=buckets)
+    if buckets == "plan" and imposed_plan(ddp_model) is None:
+        dynamo_backend.follow(ddp_model)
+    if _is_skipped(ddp_model.module):
+        _call_through(ddp_model.module, torch.compile(_call_inside, backend=dynamo_backend, **options))
+    return torch.compile(ddp_model, backend=dynamo_backend, **options)
+
+
+@contextlib.contextmanager
+def replacing_ddp_optimizer(*, buckets: Buckets = "plan") -> Iterator[None]:
+    """Inside this block Dynamo builds ddpopt's split where it would build torch's DDPOptimizer.
+
+    Args:
+        buckets: as for `compile`.
+
+    Yields:
+        Nothing; whatever is compiled inside, with any backend, is cut by ddpopt.
+
+    Raises:
+        UsageError: `buckets` is neither.
+    """
+    _require_buckets(buckets)
+    regions: RegionsByModule = weakref.WeakKeyDictionary()
+
+    def choose(compiler: CompilerFn) -> CompilerFn:
+        own = _is_ddpopt(compiler)
+        return compiler if own else DdpoptBackend(compiler, buckets=buckets, regions=regions)
+
+    with hook.replacing(choose):
+        yield
+
+
+def _active_ddp() -> DistributedDataParallel | None:
+    """The DDP module whose forward is running; Dynamo asks DDP the same way (torch 2.11 to 2.13)."""
+    return DistributedDataParallel._active_ddp_module
+
+
+def _is_skipped(module: nn.Module) -> bool:
+    """Whether Dynamo steps over the frames of a module's own forward, as it does for torch.nn's.
+
+    Under a DDP module, whose frames it steps over too, nothing would be compiled (pytorch#140416).
+    Touches a private name of torch 2.11 to 2.13: ``torch._dynamo.trace_rules.check``.
+    """
+    code = getattr(type(module).forward, "__code__", None)
+    return code is not None and trace_rules.check(code)
+
+
+def _call_through(module: nn.Module, compiled: Callable[..., Any]) -> None:
+    """Have calls of `module` go through `compiled`, as ``module.compile()`` does; copies do not."""
+    module._compiled_call_impl = functools.partial(compiled, module)
+
+
+def _call_inside(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    """A frame that Dynamo traces, and from which it follows into torch.nn."""
+    return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch types it not
+
+
+def _require_buckets(buckets: str) -> None:
+    if buckets not in ("plan", "ddp"):
+        raise UsageError(f"buckets: expected 'plan' or 'ddp', got {buckets!r}")
+
+
+def _compiler(compiler: str | CompilerFn) -> CompilerFn:
+    if isinstance(compiler, str):
+        try:
+            return lookup_backend(compiler)
+        except Exception as error:
+            raise UsageError(
+                f"backend: expected the name of a Dynamo backend, got {compiler!r}; "
+                f"known are {', '.join(torch.compiler.list_backends(exclude_tags=()))}"
+            ) from error
+    if not callable(compiler):
+        raise UsageError(f"backend: expected a name or a callable (gm, example_inputs), got {compiler!r}")
+    return compiler
+
+
+def _own(compiler: CompilerFn) -> CompilerFn | None:
+    """The hook's question, at all times: ddpopt's backends cut for themselves, all others are torch's."""
+    return compiler if _is_ddpopt(compiler) else None
+
+
+def _is_ddpopt(compiler: object) -> bool:
+    """Whether a backend is ddpopt's, under the wrappers that torch.compile puts around it."""
+    while compiler is not None and not isinstance(compiler, DdpoptBackend):
+        compiler = getattr(compiler, "_torchdynamo_orig_backend", getattr(compiler, "compiler_fn", None))
+    return compiler is not None
+
+
+def _ties_addresses(compiler: CompilerFn, options: dict[str, Any]) -> bool:
+    """Whether compiled code is tied to the addresses of its inputs, as CUDA graphs are."""
+    config = options.get("options") or {}
+    named = "cudagraph" in getattr(compiler, "__name__", "")
+    mode = options.get("mode") in ("reduce-overhead", "max-autotune")
+    configured = bool(config.get("triton.cudagraphs", torch._inductor.config.triton.cudagraphs))
+    return named or mode or configured
+
+
+def _report(gm: fx.GraphModule, plan: Plan, compiled: CompiledSegments) -> None:
+    if not logger.isEnabledFor(logging.INFO):
+        return
+    counts = len(plan.buckets), compiled.segments, compiled.distinct
+    logger.info("ddpopt: %d buckets, %d segments, %d of them distinct", *counts)
+    moved = reassociated_values(gm, plan)
+    if moved:
+        logger.info("ddpopt: the gradients of these may be summed in another order: %s", ", ".join(moved))
+
+
+def _say_whole(planned: Planned | None) -> None:
+    if planned is not None:
+        trained = (
+            "one segment completes all its buckets" if planned.plan.buckets else "nothing in it is trained"
+        )
+        _say_once(f"a graph is compiled whole: {trained}")
+
+
+@functools.lru_cache(maxsize=256)
+def _say_once(reason: str) -> None:
+    """Log a reason at INFO, the first time that it holds."""
+    logger.info("ddpopt: %s", reason)
+
+
+ddpopt_backend = DdpoptBackend("inductor")
+"""What ``torch.compile(model, backend="ddpopt")`` finds."""
+
+hook.install(_own)

@@ -1,0 +1,209 @@
+"""The sizes at which DDP closes its buckets, read from a DDP module or from the arguments of one.
+
+Invariant: ``BucketConfig.from_kwargs(**arguments)`` equals ``from_ddp(DDP(model, **arguments))``
+and needs neither a model nor a process group. Nothing here imports torch.distributed before there is a group.
+
+Source: ``torch/nn/parallel/distributed.py`` (torch 2.11 to 2.13).
+"""
+
+import importlib
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ddpopt.errors import UsageError
+
+MIB = 2**20
+DEFAULT_CAP_MB = 25
+# torch.distributed._DEFAULT_FIRST_BUCKET_BYTES, which planning may not import.
+DEFAULT_FIRST_BUCKET_BYTES = MIB
+
+# Arguments of DistributedDataParallel.__init__ (torch 2.11 to 2.13) that leave the limits as they are.
+DDP_ARGUMENTS_WITHOUT_EFFECT_ON_LIMITS = (
+    "device_ids",
+    "output_device",
+    "dim",
+    "broadcast_buffers",
+    "init_sync",
+    "process_group",
+    "check_reduction",
+    "gradient_as_bucket_view",
+    "delay_all_reduce_named_params",
+    "param_to_hook_all_reduce",
+    "mixed_precision",
+    "device_mesh",
+    "skip_all_reduce_unused_params",
+    "forward_sync_buffers",
+    "batched_grad_copy",
+)
+DDP_ARGUMENTS_OF_LIMITS = ("bucket_cap_mb", "bucket_cap_mb_list", "find_unused_parameters", "static_graph")
+
+
+@dataclass(frozen=True)
+class BucketConfig:
+    """The sizes at which one DDP module closes its buckets.
+
+    Attributes:
+        cap_bytes: limit of every bucket but the first.
+        first_bucket_bytes: limit of the first bucket; equal to ``cap_bytes`` when the user gave a cap.
+        cap_bytes_list: limits of ``bucket_cap_mb_list``, the last one repeats; empty when not given.
+        find_unused_parameters: as given to DDP.
+        static_graph: as given to DDP's constructor.
+        small_last_bucket: environment variable ``DDP_SET_LAST_BUCKET_CAP=1``: the rebuilt buckets are filled
+            from the last ready gradient backwards, so that the first limit bounds the last bucket.
+    """
+
+    cap_bytes: int
+    first_bucket_bytes: int
+    cap_bytes_list: tuple[int, ...] = ()
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    small_last_bucket: bool = False
+
+    @property
+    def rebuilds(self) -> bool:
+        """Whether the reducer replaces its initial buckets by some in ready order, after the first steps."""
+        return self.static_graph or not self.find_unused_parameters
+
+    @property
+    def initial_limits(self) -> tuple[int, ...]:
+        """Limits in bytes of the buckets of the first iteration (of all, if DDP never rebuilds)."""
+        if self.cap_bytes_list:
+            return self.cap_bytes_list
+        if self.rebuilds:
+            return (sys.maxsize,)
+        if self.first_bucket_bytes < self.cap_bytes:
+            return (self.first_bucket_bytes, self.cap_bytes)
+        return (self.cap_bytes,)
+
+    @property
+    def rebuilt_limits(self) -> tuple[int, ...]:
+        """Limits in bytes of the rebuilt buckets, first to close first; the last one repeats."""
+        return self.cap_bytes_list or (self.first_bucket_bytes, self.cap_bytes)
+
+    @classmethod
+    def from_kwargs(
+        cls,
+        bucket_cap_mb: float | None = None,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        **other_ddp_arguments: object,
+    ) -> "BucketConfig":
+        """Read the limits from the arguments of ``DistributedDataParallel``, without building one.
+
+        Args:
+            bucket_cap_mb: cap in MiB, fractions allowed; None: DDP's default, 25 with a first bucket of 1.
+            bucket_cap_mb_list: caps in MiB of the first, second, … bucket; wins over ``bucket_cap_mb``.
+            find_unused_parameters: as in DDP.
+            static_graph: as in DDP.
+            **other_ddp_arguments: any other argument of DDP; none of them changes a limit.
+
+        Returns:
+            The configuration of a DDP module built with these arguments.
+
+        Raises:
+            UsageError: an argument that DDP does not know, a cap that is not a positive finite number, or a
+                flag that is not a bool.
+        """
+        _require_ddp_arguments(other_ddp_arguments)
+        flags = {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}
+        for name, flag in flags.items():
+            if not isinstance(flag, bool):
+                raise UsageError(f"{name}: expected True or False, got {flag!r}; pass what you pass to DDP")
+        cap_mb = DEFAULT_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
+        cap_bytes = _cap_bytes("bucket_cap_mb", cap_mb)
+        caps = _cap_list_bytes(bucket_cap_mb_list)
+        if caps:
+            cap_bytes = max(caps)
+        explicit = bucket_cap_mb is not None or bool(caps)
+        return cls(
+            cap_bytes=cap_bytes,
+            first_bucket_bytes=cap_bytes if explicit else DEFAULT_FIRST_BUCKET_BYTES,
+            cap_bytes_list=caps,
+            small_last_bucket=_last_bucket_is_small(),
+            **flags,
+        )
+
+    @classmethod
+    def from_ddp(cls, ddp: nn.parallel.DistributedDataParallel) -> "BucketConfig":
+        """Read the limits that a DDP module uses.
+
+        Args:
+            ddp: the module; ``static_graph`` is read as it now is, so call this after ``_set_static_graph``.
+
+        Returns:
+            Its configuration.
+
+        Raises:
+            UsageError: the argument is no DDP module, or a torch outside 2.11 to 2.13 moved its attributes.
+        """
+        try:
+            cap_bytes, first_bucket_bytes, caps = _limits_of(ddp)
+            return cls(
+                cap_bytes=cap_bytes,
+                first_bucket_bytes=first_bucket_bytes,
+                cap_bytes_list=caps,
+                find_unused_parameters=bool(ddp.find_unused_parameters),
+                static_graph=bool(ddp.static_graph),
+                small_last_bucket=_last_bucket_is_small(),
+            )
+        except AttributeError as error:
+            raise UsageError(
+                f"expected a DistributedDataParallel of torch 2.11 to 2.13, got {type(ddp).__name__!r} "
+                f"under torch {torch.__version__} ({error}); wrap the model in DistributedDataParallel, "
+                "or use BucketConfig.from_kwargs"
+            ) from error
+
+
+def _limits_of(ddp: nn.parallel.DistributedDataParallel) -> tuple[int, int, tuple[int, ...]]:
+    # DDP's own names, torch 2.11 to 2.13, all read here. 2.11 has no _bucket_config yet: there a default cap
+    # means torch.distributed's first bucket, which users tune (a DDP module exists, so the import is free).
+    cap_bytes = int(ddp.bucket_bytes_cap)
+    caps = tuple(int(cap) for cap in ddp.bucket_bytes_cap_list)
+    bucket_config = getattr(ddp, "_bucket_config", None)
+    if bucket_config is not None:
+        return cap_bytes, int(bucket_config.first_bucket_bytes_cap), caps
+    if not ddp.bucket_bytes_cap_default:
+        return cap_bytes, cap_bytes, caps
+    distributed = importlib.import_module("torch.distributed")
+    return cap_bytes, int(distributed._DEFAULT_FIRST_BUCKET_BYTES), caps
+
+
+def _last_bucket_is_small() -> bool:
+    return os.environ.get("DDP_SET_LAST_BUCKET_CAP") == "1"
+
+
+def _require_ddp_arguments(arguments: Mapping[str, object]) -> None:
+    unknown = sorted(name for name in arguments if name not in DDP_ARGUMENTS_WITHOUT_EFFECT_ON_LIMITS)
+    if unknown:
+        known = ", ".join(sorted(DDP_ARGUMENTS_OF_LIMITS + DDP_ARGUMENTS_WITHOUT_EFFECT_ON_LIMITS))
+        raise UsageError(
+            f"expected arguments of DistributedDataParallel, got {', '.join(map(repr, unknown))}; "
+            f"use the names that DDP knows: {known}"
+        )
+
+
+def _cap_list_bytes(caps_mb: Sequence[float] | None) -> tuple[int, ...]:
+    if caps_mb is None:
+        return ()
+    if not isinstance(caps_mb, list | tuple):
+        raise UsageError(
+            f"bucket_cap_mb_list: expected a list of MiB, got {caps_mb!r}; for one cap use bucket_cap_mb"
+        )
+    return tuple(_cap_bytes(f"bucket_cap_mb_list[{place}]", cap_mb) for place, cap_mb in enumerate(caps_mb))
+
+
+def _cap_bytes(argument: str, cap_mb: object) -> int:
+    number = cap_mb if isinstance(cap_mb, int | float) and not isinstance(cap_mb, bool) else math.nan
+    if not math.isfinite(number) or number <= 0:
+        raise UsageError(
+            f"{argument}: expected a positive finite number of MiB, got {cap_mb!r}; "
+            "pass what you pass to DDP, or leave it out for DDP's default"
+        )
+    return int(number * MIB)

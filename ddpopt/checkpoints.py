@@ -1,0 +1,175 @@
+"""Divide a checkpointed region where a bucket ends inside it.
+
+Dynamo puts a checkpointed region into its graph as one call of a body. All its gradients would leave
+together, while in eager they leave one after the other as the region's backward proceeds. So the region is
+divided at the places where its buckets end: two checkpointed regions, one behind the other, recompute the
+same values, and keep one more, that which passes from the first to the second.
+
+Invariant: every piece keeps the checkpoint's own settings and policy; a graph in which no bucket ends inside
+a region comes back as the same object.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ddpopt.graphs import body_nodes, fetch, module_like
+
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+Argument = Any
+"""What stands for a value in a copied graph: a node, or a tuple of them."""
+
+
+def divide_regions(
+    gm: fx.GraphModule, find_cuts: Callable[[fx.GraphModule], Sequence[str]]
+) -> fx.GraphModule:
+    """Divide the checkpointed regions of `gm` where it would be cut if they were written out.
+
+    Args:
+        gm: a graph; it is left as it is.
+        find_cuts: names of the nodes in front of which a graph without regions would be cut.
+
+    Returns:
+        A new module; or `gm` itself if no cut would fall into a region.
+    """
+    regions = [node for node in gm.graph.nodes if _is_region(node)]
+    if not regions:
+        return gm
+    written_out, inner = _write_out(gm, regions)
+    openers: dict[fx.Node, list[fx.Node]] = {}
+    for name in find_cuts(written_out):
+        if name in inner:
+            region, node = inner[name]
+            if (
+                node is not body_nodes(_body(gm, region).graph)[0]
+            ):  # a cut in front of a region divides nothing
+                openers.setdefault(region, []).append(node)
+    return _divide(gm, openers) if openers else gm
+
+
+def _is_region(node: fx.Node) -> bool:
+    body = node.args[0] if node.target is CHECKPOINT else None
+    return isinstance(body, fx.Node) and all(isinstance(arg, fx.Node) for arg in node.args)
+
+
+def _body(gm: fx.GraphModule, region: fx.Node) -> fx.GraphModule:
+    holder = region.args[0]
+    assert isinstance(holder, fx.Node)  # `_is_region` saw to it
+    body = fetch(gm, str(holder.target))
+    assert isinstance(body, fx.GraphModule)
+    return body
+
+
+def _write_out(
+    gm: fx.GraphModule, regions: Sequence[fx.Node]
+) -> tuple[fx.GraphModule, dict[str, tuple[fx.Node, fx.Node]]]:
+    """`gm` with the nodes of each region in its place; and for each such node, whose it is."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, Argument] = {}
+    inner: dict[str, tuple[fx.Node, fx.Node]] = {}
+    held: dict[str, object] = {}
+    chosen = dict.fromkeys(regions)
+    for node in gm.graph.nodes:
+        if node in chosen:
+            body = _body(gm, node)
+            values = _operands(body, node, copies)
+            for step in (n for n in body.graph.nodes if n.op not in ("placeholder", "output")):
+                values[step] = copied = graph.node_copy(step, values.__getitem__)
+                copied.meta["example_value"] = step.meta.get("example_value")
+                if step.op == "get_attr":
+                    copied.target = f"{node.name}_{step.target}".replace(".", "_")
+                    held[copied.target] = fetch(body, str(step.target))
+                inner[copied.name] = (node, step)
+            copies[node] = fx.map_arg(body.graph.output_node().args[0], values.__getitem__)
+        elif node.target is operator.getitem and node.args[0] in chosen:
+            copies[node] = copies[node.args[0]][node.args[1]]
+        else:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    return module_like(gm, graph, held), inner
+
+
+def _divide(gm: fx.GraphModule, openers: Mapping[fx.Node, Sequence[fx.Node]]) -> fx.GraphModule:
+    graph = fx.Graph()
+    copies: dict[fx.Node, Argument] = {}
+    held: dict[str, object] = {}
+    for node in gm.graph.nodes:
+        if node in openers:
+            copies[node] = _write_pieces(gm, node, openers[node], graph, copies, held)
+        elif node.target is operator.getitem and node.args[0] in openers:
+            copies[node] = copies[node.args[0]][node.args[1]]
+        else:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            if hasattr(node, "_dynamo_source"):
+                copies[node]._dynamo_source = node._dynamo_source
+    return module_like(gm, graph, held)
+
+
+def _write_pieces(
+    gm: fx.GraphModule,
+    region: fx.Node,
+    openers: Sequence[fx.Node],
+    graph: fx.Graph,
+    copies: Mapping[fx.Node, Argument],
+    held: dict[str, object],
+) -> Argument:
+    """Add one checkpointed call for each piece of a region to `graph`; what the region returns."""
+    body = _body(gm, region)
+    values = _operands(body, region, copies)
+    pieces = _pieces(body, openers)
+    for index, nodes in enumerate(pieces):
+        later = {n for piece in pieces[index + 1 :] for node in piece for n in node.all_input_nodes}
+        later.update(body.graph.output_node().all_input_nodes)
+        exports = [node for node in nodes if node in later]
+        inputs = [n for n in dict.fromkeys(n for node in nodes for n in node.all_input_nodes) if n in values]
+        name = f"{region.name}_piece_{index}"
+        held[name] = _piece(body, nodes, inputs, exports)
+        holder = graph.get_attr(name)
+        call = graph.call_function(CHECKPOINT, (holder, *(values[n] for n in inputs)), dict(region.kwargs))
+        call.meta = {**region.meta, "example_value": tuple(n.meta["example_value"] for n in exports)}
+        for position, node in enumerate(exports):
+            values[node] = graph.call_function(operator.getitem, (call, position))
+            values[node].meta = dict(node.meta)
+    return fx.map_arg(body.graph.output_node().args[0], values.__getitem__)
+
+
+def _operands(
+    body: fx.GraphModule, region: fx.Node, copies: Mapping[fx.Node, Argument]
+) -> dict[fx.Node, Argument]:
+    """What stands for each placeholder of a region's body."""
+    operands = [copies[arg] for arg in region.args[1:] if isinstance(arg, fx.Node)]
+    return dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
+
+
+def _pieces(body: fx.GraphModule, openers: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    pieces: list[list[fx.Node]] = [[]]
+    for node in body_nodes(body.graph):
+        if node in openers and pieces[-1]:
+            pieces.append([])
+        pieces[-1].append(node)
+    return pieces
+
+
+def _piece(
+    body: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], exports: Sequence[fx.Node]
+) -> fx.GraphModule:
+    """The body of one piece, with the policy of the whole."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+
+    def read(node: fx.Node) -> fx.Node:
+        if node not in copies:  # attributes are read anew in each piece
+            copies[node] = graph.node_copy(node)
+        return copies[node]
+
+    for node in nodes:
+        copies[node] = graph.node_copy(node, read)
+    graph.output(tuple(copies[node] for node in exports))
+    return module_like(body, graph)

@@ -1,0 +1,56 @@
+"""Noting which graphs Dynamo compiles, through its own callbacks.
+
+Invariant: after ``stop`` no callback of ours is left.
+"""
+
+from typing import Any
+
+__all__ = ["Compilations"]
+
+
+class Compilations:
+    """The graphs that Dynamo compiles between :meth:`start` and :meth:`stop`.
+
+    Attributes:
+        graphs: Dynamo's compile id (``"0/0"``) of each, in order.
+    """
+
+    def __init__(self) -> None:
+        self.graphs: list[str] = []
+        self._count_at_start = 0
+
+    def start(self) -> None:
+        """Begin to take notes."""
+        handler = _dynamo().callback_handler
+        handler.register_start_callback(self._started)
+        handler.register_end_callback(self._ended)
+
+    def stop(self) -> None:
+        """Take no more notes; Dynamo calls back as before :meth:`start`."""
+        # torch._dynamo.reset() removes every callback.
+        handler = _dynamo().callback_handler
+        for callbacks, own in (
+            (handler.start_callbacks, self._started),
+            (handler.end_callbacks, self._ended),
+        ):
+            if own in callbacks:
+                callbacks.remove(own)
+
+    def _started(self, arguments: Any) -> None:
+        del arguments
+        self._count_at_start = self._count()
+
+    def _ended(self, arguments: Any) -> None:
+        # Dynamo also announces frames in which it finds nothing to compile.
+        if self._count() > self._count_at_start:
+            self.graphs.append(arguments.compile_id)
+
+    def _count(self) -> int:
+        return int(_dynamo().utils.counters["stats"]["unique_graphs"])
+
+
+def _dynamo() -> Any:
+    # Imported when needed: it takes a second. Its callbacks and counters are the same in torch 2.11 to 2.13.
+    import torch._dynamo
+
+    return torch._dynamo

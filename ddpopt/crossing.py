@@ -1,0 +1,141 @@
+"""Where a graph may be cut: between which nodes nothing passes that a cut would harm.
+
+A cut hands values from one compiled piece to the next. Tensors, numbers and tuples of them pass; a
+stream, a functorch level or two views of a tensor that is mutated later do not.
+
+Invariant: a position that is not blocked can be cut without changing what the program computes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from ddpopt.graphs import AUTOCAST, GRAD_MODE, example_value, requires_grad, storages
+from ddpopt.mutation import mutated_inputs, viewed_input
+
+CROSSABLE = (
+    torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool, str, type(None),
+    torch.dtype, torch.device, torch.layout, torch.memory_format, slice,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Span:
+    """Cut positions `first` to `last` (inclusive) that are not possible, and why."""
+
+    first: int
+    last: int
+    why: str
+
+
+def blocked_positions(graph: fx.Graph, body: Sequence[fx.Node]) -> tuple[str | None, ...]:
+    """For each body position, why no cut may lie right before it, or None."""
+    position = {node: index for index, node in enumerate(body)}
+    spans = [
+        *_uncrossable_spans(body, position),
+        *_setter_spans(body),
+        *_nesting_spans(body),
+        *_alias_spans(graph, position, len(body)),
+    ]
+    blocked: list[str | None] = [None] * len(body)
+    filled = 0
+    for span in sorted(spans, key=lambda s: s.first):
+        for index in range(max(filled, span.first), min(span.last + 1, len(body))):
+            blocked[index] = span.why
+        filled = max(filled, span.last + 1)
+    return tuple(blocked)
+
+
+def _uncrossable_spans(body: Sequence[fx.Node], position: Mapping[fx.Node, int]) -> Iterator[Span]:
+    """From a node whose value cannot be handed over (a stream, a generator) to its last reader."""
+    for index, node in enumerate(body):
+        if not node.users or node.target in AUTOCAST or _crossable(example_value(node)):
+            continue
+        last = max(position.get(user, len(body)) for user in node.users)
+        yield Span(index + 1, last, f"{node.name!r} returns a value that cannot cross a cut")
+
+
+def _crossable(value: object) -> bool:
+    leaves = pytree.tree_leaves(value)
+    return all(isinstance(leaf, CROSSABLE) and not _is_reinterpreted(leaf) for leaf in leaves)
+
+
+def _is_reinterpreted(value: object) -> bool:
+    """Whether a tensor is a view of real numbers as another dtype, of which torch makes no fake copy."""
+    base = value._base if isinstance(value, torch.Tensor) else None
+    return base is not None and base.dtype != value.dtype and not base.is_complex()  # type: ignore[attr-defined]
+
+
+def _setter_spans(body: Sequence[fx.Node]) -> Iterator[Span]:
+    """Between two calls that set the same global state (sdpa kernels, deterministic mode, …)."""
+    first: dict[object, int] = {}
+    for index, node in enumerate(body):
+        sets_state = node.op == "call_function" and not node.users and not node.all_input_nodes
+        if not sets_state or node.target in (GRAD_MODE, *AUTOCAST) or mutated_inputs(node):
+            continue
+        if node.target in first:
+            yield Span(first[node.target] + 1, index, f"{node.name!r} undoes global state set before")
+        else:
+            first[node.target] = index
+
+
+def _nesting_spans(body: Sequence[fx.Node]) -> Iterator[Span]:
+    """Inside a functorch level (``torch.func.grad``, ``vmap``), which lives within one trace."""
+    depth, opened = 0, 0
+    for index, node in enumerate(body):
+        name = getattr(node.target, "__name__", str(node.target))
+        if name.endswith("_increment_nesting"):
+            opened = index if depth == 0 else opened
+            depth += 1
+        elif name.endswith("_decrement_nesting"):
+            depth -= 1
+            if depth == 0:
+                yield Span(opened + 1, index, "inside a functorch transform")
+
+
+def _alias_spans(graph: fx.Graph, position: Mapping[fx.Node, int], end: int) -> Iterator[Span]:
+    """Where two live names of one storage would cross a cut before that storage is mutated.
+
+    A single mutated value crosses well: the later segment mutates its input, and views are taken anew from
+    it. Two values that are one tensor (``y = x.add_(1)``, both read later) would arrive as strangers.
+    """
+    mutated: dict[int, int] = {}
+    for node, index in position.items():
+        for key in (key for value in mutated_inputs(node) for key in storages(value)):
+            mutated[key] = index
+    if not mutated:
+        return
+    roots: dict[fx.Node, fx.Node] = {}
+    lives: dict[int, dict[fx.Node, int]] = {key: {} for key in mutated}
+    for node in graph.nodes:
+        for key in (key for key in storages(node) if key in mutated):
+            if node.op == "placeholder" and requires_grad(example_value(node)):
+                yield Span(0, mutated[key], f"{node.name!r} requires grad and is itself mutated")
+            base = viewed_input(node)
+            roots[node] = root = node if base is None else roots.get(base, base)
+            # the caller sees what is written to an input, so an input lives to the end
+            last = (
+                end
+                if node.op == "placeholder"
+                else max((position.get(u, end) for u in node.users), default=-1)
+            )
+            lives[key][root] = max(lives[key].get(root, -1), last)
+    for key, live in lives.items():
+        spans = [(position.get(root, -1), last) for root, last in live.items() if last >= 0]
+        yield from _overlaps(spans, mutated[key])
+
+
+def _overlaps(live: Sequence[tuple[int, int]], last_mutation: int) -> Iterator[Span]:
+    """Cut positions, up to the last mutation, that two or more of the (defined, last read) pairs span."""
+    events = sorted([(first + 1, 1) for first, _ in live] + [(last + 1, -1) for _, last in live])
+    count = 0
+    for (at, step), (until, _) in itertools.pairwise(events):
+        count += step
+        if count > 1 and at <= last_mutation:
+            yield Span(at, min(until - 1, last_mutation), "two names of one tensor that is mutated later")

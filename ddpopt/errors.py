@@ -1,0 +1,48 @@
+"""Every error that ddpopt raises, each with the exit code that the command line gives it.
+
+Invariant: a user's mistake ends in one of these, never in a bare assert or a traceback from inside torch.
+Each message says what was expected, what came, where, and what to do next.
+"""
+
+
+class DdpoptError(Exception):
+    """Root of all errors of this package.
+
+    Attributes:
+        exit_code: what the ``ddpopt`` command exits with when this error reaches it
+            (0 right, 1 the program under test is wrong, 2 usage, 3 infrastructure).
+    """
+
+    exit_code = 1
+
+
+class UsageError(DdpoptError):
+    """An argument, a target or a plan that cannot be used as given."""
+
+    exit_code = 2
+
+
+class PlanMismatchError(DdpoptError):
+    """A plan and a module, or the plans of two ranks, do not belong together."""
+
+
+class CertificateError(DdpoptError):
+    """A cut graph is not the same program as the graph that it was cut from.
+
+    Attributes:
+        violations: one sentence for each broken invariant, in the order of the checks.
+    """
+
+    def __init__(self, violations: tuple[str, ...]) -> None:
+        self.violations = violations
+        lines = "\n".join(f"  - {violation}" for violation in violations)
+        super().__init__(
+            f"the cut graph is not the program it was cut from; {len(violations)} violation(s):\n{lines}\n"
+            "This is a bug in ddpopt: please report it with the graph (TORCH_LOGS=graph_code)."
+        )
+
+
+class InfrastructureError(DdpoptError):
+    """A rank died, a rendezvous failed, or a peer did not answer in time."""
+
+    exit_code = 3

@@ -1,0 +1,95 @@
+"""Reading FX graphs: the few questions that every other module asks of a node.
+
+Positions count the *body* of a graph: all nodes but placeholders, attributes and the output.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+SOURCES = ("placeholder", "get_attr")
+"""Node kinds that bring a value into a graph and compute nothing."""
+
+AUTOCAST = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
+GRAD_MODE = torch._C._set_grad_enabled
+
+
+class Missing:
+    """Stands where a node carries no example value: nothing is known of what it returns."""
+
+
+MISSING = Missing()
+
+
+def body_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes of `graph` that compute something, in order."""
+    return [node for node in graph.nodes if node.op not in (*SOURCES, "output")]
+
+
+def example_value(node: fx.Node) -> object:
+    """The value that tracing left on a node, or `MISSING`."""
+    return node.meta.get("example_value", node.meta.get("val", MISSING))
+
+
+def fetch(gm: fx.GraphModule, target: str) -> object:
+    """The attribute of `gm` at a dotted path."""
+    return functools.reduce(getattr, target.split("."), gm)
+
+
+def with_values(arguments: Any, value_of: Callable[[fx.Node], object]) -> Any:
+    """Nested arguments of a node, with the value of each node in its place."""
+    replace: Any = value_of  # fx types its result as an argument, and maps to anything
+    return fx.map_arg(arguments, replace)
+
+
+def requires_grad(value: object) -> bool:
+    """Whether any tensor in `value` requires grad; a missing value is taken to."""
+    if value is MISSING:
+        return True
+    leaves = pytree.tree_leaves(value)
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
+
+
+def storages(node: fx.Node) -> list[int]:
+    """Identities of the storages behind a node's tensors; views of one tensor share theirs."""
+    return storages_of(example_value(node))
+
+
+def storages_of(value: object) -> list[int]:
+    """Identities of the storages behind the tensors in `value`."""
+    leaves = pytree.tree_leaves(value)
+    dense = [t for t in leaves if isinstance(t, torch.Tensor) and t.layout == torch.strided]
+    # a functorch wrapper owns no storage, and never leaves its transform, inside which no cut lies
+    own = [t for t in dense if not torch._C._functorch.is_functorch_wrapped_tensor(t)]
+    return [t.untyped_storage()._cdata for t in own]
+
+
+def module_like(
+    gm: fx.GraphModule, graph: fx.Graph, held: Mapping[str, object] | None = None
+) -> fx.GraphModule:
+    """A module around `graph` that Dynamo's backends take for one of Dynamo's own, as they take `gm`.
+
+    AOTAutograd takes a graph with ``dynamo_compile_id`` in its meta and with ``_param_name_to_source`` for
+    one of Dynamo's, and then reads the source off each input.
+
+    Args:
+        gm: shares its parameters, attributes and metadata with the new module.
+        graph: may read attributes of `gm` and of `held`.
+        held: further attributes and submodules.
+    """
+    root: dict[str, Any] = dict(held or {})
+    for node in graph.nodes:
+        if node.op in ("get_attr", "call_module") and str(node.target) not in root:
+            root[str(node.target)] = fetch(gm, str(node.target))
+    module = fx.GraphModule(root, graph)
+    module.meta = dict(gm.meta)
+    for name in ("_param_name_to_source", "shape_env", "compile_subgraph_reason"):
+        if hasattr(gm, name):
+            setattr(module, name, getattr(gm, name))
+    return module

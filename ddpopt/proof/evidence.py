@@ -1,0 +1,130 @@
+"""The evidence: both programs, the plan, and who reads which parameter, gathered once for all invariants.
+
+Invariant: of `ddpopt.plan` only the data classes are used, so a fault in planning or cutting shows here
+instead of being repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from ddpopt.plan import Plan, Segment
+from ddpopt.proof.effects import Call, written
+from ddpopt.proof.recompose import read_original, recompose
+from ddpopt.proof.steps import Original, Program, Step
+from ddpopt.proof.terms import ABSENT
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that the invariants look at.
+
+    Attributes:
+        plan: the plan to be kept.
+        segments: those of the plan's segments that belong to this graph, in order.
+        cuts: names of the nodes in front of which the plan cuts this graph.
+        original: the graph that was cut.
+        stitched: the program that the stitched module computes.
+        passing: the steps whose backward runs, by name.
+        readers: for each parameter that gradient flows to, its earliest differentiable reader.
+    """
+
+    plan: Plan
+    segments: tuple[Segment, ...]
+    cuts: tuple[str, ...]
+    original: Original
+    stitched: Program
+    passing: Mapping[str, None]
+    readers: Mapping[str, str]
+
+
+class Invariant(NamedTuple):
+    """One row of the certificate: a name, and a check that yields a sentence for each violation."""
+
+    name: str
+    check: Callable[[Evidence], Iterator[str]]
+
+
+def gather(
+    original: fx.GraphModule, stitched: fx.GraphModule, plan: Plan, names: Mapping[str, str], graph: int
+) -> Evidence:
+    """Read both graphs.
+
+    Args:
+        original: the graph that was cut.
+        stitched: the module to judge; `original` itself counts as one segment.
+        plan: the plan to be kept.
+        names: the parameter that a node of `original` brings in, as for `ddpopt.certificate.certify`.
+        graph: which of the plan's graphs `original` is.
+
+    Returns:
+        The evidence, in time linear in the nodes of both graphs.
+    """
+    segments = tuple(segment for segment in plan.segments if segment.graph == graph)
+    homes = {segment.index: frozenset(segment.nodes) for segment in segments}
+    source = read_original(original, min(homes, default=0))
+    program = source.program if stitched is original else recompose(stitched, source, homes)
+    cuts = tuple(cut.before for cut in plan.cuts if cut.graph == graph)
+    passing = steps_passing_gradient(source)
+    readers = earliest_readers(source, passing, names)
+    return Evidence(plan, segments, cuts, source, program, passing, readers)
+
+
+def steps_passing_gradient(original: Original) -> dict[str, None]:
+    """The steps whose backward runs, by name.
+
+    Their result requires grad, in grad mode, and reaches an output or a mutation through steps like them.
+    """
+    passing: dict[str, None] = {}
+    for step in reversed(original.program.steps):
+        if not step.state.grad_mode or not _requires_grad(original.example(original.terms[step.name])):
+            continue
+        reaches = any(user.op == "output" or user.name in passing for user in step.node.users)
+        if reaches or any(True for _ in written(call_of(step))):
+            passing[step.name] = None
+    return passing
+
+
+def earliest_readers(
+    original: Original, passing: Mapping[str, None], names: Mapping[str, str]
+) -> dict[str, str]:
+    """For each parameter, the first node in forward order whose backward contributes to its gradient.
+
+    Args:
+        original: the graph that reads the parameters.
+        passing: its steps whose backward runs.
+        names: the parameter that a node brings in, as for `ddpopt.certificate.certify`.
+
+    Returns:
+        Node names by parameter name. Parameters that no gradient flows to are not in it.
+    """
+    sources: dict[str, list[str]] = {}
+    for source, param in names.items():
+        sources.setdefault(source.partition(".")[0], []).append(param)
+    readers: dict[str, str] = {}
+    for step in original.program.steps:
+        if step.name not in passing:
+            continue
+        for node in (*step.node.all_input_nodes, step.node):
+            for param in sources.get(node.name, ()):
+                readers.setdefault(param, step.name)
+    return readers
+
+
+def call_of(step: Step) -> Call:
+    """What a step calls, for a question about its effects."""
+    return Call(step.node.op, step.callee, step.args, step.kwargs)
+
+
+def _requires_grad(example: object) -> bool:
+    """Whether a tensor in a value requires grad; what tracing left no value for is taken to."""
+    if isinstance(example, (tuple, list)):
+        return any(_requires_grad(item) for item in example)
+    if isinstance(example, torch.Tensor):
+        return example.requires_grad
+    return example is ABSENT

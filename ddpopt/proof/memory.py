@@ -1,0 +1,217 @@
+"""Invariants of memory: what is written, in which order, and who may be given a copy.
+
+A storage is told by the example values that tracing left: views of one tensor share theirs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ddpopt.proof.effects import draws, written
+from ddpopt.proof.evidence import Evidence, call_of
+from ddpopt.proof.steps import Original, Program, Step, at
+from ddpopt.proof.terms import ABSENT, Item, Made, Term, leaves, show
+
+
+def mutations_keep_their_order(evidence: Evidence) -> Iterator[str]:
+    """For each storage that is written to, writers and readers come in the original's order."""
+    watched = _written_families(evidence.original)
+    if not watched:
+        return
+    expected = _accesses(evidence.original, evidence.original.program, watched)
+    found = _accesses(evidence.original, evidence.stitched, watched)
+    for family, label in watched.items():
+        for clause in _first_difference(expected[family], found[family]):
+            yield f"the storage of {label}: {clause}"
+
+
+def draws_keep_their_order(evidence: Evidence) -> Iterator[str]:
+    """Nodes that draw random numbers run in the original's order."""
+    expected, found = (
+        [_Seen(step.name, at(step)) for step in program.steps if draws(call_of(step))]
+        for program in (evidence.original.program, evidence.stitched)
+    )
+    yield from _first_difference(expected, found)
+
+
+def copies_are_not_noticed(evidence: Evidence) -> Iterator[str]:
+    """A segment gets a value detached only if it sends it no gradient, a clone only if no write is missed."""
+    copied = [
+        (crossing, copy) for crossing in evidence.stitched.crossings if (copy := crossing.copy) is not None
+    ]
+    if not copied:
+        return
+    sending = _read_with_gradient(evidence)
+    traffic = _Traffic.of(evidence)
+    for crossing, copy in copied:
+        where = f"segment {crossing.segment}, input {crossing.node.name}"
+        if copy.before != crossing.segment:
+            yield f"{where}: is a copy made in front of segment {copy.before} already"
+        if copy.method == "detach":
+            readers = [sending.get((crossing.segment, leaf)) for leaf in leaves(crossing.term)]
+            yield from (f"{where}: is detached, but {name} sends gradient to it" for name in readers if name)
+            continue
+        for family in _families(evidence.original, crossing.term):
+            yield from (f"{where}: {clause}" for clause in traffic.noticed(family, crossing.segment))
+    known = {(crossing.segment, copy) for crossing, copy in copied}
+    for segment, copy in evidence.stitched.restored:
+        if (segment, copy) not in known:
+            yield f"segment {segment}: {copy} is written back, but was no input of it"
+
+
+def steps_taken_twice(evidence: Evidence) -> Iterator[Step]:
+    """The steps that a segment takes once more though they are neither views nor symbols."""
+    if not evidence.stitched.repeats:
+        return
+    watched = _written_families(evidence.original)
+    for step in evidence.stitched.repeats:
+        if not _may_repeat(evidence.original, step, watched):
+            yield step
+
+
+# --- what the invariants ask ---------------------------------------------------------------------
+
+
+class _Seen(NamedTuple):
+    """A node that touches a storage or draws, and where it stands."""
+
+    name: str
+    where: str
+
+
+def _first_difference(expected: Sequence[_Seen], found: Sequence[_Seen]) -> Iterator[str]:
+    for before, after in itertools.zip_longest(expected, found):
+        if before is None or after is None or before.name != after.name:
+            wanted = before.name if before else "no more"
+            yield f"expected {wanted}, found {f'{after.name} ({after.where})' if after else 'no more'}"
+            return
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, torch.Tensor):
+        yield value
+
+
+def _families(original: Original, term: Term) -> Iterator[Hashable]:
+    """What stands for the storages behind a term; the term itself where tracing left no value."""
+    for leaf in leaves(term):
+        example = original.example(leaf)
+        if example is ABSENT and isinstance(leaf, (Made, Item)):
+            yield leaf
+        elif isinstance(example, torch.nn.Module):
+            yield id(example)
+        yield from map(_storage, _tensors(example))
+
+
+def _storage(tensor: torch.Tensor) -> Hashable:
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    dense = tensor.layout is torch.strided and not wrapped
+    return ("storage", tensor.untyped_storage()._cdata) if dense else id(tensor)
+
+
+def _written_families(original: Original) -> dict[Hashable, str]:
+    """Each storage that the steps write to, with the first name that they write it by."""
+    found: dict[Hashable, str] = {}
+    for step in original.program.steps:
+        for leaf in (leaf for value in written(call_of(step)) for leaf in leaves(value)):
+            for family in _families(original, leaf):
+                found.setdefault(family, show(leaf))
+    return found
+
+
+def _accesses(
+    original: Original, program: Program, watched: Mapping[Hashable, str]
+) -> dict[Hashable, list[_Seen]]:
+    """For each watched storage, who touches it, in order; the output last."""
+    found: dict[Hashable, list[_Seen]] = {family: [] for family in watched}
+    for step in program.steps:
+        touched = (f for term in (*step.args, *step.kwargs.values()) for f in _families(original, term))
+        for family in dict.fromkeys(f for f in touched if f in found):
+            found[family].append(_Seen(step.name, at(step)))
+    for family in dict.fromkeys(f for f in _families(original, program.result) if f in found):
+        found[family].append(_Seen("output", "the output"))
+    return found
+
+
+def _may_repeat(original: Original, step: Step, watched: Mapping[Hashable, str]) -> bool:
+    """Whether a step may be taken again: a view of its arguments, or a symbol that no write can change."""
+    if draws(call_of(step)) or any(True for _ in written(call_of(step))):
+        return False
+    made = set(_families(original, original.terms[step.name]))
+    read = {f for term in (*step.args, *step.kwargs.values()) for f in _families(original, term)}
+    if made:
+        return made <= read
+    symbolic = isinstance(
+        original.example(original.terms[step.name]), (torch.SymInt, torch.SymFloat, torch.SymBool)
+    )
+    return symbolic and read.isdisjoint(watched)
+
+
+def _read_with_gradient(evidence: Evidence) -> dict[tuple[int, Term], str]:
+    """For each segment and value: a step that sends gradient to the value, or the segment's return of it."""
+    found: dict[tuple[int, Term], str] = {}
+    for step in (*evidence.stitched.steps, *evidence.stitched.repeats):
+        if step.name not in evidence.passing:
+            continue
+        for leaf in (leaf for term in (*step.args, *step.kwargs.values()) for leaf in leaves(term)):
+            if isinstance(leaf, (Made, Item)):
+                found.setdefault((step.segment, leaf), step.name)
+    for segment, result in evidence.stitched.returns.items():
+        for leaf in leaves(result):
+            if isinstance(leaf, (Made, Item)):
+                found.setdefault((segment, leaf), "its return")
+    return found
+
+
+class _Traffic(NamedTuple):
+    """Per storage: the segments that write to it, return it, get it (once for each input), and restore it."""
+
+    writers: Mapping[Hashable, frozenset[int]]
+    returned: Mapping[Hashable, frozenset[int]]
+    inputs: Mapping[tuple[int, Hashable], int]
+    restored: frozenset[tuple[int, Hashable]]
+
+    @classmethod
+    def of(cls, evidence: Evidence) -> _Traffic:
+        """Gather from the steps, inputs and outputs of all segments."""
+        original, stitched = evidence.original, evidence.stitched
+        writers: dict[Hashable, set[int]] = {}
+        for step in stitched.steps:
+            for family in (f for value in written(call_of(step)) for f in _families(original, value)):
+                writers.setdefault(family, set()).add(step.segment)
+        returned: dict[Hashable, set[int]] = {}
+        for segment, result in stitched.returns.items():
+            for family in _families(original, result):
+                returned.setdefault(family, set()).add(segment)
+        inputs: dict[tuple[int, Hashable], int] = {}
+        for crossing in stitched.crossings:
+            for family in _families(original, crossing.term):
+                inputs[crossing.segment, family] = inputs.get((crossing.segment, family), 0) + 1
+        return cls(
+            {family: frozenset(segments) for family, segments in writers.items()},
+            {family: frozenset(segments) for family, segments in returned.items()},
+            inputs,
+            frozenset(
+                (segment, f) for segment, copy in stitched.restored for f in _families(original, copy.of)
+            ),
+        )
+
+    def noticed(self, family: Hashable, segment: int) -> Iterator[str]:
+        """Where it shows that `segment` got a copy of a storage."""
+        writers = self.writers.get(family, frozenset())
+        restored = (segment, family) in self.restored
+        if segment in writers and not restored:
+            yield "is a copy that is written to and not written back"
+        if restored and segment not in writers:
+            yield "is a copy that is written back without having been written to"
+        if segment in writers and self.inputs[segment, family] > 1:
+            yield "is a copy that is written to, and another input shares its storage"
+        if segment in self.returned.get(family, ()) and max(writers, default=-1) > segment:
+            yield "is a copy of a storage that the segment returns and a later segment writes to"

@@ -1,0 +1,196 @@
+"""Invariants of the program: the stitched module computes what the original computes.
+
+Each is one sentence, and yields a sentence for each place where it does not hold, with segment and node.
+
+Invariant: each visits every step once, so that a graph of 50,000 nodes is judged in seconds.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import fx
+
+from ddpopt.proof.evidence import Evidence
+from ddpopt.proof.memory import steps_taken_twice
+from ddpopt.proof.steps import Step, at, value_on
+from ddpopt.proof.terms import ABSENT, Group, Made, Term, differences, show
+
+
+def inputs_are_kept(evidence: Evidence) -> Iterator[str]:
+    """The stitched module takes the original's inputs, in their order, with their defaults."""
+    expected = [(node.name, *node.args) for node in evidence.original.program.inputs]
+    found = [(node.name, *node.args) for node in evidence.stitched.inputs]
+    if expected != found:
+        yield f"expected {_listed(expected)}, found {_listed(found)}"
+
+
+def nodes_stand_once(evidence: Evidence) -> Iterator[str]:
+    """Each node of the original's body stands in one segment; only views and symbols may be taken again."""
+    homes = {step.name: step.segment for step in evidence.stitched.steps}
+    for name in evidence.original.steps:
+        if name not in homes:
+            yield f"node {name} stands in no segment"
+    for step in steps_taken_twice(evidence):
+        yield f"node {step.name} stands in segment {homes[step.name]} and again in segment {step.segment}"
+
+
+def nothing_is_added(evidence: Evidence) -> Iterator[str]:
+    """Nothing runs beside the original's nodes but what a cut needs."""
+    yield from evidence.stitched.strays
+
+
+def order_is_kept(evidence: Evidence) -> Iterator[str]:
+    """The segments, one behind the other, run the original's nodes in their order."""
+    place = {name: index for index, name in enumerate(evidence.original.steps)}
+    for before, step in itertools.pairwise(evidence.stitched.steps):
+        if place[step.name] < place[before.name]:
+            yield f"{at(step)}: runs after {before.name}, which the original runs later"
+
+
+def values_are_defined(evidence: Evidence) -> Iterator[str]:
+    """Each value is there before it is read, and each segment gets as many inputs as it takes."""
+    yield from evidence.stitched.undefined
+
+
+def outputs_are_equal(evidence: Evidence) -> Iterator[str]:
+    """The stitched module returns the original's values in the original's structure."""
+    expected, found = evidence.original.program.result, evidence.stitched.result
+    yield from differences(expected, found, "output", evidence.original.example)
+
+
+def steps_are_equal(evidence: Evidence) -> Iterator[str]:
+    """Each node calls what it calls in the original, on the same values and literals."""
+    for step in (*evidence.stitched.steps, *evidence.stitched.repeats):
+        expected = evidence.original.steps[step.name]
+        if not _same_callee(expected, step):
+            yield f"{at(step)}: expected {_called(expected)}, found {_called(step)}"
+        pairs = (
+            ("args", Group(tuple, expected.args), Group(tuple, step.args)),
+            ("kwargs", _by_key(expected.kwargs), _by_key(step.kwargs)),
+        )
+        for path, before, after in pairs:
+            for clause in differences(before, after, path, evidence.original.example):
+                yield f"{at(step)}: {clause}"
+
+
+def metadata_is_kept(evidence: Evidence) -> Iterator[str]:
+    """Nodes and inputs keep what tracing wrote on them: stack traces, policies, example values, sources."""
+    nodes = evidence.original.nodes
+    for step in (*evidence.stitched.steps, *evidence.stitched.repeats):
+        yield from _lost_metadata(nodes[step.name], step.node, at(step))
+    for node in evidence.stitched.inputs:
+        if node.name in nodes:
+            yield from _lost_metadata(nodes[node.name], node, f"input {node.name}")
+            yield from _lost_source(nodes[node.name], node, f"input {node.name}")
+    for crossing in evidence.stitched.crossings:
+        where = f"segment {crossing.segment}, input {crossing.node.name}"
+        if isinstance(crossing.term, Made):
+            yield from _lost_source(nodes[crossing.term.name], crossing.node, where)
+        example = evidence.original.example(crossing.term)
+        if example is not ABSENT and value_on(crossing.node) is not example:
+            yield f"{where}: its example value is not that of {show(crossing.term)}"
+
+
+def states_are_equal(evidence: Evidence) -> Iterator[str]:
+    """Each node runs under the autocast spans and the grad mode under which the original runs it."""
+    for step in evidence.stitched.steps:
+        expected = evidence.original.steps[step.name].state
+        if step.state != expected:
+            yield f"{at(step)}: expected {expected}, found {step.state}"
+    for step in evidence.stitched.repeats:
+        if step.state.grad_mode != evidence.original.steps[step.name].state.grad_mode:
+            yield f"{at(step)}: taken again with grad mode {'on' if step.state.grad_mode else 'off'}"
+
+
+def segments_are_balanced(evidence: Evidence) -> Iterator[str]:
+    """Each segment leaves autocast and grad mode as it found them; the last as the original leaves them."""
+    ends = evidence.stitched.ends
+    (final,) = evidence.original.program.ends.values()
+    for segment, found in ends.items():
+        expected = final if segment == max(ends) else evidence.original.begin
+        if found != expected:
+            yield f"segment {segment}: expected {expected} behind it, found {found}"
+
+
+def symbols_are_bound(evidence: Evidence) -> Iterator[str]:
+    """Each symbol in the shape of a segment's input is itself an input, or a dimension of one."""
+    inputs: dict[int, list[tuple[str, object]]] = {}
+    for crossing in evidence.stitched.crossings:
+        inputs.setdefault(crossing.segment, []).append((crossing.node.name, value_on(crossing.node)))
+    for segment, pairs in inputs.items():
+        bound = {symbol for _, value in pairs for symbol, binds in _symbols(value) if binds}
+        for name, value in pairs:
+            for symbol in dict.fromkeys(symbol for symbol, _ in _symbols(value) if symbol not in bound):
+                yield f"segment {segment}, input {name}: no input binds the symbol {symbol}"
+
+
+# --- what the invariants ask ---------------------------------------------------------------------
+
+
+def _listed(inputs: Sequence[tuple[object, ...]]) -> str:
+    return ", ".join(" = ".join(map(str, row)) for row in inputs) or "none"
+
+
+def _by_key(kwargs: Mapping[str, Term]) -> Group:
+    keys = sorted(kwargs)
+    return Group(dict, tuple(kwargs[key] for key in keys), tuple(keys))
+
+
+def _same_callee(expected: Step, found: Step) -> bool:
+    if expected.node.op != found.node.op or type(expected.callee) is not type(found.callee):
+        return False
+    return expected.callee is found.callee or (
+        not isinstance(expected.callee, torch.nn.Module) and expected.callee == found.callee
+    )
+
+
+def _called(step: Step) -> str:
+    callee = step.callee
+    name = callee if isinstance(callee, str) else getattr(callee, "__name__", None)
+    return f"{step.node.op} of {name or step.node.target}"
+
+
+def _lost_metadata(expected: fx.Node, found: fx.Node, where: str) -> Iterator[str]:
+    for key, value in expected.meta.items():
+        if key not in found.meta:
+            yield f"{where}: meta[{key!r}] is lost"
+        elif not _same_meta(value, found.meta[key]):
+            yield f"{where}: meta[{key!r}] is another"
+
+
+def _same_meta(expected: object, found: object) -> bool:
+    """Equal for plain data, the same object for anything else (a tensor cannot be asked for equality)."""
+    if expected is found:
+        return True
+    if type(expected) is not type(found):
+        return False
+    if isinstance(expected, (str, int, float, bytes)):
+        return expected == found
+    if isinstance(expected, dict) and isinstance(found, dict):
+        return expected.keys() == found.keys() and all(_same_meta(v, found[k]) for k, v in expected.items())
+    if isinstance(expected, (list, tuple)) and isinstance(found, (list, tuple)):
+        return len(expected) == len(found) and all(map(_same_meta, expected, found))
+    return False
+
+
+def _lost_source(expected: fx.Node, found: fx.Node, where: str) -> Iterator[str]:
+    """Dynamo leaves an input's source as an attribute of its node, and AOTAutograd reads it there."""
+    source = getattr(expected, "_dynamo_source", None)
+    if getattr(found, "_dynamo_source", None) is not source:
+        yield f"{where}: its source is not that of {expected.name}"
+
+
+def _symbols(value: object) -> Iterator[tuple[object, bool]]:
+    """The symbols in a value, and for each whether the value binds it."""
+    if isinstance(value, torch.Tensor):
+        yield from ((symbol, bound) for size in value.shape for symbol, bound in _symbols(size))
+        if value.layout is torch.strided:
+            rest = (*value.stride(), value.storage_offset())
+            yield from ((symbol, False) for size in rest for symbol, _ in _symbols(size))
+    elif isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        expression = getattr(value.node, "expr", None)  # the node of a nested int has none
+        symbols = sorted(getattr(expression, "free_symbols", ()), key=str)
+        yield from ((symbol, symbol == expression) for symbol in symbols)

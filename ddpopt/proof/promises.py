@@ -1,0 +1,123 @@
+"""Invariants of the plan: the cuts lie where it says, and each bucket is complete when it says.
+
+A gradient is complete once the backward of its earliest differentiable reader has run. Which node that is,
+the evidence derives from the graph; these invariants hold the plan's buckets and segments against it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from ddpopt.plan import Bucket
+from ddpopt.proof.evidence import Evidence
+
+
+def segments_hold_the_planned_nodes(evidence: Evidence) -> Iterator[str]:
+    """Each segment holds the nodes that the plan lists for it, in that order."""
+    found: dict[int, list[str]] = {index: [] for index in evidence.stitched.ends}
+    for step in evidence.stitched.steps:
+        found[step.segment].append(step.name)
+    planned = {segment.index: list(segment.nodes) for segment in evidence.segments}
+    for index in sorted({*planned, *found}):
+        expected, actual = planned.get(index), found.get(index)
+        if expected is None or actual is None:
+            yield f"segment {index}: is only in the {'plan' if actual is None else 'stitched module'}"
+            continue
+        for a, b in itertools.zip_longest(expected, actual):
+            if a != b:
+                yield f"segment {index}: expected {a or 'its end'}, found {b or 'its end'}"
+                break
+
+
+def cuts_open_segments(evidence: Evidence) -> Iterator[str]:
+    """The nodes that open the segments behind the first are those of the plan's cuts, in order."""
+    openers: dict[int, str] = {}
+    for step in evidence.stitched.steps:
+        openers.setdefault(step.segment, step.name)
+    found = [openers.get(index, "nothing") for index in list(evidence.stitched.ends)[1:]]
+    for number, (a, b) in enumerate(itertools.zip_longest(evidence.cuts, found)):
+        if a != b:
+            yield f"cut {number}: expected before {a or 'nothing'}, found before {b or 'nothing'}"
+
+
+def params_stand_in_one_bucket(evidence: Evidence) -> Iterator[str]:
+    """Each trainable parameter that gradient flows to stands in one bucket, and none stands in two."""
+    buckets: dict[str, list[int]] = {name: [] for name in evidence.readers}
+    for bucket in evidence.plan.buckets:
+        for param in bucket.params:
+            buckets.setdefault(param, []).append(bucket.index)
+    for param, found in buckets.items():
+        if not found:
+            yield f"parameter {param} (read by {evidence.readers[param]}) stands in no bucket"
+        elif len(found) > 1:
+            yield f"parameter {param} stands in buckets {' and '.join(map(str, found))}"
+
+
+def buckets_complete_as_planned(evidence: Evidence) -> Iterator[str]:
+    """Each bucket completes in its segment; by policy "plan" all of its parameters do."""
+    own = frozenset(segment.index for segment in evidence.segments)
+    homes = _homes(evidence)
+    launch = len(evidence.plan.segments)
+    for bucket in evidence.plan.buckets:
+        completed = {param: homes[param] for param in bucket.params if param in homes}
+        if evidence.plan.policy == "plan":
+            yield from _strangers(evidence, bucket, completed, own)
+        elif completed:
+            # the reducer launches in list order, so a bucket waits for those in front of it
+            launch = min(launch, *completed.values())
+            if bucket.segment != launch and (bucket.segment in own or bucket.segment > launch):
+                yield f"bucket {bucket.index}: complete in segment {launch}, planned for {bucket.segment}"
+
+
+def buckets_follow_backward(evidence: Evidence) -> Iterator[str]:
+    """Buckets are numbered in reduction order, and that order never goes back to a later segment."""
+    buckets = evidence.plan.buckets
+    for place, bucket in enumerate(buckets):
+        if bucket.index != place:
+            yield f"bucket {bucket.index}: stands at place {place}"
+    for before, bucket in itertools.pairwise(buckets):
+        if bucket.segment > before.segment:
+            yield (
+                f"bucket {bucket.index}: completes in segment {bucket.segment}, "
+                f"before bucket {before.index} of segment {before.segment}"
+            )
+
+
+def segments_list_what_they_complete(evidence: Evidence) -> Iterator[str]:
+    """Each segment lists the parameters and buckets that its backward completes."""
+    homes = _homes(evidence)
+    planned = {param: s.index for s in evidence.plan.segments for param in s.params}
+    own = frozenset(segment.index for segment in evidence.segments)
+    for param in dict.fromkeys([*homes, *planned]):
+        expected, found = homes.get(param), planned.get(param)
+        elsewhere = found is not None and found not in own and (expected is None or found < expected)
+        if expected != found and not elsewhere:
+            yield f"parameter {param}: complete in {_segment(expected)}, listed in {_segment(found)}"
+    for segment in evidence.segments:
+        buckets = tuple(b.index for b in evidence.plan.buckets if b.segment == segment.index)
+        if segment.buckets != buckets:
+            yield f"segment {segment.index}: completes buckets {buckets}, lists {segment.buckets}"
+
+
+def _homes(evidence: Evidence) -> dict[str, int]:
+    """For each parameter that gradient flows to, the segment of its earliest differentiable reader."""
+    segments = {step.name: step.segment for step in reversed(evidence.stitched.steps)}
+    return {param: segments[node] for param, node in evidence.readers.items() if node in segments}
+
+
+def _strangers(
+    evidence: Evidence, bucket: Bucket, completed: dict[str, int], own: frozenset[int]
+) -> Iterator[str]:
+    """The parameters of a bucket that complete in another segment than the bucket."""
+    for param, segment in completed.items():
+        in_earlier_graph = bucket.segment not in own and bucket.segment < segment
+        if segment != bucket.segment and not in_earlier_graph:
+            yield (
+                f"bucket {bucket.index}: {param} completes in segment {segment} "
+                f"(read by {evidence.readers[param]}), the bucket in {bucket.segment}"
+            )
+
+
+def _segment(index: int | None) -> str:
+    return "no segment" if index is None else f"segment {index}"

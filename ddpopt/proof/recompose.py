@@ -1,0 +1,306 @@
+"""Read a graph as a program again: steps over terms, whether it is one graph or stitched from segments.
+
+The certificate judges a stitched module by what it computes. So its segments are inlined again here, by
+the names of their nodes and the places of their arguments, without a look at how they were made.
+
+Invariant: shares no code with what plans or cuts, and visits each node once.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from ddpopt.proof.steps import Crossing, Original, Program, Span, State, Step, example_of
+from ddpopt.proof.terms import ABSENT, Copy, Group, Held, Item, Made, Term, Unknown, group, show
+
+# torch 2.11 to 2.13: how Dynamo writes `torch.autocast` and `torch.no_grad` into its graphs.
+ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
+EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
+SET_GRAD_MODE = torch._C._set_grad_enabled
+
+CALLS = ("call_function", "call_method", "call_module")
+
+
+def read_original(original: fx.GraphModule, segment: int) -> Original:
+    """Read the graph that was cut.
+
+    Args:
+        original: any FX graph module.
+        segment: index to give to the graph as a whole.
+
+    Returns:
+        Its program, and its values by name.
+    """
+    nodes = {node.name: node for node in original.graph.nodes}
+    begin = State(_grad_mode_outside(original.graph))
+    walk = _Walk(original, nodes, segment, begin)
+    walk.run([Made(node.name) for node in walk.inputs])
+    program = Program(tuple(walk.inputs), tuple(walk.steps), walk.result, {segment: walk.state})
+    terms = {node.name: term for node, term in walk.values.items()}
+    return Original(program, nodes, terms, {step.name: step for step in walk.steps}, begin)
+
+
+def recompose(stitched: fx.GraphModule, original: Original, homes: Mapping[int, Container[str]]) -> Program:
+    """Inline the segments of a stitched module again.
+
+    Args:
+        stitched: its graph calls segments, picks their outputs, and does nothing else.
+        original: the graph that it was cut from.
+        homes: for each segment, by index and in order, the nodes that should be in it. Only consulted for
+            nodes whose name comes up in several segments, and for the kinds of calls that a cut adds.
+
+    Returns:
+        The program that the stitched module computes.
+    """
+    walk = _Stitched(stitched, original, homes)
+    walk.run([original.terms.get(node.name, Unknown(node.name)) for node in walk.inputs])
+    first: dict[str, Step] = {}
+    for step in walk.steps:
+        if step.name not in first or step.name in homes.get(step.segment, ()):
+            first[step.name] = step
+    return Program(
+        inputs=tuple(walk.inputs),
+        steps=tuple(step for step in walk.steps if first[step.name] is step),
+        result=walk.result,
+        ends=walk.ends,
+        repeats=tuple(step for step in walk.steps if first[step.name] is not step),
+        crossings=tuple(walk.crossings),
+        returns=walk.returns,
+        restored=tuple(walk.restored),
+        undefined=tuple(walk.undefined),
+        strays=tuple(walk.strays),
+    )
+
+
+class _Walk:
+    """One graph on its way to steps; `nodes` are those of the original by name."""
+
+    def __init__(
+        self, module: fx.GraphModule, nodes: Mapping[str, fx.Node], segment: int, state: State
+    ) -> None:
+        self.module = module
+        self.nodes = nodes
+        self.segment = segment
+        self.state = state
+        self.where = f"segment {segment}"
+        self.inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+        self.steps: list[Step] = []
+        self.values: dict[fx.Node, Term] = {}
+        self.undefined: list[str] = []
+        self.result: Term = ABSENT
+
+    def run(self, arguments: Sequence[Term]) -> None:
+        """Visit all nodes once, the placeholders bound to `arguments` in order."""
+        if len(arguments) != len(self.inputs):
+            self.undefined.append(
+                f"{self.where}: {len(self.inputs)} inputs expected, {len(arguments)} arguments passed"
+            )
+        self.values.update(zip(self.inputs, arguments, strict=False))
+        for node in self.module.graph.nodes:
+            if node.op == "get_attr":
+                self.values[node] = _read_attribute(self.module, node)
+            elif node.op == "output":
+                self.result = self.term(node.args[0], node)
+            elif node.op != "placeholder":
+                self.values[node] = self.call(self.read(node))
+
+    def call(self, step: Step) -> Term:
+        """Take one step of the program; its value."""
+        self.take(step, step.name)
+        picked = _picked(self.nodes, step)
+        return Made(step.name) if picked is ABSENT else picked
+
+    def take(self, step: Step, opener: str) -> None:
+        """Note a step, and the state behind it; `opener` names the autocast span that it may open."""
+        self.steps.append(step)
+        self.switch(step, opener)
+
+    def switch(self, step: Step, opener: str) -> None:
+        """Note the state behind a step."""
+        autocast = self.state.autocast
+        if step.callee is ENTER_AUTOCAST:
+            self.state = replace(self.state, autocast=(*autocast, Span(opener, _arguments(step))))
+        elif step.callee is EXIT_AUTOCAST and autocast and autocast[-1].opener == _name_of(step.args[0]):
+            self.state = replace(self.state, autocast=autocast[:-1])
+        elif step.callee is SET_GRAD_MODE:
+            self.state = replace(self.state, grad_mode=step.args[0] is True)
+
+    def read(self, node: fx.Node) -> Step:
+        """A node that computes, with its arguments as terms."""
+        args = tuple(self.term(argument, node) for argument in node.args)
+        kwargs = {key: self.term(argument, node) for key, argument in node.kwargs.items()}
+        callee = _fetch(self.module, str(node.target)) if node.op == "call_module" else node.target
+        return Step(node, self.segment, callee, args, kwargs, self.state)
+
+    def term(self, argument: object, reader: fx.Node) -> Term:
+        """An argument of `reader` as a term."""
+
+        def read(leaf: object) -> Term:
+            if not isinstance(leaf, fx.Node):
+                return leaf
+            if leaf not in self.values:
+                self.undefined.append(
+                    f"{self.where}, node {reader.name}: reads {leaf.name} before it is defined"
+                )
+                return Unknown(leaf.name)
+            return self.values[leaf]
+
+        return group(argument, read)
+
+
+class _Segment(_Walk):
+    """One segment on its way to steps of the original.
+
+    A node with the name of a node of the original is that node. What else there may be: switches of state
+    in front of the first of these and behind the last, and items of tuples anywhere.
+    """
+
+    def __init__(
+        self, module: fx.GraphModule, original: Original, segment: int, home: Container[str]
+    ) -> None:
+        super().__init__(module, original.nodes, segment, original.begin)
+        self.original = original
+        self.strays: list[str] = []
+        calls = [node for node in module.graph.nodes if node.op in CALLS]
+        self.own = {node: None for node in calls if self._is_own(node, home)}
+        at_home = [node.name for node in self.own if node.name in home] or [node.name for node in self.own]
+        self.resumed = original.steps[at_home[0]].state.autocast if at_home else ()
+        self.left = len(self.own)
+
+    def call(self, step: Step) -> Term:
+        if step.node in self.own:
+            self.left -= 1
+            self.take(step, step.name)
+            return self.original.terms[step.name]
+        picked = _picked(self.nodes, step)
+        if picked is not ABSENT:
+            return picked
+        if step.callee is operator.getitem and step.name in self.original.steps:
+            self.take(step, step.name)  # not an item of a tuple but a view of a tensor, taken again
+            return self.original.terms[step.name]
+        if not self._may_switch(step):
+            self.strays.append(f"{self.where}, node {step.name}: is not in the original, and no cut needs it")
+        opener = self._resumed_opener(step)
+        self.switch(step, opener)
+        return self.original.terms.get(opener, Unknown(opener))
+
+    def _is_own(self, node: fx.Node, home: Container[str]) -> bool:
+        added_by_cuts = (ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD_MODE, operator.getitem)
+        return node.name in self.original.steps and (node.target not in added_by_cuts or node.name in home)
+
+    def _may_switch(self, step: Step) -> bool:
+        """Whether a cut may need this switch of state here."""
+        at_start, at_end = self.left == len(self.own), self.left == 0
+        if step.callee is SET_GRAD_MODE:
+            return at_start or at_end
+        return (step.callee is ENTER_AUTOCAST and at_start) or (step.callee is EXIT_AUTOCAST and at_end)
+
+    def _resumed_opener(self, step: Step) -> str:
+        """Which span of the original an entry at the start of a segment opens again; else its own name."""
+        depth = len(self.state.autocast)
+        if step.callee is ENTER_AUTOCAST and depth < len(self.resumed):
+            span = self.resumed[depth]
+            if span.arguments == _arguments(step):
+                return span.opener
+        return f"{step.name} of {self.where}"
+
+
+class _Stitched(_Walk):
+    """The graph that calls the segments, and may hand them copies of values."""
+
+    def __init__(
+        self, module: fx.GraphModule, original: Original, homes: Mapping[int, Container[str]]
+    ) -> None:
+        super().__init__(module, original.nodes, min(homes, default=0), original.begin)
+        self.where = "the stitched module"
+        self.original = original
+        self.homes = homes
+        self.ends: dict[int, State] = {}
+        self.crossings: list[Crossing] = []
+        self.returns: dict[int, Term] = {}
+        self.restored: list[tuple[int, Copy]] = []
+        self.strays: list[str] = []
+
+    def call(self, step: Step) -> Term:
+        if isinstance(step.callee, fx.GraphModule) and not step.kwargs:
+            return self._inline(step.callee, step.args)
+        if step.node.op == "call_method" and step.callee in ("clone", "detach") and len(step.args) == 1:
+            return Copy(str(step.callee), step.args[0], self.segment)
+        if step.node.op == "call_method" and step.callee == "copy_" and self._restores(step.args):
+            return step.args[0]
+        picked = _picked(self.nodes, step)
+        if picked is ABSENT:
+            self.strays.append(f"{self.where}, node {step.name}: stands in no segment")
+            return Unknown(step.name)
+        return picked
+
+    def _restores(self, args: Sequence[Term]) -> bool:
+        """Whether the contents of a copy are written back to what it is a copy of."""
+        if len(args) != 2 or not isinstance(args[1], Copy) or args[1].of is not args[0]:
+            return False
+        self.restored.append((self.segment - 1, args[1]))
+        return True
+
+    def _inline(self, module: fx.GraphModule, arguments: Sequence[Term]) -> Term:
+        inner = _Segment(module, self.original, self.segment, self.homes.get(self.segment, ()))
+        copies = [term if isinstance(term, Copy) else None for term in arguments]
+        terms = [term.of if isinstance(term, Copy) else term for term in arguments]
+        inner.run(terms)
+        rows = zip(inner.inputs, terms, copies, strict=False)
+        self.crossings.extend(Crossing(self.segment, *row) for row in rows)
+        self.steps.extend(inner.steps)
+        self.undefined.extend(inner.undefined)
+        self.strays.extend(inner.strays)
+        self.ends[self.segment] = inner.state
+        self.returns[self.segment] = inner.result
+        self.segment += 1
+        return inner.result
+
+
+def _grad_mode_outside(graph: fx.Graph) -> bool:
+    """The grad mode in which a graph is called; Dynamo writes down changes only, so not the first one set."""
+    switches = (node.args[0] for node in graph.nodes if node.target is SET_GRAD_MODE)
+    return next(switches, False) is False
+
+
+def _picked(nodes: Mapping[str, fx.Node], step: Step) -> Term:
+    """The item that a getitem of a tuple or list picks, or `ABSENT` if the step is something else."""
+    if step.callee is not operator.getitem or len(step.args) != 2:
+        return ABSENT
+    base, index = step.args
+    items = base.items if isinstance(base, Group) else example_of(nodes, base)
+    if (
+        not isinstance(items, (tuple, list))
+        or type(index) is not int
+        or not -len(items) <= index < len(items)
+    ):
+        return ABSENT
+    if isinstance(base, (Made, Item)):
+        return Item(base, index % len(items))
+    return items[index]
+
+
+def _read_attribute(module: fx.GraphModule, node: fx.Node) -> Term:
+    value = _fetch(module, str(node.target))
+    return Held(str(node.target), value, node.meta.get("example_value", value))
+
+
+def _fetch(module: fx.GraphModule, path: str) -> object:
+    """The attribute of `module` at a dotted path, or `ABSENT`."""
+    value: object = module
+    for name in path.split("."):
+        value = getattr(value, name, ABSENT)
+    return value
+
+
+def _arguments(step: Step) -> str:
+    return ", ".join([*map(show, step.args), *(f"{key}={show(value)}" for key, value in step.kwargs.items())])
+
+
+def _name_of(term: Term) -> str:
+    return term.name if isinstance(term, Made) else getattr(term, "label", "")

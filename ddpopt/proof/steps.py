@@ -1,0 +1,131 @@
+"""What a graph says as a program: steps over terms, the state they run in, what crosses between segments.
+
+Invariant: frozen data. `ddpopt.proof.recompose` makes it, everything else in this package reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import fx
+
+from ddpopt.proof.terms import ABSENT, Copy, Held, Item, Made, Term
+
+
+class Span(NamedTuple):
+    """An open autocast span: the node that opened it, and its arguments."""
+
+    opener: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class State:
+    """Global state that nodes switch: grad mode, and the open autocast spans, outermost first."""
+
+    grad_mode: bool
+    autocast: tuple[Span, ...] = ()
+
+    def __str__(self) -> str:
+        spans = " in ".join(f"autocast({span.arguments})" for span in reversed(self.autocast))
+        return f"{spans or 'no autocast'} and grad mode {'on' if self.grad_mode else 'off'}"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One node that computes: what it calls, on which terms, in which segment and state."""
+
+    node: fx.Node
+    segment: int
+    callee: object
+    args: tuple[Term, ...]
+    kwargs: Mapping[str, Term]
+    state: State
+
+    @property
+    def name(self) -> str:
+        """Name of the node."""
+        return self.node.name
+
+
+def at(step: Step) -> str:
+    """Where a step stands, for messages."""
+    return f"segment {step.segment}, node {step.name}"
+
+
+class Crossing(NamedTuple):
+    """An input of a segment: its placeholder, the term that it carries, and the copy in its place, if any."""
+
+    segment: int
+    node: fx.Node
+    term: Term
+    copy: Copy | None
+
+
+@dataclass(frozen=True)
+class Program:
+    """A graph read as a program.
+
+    Attributes:
+        inputs: its placeholders, in order.
+        steps: what it computes, in the order in which it runs; one for each node that is there at all.
+        result: what it returns.
+        ends: the state that each segment leaves behind, by the segment's index, in order.
+        repeats: steps that segments take once more, because the value itself cannot cross a cut.
+        crossings: the inputs of its segments, in order.
+        returns: what each segment returns, by its index.
+        restored: the copies whose contents are written back, each with the segment that ran before.
+        undefined: for each value that is read without being there, a sentence.
+        strays: for each node that the original does not have and that no cut needs, a sentence.
+    """
+
+    inputs: tuple[fx.Node, ...]
+    steps: tuple[Step, ...]
+    result: Term
+    ends: Mapping[int, State]
+    repeats: tuple[Step, ...] = ()
+    crossings: tuple[Crossing, ...] = ()
+    returns: Mapping[int, Term] = field(default_factory=dict)
+    restored: tuple[tuple[int, Copy], ...] = ()
+    undefined: tuple[str, ...] = ()
+    strays: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Original:
+    """The graph that was cut, and what it says of each of its values.
+
+    Attributes:
+        program: the graph as a program of one segment.
+        nodes: every node, by name.
+        terms: the term of each value, by the name of its node.
+        steps: every step, by name.
+        begin: the state in which the graph is called.
+    """
+
+    program: Program
+    nodes: Mapping[str, fx.Node]
+    terms: Mapping[str, Term]
+    steps: Mapping[str, Step]
+    begin: State
+
+    def example(self, term: Term) -> object:
+        """The example value that tracing left for a term, or `ABSENT`."""
+        return example_of(self.nodes, term)
+
+
+def example_of(nodes: Mapping[str, fx.Node], term: Term) -> object:
+    """The example value that tracing left for a term, or `ABSENT`; `nodes` are the original's, by name."""
+    if isinstance(term, Made):
+        return value_on(nodes[term.name])
+    if isinstance(term, Item):
+        items = example_of(nodes, term.base)
+        return items[term.index] if isinstance(items, (tuple, list)) else ABSENT
+    return term.example if isinstance(term, Held) else ABSENT
+
+
+def value_on(node: fx.Node) -> object:
+    """The example value that tracing left on a node, or `ABSENT`."""
+    return node.meta.get("example_value", node.meta.get("val", ABSENT))

@@ -1,0 +1,1 @@
+"""How results are shown: plain text here, the same in every terminal and in every file."""

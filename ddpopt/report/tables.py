@@ -1,0 +1,118 @@
+"""Tables as plain ASCII text: no colours, no control codes, one width whatever the terminal.
+
+Invariant: the text depends on nothing but the arguments, so it can be stored, compared and snapshotted.
+"""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+WIDTH = 80
+"""Columns of text: what fits every terminal and every log."""
+
+MIB = 2**20
+
+RULED = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
+"""No lines but one below the headers: rich's SIMPLE_HEAD in ASCII."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table.
+
+    Attributes:
+        title: its header.
+        align: ``"left"`` for words, ``"right"`` for numbers.
+        fills: whether it takes what room is left, and wraps; other columns keep the width of their cells.
+    """
+
+    title: str
+    align: Literal["left", "right"] = "left"
+    fills: bool = False
+
+
+@dataclass(frozen=True)
+class Noted:
+    """A cell with a remark below it, indented."""
+
+    text: str
+    note: str
+
+
+def table(columns: Sequence[Column], rows: Iterable[Sequence[object]]) -> str:
+    """Lay out a table.
+
+    Args:
+        columns: its columns; if none fills, the table is as wide as its cells.
+        rows: one cell for each column: `Noted`, or whatever ``str()`` shows.
+
+    Returns:
+        Lines without trailing blanks, the last one without a line end.
+
+    >>> print(table([Column("bucket", "right"), Column("gradients")], [(0, "b"), (10, "w")]))
+    bucket  gradients
+    -----------------
+         0  b
+        10  w
+    """
+    console = Console(file=io.StringIO(), width=WIDTH, color_system=None, force_terminal=False)
+    grid = Table(box=RULED, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in columns:
+        grid.add_column(
+            Text(column.title),
+            justify=column.align,
+            no_wrap=not column.fills,
+            overflow="fold",
+            ratio=1 if column.fills else None,
+        )
+    for row in rows:
+        grid.add_row(*map(_cell, row))
+    with console.capture() as text:
+        console.print(grid)
+    return "\n".join(line.rstrip() for line in text.get().splitlines())
+
+
+def _cell(value: object) -> RenderableType:
+    """Texts and no markup: a parameter may well be called [bold]."""
+    if isinstance(value, Noted):
+        return Group(Text(value.text), Padding(Text(value.note), (0, 0, 0, 2)))
+    return Text(str(value))
+
+
+def paragraph(text: str, indent: str = "") -> str:
+    """Wrap a sentence to the common width, later lines indented by `indent`; long names stay whole."""
+    return textwrap.fill(
+        text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def mib(nbytes: int) -> str:
+    """A size in MiB, to the KiB.
+
+    >>> mib(4198400), mib(12)
+    ('4.004', '0.000')
+    """
+    return f"{nbytes / MIB:.3f}"
+
+
+def names(items: Sequence[str], at_most: int = 4) -> str:
+    """A list of names; a long one shows its first, its last and its length.
+
+    >>> names(["a", "b"]), names(["a", "b", "c", "d", "e"]), names([])
+    ('a, b', 'a, b, ..., e (5)', '-')
+    """
+    if not items:
+        return "-"
+    if len(items) <= at_most:
+        return ", ".join(items)
+    return f"{', '.join(items[: at_most - 2])}, ..., {items[-1]} ({len(items)})"

@@ -1,0 +1,134 @@
+"""Compile the segments of a stitched module, each distinct one once.
+
+Every segment is compiled with tracing metadata of its own: AOTAutograd compiles a backward only when it
+first runs, and then reads the metadata that its forward left (pytorch#160745).
+
+Invariant: the stitched module computes the same as before; twins share one compilation, unless the backend
+ties compiled code to the addresses of its inputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import traceback
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.output_graph import GraphCompileReason
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ddpopt.graphs import example_value
+from ddpopt.twins import signature
+
+CompilerFn = Callable[..., Callable[..., Any]]
+"""A Dynamo backend: ``(gm, example_inputs) -> callable``."""
+
+
+@dataclass(frozen=True)
+class CompiledSegments:
+    """What compiling the segments of one graph came to.
+
+    Attributes:
+        call: runs the whole graph; returns a tuple.
+        segments: how many segments the graph has.
+        distinct: how many of them were compiled.
+    """
+
+    call: Callable[..., Any]
+    segments: int
+    distinct: int
+
+
+def compile_segments(
+    stitched: fx.GraphModule,
+    example_inputs: Sequence[object],
+    compiler: CompilerFn,
+    reasons: Sequence[str | None],
+    *,
+    share: bool,
+) -> CompiledSegments:
+    """Compile every segment and put the compiled code in its place.
+
+    Args:
+        stitched: what `ddpopt.partition.partition` returned; its segments are replaced.
+        example_inputs: one value for each placeholder of the stitched module.
+        compiler: the backend for each segment.
+        reasons: for each segment, why the graph was cut in front of it (for ``torch._dynamo.explain``); None
+            for the first one, which keeps the graph's own.
+        share: whether twins may share compiled code.
+
+    Returns:
+        The callable, and how many compilations it took.
+    """
+    compiled: dict[Hashable, Callable[..., Any]] = {}
+    values: dict[fx.Node, object] = dict(
+        zip(stitched.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
+    )
+    calls = stitched.graph.find_nodes(op="call_module")
+    calls.sort()
+    for node, reason in zip(calls, reasons, strict=True):
+        name = str(node.target)
+        segment: fx.GraphModule = getattr(stitched, name)
+        inputs = [values[n] if n in values else example_value(n) for n in node.all_input_nodes]
+        key: Hashable = _key(segment, inputs) if share else object()
+        if key not in compiled:
+            if reason is not None:
+                segment.compile_subgraph_reason = _cut_reason(reason)  # type: ignore[assignment]
+            with own_tracing_context():
+                compiled[key] = compiler(segment, [_for_backend(value) for value in inputs])
+        delattr(stitched, name)
+        setattr(stitched, name, compiled[key])
+    return CompiledSegments(stitched.forward, len(calls), len(compiled))
+
+
+def _for_backend(value: object) -> object:
+    """A value from tracing as one that backends take for their own.
+
+    Dynamo traces under one fake mode and gives its backends another. AOTAutograd would move the value over
+    by itself, but asks each tensor for its gradient as it does, and warns if the tensor is no leaf.
+    """
+    context = TracingContext.try_get()
+    mode = context.fake_mode if context is not None else None
+    if mode is None or not isinstance(value, FakeTensor) or value.fake_mode is mode:
+        return value
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+        return mode.from_tensor(value)
+
+
+def _key(segment: fx.GraphModule, inputs: Sequence[object]) -> Hashable:
+    """Equal for twins; a segment without a signature is equal to itself alone."""
+    found = signature(segment, inputs)
+    return object() if found is None else found
+
+
+@contextlib.contextmanager
+def own_tracing_context() -> Iterator[None]:
+    """Give what is compiled inside tracing metadata of its own, sharing fake mode, symbols and guards.
+
+    Touches private parts of torch 2.11 to 2.13: ``torch._guards._TLS`` and the fields below.
+    """
+    parent = TracingContext.try_get()
+    if parent is None:
+        yield
+        return
+    child = copy.copy(parent)
+    for name in ("fw_metadata", "aot_graph_name", "params_flat", "params_flat_unwrap_subclasses",
+                 "params_unwrapped_to_flat_index", "output_strides", "ddp_optimizer_ctx"):  # fmt: skip
+        setattr(child, name, None)
+    torch._guards._TLS.tracing_context = child
+    try:
+        yield
+    finally:
+        torch._guards._TLS.tracing_context = parent
+
+
+def _cut_reason(reason: str) -> GraphCompileReason:
+    frame = traceback.FrameSummary(__file__, 0, "ddpopt")
+    return GraphCompileReason(f"ddpopt cuts here so that DDP can overlap: {reason}", [frame])

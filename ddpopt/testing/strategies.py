@@ -1,0 +1,132 @@
+"""Hypothesis strategies: parameter lists, DDP arguments and bucket limits, and small forward graphs.
+
+Every generator of this project lives here. What is drawn is valid by construction: limits that DDP accepts,
+graphs that run forward and backward on real tensors.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import fx
+
+from ddpopt.reducer import BucketConfig, ParamSpec
+from ddpopt.testing.graph_builder import GraphBuilder, SmallGraph
+from ddpopt.testing.graph_steps import STEPS, Sketch
+
+# Small ones; and where sums of sizes meet the caps below, with their neighbours.
+_ELEMENTS = (0, 1, 2, 3, 255, 256, *(k * 2**16 + off for k in (1, 2, 3, 4, 8, 20) for off in (-1, 0, 1)))
+# (elements, which of the drawn groups, sparse): one in sixteen is sparse. One draw each, for there are many.
+_GRADIENTS = st.sampled_from([(n, g, face == 15) for face in range(16) for g in range(4) for n in _ELEMENTS])
+_DTYPES = ("float32", "bfloat16", "float16", "float64", "complex64", "complex128", "float8_e5m2")
+_DEVICES = ("cpu", "cuda:0", "cuda:1")
+_GROUPS = tuple((dtype, device) for device in _DEVICES for dtype in _DTYPES)
+_CAPS_MB = (25, 1, 0.25, 0.3, 0.5, 0.75, 1.5, 2.5, 2**-18, 1e-7)
+
+
+@st.composite
+def parameter_lists(draw: st.DrawFn, max_size: int = 24) -> tuple[ParamSpec, ...]:
+    """Draw the parameters of a model, in the reducer's order.
+
+    Args:
+        draw: given by Hypothesis.
+        max_size: the longest list.
+
+    Returns:
+        1 to ``max_size`` parameters of 0 to 20 MiB, of up to four (dtype, device) groups, now and then with a
+        sparse gradient. Nothing is allocated.
+    """
+    groups = draw(st.lists(st.sampled_from(_GROUPS), min_size=1, max_size=4))
+    gradients = draw(st.lists(_GRADIENTS, min_size=1, max_size=max_size))
+    return tuple(
+        _spec(f"layers.{place}.weight", elements, *groups[group % len(groups)], sparse=sparse)
+        for place, (elements, group, sparse) in enumerate(gradients)
+    )
+
+
+def _spec(name: str, elements: int, dtype: str, device: str, *, sparse: bool) -> ParamSpec:
+    itemsize: int = getattr(torch, dtype).itemsize
+    return ParamSpec(name, elements * itemsize, dtype, device, sparse)
+
+
+def ddp_arguments() -> st.SearchStrategy[dict[str, Any]]:
+    """Draw those arguments of ``DistributedDataParallel`` that decide its buckets.
+
+    Returns:
+        A strategy for keyword arguments that DDP accepts; each may be absent.
+    """
+    caps = st.sampled_from(_CAPS_MB)
+    return st.fixed_dictionaries(
+        {},
+        optional={
+            "bucket_cap_mb": caps,
+            "bucket_cap_mb_list": st.lists(caps, max_size=4),
+            "find_unused_parameters": st.booleans(),
+            "static_graph": st.booleans(),
+        },
+    )
+
+
+def bucket_configs() -> st.SearchStrategy[BucketConfig]:
+    """Draw bucket limits, as DDP would have them for some arguments.
+
+    Returns:
+        A strategy for configurations, some with ``DDP_SET_LAST_BUCKET_CAP``.
+    """
+    configs = ddp_arguments().map(lambda arguments: BucketConfig.from_kwargs(**arguments))
+    return st.builds(_with_last_bucket, configs, st.integers(0, 7))
+
+
+def _with_last_bucket(config: BucketConfig, die: int) -> BucketConfig:
+    return replace(config, small_last_bucket=die == 7)
+
+
+@st.composite
+def graphs(draw: st.DrawFn, max_steps: int = 12) -> SmallGraph:
+    """Draw a small forward graph as Dynamo would leave it: parameters are placeholders, values are fake.
+
+    Among its steps: parameters read by position, by keyword, as receiver, within a list, tied, frozen and
+    detached; in-place ops on values, views, inputs and buffers; tuples whose items are taken much later;
+    views by sizes known as ints; dropout; constants; spans without grad (some dead, some empty) and under
+    autocast.
+
+    A dropout may be dead: run eagerly it moves the generator, compiled it is gone, so compare random values
+    only between two eager or two compiled runs.
+
+    Args:
+        draw: given by Hypothesis.
+        max_steps: the largest number of steps, of one to six nodes each.
+
+    Returns:
+        ``(gm, param_placeholders, example_values)``. At least one output requires a gradient;
+        :func:`ddpopt.testing.graph_builder.real_inputs` gives tensors to run it on.
+    """
+    sketch = Sketch(draw, GraphBuilder(batch=draw(st.integers(1, 3)), width=4))
+    weight = sketch.builder.parameter(sketch.layer(), "weight", 4, 4)
+    sketch.values.append(sketch.builder.call(torch._C._nn.linear, sketch.builder.x, weight))
+    for step in draw(st.lists(st.sampled_from(STEPS), max_size=max_steps)):
+        made = step(sketch)
+        if made is not None:
+            sketch.values.append(made)
+    if draw(st.booleans()):
+        sketch.values.append(_sum_of_unread(sketch))
+    # The first linear's result is always differentiable; what else is returned may not be.
+    outputs = draw(st.lists(st.sampled_from(sketch.values), max_size=3))
+    return sketch.builder.finish(*outputs, _last_differentiable(sketch.values))
+
+
+def _sum_of_unread(sketch: Sketch) -> fx.Node:
+    """Leave no value dead: most models do not, and a dead reader hides what its parameter asks of a plan."""
+    total = sketch.values[-1]
+    for value in sketch.values[:-1]:
+        if not value.users:
+            total = sketch.builder.call(operator.add, total, value)
+    return total
+
+
+def _last_differentiable(values: list[fx.Node]) -> fx.Node:
+    return next(value for value in reversed(values) if value.meta["example_value"].requires_grad)

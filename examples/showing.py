@@ -1,0 +1,67 @@
+"""What the demo shows: a line for each phase, a bar while it lasts, and a closing table."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Table
+
+
+class Display:
+    """Progress on the first rank, nothing on the others.
+
+    Args:
+        shown: whether this is the first rank.
+    """
+
+    def __init__(self, *, shown: bool) -> None:
+        self.console = Console(quiet=not shown)
+        self.progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=28),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self.console,
+            transient=True,
+            disable=not shown,
+        )
+
+    @contextmanager
+    def phase(self, name: str, total: int | None = None) -> Iterator[Callable[[], None]]:
+        """Show one phase.
+
+        Args:
+            name: what is being done.
+            total: how many units of work there are, at most; None if it is one.
+
+        Yields:
+            A function to call after each unit.
+        """
+        task = self.progress.add_task(name, total=total)
+        started = time.perf_counter()
+        yield lambda: self.progress.advance(task)
+        self.progress.remove_task(task)
+        self.console.print(f"[green]✓[/] {name} [dim]({time.perf_counter() - started:.1f} s)[/]")
+
+    def table(self, title: str, rows: list[tuple[str, str, str, bool | None]]) -> None:
+        """Show what came out.
+
+        Args:
+            title: what it came out of.
+            rows: name, eager DDP's value, ddpopt's value, and whether it is right (None: not judged).
+        """
+        mark = {True: "[green]✓[/]", False: "[red]✗ wrong[/]", None: ""}
+        table = Table("", "eager DDP", "ddpopt", "", title=title, title_justify="left")
+        for name, eager, ours, right in rows:
+            table.add_row(name, eager, ours, mark[right])
+        self.console.print(table)

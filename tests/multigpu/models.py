@@ -1,0 +1,109 @@
+"""Small models, plans that are any partition of their parameters, and training that two runs can share."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch does not mark its re-exports
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt.plan import Bucket, Plan
+from ddpopt.reducer import ParamSpec, specs_from_ddp
+
+__all__ = ["Gradients", "Tower", "arbitrary_plan", "gradients_of", "hook_that_sees", "plan_of", "same"]
+
+Gradients = list[Tensor | None]
+
+
+class Tower(nn.Module):
+    """Layers in a row, one of them optional, one frozen, one scale of another dtype."""
+
+    def __init__(self, mixed: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.optional = nn.Linear(6, 6)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(6, dtype=torch.float64 if mixed else torch.float32))
+
+    def forward(self, x: Tensor, use_optional: bool = True) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        if use_optional:
+            x = x + self.optional(x)
+        scaled: Tensor = self.frozen(x) * self.scale
+        return scaled
+
+
+def plan_of(specs: Sequence[Sequence[ParamSpec]]) -> Plan:
+    """A plan with these buckets and nothing else."""
+    buckets = [
+        Bucket(
+            index=index,
+            params=tuple(spec.name for spec in bucket),
+            nbytes=sum(spec.nbytes for spec in bucket),
+            dtype=bucket[0].dtype,
+            device=bucket[0].device,
+            segment=0,
+            reason="drawn",
+        )
+        for index, bucket in enumerate(specs)
+    ]
+    return Plan(tuple(buckets), (), ())
+
+
+def arbitrary_plan(ddp: DistributedDataParallel, seed: int) -> Plan:
+    """Some partition of the trainable parameters into buckets, in some order; equal for equal seeds."""
+    choice = random.Random(seed)
+    specs = list(specs_from_ddp(ddp))
+    choice.shuffle(specs)
+    return plan_of(list(_buckets(specs, choice)))
+
+
+def _buckets(specs: Sequence[ParamSpec], choice: random.Random) -> Iterator[list[ParamSpec]]:
+    rest = list(specs)
+    while rest:
+        first = rest[0]
+        alike = [s for s in rest if (s.dtype, s.device) == (first.dtype, first.device) and not s.sparse]
+        bucket = [first] if first.sparse else alike[: choice.randint(1, 4)]
+        rest = [spec for spec in rest if spec not in bucket]
+        yield bucket
+
+
+def hook_that_sees(
+    ddp: DistributedDataParallel, note: Callable[[tuple[str, ...]], None]
+) -> Callable[..., Any]:
+    """A communication hook that averages as DDP does, and notes the parameters of each bucket it is given."""
+    names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
+    group: dist.ProcessGroup = ddp.process_group
+
+    def hook(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        del state
+        note(tuple(names[id(parameter)] for parameter in bucket.parameters()))
+        work = dist.all_reduce(bucket.buffer().div_(group.size()), group=group, async_op=True)
+        averaged: torch.futures.Future[Tensor] = work.get_future().then(lambda future: future.value()[0])
+        return averaged
+
+    return hook
+
+
+def gradients_of(module: nn.Module) -> Gradients:
+    return [None if p.grad is None else p.grad.detach().clone() for p in module.parameters()]
+
+
+def same(left: Sequence[Gradients], right: Sequence[Gradients], rounding: float = 0.0) -> bool:
+    """Whether two runs gave equal gradients at each step, None only where both have None.
+
+    `rounding` is how far an element may be off, relative to the largest of its tensor.
+    """
+    if [len(step) for step in left] != [len(step) for step in right]:
+        return False
+    pairs = [pair for steps in zip(left, right, strict=True) for pair in zip(*steps, strict=True)]
+    return all(a is b if a is None or b is None else _close(a, b, rounding) for a, b in pairs)
+
+
+def _close(left: Tensor, right: Tensor, rounding: float) -> bool:
+    return bool(((left - right).abs() <= rounding * right.abs().max()).all())

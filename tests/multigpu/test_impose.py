@@ -1,0 +1,477 @@
+"""impose and defer on several ranks: DDP's own gradients, and the plan's buckets, at every iteration."""
+
+import functools
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt.errors import InfrastructureError, PlanMismatchError
+from ddpopt.impose import defer, impose, imposed_plan
+from ddpopt.observe import observe
+from ddpopt.plan import Plan
+from ddpopt.reducer import specs_from_ddp
+from tests.multigpu.models import (
+    Gradients,
+    Tower,
+    arbitrary_plan,
+    gradients_of,
+    hook_that_sees,
+    plan_of,
+    same,
+)
+from tests.multigpu.ranks import Ranks
+
+STEPS = 4
+Buckets = list[tuple[str, ...]]
+Step = Callable[[DistributedDataParallel, int, Ranks], Tensor]
+
+
+def batch(ranks: Ranks, step: int, part: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * ranks.rank + part)
+    return torch.randn(5, 6, generator=generator).to(ranks.device)
+
+
+def loss(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def backward(total: Tensor) -> None:
+    torch.autograd.backward(total)
+
+
+def plain_step(ddp: DistributedDataParallel, step: int, ranks: Ranks) -> Tensor:
+    return loss(ddp(batch(ranks, step)))
+
+
+def accumulating_step(ddp: DistributedDataParallel, step: int, ranks: Ranks) -> Tensor:
+    with ddp.no_sync():
+        backward(loss(ddp(batch(ranks, step, part=1))))
+    return loss(ddp(batch(ranks, step)))
+
+
+def shared_backward_step(ddp: DistributedDataParallel, step: int, ranks: Ranks) -> Tensor:
+    first = loss(ddp(batch(ranks, step)))
+    with ddp.no_sync():
+        return first + loss(ddp(batch(ranks, step, part=1)))
+
+
+def unused_everywhere_step(ddp: DistributedDataParallel, step: int, ranks: Ranks) -> Tensor:
+    return loss(ddp(batch(ranks, step), use_optional=False))
+
+
+def unused_somewhere_step(ddp: DistributedDataParallel, step: int, ranks: Ranks) -> Tensor:
+    return loss(ddp(batch(ranks, step), use_optional=(step + ranks.rank) % 3 == 0))
+
+
+def used_while_accumulating_step(ddp: DistributedDataParallel, step: int, ranks: Ranks) -> Tensor:
+    with ddp.no_sync():
+        backward(loss(ddp(batch(ranks, step, part=1), use_optional=ranks.rank == 0)))
+    return loss(ddp(batch(ranks, step), use_optional=False))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to use DDP."""
+
+    step: Step = plain_step
+    arguments: dict[str, Any] = field(default_factory=dict)
+    mixed: bool = False
+    keeps_gradients: bool = False
+
+
+UNUSED = {"find_unused_parameters": True}
+SETTINGS = {
+    "default": Setting(),
+    "mixed dtypes": Setting(mixed=True),
+    "static graph": Setting(arguments={"static_graph": True}),
+    "static graph, unused": Setting(unused_everywhere_step, {"static_graph": True}),
+    "static graph, unused, both flags": Setting(unused_everywhere_step, {"static_graph": True, **UNUSED}),
+    "static graph, one backward": Setting(shared_backward_step, {"static_graph": True}),
+    "unused somewhere": Setting(unused_somewhere_step, UNUSED),
+    "unused everywhere": Setting(unused_everywhere_step, UNUSED),
+    "used while accumulating": Setting(used_while_accumulating_step, UNUSED),
+    "bucket view": Setting(arguments={"gradient_as_bucket_view": True}, keeps_gradients=True),
+    "bucket view, unused": Setting(unused_somewhere_step, {"gradient_as_bucket_view": True, **UNUSED}),
+    "accumulation": Setting(accumulating_step),
+    "accumulation, bucket view": Setting(accumulating_step, {"gradient_as_bucket_view": True}),
+    "accumulation, unused": Setting(accumulating_step, UNUSED),
+    "one backward": Setting(shared_backward_step),
+    "one backward, unused": Setting(shared_backward_step, UNUSED),
+}
+
+
+def build(setting: Setting, ranks: Ranks) -> DistributedDataParallel:
+    model = Tower(mixed=setting.mixed).to(ranks.device)
+    return DistributedDataParallel(model, **setting.arguments)
+
+
+def train(
+    ddp: DistributedDataParallel, setting: Setting, ranks: Ranks, seen: list[Buckets]
+) -> list[Gradients]:
+    """Some steps of SGD; the gradients after each, and in `seen` the buckets of each."""
+    gradients = []
+    for step in range(STEPS):
+        total = setting.step(ddp, step, ranks)
+        seen.append([])
+        backward(total)
+        gradients.append(gradients_of(ddp.module))
+        with torch.no_grad():
+            for parameter in ddp.module.parameters():
+                if parameter.grad is not None:
+                    parameter -= 0.1 * parameter.grad
+        ddp.zero_grad(set_to_none=not setting.keeps_gradients)
+    return gradients
+
+
+def alike(ranks: Ranks, left: list[Gradients], right: list[Gradients], rounding: float = 1e-5) -> bool:
+    """Whether two runs agree: bitwise on two ranks, where a sum has but one order; else within rounding."""
+    return same(left, right, 0.0 if ranks.size <= 2 else rounding)
+
+
+def watch(ddp: DistributedDataParallel, seen: list[Buckets]) -> None:
+    ddp.register_comm_hook(None, hook_that_sees(ddp, lambda params: seen[-1].append(params)))
+
+
+def identity(plan: Plan | None) -> Plan | None:
+    return plan
+
+
+def give(ddp: DistributedDataParallel, plan: Plan, way: str) -> None:
+    if way == "impose":
+        impose(ddp, plan)
+    else:
+        defer(ddp, lambda: plan)
+
+
+# DDP says that a static graph needs no find_unused_parameters; people pass both all the same.
+@pytest.mark.filterwarnings("ignore:You passed find_unused_parameters=true:UserWarning")
+@pytest.mark.parametrize("way", ["impose", "defer"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_gradients_are_those_of_plain_ddp_and_buckets_those_of_the_plan(
+    ranks: Ranks, name: str, way: str
+) -> None:
+    setting = SETTINGS[name]
+    expected = train(build(setting, ranks), setting, ranks, [])
+    outcomes = []
+    for seed in range(3):
+        ddp = build(setting, ranks)
+        plan = arbitrary_plan(ddp, seed)
+        seen: list[Buckets] = []
+        watch(ddp, seen)
+        give(ddp, plan, way)
+        gradients = train(ddp, setting, ranks, seen)
+        outcomes.append((plan, seen, alike(ranks, gradients, expected), imposed_plan(ddp)))
+    for plan, seen, equal, imposed in outcomes:
+        assert seen == [[bucket.params for bucket in plan.buckets]] * STEPS
+        assert equal
+        assert imposed == plan
+
+
+@pytest.mark.filterwarnings("ignore:You passed find_unused_parameters=true:UserWarning")
+@pytest.mark.parametrize("way", ["impose", "defer"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_without_any_hook_the_collectives_are_those_of_the_plan(ranks: Ranks, name: str, way: str) -> None:
+    setting = SETTINGS[name]
+    expected = train(build(setting, ranks), setting, ranks, [])
+    ddp = build(setting, ranks)
+    plan = arbitrary_plan(ddp, 9)
+    give(ddp, plan, way)
+    with observe(ddp) as seen:
+        gradients = train(ddp, setting, ranks, [])
+    assert alike(ranks, gradients, expected)
+    wanted = [(bucket.params, bucket.nbytes, bucket.dtype) for bucket in plan.buckets]
+    for iteration in seen.iterations:
+        assert [(bucket.params, bucket.nbytes, bucket.dtype) for bucket in iteration.buckets] == wanted
+        sent = [collective.bucket for collective in iteration.collectives if collective.bucket is not None]
+        assert sent == list(range(len(wanted)))
+    assert len(seen.iterations) == STEPS
+
+
+@pytest.mark.parametrize("way", ["impose", "defer"])
+@pytest.mark.parametrize("static_world_size", [True, False])
+@pytest.mark.parametrize("batches", ["more on later ranks", "none on rank 0", "none on the last rank"])
+def test_uneven_inputs_under_join_give_the_gradients_of_plain_ddp(
+    ranks: Ranks, batches: str, static_world_size: bool, way: str
+) -> None:
+    counts = {
+        "more on later ranks": 2 + ranks.rank,
+        "none on rank 0": 3 if ranks.rank else 0,
+        "none on the last rank": 0 if ranks.rank == ranks.size - 1 else 3,
+    }
+    count = counts[batches] if ranks.size > 1 else 2
+
+    def run(ddp: DistributedDataParallel) -> list[Gradients]:
+        gradients = []
+        with observe(ddp) as seen, ddp.join(divide_by_initial_world_size=static_world_size):
+            for step in range(count):
+                backward(loss(ddp(batch(ranks, step))))
+                gradients.append(gradients_of(ddp.module))
+                ddp.zero_grad()
+        buckets.append([[bucket.params for bucket in iteration.buckets] for iteration in seen.iterations])
+        return gradients
+
+    buckets: list[list[Buckets]] = []
+    expected = run(build(Setting(), ranks))
+    ddp = build(Setting(), ranks)
+    plan = arbitrary_plan(ddp, 5)
+    give(ddp, plan, way)
+    gradients = run(ddp)
+    assert alike(ranks, gradients, expected)
+    assert imposed_plan(ddp) == plan
+    assert buckets[1] == [[bucket.params for bucket in plan.buckets]] * count
+
+
+def use_built_in(ddp: Any, kind: str) -> None:
+    c10d: Any = dist
+    ddp._register_builtin_comm_hook(c10d.BuiltinCommHookType.__members__[kind])
+
+
+@pytest.mark.parametrize("way", ["impose", "defer"])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("kind", ["ALLREDUCE", "FP16_COMPRESS"])
+def test_a_built_in_hook_is_kept(ranks: Ranks, kind: str, when: str, way: str) -> None:
+    setting = Setting()
+    expected, unhooked = (build(setting, ranks) for _ in range(2))
+    use_built_in(expected, kind)
+    ddp = build(setting, ranks)
+    plan = arbitrary_plan(ddp, 3)
+    if when == "before":
+        use_built_in(ddp, kind)
+    give(ddp, plan, way)
+    if when == "after":
+        use_built_in(ddp, kind)
+    runs = [train(module, setting, ranks, []) for module in (expected, ddp, unhooked)]
+    assert alike(ranks, runs[0], runs[1], rounding=1e-2)
+    # Half precision shows in the gradients, so this sees whether the hook ran.
+    assert alike(ranks, runs[0], runs[2]) == (kind == "ALLREDUCE")
+    assert imposed_plan(ddp) == plan
+
+
+@pytest.mark.parametrize("way", ["impose", "defer"])
+def test_a_hook_registered_afterwards_sees_the_plans_buckets(ranks: Ranks, way: str) -> None:
+    ddp = build(Setting(), ranks)
+    plan = arbitrary_plan(ddp, 4)
+    seen: list[Buckets] = []
+    give(ddp, plan, way)
+    watch(ddp, seen)
+    train(ddp, Setting(), ranks, seen)
+    assert seen == [[bucket.params for bucket in plan.buckets]] * STEPS
+
+
+@pytest.mark.parametrize("way", ["impose", "defer"])
+def test_ignored_parameters_stay_out_of_the_buckets(ranks: Ranks, way: str) -> None:
+    def wrapped() -> DistributedDataParallel:
+        model = Tower().to(ranks.device)
+        wrapper: Any = DistributedDataParallel
+        wrapper._set_params_and_buffers_to_ignore_for_model(model, ["layers.1.weight"])
+        return DistributedDataParallel(model)
+
+    expected = train(wrapped(), Setting(), ranks, [])
+    ddp = wrapped()
+    plan = arbitrary_plan(ddp, 6)
+    give(ddp, plan, way)
+    gradients = train(ddp, Setting(), ranks, [])
+    assert "layers.1.weight" not in {name for bucket in plan.buckets for name in bucket.params}
+    assert alike(ranks, gradients, expected)
+
+
+def test_a_plan_can_be_imposed_between_two_iterations_and_replaced(ranks: Ranks) -> None:
+    for arguments in ({}, {"static_graph": True}, {"gradient_as_bucket_view": True}, UNUSED):
+        setting = Setting(arguments=dict(arguments))
+        plain, ddp = build(setting, ranks), build(setting, ranks)
+        seen: list[Buckets] = []
+        watch(ddp, seen)
+        plans = [arbitrary_plan(ddp, seed) for seed in (1, 2)]
+        expected = [train(plain, setting, ranks, []) for _ in range(3)]
+        gradients = [train(ddp, setting, ranks, seen)]
+        for plan in plans:
+            impose(ddp, plan)
+            gradients.append(train(ddp, setting, ranks, seen))
+        for left, right in zip(gradients, expected, strict=True):
+            assert alike(ranks, left, right), arguments
+        wanted = [[bucket.params for bucket in plan.buckets] for plan in plans for _ in range(STEPS)]
+        assert seen[STEPS:] == wanted
+
+
+def test_each_module_and_each_group_has_a_plan_of_its_own(ranks: Ranks) -> None:
+    alone = [dist.new_group([rank]) for rank in range(ranks.size)][ranks.rank]
+    everyone = dist.new_group(list(range(ranks.size)))
+    modules = [
+        DistributedDataParallel(Tower().to(ranks.device), process_group=group)
+        for group in (None, alone, everyone)
+    ]
+    plans = [arbitrary_plan(module, seed) for seed, module in enumerate(modules)]
+    plans[1] = arbitrary_plan(modules[1], 10 + ranks.rank)
+    for module, plan in zip(modules, plans, strict=True):
+        impose(module, plan)
+    seen: list[list[Buckets]] = [[], [], []]
+    for module, notes in zip(modules, seen, strict=True):
+        watch(module, notes)
+        train(module, Setting(), ranks, notes)
+    for plan, notes in zip(plans, seen, strict=True):
+        assert notes == [[bucket.params for bucket in plan.buckets]] * STEPS
+
+
+# ------------------------------------------------------------------------------------- ranks that differ
+
+
+def raised(action: Callable[[], object]) -> tuple[str, str, float]:
+    start = time.monotonic()
+    try:
+        action()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "", "", time.monotonic() - start
+
+
+def own_buckets_still_work(ddp: DistributedDataParallel, ranks: Ranks) -> bool:
+    expected = train(build(Setting(), ranks), Setting(), ranks, [])
+    return alike(ranks, train(ddp, Setting(), ranks, []), expected) and imposed_plan(ddp) is None
+
+
+def two_layers(ranks: Ranks) -> DistributedDataParallel:
+    return DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(ranks.device))
+
+
+@pytest.mark.world_size(2)
+def test_different_plans_are_an_error_on_every_rank_that_shows_the_difference(ranks: Ranks) -> None:
+    ddp = two_layers(ranks)
+    w0, b0, w1, b1 = specs_from_ddp(ddp)
+    buckets = [[w1, b1], [w0], [b0]] if ranks.rank == 0 else [[w1, b1], [b0, w0]]
+    name, text, seconds = raised(lambda: impose(ddp, plan_of(buckets)))
+    still = imposed_plan(ddp) is None
+    others = ", ".join(str(rank) for rank in range(1, ranks.size))
+    many = "ranks" if ranks.size > 2 else "rank"
+    assert (name, still) == ("PlanMismatchError", True)
+    assert seconds < 10
+    assert text == (
+        "ddpopt.impose: the ranks' plans differ, so nothing was changed:\n"
+        f"  bucket 1: rank 0: 0.weight; {many} {others}: 0.bias, 0.weight\n"
+        f"  bucket 2: rank 0: 0.bias; {many} {others}: no such bucket\n"
+        "Make the plan from the same model and the same arguments on every rank, or make it on one rank and "
+        "send its to_json() to the others"
+    )
+
+
+@pytest.mark.world_size(2)
+def test_a_plan_that_fits_on_all_ranks_but_one_is_an_error_on_all_of_them(ranks: Ranks) -> None:
+    ddp = build(Setting(), ranks)
+    plan = arbitrary_plan(ddp, 1)
+    if ranks.rank == 1:
+        plan = Plan(plan.buckets[1:], (), ())
+    name, text, seconds = raised(lambda: impose(ddp, plan))
+    works = own_buckets_still_work(ddp, ranks)
+    assert (name, works) == ("PlanMismatchError", True)
+    assert seconds < 10
+    assert ("rank 1: PlanMismatchError: the plan does not fit" in text) == (ranks.rank != 1)
+    assert "stands in no bucket" in text
+
+
+@pytest.mark.world_size(2)
+def test_a_rank_that_never_calls_impose_is_named_within_the_time_out(ranks: Ranks) -> None:
+    ddp = build(Setting(), ranks)
+    name, text, seconds = "", "", 0.0
+    if ranks.rank != 1:
+        plan = arbitrary_plan(ddp, 1)
+        name, text, seconds = raised(lambda: impose(ddp, plan, timeout=timedelta(seconds=1)))
+    works = own_buckets_still_work(ddp, ranks)
+    # A later call is not confused by the one that failed.
+    later = raised(lambda: impose(ddp, plan, timeout=timedelta(seconds=1)))[0] if name else "not called"
+    assert works
+    if ranks.rank != 1:
+        assert name == InfrastructureError.__name__
+        assert text == (
+            f"ddpopt.impose: no answer from rank 1 of {ranks.size} within 1 s. Every rank of the process "
+            "group must make this call: look in the missing rank's log for what stopped it, or allow more "
+            "time with timeout="
+        )
+        assert 1 <= seconds < 5
+    assert later in {"InfrastructureError", "not called"}
+
+
+@pytest.mark.world_size(2)
+def test_where_ranks_decide_differently_all_use_the_plan_of_the_lowest(
+    ranks: Ranks, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ddpopt")
+    expected = train(build(Setting(), ranks), Setting(), ranks, [])
+    ddp = build(Setting(), ranks)
+    plans = [None, *(arbitrary_plan(ddp, seed) for seed in range(1, ranks.size))]
+    for lowest in (0, 1):
+        ddp = build(Setting(), ranks)
+        seen: list[Buckets] = []
+        watch(ddp, seen)
+        own = plans[ranks.rank] if lowest else arbitrary_plan(ddp, 20 + ranks.rank)
+        wanted = plans[1] if lowest else arbitrary_plan(ddp, 20)
+        defer(ddp, functools.partial(identity, own))
+        gradients = train(ddp, Setting(), ranks, seen)
+        assert wanted is not None
+        assert alike(ranks, gradients, expected)
+        assert seen == [[bucket.params for bucket in wanted.buckets]] * STEPS
+    texts = [record.getMessage() for record in caplog.records if record.name.startswith("ddpopt")]
+    assert [text.partition("\n")[0] for text in texts] == [
+        "the ranks' plans differ; all use that of rank 0:",
+        "the ranks' plans differ; all use that of rank 1:",
+    ]
+
+
+def test_without_a_plan_on_any_rank_ddps_own_reducer_stays(ranks: Ranks) -> None:
+    ddp = build(Setting(), ranks)
+    before = ddp.reducer, ddp.logger
+    defer(ddp, lambda: None)
+    works = own_buckets_still_work(ddp, ranks)
+    assert works
+    assert (ddp.reducer, ddp.logger) == before
+
+
+@pytest.mark.world_size(2)
+def test_a_decision_that_raises_on_one_rank_raises_on_all_and_leaves_ddps_own_reducer(ranks: Ranks) -> None:
+    ddp = build(Setting(), ranks)
+    before = ddp.reducer, ddp.logger
+    plan = arbitrary_plan(ddp, 1)
+
+    def decide() -> Plan:
+        if ranks.rank == 1:
+            raise ValueError("no graph")
+        return plan
+
+    defer(ddp, decide)
+    name, text, seconds = raised(lambda: ddp(batch(ranks, 0)))
+    after = ddp.reducer, ddp.logger
+    works = own_buckets_still_work(ddp, ranks)
+    assert name == ("ValueError" if ranks.rank == 1 else PlanMismatchError.__name__)
+    assert ("rank 1: ValueError: no graph" in text) == (ranks.rank != 1)
+    assert after == before
+    assert works
+    assert seconds < 10
+
+
+def test_accumulation_may_come_before_the_decision(ranks: Ranks) -> None:
+    """The first forwards are not synchronised; what they used is reduced with the first that is."""
+
+    def run(ddp: DistributedDataParallel, seen: list[Buckets]) -> list[Gradients]:
+        with ddp.no_sync():
+            for part in (1, 2):
+                backward(loss(ddp(batch(ranks, 0, part), use_optional=True)))
+        seen.append([])
+        backward(loss(ddp(batch(ranks, 0), use_optional=False)))
+        return [gradients_of(ddp.module)]
+
+    setting = Setting(arguments=UNUSED)
+    plain, ddp = build(setting, ranks), build(setting, ranks)
+    seen: list[Buckets] = []
+    watch(ddp, seen)
+    plan = arbitrary_plan(ddp, 8)
+    defer(ddp, functools.partial(identity, plan))
+    gradients, expected = run(ddp, seen), run(plain, [[]])
+    assert seen == [[bucket.params for bucket in plan.buckets]]
+    assert alike(ranks, gradients, expected)

@@ -1,0 +1,112 @@
+"""Our bucket rule against torch's own function, on drawn parameter lists."""
+
+import random
+from collections.abc import Sequence
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ddpopt.bucket_order import DEVICE_TYPES, SCALAR_TYPES, hash_table_order
+from ddpopt.reducer import BucketConfig, ParamSpec, assign_buckets, initial_buckets, rebuilt_buckets
+from ddpopt.testing.strategies import bucket_configs, parameter_lists
+
+Buckets = tuple[tuple[int, ...], ...]
+
+# A CUDA device without a GPU: only fake tensors have one. They hold no memory, so one mode serves all tests.
+FAKE_MODE = FakeTensorMode()
+EVERY_KEY = tuple((dtype, f"cuda:{index}") for dtype in SCALAR_TYPES for index in range(4))
+
+
+@cache
+def fake_tensor(nbytes: int, dtype: str, device: str) -> torch.Tensor:
+    torch_dtype: torch.dtype = getattr(torch, dtype)
+    with FAKE_MODE:
+        return torch.empty(nbytes // torch_dtype.itemsize, dtype=torch_dtype, device=device)
+
+
+def torch_buckets(params: Sequence[ParamSpec], limits: Sequence[int], order: Sequence[int] = ()) -> Buckets:
+    """What torch's function says of the parameters, or of those that `order` names, in that order."""
+    tensors = [fake_tensor(param.nbytes, param.dtype, param.device) for param in params]
+    sparse = [param.sparse for param in params]
+    given_tensors = [tensors[index] for index in order] or tensors
+    compute = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]  # private, the authority
+    buckets, _ = compute(given_tensors, list(limits), sparse, list(order))
+    return tuple(tuple(bucket) for bucket in buckets)
+
+
+def rebuilt_by_torch(
+    params: Sequence[ParamSpec], config: BucketConfig, ready_order: Sequence[int]
+) -> Buckets:
+    if not config.small_last_bucket:
+        return torch_buckets(params, config.rebuilt_limits, ready_order)
+    return torch_buckets(params, config.rebuilt_limits, ready_order[::-1])[::-1]
+
+
+def rebuilt_by_us(params: Sequence[ParamSpec], config: BucketConfig, ready_order: Sequence[int]) -> Buckets:
+    buckets = rebuilt_buckets([params[index] for index in ready_order], config)
+    return tuple(tuple(ready_order[place] for place in bucket) for bucket in buckets)
+
+
+# Three open buckets at the end whose order is not the reverse of their appearance.
+COLLIDING = tuple(
+    ParamSpec(dtype, torch.empty(0, dtype=getattr(torch, dtype)).element_size(), dtype, "cpu")
+    for dtype in ("complex128", "float32", "float8_e5m2")
+)
+
+
+@settings(max_examples=10_000)
+@given(parameter_lists(), bucket_configs())
+@example(COLLIDING, BucketConfig.from_kwargs())
+def test_initial_and_rebuilt_buckets_are_those_of_torch(
+    params: tuple[ParamSpec, ...], config: BucketConfig
+) -> None:
+    by_torch = torch_buckets(params, config.initial_limits)
+    assert initial_buckets(params, config) == by_torch[::-1]  # DDP hands them to its reducer last first
+    ready_order = random.Random(len(params)).sample(range(len(params)), len(params))
+    assert rebuilt_by_us(params, config, ready_order) == rebuilt_by_torch(params, config, ready_order)
+
+
+@settings(max_examples=500)
+@given(parameter_lists(), bucket_configs())
+def test_every_parameter_stands_in_exactly_one_bucket_of_one_kind(
+    params: tuple[ParamSpec, ...], config: BucketConfig
+) -> None:
+    for buckets in (initial_buckets(params, config), rebuilt_buckets(params, config)):
+        assert sorted(index for bucket in buckets for index in bucket) == list(range(len(params)))
+        assert all(len({(params[i].dtype, params[i].device) for i in bucket}) == 1 for bucket in buckets)
+        assert all(len(bucket) == 1 for bucket in buckets if any(params[index].sparse for index in bucket))
+
+
+@settings(max_examples=500)
+@given(parameter_lists(), st.lists(st.integers(0, 2**21), min_size=1, max_size=5))
+def test_a_bucket_stays_below_its_limit_until_its_last_parameter(
+    params: tuple[ParamSpec, ...], limits: list[int]
+) -> None:
+    kind = (params[0].dtype, params[0].device)
+    own = [param for param in params if (param.dtype, param.device) == kind and not param.sparse]
+    for number, bucket in enumerate(assign_buckets(own, limits)):
+        limit = limits[min(number, len(limits) - 1)]
+        nbytes = [own[index].nbytes for index in bucket]
+        assert len(bucket) == 1 or sum(nbytes[:-1]) < limit
+        assert sum(nbytes) >= limit or bucket[-1] == len(own) - 1
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@settings(max_examples=500)
+@given(st.lists(st.sampled_from(EVERY_KEY), min_size=1, max_size=40, unique=True))
+def test_open_buckets_are_appended_in_the_order_of_torchs_hash_table(keys: list[tuple[str, str]]) -> None:
+    params = [ParamSpec(f"{dtype}@{device}", 0, dtype, device) for dtype, device in keys]
+    by_torch = torch_buckets(params, [1], range(len(keys)))
+    assert hash_table_order(keys) == tuple(keys[index] for (index,) in by_torch)
+
+
+def test_the_numbers_of_device_types_are_torchs() -> None:
+    types = torch._C._autograd.DeviceType
+    numbers = {name.lower(): int(getattr(types, name)) for name in dir(types) if name[0].isupper()}
+    numbers["privateuseone"] = numbers["privateuse1"]
+    assert {name: numbers[name] for name in DEVICE_TYPES} == dict(DEVICE_TYPES)

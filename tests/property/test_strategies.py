@@ -1,0 +1,168 @@
+"""What our strategies draw is valid: limits that DDP accepts, graphs that run, values that are true."""
+
+import operator
+from collections.abc import Callable, Iterator
+
+import torch
+from hypothesis import given, settings
+from torch import fx, nn
+
+from ddpopt.reducer import ParamSpec
+from ddpopt.testing.graph_builder import SmallGraph, real_inputs
+from ddpopt.testing.strategies import graphs, parameter_lists
+
+
+def leaves(value: object) -> Iterator[object]:
+    if isinstance(value, tuple | list):
+        for item in value:
+            yield from leaves(item)
+    else:
+        yield value
+
+
+def layout(value: object) -> object:
+    """What a fake value must foretell of the real one; strides of single rows are nobody's business."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    strides = [stride for stride, size in zip(value.stride(), value.shape, strict=True) if size > 1]
+    return value.shape, value.dtype, value.device, strides
+
+
+class Comparing(fx.Interpreter):
+    """Runs a graph on real tensors and holds each value against the node's fake one."""
+
+    def run_node(self, n: fx.Node) -> object:
+        value: object = super().run_node(n)
+        if "example_value" in n.meta:
+            promised = n.meta["example_value"]
+            assert list(map(layout, leaves(value))) == list(map(layout, leaves(promised))), n.format_node()
+        return value
+
+
+@settings(max_examples=200)
+@given(graphs())
+def test_a_drawn_graph_runs_forward_and_backward(graph: SmallGraph) -> None:
+    outputs = graph.gm(*real_inputs(graph))
+    loss = torch.stack([value.square().sum() for value in outputs if value.requires_grad]).sum()
+    loss.backward()  # type: ignore[no-untyped-call]  # of torch
+
+
+@settings(max_examples=200)
+@given(graphs())
+def test_each_value_of_a_drawn_graph_is_as_its_example_value_says(graph: SmallGraph) -> None:
+    Comparing(graph.gm).run(*real_inputs(graph))
+    unvalued = [node for node in graph.gm.graph.nodes if "example_value" not in node.meta]
+    assert all(node.op == "output" or not is_tensor_op(node) for node in unvalued)
+
+
+def is_tensor_op(node: fx.Node) -> bool:
+    return "autocast" not in node.name and "grad_enabled" not in node.name
+
+
+@settings(max_examples=200)
+@given(graphs())
+def test_the_parameters_of_a_drawn_graph_are_placeholders_with_distinct_names(graph: SmallGraph) -> None:
+    placeholders = [node for node in graph.gm.graph.nodes if node.op == "placeholder"]
+    values = dict(zip((node.name for node in placeholders), graph.example_values, strict=True))
+    params = [name for name, value in values.items() if isinstance(value, nn.Parameter)]
+    assert params == list(graph.param_placeholders)
+    assert len(set(graph.param_placeholders.values())) == len(params)
+
+
+@settings(max_examples=50)
+@given(graphs())
+def test_real_inputs_are_equal_for_equal_seeds(graph: SmallGraph) -> None:
+    for first, second, promised in zip(
+        real_inputs(graph, 1), real_inputs(graph, 1), graph.example_values, strict=True
+    ):
+        assert torch.equal(first, second)
+        assert first.requires_grad == (promised.requires_grad and isinstance(promised, nn.Parameter))
+
+
+def calls(*targets: object) -> Callable[[SmallGraph], bool]:
+    return lambda graph: set(targets) <= {node.target for node in graph.gm.graph.nodes}
+
+
+def reads_a_parameter_twice(graph: SmallGraph) -> bool:
+    nodes = (node for node in graph.gm.graph.nodes if node.name in graph.param_placeholders)
+    return any(len(node.users) > 1 for node in nodes)
+
+
+def reads_a_parameter_within_a_list(graph: SmallGraph) -> bool:
+    nodes = (node for node in graph.gm.graph.nodes if node.target is torch.cat)
+    return any(item.name in graph.param_placeholders for node in nodes for item in node.args[0])
+
+
+def reads_a_parameter_by_keyword(graph: SmallGraph) -> bool:
+    nodes = (node for node in graph.gm.graph.nodes if "weight" in node.kwargs)
+    return any(node.kwargs["weight"].name in graph.param_placeholders for node in nodes)
+
+
+def freezes_a_parameter(graph: SmallGraph) -> bool:
+    return any(isinstance(value, nn.Parameter) and not value.requires_grad for value in graph.example_values)
+
+
+def takes_an_item_late(graph: SmallGraph) -> bool:
+    items = (node for node in graph.gm.graph.nodes if node.target is operator.getitem)
+    return any(node.prev.target is not operator.getitem and node.prev.target != "chunk" for node in items)
+
+
+def has_a_dead_span_without_grad(graph: SmallGraph) -> bool:
+    nodes = list(graph.gm.graph.nodes)
+    switches = [place for place, node in enumerate(nodes) if node.target is torch._C._set_grad_enabled]
+    spans = zip(switches[::2], switches[1::2], strict=True)
+    return any(
+        nodes[start + 1 : end] and not any(n.users for n in nodes[end - 1 : end]) for start, end in spans
+    )
+
+
+FEATURES: dict[str, Callable[[SmallGraph], bool]] = {
+    "parameter read by keyword": reads_a_parameter_by_keyword,
+    "parameter within a list": reads_a_parameter_within_a_list,
+    "tied parameter": reads_a_parameter_twice,
+    "frozen parameter": freezes_a_parameter,
+    "item taken late": takes_an_item_late,
+    "dead span without grad": has_a_dead_span_without_grad,
+    "autocast": calls(torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast),
+    "in-place sum": calls("add_"),
+    "in-place view": calls(operator.imul, "view"),
+    "mutated buffer": calls("lerp_"),
+    "dropout": calls(torch.nn.functional.dropout),
+    "size known as an int": calls("size", "reshape"),
+    "everything alive": lambda graph: all(node.users or node.op == "output" for node in graph.gm.graph.nodes),
+    "constant": lambda graph: any(node.op == "get_attr" for node in graph.gm.graph.nodes),
+}
+
+
+def test_each_feature_occurs_among_some_hundred_drawn_graphs() -> None:
+    missing = dict(FEATURES)
+
+    @settings(max_examples=400, derandomize=True, database=None)
+    @given(graphs())
+    def look(graph: SmallGraph) -> None:
+        for feature in [feature for feature, occurs in missing.items() if occurs(graph)]:
+            del missing[feature]
+
+    look()
+    assert not missing
+
+
+LISTS: dict[str, Callable[[tuple[ParamSpec, ...]], bool]] = {
+    "several groups": lambda params: len({(param.dtype, param.device) for param in params}) >= 3,
+    "a sparse gradient among dense ones": lambda params: {param.sparse for param in params} == {True, False},
+    "a parameter without elements": lambda params: any(param.nbytes == 0 for param in params),
+    "several MiB": lambda params: any(param.nbytes > 4 * 2**20 for param in params),
+}
+
+
+def test_each_feature_occurs_among_some_hundred_drawn_parameter_lists() -> None:
+    missing = dict(LISTS)
+
+    @settings(max_examples=400, derandomize=True, database=None)
+    @given(parameter_lists())
+    def look(params: tuple[ParamSpec, ...]) -> None:
+        for feature in [feature for feature, occurs in missing.items() if occurs(params)]:
+            del missing[feature]
+
+    look()
+    assert not missing

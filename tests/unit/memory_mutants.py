@@ -1,0 +1,112 @@
+"""Broken cuts that write, draw or alias in another way, for each invariant of `ddpopt.proof.memory`."""
+
+from collections.abc import Mapping
+
+from tests.unit.program_mutants import drop, swap
+from tests.unit.stitching import Ref, Row, Story, refs
+from tests.unit.stories import Mutant
+
+
+def swap_draws(told: Story) -> None:
+    """The second draw is taken in segment 0, of a value that is there."""
+    first, second = told.take(0, "drop0"), told.take(1, "drop1")
+    told.pieces[0].rows.insert(2, second)
+    told.edit(0, "drop1", args=(Ref("lin0"), *second.args[1:]))
+    told.pieces[1].rows.insert(2, first)
+    told.edit(1, "drop0", args=(Ref("lin1"), *first.args[1:]))
+    told.edit(1, "lin1", args=refs("drop1 w1"))
+    told.edit(1, "parts", args=(Ref("drop0"), 2))
+    told.pieces[0].outputs = {"drop1": Ref("drop1"), "total": Ref("total")}
+    told.pieces[1].inputs.pop("drop0")
+    told.pieces[1].inputs["drop1"] = Ref("drop1")
+
+
+def give_copy(told: Story, piece: int, name: str, method: str) -> None:
+    """A segment gets a copy of a value."""
+    told.pieces[piece].inputs[name] = Ref(f"copy_of_{name}")
+    told.pieces[piece].before.append(Row(f"copy_of_{name}", method, refs(name), meta={}))
+
+
+def write_back(told: Story, piece: int, value: str, copy: str) -> None:
+    """What a copy holds goes back to a value."""
+    told.pieces[piece].after.append(Row("back", "copy_", refs(f"{value} {copy}")))
+
+
+def write_to_clone(told: Story) -> None:
+    give_copy(told, 2, "buf", "clone")
+
+
+def clone_too_early(told: Story) -> None:
+    """The clone misses what segment 0 writes."""
+    told.pieces[0].before.append(told.pieces[1].before.pop(0))
+
+
+def write_back_to_another(told: Story) -> None:
+    write_to_clone(told)
+    write_back(told, 2, "x", "copy_of_buf")
+
+
+def write_back_too_late(told: Story) -> None:
+    give_copy(told, 0, "buf", "clone")
+    write_back(told, 1, "buf", "copy_of_buf")
+
+
+def pass_value_and_copy(told: Story) -> None:
+    write_to_clone(told)
+    write_back(told, 2, "buf", "copy_of_buf")
+    told.pieces[2].inputs["beside"] = Ref("buf")
+    told.meta["beside"] = told.meta["buf"]
+
+
+def hand_on_view_of_clone(told: Story) -> None:
+    give_copy(told, 0, "buf", "clone")
+    write_back(told, 0, "buf", "copy_of_buf")
+    told.pieces[0].outputs["view"] = Ref("view")
+
+
+def hand_on_detached(told: Story) -> None:
+    told.pieces[1].outputs["w0"] = Ref("w0")
+
+
+MUTANTS: Mapping[str, tuple[Mutant, ...]] = {
+    "mutation order": (
+        Mutant("write swapped with a read",
+               "the storage of buf: expected count, found view (segment 0, node view)",
+               swap(0, "count", "view")),
+        Mutant("write dropped", "the storage of buf: expected count, found view",
+               lambda told: told.take(0, "count")),
+        Mutant("last write dropped", "the storage of buf: expected recount, found no more",
+               lambda told: told.take(2, "recount")),
+    ),
+    "random order": (
+        Mutant("draws swapped", "expected drop0, found drop1 (segment 0, node drop1)", swap_draws),
+        Mutant("draw dropped", "expected drop1, found wrapped (segment 2, node wrapped)", drop),
+    ),
+    "copies": (
+        Mutant("clone written to", "segment 2, input buf: is a copy that is written to and not written back",
+               write_to_clone),
+        Mutant("clone written back for nothing",
+               "segment 1, input buf: is a copy that is written back without",
+               lambda told: write_back(told, 1, "buf", "kept")),
+        Mutant("clone made too early", "segment 1, input buf: is a copy made in front of segment 0 already",
+               clone_too_early),
+        Mutant("clone written back too late",
+               "segment 1: buf.clone() is written back, but was no input of it",
+               write_back_too_late),
+        Mutant("clone and value side by side",
+               "segment 2, input buf: is a copy that is written to, and another",
+               pass_value_and_copy),
+        Mutant("view of a clone handed on",
+               "segment 0, input buf: is a copy of a storage that the segment returns",
+               hand_on_view_of_clone),
+        Mutant("gradient cut off", "segment 2, input w2: is detached, but lin2 sends gradient to it",
+               lambda told: give_copy(told, 2, "w2", "detach")),
+        Mutant("detached value handed on",
+               "segment 1, input w0: is detached, but its return sends gradient to it",
+               hand_on_detached),
+    ),
+    "nothing added": (
+        Mutant("clone written back to another", "the stitched module, node back", write_back_to_another),
+    ),
+}  # fmt: skip
+"""The mutants that each invariant must reject, by its name."""

@@ -1,0 +1,65 @@
+"""Helpers of the tests that explain: a small model, and a reducer that runs on one rank."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from ddpopt.explain import explain_case
+from ddpopt.explanation import Explanation, OwnBucket
+from ddpopt.reducer import specs_from_ddp
+from ddpopt.testing import corpus
+
+WIDTH = 128
+
+
+class Linears(nn.Module):
+    """Linear layers of which `order` says which run when."""
+
+    def __init__(self, width: int = WIDTH, layers: int = 3, order: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.order = order or tuple(range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.order:
+            x = self.layers[index](x).relu()
+        return x
+
+
+def rows(width: int = WIDTH) -> Tensor:
+    return torch.ones(4, width)
+
+
+@functools.cache
+def explained(name: str) -> Explanation:
+    """A case of the corpus, explained once for all tests."""
+    case = corpus.case(name)
+    return explain_case(case, case.ddp_kwargs)
+
+
+def params(buckets: tuple[OwnBucket, ...]) -> list[tuple[str, ...]]:
+    return [bucket.params for bucket in buckets]
+
+
+@contextlib.contextmanager
+def one_rank_group(folder: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=(folder / "store").as_uri(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def running_buckets(ddp: Any, step: Callable[..., Any], *inputs: Tensor) -> list[tuple[str, ...]]:
+    """The buckets of a reducer after four steps."""
+    for _ in range(4):
+        step(*inputs).square().mean().backward()
+    specs = specs_from_ddp(ddp)
+    rebuilt: str = ddp._get_ddp_logging_data()["rebuilt_per_bucket_param_indices"]
+    return [tuple(specs[int(index)].name for index in bucket.split()) for bucket in rebuilt.split(",")]

@@ -1,0 +1,252 @@
+"""The command: what it prints, where, and with which exit code."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from expecttest import assert_expected_inline
+from typer.testing import CliRunner
+
+import ddpopt
+from ddpopt import cli
+from ddpopt.errors import CertificateError, DdpoptError, InfrastructureError
+from ddpopt.explanation import Explanation
+from ddpopt.plan import Plan
+from ddpopt.testing.case import Case
+
+TARGET = """
+import torch
+from torch import nn
+
+def make():
+    return nn.Linear(8, 8), torch.ones(2, 8)
+"""
+
+
+def run(*args: str) -> Any:  # the type of the runner's results moves with typer's versions
+    return CliRunner().invoke(cli.app, args, prog_name="ddpopt")
+
+
+@pytest.fixture
+def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "mine.py").write_text(TARGET)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    return "mine:make"
+
+
+@pytest.fixture
+def module() -> ModuleType:
+    # not `import ddpopt.explain`: the facade gives that name to the function
+    return importlib.import_module("ddpopt.explain")
+
+
+@pytest.fixture
+def explained_with(
+    module: ModuleType, target: str, monkeypatch: pytest.MonkeyPatch
+) -> tuple[str, list[dict[str, object]]]:
+    """A target, and a list that receives DDP's arguments in place of explaining anything."""
+    received: list[dict[str, object]] = []
+    explanation = explain_target(module, target)
+
+    def note(_: Case, ddp_kwargs: dict[str, object]) -> Explanation:
+        received.append(ddp_kwargs)
+        return explanation
+
+    monkeypatch.setattr(module, "explain_case", note)
+    return target, received
+
+
+def explain_target(module: ModuleType, target: str) -> Explanation:
+    case = importlib.import_module("ddpopt.testing.case").resolve(target)
+    explanation: Explanation = module.explain_case(case, {})
+    return explanation
+
+
+# ------------------------------------------------------------------------------------------- right
+
+
+def test_explain_prints_the_explanation_and_nothing_else(target: str, module: ModuleType) -> None:
+    result = run("explain", target)
+    assert result.exit_code == 0
+    assert result.stdout == f"{explain_target(module, target)}\n"
+    assert result.stderr == ""
+
+
+def test_json_on_stdout_takes_the_place_of_the_text(target: str, module: ModuleType) -> None:
+    result = run("explain", target, "--json", "-")
+    assert result.exit_code == 0
+    document = json.loads(result.stdout)
+    assert Plan.from_json(json.dumps(document["plan"])) == explain_target(module, target).plan
+
+
+def test_json_in_a_file_stands_beside_the_text(target: str, module: ModuleType, tmp_path: Path) -> None:
+    file = tmp_path / "explanation.json"
+    result = run("explain", target, "--json", str(file))
+    expected = explain_target(module, target)
+    assert result.stdout == f"{expected}\n"
+    assert file.read_text(encoding="utf-8") == f"{expected.to_json()}\n"
+
+
+def test_options_become_ddps_arguments(explained_with: tuple[str, list[dict[str, object]]]) -> None:
+    target, received = explained_with
+    run("explain", target)
+    run("explain", target, "--bucket-cap-mb", "0.5", "--static-graph")
+    run("explain", target, "--bucket-cap-mb-list", "3,1,0.5", "--no-find-unused-parameters")
+    assert received == [
+        {},
+        {"bucket_cap_mb": 0.5, "static_graph": True},
+        {"bucket_cap_mb_list": [3.0, 1.0, 0.5], "find_unused_parameters": False},
+    ]
+
+
+def test_options_take_the_place_of_the_cases_own(
+    explained_with: tuple[str, list[dict[str, object]]],
+) -> None:
+    _, received = explained_with
+    run("explain", "unused")
+    run("explain", "unused", "--no-find-unused-parameters", "--bucket-cap-mb", "2")
+    run("explain", "cap_list")
+    run("explain", "cap_list", "--bucket-cap-mb", "2")
+    assert received == [
+        {"find_unused_parameters": True},
+        {"find_unused_parameters": False, "bucket_cap_mb": 2.0},
+        {"bucket_cap_mb_list": [3, 1, 1]},
+        {"bucket_cap_mb": 2.0},
+    ]
+
+
+def test_cases_lists_every_case_of_the_corpus() -> None:
+    result = run("cases")
+    assert result.exit_code == 0
+    corpus = importlib.import_module("ddpopt.testing.corpus")
+    firsts = [line.split(" ")[0] for line in result.stdout.splitlines()[2:]]
+    assert [name for name in firsts if name] == [case.name for case in corpus.cases()]
+
+
+def test_the_version_is_the_packages() -> None:
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"ddpopt {ddpopt.__version__}\n")
+
+
+def test_help_names_commands_and_exit_codes() -> None:
+    result = run("--help")
+    assert result.exit_code == 0
+    assert_expected_inline(
+        result.stdout,
+        """\
+Usage: ddpopt [OPTIONS] COMMAND [ARGS]...
+
+  Make torch.compile and DistributedDataParallel agree on gradient buckets.
+
+Options:
+  --version  Print the version.
+  --help     Show this message and exit.
+
+Commands:
+  explain  Show the plan, DDP's own buckets, and torch's DDPOptimizer.
+  cases    List the cases of the corpus.
+
+  Exit codes: 0 right, 1 the program under test is wrong, 2 usage, 3
+  infrastructure.
+""",
+    )
+
+
+def test_python_m_ddpopt_finds_targets_in_the_current_directory(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(TARGET)
+    # -P: without the current directory, as the installed script starts
+    command = [sys.executable, "-P", "-m", "ddpopt", "explain", "mine:make", "--json", "-"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["model"] == "Linear"
+
+
+# ------------------------------------------------------------------------------------------- wrong
+
+
+def test_an_unknown_case_is_a_usage_error_that_lists_those_there_are() -> None:
+    result = run("explain", "nosuch")
+    assert (result.exit_code, result.stdout) == (2, "")
+    start = "ddpopt: error: expected the name of a case in the corpus, got 'nosuch'; there are: gpt, llama, "
+    assert result.stderr.startswith(start)
+
+
+def test_a_module_that_is_not_there_is_a_usage_error() -> None:
+    result = run("explain", "no_such_module:make")
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "ddpopt: error: target 'no_such_module:make': there is no module 'no_such_module'; "
+        "install it, or add the directory that holds it to PYTHONPATH\n"
+    )
+
+
+def test_a_list_of_caps_that_is_none_is_a_usage_error(target: str) -> None:
+    result = run("explain", target, "--bucket-cap-mb-list", "3;1")
+    assert result.exit_code == 2
+    assert_expected_inline(
+        result.stderr,
+        """\
+ddpopt: error: --bucket-cap-mb-list: expected numbers with commas between, like 3,1,1, got '3;1'
+""",
+    )
+
+
+def test_a_cap_that_ddp_would_not_take_is_a_usage_error(target: str) -> None:
+    result = run("explain", target, "--bucket-cap-mb", "-1")
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "ddpopt: error: bucket_cap_mb: expected a positive finite number of MiB, got -1.0; "
+        "pass what you pass to DDP, or leave it out for DDP's default\n"
+    )
+
+
+def test_a_file_that_cannot_be_written_is_a_usage_error(
+    explained_with: tuple[str, list[dict[str, object]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run("explain", explained_with[0], "--json", "nowhere/file.json")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert_expected_inline(
+        result.stderr,
+        """\
+ddpopt: error: --json: cannot write 'nowhere/file.json': No such file or directory; name a file that can be
+""",
+    )
+
+
+@pytest.mark.parametrize("args", [["explain"], ["explain", "a", "b"], ["explain", "--no-such"], ["nosuch"]])
+def test_a_command_line_that_does_not_parse_exits_with_2(args: list[str]) -> None:
+    result = run(*args)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("Usage: ddpopt ")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(CertificateError(("a node is lost",)), 1), (InfrastructureError("rank 1 died"), 3)]
+)
+def test_every_error_of_ours_is_a_message_and_its_own_exit_code(
+    error: DdpoptError, code: int, module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> Explanation:
+        raise error
+
+    monkeypatch.setattr(module, "explain_case", fail)
+    result = run("explain", "linear8")
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert result.stderr == f"ddpopt: error: {error}\n"
+
+
+def test_an_error_that_is_not_ours_keeps_its_traceback(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> Explanation:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(module, "explain_case", fail)
+    assert isinstance(run("explain", "linear8").exception, ZeroDivisionError)

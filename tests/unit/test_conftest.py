@@ -1,0 +1,108 @@
+"""The settings in the conftest.py at the root of the repository."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+ROOT_CONFTEST = Path(__file__).parents[2] / "conftest.py"
+STALE_SNAPSHOT = '''
+import expecttest
+
+class TestSnapshot(expecttest.TestCase):
+    def test_sum(self) -> None:
+        self.assertExpectedInline(str(1 + 1), """3""")
+'''
+REFUSAL = (
+    "ERROR: accepting snapshots was asked for with {count} processes. Each rewrites the test files, by line "
+    "number, so they would undo one another's edits. Run in one process: "
+    "EXPECTTEST_ACCEPT=1 python -m pytest -n 0 tests/unit"
+)
+
+
+@pytest.fixture
+def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+    """Make a project with this repository's conftest and one snapshot that differs."""
+    for name in [*os.environ]:
+        if name in {"EXPECTTEST_ACCEPT", "WORLD_SIZE", "CI"} or name.startswith("PYTEST_XDIST"):
+            monkeypatch.delenv(name)
+    shutil.copy(ROOT_CONFTEST, pytester.path / "conftest.py")
+    pytester.makepyfile(test_snapshot=STALE_SNAPSHOT)
+    return pytester
+
+
+def run(project: pytest.Pytester, *args: str) -> pytest.RunResult:
+    # Without our own plugin, which would import torch in each of these processes.
+    return project.runpytest_subprocess("-p", "no:cacheprovider", "-p", "no:ddpopt", *args)
+
+
+def snapshot_text(project: pytest.Pytester) -> str:
+    return (project.path / "test_snapshot.py").read_text()
+
+
+@pytest.mark.parametrize(
+    "distribution", [["-n", "2"], ["--dist", "load", "--tx", "2*popen"]], ids=["n", "tx"]
+)
+def test_accepting_snapshots_with_several_workers_is_refused(
+    project: pytest.Pytester, distribution: list[str]
+) -> None:
+    result = run(project, "--accept", *distribution)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert REFUSAL.format(count=2) in result.stderr.str()
+    assert '"""3"""' in snapshot_text(project)
+
+
+def test_the_environment_variable_is_refused_like_the_option(
+    project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EXPECTTEST_ACCEPT", "1")
+    result = run(project, "-n", "2")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert REFUSAL.format(count=2) in result.stderr.str()
+
+
+def test_accepting_snapshots_on_several_ranks_is_refused(
+    project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    result = run(project, "--accept")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert REFUSAL.format(count=3) in result.stderr.str()
+
+
+def test_one_process_may_accept_snapshots(project: pytest.Pytester) -> None:
+    run(project, "--accept").assert_outcomes(passed=1)
+    assert '"""2"""' in snapshot_text(project)
+
+
+@pytest.mark.parametrize(("ci", "derandomized"), [("true", True), (None, False)], ids=["ci", "desk"])
+def test_hypothesis_draws_the_same_examples_in_ci(
+    project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, ci: str | None, derandomized: bool
+) -> None:
+    if ci is not None:
+        monkeypatch.setenv("CI", ci)
+    project.makepyfile(
+        test_snapshot=f"""
+        from hypothesis import settings
+
+        def test_profile() -> None:
+            assert settings().derandomize is {derandomized}
+        """
+    )
+    run(project).assert_outcomes(passed=1)
+
+
+def test_one_worker_runs_every_test_that_starts_ranks(project: pytest.Pytester) -> None:
+    body = "import pytest\n@pytest.mark.parametrize('number', range(4))\ndef test_one(number): pass"
+    for folder in ("tests/unit", "tests/multigpu"):
+        (project.path / folder).mkdir(parents=True)
+        (project.path / folder / "test_some.py").write_text(body)
+    result = run(project, "-n", "2", "-v", "--import-mode=importlib", "tests")
+    result.assert_outcomes(passed=8)
+    passed = [line for line in result.outlines if "PASSED" in line]
+    workers = {line.split("]")[0] for line in passed if "multigpu" in line}
+    assert len(workers) == 1
+    assert "unit" in passed[0]  # and those without ranks come first, although m is before u

@@ -1,0 +1,225 @@
+"""Between which nodes a graph may be cut, and what keeps it from being cut elsewhere."""
+
+import operator
+
+import torch
+from torch import fx, nn
+from torch._dynamo.testing import EagerAndRecordGraphs
+
+from ddpopt.crossing import blocked_positions
+from ddpopt.graphs import body_nodes
+from ddpopt.testing.graph_builder import GraphBuilder
+
+NAMES = "two names of one tensor that is mutated later"
+
+
+def blocked(graph: fx.Graph) -> dict[str, str]:
+    """The nodes before which no cut may lie, with the reason."""
+    body = body_nodes(graph)
+    return {node.name: why for node, why in zip(body, blocked_positions(graph, body), strict=True) if why}
+
+
+def finished(builder: GraphBuilder, *outputs: fx.Node) -> dict[str, str]:
+    return blocked(builder.finish(*outputs).gm.graph)
+
+
+def new_builder() -> GraphBuilder:
+    return GraphBuilder(batch=2, width=4)
+
+
+# -------------------------------------------------------------------------------------- what may cross
+
+
+def test_a_graph_of_tensors_may_be_cut_before_every_node() -> None:
+    builder = new_builder()
+    value = builder.call(operator.add, builder.x, 1.0)
+    assert finished(builder, builder.method("relu", value)) == {}
+
+
+def test_numbers_tuples_and_none_may_cross() -> None:
+    builder = new_builder()
+    rows = builder.method("size", builder.x, 0)
+    chunks = builder.method("chunk", builder.x, 2, -1)
+    nothing = builder.call(lambda _: (None, "text", torch.float32), builder.x)
+    last = builder.call(lambda *_: builder.x.meta["example_value"] + 1, rows, chunks, nothing)
+    assert finished(builder, last) == {}
+
+
+def test_nothing_is_cut_between_what_cannot_cross_and_its_last_reader() -> None:
+    builder = new_builder()
+    stream = builder.call(lambda _: object(), builder.x)
+    first = builder.call(lambda x, _: x + 1, builder.x, stream)
+    between = builder.method("relu", first)
+    last = builder.call(lambda x, _: x + 1, between, stream)
+    after = builder.method("sin", last)
+    why = f"{stream.name!r} returns a value that cannot cross a cut"
+    assert finished(builder, after) == {node.name: why for node in (first, between, last)}
+
+
+def test_what_cannot_cross_but_is_not_read_keeps_nothing_together() -> None:
+    builder = new_builder()
+    builder.call(lambda _: object(), builder.x)
+    assert finished(builder, builder.method("relu", builder.x)) == {}
+
+
+def test_a_value_that_tracing_left_unknown_stays_with_its_readers() -> None:
+    builder = new_builder()
+    value = builder.method("sin", builder.x)
+    unknown = builder.method("cos", value)
+    reader = builder.method("relu", unknown)
+    del unknown.meta["example_value"]
+    assert finished(builder, reader) == {"relu": "'cos' returns a value that cannot cross a cut"}
+
+
+def test_spans_of_autocast_and_grad_mode_may_be_cut() -> None:
+    builder = new_builder()
+    handle = builder.enter_autocast()
+    builder.set_grad_enabled(False)
+    value = builder.method("relu", builder.x)
+    builder.set_grad_enabled(True)
+    builder.exit_autocast(handle)
+    assert finished(builder, value) == {}
+
+
+# -------------------------------------------------------------------------------------- global state
+
+
+def set_deterministic(_: bool) -> None:
+    """Stands for any of torch's setters."""
+
+
+def test_nothing_is_cut_between_two_settings_of_one_global_state() -> None:
+    builder = new_builder()
+    builder.call(set_deterministic, True)
+    inside = builder.method("relu", builder.x)
+    undo = builder.call(set_deterministic, False)
+    after = builder.method("sin", inside)
+    why = f"{undo.name!r} undoes global state set before"
+    assert finished(builder, after) == {inside.name: why, undo.name: why}
+
+
+def test_a_function_that_reads_tensors_sets_no_global_state() -> None:
+    builder = new_builder()
+    for _ in range(2):
+        builder.call(print, builder.x)
+    assert finished(builder, builder.method("relu", builder.x)) == {}
+
+
+def dynamo_graph(function: object, *inputs: torch.Tensor) -> fx.Graph:
+    torch._dynamo.reset()
+    recorder = EagerAndRecordGraphs()
+    torch.compile(function, backend=recorder)(*inputs)  # type: ignore[call-overload]  # any callable
+    (gm,) = recorder.graphs
+    return gm.graph
+
+
+def stays_together(graph: fx.Graph) -> list[str]:
+    """The run of nodes between which no cut may lie, and the one before it."""
+    names = [node.name for node in body_nodes(graph)]
+    inside = list(blocked(graph))
+    assert inside == names[names.index(inside[0]) : names.index(inside[-1]) + 1]
+    assert set(blocked(graph).values()) == {"inside a functorch transform"}
+    return names[names.index(inside[0]) - 1 : names.index(inside[-1]) + 1]
+
+
+def test_a_functorch_transform_is_kept_together() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        inner: torch.Tensor = torch.vmap(lambda row: row.sin() * 2)(x.cos())
+        return inner.tanh()
+
+    run = stays_together(dynamo_graph(function, torch.ones(2, 4)))
+    assert (run[0], run[-1]) == ("_vmap_increment_nesting", "_vmap_decrement_nesting")
+    assert "sin" in run
+
+
+def test_nested_transforms_are_kept_together_as_one() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = torch.vmap(torch.func.grad(lambda row: row.sin().sum()))(x.cos())
+        return rows.tanh()
+
+    run = stays_together(dynamo_graph(function, torch.ones(2, 4)))
+    assert (run[0], run[-1]) == ("_vmap_increment_nesting", "_vmap_decrement_nesting")
+    assert {"_grad_increment_nesting", "sin", "_grad_decrement_nesting"} <= set(run)
+
+
+# -------------------------------------------------------------------------------------------- mutation
+
+
+def test_a_mutated_value_under_one_name_may_cross() -> None:
+    builder = new_builder()
+    value = builder.call(operator.add, builder.x, 1.0)
+    builder.method("mul_", value, 2.0)
+    assert finished(builder, builder.method("relu", value)) == {}
+
+
+def test_two_names_of_one_tensor_do_not_cross_before_it_is_mutated() -> None:
+    builder = new_builder()
+    value = builder.call(operator.add, builder.x, 1.0)
+    same = builder.method("add_", value, 1.0)
+    between = builder.method("sin", same)
+    write = builder.method("mul_", value, 2.0)
+    after = builder.call(operator.add, builder.call(operator.add, same, between), value)
+    assert finished(builder, after) == {between.name: NAMES, write.name: NAMES}
+
+
+def test_two_names_of_one_tensor_may_cross_once_it_is_mutated_no_more() -> None:
+    builder = new_builder()
+    value = builder.call(operator.add, builder.x, 1.0)
+    same = builder.method("add_", value, 1.0)
+    after = builder.call(operator.add, same, value)
+    assert finished(builder, after) == {}
+
+
+def test_views_are_taken_anew_behind_a_cut_and_so_are_no_second_name() -> None:
+    builder = new_builder()
+    value = builder.call(operator.add, builder.x, 1.0)
+    row = builder.method("view", value, -1)
+    builder.call(operator.imul, row, 0.5)
+    assert finished(builder, builder.call(operator.add, value, 1.0)) == {}
+
+
+def test_an_input_that_is_mutated_is_alive_to_the_end() -> None:
+    builder = new_builder()
+    same = builder.method("add_", builder.x, 1.0)
+    write = builder.method("mul_", builder.x, 2.0)
+    assert finished(builder, builder.method("relu", same)) == {write.name: NAMES}
+
+
+def test_a_buffer_that_is_updated_may_cross() -> None:
+    builder = new_builder()
+    mean = builder.buffer("norm", "mean", 4)
+    value = builder.call(operator.add, builder.x, mean)
+    builder.method("lerp_", mean, builder.method("mean", builder.x, 0), 0.1)
+    assert finished(builder, builder.method("relu", value)) == {}
+
+
+def test_a_parameter_that_forward_writes_to_keeps_everything_before_together() -> None:
+    builder = new_builder()
+    weight = builder.parameter("layer", "weight", 4, 4)
+    value = builder.method("sin", builder.x)
+    builder.set_grad_enabled(False)
+    builder.method("mul_", weight, 0.5)
+    builder.set_grad_enabled(True)
+    product = builder.call(torch.mm, value, weight)
+    found = finished(builder, product)
+    assert set(found.values()) == {f"{weight.name!r} requires grad and is itself mutated"}
+    assert {value.name, "mul_"} <= set(found)
+    assert product.name not in found
+
+
+# -------------------------------------------------------------------------------------- overlapping reasons
+
+
+def test_overlapping_spans_block_their_union() -> None:
+    builder = new_builder()
+    outer = builder.call(lambda _: object(), builder.x)
+    inner = builder.call(lambda _: object(), builder.x)
+    short = builder.call(lambda x, _: x + 1, builder.x, inner)
+    long = builder.call(lambda x, _: x + 1, short, outer)
+    assert list(finished(builder, builder.method("relu", long))) == [inner.name, short.name, long.name]
+
+
+def test_a_module_without_a_body_has_no_position() -> None:
+    graph = fx.Graph()
+    graph.output((graph.placeholder("x"),))
+    assert blocked_positions(fx.GraphModule(nn.Module(), graph).graph, []) == ()

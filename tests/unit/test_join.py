@@ -1,0 +1,151 @@
+"""The plans of a model's graphs, joined: every parameter in one bucket, also those that no graph reads."""
+
+import pytest
+
+from ddpopt.facts import GraphFacts, ParamUse
+from ddpopt.join import join_plans
+from ddpopt.plan import Plan
+from ddpopt.planner import plan_graph
+from ddpopt.reducer import BucketConfig, ParamSpec
+
+CAP_100 = BucketConfig(cap_bytes=100, first_bucket_bytes=100)
+
+
+def spec(name: str, nbytes: int = 100, dtype: str = "float32", sparse: bool = False) -> ParamSpec:
+    return ParamSpec(name, nbytes, dtype, "cpu", sparse)
+
+
+def graph(index: int, *specs: ParamSpec) -> Plan:
+    """The plan of a graph with one node for each parameter, in forward order."""
+    names = tuple(f"g{index}_{spec.name}" for spec in specs)
+    uses = tuple(ParamUse(spec, (position,)) for position, spec in enumerate(specs))
+    return plan_graph(GraphFacts(names, uses, (None,) * len(names)), CAP_100, index)
+
+
+def buckets(plan: Plan) -> list[str]:
+    return [" ".join(bucket.params) for bucket in plan.buckets]
+
+
+def joined(plans: list[Plan], *specs: ParamSpec) -> Plan:
+    plan = join_plans(plans, specs, CAP_100)
+    assert sorted(name for b in plan.buckets for name in b.params) == sorted(spec.name for spec in specs)
+    assert [bucket.index for bucket in plan.buckets] == list(range(len(plan.buckets)))
+    assert [segment.index for segment in plan.segments] == list(range(len(plan.segments)))
+    sizes = {spec.name: spec.nbytes for spec in specs}
+    assert [b.nbytes for b in plan.buckets] == [sum(sizes[name] for name in b.params) for b in plan.buckets]
+    return plan
+
+
+# ----------------------------------------------------------------------------------- several graphs
+
+
+def test_the_plan_of_a_single_graph_that_reads_everything_stays_as_it_is() -> None:
+    specs = (spec("a"), spec("b"))
+    plan = graph(0, *specs)
+    assert joined([plan], *specs) == plan
+
+
+def test_the_buckets_of_the_last_graph_are_reduced_first() -> None:
+    a, b, c, d = (spec(name) for name in "abcd")
+    plan = joined([graph(0, a, b), graph(1, c, d)], a, b, c, d)
+    assert buckets(plan) == ["d", "c", "b", "a"]
+
+
+def test_segments_count_through_all_graphs_and_keep_their_graph() -> None:
+    a, b, c, d = (spec(name) for name in "abcd")
+    plan = joined([graph(0, a, b), graph(1, c, d)], a, b, c, d)
+    assert [(segment.index, segment.graph) for segment in plan.segments] == [(0, 0), (1, 0), (2, 1), (3, 1)]
+    assert [bucket.segment for bucket in plan.buckets] == [3, 2, 1, 0]
+    assert [segment.buckets for segment in plan.segments] == [(3,), (2,), (1,), (0,)]
+    assert [(cut.graph, cut.before) for cut in plan.cuts] == [(0, "g0_b"), (1, "g1_d")]
+
+
+def test_graphs_are_numbered_in_forward_order_whatever_they_were_before() -> None:
+    a, b, c, d = (spec(name) for name in "abcd")
+    plan = joined([graph(0, a, b), graph(0, c, d)], a, b, c, d)
+    assert [segment.graph for segment in plan.segments] == [0, 0, 1, 1]
+    assert [cut.graph for cut in plan.cuts] == [0, 1]
+
+
+def test_a_bucket_never_holds_parameters_of_two_graphs() -> None:
+    a, b, c, d = (spec(name, 10) for name in "abcd")
+    plan = joined([graph(0, a, b), graph(1, c, d)], a, b, c, d)
+    assert buckets(plan) == ["d c", "b a"]
+    assert plan.spread == 0
+
+
+def test_a_graph_without_parameters_keeps_its_segment() -> None:
+    a, b = spec("a"), spec("b")
+    plan = joined([graph(0, a), graph(1), graph(2, b)], a, b)
+    assert [segment.graph for segment in plan.segments] == [0, 1, 2]
+    assert [bucket.segment for bucket in plan.buckets] == [2, 0]
+
+
+# --------------------------------------------------------------------------- what no graph reads
+
+
+def test_an_unread_parameter_is_kept_visible() -> None:
+    a, spare, b = spec("a"), spec("spare"), spec("b")
+    plan = joined([graph(0, a, b)], a, spare, b)
+    assert plan.unread == ("spare",)
+
+
+def test_an_unread_parameter_is_ready_just_before_the_one_registered_in_front_of_it() -> None:
+    a, spare, b = spec("a"), spec("spare"), spec("b")
+    assert buckets(joined([graph(0, a, b)], a, spare, b)) == ["b", "spare", "a"]
+
+
+def test_an_unread_parameter_registered_first_is_ready_last() -> None:
+    spare, a, b = spec("spare"), spec("a"), spec("b")
+    assert buckets(joined([graph(0, a, b)], spare, a, b)) == ["b", "a", "spare"]
+
+
+def test_small_unread_parameters_share_the_bucket_in_front_of_which_they_belong() -> None:
+    a, one, two, b = spec("a"), spec("one", 10), spec("two", 10), spec("b")
+    plan = joined([graph(0, a, b)], a, one, two, b)
+    assert buckets(plan) == ["b", "two one a"]
+    assert plan.buckets[1].segment == 0
+
+
+def test_unread_parameters_that_fill_a_bucket_have_one_of_their_own() -> None:
+    a, one, two = spec("a"), spec("one", 60), spec("two", 60)
+    plan = joined([graph(0, a)], a, one, two)
+    assert buckets(plan) == ["two one", "a"]
+    assert plan.buckets[0].reason == (
+        "no compiled graph reads these parameters; they are placed by their order of registration"
+    )
+
+
+def test_an_unread_parameter_of_another_dtype_does_not_mix() -> None:
+    a, half, b = spec("a"), spec("half", 10, "bfloat16"), spec("b")
+    plan = joined([graph(0, a, b)], a, half, b)
+    assert sorted(buckets(plan)) == ["a", "b", "half"]
+    assert [bucket.dtype for bucket in plan.buckets if bucket.params == ("half",)] == ["bfloat16"]
+
+
+def test_an_unread_sparse_parameter_travels_alone() -> None:
+    a, table, b = spec("a", 10), spec("table", 10, sparse=True), spec("b", 10)
+    assert buckets(joined([graph(0, a, b)], a, table, b)) == ["table", "b a"]
+
+
+def test_an_unread_parameter_does_not_join_a_sparse_one() -> None:
+    table, small = spec("table", 50, sparse=True), spec("small", 10)
+    assert sorted(buckets(joined([graph(0, table)], table, small))) == ["small", "table"]
+
+
+def test_a_model_of_which_no_graph_is_known_is_planned_by_registration() -> None:
+    a, b, c = spec("a", 60), spec("b", 60), spec("c", 60)
+    plan = joined([], a, b, c)
+    assert buckets(plan) == ["c b", "a"]
+    assert (plan.unread, plan.segments, plan.cuts) == (("a", "b", "c"), (), ())
+
+
+def test_a_model_without_parameters_has_no_bucket() -> None:
+    assert joined([]).buckets == ()
+
+
+@pytest.mark.parametrize("policy", ["plan", "ddp"])
+def test_the_policy_is_that_of_the_graphs(policy: str) -> None:
+    a = spec("a")
+    made = graph(0, a)
+    assert join_plans([Plan(**{**vars(made), "policy": policy})], [a], CAP_100).policy == policy

@@ -1,0 +1,111 @@
+"""Helpers of the unit tests: what Dynamo makes of a module, and a backend that notes what it compiles."""
+
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ddpopt.facts import GraphFacts, collect
+from ddpopt.graphs import body_nodes
+from ddpopt.plan import Cut, Plan, Segment
+from ddpopt.reducer import ParamSpec, specs_from_module
+
+
+@dataclass
+class Recorder:
+    """A Dynamo backend that compiles nothing and notes every graph."""
+
+    graphs: list[fx.GraphModule] = field(default_factory=list)
+    inputs: list[list[Any]] = field(default_factory=list)
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        self.graphs.append(gm)
+        self.inputs.append(list(example_inputs))
+        return gm.forward
+
+    @property
+    def calls(self) -> int:
+        return len(self.graphs)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """One graph of a module, with the values that it was traced on."""
+
+    model: nn.Module
+    gm: fx.GraphModule
+    inputs: list[Any]
+
+    @property
+    def specs(self) -> dict[int, ParamSpec]:
+        by_name = dict(self.model.named_parameters())
+        return {id(by_name[spec.name]): spec for spec in specs_from_module(self.model)}
+
+    @property
+    def facts(self) -> GraphFacts:
+        return collect(self.gm, self.inputs, self.specs)
+
+    def readers(self) -> dict[str, str]:
+        """Which nodes read which parameter, by name."""
+        facts = self.facts
+        return {use.spec.name: " ".join(facts.nodes[i] for i in use.readers) for use in facts.params}
+
+
+def trace_all(model: nn.Module, *inputs: Any, **options: Any) -> list[Traced]:
+    """All graphs of one forward of `model`, compiled as under ``torch.compile(model, **options)``."""
+    torch._dynamo.reset()
+    recorder = Recorder()
+    torch.compile(model, backend=recorder, **options)(*inputs)
+    pairs = zip(recorder.graphs, recorder.inputs, strict=True)
+    return [Traced(model, gm, given) for gm, given in pairs]
+
+
+def trace(model: nn.Module, *inputs: Any, **options: Any) -> Traced:
+    """The only graph of a forward of `model`."""
+    (traced,) = trace_all(model, *inputs, **options)
+    return traced
+
+
+def written(gm: fx.GraphModule) -> str:
+    """A graph as short text: its inputs, then one line for each node that computes something."""
+    lines: list[str] = []
+    for node in gm.graph.nodes:
+        args = [*map(str, node.args), *(f"{key}={value}" for key, value in node.kwargs.items())]
+        if node.op == "output":
+            lines.append(f"return {node.args[0]}")
+        elif node.op == "call_method":
+            lines.append(f"{node.name} = {args[0]}.{node.target}({', '.join(args[1:])})")
+        elif node.op not in ("placeholder", "get_attr"):
+            callee = getattr(node.target, "__name__", node.target)
+            lines.append(f"{node.name} = {callee}({', '.join(args)})")
+    inputs = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+    lines.insert(0, f"({', '.join(inputs)})")
+    return _MANGLED.sub(r"\1.\2", "\n".join(lines))
+
+
+def written_segments(stitched: fx.GraphModule) -> str:
+    """The stitched graph and each of its segments as text."""
+    parts = [f"stitched{written(stitched)}"]
+    for name, module in stitched.named_children():
+        if name.startswith("segment_") and isinstance(module, fx.GraphModule):
+            parts.append(f"{name}{written(module)}")
+    return "\n\n".join(parts)
+
+
+_MANGLED = re.compile(r"l_(?:self|fn)_modules_(\w+?)_(?:parameters|buffers)_([a-z]+)_\b")
+"""What Dynamo makes of ``self.<module>.<parameter>``."""
+
+
+def cut_before(gm: fx.GraphModule, *openers: str) -> Plan:
+    """A plan that cuts `gm` before the named nodes and plans no bucket."""
+    names = [node.name for node in body_nodes(gm.graph)]
+    edges = [0, *(names.index(opener) for opener in openers), len(names)]
+    segments = [
+        Segment(index, 0, tuple(names[first:last]), (), ())
+        for index, (first, last) in enumerate(itertools.pairwise(edges))
+    ]
+    return Plan((), tuple(segments), tuple(Cut(0, opener, "asked for") for opener in openers))
