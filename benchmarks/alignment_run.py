@@ -5,6 +5,7 @@ Invariant: whatever the mode does to torch, also when it crashes, the next run i
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,14 +75,17 @@ class Run:
             What happened, a crash included.
         """
         case = resolve(self.case)
-        with _clean_torch(), process_group(rank, world_size, rendezvous):
-            try:
-                ddp = DistributedDataParallel(case.model(), **ddp_arguments(case, self.cap))
-                return MODES[self.mode](case, ddp, self.backend, rank)
-            except Exception as error:  # a crash is a result here
-                cause = getattr(error, "inner_exception", error)  # Dynamo wraps what a backend raises
-                message = str(cause).strip().partition("\n")[0]
-                return Outcome(None, crash=type(cause).__name__, message=message)
+        with process_group(rank, world_size, rendezvous), _clean_torch():
+            return self._run(case, rank)
+
+    def _run(self, case: Case, rank: int) -> Outcome:
+        try:
+            ddp = DistributedDataParallel(case.model(), **ddp_arguments(case, self.cap))
+            return MODES[self.mode](case, ddp, self.backend, rank)
+        except Exception as error:  # a crash is a result here
+            cause = getattr(error, "inner_exception", error)  # Dynamo wraps what a backend raises
+            message = str(cause).strip().partition("\n")[0]
+            return Outcome(None, crash=type(cause).__name__, message=message)
 
 
 def ddp_arguments(case: Case, cap: str) -> dict[str, Any]:
@@ -179,3 +183,5 @@ def _clean_torch() -> Iterator[None]:
         torch._dynamo.reset()
         # torch's optimizer can fail with this still set, and Dynamo then splits unrelated models.
         DistributedDataParallel._active_ddp_module = None
+        # Reducers go before their process group: the last owner takes it down.
+        gc.collect()

@@ -8,8 +8,10 @@ Invariant: `Lane.run` returns one answer for each rank, whatever happens to the 
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -30,7 +32,8 @@ class Lost:
 
     Attributes:
         reason: one line: died, late, or raised.
-        detail: the traceback, or the last lines that the process wrote to its standard error.
+        detail: the traceback, or the last lines that the process wrote to its standard error; for a late
+            process these are the stacks of its threads.
     """
 
     reason: str
@@ -111,7 +114,14 @@ class _Worker:
         except (EOFError, OSError):
             self._process.join(5.0)
             return Lost(f"process died with exit code {self._process.exitcode}", self._last_lines())
-        return Lost("no answer within the limit", self._last_lines())
+        return Lost("no answer within the limit", self._stacks())
+
+    def _stacks(self) -> str:
+        """Where each thread of a late process stands."""
+        if self._process.pid is not None:
+            os.kill(self._process.pid, signal.SIGUSR1)
+            time.sleep(1.0)  # the handler answers by writing to standard error
+        return self._last_lines()
 
     def end(self, grace_s: float) -> None:
         """Let the process end by itself for `grace_s` seconds, then end it: it may hang in a collective."""
@@ -123,7 +133,7 @@ class _Worker:
 
     def _last_lines(self) -> str:
         lines = self._errors.read_text(errors="replace").splitlines() if self._errors.exists() else []
-        return "\n".join(lines[-20:])
+        return "\n".join(lines[-80:])
 
 
 def _serve(connection: Connection[Any, Any], errors: str) -> None:
@@ -144,7 +154,8 @@ def _answer(job: Job, rank: int, world_size: int, rendezvous: str) -> Any:
 
 
 def _redirect_stderr(errors: str) -> None:
-    """Warnings of native code would tear the display of the parent; keep them for a post-mortem."""
+    """Keep for a post-mortem what would tear the parent's display; SIGUSR1 adds the stacks of all threads."""
     descriptor = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, sys.stderr.fileno())
     os.close(descriptor)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)

@@ -150,13 +150,16 @@ def average(gradients: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.
         group: the process group of the DDP module.
 
     Returns:
-        A future of `gradients`, holding the mean over ranks.
+        A completed future of `gradients`, which hold the mean over ranks.
     """
     gradients.div_(group.size())
     # c10d has no complex sum; a sum of pairs is the same sum.
     summed = torch.view_as_real(gradients) if gradients.is_complex() else gradients
-    work = dist.all_reduce(summed, group=group, async_op=True)
-    averaged: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda _: gradients)
+    # Waited for, since no clock runs: a callback in Python on gloo's thread may want the interpreter's lock
+    # when the reducer, which holds it, takes the process group down and joins that thread. That hangs.
+    dist.all_reduce(summed, group=group)
+    averaged: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    averaged.set_result(gradients)
     return averaged
 
 

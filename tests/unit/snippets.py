@@ -205,8 +205,8 @@ class Snippet:
 
 STATIC = (
     residual, chunks, named_tuple, recurrence, sizes, nested_autocast, grad_mode_spans, random_numbers,
-    in_place, mutated_views, buffers, outputs_of_all_kinds, constants, branches, checkpoints, complex_numbers, integers,
-    data_dependent_size, item,
+    in_place, mutated_views, buffers, outputs_of_all_kinds, constants, branches, checkpoints, complex_numbers,
+    integers, data_dependent_size, item,
 )  # fmt: skip
 SNIPPETS: Mapping[str, Snippet] = {
     **{forward.__name__: Snippet(forward) for forward in STATIC},
