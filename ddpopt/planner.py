@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -45,7 +46,8 @@ def plan_graph(
     Returns:
         A plan whose every bucket completes within one segment (policy ``"plan"``).
     """
-    filler = _Filler(config.rebuilt_limits)
+    dense = (use.spec for use in facts.params if not use.spec.sparse)
+    filler = _Filler(config.rebuilt_limits, Counter((spec.dtype, spec.device) for spec in dense))
     filler.pass_over(ahead)
     groups = list(_by_atom(facts, _atoms(facts)))
     for index, (start, uses) in enumerate(groups):
@@ -151,8 +153,9 @@ class _Filler:
     Each (dtype, device) fills its own open bucket and walks its own way along the list of limits.
     """
 
-    def __init__(self, limits: Sequence[int]) -> None:
+    def __init__(self, limits: Sequence[int], expected: Mapping[Key, int] | None = None) -> None:
         self._limits = limits
+        self._missing = dict(expected or {})
         self._used: dict[Key, int] = {}
         self._open: dict[Key, _Draft] = {}
         self._closed: list[_Draft] = []
@@ -186,11 +189,14 @@ class _Filler:
                 continue
             draft = self._open.setdefault(key, _Draft())
             draft.members.append(use)
+            self._missing[key] = self._missing.get(key, 0) - 1
             filled = draft.nbytes + self._carried.get(key, 0)
             if filled >= (limit := self._limit(key)):
                 last_closed[key] = draft
                 self._close(self._open.pop(key), start, _filled(use.spec, draft.nbytes, filled, limit))
                 self._next_limit(key)
+            elif self._missing[key] == 0:  # nothing will ever fill it, so it need not wait for backward's end
+                self._close(self._open.pop(key), start, "no gradient is left to add")
         closed = len(self._closed) > before
         if cut_follows and closed:
             self._settle(start, last_closed)

@@ -157,10 +157,11 @@ def test_a_meta_model_is_planned_on_real_and_on_meta_inputs() -> None:
 def test_a_fake_model_is_planned_on_real_and_on_fake_inputs() -> None:
     with FakeTensorMode() as mode:
         model, inputs = Net(), rows()
-    assert planned(model) == planned()
-    assert ddpopt.plan(model, inputs, bucket_cap_mb=LAYER_MB) == planned()
+    expected = planned()
+    assert planned(model) == expected
+    assert ddpopt.plan(model, inputs, bucket_cap_mb=LAYER_MB) == expected
     with mode:
-        assert ddpopt.plan(model, inputs, bucket_cap_mb=LAYER_MB) == planned()
+        assert ddpopt.plan(model, inputs, bucket_cap_mb=LAYER_MB) == expected
 
 
 def test_a_model_far_larger_than_memory_is_planned() -> None:

@@ -235,36 +235,40 @@ MixedDtypes: 20 parameters, 4.230 MiB; buckets close at 1, then 25 MiB
 
                                                  ddpopt  torch's DDPOptimizer
 -----------------------------------------------------------------------------
-segments                                              2                     2
-buckets that DDP reduces                              4                     4
+segments                                              3                     2
+buckets that DDP reduces                              5                     4
   that wait on more than one segment                  0                     2
-  that leave before the last segment's backward       2                     0
+  that leave before the last segment's backward       4                     0
 parameters that it does not see                       0                     0
 parameters that it counts more than once              0                     0
 
 ddpopt's plan, in the order of reduction; fingerprint <hash>
 bucket  segment    MiB  dtype     gradients, and why the bucket ends there
 --------------------------------------------------------------------------------
-     0        1  1.128  float32   layers.8.bias, layers.8.weight, layers.6.bias,
+     0        2  1.128  float32   layers.8.bias, layers.8.weight, layers.6.bias,
                                   layers.6.weight
                                     layers.6.weight brings it to 1182720 bytes,
                                     at or over the limit of 1048576
-     1        1  0.564  bfloat16  layers.9.bias, layers.9.weight, layers.7.bias,
+     1        2  0.564  bfloat16  layers.9.bias, layers.9.weight, layers.7.bias,
                                   layers.7.weight
                                     another bucket ends at this cut, and none
                                     waits on two segments
-     2        0  0.846  bfloat16  layers.5.bias, layers.5.weight, ...,
+     2        1  0.846  bfloat16  layers.5.bias, layers.5.weight, ...,
                                   layers.1.weight (6)
                                     no gradient is left to add
-     3        0  1.692  float32   layers.4.bias, layers.4.weight, ...,
-                                  layers.0.weight (6)
+     3        1  1.128  float32   layers.4.bias, layers.4.weight, layers.2.bias,
+                                  layers.2.weight
+                                    another bucket ends at this cut, and none
+                                    waits on two segments
+     4        0  0.564  float32   layers.0.bias, layers.0.weight
                                     no gradient is left to add
 
 ddpopt's segments, in the order of backward
 segment  graph  from node  nodes  completes  why it is cut there
 ------------------------------------------------------------------
-      1      0  linear_6      15  0, 1       bucket 0 is complete
-      0      0  to            25  2, 3       the graph starts here
+      2      0  linear_6      15  0, 1       bucket 0 is complete
+      1      0  linear_1      20  2, 3       bucket 2 is complete
+      0      0  to             5  4          the graph starts here
 
 DDP's own buckets in eager training, rebuilt in ready order
 bucket    MiB  dtype     gradients

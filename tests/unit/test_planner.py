@@ -122,8 +122,14 @@ def test_one_node_may_fill_several_buckets() -> None:
 
 
 def test_a_cut_leaves_no_bucket_of_another_dtype_open_across_it() -> None:
+    halves = [use("half", 10, 2, dtype="bfloat16"), use("first half", 10, 0, dtype="bfloat16")]
+    uses = [*halves, use("full", 100, 1), use("before", 100, 0)]
+    assert planned(facts(3, uses)) == (["full", "half", "first half", "before"], ["n1"])
+
+
+def test_the_last_gradient_of_a_dtype_does_not_wait_for_the_end_of_backward() -> None:
     uses = [use("half", 10, 2, dtype="bfloat16"), use("full", 100, 1), use("before", 100, 0)]
-    assert planned(facts(3, uses)) == (["full", "half", "before"], ["n1"])
+    assert planned(facts(3, uses)) == (["half", "full", "before"], ["n1", "n2"])
 
 
 def test_a_bucket_closed_for_a_cut_of_another_dtype_uses_up_its_limit() -> None:
@@ -215,11 +221,12 @@ def test_every_bucket_and_cut_says_why_for_a_person() -> None:
     assert_expected_inline(
         "\n".join(text),
         """\
-bucket 0: b brings it to 100 bytes, at or over the limit of 100
-bucket 1: another bucket ends at this cut, and none waits on two segments
+bucket 0: no gradient is left to add
+bucket 1: b brings it to 100 bytes, at or over the limit of 100
 bucket 2: table has a sparse gradient and travels alone
 bucket 3: a brings it to 100 bytes, at or over the limit of 100
-cut before n1: bucket 0 is complete: b brings it to 100 bytes, at or over the limit of 100""",
+cut before n1: bucket 1 is complete: b brings it to 100 bytes, at or over the limit of 100
+cut before n2: bucket 0 is complete: no gradient is left to add""",
     )
 
 
