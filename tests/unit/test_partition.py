@@ -14,7 +14,7 @@ from ddpopt.certificate import certify
 from ddpopt.crossing import blocked_positions
 from ddpopt.graphs import body_nodes
 from ddpopt.partition import partition, segment_name
-from ddpopt.testing.graph_builder import GraphBuilder
+from ddpopt.testing.graph_builder import GraphBuilder, real_inputs
 from tests.unit.effects import Effects, identical
 from tests.unit.snippets import SNIPPETS, Model, copied
 from tests.unit.tracing import Traced, cut_before, trace, trace_all, written_segments
@@ -365,6 +365,21 @@ def test_a_segment_gets_a_copy_of_what_a_later_one_writes_to() -> None:
     assert [str(node.target) for node in clones] == ["clone"]
     (call,) = clones[0].users
     assert call.target == segment_name(1)
+
+
+def test_what_a_segment_writes_to_its_copy_reaches_the_tensor_itself() -> None:
+    builder = GraphBuilder(batch=2, width=4)
+    value = builder.call(torch.mul, builder.x, builder.parameter("a", "scale", 4))
+    read = builder.call(torch.mul, value, builder.parameter("b", "scale", 4))
+    builder.method("add_", value, 1.0)
+    last = builder.method("mul_", value, 3.0)
+    graph = builder.finish(builder.call(torch.add, read, last))
+    stitched = cut(graph.gm, "mul_1", "mul_")
+    kept = [str(node.target) for node in stitched.graph.nodes if node.op == "call_method"]
+    assert kept == ["clone", "copy_"]
+    inputs = list(real_inputs(graph))
+    expected = graph.gm(*(value.detach() for value in inputs))
+    assert all(map(torch.equal, stitched(*(value.detach() for value in inputs)), expected))
 
 
 def test_what_is_never_written_to_is_never_copied() -> None:

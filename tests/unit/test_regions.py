@@ -97,13 +97,10 @@ def test_buckets_end_where_they_would_without_the_graph_break() -> None:
 def test_a_recompilation_takes_the_place_of_the_graph_that_it_replaces() -> None:
     model = Net()
     ddp, first = setting(model)
-    regions = Regions(ddp)
-    for graph in (*first, *first):
-        regions.add(graph.gm, graph.inputs)
-    plan = regions.joined()
-    assert plan is not None
-    assert layers(plan) == ["3", "2", "1", "0"]
-    assert len(plan.segments) == 4
+    model.order = (3, 2, 1, 0)
+    second = trace_all(model, rows())
+    assert layers(joined(ddp, [*first, *second])) == ["0", "1", "2", "3"]
+    assert joined(ddp, [*first, *second]) == joined(ddp, second)
 
 
 def test_as_long_as_no_graph_trains_anything_there_is_no_plan() -> None:
