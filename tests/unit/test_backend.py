@@ -495,6 +495,7 @@ def test_a_graph_outside_of_ddp_is_compiled_whole_and_says_so_once(said: Callabl
         torch._dynamo.reset()
         torch.compile(seeded(Net), backend=DdpoptBackend(recorder))(rows())
     assert [len(gm.graph.find_nodes(op="call_method", target="relu")) for gm in recorder.graphs] == [4, 4]
+    assert said() == ["ddpopt: no DistributedDataParallel forward is running; the graph is compiled whole"]
 
 
 def test_a_single_bucket_is_compiled_whole_and_says_so(said: Callable[[], list[str]]) -> None:

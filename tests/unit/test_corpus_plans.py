@@ -260,13 +260,14 @@ def test_plans_of_parameters() -> None:
     assert_expected_inline(
         plans_of(parameters),
         """\
-mixed_dtypes: 6 buckets in 3 segments
-  0 <- 2: 1155.0 KiB, layers.8.bias layers.8.weight layers.6.bias layers.6.weight
-  1 <- 2: 577.5 KiB bfloat16, layers.9.bias layers.9.weight layers.7.bias layers.7.weight
-  2 <- 1: 1155.0 KiB, layers.4.bias layers.4.weight layers.2.bias layers.2.weight
-  3 <- 1: 577.5 KiB bfloat16, layers.5.bias layers.5.weight layers.3.bias layers.3.weight
-  4 <- 0: 288.8 KiB bfloat16, layers.1.bias layers.1.weight
+mixed_dtypes: 6 buckets in 4 segments
+  0 <- 3: 1155.0 KiB, layers.8.bias layers.8.weight layers.6.bias layers.6.weight
+  1 <- 3: 577.5 KiB bfloat16, layers.9.bias layers.9.weight layers.7.bias layers.7.weight
+  2 <- 2: 1155.0 KiB, layers.4.bias layers.4.weight layers.2.bias layers.2.weight
+  3 <- 2: 577.5 KiB bfloat16, layers.5.bias layers.5.weight layers.3.bias layers.3.weight
+  4 <- 1: 288.8 KiB bfloat16, layers.1.bias layers.1.weight
   5 <- 0: 577.5 KiB, layers.0.bias layers.0.weight
+  cut 0: linear_1
   cut 0: linear_2
   cut 0: linear_6
 
@@ -297,11 +298,12 @@ flat_storage: 4 buckets in 4 segments
   cut 0: linear_4
   cut 0: linear_6
 
-complex: 4 buckets in 3 segments
-  0 <- 2: 1026.0 KiB, last.bias last.weight
-  1 <- 1: 1032.0 KiB complex64, mixers.2 mixers.1
-  2 <- 0: 1026.0 KiB, first.bias first.weight
-  3 <- 0: 516.0 KiB complex64, mixers.0
+complex: 4 buckets in 4 segments
+  0 <- 3: 1026.0 KiB, last.bias last.weight
+  1 <- 2: 1032.0 KiB complex64, mixers.2 mixers.1
+  2 <- 1: 516.0 KiB complex64, mixers.0
+  3 <- 0: 1026.0 KiB, first.bias first.weight
+  cut 0: spectrum_1
   cut 0: spectrum_3
   cut 0: out""",
     )
