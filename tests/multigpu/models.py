@@ -83,8 +83,10 @@ def hook_that_sees(
     def hook(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         del state
         note(tuple(names[id(parameter)] for parameter in bucket.parameters()))
-        work = dist.all_reduce(bucket.buffer().div_(group.size()), group=group, async_op=True)
-        averaged: torch.futures.Future[Tensor] = work.get_future().then(lambda future: future.value()[0])
+        # waited for here: a future with a Python callback may outlive the group and hang its destruction
+        dist.all_reduce(bucket.buffer().div_(group.size()), group=group)
+        averaged: torch.futures.Future[Tensor] = torch.futures.Future()
+        averaged.set_result(bucket.buffer())
         return averaged
 
     return hook

@@ -81,13 +81,13 @@ CASES = (
         name="keyword",
         model=partial(seeded, KeywordArguments, dim=384, layers=8),
         inputs=partial(rows, batch=32, width=384),
-        about="weights by keyword, which torch's optimizer does not see (FACTS: F.linear(x, weight=w))",
+        about="weights by keyword, which torch's optimizer does not see",
     ),
     Case(
         name="list",
         model=partial(seeded, ListArguments, dim=384, layers=8),
         inputs=partial(rows, batch=32, width=384),
-        about="weights inside lists, which torch's optimizer does not see (FACTS: inside a list argument)",
+        about="weights inside lists, which torch's optimizer does not see",
         tolerance="biases are stacked once and read everywhere: cuts sum their gradient in another order",
     ),
     Case(

@@ -1,4 +1,4 @@
-"""One case for each remaining line of the table of what torch's DDPOptimizer does instead (FACTS)."""
+"""One case for each remaining cap and option that torch's DDPOptimizer buckets otherwise than DDP."""
 
 from functools import partial
 
@@ -39,21 +39,21 @@ CASES = (
         name="cap_below_1",
         model=partial(seeded, Linears, dim=256, layers=16),
         inputs=partial(rows, batch=32, width=256),
-        about="a cap of 0.25 MiB, at which torch's optimizer ends in an AssertionError (FACTS: 0.25)",
+        about="a cap of 0.25 MiB, at which torch's optimizer ends in an AssertionError",
         ddp_kwargs={"bucket_cap_mb": 0.25},
     ),
     Case(
         name="cap_5",
         model=partial(seeded, Linears, dim=512, layers=14),
         inputs=partial(rows, batch=32, width=512),
-        about="an explicit cap of 5 MiB holds for the first bucket too; torch's optimizer takes 1 (FACTS: 5)",
+        about="an explicit cap of 5 MiB holds for the first bucket too; torch's optimizer takes 1",
         ddp_kwargs={"bucket_cap_mb": 5},
     ),
     Case(
         name="cap_list",
         model=partial(seeded, Linears, dim=512, layers=10),
         inputs=partial(rows, batch=32, width=512),
-        about="bucket_cap_mb_list=[3, 1, 1], of which torch's optimizer uses the largest (FACTS: [3,1,1])",
+        about="bucket_cap_mb_list=[3, 1, 1], of which torch's optimizer uses the largest",
         ddp_kwargs={"bucket_cap_mb_list": [3, 1, 1]},
     ),
     Case(

@@ -151,7 +151,7 @@ CASES = (
         name="gpt",
         model=partial(seeded, GPT, vocabulary=1024, length=32, dim=128, heads=4, layers=4),
         inputs=partial(sentences, vocabulary=1024, batch=4, length=32),
-        about="decoder with learned positions whose head is tied to its embedding (FACTS: a tied weight)",
+        about="decoder with learned positions whose head is tied to its embedding",
     ),
     Case(
         name="llama",

@@ -88,7 +88,7 @@ CASES = (
         name="mixed_dtypes",
         model=partial(seeded, MixedDtypes, dim=384, layers=10),
         inputs=partial(rows, batch=32, width=384),
-        about="float32 and bfloat16 weights in turn: DDP buckets them apart (FACTS: mixed fp32/bf16)",
+        about="float32 and bfloat16 weights in turn: DDP buckets them apart",
     ),
     Case(
         name="weight_norm",
@@ -107,7 +107,7 @@ CASES = (
         name="flat_storage",
         model=partial(seeded, FlatStorage, dim=384, layers=8),
         inputs=partial(rows, batch=32, width=384),
-        about="parameters that are slices of one storage, each to be counted at its own size (FACTS: flat)",
+        about="parameters that are slices of one storage, each to be counted at its own size",
     ),
     Case(
         name="complex",

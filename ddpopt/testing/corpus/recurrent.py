@@ -58,7 +58,7 @@ CASES = (
         name="rnn_cell",
         model=partial(seeded, RNNLoop, dim=512),
         inputs=partial(sequences, time=6, batch=8, width=512),
-        about="an RNN cell in a loop: torch's optimizer counts its weights once per use (FACTS: RNN cell)",
+        about="an RNN cell in a loop: torch's optimizer counts its weights once per use",
     ),
     Case(
         name="lstm_cell",

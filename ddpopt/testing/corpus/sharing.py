@@ -60,7 +60,7 @@ CASES = (
         name="tied",
         model=partial(seeded, tied, dim=384, layers=8),
         inputs=partial(rows, batch=32, width=384),
-        about="first and last layer share a weight, which is complete last (FACTS: a tied weight)",
+        about="first and last layer share a weight, which is complete last",
     ),
     Case(
         name="shared_module",
