@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -158,13 +159,39 @@ Commands:
     )
 
 
-def test_python_m_ddpopt_finds_targets_in_the_current_directory(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(TARGET)
+STACK = """
+import torch
+from torch import nn
+
+def make():
+    return nn.Sequential(*(nn.Linear(128, 128) for _ in range(3))), torch.ones(4, 128)
+"""
+
+
+def test_another_process_finds_the_target_in_its_directory_and_makes_the_same_plan(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(STACK)
     # -P: without the current directory, as the installed script starts
-    command = [sys.executable, "-P", "-m", "ddpopt", "explain", "mine:make", "--json", "-"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "ddpopt",
+        "explain",
+        "mine:make",
+        "--bucket-cap-mb",
+        "0.05",
+        "--json",
+        "-",
+    ]
+    other_order = {**os.environ, "PYTHONHASHSEED": "12345"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=other_order, capture_output=True, text=True, check=False, timeout=120
+    )
     assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(done.stdout)["model"] == "Linear"
+    made: dict[str, Any] = {}
+    exec(STACK, made)
+    plan = ddpopt.plan(*made["make"](), bucket_cap_mb=0.05)
+    assert json.loads(done.stdout)["plan"]["fingerprint"] == plan.fingerprint
 
 
 # ------------------------------------------------------------------------------------------- wrong

@@ -11,8 +11,9 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-import ddpopt
+from ddpopt.capture import capture
 from ddpopt.plan import Bucket, Plan
+from ddpopt.testing import corpus
 from ddpopt.testing.case import Case
 from ddpopt.testing.corpus import (
     arguments,
@@ -48,8 +49,11 @@ def plans_of(family: ModuleType) -> str:
 
 
 def plan_of(case: Case) -> Plan:
+    """The plan of a case, after a look at how many graphs Dynamo makes of it."""
     args, kwargs = case.inputs(0, 0)
-    return ddpopt.plan(case.model(), *args, **kwargs, **{"bucket_cap_mb": 1, **case.ddp_kwargs})
+    captured = capture(case.model(), *args, **kwargs, **{"bucket_cap_mb": 1, **case.ddp_kwargs})
+    assert (case.name, len(captured.graphs)) == (case.name, case.graphs)
+    return captured.plan()
 
 
 def as_text(plan: Plan) -> str:
@@ -75,7 +79,7 @@ def shortened(names: Sequence[str]) -> str:
 
 def test_each_family_of_the_corpus_has_its_snapshot() -> None:
     shown = [name.removeprefix("test_plans_of_") for name in globals() if name.startswith("test_plans_of_")]
-    families = [name for name, value in vars(ddpopt.testing.corpus).items() if hasattr(value, "CASES")]
+    families = [name for name, value in vars(corpus).items() if hasattr(value, "CASES")]
     assert sorted(shown) == sorted(families)
 
 

@@ -1,0 +1,37 @@
+"""The package's public names: each is the one documented, and none is imported before it is used."""
+
+import subprocess
+import sys
+from importlib import import_module
+from types import FunctionType, ModuleType
+
+import pytest
+
+import ddpopt
+
+LIGHT = "import sys, ddpopt.testing.plugin; print('torch' in sys.modules, len(ddpopt.__all__))"
+
+
+def test_pytests_plugin_imports_no_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", str(len(ddpopt.__all__))]
+
+
+@pytest.mark.parametrize("name", ["explain", "impose", "observe", "plan"])
+def test_a_module_does_not_hide_the_function_of_its_name(name: str) -> None:
+    module = import_module(f"ddpopt.{name}")
+    assert isinstance(module, ModuleType)
+    assert isinstance(getattr(ddpopt, name), FunctionType | type)
+    setattr(ddpopt, name, module)  # as Python does after each first import
+    assert getattr(ddpopt, name) is not module
+
+
+def test_every_public_name_is_there_and_listed() -> None:
+    for name in ddpopt.__all__:
+        assert name in dir(ddpopt)
+        assert callable(getattr(ddpopt, name))
+
+
+def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'ddpopt' has no attribute 'plans'"):
+        getattr(ddpopt, "plans")  # noqa: B009  # mypy knows the name is none
