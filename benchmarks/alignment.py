@@ -159,7 +159,10 @@ def _parser() -> argparse.ArgumentParser:
     names = partial(str.split, sep=",")
     parser.add_argument("--cases", type=names, help="names or package.module:name (default: the corpus)")
     parser.add_argument("--caps", type=_caps, default=_caps(CAPS), help=f"MiB, default, own ({CAPS})")
-    parser.add_argument("--modes", type=_modes, default=_modes("torch,split"), help="torch, split, whole")
+    modes = "torch,split,inline"
+    parser.add_argument(
+        "--modes", type=_modes, default=_modes(modes), help=f"{modes.replace(',', ', ')}, whole"
+    )
     parser.add_argument("--backend", default="aot_eager", help="name of a Dynamo backend (aot_eager)")
     parser.add_argument("--nproc", type=int, default=1, choices=range(1, 9), help="ranks (1)")
     parser.add_argument("--jobs", type=int, default=2, help="processes at once (2)")
@@ -181,7 +184,7 @@ def _modes(text: str) -> tuple[str, ...]:
     modes = tuple(text.split(","))
     unknown = [mode for mode in modes if mode not in MODES or mode == "eager"]
     if unknown:
-        raise argparse.ArgumentTypeError(f"expected some of torch, split, whole, got {unknown[0]!r}")
+        raise argparse.ArgumentTypeError(f"expected some of torch, split, inline, whole, got {unknown[0]!r}")
     return modes
 
 

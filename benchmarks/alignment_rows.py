@@ -14,7 +14,7 @@ from benchmarks.lanes import Lost
 from benchmarks.potential import Measurement, ratio_to_eager
 
 ASKED = 0.98
-JUDGED = frozenset({"split"})
+JUDGED = frozenset({"split", "inline"})
 """Modes that are ddpopt's own."""
 
 

@@ -9,7 +9,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -138,12 +138,24 @@ def _run_compiled(
 
 
 def _run_split(case: Case, ddp: DistributedDataParallel, backend: str, rank: int) -> Outcome:
-    step = ddpopt.compile(ddp, backend=backend, strategy="split")
-    measured = measure(ddp, lambda index: case.step(step, rank, index))
+    return _run_ddpopt(case, ddp, backend, rank, "split")
+
+
+def _run_inline(case: Case, ddp: DistributedDataParallel, backend: str, rank: int) -> Outcome:
+    return _run_ddpopt(case, ddp, backend, rank, "inline")
+
+
+def _run_ddpopt(
+    case: Case, ddp: DistributedDataParallel, backend: str, rank: int, strategy: Literal["split", "inline"]
+) -> Outcome:
+    counted = _Counted(torch._dynamo.lookup_backend(backend))
+    step = ddpopt.compile(ddp, backend=counted, strategy=strategy)
+    measured = measure(ddp, lambda index: case.step(step, rank, counted.at_step(index)))
     plan = imposed_plan(ddp)
     if plan is None:
-        return Outcome(measured)
-    return Outcome(measured, len(plan.segments), tuple(bucket.params for bucket in plan.buckets))
+        return Outcome(measured, counted.calls)
+    segments = len(plan.segments) if strategy == "split" else counted.calls
+    return Outcome(measured, segments, tuple(bucket.params for bucket in plan.buckets))
 
 
 MODES: Mapping[str, Callable[[Case, DistributedDataParallel, str, int], Outcome]] = {
@@ -151,6 +163,7 @@ MODES: Mapping[str, Callable[[Case, DistributedDataParallel, str, int], Outcome]
     "whole": _run_whole,
     "torch": _run_torch,
     "split": _run_split,
+    "inline": _run_inline,
 }
 """Ways to run a data-parallel step, by their names on the command line."""
 

@@ -12,7 +12,7 @@ import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import fx, nn
@@ -23,10 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt import hook
 from ddpopt.association import reassociated_values
 from ddpopt.certificate import certify
-from ddpopt.deferred import PendingLogger
+from ddpopt.deferred import PendingLogger, active_module
 from ddpopt.errors import UsageError
-from ddpopt.facts import parameter_names
+from ddpopt.facts import parameter_names, parameter_sources
 from ddpopt.impose import defer, imposed_plan
+from ddpopt.inline import compile_inline, obstacle
 from ddpopt.opening import Planned
 from ddpopt.partition import partition
 from ddpopt.plan import Plan
@@ -34,6 +35,7 @@ from ddpopt.regions import Regions, plan_for_ddp, plan_for_imposed, specs_by_id
 from ddpopt.segments import CompiledSegments, CompilerFn, compile_segments
 
 Buckets = Literal["plan", "ddp"]
+Strategy = Literal["split", "inline", "auto"]
 RegionsByModule = weakref.WeakKeyDictionary[DistributedDataParallel, Regions]
 logger = logging.getLogger("ddpopt")
 
@@ -55,12 +57,15 @@ class DdpoptBackend:
         self,
         compiler: str | CompilerFn = "inductor",
         *,
+        strategy: Strategy = "split",
         buckets: Buckets = "plan",
         regions: RegionsByModule | None = None,
     ) -> None:
-        _require_buckets(buckets)
+        _require("strategy", strategy, Strategy)
+        _require("buckets", buckets, Buckets)
         self.__name__ = "ddpopt"
         self.compiler = _compiler(compiler)
+        self.strategy = strategy
         self.buckets = buckets
         self._regions = weakref.WeakKeyDictionary() if regions is None else regions
 
@@ -69,12 +74,17 @@ class DdpoptBackend:
     ) -> Callable[..., Any]:
         """Compile one of Dynamo's graphs; `options` go to the compiler underneath."""
         compiler = functools.partial(self.compiler, **options) if options else self.compiler
-        ddp = _active_ddp()
+        ddp = active_module()
         if ddp is None:
             _say_once("no DistributedDataParallel forward is running; the graph is compiled whole")
             return compiler(gm, example_inputs)
         with _collector_at_rest():
             planned = self._plan(ddp, gm, example_inputs)
+        if planned is not None and self.strategy != "split":
+            inlined = self._inline(ddp, planned, gm, example_inputs, compiler, options)
+            if inlined is not None:
+                return inlined
+        with _collector_at_rest():
             stitched = cut(planned, example_inputs, ddp) if planned is not None else gm
         if planned is None or stitched is planned.gm:
             _say_whole(planned)
@@ -97,6 +107,31 @@ class DdpoptBackend:
             return plan_for_ddp(ddp, gm, example_inputs)
         regions = self.follow(ddp)
         return None if regions is None else regions.add(gm, example_inputs)
+
+    def _inline(
+        self,
+        ddp: DistributedDataParallel,
+        planned: Planned,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[object],
+        compiler: CompilerFn,
+        options: dict[str, Any],
+    ) -> Callable[..., Any] | None:
+        """Compile a graph inline, or say why not and return None."""
+        sources = parameter_sources(gm, example_inputs, specs_by_id(ddp))
+        reason = obstacle(gm, sources)
+        if _ties_addresses(self.compiler, options):
+            reason = "code for CUDA graphs is replayed without Python"
+        if reason is not None:
+            _say_once(f"a graph is cut and not compiled inline: {reason}")
+            return None
+        completed = {name for segment in planned.plan.segments for name in segment.params}
+        lent = [node for node, names in sources.items() if completed.issuperset(names.values())]
+        if not lent:
+            return None
+        if getattr(self.compiler, "__name__", "") == "inductor":
+            compiler = functools.partial(compiler, config_patches={"reorder_for_peak_memory": False})
+        return compile_inline(gm, example_inputs, lent, compiler)
 
     def follow(self, ddp: DistributedDataParallel) -> Regions | None:
         """Have the reducer of `ddp` follow the plan of the graphs that this backend is about to see.
@@ -147,7 +182,7 @@ def compile(  # the public name, as in torch.compile
     ddp_model: nn.Module,
     *,
     backend: str | CompilerFn = "inductor",
-    strategy: Literal["split"] = "split",
+    strategy: Strategy = "split",
     buckets: Buckets = "plan",
     **options: Any,
 ) -> Any:
@@ -172,9 +207,7 @@ def compile(  # the public name, as in torch.compile
             f"ddp_model: expected a DistributedDataParallel module, got {type(ddp_model).__name__}; "
             "wrap the model first: ddpopt.compile(DistributedDataParallel(model))"
         )
-    if strategy != "split":
-        raise UsageError(f"strategy: expected 'split', got {strategy!r}")
-    dynamo_backend = DdpoptBackend(backend, buckets=buckets)
+    dynamo_backend = DdpoptBackend(backend, strategy=strategy, buckets=buckets)
     if buckets == "plan" and imposed_plan(ddp_model) is None:
         dynamo_backend.follow(ddp_model)
     if _is_skipped(ddp_model.module):
@@ -195,7 +228,7 @@ def replacing_ddp_optimizer(*, buckets: Buckets = "plan") -> Iterator[None]:
     Raises:
         UsageError: `buckets` is neither.
     """
-    _require_buckets(buckets)
+    _require("buckets", buckets, Buckets)
     regions: RegionsByModule = weakref.WeakKeyDictionary()
 
     def choose(compiler: CompilerFn) -> CompilerFn:
@@ -204,11 +237,6 @@ def replacing_ddp_optimizer(*, buckets: Buckets = "plan") -> Iterator[None]:
 
     with hook.replacing(choose):
         yield
-
-
-def _active_ddp() -> DistributedDataParallel | None:
-    """The DDP module whose forward is running; Dynamo asks DDP the same way (torch 2.11 to 2.13)."""
-    return DistributedDataParallel._active_ddp_module
 
 
 def _is_skipped(module: nn.Module) -> bool:
@@ -231,9 +259,12 @@ def _call_inside(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch types it not
 
 
-def _require_buckets(buckets: str) -> None:
-    if buckets not in ("plan", "ddp"):
-        raise UsageError(f"buckets: expected 'plan' or 'ddp', got {buckets!r}")
+def _require(argument: str, value: str, choice: Any) -> None:
+    """Raise UsageError unless `value` is one of the words of a ``Literal``."""
+    words = get_args(choice)
+    if value not in words:
+        *others, last = map(repr, words)
+        raise UsageError(f"{argument}: expected {', '.join(others)} or {last}, got {value!r}")
 
 
 def _compiler(compiler: str | CompilerFn) -> CompilerFn:

@@ -30,7 +30,7 @@ from ddpopt.plan import Plan
 from ddpopt.plan_exchange import exchange_plans, plan_difference, same_buckets
 from ddpopt.planned_reducer import install, outside_dynamo
 
-__all__ = ["defer", "running_reducer"]
+__all__ = ["active_module", "defer", "running_reducer"]
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def defer(ddp: nn.Module, decide: Callable[[], Plan | None]) -> None:
         UsageError: ``ddp`` is no DDP module, or has an option that leaves no buckets to plan.
     """
     module = ddp_module(ddp)
-    inside_forward = DistributedDataParallel._active_ddp_module is module
+    inside_forward = active_module() is module
     Deferral(module, decide).begin(armed=inside_forward)
 
 
@@ -72,6 +72,11 @@ def running_reducer(ddp: Any) -> Any:
     """
     reducer = getattr(ddp, "reducer", None)
     return reducer.deferral.reducer if isinstance(reducer, PendingReducer) else reducer
+
+
+def active_module() -> DistributedDataParallel | None:
+    """The DDP module whose forward is running; Dynamo asks DDP the same way (torch 2.11 to 2.13)."""
+    return DistributedDataParallel._active_ddp_module
 
 
 class Deferral:

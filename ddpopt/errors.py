@@ -42,6 +42,10 @@ class CertificateError(DdpoptError):
         )
 
 
+class HandOverError(DdpoptError):
+    """A gradient that was handed to DDP from inside a backward turned out not to be the whole of it."""
+
+
 class InfrastructureError(DdpoptError):
     """A rank died, a rendezvous failed, or a peer did not answer in time."""
 

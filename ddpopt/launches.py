@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ddpopt.handover import hand_over
+
 __all__ = ["Launch", "LaunchMode", "in_backward"]
 
 NAMESPACES = ("c10d", "_c10d_functional")
@@ -87,6 +89,9 @@ class LaunchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torc
     ) -> Any:
         """Run the operator, and report it."""
         del types
+        if func is torch.ops.ddpopt.hand_over.default:
+            with self:  # what the reducer launches from inside this operator is to be seen too
+                return hand_over(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         if getattr(func, "namespace", "") in NAMESPACES:
             self._note(func, args, kwargs or {})

@@ -605,7 +605,7 @@ def test_a_module_that_is_no_ddp_module_is_refused() -> None:
 
 
 def test_an_unknown_strategy_is_refused() -> None:
-    assert refusal(strategy="inline") == "strategy: expected 'split', got 'inline'"
+    assert refusal(strategy="cut") == "strategy: expected 'split', 'inline' or 'auto', got 'cut'"
 
 
 def test_an_unknown_choice_of_buckets_is_refused() -> None:
@@ -632,6 +632,6 @@ def test_a_backend_that_is_neither_name_nor_callable_is_refused() -> None:
 def test_a_refused_module_is_left_as_it_was() -> None:
     ddp = ddp_of(sequential)
     before = ddp.reducer, ddp.logger, ddp.module._compiled_call_impl
-    for arguments in ({"strategy": "inline"}, {"buckets": "mine"}, {"backend": 3}):
+    for arguments in ({"strategy": "cut"}, {"buckets": "mine"}, {"backend": 3}):
         refusal(ddp_model=ddp, **arguments)
     assert (ddp.reducer, ddp.logger, ddp.module._compiled_call_impl) == before

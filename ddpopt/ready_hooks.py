@@ -1,0 +1,118 @@
+"""Tell a reducer that a gradient is there, whether the engine or a compiled backward put it there.
+
+DDP's reducer hooks each parameter's AccumulateGrad node in C++. A gradient that was handed over from inside
+a compiled backward passes that node already; the engine visits it once more at the end, with nothing in
+its hands, and the reducer would count it twice. So the hooks are taken over by ones that know.
+
+Invariant: in each backward the reducer hears of each parameter exactly as often as it would have otherwise.
+
+Touches private parts of torch 2.11 to 2.13: ``Reducer._remove_autograd_hooks``, ``Reducer._autograd_hook``
+and ``DistributedDataParallel._build_params_for_reducer``.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt.deferred import running_reducer
+from ddpopt.errors import HandOverError
+from ddpopt.running_backward import task_id
+
+__all__ = ["ReadyHooks", "ready_hooks"]
+
+
+class ReadyHooks:
+    """One hook for each parameter that a module's reducer waits for.
+
+    They are silent until `take_over` has removed the reducer's own, and again when the module gets
+    another reducer.
+
+    Args:
+        ddp: the module; it is not in a backward.
+
+    Attributes:
+        places: which of the reducer's parameters this is, by ``id`` of the parameter.
+        leaves: their AccumulateGrad nodes, in the reducer's order.
+    """
+
+    def __init__(self, ddp: Any) -> None:
+        parameters, _ = ddp._build_params_for_reducer()
+        names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
+        self.places = {id(parameter): place for place, parameter in enumerate(parameters)}
+        self.leaves: list[Any] = [get_gradient_edge(parameter).node for parameter in parameters]
+        self._names = [names[id(parameter)] for parameter in parameters]
+        self._ddp = weakref.ref(ddp)
+        self._taken_over: weakref.ReferenceType[Any] | None = None
+        self._handed_over: dict[int, int] = {}
+        # a node keeps its hooks alive, and the reducer the node: nothing in a hook may keep either
+        arrived = weakref.WeakMethod(self._arrived)
+        for place, leaf in enumerate(self.leaves):
+            leaf.register_hook(functools.partial(_call, arrived, place))
+
+    def take_over(self) -> bool:
+        """Have the module's reducer hear of gradients from here alone; returns whether there is a reducer."""
+        reducer = self._reducer()
+        if reducer is None:
+            return False
+        if not self._is_taken_over(reducer):
+            reducer._remove_autograd_hooks()
+            self._taken_over = weakref.ref(reducer)
+        return True
+
+    def hand_over(self, place: int, gradient: Tensor) -> None:
+        """Accumulate a gradient and tell the reducer, as the engine would at the end of this backward.
+
+        Args:
+            place: which of the reducer's parameters it belongs to.
+            gradient: copied, or added to what is there.
+        """
+        self._handed_over[place] = task_id()
+        self.leaves[place](gradient)
+        self._tell(place)
+
+    def _arrived(self, place: int, gradients: tuple[Tensor | None, ...]) -> None:
+        """The engine has visited a parameter's node."""
+        if self._handed_over.pop(place, None) != task_id():
+            self._tell(place)
+        elif any(gradient is not None for gradient in gradients):
+            raise HandOverError(
+                f"parameter {self._names[place]!r}: its gradient was handed to DDP from inside the compiled "
+                "backward, and then another part of the same backward added to it. The bucket has left "
+                'without that part; discard this step. Compile with strategy="split", and please report this'
+            )
+
+    def _tell(self, place: int) -> None:
+        reducer = self._reducer()
+        if reducer is not None and self._is_taken_over(reducer):
+            reducer._autograd_hook(place)
+
+    def _reducer(self) -> Any:
+        ddp = self._ddp()
+        return None if ddp is None else running_reducer(ddp)
+
+    def _is_taken_over(self, reducer: object) -> bool:
+        return self._taken_over is not None and self._taken_over() is reducer
+
+
+def _call(
+    method: weakref.WeakMethod[Any], place: int, _: object, gradients: tuple[Tensor | None, ...]
+) -> None:
+    arrived = method()
+    if arrived is not None:
+        arrived(place, gradients)
+
+
+_hooks: weakref.WeakKeyDictionary[DistributedDataParallel, ReadyHooks] = weakref.WeakKeyDictionary()
+
+
+def ready_hooks(ddp: DistributedDataParallel) -> ReadyHooks:
+    """The hooks of a module; they are made at the first call, which must not come from a backward."""
+    if ddp not in _hooks:
+        _hooks[ddp] = ReadyHooks(ddp)
+    return _hooks[ddp]
