@@ -26,7 +26,9 @@ from ddpopt.certificate import certify
 from ddpopt.deferred import PendingLogger, active_module
 from ddpopt.errors import UsageError
 from ddpopt.facts import parameter_names, parameter_sources
+from ddpopt.handover import READ_AGAIN, USED_AGAIN
 from ddpopt.impose import defer, imposed_plan
+from ddpopt.inductor import in_order, is_inductor
 from ddpopt.inline import compile_inline, obstacle
 from ddpopt.opening import Planned
 from ddpopt.partition import partition
@@ -36,6 +38,8 @@ from ddpopt.segments import CompiledSegments, CompilerFn, compile_segments
 
 Buckets = Literal["plan", "ddp"]
 Strategy = Literal["split", "inline", "auto"]
+WITHOUT_REUSE = ("aot_eager",)
+"""Backends, besides Inductor, whose code never puts a value where another one was."""
 RegionsByModule = weakref.WeakKeyDictionary[DistributedDataParallel, Regions]
 logger = logging.getLogger("ddpopt")
 
@@ -129,9 +133,10 @@ class DdpoptBackend:
         lent = [node for node, names in sources.items() if completed.issuperset(names.values())]
         if not lent:
             return None
-        if getattr(self.compiler, "__name__", "") == "inductor":
-            compiler = functools.partial(compiler, config_patches={"reorder_for_peak_memory": False})
-        return compile_inline(gm, example_inputs, lent, compiler)
+        memory = READ_AGAIN if self.compiler in map(lookup_backend, WITHOUT_REUSE) else USED_AGAIN
+        if is_inductor(self.compiler):
+            compiler, memory = in_order(compiler), READ_AGAIN
+        return compile_inline(gm, example_inputs, lent, compiler, memory)
 
     def follow(self, ddp: DistributedDataParallel) -> Regions | None:
         """Have the reducer of `ddp` follow the plan of the graphs that this backend is about to see.

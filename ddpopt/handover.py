@@ -23,6 +23,7 @@ Invariant: each gradient reaches its parameter exactly once.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Sequence
@@ -33,9 +34,13 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.ready_hooks import ready_hooks
-from ddpopt.running_backward import NO_TASK, running_backward, task_id, will_run
+from ddpopt.running_backward import NO_TASK, running_backward, running_node, task_id, will_run
 
-__all__ = ["Call", "hand_over", "lend"]
+__all__ = ["GIVEN", "READ_AGAIN", "USED_AGAIN", "Call", "hand_over", "lend"]
+
+USED_AGAIN, READ_AGAIN, GIVEN = range(3)
+"""What becomes of a gradient's memory after it was handed over: code may put another value there, may still
+read it, or is done with it."""
 
 
 class Call:
@@ -56,24 +61,38 @@ class Call:
         self._kept: dict[int, Tensor] = {}
         self._task = NO_TASK
         self._places: tuple[int | None, ...] = ()
-        _calls[int(self.ticket)] = self
+        if task_id() == NO_TASK:  # else a checkpoint may be recomputing the forward of another call
+            _calls[int(self.ticket)] = self
 
     def open_gate(self) -> tuple[Tensor, ...]:
         """Tokens for `lend`, one for each parameter; an empty tensor of the parameter's type each."""
         tokens: tuple[Tensor, ...] = _Gate.apply(self, *self._parameters)  # type: ignore[no-untyped-call]
         return tokens
 
-    def receive(self, slot: int, gradient: Tensor) -> None:
-        """The gradient of a parameter is complete: hand it over, or keep it for the gate."""
+    def receive(self, slot: int, gradient: Tensor, alone: bool) -> None:
+        """The gradient of a parameter is complete: hand it over, or keep it for the gate.
+
+        Args:
+            slot: which parameter's.
+            gradient: all that the graph adds to it.
+            alone: whether nobody else will use the gradient's memory again.
+        """
         task = task_id()
         if task != self._task:
             self._decide()
             self._task = task
         place = self._places[slot]
         if place is not None and self._hooks is not None:
-            self._hooks.hand_over(place, gradient)
+            self._hooks.hand_over(place, self._parameters[slot], gradient, alone)
         else:
-            self._kept[slot] = gradient.clone()  # compiled code may reuse this memory for its next value
+            # compiled code may use this memory again for its next value
+            self._kept[slot] = gradient if alone else gradient.clone()
+
+    def holds(self, slot: int, gradient: Tensor) -> bool:
+        """Whether a gradient's memory is still needed."""
+        storage = gradient.untyped_storage().data_ptr()
+        held = (self._kept.get(slot), self._parameters[slot].grad)
+        return any(tensor is not None and tensor.untyped_storage().data_ptr() == storage for tensor in held)
 
     def claim(self, slot: int) -> Tensor | None:
         """A gradient that was kept; None where it was handed over, or where there is none."""
@@ -140,18 +159,18 @@ class _Lend(torch.autograd.Function):
     """The identity on a parameter, whose backward hands the gradient over."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, _: Tensor, ticket: Tensor, slot: int) -> Tensor:
+    def forward(ctx: Any, parameter: Tensor, _: Tensor, ticket: Tensor, slot: int, memory: int) -> Tensor:
         ctx.save_for_backward(ticket)
-        ctx.slot = slot
+        ctx.slot, ctx.memory = slot, memory
         return parameter.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (ticket,) = ctx.saved_tensors
-        return None, torch.ops.ddpopt.hand_over(gradient, ticket, ctx.slot), None, None
+        return None, torch.ops.ddpopt.hand_over(gradient, ticket, ctx.slot, ctx.memory), None, None, None
 
 
-def lend(parameter: Tensor, token: Tensor, ticket: Tensor, slot: int) -> Tensor:
+def lend(parameter: Tensor, token: Tensor, ticket: Tensor, slot: int, memory: int) -> Tensor:
     """What a graph reads in the place of a parameter.
 
     Args:
@@ -159,11 +178,13 @@ def lend(parameter: Tensor, token: Tensor, ticket: Tensor, slot: int) -> Tensor:
         token: from the call's gate.
         ticket: the call's.
         slot: which of the call's parameters this is.
+        memory: `USED_AGAIN`, `READ_AGAIN` or `GIVEN`: what compiled code does with a gradient's memory once
+            it has handed it over.
 
     Returns:
         A tensor like `parameter`, whose gradient is handed over as soon as it is complete.
     """
-    lent: Tensor = _Lend.apply(parameter, token, ticket, slot)  # type: ignore[no-untyped-call]
+    lent: Tensor = _Lend.apply(parameter, token, ticket, slot, memory)  # type: ignore[no-untyped-call]
     if lent.grad_fn is not None:
         # before everything else that is ready, as the engine runs the nodes that accumulate gradients
         lent.grad_fn._set_sequence_nr(_FIRST)  # type: ignore[attr-defined]  # missing in torch's stubs
@@ -173,29 +194,64 @@ def lend(parameter: Tensor, token: Tensor, ticket: Tensor, slot: int) -> Tensor:
 _FIRST = 2**63 - 1
 
 
-def hand_over(gradient: Tensor, ticket: Tensor, slot: int) -> Tensor:
+def hand_over(gradient: Tensor, ticket: Tensor, slot: int, memory: int) -> Tensor:
     """The operator ``ddpopt::hand_over``: a parameter's gradient is complete.
 
     Args:
         gradient: all that this graph adds to it.
         ticket: which call of the graph this is the backward of.
         slot: which of the call's parameters this is.
+        memory: `USED_AGAIN`, `READ_AGAIN` or `GIVEN`: what the caller does with the gradient's memory next.
 
     Returns:
         The gradient of the token: an empty tensor.
     """
-    call = _calls.get(int(ticket))
+    call = _calls.get(int(ticket)) or _call_behind(running_node())
     if call is None:
         raise RuntimeError(f"ddpopt::hand_over: no forward with ticket {int(ticket)} waits for its backward")
-    call.receive(slot, gradient)
+    alone = memory != USED_AGAIN and _is_alone(gradient)
+    call.receive(slot, gradient, alone)
+    if alone and memory == GIVEN and not call.holds(slot, gradient):
+        gradient.untyped_storage().resize_(0)  # it is in its bucket; compiled code may hold on to it for long
     return gradient.new_empty(0)
 
 
-def _hand_over_fake(gradient: Tensor, _ticket: Tensor, _slot: int) -> Tensor:
+def _call_behind(node: Any) -> Call | None:
+    """The call whose gate a compiled backward leads to; where a forward was recomputed, the first one's."""
+    edges = () if node is None else node.next_functions
+    return next((gate.call for gate, _ in edges if isinstance(gate, _Gate._backward_cls)), None)  # type: ignore[attr-defined]
+
+
+def _hand_over_fake(gradient: Tensor, _ticket: Tensor, _slot: int, _memory: int) -> Tensor:
     return gradient.new_empty(0)
+
+
+def _owners(tensor: Tensor) -> list[int]:
+    """How many references there are to a tensor that an operator was called with, and to its storage.
+
+    All names in Python count as one. The engine's own, and those of views, come on top. Touches private
+    parts of torch 2.11 to 2.13: ``Tensor._use_count`` and ``torch._C._storage_Use_Count``.
+    """
+    counted: Any = tensor  # _use_count is missing in torch's stubs
+    return [counted._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)]
+
+
+def _is_alone(tensor: Tensor) -> bool:
+    """Whether nobody but the operator's caller can reach this tensor's memory."""
+    if tensor.layout != torch.strided:
+        return False  # a sparse tensor has no one storage
+    return all(count <= one for count, one in zip(_owners(tensor), _owners_of_one(), strict=True))
+
+
+@functools.cache
+def _owners_of_one() -> list[int]:
+    """The same for a tensor that only its caller knows."""
+    return list(torch.ops.ddpopt.owners(torch.empty(1)))
 
 
 _library: Any = torch.library.Library("ddpopt", "DEF")  # type: ignore[no-untyped-call]  # torch types it not
-_library.define("hand_over(Tensor gradient, Tensor ticket, int slot) -> Tensor")
+_library.define("hand_over(Tensor gradient, Tensor ticket, int slot, int memory) -> Tensor")
+_library.define("owners(Tensor tensor) -> int[]")
+_library.impl("owners", _owners, "CompositeExplicitAutograd")
 _library.impl("hand_over", hand_over, "CompositeExplicitAutograd")
 torch.library.register_fake("ddpopt::hand_over", _hand_over_fake, lib=_library)

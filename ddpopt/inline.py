@@ -56,7 +56,11 @@ def obstacle(gm: fx.GraphModule, sources: Sources) -> str | None:
 
 
 def compile_inline(
-    gm: fx.GraphModule, example_inputs: Sequence[object], lent: Sequence[fx.Node], compiler: CompilerFn
+    gm: fx.GraphModule,
+    example_inputs: Sequence[object],
+    lent: Sequence[fx.Node],
+    compiler: CompilerFn,
+    memory: int,
 ) -> Callable[..., Any]:
     """Compile a graph so that its backward hands the gradients of some parameters to DDP.
 
@@ -65,6 +69,8 @@ def compile_inline(
         example_inputs: one value for each of its placeholders.
         lent: the placeholders that hold these parameters.
         compiler: a Dynamo backend.
+        memory: what its code does with the memory of a gradient that it has handed over: one of
+            `ddpopt.handover.USED_AGAIN` (each gradient is copied), `READ_AGAIN` and `GIVEN`.
 
     Returns:
         A callable with the inputs and outputs of `gm`.
@@ -76,7 +82,7 @@ def compile_inline(
     for position, value in zip(positions, detached, strict=True):
         values[position] = value
     tokens = [_token(value) for value in detached]
-    edited = _edited(gm, dict(zip(lent, zip(detached, tokens, strict=True), strict=True)))
+    edited = _edited(gm, dict(zip(lent, zip(detached, tokens, strict=True), strict=True)), memory)
     compiled = compiler(edited, [*values, *tokens, torch.tensor(0)])
 
     def run(*arguments: Any) -> Any:
@@ -106,7 +112,7 @@ def _token(parameter: Tensor) -> Tensor:
         return torch.empty(0, dtype=parameter.dtype, device=parameter.device, requires_grad=True)
 
 
-def _edited(gm: fx.GraphModule, lent: Mapping[fx.Node, tuple[Tensor, Tensor]]) -> fx.GraphModule:
+def _edited(gm: fx.GraphModule, lent: Mapping[fx.Node, tuple[Tensor, Tensor]], memory: int) -> fx.GraphModule:
     """`gm` with a call of `lend` for each parameter, given what comes in its place and its token."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -120,7 +126,7 @@ def _edited(gm: fx.GraphModule, lent: Mapping[fx.Node, tuple[Tensor, Tensor]]) -
     given = {node: _input(graph, f"token_of_{node.name}", token) for node, (_, token) in lent.items()}
     ticket = _input(graph, "ticket", torch.tensor(0))
     for slot, (node, token) in enumerate(given.items()):
-        copies[node] = graph.call_function(lend, (copies[node], token, ticket, slot))
+        copies[node] = graph.call_function(lend, (copies[node], token, ticket, slot, memory))
         copies[node].meta["example_value"] = example_value(node)
     for node in nodes:
         if node.op != "placeholder":

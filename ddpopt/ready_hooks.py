@@ -16,6 +16,7 @@ import functools
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
@@ -65,15 +66,20 @@ class ReadyHooks:
             self._taken_over = weakref.ref(reducer)
         return True
 
-    def hand_over(self, place: int, gradient: Tensor) -> None:
+    def hand_over(self, place: int, parameter: Tensor, gradient: Tensor, alone: bool) -> None:
         """Accumulate a gradient and tell the reducer, as the engine would at the end of this backward.
 
         Args:
             place: which of the reducer's parameters it belongs to.
-            gradient: copied, or added to what is there.
+            parameter: that parameter.
+            gradient: added to what is there; if nothing is there, it is taken as it is, or copied.
+            alone: whether nobody else will use the gradient's memory again.
         """
         self._handed_over[place] = task_id()
-        self.leaves[place](gradient)
+        if alone and parameter.grad is None and _may_be_gradient_of(gradient, parameter):
+            parameter.grad = gradient  # as AccumulateGrad does; called from here, it would always copy
+        else:
+            self.leaves[place](gradient)
         self._tell(place)
 
     def _arrived(self, place: int, gradients: tuple[Tensor | None, ...]) -> None:
@@ -98,6 +104,18 @@ class ReadyHooks:
 
     def _is_taken_over(self, reducer: object) -> bool:
         return self._taken_over is not None and self._taken_over() is reducer
+
+
+def _may_be_gradient_of(gradient: Tensor, parameter: Tensor) -> bool:
+    """Whether a gradient has its parameter's layout, and its storage holds nothing else."""
+    return (
+        gradient.layout == torch.strided
+        and (gradient.dtype, gradient.device) == (parameter.dtype, parameter.device)
+        and (gradient.shape, gradient.stride()) == (parameter.shape, parameter.stride())
+        and gradient.untyped_storage().nbytes() == gradient.nbytes
+        and not gradient.is_conj()
+        and not gradient.is_neg()
+    )
 
 
 def _call(

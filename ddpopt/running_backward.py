@@ -7,7 +7,8 @@ down. torch keeps the roots in the frame that called the engine, and nowhere els
 Invariant: None means "not known". Nothing here guesses.
 
 Touches private names of torch 2.11 to 2.13: ``torch.autograd.graph._engine_run_backward`` (its frame),
-``torch._C._current_graph_task_id`` and ``torch._C._will_engine_execute_node``.
+``torch._C._current_graph_task_id``, ``torch._C._current_autograd_node`` and
+``torch._C._will_engine_execute_node``.
 """
 
 from __future__ import annotations
@@ -47,6 +48,11 @@ class Backward:
 def task_id() -> int:
     """Number of the engine's graph task that runs on this thread; `NO_TASK` if there is none."""
     return int(torch._C._current_graph_task_id())
+
+
+def running_node() -> Any:
+    """The node of the autograd graph that the backward on this thread is in; None outside of any."""
+    return torch._C._current_autograd_node()
 
 
 def will_run(node: Any) -> bool:

@@ -1,0 +1,62 @@
+"""What the inline strategy asks of Inductor, which schedules a backward as it sees fit.
+
+Two things: that the gradients leave in the order in which autograd completes them, and that the memory of a
+gradient is left alone once it was handed over, so that it need not be copied.
+
+Touches private parts of torch 2.11 to 2.13: ``torch._inductor.lowering`` (an entry for ddpopt's own operator)
+and ``V.graph.never_reuse_buffers``.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from ddpopt.handover import GIVEN
+from ddpopt.segments import CompilerFn
+
+
+def is_inductor(compiler: CompilerFn) -> bool:
+    """Whether a Dynamo backend is Inductor as torch registers it."""
+    return bool(compiler is torch._dynamo.lookup_backend("inductor"))
+
+
+def in_order(compiler: CompilerFn) -> CompilerFn:
+    """Inductor, made to hand gradients over in order, and for good."""
+    _register_lowering()
+    # its search for a better order puts off whatever frees no memory at once, such as a weight's gradient
+    return functools.partial(compiler, config_patches={"reorder_for_peak_memory": False})
+
+
+@functools.cache
+def _register_lowering() -> None:
+    # imported here: Inductor takes a second to import, and many never compile with it
+    from torch._inductor import lowering
+    from torch._inductor.virtualized import V
+
+    target = torch.ops.ddpopt.hand_over.default
+    fall_back: Any = lowering.fallback_handler(target, add_to_fallback_set=False)  # type: ignore[no-untyped-call]
+
+    def lower(gradient: Any, ticket: Any, slot: int, memory: int) -> Any:
+        token = fall_back(gradient, ticket, slot, GIVEN if _is_last_use(V.graph.current_node) else memory)
+        V.graph.never_reuse_buffers.add(gradient.get_name())
+        return token
+
+    lowering.register_lowering(target, type_promotion_kind=None)(lower)
+
+
+def _is_last_use(call: fx.Node) -> bool:
+    """Whether nothing else in the graph reads the memory of the gradient that `call` hands over."""
+    value: Any = call.args[0]
+    while isinstance(value, fx.Node) and len(value.users) == 1 and value.op == "call_function":
+        maker = value.args[0] if value.target is operator.getitem else value
+        if not isinstance(maker, fx.Node) or not isinstance(maker.target, torch._ops.OpOverload):
+            return False
+        if not any(result.alias_info for result in maker.target._schema.returns):
+            return True
+        value = value.args[0] if maker is value else None  # a view's base; a piece of one has its siblings
+    return False
