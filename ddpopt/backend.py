@@ -1,4 +1,4 @@
-"""Dynamo's way into ddpopt: plan a graph, cut it, prove the cuts, compile the pieces, tell the reducer.
+"""Dynamo's way into ddpopt: plan a graph, compile it inline or cut it, prove the cuts, tell the reducer.
 
 This is the only module that knows all the others. A graph that ddpopt cannot help (no DDP module running,
 nothing to train, a single bucket) is compiled whole, and the reason is logged once at INFO.
@@ -29,26 +29,28 @@ from ddpopt.facts import parameter_names, parameter_sources
 from ddpopt.handover import READ_AGAIN, USED_AGAIN
 from ddpopt.impose import defer, imposed_plan
 from ddpopt.inductor import in_order, is_inductor
-from ddpopt.inline import compile_inline, obstacle
+from ddpopt.inline import Sources, compile_inline, obstacle
 from ddpopt.opening import Planned
 from ddpopt.partition import partition
 from ddpopt.plan import Plan
-from ddpopt.regions import Regions, plan_for_ddp, plan_for_imposed, specs_by_id
+from ddpopt.regions import Regions, ends_in_break, plan_for_ddp, plan_for_imposed, specs_by_id
 from ddpopt.segments import CompiledSegments, CompilerFn, compile_segments
 
 Buckets = Literal["plan", "ddp"]
 Strategy = Literal["split", "inline", "auto"]
 WITHOUT_REUSE = ("aot_eager",)
 """Backends, besides Inductor, whose code never puts a value where another one was."""
+REPLAYED = "CUDA graphs replay a backward without Python"
 RegionsByModule = weakref.WeakKeyDictionary[DistributedDataParallel, Regions]
 logger = logging.getLogger("ddpopt")
 
 
 class DdpoptBackend:
-    """A Dynamo backend that cuts graphs at DDP's buckets and compiles the pieces with another backend.
+    """A Dynamo backend by whose graphs DDP's buckets leave during backward, on top of another backend.
 
     Args:
         compiler: name of a registered Dynamo backend, or a callable ``(gm, example_inputs) -> callable``.
+        strategy: as for `compile`.
         buckets: ``"plan"``: the reducer follows ddpopt's plan; ``"ddp"``: the reducer is left alone and
             the graph is cut where its own buckets will fall.
         regions: what is known of each DDP module so far, where several backends serve one module.
@@ -61,7 +63,7 @@ class DdpoptBackend:
         self,
         compiler: str | CompilerFn = "inductor",
         *,
-        strategy: Strategy = "split",
+        strategy: Strategy = "auto",
         buckets: Buckets = "plan",
         regions: RegionsByModule | None = None,
     ) -> None:
@@ -84,20 +86,53 @@ class DdpoptBackend:
             return compiler(gm, example_inputs)
         with _collector_at_rest():
             planned = self._plan(ddp, gm, example_inputs)
-        if planned is not None and self.strategy != "split":
-            inlined = self._inline(ddp, planned, gm, example_inputs, compiler, options)
-            if inlined is not None:
-                return inlined
-        with _collector_at_rest():
-            stitched = cut(planned, example_inputs, ddp) if planned is not None else gm
-        if planned is None or stitched is planned.gm:
+        if planned is None or not planned.plan.buckets:
             _say_whole(planned)
             return compiler(gm, example_inputs)
+        several = len(planned.plan.buckets) > 1 or ends_in_break(gm) or planned.completed
+        if self.strategy != "split" and several:
+            sources = parameter_sources(gm, example_inputs, specs_by_id(ddp))
+            replayed = _ties_addresses(self.compiler, options)
+            reason = REPLAYED if replayed else obstacle(gm, sources)
+            if reason is None:
+                return self._inline(planned, gm, example_inputs, sources, compiler)
+            level = logging.WARNING if self.strategy == "inline" else logging.INFO
+            _say_once(f"a graph is split and not compiled inline: {reason}", level)
+        return self._split(ddp, planned, example_inputs, compiler, options)
+
+    def _inline(
+        self,
+        planned: Planned,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[object],
+        sources: Sources,
+        compiler: CompilerFn,
+    ) -> Callable[..., Any]:
+        completed = {name for segment in planned.plan.segments for name in segment.params}
+        lent = [node for node, names in sources.items() if completed.issuperset(names.values())]
+        logger.info("ddpopt: %d buckets, one graph", len(planned.plan.buckets))
+        if is_inductor(self.compiler):
+            return compile_inline(gm, example_inputs, lent, in_order(compiler), READ_AGAIN)
+        reuses = self.compiler not in map(lookup_backend, WITHOUT_REUSE)
+        return compile_inline(gm, example_inputs, lent, compiler, USED_AGAIN if reuses else READ_AGAIN)
+
+    def _split(
+        self,
+        ddp: DistributedDataParallel,
+        planned: Planned,
+        example_inputs: Sequence[object],
+        compiler: CompilerFn,
+        options: dict[str, Any],
+    ) -> Callable[..., Any]:
         gm, plan = planned.gm, planned.plan
+        with _collector_at_rest():
+            stitched = cut(planned, example_inputs, ddp)
+        if stitched is gm:
+            _say_whole(planned)
+            return compiler(gm, example_inputs)
         reasons = [None, *(cut.reason for cut in plan.cuts)]
-        compiled = compile_segments(
-            stitched, example_inputs, compiler, reasons, share=not _ties_addresses(self.compiler, options)
-        )
+        share = not _ties_addresses(self.compiler, options)
+        compiled = compile_segments(stitched, example_inputs, compiler, reasons, share=share)
         _report(gm, plan, compiled)
         return compiled.call
 
@@ -111,32 +146,6 @@ class DdpoptBackend:
             return plan_for_ddp(ddp, gm, example_inputs)
         regions = self.follow(ddp)
         return None if regions is None else regions.add(gm, example_inputs)
-
-    def _inline(
-        self,
-        ddp: DistributedDataParallel,
-        planned: Planned,
-        gm: fx.GraphModule,
-        example_inputs: Sequence[object],
-        compiler: CompilerFn,
-        options: dict[str, Any],
-    ) -> Callable[..., Any] | None:
-        """Compile a graph inline, or say why not and return None."""
-        sources = parameter_sources(gm, example_inputs, specs_by_id(ddp))
-        reason = obstacle(gm, sources)
-        if _ties_addresses(self.compiler, options):
-            reason = "code for CUDA graphs is replayed without Python"
-        if reason is not None:
-            _say_once(f"a graph is cut and not compiled inline: {reason}")
-            return None
-        completed = {name for segment in planned.plan.segments for name in segment.params}
-        lent = [node for node, names in sources.items() if completed.issuperset(names.values())]
-        if not lent:
-            return None
-        memory = READ_AGAIN if self.compiler in map(lookup_backend, WITHOUT_REUSE) else USED_AGAIN
-        if is_inductor(self.compiler):
-            compiler, memory = in_order(compiler), READ_AGAIN
-        return compile_inline(gm, example_inputs, lent, compiler, memory)
 
     def follow(self, ddp: DistributedDataParallel) -> Regions | None:
         """Have the reducer of `ddp` follow the plan of the graphs that this backend is about to see.
@@ -187,7 +196,7 @@ def compile(  # the public name, as in torch.compile
     ddp_model: nn.Module,
     *,
     backend: str | CompilerFn = "inductor",
-    strategy: Strategy = "split",
+    strategy: Strategy = "auto",
     buckets: Buckets = "plan",
     **options: Any,
 ) -> Any:
@@ -196,7 +205,10 @@ def compile(  # the public name, as in torch.compile
     Args:
         ddp_model: a ``DistributedDataParallel`` module.
         backend: name of a Dynamo backend, or a callable ``(gm, example_inputs) -> callable``.
-        strategy: ``"split"``: one compiled segment for each time a bucket completes.
+        strategy: ``"split"``: one compiled segment for each time a bucket completes; ``"inline"``: one
+            compiled graph, whose backward hands each gradient to DDP; ``"auto"``: as ``"inline"``. A graph
+            that cannot be compiled inline is split, and the reason is logged: as a warning where
+            ``"inline"`` was asked for.
         buckets: ``"plan"``: the reducer follows the plan, from the first iteration; ``"ddp"``: the reducer
             is left alone.
         options: passed to ``torch.compile`` (``dynamic``, ``fullgraph``, …).
@@ -238,7 +250,9 @@ def replacing_ddp_optimizer(*, buckets: Buckets = "plan") -> Iterator[None]:
 
     def choose(compiler: CompilerFn) -> CompilerFn:
         own = _is_ddpopt(compiler)
-        return compiler if own else DdpoptBackend(compiler, buckets=buckets, regions=regions)
+        return (
+            compiler if own else DdpoptBackend(compiler, strategy="split", buckets=buckets, regions=regions)
+        )
 
     with hook.replacing(choose):
         yield
@@ -319,16 +333,19 @@ def _report(gm: fx.GraphModule, plan: Plan, compiled: CompiledSegments) -> None:
 
 def _say_whole(planned: Planned | None) -> None:
     if planned is not None:
-        trained = (
-            "one segment completes all its buckets" if planned.plan.buckets else "nothing in it is trained"
+        buckets = len(planned.plan.buckets)
+        reasons = (
+            "nothing in it is trained",
+            "it has a single bucket",
+            "one segment completes all its buckets",
         )
-        _say_once(f"a graph is compiled whole: {trained}")
+        _say_once(f"a graph is compiled whole: {reasons[min(buckets, 2)]}")
 
 
 @functools.lru_cache(maxsize=256)
-def _say_once(reason: str) -> None:
-    """Log a reason at INFO, the first time that it holds."""
-    logger.info("ddpopt: %s", reason)
+def _say_once(reason: str, level: int = logging.INFO) -> None:
+    """Log a reason, the first time that it holds."""
+    logger.log(level, "ddpopt: %s", reason)
 
 
 ddpopt_backend = DdpoptBackend("inductor")

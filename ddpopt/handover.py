@@ -227,26 +227,29 @@ def _hand_over_fake(gradient: Tensor, _ticket: Tensor, _slot: int, _memory: int)
 
 
 def _owners(tensor: Tensor) -> list[int]:
-    """How many references there are to a tensor that an operator was called with, and to its storage.
+    """How many references there are to a tensor that an operator was called with, its storage and its base.
 
-    All names in Python count as one. The engine's own, and those of views, come on top. Touches private
+    All names in Python count as one. The engine's own, and those of other views, come on top. Touches private
     parts of torch 2.11 to 2.13: ``Tensor._use_count`` and ``torch._C._storage_Use_Count``.
     """
-    counted: Any = tensor  # _use_count is missing in torch's stubs
-    return [counted._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)]
+    counted: Any = tensor  # torch's stubs lack _use_count
+    base = counted._base._use_count() if tensor._is_view() else 0
+    return [counted._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata), base]
+
+
+@functools.cache
+def _owners_of_one(is_view: bool) -> list[int]:
+    """The same for a tensor, or a view of one, that only the operator's caller knows."""
+    with torch.no_grad():
+        return list(torch.ops.ddpopt.owners(torch.empty(1).view(1) if is_view else torch.empty(1)))
 
 
 def _is_alone(tensor: Tensor) -> bool:
     """Whether nobody but the operator's caller can reach this tensor's memory."""
     if tensor.layout != torch.strided:
         return False  # a sparse tensor has no one storage
-    return all(count <= one for count, one in zip(_owners(tensor), _owners_of_one(), strict=True))
-
-
-@functools.cache
-def _owners_of_one() -> list[int]:
-    """The same for a tensor that only its caller knows."""
-    return list(torch.ops.ddpopt.owners(torch.empty(1)))
+    alone = _owners_of_one(tensor._is_view())
+    return all(count <= one for count, one in zip(_owners(tensor), alone, strict=True))
 
 
 _library: Any = torch.library.Library("ddpopt", "DEF")  # type: ignore[no-untyped-call]  # torch types it not

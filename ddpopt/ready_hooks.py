@@ -77,7 +77,7 @@ class ReadyHooks:
         """
         self._handed_over[place] = task_id()
         if alone and parameter.grad is None and _may_be_gradient_of(gradient, parameter):
-            parameter.grad = gradient  # as AccumulateGrad does; called from here, it would always copy
+            parameter.grad = gradient.detach()  # as AccumulateGrad does; called from here, it always copies
         else:
             self.leaves[place](gradient)
         self._tell(place)

@@ -145,11 +145,11 @@ FOUR_LAYERS = ["layers.3", "layers.2", "layers.1", "layers.0"]
 
 
 def by_compile(ddp: DistributedDataParallel, backend: Any) -> Callable[..., Any]:
-    return cast(Callable[..., Any], ddpopt.compile(ddp, backend=backend))
+    return cast(Callable[..., Any], ddpopt.compile(ddp, backend=backend, strategy="split"))
 
 
 def by_backend(ddp: DistributedDataParallel, backend: Any) -> Callable[..., Any]:
-    return torch.compile(ddp, backend=DdpoptBackend(backend))
+    return torch.compile(ddp, backend=DdpoptBackend(backend, strategy="split"))
 
 
 def by_replacing(ddp: DistributedDataParallel, backend: Any) -> Callable[..., Any]:
@@ -189,7 +189,7 @@ def test_each_way_in_trains_as_eager_ddp_does_bit_by_bit(way: Wrap) -> None:
 
 def test_ddp_reduces_exactly_the_planned_buckets_at_every_iteration() -> None:
     ddp = ddp_of()
-    call = ddpopt.compile(ddp, backend="eager")
+    call = ddpopt.compile(ddp, backend="eager", strategy="split")
     with observe(ddp) as observed:
         for _ in range(3):
             step(call, ddp, rows())
@@ -205,7 +205,7 @@ def test_ddp_reduces_exactly_the_planned_buckets_at_every_iteration() -> None:
 def test_the_plan_in_force_is_the_one_that_was_foretold(factory: Callable[[], nn.Module]) -> None:
     ddp = ddp_of(factory)
     foretold = ddpopt.plan(ddp, rows())
-    step(ddpopt.compile(ddp, backend="eager"), ddp, rows())
+    step(ddpopt.compile(ddp, backend="eager", strategy="split"), ddp, rows())
     assert plan_in_force(ddp).buckets == foretold.buckets
     assert plan_in_force(ddp).fingerprint == foretold.fingerprint
 
@@ -247,7 +247,7 @@ def test_without_ddpopt_torchs_optimizer_is_built_as_ever(monkeypatch: pytest.Mo
 def test_a_module_compiled_before_it_is_wrapped_is_cut_too() -> None:
     recorder = Recorder()
     eager = ddp_of()
-    inner = torch.compile(seeded(Net), backend=DdpoptBackend(recorder))
+    inner = torch.compile(seeded(Net), backend=DdpoptBackend(recorder, strategy="split"))
     ddp = DistributedDataParallel(inner, bucket_cap_mb=ONE_LAYER_MB)
     assert same(step(ddp, ddp, rows()), step(eager, eager, rows()))
     assert layers_of(plan_in_force(ddp)) == [f"_orig_mod.{name}" for name in FOUR_LAYERS]
@@ -261,7 +261,7 @@ def sequential() -> nn.Module:
 def test_a_sequential_under_ddp_is_compiled_and_cut() -> None:
     # torch.compile alone compiles nothing here: pytorch#140416
     ddp, eager, recorder = ddp_of(sequential), ddp_of(sequential), Recorder()
-    call = ddpopt.compile(ddp, backend=recorder)
+    call = ddpopt.compile(ddp, backend=recorder, strategy="split")
     assert same(step(call, ddp, rows()), step(eager, eager, rows()))
     assert layers_of(plan_in_force(ddp)) == ["3", "2", "1", "0"]
     assert recorder.calls == 2
@@ -269,14 +269,16 @@ def test_a_sequential_under_ddp_is_compiled_and_cut() -> None:
 
 def test_a_compiled_sequential_can_still_be_copied() -> None:
     ddp = ddp_of(sequential)
-    ddpopt.compile(ddp, backend="eager")
+    ddpopt.compile(ddp, backend="eager", strategy="split")
     twin = copy.deepcopy(ddp.module)
     assert torch.equal(twin(rows()), ddp.module(rows()))
 
 
 def test_each_region_of_a_model_with_graph_breaks_is_planned_for_its_own_parameters() -> None:
     ddp, eager, recorder = ddp_of(Broken), ddp_of(Broken), Recorder()
-    assert same(step(ddpopt.compile(ddp, backend=recorder), ddp, rows()), step(eager, eager, rows()))
+    assert same(
+        step(ddpopt.compile(ddp, backend=recorder, strategy="split"), ddp, rows()), step(eager, eager, rows())
+    )
     plan = plan_in_force(ddp)
     assert layers_of(plan) == FOUR_LAYERS
     assert plan.spread == 0
@@ -289,14 +291,14 @@ def test_each_region_of_a_model_with_graph_breaks_is_planned_for_its_own_paramet
 def test_replicate_is_cut_like_ddp() -> None:
     model, eager, recorder = seeded(Net), seeded(Net), Recorder()
     replicate(model, bucket_cap_mb=ONE_LAYER_MB)
-    call = torch.compile(model, backend=DdpoptBackend(recorder))
+    call = torch.compile(model, backend=DdpoptBackend(recorder, strategy="split"))
     assert same(step(call, model, rows()), step(eager, eager, rows()))
     assert recorder.calls == 2
 
 
 def test_the_compiled_module_has_the_attributes_of_the_ddp_module() -> None:
     ddp = ddp_of()
-    compiled = ddpopt.compile(ddp, backend="eager")
+    compiled = ddpopt.compile(ddp, backend="eager", strategy="split")
     assert compiled.module is ddp.module
     assert compiled.bucket_bytes_cap == ddp.bucket_bytes_cap
     with compiled.no_sync():
@@ -306,7 +308,7 @@ def test_the_compiled_module_has_the_attributes_of_the_ddp_module() -> None:
 def test_options_reach_torch_compile() -> None:
     ddp = ddp_of(Broken)
     with pytest.raises(torch._dynamo.exc.Unsupported):
-        ddpopt.compile(ddp, backend="eager", fullgraph=True)(rows())
+        ddpopt.compile(ddp, backend="eager", strategy="split", fullgraph=True)(rows())
 
 
 def test_options_of_the_backend_reach_it_once_for_each_distinct_segment() -> None:
@@ -317,7 +319,11 @@ def test_options_of_the_backend_reach_it_once_for_each_distinct_segment() -> Non
         return gm.forward
 
     ddp = ddp_of()
-    step(torch.compile(ddp, backend=DdpoptBackend(compiler), options={"depth": 3}), ddp, rows())
+    step(
+        torch.compile(ddp, backend=DdpoptBackend(compiler, strategy="split"), options={"depth": 3}),
+        ddp,
+        rows(),
+    )
     assert seen == [{"options": {"depth": 3}}] * 2
 
 
@@ -339,7 +345,7 @@ def test_explain_names_ddpopt_as_the_reason_for_its_breaks() -> None:
 def test_with_ddps_own_buckets_the_reducer_is_left_alone() -> None:
     ddp, recorder = ddp_of(), Recorder()
     reducer = ddp.reducer
-    call = ddpopt.compile(ddp, backend=recorder, buckets="ddp")
+    call = ddpopt.compile(ddp, backend=recorder, strategy="split", buckets="ddp")
     for _ in range(3):
         step(call, ddp, rows())
     assert ddp.reducer is reducer
@@ -363,7 +369,7 @@ def test_ddp_rebuilds_its_own_buckets_where_the_cuts_foretold(
 
     monkeypatch.setattr(ddpopt.backend, "plan_for_ddp", noted)
     ddp = ddp_of(bucket_cap_mb=layers * ONE_LAYER_MB)
-    call = ddpopt.compile(ddp, backend="aot_eager", buckets="ddp")
+    call = ddpopt.compile(ddp, backend="aot_eager", strategy="split", buckets="ddp")
     with observe(ddp) as observed:
         for _ in range(3):
             step(call, ddp, rows())
@@ -376,7 +382,7 @@ def test_a_plan_that_is_in_force_already_is_followed() -> None:
     ddp, recorder = ddp_of(), Recorder()
     plan = ddpopt.plan(seeded(Net), rows(), bucket_cap_mb=2 * ONE_LAYER_MB)
     impose(ddp, plan)
-    step(ddpopt.compile(ddp, backend=recorder), ddp, rows())
+    step(ddpopt.compile(ddp, backend=recorder, strategy="split"), ddp, rows())
     assert plan_in_force(ddp) == plan
     assert recorder.calls == len(plan.segments) == 2
 
@@ -391,7 +397,7 @@ def graphs_compiled() -> int:
 @pytest.mark.parametrize("factory", [Net, Sizes])
 def test_a_batch_size_that_varies_costs_one_recompilation(factory: Callable[[], nn.Module]) -> None:
     ddp, eager = ddp_of(factory), ddp_of(factory)
-    call = ddpopt.compile(ddp, backend="aot_eager")
+    call = ddpopt.compile(ddp, backend="aot_eager", strategy="split")
     for count in (3, 6, 9, 6, 3):
         assert same(step(call, ddp, rows(count)), step(eager, eager, rows(count)))
     assert graphs_compiled() <= 2
@@ -399,7 +405,7 @@ def test_a_batch_size_that_varies_costs_one_recompilation(factory: Callable[[], 
 
 def test_later_graphs_are_cut_where_the_buckets_in_force_complete() -> None:
     ddp, recorder = ddp_of(), Recorder()
-    call = ddpopt.compile(ddp, backend=recorder)
+    call = ddpopt.compile(ddp, backend=recorder, strategy="split")
     step(call, ddp, rows(3))
     plan, calls = plan_in_force(ddp), recorder.calls
     step(call, ddp, rows(6))
@@ -422,7 +428,7 @@ class Trained(Net):
 
 def test_train_eval_train_gives_what_eager_gives_and_returns_to_compiled_code() -> None:
     ddp, eager = ddp_of(Trained), ddp_of(Trained)
-    call = ddpopt.compile(ddp, backend="aot_eager")
+    call = ddpopt.compile(ddp, backend="aot_eager", strategy="split")
     for _ in range(2):
         assert same(step(call, ddp, rows()), step(eager, eager, rows()))
         for module in (ddp, eager):
@@ -437,7 +443,7 @@ def test_train_eval_train_gives_what_eager_gives_and_returns_to_compiled_code() 
 
 def test_a_first_forward_without_gradient_plans_nothing_for_good() -> None:
     ddp, eager = ddp_of(), ddp_of()
-    call = ddpopt.compile(ddp, backend="eager")
+    call = ddpopt.compile(ddp, backend="eager", strategy="split")
     with torch.no_grad():
         call(rows())
     assert same(step(call, ddp, rows()), step(eager, eager, rows()))
@@ -449,7 +455,7 @@ def test_channels_last_and_transposed_outputs_keep_their_strides() -> None:
     ddp, eager = ddp_of(Images, **cap), ddp_of(Images, **cap)
     x = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(1))
     x = x.to(memory_format=torch.channels_last)
-    call = ddpopt.compile(ddp, backend="aot_eager")
+    call = ddpopt.compile(ddp, backend="aot_eager", strategy="split")
     for _ in range(2):
         assert same(step(call, ddp, x), step(eager, eager, x))
     assert len(plan_in_force(ddp).segments) == 3
@@ -474,7 +480,7 @@ def test_code_that_is_tied_to_addresses_is_not_shared(
 
     tied.__name__ = compiler
     ddp = ddp_of()
-    step(torch.compile(ddp, backend=DdpoptBackend(tied), **options), ddp, rows())
+    step(torch.compile(ddp, backend=DdpoptBackend(tied, strategy="split"), **options), ddp, rows())
     assert recorder.calls == calls
 
 
@@ -500,21 +506,21 @@ def test_a_graph_outside_of_ddp_is_compiled_whole_and_says_so_once(said: Callabl
 
 def test_a_single_bucket_is_compiled_whole_and_says_so(said: Callable[[], list[str]]) -> None:
     ddp, recorder = ddp_of(bucket_cap_mb=25), Recorder()
-    step(ddpopt.compile(ddp, backend=recorder), ddp, rows())
+    step(ddpopt.compile(ddp, backend=recorder, strategy="split"), ddp, rows())
     assert recorder.calls == 1
-    assert said() == ["ddpopt: a graph is compiled whole: one segment completes all its buckets"]
+    assert said() == ["ddpopt: a graph is compiled whole: it has a single bucket"]
 
 
 def test_a_graph_that_trains_nothing_is_compiled_whole_and_says_so(said: Callable[[], list[str]]) -> None:
     ddp = ddp_of()
     with torch.no_grad():
-        ddpopt.compile(ddp, backend="eager")(rows())
+        ddpopt.compile(ddp, backend="eager", strategy="split")(rows())
     assert said() == ["ddpopt: a graph is compiled whole: nothing in it is trained"]
 
 
 def test_a_cut_graph_says_into_how_many_segments(said: Callable[[], list[str]]) -> None:
     ddp = ddp_of()
-    step(ddpopt.compile(ddp, backend="eager"), ddp, rows())
+    step(ddpopt.compile(ddp, backend="eager", strategy="split"), ddp, rows())
     assert said() == ["ddpopt: 4 buckets, 4 segments, 2 of them distinct"]
 
 
@@ -532,7 +538,7 @@ def test_a_cut_that_is_not_the_same_program_is_refused(monkeypatch: pytest.Monke
     monkeypatch.setattr(ddpopt.backend, "partition", cut_badly)
     ddp, recorder = ddp_of(), Recorder()
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
-        ddpopt.compile(ddp, backend=recorder)(rows())
+        ddpopt.compile(ddp, backend=recorder, strategy="split")(rows())
     assert isinstance(caught.value.inner_exception, CertificateError)
     assert recorder.calls == 0
 
@@ -543,7 +549,7 @@ def test_a_module_whose_compilation_failed_still_trains_in_eager() -> None:
 
     ddp, eager = ddp_of(), ddp_of()
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="no such operator"):
-        ddpopt.compile(ddp, backend=failing)(rows())
+        ddpopt.compile(ddp, backend=failing, strategy="split")(rows())
     assert DistributedDataParallel._active_ddp_module is None
     for _ in range(3):
         assert same(step(ddp, ddp, rows()), step(eager, eager, rows()))

@@ -1,0 +1,285 @@
+"""Strategy inline at compile time: what becomes of a graph, and which graphs are split instead."""
+
+import logging
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpopt
+from ddpopt.handover import READ_AGAIN, Call
+from ddpopt.inductor import _is_last_use
+
+pytestmark = pytest.mark.usefixtures("one_rank_group", "fresh_dynamo")
+
+HAND_OVER = torch.ops.ddpopt.hand_over.default
+CAP_MB = 4 * 8 * 8 / 2**20
+"""One weight a bucket."""
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).relu())  # type: ignore[no-any-return]  # of torch
+
+
+class Compiler:
+    """AOTAutograd with compilers that keep the graphs they are given."""
+
+    def __init__(self) -> None:
+        self.captured: list[fx.GraphModule] = []
+        self.forwards: list[fx.GraphModule] = []
+        self.backwards: list[fx.GraphModule] = []
+        self._compile = aot_autograd(
+            fw_compiler=self._keep(self.forwards), bw_compiler=self._keep(self.backwards)
+        )
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        self.captured.append(gm)
+        compiled: Callable[..., Any] = self._compile(gm, example_inputs)
+        return compiled
+
+    @staticmethod
+    def _keep(graphs: list[fx.GraphModule]) -> Callable[..., Any]:
+        def compiler(gm: fx.GraphModule, _: Sequence[Any]) -> Any:
+            graphs.append(gm)
+            return make_boxed_func(gm.forward)
+
+        return compiler
+
+
+def train(model: nn.Module, backend: Any, strategy: Any = "inline", **options: Any) -> nn.Module:
+    ddp = DistributedDataParallel(model, bucket_cap_mb=CAP_MB)
+    torch.autograd.backward(ddpopt.compile(ddp, backend=backend, strategy=strategy, **options)(rows()).sum())
+    return model
+
+
+def rows() -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+
+
+def body(gm: fx.GraphModule) -> str:
+    """A graph's calls, in order, each with the nodes it reads."""
+    calls = (node for node in gm.graph.nodes if node.op.startswith("call"))
+    return "\n".join(f"{node.name}({', '.join(n.name for n in node.all_input_nodes)})" for node in calls)
+
+
+# ------------------------------------------------------------------------------------------ the graphs
+
+
+def test_the_forward_graph_lends_each_parameter() -> None:
+    compiler = Compiler()
+    train(Two(), compiler)
+    (graph,) = compiler.captured
+    assert_expected_inline(
+        body(graph).replace("l_self_modules_", ""),
+        """\
+lend(first_parameters_weight_, token_of_first_parameters_weight_, ticket)
+lend_1(first_parameters_bias_, token_of_first_parameters_bias_, ticket)
+lend_2(last_parameters_weight_, token_of_last_parameters_weight_, ticket)
+lend_3(last_parameters_bias_, token_of_last_parameters_bias_, ticket)
+linear(l_x_, lend, lend_1)
+relu(linear)
+linear_1(relu, lend_2, lend_3)""",
+    )
+
+
+def test_the_backward_graph_hands_each_gradient_over_where_it_completes() -> None:
+    compiler = Compiler()
+    train(Two(), compiler)
+    (graph,) = compiler.backwards
+    assert_expected_inline(
+        body(graph),
+        """\
+t_2(t_1)
+mm(tangents_1, t_2)
+t_3(tangents_1)
+mm_1(t_3, relu)
+t_4(mm_1)
+sum_1(tangents_1)
+view(sum_1)
+hand_over(view, primals_10)
+t_5(t_4)
+hand_over_1(t_5, primals_10)
+detach_5(detach_4)
+threshold_backward(mm, detach_5)
+t_6(threshold_backward)
+mm_2(t_6, primals_3)
+t_7(mm_2)
+sum_2(threshold_backward)
+view_1(sum_2)
+hand_over_2(view_1, primals_10)
+t_8(t_7)
+hand_over_3(t_8, primals_10)""",
+    )
+
+
+def test_the_backward_graph_returns_no_gradient_of_a_parameter() -> None:
+    compiler = Compiler()
+    train(Two(), compiler)
+    (graph,) = compiler.backwards
+    results = graph.graph.output_node().all_input_nodes
+    assert [tuple(node.meta["val"].shape) for node in results] == [(0,)] * 4
+
+
+# ------------------------------------------------------------------------------- which graphs are split
+
+
+class Writes(Two):
+    """Writes to a parameter that its graph reads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.first.weight.mul_(0.5)
+        return super().forward(x)
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[tuple[int, str]]]]:
+    ddpopt.backend._say_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="ddpopt"):
+        yield lambda: [(r.levelno, r.getMessage()) for r in caplog.records if r.name == "ddpopt"]
+
+
+def test_auto_is_the_default_and_compiles_one_graph_inline() -> None:
+    compiler = Compiler()
+    ddp = DistributedDataParallel(Two(), bucket_cap_mb=CAP_MB)
+    torch.autograd.backward(ddpopt.compile(ddp, backend=compiler)(rows()).sum())
+    assert len(compiler.captured) == len(compiler.backwards) == 1
+    assert len(compiler.backwards[0].graph.find_nodes(op="call_function", target=HAND_OVER)) == 4
+
+
+@pytest.mark.parametrize(("strategy", "level"), [("inline", logging.WARNING), ("auto", logging.INFO)])
+def test_a_graph_that_writes_to_a_parameter_is_split_and_says_why(
+    strategy: str, level: int, said: Callable[[], list[tuple[int, str]]]
+) -> None:
+    compiler, eager = Compiler(), Writes()
+    model = train(Writes(), compiler, strategy)
+    torch.autograd.backward(DistributedDataParallel(eager)(rows()).sum())
+    pairs = zip(model.parameters(), eager.parameters(), strict=True)
+    assert all(p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad) for p, q in pairs)
+    assert len(compiler.captured) == 2
+    assert said()[0] == (
+        level,
+        "ddpopt: a graph is split and not compiled inline: "
+        "parameter 'first.weight' is written to in the graph",
+    )
+
+
+def test_code_for_cuda_graphs_is_split_and_says_why(said: Callable[[], list[tuple[int, str]]]) -> None:
+    graphs: list[fx.GraphModule] = []
+
+    def cudagraphs(gm: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        graphs.append(gm)
+        return gm.forward
+
+    train(Two(), cudagraphs)
+    assert len(graphs) == 2
+    assert said()[0] == (
+        logging.WARNING,
+        "ddpopt: a graph is split and not compiled inline: CUDA graphs replay a backward without Python",
+    )
+
+
+def test_a_single_bucket_is_compiled_as_it_is() -> None:
+    compiler = Compiler()
+    ddp = DistributedDataParallel(Two())
+    torch.autograd.backward(ddpopt.compile(ddp, backend=compiler, strategy="inline")(rows()).sum())
+    assert not compiler.backwards[0].graph.find_nodes(op="call_function", target=HAND_OVER)
+
+
+# ------------------------------------------------------------------------------ the memory of gradients
+
+
+def graph_of(gradient: str) -> fx.Node:
+    """A graph that hands over the gradient which an expression of aten operators makes."""
+    graph = fx.Graph()
+    aten = torch.ops.aten
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+
+    def call(target: Any, *args: Any) -> fx.Node:
+        return graph.call_function(target, args)
+
+    product = call(aten.mm.default, x, y)
+    made = {
+        "fresh": lambda: product,
+        "view of fresh": lambda: call(aten.permute.default, product, [1, 0]),
+        "read again": lambda: (call(aten.relu.default, product), product)[1],
+        "view of what is read again": lambda: (
+            call(aten.relu.default, product),
+            call(aten.permute.default, product, [1, 0]),
+        )[1],
+        "input": lambda: x,
+        "view of input": lambda: call(aten.permute.default, x, [1, 0]),
+        "result of several": lambda: call(operator.getitem, call(aten.sort.default, product), 0),
+        "piece": lambda: call(operator.getitem, call(aten.split.Tensor, product, 2), 0),
+    }[gradient]()
+    return graph.call_function(HAND_OVER, (made, y, 0, READ_AGAIN))
+
+
+@pytest.mark.parametrize(
+    ("gradient", "last"),
+    [
+        ("fresh", True),
+        ("view of fresh", True),
+        ("result of several", True),
+        ("read again", False),
+        ("view of what is read again", False),
+        ("input", False),
+        ("view of input", False),
+        ("piece", False),
+    ],
+)
+def test_memory_is_given_back_only_where_nothing_else_reads_it(gradient: str, last: bool) -> None:
+    assert _is_last_use(graph_of(gradient)) is last
+
+
+class Sums(nn.Module):
+    """Two biases whose gradients are one tensor, that of the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Parameter(torch.ones(4, 8)), nn.Parameter(torch.ones(4, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.one + self.two
+
+
+def test_a_gradient_is_taken_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    receive = Call.receive
+
+    def noted(call: Call, slot: int, gradient: Tensor, alone: bool) -> None:
+        seen.append(gradient.data_ptr())
+        receive(call, slot, gradient, alone)
+
+    monkeypatch.setattr(Call, "receive", noted)
+    model = train(Two(), "aot_eager")
+    held = {p.grad.data_ptr() for p in model.parameters() if p.grad is not None}
+    assert len(held) == 4
+    assert held == set(seen)
+
+
+def test_no_two_gradients_share_memory_and_none_the_callers() -> None:
+    model = Sums()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=CAP_MB / 2)
+    out = ddpopt.compile(ddp, backend="aot_eager", strategy="inline")(rows())
+    out.retain_grad()
+    given = torch.ones_like(out)
+    out.backward(given)
+    tensors = [given, out.grad, *(p.grad for p in model.parameters())]
+    own = {t.untyped_storage().data_ptr() for t in tensors[2:]}
+    assert len(own) == 2
+    assert own.isdisjoint(t.untyped_storage().data_ptr() for t in tensors[:2])
