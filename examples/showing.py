@@ -1,8 +1,9 @@
 """What the demo shows: a line for each phase, a bar while it lasts, and a closing table."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.progress import (
@@ -14,6 +15,25 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 from rich.table import Table
+
+MARKS = {True: "[green]✓[/]", False: "[red]✗ wrong[/]", None: ""}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure of the closing table.
+
+    Attributes:
+        name: what it is.
+        eager: eager DDP's.
+        ours: split's and inline's.
+        right: whether those are right; None where nothing is asked of them.
+    """
+
+    name: str
+    eager: str
+    ours: Sequence[str]
+    right: Sequence[bool] | None = None
 
 
 class Display:
@@ -53,15 +73,16 @@ class Display:
         self.progress.remove_task(task)
         self.console.print(f"[green]✓[/] {name} [dim]({time.perf_counter() - started:.1f} s)[/]")
 
-    def table(self, title: str, rows: list[tuple[str, str, str, bool | None]]) -> None:
+    def table(self, title: str, rows: list[Row]) -> None:
         """Show what came out.
 
         Args:
             title: what it came out of.
-            rows: name, eager DDP's value, ddpopt's value, and whether it is right (None: not judged).
+            rows: one for each figure.
         """
-        mark = {True: "[green]✓[/]", False: "[red]✗ wrong[/]", None: ""}
-        table = Table("", "eager DDP", "ddpopt", "", title=title, title_justify="left")
-        for name, eager, ours, right in rows:
-            table.add_row(name, eager, ours, mark[right])
+        table = Table("", "eager DDP", "split", "inline", title=title, title_justify="left")
+        for row in rows:
+            judged = row.right or (None, None)
+            cells = [f"{text} {MARKS[right]}" for text, right in zip(row.ours, judged, strict=True)]
+            table.add_row(row.name, row.eager, *cells)
         self.console.print(table)

@@ -1,12 +1,12 @@
-"""Train a small GPT on two ranks, with eager DDP and with ddpopt side by side, and compare the two.
+"""Train a small GPT on two ranks, with eager DDP and with both strategies of ddpopt, and compare them.
 
     make demo
     python -m examples.train_gpt --backend aot_eager --steps 5
     torchrun --nproc-per-node 3 -m examples.train_gpt
 
-Each rank holds two copies of one model under DDP: one runs eagerly, one through `ddpopt.compile`. The first
-iterations compare the gradients of both from equal weights; then both train on their own. The text that they
-learn is this file. Exits with 1 if gradients or buckets disagree.
+Each rank holds three copies of one model under DDP: one runs eagerly, two through `ddpopt.compile`, as
+segments and inline. The first iterations compare gradients from equal weights; then each copy trains on its
+own. The text that they learn is this file. Exits with 1 if gradients or buckets disagree.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 from ddpopt.testing.corpus.decoders import GPT
 from examples.judging import Check, exact_gradients, follows_plan, must_be_bitwise, worst_gradient
-from examples.showing import Display
+from examples.showing import Display, Row
 
 BATCH, LENGTH = 4, 128
 CHECKED = 3
@@ -61,14 +61,37 @@ class Race:
 
 
 @dataclass(frozen=True)
+class Ours:
+    """What came of one strategy: what was compiled, how it compares, and how it trains."""
+
+    compiled: str
+    checks: list[Check]
+    race: Race
+
+    @property
+    def as_planned(self) -> int:
+        """In how many iterations DDP reduced exactly the plan's buckets."""
+        return sum(check.as_planned for check in self.checks)
+
+    @property
+    def difference(self) -> float:
+        """The largest difference of two elements of a gradient."""
+        return max(check.difference for check in self.checks)
+
+    @property
+    def error(self) -> float:
+        """The distance to the float64 gradients, in units of eager's own."""
+        return max(check.error for check in self.checks)
+
+
+@dataclass(frozen=True)
 class Outcome:
     """What one rank found."""
 
     plan: ddpopt.Plan
-    compilations: int
-    checks: list[Check]
     eager: Race
-    ours: Race
+    split: Ours
+    inline: Ours
 
 
 def build_model() -> nn.Module:
@@ -93,30 +116,55 @@ def backward(model: Callable[[Tensor], Tensor], batch: Tensor) -> float:
 
 
 class Demo:
-    """The two copies of the model on one rank, and what is done with both."""
+    """The copies of the model on one rank, and what is done with them."""
 
     def __init__(self, settings: Settings, display: Display) -> None:
         self.settings, self.display = settings, display
-        self.eager = DistributedDataParallel(build_model(), bucket_cap_mb=settings.cap_mb)
-        self.ours = DistributedDataParallel(build_model(), bucket_cap_mb=settings.cap_mb)
+        self.eager = self.wrapped()
         self.text = torch.tensor(list(Path(__file__).read_bytes()))
         self.compilations = 0
 
+    def wrapped(self) -> DistributedDataParallel:
+        """Make a copy of the model under DDP."""
+        return DistributedDataParallel(build_model(), bucket_cap_mb=self.settings.cap_mb)
+
     def run(self) -> Outcome:
         """Plan, compile, compare and train."""
-        phase, backend = self.display.phase, self.settings.backend
-        with phase("plan the buckets"):
-            plan = ddpopt.plan(self.ours, draw_batch(self.text, 0)[:, :-1])
-        with phase(f"cut the graph, compile its segments with {backend}", len(plan.segments)) as advance:
-            compiled = ddpopt.compile(self.ours, backend=self.counting_backend(advance))
-            checks = [self.check(compiled, plan, 0)]  # a graph is captured when it first runs
-        with phase("compare gradients and buckets", CHECKED - 1) as advance:
+        with self.display.phase("plan the buckets"):
+            plan = ddpopt.plan(self.eager, draw_batch(self.text, 0)[:, :-1])
+        split = self.run_split(plan)
+        inline = self.run_inline(plan)
+        return Outcome(plan, self.train("eager DDP", self.eager, self.eager), split, inline)
+
+    def run_split(self, plan: ddpopt.Plan) -> Ours:
+        """Cut the graph at the buckets."""
+        ddp, backend = self.wrapped(), self.settings.backend
+        with self.display.phase(f"split: compile segments with {backend}", len(plan.segments)) as advance:
+            compiled = ddpopt.compile(ddp, backend=self.counting_backend(advance), strategy="split")
+            first = self.check(ddp, compiled, plan, 0)  # a graph is captured when it first runs
+        checks = [first, *self.compare("split", ddp, compiled, plan)]
+        said = f"{self.compilations}, for {len(plan.segments)} segments"
+        return Ours(said, checks, self.train("split", ddp, compiled))
+
+    def run_inline(self, plan: ddpopt.Plan) -> Ours:
+        """Hand gradients over from inside one graph."""
+        ddp, backend = self.wrapped(), self.settings.backend
+        with self.display.phase(f"inline: compile one graph with {backend}"):
+            compiled = ddpopt.compile(ddp, backend=backend, strategy="inline")
+            first = self.check(ddp, compiled, plan, 0)
+        checks = [first, *self.compare("inline", ddp, compiled, plan)]
+        return Ours("1", checks, self.train("inline", ddp, compiled))
+
+    def compare(
+        self, name: str, ddp: DistributedDataParallel, compiled: Callable[..., Tensor], plan: ddpopt.Plan
+    ) -> list[Check]:
+        """Run the remaining iterations that are checked."""
+        checks = []
+        with self.display.phase(f"{name}: compare gradients and buckets", CHECKED - 1) as advance:
             for step in range(1, CHECKED):
-                checks.append(self.check(compiled, plan, step))
+                checks.append(self.check(ddp, compiled, plan, step))
                 advance()
-        eager = self.train("eager DDP", self.eager, self.eager)
-        ours = self.train("ddpopt", self.ours, compiled)
-        return Outcome(plan, self.compilations, checks, eager, ours)
+        return checks
 
     def counting_backend(self, advance: Callable[[], None]) -> Callable[..., Any]:
         """Make a backend that compiles with the chosen one, and counts."""
@@ -130,23 +178,25 @@ class Demo:
 
         return compile_segment
 
-    def check(self, compiled: Callable[[Tensor], Tensor], plan: ddpopt.Plan, step: int) -> Check:
-        """Run one iteration of both copies from equal weights, and compare."""
+    def check(
+        self, ddp: DistributedDataParallel, compiled: Callable[..., Tensor], plan: ddpopt.Plan, step: int
+    ) -> Check:
+        """Run one iteration of eager DDP and of a compiled copy from equal weights, and compare."""
         batch = draw_batch(self.text, step)
         self.eager.zero_grad()
         backward(self.eager, batch)
-        self.ours.zero_grad()
-        with ddpopt.observe(self.ours) as seen:
+        ddp.zero_grad()
+        with ddpopt.observe(ddp) as seen:
             backward(compiled, batch)
         exact = exact_gradients(self.eager.module, lambda model: backward(model, batch))
-        difference, error = worst_gradient(self.ours.module, self.eager.module, exact)
+        difference, error = worst_gradient(ddp.module, self.eager.module, exact)
         return Check(difference, error, follows_plan(seen, plan)).worst_over_ranks()
 
     def train(self, name: str, ddp: nn.Module, model: Callable[[Tensor], Tensor]) -> Race:
         """Train one copy."""
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
         steps, loss = self.settings.steps, float("nan")
-        with self.display.phase(f"train with {name}", steps) as advance:
+        with self.display.phase(f"{name}: train", steps) as advance:
             started = time.perf_counter()
             for step in range(steps):
                 optimizer.zero_grad()
@@ -160,21 +210,37 @@ class Demo:
 def report(settings: Settings, outcome: Outcome, display: Display) -> bool:
     """Show what came out; return whether gradients and buckets are right."""
     bitwise = must_be_bitwise(settings.backend)
-    plan, checks, eager, ours = outcome.plan, outcome.checks, outcome.eager, outcome.ours
-    gradients = all(check.gradients_right(bitwise=bitwise) for check in checks)
-    reduced = sum(check.as_planned for check in checks)
-    difference, error = max(check.difference for check in checks), max(check.error for check in checks)
+    both = outcome.split, outcome.inline
+    gradients = [all(check.gradients_right(bitwise=bitwise) for check in ours.checks) for ours in both]
+    reduced = [ours.as_planned == CHECKED for ours in both]
     rows = [
-        ("buckets planned", "", str(len(plan.buckets)), None),
-        ("reduced exactly so", "", f"in {reduced} of {CHECKED} iterations", reduced == CHECKED),
-        ("segments", "", f"{len(plan.segments)}, {outcome.compilations} compiled", None),
-        ("gradients: largest difference", "", f"{difference:.1e}" if difference else "0, bitwise", gradients),
-        ("gradients: error to float64", "1", f"{error:.2f}", None),
-        (f"loss, step {settings.steps}", f"{eager.loss:.4f}", f"{ours.loss:.4f}", None),
-        ("steps/s", f"{eager.steps_per_second:.2f}", f"{ours.steps_per_second:.2f}", None),
+        Row("compilations", "", [ours.compiled for ours in both]),
+        Row("buckets planned", "", [str(len(outcome.plan.buckets))] * 2),
+        Row("reduced exactly so, steps", "", [f"{ours.as_planned} of {CHECKED}" for ours in both], reduced),
+        Row("gradients off by", "", [shown(ours.difference) for ours in both], gradients),
+        Row("off float64, eager = 1", "1", [f"{ours.error:.2f}" for ours in both]),
+        Row(
+            f"loss, step {settings.steps}", f"{outcome.eager.loss:.4f}", [f"{o.race.loss:.4f}" for o in both]
+        ),
+        Row("steps/s", speed(outcome.eager), [speed(ours.race) for ours in both]),
     ]
     display.table(f"{settings.ranks} ranks, gloo, {settings.backend}", rows)
-    return gradients and reduced == CHECKED
+    return all(gradients) and all(reduced)
+
+
+def shown(difference: float) -> str:
+    """Say how far two gradients are apart."""
+    return f"{difference:.1e}" if difference else "0, bitwise"
+
+
+def loss(race: Race) -> str:
+    """Say where a copy's loss ended."""
+    return f"{race.loss:.4f}"
+
+
+def speed(race: Race) -> str:
+    """Say how fast a copy trained."""
+    return f"{race.steps_per_second:.2f}"
 
 
 def run_rank(settings: Settings) -> bool:
@@ -205,9 +271,7 @@ def parse_settings() -> Settings:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--backend", default="inductor", help="what compiles the segments (default: inductor)"
-    )
+    parser.add_argument("--backend", default="inductor", help="what compiles the graphs (default: inductor)")
     parser.add_argument("--steps", type=int, default=10, help="training steps of each copy (default: 10)")
     parser.add_argument("--ranks", type=int, default=2, help="ranks to start outside torchrun (default: 2)")
     parser.add_argument("--cap-mb", type=float, default=2.5, help="DDP's bucket_cap_mb (default: 2.5)")
