@@ -1,0 +1,60 @@
+"""What inline costs in memory: the peak of a training step beside that of one graph without it."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+import ddpopt
+
+pytestmark = pytest.mark.usefixtures("one_rank_group", "fresh_dynamo")
+
+WIDTH, LAYERS = 256, 6
+ONE_LAYER = 4 * WIDTH * WIDTH
+ALLOWED = 1.02
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+def peak_bytes(way: str, **options: Any) -> int:
+    """The most that is allocated at once in the third step, over what is there before it."""
+    ddp = DistributedDataParallel(Net(), bucket_cap_mb=ONE_LAYER / 2**20, **options)
+    with torch._dynamo.config.patch(optimize_ddp=False):
+        plain = torch.compile(ddp, backend="aot_eager")
+        step = plain if way == "whole" else ddpopt.compile(ddp, backend="aot_eager", strategy="inline")
+        for _ in range(2):
+            torch.autograd.backward(step(torch.ones(8, WIDTH)).sum())
+            ddp.zero_grad()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            torch.autograd.backward(step(torch.ones(8, WIDTH)).sum())
+    events: Any = profiled.profiler
+    changes = [event for event in events.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for change in sorted(changes, key=lambda event: event.start_ns()):
+        held += change.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def test_gradients_are_not_held_twice() -> None:
+    whole, inline = peak_bytes("whole"), peak_bytes("inline")
+    assert whole > LAYERS * ONE_LAYER  # the gradients
+    assert inline <= ALLOWED * whole
+
+
+def test_gradients_that_are_views_of_buckets_are_freed_as_they_are_handed_over() -> None:
+    assert peak_bytes("inline", gradient_as_bucket_view=True) < 3 * ONE_LAYER
+    assert peak_bytes("whole", gradient_as_bucket_view=True) > LAYERS * ONE_LAYER
