@@ -29,7 +29,7 @@ from ddpopt.facts import parameter_names, parameter_sources
 from ddpopt.handover import READ_AGAIN, USED_AGAIN
 from ddpopt.impose import defer, imposed_plan
 from ddpopt.inductor import in_order, is_inductor
-from ddpopt.inline import Sources, compile_inline, obstacle
+from ddpopt.inline import Sources, compile_inline, lendable, obstacle
 from ddpopt.opening import Planned
 from ddpopt.partition import partition
 from ddpopt.plan import Plan
@@ -109,7 +109,7 @@ class DdpoptBackend:
         compiler: CompilerFn,
     ) -> Callable[..., Any]:
         completed = {name for segment in planned.plan.segments for name in segment.params}
-        lent = [node for node, names in sources.items() if completed.issuperset(names.values())]
+        lent = [node for node in lendable(gm, sources) if completed.issuperset(sources[node].values())]
         logger.info("ddpopt: %d buckets, one graph", len(planned.plan.buckets))
         if is_inductor(self.compiler):
             return compile_inline(gm, example_inputs, lent, in_order(compiler), READ_AGAIN)

@@ -55,6 +55,15 @@ def obstacle(gm: fx.GraphModule, sources: Sources) -> str | None:
     return None
 
 
+def lendable(gm: fx.GraphModule, sources: Sources) -> list[fx.Node]:
+    """The placeholders of parameters of which no view leaves the graph.
+
+    Such a view leads autograd to the input that it is a view of, not to what the graph computed it from.
+    """
+    leaving = {storage for node in gm.graph.output_node().all_input_nodes for storage in storages(node)}
+    return [node for node in sources if leaving.isdisjoint(storages(node))]
+
+
 def compile_inline(
     gm: fx.GraphModule,
     example_inputs: Sequence[object],

@@ -421,6 +421,16 @@ graph_break: 6 buckets in 4 segments
   cut 1: y
   unread: blocks.2.up.weight .. 14 .. blocks.5.down.bias
 
+view_across_break: 5 buckets in 5 segments
+  0 <- 4: 1203.8 KiB, blocks.5.down.bias .. 4 .. blocks.4.down.weight
+  1 <- 3: 1205.6 KiB, blocks.4.up.bias .. 4 .. blocks.3.up.weight
+  2 <- 2: 1203.8 KiB, blocks.2.down.bias .. 4 .. blocks.1.down.weight
+  3 <- 1: 1205.6 KiB, blocks.1.up.bias .. 4 .. blocks.0.up.weight
+  4 <- 0: 400.0 KiB, head.weight
+  cut 0: linear
+  cut 0: y_1
+  cut 1: y_1
+
 checkpoint: 4 buckets in 4 segments
   0 <- 3: 1203.8 KiB, blocks.5.down.bias .. 4 .. blocks.4.down.weight
   1 <- 2: 1205.6 KiB, blocks.4.up.bias .. 4 .. blocks.3.down.weight

@@ -283,3 +283,23 @@ def test_no_two_gradients_share_memory_and_none_the_callers() -> None:
     own = {t.untyped_storage().data_ptr() for t in tensors[2:]}
     assert len(own) == 2
     assert own.isdisjoint(t.untyped_storage().data_ptr() for t in tensors[:2])
+
+
+class ViewLeaves(Two):
+    """The first graph gives the second one a view of a weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.last.weight.t()
+        hidden = self.first(x).relu()
+        torch._dynamo.graph_break()
+        return hidden @ weight + self.last.bias  # type: ignore[no-any-return]  # of torch
+
+
+def test_a_weight_of_which_a_view_leaves_the_graph_is_not_lent() -> None:
+    compiler = Compiler()
+    model, eager = train(ViewLeaves(), compiler), ViewLeaves()
+    torch.autograd.backward(eager(rows()).sum())
+    pairs = zip(model.parameters(), eager.parameters(), strict=True)
+    assert all(p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad) for p, q in pairs)
+    lent = [len(gm.graph.find_nodes(op="call_function", target=HAND_OVER)) for gm in compiler.backwards]
+    assert sorted(lent) == [1, 2]

@@ -63,6 +63,25 @@ class OwnBreak(Blocks):
         return x
 
 
+class ViewAcrossBreak(Blocks):
+    """A view of a weight is made in front of a graph break and read behind it."""
+
+    def __init__(self, dim: int, hidden: int, blocks: int) -> None:
+        super().__init__(dim, hidden, blocks)
+        self.head = nn.Linear(dim, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, dim)`` to ``(batch, hidden)``."""
+        weight = self.head.weight.t()
+        half = len(self.blocks) // 2
+        for block in self.blocks[:half]:
+            x = x + block(x)
+        torch._dynamo.graph_break()
+        for block in self.blocks[half:]:
+            x = x + block(x)
+        return x @ weight
+
+
 class Checkpointed(Blocks):
     """Every block is recomputed in backward; a context function may say what is saved all the same."""
 
@@ -147,6 +166,14 @@ CASES = (
         model=partial(seeded, OwnBreak, dim=160, hidden=640, blocks=6),
         inputs=partial(rows, batch=64, width=160),
         about="a graph break of its own: each region is planned for its own parameters",
+        tags=("breaks",),
+        graphs=2,
+    ),
+    Case(
+        name="view_across_break",
+        model=partial(seeded, ViewAcrossBreak, dim=160, hidden=640, blocks=6),
+        inputs=partial(rows, batch=64, width=160),
+        about="a view of a weight crosses a graph break: autograd must find its way to the weight",
         tags=("breaks",),
         graphs=2,
     ),
