@@ -2,7 +2,9 @@
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -11,9 +13,19 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch 
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.plan import Bucket, Plan
+from ddpopt.ready_hooks import ReadyHooks
 from ddpopt.reducer import ParamSpec, specs_from_ddp
 
-__all__ = ["Gradients", "Tower", "arbitrary_plan", "gradients_of", "hook_that_sees", "plan_of", "same"]
+__all__ = [
+    "Gradients",
+    "Tower",
+    "arbitrary_plan",
+    "gradients_of",
+    "hand_overs",
+    "hook_that_sees",
+    "plan_of",
+    "same",
+]
 
 Gradients = list[Tensor | None]
 
@@ -90,6 +102,22 @@ def hook_that_sees(
         return averaged
 
     return hook
+
+
+@contextmanager
+def hand_overs(ddp: DistributedDataParallel, note: Callable[[str], None]) -> Iterator[None]:
+    """Note each parameter whose gradient a module is handed from inside a compiled backward, when it is."""
+    names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
+    hand_over = ReadyHooks.hand_over
+
+    def noted(hooks: ReadyHooks, place: int, *others: Any) -> None:
+        name = names.get(id(hooks.leaves[place].variable))
+        if name is not None:
+            note(name)
+        hand_over(hooks, place, *others)
+
+    with patch.object(ReadyHooks, "hand_over", noted):
+        yield
 
 
 def gradients_of(module: nn.Module) -> Gradients:
