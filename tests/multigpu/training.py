@@ -1,0 +1,136 @@
+"""Ways to use DDP, and a training loop that runs each of them: what two runs must agree on."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.multigpu.models import Gradients, Tower, gradients_of, same
+from tests.multigpu.ranks import Ranks
+
+__all__ = [
+    "SETTINGS",
+    "STEPS",
+    "UNUSED",
+    "Buckets",
+    "Setting",
+    "Step",
+    "alike",
+    "backward",
+    "batch",
+    "build",
+    "loss",
+    "train",
+    "unused_everywhere_step",
+    "unused_somewhere_step",
+    "used_while_accumulating_step",
+]
+
+STEPS = 4
+Buckets = list[tuple[str, ...]]
+Step = Callable[[DistributedDataParallel, int, Ranks], Tensor]
+
+
+def batch(ranks: Ranks, step: int, part: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * ranks.rank + part)
+    return torch.randn(5, 6, generator=generator).to(ranks.device)
+
+
+def loss(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def backward(total: Tensor) -> None:
+    torch.autograd.backward(total)
+
+
+def plain_step(ddp: DistributedDataParallel, step: int, ranks: Ranks) -> Tensor:
+    return loss(ddp(batch(ranks, step)))
+
+
+def accumulating_step(ddp: DistributedDataParallel, step: int, ranks: Ranks) -> Tensor:
+    with ddp.no_sync():
+        backward(loss(ddp(batch(ranks, step, part=1))))
+    return loss(ddp(batch(ranks, step)))
+
+
+def shared_backward_step(ddp: DistributedDataParallel, step: int, ranks: Ranks) -> Tensor:
+    first = loss(ddp(batch(ranks, step)))
+    with ddp.no_sync():
+        return first + loss(ddp(batch(ranks, step, part=1)))
+
+
+def unused_everywhere_step(ddp: DistributedDataParallel, step: int, ranks: Ranks) -> Tensor:
+    return loss(ddp(batch(ranks, step), use_optional=False))
+
+
+def unused_somewhere_step(ddp: DistributedDataParallel, step: int, ranks: Ranks) -> Tensor:
+    return loss(ddp(batch(ranks, step), use_optional=(step + ranks.rank) % 3 == 0))
+
+
+def used_while_accumulating_step(ddp: DistributedDataParallel, step: int, ranks: Ranks) -> Tensor:
+    with ddp.no_sync():
+        backward(loss(ddp(batch(ranks, step, part=1), use_optional=ranks.rank == 0)))
+    return loss(ddp(batch(ranks, step), use_optional=False))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to use DDP."""
+
+    step: Step = plain_step
+    arguments: dict[str, Any] = field(default_factory=dict)
+    mixed: bool = False
+    keeps_gradients: bool = False
+
+
+UNUSED = {"find_unused_parameters": True}
+SETTINGS = {
+    "default": Setting(),
+    "mixed dtypes": Setting(mixed=True),
+    "static graph": Setting(arguments={"static_graph": True}),
+    "static graph, unused": Setting(unused_everywhere_step, {"static_graph": True}),
+    "static graph, unused, both flags": Setting(unused_everywhere_step, {"static_graph": True, **UNUSED}),
+    "static graph, one backward": Setting(shared_backward_step, {"static_graph": True}),
+    "unused somewhere": Setting(unused_somewhere_step, UNUSED),
+    "unused everywhere": Setting(unused_everywhere_step, UNUSED),
+    "used while accumulating": Setting(used_while_accumulating_step, UNUSED),
+    "bucket view": Setting(arguments={"gradient_as_bucket_view": True}, keeps_gradients=True),
+    "bucket view, unused": Setting(unused_somewhere_step, {"gradient_as_bucket_view": True, **UNUSED}),
+    "accumulation": Setting(accumulating_step),
+    "accumulation, bucket view": Setting(accumulating_step, {"gradient_as_bucket_view": True}),
+    "accumulation, unused": Setting(accumulating_step, UNUSED),
+    "one backward": Setting(shared_backward_step),
+    "one backward, unused": Setting(shared_backward_step, UNUSED),
+}
+
+
+def build(setting: Setting, ranks: Ranks) -> DistributedDataParallel:
+    model = Tower(mixed=setting.mixed).to(ranks.device)
+    return DistributedDataParallel(model, **setting.arguments)
+
+
+def train(
+    ddp: DistributedDataParallel, setting: Setting, ranks: Ranks, seen: list[Buckets]
+) -> list[Gradients]:
+    """Some steps of SGD; the gradients after each, and in `seen` the buckets of each."""
+    gradients = []
+    for step in range(STEPS):
+        total = setting.step(ddp, step, ranks)
+        seen.append([])
+        backward(total)
+        gradients.append(gradients_of(ddp.module))
+        with torch.no_grad():
+            for parameter in ddp.module.parameters():
+                if parameter.grad is not None:
+                    parameter -= 0.1 * parameter.grad
+        ddp.zero_grad(set_to_none=not setting.keeps_gradients)
+    return gradients
+
+
+def alike(ranks: Ranks, left: list[Gradients], right: list[Gradients], rounding: float = 1e-5) -> bool:
+    """Whether two runs agree: bitwise on two ranks, where a sum has but one order; else within rounding."""
+    return same(left, right, 0.0 if ranks.size <= 2 else rounding)

@@ -1,0 +1,199 @@
+"""An eager DDP module and an inline one of equal weights, that do the same and are compared bit by bit."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import ddpopt
+from tests.multigpu.models import gradients_of, hand_overs, same
+
+WIDTH = 8
+LAYERS = 3
+LAYER_MB = 4 * WIDTH * (WIDTH + 1) / 2**20
+ALL = [f"layers.{layer}.{name}" for layer in reversed(range(LAYERS)) for name in ("bias", "weight")]
+"""Parameters in the order in which their gradients complete."""
+Act = Callable[[Any, DistributedDataParallel], Any]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+class Tied(Net):
+    """The first layer and the last one share their weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2].weight = self.layers[0].weight
+
+
+class Broken(Net):
+    """The same in two graphs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third = self.layers
+        x = first(x).tanh()
+        torch._dynamo.graph_break()
+        out: Tensor = third(second(x).tanh()).tanh()
+        return out
+
+
+class TiedAndBroken(Broken):
+    """A weight is read in both graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2].weight = self.layers[0].weight
+
+
+class Checkpointed(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(_activated, layer, x, use_reentrant=False)
+        return x
+
+
+def _activated(layer: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = layer(x).tanh()
+    return out
+
+
+class Normed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, *others = self.layers
+        x = self.norm(first(x))
+        for layer in others:
+            x = layer(x).tanh()
+        return x
+
+
+class Sums(Net):
+    """Two parameters whose gradients are one and the same tensor, that of the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Parameter(torch.zeros(3, WIDTH))
+        self.right = nn.Parameter(torch.zeros(3, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.left + self.right
+
+
+class Raising(torch.autograd.Function):
+    """The identity; its backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, raises: bool) -> Tensor:
+        ctx.raises = raises
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if ctx.raises:
+            raise ZeroDivisionError("in the middle")
+        return gradient, None
+
+
+class RaisingInTheMiddle(Net):
+    """Between two graphs, backward may raise."""
+
+    raises = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third = self.layers
+        x = self.middle(second(first(x).tanh()).tanh())
+        out: Tensor = third(x).tanh()
+        return out
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]  # of torch
+    def middle(self, x: Tensor) -> Tensor:
+        out: Tensor = Raising.apply(x, self.raises)  # type: ignore[no-untyped-call]  # of torch
+        return out
+
+
+class Twins:
+    """An eager DDP module and an inline one, with equal weights."""
+
+    def __init__(
+        self, factory: Callable[[], nn.Module] = Net, *, buckets: Any = "plan", **arguments: Any
+    ) -> None:
+        torch._dynamo.reset()
+        arguments = {"bucket_cap_mb": LAYER_MB, **arguments}
+        self.eager, self.inline = (DistributedDataParallel(factory(), **arguments) for _ in range(2))
+        self.step = ddpopt.compile(self.inline, backend="aot_eager", strategy="inline", buckets=buckets)
+
+    @property
+    def each(self) -> list[tuple[Any, DistributedDataParallel]]:
+        """What to call, and the DDP module, of both."""
+        return [(self.eager, self.eager), (self.step, self.inline)]
+
+    def act(self, act: Act, *, keeps_gradients: bool = False) -> tuple[Any, Any, list[str]]:
+        """Do the same with both; what came of it, and whose gradients were handed over.
+
+        Gradients, parameters and buffers are bit for bit equal afterwards.
+        """
+        handed: list[str] = []
+        results = []
+        for call, ddp in self.each:
+            if not keeps_gradients:
+                ddp.zero_grad()
+            with hand_overs(self.inline, handed.append):
+                results.append(act(call, ddp))
+        self.assert_equal()
+        return results[0], results[1], handed
+
+    def assert_equal(self) -> None:
+        assert same([gradients_of(self.inline)], [gradients_of(self.eager)]), "gradients"
+        for name, value in self.eager.state_dict().items():
+            assert torch.equal(value, self.inline.state_dict()[name]), name
+
+
+def rows(seed: int = 1) -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def loss(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def backward(total: Tensor, **options: Any) -> None:
+    torch.autograd.backward(total, **options)
+
+
+def train(call: Any, ddp: DistributedDataParallel) -> None:
+    backward(loss(call(rows())))
+
+
+def error_of(action: Callable[[], object]) -> str:
+    """The error that this raises; empty if none."""
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def without(*names: str) -> list[str]:
+    return [name for name in ALL if name not in names]
+
+
+def optimizers(twins: Twins) -> dict[DistributedDataParallel, torch.optim.Optimizer]:
+    return {
+        ddp: torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9) for ddp in (twins.eager, twins.inline)
+    }
