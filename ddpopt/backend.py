@@ -84,7 +84,7 @@ class DdpoptBackend:
         if ddp is None:
             _say_once("no DistributedDataParallel forward is running; the graph is compiled whole")
             return compiler(gm, example_inputs)
-        with _collector_at_rest():
+        with _undisturbed():
             planned = self._plan(ddp, gm, example_inputs)
         if planned is None or not planned.plan.buckets:
             _say_whole(planned)
@@ -125,7 +125,7 @@ class DdpoptBackend:
         options: dict[str, Any],
     ) -> Callable[..., Any]:
         gm, plan = planned.gm, planned.plan
-        with _collector_at_rest():
+        with _undisturbed():
             stitched = cut(planned, example_inputs, ddp)
         if stitched is gm:
             _say_whole(planned)
@@ -165,18 +165,25 @@ class DdpoptBackend:
 
 
 @contextlib.contextmanager
-def _collector_at_rest() -> Iterator[None]:
-    """Pause Python's garbage collector: what is made here stays, and each collection would walk all of it.
+def _undisturbed() -> Iterator[None]:
+    """Keep what is planned and cut apart from what runs.
 
-    On a graph of 6000 nodes the collections take as long as the work itself, and grow as its square.
+    Python's garbage collector is paused: what is made here stays, and each collection would walk all of it.
+    On a graph of 6000 nodes the collections take as long as the work itself, and grow as its square. And
+    hooks on saved tensors, such as those of a checkpoint around the forward, are not to see example values.
     """
     running = gc.isenabled()
     gc.disable()
     try:
-        yield
+        with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+            yield
     finally:
         if running:
             gc.enable()
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def cut(planned: Planned, example_inputs: Sequence[object], ddp: DistributedDataParallel) -> fx.GraphModule:

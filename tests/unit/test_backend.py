@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch.distributed._composable.replicate import replicate
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import ddpopt
 import ddpopt.backend
@@ -385,6 +386,31 @@ def test_a_plan_that_is_in_force_already_is_followed() -> None:
     step(ddpopt.compile(ddp, backend=recorder, strategy="split"), ddp, rows())
     assert plan_in_force(ddp) == plan
     assert recorder.calls == len(plan.segments) == 2
+
+
+class Attention(nn.Module):
+    """Holds a composite call, which is traced while it is planned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.attention(x, x, x, need_weights=False)[0]  # type: ignore[no-any-return]  # of torch
+
+
+@pytest.mark.parametrize("strategy", ["split", "inline"])
+def test_the_first_forward_may_run_inside_a_checkpoint(strategy: Any) -> None:
+    eager, ddp = ddp_of(Attention), ddp_of(Attention)
+    compiled = ddpopt.compile(ddp, backend="aot_eager", strategy=strategy)
+
+    def recomputed(model: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda x: checkpoint(model, x, use_reentrant=False)
+
+    for _ in range(2):
+        assert same(step(recomputed(compiled), ddp, rows()), step(recomputed(eager), eager, rows()))
 
 
 # --------------------------------------------------------------------------------- compiled only as needed
