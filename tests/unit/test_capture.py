@@ -1,6 +1,7 @@
 """Planning a model reads it off fake tensors: nothing runs, nothing is copied, nothing is left behind."""
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -242,7 +243,7 @@ def test_no_random_number_is_drawn() -> None:
 
 def test_no_weight_is_copied() -> None:
     model, inputs = net(), rows()
-    with torch.profiler.profile(profile_memory=True) as profile:
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
         ddpopt.plan(model, inputs, bucket_cap_mb=LAYER_MB)
     allocated = sum(max(event.self_cpu_memory_usage, 0) for event in profile.key_averages())
     assert allocated < LAYER_BYTES
@@ -253,6 +254,10 @@ def test_no_process_group_is_made() -> None:
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.skipif(
+    "isolate_recompiles" not in inspect.signature(torch.compile).parameters,
+    reason="this torch counts recompilations of a frame together, whoever asked for them",
+)
 def test_the_callers_own_compilations_find_their_limits_untouched() -> None:
     model = Broken()
     for _ in range(torch._dynamo.config.recompile_limit + 1):

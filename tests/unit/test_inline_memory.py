@@ -38,7 +38,7 @@ def peak_bytes(way: str, **options: Any) -> int:
         for _ in range(2):
             torch.autograd.backward(step(torch.ones(8, WIDTH)).sum())
             ddp.zero_grad()
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
             torch.autograd.backward(step(torch.ones(8, WIDTH)).sum())
     events: Any = profiled.profiler
     changes = [event for event in events.kineto_results.events() if event.name() == "[memory]"]
