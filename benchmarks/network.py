@@ -1,0 +1,200 @@
+"""Two emulated hosts on one machine, joined by a slow link.
+
+Two network namespaces, each held by a process that does nothing, are joined by a veth pair whose ends pass
+a token bucket filter (``tc``). What runs in a namespace sees the link and nothing else.
+
+Invariant: nothing has to be removed. The namespaces have no names, so that two runs do not clash, and the
+kernel drops them with the processes inside. The holders end as soon as this process is gone, however it went.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+DEVICES = ("ddp0", "ddp1")
+TOOLS = ("ip", "tc", "unshare", "nsenter")
+BUCKET = ("burst", "256kb", "latency", "100ms")
+LIMIT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Network:
+    """How to start the process of each rank so that it sees the link.
+
+    Attributes:
+        description: what the ranks are joined by, for people.
+        interfaces: for each rank the interface to talk over.
+        prefixes: for each rank the words before its command.
+        emulated: whether there is a slow link; if not, the ranks share this machine's loopback.
+    """
+
+    description: str
+    interfaces: tuple[str, str]
+    prefixes: tuple[tuple[str, ...], tuple[str, ...]]
+    emulated: bool
+
+
+def loopback(reason: str) -> Network:
+    """The network where no link can be emulated, for this reason."""
+    return Network(f"loopback, no emulated link: {reason}", ("lo", "lo"), ((), ()), emulated=False)
+
+
+def enter(pid: int) -> tuple[str, ...]:
+    """The words before a command that is to run in the network namespace of a process.
+
+    >>> enter(7)
+    ('nsenter', '--target', '7', '--net')
+    """
+    return "nsenter", "--target", str(pid), "--net"
+
+
+def link_commands(holders: tuple[int, int], rate: str) -> list[tuple[str, ...]]:
+    """The commands that join two network namespaces.
+
+    Args:
+        holders: a process in each of them.
+        rate: what each end sends at most, as ``tc`` writes it.
+
+    Returns:
+        Commands in their order. The first makes both devices inside the namespaces; this machine's own
+        network never sees them.
+    """
+    ends = [("name", device, "netns", str(pid)) for device, pid in zip(DEVICES, holders, strict=True)]
+    commands: list[tuple[str, ...]] = [("ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1])]
+    for number, (device, pid) in enumerate(zip(DEVICES, holders, strict=True), start=1):
+        inside = (
+            ("ip", "address", "add", f"192.0.2.{number}/30", "dev", device),
+            ("ip", "link", "set", "lo", "up"),
+            ("ip", "link", "set", device, "up"),
+            ("tc", "qdisc", "add", "dev", device, "root", "tbf", *BUCKET, "rate", rate),
+        )
+        commands += [(*enter(pid), *command) for command in inside]
+    return commands
+
+
+@contextmanager
+def two_hosts(rate: str) -> Iterator[Network]:
+    """Emulate two hosts, or say why that cannot be done here.
+
+    Args:
+        rate: what each host sends at most, as ``tc`` writes it, for instance ``"1gbit"``.
+
+    Yields:
+        The network: the emulated link, or loopback.
+    """
+    with ExitStack() as opened:
+        reason = _missing()
+        if reason is None:
+            try:
+                pids = opened.enter_context(_holder()), opened.enter_context(_holder())
+                for command in link_commands(pids, rate):
+                    _run(command)
+            except (OSError, subprocess.SubprocessError) as error:
+                reason = _words(error)
+            else:
+                description = f"2 network namespaces, veth, tbf {rate} each way"
+                yield Network(description, DEVICES, (enter(pids[0]), enter(pids[1])), emulated=True)
+                return
+        yield loopback(reason)
+
+
+@contextmanager
+def running(
+    network: Network,
+    commands: Sequence[Sequence[str]],
+    environment: Mapping[str, str],
+    folder: Path,
+    limit_s: float,
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Run one process on each host, in the folder above this one.
+
+    Args:
+        network: of the hosts.
+        commands: one for each host. It must end when its standard input does, which is when this process is
+            gone.
+        environment: added to this process's own, beside the interface that gloo is to use.
+        folder: each process's standard error goes to a file in it, ``stderr-0`` and ``stderr-1``.
+        limit_s: seconds after which they are ended.
+
+    Yields:
+        The processes, with pipes for input and output; they are ended with the block.
+    """
+    processes: list[subprocess.Popen[str]] = []
+
+    def kill() -> None:
+        for process in processes:
+            process.kill()
+
+    watch = threading.Timer(limit_s, kill)
+    try:
+        for rank, command in enumerate(commands):
+            own = {**os.environ, **environment, "GLOO_SOCKET_IFNAME": network.interfaces[rank]}
+            with (folder / f"stderr-{rank}").open("w") as errors:
+                process = subprocess.Popen(
+                    [*network.prefixes[rank], *command],
+                    cwd=Path(__file__).parents[1],
+                    env=own,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                )
+            processes.append(process)
+        watch.start()
+        yield processes
+    finally:
+        watch.cancel()
+        kill()
+        for process in processes:
+            process.communicate()
+
+
+def _missing() -> str | None:
+    absent = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if absent:
+        return f"{', '.join(absent)} not found"
+    return "it takes root" if os.geteuid() != 0 else None
+
+
+@contextmanager
+def _holder() -> Iterator[int]:
+    """A process that holds a network namespace of its own; yields its number."""
+    # cat ends when its input does: when this block is left, and when this process is gone
+    process = subprocess.Popen(
+        ["unshare", "--net", "cat"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        bufsize=0,
+    )
+    try:
+        assert process.stdin is not None  # a pipe
+        assert process.stdout is not None  # the same
+        process.stdin.write(b"?")
+        if process.stdout.read(1) != b"?" or _network(process.pid) == _network(os.getpid()):
+            raise OSError("unshare --net made no network namespace")
+        yield process.pid
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _network(pid: int) -> str:
+    return str(Path(f"/proc/{pid}/ns/net").readlink())
+
+
+def _run(command: Sequence[str]) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=LIMIT_S)
+
+
+def _words(error: Exception) -> str:
+    """An error in one line."""
+    said = getattr(error, "stderr", None) or str(error)
+    return " ".join(str(said).split())
