@@ -1,0 +1,36 @@
+"""Drawn graphs, compiled inline: outputs, writes and gradients are those of the graph as it was."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hypothesis import assume, given, settings
+from torch import fx
+
+from ddpopt.facts import parameter_sources
+from ddpopt.handover import USED_AGAIN, lend
+from ddpopt.inline import compile_inline, lendable, obstacle
+from ddpopt.testing.graph_builder import SmallGraph, real_inputs
+from ddpopt.testing.strategies import graphs
+from tests.property.test_plan import specs_of
+from tests.unit.effects import Effects
+
+
+@settings(max_examples=200)
+@given(graphs())
+def test_a_graph_whose_parameters_are_lent_is_the_same_program(graph: SmallGraph) -> None:
+    sources = parameter_sources(graph.gm, graph.example_values, specs_of(graph))
+    assume(obstacle(graph.gm, sources) is None)
+    lent = lendable(graph.gm, sources)
+    edited: list[fx.GraphModule] = []
+
+    def as_it_is(gm: fx.GraphModule, _: Sequence[object]) -> Callable[..., Any]:
+        edited.append(gm)
+        return gm.forward
+
+    before = str(graph.gm.graph)
+    run = compile_inline(graph.gm, graph.example_values, lent, as_it_is, USED_AGAIN)
+    inputs = list(real_inputs(graph))
+    Effects(run, inputs).assert_equal(Effects(graph.gm, inputs))
+    edited[0].graph.lint()
+    assert len(edited[0].graph.find_nodes(op="call_function", target=lend)) == len(lent)
+    assert str(graph.gm.graph) == before
