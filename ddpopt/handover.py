@@ -32,7 +32,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _disable_current_modes
 
+from ddpopt.errors import HandOverError
 from ddpopt.ready_hooks import ready_hooks
 from ddpopt.running_backward import NO_TASK, running_backward, running_node, task_id, will_run
 
@@ -55,10 +57,11 @@ class Call:
     """
 
     def __init__(self, ddp: DistributedDataParallel | None, parameters: Sequence[Tensor]) -> None:
-        self.ticket = torch.tensor(next(_numbers))
+        self.ticket = torch.tensor(next(_numbers), device="cpu")
         self._hooks = None if ddp is None else ready_hooks(ddp)
         self._parameters = tuple(parameters)
-        self._kept: dict[int, Tensor] = {}
+        # by backward and slot: two backwards through one retained graph may overlap
+        self._kept: dict[tuple[int, int], Tensor] = {}
         self._task = NO_TASK
         self._places: tuple[int | None, ...] = ()
         if task_id() == NO_TASK:  # else a checkpoint may be recomputing the forward of another call
@@ -85,18 +88,19 @@ class Call:
         if place is not None and self._hooks is not None:
             self._hooks.hand_over(place, self._parameters[slot], gradient, alone)
         else:
-            # compiled code may use this memory again for its next value
-            self._kept[slot] = gradient if alone else gradient.clone()
+            # compiled code may use this memory again for its next value; a name more in Python would not show
+            # that the memory has an owner now, and the same tensor may be handed over for another parameter
+            self._kept[task, slot] = gradient.detach() if alone else gradient.clone()
 
     def holds(self, slot: int, gradient: Tensor) -> bool:
         """Whether a gradient's memory is still needed."""
         storage = gradient.untyped_storage().data_ptr()
-        held = (self._kept.get(slot), self._parameters[slot].grad)
+        held = (self._kept.get((task_id(), slot)), self._parameters[slot].grad)
         return any(tensor is not None and tensor.untyped_storage().data_ptr() == storage for tensor in held)
 
     def claim(self, slot: int) -> Tensor | None:
         """A gradient that was kept; None where it was handed over, or where there is none."""
-        return self._kept.pop(slot, None)
+        return self._kept.pop((task_id(), slot), None)
 
     def _decide(self) -> None:
         """Find out which gradients may be handed over in the backward that is running now."""
@@ -111,7 +115,9 @@ class Call:
         self._places = tuple(
             place
             if place is not None
+            and parameter.requires_grad
             and not _is_hooked(parameter)
+            and _is_on_default_stream(parameter)
             and backward.leaf_edges.get(id(hooks.leaves[place])) == 1
             and will_run(hooks.leaves[place])
             else None
@@ -130,6 +136,17 @@ def _is_hooked(parameter: Any) -> bool:
         or parameter._post_accumulate_grad_hooks
         or hasattr(parameter, "_in_backward_optimizers")
     )
+
+
+def _is_on_default_stream(parameter: Tensor) -> bool:
+    """Whether the gradient is computed where everybody expects it.
+
+    At the end of a backward the engine has others wait for the streams that it accumulated on, and a gradient
+    that was handed over is none of its business.
+    """
+    if not parameter.is_cuda:
+        return True
+    return bool(torch.cuda.current_stream(parameter.device) == torch.cuda.default_stream(parameter.device))
 
 
 class _Gate(torch.autograd.Function):
@@ -207,8 +224,12 @@ def hand_over(gradient: Tensor, ticket: Tensor, slot: int, memory: int) -> Tenso
         The gradient of the token: an empty tensor.
     """
     call = _calls.get(int(ticket)) or _call_behind(running_node())
-    if call is None:
-        raise RuntimeError(f"ddpopt::hand_over: no forward with ticket {int(ticket)} waits for its backward")
+    if call is None or task_id() == NO_TASK:
+        raise HandOverError(
+            f"ddpopt::hand_over: slot {slot} of forward {int(ticket)} has a gradient, but no backward of "
+            "that forward is running. Start it with backward() or torch.autograd.grad(), or compile with "
+            'strategy="split"'
+        )
     alone = memory != USED_AGAIN and _is_alone(gradient)
     call.receive(slot, gradient, alone)
     if alone and memory == GIVEN and not call.holds(slot, gradient):
@@ -240,8 +261,10 @@ def _owners(tensor: Tensor) -> list[int]:
 @functools.cache
 def _owners_of_one(is_view: bool) -> list[int]:
     """The same for a tensor, or a view of one, that only the operator's caller knows."""
-    with torch.no_grad():
-        return list(torch.ops.ddpopt.owners(torch.empty(1).view(1) if is_view else torch.empty(1)))
+    with torch.no_grad(), _disable_current_modes():  # a mode on the way would be one more owner
+        if is_view:
+            return list(torch.ops.ddpopt.owners(torch.empty(1, device="cpu").view(1)))
+        return list(torch.ops.ddpopt.owners(torch.empty(1, device="cpu")))
 
 
 def _is_alone(tensor: Tensor) -> bool:

@@ -35,13 +35,14 @@ def in_order(compiler: CompilerFn) -> CompilerFn:
 @functools.cache
 def _register_lowering() -> None:
     # imported here: Inductor takes a second to import, and many never compile with it
-    from torch._inductor import lowering
+    from torch._inductor import ir, lowering
     from torch._inductor.virtualized import V
 
     target = torch.ops.ddpopt.hand_over.default
     fall_back: Any = lowering.fallback_handler(target, add_to_fallback_set=False)  # type: ignore[no-untyped-call]
 
     def lower(gradient: Any, ticket: Any, slot: int, memory: int) -> Any:
+        gradient = ir.ExternKernel.realize_input(gradient)  # what is protected is what is handed over
         token = fall_back(gradient, ticket, slot, GIVEN if _is_last_use(V.graph.current_node) else memory)
         V.graph.never_reuse_buffers.add(gradient.get_name())
         return token

@@ -92,7 +92,7 @@ def compile_inline(
         values[position] = value
     tokens = [_token(value) for value in detached]
     edited = _edited(gm, dict(zip(lent, zip(detached, tokens, strict=True), strict=True)), memory)
-    compiled = compiler(edited, [*values, *tokens, torch.tensor(0)])
+    compiled = compiler(edited, [*values, *tokens, torch.tensor(0, device="cpu")])
 
     def run(*arguments: Any) -> Any:
         given = [*arguments]
@@ -133,7 +133,7 @@ def _edited(gm: fx.GraphModule, lent: Mapping[fx.Node, tuple[Tensor, Tensor]], m
             if node in lent:
                 copied.meta["example_value"] = lent[node][0]
     given = {node: _input(graph, f"token_of_{node.name}", token) for node, (_, token) in lent.items()}
-    ticket = _input(graph, "ticket", torch.tensor(0))
+    ticket = _input(graph, "ticket", torch.tensor(0, device="cpu"))
     for slot, (node, token) in enumerate(given.items()):
         copies[node] = graph.call_function(lend, (copies[node], token, ticket, slot, memory))
         copies[node].meta["example_value"] = example_value(node)

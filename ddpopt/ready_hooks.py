@@ -57,14 +57,28 @@ class ReadyHooks:
             leaf.register_hook(functools.partial(_call, arrived, place))
 
     def take_over(self) -> bool:
-        """Have the module's reducer hear of gradients from here alone; returns whether there is a reducer."""
+        """Have the module's reducer hear of gradients from here alone.
+
+        Returns:
+            Whether it does; not so if there is no reducer, or one that was made for other parameters: some
+            have been frozen or thawed since.
+        """
         reducer = self._reducer()
         if reducer is None:
             return False
         if not self._is_taken_over(reducer):
+            if not self._knows_the_parameters():
+                return False
             reducer._remove_autograd_hooks()
             self._taken_over = weakref.ref(reducer)
         return True
+
+    def _knows_the_parameters(self) -> bool:
+        """Whether the places are those of the reducer that the module has now."""
+        ddp: Any = self._ddp()
+        parameters, _ = ddp._build_params_for_reducer()
+        count = ddp._get_ddp_logging_data()["num_parameter_tensors"]
+        return list(map(id, parameters)) == list(self.places) and count == len(parameters)
 
     def hand_over(self, place: int, parameter: Tensor, gradient: Tensor, alone: bool) -> None:
         """Accumulate a gradient and tell the reducer, as the engine would at the end of this backward.

@@ -3,7 +3,7 @@
 import logging
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,8 +14,10 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt.handover import READ_AGAIN, Call
+from ddpopt.errors import HandOverError
+from ddpopt.handover import READ_AGAIN, Call, _owners_of_one
 from ddpopt.inductor import _is_last_use
+from ddpopt.inline import obstacle
 
 pytestmark = pytest.mark.usefixtures("one_rank_group", "fresh_dynamo")
 
@@ -303,3 +305,87 @@ def test_a_weight_of_which_a_view_leaves_the_graph_is_not_lent() -> None:
     assert all(p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad) for p, q in pairs)
     lent = [len(gm.graph.find_nodes(op="call_function", target=HAND_OVER)) for gm in compiler.backwards]
     assert sorted(lent) == [1, 2]
+
+
+class SharedGradient(nn.Module):
+    """Two biases whose gradients are one tensor that the backward computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Parameter(torch.zeros(8, 8)), nn.Parameter(torch.zeros(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.cat([x, x]) + self.left + self.right).tanh()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("hooked", ["left", "right"])
+def test_a_gradient_that_was_kept_shares_no_memory_with_one_that_was_handed_over(
+    hooked: str, backend: str
+) -> None:
+    model = SharedGradient()
+    watched: Any = model.get_parameter(hooked)
+    watched.register_hook(lambda _: None)
+    train(model, backend)
+    assert model.left.grad is not None
+    assert model.right.grad is not None
+    assert torch.equal(model.left.grad, model.right.grad)
+    assert model.left.grad.data_ptr() != model.right.grad.data_ptr()
+
+
+def test_who_owns_a_tensor_is_measured_without_the_modes_that_are_active() -> None:
+    outside = [_owners_of_one(False), _owners_of_one(True)]
+    _owners_of_one.cache_clear()
+    with ddpopt.observe(DistributedDataParallel(Two())):
+        inside = [_owners_of_one(False), _owners_of_one(True)]
+    assert inside == outside
+
+
+def test_a_parameter_that_is_frozen_later_is_left_out() -> None:
+    def step(call: Callable[..., Tensor], model: nn.Module) -> list[Tensor | None]:
+        model.zero_grad()
+        torch.autograd.backward(call(rows()).sum())
+        return [parameter.grad for parameter in model.parameters()]
+
+    for strategy in ("split", "inline"):
+        torch._dynamo.reset()
+        eager, model = Two(), Two()
+        ddp = DistributedDataParallel(model, bucket_cap_mb=CAP_MB, find_unused_parameters=True)
+        compiled = ddpopt.compile(ddp, backend="aot_eager", strategy=cast(Any, strategy))
+        step(compiled, model)
+        for either in (eager, model):
+            either.first.weight.requires_grad_(False)
+        expected, found = step(eager, eager), step(compiled, model)
+        assert expected[0] is found[0] is None
+        pairs = zip(expected[1:], found[1:], strict=True)
+        assert all(a is not None and b is not None and torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_gradient_outside_of_any_backward_is_refused() -> None:
+    with pytest.raises(HandOverError, match=r"slot 3 of forward -1 has a gradient, but no backward of that"):
+        HAND_OVER(torch.ones(2), torch.tensor(-1), 3, READ_AGAIN)
+
+
+def test_the_ticket_is_on_the_cpu_whatever_the_default_device() -> None:
+    with torch.device("meta"):
+        assert Call(None, ()).ticket.device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("op", "value", "reason"),
+    [
+        ("get_attr", torch.ones(2), "parameter 'w' is no input of the graph but an attribute of it"),
+        (
+            "placeholder",
+            torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
+            "parameter 'w' is a NestedTensor, a tensor made of others",
+        ),
+    ],
+)
+def test_what_cannot_be_lent_is_named(op: str, value: Tensor, reason: str) -> None:
+    graph = fx.Graph()
+    node = graph.create_node(op, "w")
+    node.meta["example_value"] = value
+    graph.output(node)
+    gm = fx.GraphModule({"w": value}, graph)
+    assert obstacle(gm, {node: {"w": "w"}}) == reason
