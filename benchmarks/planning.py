@@ -85,7 +85,7 @@ def do_nothing(gm: fx.GraphModule, _: Sequence[Any]) -> Compiled:
 
 def run_ddpopt(_: DistributedDataParallel, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> object:
     """Everything that ddpopt does in a compile, but for compiling."""
-    return DdpoptBackend(do_nothing)(gm, example_inputs)
+    return DdpoptBackend(do_nothing, strategy="split")(gm, example_inputs)
 
 
 def run_torch(ddp: DistributedDataParallel, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> object:
