@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -17,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt.errors import PlanMismatchError, UsageError
 from ddpopt.plan import Bucket, Plan
 from ddpopt.reducer import ParamSpec, specs_from_ddp
+from ddpopt.running_backward import NO_TASK, task_id
 
 __all__ = ["ddp_module", "require_between_iterations", "require_fit"]
 
@@ -81,8 +81,7 @@ def require_between_iterations(ddp: DistributedDataParallel) -> None:
 
 
 def _under_way(ddp: Any) -> str:
-    # Private, the same in torch 2.11 to 2.13: the backward that runs in this thread, if any.
-    if torch._C._current_graph_task_id() != -1:
+    if task_id() != NO_TASK:
         return "a backward is running; call this outside of it"
     if DistributedDataParallel._active_ddp_module is ddp:
         return "the module's forward is running; call this before or after it"

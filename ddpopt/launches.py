@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpopt.handover import hand_over
+from ddpopt.running_backward import NO_TASK, task_id
 
-__all__ = ["Launch", "LaunchMode", "in_backward"]
+__all__ = ["Launch", "LaunchMode"]
 
 NAMESPACES = ("c10d", "_c10d_functional")
 # Waiting is no launch.
@@ -42,12 +43,6 @@ class Launch:
     nbytes: int
     dtype: str
     in_backward: bool
-
-
-def in_backward() -> int:
-    """The number of the backward that runs in this thread; -1 outside of any."""
-    # Private, the same in torch 2.11 to 2.13.
-    return torch._C._current_graph_task_id()
 
 
 class LaunchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
@@ -95,7 +90,7 @@ class LaunchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torc
         result = func(*args, **(kwargs or {}))
         if getattr(func, "namespace", "") in NAMESPACES:
             self._note(func, args, kwargs or {})
-        elif in_backward() == -1:
+        elif task_id() == NO_TASK:
             self._on_forward()
         return result
 
@@ -112,7 +107,7 @@ class LaunchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torc
                 numel=sum(tensor.numel() for tensor in sent),
                 nbytes=sum(tensor.numel() * tensor.element_size() for tensor in sent),
                 dtype=str(sent[0].dtype).removeprefix("torch.") if sent else "",
-                in_backward=in_backward() != -1,
+                in_backward=task_id() != NO_TASK,
             )
         )
 

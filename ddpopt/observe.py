@@ -18,8 +18,9 @@ from ddpopt.compilations import Compilations
 from ddpopt.deferred import running_reducer
 from ddpopt.errors import UsageError
 from ddpopt.imposable import ddp_module
-from ddpopt.launches import Launch, LaunchMode, in_backward
+from ddpopt.launches import Launch, LaunchMode
 from ddpopt.reducer import specs_from_ddp
+from ddpopt.running_backward import NO_TASK, task_id
 from ddpopt.running_buckets import ObservedBucket, running_buckets
 
 __all__ = ["Collective", "Iteration", "Observation", "ObservedBucket", "observe"]
@@ -191,7 +192,7 @@ class Observation:
     def _current_backward(self) -> _Backward:
         # A reentrant backward (checkpointing) runs inside another one under a number of its own. No operator
         # outside of backward comes between the two, but one does between two iterations.
-        task = in_backward()
+        task = task_id()
         current = self._open
         if current is None or (task not in current.tasks and self._is_complete(current)):
             current = self._open = _Backward(weakref.ref(running_reducer(self._ddp)), self._rebuilds)
@@ -211,7 +212,7 @@ class Observation:
     def _refresh(self) -> None:
         # After the block the reducer may go on to other buckets. And in a backward this thread may hold the
         # reducer's lock, which both the buckets and the log are read under.
-        if not self._active or in_backward() != -1:
+        if not self._active or task_id() != NO_TASK:
             return
         self._hooked = bool(self._ddp._get_ddp_logging_data().get("comm_hook"))
         reducer = weakref.ref(running_reducer(self._ddp))

@@ -67,19 +67,28 @@ def running_backward() -> Backward | None:
     """Look at the backward that is running on this thread.
 
     Returns:
-        What is known of it; None where its roots cannot be found: it was started from C++, or by other
-        means than ``backward()`` and ``torch.autograd.grad``.
+        What is known of it, the same to all who ask in one backward. None where its roots cannot be found:
+        it was started from C++, or by other means than ``backward()`` and ``torch.autograd.grad``.
     """
     task = task_id()
     if task == NO_TASK:
         return None
+    for latest in _latest[:]:  # a copy: other threads may be in backwards of their own
+        if latest.task == task:
+            return latest
     for frame in _engine_calls():
         # (outputs, (gradients, retain_graph, create_graph, …)), as torch.autograd passes them
         outputs, options = frame.f_locals["t_outputs"], frame.f_locals["args"]
         roots = [get_gradient_edge(o).node if isinstance(o, torch.Tensor) else o.node for o in outputs]
         if len(options) > 2 and all(map(_takes_part, roots)):
-            return Backward(task, bool(options[2]), _edges_into_leaves(roots))
+            found = Backward(task, bool(options[2]), _edges_into_leaves(roots))
+            _latest[:] = [found]
+            return found
     return None
+
+
+_latest: list[Backward] = []
+"""What was last found: each compiled graph of a backward asks, and the answer takes a walk over all of it."""
 
 
 def _takes_part(root: Any) -> bool:

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from ddpopt.launches import Launch, LaunchMode, in_backward
+from ddpopt.launches import Launch, LaunchMode
+from ddpopt.running_backward import NO_TASK, task_id
 from tests.multigpu.single import single_rank
 
 
@@ -70,7 +71,7 @@ def test_a_launch_knows_whether_it_was_inside_a_backward() -> None:
     tasks = []
 
     def reduce(gradient: torch.Tensor) -> None:
-        tasks.append(in_backward())
+        tasks.append(task_id())
         dist.all_reduce(gradient.clone())
 
     leaf: Any = torch.ones(2, requires_grad=True)
@@ -80,7 +81,7 @@ def test_a_launch_knows_whether_it_was_inside_a_backward() -> None:
         dist.all_reduce(torch.ones(3))
     assert [(launch.numel, launch.in_backward) for launch in notes] == [(2, True), (3, False)]
     assert tasks[0] >= 0
-    assert in_backward() == -1
+    assert task_id() == NO_TASK
 
 
 def test_operators_inside_a_backward_are_not_taken_for_those_between_two() -> None:

@@ -136,6 +136,14 @@ def test_without_a_reducer_there_is_nothing_to_take_over(ddp: Any) -> None:
     assert not hooks.take_over()
 
 
+@pytest.mark.parametrize("frozen_first", [True, False], ids=["before the hooks", "after the hooks"])
+def test_a_reducer_that_was_made_for_other_parameters_is_left_alone(ddp: Any, frozen_first: bool) -> None:
+    hooks = None if frozen_first else ready_hooks(ddp)
+    next(ddp.parameters()).requires_grad_(False)
+    hooks = hooks or ready_hooks(ddp)
+    assert not hooks.take_over()
+
+
 def test_what_is_handed_over_is_accumulated_and_told_at_once(ddp: Any) -> None:
     hooks = ready_hooks(ddp)
     seen = buckets(ddp)
