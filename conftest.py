@@ -1,6 +1,8 @@
-"""Settings of every test run of this repository: Hypothesis, inline snapshots, the order under xdist."""
+"""What every test run of this repository shares: Hypothesis, inline snapshots, the order under xdist."""
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,3 +65,24 @@ def _processes_that_would_write(config: pytest.Config) -> int:
     counts = (spec.partition("*")[0] for spec in specs)
     workers = sum(int(count) if count.isdigit() else 1 for count in counts)
     return max(workers, int(os.environ.get("WORLD_SIZE", "1")))
+
+
+@pytest.fixture
+def one_rank_group(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    from torch import distributed as dist  # torch takes seconds, and many runs need none of it
+
+    dist.init_process_group("gloo", init_method=(tmp_path / "store").as_uri(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """No compiled code and no counter of another test, before and after."""
+    import torch
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()

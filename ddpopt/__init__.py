@@ -18,17 +18,21 @@ if TYPE_CHECKING:
     from ddpopt.impose import impose
     from ddpopt.observe import observe
     from ddpopt.plan import Plan
+    from ddpopt.verify.runner import verify
+    from ddpopt.verify.verdict import Verdict
 
 __all__ = [
     "DdpoptError",
     "Explanation",
     "Plan",
+    "Verdict",
     "compile",
     "explain",
     "impose",
     "observe",
     "plan",
     "replacing_ddp_optimizer",
+    "verify",
 ]
 __version__ = "0.1.0"
 
@@ -36,12 +40,14 @@ _HOMES = {
     "DdpoptError": "errors",
     "Explanation": "explanation",
     "Plan": "plan",
+    "Verdict": "verify.verdict",
     "compile": "backend",
     "explain": "explain",
     "impose": "impose",
     "observe": "observe",
     "plan": "capture",
     "replacing_ddp_optimizer": "backend",
+    "verify": "verify.runner",
 }
 
 

@@ -70,7 +70,7 @@ class DdpoptBackend:
         _require("strategy", strategy, Strategy)
         _require("buckets", buckets, Buckets)
         self.__name__ = "ddpopt"
-        self.compiler = _compiler(compiler)
+        self.compiler = find_compiler(compiler)
         self.strategy = strategy
         self.buckets = buckets
         self._regions = weakref.WeakKeyDictionary() if regions is None else regions
@@ -293,7 +293,12 @@ def _require(argument: str, value: str, choice: Any) -> None:
         raise UsageError(f"{argument}: expected {', '.join(others)} or {last}, got {value!r}")
 
 
-def _compiler(compiler: str | CompilerFn) -> CompilerFn:
+def find_compiler(compiler: str | CompilerFn) -> CompilerFn:
+    """Look up a Dynamo backend.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
     if isinstance(compiler, str):
         try:
             return lookup_backend(compiler)

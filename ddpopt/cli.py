@@ -6,6 +6,7 @@ to stderr, without a traceback, and exits with its own code.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -114,6 +115,163 @@ def explain(
         _write(json, explanation.to_json())
     if json != STDOUT:
         typer.echo(str(explanation))
+
+
+@app.command(short_help="Say what is in the way of overlap, and what to do about it.")
+def doctor(  # noqa: PLR0913  # one for each option of the command line
+    target: Target,
+    backend: Annotated[str, typer.Option(help="Name of a Dynamo backend.")] = "inductor",
+    steps: Annotated[int, typer.Option(help="Steps that each mode runs, at least 2.")] = 3,
+    ranks: Annotated[int, typer.Option(help="Inputs of how many ranks are tried in eager.")] = 2,
+    bucket_cap_mb: CapMb = None,
+    bucket_cap_mb_list: CapMbList = None,
+    find_unused_parameters: FindUnused = None,
+    static_graph: StaticGraph = None,
+    json: Json = None,
+) -> None:
+    """Run a model under DDP, eager and compiled, and say what is in the way of overlap.
+
+    Graph breaks, recompiles, compile time, buckets, unused parameters and options, each with the next step
+    to take. It runs in this process alone, on a process group of one rank. With inductor it may take minutes,
+    for nothing is taken from a cache; '--backend aot_eager' is quick.
+    """
+    from ddpopt.doctor import diagnose
+    from ddpopt.testing.case import resolve
+
+    given = {
+        "bucket_cap_mb": bucket_cap_mb,
+        "bucket_cap_mb_list": _numbers(bucket_cap_mb_list),
+        "find_unused_parameters": find_unused_parameters,
+        "static_graph": static_graph,
+    }
+    case = resolve(target)
+    with contextlib.redirect_stdout(sys.stderr):  # what the model prints is no part of the report
+        diagnosis = diagnose(
+            case,
+            _override(dict(case.ddp_kwargs), given),
+            backend=backend,
+            steps=steps,
+            ranks=ranks,
+            tell=lambda doing: typer.echo(f"ddpopt: {doing}", err=True),
+        )
+    if json is not None:
+        _write(json, diagnosis.to_json())
+    if json != STDOUT:
+        typer.echo(str(diagnosis))
+
+
+@app.command(short_help="Compare a compiled data-parallel step with eager DDP.")
+def verify(  # noqa: PLR0913  # one for each option of the command line
+    target: Annotated[
+        str | None,
+        typer.Argument(metavar="[TARGET]", help="As for 'ddpopt explain'.", show_default=False),
+    ] = None,
+    nproc: Annotated[int, typer.Option(help="Ranks to start; under torchrun, its ranks are used.")] = 2,
+    strategy: Annotated[str, typer.Option(help="ddpopt's: split, inline or auto.")] = "auto",
+    backend: Annotated[str, typer.Option(help="Name of a Dynamo backend.")] = "inductor",
+    mode: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B,...",
+            help="Modes to judge, or 'all': see 'ddpopt modes'. By default ddpopt's.",
+            show_default=False,
+        ),
+    ] = None,
+    options: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B,...",
+            help="Ways to use DDP, or 'all': see 'ddpopt modes'. By default none but the target's own.",
+            show_default=False,
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Steps of training; DDP has settled by the third.")] = 3,
+    dtype: Annotated[
+        str | None, typer.Option(help="Compute in this dtype, like bfloat16.", show_default=False)
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="cpu or cuda; by default cuda if each rank has a GPU.", show_default=False),
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Limit of the whole run, in seconds.")] = 3600.0,
+    bucket_cap_mb: CapMb = None,
+    bucket_cap_mb_list: CapMbList = None,
+    find_unused_parameters: FindUnused = None,
+    static_graph: StaticGraph = None,
+    matrix: Annotated[
+        bool, typer.Option("--matrix", help="Judge every mode under every option on six small cases.")
+    ] = False,
+    self_test: Annotated[
+        bool, typer.Option("--self-test", help="Put faults in, and count which are found.")
+    ] = False,
+    locate: Annotated[bool, typer.Option(help="If something is wrong, look where.")] = True,
+    reproduction: Annotated[
+        str, typer.Option(metavar="FILE", help="Where to write the script that shows it.")
+    ] = "ddpopt_reproduction.py",
+    json: Json = None,
+    junit: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write JUnit XML.", show_default=False)
+    ] = None,
+    html: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write a page.", show_default=False)
+    ] = None,
+    github: Annotated[
+        bool, typer.Option("--github", help="Write annotations and a step summary for GitHub Actions.")
+    ] = False,
+) -> None:
+    """Train a model for some steps in eager DDP and compiled, and compare everything.
+
+    Gradients, buckets, collectives, buffers, random numbers and the number of compilations, on every rank.
+    Tolerances are derived and not guessed. Whatever is wrong is named by parameter, bucket, rank and level.
+    """
+    from ddpopt import cli_verify
+
+    files = cli_verify.Files(json, junit, html, github)
+    given = {
+        "bucket_cap_mb": bucket_cap_mb,
+        "bucket_cap_mb_list": _numbers(bucket_cap_mb_list),
+        "find_unused_parameters": find_unused_parameters,
+        "static_graph": static_graph,
+    }
+    wholes = sum((matrix, self_test, target is not None))
+    if wholes != 1:
+        raise UsageError(
+            f"expected one of TARGET, --matrix and --self-test, got {wholes or 'none'} of them; "
+            "see 'ddpopt verify --help'"
+        )
+    if self_test:
+        raise typer.Exit(cli_verify.self_test(nproc, files))
+    request = cli_verify.Request(
+        target=target,
+        nproc=nproc,
+        strategy=strategy,
+        # Inductor would take hours for the matrix
+        backend="aot_eager" if matrix else backend,
+        modes=mode,
+        options=options,
+        steps=steps,
+        dtype=dtype,
+        device=device,
+        limit_s=timeout,
+        locate=locate,
+        reproduction=reproduction,
+        ddp_kwargs=_override({}, given),
+    )
+    verdict = cli_verify.run(request, files)
+    raise typer.Exit(verdict.exit_code)
+
+
+@app.command(short_help="List the modes and options that 'verify' knows.")
+def modes() -> None:
+    """List the modes and options that 'ddpopt verify' knows."""
+    from ddpopt.report.tables import Column, table
+    from ddpopt.verify.modes import MODES
+    from ddpopt.verify.options import OPTIONS
+
+    for title, rows in (("mode", MODES), ("option", OPTIONS)):
+        columns = [Column(title), Column("about", fills=True)]
+        typer.echo(table(columns, [(row.name, row.about) for row in rows]))
+        typer.echo()
 
 
 @app.command(short_help="List the cases of the corpus.")

@@ -50,3 +50,7 @@ class InfrastructureError(DdpoptError):
     """A rank died, a rendezvous failed, or a peer did not answer in time."""
 
     exit_code = 3
+
+
+class VerificationError(DdpoptError):
+    """A verification found something wrong; the message has every finding."""

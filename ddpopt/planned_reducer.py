@@ -57,11 +57,13 @@ class PlannedReducer(Reducer):
 
     Attributes:
         plan: where the buckets come from.
+        is_removed: whether somebody took it out of the backward, by ``ddp._remove_autograd_hooks()``.
     """
 
     def __init__(self, plan: Plan, arguments: Mapping[str, Any]) -> None:
         super().__init__(**arguments)
         self.plan = plan
+        self.is_removed = False
         # In unused-parameter mode C++ does not note the ready order, so there is nothing to forget.
         self._notes_ready_order = not arguments["find_unused_parameters"]
         self._has_marked = False
@@ -82,6 +84,11 @@ class PlannedReducer(Reducer):
         # shadows. It is also where DDP notices that the backward before did not finish.
         self._check_reducer_finalized()
         return False
+
+    def _remove_autograd_hooks(self) -> None:
+        # Others may tell this reducer of gradients in place of its own hooks (ddpopt.ready_hooks).
+        self.is_removed = True
+        super()._remove_autograd_hooks()
 
     @outside_dynamo
     def _set_static_graph(self) -> None:

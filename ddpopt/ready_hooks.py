@@ -17,12 +17,14 @@ import weakref
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.deferred import running_reducer
 from ddpopt.errors import HandOverError
+from ddpopt.planned_reducer import PlannedReducer
 from ddpopt.running_backward import task_id
 
 __all__ = ["ReadyHooks", "ready_hooks"]
@@ -69,7 +71,7 @@ class ReadyHooks:
         if not self._is_taken_over(reducer):
             if not self._knows_the_parameters():
                 return False
-            reducer._remove_autograd_hooks()
+            _remove_hooks(reducer)
             self._taken_over = weakref.ref(reducer)
         return True
 
@@ -109,7 +111,7 @@ class ReadyHooks:
 
     def _tell(self, place: int) -> None:
         reducer = self._reducer()
-        if reducer is not None and self._is_taken_over(reducer):
+        if reducer is not None and self._is_taken_over(reducer) and not _is_removed(reducer):
             reducer._autograd_hook(place)
 
     def _reducer(self) -> Any:
@@ -118,6 +120,16 @@ class ReadyHooks:
 
     def _is_taken_over(self, reducer: object) -> bool:
         return self._taken_over is not None and self._taken_over() is reducer
+
+
+def _remove_hooks(reducer: Any) -> None:
+    """Take a reducer's own hooks away, without its noting that somebody wants it out of the backward."""
+    c10d: Any = dist  # torch does not mark its re-exports
+    c10d.Reducer._remove_autograd_hooks(reducer)
+
+
+def _is_removed(reducer: Any) -> bool:
+    return isinstance(reducer, PlannedReducer) and reducer.is_removed
 
 
 def _may_be_gradient_of(gradient: Tensor, parameter: Tensor) -> bool:

@@ -1,19 +1,30 @@
-"""What people build tests of data-parallel models from: cases, and the corpus of those that ship.
+"""What people build tests of data-parallel models from: cases, the corpus of those that ship, and ranks.
 
 Imported when first used, as pytest loads the plugin in this package where nobody may want torch.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ddpopt.testing.case import Case, mean_square, resolve, step_seed
+    from ddpopt.testing.equality import DdpNotEqualError, assert_ddp_equal
+    from ddpopt.testing.ranks import Ranks
 
-__all__ = ["Case", "mean_square", "resolve", "step_seed"]
+__all__ = [
+    "Case",
+    "DdpNotEqualError",
+    "Ranks",
+    "assert_ddp_equal",
+    "mean_square",
+    "resolve",
+    "step_seed",
+]
+
+_HOMES = {"DdpNotEqualError": "equality", "Ranks": "ranks", "assert_ddp_equal": "equality"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from ddpopt.testing import case
-
-    return getattr(case, name)
+    return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'case')}"), name)

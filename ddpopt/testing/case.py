@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ddpopt.errors import UsageError
+from ddpopt.testing.report_of_case import Report
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of one forward."""
@@ -70,6 +71,7 @@ class Case:
         unused: trainable parameters that get no gradient on at least one rank.
         ranks_differ: whether ranks run different parameters, hence different graphs.
         tolerance: why compiled gradients may differ from eager's in their last bits; empty if they may not.
+        report: the public report against PyTorch that this case reproduces, if it stems from one.
     """
 
     name: str
@@ -83,6 +85,7 @@ class Case:
     unused: tuple[str, ...] = ()
     ranks_differ: bool = False
     tolerance: str = ""
+    report: Report | None = None
 
     def step(self, model: Callable[..., Any], rank: int, step: int) -> Tensor:
         """Run one forward and return its loss, ready for ``backward()``.

@@ -19,8 +19,8 @@ from ddpopt.impose import imposed_plan
 from ddpopt.plan import Plan
 from ddpopt.testing import corpus
 from ddpopt.testing.case import Case
+from ddpopt.testing.ranks import Ranks
 from tests.multigpu.models import hook_that_sees
-from tests.multigpu.ranks import Ranks
 
 STRATEGIES: tuple[Strategy, ...] = ("split", "inline")
 STEPS = 3

@@ -17,8 +17,8 @@ from ddpopt.impose import defer, impose, imposed_plan
 from ddpopt.observe import observe
 from ddpopt.plan import Plan
 from ddpopt.reducer import specs_from_ddp
+from ddpopt.testing.ranks import Ranks
 from tests.multigpu.models import Gradients, Tower, arbitrary_plan, gradients_of, hook_that_sees, plan_of
-from tests.multigpu.ranks import Ranks
 from tests.multigpu.training import (
     SETTINGS,
     STEPS,

@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.impose import imposed_plan
+from ddpopt.testing.ranks import Ranks
 from tests.multigpu.models import Gradients, Tower, gradients_of, hand_overs, hook_that_sees, same
-from tests.multigpu.ranks import Ranks
 from tests.multigpu.training import (
     SETTINGS,
     STEPS,

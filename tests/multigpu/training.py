@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpopt.testing.ranks import Ranks
 from tests.multigpu.models import Gradients, Tower, gradients_of, same
-from tests.multigpu.ranks import Ranks
 
 __all__ = [
     "SETTINGS",

@@ -2,11 +2,8 @@
 
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-import torch
-from torch import distributed as dist
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,20 +17,3 @@ def unmeasured_and_untraced() -> Iterator[None]:
         patch.setattr("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0)
         patch.setattr(logging.getLogger("torch.__trace"), "disabled", True)
         yield
-
-
-@pytest.fixture
-def one_rank_group(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", init_method=(tmp_path / "store").as_uri(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.fixture
-def fresh_dynamo() -> Iterator[None]:
-    """No compiled code and no counter of another test, before and after."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield
-    torch._dynamo.reset()

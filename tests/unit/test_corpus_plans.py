@@ -25,6 +25,9 @@ from ddpopt.testing.corpus import (
     experts,
     parameters,
     recurrent,
+    reports_graphs,
+    reports_shapes,
+    reports_wrapping,
     scalars,
     sharing,
     sparse,
@@ -656,4 +659,113 @@ sequential: 4 buckets in 4 segments
   cut 0: input_5
   cut 0: input_9
   cut 0: input_13""",
+    )
+
+
+def test_plans_of_reports_graphs() -> None:
+    assert_expected_inline(
+        plans_of(reports_graphs),
+        """\
+where_scalars: 3 buckets in 3 segments
+  0 <- 2: 1155.0 KiB, layers.5.bias layers.5.weight layers.4.bias layers.4.weight
+  1 <- 1: 1155.0 KiB, layers.3.bias layers.3.weight layers.2.bias layers.2.weight
+  2 <- 0: 1155.0 KiB, layers.1.bias layers.1.weight layers.0.bias layers.0.weight
+  cut 0: y_2
+  cut 0: y_4
+
+forward_calls: 3 buckets in 3 segments
+  0 <- 2: 1203.8 KiB, layers.4.bias .. 4 .. layers.2.weight
+  1 <- 1: 1203.8 KiB, layers.1.bias .. 4 .. attention.out_proj.weight
+  2 <- 0: 1203.8 KiB, attention.in_proj_bias attention.in_proj_weight
+  cut 0: t_1
+  cut 0: linear_2
+
+flex_attention: 3 buckets in 2 segments
+  0 <- 1: 1155.0 KiB, layers.5.bias layers.5.weight layers.4.bias layers.4.weight
+  1 <- 0: 1155.0 KiB, layers.3.bias layers.3.weight layers.2.bias layers.2.weight
+  2 <- 0: 1155.0 KiB, layers.1.bias layers.1.weight layers.0.bias layers.0.weight
+  cut 0: linear_4
+
+static_twice: 3 buckets in 3 segments
+  0 <- 2: 1155.0 KiB, layers.5.bias layers.5.weight layers.4.bias layers.4.weight
+  1 <- 1: 1155.0 KiB, layers.3.bias layers.3.weight layers.2.bias layers.2.weight
+  2 <- 0: 1155.0 KiB, layers.1.bias layers.1.weight layers.0.bias layers.0.weight
+  cut 0: linear_2
+  cut 0: linear_5
+
+donated_buffers: 3 buckets in 3 segments
+  0 <- 2: 1026.0 KiB, last.bias last.weight
+  1 <- 1: 1026.0 KiB, second.bias second.weight
+  2 <- 0: 1026.0 KiB, first.bias first.weight
+  cut 0: linear_1
+  cut 0: out
+
+conv_strides: 3 buckets in 3 segments
+  0 <- 2: 1153.0 KiB, layers.5.bias layers.5.weight layers.4.bias layers.4.weight
+  1 <- 1: 1153.0 KiB, layers.3.bias layers.3.weight layers.2.bias layers.2.weight
+  2 <- 0: 1153.0 KiB, layers.1.bias layers.1.weight layers.0.bias layers.0.weight
+  cut 0: conv2d_2
+  cut 0: conv2d_4""",
+    )
+
+
+def test_plans_of_reports_shapes() -> None:
+    assert_expected_inline(
+        plans_of(reports_shapes),
+        """\
+growing_length: 3 buckets in 3 segments
+  0 <- 2: 1026.0 KiB, layers.2.bias layers.2.weight
+  1 <- 1: 1026.0 KiB, layers.1.bias layers.1.weight
+  2 <- 0: 1026.0 KiB, layers.0.bias layers.0.weight
+  cut 0: linear_1
+  cut 0: linear_2
+
+checkpoint_sizes: 3 buckets in 3 segments
+  0 <- 2: 1152.0 KiB, layers.5.weight layers.4.weight
+  1 <- 1: 1152.0 KiB, layers.3.weight layers.2.weight
+  2 <- 0: 1152.0 KiB, layers.1.weight layers.0.weight
+  cut 0: tag_activation_checkpoint_3
+  cut 0: tag_activation_checkpoint_6
+
+transposed_batch: 3 buckets in 3 segments
+  0 <- 2: 1248.0 KiB, last.bias last.weight layers.5.weight layers.4.weight
+  1 <- 1: 1152.0 KiB, layers.3.weight layers.2.weight
+  2 <- 0: 1152.0 KiB, layers.1.weight layers.0.weight
+  cut 0: linear_2
+  cut 0: linear_4
+
+uneven_ranks: 3 buckets in 3 segments
+  0 <- 2: 1155.0 KiB, layers.5.bias layers.5.weight layers.4.bias layers.4.weight
+  1 <- 1: 1155.0 KiB, layers.3.bias layers.3.weight layers.2.bias layers.2.weight
+  2 <- 0: 1155.0 KiB, layers.1.bias layers.1.weight layers.0.bias layers.0.weight
+  cut 0: linear_2
+  cut 0: linear_4""",
+    )
+
+
+def test_plans_of_reports_wrapping() -> None:
+    assert_expected_inline(
+        plans_of(reports_wrapping),
+        """\
+evaluated: 2 buckets in 2 segments
+  0 <- 1: 1817.5 KiB, last.bias last.weight up.bias up.weight
+  1 <- 0: 918.1 KiB, deep.bias deep.weight down.bias down.weight
+  cut 0: conv2d_2
+
+synced_norm: 4 buckets in 4 segments
+  0 <- 3: 1158.0 KiB, norm.bias .. 4 .. layers.4.weight
+  1 <- 2: 577.5 KiB, layers.3.bias layers.3.weight
+  2 <- 1: 577.5 KiB, layers.2.bias layers.2.weight
+  3 <- 0: 1155.0 KiB, layers.1.bias layers.1.weight layers.0.bias layers.0.weight
+  cut 0: linear_2
+  cut 1: linear_1
+  unread: norm.weight norm.bias
+
+nested: 4 buckets in 4 segments
+  0 <- 3: 1155.0 KiB, layers.5.bias layers.5.weight layers.4.bias layers.4.weight
+  1 <- 2: 1155.0 KiB, layers.3.bias layers.3.weight layers.2.bias layers.2.weight
+  2 <- 1: 1155.0 KiB, layers.1.bias layers.1.weight layers.0.bias layers.0.weight
+  3 <- 0: 577.5 KiB, inner.0.bias inner.0.weight
+  cut 1: linear_2
+  cut 1: linear_4""",
     )

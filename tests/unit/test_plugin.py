@@ -1,4 +1,7 @@
-"""The pytest plugin: what a test does that needs more ranks than torchrun started."""
+"""The pytest plugin without ranks: what it does before any is needed, and where a test cannot have them.
+
+`tests/multigpu/test_plugin.py` has the tests that need ranks.
+"""
 
 from collections.abc import Callable
 
@@ -41,8 +44,17 @@ def run(suite: pytest.Pytester, *args: str) -> pytest.RunResult:
     return suite.runpytest_inprocess("-p", "ddpopt.testing.plugin", "--strict-markers", "-ra", *args)
 
 
-def test_outside_torchrun_every_test_runs(suite: pytest.Pytester) -> None:
-    run(suite).assert_outcomes(passed=2)
+def test_without_a_marked_test_neither_torch_nor_a_rank_is_loaded(suite: pytest.Pytester) -> None:
+    suite.makepyfile("import sys\ndef test_light() -> None: assert 'torch' not in sys.modules")
+    result = suite.runpytest_subprocess("-p", "ddpopt.testing.plugin", "-p", "no:cacheprovider")
+    result.assert_outcomes(passed=1)
+
+
+def test_collecting_a_marked_test_starts_no_rank(
+    suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("subprocess.Popen", None)
+    assert "test_pair" in run(suite, "--collect-only").stdout.str()
 
 
 def test_too_few_ranks_skip_a_test_and_say_the_command(
@@ -63,9 +75,24 @@ def test_too_few_ranks_fail_a_test_where_none_may_be_lost(
     assert REASON in result.stdout.str()
 
 
-def test_enough_ranks_run_every_test(suite: pytest.Pytester, under_torchrun: Callable[[int], None]) -> None:
-    under_torchrun(3)
-    run(suite).assert_outcomes(passed=2)
+def test_torchruns_ranks_are_not_divided_among_xdists_workers(
+    suite: pytest.Pytester, under_torchrun: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    under_torchrun(2)
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
+    result = run(suite)
+    result.assert_outcomes(passed=1, errors=1)
+    assert "torchrun's ranks cannot be divided among xdist's workers" in result.stdout.str()
+
+
+def test_the_fixture_in_a_test_without_the_marker_is_an_error_that_says_what_to_write(
+    suite: pytest.Pytester,
+) -> None:
+    suite.makepyfile("def test_alone(ddp_ranks): pass")
+    result = run(suite)
+    result.assert_outcomes(errors=1)
+    assert "expected a test that runs on ranks, got one without the marker" in result.stdout.str()
+    assert "Write @pytest.mark.world_size(2) above it." in result.stdout.str()
 
 
 @pytest.mark.parametrize("argument", ["0", "'2'", "", "2, 3", "n=2"])
@@ -74,3 +101,40 @@ def test_a_marker_without_one_positive_int_is_an_error(suite: pytest.Pytester, a
     result = run(suite)
     assert "expected world_size(n) with one positive int, got args" in result.stdout.str()
     assert "Write @pytest.mark.world_size(2)." in result.stdout.str()
+
+
+@pytest.mark.parametrize("argument", ["2, backend='mpi'", "2, timeout=0", "2, timeout='1 min'"])
+def test_a_marker_with_another_backend_or_limit_is_an_error(suite: pytest.Pytester, argument: str) -> None:
+    suite.makepyfile(NEEDS_TWO.replace("world_size(2)", f"world_size({argument})"))
+    result = run(suite)
+    result.assert_outcomes(passed=1, errors=1)
+    assert "expected world_size(n, backend='gloo' or 'nccl', timeout=seconds above 0), got" in (
+        result.stdout.str()
+    )
+
+
+def test_pytest_timeout_leaves_marked_tests_to_the_plugin(suite: pytest.Pytester) -> None:
+    suite.makepyfile(
+        conftest="""
+        from ddpopt.testing.rank_needs import is_marked, needs_of
+        def pytest_collection_finish(session):
+            for item in session.items:
+                needs = needs_of(item) if is_marked(item) else None
+                print(item.name, needs, [mark.args for mark in item.iter_markers("timeout")][:1])
+        """,
+        test_timed="""
+        import pytest
+        @pytest.mark.timeout(7)
+        @pytest.mark.world_size(2)
+        def test_both(): pass
+        @pytest.mark.timeout(7)
+        @pytest.mark.world_size(2, timeout=3)
+        def test_own(): pass
+        @pytest.mark.timeout(7)
+        def test_theirs(): pass
+        """,
+    )
+    text = run(suite, "-p", "pytest_timeout", "--collect-only", "test_timed.py").stdout.str()
+    assert "test_both Needs(size=2, backend=None, limit_s=7.0) [(0,)]" in text
+    assert "test_own Needs(size=2, backend=None, limit_s=3.0) [(0,)]" in text
+    assert "test_theirs None [(7,)]" in text

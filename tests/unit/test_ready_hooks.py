@@ -237,3 +237,17 @@ def test_hooks_of_a_module_that_is_gone_do_not_disturb_another_one_of_the_same_p
     ready_hooks(second).take_over()
     assert same([step(second)], [expected])
     assert leaves
+
+
+def test_nothing_is_reduced_once_the_hooks_of_the_reducer_are_removed(ddp: Any) -> None:
+    seen: list[frozenset[str]] = []
+    ddp.register_comm_hook(None, hook_that_sees(ddp, lambda names: seen.append(frozenset(names))))
+    impose(ddp, arbitrary_plan(ddp, seed=0))
+    hooks = ready_hooks(ddp)
+    assert hooks.take_over()
+    step(ddp)
+    before = len(seen)
+    ddp._remove_autograd_hooks()
+    step(ddp)
+    assert before > 0
+    assert len(seen) == before

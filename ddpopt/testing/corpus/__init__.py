@@ -25,6 +25,9 @@ from ddpopt.testing.corpus import (
     experts,
     parameters,
     recurrent,
+    reports_graphs,
+    reports_shapes,
+    reports_wrapping,
     scalars,
     sharing,
     sparse,
@@ -54,6 +57,9 @@ def cases() -> tuple[Case, ...]:
         *dataflow.CASES,
         *scalars.CASES,
         *ddp_rows.CASES,
+        *reports_graphs.CASES,
+        *reports_shapes.CASES,
+        *reports_wrapping.CASES,
     )
 
 

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from ddpopt.testing.case import Case
 from ddpopt.testing.corpus.draws import rows, seeded
+from ddpopt.testing.report_of_case import Report
 
 
 class Weights(nn.Module):
@@ -82,6 +83,14 @@ CASES = (
         model=partial(seeded, KeywordArguments, dim=384, layers=8),
         inputs=partial(rows, batch=32, width=384),
         about="weights by keyword, which torch's optimizer does not see",
+        report=Report(
+            number=128034,
+            upstream="since modules are inlined, parameters are arguments of functions: positional ones "
+            "were made to count",
+            torch_passes=False,
+            torch_says="compiles 1 piece, sends 0 of 5 buckets during backward, gradients as eager",
+            asks=("overlap",),
+        ),
     ),
     Case(
         name="list",

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from ddpopt.testing.case import Case
 from ddpopt.testing.corpus.draws import rows, seeded
+from ddpopt.testing.report_of_case import Report
 
 
 class Layers(nn.Module):
@@ -153,6 +154,15 @@ CASES = (
         model=partial(seeded, Transposed, dim=384, layers=8),
         inputs=partial(rows, batch=32, width=384),
         about="non-contiguous values across cuts and as outputs",
+        report=Report(
+            number=108235,
+            upstream="keep_output_stride=False would give later segments other strides than they were "
+            "compiled for",
+            torch_passes=True,
+            torch_says="compiles 4 pieces, sends 3 of 4 buckets during backward, gradients as eager",
+            backend="inductor",
+            settings={"_inductor.keep_output_stride": False},
+        ),
     ),
     Case(
         name="several_outputs",

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ddpopt.testing.case import Call, Case
 from ddpopt.testing.corpus.draws import normal, rows, seeded
+from ddpopt.testing.report_of_case import Report
 
 
 class StochasticDepth(nn.Module):
@@ -96,6 +97,13 @@ CASES = (
         ddp_kwargs={"bucket_cap_mb": 1},
         tags=("breaks", "random", "dynamic"),
         graphs=2,
+        report=Report(
+            number=196227,
+            upstream="a float that became a graph input and crossed a cut had no metadata: compilation "
+            "failed",
+            torch_passes=False,
+            torch_says="raises AttributeError: 'float' object has no attribute 'meta'",
+        ),
     ),
     Case(
         name="scalars",
@@ -110,5 +118,11 @@ CASES = (
         inputs=partial(growing_rows, batch=16, width=384),
         about="a batch size that changes between steps and is read in every layer",
         tags=("dynamic",),
+        report=Report(
+            number=111636,
+            upstream="a last batch of another size failed: symbolic sizes were not passed to the segments",
+            torch_passes=False,
+            torch_says="raises AssertionError: Node add_75 was invalid, but is output",
+        ),
     ),
 )

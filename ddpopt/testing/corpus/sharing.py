@@ -7,6 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.testing.case import Case
 from ddpopt.testing.corpus.draws import rows, seeded
+from ddpopt.testing.report_of_case import Report
 
 
 class Residuals(nn.Module):
@@ -73,6 +74,16 @@ CASES = (
         model=partial(seeded, Residuals, dim=384, layers=8, order=(0, 1, 2, 3, 1, 4, 5, 6, 7, 3)),
         inputs=partial(rows, batch=32, width=384),
         about="two modules that run twice each, with others between",
+        report=Report(
+            number=147123,
+            upstream="the python_reducer setting silently fell back where forward was not compiled; now it "
+            "always holds",
+            torch_passes=False,
+            torch_says="compiles 1 piece, sends 0 of 16 buckets during backward, gradients as eager",
+            asks=("overlap",),
+            settings={"_dynamo.optimize_ddp": "python_reducer"},
+            nearest="backward is not captured by compiled autograd, so each gradient is reduced alone",
+        ),
     ),
     Case(
         name="frozen",
@@ -86,6 +97,13 @@ CASES = (
         inputs=partial(rows, batch=32, width=384),
         about="parameters that DDP is told to ignore: trainable, read, but in no bucket and not reduced",
         tags=("ignored",),
+        report=Report(
+            number=88460,
+            upstream="ignored parameters were counted; they are now known by a mark, which Dynamo's inputs "
+            "do not carry",
+            torch_passes=True,
+            torch_says="compiles 5 pieces, sends 3 of 5 buckets during backward, gradients as eager",
+        ),
     ),
     Case(
         name="unused",
@@ -95,6 +113,13 @@ CASES = (
         ddp_kwargs={"find_unused_parameters": True},
         tags=("unused",),
         unused=("layers.2.weight", "layers.2.bias"),
+        report=Report(
+            number=113809,
+            upstream="CUDA graphs and _DDPSink ran in two threads of autograd at once: assertions failed",
+            torch_passes=True,
+            torch_says="compiles 4 pieces, sends 3 of 5 buckets during backward, gradients as eager",
+            nearest="CUDA graphs need a GPU; what stays is the sink between DDP and the compiled graph",
+        ),
     ),
     Case(
         name="unused_static",
@@ -104,5 +129,12 @@ CASES = (
         ddp_kwargs={"static_graph": True},
         tags=("unused",),
         unused=("layers.2.weight", "layers.2.bias"),
+        report=Report(
+            number=93672,
+            upstream="static_graph had to be off under Dynamo: the tracing run was taken for the first "
+            "iteration",
+            torch_passes=True,
+            torch_says="compiles 4 pieces, sends 3 of 5 buckets during backward, gradients as eager",
+        ),
     ),
 )

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from ddpopt.testing.case import Call, Case
 from ddpopt.testing.corpus.attention import FeedForward, SelfAttention
 from ddpopt.testing.corpus.draws import normal, seeded
+from ddpopt.testing.report_of_case import Report
 
 
 class ResidualBlock(nn.Module):
@@ -121,6 +122,13 @@ CASES = (
         inputs=channels_last_images,
         about="channels-last convolutions with BatchNorm, in-place ReLU and downsampling shortcuts",
         tags=("buffers",),
+        report=Report(
+            number=140395,
+            upstream="with mode='max-autotune' two ranks compiled a convolutional model for ever",
+            torch_passes=True,
+            torch_says="compiles 3 pieces, sends 2 of 3 buckets during backward, gradients as eager",
+            nearest="without autotuning, which tries out kernels of a GPU",
+        ),
     ),
     Case(
         name="vit",

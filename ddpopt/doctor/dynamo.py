@@ -1,0 +1,196 @@
+"""What TorchDynamo writes down while it compiles: frames, graph breaks, failed guards, times by phase.
+
+Touches private parts of torch 2.11 to 2.13, and nothing else in this package does: in
+``torch._dynamo.utils`` the lists and dictionaries named in `_FILLED` and the deque ``_compilation_metrics``;
+``torch._dynamo.callback.callback_handler``; ``torch._inductor.utils.fresh_cache``; the attribute
+``DistributedDataParallel._active_ddp_module``.
+
+Invariant: after `taking_notes` all of these hold what they held before. Compiled code is dropped, as by
+``torch._dynamo.reset()``: a caller's own compiled functions are compiled again when they are next called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import traceback
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch.nn.parallel import DistributedDataParallel
+
+_FILLED = (
+    "graph_break_reasons",
+    "guard_failures",
+    "compilation_time_metrics",
+    "cumulative_time_spent_ns",
+    "counters",
+)
+_TORCH = Path(torch.__file__).parent
+_DDPOPT = Path(__file__).parents[1]
+_MICROSECONDS = 1e-6
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One attempt of Dynamo at compiling a Python frame, or a backward that was compiled when it first ran.
+
+    Attributes:
+        compile_id: Dynamo's own, ``"0/1"`` for the second compilation of the first frame.
+        function: name of the frame's function; empty for a backward.
+        file: its source file; empty for a backward.
+        line: the function's first line.
+        recompiled: the guard that failed, if the frame had been compiled before.
+        failure: why Dynamo gave the frame up, so that it runs in eager; empty if it did not.
+        failed_at: file and line where it gave up.
+        total_s: seconds from start to end, the backend included.
+        backend_s: seconds in the backend.
+        inductor_s: seconds in Inductor.
+        backward: whether this is the compilation of a backward.
+        step: the step of training in which it was compiled.
+    """
+
+    compile_id: str
+    function: str
+    file: str
+    line: int
+    recompiled: str
+    failure: str
+    failed_at: tuple[str, int]
+    total_s: float
+    backend_s: float
+    inductor_s: float
+    backward: bool
+    step: int
+
+    @property
+    def is_ddps(self) -> bool:
+        """Whether the frame is of DDP or of Dynamo itself, and not of the model."""
+        return not self.backward and is_machinery(self.file)
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A place where Dynamo ended a graph before the frame's end.
+
+    Attributes:
+        reason: Dynamo's message: a title, then indented lines.
+        stack: the Python stack there, innermost frame last.
+    """
+
+    reason: str
+    stack: tuple[traceback.FrameSummary, ...]
+
+
+@dataclass
+class Notes:
+    """What Dynamo wrote down; filled when the block ends.
+
+    Attributes:
+        frames: every attempt, in order.
+        stops: every graph break of the model, in order.
+        seconds: for each of Dynamo's own timers, its measurements in order; timers nest.
+        graphs: how many graphs were compiled.
+        begun: how many frames had been compiled when each step began.
+    """
+
+    frames: tuple[Frame, ...] = ()
+    stops: tuple[Stop, ...] = ()
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    graphs: int = 0
+    begun: list[int] = field(default_factory=list)
+
+    def begin_step(self) -> None:
+        """Mark the start of a step of training."""
+        self.begun.append(len(_utils().get_compilation_metrics()))
+
+
+def is_machinery(file: str) -> bool:
+    """Whether a source file belongs to DDP, to Dynamo or to ddpopt itself, and not to a model."""
+    path = Path(file)
+    if path.is_relative_to(_DDPOPT):
+        return not path.is_relative_to(_DDPOPT / "testing" / "corpus")
+    own = (_TORCH / "_dynamo", _TORCH / "nn" / "parallel", _TORCH / "_compile.py")
+    return path.name == "contextlib.py" or any(path.is_relative_to(part) for part in own)
+
+
+@contextlib.contextmanager
+def taking_notes() -> Iterator[Notes]:
+    """Start Dynamo afresh, and take down what it does in this block.
+
+    Yields:
+        The notes, complete once the block has ended.
+    """
+    utils = _utils()
+    handler = torch._dynamo.callback.callback_handler
+    before = {name: copy.copy(getattr(utils, name)) for name in _FILLED}
+    callbacks = list(handler.start_callbacks), list(handler.end_callbacks)
+    metrics, active = utils._compilation_metrics, DistributedDataParallel._active_ddp_module
+    utils.counters.clear()
+    torch._dynamo.reset()
+    utils._compilation_metrics = deque()
+    notes = Notes()
+    try:
+        yield notes
+    finally:
+        _take_down(notes, utils)
+        torch._dynamo.reset()
+        utils._compilation_metrics = metrics
+        DistributedDataParallel._active_ddp_module = active
+        for name, value in before.items():
+            _refill(getattr(utils, name), value)
+        handler.start_callbacks[:], handler.end_callbacks[:] = callbacks
+
+
+def _take_down(notes: Notes, utils: Any) -> None:
+    notes.frames = tuple(
+        _frame(metrics, max(sum(begun <= index for begun in notes.begun) - 1, 0))
+        for index, metrics in enumerate(utils.get_compilation_metrics())
+    )
+    stops = (Stop(stop.reason, tuple(stop.user_stack)) for stop in utils.graph_break_reasons)
+    notes.stops = tuple(stop for stop in stops if not all(is_machinery(f.filename) for f in stop.stack))
+    notes.seconds = {key: list(values) for key, values in utils.compilation_time_metrics.items()}
+    notes.graphs = int(utils.counters["stats"]["unique_graphs"])
+
+
+def _refill(container: Any, value: Any) -> None:
+    """Give a container its old contents: other modules of torch hold the container itself."""
+    container.clear()
+    (container.extend if isinstance(value, list) else container.update)(value)
+
+
+def _frame(metrics: Any, step: int) -> Frame:
+    backward = metrics.is_forward is not True
+    total = metrics.backward_cumulative_compile_time_us if backward else metrics.duration_us
+    return Frame(
+        compile_id=str(metrics.compile_id),
+        function=metrics.co_name or "",
+        file=metrics.co_filename or "",
+        line=metrics.co_firstlineno or 0,
+        recompiled=metrics.recompile_reason or "",
+        failure=metrics.fail_reason or "",
+        failed_at=(metrics.fail_user_frame_filename or "", metrics.fail_user_frame_lineno or 0),
+        total_s=(total or 0) * _MICROSECONDS,
+        backend_s=(metrics.aot_autograd_cumulative_compile_time_us or 0) * _MICROSECONDS,
+        inductor_s=(metrics.inductor_cumulative_compile_time_us or 0) * _MICROSECONDS,
+        backward=backward,
+        step=step,
+    )
+
+
+def cold_caches() -> contextlib.AbstractContextManager[None]:
+    """Have Inductor compile everything afresh, so that no mode lives on what another one compiled."""
+    fresh: contextlib.AbstractContextManager[None] = importlib.import_module(
+        "torch._inductor.utils"
+    ).fresh_cache()
+    return fresh
+
+
+def _utils() -> Any:
+    return torch._dynamo.utils

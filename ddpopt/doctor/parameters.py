@@ -1,0 +1,156 @@
+"""Parameters that get no gradient, shown by backwards of the plain model on the inputs of several ranks.
+
+Invariant: a parameter is called unused only where a backward left its gradient at None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from ddpopt.doctor.diagnosis import Finding, Unused, Weight
+from ddpopt.doctor.trial import one_line, undisturbed
+from ddpopt.errors import DdpoptError
+from ddpopt.report.tables import names
+from ddpopt.testing.case import Case
+
+
+def find_unused(case: Case, ranks: int, steps: int, tell: Callable[[str], None]) -> tuple[Unused, ...]:
+    """Run the plain model, and note which trainable parameters get no gradient.
+
+    Args:
+        case: the case.
+        ranks: whose inputs to use: those of ranks 0 to ``ranks - 1``.
+        steps: how many steps of each.
+        tell: told what goes on.
+
+    Returns:
+        The parameters that some backward gave no gradient, in the order of ``named_parameters()``.
+
+    Raises:
+        DdpoptError: the model fails in eager.
+    """
+    tell("eager, without DDP")
+    missing: dict[str, list[tuple[int, int]]] = {}
+    with undisturbed():
+        model = case.model()
+        for rank in range(ranks):
+            for step in range(steps):
+                for name in _without_gradient(case, model, rank, step):
+                    missing.setdefault(name, []).append((rank, step))
+    order = [name for name, _ in model.named_parameters() if name in missing]
+    return tuple(Unused(name, tuple(missing[name]), len(missing[name]) == ranks * steps) for name in order)
+
+
+def _without_gradient(case: Case, model: nn.Module, rank: int, step: int) -> Iterator[str]:
+    model.zero_grad()
+    try:
+        case.step(model, rank, step).backward()  # type: ignore[no-untyped-call]  # of torch
+    except Exception as error:
+        raise DdpoptError(
+            f"{case.name}: expected the model to run in eager, without DDP, but with the inputs of rank "
+            f"{rank}, step {step} it ended in {one_line(error)}; make that step run first"
+        ) from error
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            yield name
+
+
+def unused_findings(
+    unused: Sequence[Unused], ignored: Sequence[str], ddp_kwargs: Mapping[str, Any], steps: int
+) -> Iterator[Finding]:
+    """What unused parameters, and DDP's options about them, come to.
+
+    Args:
+        unused: parameters without a gradient somewhere.
+        ignored: those that DDP leaves alone.
+        ddp_kwargs: DDP's arguments.
+        steps: how many backwards were run with the inputs of each rank.
+    """
+    seen = [parameter for parameter in unused if parameter.name not in ignored]
+    never = [parameter.name for parameter in seen if parameter.always]
+    sometimes = [parameter for parameter in seen if not parameter.always]
+    static, searching = (bool(ddp_kwargs.get(key)) for key in ("static_graph", "find_unused_parameters"))
+    if never:
+        yield _never(never, handled=static or searching)
+    if sometimes:
+        unsteady = any(_changes_with_step(parameter, steps) for parameter in sometimes)
+        yield _sometimes(sometimes, unsteady=unsteady, static=static, searching=searching)
+    if searching and static:
+        yield Finding(
+            "options",
+            Weight.NOTE,
+            "find_unused_parameters=True has no effect beside static_graph=True, which finds unused "
+            "parameters in the first step.",
+            "Leave find_unused_parameters out.",
+        )
+    elif searching and not seen:
+        yield _in_vain()
+    elif searching and not sometimes:
+        yield _always_the_same()
+
+
+def _never(never: Sequence[str], *, handled: bool) -> Finding:
+    freeze = "Freeze them (parameter.requires_grad_(False)) or remove them from the model"
+    if handled:
+        return Finding(
+            "parameters",
+            Weight.SLOW,
+            f"No backward gave these a gradient: {names(never)}. DDP sends zeros for them in each step.",
+            f"{freeze} before the model is wrapped.",
+        )
+    return Finding(
+        "parameters",
+        Weight.WRONG,
+        f"No backward gave these a gradient: {names(never)}. DDP waits for them, and raises in the second "
+        "step.",
+        f"{freeze} before the model is wrapped; or give DDP static_graph=True, if every step leaves out the "
+        "same ones.",
+    )
+
+
+def _sometimes(sometimes: Sequence[Unused], *, unsteady: bool, static: bool, searching: bool) -> Finding:
+    first = sometimes[0]
+    rank, step = first.missing[0]
+    what = (
+        f"Some backwards gave these a gradient and others did not: {names([p.name for p in sometimes])}. For "
+        f"instance {first.name} got none with the inputs of rank {rank}, step {step}."
+    )
+    if static and unsteady:
+        what += " static_graph=True promises that each rank uses the same parameters in every step."
+        take = "Give DDP find_unused_parameters=True in place of static_graph=True."
+        return Finding("parameters", Weight.WRONG, what, take)
+    if not static and not searching:
+        what += " DDP waits for all of them, and raises in the step after one is left out."
+        take = "Give DDP find_unused_parameters=True, or have every step use them, with a weight of zero."
+        return Finding("parameters", Weight.WRONG, what, take)
+    return Finding("parameters", Weight.NOTE, what, "None: DDP's options allow for it.")
+
+
+def _changes_with_step(parameter: Unused, steps: int) -> bool:
+    """Whether some rank uses a parameter in one step and not in another."""
+    ranks = [rank for rank, _ in parameter.missing]
+    return any(ranks.count(rank) < steps for rank in ranks)
+
+
+def _in_vain() -> Finding:
+    return Finding(
+        "options",
+        Weight.SLOW,
+        "find_unused_parameters=True, but every parameter got a gradient in every backward that was tried. "
+        "DDP searches the autograd graph in each step for nothing, and never rebuilds its buckets in the "
+        "order in which gradients come.",
+        "Leave it out, unless other inputs leave parameters out.",
+    )
+
+
+def _always_the_same() -> Finding:
+    return Finding(
+        "options",
+        Weight.SLOW,
+        "find_unused_parameters=True, and every backward left out the same parameters. DDP searches the "
+        "autograd graph in each step, and never rebuilds its buckets in the order in which gradients come.",
+        "Give DDP static_graph=True in its place; or freeze these parameters, and leave it out.",
+    )

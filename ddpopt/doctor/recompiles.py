@@ -1,0 +1,129 @@
+"""Frames of the model that Dynamo compiled again, with the guard that failed and what would keep it.
+
+DDP's own wrapper recompiles together with the model; only the model's frames are shown.
+
+Invariant: one entry for each compilation that replaced an earlier one, in order.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+from ddpopt.doctor.diagnosis import Finding, Recompile, Weight
+from ddpopt.doctor.dynamo import Frame, Notes
+
+_RESUMED = re.compile(r"^torch_dynamo_resume_in_(\w+)_at_(\d+)$")
+_SIZE = re.compile(r"tensor '(?P<name>.+?)' size mismatch at index (?P<dim>\d+)")
+_OWNED = re.compile(r"\b[A-Za-z_]\w*\.[A-Za-z_]")
+_DYNAMIC = (
+    "Mark that dimension, or that of the input it comes from, before the first call: "
+    "torch._dynamo.mark_dynamic({name}, {dim}), pass dynamic=True to torch.compile, or pad inputs to a few "
+    "fixed sizes."
+)
+_STEPS = (
+    ("dtype mismatch", "Cast inputs to one dtype before they reach the model."),
+    ("stride mismatch", "Give inputs one memory layout, for instance by .contiguous(), before the call."),
+    ("requires_grad mismatch", "Call it with tensors of one kind: give the first input requires_grad too, or "
+     "freeze no parameter between calls."),
+    ("device mismatch", "Move inputs to the model's device before the call."),
+    ("rank mismatch", "Give inputs one number of dimensions in every step."),
+    ("GLOBAL_STATE", "Grad mode, autocast or determinism changed between steps: set each once, or run "
+     "evaluation through a function that is compiled on its own."),
+    ("grad_mode", "Run evaluation through a function that is compiled on its own."),
+    ("Duplicate tensor", "Pass distinct tensors in every step, or the same aliases in every step."),
+    ("___check_obj_id", "An object that the model reads was replaced: create it once and keep it."),
+    ("___check_type_id", "A value that the model reads changed its type: give it one type in every step."),
+    ("___stack", "The value was made before a graph break and is passed over it: remove the break."),
+    ("recompile_limit", "Raise torch._dynamo.config.recompile_limit only if the variants are few."),
+)  # fmt: skip
+_ATTRIBUTE = (
+    "An attribute that the model reads changed. Keep it constant, or make it a tensor (a buffer); for an int "
+    "see torch._dynamo.config.allow_unspec_int_on_nn_module."
+)
+_ARGUMENT = (
+    "A Python value that the model gets changed. Pass it as a tensor, or keep it constant; where the model "
+    "branches on it, each branch is compiled once."
+)
+
+
+def find_recompiles(notes: Notes) -> tuple[Recompile, ...]:
+    """The recompilations of the model's frames in one trial.
+
+    Args:
+        notes: what Dynamo wrote down in it.
+
+    Returns:
+        Them, in order.
+    """
+    return tuple(_recompile(frame) for frame in notes.frames if frame.recompiled and not frame.is_ddps)
+
+
+def _recompile(frame: Frame) -> Recompile:
+    guard, read_by = _guard(frame.recompiled)
+    return Recompile(
+        compile_id=frame.compile_id,
+        function=_function(frame.function),
+        file=frame.file,
+        line=frame.line,
+        guard=guard,
+        seconds=frame.total_s,
+        step=frame.step,
+        read_by=read_by,
+    )
+
+
+def recompile_findings(recompiles: Iterable[Recompile]) -> Iterator[Finding]:
+    """One finding for each function and failed guard."""
+    groups: dict[tuple[str, int, str], list[Recompile]] = {}
+    for again in recompiles:
+        key = again.file, again.line, re.sub(r"\d+", "#", again.guard)
+        groups.setdefault(key, []).append(again)
+    for same in groups.values():
+        yield _finding(same)
+
+
+def _finding(same: Sequence[Recompile]) -> Finding:
+    first, last = same[0], max(again.step for again in same)
+    times = "once" if len(same) == 1 else f"{len(same)} times"
+    seconds = sum(again.seconds for again in same)
+    when = "in the first step" if last == 0 else f"the last time in step {last}"
+    what = (
+        f"{first.function} ({first.file}:{first.line}) was compiled again {times}, {when}, which took "
+        f"{seconds:.1f} s, because this guard failed: {first.guard}."
+    )
+    line = f" The line: {first.read_by}" if first.read_by else ""
+    if last == 0 and len(same) == 1:
+        what += " It is called in two ways in every step; the second compilation serves all later steps."
+        return Finding("recompile", Weight.NOTE, what + line, step_for(first.guard))
+    what += " While one rank compiles, all others wait for it in their next all-reduce."
+    return Finding("recompile", Weight.SLOW, what + line, step_for(first.guard))
+
+
+def step_for(guard: str) -> str:
+    """What keeps a guard from failing.
+
+    >>> step_for("tensor 'x' dtype mismatch. expected Float, actual Half")
+    'Cast inputs to one dtype before they reach the model.'
+    """
+    size = _SIZE.search(guard)
+    if size:
+        return _DYNAMIC.format(**size.groupdict())
+    return next(
+        (step for part, step in _STEPS if part in guard), _ATTRIBUTE if _OWNED.search(guard) else _ARGUMENT
+    )
+
+
+def _guard(reason: str) -> tuple[str, str]:
+    """The guard without the compile id before it, and the line of the model that stands in a comment behind.
+
+    >>> _guard("0/0: n == 3                # x = x * n  # model.py:7 in forward")
+    ('n == 3', 'x = x * n')
+    """
+    guard, *comments = re.split(r"\s+# ", reason.partition("\n")[0])
+    return re.sub(r"^\d+/\d+: ", "", guard).strip(), comments[0].strip() if len(comments) > 1 else ""
+
+
+def _function(name: str) -> str:
+    resumed = _RESUMED.match(name)
+    return f"{resumed[1]}, after the graph break at line {resumed[2]}," if resumed else f"{name}()"

@@ -1,0 +1,142 @@
+"""One assertion for a test of one's own: a compiled data-parallel step computes what eager DDP computes.
+
+Invariant: it passes on all ranks of a test, or raises the same findings on all of them.
+"""
+
+import copy
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
+
+from ddpopt.errors import UsageError, VerificationError
+from ddpopt.testing.case import Call, Case, mean_square
+from ddpopt.testing.ranks import one_rank
+from ddpopt.verify.verdict import Verdict
+
+__all__ = ["DdpNotEqualError", "assert_ddp_equal"]
+
+
+class DdpNotEqualError(VerificationError, AssertionError):
+    """A data-parallel step is not what eager DDP makes of it; the message has every finding."""
+
+
+def assert_ddp_equal(  # noqa: PLR0913  # all that a data-parallel step is made of
+    model: nn.Module,
+    inputs: Any,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
+    strategy: str = "auto",
+    backend: Any = "aot_eager",
+    mode: str | None = None,
+    ddp_kwargs: Mapping[str, Any] | None = None,
+    steps: int = 3,
+) -> None:
+    """Assert that a compiled data-parallel step of a model computes what eager DDP computes.
+
+    In a test marked ``world_size(n)`` every rank has to call it; elsewhere it makes a group of one rank.
+
+    Args:
+        model: the module itself, not wrapped in DDP; it is copied, and not changed. As DDP does, all ranks
+            start from the weights of rank 0.
+        inputs: this rank's arguments, the same in every step: a tuple or list of positional arguments, a
+            mapping of keyword arguments, or the only argument. Or a function that gives them for a step.
+        kwargs: this rank's keyword arguments besides, the same in every step.
+        loss: from the model's output to a scalar; by default the mean of squares of all it returned.
+        strategy: ddpopt's: ``"split"``, ``"inline"`` or ``"auto"``.
+        backend: of Dynamo, underneath: a name, or a callable ``(gm, example_inputs)``.
+        mode: another way to run a data-parallel step, by its name in ``ddpopt.verify.modes``.
+        ddp_kwargs: arguments for ``DistributedDataParallel``.
+        steps: how many steps of training; DDP has settled by the third.
+
+    Raises:
+        DdpNotEqualError: something is wrong; an ``AssertionError``, with every finding.
+        UsageError: an argument cannot be used.
+        InfrastructureError: nothing could be judged, because eager DDP itself fails.
+    """
+    __tracebackhide__ = True  # pytest shows the test's line, not ours
+    if isinstance(model, DistributedDataParallel) or not isinstance(model, nn.Module):
+        raise UsageError(
+            f"model: expected a module that is not wrapped in DDP, got {type(model).__name__}. Pass the "
+            "module itself, and DDP's arguments as ddp_kwargs."
+        )
+    verify_here = _verify_here()
+    with one_rank(), _trace_not_captured():
+        calls = [_call(inputs, kwargs, step) for step in range(steps)]
+        case = _case(model, calls, loss or mean_square, ddp_kwargs or {})
+        verdict = verify_here(case, mode=mode, strategy=strategy, backend=backend, steps=steps)
+    try:
+        verdict.require()
+    except VerificationError as error:
+        raise DdpNotEqualError(str(error)) from None
+
+
+def _verify_here() -> Callable[..., Verdict]:
+    """Import the suite, and with it Inductor, which a process that only starts ranks can do without."""
+    with warnings.catch_warnings():  # torch's own, where Inductor is imported; a user may make them errors
+        warnings.simplefilter("ignore")
+        from ddpopt.verify.runner import verify_here
+    return verify_here
+
+
+@contextmanager
+def _trace_not_captured() -> Iterator[None]:
+    """Keep torch's structured trace, thousands of lines, out of the log that pytest keeps of a test."""
+    trace = logging.getLogger("torch.__trace")
+    # pytest 9 also listens to loggers that do not propagate, and torch takes that for a wish to trace.
+    pytests = [handler for handler in trace.handlers if type(handler).__module__.startswith("_pytest.")]
+    for handler in pytests:
+        trace.removeHandler(handler)
+    try:
+        yield
+    finally:
+        for handler in pytests:
+            trace.addHandler(handler)
+
+
+def _call(inputs: Any, kwargs: Mapping[str, Any] | None, step: int) -> Call:
+    given = inputs(step) if callable(inputs) and not isinstance(inputs, nn.Module) else inputs
+    if isinstance(given, Mapping):
+        return (), {**given, **(kwargs or {})}
+    return tuple(given) if isinstance(given, tuple | list) else (given,), dict(kwargs or {})
+
+
+def _case(
+    model: nn.Module, calls: list[Call], loss: Callable[[Any], Tensor], ddp_kwargs: Mapping[str, Any]
+) -> Case:
+    """Describe the step; a collective, since a case knows the weights and the inputs of all ranks."""
+    first = copy.deepcopy(model)
+    _take_weights_of_rank_zero(first)
+    calls_of: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(calls_of, calls)
+
+    def inputs(rank: int, step: int) -> Call:
+        call: Call = tree_map_only(Tensor, _fresh, calls_of[rank][step])
+        return call
+
+    return Case(
+        name=type(model).__name__,
+        model=lambda: copy.deepcopy(first),
+        inputs=inputs,
+        about="given to assert_ddp_equal",
+        loss=loss,
+        ddp_kwargs=ddp_kwargs,
+    )
+
+
+def _take_weights_of_rank_zero(model: nn.Module) -> None:
+    states: list[Any] = [model.state_dict() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(states)
+    model.load_state_dict(states[0])
+
+
+def _fresh(tensor: Tensor) -> Tensor:
+    """A tensor of its own, so that no step sees what another one wrote into an input or its gradient."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)

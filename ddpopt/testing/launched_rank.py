@@ -1,0 +1,194 @@
+"""A rank of torchrun's, or of another launcher's: it runs each marked test together with its peers.
+
+Before a test the ranks meet, so that one that was busy with an unmarked test keeps no peer waiting inside a
+collective; after it they exchange what happened.
+
+Invariant: a test that fails on one rank fails on every rank, and ends within its limit. If a rank is lost,
+its peers fail the test, say what is known of that rank, and run no other.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from _pytest.reports import TestReport
+from _pytest.runner import runtestprotocol
+
+from ddpopt.testing.rank_collection import difference, digest
+from ddpopt.testing.rank_environment import own_rank, own_size
+from ddpopt.testing.rank_needs import needs_of
+from ddpopt.testing.rank_reports import from_text, lost, merge, to_text, trimmed
+from ddpopt.testing.ranks import Seat, gpu_for_each_rank
+from ddpopt.verify.rank_limits import Limits
+
+__all__ = ["LaunchedRank"]
+
+c10d: Any = dist  # torch does not mark its re-exports
+START_LIMIT_S = 120.0
+# Before a marked test, peers may be busy with unmarked ones, which have no limit of ours.
+MEETING_LIMIT_S = 900.0
+# How much longer one waits for a peer's report than the test may take on that peer …
+GRACE_S = 10.0
+# … and how long where the launcher has told all ranks to end.
+LAST_WORDS_S = 2.0
+# The agent's store may live in a rank that stalled: peers need a moment to read why.
+READING_S = 0.5
+POLL_S = 0.01
+
+LOST = "this rank gave no report: it died, or was ended"
+ENDED = "the launcher ended this rank: a peer failed, or the run was cancelled"
+LATE = "this rank did not come to this test: it died, or is still busy with an earlier one"
+
+
+class LaunchedRank:
+    """This process, as a rank that a launcher started.
+
+    Attributes:
+        seat: where it stands in the test that runs.
+    """
+
+    def __init__(self) -> None:
+        """Find the peers' store."""
+        store, _, _ = next(iter(c10d.rendezvous("env://", timeout=timedelta(seconds=START_LIMIT_S))))
+        self._store = c10d.PrefixStore("ddpopt-tests", store)
+        # Tests capture what they print; what is said of a stall goes to the terminal.
+        self._terminal = os.dup(2)
+        self._number = 0
+        self._told_to_end = threading.Event()
+        self._in_test = False
+        self._lost = False
+        self._on_gpu = False
+
+    @property
+    def seat(self) -> Seat:
+        """Where this process stands in the test that runs."""
+        store = c10d.PrefixStore(f"group/{self._number}", self._store)
+        return Seat(store, own_rank(), own_size(), self._on_gpu)
+
+    def require_equal_collection(self, session: pytest.Session) -> None:
+        """Compare what all ranks have collected.
+
+        Args:
+            session: with everything that was collected here.
+
+        Raises:
+            pytest.UsageError: the ranks differ; on every rank.
+        """
+        names = [item.nodeid for item in session.items]
+        if session.testsfailed:
+            names.append(f"({session.testsfailed} errors in collection)")
+        digests = self._exchange("digest", digest(names), START_LIMIT_S)
+        if None in digests:
+            silent = [str(rank) for rank, text in enumerate(digests) if text is None]
+            raise pytest.UsageError(
+                f"expected every rank to say which tests it collected, got nothing from rank(s) "
+                f"{', '.join(silent)} within {START_LIMIT_S:g} s: it died, or collected no test marked "
+                "world_size. Collect the same tests on every rank."
+            )
+        if len(set(digests)) > 1:
+            lists = self._exchange("names", "\0".join(names), START_LIMIT_S)
+            raise pytest.UsageError(difference([(text or "").split("\0") for text in lists]))
+
+    def run(self, item: pytest.Item, nextitem: pytest.Item | None) -> list[TestReport]:
+        """Run a test on this rank, and learn how its peers fared.
+
+        Args:
+            item: the test.
+            nextitem: the one after it; fixtures that it needs too are kept.
+
+        Returns:
+            The test's reports, merged over the ranks.
+        """
+        self._number += 1
+        with self._hearing():
+            present = self._exchange("present", "gpu" if gpu_for_each_rank() else "cpu", MEETING_LIMIT_S)
+            if None in present:
+                return self._end(item, [[] if text else lost(item, LATE) for text in present])
+            self._on_gpu = set(present) == {"gpu"}
+            reports = self._run_here(item, nextitem)
+            texts = self._exchange("reports", to_text(item.config, reports), needs_of(item).limit_s + GRACE_S)
+            merged = [from_text(item.config, text) if text else lost(item, LOST) for text in texts]
+            if None in texts or self._told_to_end.is_set() or self._store.check(["stalled"]):
+                return self._end(item, merged)
+            return merge(merged)
+
+    def _end(self, item: pytest.Item, reports_of: Sequence[list[TestReport]]) -> list[TestReport]:
+        self._lost = True
+        item.session.shouldstop = "a rank is lost; the tests after this one were not run"
+        return merge(reports_of)
+
+    def _run_here(self, item: pytest.Item, nextitem: pytest.Item | None) -> list[TestReport]:
+        def announce(seconds: float, what: str, stacks: str) -> None:
+            words = f"this rank did not end within {seconds:g} s:\n{trimmed(stacks)}"
+            os.write(self._terminal, f"\nrank {own_rank()}: {what}: {words}\n".encode())
+            self._store.set("stalled", "1")
+            self._store.set(self._key("reports", own_rank()), to_text(item.config, lost(item, words)))
+            time.sleep(READING_S)
+
+        limits = Limits(self._terminal, announce=announce)
+        with limits.limited(needs_of(item).limit_s, item.nodeid):
+            return runtestprotocol(item, log=False, nextitem=nextitem)
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Have the launcher's signal to end this rank fail what runs in the block."""
+        self._in_test = True
+        try:
+            yield
+        finally:
+            self._in_test = False
+
+    def leave(self) -> None:
+        """Wait until the peers have shown their results: the launcher ends all when one fails."""
+        if not self._lost:
+            self._exchange("ended", "", LAST_WORDS_S)
+
+    def _key(self, what: str, rank: int) -> str:
+        return f"{what}/{self._number}/{rank}"
+
+    def _exchange(self, what: str, text: str, limit_s: float) -> list[str | None]:
+        """Give each rank's text to every rank; None for those that gave none in time."""
+        try:
+            return self._exchanged(what, text, limit_s)
+        except c10d.DistError:  # the rank that held the store has died
+            return [text if rank == own_rank() else None for rank in range(own_size())]
+
+    def _exchanged(self, what: str, text: str, limit_s: float) -> list[str | None]:
+        self._store.set(self._key(what, own_rank()), text)
+        keys = [self._key(what, rank) for rank in range(own_size())]
+        deadline = time.monotonic() + limit_s
+        while not self._store.check(keys):
+            if self._told_to_end.is_set():
+                deadline = min(deadline, time.monotonic() + LAST_WORDS_S)
+            if time.monotonic() > deadline:
+                break
+            time.sleep(POLL_S)
+        return [self._store.get(key).decode() if self._store.check([key]) else None for key in keys]
+
+    @contextmanager
+    def _hearing(self) -> Iterator[None]:
+        """Where the launcher ends this rank because of a peer, fail the test and live to report it."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before: Callable[[int, FrameType | None], Any] | int | None = signal.getsignal(signal.SIGTERM)
+
+        def hear(_number: int, _frame: FrameType | None) -> None:
+            self._told_to_end.set()
+            if self._in_test:
+                pytest.fail(ENDED, pytrace=False)
+
+        signal.signal(signal.SIGTERM, hear)
+        try:
+            yield
+        finally:
+            if not self._lost:  # what is known of the lost rank has yet to be shown
+                signal.signal(signal.SIGTERM, before)

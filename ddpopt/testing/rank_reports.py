@@ -1,0 +1,139 @@
+"""The outcome of one test on several ranks, as text that travels between processes and as one report.
+
+Invariant: a test fails if it failed on any rank, and its report then shows the traceback of each such rank.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+
+import pytest
+from _pytest.reports import TestReport
+
+__all__ = ["from_text", "lost", "merge", "to_text", "trimmed"]
+
+# The thread that keeps the time, frames of pytest's and of ours under every test, and a list of modules.
+UNDER_A_TEST = re.compile(
+    r'^((Current t|T)hread .*\n  File "[^"]*/rank_limits\.py", .*\n(  File .*\n)*\n?'
+    r'|  File "([^"]*/(_pytest|pytest|pluggy|ddpopt/testing)/|<frozen runpy>)[^"]*", line \d+ in .*\n?'
+    r"|Extension modules: .*\n?)",
+    re.MULTILINE,
+)
+
+
+def to_text(config: pytest.Config, reports: Sequence[TestReport]) -> str:
+    """Write reports as JSON.
+
+    Args:
+        config: pytest's own.
+        reports: of one test, in one process.
+
+    Returns:
+        Text that `from_text` reads.
+    """
+    return json.dumps(
+        [config.hook.pytest_report_to_serializable(config=config, report=report) for report in reports]
+    )
+
+
+def from_text(config: pytest.Config, text: str) -> list[TestReport]:
+    """Read what `to_text` wrote.
+
+    Args:
+        config: pytest's own.
+        text: JSON.
+
+    Returns:
+        Equal reports.
+    """
+    return [_from_data(config, data) for data in json.loads(text)]
+
+
+def _from_data(config: pytest.Config, data: dict[str, object]) -> TestReport:
+    if isinstance(data["longrepr"], list):
+        data["longrepr"] = tuple(data["longrepr"])  # where a test was skipped, and why; JSON has no tuples
+    report = config.hook.pytest_report_from_serializable(config=config, data=data)
+    assert isinstance(report, TestReport)
+    return report
+
+
+def lost(item: pytest.Item, why: str) -> list[TestReport]:
+    """Report for a rank that gave no report, or for a test that no rank could run.
+
+    Args:
+        item: the test.
+        why: what is known.
+
+    Returns:
+        One report, of a failure.
+    """
+    return [TestReport(item.nodeid, item.location, {}, "failed", why, "call")]
+
+
+def trimmed(stacks: str) -> str:
+    """Leave out of faulthandler's stacks what lies under every test.
+
+    Args:
+        stacks: perhaps among other text.
+
+    Returns:
+        The same text with the frames that belong to the test.
+    """
+    return UNDER_A_TEST.sub("", stacks)
+
+
+def merge(reports_of: Sequence[Sequence[TestReport]]) -> list[TestReport]:
+    """Make one outcome of those of all ranks: rank 0's, but failed where any rank failed.
+
+    Args:
+        reports_of: by rank, the reports of setup, call and teardown, as far as there are any.
+
+    Returns:
+        Reports of one test. After a failed setup there is no call.
+    """
+    merged = {str(report.when): report for report in reports_of[0]}
+    for phase in ("setup", "call", "teardown"):
+        failed = [
+            (rank, report)
+            for rank, reports in enumerate(reports_of)
+            for report in reports
+            if report.when == phase and report.failed
+        ]
+        if failed:
+            # Who failed first is most often the cause: its peers then fail for want of it.
+            failed.sort(key=lambda rank_and_report: rank_and_report[1].stop)
+            report = merged[phase] = failed[0][1]
+            report.longrepr = _told_once(phase, [(rank, report.longreprtext) for rank, report in failed])
+    if "setup" in merged and merged["setup"].failed:
+        merged.pop("call", None)
+    _require_one_outcome(reports_of, merged)
+    return list(merged.values())
+
+
+def _told_once(phase: str, failures: Sequence[tuple[int, str]]) -> str:
+    """All failures of a phase, and what ranks tell alike once: findings that all ranks agree on are long."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in failures:
+        ranks_of.setdefault(text, []).append(rank)
+    names = [", ".join(map(str, sorted(ranks))) for ranks in ranks_of.values()]
+    return "\n\n".join(
+        f"[rank {name}] {phase} failed:\n{text}" for name, text in zip(names, ranks_of, strict=True)
+    )
+
+
+def _require_one_outcome(reports_of: Sequence[Sequence[TestReport]], merged: dict[str, TestReport]) -> None:
+    """Fail a test that some ranks skipped and others ran: its peers would have run it without them."""
+    if any(report.failed for report in merged.values()):
+        return
+    skipped = [
+        rank
+        for rank, reports in enumerate(reports_of)
+        if any(report.skipped and not hasattr(report, "wasxfail") for report in reports)
+    ]
+    if skipped and len(skipped) < len(reports_of):
+        last = merged.get("call") or merged["setup"]
+        last.outcome = "failed"
+        last.longrepr = (
+            f"expected that all ranks run a test, or none; rank(s) {', '.join(map(str, skipped))} of "
+            f"{len(reports_of)} skipped it. Let the reason for a skip be the same on every rank."
+        )

@@ -1,0 +1,1 @@
+"""The verification suite: any data-parallel mode, held against eager DDP."""

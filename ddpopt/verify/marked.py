@@ -1,0 +1,109 @@
+"""The processes of one launch: those that carry its mark in their environment, which children inherit.
+
+A process that a rank started may have left its session, lost its parent and changed its name; it still has
+the environment that it began with. So this finds Inductor's workers and a task's own children too.
+
+A guardian, a small process beside the launcher, sweeps up if the launcher is killed. It runs this file as a
+script, without site-packages, so only Python's own modules may be imported here.
+
+Invariant: only a process that carries the mark is ever signalled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["end_marked", "guarded", "marked", "signal_marked"]
+
+POLL_S = 0.02
+GUARD_POLL_S = 0.2
+# A killed process that is still here after this long hangs in the kernel; nobody can help it.
+GONE_LIMIT_S = 5.0
+
+
+def marked(mark: str) -> list[int]:
+    """Find processes.
+
+    Args:
+        mark: ``NAME=value``, as it stands in an environment.
+
+    Returns:
+        Their process ids; none of a process that is dead already, or that belongs to somebody else.
+    """
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [pid for pid in pids if _carries(pid, mark)]
+
+
+def _carries(pid: int, mark: str) -> bool:
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:  # gone, or not ours
+        return False
+    return mark.encode() in environment.split(b"\0")
+
+
+def signal_marked(mark: str, number: signal.Signals) -> bool:
+    """Send a signal to all marked processes.
+
+    Args:
+        mark: see `marked`.
+        number: the signal.
+
+    Returns:
+        Whether there was any.
+    """
+    pids = marked(mark)
+    for pid in pids:
+        # Looked at once more: a number that has just become free is not given away again at once.
+        if _carries(pid, mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+    return bool(pids)
+
+
+def end_marked(mark: str) -> None:
+    """Kill all marked processes, and wait until they are gone.
+
+    Args:
+        mark: see `marked`.
+    """
+    deadline = time.monotonic() + GONE_LIMIT_S
+    while signal_marked(mark, signal.SIGKILL) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+
+
+@contextlib.contextmanager
+def guarded(mark: str, folder: Path) -> Iterator[None]:
+    """Have the marked processes ended, and a folder removed, if this process dies inside the block.
+
+    Args:
+        mark: see `marked`.
+        folder: what to remove.
+    """
+    command = [sys.executable, "-I", "-S", __file__, mark, str(folder), str(os.getpid())]
+    # A session of its own: Ctrl-C in a terminal must not reach it.
+    guardian = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    try:
+        yield
+    finally:
+        guardian.kill()
+        guardian.wait()
+
+
+def _guard(mark: str, folder: Path, launcher: int) -> None:
+    while os.getppid() == launcher:
+        time.sleep(GUARD_POLL_S)
+    end_marked(mark)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    _guard(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))

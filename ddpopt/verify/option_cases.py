@@ -1,0 +1,177 @@
+"""What options change in a case: a parameter that is not always used, one that is frozen, a nested DDP.
+
+Invariant: the changed case is a case: equal arguments give equal tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt.testing.case import Case
+
+WIDTH = 8
+
+
+class WithExtra(nn.Module):
+    """A model, and beside it a parameter that is used or not."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.extra = nn.Parameter(torch.linspace(-1, 1, WIDTH))
+        self.uses_extra = True
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model's output, and a term of the loss."""
+        output = self.model(*args, **kwargs)
+        term = self.extra.square().sum() if self.uses_extra else None
+        return output, term
+
+
+class WithExchange(nn.Module):
+    """A model, then an expert whose rows go to the other ranks and back, used or not."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.extra = nn.Parameter(torch.randn(WIDTH, generator=generator))
+        self.model = model
+        self.expert = nn.Parameter(torch.randn(WIDTH, generator=generator))
+        self.uses_extra = True
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model's output, and a term of the loss."""
+        output = self.model(*args, **kwargs)
+        size = dist.get_world_size()
+        rows = self.expert.expand(size, WIDTH) * (self.extra.sum() if self.uses_extra else 1.0)
+        sent = all_to_all_single_autograd(
+            rows.contiguous(), None, None, dist.distributed_c10d._get_default_group()
+        )
+        return output, sent.square().mean()
+
+
+def set_extra(model: nn.Module, used: bool) -> None:
+    """Say whether the extra parameter is used, where the model has one."""
+    if isinstance(model, (WithExtra, WithExchange)):
+        model.uses_extra = used
+
+
+def with_extra(case: Case) -> Case:
+    """Put a parameter beside the model."""
+    return _around(case, WithExtra)
+
+
+def all_to_all(case: Case) -> Case:
+    """Put an expert behind the model, whose rows travel."""
+    return _around(case, WithExchange)
+
+
+def _around(case: Case, kind: Callable[[nn.Module], nn.Module]) -> Case:
+    def loss(output: Any) -> Tensor:
+        own, term = output
+        total = case.loss(own)
+        return total if term is None else total + term.to(total.dtype)
+
+    return replace(case, model=lambda: kind(case.model()), loss=loss)
+
+
+def _ignore(model: nn.Module, names: list[str]) -> None:
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(  # type: ignore[no-untyped-call]
+        model, names
+    )
+
+
+def freezing_first(case: Case) -> Case:
+    """Freeze the first trainable parameter, if it is not the only one."""
+
+    def frozen() -> nn.Module:
+        model = case.model()
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if len(trained) > 1:
+            trained[0].requires_grad_(False)
+        return model
+
+    return replace(case, model=frozen)
+
+
+def ignoring_first(case: Case) -> Case:
+    """Have DDP ignore the first trainable parameter, if it is not the only one."""
+
+    def ignoring() -> nn.Module:
+        model = case.model()
+        names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        present = list(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+        if len(names) > 1:
+            _ignore(model, [*present, names[0]])
+        return model
+
+    return replace(case, model=ignoring)
+
+
+def delaying_last(model: nn.Module) -> dict[str, Any]:
+    """DDP's arguments by which the last trainable parameter is reduced once the first one is ready."""
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return {"delay_all_reduce_named_params": trained[-1:], "param_to_hook_all_reduce": trained[0][1]}
+
+
+def sync_batchnorm(case: Case) -> Case:
+    """Turn BatchNorm into SyncBatchNorm."""
+
+    def converted() -> nn.Module:
+        model: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(  # type: ignore[no-untyped-call]
+            case.model()
+        )
+        return model
+
+    return replace(case, model=converted)
+
+
+class Nested(nn.Module):
+    """A model that is a DDP module of its own, inside one whose other parameters another one reduces."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.inner = DistributedDataParallel(model)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        ignored = [name for name, _ in self.named_parameters() if name.startswith("inner.")]
+        ignored += [name for name, _ in self.named_buffers()]
+        _ignore(self, ignored)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model's output, and a term of the loss."""
+        return self.inner(*args, **kwargs), self.scale.square().sum()
+
+
+def nested(case: Case) -> Case:
+    """Put a DDP module into the model."""
+    return _around(case, Nested)
+
+
+def in_dtype(case: Case, dtype: torch.dtype) -> Case:
+    """Have a case compute in another dtype: its parameters, its buffers and its floating-point inputs."""
+
+    def cast(value: Any) -> Any:
+        floating = isinstance(value, Tensor) and value.is_floating_point()
+        return value.to(dtype) if floating else value
+
+    def inputs(rank: int, step: int) -> Any:
+        args, kwargs = case.inputs(rank, step)
+        return torch.utils._pytree.tree_map(cast, (args, dict(kwargs)))
+
+    return replace(case, model=lambda: case.model().to(dtype), inputs=inputs)
+
+
+def differing(case: Case, ddp_kwargs: Mapping[str, Any]) -> Case:
+    """Give a case other arguments for DDP, over its own; a cap takes the place of a list of caps."""
+    own = dict(case.ddp_kwargs)
+    if "bucket_cap_mb" in ddp_kwargs:
+        own.pop("bucket_cap_mb_list", None)
+    return replace(case, ddp_kwargs=own | dict(ddp_kwargs))

@@ -1,0 +1,106 @@
+"""A model made data-parallel: what a mode returns, and what training and judging need of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+Named = dict[str, Tensor]
+Gradients = dict[str, Tensor | None]
+
+
+def nothing() -> None:
+    """Do nothing: most modes have nothing to do after a backward."""
+
+
+@dataclass
+class Parallel:
+    """A model made data-parallel.
+
+    Attributes:
+        call: takes the arguments of the model.
+        model: the model itself, whose parameters bear the names that a user knows.
+        ddp: its DDP module; None where there is none.
+        planned: whether ddpopt's plan is to be in force.
+        around_backward: what to run a backward in.
+        after_backward: what to run after it.
+        no_sync: what to run forward and backward in, so that nothing is reduced.
+        whole: what to be in so that parameters and gradients can be read and written unsharded.
+        full: from a parameter or gradient, as read in there, to the whole tensor.
+        clip: clips all gradients by their norm, where that takes more than torch's own function.
+        write: puts a whole tensor into a parameter or buffer.
+    """
+
+    call: Callable[..., Any]
+    model: nn.Module
+    ddp: DistributedDataParallel | None = None
+    planned: bool = False
+    around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext
+    after_backward: Callable[[], None] = nothing
+    no_sync: Callable[[], AbstractContextManager[Any]] | None = None
+    whole: Callable[[], AbstractContextManager[Any]] = nullcontext
+    full: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    clip: Callable[[float], Tensor] | None = None
+    write: Callable[[Tensor, Tensor], None] = lambda into, tensor: copy_into(into, tensor)
+
+    def unsynchronised(self) -> AbstractContextManager[Any]:
+        """What to run forward and backward in, so that nothing is reduced."""
+        if self.no_sync is not None:
+            return self.no_sync()
+        return nullcontext() if self.ddp is None else self.ddp.no_sync()
+
+    def gradients(self) -> Gradients:
+        """Copies of the gradients of all trainable parameters, by name, None where there is none."""
+        with self.whole():
+            return {
+                name: None if parameter.grad is None else self.full(parameter.grad).detach().clone()
+                for name, parameter in named_parameters(self.model)
+                if parameter.requires_grad
+            }
+
+    def state(self) -> Named:
+        """Copies of all parameters and buffers, by name."""
+        with self.whole(), torch.no_grad():
+            return {
+                name: self.full(tensor).detach().clone()
+                for name, tensor in (*named_parameters(self.model), *self.model.named_buffers())
+            }
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Set parameters and buffers to what `state` read from an equal model."""
+        with self.whole(), torch.no_grad():
+            for name, tensor in (*named_parameters(self.model), *self.model.named_buffers()):
+                self.write(tensor, state[name])
+
+
+def copy_into(into: Tensor, tensor: Tensor) -> None:
+    """Copy whole tensors, in place."""
+    into.copy_(tensor)
+
+
+def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """All parameters under the names that they have in a model that nothing wraps."""
+    wrapped = ("_fsdp_wrapped_module.", "_orig_mod.")
+    named = []
+    for name, parameter in model.named_parameters():
+        for part in wrapped:
+            name = name.replace(part, "")
+        named.append((name, parameter))
+    return named
+
+
+@contextlib.contextmanager
+def flags_of(flag: list[bool]) -> Iterator[None]:
+    """Lower a flag for the time of a block."""
+    before, flag[0] = flag[0], False
+    try:
+        yield
+    finally:
+        flag[0] = before

@@ -1,0 +1,171 @@
+"""Compile a chosen part of a model, and run the rest as it is.
+
+A graph falls into pieces wherever `ddpopt.crossing` allows a cut; neighbours that are chosen are compiled as
+one. So everything chosen is the whole graph as Dynamo hands it over, and nothing chosen is no compiling.
+
+Invariant: equal models give equal pieces, so that a choice made in one run means the same in the next.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+
+from ddpopt.crossing import blocked_positions
+from ddpopt.graphs import body_nodes, fetch
+from ddpopt.partition import partition
+from ddpopt.plan import Cut, Plan
+from ddpopt.segments import CompilerFn, compile_segments
+
+SHOWN_OPERATIONS = 6
+FRAME = re.compile(r'File "([^"]+)", line (\d+), in')
+
+
+class Piece(NamedTuple):
+    """A piece of a graph: which graph, in the order in which they are compiled, and its place in it."""
+
+    graph: int
+    place: int
+
+
+class Run(NamedTuple):
+    """Neighbouring pieces of one graph, the last one included."""
+
+    graph: int
+    first: int
+    last: int
+
+
+class ChosenPieces:
+    """A Dynamo backend that compiles the pieces chosen, and runs all others as they are.
+
+    Args:
+        compiler: what compiles them.
+        chosen: the pieces; None for all.
+        cuts: whether graphs fall into pieces at all; else each graph is one, as the mode has cut it.
+
+    Attributes:
+        graphs: for each graph so far its pieces, each a list of what its nodes are called.
+    """
+
+    def __init__(
+        self, compiler: CompilerFn, chosen: Iterable[Piece] | None = None, *, cuts: bool = True
+    ) -> None:
+        self.__name__ = getattr(compiler, "__name__", type(compiler).__name__)
+        self.compiler = compiler
+        self.chosen = None if chosen is None else frozenset(chosen)
+        self.cuts = cuts
+        self.graphs: list[list[list[str]]] = []
+
+    def __call__(
+        self, gm: fx.GraphModule, example_inputs: Sequence[object], **options: Any
+    ) -> Callable[..., Any]:
+        """Compile what is chosen of one graph."""
+        number, pieces = len(self.graphs), pieces_of(gm, cuts=self.cuts)
+        self.graphs.append([_words(gm, piece) for piece in pieces])
+        if self.chosen is None:
+            return self.compiler(gm, example_inputs, **options)
+        wanted = [Piece(number, index) in self.chosen for index in range(len(pieces))]
+        if all(wanted):
+            return self.compiler(gm, example_inputs, **options)
+        if not any(wanted):
+            return gm.forward
+        starts = [i for i in range(1, len(wanted)) if wanted[i] != wanted[i - 1]]
+        flags = iter([wanted[0], *(wanted[start] for start in starts)])
+
+        def choose(segment: fx.GraphModule, inputs: Sequence[object]) -> Callable[..., Any]:
+            return self.compiler(segment, inputs, **options) if next(flags) else segment.forward
+
+        stitched = cut_before(gm, [pieces[start][0] for start in starts])
+        return compile_segments(
+            stitched, example_inputs, choose, [None] * (len(starts) + 1), share=False
+        ).call
+
+    @property
+    def all(self) -> list[Piece]:
+        """Every piece of every graph so far."""
+        return [Piece(graph, i) for graph, pieces in enumerate(self.graphs) for i in range(len(pieces))]
+
+    def described(self, chosen: Iterable[Piece]) -> tuple[str, ...]:
+        """Name pieces for a person; neighbours in one line."""
+        return tuple(self._describe(run) for run in runs_of(chosen))
+
+    def _describe(self, run: Run) -> str:
+        pieces = self.graphs[run.graph]
+        words = list(itertools.chain.from_iterable(pieces[run.first : run.last + 1]))
+        if not self.cuts:
+            return f"compiled segment {run.graph} of {len(self.graphs)}: {_listed(words)}"
+        number = f"segment {run.first}" if run.first == run.last else f"segments {run.first} to {run.last}"
+        return f"graph {run.graph}, {number} of {len(pieces)}: {_listed(words)}"
+
+
+def _listed(words: Sequence[str]) -> str:
+    """The first and the last few."""
+    if len(words) > SHOWN_OPERATIONS:
+        half = SHOWN_OPERATIONS // 2
+        words = [*words[:half], f"{len(words) - 2 * half} more", *words[-half:]]
+    return ", ".join(words)
+
+
+def pieces_of(gm: fx.GraphModule, *, cuts: bool = True) -> list[list[fx.Node]]:
+    """Divide the body of a graph wherever it can be cut.
+
+    Args:
+        gm: a graph of Dynamo's.
+        cuts: false to leave it in one piece.
+
+    Returns:
+        The nodes of each piece, in order; one empty piece for a graph without a body.
+    """
+    body = body_nodes(gm.graph)
+    blocked = blocked_positions(gm.graph, body)
+    starts = [0, *(i for i, why in enumerate(blocked) if why is None and i > 0)] if cuts else [0]
+    return [body[start:end] for start, end in itertools.pairwise([*starts, len(body)])]
+
+
+def cut_before(gm: fx.GraphModule, openers: Sequence[fx.Node]) -> fx.GraphModule:
+    """Cut a graph in front of nodes; the result calls ``segment_0``, ``segment_1`` and so on."""
+    cuts = tuple(Cut(0, node.name, "to find what is wrong") for node in openers)
+    return partition(gm, Plan((), (), cuts))
+
+
+def runs_of(pieces: Iterable[Piece]) -> list[Run]:
+    """Join neighbours.
+
+    >>> runs_of([Piece(0, 3), Piece(0, 4), Piece(1, 0)])
+    [Run(graph=0, first=3, last=4), Run(graph=1, first=0, last=0)]
+    """
+    runs: list[Run] = []
+    for piece in sorted(pieces):
+        if runs and (runs[-1].graph, runs[-1].last + 1) == piece:
+            runs[-1] = runs[-1]._replace(last=piece.place)
+        else:
+            runs.append(Run(piece.graph, piece.place, piece.place))
+    return runs
+
+
+def _words(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> list[str]:
+    """What nodes are called, and the line of the user's that the last of them comes from."""
+    words = [_word(gm, node) for node in nodes]
+    lines = [line for line in map(source_line, nodes) if line]
+    return [*words[:-1], f"{words[-1]} ({lines[-1]})"] if words and lines else words
+
+
+def _word(gm: fx.GraphModule, node: fx.Node) -> str:
+    if node.op == "call_module":
+        held = fetch(gm, str(node.target))
+        return type(held).__name__ if isinstance(held, nn.Module) else node.name
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def source_line(node: fx.Node) -> str:
+    """The innermost line outside of torch that a node comes from, like ``models.py:31``; else nothing."""
+    root = str(Path(torch.__file__).parent)
+    frames = [f for f in FRAME.findall(node.meta.get("stack_trace") or "") if not f[0].startswith(root)]
+    return f"{Path(frames[-1][0]).name}:{frames[-1][1]}" if frames else ""

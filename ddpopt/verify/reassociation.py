@@ -1,0 +1,107 @@
+"""Which parameters may have gradients of another association under ``split``, proved from graph and plan.
+
+Invariant: a parameter that is not named here has its gradient computed, bit by bit, as without cuts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from ddpopt.association import reassociated_values
+from ddpopt.capture import capture
+from ddpopt.errors import UsageError
+from ddpopt.facts import gradient_carriers
+from ddpopt.graphs import body_nodes, example_value, requires_grad
+from ddpopt.opening import Planned
+from ddpopt.plan import Plan
+from ddpopt.verify.reference import Bench
+
+
+@dataclass(frozen=True)
+class Reassociated:
+    """What may be summed in another order than in eager.
+
+    Attributes:
+        why: in words.
+        values: names of the values whose gradients have contributions from several places.
+        reached: names of the parameters whose gradients are computed from those.
+    """
+
+    why: str = ""
+    values: tuple[str, ...] = ()
+    reached: frozenset[str] = frozenset()
+
+
+def reassociated(bench: Bench, mode: str, plan: Plan | None) -> Reassociated:
+    """Trace a subject's model and find what a mode may re-associate.
+
+    Args:
+        bench: whose subject is meant.
+        mode: name of the mode: torch's optimizer and ddpopt's split cut the graph.
+        plan: ddpopt's plan in force, if there is one.
+
+    Returns:
+        Values and parameters; none if the mode computes bit by bit what eager does, or if the model cannot
+        be traced outside of its DDP module.
+    """
+    case = bench.subject.adapted
+    args, kwargs = case.inputs(bench.rank, 0)
+    try:
+        graphs = capture(case.model(), *args, **kwargs).graphs
+    except UsageError:
+        return Reassociated()
+    if bench.subject.option.forwards > 1:
+        return _of_forwards(graphs)
+    if mode == "ddpopt-split" and plan is not None:
+        moved = [reassociated_values(graph.gm, plan, index) for index, graph in enumerate(graphs)]
+        return _of_cuts("the cuts of the plan sum in another order", graphs, moved)
+    if mode == "torch":
+        return _of_cuts("torch's cuts may sum in another order", graphs, [_repeated(g.gm) for g in graphs])
+    return Reassociated()
+
+
+def _of_forwards(graphs: Sequence[Planned]) -> Reassociated:
+    """Each of several compiled forwards sums over its own uses of a parameter first."""
+    uses = [use for graph in graphs for use in graph.facts.params]
+    counts = Counter(use.spec.name for use in uses for _ in use.readers)
+    names = tuple(name for name, count in counts.items() if count > 1)
+    return Reassociated("each forward sums over its own uses first", names, frozenset(names))
+
+
+def _of_cuts(why: str, graphs: Sequence[Planned], moved: Sequence[Sequence[str]]) -> Reassociated:
+    values: list[str] = []
+    reached: set[str] = set()
+    for index, (graph, names) in enumerate(zip(graphs, moved, strict=True)):
+        if names:
+            # Gradients flow from later graphs into earlier ones.
+            reached |= {use.spec.name for earlier in graphs[:index] for use in earlier.facts.params}
+            reached |= _behind(graph, names)
+        values += names
+    return Reassociated(why, tuple(values), frozenset(reached))
+
+
+def _repeated(gm: fx.GraphModule) -> list[str]:
+    """Values that several operations read, each of which sends a gradient back."""
+    carriers = gradient_carriers(gm.graph)
+    counts = Counter(source for node in carriers for source in node.all_input_nodes)
+    return [node.name for node, count in counts.items() if count > 1 and requires_grad(example_value(node))]
+
+
+def _behind(graph: Planned, moved: Sequence[str]) -> set[str]:
+    """The parameters read on the way to a value, or that are the value."""
+    ahead: dict[fx.Node, None] = {}
+    pending = [node for node in graph.gm.graph.nodes if node.name in moved]
+    own = [node for node in pending if node.op in ("placeholder", "get_attr")]
+    while pending:
+        node = pending.pop()
+        if node not in ahead:
+            ahead[node] = None
+            pending += node.all_input_nodes
+    places = {node: place for place, node in enumerate(body_nodes(graph.gm.graph))}
+    readers = {places[node] for node in ahead if node in places}
+    readers |= {places[user] for node in own for user in node.users if user in places}
+    return {use.spec.name for use in graph.facts.params if readers.intersection(use.readers)}

@@ -1,0 +1,151 @@
+"""Scripts that show a difference by themselves, and running them to see that they do.
+
+A script is tried in a fresh interpreter. It counts as a reproduction only if it ends with 1 and says that the
+difference appears: a script that fails for a reason of its own does not. Invariant: what is left on disk is
+the first script that showed the difference, or else the last one tried.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+APPEARS = "the difference appears"
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A script that is yet to be tried.
+
+    Attributes:
+        kind: what it runs: ``"the segment"``, ``"the model"`` or ``"the data-parallel step"``.
+        text: its source code.
+        tensors: what it reads from the file beside it; empty if it has none.
+        ranks: how many processes it needs.
+        dies: whether the difference is that the process dies.
+    """
+
+    kind: str
+    text: str
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    ranks: int = 1
+    dies: bool = False
+
+
+@dataclass(frozen=True)
+class Written:
+    """What is on disk.
+
+    Attributes:
+        script: name of the file; empty if none was written.
+        reproduces: whether it showed the difference in a fresh interpreter.
+        note: what a reader should know of it.
+    """
+
+    script: str = ""
+    reproduces: bool = False
+    note: str = ""
+
+
+def write(script: Path, drafts: Sequence[Draft], time_left: Callable[[], float]) -> Written:
+    """Write the first draft that shows the difference.
+
+    Args:
+        script: where to; tensors go beside it, with the suffix ``.pt``.
+        drafts: in order of preference.
+        time_left: how much time is left for trying, in seconds.
+
+    Returns:
+        What is on disk now.
+    """
+    written = Written()
+    for draft in drafts:
+        if written.script and time_left() <= 0:
+            return replace(written, note=f"{written.note}; no time was left to try others".lstrip("; "))
+        _put(script, draft)
+        written = Written(script.name, note=_about(draft))
+        if time_left() <= 0:
+            return replace(written, note=f"{written.note}; no time was left to run it".lstrip("; "))
+        if shows(script, draft.ranks, time_left(), dies=draft.dies):
+            return replace(written, reproduces=True)
+    return written
+
+
+def _about(draft: Draft) -> str:
+    parts = [f"the script runs {draft.kind}"]
+    if draft.ranks > 1:
+        parts.append(f"it needs {draft.ranks} ranks: {command_of(draft.ranks)}")
+    if draft.tensors:
+        parts.append("it reads what it needs from the file beside it")
+    return "; ".join(parts)
+
+
+def _put(script: Path, draft: Draft) -> None:
+    script.write_text(draft.text, encoding="utf-8")
+    beside = script.with_suffix(".pt")
+    if draft.tensors:
+        torch.save(draft.tensors, beside)
+    else:
+        beside.unlink(missing_ok=True)
+
+
+def shows(script: Path, ranks: int, limit_s: float, *, dies: bool = False) -> bool:
+    """Run a script in a fresh interpreter, or under torchrun.
+
+    Args:
+        script: the file.
+        ranks: how many processes it needs.
+        limit_s: seconds after which it is ended.
+        dies: whether a process that dies is the difference.
+
+    Returns:
+        Whether it ended with 1 and said that the difference appears; or died, if that is the difference.
+    """
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [sys.executable, *(launcher if ranks > 1 else []), str(script)]
+    own = (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    )  # of torchrun, if this is its rank
+    environment = {name: value for name, value in os.environ.items() if name not in own}
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        _end(process)
+    if dies and process.returncode < 0:
+        return True
+    return process.returncode == 1 and APPEARS in output
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a process that is still there, with those that it started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def command_of(ranks: int) -> str:
+    """How a script for so many ranks is run."""
+    return "python" if ranks == 1 else f"torchrun --nproc-per-node {ranks}"

@@ -1,0 +1,165 @@
+"""What each rank does in a verification: all that was asked, one trial after the other.
+
+Invariant: all ranks judge the same trials in the same order, and rank 0 tells of each as it begins and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._dynamo import guards
+
+from ddpopt.testing.case import Case, resolve
+from ddpopt.verify.judge import judge
+from ddpopt.verify.modes import mode
+from ddpopt.verify.option_cases import in_dtype
+from ddpopt.verify.options import option
+from ddpopt.verify.ranks import Ranks
+from ddpopt.verify.reference import Bench, Failure, Reference, Subject
+from ddpopt.verify.verdict import Status, Trial
+
+STEPS = 3
+"""DDP rebuilds its buckets before the second step; the third is the first that all has settled in."""
+TRIAL_LIMIT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One thing to verify: a case under an option, and the modes to judge there.
+
+    Attributes:
+        target: names the case in other processes, or is it.
+        option: name of the option.
+        modes: names of the modes.
+    """
+
+    target: str | Case
+    option: str
+    modes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What holds for all trials of a verification.
+
+    Attributes:
+        backend: of Dynamo: a name, or a callable.
+        strategy: of ddpopt's modes, in place of their own; None to keep that.
+        steps: how many steps of training.
+        dtype: name of the dtype to compute in; None for the case's own.
+        trial_limit_s: limit of one trial, in seconds.
+    """
+
+    backend: Any = "inductor"
+    strategy: str | None = None
+    steps: int = STEPS
+    dtype: str | None = None
+    trial_limit_s: float = TRIAL_LIMIT_S
+
+
+@dataclass(frozen=True)
+class Started:
+    """An event: a trial begins.
+
+    Attributes:
+        index: which one, of all that were asked for.
+        case: name of its case.
+        option: name of its option.
+        mode: name of its mode; empty while the reference runs.
+    """
+
+    index: int
+    case: str
+    option: str
+    mode: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """An event: a trial has ended.
+
+    Attributes:
+        index: which one, of all that were asked for.
+        trial: how.
+    """
+
+    index: int
+    trial: Trial
+
+
+def run_trials(ranks: Ranks, asked: Sequence[Asked], settings: Settings, done: Sequence[int]) -> list[Trial]:
+    """Judge everything that was asked and is not done."""
+    index = 0
+    trials: list[Trial] = []
+    for one in asked:
+        indices = range(index, index + len(one.modes))
+        index += len(one.modes)
+        left = [(i, name) for i, name in zip(indices, one.modes, strict=True) if i not in done]
+        if left:
+            trials += _judged(ranks, one, settings, left)
+    return trials
+
+
+@contextlib.contextmanager
+def quickly() -> Iterator[None]:
+    """Spare a process of our own what costs a third of a trial and what nobody reads.
+
+    What is imported by now is no garbage; each run collects its own. Dynamo does not time its guards, and
+    writes no structured trace.
+    """
+    gc.collect()
+    gc.freeze()
+    trace = logging.getLogger("torch.__trace")
+    with patch.object(trace, "disabled", True), patch.object(guards, "profile_guard_manager", _untimed):
+        yield
+
+
+def _untimed(*_: object) -> float:
+    return 0.0
+
+
+def run_trials_alone(
+    ranks: Ranks, asked: Sequence[Asked], settings: Settings, done: Sequence[int]
+) -> list[Trial]:
+    """The same in a process of our own."""
+    with quickly():
+        return run_trials(ranks, asked, settings, done)
+
+
+def _judged(
+    ranks: Ranks, asked: Asked, settings: Settings, left: Sequence[tuple[int, str]]
+) -> Iterator[Trial]:
+    """Judge the modes of one case under one option."""
+    case = _case(asked, settings)
+    bench = Bench(Subject(case, option(asked.option), settings.steps, ranks.device), ranks)
+    ranks.emit(Started(left[0][0], case.name, asked.option, ""))
+    with ranks.limited(settings.trial_limit_s, f"{case.name}: eager DDP / {asked.option}"):
+        reference = Reference.make(bench)
+    for index, name in left:
+        ranks.emit(Started(index, case.name, asked.option, name))
+        with ranks.limited(settings.trial_limit_s, f"{case.name}: {name} / {asked.option}"):
+            if reference is None:
+                trial = _impossible(case, asked.option, name, bench.failures)
+            else:
+                trial = judge(reference, mode(name), settings.backend, strategy=settings.strategy)
+        ranks.emit(Ended(index, trial))
+        yield trial
+    bench.close()
+
+
+def _case(asked: Asked, settings: Settings) -> Case:
+    case = resolve(asked.target)
+    return case if settings.dtype is None else in_dtype(case, getattr(torch, settings.dtype))
+
+
+def _impossible(case: Case, option_name: str, mode_name: str, failures: Sequence[Failure]) -> Trial:
+    texts = dict.fromkeys(failure.text for failure in failures if not failure.lost)
+    reason = f"eager DDP itself fails here: {'; '.join(texts) or failures[0].text}"
+    return Trial(case.name, mode_name, option_name, "", Status.NOT_POSSIBLE, reason)

@@ -1,0 +1,282 @@
+"""What a verification found: trials, each with its findings, and the verdict over all of them.
+
+Plain data, without torch: the process that started the ranks, the reports and a reader of the JSON need no
+tensor. Invariant: a verdict is true only if something was judged, nothing was wrong, and nothing broke.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from ddpopt.errors import DdpoptError, InfrastructureError, VerificationError
+
+
+class Status(StrEnum):
+    """How a trial ended."""
+
+    OK = "ok"
+    WRONG = "wrong"
+    NOT_POSSIBLE = "not possible"
+    """Eager itself cannot do it on this machine, or the mode has no such option; the reason says which."""
+    BROKEN = "broken"
+    """A rank died or stalled, so nothing was learned about the program."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong.
+
+    Attributes:
+        level: ``"L0"`` bitwise, ``"L1"`` communication bound, ``"L2"`` compiled arithmetic, ``"L3"``
+            structure, ``"run"`` the step itself failed.
+        claim: the invariant that does not hold, as a short sentence.
+        message: what was expected, what came, and where.
+        rank: the rank that saw it; None if it concerns all of them.
+        step: index of the training step, from 0; None if it concerns the whole run.
+        parameter: name as in ``module.named_parameters()``, or of a buffer.
+        bucket: index of the bucket that carried the parameter.
+        ulps: largest distance in units in the last place of the gradient's dtype.
+        error: largest error, in the unit of the gradient.
+        bound: what the error may be at most, in the unit of the gradient.
+    """
+
+    level: str
+    claim: str
+    message: str
+    rank: int | None = None
+    step: int | None = None
+    parameter: str | None = None
+    bucket: int | None = None
+    ulps: float | None = None
+    error: float | None = None
+    bound: float | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The worst that was seen of one parameter at one level, over steps and ranks.
+
+    Attributes:
+        parameter: its name.
+        level: the level of the ladder that judged it.
+        bucket: index of the bucket that carried it, where known.
+        ulps: largest distance in units in the last place; 0 where bitwise equal.
+        error: the error to which `bound` belongs.
+        bound: what the error may be at most; 0 where only equality will do.
+        rank: where the worst was seen.
+        step: when the worst was seen.
+    """
+
+    parameter: str
+    level: str
+    bucket: int | None
+    ulps: float
+    error: float
+    bound: float
+    rank: int
+    step: int
+
+
+@dataclass(frozen=True)
+class SeenBucket:
+    """A bucket that the running reducer sent.
+
+    Attributes:
+        index: place in the order of reduction.
+        params: names of the parameters whose gradients it holds.
+        nbytes: its size in bytes.
+        dtype: of its elements, for instance ``"float32"``.
+    """
+
+    index: int
+    params: tuple[str, ...]
+    nbytes: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One mode of one case under one option, on all ranks.
+
+    Attributes:
+        case: name of the case or target.
+        mode: name of the mode, for instance ``"ddpopt-inline"``.
+        option: name of the option, for instance ``"static_graph"``.
+        backend: Dynamo's backend underneath; empty for modes that compile nothing.
+        status: how it ended.
+        reason: why it was not possible, or what broke; empty otherwise.
+        findings: all that is wrong.
+        levels: the levels of the ladder that were applied, in order.
+        notes: what a reader should know though nothing is wrong (a level that could not be applied and why,
+            values whose gradient may be summed in another order, gradients that are nothing but noise).
+        measured: one entry for each parameter and level.
+        buckets: of the last step that was synchronised.
+        graphs: how many graphs were compiled, recompilations included.
+        seconds: wall time.
+    """
+
+    case: str
+    mode: str
+    option: str
+    backend: str
+    status: Status
+    reason: str = ""
+    findings: tuple[Finding, ...] = ()
+    levels: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    measured: tuple[Measured, ...] = ()
+    buckets: tuple[SeenBucket, ...] = ()
+    graphs: int = 0
+    seconds: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """Case, mode, option and backend in one line."""
+        backend = f", {self.backend}" if self.backend else ""
+        return f"{self.case}: {self.mode} / {self.option}{backend}"
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One step of the search for the layer that is wrong.
+
+    Attributes:
+        name: what ran, for instance ``"aot_eager, no DDP"``.
+        agrees: whether it agreed with eager at its level.
+        detail: the worst parameter, or the error that it ended with.
+    """
+
+    name: str
+    agrees: bool
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where a wrong trial goes wrong.
+
+    Attributes:
+        rungs: what was tried, from eager upwards.
+        layer: the lowest layer that is wrong, in words.
+        segments: the smallest set of segments that must be compiled for the difference to appear, each as
+            ``"graph 0, segment 2: linear, relu"``; empty if no segment is to blame.
+        script: file name of the standalone script that shows it; empty if there is none.
+        reproduces: whether the script was run in a fresh interpreter and showed the difference.
+        note: why there is no script, or anything else worth knowing.
+    """
+
+    rungs: tuple[Rung, ...]
+    layer: str
+    segments: tuple[str, ...] = ()
+    script: str = ""
+    reproduces: bool = False
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What :func:`ddpopt.verify` returns; true if the program under test is right.
+
+    Attributes:
+        target: what was verified.
+        world_size: number of ranks.
+        trials: in the order in which they ran.
+        environment: versions and hardware: ``torch``, ``ddpopt``, ``python``, ``device``, ``platform``.
+        location: where it goes wrong, if that was looked for.
+    """
+
+    target: str
+    world_size: int
+    trials: tuple[Trial, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    location: Location | None = None
+
+    def __bool__(self) -> bool:
+        return self.exit_code == 0
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """All findings of all trials, in order."""
+        return tuple(finding for trial in self.trials for finding in trial.findings)
+
+    @property
+    def exit_code(self) -> int:
+        """0 right, 1 wrong, 3 if a trial broke, or if none could be judged."""
+        statuses = [trial.status for trial in self.trials]
+        if Status.WRONG in statuses:
+            return VerificationError.exit_code
+        if Status.BROKEN in statuses or Status.OK not in statuses:
+            return InfrastructureError.exit_code
+        return 0
+
+    def require(self) -> None:
+        """Raise unless the verdict is true.
+
+        Raises:
+            VerificationError: something is wrong; the message has every finding.
+            InfrastructureError: a trial broke, or none could be judged.
+        """
+        if self:
+            return
+        kind: type[DdpoptError] = VerificationError if self.exit_code == 1 else InfrastructureError
+        raise kind("\n".join(self._complaints()))
+
+    def _complaints(self) -> list[str]:
+        lines = [f"{self.target} on {self.world_size} ranks: {len(self.findings)} finding(s)"]
+        for trial in self.trials:
+            if trial.status is not Status.OK:
+                reason = f": {trial.reason}" if trial.reason else ""
+                lines.append(f"  {trial.name}: {trial.status}{reason}")
+                lines += [f"    - {finding.level} {finding.message}" for finding in trial.findings]
+        return lines
+
+    def to_json(self) -> str:
+        """Return the verdict as a JSON object; `from_json` reads it back."""
+        return json.dumps(asdict(self) | {"right": bool(self)}, indent=2, default=str)
+
+    @staticmethod
+    def from_json(text: str) -> Verdict:
+        """Read what `to_json` wrote.
+
+        Args:
+            text: a JSON object.
+
+        Returns:
+            An equal verdict.
+
+        Raises:
+            KeyError, TypeError, ValueError: the text is something else.
+        """
+        data = json.loads(text)
+        location = data["location"]
+        return Verdict(
+            target=data["target"],
+            world_size=data["world_size"],
+            trials=tuple(_trial(trial) for trial in data["trials"]),
+            environment=data["environment"],
+            location=None if location is None else _location(location),
+        )
+
+
+def _trial(data: dict[str, Any]) -> Trial:
+    buckets = (SeenBucket(**{**bucket, "params": tuple(bucket["params"])}) for bucket in data["buckets"])
+    return Trial(
+        **{
+            **data,
+            "status": Status(data["status"]),
+            "findings": tuple(Finding(**finding) for finding in data["findings"]),
+            "levels": tuple(data["levels"]),
+            "notes": tuple(data["notes"]),
+            "measured": tuple(Measured(**measured) for measured in data["measured"]),
+            "buckets": tuple(buckets),
+        }
+    )
+
+
+def _location(data: dict[str, Any]) -> Location:
+    rungs = tuple(Rung(**rung) for rung in data["rungs"])
+    return Location(**{**data, "rungs": rungs, "segments": tuple(data["segments"])})

@@ -1,0 +1,109 @@
+"""Each public report on ranks: torch's own optimizer does what the report says, ddpopt what it asks for.
+
+That ddpopt has eager DDP's gradients and the plan's buckets in every case is judged in ``test_compile.py``.
+Here it is judged on what a report asks for beside that, under the backend and around the model it is about.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import ddpopt
+from ddpopt.backend import DdpoptBackend, Strategy
+from ddpopt.testing import corpus
+from ddpopt.testing.case import Case
+from ddpopt.testing.ranks import Ranks
+from ddpopt.testing.report_of_case import Report
+from ddpopt.testing.reports_page import reported_cases
+from tests.multigpu.reported import Compile, Outcome, passes, run, sentence
+
+STRATEGIES: tuple[Strategy, ...] = ("split", "inline")
+MEASURED = torch.__version__.startswith("2.13.")
+OUT_OF_THE_ORDINARY = [
+    pair
+    for pair in reported_cases()
+    if pair[1].asks or pair[1].wrap != "DDP" or pair[1].backend == "inductor"
+]
+
+
+def named(value: object) -> str | None:
+    return value.name if isinstance(value, Case) else str(value.number) if isinstance(value, Report) else None
+
+
+def by_torch(report: Report) -> Compile:
+    return lambda module: torch.compile(module, backend=report.backend)
+
+
+def by_ddpopt(report: Report, strategy: Strategy) -> Compile:
+    if report.wrap in ("replicate", "compiled inside"):
+        return lambda module: torch.compile(module, backend=DdpoptBackend(report.backend, strategy=strategy))
+    return lambda ddp: ddpopt.compile(ddp, backend=report.backend, strategy=strategy)
+
+
+def asked_of_ddpopt(report: Report, strategy: Strategy) -> Report:
+    """What a strategy answers for: cutting gives several pieces, and torch's way to overlap is torch's."""
+    asks = tuple(ask for ask in report.asks if ask != "one piece" or strategy == "inline")
+    settings = {name: value for name, value in report.settings.items() if name != "_dynamo.optimize_ddp"}
+    return replace(report, asks=asks, settings=settings)
+
+
+@pytest.mark.skipif(not MEASURED, reason="what reports say of torch was measured with torch 2.13")
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("case", "report"), reported_cases(), ids=named)
+def test_torchs_optimizer_does_today_what_a_report_says_of_it(
+    case: Case, report: Report, ranks: Ranks
+) -> None:
+    eager = run(case, report, ranks, None)
+    torchs = run(case, report, ranks, by_torch(report))
+    told = ranks.gather(sentence(torchs, eager, report))
+    passed = ranks.gather(passes(torchs, eager, report))
+    assert eager.error == ""
+    assert told == [report.torch_says] * ranks.size
+    assert passed == [report.torch_passes] * ranks.size
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("case", "report"), OUT_OF_THE_ORDINARY, ids=named)
+def test_ddpopt_does_what_a_report_asks_for(
+    case: Case, report: Report, strategy: Strategy, ranks: Ranks
+) -> None:
+    asked = asked_of_ddpopt(report, strategy)
+    eager = run(case, asked, ranks, None)
+    own = run(case, asked, ranks, by_ddpopt(asked, strategy))
+    told = ranks.gather(sentence(own, eager, asked))
+    passed = ranks.gather(passes(own, eager, asked))
+    bitwise = ranks.gather(own.bitwise(eager))
+    assert passed == [True] * ranks.size, told
+    if (strategy, asked.backend, ranks.size) == ("inline", "aot_eager", 2):
+        assert all(bitwise)
+
+
+def test_a_policy_that_is_not_asked_would_show_in_the_products_of_backward(ranks: Ranks) -> None:
+    case, without = corpus.case("selective_checkpoint"), corpus.case("checkpoint")
+    assert case.report is not None
+    asked, forgot = run(case, case.report, ranks, None), run(without, case.report, ranks, None)
+    both = ranks.gather((asked.products, forgot.products))
+    assert all(0 < kept < computed_again for kept, computed_again in both)
+
+
+@pytest.mark.one_process
+def test_each_thing_that_a_report_asks_for_can_be_refused() -> None:
+    report = replace(
+        reported_cases()[0][1], asks=("compiled", "one piece", "overlap", "aligned", "recompiles")
+    )
+    gradients: list[list[torch.Tensor | None]] = [[torch.ones(2)]]
+    right = Outcome(pieces=1, buckets=4, early=4, products=2, gradients=gradients)
+    wrong = [
+        replace(right, error="RuntimeError: no"),
+        replace(right, pieces=0),
+        replace(right, pieces=2),
+        replace(right, early=2),
+        replace(right, early=1),
+        replace(right, later=1),
+        replace(right, gradients=[[torch.zeros(2)]]),
+        replace(right, gradients=[[None]]),
+    ]
+    assert passes(right, right, report)
+    assert not any(passes(outcome, right, report) for outcome in wrong)

@@ -1,0 +1,363 @@
+"""The plugin in a user's suite: a rank that fails, stalls or dies fails its test, and leaves nothing behind.
+
+Each suite stands in a folder of its own, and runs as its user would run it: under plain pytest, under xdist,
+and under torchrun.
+"""
+
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from ddpopt.testing.rank_environment import environment_of_no_rank
+from ddpopt.verify.marked import marked
+
+pytestmark = [pytest.mark.one_process, pytest.mark.timeout(240)]
+
+REPOSITORY = Path(__file__).parents[2]
+RUN_KEY = "DDPOPT_TEST_RUN"
+# Nothing here may hang: this limit is far above those of the samples.
+RUN_LIMIT_S = 200.0
+GONE_LIMIT_S = 10.0
+SAMPLES = """
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytestmark = pytest.mark.world_size(2)
+
+
+def test_sum(ddp_ranks):
+    ones = torch.ones(1, device=ddp_ranks.device)
+    dist.all_reduce(ones)
+    assert ones.item() == ddp_ranks.size == 2
+
+
+def test_one_rank_fails(ddp_ranks):
+    assert ddp_ranks.rank != 1, "only rank 1 says this"
+
+
+def test_one_rank_fails_and_its_peer_waits_for_it(ddp_ranks):
+    assert ddp_ranks.rank != 1, "only rank 1 says this"
+    dist.barrier()
+
+
+@pytest.fixture
+def broken(ddp_ranks):
+    assert ddp_ranks.rank != 1, "only rank 1 says this"
+
+
+@pytest.mark.usefixtures("broken")
+def test_one_rank_fails_in_a_fixture():
+    dist.barrier()
+
+
+def test_gather(ddp_ranks):
+    assert ddp_ranks.gather(ddp_ranks.rank) == list(range(ddp_ranks.size))
+
+
+def test_a_group_without_the_fixture():
+    assert dist.get_world_size() == 2
+
+
+@pytest.mark.world_size(2, timeout=2)
+def test_one_rank_stalls(ddp_ranks):
+    def sleep_here():
+        time.sleep(1000)
+
+    if ddp_ranks.rank == 1:
+        sleep_here()
+
+
+def test_one_rank_is_killed(ddp_ranks):
+    if ddp_ranks.rank == 1:
+        print("last words", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def test_after(ddp_ranks):
+    dist.barrier()
+
+
+@pytest.mark.skip(reason="not today")
+def test_skipped_everywhere():
+    pass
+
+
+def test_skipped_somewhere(ddp_ranks):
+    if ddp_ranks.rank == 1:
+        pytest.skip("not here")
+"""
+DIFFERENT = """
+import os
+
+import pytest
+
+@pytest.mark.parametrize("name", ["same", os.environ.get("RANK", "no rank")])
+@pytest.mark.world_size(2)
+def test_named(name): pass
+"""
+OPTIONS = """
+import pytest
+
+@pytest.mark.world_size(2)
+def test_option(request, ddp_ranks): assert request.config.getoption("--model") == "big"
+
+@pytest.mark.world_size(2, backend="gloo")
+def test_backend(ddp_ranks): assert (ddp_ranks.backend, ddp_ranks.device.type) == ("gloo", "cpu")
+
+def test_alone(worker_id): assert worker_id != "master"
+"""
+STARTS_A_PROCESS = """
+import os, pathlib, subprocess, time
+
+import pytest
+
+@pytest.mark.world_size(2)
+def test_endless(ddp_ranks):
+    subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    pathlib.Path(f"begun-{ddp_ranks.rank}").touch()
+    time.sleep(1000)
+"""
+FOLDER_SAMPLES = """
+import pytest
+import torch.distributed as dist
+
+def test_unmarked(ranks): assert dist.get_world_size() == ranks.size
+
+@pytest.mark.world_size(2)
+def test_two(ranks): assert ranks.size >= 2
+
+@pytest.mark.one_process
+def test_alone(): assert not dist.is_initialized()
+"""
+PLAIN = ("pytest",)
+
+
+def torchrun(ranks: int) -> tuple[str, ...]:
+    return ("torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "pytest")
+
+
+class Suite:
+    """A user's suite, and the processes of its runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.mark = f"{RUN_KEY}={uuid4().hex}"
+        (folder / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers\n")
+
+    def write(self, text: str, name: str = "test_samples.py") -> None:
+        (self.folder / name).write_text(text)
+
+    def start(self, launcher: Sequence[str], *args: str) -> "subprocess.Popen[str]":
+        name, _, value = self.mark.partition("=")
+        environment = environment_of_no_rank() | {name: value, "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(
+            [sys.executable, "-m", *launcher, "-p", "no:cacheprovider", "-rA", *args],
+            cwd=self.folder,
+            env=environment | {"PYTHONPATH": str(REPOSITORY)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self, launcher: Sequence[str], *args: str) -> tuple[int, str]:
+        """The exit code and everything that was written."""
+        process = self.start(launcher, *args)
+        text, _ = process.communicate(timeout=RUN_LIMIT_S)
+        assert marked(self.mark) == []
+        return process.returncode, text
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Iterator[Suite]:
+    made = Suite(tmp_path)
+    yield made
+    wait_until(lambda: not marked(made.mark))
+
+
+def wait_until(sign: Callable[[], bool], limit_s: float = GONE_LIMIT_S) -> None:
+    deadline = time.monotonic() + limit_s
+    while not sign():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def outcomes(text: str) -> list[str]:
+    lines = (line.split(" - ")[0] for line in text.splitlines())
+    shown = [line for line in lines if line.startswith(("PASSED", "FAILED", "ERROR test"))]
+    return sorted(line.replace("test_samples.py::test_", "") for line in shown)
+
+
+def test_plain_pytest_reports_each_test_and_survives_every_kind_of_failure(suite: Suite) -> None:
+    suite.write(SAMPLES)
+    code, text = suite.run(PLAIN)
+    assert outcomes(text) == [
+        "ERROR one_rank_fails_in_a_fixture",
+        "FAILED one_rank_fails",
+        "FAILED one_rank_fails_and_its_peer_waits_for_it",
+        "FAILED one_rank_is_killed",
+        "FAILED one_rank_stalls",
+        "FAILED skipped_somewhere",
+        "PASSED a_group_without_the_fixture",
+        "PASSED after",
+        "PASSED gather",
+        "PASSED sum",
+    ], text
+    assert "SKIPPED [1] test_samples.py" in text
+    failures, _, _ = text.partition("short test summary info")  # which repeats them in full where CI is set
+    assert failures.count("[rank 1] call failed:\ntest_samples.py") == 2, text
+    assert "[rank 1] setup failed:" in text
+    assert "only rank 1 says this" in text
+    assert "this rank gave no report within 2 s" in text
+    assert "in sleep_here" in text
+    assert "/pluggy/" not in text
+    assert "this rank died of SIGKILL; it wrote:\nlast words" in text
+    assert "rank(s) 1 of 2 skipped it" in text
+    assert code == 1
+
+
+def test_under_torchrun_a_failure_on_one_rank_is_shown_by_rank_zero_and_the_run_goes_on(suite: Suite) -> None:
+    suite.write(SAMPLES)
+    code, text = suite.run(torchrun(2), "-k", "sum or fails or gather")
+    assert sorted(set(outcomes(text))) == [
+        "ERROR one_rank_fails_in_a_fixture",
+        "FAILED one_rank_fails",
+        "FAILED one_rank_fails_and_its_peer_waits_for_it",
+        "PASSED gather",
+        "PASSED sum",
+    ], text
+    assert text.count("PASSED") == 2, text
+    assert "[rank 1] call failed:" in text, text
+    assert "only rank 1 says this" in text
+    assert code == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("stalls", "[rank 1] call failed:\nthis rank did not end within 2 s:\n"),
+        ("killed", "[rank 1] call failed:\nthis rank gave no report: it died, or was ended"),
+    ],
+    ids=["stalls", "killed"],
+)
+def test_under_torchrun_a_rank_that_is_lost_ends_the_run_and_its_peer_says_why(
+    suite: Suite, name: str, words: str
+) -> None:
+    suite.write(SAMPLES)
+    code, text = suite.run(torchrun(2), "-k", f"{name} or after")
+    assert words in text, text
+    assert text.count("in sleep_here") == (
+        2 if name == "stalls" else 0
+    )  # in the rank's own words, and its peer's
+    assert "a rank is lost; the tests after this one were not run" in text
+    assert outcomes(text) == [f"FAILED one_rank_{'is_' if name == 'killed' else ''}{name}"]
+    assert code != 0
+
+
+@pytest.mark.parametrize("launcher", [PLAIN, torchrun(2)], ids=["plain", "torchrun"])
+def test_no_test_runs_where_the_ranks_collected_different_ones(
+    suite: Suite, launcher: tuple[str, ...]
+) -> None:
+    suite.write(DIFFERENT)
+    code, text = suite.run(launcher)
+    difference = (
+        "the ranks collected different tests:\n"
+        "  rank 1 lacks 1 of rank 0's 2 tests: test_samples.py::test_named[0]\n"
+        "  rank 1 has 1 that rank 0 lacks: test_samples.py::test_named[1]\n"
+    )
+    assert text.count(difference) >= 2, text  # plain: for each test; torchrun: by each rank
+    assert "PASSED" not in text
+    assert code != 0
+
+
+def test_ranks_have_the_options_of_the_pytest_that_starts_them_also_under_xdist(suite: Suite) -> None:
+    suite.write("def pytest_addoption(parser): parser.addoption('--model')", "conftest.py")
+    suite.write(OPTIONS)
+    (suite.folder / "pytest.ini").write_text("[pytest]\naddopts = -n 2 --model=big --junitxml=results.xml\n")
+    code, text = suite.run(PLAIN)
+    assert "3 passed" in text, text
+    assert code == 0
+    assert (suite.folder / "results.xml").read_text().count("<testcase") == 3
+
+
+def test_nothing_outlives_a_pytest_that_is_killed(suite: Suite) -> None:
+    suite.write(STARTS_A_PROCESS)
+    process = suite.start(PLAIN)
+    wait_until(lambda: len(list(suite.folder.glob("begun-*"))) == 2, limit_s=60.0)
+    assert len(marked(suite.mark)) >= 5  # pytest, two ranks and what each started
+    process.send_signal(signal.SIGKILL)
+    wait_until(lambda: not marked(suite.mark))
+    process.communicate()
+
+
+def test_the_ranks_of_several_nodes_run_a_test_together(suite: Suite) -> None:
+    suite.write(SAMPLES)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    nodes = [
+        suite.start(
+            (
+                *(
+                    "torch.distributed.run",
+                    "--nnodes",
+                    "2",
+                    "--node-rank",
+                    str(node),
+                    "--nproc-per-node",
+                    "1",
+                ),
+                *("--master-addr", "127.0.0.1", "--master-port", str(port), "-m", "pytest"),
+            ),
+            *("-k", "gather or one_rank_fails_and"),
+        )
+        for node in range(2)
+    ]
+    texts = [node.communicate(timeout=RUN_LIMIT_S)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [1, 1], texts
+    assert outcomes(texts[0]) == [
+        "FAILED one_rank_fails_and_its_peer_waits_for_it",
+        "PASSED gather",
+    ]
+    assert "[rank 1] call failed:" in texts[0]
+
+
+def test_with_one_rank_the_tests_of_this_folder_that_need_more_say_so(suite: Suite) -> None:
+    shutil.copy(Path(__file__).parent / "conftest.py", suite.folder)
+    suite.write(FOLDER_SAMPLES)
+    code, text = suite.run(torchrun(1))
+    assert outcomes(text) == ["PASSED alone", "PASSED unmarked"], text
+    assert "needs 2 ranks, this run has 1: torchrun --nproc-per-node 2 -m pytest …" in text
+    assert code == 0
+
+
+def test_the_tests_of_this_folder_have_as_many_ranks_as_the_environment_says(
+    suite: Suite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(Path(__file__).parent / "conftest.py", suite.folder)
+    suite.write("def test_size(ranks): assert ranks.size == 1")
+    monkeypatch.setenv("DDPOPT_NPROC", "1")
+    code, text = suite.run(PLAIN)
+    assert (code, outcomes(text)) == (0, ["PASSED size"]), text
+
+
+def test_the_example_project_passes(suite: Suite) -> None:
+    shutil.copytree(REPOSITORY / "examples" / "pytest_project", suite.folder, dirs_exist_ok=True)
+    (suite.folder / "pytest.ini").unlink()
+    code, text = suite.run(PLAIN)
+    assert "1 passed" in text, text
+    assert code == 0

@@ -1,0 +1,180 @@
+"""ddpopt.verify on several ranks: every option, every mode, and every fault that is put in by hand."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddpopt.testing import corpus
+from ddpopt.testing.case import Case
+from ddpopt.verify.faults import FAULTS, Fault
+from ddpopt.verify.matrix import CASES
+from ddpopt.verify.modes import MODES, Mode
+from ddpopt.verify.options import OPTIONS, Option
+from ddpopt.verify.ranks import joined
+from ddpopt.verify.runner import verify_here
+from ddpopt.verify.self_test import try_fault
+from ddpopt.verify.trials import Asked, Settings, run_trials
+from ddpopt.verify.verdict import Status, Trial
+
+BOTH = ("ddpopt-split", "ddpopt-inline")
+PLAIN, TIED, NORMED = CASES[0], CASES[1], CASES[2]
+NOT_ON_A_CPU = {
+    "hook_bf16": "BF16 all reduce communication hook required CUDA",
+    "mixed_precision": "cpu backend doesn't support events",
+    "optimizer_in_backward": "Cannot access accelerator device when none is available",
+}
+# What takes a rank down, with or without a fault: tried in ranks of their own, in test_verify_launched.py.
+DEADLY_OPTIONS = ("debug_detail",)
+DEADLY_FAULTS = ("one rank's reducer has other buckets",)
+
+
+def judged(case: Case, option: str, modes: tuple[str, ...], **settings: Any) -> list[Trial]:
+    with joined() as ranks:
+        return run_trials(ranks, [Asked(case, option, modes)], Settings("aot_eager", **settings), ())
+
+
+@pytest.mark.parametrize("option", [o for o in OPTIONS if o.name not in DEADLY_OPTIONS], ids=lambda o: o.name)
+def test_ddpopt_does_what_eager_ddp_does_under_every_option(option: Option) -> None:
+    trials = judged(PLAIN, option.name, BOTH)
+    for trial in trials:
+        if option.name in NOT_ON_A_CPU and not torch.cuda.is_available():
+            assert trial.status is Status.NOT_POSSIBLE
+            assert NOT_ON_A_CPU[option.name] in trial.reason
+        else:
+            assert (trial.status, trial.findings, trial.reason) == (Status.OK, (), "")
+            assert "L3" in trial.levels
+            assert trial.graphs > 0
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+def test_every_mode_is_right_about_a_plain_model(mode: Mode) -> None:
+    backend = "inductor" if mode.fuses else "aot_eager"
+    with joined() as ranks:
+        (trial,) = run_trials(ranks, [Asked(PLAIN, "default", (mode.name,))], Settings(backend), ())
+    assert (trial.status, trial.findings, trial.reason) == (Status.OK, (), "")
+    assert {"L0", "L1", "L2"} & set(trial.levels)
+    assert {seen.parameter for seen in trial.measured} >= {
+        name for name, _ in PLAIN.model().named_parameters()
+    }
+
+
+@pytest.mark.parametrize("fault", [f for f in FAULTS if f.name not in DEADLY_FAULTS], ids=lambda f: f.name)
+def test_every_fault_is_found(fault: Fault) -> None:
+    with joined() as ranks:
+        trial = try_fault(ranks, fault)
+    assert trial.status is Status.WRONG
+    assert trial.findings
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_bias_in_front_of_batchnorm_raises_nothing(backend: str) -> None:
+    verdict = verify_here(NORMED, backend=backend)
+    assert verdict.findings == ()
+    assert verdict
+
+
+def test_what_a_cut_sums_in_another_order_is_named_and_bounded() -> None:
+    (trial,) = judged(corpus.case("t5"), "default", ("ddpopt-split",))
+    assert trial.status is Status.OK
+    if trial.levels == ("L0", "L1", "L2", "L3"):  # on two ranks, where equality is asked for
+        assert any(note.startswith("the cuts of the plan sum in another order") for note in trial.notes)
+
+
+class Unseeded(nn.Module):
+    """A forward that multiplies with a number nobody seeds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noisy = nn.Linear(8, 8)
+        self.calm = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        free = torch.Generator()
+        free.seed()
+        noise = torch.rand(8, generator=free)
+        result: Tensor = (self.noisy(self.calm.weight.detach()) * noise).sum() + self.calm(x).sum()
+        return result
+
+
+def test_what_eager_does_not_reproduce_is_set_apart_with_the_operation_named() -> None:
+    torch.manual_seed(0)
+    case = Case("unseeded", Unseeded, lambda rank, step: ((torch.ones(2, 8) * (rank + 1),), {}), "noise")
+    (trial,) = judged(case, "default", ("whole",))
+    (note,) = [note for note in trial.notes if note.startswith("eager itself does not reproduce")]
+    assert "noisy.weight" in note
+    assert "calm.weight" not in note
+    assert "aten.rand.generator" in note
+
+
+def test_a_mode_that_silently_compiles_nothing_is_wrong() -> None:
+    (trial,) = judged(corpus.case("sequential"), "default", ("torch",))
+    assert trial.status is Status.WRONG
+    assert [finding.claim for finding in trial.findings] == ["something was compiled"]
+
+
+def test_a_model_that_fails_in_eager_is_not_judged() -> None:
+    def broken(*_: Any) -> Tensor:
+        raise ValueError("no such thing")
+
+    case = Case("broken", PLAIN.model, PLAIN.inputs, "fails", loss=broken)
+    (trial,) = judged(case, "default", ("ddpopt-inline",))
+    assert trial.status is Status.NOT_POSSIBLE
+    assert "ValueError: no such thing" in trial.reason
+
+
+def test_a_rank_that_fails_alone_is_named_and_the_next_trial_is_not_disturbed() -> None:
+    def failing(output: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() or torch.distributed.get_rank() == 0:
+            return output.square().mean()
+        return output.square().mean() * Once.factor()
+
+    case = Case("once", PLAIN.model, PLAIN.inputs, "fails on rank 1 the third time", loss=failing)
+    Once.calls = 0
+    wrong, right = judged(case, "default", ("whole", "ddpopt-inline"))
+    if torch.distributed.get_world_size() == 1:
+        assert wrong.status is Status.OK
+        return
+    assert wrong.status is Status.WRONG
+    assert {finding.message.partition(" (")[0] for finding in wrong.findings} == {"RuntimeError: this once"}
+    assert 0 not in {finding.rank for finding in wrong.findings}
+    assert right.status is Status.OK
+
+
+class Once:
+    """Counts forwards of this process: eager runs twice and alone once, three steps each."""
+
+    calls = 0
+
+    @classmethod
+    def factor(cls) -> float:
+        cls.calls += 1
+        if cls.calls == 11:
+            raise RuntimeError("this once")
+        return 1.0
+
+
+def test_half_precision_on_request_is_judged_by_its_own_rounding() -> None:
+    (trial,) = judged(PLAIN, "default", ("ddpopt-inline",), dtype="bfloat16")
+    assert trial.status is Status.OK
+    assert {bucket.dtype for bucket in trial.buckets} == {"bfloat16"}
+
+
+def test_nothing_of_torch_stays_changed() -> None:
+    def state() -> tuple[Any, ...]:
+        dynamo, inductor = torch._dynamo.config, torch._inductor.config
+        c10d: Any = torch.distributed  # torch does not mark its re-exports
+        return (
+            dynamo.optimize_ddp,
+            inductor.fallback_random,
+            inductor._fuse_ddp_communication,
+            tuple(map(str, inductor._fuse_ddp_communication_passes)),
+            torch.nn.parallel.DistributedDataParallel._active_ddp_module,
+            "torch.nn.parallel.distributed" in torch._dynamo.trace_rules.LEGACY_MOD_INLINELIST,
+            c10d.get_debug_level(),
+        )
+
+    before = state()
+    judged(PLAIN, "default", ("torch", "python_reducer", "ddpopt-split"))
+    assert state() == before

@@ -1,0 +1,526 @@
+"""The ranks that verification starts or joins: what they bring back, and that nothing makes a run hang.
+
+Tasks fail here in every way that a rank can fail, each under a limit far below that of its test.
+"""
+
+import ctypes
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddpopt.errors import UsageError
+from ddpopt.testing.rank_environment import environment_of_no_rank
+from ddpopt.verify.rank_failures import Kind, RankFailure, RanksFailed
+from ddpopt.verify.rank_launch import LAST_WORDS_S, LATE_S
+from ddpopt.verify.ranks import Ranks, joined, launch, under_torchrun
+from tests.multigpu.single import single_rank
+
+pytestmark = [pytest.mark.one_process, pytest.mark.timeout(120)]
+
+REPOSITORY = Path(__file__).parents[2]
+# Of a whole run, where its end is not meant to come from its limit.
+AMPLE_S = 60.0
+# Of one piece of work, where it is.
+SHORT_S = 2.0
+GROUP_KEY = "DDPOPT_TEST_PROCESSES"
+
+
+@pytest.fixture(autouse=True)
+def processes() -> Iterator[Callable[[], list[int]]]:
+    """Finds all processes that a test started, through its own variable in their environments.
+
+    No test may leave one of them, nor change a signal handler, a logger, a thread or the environment.
+    """
+    name = uuid4().hex
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(GROUP_KEY, name)
+        for variable in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+            patch.delenv(variable, raising=False)
+        before = global_state()
+        yield lambda: processes_with(f"{GROUP_KEY}={name}")
+        assert processes_with(f"{GROUP_KEY}={name}") == []
+        assert global_state() == before
+
+
+def processes_with(variable: str) -> list[int]:
+    pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+    return [pid for pid in pids if variable in environment_of(pid)]
+
+
+def environment_of(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
+def global_state() -> dict[str, Any]:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    loggers = [
+        logging.getLogger(name)
+        for name in list(logging.root.manager.loggerDict)
+        if "distributed.elastic" in name
+    ]
+    return {
+        "handlers": [*map(signal.getsignal, numbers), sys.excepthook],
+        "logging": {
+            one.name: (one.level, list(one.filters), one.propagate)
+            for one in loggers
+            if one.level or one.filters or not one.propagate
+        },
+        "environment": {**os.environ, "PYTEST_CURRENT_TEST": ""},
+        "threads": [thread.name for thread in threading.enumerate() if "ddpopt" in thread.name],
+    }
+
+
+def failing(task: Callable[..., Any], limit_s: float = AMPLE_S) -> RanksFailed:
+    """How two ranks fail at a task."""
+    with pytest.raises(RanksFailed) as caught:
+        launch(task, nproc=2, limit_s=limit_s)
+    return caught.value
+
+
+def told(error: RanksFailed) -> tuple[list[tuple[int, Kind]], list[int], int]:
+    """Who failed how, whose fault it was, and the exit code."""
+    failures = [(failure.rank, failure.kind) for failure in error.failures]
+    return failures, [failure.rank for failure in error.culprits], error.exit_code
+
+
+def script(folder: Path, text: str) -> list[str]:
+    path = folder / "script.py"
+    path.write_text(text)
+    return [sys.executable, str(path)]
+
+
+def start(command: list[str]) -> "subprocess.Popen[str]":
+    environment = environment_of_no_rank() | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def finish(process: "subprocess.Popen[str]") -> tuple[int, str]:
+    out, err = process.communicate(timeout=90)
+    return process.returncode, out + err
+
+
+# ------------------------------------------------------------------------------------------- what comes back
+
+WITHOUT_A_GUARD = """
+import threading, time, torch, torch.distributed as dist
+from ddpopt.verify.ranks import launch
+
+class Told:
+    def __init__(self, text):
+        self.text = text
+
+def task(ranks, offset):
+    total = torch.tensor([ranks.rank + offset])
+    dist.all_reduce(total)
+    for step in range(3):
+        ranks.emit(Told(f"step {step} on rank {ranks.rank}"))
+    others = ranks.gather(Told(f"rank {ranks.rank} of {ranks.size} on {ranks.device} by {ranks.backend}"))
+    return Told(f"{total.item()}, {torch.get_num_threads()} thread, {[other.text for other in others]}")
+
+heard = []
+for value in launch(task, 10, nproc=2, limit_s=60, on_event=heard.append):
+    assert isinstance(value, Told)
+    print(value.text)
+print([event.text for event in heard])
+print(launch(lambda ranks: ranks.size, nproc=1, limit_s=60))
+"""
+
+
+def test_a_script_without_a_main_guard_gets_each_ranks_value_and_rank_zeros_events_in_order(
+    tmp_path: Path,
+) -> None:
+    command = ["env", "-u", "OMP_NUM_THREADS", *script(tmp_path, WITHOUT_A_GUARD)]
+    code, text = finish(start(command))
+    others = "['rank 0 of 2 on cpu by gloo', 'rank 1 of 2 on cpu by gloo']"
+    assert (code, text.splitlines()) == (
+        0,
+        [
+            f"21, 1 thread, {others}",
+            f"21, 1 thread, {others}",
+            "['step 0 on rank 0', 'step 1 on rank 0', 'step 2 on rank 0']",
+            "[1]",
+        ],
+    )
+
+
+FOUR_AT_ONCE = """
+from concurrent.futures import ThreadPoolExecutor
+import torch, torch.distributed as dist
+from ddpopt.verify.ranks import launch
+
+def task(ranks, number):
+    total = torch.tensor([number])
+    for _ in range(20):
+        dist.all_reduce(total)
+    return total.item() // 2**20
+
+with ThreadPoolExecutor(2) as pool:
+    print(list(pool.map(lambda number: launch(task, number, nproc=2, limit_s=80), [NUMBERS])))
+"""
+
+
+def test_launches_at_the_same_time_in_threads_and_processes_do_not_meet(tmp_path: Path) -> None:
+    texts = [FOUR_AT_ONCE.replace("NUMBERS", numbers) for numbers in ("1, 2", "3, 4")]
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    running = [start(script(folder, text)) for folder, text in zip(folders, texts, strict=True)]
+    assert [finish(process) for process in running] == [(0, "[[1, 1], [2, 2]]\n"), (0, "[[3, 3], [4, 4]]\n")]
+
+
+def test_arguments_that_make_no_sense_are_refused_before_anything_starts() -> None:
+    with pytest.raises(UsageError, match=r"expected nproc >= 1 and limit_s > 0, got nproc=0, limit_s=1"):
+        launch(lambda ranks: None, nproc=0, limit_s=1)
+    with pytest.raises(UsageError, match=r"expected the device 'cpu', 'cuda' or None, got 'tpu'"):
+        launch(lambda ranks: None, nproc=1, limit_s=1, device="tpu")
+    lock = threading.Lock()
+    with pytest.raises(UsageError, match=r"with \(lock\): cannot pickle '_thread.lock' object. Build inside"):
+        launch(lambda ranks, lock: None, lock, nproc=1, limit_s=1)
+    with pytest.raises(UsageError, match=r"expected a GPU for each of 99 ranks, found \d+; ask for fewer"):
+        launch(lambda ranks: None, nproc=99, limit_s=1, device="cuda")
+
+
+# ------------------------------------------------------------------------------------------ ranks that raise
+
+
+def test_each_rank_that_raises_is_reported_and_nothing_else_is_told(
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def task(ranks: Ranks) -> None:
+        with ranks.limited(AMPLE_S, "the step"):
+            time.sleep(0.3 * ranks.rank)
+            raise ValueError(f"wrong on rank {ranks.rank}")
+
+    error = failing(task)
+    assert told(error) == ([(0, "raised"), (1, "raised")], [0, 1], 1)
+    assert [failure.what for failure in error.failures] == ["the step", "the step"]
+    for rank, failure in enumerate(error.failures):
+        assert failure.stack.endswith(f"ValueError: wrong on rank {rank}\n")
+        assert "rank_process" not in failure.stack
+        assert failure.stack in error.args[0].replace("\n    ", "\n") + "\n"
+    assert capfd.readouterr() == ("", "")
+    assert caplog.messages == []
+
+
+def test_a_peer_that_fails_because_a_rank_raised_is_no_culprit() -> None:
+    def task(ranks: Ranks) -> None:
+        if ranks.rank == 1:
+            raise ValueError("only rank 1 says this")
+        dist.barrier()
+
+    error = failing(task)
+    assert [failure.rank for failure in error.culprits] == [1]
+    assert error.exit_code == 1
+    assert "in barrier" in error.failures[0].stack
+
+
+def test_a_value_that_cannot_travel_and_a_task_that_exits_count_as_raising() -> None:
+    def task(ranks: Ranks) -> object:
+        if ranks.rank == 0:
+            sys.exit(0)
+        return threading.Lock()
+
+    error = failing(task)
+    assert told(error) == ([(0, "raised"), (1, "raised")], [0, 1], 1)
+    assert error.failures[0].stack.endswith("SystemExit: 0\n")
+    assert "got lock: cannot pickle '_thread.lock' object. Return plain data" in error.failures[1].stack
+
+
+def test_an_error_of_the_listener_ends_the_run_and_reaches_the_caller() -> None:
+    def task(ranks: Ranks) -> None:
+        ranks.emit("stop")
+        time.sleep(1000)
+
+    def stop(event: object) -> None:
+        raise KeyError(event)
+
+    with pytest.raises(KeyError, match="stop"):
+        launch(task, nproc=2, limit_s=AMPLE_S, on_event=stop)
+
+
+# -------------------------------------------------------------------------------------------- ranks that die
+
+
+def test_a_rank_that_is_killed_is_reported_with_what_it_had_said() -> None:
+    def task(ranks: Ranks) -> None:
+        ranks.emit("before")
+        dist.barrier()
+        if ranks.rank == 1:
+            sys.stderr.write("last ")
+            sys.stdout.write("words")
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+
+    heard: list[object] = []
+    with pytest.raises(RanksFailed) as caught:
+        launch(task, nproc=2, limit_s=AMPLE_S, on_event=heard.append)
+    (culprit,) = caught.value.culprits
+    assert culprit == RankFailure(
+        1, "died", "running the task", exit_code=-9, signal="SIGKILL", output="last words"
+    )
+    assert caught.value.exit_code == 3
+    assert heard == ["before"]
+
+
+def test_a_crash_in_native_code_shows_the_call_that_crashed() -> None:
+    def crash_here(ranks: Ranks) -> None:
+        if ranks.rank == 1:
+            ctypes.string_at(0)
+        dist.barrier()
+
+    (culprit,) = failing(crash_here).culprits
+    assert (culprit.rank, culprit.kind, culprit.signal) == (1, "died", "SIGSEGV")
+    assert "in string_at" in culprit.stack
+    assert "in crash_here" in culprit.stack
+
+
+def test_a_rank_that_leaves_without_a_value_has_died_and_its_peers_are_not_waited_for() -> None:
+    def task(ranks: Ranks) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if ranks.rank == 1:
+            os._exit(0)
+        time.sleep(1000)
+
+    error = failing(task)
+    assert told(error) == ([(0, "ended"), (1, "died")], [1], 3)
+    assert error.culprits[0].exit_code == 0
+    assert "look for os._exit" in str(error)
+
+
+def test_a_rank_that_somebody_else_ends_has_died() -> None:
+    def end_here(ranks: Ranks) -> None:
+        if ranks.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        dist.barrier()
+
+    (culprit,) = failing(end_here).culprits
+    assert (culprit.rank, culprit.kind, culprit.signal) == (1, "died", "SIGTERM")
+    assert "in end_here" in culprit.stack
+
+
+# ------------------------------------------------------------------------------------------ ranks that stall
+
+
+def sleep_in_python() -> None:
+    time.sleep(1000)
+
+
+def sleep_in_c_with_pythons_lock() -> None:
+    ctypes.PyDLL(None).sleep(1000)
+
+
+@pytest.mark.parametrize("stall", [sleep_in_python, sleep_in_c_with_pythons_lock])
+def test_a_rank_that_stalls_ends_at_its_limit_and_its_peer_shows_where_it_waits(
+    stall: Callable[[], None],
+) -> None:
+    def task(ranks: Ranks) -> None:
+        dist.barrier()
+        ranks.emit(time.monotonic())
+        with ranks.limited(AMPLE_S, "the step"), ranks.limited(SHORT_S, "its backward"):
+            if ranks.rank == 1:
+                stall()
+            dist.barrier()
+
+    began: list[Any] = []
+    with pytest.raises(RanksFailed) as caught:
+        launch(task, nproc=2, limit_s=AMPLE_S, on_event=began.append)
+    assert time.monotonic() - began[0] < SHORT_S + 5
+    error = caught.value
+    assert ([failure.rank for failure in error.culprits], error.exit_code) == ([1], 3)
+    waiting, stalled = error.failures
+    assert (stalled.kind, stalled.what) == ("stalled", "its backward")
+    assert f"in {stall.__name__}" in stalled.stack
+    assert waiting.kind in ("stalled", "ended")  # whichever limit is first
+    assert "in barrier" in waiting.stack
+
+
+def test_ranks_that_enter_different_collectives_end_at_their_limit_and_each_shows_its_own() -> None:
+    def task(ranks: Ranks) -> None:
+        with ranks.limited(SHORT_S, "the step"):
+            if ranks.rank == 1:
+                dist.recv(torch.ones(2), 0)
+            dist.all_reduce(torch.ones(2))
+
+    error = failing(task)
+    assert [failure.rank for failure in error.culprits] == [0, 1]
+    assert error.exit_code == 3
+    assert "in all_reduce" in error.failures[0].stack
+    assert "in recv" in error.failures[1].stack
+    assert "Compare the collectives in the stacks" in str(error)
+
+
+def test_a_stopped_process_cannot_keep_a_run_from_ending_at_its_limit() -> None:
+    def task(ranks: Ranks) -> None:
+        if ranks.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.barrier()
+
+    limit_s = 6.0
+    began = time.monotonic()
+    error = failing(task, limit_s)
+    assert time.monotonic() - began < limit_s + LATE_S + LAST_WORDS_S + 2
+    assert error.failures[0].waits_for_peers  # by an error of gloo's, if the limit of collectives was first
+    assert (error.culprits, error.exit_code) == (error.failures[1:], 3)
+    assert error.failures[1].kind == "stalled"
+
+
+# ------------------------------------------------------------------------------------ nothing is left behind
+
+
+def test_a_tasks_own_children_end_with_the_run(processes: Callable[[], list[int]]) -> None:
+    def task(ranks: Ranks) -> int:
+        return subprocess.Popen(["sleep", "1000"], start_new_session=True).pid
+
+    (child,) = launch(task, nproc=1, limit_s=AMPLE_S)
+    assert processes() == []
+    assert environment_of(child) == []
+
+
+LAUNCHER = """
+import os, subprocess, time
+from ddpopt.verify.ranks import launch
+
+def task(ranks):
+    subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    ranks.gather(None)
+    ranks.emit(os.environ["DDPOPT_RANKS_FOLDER"])
+    time.sleep(1000)
+
+launch(task, nproc=1, limit_s=80, on_event=lambda folder: print(folder, flush=True))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_when_the_launching_process_is_ended_all_else_ends(
+    number: signal.Signals, tmp_path: Path, processes: Callable[[], list[int]]
+) -> None:
+    launcher = start(script(tmp_path, LAUNCHER))
+    assert launcher.stdout is not None
+    folder = launcher.stdout.readline().strip()
+    assert Path(folder).is_dir()
+    assert len(processes()) == 4  # the launcher, its guardian, the rank and its child
+    launcher.send_signal(number)
+    code, _ = finish(launcher)
+    assert code == -number
+    deadline = time.monotonic() + 5
+    while (processes() or Path(folder).exists()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert processes() == []
+    assert not Path(folder).exists()
+
+
+# ------------------------------------------------------------------------------------------ ranks that exist
+
+JOINING = """
+import sys, time
+from ddpopt.verify.ranks import joined, under_torchrun
+
+assert under_torchrun()
+heard = []
+with joined(on_event=heard.append, timeout_s=30) as ranks:
+    gathered = ranks.gather(ranks.rank * 10)
+    ranks.emit("done")
+    # One piece: both ranks write to the same terminal.
+    sys.stdout.write(f"{ranks.rank} of {ranks.size}: {gathered} {heard}\\n")
+    sys.stdout.flush()
+    with ranks.limited(2, "the step"):
+        time.sleep(1000 if "stall" in sys.argv else 0)
+"""
+
+
+def torchrun(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", *arguments]
+
+
+def joined_ranks_said(text: str) -> list[str]:
+    return sorted(line for line in text.splitlines() if " of 2: " in line)
+
+
+JOINED = ["0 of 2: [0, 10] ['done']", "1 of 2: [0, 10] []"]
+
+
+def test_torchruns_ranks_are_joined_and_each_one_that_passes_a_limit_shows_where_it_was(
+    tmp_path: Path,
+) -> None:
+    command = torchrun("--standalone", "--nproc-per-node", "2", *script(tmp_path, JOINING)[1:], "stall")
+    code, text = finish(start(command))
+    assert joined_ranks_said(text) == JOINED, text
+    assert "of 2 stalled: 'the step' did not end within 2 s\n" in text
+    assert f'File "{tmp_path}/script.py", line 14 in <module>' in text
+    assert code != 0
+
+
+def test_ranks_on_two_nodes_are_joined(tmp_path: Path) -> None:
+    path = script(tmp_path, JOINING)[1]
+    c10d: Any = dist  # torch does not mark its re-exports
+    # This process holds the store that the nodes meet at: nobody else can take its port in between.
+    store = c10d.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meeting = (
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"127.0.0.1:{store.port}",
+        "--rdzv-conf",
+        "is_host=0",
+    )
+    node = torchrun("--nnodes", "2", "--nproc-per-node", "1", "--local-addr", "127.0.0.1", *meeting, path)
+    ended = [finish(process) for process in [start(node), start(node)]]
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert joined_ranks_said("".join(text for _, text in ended)) == JOINED
+
+
+def test_an_exception_is_written_before_the_group_is_left(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "0"}
+    for name, value in (one | {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "test"}).items():
+        monkeypatch.setenv(name, value)
+    written_before: list[str] = []
+    leave = dist.destroy_process_group
+
+    def note_and_leave() -> None:
+        written_before.append(capfd.readouterr().err)
+        leave()
+
+    monkeypatch.setattr(dist, "destroy_process_group", note_and_leave)
+    with pytest.raises(ValueError, match="wrong"), joined():
+        raise ValueError("wrong")
+    assert not dist.is_initialized()
+    assert written_before[0].startswith("rank 0 failed:\nTraceback")
+    assert written_before[0].endswith("ValueError: wrong\n")
+
+
+def test_a_process_group_that_exists_is_used_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[object] = []
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch replaces it when it makes a group
+    with single_rank():
+        with joined(on_event=heard.append) as ranks, ranks.limited(AMPLE_S, "nothing"):
+            assert (ranks.rank, ranks.size, ranks.backend, ranks.device.type) == (0, 1, "gloo", "cpu")
+            assert ranks.gather("a") == ["a"]
+            ranks.emit("b")
+        assert dist.is_initialized()
+    assert heard == ["b"]
+
+
+def test_without_ranks_there_is_nothing_to_join() -> None:
+    assert not under_torchrun()
+    expected = r"got neither torchrun's environment nor a default process group. Start this with 'torchrun"
+    with pytest.raises(UsageError, match=expected), joined():
+        pass

@@ -1,0 +1,151 @@
+"""The search on one rank: which rung is wrong, and what must be compiled for it."""
+
+import gc
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from ddpopt.verify.locate import layer_of
+from ddpopt.verify.ranks import joined
+from ddpopt.verify.search import Blamed, Question, Search, Stage, Symptom, Tried, ladder, search, stages_of
+from ddpopt.verify.segment_code import Code
+
+pytestmark = pytest.mark.one_process
+
+MODULE = "tests.unit.miscompiled"
+
+
+@pytest.fixture(autouse=True)
+def little_garbage() -> Iterator[None]:
+    """Each run collects its garbage; what is imported by now is none."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def searching(one_rank_group: None, fresh_dynamo: None) -> Callable[..., list[object]]:
+    def run(target: str, mode: str, backend: str, *stages: Stage) -> list[object]:
+        question = Question(target, "default", mode, backend, steps=1)
+        events: list[object] = []
+        with joined(on_event=events.append) as ranks:
+            search(ranks, question, stages or tuple(stages_of(question, 1)), 60.0)
+        return events
+
+    return run
+
+
+Searching = Callable[..., list[object]]
+
+
+def segments(events: list[object]) -> list[str]:
+    blamed = events[-1]
+    assert isinstance(blamed, Blamed)
+    return [segment.partition(" (")[0] for segment in blamed.segments]
+
+
+def rungs(events: list[object]) -> dict[str, bool]:
+    return {event.rung.name: event.rung.agrees for event in events if isinstance(event, Tried)}
+
+
+@pytest.mark.parametrize(
+    ("backend", "guilty"),
+    [
+        ("losing_bias", ["graph 0, segments 2 to 3 of 8: linear"]),
+        ("crossing_two", ["graph 0, segments 5 to 7 of 8: tanh"]),
+        ("remembering", ["graph 0, segment 3 of 8: sigmoid", "graph 0, segment 5 of 8: tanh"]),
+        ("refusing_tanh", ["graph 0, segment 5 of 8: tanh"]),
+    ],
+)
+def test_the_segments_that_a_backend_gets_wrong_are_found(
+    searching: Searching, backend: str, guilty: list[str]
+) -> None:
+    events = searching(f"{MODULE}:stages", "ddpopt-inline", backend, Stage("local", backend))
+    assert segments(events) == guilty
+    assert isinstance(events[-1], Blamed)
+    assert isinstance(events[-1].code, Code)
+
+
+def test_a_model_that_is_wrong_from_aot_on_is_told_from_one_that_dynamo_breaks(searching: Searching) -> None:
+    events = searching(f"{MODULE}:aliased", "whole", "aot_eager")
+    assert rungs(events) == {"eager, no DDP": True, "aot_eager, no DDP": False}
+    assert any("add_" in segment for segment in segments(events))
+
+
+def test_segments_that_are_wrong_only_once_the_mode_has_cut_are_found_among_its_own(
+    searching: Searching,
+) -> None:
+    own = Stage("ddpopt-split", "wrong_apart")
+    events = searching(f"{MODULE}:CUT", "ddpopt-split", "wrong_apart", Stage("whole", "wrong_apart"), own)
+    assert rungs(events) == {
+        "wrong_apart, whole on 1 rank": True,
+        "wrong_apart, ddpopt-split on 1 rank": False,
+    }
+    (guilty,) = segments(events)
+    assert guilty.startswith("compiled segment 2 of 4: ")
+
+
+def test_what_fails_though_nothing_is_compiled_has_no_segment_to_blame(searching: Searching) -> None:
+    events = searching("cap_below_1", "torch", "eager", Stage("whole", "eager"), Stage("torch", "eager"))
+    assert rungs(events) == {"eager, whole on 1 rank": True, "eager, torch on 1 rank": False}
+    assert events[-1] == Blamed((), note="the difference appears though no piece is compiled")
+
+
+def test_a_model_that_is_right_ends_without_a_blame(searching: Searching) -> None:
+    events = searching(f"{MODULE}:stages", "whole", "aot_eager")
+    assert list(rungs(events).values()) == [True] * 4
+    assert not any(isinstance(event, Blamed) for event in events)
+
+
+def test_without_time_the_whole_is_blamed_and_the_note_says_so(
+    one_rank_group: None, fresh_dynamo: None
+) -> None:
+    question = Question(f"{MODULE}:stages", "default", "whole", "scaling_tanh", steps=1)
+    with joined() as ranks:
+        blamed = Search(ranks, question, lambda: 0.0).narrow(Stage("local", "scaling_tanh"))
+    assert blamed.segments[0].startswith("graph 0, segments 0 to 7 of 8: ")
+    assert blamed.note == "the search ended early, after 0 tries: fewer segments may do."
+
+
+def test_the_ladder_ends_with_the_backend_on_trial() -> None:
+    assert ladder("inductor") == ("eager", "aot_eager", "inductor")
+    assert ladder("eager") == ("eager",)
+    assert ladder("mine") == ("eager", "aot_eager", "mine")
+
+
+def test_the_model_alone_comes_first_and_the_mode_on_trial_last() -> None:
+    question = Question("x", "default", "torch", "aot_eager")
+    assert [stage.name for stage in stages_of(question, 1)] == [
+        "eager, no DDP", "aot_eager, no DDP", "eager, whole on 1 rank", "aot_eager, whole on 1 rank",
+        "eager, torch on 1 rank", "aot_eager, torch on 1 rank",
+    ]  # fmt: skip
+    assert next(stages_of(question, 2)) == Stage("whole", "eager", 2)
+
+
+@pytest.mark.parametrize(
+    ("stage", "symptom", "layer"),
+    [
+        (Stage("local", "eager"), Symptom("numbers"), "Dynamo (torch.compile, backend eager)"),
+        (Stage("local", "aot_eager"), Symptom("numbers"), "AOTAutograd (backend aot_eager)"),
+        (Stage("local", "mine"), Symptom("structure"), "the backend mine (in structure alone)"),
+        (
+            Stage("torch", "eager"),
+            Symptom("run", "AssertionError"),
+            "the data-parallel mode torch (torch's DDPOptimizer) under DDP, one rank suffices",
+        ),
+        (
+            Stage("whole", "eager", 2),
+            Symptom("structure"),
+            "torch.compile of a DDP module, before torch comes into it: Dynamo (torch.compile, backend "
+            "eager), with 2 ranks (in structure alone)",
+        ),
+        (
+            Stage("torch", "inductor", 2),
+            Symptom("numbers"),
+            "the data-parallel mode torch (torch's DDPOptimizer) under DDP together with Inductor (backend "
+            "inductor), with 2 ranks",
+        ),
+    ],
+)
+def test_a_layer_is_named_by_what_its_rung_adds(stage: Stage, symptom: Symptom, layer: str) -> None:
+    assert layer_of(stage, symptom, "torch") == layer

@@ -1,0 +1,209 @@
+"""Models, and Dynamo backends that get a part of them wrong, each in a way of its own.
+
+Each backend is AOTAutograd's eager one behind an edit of the graph, so everything else is bit by bit right.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch import distributed as dist
+from torch._dynamo import lookup_backend, register_backend
+from torch._guards import TracingContext
+
+from ddpopt.testing.case import Case
+
+WIDTH = 8
+
+
+class Stages(nn.Module):
+    """Layers with an activation of its own behind each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.layers[0](x))
+        x = torch.sigmoid(self.layers[1](x))
+        x = torch.tanh(self.layers[2](x))
+        return torch.relu(self.layers[3](x))
+
+
+class Short(nn.Module):
+    """A layer and a tanh."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x))
+
+
+class Aliased(nn.Module):
+    """Writes to what an operator hands back, which is its argument though it does not say so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = x.detach().abs()
+        torch.ops.ddpopt_tests.same(scale).add_(1)
+        result: Tensor = self.layer(x) * scale
+        return result
+
+
+LIBRARY: Any = torch.library.Library("ddpopt_tests", "FRAGMENT")  # type: ignore[no-untyped-call]  # of torch
+LIBRARY.define("same(Tensor x) -> Tensor")
+LIBRARY.impl("same", lambda x: x, "CPU")
+LIBRARY.impl("same", torch.empty_like, "Meta")
+
+
+def stages() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return Stages(), torch.randn(4, WIDTH)
+
+
+def short() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return Short(), torch.randn(4, WIDTH)
+
+
+def aliased() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return Aliased(), torch.randn(4, WIDTH)
+
+
+def _calls(gm: fx.GraphModule, name: str) -> list[fx.Node]:
+    return [node for node in gm.graph.nodes if getattr(node.target, "__name__", "") == name]
+
+
+def _scale(gm: fx.GraphModule, node: fx.Node, factor: float) -> None:
+    with gm.graph.inserting_after(node):
+        scaled = gm.graph.call_function(operator.mul, (node, factor))
+    scaled.meta = dict(node.meta)
+    node.replace_all_uses_with(scaled, delete_user_cb=lambda user: user is not scaled)
+
+
+def _edited(edit: Callable[[fx.GraphModule], None]) -> Callable[..., Any]:
+    def compiler(gm: fx.GraphModule, example_inputs: list[Tensor]) -> Any:
+        copy = fx.GraphModule(gm, fx.Graph())
+        copy.graph.output(copy.graph.graph_copy(gm.graph, {}))
+        copy.meta = dict(gm.meta)
+        edit(copy)
+        copy.recompile()
+        return lookup_backend("aot_eager")(copy, example_inputs)
+
+    return compiler
+
+
+@register_backend
+def scaling_tanh(gm: fx.GraphModule, example_inputs: list[Tensor]) -> Any:
+    """Makes every tanh a little larger."""
+
+    def edit(copy: fx.GraphModule) -> None:
+        for node in _calls(copy, "tanh"):
+            _scale(copy, node, 1.01)
+
+    return _edited(edit)(gm, example_inputs)
+
+
+@register_backend
+def losing_bias(gm: fx.GraphModule, example_inputs: list[Tensor]) -> Any:
+    """Sends no gradient to the bias of a layer that a sigmoid follows."""
+
+    def edit(copy: fx.GraphModule) -> None:
+        for node in _calls(copy, "sigmoid"):
+            linear: Any = node.args[0]
+            if linear.op == "placeholder":
+                continue
+            with copy.graph.inserting_before(linear):
+                bias = copy.graph.call_method("detach", (linear.args[2],))
+            linear.args = (*linear.args[:2], bias)
+
+    return _edited(edit)(gm, example_inputs)
+
+
+@register_backend
+def crossing_two(gm: fx.GraphModule, example_inputs: list[Tensor]) -> Any:
+    """Makes a relu larger where a tanh stands in the same graph."""
+
+    def edit(copy: fx.GraphModule) -> None:
+        for node in _calls(copy, "relu") if _calls(copy, "tanh") else []:
+            _scale(copy, node, 1.01)
+
+    return _edited(edit)(gm, example_inputs)
+
+
+SEEN: list[Any] = []
+"""What stands for the graph of which a sigmoid was compiled last: all its segments share one fake mode."""
+
+
+@register_backend
+def remembering(gm: fx.GraphModule, example_inputs: list[Tensor]) -> Any:
+    """Gets a tanh wrong if it compiled a sigmoid of the same model before."""
+    mode = TracingContext.get().fake_mode
+
+    def edit(copy: fx.GraphModule) -> None:
+        if _calls(copy, "sigmoid"):
+            SEEN[:] = [mode]
+        for node in _calls(copy, "tanh") if SEEN and SEEN[0] is mode else []:
+            _scale(copy, node, 1.01)
+
+    return _edited(edit)(gm, example_inputs)
+
+
+@register_backend
+def refusing_tanh(gm: fx.GraphModule, example_inputs: list[Tensor]) -> Any:
+    """Crashes on a tanh."""
+    if _calls(gm, "tanh"):
+        raise ArithmeticError("no tanh here")
+    return lookup_backend("aot_eager")(gm, example_inputs)
+
+
+@register_backend
+def wrong_apart(gm: fx.GraphModule, example_inputs: list[Tensor]) -> Any:
+    """Gets a tanh wrong where no sigmoid stands in the same graph: only where the model is cut."""
+
+    def edit(copy: fx.GraphModule) -> None:
+        for node in _calls(copy, "tanh") if not _calls(copy, "sigmoid") else []:
+            _scale(copy, node, 1.01)
+
+    return _edited(edit)(gm, example_inputs)
+
+
+@register_backend
+def wrong_on_rank_1(gm: fx.GraphModule, example_inputs: list[Tensor]) -> Any:
+    """Gets a tanh wrong on the second rank."""
+    edit = scaling_tanh if dist.is_initialized() and dist.get_rank() == 1 else lookup_backend("aot_eager")
+    return edit(gm, example_inputs)
+
+
+def _rows(rank: int, step: int) -> tuple[tuple[Tensor], dict[str, Any]]:
+    generator = torch.Generator().manual_seed(rank * 64 + step)
+    return (torch.randn(4, WIDTH, generator=generator),), {}
+
+
+CUT = Case(
+    "cut stages",
+    lambda: stages()[0],
+    _rows,
+    "four layers, a bucket for each",
+    ddp_kwargs={"bucket_cap_mb": 0.0002},
+)
+
+
+@register_backend
+def dying_on_tanh(gm: fx.GraphModule, example_inputs: list[Tensor]) -> Any:
+    """Takes the process down where a tanh is compiled."""
+    if _calls(gm, "tanh"):
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return lookup_backend("aot_eager")(gm, example_inputs)

@@ -1,0 +1,43 @@
+"""A rank's pytest has the settings of the pytest that starts it."""
+
+import json
+
+import pytest
+
+from ddpopt.testing.rank_command import options_as_text, rank_command, set_options
+
+pytest_plugins = ["pytester"]
+
+
+def value_after(command: list[str], option: str) -> list[str]:
+    return [command[place + 1] for place, word in enumerate(command) if word == option]
+
+
+@pytest.fixture
+def config(pytester: pytest.Pytester) -> pytest.Config:
+    pytester.makeini("[pytest]\naddopts = --import-mode=importlib -n 4 --junitxml=out.xml")
+    return pytester.parseconfig(
+        "-k", "some", "-W", "error", "-o", "console_output_style=count", "--tb=native"
+    )
+
+
+def test_what_matters_while_pytest_loads_stands_on_the_command_line(config: pytest.Config) -> None:
+    command = rank_command(config, ["a.py", "b.py"])
+    assert command[-2:] == ["a.py", "b.py"]
+    assert value_after(command, "--import-mode") == ["importlib"]
+    assert value_after(command, "-W") == ["error"]
+    assert value_after(command, "--tb") == ["native"]
+    assert value_after(command, "-c") == [str(config.inipath)]
+    # No workers and no reports of a rank's own: addopts is emptied, and comes last.
+    assert value_after(command, "-o") == ["console_output_style=count", "addopts="]
+    assert "-n" not in command
+
+
+def test_all_other_options_travel_as_text(config: pytest.Config, pytester: pytest.Pytester) -> None:
+    config.option.model = "big"
+    config.option.opaque = object()
+    rank = pytester.parseconfig("--tb=short")
+    set_options(rank, options_as_text(config))
+    assert (rank.option.keyword, rank.option.model, rank.option.tbstyle) == ("some", "big", "short")
+    assert not hasattr(rank.option, "opaque")
+    assert "tbstyle" not in json.loads(options_as_text(config))

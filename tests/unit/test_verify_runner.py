@@ -1,0 +1,121 @@
+"""ddpopt.verify.runner: wrong arguments are refused before a rank starts, and no trial is lost."""
+
+from typing import Any
+
+import pytest
+from expecttest import TestCase
+
+import ddpopt
+from ddpopt.errors import UsageError
+from ddpopt.verify.matrix import CASES, matrix, words
+from ddpopt.verify.modes import MODES
+from ddpopt.verify.options import OPTIONS
+from ddpopt.verify.rank_failures import RankFailure, RanksFailed
+from ddpopt.verify.runner import lost_trials
+from ddpopt.verify.trials import Asked, Settings, Started
+from ddpopt.verify.verdict import Status
+
+
+class TestMessages(TestCase):
+    def refused(self, **arguments: Any) -> str:
+        with pytest.raises(UsageError) as caught:
+            ddpopt.verify(arguments.pop("target", "tied"), **arguments)
+        return str(caught.value)
+
+    def test_a_mode_that_does_not_exist(self) -> None:
+        message = self.refused(mode="ddpopt")
+        assert message.startswith("--mode: expected one of eager, manual, torch, whole, ")
+        assert message.endswith("got 'ddpopt'")
+
+    def test_an_option_that_does_not_exist(self) -> None:
+        message = self.refused(options="no_synch")
+        assert message.startswith("--options: expected one of default, static_graph, ")
+        assert message.endswith("got 'no_synch'")
+
+    def test_a_strategy_that_does_not_exist(self) -> None:
+        self.assertExpectedInline(
+            self.refused(strategy="cut"),
+            """strategy: expected one of split, inline, auto, got 'cut'""",
+        )
+
+    def test_a_backend_that_does_not_exist(self) -> None:
+        assert "backend: expected the name of a Dynamo backend, got 'inducter'" in self.refused(
+            backend="inducter"
+        )
+
+    def test_a_dtype_that_does_not_exist(self) -> None:
+        self.assertExpectedInline(
+            self.refused(dtype="int64"),
+            """dtype: expected a floating-point dtype of torch's, like float32 or bfloat16, got 'int64'""",
+        )
+
+    def test_no_ranks(self) -> None:
+        self.assertExpectedInline(
+            self.refused(nproc=0),
+            """nproc: expected a positive number, got 0""",
+        )
+
+    def test_no_steps(self) -> None:
+        self.assertExpectedInline(
+            self.refused(steps=0),
+            """steps: expected a positive number, got 0""",
+        )
+
+    def test_a_target_that_does_not_exist(self) -> None:
+        assert "expected the name of a case in the corpus, got 'nothing'" in self.refused(target="nothing")
+
+
+def test_names_come_with_commas_between_and_all_is_all() -> None:
+    assert words(None, ["a"]) == ()
+    assert words("all", ["a", "b"]) == ("a", "b")
+    assert words("a, b", []) == ("a", "b")
+    with pytest.raises(UsageError, match="expected names with commas between, got 'a,,b'"):
+        words("a,,b", [])
+
+
+def test_the_matrix_asks_for_every_mode_under_every_option_on_six_cases() -> None:
+    asked = matrix()
+    assert len(CASES) == 6
+    assert sum(len(one.modes) for one in asked) == len(MODES) * len(OPTIONS) * len(CASES)
+
+
+def test_names_of_modes_and_options_are_unique() -> None:
+    for table in (MODES, OPTIONS):
+        names = [row.name for row in table]
+        assert len(names) == len(set(names))
+
+
+ASKED = [
+    Asked("tied", "default", ("torch", "whole")),
+    Asked("tied", "join", ("torch", "whole")),
+    Asked("gpt", "default", ("torch",)),
+    Asked("gpt", "join", ("torch", "whole")),
+]
+KILLED = RanksFailed([RankFailure(1, "died", "a trial", -9, "SIGKILL")], 2)
+RAISED = RanksFailed([RankFailure(1, "raised", "a trial", 1, stack="ValueError: no")], 2)
+
+
+def test_the_trial_in_which_a_rank_died_is_broken_and_no_other() -> None:
+    lost = lost_trials(ASKED, Settings("eager"), [Started(1, "tied", "default", "whole")], KILLED)
+    assert list(lost) == [1]
+    assert (lost[1].status, lost[1].mode, lost[1].case) == (Status.BROKEN, "whole", "tied")
+    assert "SIGKILL" in lost[1].reason
+
+
+def test_a_trial_in_which_a_rank_raised_outside_of_its_reach_is_wrong() -> None:
+    lost = lost_trials(ASKED, Settings("eager"), [Started(4, "gpt", "default", "torch")], RAISED)
+    assert lost[4].status is Status.WRONG
+    assert "ValueError: no" in lost[4].findings[0].message
+
+
+def test_an_option_under_which_eager_itself_died_is_not_tried_again() -> None:
+    lost = lost_trials(ASKED, Settings("eager"), [Started(2, "tied", "join", "")], KILLED)
+    assert sorted(lost) == [2, 3, 5, 6]
+    assert {trial.status for trial in lost.values()} == {Status.NOT_POSSIBLE}
+    assert {trial.reason for trial in lost.values()} == {
+        "eager DDP itself fails here, on tied: rank 1 died (SIGKILL)"
+    }
+
+
+def test_a_failure_before_any_trial_is_nobodys() -> None:
+    assert lost_trials(ASKED, Settings("eager"), [], KILLED) == {}
