@@ -168,7 +168,13 @@ def verify(  # noqa: PLR0913  # one for each option of the command line
     ] = None,
     nproc: Annotated[int, typer.Option(help="Ranks to start; under torchrun, its ranks are used.")] = 2,
     strategy: Annotated[str, typer.Option(help="ddpopt's: split, inline or auto.")] = "auto",
-    backend: Annotated[str, typer.Option(help="Name of a Dynamo backend.")] = "inductor",
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            help="Name of a Dynamo backend. By default inductor; for the matrix eager, which takes minutes.",
+            show_default=False,
+        ),
+    ] = None,
     mode: Annotated[
         str | None,
         typer.Option(
@@ -245,8 +251,7 @@ def verify(  # noqa: PLR0913  # one for each option of the command line
         target=target,
         nproc=nproc,
         strategy=strategy,
-        # Inductor would take hours for the matrix
-        backend="aot_eager" if matrix else backend,
+        backend=backend or ("eager" if matrix else "inductor"),
         modes=mode,
         options=options,
         steps=steps,

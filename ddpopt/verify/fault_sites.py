@@ -22,10 +22,6 @@ def no_change(rank: int) -> AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
-def untampered(trainer: Trainer) -> None:
-    """Leave the trainer as it is."""
-
-
 def weight(trainer: Trainer, index: int = 0) -> nn.Parameter:
     """A square weight of the model."""
     square = [p for p in trainer.parallel.model.parameters() if p.dim() == 2 and p.size(0) == p.size(1)]

@@ -14,7 +14,8 @@ from ddpopt.verify import fault_codes as code
 from ddpopt.verify import fault_graphs as graphs
 from ddpopt.verify import fault_plans as plans
 from ddpopt.verify import fault_wires as wires
-from ddpopt.verify.fault_sites import Inject, Tamper, no_change, untampered
+from ddpopt.verify.fault_sites import Inject, Tamper, no_change
+from ddpopt.verify.judge import untampered
 
 Layer = Literal["plan", "partition", "compiled code", "communication"]
 

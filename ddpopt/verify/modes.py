@@ -22,6 +22,7 @@ from ddpopt.errors import UsageError
 from ddpopt.verify import sharded
 from ddpopt.verify.parallel import Parallel, flags_of
 
+TRACED_FOR_GOOD = "torch.nn.parallel.distributed"
 Gives = Literal["nothing", "arguments", "module"]
 Wrap = Callable[["Setup"], Parallel]
 
@@ -95,8 +96,9 @@ class Mode:
             torch._dynamo.reset()
             # DDP made for the Python reducer has Dynamo trace its frames from then on, for good; then a
             # static graph no longer compiles.
-            trace_rules.LEGACY_MOD_INLINELIST.discard("torch.nn.parallel.distributed")
-            trace_rules.get_legacy_mod_inlinelist.cache_clear()
+            if TRACED_FOR_GOOD in trace_rules.LEGACY_MOD_INLINELIST:
+                trace_rules.LEGACY_MOD_INLINELIST.remove(TRACED_FOR_GOOD)
+                trace_rules.get_legacy_mod_inlinelist.cache_clear()
 
 
 def _ddp(setup: Setup) -> DistributedDataParallel:

@@ -92,16 +92,8 @@ OPTIONS: tuple[Option, ...] = (
         more_graphs=True,
     ),
     Option(
-        "unused_everywhere",
-        "a parameter that no rank ever uses",
-        "arguments",
-        UNUSED,
-        Program(before_step=do.use_extra_nowhere),
-        cases.with_extra,
-    ),
-    Option(
         "unused_skipped",
-        "the same, with skip_all_reduce_unused_params",
+        "a parameter that no rank ever uses, with skip_all_reduce_unused_params",
         "arguments",
         {**UNUSED, "skip_all_reduce_unused_params": True},
         Program(before_step=do.use_extra_nowhere),
@@ -118,7 +110,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "static_find_unused",
-        "static_graph=True, find_unused_parameters=True, and a parameter that no rank uses",
+        "the same with find_unused_parameters=True too",
         "arguments",
         {"static_graph": True, **UNUSED},
         Program(before_step=do.use_extra_nowhere),
@@ -258,12 +250,6 @@ OPTIONS: tuple[Option, ...] = (
         "broadcast_buffers=False",
         "arguments",
         {"broadcast_buffers": False},
-    ),
-    Option(
-        "no_init_sync",
-        "init_sync=False",
-        "arguments",
-        {"init_sync": False},
     ),
     Option(
         "tensor_hook",

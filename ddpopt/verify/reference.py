@@ -23,7 +23,16 @@ from torch.utils._pytree import tree_map
 
 from ddpopt.errors import DdpoptError
 from ddpopt.testing.case import Case
-from ddpopt.verify.compare import Arithmetic, Sum, arithmetic_of, bitwise, exact, unit_roundoff
+from ddpopt.verify.compare import (
+    Arithmetic,
+    Difference,
+    Sum,
+    arithmetic_of,
+    bitwise,
+    communication,
+    exact,
+    unit_roundoff,
+)
 from ddpopt.verify.modes import LOCAL, Mode, mode
 from ddpopt.verify.option_cases import in_dtype
 from ddpopt.verify.options import Option
@@ -219,6 +228,7 @@ class Reference:
         self.unstable: dict[str, str] = {}
         self.alone: Record | None = None
         self.sums: list[dict[str, Sum]] | None = None
+        self._reductions: dict[tuple[int, str], Difference] = {}
         self.eager_peers = bench.peers(eager)
 
     @classmethod
@@ -260,6 +270,17 @@ class Reference:
         if self.alone is not None:
             self.sums = [self.bench.sums(step.gradients) for step in self.alone.steps]
 
+    def reduction(self, step: int, name: str) -> Difference | None:
+        """L1 of eager's own gradient; None where that is not asked for."""
+        if self.sums is None or name not in self.sums[step]:
+            return None
+        if (step, name) not in self._reductions:
+            gradient, option = self.eager.steps[step].gradients[name], self.bench.subject.option
+            if gradient is None:
+                return None
+            self._reductions[step, name] = reduced(gradient, self.sums[step][name], option.comm_dtype)
+        return self._reductions[step, name]
+
     @functools.cached_property
     def graphs(self) -> list[int] | None:
         """How many graphs Dynamo makes of the model alone, after each step; None if it fails."""
@@ -284,6 +305,11 @@ class Reference:
             _arithmetics([values(run, step) for run in runs], None if truth is None else values(truth, step))
             for step in range(len(eager.steps))
         ]
+
+
+def reduced(gradient: Tensor, terms: Sum, sent_as: torch.dtype | None) -> Difference:
+    """L1 of a gradient that was sent in its own dtype, or was converted to another one and back."""
+    return communication(gradient, terms, sent_as, casts=0 if sent_as is None else 2)
 
 
 def values(record: Record, step: int) -> dict[str, Tensor]:

@@ -1,0 +1,155 @@
+"""``ddpopt verify`` as people run it: a command that starts ranks or takes torchrun's, and its exit codes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddpopt.testing.rank_environment import environment_of_no_rank
+from ddpopt.verify.faults import FAULTS
+from ddpopt.verify.self_test import self_test
+from ddpopt.verify.verdict import Status, Verdict
+
+pytestmark = [pytest.mark.one_process, pytest.mark.timeout(240)]
+
+ROOT = Path(__file__).parents[2]
+MODELS = """
+import os, signal, time
+import torch
+from torch import nn
+from torch._dynamo import register_backend
+
+
+def small():
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(4, 8)
+
+
+def failing():
+    class Failing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            raise ValueError("this model cannot run")
+
+    return Failing(), torch.randn(4, 8)
+
+
+def no_model():
+    return 5
+
+
+@register_backend
+def killing(gm, inputs):
+    if torch.distributed.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return gm
+
+
+@register_backend
+def doubling(gm, inputs):
+    return lambda *args: tuple(value * 2 if torch.is_tensor(value) else value for value in gm(*args))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "shop.py").write_text(MODELS)
+    return tmp_path
+
+
+def run(folder: Path, *arguments: str, torchrun: bool = False) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "ddpopt", "verify", *arguments]
+    if torchrun:
+        start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ddpopt"]
+        command = [sys.executable, *start, "verify", *arguments]
+    environment = {**environment_of_no_rank(), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+
+
+def test_a_right_model_ends_with_0_and_writes_every_report(folder: Path) -> None:
+    names = {"--json": "v.json", "--junit": "v.xml", "--html": "v.html"}
+    files = [part for pair in names.items() for part in pair]
+    done = run(folder, "shop:small", "--backend", "aot_eager", "--options", "default,accumulation", *files)
+    assert done.returncode == 0, done.stderr
+    assert "RIGHT: shop:small on 2 ranks" in done.stdout
+    verdict = Verdict.from_json((folder / "v.json").read_text())
+    assert [trial.option for trial in verdict.trials] == ["default", "accumulation"]
+    assert all((folder / name).stat().st_size > 100 for name in names.values())
+
+
+def test_a_model_of_the_transformers_library_is_right() -> None:
+    done = run(ROOT, "examples.transformers_gpt2:make", "--backend", "aot_eager")
+    assert done.returncode == 0, done.stderr
+    assert "RIGHT: examples.transformers_gpt2:make on 2 ranks" in done.stdout
+
+
+def test_a_backend_that_is_wrong_ends_with_1_and_is_located(folder: Path) -> None:
+    done = run(folder, "shop:small", "--backend", "doubling", "--json", "v.json")
+    assert done.returncode == 1, done.stderr
+    verdict = Verdict.from_json((folder / "v.json").read_text())
+    assert {finding.level for finding in verdict.findings} >= {"L2"}
+    assert verdict.location is not None
+    assert not all(rung.agrees for rung in verdict.location.rungs)
+
+
+def test_a_killed_rank_ends_with_3_and_its_name(folder: Path) -> None:
+    done = run(folder, "shop:small", "--backend", "killing", "--no-locate", "--json", "-")
+    assert done.returncode == 3, done.stderr
+    (trial,) = json.loads(done.stdout)["trials"]
+    assert trial["status"] == Status.BROKEN
+    assert "rank 1 died of SIGKILL" in trial["reason"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["shop:nothing"], 2, "module 'shop' has no attribute 'nothing'"),
+        (["shop:no_model"], 2, "expected it to return (model, inputs)"),
+        (["shop:small", "--mode", "ddpopt"], 2, "--mode: expected one of eager, manual"),
+        (["shop:small", "--nproc", "0"], 2, "nproc: expected a positive number, got 0"),
+        (["shop:small", "--json", "no/such/folder/v.json"], 2, "--json: cannot write"),
+        ([], 2, "expected one of TARGET, --matrix and --self-test, got none of them"),
+        (["shop:failing", "--backend", "eager"], 3, "ValueError: this model cannot run"),
+    ],
+    ids=lambda value: "" if not isinstance(value, list) else " ".join(value) or "nothing",
+)
+def test_what_cannot_be_judged_says_why(folder: Path, arguments: list[str], code: int, words: str) -> None:
+    done = run(folder, *arguments)
+    assert done.returncode == code, done.stderr
+    assert words in " ".join((done.stdout + done.stderr).split())
+
+
+def test_under_torchrun_its_ranks_are_used_and_one_of_them_reports(folder: Path) -> None:
+    done = run(folder, "shop:small", "--backend", "aot_eager", "--html", "v.html", torchrun=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("RIGHT: shop:small on 2 ranks") == 1
+    assert (folder / "v.html").exists()
+
+
+def test_a_fault_that_takes_the_ranks_down_is_found_and_the_next_one_is_tried() -> None:
+    names = ("one rank's reducer has other buckets", "a gradient is doubled")
+    result = self_test(faults=[fault for fault in FAULTS if fault.name in names], clean_runs=4)
+    assert {found.fault: found.by for found in result.found} == {
+        "one rank's reducer has other buckets": ("ranks",),
+        "a gradient is doubled": ("L0",),
+    }
+    assert (result.clean_runs, result.clean_asked) == (4, 4)
+    assert result
+
+
+def test_nothing_is_left_behind(folder: Path) -> None:
+    run(folder, "shop:small", "--backend", "killing", "--no-locate")
+    left = [p for p in Path("/proc").glob("[0-9]*/cwd") if _resolves_to(p, folder)]
+    assert left == []
+
+
+def _resolves_to(link: Path, folder: Path) -> bool:
+    try:
+        return Path(os.readlink(link)) == folder
+    except OSError:
+        return False
