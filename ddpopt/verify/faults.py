@@ -104,7 +104,7 @@ FAULTS: tuple[Fault, ...] = (
     *_cut("a mutation is lost", graphs.lost_mutation, "writing"),
     *_cut("a mutation runs behind its cut", graphs.late_mutation, "writing"),
     *_cut("a mutation runs twice", graphs.repeated_mutation, "writing"),
-    *_cut("segments run in another order", graphs.swapped_segments),
+    *_cut("segments run in another order", graphs.swapped_segments, "normed"),
     *_code("a gradient is zeroed", code.on_gradient(code.zeroed)),
     *_code("a gradient is doubled", code.on_gradient(code.doubled)),
     *_code("a gradient is negated", code.on_gradient(code.negated)),

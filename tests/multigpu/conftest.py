@@ -6,7 +6,9 @@ Without a ``world_size`` marker a test runs on torchrun's ranks, however many th
 Invariant: a test marked ``one_process`` runs once, in one process without a process group.
 """
 
+import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,16 @@ def add_ranks(item: pytest.Item, at_least: int) -> None:
     own = item.get_closest_marker("world_size")
     size = at_least if own is None else max(at_least, *own.args)
     item.add_marker(pytest.mark.world_size(size, **({} if own is None else own.kwargs)), append=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def spared() -> Iterator[None]:
+    """Each process compiles hundreds of models: it is spared what makes that slow and what nobody reads."""
+    from ddpopt.verify.trials import quickly  # heavy, and not needed to collect tests
+
+    with quickly():
+        yield
+    gc.unfreeze()
 
 
 @pytest.fixture

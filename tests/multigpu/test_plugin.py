@@ -25,7 +25,7 @@ REPOSITORY = Path(__file__).parents[2]
 RUN_KEY = "DDPOPT_TEST_RUN"
 # Nothing here may hang: this limit is far above those of the samples.
 RUN_LIMIT_S = 200.0
-GONE_LIMIT_S = 10.0
+GONE_LIMIT_S = 60.0
 SAMPLES = """
 import os
 import signal
@@ -260,9 +260,8 @@ def test_under_torchrun_a_rank_that_is_lost_ends_the_run_and_its_peer_says_why(
     suite.write(SAMPLES)
     code, text = suite.run(torchrun(2), "-k", f"{name} or after")
     assert words in text, text
-    assert text.count("in sleep_here") == (
-        2 if name == "stalls" else 0
-    )  # in the rank's own words, and its peer's
+    # in the rank's own words, and in its peer's
+    assert (text.count("in sleep_here") >= 2) == (name == "stalls")
     assert "a rank is lost; the tests after this one were not run" in text
     assert outcomes(text) == [f"FAILED one_rank_{'is_' if name == 'killed' else ''}{name}"]
     assert code != 0
