@@ -246,7 +246,13 @@ class Observation:
         return carried
 
 
+REAL_OF = {"complex64": "float32", "complex128": "float64"}
+"""Complex gradients are sent as pairs of real numbers."""
+
+
 def _fits(launch: Launch, bucket: ObservedBucket, hooked: bool) -> bool:
+    if bucket.dtype in REAL_OF and (launch.numel, launch.dtype) == (2 * bucket.numel, REAL_OF[bucket.dtype]):
+        return launch.op == "allreduce" or hooked
     # A hook may send the bucket's elements in another type.
     return launch.numel == bucket.numel and (
         hooked or (launch.op, launch.dtype) == ("allreduce", bucket.dtype)
