@@ -146,7 +146,15 @@ def moved_parameter(trainer: Trainer) -> None:
 
 def stale_buffer(trainer: Trainer) -> None:
     """Put a floating-point buffer back after each backward."""
-    buffer = next(b for b in trainer.parallel.model.buffers() if b.is_floating_point())
+    _put_back(trainer, next(b for b in trainer.parallel.model.buffers() if b.is_floating_point()))
+
+
+def stale_counter(trainer: Trainer) -> None:
+    """Put a buffer of integers back after each backward."""
+    _put_back(trainer, next(b for b in trainer.parallel.model.buffers() if not b.is_floating_point()))
+
+
+def _put_back(trainer: Trainer, buffer: Tensor) -> None:
     before = buffer.clone()
 
     def put_back() -> None:

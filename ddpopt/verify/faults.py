@@ -118,6 +118,7 @@ FAULTS: tuple[Fault, ...] = (
     *_code("a gradient is missing", code.missing_gradient),
     *_code("a gradient has lost a dimension", code.reshaped_gradient),
     *_code("a buffer is not updated", code.stale_buffer, "normed"),
+    *_code("a counter is not updated", code.stale_counter, "normed"),
     *_code("random numbers are replayed", code.replayed_random, "noisy"),
     *_code("a micro-batch is counted twice", code.counted_twice, option="accumulation"),
     _strict("a gradient is off by one ULP", code.on_gradient(code.next_up)),

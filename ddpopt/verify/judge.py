@@ -17,7 +17,7 @@ from torch import Tensor
 from ddpopt.verify.compare import Difference, arithmetic, bitwise, dense
 from ddpopt.verify.modes import Mode
 from ddpopt.verify.parallel import Gradients
-from ddpopt.verify.reassociation import Reassociated, reassociated
+from ddpopt.verify.reassociation import Reassociated, reassociated, together
 from ddpopt.verify.reference import Bench, Failure, Reference, reduced, values
 from ddpopt.verify.structure import Evidence, structure
 from ddpopt.verify.training import Record, Trainer
@@ -132,7 +132,8 @@ class _Judgement:
         self.backend = backend
         known = backend is None or (backend in EXACT and self.option.computes is None)
         self.exact = known if exact is None else exact
-        self.ordered = self.bench.size <= 2 or self.option.syncs == 0
+        # the same on every rank, whatever group it is in: what follows has collectives of all ranks
+        self.ordered = max(map(len, self.bench.members)) <= 2
         self.probes = self.option.probes and mode.gives == "module"
 
     @property
@@ -181,7 +182,9 @@ class _Judgement:
             Status.WRONG if findings else Status.OK,
             findings=tuple(_once(findings)),
             levels=tuple(sorted({level for sheet in sheets for level in sheet.levels})),
-            notes=tuple(dict.fromkeys(note for sheet in sheets for note in sheet.notes)),
+            notes=tuple(
+                dict.fromkeys([*(note for sheet in sheets for note in sheet.notes), *_remarks(judged)])
+            ),
             measured=tuple(item.measured for item in judged),
             buckets=_buckets(record),
             graphs=len(record.graphs),
@@ -208,7 +211,8 @@ class _Judgement:
             names = ", ".join(sorted(self.reference.unstable))
             culprit = next(iter(self.reference.unstable.values()))
             sheet.notes.append(f"eager itself does not reproduce {names}: {culprit}; not compared bit by bit")
-        if self.option.by_layout and _layout(record) != _layout(self.reference.eager):
+        other_layout = self.option.by_layout and _layout(record) != _layout(self.reference.eager)
+        if any(self.bench.ranks.gather(other_layout)):
             sheet.notes.append(
                 "numbers were not compared: what is sent depends on the order of parameters in a bucket, and "
                 "the reducer's buckets are not those of eager DDP"
@@ -237,6 +241,7 @@ class _Judgement:
         # What later steps get wrong follows from it.
         sheet.judged[:] = [item for item in sheet.judged if item.measured.step <= first or item.right]
         moved = reassociated(self.bench, self.mode.name, record.plan)
+        moved = together(self.bench.ranks.gather(moved))
         if moved.values:
             self._allow(record, sheet, moved)
 
@@ -264,7 +269,6 @@ class _Judgement:
         self._compare(record, sheet, "L2", compare, only)
 
     def _reduction(self, record: Record, sheet: Sheet) -> None:
-        sheet.levels.append("L1")
         sums, dtype = self.reference.sums or [], self.option.comm_dtype
         excused = {item.measured.parameter for item in sheet.judged if item.measured.level == "L2"}
 
@@ -276,7 +280,12 @@ class _Judgement:
             return reduced(got, sums[step][name], dtype)
 
         if self.follows or all(_same_start(record, self.reference.eager, step) for step in range(len(sums))):
+            sheet.levels.append("L1")
             self._compare(record, sheet, "L1", compare)
+        else:
+            sheet.notes.append(
+                "L1 was not applied to all steps: they no longer start from eager's parameters"
+            )
 
     def _probe(self, record: Record, own: Gradients, sheet: Sheet) -> None:
         """What the mode computes where nothing is reduced, and its reduction of just that."""
@@ -411,6 +420,15 @@ def _finding(item: Judged) -> Finding:
         error=seen.error,
         bound=seen.bound,
     )
+
+
+def _remarks(judged: Sequence[Judged]) -> list[str]:
+    """What is to be known of comparisons that passed, with the parameters that it holds for."""
+    names: dict[str, list[str]] = {}
+    for item in judged:
+        if item.note and item.right:
+            names.setdefault(item.note, []).append(item.measured.parameter)
+    return [f"{note}: {', '.join(of)}" for note, of in names.items()]
 
 
 def _once(findings: Sequence[Finding]) -> list[Finding]:

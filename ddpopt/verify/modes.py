@@ -86,10 +86,13 @@ class Mode:
         Inductor draws random numbers as eager does: dropout could not be compared otherwise.
         """
         torch._dynamo.reset()
+        bucket_size = torch._inductor.config._fuse_ddp_bucket_size
         try:
             with (
                 torch._dynamo.config.patch(optimize_ddp=self.optimize_ddp),
-                torch._inductor.config.patch({"fallback_random": True, **self.inductor}),
+                torch._inductor.config.patch(
+                    {"fallback_random": True, "_fuse_ddp_bucket_size": bucket_size, **self.inductor}
+                ),
             ):
                 yield
         finally:

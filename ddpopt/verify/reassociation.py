@@ -64,6 +64,15 @@ def reassociated(bench: Bench, mode: str, plan: Plan | None) -> Reassociated:
     return Reassociated()
 
 
+def together(found: Sequence[Reassociated]) -> Reassociated:
+    """What any rank found: all ranks then judge alike."""
+    return Reassociated(
+        next((one.why for one in found if one.why), ""),
+        tuple(dict.fromkeys(value for one in found for value in one.values)),
+        frozenset[str]().union(*(one.reached for one in found)),
+    )
+
+
 def _of_forwards(graphs: Sequence[Planned]) -> Reassociated:
     """Each of several compiled forwards sums over its own uses of a parameter first."""
     uses = [use for graph in graphs for use in graph.facts.params]

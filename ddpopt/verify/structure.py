@@ -143,6 +143,24 @@ def _form_of(tensor: Tensor, with_strides: bool) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape)}{strides} on {tensor.device}{layout}"
 
 
+def _others(evidence: Evidence) -> Iterator[tuple[str, str | None, int | None]]:
+    """What is no gradient: its form, and integers, which know no rounding."""
+    for step, (got, eager) in enumerate(zip(evidence.got.steps, evidence.eager.steps, strict=False)):
+        pairs: list[tuple[str, Tensor | None, Tensor]] = [("the loss", got.loss, eager.loss)]
+        pairs += [(name, got.state.get(name), tensor) for name, tensor in eager.state.items()]
+        for name, has, wants in pairs:
+            if has is None or _form_of(has, False) != _form_of(wants, False):
+                form = "missing" if has is None else _form_of(has, False)
+                yield f"step {step}: {name} is {form}, in eager DDP {_form_of(wants, False)}", name, step
+            elif _counts_exactly(evidence, wants) and not torch.equal(has, wants):
+                yield f"step {step}: {name} holds other integers than in eager DDP", name, step
+
+
+def _counts_exactly(evidence: Evidence, tensor: Tensor) -> bool:
+    is_integer = not (tensor.is_floating_point() or tensor.is_complex())
+    return is_integer and evidence.mode.gives != "nothing"  # only DDP broadcasts buffers
+
+
 def _random(evidence: Evidence) -> Iterator[tuple[str, str | None, int | None]]:
     for step, (got, eager) in enumerate(zip(evidence.got.steps, evidence.eager.steps, strict=False)):
         if not torch.equal(got.random, eager.random):
@@ -288,6 +306,7 @@ CLAIMS: tuple[tuple[str, Claim], ...] = (
     ("as many steps as in eager DDP", _steps),
     ("a gradient wherever eager DDP has one", _presence),
     ("gradients of eager DDP's shape, dtype, strides and device", _form),
+    ("loss, parameters and buffers of eager DDP's form, integers equal", _others),
     ("the random generator as after eager's step", _random),
     ("hooks run as often as in eager DDP", _counts),
     ("parameters and buffers equal on all ranks where they are in eager DDP", _agreement),

@@ -119,6 +119,10 @@ MUTANTS: dict[str, tuple[str, Callable[[Evidence], Evidence]]] = {
         "gradients of eager DDP's shape, dtype, strides and device",
         with_gradient(lambda gradient: gradient.to_sparse()),
     ),
+    "a parameter of another form": (
+        "loss, parameters and buffers of eager DDP's form, integers equal",
+        lambda e: replace(e, got=changed_step(e.got, state={**e.got.steps[1].state, NAME: torch.zeros(1)})),
+    ),
     "random numbers drawn": (
         "the random generator as after eager's step",
         lambda e: replace(e, got=changed_step(e.got, random=e.got.steps[1].random.flip(0))),
