@@ -139,13 +139,13 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if not is_marked(item):
         return None
     if pooled := item.config.stash.get(pooled_key, None):
-        pooled.run(item)
+        pooled.run(item, nextitem)
         return True
     if readable_needs(item) is None or lacking(item):
         return None  # its setup says why
     launched = item.config.stash.get(launched_key, None)
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    reports = _pools(item.config).run(item) if launched is None else launched.run(item, nextitem)
+    reports = _pools(item.config).run(item, nextitem) if launched is None else launched.run(item, nextitem)
     for report in reports:
         # Passes are shown once. The exit code of every rank says whether anything failed.
         if launched is None or own_rank() == 0 or report.failed:

@@ -63,19 +63,25 @@ class PooledRank:
         """
         items = {item.nodeid: item for item in session.items}
         self._store.set(f"collected/{own_rank()}", json.dumps([item.nodeid for item in session.items]))
+        expected = ""
         for self._number in itertools.count():
             key = f"test/{self._number}"
             self._store.wait([key], FOREVER)
-            name = self._store.get(key).decode()
+            name, following = json.loads(self._store.get(key))
+            if name != expected:
+                # pytest tears down for the test that it was told comes next; no other may run before that.
+                session._setupstate.teardown_exact(None)
             if not name:
                 return
-            session.config.hook.pytest_runtest_protocol(item=items[name], nextitem=None)
+            expected = following
+            session.config.hook.pytest_runtest_protocol(item=items[name], nextitem=items.get(following))
 
-    def run(self, item: pytest.Item) -> None:
+    def run(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
         """Run one test and report on it.
 
         Args:
             item: the test.
+            nextitem: the one after it; fixtures that it needs too are kept.
         """
-        reports = runtestprotocol(item, log=False, nextitem=None)
+        reports = runtestprotocol(item, log=False, nextitem=nextitem)
         self._store.set(f"reports/{self._number}/{own_rank()}", to_text(item.config, reports))

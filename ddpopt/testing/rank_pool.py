@@ -93,12 +93,13 @@ class RankPool:
         """Whether all ranks are alive."""
         return all(process.poll() is None for process in self._ranks)
 
-    def run(self, item: pytest.Item, limit_s: float) -> list[TestReport]:
+    def run(self, item: pytest.Item, limit_s: float, nextitem: pytest.Item | None) -> list[TestReport]:
         """Run one test on all ranks. The pool may be unusable afterwards.
 
         Args:
             item: the test.
             limit_s: how long it may take.
+            nextitem: the next test for these ranks if that follows at once; fixtures that it needs are kept.
 
         Returns:
             Its reports, merged over the ranks.
@@ -113,11 +114,15 @@ class RankPool:
             return lost(item, refusal)
         keys = [f"reports/{self._tests_run}/{rank}" for rank in range(self.size)]
         self._read_before = [self._output(rank).stat().st_size for rank in range(self.size)]
-        self._store.set(f"test/{self._tests_run}", item.nodeid)
+        self._name(item.nodeid, "" if nextitem is None else nextitem.nodeid)
         self._tests_run += 1
         if missing := self._missing(keys, limit_s):
             return self._give_up(keys, missing, item, "")
         return merge([from_text(self._config, self._store.get(key).decode()) for key in keys])
+
+    def _name(self, test: str, following: str) -> None:
+        """Name the test to run, and the one that follows at once; no name ends the ranks."""
+        self._store.set(f"test/{self._tests_run}", json.dumps([test, following]))
 
     def _unknown(self, item: pytest.Item) -> str:
         if self._collected is not None and item.nodeid in self._collected[0]:
@@ -195,7 +200,7 @@ class RankPool:
 
     def close(self) -> None:
         """End all ranks, and whatever they have started."""
-        self._store.set(f"test/{self._tests_run}", "")
+        self._name("", "")
         deadline = time.monotonic() + STOP_LIMIT_S
         while time.monotonic() < deadline and any(process.poll() is None for process in self._ranks):
             if not all(process.poll() in (None, 0) for process in self._ranks):

@@ -26,11 +26,12 @@ class RankPools:
         self._pools: dict[int, RankPool] = {}
         config.add_cleanup(self.close)
 
-    def run(self, item: pytest.Item) -> list[TestReport]:
+    def run(self, item: pytest.Item, nextitem: pytest.Item | None) -> list[TestReport]:
         """Run a marked test on as many ranks as it needs.
 
         Args:
             item: the test.
+            nextitem: the one after it; fixtures that it needs too are kept where the same ranks run it.
 
         Returns:
             Its reports, merged over the ranks.
@@ -41,7 +42,7 @@ class RankPools:
             pool = self._pools[needs.size] = RankPool(
                 self._config, needs.size, _files_of(item.session, needs.size)
             )
-        return pool.run(item, needs.limit_s)
+        return pool.run(item, needs.limit_s, nextitem if _size_for(nextitem) == needs.size else None)
 
     def close(self) -> None:
         """End all ranks."""
@@ -51,7 +52,10 @@ class RankPools:
 
 def _files_of(session: pytest.Session, size: int) -> list[str]:
     """The files with tests for that many ranks: no rank need collect another one."""
-    marked = [item for item in session.items if is_marked(item)]
-    needs_of_each = [(item, readable_needs(item)) for item in marked]
-    files = [str(item.path) for item, needs in needs_of_each if needs is not None and needs.size == size]
-    return list(dict.fromkeys(files))
+    return list(dict.fromkeys(str(item.path) for item in session.items if _size_for(item) == size))
+
+
+def _size_for(item: pytest.Item | None) -> int | None:
+    """How many ranks run a test; None if it is not for ranks."""
+    needs = readable_needs(item) if item is not None and is_marked(item) else None
+    return None if needs is None else needs.size

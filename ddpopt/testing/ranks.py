@@ -61,13 +61,28 @@ def seated(seat: Seat, backend: str | None, limit_s: float) -> Iterator[Ranks]:
     if backend == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", seat.rank)))
     limit = timedelta(seconds=COLLECTIVE_SHARE * limit_s)
-    dist.init_process_group(backend, store=seat.store, rank=seat.rank, world_size=seat.size, timeout=limit)
     try:
-        with joined() as ranks:
+        dist.init_process_group(
+            backend, store=seat.store, rank=seat.rank, world_size=seat.size, timeout=limit
+        )
+    except BaseException:
+        _forget_failed_group()
+        raise
+    try:
+        with joined(timeout_s=COLLECTIVE_SHARE * limit_s) as ranks:
             yield ranks
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _forget_failed_group() -> None:
+    """Have the next default group named as on the peers: torch also counts a group that it could not make.
+
+    Private in torch 2.11 to 2.13; `destroy_process_group` does the same, but only to a group that was made.
+    """
+    world: Any = dist.distributed_c10d._world
+    world.group_count = 0
 
 
 @contextmanager

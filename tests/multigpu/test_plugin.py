@@ -143,6 +143,30 @@ def test_two(ranks): assert ranks.size >= 2
 @pytest.mark.one_process
 def test_alone(): assert not dist.is_initialized()
 """
+FIXTURES = """
+import pytest
+
+pytestmark = pytest.mark.world_size(2)
+made = []
+
+@pytest.fixture(scope="module")
+def costly():
+    made.append("made")
+    yield
+    made.append("gone")
+
+def test_first(costly): assert made == ["made"]
+
+def test_second(costly): assert made == ["made"]
+"""
+AFTER_FIXTURES = """
+import pytest
+
+import test_fixtures
+
+@pytest.mark.world_size(2)
+def test_third(): assert test_fixtures.made == ["made", "gone"]
+"""
 PLAIN = ("pytest",)
 
 
@@ -291,6 +315,15 @@ def test_ranks_have_the_options_of_the_pytest_that_starts_them_also_under_xdist(
     assert "3 passed" in text, text
     assert code == 0
     assert (suite.folder / "results.xml").read_text().count("<testcase") == 3
+
+
+@pytest.mark.parametrize("options", [(), ("--deselect", "test_fixtures.py::test_second")], ids=["all", "one"])
+def test_a_fixture_of_a_module_is_made_once_on_each_rank(suite: Suite, options: tuple[str, ...]) -> None:
+    suite.write(FIXTURES, "test_fixtures.py")
+    suite.write(AFTER_FIXTURES, "test_later.py")
+    code, text = suite.run(PLAIN, *options)
+    assert f"{3 - len(options) // 2} passed" in text, text
+    assert code == 0
 
 
 def test_nothing_outlives_a_pytest_that_is_killed(suite: Suite) -> None:
