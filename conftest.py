@@ -55,7 +55,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def _scope(nodeid: str) -> str:
     """Name what must stay on one worker."""
-    return "ranks" if nodeid.startswith("tests/multigpu/") else nodeid
+    on_ranks = nodeid.startswith("tests/multigpu/") and not nodeid.startswith("tests/multigpu/alone/")
+    return "ranks" if on_ranks else nodeid
 
 
 def _processes_that_would_write(config: pytest.Config) -> int:

@@ -10,15 +10,14 @@ import contextlib
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import typer
 from typer.core import TyperGroup
 
 import ddpopt
+from ddpopt import cli_options as given
 from ddpopt.errors import DdpoptError, UsageError
-
-STDOUT = "-"
 
 
 class _Group(TyperGroup):
@@ -43,32 +42,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Target = Annotated[
-    str,
-    typer.Argument(
-        metavar="TARGET",
-        help="A case of the corpus (see 'ddpopt cases'), or package.module:name of a function that returns "
-        "(model, inputs), (model, args, kwargs) or a ddpopt.testing.Case.",
-        show_default=False,
-    ),
-]
-CapMb = Annotated[float | None, typer.Option(help="DDP's bucket_cap_mb, in MiB.", show_default=False)]
-CapMbList = Annotated[
-    str | None,
-    typer.Option(metavar="A,B,...", help="DDP's bucket_cap_mb_list, in MiB.", show_default=False),
-]
-FindUnused = Annotated[bool | None, typer.Option(help="As DDP's own argument.", show_default=False)]
-StaticGraph = Annotated[bool | None, typer.Option(help="As DDP's own argument.", show_default=False)]
-Json = Annotated[
-    str | None,
-    typer.Option(
-        "--json",
-        metavar="FILE",
-        help="Write JSON to FILE beside the text, or to stdout in its place ('-').",
-        show_default=False,
-    ),
-]
-
 
 def _print_version(wanted: bool) -> None:
     if wanted:
@@ -87,12 +60,12 @@ def _options(
 
 @app.command(short_help="Show the plan, DDP's own buckets, and torch's DDPOptimizer.")
 def explain(
-    target: Target,
-    bucket_cap_mb: CapMb = None,
-    bucket_cap_mb_list: CapMbList = None,
-    find_unused_parameters: FindUnused = None,
-    static_graph: StaticGraph = None,
-    json: Json = None,
+    target: given.Target,
+    bucket_cap_mb: given.CapMb = None,
+    bucket_cap_mb_list: given.CapMbList = None,
+    find_unused_parameters: given.FindUnused = None,
+    static_graph: given.StaticGraph = None,
+    json: given.Json = None,
 ) -> None:
     """Show ddpopt's plan, DDP's own buckets, and what torch's DDPOptimizer does.
 
@@ -103,31 +76,22 @@ def explain(
     from ddpopt.explain import explain_case
     from ddpopt.testing.case import resolve
 
-    given = {
-        "bucket_cap_mb": bucket_cap_mb,
-        "bucket_cap_mb_list": _numbers(bucket_cap_mb_list),
-        "find_unused_parameters": find_unused_parameters,
-        "static_graph": static_graph,
-    }
+    asked = given.ddp_arguments(bucket_cap_mb, bucket_cap_mb_list, find_unused_parameters, static_graph)
     case = resolve(target)
-    explanation = explain_case(case, _override(dict(case.ddp_kwargs), given))
-    if json is not None:
-        _write(json, explanation.to_json())
-    if json != STDOUT:
-        typer.echo(str(explanation))
+    _show(explain_case(case, given.overriding(case.ddp_kwargs, asked)), json)
 
 
 @app.command(short_help="Say what is in the way of overlap, and what to do about it.")
 def doctor(  # noqa: PLR0913  # one for each option of the command line
-    target: Target,
-    backend: Annotated[str, typer.Option(help="Name of a Dynamo backend.")] = "inductor",
-    steps: Annotated[int, typer.Option(help="Steps that each mode runs, at least 2.")] = 3,
-    ranks: Annotated[int, typer.Option(help="Inputs of how many ranks are tried in eager.")] = 2,
-    bucket_cap_mb: CapMb = None,
-    bucket_cap_mb_list: CapMbList = None,
-    find_unused_parameters: FindUnused = None,
-    static_graph: StaticGraph = None,
-    json: Json = None,
+    target: given.Target,
+    backend: given.TrialBackend = "inductor",
+    steps: given.TrialSteps = 3,
+    ranks: given.TrialRanks = 2,
+    bucket_cap_mb: given.CapMb = None,
+    bucket_cap_mb_list: given.CapMbList = None,
+    find_unused_parameters: given.FindUnused = None,
+    static_graph: given.StaticGraph = None,
+    json: given.Json = None,
 ) -> None:
     """Run a model under DDP, eager and compiled, and say what is in the way of overlap.
 
@@ -138,92 +102,45 @@ def doctor(  # noqa: PLR0913  # one for each option of the command line
     from ddpopt.doctor import diagnose
     from ddpopt.testing.case import resolve
 
-    given = {
-        "bucket_cap_mb": bucket_cap_mb,
-        "bucket_cap_mb_list": _numbers(bucket_cap_mb_list),
-        "find_unused_parameters": find_unused_parameters,
-        "static_graph": static_graph,
-    }
+    asked = given.ddp_arguments(bucket_cap_mb, bucket_cap_mb_list, find_unused_parameters, static_graph)
     case = resolve(target)
     with contextlib.redirect_stdout(sys.stderr):  # what the model prints is no part of the report
         diagnosis = diagnose(
             case,
-            _override(dict(case.ddp_kwargs), given),
+            given.overriding(case.ddp_kwargs, asked),
             backend=backend,
             steps=steps,
             ranks=ranks,
             tell=lambda doing: typer.echo(f"ddpopt: {doing}", err=True),
         )
-    if json is not None:
-        _write(json, diagnosis.to_json())
-    if json != STDOUT:
-        typer.echo(str(diagnosis))
+    _show(diagnosis, json)
 
 
 @app.command(short_help="Compare a compiled data-parallel step with eager DDP.")
 def verify(  # noqa: PLR0913  # one for each option of the command line
-    target: Annotated[
-        str | None,
-        typer.Argument(metavar="[TARGET]", help="As for 'ddpopt explain'.", show_default=False),
-    ] = None,
-    nproc: Annotated[int, typer.Option(help="Ranks to start; under torchrun, its ranks are used.")] = 2,
-    strategy: Annotated[str, typer.Option(help="ddpopt's: split, inline or auto.")] = "auto",
-    backend: Annotated[
-        str | None,
-        typer.Option(
-            help="Name of a Dynamo backend. By default inductor; for the matrix eager, which takes minutes.",
-            show_default=False,
-        ),
-    ] = None,
-    mode: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A,B,...",
-            help="Modes to judge, or 'all': see 'ddpopt modes'. By default ddpopt's.",
-            show_default=False,
-        ),
-    ] = None,
-    options: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A,B,...",
-            help="Ways to use DDP, or 'all': see 'ddpopt modes'. By default none but the target's own.",
-            show_default=False,
-        ),
-    ] = None,
-    steps: Annotated[int, typer.Option(help="Steps of training; DDP has settled by the third.")] = 3,
-    dtype: Annotated[
-        str | None, typer.Option(help="Compute in this dtype, like bfloat16.", show_default=False)
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(help="cpu or cuda; by default cuda if each rank has a GPU.", show_default=False),
-    ] = None,
-    timeout: Annotated[float, typer.Option(help="Limit of the whole run, in seconds.")] = 3600.0,
-    bucket_cap_mb: CapMb = None,
-    bucket_cap_mb_list: CapMbList = None,
-    find_unused_parameters: FindUnused = None,
-    static_graph: StaticGraph = None,
-    matrix: Annotated[
-        bool, typer.Option("--matrix", help="Judge every mode under every option on six small cases.")
-    ] = False,
-    self_test: Annotated[
-        bool, typer.Option("--self-test", help="Put faults in, and count which are found.")
-    ] = False,
-    locate: Annotated[bool, typer.Option(help="If something is wrong, look where.")] = True,
-    reproduction: Annotated[
-        str, typer.Option(metavar="FILE", help="Where to write the script that shows it.")
-    ] = "ddpopt_reproduction.py",
-    json: Json = None,
-    junit: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write JUnit XML.", show_default=False)
-    ] = None,
-    html: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write a page.", show_default=False)
-    ] = None,
-    github: Annotated[
-        bool, typer.Option("--github", help="Write annotations and a step summary for GitHub Actions.")
-    ] = False,
+    context: typer.Context,
+    target: given.TargetIfAny = None,
+    nproc: given.Nproc = 2,
+    strategy: given.Strategy = "auto",
+    backend: given.BackendIfAny = None,
+    mode: given.Modes = None,
+    options: given.Options = None,
+    steps: given.Steps = 3,
+    dtype: given.Dtype = None,
+    device: given.Device = None,
+    timeout: given.Limit = 3600.0,
+    bucket_cap_mb: given.CapMb = None,
+    bucket_cap_mb_list: given.CapMbList = None,
+    find_unused_parameters: given.FindUnused = None,
+    static_graph: given.StaticGraph = None,
+    matrix: given.Matrix = False,
+    self_test: given.SelfTest = False,
+    locate: given.Locate = True,
+    reproduction: given.Reproduction = "ddpopt_reproduction.py",
+    json: given.Json = None,
+    junit: given.Junit = None,
+    html: given.Html = None,
+    github: given.Github = False,
 ) -> None:
     """Train a model for some steps in eager DDP and compiled, and compare everything.
 
@@ -232,21 +149,11 @@ def verify(  # noqa: PLR0913  # one for each option of the command line
     """
     from ddpopt import cli_verify
 
+    asked = given.ddp_arguments(bucket_cap_mb, bucket_cap_mb_list, find_unused_parameters, static_graph)
+    _require_one_of(target is not None, matrix, self_test)
     files = cli_verify.Files(json, junit, html, github)
-    given = {
-        "bucket_cap_mb": bucket_cap_mb,
-        "bucket_cap_mb_list": _numbers(bucket_cap_mb_list),
-        "find_unused_parameters": find_unused_parameters,
-        "static_graph": static_graph,
-    }
-    wholes = sum((matrix, self_test, target is not None))
-    if wholes != 1:
-        raise UsageError(
-            f"expected one of TARGET, --matrix and --self-test, got {wholes or 'none'} of them; "
-            "see 'ddpopt verify --help'"
-        )
     if self_test:
-        raise typer.Exit(cli_verify.self_test(nproc, files))
+        raise typer.Exit(cli_verify.self_test(nproc, files, _given(context)))
     request = cli_verify.Request(
         target=target,
         nproc=nproc,
@@ -260,10 +167,9 @@ def verify(  # noqa: PLR0913  # one for each option of the command line
         limit_s=timeout,
         locate=locate,
         reproduction=reproduction,
-        ddp_kwargs=_override({}, given),
+        ddp_kwargs=asked,
     )
-    verdict = cli_verify.run(request, files)
-    raise typer.Exit(verdict.exit_code)
+    raise typer.Exit(cli_verify.run(request, files).exit_code)
 
 
 @app.command(short_help="List the modes and options that 'verify' knows.")
@@ -289,27 +195,37 @@ def cases() -> None:
     typer.echo(table(columns, [(case.name, case.about) for case in corpus.cases()]))
 
 
-def _numbers(text: str | None) -> list[float] | None:
-    if text is None:
-        return None
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError as error:
+class _Report(Protocol):
+    """What a command shows: ``str()`` is the text for people."""
+
+    def to_json(self) -> str:
+        """Return the report as JSON."""
+
+
+def _show(report: _Report, json: str | None) -> None:
+    """Print a report, and write it as JSON: to stdout in place of the text."""
+    if json is not None:
+        _write(json, report.to_json())
+    if json != given.STDOUT:
+        typer.echo(str(report))
+
+
+def _given(context: typer.Context) -> list[str]:
+    """The parameters that stand on the command line."""
+    sources = ((name, context.get_parameter_source(name)) for name in context.params)
+    return [name for name, source in sources if source is not None and source.name == "COMMANDLINE"]
+
+
+def _require_one_of(*wholes: bool) -> None:
+    if sum(wholes) != 1:
         raise UsageError(
-            f"--bucket-cap-mb-list: expected numbers with commas between, like 3,1,1, got {text!r}"
-        ) from error
-
-
-def _override(ddp_kwargs: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """A case's arguments with those of the command line in their place."""
-    options = {name: value for name, value in given.items() if value is not None}
-    if "bucket_cap_mb" in options:
-        ddp_kwargs.pop("bucket_cap_mb_list", None)  # DDP lets the list win, the user asked for the cap
-    return ddp_kwargs | options
+            f"expected one of TARGET, --matrix and --self-test, got {sum(wholes) or 'none'} of them; "
+            "see 'ddpopt verify --help'"
+        )
 
 
 def _write(file: str, text: str) -> None:
-    if file == STDOUT:
+    if file == given.STDOUT:
         typer.echo(text)
         return
     try:

@@ -5,19 +5,24 @@ Invariant: every report that was asked for is written, whatever the verdict; on 
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from ddpopt.cli_options import STDOUT
 from ddpopt.errors import UsageError
 from ddpopt.report.progress import TrialProgress
-from ddpopt.verify.verdict import Status, Verdict
+from ddpopt.verify.verdict import Status, Trial, Verdict
 
-STDOUT = "-"
+if TYPE_CHECKING:
+    from ddpopt.verify.trials import Asked, Settings
+
+TAKEN_BY_SELF_TEST = ("self_test", "nproc", "json", "junit", "html", "github")
 
 
 @dataclass(frozen=True)
@@ -86,52 +91,70 @@ def run(request: Request, files: Files) -> Verdict:
         UsageError: an argument cannot be used.
         InfrastructureError: no ranks could be had.
     """
-    for name, file in (("--json", files.json), ("--junit", files.junit), ("--html", files.html)):
-        _require_writable(name, file)
-    verdict = _verify(request)
-    if is_first():
-        if request.locate and request.target is not None and verdict.exit_code == 1:
-            verdict = _located(request, verdict)
-        write(verdict, files)
+    _require_all_writable(files)
+    work = _checked(request)
+    with _on_ranks() as meet:
+        verdict = _verify(request, *work)
+        trial = _to_locate(verdict) if request.locate and request.target is not None else None
+        if trial is not None:
+            verdict = _located(request, verdict, trial)
+        if is_first():
+            write(verdict, files)
+        meet()
     return verdict
 
 
+@contextlib.contextmanager
+def _on_ranks() -> Iterator[Callable[[], object]]:
+    """Under torchrun, one process group for all that follows; yields what has its ranks wait for each other.
+
+    Torchrun ends all ranks when one ends with another exit code than 0, so none may leave early.
+    """
+    from ddpopt.verify.ranks import joined, under_torchrun
+
+    if not under_torchrun():
+        yield lambda: None
+        return
+    with joined() as ranks:
+        yield lambda: ranks.gather(None)
+
+
+def _to_locate(verdict: Verdict) -> Trial | None:
+    """The first trial that is wrong, or, if none is, the first that took its ranks down."""
+    wrong = [trial for trial in verdict.trials if trial.status is Status.WRONG]
+    broken = [trial for trial in verdict.trials if trial.status is Status.BROKEN]
+    tried = [trial for trial in broken if not trial.reason.startswith("not tried")]
+    return next(iter([*wrong, *tried]), None)
+
+
 def is_first() -> bool:
-    """Whether this process writes the reports: under torchrun, rank 0 alone does."""
-    return os.environ.get("RANK", "0") == "0"
+    """Whether this process writes the reports: under torchrun, rank 0 alone does.
+
+    Other launchers set ``RANK`` too, for processes that each start ranks of their own here.
+    """
+    from ddpopt.verify.ranks import under_torchrun  # heavy, and loaded by now
+
+    return not under_torchrun() or os.environ["RANK"] == "0"
 
 
-def _verify(request: Request) -> Verdict:
+def _checked(request: Request) -> tuple[str, list[Asked], Settings]:
+    """Everything looked up by its name, before ranks are started or joined."""
     # heavy, and not needed to refuse an argument
-    from ddpopt.testing.case import resolve
-    from ddpopt.verify.matrix import CASES, matrix, words
-    from ddpopt.verify.modes import MODES, mode_of
-    from ddpopt.verify.option_cases import differing
-    from ddpopt.verify.options import OPTIONS
-    from ddpopt.verify.runner import checked, verify_all
-    from ddpopt.verify.trials import Asked, Ended, Settings, Started
+    from ddpopt.verify.backends import backend_of
+    from ddpopt.verify.runner import checked
+    from ddpopt.verify.trials import Settings
 
-    modes = words(request.modes, [mode.name for mode in MODES])
-    options = words(request.options, [option.name for option in OPTIONS])
-    if request.target is None:
-        title = f"{len(CASES)} cases"
-        asked = matrix(CASES, modes, options)
-    else:
-        case = resolve(request.target)
-        title, chosen = case.name, modes or (mode_of(request.strategy),)
-        target = differing(case, request.ddp_kwargs) if request.ddp_kwargs else request.target
-        asked = [Asked(target, option, chosen) for option in options or ("default",)]
-    strategy = None if modes or request.target is None else request.strategy
-    settings = Settings(request.backend, strategy, request.steps, request.dtype)
+    title, asked = _asked(request)
+    strategy = None if request.modes or request.target is None else request.strategy
+    settings = Settings(backend_of(request.backend), strategy, request.steps, request.dtype)
     checked(asked, settings, request.nproc)
+    return title, asked, settings
+
+
+def _verify(request: Request, title: str, asked: list[Asked], settings: Settings) -> Verdict:
+    from ddpopt.verify.runner import verify_all
+
     with TrialProgress(sum(len(one.modes) for one in asked)) as progress:
-
-        def note(event: object) -> None:
-            if isinstance(event, Ended):
-                progress.ended(f"{event.trial.name}: {event.trial.status}")
-            elif isinstance(event, Started):
-                progress.began(f"{event.case}: {event.mode} / {event.option}")
-
         return verify_all(
             title,
             asked,
@@ -139,16 +162,48 @@ def _verify(request: Request) -> Verdict:
             nproc=request.nproc,
             device=request.device,
             limit_s=request.limit_s,
-            on_event=note,
+            on_event=_telling(progress),
         )
 
 
-def _located(request: Request, verdict: Verdict) -> Verdict:
-    """Look where the first wrong trial goes wrong."""
+def _asked(request: Request) -> tuple[str, list[Asked]]:
+    """What to judge, and a name for all of it."""
+    from ddpopt.testing.case import resolve
+    from ddpopt.verify.matrix import CASES, matrix, words
+    from ddpopt.verify.modes import MODES, mode_of
+    from ddpopt.verify.option_cases import differing
+    from ddpopt.verify.options import OPTIONS
+    from ddpopt.verify.trials import Asked
+
+    modes = words(request.modes, [mode.name for mode in MODES])
+    options = words(request.options, [option.name for option in OPTIONS])
+    if request.target is None:
+        return f"{len(CASES)} cases", matrix(CASES, modes, options)
+    case = resolve(request.target)
+    chosen = modes or (mode_of(request.strategy),)
+    target = differing(case, request.ddp_kwargs) if request.ddp_kwargs else request.target
+    return case.name, [Asked(target, option, chosen) for option in options or ("default",)]
+
+
+def _telling(progress: TrialProgress) -> Callable[[object], None]:
+    """Return what shows each trial's beginning and end."""
+    from ddpopt.verify.trials import Ended, Started
+
+    def note(event: object) -> None:
+        if isinstance(event, Ended):
+            progress.ended(f"{event.trial.name}: {event.trial.status}")
+        elif isinstance(event, Started):
+            progress.began(f"{event.case}: {event.mode or 'eager'} / {event.option}")
+
+    return note
+
+
+def _located(request: Request, verdict: Verdict, trial: Trial) -> Verdict:
+    """Look where a trial goes wrong."""
     from ddpopt.verify.locate import locate
 
-    trial = next(trial for trial in verdict.trials if trial.status is Status.WRONG)
-    typer.echo(f"looking where it goes wrong: {trial.name}", err=True)
+    if is_first():
+        typer.echo(f"looking where it goes wrong: {trial.name}", err=True)
     location = locate(
         str(request.target),
         trial,
@@ -158,6 +213,7 @@ def _located(request: Request, verdict: Verdict) -> Verdict:
         strategy=None if request.modes else request.strategy,
         dtype=request.dtype,
         device=request.device,
+        backend=request.backend,
         ddp_kwargs=request.ddp_kwargs,
     )
     return replace(verdict, location=location)
@@ -170,61 +226,76 @@ def write(verdict: Verdict, files: Files) -> None:
         verdict: what to report.
         files: which reports, and where to.
     """
+    from ddpopt.report.verdict import verdict_text
+
+    _write(verdict, files, verdict.to_json, lambda: verdict_text(verdict))
+
+
+def _write(verdict: Verdict, files: Files, to_json: Callable[[], str], to_text: Callable[[], str]) -> None:
     from ddpopt.report.github import write_github
     from ddpopt.report.html import html_page
     from ddpopt.report.junit import junit_xml
-    from ddpopt.report.verdict import verdict_text
 
-    texts = ((files.json, verdict.to_json), (files.junit, lambda: junit_xml(verdict)))
+    texts = ((files.json, to_json), (files.junit, lambda: junit_xml(verdict)))
     for file, text in (*texts, (files.html, lambda: html_page(verdict))):
         if file is not None and file != STDOUT:
             Path(file).write_text(f"{text()}\n", encoding="utf-8")
-    typer.echo(verdict.to_json() if files.json == STDOUT else verdict_text(verdict))
+    typer.echo(to_json() if files.json == STDOUT else to_text())
     if files.github:
         write_github(verdict)
 
 
+def _require_all_writable(files: Files) -> None:
+    for name, file in (("--json", files.json), ("--junit", files.junit), ("--html", files.html)):
+        _require_writable(name, file)
+
+
 def _require_writable(option: str, file: str | None) -> None:
     """Fail before minutes of work, not after."""
-    if file is None or file == STDOUT:
+    if file is None or (file == STDOUT and option == "--json"):
         return
+    if file == STDOUT:
+        raise UsageError(f"{option}: expected the name of a file, got {file!r}; only --json goes to stdout")
     folder = Path(file).absolute().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(file).is_dir():
         raise UsageError(f"{option}: cannot write {file!r}; name a file in a folder that can be written to")
 
 
-def self_test(nproc: int, files: Files) -> int:
+def self_test(nproc: int, files: Files, given: Sequence[str] = ()) -> int:
     """Judge the judge, and print how it did.
 
     Args:
         nproc: how many ranks to start.
-        files: which reports to write: of the clean runs, but for JSON, which is of all.
+        files: which reports to write: a trial for each fault, and the clean runs.
+        given: names of the parameters that stand on the command line.
 
     Returns:
-        The exit code: 0 if every fault was found and no clean run was called wrong.
+        The exit code: 0 if every fault was put in and found, and every clean run raised nothing.
 
     Raises:
-        UsageError: a file cannot be written.
+        UsageError: a file cannot be written, or a parameter has no meaning here.
         InfrastructureError: no ranks could be had.
     """
     from ddpopt.report.self_test import self_test_text
+    from ddpopt.verify.clean_runs import MODES, clean_runs
     from ddpopt.verify.faults import FAULTS
-    from ddpopt.verify.self_test import CLEAN_MODES, CLEAN_RUNS, clean_asked
     from ddpopt.verify.self_test import self_test as judge_the_judge
-    from ddpopt.verify.trials import Ended, Started
 
-    _require_writable("--json", files.json)
-    total = len(FAULTS) + len(clean_asked(CLEAN_RUNS)) * len(CLEAN_MODES)
-    with TrialProgress(total) as progress:
+    _require_taken(given)
+    _require_all_writable(files)
+    faults = sum(fault.shows_on(nproc) for fault in FAULTS)
+    with TrialProgress(faults + len(clean_runs()) * len(MODES)) as progress:
+        result = judge_the_judge(nproc, on_event=_telling(progress))
+    verdict = result.as_verdict()
+    _write(verdict, files, result.to_json, lambda: self_test_text(result))
+    return verdict.exit_code
 
-        def note(event: object) -> None:
-            if isinstance(event, Ended):
-                progress.ended(f"{event.trial.name}: {event.trial.status}")
-            elif isinstance(event, Started):
-                progress.began(f"{event.case}: {event.mode or 'eager'} / {event.option}")
 
-        result = judge_the_judge(nproc, on_event=note)
-    if files.json is not None and files.json != STDOUT:
-        Path(files.json).write_text(f"{result.to_json()}\n", encoding="utf-8")
-    typer.echo(result.to_json() if files.json == STDOUT else self_test_text(result))
-    return 0 if result else 1
+def _require_taken(given: Sequence[str]) -> None:
+    """Ignore nothing in silence: a self-test has its own cases, modes and options."""
+    others = [f"--{name.replace('_', '-')}" for name in given if name not in TAKEN_BY_SELF_TEST]
+    if others:
+        raise UsageError(
+            f"--self-test: expected --nproc and files for reports beside it, got {', '.join(others)}; "
+            "it has cases, modes and options of its own"
+        )

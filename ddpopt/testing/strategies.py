@@ -1,7 +1,7 @@
-"""Hypothesis strategies: parameter lists, DDP arguments and bucket limits, and small forward graphs.
+"""Hypothesis strategies: parameter lists, DDP arguments and bucket limits, small forward graphs, and models.
 
 Every generator of this project lives here. What is drawn is valid by construction: limits that DDP accepts,
-graphs that run forward and backward on real tensors.
+graphs and models that run forward and backward on real tensors.
 """
 
 from __future__ import annotations
@@ -14,9 +14,23 @@ import torch
 from hypothesis import strategies as st
 from torch import fx
 
+from ddpopt.plan import Plan, Policy
 from ddpopt.reducer import BucketConfig, ParamSpec
 from ddpopt.testing.graph_builder import GraphBuilder, SmallGraph
 from ddpopt.testing.graph_steps import STEPS, Sketch
+from ddpopt.testing.model_strategies import models
+from ddpopt.testing.plan_strategies import Mutation, mutations, plan_of
+
+__all__ = [
+    "Mutation",
+    "bucket_configs",
+    "ddp_arguments",
+    "graphs",
+    "models",
+    "mutations",
+    "parameter_lists",
+    "plans",
+]
 
 # Small ones; and where sums of sizes meet the caps below, with their neighbours.
 _ELEMENTS = (0, 1, 2, 3, 255, 256, *(k * 2**16 + off for k in (1, 2, 3, 4, 8, 20) for off in (-1, 0, 1)))
@@ -83,6 +97,23 @@ def bucket_configs() -> st.SearchStrategy[BucketConfig]:
 
 def _with_last_bucket(config: BucketConfig, die: int) -> BucketConfig:
     return replace(config, small_last_bucket=die == 7)
+
+
+@st.composite
+def plans(draw: st.DrawFn, max_size: int = 12) -> Plan:
+    """Draw a plan of a model, of up to three graphs.
+
+    Args:
+        draw: given by Hypothesis.
+        max_size: the largest number of parameters.
+
+    Returns:
+        A plan by either policy, now and then with parameters that no graph reads.
+    """
+    params = draw(parameter_lists(max_size))
+    homes = (0, *(draw(st.integers(0, 3)) for _ in params[1:]))
+    policy: Policy = draw(st.sampled_from(("plan", "plan", "plan", "ddp")))
+    return plan_of(params, homes, draw(bucket_configs()), policy)
 
 
 @st.composite

@@ -1,8 +1,8 @@
 r"""The numeric levels of the ladder: how far a gradient may be from what it is compared with.
 
-Levels, by what they judge: L0 equality, L1 a sum over ranks, L2 the arithmetic of compiled code. (L3, the
-structure, is in `ddpopt.verify.structure`.) Everything here is a pure function of tensors; differences are
-computed in float64.
+Levels, by what they judge: L0 equality, L1 a sum over ranks. (L2, the arithmetic of compiled code, is in
+`ddpopt.verify.arithmetic`; L3, the structure, in `ddpopt.verify.structure`.) Everything here is a pure
+function of tensors; differences are computed in float64.
 
 Invariant: no bound is larger than what rounding can do to the values at hand, so that a gradient of zeros, or
 one of another step, rank or parameter, does not pass where the true one is more than noise.
@@ -10,19 +10,12 @@ one of another step, rank or parameter, does not pass where the true one is more
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import mpmath
 import torch
 from torch import Tensor
 
-FALSE_ALARM = 1e-6
-"""Chance that a right gradient is called wrong at L2, if it has a single element and normal errors."""
-CREDIBLE = 10.0
-"""A float64 reference that is this many times further from eager than eager's own spread ran another way."""
+NOT_FINITE = "NaN or infinite on one side only"
 
 
 @dataclass(frozen=True)
@@ -136,9 +129,9 @@ def bitwise(got: Tensor, expected: Tensor) -> Difference:
         The largest absolute difference, against a bound of 0.
     """
     a, b = dense(got), dense(expected)
-    if bool(((a == b) | (a.isnan() & b.isnan())).all()):
+    if torch.equal(a, b) or bool(same(a, b).all()):
         return Difference(0.0, 0.0, 0.0)
-    return Difference(_largest((a.double() - b.double()).abs()), 0.0, ulps(got, expected), right=False)
+    return Difference(largest((a.double() - b.double()).abs()), 0.0, ulps(got, expected), right=False)
 
 
 @dataclass(frozen=True)
@@ -185,162 +178,61 @@ def communication_bound(terms: Sum, dtype: torch.dtype, casts: int = 0) -> Tenso
     return terms.magnitude * (relative / count) + (count + 1) * info.smallest_normal * info.eps
 
 
-def communication(got: Tensor, terms: Sum, dtype: torch.dtype | None = None, casts: int = 0) -> Difference:
+def communication(
+    got: Tensor,
+    terms: Sum,
+    dtype: torch.dtype | None = None,
+    casts: int = 0,
+    eager: Tensor | None = None,
+) -> Difference:
     """L1: a reduced gradient against the mean of the local ones, within `communication_bound`.
+
+    Where the mean or eager's own gradient is NaN or infinite there is nothing to bound: the gradient must be
+    the same there.
 
     Args:
         got: the reduced gradient.
         terms: what the ranks contribute, of the same shape (pairs for complex numbers).
         dtype: in which it was sent; by default its own.
         casts: conversions on the way.
+        eager: eager's own reduced gradient, where it is known.
 
     Returns:
         The error of the element that exceeds its bound most, or comes closest to it, and its distance in ULP.
     """
-    value = exact(got)
-    bound = communication_bound(terms, dtype or dense(got).dtype, casts)
-    mean = terms.total / terms.ranks
-    error = (value - mean).abs()
-    if error.numel() == 0:
-        return Difference(0.0, 0.0, 0.0)
-    excess = (error - bound).nan_to_num(nan=float("inf")).flatten()
-    worst = int(excess.argmax())
-    narrow = dense(got)
-    return Difference(
-        error=float(error.flatten()[worst]),
-        bound=float(bound.flatten()[worst]),
-        ulps=ulps(narrow.flatten()[worst], mean.flatten()[worst].to(narrow.dtype)),
-        right=not bool(excess[worst] > 0),
-    )
-
-
-@functools.cache
-def tail_factor(samples: int, chance: float = FALSE_ALARM) -> float:
-    r"""How many times their root mean square one more error of the same kind may be, except by chance.
-
-    For n errors drawn from a normal distribution around zero, the ratio of one more error to their root mean
-    square follows Student's t distribution with n degrees of freedom. This is its two-sided quantile. An
-    error that is the norm of many elements varies less, so for it the chance is smaller still.
-
-    Source: Student, "The probable error of a mean", Biometrika 6 (1908).
-
-    Args:
-        samples: n.
-        chance: of exceeding it.
-
-    Returns:
-        The factor.
-
-    >>> round(tail_factor(8), 1)
-    13.3
-    """
-
-    def exceeded(log_t: mpmath.mpf) -> mpmath.mpf:
-        x = samples / (samples + mpmath.exp(2 * log_t))
-        return mpmath.log(mpmath.betainc(samples / 2, 0.5, 0, x, regularized=True) / chance)
-
-    return math.exp(mpmath.findroot(exceeded, (0, 20), solver="anderson"))
-
-
-@dataclass(frozen=True)
-class Arithmetic:
-    """What the rounding of one gradient looks like in eager, in float64.
-
-    Attributes:
-        truth: the gradient without rounding.
-        mean_square: root mean square over the samples of the root mean square of their errors.
-        largest: root mean square over the samples of their largest error.
-        samples: how many there are.
-        eager_is_zero: whether eager's own gradient is all zeros.
-        note: how the truth was found, if not in float64.
-    """
-
-    truth: Tensor
-    mean_square: float
-    largest: float
-    samples: int
-    eager_is_zero: bool
-    note: str = ""
-
-
-def arithmetic_of(samples: Sequence[Tensor], reference: Tensor | None) -> Arithmetic:
-    """L2: learn how far eager's rounding goes, from eager runs on data perturbed by one rounding each.
-
-    Storing the data already costs each of its numbers a relative error of up to one unit roundoff; so what an
-    eager step makes of data perturbed by that much is as right as eager itself. The errors of these steps are
-    samples of what rounding does to this gradient in this model.
-
-    Args:
-        samples: gradients of the eager step, the unperturbed one first, then perturbed ones.
-        reference: the gradient of the same step in float64; None if the model cannot run in it.
-
-    Returns:
-        The truth and the size of eager's errors. Where there is no reference, or the reference ran another
-        way (another dropout mask, a branch not taken), the samples' mean takes its place.
-    """
-    values = [exact(sample) for sample in samples]
-    centre = torch.stack(values).mean(0)
-    spread = _norm([_rms(value - centre) for value in values])
-    note = "no float64 reference"
-    truth = centre
-    if reference is not None:
-        truth = exact(reference)
-        distance = _rms(values[0] - truth)
-        note = ""
-        floor = unit_roundoff(dense(samples[0]).dtype) * _rms(truth)
-        if not distance <= CREDIBLE * tail_factor(len(values)) * max(spread, floor):
-            truth, note = centre, "float64 takes another path through this model"
-    return Arithmetic(
-        truth=truth,
-        mean_square=_norm([_rms(value - truth) for value in values]),
-        largest=_norm([_largest((value - truth).abs()) for value in values]),
-        samples=len(values),
-        eager_is_zero=not bool(values[0].any()),
-        note=note,
-    )
-
-
-def arithmetic(got: Tensor, eager: Arithmetic) -> Difference:
-    """L2: a compiled gradient, whose error may be as large as one of eager's, but for chance.
-
-    Its root mean square and its largest element are each held to eager's own times `tail_factor`. The floor
-    is the rounding of the result itself. All zeros pass only where the truth is no larger than noise.
-
-    Args:
-        got: the gradient of compiled code, of the shape of the truth (complex numbers as they are).
-        eager: what eager's rounding looks like.
-
-    Returns:
-        The root mean square of the error, and its bound; the largest element's where that one is exceeded.
-    """
-    value = exact(got)
+    value, mean = exact(got), terms.total / terms.ranks
     if value.numel() == 0:
         return Difference(0.0, 0.0, 0.0)
-    dtype = dense(got).dtype
-    floor = 2 * unit_roundoff(dtype)
-    factor = tail_factor(eager.samples)
-    error = (value - eager.truth).abs()
-    root, top = _rms(error), _largest(error)
-    root_bound = factor * eager.mean_square + floor * _rms(eager.truth)
-    top_bound = factor * eager.largest + floor * _largest(eager.truth.abs())
-    distance = ulps(dense(got), eager.truth.to(dtype))
-    if not value.any() and not eager.eager_is_zero and _rms(eager.truth) > eager.mean_square:
-        return Difference(root, eager.mean_square, distance, "all zeros", right=False)
-    if root <= root_bound and not top <= top_bound:
-        return Difference(top, top_bound, distance, "the largest element", right=False)
-    noise = "nothing but noise" if _rms(eager.truth) <= eager.mean_square else eager.note
-    return Difference(root, root_bound, distance, noise, right=root <= root_bound)
+    bound = communication_bound(terms, dtype or dense(got).dtype, casts)
+    expected = mean if eager is None else exact(eager)
+    finite = expected.isfinite() & mean.isfinite()
+    error = torch.where(finite, (value - mean).abs(), 0)
+    bound = torch.where(finite, bound, 0)
+    excess = (error - bound).nan_to_num(nan=float("inf"))
+    unlike = torch.where(finite, ~value.isfinite(), ~same(value, expected))
+    excess = torch.where(unlike, float("inf"), excess).flatten()
+    worst = int(excess.argmax())
+    right = not bool(excess[worst] > 0)
+    narrow = dense(got)
+    return Difference(
+        error=float("inf") if unlike.any() else float(error.flatten()[worst]),
+        bound=float(bound.flatten()[worst]),
+        ulps=ulps(narrow.flatten()[worst], expected.flatten()[worst].to(narrow.dtype)),
+        note=NOT_FINITE if unlike.any() else "",
+        right=right,
+    )
 
 
-def _rms(tensor: Tensor) -> float:
+def same(left: Tensor, right: Tensor) -> Tensor:
+    """Tell element by element whether two are equal; NaNs are."""
+    return (left == right) | (left.isnan() & right.isnan())
+
+
+def rms(tensor: Tensor) -> float:
+    """Return the root mean square; 0 of nothing."""
     return float(tensor.square().mean().sqrt()) if tensor.numel() else 0.0
 
 
-def _largest(magnitudes: Tensor) -> float:
-    if magnitudes.numel() == 0:
-        return 0.0
-    return float(magnitudes.nan_to_num(nan=float("inf")).max())
-
-
-def _norm(values: Sequence[float]) -> float:
-    return math.sqrt(sum(value * value for value in values) / len(values))
+def largest(magnitudes: Tensor) -> float:
+    """Return the largest of some magnitudes; infinite if one is NaN, 0 of nothing."""
+    return float(magnitudes.nan_to_num(nan=float("inf")).max()) if magnitudes.numel() else 0.0

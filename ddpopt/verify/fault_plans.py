@@ -10,36 +10,45 @@ from typing import Any
 from unittest.mock import patch
 
 from ddpopt import backend, planned_reducer
-from ddpopt.plan import Plan
+from ddpopt.impose import impose
+from ddpopt.plan import Bucket, Plan
+from ddpopt.reducer import specs_from_ddp
 from ddpopt.regions import Regions
-from ddpopt.verify.fault_sites import Inject
+from ddpopt.verify.fault_sites import Inject, NotInjected, Site, every_rank
+from ddpopt.verify.training import Trainer
 
 Indices = list[list[int]]
 
 
-def bucketing(change: Callable[[Indices], Indices], only_rank: int | None = None) -> Inject:
+def bucketing(change: Callable[[Indices], Indices], carriers: Callable[[int], range] = every_rank) -> Inject:
     """Give the reducer other buckets than those of the plan."""
 
-    @contextlib.contextmanager
-    def inject(rank: int) -> Iterator[None]:
+    def inject(site: Site) -> AbstractContextManager[Any]:
         original = planned_reducer._reducer_arguments
 
         def changed(ddp: Any, plan: Plan) -> dict[str, Any]:
             arguments = original(ddp, plan)
-            indices = change(arguments["bucket_indices"])
+            planned = arguments["bucket_indices"]
+            _require_two(planned)
+            indices = change(planned)
             limits = arguments["per_bucket_size_limits"]
+            if indices != planned:
+                site.mark()
             return arguments | {
                 "bucket_indices": indices,
                 "per_bucket_size_limits": (limits * len(indices))[: len(indices)],
             }
 
-        if only_rank is not None and rank != only_rank:
-            yield
-            return
-        with patch.object(planned_reducer, "_reducer_arguments", changed):
-            yield
+        if site.rank not in carriers(site.size):
+            return contextlib.nullcontext()
+        return patch.object(planned_reducer, "_reducer_arguments", changed)
 
     return inject
+
+
+def _require_two(buckets: object) -> None:
+    if not isinstance(buckets, (list, tuple)) or len(buckets) < 2:
+        raise NotInjected(f"expected a plan of two buckets, got {buckets!r}; put the fault into another case")
 
 
 def swapped(indices: Indices) -> Indices:
@@ -67,37 +76,48 @@ def merged(indices: Indices) -> Indices:
     return [[index for bucket in indices for index in bucket]]
 
 
+def other_plan_on_one_rank(trainer: Trainer, site: Site) -> None:
+    """Impose a plan that fits the module, but on the second rank in another order."""
+    specs = specs_from_ddp(trainer.ddp)
+    _require_two(specs)
+    if site.rank == 1:
+        specs = specs[::-1]
+        site.mark()
+    buckets = (
+        Bucket(place, (spec.name,), spec.nbytes, spec.dtype, spec.device, 0, "put in by hand")
+        for place, spec in enumerate(specs)
+    )
+    impose(trainer.ddp, Plan(tuple(buckets), (), ()))
+
+
 @contextlib.contextmanager
-def other_plan_on_one_rank(rank: int) -> Iterator[None]:
-    """Have the second rank plan a parameter one bucket later."""
-    if rank != 1:
+def unfit_plan_on_one_rank(site: Site) -> Iterator[None]:
+    """Have the second rank plan a parameter one bucket later, but leave the sizes of the buckets alone."""
+    if site.rank != 1:
         yield
         return
     original = Regions.joined
 
     def joined(self: Regions) -> Plan | None:
         plan = original(self)
-        return None if plan is None else _with_late_parameter(plan)
+        if plan is None:
+            return None
+        _require_two(plan.buckets)
+        former, latter, *others = plan.buckets
+        *kept, moved = former.params
+        changed = (replace(former, params=tuple(kept)), replace(latter, params=(moved, *latter.params)))
+        site.mark()
+        return replace(plan, buckets=(*changed, *others))
 
     with patch.object(Regions, "joined", joined):
         yield
 
 
-def _with_late_parameter(plan: Plan) -> Plan:
-    first, second, *others = plan.buckets
-    *kept, moved = first.params
-    changed = (
-        replace(first, params=tuple(kept)),
-        replace(second, params=(moved, *second.params)),
-    )
-    return replace(plan, buckets=(*changed, *others))
-
-
-def no_plan(rank: int) -> AbstractContextManager[Any]:
+def no_plan(site: Site) -> AbstractContextManager[Any]:
     """Never tell the reducer of the plan."""
-    del rank
 
     def ignored(*_: Any) -> None:
         """Leave DDP's own buckets in force."""
+        site.mark()
 
     return patch.object(backend, "defer", ignored)

@@ -3,8 +3,8 @@
 DDP reads the annotations of a communication hook, so they are no strings here.
 """
 
-import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from ddpopt.verify import fault_codes as code
-from ddpopt.verify.fault_sites import Tamper, after_backward, weight
+from ddpopt.verify.fault_sites import Site, Tamper, after_backward, weight
 from ddpopt.verify.training import Trainer
 
 Change = Callable[[Tensor, Tensor, dist.ProcessGroup], Tensor]
@@ -23,7 +23,7 @@ Change = Callable[[Tensor, Tensor, dist.ProcessGroup], Tensor]
 def through(change: "Change | type[Stale]") -> Tamper:
     """Have the first bucket received otherwise; by a communication hook."""
 
-    def tamper(trainer: Trainer) -> None:
+    def tamper(trainer: Trainer, site: Site) -> None:
         received = change() if isinstance(change, type) else change
         group = trainer.place.group
 
@@ -32,8 +32,14 @@ def through(change: "Change | type[Stale]") -> Tamper:
             mean = bucket.buffer().div_(trainer.place.size)
             dist.all_reduce(mean, group=group)
             answer: Future[Tensor] = Future()
-            answer.set_result(received(mean, own, group) if bucket.index() == 0 else mean)
+            answer.set_result(changed(mean, own) if bucket.index() == 0 else mean)
             return answer
+
+        def changed(mean: Tensor, own: Tensor) -> Tensor:
+            right = mean.clone()
+            got = received(mean, own, group)
+            site.mark_unless_equal(got, right)
+            return got
 
         trainer.ddp.register_comm_hook(None, hook)
 
@@ -51,6 +57,12 @@ class Stale:
         del own, group
         last, self._last = self._last, mean.clone()
         return mean if last is None else last
+
+
+def same(mean: Tensor, own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The mean itself: no fault, but the way that faults are put in."""
+    del own, group
+    return mean.clone()
 
 
 def not_reduced(mean: Tensor, own: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -112,29 +124,41 @@ def next_up(mean: Tensor, own: Tensor, group: dist.ProcessGroup) -> Tensor:
     return code.next_up(mean)
 
 
-def hooks_removed(trainer: Trainer) -> None:
+def hooks_removed(trainer: Trainer, site: Site) -> None:
     """Take the reducer out of the backward, once it is there for good."""
     original = trainer.parallel.around_backward
 
     def around() -> Any:
         trainer.ddp._remove_autograd_hooks()
+        site.mark()
         return original()
 
     trainer.parallel.around_backward = around
 
 
-def no_sync_ignored(trainer: Trainer) -> None:
+def no_sync_ignored(trainer: Trainer, site: Site) -> None:
     """Have no_sync do nothing."""
-    trainer.parallel.no_sync = contextlib.nullcontext
+
+    def nothing_skipped() -> AbstractContextManager[None]:
+        site.mark()
+        return nullcontext()
+
+    trainer.parallel.no_sync = nothing_skipped
 
 
-def buffers_not_broadcast(trainer: Trainer) -> None:
+def buffers_not_broadcast(trainer: Trainer, site: Site) -> None:
     """Leave each rank's buffers alone."""
-    trainer.ddp.broadcast_buffers = False
-    trainer.ddp.will_sync_module_buffers = lambda: False
+    would_sync = trainer.ddp.will_sync_module_buffers
+
+    def never() -> bool:
+        if would_sync():
+            site.mark()
+        return False
+
+    trainer.ddp.will_sync_module_buffers = never
 
 
-def drifting_rank(trainer: Trainer) -> None:
+def drifting_rank(trainer: Trainer, site: Site) -> None:
     """Move a weight on the last rank, after each backward."""
     if trainer.place.rank != trainer.place.size - 1:
         return
@@ -142,6 +166,8 @@ def drifting_rank(trainer: Trainer) -> None:
 
     def drift() -> None:
         with torch.no_grad():
+            before = parameter.clone()
             parameter.mul_(1.001)
+        site.mark_unless_equal(parameter, before)
 
     after_backward(trainer, drift)

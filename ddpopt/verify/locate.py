@@ -2,7 +2,8 @@
 
 The model alone is compiled first, then DDP of one rank is put around it, then DDP of several; each with the
 backends from Dynamo's own upwards. The lowest rung that disagrees with eager names the layer. All of it runs
-in ranks of its own, so a crash there is a finding, and this process stays as it was.
+in ranks of its own, so a crash there is a finding, and this process stays as it was; torchrun's ranks are
+searched on only for what a single rank of our own does not show.
 
 Invariant: what is known when the time is over is returned, with a note that says so.
 """
@@ -15,23 +16,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import distributed as dist
+
 from ddpopt.errors import InfrastructureError
 from ddpopt.testing.case import resolve
+from ddpopt.verify.backends import backend_of
 from ddpopt.verify.modes import LOCAL, mode
-from ddpopt.verify.rank_failures import RanksFailed
-from ddpopt.verify.ranks import launch
+from ddpopt.verify.rank_failures import RankFailure, RanksFailed
+from ddpopt.verify.ranks import joined, launch, under_torchrun
 from ddpopt.verify.reproduction import Written, write
+from ddpopt.verify.rungs import Question, Stage, Symptom, stages_of
 from ddpopt.verify.scripting import Author
-from ddpopt.verify.search import (
-    Blamed,
-    Question,
-    Stage,
-    Symptom,
-    Tried,
-    Trying,
-    search,
-    stages_of,
-)
+from ddpopt.verify.search import search, search_alone
+from ddpopt.verify.search_events import Blamed, Chose, Memory, Tried, Trying
 from ddpopt.verify.trials import STEPS
 from ddpopt.verify.verdict import Location, Rung, Trial
 
@@ -40,6 +37,8 @@ FOR_NARROWING = 0.55
 """Share of the time after which no new choice of segments is tried: the rest is for scripts."""
 FOR_RANKS = 0.8
 """Share of the time after which ranks are ended."""
+STARTS = 40
+"""How often ranks are started for one rung: each try may take them down."""
 LAYERS = {
     "eager": "Dynamo (torch.compile, backend eager)",
     "aot_eager": "AOTAutograd (backend aot_eager)",
@@ -53,36 +52,66 @@ class Known:
 
     Attributes:
         rungs: in the order in which they were tried.
-        wrong: the lowest stage that disagrees.
-        symptom: how it does.
-        trying: the stage that is being tried.
+        symptom: how the lowest stage that disagrees does.
+        trying: what is being tried.
+        memory: of that stage, for new ranks.
         blamed: what has to be compiled for it.
         notes: what a reader should know.
     """
 
     rungs: list[Rung] = field(default_factory=list)
-    wrong: Stage | None = None
     symptom: Symptom | None = None
-    trying: Stage | None = None
+    trying: Trying | None = None
+    memory: Memory = field(default_factory=Memory)
     blamed: Blamed | None = None
     notes: list[str] = field(default_factory=list)
 
-    def start(self) -> None:
-        """New ranks start: nothing is being tried."""
-        self.trying = None
+    @property
+    def wrong(self) -> Stage | None:
+        """The lowest stage that disagrees."""
+        return self.memory.stage
 
     def hear(self, event: object) -> None:
         """Take in what rank 0 tells."""
         if isinstance(event, Trying):
-            self.trying = event.stage
+            self.trying = event
         elif isinstance(event, Tried):
             self.trying = None
             self.rungs.append(event.rung)
             if event.symptom is not None:
-                self.wrong, self.symptom = event.stage, event.symptom
+                self.memory.stage, self.symptom = event.stage, event.symptom
+        elif isinstance(event, Chose):
+            self.trying = None
+            self.memory.choices[event.chosen, event.exact] = event.symptom
         elif isinstance(event, Blamed):
             self.blamed = event
-            self.notes += [event.note] if event.note else []
+
+    def survive(self, first: RankFailure, ranks: int) -> bool:
+        """Take in that ranks failed.
+
+        Args:
+            first: the failure that it began with.
+            ranks: how many there were.
+
+        Returns:
+            Whether this is what a try does, so that new ranks can go on from here.
+        """
+        tried, how = self.trying, _how(first)
+        if first.kind == "stalled":
+            during = f" while {tried.stage.name} was tried" if tried else ""
+            self.notes.append(f"the time was over before the search ended{during}")
+        elif tried is None:
+            self.notes.append(f"the search on {ranks} rank(s) ended early: {how}: {_last_line(first.stack)}")
+        if first.kind == "stalled" or tried is None:
+            return False
+        symptom = Symptom("died", first.signal or f"exit code {first.exit_code}")
+        if first.kind == "raised":
+            symptom = Symptom("run", _last_line(first.stack).partition(":")[0])
+        if tried.exact is None:
+            self.rungs.append(Rung(tried.stage.name, agrees=False, detail=how))
+            self.memory.stage, self.symptom = tried.stage, symptom
+        self.memory.choices[tried.chosen, bool(tried.exact)] = symptom
+        return True
 
 
 def locate(  # noqa: PLR0913  # what a trial does not say of the verification that it is from
@@ -95,6 +124,7 @@ def locate(  # noqa: PLR0913  # what a trial does not say of the verification th
     strategy: str | None = None,
     dtype: str | None = None,
     device: str | None = None,
+    backend: str | None = None,
     ddp_kwargs: Mapping[str, Any] | None = None,
     limit_s: float = LIMIT_S,
 ) -> Location:
@@ -109,6 +139,7 @@ def locate(  # noqa: PLR0913  # what a trial does not say of the verification th
         strategy: ddpopt's, in place of the mode's own.
         dtype: in which it computed; None for the case's own.
         device: as for `ddpopt.verify.runner.verify`.
+        backend: as on the command line; None for the name that the trial has.
         ddp_kwargs: DDP's arguments, in place of the target's own.
         limit_s: seconds after which what is known is returned.
 
@@ -128,18 +159,22 @@ def locate(  # noqa: PLR0913  # what a trial does not say of the verification th
         target,
         trial.option,
         trial.mode,
-        trial.backend,
+        (backend or trial.backend) if trial.backend else "",
         strategy,
         _steps_of(trial, steps),
         dtype,
         ddp_kwargs or {},
         rank=min((f.rank for f in trial.findings if f.rank is not None), default=0),
     )
+    backend_of(question.backend)
+    author = Author(question, script)
     known = Known()
+    if under_torchrun() and dist.is_initialized():
+        return _on_torchruns_ranks(known, author, device, left)
     for ranks in dict.fromkeys((1, nproc)):
         if known.wrong is None and left(FOR_RANKS) > 0:
-            _in_ranks(known, question, ranks, device, (left(FOR_NARROWING), left(FOR_RANKS)))
-    return _location(known, _written(known, Author(question, script), left), trial)
+            _in_ranks(known, question, ranks, device, left)
+    return _location(known, _written(known, author, left), question.mode)
 
 
 def _steps_of(trial: Trial, steps: int) -> int:
@@ -150,29 +185,57 @@ def _steps_of(trial: Trial, steps: int) -> int:
 
 
 def _in_ranks(
-    known: Known, question: Question, ranks: int, device: str | None, limits: tuple[float, float]
+    known: Known, question: Question, ranks: int, device: str | None, left: Callable[[float], float]
 ) -> None:
-    """Run the search on some ranks; ranks that fail where a stage was tried are what that stage does."""
-    known.start()
-    narrowing_s, all_s = limits
-    asked = (question, list(stages_of(question, ranks)), narrowing_s)
-    try:
-        launch(
-            search, *asked, nproc=ranks, limit_s=max(all_s, 1.0), on_event=known.hear, device=device or "cpu"
-        )
-    except RanksFailed as failed:
-        first = failed.culprits[0]
-        how = f"rank {first.rank} {first.kind}{f' of {first.signal}' if first.signal else ''}"
-        if first.kind == "stalled":
-            known.notes.append("the time was over before the search ended")
-        elif known.trying is None:
-            known.notes.append(f"the search on {ranks} rank(s) ended early: {how}: {_last_line(first.stack)}")
-        else:
-            known.rungs.append(Rung(known.trying.name, agrees=False, detail=how))
-            known.wrong, known.symptom = known.trying, Symptom("run", how)
-            known.hear(Blamed((), note="the rank died, so segments were not searched", dies=True))
-    except InfrastructureError as error:
-        known.notes.append(str(error))
+    """Run the search on some ranks of our own, and on new ones after a try that takes them down."""
+    stages = list(stages_of(question, ranks))
+    for _ in range(STARTS):
+        known.trying = None
+        try:
+            launch(
+                search_alone,
+                question,
+                stages,
+                left(FOR_NARROWING),
+                known.memory,
+                nproc=ranks,
+                limit_s=max(left(FOR_RANKS), 1.0),
+                on_event=known.hear,
+                device=device or "cpu",
+            )
+            return
+        except RanksFailed as failed:
+            if not known.survive(failed.culprits[0], ranks):
+                return
+        except InfrastructureError as error:
+            known.notes.append(str(error))
+            return
+        if left(FOR_RANKS) <= 0:
+            break
+    known.notes.append("the search ended early, for its ranks died again and again")
+
+
+def _on_torchruns_ranks(
+    known: Known, author: Author, device: str | None, left: Callable[..., float]
+) -> Location:
+    """Search on one rank of our own; then, if that shows nothing, on all that are here. A collective."""
+    with joined(on_event=known.hear) as ranks:
+        if ranks.rank == 0:
+            _in_ranks(known, author.question, 1, device, left)
+        wrong, seconds = ranks.gather((known.wrong, left(FOR_NARROWING)))[0]
+        if wrong is None and ranks.size > 1 and seconds > 0:
+            stages = list(stages_of(author.question, ranks.size))
+            search(ranks, author.question, stages, seconds, Memory())
+        location = None
+        if ranks.rank == 0:
+            location = _location(known, _written(known, author, left), author.question.mode)
+        found: Location = ranks.gather(location)[0]  # nobody leaves early: torchrun would end rank 0
+        return found
+
+
+def _how(failure: RankFailure) -> str:
+    of = failure.signal or (f"exit code {failure.exit_code}" if failure.kind == "died" else "")
+    return f"rank {failure.rank} {failure.kind}{f' of {of}' if of else ''}"
 
 
 def _last_line(text: str) -> str:
@@ -182,21 +245,23 @@ def _last_line(text: str) -> str:
 def _written(known: Known, author: Author, time_left: Callable[[], float]) -> Written:
     if known.wrong is None:
         return Written()
-    return write(author.script, author.drafts(known.wrong, known.blamed or Blamed(())), time_left)
+    blamed = known.blamed or Blamed((), symptom=known.symptom)
+    return write(author.script, author.drafts(known.wrong, blamed), time_left)
 
 
-def _location(known: Known, written: Written, trial: Trial) -> Location:
-    notes = [*known.notes, *([written.note] if written.note else [])]
+def _location(known: Known, written: Written, mode_on_trial: str) -> Location:
+    blamed = known.blamed or Blamed(())
+    notes = [note for note in (*known.notes, blamed.note, written.note) if note]
     if known.wrong is None:
         gone = "none was found: the difference did not appear again"
-        layer = gone if not known.notes else "none was found before the search ended"
+        layer = gone if not notes else "none was found before the search ended"
         notes.append("no script was written, for there is nothing that it could show")
     else:
-        layer = layer_of(known.wrong, known.symptom, trial.mode)
+        layer = layer_of(known.wrong, known.symptom, mode_on_trial)
     return Location(
         rungs=tuple(known.rungs),
         layer=layer,
-        segments=known.blamed.segments if known.blamed else (),
+        segments=blamed.segments,
         script=written.script,
         reproduces=written.reproduces,
         note="; ".join(notes),

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch._dynamo import compiled_autograd, trace_rules
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.errors import UsageError
 from ddpopt.verify import sharded
+from ddpopt.verify.named import named
 from ddpopt.verify.parallel import Parallel, flags_of
 
 TRACED_FOR_GOOD = "torch.nn.parallel.distributed"
@@ -178,7 +178,7 @@ def python_reducer(setup: Setup) -> Parallel:
     parallel = compiled_ddp(setup)
     if setup.backend is not None:
         compiler = torch.compile(backend=setup.backend)
-        parallel.around_backward = lambda: compiled_autograd._enable(compiler)
+        parallel.around_backward = lambda: compiled_autograd._enable(compiler, dynamic=False)
     return parallel
 
 
@@ -266,12 +266,7 @@ def mode(name: str) -> Mode:
     Raises:
         UsageError: there is no such mode.
     """
-    for candidate in MODES:
-        if candidate.name == name:
-            return candidate
-    raise UsageError(
-        f"--mode: expected one of {', '.join(candidate.name for candidate in MODES)}, got {name!r}"
-    )
+    return named(name, MODES, "--mode")
 
 
 def mode_of(strategy: str) -> str:

@@ -24,7 +24,7 @@ class Narrowed(Generic[Item]):
     Attributes:
         items: the smallest set found, in the order of the whole.
         tries: how many subsets were tried.
-        ended: whether no item can be left out of it; else the search ran out of tries or time.
+        ended: whether no item can be left out of it; else the search ran out of tries, or was ended.
     """
 
     items: tuple[Item, ...]
@@ -34,18 +34,16 @@ class Narrowed(Generic[Item]):
 
 def narrowed(
     whole: Sequence[Item],
-    shows: Callable[[tuple[Item, ...]], bool],
+    shows: Callable[[tuple[Item, ...]], bool | None],
     *,
     tries: int = TRIES,
-    goes_on: Callable[[], bool] = lambda: True,
 ) -> Narrowed[Item]:
     """Search for a smallest subset that shows something.
 
     Args:
         whole: known to show it.
-        shows: whether a subset, in the order of the whole, shows it.
+        shows: whether a subset, in the order of the whole, shows it; None to end the search.
         tries: how often `shows` may be asked.
-        goes_on: asked before each try; false once there is no time left.
 
     Returns:
         A subset from which no single item can be left out, if the search came to its end.
@@ -61,9 +59,10 @@ def narrowed(
         found = None
         for subset in [*chunks, *rests] if parts > 2 else chunks:
             if subset not in known:
-                if len(known) >= tries or not goes_on():
+                answer = shows(subset) if len(known) < tries else None
+                if answer is None:
                     return Narrowed(current, len(known), ended=False)
-                known[subset] = shows(subset)
+                known[subset] = answer
             if known[subset]:
                 found = subset
                 break

@@ -46,16 +46,16 @@ class WithExchange(nn.Module):
         self.model = model
         self.expert = nn.Parameter(torch.randn(WIDTH, generator=generator))
         self.uses_extra = True
+        self.size = 1
+        self.group_name: Any = ""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's output, and a term of the loss."""
+        """Return the model's output, and a term of the loss. Without a group, nothing travels."""
         output = self.model(*args, **kwargs)
-        size = dist.get_world_size()
-        rows = self.expert.expand(size, WIDTH) * (self.extra.sum() if self.uses_extra else 1.0)
-        sent = all_to_all_single_autograd(
-            rows.contiguous(), None, None, dist.distributed_c10d._get_default_group()
-        )
-        return output, sent.square().mean()
+        rows = self.expert.expand(self.size, WIDTH) * (self.extra.sum() if self.uses_extra else 1.0)
+        if self.group_name:
+            rows = all_to_all_single_autograd(rows.contiguous(), None, None, self.group_name)
+        return output, rows.square().mean()
 
 
 def set_extra(model: nn.Module, used: bool) -> None:
@@ -72,6 +72,18 @@ def with_extra(case: Case) -> Case:
 def all_to_all(case: Case) -> Case:
     """Put an expert behind the model, whose rows travel."""
     return _around(case, WithExchange)
+
+
+def exchanging_in(case: Case, group: dist.ProcessGroup) -> Case:
+    """Have an expert's rows travel in a process group."""
+
+    def exchanging() -> nn.Module:
+        model = case.model()
+        if isinstance(model, WithExchange):
+            model.size, model.group_name = dist.get_world_size(group), group.group_name
+        return model
+
+    return replace(case, model=exchanging)
 
 
 def _around(case: Case, kind: Callable[[nn.Module], nn.Module]) -> Case:
@@ -137,10 +149,11 @@ def sync_batchnorm(case: Case) -> Case:
 class Nested(nn.Module):
     """A model that is a DDP module of its own, inside one whose other parameters another one reduces."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
         super().__init__()
-        self.inner = DistributedDataParallel(model)
-        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.inner = DistributedDataParallel(model, process_group=group)
+        dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
+        self.scale = nn.Parameter(torch.ones(WIDTH, dtype=dtypes[0] if dtypes else None))
         ignored = [name for name, _ in self.named_parameters() if name.startswith("inner.")]
         ignored += [name for name, _ in self.named_buffers()]
         _ignore(self, ignored)
@@ -150,9 +163,9 @@ class Nested(nn.Module):
         return self.inner(*args, **kwargs), self.scale.square().sum()
 
 
-def nested(case: Case) -> Case:
-    """Put a DDP module into the model."""
-    return _around(case, Nested)
+def nested(case: Case, group: dist.ProcessGroup) -> Case:
+    """Put a DDP module into the model, which reduces in the same process group."""
+    return _around(case, lambda model: Nested(model, group))
 
 
 def in_dtype(case: Case, dtype: torch.dtype) -> Case:

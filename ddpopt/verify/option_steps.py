@@ -6,7 +6,10 @@ Invariant: a step uses nothing but its `Trainer`, so that the reference and ever
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
@@ -22,6 +25,8 @@ from ddpopt.verify.training import LEARNING_RATE, Place, Trainer
 
 SCALE = 1024.0
 MAX_NORM = 0.01
+GROUP_LIMIT = timedelta(seconds=20)
+"""Of a collective in a process group that an option makes."""
 
 # ------------------------------------------------------------------------------------------------ steps
 
@@ -137,7 +142,23 @@ def update_group(trainer: Trainer) -> None:
     """Go on with another process group of the same ranks."""
     if trainer.step == 1 and trainer.ddp is not None:
         ranks = dist.get_process_group_ranks(trainer.place.group)
-        trainer.ddp._update_process_group(dist.new_group(ranks))
+        trainer.place = replace(trainer.place, group=dist.new_group(ranks, timeout=GROUP_LIMIT))
+        trainer.ddp._update_process_group(trainer.place.group)
+
+
+@contextlib.contextmanager
+def giving_back(trainer: Trainer) -> Iterator[None]:
+    """Give a process group back that training went on with: at once if a rank failed, so its peers know."""
+    first = trainer.place
+    try:
+        yield
+    finally:
+        later, trainer.place = trainer.place.group, first
+        if later is not first.group:
+            # A reducer frees its group with Python's lock held, while the group's threads may wait for that
+            # lock: it must not be the last to hold it.
+            trainer.ddp._update_process_group(first.group)
+            dist.destroy_process_group(later)
 
 
 def remove_hooks_later(trainer: Trainer) -> None:

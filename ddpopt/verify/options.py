@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from ddpopt.errors import UsageError
 from ddpopt.testing.case import Case
 from ddpopt.verify import option_cases as cases
 from ddpopt.verify import option_steps as do
 from ddpopt.verify.modes import Gives
+from ddpopt.verify.named import named
 from ddpopt.verify.training import Program
 
 
@@ -32,6 +33,7 @@ class Option:
         ddp_kwargs: DDP's arguments, over the case's own.
         program: how the model is trained.
         adapt: makes another case of a case.
+        grouped: the same for one run, whose process group it is given.
         for_model: DDP's arguments that name parameters of the model.
         without: names of DDP's arguments that a case may have and this option does not go with.
         local: whether the reduced gradient is the mean over ranks of what the model alone computes.
@@ -40,6 +42,9 @@ class Option:
         syncs: synchronised backwards per step; None where it is not the same for each rank and step.
         more_graphs: whether ranks may compile more graphs than the model alone, and others than their peers.
         missing: whether a bucket may go unsent, or in another size.
+        others: whether other modules send in the same backward too, in buckets of their own.
+        callbacks: whether collectives start in callbacks of others: which are seen is then up to chance, for
+            c10d runs some on threads of its own.
         groups: from the world size to the groups of ranks that train together, where not all do together.
         forwards: how many forwards one backward goes through.
         computes: in which dtype operations round, if not in that of their parameters: uncompiled code then
@@ -55,6 +60,7 @@ class Option:
     ddp_kwargs: Mapping[str, Any] = field(default_factory=dict)
     program: Program = field(default_factory=Program)
     adapt: Callable[[Case], Case] = lambda case: case
+    grouped: Callable[[Case, dist.ProcessGroup], Case] = lambda case, _: case
     for_model: Callable[[nn.Module], dict[str, Any]] = lambda _: {}
     without: tuple[str, ...] = ()
     local: bool = True
@@ -63,6 +69,8 @@ class Option:
     syncs: int | None = 1
     more_graphs: bool = False
     missing: bool = False
+    others: bool = False
+    callbacks: bool = False
     groups: Callable[[int], list[list[int]]] = lambda size: [list(range(size))]
     detail: bool = False
     forwards: int = 1
@@ -213,6 +221,7 @@ OPTIONS: tuple[Option, ...] = (
         local=False,
         missing=True,
         by_layout=True,
+        callbacks=True,
     ),
     Option(
         "join",
@@ -226,7 +235,7 @@ OPTIONS: tuple[Option, ...] = (
         "new_group",
         "_update_process_group between two steps",
         "module",
-        program=Program(before_step=do.update_group),
+        program=Program(around=do.giving_back, before_step=do.update_group),
         missing=True,
         syncs=None,
     ),
@@ -278,13 +287,14 @@ OPTIONS: tuple[Option, ...] = (
     Option("scaling", "the loss is scaled, and gradients unscaled", program=Program(do.scaled, do.unscale)),
     Option("sync_batchnorm", "BatchNorm becomes SyncBatchNorm", adapt=cases.sync_batchnorm, local=False),
     Option(
-        "nested", "a DDP module inside the model", "module", adapt=cases.nested, local=False, missing=True
+        "nested", "a DDP module inside the model", "module", grouped=cases.nested, local=False, others=True
     ),
     Option(
         "two_models",
         "two DDP models in one process",
         program=Program(do.both_models, configure=do.second_model),
         more_graphs=True,
+        others=True,
     ),
     Option("subgroup", "the last of three ranks or more trains alone", groups=do.last_alone),
     Option(
@@ -301,15 +311,17 @@ OPTIONS: tuple[Option, ...] = (
         UNUSED,
         Program(before_step=do.use_extra_somewhere),
         cases.all_to_all,
+        grouped=cases.exchanging_in,
         local=False,
         more_graphs=True,
-        missing=True,
     ),
     Option(
         "mixed_precision",
         "DDP's own mixed_precision",
         "arguments",
         {"mixed_precision": do.half_precision()},
+        local=False,
+        computes=torch.bfloat16,
     ),
     Option(
         "optimizer_in_backward",
@@ -332,9 +344,4 @@ def option(name: str) -> Option:
     Raises:
         UsageError: there is no such option.
     """
-    for candidate in OPTIONS:
-        if candidate.name == name:
-            return candidate
-    raise UsageError(
-        f"--options: expected one of {', '.join(candidate.name for candidate in OPTIONS)}, got {name!r}"
-    )
+    return named(name, OPTIONS, "--options")

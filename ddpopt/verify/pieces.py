@@ -3,7 +3,8 @@
 A graph falls into pieces wherever `ddpopt.crossing` allows a cut; neighbours that are chosen are compiled as
 one. So everything chosen is the whole graph as Dynamo hands it over, and nothing chosen is no compiling.
 
-Invariant: equal models give equal pieces, so that a choice made in one run means the same in the next.
+Invariant: equal models give equal pieces, so that a choice made in one run means the same in the next. The
+pieces of a backward that compiled autograd captures are equal only where what its forward compiles is.
 """
 
 from __future__ import annotations
@@ -16,19 +17,23 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
+from torch._dynamo import compiled_autograd
 
 from ddpopt.crossing import blocked_positions
-from ddpopt.graphs import body_nodes, fetch
+from ddpopt.graphs import body_nodes, example_value, fetch
+from ddpopt.handover import lend
 from ddpopt.partition import partition
 from ddpopt.plan import Cut, Plan
 from ddpopt.segments import CompilerFn, compile_segments
 
 SHOWN_OPERATIONS = 6
+WHOLE = -1
+"""The place of a piece that is all of its graph."""
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in')
 
 
 class Piece(NamedTuple):
-    """A piece of a graph: which graph, in the order in which they are compiled, and its place in it."""
+    """A piece of a graph: which graph, in the order in which they are compiled, and its place, or `WHOLE`."""
 
     graph: int
     place: int
@@ -42,6 +47,18 @@ class Run(NamedTuple):
     last: int
 
 
+class Seen(NamedTuple):
+    """A graph that was compiled.
+
+    Attributes:
+        pieces: what the nodes of each piece are called.
+        is_backward: whether it is a backward that compiled autograd captured.
+    """
+
+    pieces: list[list[str]]
+    is_backward: bool
+
+
 class ChosenPieces:
     """A Dynamo backend that compiles the pieces chosen, and runs all others as they are.
 
@@ -51,7 +68,7 @@ class ChosenPieces:
         cuts: whether graphs fall into pieces at all; else each graph is one, as the mode has cut it.
 
     Attributes:
-        graphs: for each graph so far its pieces, each a list of what its nodes are called.
+        graphs: those so far.
     """
 
     def __init__(
@@ -61,15 +78,16 @@ class ChosenPieces:
         self.compiler = compiler
         self.chosen = None if chosen is None else frozenset(chosen)
         self.cuts = cuts
-        self.graphs: list[list[list[str]]] = []
+        self.graphs: list[Seen] = []
 
     def __call__(
         self, gm: fx.GraphModule, example_inputs: Sequence[object], **options: Any
     ) -> Callable[..., Any]:
         """Compile what is chosen of one graph."""
         number, pieces = len(self.graphs), pieces_of(gm, cuts=self.cuts)
-        self.graphs.append([_words(gm, piece) for piece in pieces])
-        if self.chosen is None:
+        backward = compiled_autograd.in_compiled_autograd_region
+        self.graphs.append(Seen([_words(gm, piece) for piece in pieces], backward))
+        if self.chosen is None or Piece(number, WHOLE) in self.chosen:
             return self.compiler(gm, example_inputs, **options)
         wanted = [Piece(number, index) in self.chosen for index in range(len(pieces))]
         if all(wanted):
@@ -88,21 +106,27 @@ class ChosenPieces:
         ).call
 
     @property
-    def all(self) -> list[Piece]:
-        """Every piece of every graph so far."""
-        return [Piece(graph, i) for graph, pieces in enumerate(self.graphs) for i in range(len(pieces))]
+    def wholes(self) -> list[Piece]:
+        """Every graph so far, whole."""
+        return [Piece(graph, WHOLE) for graph in range(len(self.graphs))]
+
+    def pieces(self, graph: int) -> list[Piece]:
+        """Every piece of one graph."""
+        return [Piece(graph, index) for index in range(len(self.graphs[graph].pieces))]
 
     def described(self, chosen: Iterable[Piece]) -> tuple[str, ...]:
         """Name pieces for a person; neighbours in one line."""
         return tuple(self._describe(run) for run in runs_of(chosen))
 
     def _describe(self, run: Run) -> str:
-        pieces = self.graphs[run.graph]
-        words = list(itertools.chain.from_iterable(pieces[run.first : run.last + 1]))
+        pieces, is_backward = self.graphs[run.graph]
+        first, last = (0, len(pieces) - 1) if run.first == WHOLE else (run.first, run.last)
+        operations = _listed(list(itertools.chain.from_iterable(pieces[first : last + 1])))
         if not self.cuts:
-            return f"compiled segment {run.graph} of {len(self.graphs)}: {_listed(words)}"
-        number = f"segment {run.first}" if run.first == run.last else f"segments {run.first} to {run.last}"
-        return f"graph {run.graph}, {number} of {len(pieces)}: {_listed(words)}"
+            return f"compiled segment {run.graph} of {len(self.graphs)}: {operations}"
+        kind = "captured backward" if is_backward else "graph"
+        number = f"segment {first}" if first == last else f"segments {first} to {last}"
+        return f"{kind} {run.graph}, {number} of {len(pieces)}: {operations}"
 
 
 def _listed(words: Sequence[str]) -> str:
@@ -124,9 +148,24 @@ def pieces_of(gm: fx.GraphModule, *, cuts: bool = True) -> list[list[fx.Node]]:
         The nodes of each piece, in order; one empty piece for a graph without a body.
     """
     body = body_nodes(gm.graph)
+    if not cuts:
+        return [body]
     blocked = blocked_positions(gm.graph, body)
-    starts = [0, *(i for i, why in enumerate(blocked) if why is None and i > 0)] if cuts else [0]
-    return [body[start:end] for start, end in itertools.pairwise([*starts, len(body)])]
+    held = _emptied(gm.graph, body)
+    starts = [i for i in range(1, len(body)) if blocked[i] is None and i not in held and not _lent(body, i)]
+    return [body[start:end] for start, end in itertools.pairwise([0, *starts, len(body)])]
+
+
+def _emptied(graph: fx.Graph, body: Sequence[fx.Node]) -> range:
+    """Positions between the first and the last that read a list of inputs: compiled code empties it."""
+    lists = [node for node in graph.find_nodes(op="placeholder") if isinstance(example_value(node), list)]
+    reads = [i for i, node in enumerate(body) if not {*node.all_input_nodes}.isdisjoint(lists)]
+    return range(reads[0] + 1, reads[-1] + 1) if reads else range(0)
+
+
+def _lent(body: Sequence[fx.Node], position: int) -> bool:
+    """Whether parameters are lent on both sides of a position: that is one thing, of which none is wrong."""
+    return body[position].target is lend and body[position - 1].target is lend
 
 
 def cut_before(gm: fx.GraphModule, openers: Sequence[fx.Node]) -> fx.GraphModule:
@@ -167,5 +206,7 @@ def _word(gm: fx.GraphModule, node: fx.Node) -> str:
 def source_line(node: fx.Node) -> str:
     """The innermost line outside of torch that a node comes from, like ``models.py:31``; else nothing."""
     root = str(Path(torch.__file__).parent)
-    frames = [f for f in FRAME.findall(node.meta.get("stack_trace") or "") if not f[0].startswith(root)]
+    generated = "<"  # as in <eval_with_key>
+    frames = FRAME.findall(node.meta.get("stack_trace") or "")
+    frames = [frame for frame in frames if not frame[0].startswith((root, generated))]
     return f"{Path(frames[-1][0]).name}:{frames[-1][1]}" if frames else ""

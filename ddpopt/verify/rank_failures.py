@@ -31,7 +31,10 @@ PEER_SIGNS = (
     "torch.distributed.DistBackendError",
     "torch.distributed.DistNetworkError",
     "torch.distributed.DistStoreError",
+    "ddpopt.verify.rank_exchange.PeersMissing",
 )
+# Files whose innermost frame waits for a peer.
+WAITING_FILES = ("/torch/distributed/", "/ddpopt/verify/rank_exchange.py")
 # What NCCL's watchdog prints before it aborts the process.
 WATCHDOG_SIGN = "Watchdog caught collective operation timeout"
 THREAD = re.compile(r"^(Thread|Current thread) 0x[0-9a-f]+", re.MULTILINE)
@@ -77,7 +80,8 @@ class RankFailure:
             return any(sign in self.stack for sign in PEER_SIGNS)
         if self.kind == "died":
             return WATCHDOG_SIGN in self.output
-        return "/torch/distributed/" in _innermost_path(self.stack)
+        innermost = _innermost_path(self.stack)
+        return any(part in innermost for part in WAITING_FILES)
 
 
 def _innermost_path(stacks: str) -> str:

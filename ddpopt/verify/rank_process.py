@@ -96,7 +96,11 @@ def _run(folder: Path, start: Start, own: RankFiles, limits: Limits) -> None:
     limits.note("loading the task")
     task, args = _loaded(folder)
     limits.note("running the task")
-    value = task(ranks, *args)
+    try:
+        value = task(ranks, *args)
+    except BaseException:
+        ranks.leave()
+        raise
     limits.note("sending its value")
     own.write(own.returned, _dumped(value))
     limits.note("leaving the process group")
@@ -108,6 +112,7 @@ def _joined(folder: Path, start: Start, limits: Limits) -> Ranks:
     import torch
     import torch.distributed as dist
 
+    from ddpopt.verify.rank_exchange import default_exchange
     from ddpopt.verify.ranks import Ranks
 
     rank, backend, device = int(os.environ["RANK"]), "gloo", torch.device("cpu")
@@ -116,7 +121,8 @@ def _joined(folder: Path, start: Start, limits: Limits) -> Ranks:
         torch.cuda.set_device(device)
     left_s = max(start.deadline - time.monotonic(), 0.0)
     dist.init_process_group(backend, timeout=timedelta(seconds=COLLECTIVE_SHARE * left_s))
-    return Ranks(rank, start.size, device, backend, limits, EventWriter(folder).send)
+    exchange = default_exchange(COLLECTIVE_SHARE * left_s)
+    return Ranks(rank, start.size, device, backend, exchange, limits, EventWriter(folder).send)
 
 
 def _loaded(folder: Path) -> Any:

@@ -14,7 +14,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ddpopt.errors import UsageError
+from ddpopt.verify.rank_exchange import Exchange, default_exchange
 from ddpopt.verify.rank_launch import launch
 from ddpopt.verify.rank_limits import Limits
 
@@ -52,22 +53,30 @@ class Ranks:
     size: int
     device: torch.device
     backend: str
+    _exchange: Exchange = field(repr=False, compare=False)
     _limits: Limits = field(default_factory=Limits, repr=False, compare=False)
     _send: Callable[[object], None] = field(default=_drop, repr=False, compare=False)
 
     def gather(self, value: Any) -> list[Any]:
-        """Give every rank's value to every rank. A collective: each rank must call it.
+        """Give every rank's value to every rank; each rank must call it.
+
+        It uses no process group, so it works whatever became of one.
 
         Args:
             value: anything that cloudpickle can pickle.
 
         Returns:
             The values, by rank.
+
+        Raises:
+            InfrastructureError: a rank left, or did not come in time.
         """
-        values: list[Any] = [None] * self.size
         # Pickled here because the classes of a user's script are known to cloudpickle only.
-        dist.all_gather_object(values, cloudpickle.dumps(value))
-        return [cloudpickle.loads(data) for data in values]
+        return [cloudpickle.loads(data) for data in self._exchange.gather(cloudpickle.dumps(value))]
+
+    def leave(self) -> None:
+        """Tell the other ranks that this one failed, so that none waits for what it would have given."""
+        self._exchange.leave()
 
     def emit(self, event: object) -> None:
         """Tell whoever follows the run something, at once and in order; on rank 0 only.
@@ -106,14 +115,14 @@ def under_torchrun() -> bool:
 def joined(
     *, on_event: Callable[[object], None] | None = None, timeout_s: float = COLLECTIVE_LIMIT_S
 ) -> Iterator[Ranks]:
-    """Join the ranks that exist: those of the default process group, or else torchrun's.
+    """Join the ranks that exist: those of the default process group, or else torchrun's. Each must call it.
 
     A group that exists is used and left alone. Otherwise one is made, and destroyed at the end; an exception
     is written to standard error before that, since leaving a group may take the process down.
 
     Args:
         on_event: gets what rank 0 emits, on rank 0.
-        timeout_s: limit of each collective, for a group that is made here.
+        timeout_s: limit of each gather, and of each collective of a group that is made here.
 
     Yields:
         This process's view of the ranks.
@@ -124,7 +133,8 @@ def joined(
     limits = Limits(announce=_announce)
     send = on_event if on_event is not None else _drop
     if dist.is_initialized():
-        yield _view(limits, send)
+        with _telling_peers(_view(limits, send, timeout_s)) as ranks:
+            yield ranks
         return
     if not under_torchrun():
         raise UsageError(
@@ -133,11 +143,12 @@ def joined(
         )
     excepthook = sys.excepthook  # which torch replaces for good when it makes a group
     _make_group(timeout_s)
-    ranks = _view(limits, send)
+    ranks = _view(limits, send, timeout_s)
     # torchrun ends the peers of a rank that failed: they say where they were.
     faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
     try:
-        yield ranks
+        with _telling_peers(ranks):
+            yield ranks
     except BaseException:
         _tell(f"rank {ranks.rank} failed:\n{traceback.format_exc()}")
         raise
@@ -149,6 +160,17 @@ def joined(
                 dist.destroy_process_group()
 
 
+@contextmanager
+def _telling_peers(ranks: Ranks) -> Iterator[Ranks]:
+    """Have no peer wait for this rank if it fails."""
+    try:
+        yield ranks
+    except BaseException:
+        with suppress(Exception):  # the store may be gone; what failed first is what counts
+            ranks.leave()
+        raise
+
+
 def _make_group(timeout_s: float) -> None:
     local_size, local_rank = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
     backend = "gloo"
@@ -158,13 +180,14 @@ def _make_group(timeout_s: float) -> None:
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
 
 
-def _view(limits: Limits, send: Callable[[object], None]) -> Ranks:
+def _view(limits: Limits, send: Callable[[object], None], timeout_s: float) -> Ranks:
     backend: str = dist.get_backend()
     on_gpu = "nccl" in backend or (backend == "undefined" and torch.cuda.is_available())
     if backend == "undefined" or ":" in backend:  # one for each kind of device
         backend = "nccl" if on_gpu else "gloo"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    return Ranks(dist.get_rank(), dist.get_world_size(), device, backend, limits, send)
+    exchange = default_exchange(timeout_s)
+    return Ranks(dist.get_rank(), dist.get_world_size(), device, backend, exchange, limits, send)
 
 
 def _announce(seconds: float, what: str, stacks: str) -> None:

@@ -1,23 +1,26 @@
 """Which parameters may have gradients of another association under ``split``, proved from graph and plan.
 
-Invariant: a parameter that is not named here has its gradient computed, bit by bit, as without cuts.
+Invariant: a parameter that is not named here has its gradient computed, bit by bit, as without cuts; and a
+plan proves nothing of a graph that it was not made for.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from torch import fx
+from torch import fx, nn
 
 from ddpopt.association import reassociated_values
+from ddpopt.bucket_config import DDP_ARGUMENTS_OF_LIMITS
 from ddpopt.capture import capture
 from ddpopt.errors import UsageError
 from ddpopt.facts import gradient_carriers
 from ddpopt.graphs import body_nodes, example_value, requires_grad
 from ddpopt.opening import Planned
 from ddpopt.plan import Plan
+from ddpopt.verify.option_cases import set_extra
 from ddpopt.verify.reference import Bench
 
 
@@ -29,11 +32,21 @@ class Reassociated:
         why: in words.
         values: names of the values whose gradients have contributions from several places.
         reached: names of the parameters whose gradients are computed from those.
+        unproved: why nothing could be proved, in words; empty where something could.
     """
 
     why: str = ""
     values: tuple[str, ...] = ()
     reached: frozenset[str] = frozenset()
+    unproved: tuple[str, ...] = ()
+
+
+Graphs = tuple[Planned, ...]
+NOT_TRACED = "what may be summed in another order is not known: the model could not be traced outside of DDP"
+NOT_THIS_PLAN = (
+    "what may be summed in another order is not known: the graph that the plan was made for could not be "
+    "traced again outside of DDP"
+)
 
 
 def reassociated(bench: Bench, mode: str, plan: Plan | None) -> Reassociated:
@@ -45,35 +58,69 @@ def reassociated(bench: Bench, mode: str, plan: Plan | None) -> Reassociated:
         plan: ddpopt's plan in force, if there is one.
 
     Returns:
-        Values and parameters; none if the mode computes bit by bit what eager does, or if the model cannot
-        be traced outside of its DDP module.
+        Values and parameters; none if the mode computes bit by bit what eager does, or if nothing can be
+        proved, as where the model cannot be traced outside of its DDP module.
     """
-    case = bench.subject.adapted
-    args, kwargs = case.inputs(bench.rank, 0)
     try:
-        graphs = capture(case.model(), *args, **kwargs).graphs
+        traced = [_traced(bench, model) for model in _variants(bench.subject.adapted.model)]
     except UsageError:
-        return Reassociated()
+        return Reassociated(unproved=(NOT_TRACED,))
     if bench.subject.option.forwards > 1:
-        return _of_forwards(graphs)
+        return together([_of_forwards(graphs) for graphs in traced])
     if mode == "ddpopt-split" and plan is not None:
-        moved = [reassociated_values(graph.gm, plan, index) for index, graph in enumerate(graphs)]
-        return _of_cuts("the cuts of the plan sum in another order", graphs, moved)
+        return _of_plan(traced, plan)
     if mode == "torch":
-        return _of_cuts("torch's cuts may sum in another order", graphs, [_repeated(g.gm) for g in graphs])
+        why = "torch's cuts may sum in another order"
+        return together([_of_cuts(why, graphs, [_repeated(g.gm) for g in graphs]) for graphs in traced])
     return Reassociated()
 
 
+def _traced(bench: Bench, model: nn.Module) -> Graphs:
+    """The graphs of a model, under the bucket limits that the plan was made for: graphs depend on them."""
+    case = bench.subject.adapted
+    args, kwargs = case.inputs(bench.rank, 0)
+    given = bench.subject.option.arguments(case, model)
+    limits = {name: value for name, value in given.items() if name in DDP_ARGUMENTS_OF_LIMITS}
+    return capture(model, *args, **kwargs, **limits).graphs
+
+
+def _variants(make: Callable[[], nn.Module]) -> Iterator[nn.Module]:
+    """The model, once for each way in which an option may have it run: its extra parameter used, or not."""
+    model = make()
+    yield model
+    if hasattr(model, "uses_extra"):
+        unused = make()
+        set_extra(unused, used=False)
+        yield unused
+
+
 def together(found: Sequence[Reassociated]) -> Reassociated:
-    """What any rank found: all ranks then judge alike."""
+    """What any rank or graph may sum in another order: all ranks then judge alike."""
     return Reassociated(
         next((one.why for one in found if one.why), ""),
         tuple(dict.fromkeys(value for one in found for value in one.values)),
         frozenset[str]().union(*(one.reached for one in found)),
+        tuple(dict.fromkeys(reason for one in found for reason in one.unproved)),
     )
 
 
-def _of_forwards(graphs: Sequence[Planned]) -> Reassociated:
+def _of_plan(traced: Sequence[Graphs], plan: Plan) -> Reassociated:
+    """What a plan's cuts move, in the graphs that it was made for."""
+    for graphs in traced:
+        if _fits(graphs, plan):
+            moved = [reassociated_values(graph.gm, plan, index) for index, graph in enumerate(graphs)]
+            return _of_cuts("the cuts of the plan sum in another order", graphs, moved)
+    return Reassociated(unproved=(NOT_THIS_PLAN,))
+
+
+def _fits(graphs: Graphs, plan: Plan) -> bool:
+    """Whether a plan divides just the nodes of these graphs."""
+    planned = Counter((segment.graph, name) for segment in plan.segments for name in segment.nodes)
+    nodes = ((index, node.name) for index, graph in enumerate(graphs) for node in body_nodes(graph.gm.graph))
+    return planned == Counter(nodes)
+
+
+def _of_forwards(graphs: Graphs) -> Reassociated:
     """Each of several compiled forwards sums over its own uses of a parameter first."""
     uses = [use for graph in graphs for use in graph.facts.params]
     counts = Counter(use.spec.name for use in uses for _ in use.readers)
@@ -81,7 +128,7 @@ def _of_forwards(graphs: Sequence[Planned]) -> Reassociated:
     return Reassociated("each forward sums over its own uses first", names, frozenset(names))
 
 
-def _of_cuts(why: str, graphs: Sequence[Planned], moved: Sequence[Sequence[str]]) -> Reassociated:
+def _of_cuts(why: str, graphs: Graphs, moved: Sequence[Sequence[str]]) -> Reassociated:
     values: list[str] = []
     reached: set[str] = set()
     for index, (graph, names) in enumerate(zip(graphs, moved, strict=True)):

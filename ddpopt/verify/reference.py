@@ -19,31 +19,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from ddpopt.errors import DdpoptError
 from ddpopt.testing.case import Case
-from ddpopt.verify.compare import (
-    Arithmetic,
-    Difference,
-    Sum,
-    arithmetic_of,
-    bitwise,
-    communication,
-    exact,
-    unit_roundoff,
-)
+from ddpopt.verify.arithmetic import Arithmetic
+from ddpopt.verify.compare import Difference, Sum, bitwise, communication, dense, exact
 from ddpopt.verify.modes import LOCAL, Mode, mode
+from ddpopt.verify.numbers import is_rounded, left_behind, plain
 from ddpopt.verify.option_cases import in_dtype
 from ddpopt.verify.options import Option
 from ddpopt.verify.parallel import Gradients, Named
 from ddpopt.verify.ranks import Ranks
+from ddpopt.verify.record import Record
+from ddpopt.verify.rounding import SAMPLES, Lesson, perturbed, perturbed_state, widened
+from ddpopt.verify.seen_buffers import SeenBuffers
 from ddpopt.verify.structure import Peer, peer_of
-from ddpopt.verify.training import Course, Place, Record, train
+from ddpopt.verify.training import Course, Place, train, updated
 
 COLLECTIVE_LIMIT_S = 20.0
-SAMPLES = 8
-"""Eager steps from which eager's rounding is learned: one as it is, the others perturbed."""
 LOST = ("Connection closed by peer", "Connection reset by peer", "Timed out", "timed out", "Broken pipe")
 """What gloo says where a peer is gone."""
 
@@ -57,12 +50,14 @@ class Failure:
         text: its type and message, and the innermost frame.
         refused: whether it is an error that ddpopt raised on purpose.
         lost: whether it only says that a peer is gone.
+        own: types of ddpopt's errors among the exception and what it came from.
     """
 
     rank: int
     text: str
     refused: bool
     lost: bool
+    own: tuple[type[DdpoptError], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -130,6 +125,7 @@ class Bench:
             warnings.simplefilter("ignore")
             group = self._new_group()
             try:
+                course = replace(course, case=subject.option.grouped(adapted, group))
                 record = train(course, how, Place(self.rank, self.size, group, subject.device))
             except Exception as error:
                 failure = _failure(self.ranks.rank, error)
@@ -146,29 +142,27 @@ class Bench:
         own = self.members.index(self.group_ranks)
         return [peer for group, peer in found if group == own]
 
-    def sums(self, gradients: Gradients) -> dict[str, Sum]:
-        """What the ranks of this group contribute to each gradient."""
-        present = [(name, gradient) for name, gradient in gradients.items()]
-        shapes = self._shapes(present)
-        total = _flat([(shapes[name], gradient) for name, gradient in present])
-        magnitude = total.abs()
-        for tensor in (total, magnitude):
-            dist.all_reduce(tensor, group=self.calm)
-        found, place = {}, 0
-        for name, _ in present:
-            count = shapes[name].numel()
-            part = slice(place, place + count)
-            found[name] = Sum(total[part].view(shapes[name]), magnitude[part].view(shapes[name]), self.size)
-            place += count
-        return found
+    def sums(self, gradients: Gradients, like: Named) -> dict[str, Sum]:
+        """What the ranks of this group contribute to each gradient.
 
-    def _shapes(self, named: Sequence[tuple[str, Tensor | None]]) -> dict[str, torch.Size]:
-        """The shape of each gradient in real numbers, where some rank has it."""
-        own = {name: tuple(exact(gradient).shape) for name, gradient in named if gradient is not None}
-        known: dict[str, Any] = {}
-        for other in self.ranks.gather(own):
-            known = {**other, **known}
-        return {name: torch.Size(known.get(name, (0,))) for name, _ in named}
+        Args:
+            gradients: of this rank; None counts as zeros, and so does what has not as many elements as its
+                parameter, which would end the collective on all ranks: the structure finds it.
+            like: the parameters.
+
+        Returns:
+            A sum for each gradient, on the device of the model: one that the process group can send from.
+        """
+        shapes = {name: exact(like[name]).shape for name in gradients}
+        own = _flat([(shapes[name], gradient) for name, gradient in gradients.items()], self.subject.device)
+        both = torch.stack([own, own.abs()])
+        dist.all_reduce(both, group=self.calm)
+        found, place = {}, 0
+        for name, shape in shapes.items():
+            total, magnitude = both[:, place : place + shape.numel()].view(2, *shape)
+            found[name] = Sum(total, magnitude, self.size)
+            place += shape.numel()
+        return found
 
     def _new_group(self) -> dist.ProcessGroup:
         limit = timedelta(seconds=COLLECTIVE_LIMIT_S)
@@ -177,12 +171,13 @@ class Bench:
         return own
 
 
-def _flat(parts: Sequence[tuple[torch.Size, Tensor | None]]) -> Tensor:
-    values = [
-        torch.zeros(shape, dtype=torch.float64) if tensor is None else exact(tensor).cpu()
-        for shape, tensor in parts
-    ]
-    return torch.cat([value.flatten() for value in values]) if values else torch.zeros(0, dtype=torch.float64)
+def _flat(parts: Sequence[tuple[torch.Size, Tensor | None]], device: torch.device) -> Tensor:
+    values = [torch.zeros(0, dtype=torch.float64, device=device)]
+    for shape, tensor in parts:
+        usable = tensor is not None and exact(tensor).numel() == shape.numel()
+        zeros = torch.zeros(shape.numel(), dtype=torch.float64, device=device)
+        values.append(exact(tensor).to(device).flatten() if usable and tensor is not None else zeros)
+    return torch.cat(values)
 
 
 @contextlib.contextmanager
@@ -205,7 +200,16 @@ def _failure(rank: int, error: Exception) -> Failure:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
     text = f"{type(error).__name__}: {' '.join(words)[:400]}{where}"
-    return Failure(rank, text, isinstance(error, DdpoptError), any(word in str(error) for word in LOST))
+    lost = any(word in str(error) for word in LOST)
+    return Failure(rank, text, isinstance(error, DdpoptError), lost, tuple(_own_errors(error)))
+
+
+def _own_errors(error: BaseException | None) -> Iterator[type[DdpoptError]]:
+    """Types of ddpopt's errors behind an exception: Dynamo wraps what its backends raise."""
+    while error is not None:
+        if isinstance(error, DdpoptError):
+            yield type(error)
+        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
 
 
 class Reference:
@@ -214,8 +218,10 @@ class Reference:
     Attributes:
         bench: where it ran.
         eager: its record.
-        again: the record of the same once more.
+        again: the record of the same once more, each step from the same state.
         unstable: names of what was not the same once more, with the operation that is to blame.
+        written: names of parameters that something else than the optimizer writes to.
+        not_finite: names of what has NaN or infinity on this rank.
         sums: for each step what the ranks contribute to each gradient; None where the reduced gradient is
             no mean of what the model alone computes, or the model alone fails.
         alone: the model's own run on this rank, from the states of the eager run.
@@ -226,6 +232,8 @@ class Reference:
         self.eager = eager
         self.again = again
         self.unstable: dict[str, str] = {}
+        self.written: frozenset[str] = frozenset()
+        self.not_finite = _not_finite(eager)
         self.alone: Record | None = None
         self.sums: list[dict[str, Sum]] | None = None
         self._reductions: dict[tuple[int, str], Difference] = {}
@@ -238,23 +246,23 @@ class Reference:
         Returns:
             The reference; None if eager DDP fails here: `bench.failures` says how.
         """
-        eager = bench.run(mode("eager"), None)
+        buffers = SeenBuffers()
+        eager = bench.run(mode("eager"), None, tamper=buffers.remember)
         if eager is None:
             return None
-        again = bench.run(mode("eager"), None)
+        again = bench.run(mode("eager"), None, follow=eager.starts)
         if again is None:
             return None
         made = cls(bench, eager, again)
         made._find_unstable()
-        made._run_alone()
+        made._run_alone(buffers)
         return made
 
     def _find_unstable(self) -> None:
-        own: set[str] = set()
-        for left, right in zip(self.eager.steps, self.again.steps, strict=False):
-            for one, two in ((left.gradients, right.gradients), (left.state, right.state)):
-                own |= {name for name in one if not _same(one[name], two.get(name))}
-        names = sorted(set().union(*self.bench.ranks.gather(own)))
+        own = _changed(self.eager, self.again), _written(self.eager)
+        everywhere = self.bench.ranks.gather(own)
+        self.written = frozenset[str]().union(*(written for _, written in everywhere))
+        names = sorted(set[str]().union(*(changed for changed, _ in everywhere)))
         if names:
             from ddpopt.verify.determinism import blame
 
@@ -262,23 +270,27 @@ class Reference:
             culprit = blame(bench.subject.adapted, bench.rank, bench.subject.device)
             self.unstable = dict.fromkeys(names, culprit)
 
-    def _run_alone(self) -> None:
+    def _run_alone(self, buffers: SeenBuffers) -> None:
         option = self.bench.subject.option
         if not option.local:
             return
-        self.alone = self.bench.run(LOCAL, None, follow=self.eager.starts)
+        self.alone = self.bench.run(LOCAL, None, follow=self.eager.starts, tamper=buffers.show)
         if self.alone is not None:
-            self.sums = [self.bench.sums(step.gradients) for step in self.alone.steps]
+            self.sums = [self.bench.sums(step.gradients, step.state) for step in self.alone.steps]
 
-    def reduction(self, step: int, name: str) -> Difference | None:
-        """L1 of eager's own gradient; None where that is not asked for."""
-        if self.sums is None or name not in self.sums[step]:
-            return None
+    def terms(self, step: int, name: str) -> Sum:
+        """What the ranks contribute to a gradient; `sums` must be known."""
+        if self.sums is None:
+            raise RuntimeError(f"{name}: nobody knows what the ranks contribute; this is a bug in ddpopt")
+        return self.sums[step][name]
+
+    def reduction(self, step: int, name: str) -> Difference:
+        """L1 of eager's own gradient."""
         if (step, name) not in self._reductions:
-            gradient, option = self.eager.steps[step].gradients[name], self.bench.subject.option
+            gradient, sent_as = self.eager.steps[step].gradients[name], self.bench.subject.option.comm_dtype
             if gradient is None:
-                return None
-            self._reductions[step, name] = reduced(gradient, self.sums[step][name], option.comm_dtype)
+                raise RuntimeError(f"{name}: eager has no gradient here; this is a bug in ddpopt")
+            self._reductions[step, name] = reduced(gradient, self.terms(step, name), sent_as, gradient)
         return self._reductions[step, name]
 
     @functools.cached_property
@@ -289,81 +301,62 @@ class Reference:
 
     @functools.cached_property
     def arithmetic(self) -> list[dict[str, Arithmetic]]:
-        """For each step what eager's rounding does to each gradient, the loss, and each buffer."""
-        bench, eager = self.bench, self.eager
-        case = bench.subject.adapted
-        runs = [eager]
+        """For each step what eager's rounding does to each number. A collective when first asked for."""
+        bench, eager, option = self.bench, self.eager, self.bench.subject.option
+        case, runs = bench.subject.adapted, [eager]
         for number in range(1, SAMPLES):
-            computes = bench.subject.option.computes
-            follow = [_perturbed_state(state, number, computes) for state in eager.starts]
-            run = bench.run(mode("eager"), None, case=_perturbed(case, number, computes), follow=follow)
+            follow = [perturbed_state(state, number, option.computes) for state in eager.starts]
+            moved = perturbed(case, number, option.computes)
+            run = bench.run(mode("eager"), None, case=moved, follow=follow)
             if run is not None:
                 runs.append(run)
-        follow = [{name: _widened(t) for name, t in state.items()} for state in eager.starts]
+        follow = [widened(state) for state in eager.starts]
         truth = bench.run(mode("eager"), None, case=in_dtype(case, torch.float64), follow=follow)
-        return [
-            _arithmetics([values(run, step) for run in runs], None if truth is None else values(truth, step))
-            for step in range(len(eager.steps))
-        ]
+        lesson = Lesson(runs, truth, self.sums, option.comm_dtype, self.unstable, self.written)
+        return lesson.learned()
 
 
-def reduced(gradient: Tensor, terms: Sum, sent_as: torch.dtype | None) -> Difference:
+def reduced(
+    gradient: Tensor, terms: Sum, sent_as: torch.dtype | None, eager: Tensor | None = None
+) -> Difference:
     """L1 of a gradient that was sent in its own dtype, or was converted to another one and back."""
-    return communication(gradient, terms, sent_as, casts=0 if sent_as is None else 2)
+    return communication(gradient, terms, sent_as, 0 if sent_as is None else 2, eager)
 
 
-def values(record: Record, step: int) -> dict[str, Tensor]:
-    """All numbers that one step leaves behind and that compiled code computes: gradients, loss, buffers."""
-    one = record.steps[step]
-    found = {name: gradient for name, gradient in one.gradients.items() if gradient is not None}
-    found["the loss"] = one.loss
-    buffers = {f"buffer {name}": t for name, t in one.state.items() if name not in one.gradients}
-    return found | {name: t for name, t in buffers.items() if t.is_floating_point() or t.is_complex()}
-
-
-def _arithmetics(
-    samples: Sequence[dict[str, Tensor]], truth: dict[str, Tensor] | None
-) -> dict[str, Arithmetic]:
-    found = {}
-    for name, first in samples[0].items():
-        others = [sample[name] for sample in samples if name in sample]
-        reference = None if truth is None else truth.get(name)
-        if first.numel():
-            found[name] = arithmetic_of(others, reference)
+def _changed(eager: Record, again: Record) -> set[str]:
+    """Names of what two runs do not agree on."""
+    found: set[str] = set()
+    for step in range(min(len(eager.steps), len(again.steps))):
+        first, second = left_behind(eager, step), left_behind(again, step)
+        both = first.keys() & second.keys()
+        found |= {plain(name) for name in first.keys() ^ second.keys()}
+        found |= {plain(name) for name in both if not _same(first[name][1], second[name][1])}
+        one, two = eager.steps[step].state, again.steps[step].state
+        found |= {name for name in one if not _same(one[name], two[name])}
     return found
 
 
-def _same(left: Tensor | None, right: Tensor | None) -> bool:
-    if left is None or right is None:
-        return left is right
+def _written(eager: Record) -> set[str]:
+    """Names of parameters that are not what the optimizer makes of them."""
+    return {
+        name
+        for start, step in zip(eager.starts, eager.steps, strict=False)
+        for name, gradient in step.taken.items()
+        if not _same(step.state[name], updated(start[name], gradient))
+    }
+
+
+def _not_finite(eager: Record) -> tuple[str, ...]:
+    """Names of what has NaN or infinity in any step."""
+    found: dict[str, None] = {}
+    for step in range(len(eager.steps)):
+        for name, (_, tensor) in left_behind(eager, step).items():
+            if is_rounded(tensor) and not bool(dense(tensor).isfinite().all()):
+                found[name] = None
+    return tuple(found)
+
+
+def _same(left: Tensor, right: Tensor) -> bool:
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
-    if not (left.is_floating_point() or left.is_complex()):
-        return bool((left == right).all())
-    return bitwise(left, right).right
-
-
-def _perturbed(case: Case, number: int, computes: torch.dtype | None) -> Case:
-    def inputs(rank: int, step: int) -> Any:
-        generator = torch.Generator().manual_seed((number * 4096 + rank) * 4096 + step)
-        return tree_map(lambda leaf: _moved(leaf, generator, computes), case.inputs(rank, step))
-
-    return replace(case, inputs=inputs)
-
-
-def _perturbed_state(state: Named, number: int, computes: torch.dtype | None) -> Named:
-    generator = torch.Generator().manual_seed(number)
-    return {name: _moved(tensor, generator, computes) for name, tensor in state.items()}
-
-
-def _moved(value: Any, generator: torch.Generator, computes: torch.dtype | None) -> Any:
-    """Move every floating-point number by one unit in the last place, up or down: half of one would stay."""
-    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
-        return value
-    signs = torch.randint(0, 2, value.shape, generator=generator).to(value.device) * 2 - 1
-    moved: Tensor = (value + value * signs * 2 * unit_roundoff(computes or value.dtype)).to(value.dtype)
-    return moved
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
+    return bool((left == right).all()) if not is_rounded(left) else bitwise(left, right).right

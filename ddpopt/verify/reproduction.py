@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 APPEARS = "the difference appears"
+REACHED = "eager is done; compiled:"
+"""What a script says before it dies, if it does not die for a reason of its own."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +32,14 @@ class Draft:
         text: its source code.
         tensors: what it reads from the file beside it; empty if it has none.
         ranks: how many processes it needs.
-        dies: whether the difference is that the process dies.
+        death: name of the signal or exit code of which a process dies, if that is the difference.
     """
 
     kind: str
     text: str
     tensors: dict[str, Tensor] = field(default_factory=dict)
     ranks: int = 1
-    dies: bool = False
+    death: str = ""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ def write(script: Path, drafts: Sequence[Draft], time_left: Callable[[], float])
         written = Written(script.name, note=_about(draft))
         if time_left() <= 0:
             return replace(written, note=f"{written.note}; no time was left to run it".lstrip("; "))
-        if shows(script, draft.ranks, time_left(), dies=draft.dies):
+        if shows(script, draft.ranks, time_left(), death=draft.death):
             return replace(written, reproduces=True)
     return written
 
@@ -97,34 +99,27 @@ def _put(script: Path, draft: Draft) -> None:
         beside.unlink(missing_ok=True)
 
 
-def shows(script: Path, ranks: int, limit_s: float, *, dies: bool = False) -> bool:
+def shows(script: Path, ranks: int, limit_s: float, *, death: str = "") -> bool:
     """Run a script in a fresh interpreter, or under torchrun.
 
     Args:
         script: the file.
         ranks: how many processes it needs.
         limit_s: seconds after which it is ended.
-        dies: whether a process that dies is the difference.
+        death: name of the signal, or ``"exit code N"``, of which a process dies, if that is the difference.
 
     Returns:
-        Whether it ended with 1 and said that the difference appears; or died, if that is the difference.
+        Whether it ended with 1 and said that the difference appears; or, if that is the difference, died so
+        after eager was done.
     """
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command = [sys.executable, *(launcher if ranks > 1 else []), str(script)]
-    own = (
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    )  # of torchrun, if this is its rank
-    environment = {name: value for name, value in os.environ.items() if name not in own}
     process = subprocess.Popen(
         command,
-        env=environment,
+        env=_environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
     )
@@ -134,9 +129,28 @@ def shows(script: Path, ranks: int, limit_s: float, *, dies: bool = False) -> bo
         return False
     finally:
         _end(process)
-    if dies and process.returncode < 0:
-        return True
+    if death:
+        return REACHED in output and _died(process.returncode, death, output if ranks > 1 else "")
     return process.returncode == 1 and APPEARS in output
+
+
+def _environment() -> dict[str, str]:
+    """This process's, without what torchrun gave it, if it is a rank of torchrun's."""
+    own = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ROLE_NAME")
+    ends = ("_RANK", "_WORLD_SIZE")
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in own and not name.endswith(ends) and not name.startswith("TORCHELASTIC_")
+    }
+
+
+def _died(exit_code: int, death: str, told_by_torchrun: str) -> bool:
+    """Whether a process ended of what is given, or torchrun says of one of its ranks that it did."""
+    if told_by_torchrun:
+        signs = (f"({death})", f"exitcode  : {death.removeprefix('exit code ')} ")
+        return any(sign in told_by_torchrun for sign in signs)
+    return death == (signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}")
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -1,7 +1,7 @@
 """Verification from end to end: which trials, on which ranks, and the verdict.
 
-Trials run in ranks that this process starts, or in torchrun's. Where a rank dies or stalls, the trial that
-ran is marked, and the others go on in new ranks. Invariant: every trial asked for is in the verdict.
+Trials run in ranks that this process starts, or in torchrun's. Invariant: every trial asked for is in the
+verdict.
 """
 
 from __future__ import annotations
@@ -9,27 +9,23 @@ from __future__ import annotations
 import itertools
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 import ddpopt
 from ddpopt.backend import find_compiler
-from ddpopt.errors import InfrastructureError, UsageError
+from ddpopt.errors import UsageError
 from ddpopt.testing.case import Case, resolve
+from ddpopt.verify.attempts import Attempts, Progress, hardware
 from ddpopt.verify.modes import mode, mode_of
 from ddpopt.verify.options import option
-from ddpopt.verify.rank_failures import RanksFailed
-from ddpopt.verify.ranks import joined, launch, under_torchrun
-from ddpopt.verify.trials import STEPS, Asked, Ended, Settings, Started, run_trials, run_trials_alone
-from ddpopt.verify.verdict import Finding, Status, Trial, Verdict
+from ddpopt.verify.ranks import joined, under_torchrun
+from ddpopt.verify.trials import STEPS, Asked, Ended, Settings, Started, run_trials
+from ddpopt.verify.verdict import Trial, Verdict
 
 RUN_LIMIT_S = 3600.0
 OPTIONS_BY_DEFAULT = ("default",)
-
-
-Progress = Callable[["Started | Ended"], None]
 
 
 def verify(  # noqa: PLR0913  # one for each thing that a user may choose
@@ -110,43 +106,12 @@ def verify_all(
     """
     tell = on_event or _ignore
     if under_torchrun():
-        with joined(on_event=lambda event: tell(event)) as ranks:  # type: ignore[arg-type]  # only ours
+        with joined(on_event=_heard_by(tell)) as ranks, ranks.limited(limit_s, f"verifying {title}"):
             trials = tuple(run_trials(ranks, asked, settings, ()))
-            return _verdict(title, ranks.size, trials, str(ranks.device))
-    done: dict[int, Trial] = {}
-    running: list[Started] = []
-
-    def note(event: Any) -> None:
-        if isinstance(event, Ended):
-            done[event.index] = event.trial
-            running.clear()
-        elif isinstance(event, Started):
-            running[:] = [event]
-        tell(event)
-
-    wanted = sum(len(one.modes) for one in asked)
-    while len(done) < wanted:
-        before = len(done)
-        try:
-            launch(
-                run_trials_alone,
-                asked,
-                settings,
-                tuple(done),
-                nproc=nproc,
-                limit_s=limit_s,
-                device=device,
-                on_event=note,
-            )
-        except RanksFailed as failed:
-            lost = lost_trials(asked, settings, running, failed)
-            if not lost:
-                raise
-            for index, trial in lost.items():
-                note(Ended(index, trial))
-        if len(done) == before:
-            raise InfrastructureError("the ranks ended without judging anything; this is a bug in ddpopt")
-    return _verdict(title, nproc, tuple(done[index] for index in range(wanted)), device or "cpu")
+            return _verdict(title, ranks.size, trials, hardware(ranks.device))
+    attempts = Attempts(asked, settings, tell)
+    trials = attempts.run(nproc, limit_s, device)
+    return _verdict(title, nproc, trials, attempts.device)
 
 
 def verify_here(
@@ -180,61 +145,19 @@ def verify_here(
         settings = Settings(backend, None if mode else strategy, steps)
         checked(asked, settings, ranks.size)
         trials = run_trials(ranks, asked, settings, ())
-        return _verdict(case.name, ranks.size, tuple(trials), str(ranks.device))
+        return _verdict(case.name, ranks.size, tuple(trials), hardware(ranks.device))
 
 
 def _ignore(event: object) -> None:
     """Where nobody watches."""
 
 
-# -------------------------------------------------------------------------------- in the starting process
+def _heard_by(tell: Progress) -> Callable[[object], None]:
+    def hear(event: object) -> None:
+        if isinstance(event, (Started, Ended)):
+            tell(event)
 
-
-def lost_trials(
-    asked: Sequence[Asked], settings: Settings, running: Sequence[Started], failed: RanksFailed
-) -> dict[int, Trial]:
-    """The trials that a failure of the ranks took with it.
-
-    That is the one that ran. What took a rank down on one case is not tried again on others: the same mode
-    under the same option, or, if it was eager DDP itself, all modes.
-    """
-    if not running:
-        return {}
-    began = running[0]
-    flat = [(one, name) for one in asked for name in one.modes]
-    if not began.mode:
-        reason = f"eager DDP itself fails here, on {began.case}: {_in_short(failed)}"
-        return {
-            index: Trial(_case_name(one), name, one.option, "", Status.NOT_POSSIBLE, reason)
-            for index, (one, name) in enumerate(flat)
-            if one.option == began.option and index >= began.index
-        }
-    backend = settings.backend if isinstance(settings.backend, str) else "custom"
-    trial = Trial(began.case, began.mode, began.option, backend, Status.BROKEN, str(failed))
-    if failed.exit_code == 1:
-        finding = Finding("run", "the step runs", str(failed), rank=failed.culprits[0].rank)
-        trial = replace(trial, status=Status.WRONG, reason="", findings=(finding,))
-    later = {
-        index: replace(
-            trial, case=_case_name(one), reason=f"not tried again: on {began.case} {_in_short(failed)}"
-        )
-        for index, (one, name) in enumerate(flat)
-        if (one.option, name) == (began.option, began.mode) and index > began.index
-    }
-    return {began.index: trial, **(later if trial.status is Status.BROKEN else {})}
-
-
-def _in_short(failed: RanksFailed) -> str:
-    """One line about ranks that died, without their stacks."""
-    one = failed.culprits[0]
-    how = f"{one.kind} ({one.signal})" if one.signal else one.kind
-    frames = [line.strip() for line in one.stack.splitlines() if line.strip().startswith("File ")]
-    where = f", in {frames[0].rpartition('/')[2]}" if frames else ""
-    return f"rank {one.rank} {how}{where}"
-
-
-def _case_name(asked: Asked) -> str:
-    return asked.target if isinstance(asked.target, str) else asked.target.name
+    return hear
 
 
 def _verdict(title: str, size: int, trials: tuple[Trial, ...], device: str) -> Verdict:

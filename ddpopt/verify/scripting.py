@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,11 +22,12 @@ from torch import Tensor
 
 from ddpopt.backend import find_compiler
 from ddpopt.testing.case import Case
-from ddpopt.verify.compare import tail_factor
+from ddpopt.verify.arithmetic import tail_factor
 from ddpopt.verify.modes import LOCAL
-from ddpopt.verify.reference import SAMPLES
-from ddpopt.verify.reproduction import Draft, command_of
-from ddpopt.verify.search import Blamed, Question, Stage
+from ddpopt.verify.reproduction import REACHED, Draft, command_of
+from ddpopt.verify.rounding import SAMPLES
+from ddpopt.verify.rungs import Question, Stage
+from ddpopt.verify.search_events import Blamed
 from ddpopt.verify.segment_code import Code
 from ddpopt.verify.training import LEARNING_RATE
 
@@ -62,14 +64,14 @@ class Author:
         """
         found: list[Draft] = []
         if blamed.code is not None:
-            found += self._of_segment(stage, blamed.code, blamed.exact)
+            found += self._of_segment(stage, blamed.code, blamed)
         if stage.mode in (LOCAL.name, *PLAIN_DDP) and self.question.option == "default":
-            found.append(self._of_model(stage, blamed.exact))
+            found.append(self._of_model(stage, blamed))
         if stage.mode != LOCAL.name or not found:
-            found.append(self._of_step(stage))
-        return [replace(draft, dies=blamed.dies) for draft in found]
+            found.append(self._of_step(stage, blamed))
+        return [replace(draft, death=_death(blamed)) for draft in found]
 
-    def _of_segment(self, stage: Stage, code: Code, exact: bool) -> Iterator[Draft]:
+    def _of_segment(self, stage: Stage, code: Code, blamed: Blamed) -> Iterator[Draft]:
         """With arguments that are drawn, then with the target's module imported too, then with its own."""
         drawn = [given.code() for given in code.given]
         saved = {
@@ -84,14 +86,14 @@ class Author:
         modules = ["", self._module] if self._module not in ("", _module_of_backend(stage.backend)) else [""]
         if None not in drawn:
             for module in modules:
-                yield self._segment(stage, code, exact, drawn, code.tensors, module)
-        yield self._segment(stage, code, exact, loaded, code.tensors | saved, modules[-1])
+                yield self._segment(stage, code, blamed, drawn, code.tensors, module)
+        yield self._segment(stage, code, blamed, loaded, code.tensors | saved, modules[-1])
 
     def _segment(
         self,
         stage: Stage,
         code: Code,
-        exact: bool,
+        blamed: Blamed,
         expressions: Sequence[Any],
         tensors: dict[str, Tensor],
         module: str,
@@ -104,11 +106,11 @@ class Author:
             "segment.jinja",
             stage,
             1,
+            blamed,
             imports=code.imports + (["from pathlib import Path"] if tensors else []),
             about=[f"the segment comes from {', '.join(code.lines)}"] if code.lines else [],
             module=module,
             late=[f"import {module}  # it may set up what the model runs in"] if module else [],
-            exact=exact,
             classes=code.classes,
             chosen=code.chosen,
             arguments=arguments,
@@ -118,14 +120,17 @@ class Author:
         )
         return Draft("the segment alone, without DDP and without ddpopt", text, tensors)
 
-    def _of_model(self, stage: Stage, exact: bool) -> Draft:
-        imports = ["from torch.utils._pytree import tree_leaves, tree_map"]
+    def _of_model(self, stage: Stage, blamed: Blamed) -> Draft:
+        imports: list[str] = []
         late: list[str] = []
-        factory = _is_plain_factory(self.question.target)
-        if factory:
+        made = _made_by_factory(self.question.target)
+        if made is not None:
             late.append(f"from {self._module} import {self.question.target.partition(':')[2]} as factory")
         else:
             imports.append("from ddpopt.testing.case import resolve")
+        walks = [*(["tree_leaves"] if made is not None else []), *([] if _crashes(blamed) else ["tree_map"])]
+        if walks:
+            imports.append(f"from torch.utils._pytree import {', '.join(walks)}")
         with_ddp = stage.mode in PLAIN_DDP
         if with_ddp:
             imports += ["from torch.nn.parallel import DistributedDataParallel"]
@@ -135,18 +140,20 @@ class Author:
             "model.jinja",
             stage,
             stage.ranks,
+            blamed,
             imports=imports,
             late=late,
             module=self._module,
-            exact=exact,
-            factory=factory,
+            call="" if made is None else _call_of(made),
+            makes=0 if made is None else len(made),
+            draws_loss=made is not None,
             mode_of_ddp=stage.mode if with_ddp else "",
             learning_rate=LEARNING_RATE,
         )
         kind = "the model under DDP" if with_ddp else "the model, without DDP"
-        return Draft(f"{kind}{', without ddpopt' if factory else ''}", text, ranks=stage.ranks)
+        return Draft(f"{kind}{', without ddpopt' if made is not None else ''}", text, ranks=stage.ranks)
 
-    def _of_step(self, stage: Stage) -> Draft:
+    def _of_step(self, stage: Stage, blamed: Blamed) -> Draft:
         imports = [
             "import torch.distributed as dist",
             "from ddpopt.testing.case import resolve",
@@ -162,6 +169,7 @@ class Author:
             "verify.jinja",
             stage,
             stage.ranks,
+            blamed,
             imports=imports,
             module=self._module,
             judged=self.question.mode if stage.mode == LOCAL.name else stage.mode,
@@ -173,6 +181,7 @@ class Author:
         template: str,
         stage: Stage,
         ranks: int,
+        blamed: Blamed,
         *,
         imports: Sequence[str],
         late: Sequence[str] = (),
@@ -183,15 +192,31 @@ class Author:
         question = self.question
         registering = _module_of_backend(stage.backend)
         roots = [_root(each, self.script) for each in (registering, module) if each]
-        registers = [f"import {registering}  # registers the backend"] if registering else []
+        name = question.backend.partition(":")[2] if ":" in stage.backend else ""
+        if name:
+            late = [f"from {registering} import {name.partition('.')[0]}", *late]
+        elif registering:
+            late = [f"import {registering}  # registers the backend", *late]
+        symptom = blamed.symptom.kind if blamed.symptom is not None else ""
+        if symptom == "run":
+            imports = [*imports, "import traceback"]
         text = (
             _environment()
             .get_template(template)
             .render(
+                headline=_headline(stage, blamed),
+                symptom=symptom,
+                draws_loss=more.pop("draws_loss", False),
+                exact=blamed.exact,
+                death=_death(blamed),
+                reached=REACHED,
+                python_version=platform.python_version(),
+                platform=platform.platform(terse=True),
                 target=question.target,
                 mode=f"{question.mode}, here without DDP" if stage.mode == LOCAL.name else stage.mode,
                 option=question.option,
                 backend=stage.backend,
+                compiler=name or repr(stage.backend),
                 steps=question.steps,
                 rank=question.rank,
                 dtype=f"torch.{question.dtype}" if question.dtype else "",
@@ -199,15 +224,39 @@ class Author:
                 ranks=ranks,
                 command=f"'{command_of(ranks)} {self.script.name}'",
                 about=about,
-                imports=sorted({"import sys", "import torch", *imports}, key=_import_order),
+                imports=_grouped({"import sys", "import torch", *imports}),
                 folders=[root for root in dict.fromkeys(roots) if root],
-                late=[*registers, *late],
+                late=late,
                 torch_version=torch.__version__,
                 factor=round(tail_factor(SAMPLES), 1),
                 **more,
             )
         )
         return spaced(text)
+
+
+def _death(blamed: Blamed) -> str:
+    """Of what the process dies, if that is the difference."""
+    return blamed.symptom.how if blamed.symptom is not None and blamed.symptom.kind == "died" else ""
+
+
+def _crashes(blamed: Blamed) -> bool:
+    return blamed.symptom is not None and blamed.symptom.kind in ("died", "run")
+
+
+def _headline(stage: Stage, blamed: Blamed) -> str:
+    """The difference in one sentence, as the title of a report."""
+    what = "torch.compile" if stage.mode == LOCAL.name else f"The data-parallel mode {stage.mode}"
+    if stage.mode in PLAIN_DDP:
+        what = "torch.compile of a DDP module"
+    who = f"{what} with backend {stage.backend!r}" if stage.backend else what
+    match blamed.symptom.kind if blamed.symptom is not None else "":
+        case "died":
+            return f"{who} takes the process down ({_death(blamed)})."
+        case "run":
+            return f"{who} fails where eager runs."
+        case _:
+            return f"{who} does not compute what eager computes."
 
 
 def spaced(text: str) -> str:
@@ -231,27 +280,48 @@ def spaced(text: str) -> str:
     return "\n".join([*lines, ""])
 
 
-def _is_plain_factory(target: str) -> bool:
-    """Whether a target is a function that returns a model and its inputs, and no case."""
+def _made_by_factory(target: str) -> tuple[Any, ...] | None:
+    """What a function makes: a model and its inputs; None if the target is a case, or makes one."""
     module, _, name = target.partition(":")
     found = getattr(importlib.import_module(module), name, None) if name else None
     if isinstance(found, Case) or not callable(found):
-        return False
+        return None
     with torch.random.fork_rng(devices=()):
-        return not isinstance(found(), Case)
+        made = found()
+    return made if isinstance(made, tuple) else None
 
 
-def _import_order(line: str) -> tuple[bool, bool, str]:
-    """Assignments after imports, torch and others after the standard library."""
-    words = line.split()
-    is_import = words[0] in ("import", "from")
-    return not is_import, words[1].partition(".")[0] not in sys.stdlib_module_names, line
+def _call_of(made: tuple[Any, ...]) -> str:
+    """An expression of the arguments of a forward, from what the factory makes."""
+    inputs = made[1]
+    if isinstance(inputs, Mapping):
+        return "(), dict(inputs)"
+    positional = "tuple(inputs)" if isinstance(inputs, (tuple, list)) else "(inputs,)"
+    return f"{positional}, {'dict(keywords)' if len(made) > 2 else '{}'}"
+
+
+def _grouped(lines: Iterable[str]) -> list[str]:
+    """The standard library, then torch and others, then assignments, with a line between them.
+
+    >>> _grouped(["import torch", "from os import path", "inf = float('inf')", "import sys"])
+    ['import sys', 'from os import path', '', 'import torch', '', "inf = float('inf')"]
+    """
+    groups: dict[int, list[str]] = {0: [], 1: [], 2: []}
+    for line in sorted(lines, key=lambda line: (line.startswith("from"), line)):
+        words = line.split()
+        is_import = words[0] in ("import", "from")
+        ours = words[1].partition(".")[0] not in sys.stdlib_module_names
+        groups[2 if not is_import else 1 if ours else 0].append(line)
+    found = [line for group in groups.values() if group for line in ["", *group]]
+    return found[1:]
 
 
 def _module_of_backend(backend: str) -> str:
-    """The module that registers a backend; empty for those that torch has."""
+    """The module that brings a backend; empty for those that torch has."""
     if not backend:
         return ""
+    if ":" in backend:
+        return backend.partition(":")[0]
     compiler: Any = find_compiler(backend)
     while isinstance(compiler, partial):
         compiler = compiler.func

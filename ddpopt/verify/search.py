@@ -1,187 +1,36 @@
 """What ranks do to find where a trial goes wrong: climb the ladder, then narrow the difference down.
 
 Each rung is judged as a trial is, against eager DDP of as many ranks. What is found is told as it is found,
-so that a search which runs out of time has said what it knows. Invariant: a rung that could not be judged is
-no disagreement.
+so that a search which runs out of time, or whose ranks die, has said what it knows. A try that takes its
+ranks down is an answer too: new ranks are told of it, and go on from there.
+
+Invariant: equal memories lead to equal tries, on every rank and in every process that takes the search up.
 """
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-import torch
-
 from ddpopt.backend import find_compiler
-from ddpopt.testing.case import Case, resolve
+from ddpopt.verify.backends import backend_of
 from ddpopt.verify.judge import judge
 from ddpopt.verify.modes import LOCAL, Mode, mode
 from ddpopt.verify.narrow import narrowed
-from ddpopt.verify.option_cases import differing, in_dtype
 from ddpopt.verify.options import Option, option
 from ddpopt.verify.pieces import ChosenPieces, Piece
 from ddpopt.verify.ranks import Ranks
 from ddpopt.verify.reference import Bench, Reference, Subject
-from ddpopt.verify.segment_code import Code, NotWritable, Recorder
-from ddpopt.verify.verdict import Finding, Rung, Status, Trial
+from ddpopt.verify.rungs import Question, Stage, Symptom, rung_of, symptom_of
+from ddpopt.verify.search_events import Blamed, Choice, Chose, Memory, Tried, Trying
+from ddpopt.verify.segment_code import NotWritable, Recorder
+from ddpopt.verify.trials import quickly
+from ddpopt.verify.verdict import Trial
 
 CUT_BY_MODE = ("torch", "ddpopt-split")
 """Modes that cut the graph themselves: their own segments are the pieces."""
-WHOLE_BY_MODE = ("ddpopt-inline", "python_reducer", "python_reducer_concat", "python_reducer_coalesced")
-"""Modes whose graphs hold more than the model's forward, so that they are not cut here."""
-NUMBERS = ("L0", "L1", "L2")
-
-
-@dataclass(frozen=True)
-class Question:
-    """The trial that is looked into.
-
-    Attributes:
-        target: as on the command line.
-        option: name of its option.
-        mode: name of its mode.
-        backend: of Dynamo.
-        strategy: ddpopt's, in place of the mode's own.
-        steps: how many steps of training show it.
-        dtype: to compute in; None for the case's own.
-        ddp_kwargs: DDP's arguments, in place of the case's own.
-        rank: whose inputs a single process is to have.
-    """
-
-    target: str
-    option: str
-    mode: str
-    backend: str
-    strategy: str | None = None
-    steps: int = 3
-    dtype: str | None = None
-    ddp_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    rank: int = 0
-
-    def case(self) -> Case:
-        """The case that was on trial."""
-        found = resolve(self.target)
-        if self.ddp_kwargs:
-            found = differing(found, self.ddp_kwargs)
-        return found if self.dtype is None else in_dtype(found, getattr(torch, self.dtype))
-
-    def case_of_rank(self) -> Case:
-        """The case with the inputs of a single rank, on whichever rank it runs."""
-        found = self.case()
-        return replace(found, inputs=lambda _, step: found.inputs(self.rank, step))
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A rung to try.
-
-    Attributes:
-        mode: name of a mode; ``"local"`` for the model alone.
-        backend: of Dynamo.
-        ranks: on how many.
-    """
-
-    mode: str
-    backend: str
-    ranks: int = 1
-
-    @property
-    def name(self) -> str:
-        """For a person."""
-        if self.mode == LOCAL.name:
-            return f"{self.backend}, no DDP"
-        backend, ranks = (
-            self.backend or "not compiled",
-            "1 rank" if self.ranks == 1 else f"{self.ranks} ranks",
-        )
-        return f"{backend}, {self.mode} on {ranks}"
-
-
-@dataclass(frozen=True)
-class Symptom:
-    """How a stage disagrees, as far as two disagreements must be alike to count as the same.
-
-    Attributes:
-        kind: ``"run"`` it fails, ``"structure"`` or ``"numbers"``.
-        error: name of the exception, where it fails.
-    """
-
-    kind: str
-    error: str = ""
-
-
-@dataclass(frozen=True)
-class Trying:
-    """An event: a stage is about to be tried."""
-
-    stage: Stage
-
-
-@dataclass(frozen=True)
-class Tried:
-    """An event: a stage was tried.
-
-    Attributes:
-        stage: which.
-        rung: how it went.
-        symptom: how it disagreed, if it did.
-    """
-
-    stage: Stage
-    rung: Rung
-    symptom: Symptom | None
-
-
-@dataclass(frozen=True)
-class Blamed:
-    """An event: what has to be compiled for the difference to appear.
-
-    Attributes:
-        segments: in words; empty where the difference appears though nothing is compiled.
-        code: the guilty part as source code; None if it has none.
-        exact: whether only a comparison bit by bit shows it.
-        note: what a reader should know.
-        dies: whether the difference is that a process dies.
-    """
-
-    segments: tuple[str, ...]
-    code: Code | None = None
-    exact: bool = False
-    note: str = ""
-    dies: bool = False
-
-
-def symptom_of(trial: Trial) -> Symptom | None:
-    """How a trial disagrees with eager; None if it does not."""
-    if trial.status is not Status.WRONG:
-        return None
-    levels = {finding.level for finding in trial.findings}
-    if "run" in levels:
-        return Symptom("run", _failed(trial).message.partition(":")[0])
-    return Symptom("numbers") if levels & {*NUMBERS} else Symptom("structure")
-
-
-def _failed(trial: Trial) -> Finding:
-    return next(finding for finding in trial.findings if finding.level == "run")
-
-
-def rung_of(stage: Stage, trial: Trial) -> Rung:
-    """A trial in one line."""
-    if trial.status is Status.NOT_POSSIBLE:
-        return Rung(stage.name, agrees=True, detail=f"not possible: {trial.reason}")
-    if not trial.findings:
-        return Rung(stage.name, agrees=True)
-    worst = max(trial.findings, key=lambda finding: (finding.level == "run", _excess(finding)))
-    return Rung(stage.name, agrees=False, detail=f"{worst.level}: {worst.message}")
-
-
-def _excess(finding: Finding) -> float:
-    if finding.error is None or finding.bound is None:
-        return 0.0
-    return finding.error / finding.bound if finding.bound else float("inf")
 
 
 class Search:
@@ -191,17 +40,19 @@ class Search:
         ranks: on which this runs.
         question: the trial.
         time_left: how much time is left, in seconds.
+        memory: what is known already.
     """
 
-    def __init__(self, ranks: Ranks, question: Question, time_left: Callable[[], float]) -> None:
+    def __init__(
+        self, ranks: Ranks, question: Question, time_left: Callable[[], float], memory: Memory | None = None
+    ) -> None:
         self.ranks = ranks
         self.question = question
         self.time_left = time_left
-        case = question.case() if ranks.size > 1 else question.case_of_rank()
-        self.case = case
+        self.memory = memory or Memory()
+        self.case = question.case() if ranks.size > 1 else question.case_of_rank()
         asked = option(question.option)
-        self._with_ddp = self._bench(asked)
-        self.reference = Reference.make(self._with_ddp)
+        self.reference = Reference.make(self._bench(asked))
         self._alone: Reference | None = None
         if self.reference is not None and ranks.size == 1 and asked.needs != "nothing":
             self._alone = Reference.make(self._bench(replace(asked, needs="nothing")))
@@ -222,7 +73,7 @@ class Search:
         """
         for stage in stages:
             self.ranks.emit(Trying(stage))
-            trial = self.trial(stage, stage.backend)
+            trial = self.trial(stage, backend_of(stage.backend))
             if trial is None:
                 continue
             symptom = symptom_of(trial)
@@ -239,93 +90,161 @@ class Search:
         strategy = self.question.strategy if stage.mode == self.question.mode else None
         return judge(reference, _mode(stage), backend, strategy=strategy, exact=exact)
 
-    def narrow(self, stage: Stage) -> Blamed:
-        """Find what has to be compiled for a stage to disagree.
+    def narrow(self, stage: Stage) -> None:
+        """Find what has to be compiled for a stage to disagree, and tell it.
 
         Args:
             stage: one that disagrees.
-
-        Returns:
-            The smallest set of pieces, in words, with its code if a single rank suffices and it has any.
         """
         if not stage.backend:
-            return Blamed((), note="nothing is compiled in this mode")
-        compiler = find_compiler(stage.backend)
-        cuts = stage.mode not in CUT_BY_MODE + WHOLE_BY_MODE
-        first, whole, exact = self._whole(stage, compiler, cuts)
-        if whole is None:
-            return Blamed((), note="the difference did not appear again when pieces were about to be chosen")
+            self.ranks.emit(Blamed((), note="nothing is compiled in this mode"))
+            return
+        blamed, chosen = _Narrowing(self, stage).blame()
+        self.ranks.emit(blamed)
+        if stage.ranks == 1 and chosen:
+            self.ranks.emit(self._with_code(stage, blamed, chosen))
 
-        def shows(chosen: tuple[Piece, ...]) -> bool:
-            trial = self.trial(stage, ChosenPieces(compiler, chosen, cuts=cuts), exact=exact)
-            return trial is not None and symptom_of(trial) == whole
-
-        if not first.graphs or shows(()):
-            return Blamed((), exact=exact, note="the difference appears though no piece is compiled")
-        # asked of all ranks, so that they end together
-        found = narrowed(first.all, shows, goes_on=lambda: min(self.ranks.gather(self.time_left())) > 0)
-        code, note = self._code(stage, found.items, cuts) if stage.ranks == 1 else (None, "")
-        if not found.ended:
-            note = f"the search ended early, after {found.tries} tries: fewer segments may do. {note}".strip()
-        return Blamed(first.described(found.items), code, exact, note)
-
-    def _whole(self, stage: Stage, compiler: Any, cuts: bool) -> tuple[ChosenPieces, Symptom | None, bool]:
-        """Everything compiled: first as far as rounding goes, then, if that shows nothing, bit by bit."""
-        for exact in (False, True):
-            everything = ChosenPieces(compiler, cuts=cuts)
-            trial = self.trial(stage, everything, exact=exact)
-            symptom = None if trial is None else symptom_of(trial)
-            if symptom is not None:
-                return everything, symptom, exact
-        return everything, None, True
-
-    def _code(self, stage: Stage, chosen: Sequence[Piece], cuts: bool) -> tuple[Code | None, str]:
-        recorder = Recorder(chosen, cuts=cuts)
+    def _with_code(self, stage: Stage, blamed: Blamed, chosen: Sequence[Piece]) -> Blamed:
+        recorder = Recorder(chosen, cuts=_cuts(stage))
         try:
             self.trial(stage, recorder, exact=False)
-            return recorder.code(), ""
+            return replace(blamed, code=recorder.code())
         except NotWritable as error:
-            return None, f"the segment has no code of its own: {error}"
+            notes = [*filter(None, [blamed.note]), f"the segment has no code of its own: {error}"]
+            return replace(blamed, note="; ".join(notes))
+
+
+class _Narrowing:
+    """Choosing pieces of one stage that disagrees: first among its graphs, then inside of each."""
+
+    def __init__(self, search: Search, stage: Stage) -> None:
+        self.search = search
+        self.stage = stage
+        self.compiler = find_compiler(backend_of(stage.backend))
+        self.cuts = _cuts(stage)
+        self.exact = False
+        self.whole: Symptom | None = None
+        self.listed = ChosenPieces(self.compiler)
+        self.ended = True
+        self.tries = 0
+
+    def blame(self) -> tuple[Blamed, tuple[Piece, ...]]:
+        """The smallest set of pieces, in words and as such."""
+        self._find_whole()
+        if self.whole is None:
+            return Blamed(
+                (), note="the difference did not appear again when pieces were about to be chosen"
+            ), ()
+        symptom = self._list(())
+        if not self.listed.graphs or symptom == self.whole:
+            note = "the difference appears though no piece is compiled"
+            return Blamed((), exact=self.exact, symptom=self.whole, note=note), ()
+        self.search.ranks.emit(self._blamed(tuple(self.listed.wholes), so_far=True))
+        chosen = self._smallest(self.listed.wholes, ())
+        for piece in chosen if self.cuts else ():
+            others = tuple(other for other in chosen if other != piece)
+            # asked anew for each graph: what a captured backward holds depends on what its forward compiles
+            self._list(others)
+            if piece.graph < len(self.listed.graphs):
+                chosen = tuple(sorted((*others, *self._smallest(self.listed.pieces(piece.graph), others))))
+        return self._blamed(chosen), chosen
+
+    def _blamed(self, chosen: tuple[Piece, ...], *, so_far: bool = False) -> Blamed:
+        notes = []
+        if so_far or not self.ended:
+            notes.append(f"the search ended early, after {self.tries} tries: fewer segments may do")
+        if self.cuts and self.stage.mode != LOCAL.name:
+            notes.append(
+                f"the segments were cut for this search alone; {self.stage.mode} compiles each graph whole"
+            )
+        segments = self.listed.described(chosen)
+        return Blamed(segments, exact=self.exact, symptom=self.whole, note="; ".join(notes))
+
+    def _find_whole(self) -> None:
+        """Everything compiled: first as far as rounding goes, then, if that shows nothing, bit by bit."""
+        for exact in (False, True):
+            self.exact, self.whole = exact, self._symptom(None, exact)
+            if self.whole is not None:
+                return
+
+    def _list(self, chosen: tuple[Piece, ...]) -> Symptom | None:
+        """Look what graphs there are, with a choice that is not expected to show anything."""
+        known = self.search.memory.choices.get((chosen, self.exact))
+        if known is not None and known.kind == "died":
+            return known
+        listing = ChosenPieces(self.compiler, chosen, cuts=self.cuts)
+        symptom = self._run(listing, chosen, self.exact)
+        self.listed = listing
+        return symptom
+
+    def _smallest(self, pieces: Sequence[Piece], others: tuple[Piece, ...]) -> tuple[Piece, ...]:
+        """The fewest of some pieces that show the difference together with others."""
+        if not self.cuts:
+            pieces = [Piece(piece.graph, 0) for piece in pieces]
+
+        def shows(part: tuple[Piece, ...]) -> bool | None:
+            chosen = tuple(sorted((*others, *part)))
+            search = self.search
+            if (chosen, self.exact) not in search.memory.choices:
+                # asked of all ranks, so that they end together
+                if min(search.ranks.gather(search.time_left())) <= 0:
+                    return None
+                self.tries += 1
+            if self._symptom(chosen, self.exact) != self.whole:
+                return False
+            search.ranks.emit(self._blamed(chosen, so_far=True))
+            return True
+
+        found = narrowed(pieces, shows)
+        self.ended = self.ended and found.ended
+        return found.items
+
+    def _symptom(self, chosen: Choice, exact: bool) -> Symptom | None:
+        known = self.search.memory.choices
+        if (chosen, exact) not in known:
+            known[chosen, exact] = self._run(
+                ChosenPieces(self.compiler, chosen, cuts=self.cuts), chosen, exact
+            )
+        return known[chosen, exact]
+
+    def _run(self, backend: ChosenPieces, chosen: Choice, exact: bool) -> Symptom | None:
+        search = self.search
+        search.ranks.emit(Trying(self.stage, chosen, exact))
+        trial = search.trial(self.stage, backend, exact=exact)
+        symptom = None if trial is None else symptom_of(trial)
+        search.ranks.emit(Chose(chosen, exact, symptom))
+        return symptom
+
+
+def _cuts(stage: Stage) -> bool:
+    """Whether graphs have to be cut for a search."""
+    return stage.mode not in CUT_BY_MODE
 
 
 def _mode(stage: Stage) -> Mode:
     return LOCAL if stage.mode == LOCAL.name else mode(stage.mode)
 
 
-def search(ranks: Ranks, question: Question, stages: Sequence[Stage], seconds: float) -> None:
+def search(ranks: Ranks, question: Question, stages: Sequence[Stage], seconds: float, memory: Memory) -> None:
     """Climb, and narrow down what is found; all is told by events. A collective of all ranks.
 
     Args:
         ranks: on which this runs.
         question: the trial.
-        stages: from the lowest upwards.
+        stages: yet to be tried, from the lowest upwards.
         seconds: how long new tries may begin.
+        memory: what ranks before these found out.
     """
-    gc.collect()
-    gc.freeze()  # each run collects its garbage, and what is imported by now is none
     until = time.monotonic() + seconds
-    running = Search(ranks, question, lambda: until - time.monotonic())
-    stage = running.climb(stages)
+    running = Search(ranks, question, lambda: until - time.monotonic(), memory)
+    stage = memory.stage or running.climb(stages)
     if stage is not None:
-        ranks.emit(running.narrow(stage))
+        running.narrow(stage)
 
 
-def ladder(backend: str) -> tuple[str, ...]:
-    """The backends from Dynamo's own upwards to one.
-
-    >>> ladder("aot_eager"), ladder("mine")
-    (('eager', 'aot_eager'), ('eager', 'aot_eager', 'mine'))
-    """
-    known = ("eager", "aot_eager", "inductor")
-    return known[: known.index(backend) + 1] if backend in known else (*known[:2], backend)
-
-
-def stages_of(question: Question, ranks: int) -> Iterator[Stage]:
-    """What to try on a number of ranks, from the lowest upwards."""
-    backends = ladder(question.backend) if question.backend else ()
-    modes = [LOCAL.name] if ranks == 1 else []
-    if question.backend and mode(question.mode).observable and question.mode != "whole":
-        modes.append("whole")
-    for name in [*modes, question.mode]:
-        for backend in backends or ("",):
-            yield Stage(name, backend, ranks)
+def search_alone(
+    ranks: Ranks, question: Question, stages: Sequence[Stage], seconds: float, memory: Memory
+) -> None:
+    """The same in a process of our own."""
+    with quickly():
+        search(ranks, question, stages, seconds, memory)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ddpopt.graphs import body_nodes, fetch
-from ddpopt.verify.pieces import Piece, cut_before, pieces_of, runs_of, source_line
+from ddpopt.verify.pieces import WHOLE, Piece, cut_before, pieces_of, runs_of, source_line
 
 FREED = re.compile(r";( +[A-Za-z_]\w* =)+ None\b")
 INDENT = "    "
@@ -110,6 +110,8 @@ class Recorder:
         if number != self.chosen[0].graph:
             return gm.forward
         pieces = pieces_of(gm, cuts=self.cuts)
+        if self.chosen[0].place == WHOLE:
+            self.chosen = [Piece(number, place) for place in range(len(pieces))]
         first, last = self.chosen[0].place, self.chosen[-1].place
         runs = runs_of(self.chosen)
         bounds = [bound for run in runs for bound in (run.first, run.last + 1)][1:-1]
@@ -225,6 +227,8 @@ def _import(alias: str, value: object) -> str:
     if value is type(None):
         return f"{alias} = type(None)"
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if str(module).startswith("ddpopt."):
+        raise NotWritable(f"{alias} is ddpopt's own")
     if module is None or name is None or "." in name:
         raise NotWritable(f"{alias} is {value!r}, which no import finds")
     try:

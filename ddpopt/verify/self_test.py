@@ -1,57 +1,41 @@
-"""Who judges the judge: every fault must be found, and clean runs must raise nothing.
+"""Who judges the judge: every fault must be put in and found, and clean runs must raise nothing.
 
-Invariant: a fault that takes the ranks down counts as found, by whoever reported that; a clean run that was
-not possible does not count as clean.
+Invariant: everything that was asked for is counted: a fault that could not be put in, or that took its ranks
+down before it ran, is no fault found, and a clean run that was not possible is not clean.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-import torch
-from torch._dynamo.backends.registry import lookup_backend
-
-from ddpopt.testing import corpus
+from ddpopt.errors import UsageError
+from ddpopt.verify.clean_runs import CleanRun, clean_runs
+from ddpopt.verify.fault_trials import BACKENDS, Found, died, try_fault
 from ddpopt.verify.faults import FAULTS, Fault
-from ddpopt.verify.judge import judge
-from ddpopt.verify.matrix import CASES
-from ddpopt.verify.modes import mode
-from ddpopt.verify.options import option
 from ddpopt.verify.rank_failures import RanksFailed
-from ddpopt.verify.ranks import Ranks, launch
-from ddpopt.verify.reference import Bench, Reference, Subject
+from ddpopt.verify.ranks import Ranks, launch, under_torchrun
 from ddpopt.verify.runner import verify_all
-from ddpopt.verify.trials import STEPS, Asked, Ended, Settings, Started, quickly
-from ddpopt.verify.verdict import Status, Trial, Verdict
+from ddpopt.verify.trials import Ended, Settings, Started, quickly
+from ddpopt.verify.verdict import Finding, Status, Trial, Verdict
 
 FAULT_LIMIT_S = 60.0
 RUN_LIMIT_S = 1800.0
-CLEAN_RUNS = 200
-CLEAN_MODES = ("ddpopt-split", "ddpopt-inline")
-CLEAN_OPTIONS = ("default", "accumulation", "bucket_view", "zero_in_place")
-FOUND_BY = {"CertificateError": "certificate", "PlanMismatchError": "agreement"}
-"""Errors that ddpopt itself raises before anything is compared."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """What became of one fault.
+class Tried(Ended):
+    """An event: a fault has been tried.
 
     Attributes:
-        fault: its name.
-        layer: what it breaks.
-        by: the levels that found it, or ``"certificate"``, ``"agreement"``, ``"run"`` (the step failed),
-            ``"ranks"`` (a rank died or stalled); empty if nothing did.
-        message: the first thing said of it.
+        found: what became of it.
     """
 
-    fault: str
-    layer: str
-    by: tuple[str, ...]
-    message: str
+    found: Found
 
 
 @dataclass(frozen=True)
@@ -61,14 +45,18 @@ class SelfTest:
     Attributes:
         found: one entry for each fault.
         clean: the verdict over clean runs.
+        world_size: how many ranks there were.
+        left_out: names of faults that so many ranks cannot show.
     """
 
     found: tuple[Found, ...]
     clean: Verdict
     world_size: int = field(default=2)
+    left_out: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        return not self.missed and self.clean_runs == self.clean_asked
+        faultless = not any(found.complaint for found in self.found)
+        return faultless and self.clean_runs == self.clean_asked
 
     def to_json(self) -> str:
         """Return faults, what found them, and the clean runs as a JSON object."""
@@ -78,8 +66,13 @@ class SelfTest:
 
     @property
     def missed(self) -> tuple[Found, ...]:
-        """The faults that nothing found."""
-        return tuple(found for found in self.found if not found.by)
+        """The faults that were put in and that nobody found."""
+        return tuple(found for found in self.found if found.injected and not found.by)
+
+    @property
+    def not_injected(self) -> tuple[Found, ...]:
+        """The faults that could not be put in, or not on all ranks."""
+        return tuple(found for found in self.found if not found.injected)
 
     @property
     def clean_asked(self) -> int:
@@ -91,20 +84,45 @@ class SelfTest:
         """How many clean runs ended, with nothing found."""
         return sum(trial.status is Status.OK for trial in self.clean.trials)
 
+    def as_verdict(self) -> Verdict:
+        """Return the same as a verdict, for reports that know no other thing.
+
+        Returns:
+            A trial for each fault, and the clean runs; true where the self-test is.
+        """
+        trials = (*map(_as_trial, self.found), *map(_required, self.clean.trials))
+        return replace(self.clean, target="self-test", trials=trials)
+
+
+def _as_trial(found: Found) -> Trial:
+    findings = (Finding("self-test", "every fault is put in, and found", found.complaint),)
+    return Trial(
+        f"faults in the {found.layer}",
+        found.mode,
+        found.fault,
+        found.backend,
+        Status.WRONG if found.complaint else Status.OK,
+        findings=findings if found.complaint else (),
+        notes=(f"found by {', '.join(found.by)}: {found.message}",) if found.by else (),
+    )
+
+
+def _required(trial: Trial) -> Trial:
+    """A clean run that was not possible: elsewhere that is no fault, here it is."""
+    if trial.status is not Status.NOT_POSSIBLE:
+        return trial
+    finding = Finding("self-test", "every clean run is possible", trial.reason)
+    return replace(trial, status=Status.WRONG, reason="", findings=(finding,))
+
 
 Progress = Callable[[Started | Ended], None]
-
-
-def rounding(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-    """Compile like aot_eager, but be judged like a backend that may round otherwise."""
-    return lookup_backend("aot_eager")(gm, list(example_inputs))
 
 
 def self_test(
     nproc: int = 2,
     *,
     faults: Sequence[Fault] = FAULTS,
-    clean_runs: int = CLEAN_RUNS,
+    clean: Sequence[CleanRun] | None = None,
     on_event: Progress = lambda _: None,
 ) -> SelfTest:
     """Put every fault in, and take clean runs over the corpus.
@@ -112,111 +130,94 @@ def self_test(
     Args:
         nproc: how many ranks to start.
         faults: the faults.
-        clean_runs: how many clean runs, at least; the corpus is gone over with one option after the other.
+        clean: the clean runs; by default those of `clean_runs`.
         on_event: told of each trial as it begins and ends.
 
     Returns:
         What was found.
 
     Raises:
+        UsageError: there are too few ranks to disagree, or torchrun has started some already.
         InfrastructureError: no ranks could be had.
     """
-    done: dict[int, Found] = {}
-    running: list[Started] = []
+    if under_torchrun():
+        raise UsageError("--self-test starts ranks of its own: run it without torchrun, with --nproc N")
+    if nproc < 2:
+        raise UsageError(f"--self-test: expected --nproc 2 or more, for ranks to disagree, got {nproc}")
+    shown = [fault for fault in faults if fault.shows_on(nproc)]
+    found = _Faults(shown, nproc, on_event).run()
+    taken = clean_runs() if clean is None else clean
+    left_out = tuple(fault.name for fault in faults if fault not in shown)
+    return SelfTest(tuple(found), _clean(taken, nproc, on_event), nproc, left_out)
 
-    def note(event: Any) -> None:
-        if isinstance(event, Ended):
-            done[event.index] = _found(faults[event.index], event.trial)
-            running.clear()
-        else:
-            running[:] = [event]
-        on_event(event)
 
-    while len(done) < len(faults):
+def _clean(taken: Sequence[CleanRun], nproc: int, on_event: Progress) -> Verdict:
+    """All clean runs, those of one backend after those of another."""
+    verdicts = []
+    for backend in dict.fromkeys(run.backend for run in taken):
+        asked = [run.asked for run in taken if run.backend == backend]
+        settings = Settings(BACKENDS.get(backend, backend))
+        verdicts.append(
+            verify_all("clean runs", asked, settings, nproc=nproc, device="cpu", on_event=on_event)
+        )
+    if not verdicts:
+        return Verdict("clean runs", nproc, ())
+    return replace(verdicts[0], trials=tuple(trial for one in verdicts for trial in one.trials))
+
+
+class _Faults:
+    """All faults, one after the other, in ranks that are started anew where a fault took them down."""
+
+    def __init__(self, faults: Sequence[Fault], nproc: int, on_event: Progress) -> None:
+        self._faults = faults
+        self._nproc = nproc
+        self._tell = on_event
+        self._done: dict[int, Found] = {}
+        self._running: Started | None = None
+
+    def run(self) -> list[Found]:
+        with tempfile.TemporaryDirectory(prefix="ddpopt-faults-") as folder:
+            while len(self._done) < len(self._faults):
+                self._launch(Path(folder))
+        return [self._done[index] for index in range(len(self._faults))]
+
+    def _launch(self, marks: Path) -> None:
+        task = (_on_rank, self._faults, tuple(self._done), marks)
         try:
-            launch(
-                _on_rank, faults, tuple(done), nproc=nproc, limit_s=RUN_LIMIT_S, device="cpu", on_event=note
-            )
+            launch(*task, nproc=self._nproc, limit_s=RUN_LIMIT_S, device="cpu", on_event=self._note)
         except RanksFailed as failed:
-            if not running:
+            if self._running is None:
                 raise
-            index = running[0].index
-            running.clear()
+            index = self._running.index
+            self._running = None
             words = str(failed).splitlines()[0]
-            done[index] = Found(faults[index].name, faults[index].layer, ("ranks",), words)
-    clean = verify_all(
-        "clean runs",
-        clean_asked(clean_runs),
-        Settings("aot_eager"),
-        nproc=nproc,
-        device="cpu",
-        on_event=on_event,
-    )
-    return SelfTest(tuple(done[index] for index in range(len(faults))), clean, nproc)
+            found = died(self._faults[index], marked_in(marks, index, self._nproc), words)
+            self._done[index] = found
+            self._tell(Ended(index, _as_trial(found)))
+
+    def _note(self, event: Any) -> None:
+        self._running = None if isinstance(event, Tried) else event
+        if isinstance(event, Tried):
+            self._done[event.index] = event.found
+        self._tell(event)
 
 
-def clean_asked(runs: int) -> list[Asked]:
-    """Clean runs over the corpus, with one option after the other until there are enough."""
-    asked: list[Asked] = []
-    for name in CLEAN_OPTIONS:
-        for case in corpus.cases():
-            if len(asked) * len(CLEAN_MODES) >= runs:
-                return asked
-            if runs_clean(case.name, name):
-                asked.append(Asked(case.name, name, CLEAN_MODES))
-    return asked
+def _mark(marks: Path, index: int, rank: int) -> Path:
+    """The file that says that a fault has run on a rank: it is there even if the rank did not live."""
+    return marks / f"{index}-{rank}"
 
 
-def runs_clean(case: str, option_name: str) -> bool:
-    """Whether a case goes with an option in eager: a static graph is recorded in a synchronised step."""
-    static = bool(corpus.case(case).ddp_kwargs.get("static_graph"))
-    return not (static and option_name == "accumulation")
+def marked_in(marks: Path, index: int, size: int) -> list[bool]:
+    """Whether a fault has run, by rank."""
+    return [_mark(marks, index, rank).exists() for rank in range(size)]
 
 
-def _on_rank(ranks: Ranks, faults: Sequence[Fault], done: Sequence[int]) -> None:
+def _on_rank(ranks: Ranks, faults: Sequence[Fault], done: Sequence[int], marks: Path) -> None:
     with quickly():
         for index, fault in enumerate(faults):
-            if index not in done:
-                ranks.emit(Started(index, fault.case, fault.option, fault.name))
-                with ranks.limited(FAULT_LIMIT_S, fault.name):
-                    ranks.emit(Ended(index, try_fault(ranks, fault)))
-
-
-def try_fault(ranks: Ranks, fault: Fault) -> Trial:
-    """Judge a mode with a fault in it; a collective of all ranks.
-
-    Args:
-        ranks: the ranks.
-        fault: the fault.
-
-    Returns:
-        The trial; wrong if the fault was found.
-    """
-    case = next(case for case in CASES if case.name == fault.case)
-    bench = Bench(Subject(case, option(fault.option), STEPS, ranks.device), ranks)
-    try:
-        reference = Reference.make(bench)
-        if reference is None:
-            raise RuntimeError(f"eager DDP itself failed: {bench.failures}")
-        backend = rounding if fault.backend == "rounding" else fault.backend
-        # what is derived from eager is derived before anything is broken
-        _ = (reference.arithmetic if fault.backend == "rounding" else None, reference.graphs)
-        with fault.inject(ranks.rank):
-            return judge(reference, mode(fault.mode), backend, tamper=fault.tamper)
-    finally:
-        bench.close()
-
-
-def _found(fault: Fault, trial: Trial) -> Found:
-    if trial.status is not Status.WRONG:
-        # refused is found: ddpopt would not run with it
-        refused = trial.status is Status.NOT_POSSIBLE and trial.reason.startswith("refused")
-        return Found(fault.name, fault.layer, ("refused",) if refused else (), trial.reason)
-    levels = dict.fromkeys(_by(trial))
-    return Found(fault.name, fault.layer, tuple(levels), trial.findings[0].message)
-
-
-def _by(trial: Trial) -> Iterator[str]:
-    for finding in trial.findings:
-        names = [by for name, by in FOUND_BY.items() if name in finding.message.partition("\n")[0]]
-        yield names[0] if names else finding.level
+            if index in done:
+                continue
+            ranks.emit(Started(index, fault.case, fault.option, fault.name))
+            with ranks.limited(FAULT_LIMIT_S, fault.name):
+                trial, found = try_fault(ranks, fault, _mark(marks, index, ranks.rank).touch)
+            ranks.emit(Tried(index, trial, found))

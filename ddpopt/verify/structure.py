@@ -6,84 +6,16 @@ Invariant: nothing here looks at how close two numbers are; None against a tenso
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ddpopt.observe import Iteration
-from ddpopt.verify.compare import raw_bytes
-from ddpopt.verify.modes import Mode
-from ddpopt.verify.options import Option
-from ddpopt.verify.training import Record
+from ddpopt.verify import structure_sent as sent
+from ddpopt.verify.evidence import Broken, Claim, Evidence, Peer, peer_of
 from ddpopt.verify.verdict import Finding
 
-Digests = tuple[dict[str, bytes], ...]
-"""For each step, a digest of every parameter and buffer after it."""
-
-
-@dataclass(frozen=True)
-class Peer:
-    """What one rank tells the others of its run.
-
-    Attributes:
-        rank: in the group that trains together.
-        states: digests after each step.
-        graphs: Dynamo's compile ids.
-        buckets: names of the parameters of each bucket, at each synchronised backward.
-    """
-
-    rank: int
-    states: Digests
-    graphs: tuple[str, ...]
-    buckets: tuple[tuple[tuple[str, ...], ...], ...]
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """What claims are judged by.
-
-    Attributes:
-        mode: the mode under test.
-        option: the option.
-        compiled: whether anything was to be compiled.
-        got: this rank's run in the mode.
-        eager: this rank's run in eager DDP.
-        peers: every rank's run in the mode, by rank in the group.
-        eager_peers: the same for eager.
-        alone: the graphs that Dynamo makes of the model alone, after each step; None if that is not known.
-        ranks_differ: whether ranks may run different graphs.
-    """
-
-    mode: Mode
-    option: Option
-    compiled: bool
-    got: Record
-    eager: Record
-    peers: Sequence[Peer]
-    eager_peers: Sequence[Peer]
-    alone: Sequence[int] | None
-    ranks_differ: bool
-
-
-Claim = Callable[[Evidence], Iterator[tuple[str, str | None, int | None]]]
-"""Yields a message, a parameter and a step for each finding."""
-
-
-def peer_of(rank: int, record: Record) -> Peer:
-    """Sum up a run for the other ranks."""
-    return Peer(
-        rank=rank,
-        states=tuple({name: _digest(t) for name, t in step.state.items()} for step in record.steps),
-        graphs=record.graphs,
-        buckets=tuple(tuple(bucket.params for bucket in one.buckets) for one in record.iterations or ()),
-    )
-
-
-def _digest(tensor: Tensor) -> bytes:
-    return hashlib.blake2b(raw_bytes(tensor), digest_size=16).digest()
+__all__ = ["CLAIMS", "Evidence", "Peer", "peer_of", "structure"]
 
 
 def structure(evidence: Evidence, rank: int) -> list[Finding]:
@@ -103,13 +35,13 @@ def structure(evidence: Evidence, rank: int) -> list[Finding]:
     ]
 
 
-def _steps(evidence: Evidence) -> Iterator[tuple[str, str | None, int | None]]:
+def _steps(evidence: Evidence) -> Broken:
     got, expected = len(evidence.got.steps), len(evidence.eager.steps)
     if got != expected:
         yield f"took {got} steps, eager DDP took {expected}", None, None
 
 
-def _presence(evidence: Evidence) -> Iterator[tuple[str, str | None, int | None]]:
+def _presence(evidence: Evidence) -> Broken:
     for step, (got, eager) in enumerate(zip(evidence.got.steps, evidence.eager.steps, strict=False)):
         for name in sorted(got.gradients.keys() ^ eager.gradients.keys()):
             where = "the mode" if name in got.gradients else "eager DDP"
@@ -121,7 +53,7 @@ def _presence(evidence: Evidence) -> Iterator[tuple[str, str | None, int | None]
                 yield f"step {step}: the gradient of {name} {words}", name, step
 
 
-def _form(evidence: Evidence) -> Iterator[tuple[str, str | None, int | None]]:
+def _form(evidence: Evidence) -> Broken:
     with_strides = evidence.mode.gives == "module"
     for step, (got, eager) in enumerate(zip(evidence.got.steps, evidence.eager.steps, strict=False)):
         for name, expected in eager.gradients.items():
@@ -143,7 +75,7 @@ def _form_of(tensor: Tensor, with_strides: bool) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape)}{strides} on {tensor.device}{layout}"
 
 
-def _others(evidence: Evidence) -> Iterator[tuple[str, str | None, int | None]]:
+def _others(evidence: Evidence) -> Broken:
     """What is no gradient: its form, and integers, which know no rounding."""
     for step, (got, eager) in enumerate(zip(evidence.got.steps, evidence.eager.steps, strict=False)):
         pairs: list[tuple[str, Tensor | None, Tensor]] = [("the loss", got.loss, eager.loss)]
@@ -161,13 +93,13 @@ def _counts_exactly(evidence: Evidence, tensor: Tensor) -> bool:
     return is_integer and evidence.mode.gives != "nothing"  # only DDP broadcasts buffers
 
 
-def _random(evidence: Evidence) -> Iterator[tuple[str, str | None, int | None]]:
+def _random(evidence: Evidence) -> Broken:
     for step, (got, eager) in enumerate(zip(evidence.got.steps, evidence.eager.steps, strict=False)):
         if not torch.equal(got.random, eager.random):
             yield f"step {step}: the random generator is in another state than after eager's step", None, step
 
 
-def _counts(evidence: Evidence) -> Iterator[tuple[str, str | None, int | None]]:
+def _counts(evidence: Evidence) -> Broken:
     for step, (got, eager) in enumerate(zip(evidence.got.steps, evidence.eager.steps, strict=False)):
         for name in sorted(got.extras.keys() | eager.extras.keys()):
             has, wants = got.extras.get(name), eager.extras.get(name)
@@ -175,7 +107,7 @@ def _counts(evidence: Evidence) -> Iterator[tuple[str, str | None, int | None]]:
                 yield f"step {step}: {name}: {has!r}, in eager DDP {wants!r}", None, step
 
 
-def _agreement(evidence: Evidence) -> Iterator[tuple[str, str | None, int | None]]:
+def _agreement(evidence: Evidence) -> Broken:
     got, eager = _unequal(evidence.peers), _unequal(evidence.eager_peers)
     for step, names in enumerate(got):
         allowed = eager[step] if step < len(eager) else {}
@@ -211,97 +143,6 @@ def _unequal(peers: Sequence[Peer]) -> list[dict[str, list[int]]]:
     return found
 
 
-def _reduced_once(evidence: Evidence) -> Iterator[tuple[str, str | None, int | None]]:
-    for index, iteration in enumerate(evidence.got.iterations or ()):
-        carried = [c.bucket for c in iteration.collectives if c.bucket is not None]
-        expected = [bucket.index for bucket in iteration.buckets]
-        if carried != expected and not evidence.option.missing:
-            yield (
-                f"backward {index}: buckets {carried} were reduced, expected {expected}: each once, in order",
-                _param_of(iteration, carried, expected),
-                None,
-            )
-
-
-def _param_of(iteration: Iteration, carried: Sequence[int], expected: Sequence[int]) -> str | None:
-    lost = [index for index in expected if carried.count(index) != 1]
-    return iteration.buckets[lost[0]].params[0] if lost else None
-
-
-def _synchronised(evidence: Evidence) -> Iterator[tuple[str, str | None, int | None]]:
-    if evidence.option.syncs is None or evidence.got.iterations is None:
-        return
-    expected = evidence.option.syncs * len(evidence.got.steps)
-    got = len(evidence.got.iterations)
-    if got != expected:
-        yield (
-            f"{got} backwards were reduced in {len(evidence.got.steps)} steps, expected {expected}",
-            None,
-            None,
-        )
-
-
-def _planned(evidence: Evidence) -> Iterator[tuple[str, str | None, int | None]]:
-    got = evidence.got
-    if not got.planned or not got.iterations or not evidence.compiled:
-        return
-    if got.plan is None:
-        yield "ddpopt's plan is not in force: DDP went on with buckets of its own", None, None
-        return
-    planned = [bucket.params for bucket in got.plan.buckets]
-    for index, iteration in enumerate(got.iterations):
-        seen = [bucket.params for bucket in iteration.buckets]
-        if [frozenset(params) for params in seen] != [frozenset(params) for params in planned]:
-            yield f"backward {index}: the reducer has buckets {seen}, the plan {planned}", None, None
-
-
-def _compiled(evidence: Evidence) -> Iterator[tuple[str, str | None, int | None]]:
-    if not evidence.compiled:
-        return
-    if not evidence.got.graphs:
-        yield "nothing was compiled: Dynamo made no graph", None, None
-    if evidence.mode.captures_backward and evidence.got.captures == 0:
-        yield "compiled autograd captured no backward", None, None
-
-
-def _same_graphs(evidence: Evidence) -> Iterator[tuple[str, str | None, int | None]]:
-    if evidence.ranks_differ or not evidence.compiled:
-        return
-    first = evidence.peers[0].graphs
-    for peer in evidence.peers[1:]:
-        if len(peer.graphs) != len(first):
-            yield (
-                f"rank {peer.rank} compiled graphs {', '.join(peer.graphs) or 'none'}, "
-                f"rank 0 {', '.join(first) or 'none'}",
-                None,
-                None,
-            )
-
-
-def _as_alone(evidence: Evidence) -> Iterator[tuple[str, str | None, int | None]]:
-    if evidence.alone is None or not evidence.compiled or not evidence.mode.observable:
-        return
-    if evidence.option.more_graphs:
-        return
-    for step, (got, alone) in enumerate(zip(evidence.got.graphs_after, evidence.alone, strict=False)):
-        if got != alone and evidence.got.graphs:
-            yield (
-                f"step {step}: {got} graphs were compiled by then, of the model alone {alone}",
-                None,
-                step,
-            )
-            return
-
-
-def _same_buckets(evidence: Evidence) -> Iterator[tuple[str, str | None, int | None]]:
-    first = evidence.peers[0].buckets
-    for peer in evidence.peers[1:]:
-        for index, (theirs, ours) in enumerate(zip(peer.buckets, first, strict=False)):
-            if theirs != ours:
-                yield f"backward {index}: rank {peer.rank} has buckets {theirs}, rank 0 {ours}", None, None
-                break
-
-
 CLAIMS: tuple[tuple[str, Claim], ...] = (
     ("as many steps as in eager DDP", _steps),
     ("a gradient wherever eager DDP has one", _presence),
@@ -310,11 +151,13 @@ CLAIMS: tuple[tuple[str, Claim], ...] = (
     ("the random generator as after eager's step", _random),
     ("hooks run as often as in eager DDP", _counts),
     ("parameters and buffers equal on all ranks where they are in eager DDP", _agreement),
-    ("the same buckets on every rank", _same_buckets),
-    ("every bucket reduced exactly once, in order", _reduced_once),
-    ("as many synchronised backwards as asked for, none under no_sync", _synchronised),
-    ("the reducer follows the plan", _planned),
-    ("something was compiled", _compiled),
-    ("as many graphs on every rank", _same_graphs),
-    ("as many graphs as of the model alone", _as_alone),
+    ("the same buckets on every rank", sent.same_buckets),
+    ("every bucket reduced exactly once, in order", sent.reduced_once),
+    ("no collective in a backward but buckets and what eager DDP sends", sent.no_others),
+    ("the same collectives on every rank, in the same order", sent.same_order),
+    ("as many synchronised backwards as asked for, none under no_sync", sent.synchronised),
+    ("the reducer follows the plan", sent.planned),
+    ("something was compiled", sent.compiled),
+    ("the same graphs on every rank, step by step", sent.same_graphs),
+    ("as many graphs as of the model alone", sent.as_alone),
 )

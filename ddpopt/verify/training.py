@@ -11,7 +11,7 @@ import functools
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -23,11 +23,11 @@ from torch.utils._pytree import tree_map
 from ddpopt.compilations import Compilations
 from ddpopt.errors import UsageError
 from ddpopt.impose import imposed_plan
-from ddpopt.observe import Iteration, Observation, observe
-from ddpopt.plan import Plan
+from ddpopt.observe import Observation, observe
 from ddpopt.testing.case import Case, step_seed
 from ddpopt.verify.modes import Mode, Setup
 from ddpopt.verify.parallel import Gradients, Named, Parallel
+from ddpopt.verify.record import Record, Step
 
 LEARNING_RATE = 0.05
 """Of plain SGD: large enough that a stale gradient or a parameter that was not updated shows a step later."""
@@ -48,58 +48,6 @@ class Place:
     size: int
     group: dist.ProcessGroup
     device: torch.device
-
-
-@dataclass
-class Step:
-    """What one step left behind.
-
-    Attributes:
-        loss: detached; the last one, where a step has several.
-        gradients: after the last backward, before anything is done to them.
-        state: parameters and buffers after the optimizer.
-        random: state of the default generator after the backward.
-        extras: what the option wants to be equal too.
-    """
-
-    loss: Tensor
-    gradients: Gradients
-    state: Named
-    random: Tensor
-    extras: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class Record:
-    """What a run left behind.
-
-    Attributes:
-        start: parameters and buffers before the first step.
-        steps: in order; ranks may have different numbers of them.
-        graphs: Dynamo's compile ids, in order.
-        graphs_after: number of graphs after each step.
-        captures: how many backwards compiled autograd captured.
-        iterations: the synchronised backwards, where DDP's reducer could be observed.
-        planned: whether ddpopt's plan is to be in force.
-        plan: ddpopt's plan in force at the end, if there is one.
-        local: the gradients of one more step that nothing reduced, taken from the state before the last
-            step; None if it was not asked for.
-    """
-
-    start: Named
-    steps: list[Step] = field(default_factory=list)
-    graphs: tuple[str, ...] = ()
-    graphs_after: list[int] = field(default_factory=list)
-    captures: int = 0
-    iterations: tuple[Iteration, ...] | None = None
-    planned: bool = False
-    plan: Plan | None = None
-    local: Gradients | None = None
-
-    @property
-    def starts(self) -> list[Named]:
-        """Parameters and buffers before each step, and after the last."""
-        return [self.start, *(step.state for step in self.steps)]
 
 
 class Trainer:
@@ -197,6 +145,10 @@ TakeStep = Callable[[Trainer], None]
 """Forward and backward of one step, however often."""
 
 
+def nothing_more(_: Trainer) -> None:
+    """Do nothing between the backward and the optimizer."""
+
+
 def plain_step(trainer: Trainer) -> None:
     """One forward, one backward."""
     trainer.backward(trainer.loss())
@@ -217,12 +169,17 @@ class Program:
     """
 
     take_step: TakeStep = plain_step
-    finish_step: TakeStep = lambda _: None
+    finish_step: TakeStep = nothing_more
     before_step: TakeStep = lambda _: None
     configure: Callable[[Trainer], None] = lambda _: None
     around: Callable[[Trainer], AbstractContextManager[Any]] = lambda _: contextlib.nullcontext()
     steps: Callable[[Place, int], int] = lambda _, steps: steps
     keeps_gradients: bool = False
+
+    @property
+    def finishes(self) -> bool:
+        """Whether anything happens to gradients between the backward and the optimizer."""
+        return self.finish_step is not nothing_more
 
 
 def on_device(value: Any, device: torch.device) -> Any:
@@ -270,6 +227,7 @@ def train(course: Course, mode: Mode, place: Place) -> Record:
     """
     with mode.running(), contextlib.closing(_Garbage()):
         trainer = Trainer(course.case, place, functools.partial(_make, course, mode, place))
+        trainer.record.follow = course.follow
         course.program.configure(trainer)
         course.tamper(trainer)
         with _watched(trainer, mode), course.program.around(trainer):
@@ -278,7 +236,7 @@ def train(course: Course, mode: Mode, place: Place) -> Record:
                     trainer.load(course.follow[trainer.step])
                 _one_step(trainer, course.program)
         if course.probe:
-            _probe(trainer, course.program, course.follow)
+            _probe(trainer, course.program)
         return trainer.record
 
 
@@ -313,6 +271,7 @@ def _watched(trainer: Trainer, mode: Mode) -> Iterator[None]:
         record.captures = counters["compiled_autograd"]["captures"] - captures
     if observation is not None:
         record.iterations = observation.iterations
+        record.collectives = observation.collectives
         record.plan = imposed_plan(ddp)
 
 
@@ -329,21 +288,45 @@ def _one_step(trainer: Trainer, program: Program) -> None:
     _clear_gradients(trainer, keep=program.keeps_gradients)
     program.before_step(trainer)
     program.take_step(trainer)
-    random = torch.random.get_rng_state()
-    gradients = trainer.gradients()
+    random = random_state(trainer.place.device)
+    gradients, early = trainer.gradients(), set(trainer.extras)
     program.finish_step(trainer)
+    final = trainer.gradients() if program.finishes else {}
     _update(trainer.parameters())
     trainer.record.graphs_after.append(len(trainer.compilations.graphs))
     loss = trainer.last_loss
     if loss is None:
         raise RuntimeError("a step ran no forward")
-    trainer.record.steps.append(Step(loss.clone(), gradients, trainer.state(), random, dict(trainer.extras)))
+    trainer.record.steps.append(
+        Step(
+            loss=loss.clone(),
+            gradients=gradients,
+            state=trainer.state(),
+            random=random,
+            extras=dict(trainer.extras),
+            final=final,
+            late=frozenset(trainer.extras.keys() - early),
+        )
+    )
 
 
-def _probe(trainer: Trainer, program: Program, follow: Sequence[Named] | None) -> None:
+def random_state(device: torch.device) -> Tensor:
+    """Read the default generators that a model on a device draws from: the CPU's, and the GPU's own.
+
+    Args:
+        device: where the model is.
+
+    Returns:
+        Their states, one after the other, as bytes.
+    """
+    own = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return torch.cat([torch.random.get_rng_state(), *own])
+
+
+def _probe(trainer: Trainer, program: Program) -> None:
     record = trainer.record
     trainer.step = len(record.steps) - 1
-    trainer.load((record.starts if follow is None else follow)[trainer.step])
+    trainer.load(record.starts[trainer.step])
     _clear_gradients(trainer, keep=False)
     with trainer.no_sync():
         program.take_step(trainer)
@@ -360,4 +343,9 @@ def _update(parameters: Sequence[nn.Parameter]) -> None:
     with torch.no_grad():
         for parameter in parameters:
             if parameter.grad is not None:
-                parameter.add_(parameter.grad, alpha=-LEARNING_RATE)
+                parameter.copy_(updated(parameter, parameter.grad))
+
+
+def updated(parameter: Tensor, gradient: Tensor | None) -> Tensor:
+    """What the optimizer makes of a parameter."""
+    return parameter if gradient is None else parameter.add(gradient, alpha=-LEARNING_RATE)

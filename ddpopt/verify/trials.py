@@ -8,19 +8,22 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._dynamo import guards
+from torch._C._dynamo.eval_frame import reset_code
+from torch._dynamo import eval_frame, guards
 
 from ddpopt.testing.case import Case, resolve
 from ddpopt.verify.judge import judge
 from ddpopt.verify.modes import mode
 from ddpopt.verify.option_cases import in_dtype
 from ddpopt.verify.options import option
+from ddpopt.verify.parallel import nothing
 from ddpopt.verify.ranks import Ranks
 from ddpopt.verify.reference import Bench, Failure, Reference, Subject
 from ddpopt.verify.verdict import Status, Trial
@@ -94,8 +97,14 @@ class Ended:
     trial: Trial
 
 
-def run_trials(ranks: Ranks, asked: Sequence[Asked], settings: Settings, done: Sequence[int]) -> list[Trial]:
-    """Judge everything that was asked and is not done."""
+def run_trials(
+    ranks: Ranks,
+    asked: Sequence[Asked],
+    settings: Settings,
+    done: Sequence[int],
+    before_each: Callable[[], None] = nothing,
+) -> list[Trial]:
+    """Judge everything that was asked and is not done; before each case and option something may be done."""
     index = 0
     trials: list[Trial] = []
     for one in asked:
@@ -103,6 +112,7 @@ def run_trials(ranks: Ranks, asked: Sequence[Asked], settings: Settings, done: S
         index += len(one.modes)
         left = [(i, name) for i, name in zip(indices, one.modes, strict=True) if i not in done]
         if left:
+            before_each()
             trials += _judged(ranks, one, settings, left)
     return trials
 
@@ -112,14 +122,24 @@ def quickly() -> Iterator[None]:
     """Spare a process of our own what costs a third of a trial and what nobody reads.
 
     What is imported by now is no garbage; each run collects its own. Dynamo does not time its guards, and
-    writes no structured trace.
+    writes no structured trace. It leaves alone the frames in which ``contextlib`` makes a context manager:
+    DDP's forward makes one, and Dynamo compiles three frames to find no tensor in them.
     """
     _load_compiler()
+    keep_for_good()
+    trace = logging.getLogger("torch.__trace")
+    with (
+        patch.object(trace, "disabled", True),
+        patch.object(guards, "profile_guard_manager", _untimed),
+        _left_alone(*_MAKING_CONTEXTS),
+    ):
+        yield
+
+
+def keep_for_good() -> None:
+    """Have the garbage collector look no more at what is there: modules, caches of Dynamo's."""
     gc.collect()
     gc.freeze()
-    trace = logging.getLogger("torch.__trace")
-    with patch.object(trace, "disabled", True), patch.object(guards, "profile_guard_manager", _untimed):
-        yield
 
 
 def _load_compiler() -> None:
@@ -132,12 +152,31 @@ def _untimed(*_: object) -> float:
     return 0.0
 
 
+# In Python 3.11 and later: what a decorated function is, and what makes the object that it returns.
+_MAKING_CONTEXTS = (quickly.__code__, contextlib._GeneratorContextManager.__init__.__code__)
+
+
+@contextlib.contextmanager
+def _left_alone(*codes: CodeType) -> Iterator[None]:
+    """Have Dynamo run frames as they are, which still looks at what they call; for torch 2.11 to 2.13."""
+    for code in codes:
+        eval_frame.skip_code(code)
+    try:
+        yield
+    finally:
+        for code in codes:
+            reset_code(code)
+
+
 def run_trials_alone(
     ranks: Ranks, asked: Sequence[Asked], settings: Settings, done: Sequence[int]
 ) -> list[Trial]:
-    """The same in a process of our own."""
+    """The same in a process of our own.
+
+    Dynamo's caches grow with each trial, and each run has the garbage collector look through them.
+    """
     with quickly():
-        return run_trials(ranks, asked, settings, done)
+        return run_trials(ranks, asked, settings, done, keep_for_good)
 
 
 def _judged(

@@ -7,12 +7,16 @@ tensor. Invariant: a verdict is true only if something was judged, nothing was w
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from ddpopt.errors import DdpoptError, InfrastructureError, VerificationError
+
+NUMBERS = ("ulps", "error", "bound")
+"""Fields that may be infinite, or no number at all: where a gradient overflowed, or has no digit right."""
 
 
 class Status(StrEnum):
@@ -235,8 +239,13 @@ class Verdict:
         return lines
 
     def to_json(self) -> str:
-        """Return the verdict as a JSON object; `from_json` reads it back."""
-        return json.dumps(asdict(self) | {"right": bool(self)}, indent=2, default=str)
+        """Return the verdict as a JSON object; `from_json` reads it back.
+
+        It is strict JSON, which has no numbers beyond the finite ones: these are the strings
+        ``"Infinity"``, ``"-Infinity"`` and ``"NaN"``.
+        """
+        data = _finite(asdict(self) | {"right": bool(self)})
+        return json.dumps(data, indent=2, default=str, allow_nan=False)
 
     @staticmethod
     def from_json(text: str) -> Verdict:
@@ -262,16 +271,39 @@ class Verdict:
         )
 
 
+def _finite(value: Any) -> Any:
+    """Put words in place of the numbers that JSON does not have.
+
+    >>> _finite({"ulps": [1.5, float("inf"), float("-inf"), float("nan")]})
+    {'ulps': [1.5, 'Infinity', '-Infinity', 'NaN']}
+    """
+    if isinstance(value, dict):
+        return {name: _finite(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else f"{'-' if value < 0 else ''}Infinity"
+    return value
+
+
+def _with_numbers(data: dict[str, Any]) -> dict[str, Any]:
+    """Undo `_finite` for a finding, or for what was measured."""
+    return {
+        name: float(value) if name in NUMBERS and isinstance(value, str) else value
+        for name, value in data.items()
+    }
+
+
 def _trial(data: dict[str, Any]) -> Trial:
     buckets = (SeenBucket(**{**bucket, "params": tuple(bucket["params"])}) for bucket in data["buckets"])
     return Trial(
         **{
             **data,
             "status": Status(data["status"]),
-            "findings": tuple(Finding(**finding) for finding in data["findings"]),
+            "findings": tuple(Finding(**_with_numbers(finding)) for finding in data["findings"]),
             "levels": tuple(data["levels"]),
             "notes": tuple(data["notes"]),
-            "measured": tuple(Measured(**measured) for measured in data["measured"]),
+            "measured": tuple(Measured(**_with_numbers(measured)) for measured in data["measured"]),
             "buckets": tuple(buckets),
         }
     )

@@ -3,7 +3,8 @@
 Without a ``world_size`` marker a test runs on torchrun's ranks, however many there are, or on as many as
 ``DDPOPT_NPROC`` says (default 2); with one, on no fewer than it names.
 
-Invariant: a test marked ``one_process`` runs once, in one process without a process group.
+Invariant: a test marked ``one_process``, and each in ``alone/``, runs once, in one process without a process
+group; it starts the processes that it needs.
 """
 
 import gc
@@ -17,6 +18,7 @@ from ddpopt.testing import Ranks
 from ddpopt.testing.rank_environment import launched_ranks, own_rank
 
 FOLDER = Path(__file__).parent
+ALONE = FOLDER / "alone"
 DEFAULT_RANKS = 2
 
 
@@ -30,6 +32,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if FOLDER not in item.path.parents:
             continue
+        if ALONE in item.path.parents:
+            item.add_marker(pytest.mark.one_process)
         if item.get_closest_marker("one_process") is None:
             add_ranks(item, at_least)
         elif launched and own_rank() != 0:

@@ -41,10 +41,16 @@ class Comparing(fx.Interpreter):
 
 @settings(max_examples=200)
 @given(graphs())
-def test_a_drawn_graph_runs_forward_and_backward(graph: SmallGraph) -> None:
-    outputs = graph.gm(*real_inputs(graph))
+def test_a_drawn_graph_runs_backward_into_trainable_parameters_and_nothing_else(graph: SmallGraph) -> None:
+    inputs = real_inputs(graph)
+    outputs = graph.gm(*inputs)
     loss = torch.stack([value.square().sum() for value in outputs if value.requires_grad]).sum()
     loss.backward()  # type: ignore[no-untyped-call]  # of torch
+    gradients = {place: value.grad for place, value in enumerate(inputs) if value.grad is not None}
+    trainable = {place for place, value in enumerate(graph.example_values) if value.requires_grad}
+    assert gradients
+    assert gradients.keys() <= trainable
+    assert all(torch.isfinite(gradient).all() for gradient in gradients.values())
 
 
 @settings(max_examples=200)

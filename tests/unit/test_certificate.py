@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import TestCase
+from torch.fx import GraphModule
 
 import ddpopt.proof
 from ddpopt.certificate import INVARIANTS, certify
@@ -29,8 +30,14 @@ def report(told: Story) -> str:
 
 
 def violations(told: Story, graph: int = 0) -> tuple[str, ...]:
+    return violations_of(told.original(), told.stitched(), told, graph)
+
+
+def violations_of(
+    original: GraphModule, stitched: GraphModule, told: Story, graph: int = 0
+) -> tuple[str, ...]:
     try:
-        certify(told.original(), told.stitched(), told.plan, told.names, graph)
+        certify(original, stitched, told.plan, told.names, graph)
     except CertificateError as error:
         return error.violations
     return ()
@@ -123,14 +130,26 @@ nodes: node count stands in no segment""",
         )
 
 
-def test_a_graph_that_is_not_cut_is_certified_as_it_is() -> None:
+def story_in_one_segment() -> Story:
     told = story()
-    gm = told.original()
     names = tuple(told.names.values())
     nodes = tuple(name for segment in told.plan.segments for name in segment.nodes)
     bucket = replace(told.plan.buckets[0], params=names, segment=0)
     told.replan(buckets=(bucket,), segments=(Segment(0, 0, nodes, names, (0,)),), cuts=())
-    certify(gm, gm, told.plan, told.names)
+    return told
+
+
+def test_a_graph_that_is_not_cut_is_certified_as_it_is() -> None:
+    told = story_in_one_segment()
+    gm = told.original()
+    assert violations_of(gm, gm, told) == ()
+
+
+def test_a_graph_that_is_not_cut_still_has_to_be_all_of_the_planned_segment() -> None:
+    told = story_in_one_segment()
+    gm = told.original()
+    told.resegment(0, nodes=told.plan.segments[0].nodes[:-1])
+    assert violations_of(gm, gm, told) == ("planned nodes: segment 0: expected its end, found inside",)
 
 
 def test_a_graph_that_is_not_cut_still_has_to_keep_the_plan() -> None:

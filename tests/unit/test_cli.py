@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,10 +16,13 @@ from typer.testing import CliRunner
 
 import ddpopt
 from ddpopt import cli
+from ddpopt.cli_verify import Files, Request
 from ddpopt.errors import CertificateError, DdpoptError, InfrastructureError
 from ddpopt.explanation import Explanation
 from ddpopt.plan import Plan
 from ddpopt.testing.case import Case
+from ddpopt.verify.verdict import Verdict
+from tests.unit.verdicts import ok_trial, verdict
 
 TARGET = """
 import torch
@@ -120,6 +124,86 @@ def test_options_take_the_place_of_the_cases_own(
         {"bucket_cap_mb_list": [3, 1, 1]},
         {"bucket_cap_mb": 2.0},
     ]
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Request, Files]]:
+    """What 'verify' asks for, in place of verifying anything."""
+    received: list[tuple[Request, Files]] = []
+
+    def note(request: Request, files: Files) -> Verdict:
+        received.append((request, files))
+        return verdict(ok_trial())
+
+    monkeypatch.setattr("ddpopt.cli_verify.run", note)
+    return received
+
+
+REQUEST = Request(
+    target="tied",
+    nproc=2,
+    strategy="auto",
+    backend="inductor",
+    modes=None,
+    options=None,
+    steps=3,
+    dtype=None,
+    device=None,
+    limit_s=3600.0,
+    locate=True,
+    reproduction="ddpopt_reproduction.py",
+)
+
+
+def test_verify_without_options_asks_for_the_defaults(requests: list[tuple[Request, Files]]) -> None:
+    run("verify", "tied")
+    run("verify", "--matrix")
+    no_files = Files(None, None, None, github=False)
+    assert requests == [(REQUEST, no_files), (replace(REQUEST, target=None, backend="eager"), no_files)]
+
+
+def test_each_option_of_verify_is_what_is_asked_for(requests: list[tuple[Request, Files]]) -> None:
+    told = "--nproc 3 --strategy split --backend eager --mode torch,whole --options all --steps 5"
+    told += " --dtype bfloat16 --device cuda --timeout 60 --no-locate --reproduction mine.py"
+    told += " --json a --junit b --html c --github --bucket-cap-mb 2 --static-graph"
+    told += " --bucket-cap-mb-list 3,0.5 --no-find-unused-parameters"
+    run("verify", "tied", *told.split())
+    ddp_kwargs = {
+        "bucket_cap_mb": 2.0,
+        "bucket_cap_mb_list": [3.0, 0.5],
+        "find_unused_parameters": False,
+        "static_graph": True,
+    }
+    request = Request(
+        target="tied",
+        nproc=3,
+        strategy="split",
+        backend="eager",
+        modes="torch,whole",
+        options="all",
+        steps=5,
+        dtype="bfloat16",
+        device="cuda",
+        limit_s=60.0,
+        locate=False,
+        reproduction="mine.py",
+        ddp_kwargs=ddp_kwargs,
+    )
+    assert requests == [(request, Files("a", "b", "c", github=True))]
+
+
+@pytest.mark.parametrize(
+    ("args", "got"), [([], "none"), (["tied", "--matrix"], "2"), (["tied", "--matrix", "--self-test"], "3")]
+)
+def test_verify_is_asked_for_one_thing(
+    requests: list[tuple[Request, Files]], args: list[str], got: str
+) -> None:
+    result = run("verify", *args)
+    assert (result.exit_code, result.stdout, requests) == (2, "", [])
+    assert result.stderr == (
+        f"ddpopt: error: expected one of TARGET, --matrix and --self-test, got {got} of them; "
+        "see 'ddpopt verify --help'\n"
+    )
 
 
 def test_cases_lists_every_case_of_the_corpus() -> None:

@@ -680,10 +680,11 @@ forward_calls: 3 buckets in 3 segments
   cut 0: t_1
   cut 0: linear_2
 
-flex_attention: 3 buckets in 2 segments
-  0 <- 1: 1155.0 KiB, layers.5.bias layers.5.weight layers.4.bias layers.4.weight
-  1 <- 0: 1155.0 KiB, layers.3.bias layers.3.weight layers.2.bias layers.2.weight
+flex_attention: 3 buckets in 3 segments
+  0 <- 2: 1155.0 KiB, layers.5.bias layers.5.weight layers.4.bias layers.4.weight
+  1 <- 1: 1155.0 KiB, layers.3.bias layers.3.weight layers.2.bias layers.2.weight
   2 <- 0: 1155.0 KiB, layers.1.bias layers.1.weight layers.0.bias layers.0.weight
+  cut 0: linear_2
   cut 0: linear_4
 
 static_twice: 3 buckets in 3 segments

@@ -1,6 +1,7 @@
 """ddpopt.imposable: every reason why a plan's buckets cannot be given to a module, in its exact words."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import expecttest
@@ -43,6 +44,15 @@ def refusal(kind: type[DdpoptError], action: Callable[[], object]) -> str:
     return str(caught.value)
 
 
+def said_against(action: Callable[[], object]) -> str:
+    """What an action is refused with; empty if it is not."""
+    try:
+        action()
+    except DdpoptError as error:
+        return str(error)
+    return ""
+
+
 def planned(*buckets: Sequence[str], nbytes: int = 16, dtype: str = "float32") -> Plan:
     return Plan(
         tuple(Bucket(i, tuple(names), nbytes, dtype, "cpu", 0, "test") for i, names in enumerate(buckets)),
@@ -58,8 +68,9 @@ def misfit(model: nn.Module, plan: Plan) -> str:
 
 def test_every_partition_of_the_parameters_fits() -> None:
     ddp = DistributedDataParallel(Model())
-    for seed in range(10):
-        require_fit(ddp, arbitrary_plan(ddp, seed))
+    plans = [arbitrary_plan(ddp, seed) for seed in range(10)]
+    assert [said_against(partial(require_fit, ddp, plan)) for plan in plans] == [""] * 10
+    assert len({plan.fingerprint for plan in plans}) > 5
 
 
 def test_everything_that_is_wrong_with_the_names_is_said_at_once() -> None:
@@ -186,13 +197,16 @@ def linear(**arguments: Any) -> DistributedDataParallel:
 @pytest.mark.parametrize("arguments", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
 def test_between_iterations_is_a_good_moment(arguments: dict[str, Any]) -> None:
     ddp = linear(**arguments)
+    said = []
     for _ in range(15):  # DDP's log is sampled from the tenth iteration on
-        require_between_iterations(ddp)
+        said.append(said_against(partial(require_between_iterations, ddp)))
         backward(output_of(ddp))
+        said.append(said_against(partial(require_between_iterations, ddp)))  # gradients still there
         ddp.zero_grad()
     with torch.no_grad():
         ddp(torch.ones(1, 2))
-    require_between_iterations(ddp)
+    said.append(said_against(partial(require_between_iterations, ddp)))
+    assert said == [""] * 31
 
 
 @pytest.mark.parametrize("arguments", [{}, {"static_graph": True}, {"find_unused_parameters": True}])

@@ -1,6 +1,7 @@
 """ddpopt.observe and ddpopt.launches: what is seen, and that seeing changes nothing."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import permutations
 from typing import Any
 
 import expecttest
@@ -198,6 +199,64 @@ def test_a_hook_that_sends_another_type_is_matched_by_size() -> None:
     with observe(ddp) as seen:
         step(ddp)
     assert [(c.dtype, c.bucket) for c in seen.collectives if c.op == "allreduce"] == [("float16", 0)]
+
+
+class Spectrum(nn.Module):
+    """As many bytes of complex numbers as of two kinds of real ones, each to stand in a bucket of its own."""
+
+    def __init__(self, dtype: torch.dtype = torch.complex64) -> None:
+        super().__init__()
+        self.pairs = nn.Parameter(torch.ones(6, dtype=dtype))
+        self.floats = nn.Parameter(torch.ones(6 * dtype.itemsize // 4))
+        self.doubles = nn.Parameter(torch.ones(6 * dtype.itemsize // 8, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total: Tensor = self.pairs.abs().sum() + self.floats.sum() + self.doubles.sum()
+        return x.sum() * total
+
+
+def spectrum(order: Sequence[str], dtype: torch.dtype = torch.complex64) -> Any:
+    """Under DDP, with one bucket for each of these parameters, in this order; the others are frozen."""
+    model = Spectrum(dtype)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in order)
+    ddp: Any = DistributedDataParallel(model)
+    specs = {spec.name: spec for spec in specs_from_ddp(ddp)}
+    impose(ddp, plan_of([[specs[name]] for name in order]))
+    return ddp
+
+
+@pytest.mark.parametrize(("dtype", "sent_as"), [(torch.complex64, "float32"), (torch.complex128, "float64")])
+@pytest.mark.parametrize("order", list(permutations(("pairs", "floats", "doubles"))), ids=" ".join)
+def test_a_complex_bucket_is_seen_where_it_stands_though_it_is_sent_as_pairs_of_real_numbers(
+    order: Sequence[str], dtype: torch.dtype, sent_as: str
+) -> None:
+    ddp = spectrum(order, dtype)
+    with observe(ddp) as seen:
+        step(ddp)
+    sent = {"pairs": sent_as, "floats": "float32", "doubles": "float64"}
+    assert [(c.op, c.nbytes, c.dtype, c.bucket) for c in seen.collectives] == [
+        ("allreduce", 6 * dtype.itemsize, sent[name], index) for index, name in enumerate(order)
+    ]
+    assert seen.iterations[0].unmatched == ()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(torch.ones(6, dtype=torch.float64), id="as many bytes, of another type"),
+        pytest.param(torch.ones(6), id="as many real numbers as the bucket has complex ones"),
+        pytest.param(torch.ones(12, dtype=torch.float16), id="as many numbers as are sent, of another type"),
+    ],
+)
+def test_what_is_not_as_many_pairs_of_the_same_type_is_not_taken_for_a_complex_bucket(other: Tensor) -> None:
+    ddp = spectrum(("pairs", "floats"))
+    # runs before the reducer's own hook, so before the complex bucket is sent
+    ddp.module.pairs.register_hook(lambda _: dist.all_reduce(other.clone()))
+    with observe(ddp) as seen:
+        step(ddp)
+    sent = [(c.nbytes, c.bucket) for c in seen.collectives]
+    assert sent == [(other.nbytes, None), (48, 0), (48, 1)]
 
 
 def test_a_bucket_that_is_sent_in_another_size_is_marked() -> None:

@@ -1,6 +1,6 @@
 """The pytest plugin without ranks: what it does before any is needed, and where a test cannot have them.
 
-`tests/multigpu/test_plugin.py` has the tests that need ranks.
+`tests/multigpu/alone/test_plugin.py` has the tests that need ranks.
 """
 
 from collections.abc import Callable

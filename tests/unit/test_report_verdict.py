@@ -1,7 +1,5 @@
 """The text of a verdict: in full for one trial, as grids for many, and the verdict last."""
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -322,12 +320,3 @@ def test_the_worst_error_is_the_one_that_takes_most_of_its_bound() -> None:
 def test_figures_are_short() -> None:
     values = [None, 0.0, 3.0, 999999.0, 1e6, 0.1234567, float("inf"), float("-inf"), float("nan")]
     assert list(map(number, values)) == ["-", "0", "3", "999999", "1e+06", "0.123", "inf", "-inf", "nan"]
-
-
-def test_reports_do_without_torch() -> None:
-    modules = ["verdict", "junit", "github", "html"]
-    code = (
-        f"import sys, {', '.join(f'ddpopt.report.{name}' for name in modules)}; print('torch' in sys.modules)"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout == "False\n"

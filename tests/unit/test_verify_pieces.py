@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo import lookup_backend
+from torch._dynamo import compiled_autograd, lookup_backend
 
 from ddpopt.graphs import body_nodes
-from ddpopt.verify.pieces import ChosenPieces, Piece
+from ddpopt.verify.pieces import WHOLE, ChosenPieces, Piece
 from tests.unit.miscompiled import Stages
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -58,7 +58,7 @@ def test_everything_chosen_is_the_graph_that_dynamo_made() -> None:
     first = ChosenPieces(all_of_it)
     gradients(model, torch.compile(model, backend=first))
     torch._dynamo.reset()
-    gradients(model, torch.compile(model, backend=ChosenPieces(each, first.all)))
+    gradients(model, torch.compile(model, backend=ChosenPieces(each, first.pieces(0))))
     assert all_of_it.compiled == each.compiled == [["linear", "relu", "linear", "sigmoid", "linear", "tanh",
                                                     "linear", "relu"]]  # fmt: skip
 
@@ -79,7 +79,7 @@ def test_pieces_are_named_by_graph_place_operation_and_line() -> None:
 def test_a_long_run_is_named_by_its_ends() -> None:
     backend = ChosenPieces(Spy())
     torch.compile(Stages(), backend=backend)(torch.zeros(4, 8))
-    (named,) = backend.described(backend.all)
+    (named,) = backend.described(backend.pieces(0))
     assert named.startswith("graph 0, segments 0 to 7 of 8: linear")
     assert ", 2 more, " in named
 
@@ -87,5 +87,36 @@ def test_a_long_run_is_named_by_its_ends() -> None:
 def test_graphs_that_a_mode_has_cut_stay_in_one_piece() -> None:
     backend = ChosenPieces(Spy(), cuts=False)
     torch.compile(Stages(), backend=backend)(torch.zeros(4, 8))
-    assert backend.all == [Piece(0, 0)]
-    assert backend.described(backend.all)[0].startswith("compiled segment 0 of 1: linear")
+    assert backend.pieces(0) == [Piece(0, 0)]
+    assert backend.described(backend.pieces(0))[0].startswith("compiled segment 0 of 1: linear")
+
+
+def test_a_whole_graph_can_be_chosen_without_knowing_its_pieces() -> None:
+    spy = Spy()
+    backend = ChosenPieces(spy, [Piece(0, WHOLE)])
+    torch.compile(Stages(), backend=backend)(torch.zeros(4, 8))
+    assert [len(names) for names in spy.compiled] == [8]
+    assert backend.described(backend.wholes) == backend.described(backend.pieces(0))
+
+
+def test_a_backward_that_compiled_autograd_captures_is_cut_too_and_gradients_stay() -> None:
+    model, x = Stages(), torch.linspace(-1, 1, 32).view(4, 8)
+
+    def captured(backend: ChosenPieces) -> list[Tensor]:
+        torch._dynamo.reset()
+        model.zero_grad()
+        loss = torch.compile(model, backend=backend)(x).square().sum()
+        with compiled_autograd._enable(torch.compile(backend=backend), dynamic=False):
+            loss.backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    whole = ChosenPieces(Spy(), [Piece(0, WHOLE)])
+    expected, spy = captured(whole), Spy()
+    tanh = next(i for i, names in enumerate(whole.graphs[1].pieces) if "tanh_backward" in names[0])
+    got = captured(ChosenPieces(spy, [Piece(0, WHOLE), Piece(1, 0), Piece(1, tanh)]))
+    assert [names[0] for names in spy.compiled[1:]] == ["getitem", "tanh_backward.default"]
+    assert len(got) == 8
+    assert all(torch.equal(left, right) for left, right in zip(got, expected, strict=True))
+    (named,) = whole.described([Piece(1, tanh)])
+    assert named.startswith(f"captured backward 1, segment {tanh} of ")
+    assert named.endswith(": tanh_backward.default (miscompiled.py:35)")

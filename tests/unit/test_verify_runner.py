@@ -1,4 +1,4 @@
-"""ddpopt.verify.runner: wrong arguments are refused before a rank starts, and no trial is lost."""
+"""ddpopt.verify.runner: wrong arguments are refused before a rank starts."""
 
 from typing import Any
 
@@ -10,10 +10,6 @@ from ddpopt.errors import UsageError
 from ddpopt.verify.matrix import CASES, matrix, words
 from ddpopt.verify.modes import MODES
 from ddpopt.verify.options import OPTIONS
-from ddpopt.verify.rank_failures import RankFailure, RanksFailed
-from ddpopt.verify.runner import lost_trials
-from ddpopt.verify.trials import Asked, Settings, Started
-from ddpopt.verify.verdict import Status
 
 
 class TestMessages(TestCase):
@@ -83,39 +79,3 @@ def test_names_of_modes_and_options_are_unique() -> None:
     for table in (MODES, OPTIONS):
         names = [row.name for row in table]
         assert len(names) == len(set(names))
-
-
-ASKED = [
-    Asked("tied", "default", ("torch", "whole")),
-    Asked("tied", "join", ("torch", "whole")),
-    Asked("gpt", "default", ("torch",)),
-    Asked("gpt", "join", ("torch", "whole")),
-]
-KILLED = RanksFailed([RankFailure(1, "died", "a trial", -9, "SIGKILL")], 2)
-RAISED = RanksFailed([RankFailure(1, "raised", "a trial", 1, stack="ValueError: no")], 2)
-
-
-def test_the_trial_in_which_a_rank_died_is_broken_and_no_other() -> None:
-    lost = lost_trials(ASKED, Settings("eager"), [Started(1, "tied", "default", "whole")], KILLED)
-    assert list(lost) == [1]
-    assert (lost[1].status, lost[1].mode, lost[1].case) == (Status.BROKEN, "whole", "tied")
-    assert "SIGKILL" in lost[1].reason
-
-
-def test_a_trial_in_which_a_rank_raised_outside_of_its_reach_is_wrong() -> None:
-    lost = lost_trials(ASKED, Settings("eager"), [Started(4, "gpt", "default", "torch")], RAISED)
-    assert lost[4].status is Status.WRONG
-    assert "ValueError: no" in lost[4].findings[0].message
-
-
-def test_an_option_under_which_eager_itself_died_is_not_tried_again() -> None:
-    lost = lost_trials(ASKED, Settings("eager"), [Started(2, "tied", "join", "")], KILLED)
-    assert sorted(lost) == [2, 3, 5, 6]
-    assert {trial.status for trial in lost.values()} == {Status.NOT_POSSIBLE}
-    assert {trial.reason for trial in lost.values()} == {
-        "eager DDP itself fails here, on tied: rank 1 died (SIGKILL)"
-    }
-
-
-def test_a_failure_before_any_trial_is_nobodys() -> None:
-    assert lost_trials(ASKED, Settings("eager"), [], KILLED) == {}

@@ -12,9 +12,9 @@ from ddpopt.verify.matrix import CASES
 from ddpopt.verify.modes import mode
 from ddpopt.verify.options import option
 from ddpopt.verify.ranks import joined
+from ddpopt.verify.record import Record
 from ddpopt.verify.reference import Bench, Subject
 from ddpopt.verify.structure import CLAIMS, Evidence, Peer, peer_of, structure
-from ddpopt.verify.training import Record
 from tests.multigpu.single import single_rank
 
 NAME = "layers.1.weight"
@@ -89,6 +89,18 @@ def other_state(evidence: Evidence) -> Evidence:
     return with_second_peer(states=states)(evidence)
 
 
+def with_second_sending(
+    change: Callable[[list[Collective]], list[Collective]],
+) -> Callable[[Evidence], Evidence]:
+    def changed(evidence: Evidence) -> Evidence:
+        sent = tuple(change(list(evidence.got.collectives)))
+        return with_second_peer(collectives=peer_of(1, replace(evidence.got, collectives=sent)).collectives)(
+            evidence
+        )
+
+    return changed
+
+
 MUTANTS: dict[str, tuple[str, Callable[[Evidence], Evidence]]] = {
     "a step too few": (
         "as many steps as in eager DDP",
@@ -151,7 +163,34 @@ MUTANTS: dict[str, tuple[str, Callable[[Evidence], Evidence]]] = {
         "something was compiled",
         lambda e: replace(e, mode=mode("python_reducer"), got=replace(e.got, iterations=None)),
     ),
-    "a rank compiles more": ("as many graphs on every rank", with_second_peer(graphs=("0/0", "0/1"))),
+    "a rank compiles more": (
+        "the same graphs on every rank, step by step",
+        with_second_peer(graphs=(("0/0", "0/1"), (), ())),
+    ),
+    "a rank compiles something else": (
+        "the same graphs on every rank, step by step",
+        with_second_peer(graphs=(("1/0",), (), ())),
+    ),
+    "a rank compiles as much, but later": (
+        "the same graphs on every rank, step by step",
+        with_second_peer(graphs=((), ("0/0",), ())),
+    ),
+    "a collective that is no bucket": (
+        "no collective in a backward but buckets and what eager DDP sends",
+        with_collectives([0, None, 1]),
+    ),
+    "a rank sends in another order": (
+        "the same collectives on every rank, in the same order",
+        with_second_sending(lambda sent: [sent[1], sent[0], *sent[2:]]),
+    ),
+    "a rank sends less": (
+        "the same collectives on every rank, in the same order",
+        with_second_sending(lambda sent: sent[:-1]),
+    ),
+    "a rank sends another size": (
+        "the same collectives on every rank, in the same order",
+        with_second_sending(lambda sent: [replace(sent[0], nbytes=sent[0].nbytes + 4), *sent[1:]]),
+    ),
     "a recompile": ("as many graphs as of the model alone", lambda e: replace(e, alone=[1, 2, 2])),
 }
 
@@ -178,3 +217,29 @@ def test_what_differs_between_ranks_in_eager_too_may_differ(right: Evidence) -> 
     states = ({**peer.states[0], NAME: b"other"}, *peer.states[1:])
     loose = replace(right, eager_peers=[right.eager_peers[0], replace(peer, states=states)])
     assert claims_broken(other_state(loose)) == set()
+
+
+@pytest.mark.parametrize("name", ["hook_powersgd", "two_models"])
+def test_an_option_that_explains_other_collectives_allows_them(name: str, right: Evidence) -> None:
+    explained = replace(right, option=option(name))
+    assert claims_broken(with_collectives([0, None, 1])(explained)) == set()
+
+
+def test_a_collective_that_eager_sends_too_may_be_no_bucket(right: Evidence) -> None:
+    first, *others = right.eager.iterations or ()
+    used = Collective("allreduce", 4, "float32", None)
+    eager = replace(first, collectives=(*first.collectives, used))
+    both = replace(right, eager=replace(right.eager, iterations=(eager, *others)))
+    assert claims_broken(with_collectives([0, None, 1])(both)) == set()
+
+
+def test_ranks_may_exchange_different_amounts_where_the_collective_allows_it(right: Evidence) -> None:
+    uneven = [Collective("alltoall_base", 4 * size, "float32", None) for size in (1, 2)]
+    sent = [peer_of(rank, replace(right.got, collectives=(one,))) for rank, one in enumerate(uneven)]
+    assert claims_broken(replace(right, peers=sent)) == set()
+
+
+def test_a_rank_without_data_may_take_part_in_a_bucket_that_it_does_not_know(right: Evidence) -> None:
+    shadows = [replace(one, bucket=None) for one in right.got.collectives]
+    peer = peer_of(1, replace(right.got, collectives=tuple(shadows)))
+    assert claims_broken(replace(right, peers=[right.peers[0], peer])) == set()

@@ -1,13 +1,14 @@
 """Verdicts: when they are true, what they exit with, what they raise, and that JSON keeps all of them."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
 from expecttest import assert_expected_inline
 
 from ddpopt.errors import InfrastructureError, VerificationError
-from ddpopt.verify.verdict import Trial, Verdict
+from ddpopt.verify.verdict import Measured, Trial, Verdict
 from tests.unit.verdicts import (
     all_kinds,
     broken_trial,
@@ -18,8 +19,7 @@ from tests.unit.verdicts import (
     wrong_trial,
 )
 
-
-@pytest.mark.parametrize(
+each_outcome = pytest.mark.parametrize(
     ("trials", "exit_code"),
     [
         pytest.param((ok_trial(),), 0, id="right"),
@@ -31,6 +31,9 @@ from tests.unit.verdicts import (
         pytest.param((), 3, id="nothing ran"),
     ],
 )
+
+
+@each_outcome
 def test_a_verdict_is_true_only_if_something_was_judged_and_nothing_is_wrong(
     trials: tuple[Trial, ...], exit_code: int
 ) -> None:
@@ -53,14 +56,36 @@ def test_json_says_whether_it_is_right_without_being_read_back() -> None:
     assert json.loads(all_kinds().to_json())["right"] is False
 
 
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
+def test_json_is_strict_and_keeps_what_is_no_finite_number(number: float) -> None:
+    def refuse(word: str) -> float:
+        raise ValueError(f"{word} is no JSON")
+
+    finding = replace(wrong_trial().findings[0], ulps=number, error=number, bound=number)
+    seen = Measured("layers.0.weight", "L0", 0, number, number, number, 0, 0)
+    made = verdict(replace(wrong_trial(), findings=(finding,), measured=(seen,)))
+    json.loads(made.to_json(), parse_constant=refuse)
+    (trial,) = Verdict.from_json(made.to_json()).trials
+    for one in (trial.findings[0], trial.measured[0]):
+        assert [repr(value) for value in (one.ulps, one.error, one.bound)] == [repr(number)] * 3
+
+
 @pytest.mark.parametrize("text", ["[]", "{}", "no JSON"])
 def test_other_json_is_refused(text: str) -> None:
     with pytest.raises((KeyError, TypeError, ValueError)):
         Verdict.from_json(text)
 
 
-def test_requiring_a_true_verdict_does_nothing() -> None:
-    verdict(ok_trial(), impossible_trial()).require()
+@each_outcome
+def test_requiring_a_verdict_raises_the_error_of_its_exit_code_and_nothing_if_it_is_true(
+    trials: tuple[Trial, ...], exit_code: int
+) -> None:
+    code = 0
+    try:
+        verdict(*trials).require()
+    except (VerificationError, InfrastructureError) as error:
+        code = error.exit_code
+    assert code == exit_code
 
 
 def test_requiring_a_wrong_verdict_raises_every_finding_at_once() -> None:

@@ -9,15 +9,8 @@ from torch.nn import functional as F
 
 from ddpopt.testing.case import Case
 from ddpopt.testing.corpus.draws import rows, seeded
+from ddpopt.testing.corpus.layers import Layers
 from ddpopt.testing.report_of_case import Report
-
-
-class Layers(nn.Module):
-    """Square linear layers; what derives from it says how values flow between them."""
-
-    def __init__(self, dim: int, layers: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(layers))
 
 
 class InPlace(Layers):

@@ -6,15 +6,12 @@ from torch import Tensor, nn
 
 from ddpopt.testing.case import Case
 from ddpopt.testing.corpus.draws import rows, seeded
+from ddpopt.testing.corpus.layers import Layers
 from ddpopt.testing.report_of_case import Report
 
 
-class Linears(nn.Module):
+class Linears(Layers):
     """Linear layers of one width with ReLUs between."""
-
-    def __init__(self, dim: int, layers: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(batch, dim)`` to the same shape."""

@@ -9,16 +9,13 @@ from torch.nn.attention.flex_attention import flex_attention
 from ddpopt.testing.case import Call, Case
 from ddpopt.testing.corpus.attention import join_heads, split_heads
 from ddpopt.testing.corpus.draws import normal, rows, seeded
+from ddpopt.testing.corpus.layers import Layers, residual
 from ddpopt.testing.corpus.sharing import Residuals
 from ddpopt.testing.report_of_case import Report
 
 
-class WhereScalars(nn.Module):
+class WhereScalars(Layers):
     """Between layers a tensor is made of two numbers and a condition, and another one of a range."""
-
-    def __init__(self, dim: int, layers: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(batch, dim)`` to the same shape."""
@@ -45,7 +42,7 @@ class ForwardCalls(nn.Module):
         return x
 
 
-class AlibiAttention(nn.Module):
+class AlibiAttention(Layers):
     """Flex attention whose scores read a buffer, over the inputs as they are, between linear layers.
 
     Nothing that it attends to needs a gradient: flex attention has no backward on the CPU.
@@ -54,9 +51,8 @@ class AlibiAttention(nn.Module):
     slopes: Tensor
 
     def __init__(self, dim: int, heads: int, layers: int) -> None:
-        super().__init__()
+        super().__init__(dim, layers)
         self.heads = heads
-        self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(layers))
         self.register_buffer("slopes", -torch.arange(1.0, heads + 1) / heads)
         # Outside of a compiled model torch warns of a call as it is.
         self.attend = torch.compile(flex_attention, backend="eager", fullgraph=True)
@@ -67,16 +63,10 @@ class AlibiAttention(nn.Module):
         def alibi(score: Tensor, _batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return score + self.slopes[head] * (query - key)
 
-        half = len(self.layers) // 2
-        y = x
-        for layer in self.layers[:half]:
-            y = y + layer(y).tanh()
+        before, after = self.halves()
         heads = split_heads(x, self.heads)
         mixed = self.attend(heads, heads, heads, score_mod=alibi)
-        y = y + join_heads(mixed)
-        for layer in self.layers[half:]:
-            y = y + layer(y).tanh()
-        return y
+        return residual(residual(x, before) + join_heads(mixed), after)
 
 
 class Activations(nn.Module):

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddpopt.testing.case import Call, Case
 from ddpopt.testing.corpus.draws import normal, seeded
+from ddpopt.testing.corpus.layers import Layers
 from ddpopt.testing.report_of_case import Report
 
 
@@ -55,12 +56,8 @@ class TransposedLinears(nn.Module):
         return out
 
 
-class Rows(nn.Module):
+class Rows(Layers):
     """Linear layers over any number of rows, or of sequences of any length."""
-
-    def __init__(self, dim: int, layers: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(batch, …, dim)`` to the same shape."""

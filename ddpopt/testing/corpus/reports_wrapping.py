@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from ddpopt.testing.case import Call, Case
 from ddpopt.testing.corpus.draws import normal, rows, seeded
+from ddpopt.testing.corpus.layers import Layers, residual
 from ddpopt.testing.report_of_case import Report
 
 
@@ -95,21 +96,20 @@ class SyncedNorm(nn.Module):
         return out
 
 
-class Normalized(nn.Module):
+class Normalized(Layers):
     """Linear layers with a synchronised norm in the middle."""
 
     def __init__(self, dim: int, layers: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(layers))
+        super().__init__(dim, layers)
         self.norm = SyncedNorm(dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(batch, dim)`` to the same shape."""
-        half = len(self.layers) // 2
-        for layer in self.layers[:half]:
+        before, after = self.halves()
+        for layer in before:
             x = layer(x).tanh()
         x = self.norm(x)
-        for layer in self.layers[half:]:
+        for layer in after:
             x = layer(x).tanh()
         return x
 
@@ -126,9 +126,7 @@ class Towers(nn.Module):
         """Map ``(batch, dim)`` to the same shape."""
         x = self.inner(x)
         torch._dynamo.graph_break()
-        for layer in self.layers:
-            x = x + layer(x).tanh()
-        return x
+        return residual(x, self.layers)
 
 
 def pictures(rank: int, step: int) -> Call:

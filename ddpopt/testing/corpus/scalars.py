@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ddpopt.testing.case import Call, Case
 from ddpopt.testing.corpus.draws import normal, rows, seeded
+from ddpopt.testing.corpus.layers import Layers
 from ddpopt.testing.report_of_case import Report
 
 
@@ -47,12 +48,8 @@ class StochasticDepthStack(nn.Module):
         return x
 
 
-class ScalarArguments(nn.Module):
+class ScalarArguments(Layers):
     """A float and an int argument, and a size, are used in every layer."""
-
-    def __init__(self, dim: int, layers: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(layers))
 
     def forward(self, x: Tensor, scale: float, shift: int) -> Tensor:
         """Map ``(batch, dim)`` to the same shape."""
@@ -62,12 +59,8 @@ class ScalarArguments(nn.Module):
         return x
 
 
-class DynamicBatch(nn.Module):
+class DynamicBatch(Layers):
     """The batch size takes part in views, in new tensors and in arithmetic between layers."""
-
-    def __init__(self, dim: int, layers: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(batch, dim)`` to the same shape."""

@@ -8,7 +8,7 @@ import pytest
 
 pytest_plugins = ["pytester"]
 
-ROOT_CONFTEST = Path(__file__).parents[2] / "conftest.py"
+ROOT_CONFTEST = Path(__file__).parents[3] / "conftest.py"
 STALE_SNAPSHOT = '''
 import expecttest
 

@@ -19,9 +19,9 @@ import pytest
 from ddpopt.testing.rank_environment import environment_of_no_rank
 from ddpopt.verify.marked import marked
 
-pytestmark = [pytest.mark.one_process, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 RUN_KEY = "DDPOPT_TEST_RUN"
 # Nothing here may hang: this limit is far above those of the samples.
 RUN_LIMIT_S = 200.0
@@ -369,7 +369,7 @@ def test_the_ranks_of_several_nodes_run_a_test_together(suite: Suite) -> None:
 
 
 def test_with_one_rank_the_tests_of_this_folder_that_need_more_say_so(suite: Suite) -> None:
-    shutil.copy(Path(__file__).parent / "conftest.py", suite.folder)
+    shutil.copy(Path(__file__).parents[1] / "conftest.py", suite.folder)
     suite.write(FOLDER_SAMPLES)
     code, text = suite.run(torchrun(1))
     assert outcomes(text) == ["PASSED alone", "PASSED unmarked"], text
@@ -380,7 +380,7 @@ def test_with_one_rank_the_tests_of_this_folder_that_need_more_say_so(suite: Sui
 def test_the_tests_of_this_folder_have_as_many_ranks_as_the_environment_says(
     suite: Suite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.copy(Path(__file__).parent / "conftest.py", suite.folder)
+    shutil.copy(Path(__file__).parents[1] / "conftest.py", suite.folder)
     suite.write("def test_size(ranks): assert ranks.size == 1")
     monkeypatch.setenv("DDPOPT_NPROC", "1")
     code, text = suite.run(PLAIN)

@@ -27,9 +27,9 @@ from ddpopt.verify.rank_launch import LAST_WORDS_S, LATE_S
 from ddpopt.verify.ranks import Ranks, joined, launch, under_torchrun
 from tests.multigpu.single import single_rank
 
-pytestmark = [pytest.mark.one_process, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 # Of a whole run, where its end is not meant to come from its limit.
 AMPLE_S = 60.0
 # Of one piece of work, where it is.

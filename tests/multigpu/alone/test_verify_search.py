@@ -1,35 +1,29 @@
 """The search on one rank: which rung is wrong, and what must be compiled for it."""
 
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from ddpopt.verify.locate import layer_of
+from ddpopt.verify.pieces import Piece
 from ddpopt.verify.ranks import joined
-from ddpopt.verify.search import Blamed, Question, Search, Stage, Symptom, Tried, ladder, search, stages_of
+from ddpopt.verify.rungs import Question, Stage, Symptom, ladder, stages_of
+from ddpopt.verify.search import Search, search
+from ddpopt.verify.search_events import Blamed, Memory, Tried
 from ddpopt.verify.segment_code import Code
-
-pytestmark = pytest.mark.one_process
 
 MODULE = "tests.unit.miscompiled"
 
 
-@pytest.fixture(autouse=True)
-def little_garbage() -> Iterator[None]:
-    """Each run collects its garbage; what is imported by now is none."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture
 def searching(one_rank_group: None, fresh_dynamo: None) -> Callable[..., list[object]]:
-    def run(target: str, mode: str, backend: str, *stages: Stage) -> list[object]:
+    def run(
+        target: str, mode: str, backend: str, *stages: Stage, memory: Memory | None = None
+    ) -> list[object]:
         question = Question(target, "default", mode, backend, steps=1)
         events: list[object] = []
         with joined(on_event=events.append) as ranks:
-            search(ranks, question, stages or tuple(stages_of(question, 1)), 60.0)
+            search(ranks, question, stages or tuple(stages_of(question, 1)), 600.0, memory or Memory())
         return events
 
     return run
@@ -38,10 +32,14 @@ def searching(one_rank_group: None, fresh_dynamo: None) -> Callable[..., list[ob
 Searching = Callable[..., list[object]]
 
 
+def blamed(events: list[object]) -> Blamed:
+    found = events[-1]
+    assert isinstance(found, Blamed)
+    return found
+
+
 def segments(events: list[object]) -> list[str]:
-    blamed = events[-1]
-    assert isinstance(blamed, Blamed)
-    return [segment.partition(" (")[0] for segment in blamed.segments]
+    return [segment.partition(" (")[0] for segment in blamed(events).segments]
 
 
 def rungs(events: list[object]) -> dict[str, bool]:
@@ -62,8 +60,29 @@ def test_the_segments_that_a_backend_gets_wrong_are_found(
 ) -> None:
     events = searching(f"{MODULE}:stages", "ddpopt-inline", backend, Stage("local", backend))
     assert segments(events) == guilty
-    assert isinstance(events[-1], Blamed)
-    assert isinstance(events[-1].code, Code)
+    assert isinstance(blamed(events).code, Code)
+    assert blamed(events).note == ""
+
+
+def test_a_graph_that_its_mode_does_not_cut_is_cut_for_the_search_and_the_note_says_so(
+    searching: Searching,
+) -> None:
+    events = searching(
+        f"{MODULE}:short", "ddpopt-inline", "scaling_tanh", Stage("ddpopt-inline", "scaling_tanh")
+    )
+    assert segments(events) == ["graph 0, segment 2 of 3: tanh"]
+    assert blamed(events).note == (
+        "the segments were cut for this search alone; ddpopt-inline compiles each graph whole"
+    )
+
+
+def test_what_took_its_ranks_down_before_is_not_tried_again(searching: Searching) -> None:
+    stage, died = Stage("local", "dying_on_tanh"), Symptom("died", "SIGSEGV")
+    memory = Memory(stage, {(None, False): died, ((Piece(0, 1),), False): died})
+    events = searching(f"{MODULE}:short", "whole", "dying_on_tanh", stage, memory=memory)
+    assert segments(events) == ["graph 0, segment 1 of 2: tanh"]
+    assert blamed(events).symptom == died
+    assert isinstance(blamed(events).code, Code)
 
 
 def test_a_model_that_is_wrong_from_aot_on_is_told_from_one_that_dynamo_breaks(searching: Searching) -> None:
@@ -88,7 +107,8 @@ def test_segments_that_are_wrong_only_once_the_mode_has_cut_are_found_among_its_
 def test_what_fails_though_nothing_is_compiled_has_no_segment_to_blame(searching: Searching) -> None:
     events = searching("cap_below_1", "torch", "eager", Stage("whole", "eager"), Stage("torch", "eager"))
     assert rungs(events) == {"eager, whole on 1 rank": True, "eager, torch on 1 rank": False}
-    assert events[-1] == Blamed((), note="the difference appears though no piece is compiled")
+    assert segments(events) == []
+    assert blamed(events).note == "the difference appears though no piece is compiled"
 
 
 def test_a_model_that_is_right_ends_without_a_blame(searching: Searching) -> None:
@@ -101,10 +121,19 @@ def test_without_time_the_whole_is_blamed_and_the_note_says_so(
     one_rank_group: None, fresh_dynamo: None
 ) -> None:
     question = Question(f"{MODULE}:stages", "default", "whole", "scaling_tanh", steps=1)
-    with joined() as ranks:
-        blamed = Search(ranks, question, lambda: 0.0).narrow(Stage("local", "scaling_tanh"))
-    assert blamed.segments[0].startswith("graph 0, segments 0 to 7 of 8: ")
-    assert blamed.note == "the search ended early, after 0 tries: fewer segments may do."
+    events: list[object] = []
+    with joined(on_event=events.append) as ranks:
+        Search(ranks, question, lambda: 0.0).narrow(Stage("local", "scaling_tanh"))
+    (whole,) = segments(events)
+    assert whole.startswith("graph 0, segments 0 to 7 of 8: ")
+    assert blamed(events).note == "the search ended early, after 0 tries: fewer segments may do"
+
+
+def test_the_best_so_far_is_told_before_the_search_has_ended(searching: Searching) -> None:
+    events = searching(f"{MODULE}:short", "whole", "scaling_tanh", Stage("local", "scaling_tanh"))
+    told = [event for event in events if isinstance(event, Blamed)]
+    assert [len(event.segments) for event in told] == [1] * len(told)
+    assert [event.note.startswith("the search ended early") for event in told] == [True, True, False, False]
 
 
 def test_the_ladder_ends_with_the_backend_on_trial() -> None:

@@ -7,8 +7,6 @@ import torch
 
 from ddpopt.verify.reproduction import Draft, Written, shows, write
 
-pytestmark = pytest.mark.one_process
-
 SHOWS = "print('the difference appears'); raise SystemExit(1)"
 AGREES = "print('no difference')"
 BREAKS = "raise RuntimeError('of its own')"
@@ -30,11 +28,33 @@ def test_a_script_that_ends_in_any_other_way_is_no_reproduction(tmp_path: Path, 
     assert written(tmp_path, text) == Written("shown.py", False, "the script runs number 0")
 
 
-def test_a_script_that_dies_shows_it_where_dying_is_the_difference(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("death", "text"),
+    [("SIGKILL", "import os; os.kill(os.getpid(), 9)"), ("exit code 7", "raise SystemExit(7)")],
+)
+def test_a_script_that_dies_shows_it_where_dying_so_is_the_difference(
+    tmp_path: Path, death: str, text: str
+) -> None:
     script = tmp_path / "dies.py"
-    script.write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-    assert shows(script, 1, 30.0, dies=True)
+    script.write_text(f"print('eager is done; compiled:', flush=True); {text}")
+    assert shows(script, 1, 30.0, death=death)
+    assert not shows(script, 1, 30.0, death="SIGSEGV")
     assert not shows(script, 1, 30.0)
+    script.write_text(text)
+    assert not shows(script, 1, 30.0, death=death)
+
+
+def test_what_torchrun_gave_this_process_is_kept_from_a_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "1")
+    script = tmp_path / "alone.py"
+    unwanted = (
+        "[n for n in os.environ if n in ('RANK', 'MASTER_ADDR') or n.startswith(('LOCAL_', 'TORCHEL'))]"
+    )
+    script.write_text(f"import os; assert not {unwanted}; {SHOWS}")
+    assert shows(script, 1, 30.0)
 
 
 def test_a_script_that_hangs_is_ended_at_its_limit(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,13 +10,17 @@ from pathlib import Path
 import pytest
 
 from ddpopt.testing.rank_environment import environment_of_no_rank
-from ddpopt.verify.faults import FAULTS
+from ddpopt.verify.clean_runs import CleanRun
+from ddpopt.verify.fault_sites import Site
+from ddpopt.verify.faults import FAULTS, Fault
 from ddpopt.verify.self_test import self_test
+from ddpopt.verify.training import Trainer
+from ddpopt.verify.trials import Asked
 from ddpopt.verify.verdict import Status, Verdict
 
-pytestmark = [pytest.mark.one_process, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MODELS = """
 import os, signal, time
 import torch
@@ -132,14 +137,26 @@ def test_under_torchrun_its_ranks_are_used_and_one_of_them_reports(folder: Path)
 
 
 def test_a_fault_that_takes_the_ranks_down_is_found_and_the_next_one_is_tried() -> None:
-    names = ("one rank's reducer has other buckets", "a gradient is doubled")
-    result = self_test(faults=[fault for fault in FAULTS if fault.name in names], clean_runs=4)
+    names = ("one rank's reducer has other buckets", "a gradient is zeroed")
+    clean = CleanRun(Asked("tied", "default", ("ddpopt-inline",)), "rounding")
+    result = self_test(faults=[fault for fault in FAULTS if fault.name in names], clean=[clean])
     assert {found.fault: found.by for found in result.found} == {
         "one rank's reducer has other buckets": ("ranks",),
-        "a gradient is doubled": ("L0",),
+        "a gradient is zeroed": ("L0", "L1"),
     }
-    assert (result.clean_runs, result.clean_asked) == (4, 4)
+    assert [trial.backend for trial in result.clean.trials if "L2" in trial.levels] == ["rounding"]
+    assert (result.clean_runs, result.clean_asked) == (1, 1)
     assert result
+
+
+def test_ranks_that_die_before_a_fault_has_run_did_not_find_it() -> None:
+    def dying(trainer: Trainer, site: Site) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    early = Fault("dies early", "communication", ("ranks",), tamper=dying)
+    result = self_test(faults=[early], clean=())
+    assert [found.fault for found in result.not_injected] == ["dies early"]
+    assert not result
 
 
 def test_nothing_is_left_behind(folder: Path) -> None:

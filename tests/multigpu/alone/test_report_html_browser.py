@@ -30,8 +30,6 @@ from tests.unit.verdicts import (
     wrong_trial,
 )
 
-pytestmark = pytest.mark.one_process
-
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 RED, GREEN, WHITE, BLACK = (179, 38, 30), (23, 116, 74), (255, 255, 255), (20, 24, 29)
 DARK = "--blink-settings=preferredColorScheme=0"

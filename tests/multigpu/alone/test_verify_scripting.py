@@ -1,24 +1,26 @@
 """The text of the scripts, and one of each kind run in a fresh interpreter."""
 
-import gc
 import sys
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ddpopt.verify.ranks import joined
 from ddpopt.verify.reproduction import Draft, write
+from ddpopt.verify.rungs import Question, Stage, Symptom
 from ddpopt.verify.scripting import Author, spaced
-from ddpopt.verify.search import Blamed, Question, Search, Stage
+from ddpopt.verify.search_events import Blamed
 from ddpopt.verify.segment_code import Code, Given
+from tests.unit import miscompiled
 
-pytestmark = pytest.mark.one_process
-
-MODULE = "tests.unit.miscompiled"
+MODULE = miscompiled.__name__  # which registers its backends
 LIMIT_S = 100.0
+DOUBLING = """
+def compiler(gm, example_inputs):
+    return lambda *args: tuple(2 * out for out in gm(*args))
+"""
 TANH = "class Segment(torch.nn.Module):\n    def forward(self, x):\n        return (torch.tanh(x),)"
 
 
@@ -39,15 +41,13 @@ def segment(*given: Given) -> Blamed:
     return Blamed(("graph 0, segment 5 of 8: tanh",), Code([TANH], ["import torch"], given=list(given)))
 
 
+def segment_code(blamed: Blamed) -> Code:
+    assert blamed.code is not None
+    return blamed.code
+
+
 def kinds(drafts: list[Draft]) -> list[str]:
     return [draft.kind for draft in drafts]
-
-
-@pytest.fixture
-def little_garbage() -> Iterator[None]:
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def test_every_script_is_a_program_that_says_how_to_run_it(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_arguments_that_cannot_be_drawn_are_saved_beside_the_script(tmp_path: Pa
     sparse = torch.eye(2).to_sparse()
     drafts = author(tmp_path, "aot_eager").drafts(Stage("local", "aot_eager"), segment(Given("x", sparse)))
     assert list(drafts[0].tensors) == ["input x"]
-    assert "SAVED['input x'].requires_grad_(False),  # x" in drafts[0].text
+    assert "'x': SAVED['input x'].requires_grad_(False),\n" in drafts[0].text
 
 
 def test_a_case_is_found_by_ddpopt_and_a_factory_without(tmp_path: Path) -> None:
@@ -108,18 +108,68 @@ def test_writing_scripts_leaves_the_random_generator_alone(tmp_path: Path) -> No
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_the_segment_that_was_found_shows_the_difference_in_a_fresh_interpreter(
-    tmp_path: Path, one_rank_group: None, fresh_dynamo: None, little_garbage: None
+def test_the_segment_shows_the_difference_in_a_fresh_interpreter_that_never_loads_ddpopt(
+    tmp_path: Path,
 ) -> None:
-    writer, stage = author(tmp_path, "scaling_tanh"), Stage("local", "scaling_tanh")
-    with joined() as ranks:
-        blamed = Search(ranks, writer.question, lambda: LIMIT_S).narrow(stage)
-    path = list(sys.path)
-    written = write(writer.script, writer.drafts(stage, blamed), lambda: LIMIT_S)
-    assert written.reproduces
-    assert written.note == "the script runs the segment alone, without DDP and without ddpopt"
-    assert "tanh" in writer.script.read_text()
-    assert sys.path == path
+    (tmp_path / "doubling.py").write_text(DOUBLING)
+    writer = Author(Question("x:y", "default", "whole", "doubling:compiler", steps=1), tmp_path / "shown.py")
+    blamed = segment(Given("x", torch.ones(2, 3), requires_grad=True))
+    path = [*sys.path]
+    sys.path.insert(0, str(tmp_path))
+    try:
+        drafts = writer._of_segment(Stage("local", "doubling:compiler"), segment_code(blamed), blamed)
+        text = next(iter(drafts)).text
+    finally:
+        sys.path[:] = path
+    assert "from doubling import compiler\n" in text
+    assert "\nBACKEND = compiler\n" in text
+    text = text.replace(
+        "sys.exit(main())", "code = main()\n    assert 'ddpopt' not in sys.modules\n    sys.exit(code)"
+    )
+    assert write(writer.script, [Draft("it", text)], lambda: LIMIT_S).reproduces
+
+
+@pytest.mark.parametrize(
+    ("symptom", "headline", "ends"),
+    [
+        (
+            Symptom("died", "SIGSEGV"),
+            "torch.compile with backend 'aot_eager' takes the process down (SIGSEGV).",
+            "It ends of SIGSEGV if the difference appears, with exit code 0 if it does not.",
+        ),
+        (
+            Symptom("run", "BackendCompilerFailed"),
+            "torch.compile with backend 'aot_eager' fails where eager runs.",
+            "It exits with 1 if the difference appears, with 0 if it does not.",
+        ),
+        (
+            Symptom("numbers"),
+            "torch.compile with backend 'aot_eager' does not compute what eager computes.",
+            "It exits with 1 if the difference appears, with 0 if it does not.",
+        ),
+    ],
+)
+def test_a_script_begins_with_the_difference_and_has_no_more_than_shows_it(
+    tmp_path: Path, fresh_dynamo: None, symptom: Symptom, headline: str, ends: str
+) -> None:
+    blamed = replace(segment(Given("x", torch.ones(2, 3), requires_grad=True)), symptom=symptom)
+    for draft in author(tmp_path, "aot_eager").drafts(Stage("local", "aot_eager"), blamed):
+        assert draft.text.startswith(f'"""{headline}\n\nFound by `ddpopt verify`:\n')
+        assert f"\n{ends}\n" in draft.text
+        assert ("def expectation" in draft.text) == (symptom.kind == "numbers")
+        assert draft.death == ("SIGSEGV" if symptom.kind == "died" else "")
+        assert draft.tensors or exit_code(draft) == 0
+
+
+def test_a_failure_is_shown_with_its_traceback(
+    tmp_path: Path, fresh_dynamo: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blamed = replace(segment(Given("x", torch.ones(2))), symptom=Symptom("run", "BackendCompilerFailed"))
+    draft = author(tmp_path, "refusing_tanh").drafts(Stage("local", "refusing_tanh"), blamed)[0]
+    assert exit_code(draft) == 1
+    printed = capsys.readouterr()
+    assert "ArithmeticError: no tanh here" in printed.err
+    assert "the difference appears: eager runs, compiled code does not" in printed.out
 
 
 def test_a_segment_that_is_right_shows_no_difference(tmp_path: Path, fresh_dynamo: None) -> None:
@@ -139,11 +189,15 @@ def test_a_model_that_is_right_shows_no_difference_without_ddp_and_with(
         assert exit_code(draft) == 0
 
 
-@pytest.mark.parametrize("target", ["cap_below_1", "sequential"])
+@pytest.mark.parametrize(
+    ("target", "symptom"),
+    [("cap_below_1", Symptom("run", "AssertionError")), ("sequential", Symptom("structure"))],
+)
 def test_failures_of_ddp_compiled_by_torch_show_in_one_process(
-    tmp_path: Path, target: str, one_rank_group: None, fresh_dynamo: None
+    tmp_path: Path, target: str, symptom: Symptom, one_rank_group: None, fresh_dynamo: None
 ) -> None:
-    draft = author(tmp_path, "eager", target).drafts(Stage("torch", "eager"), Blamed(()))[0]
+    blamed = Blamed((), symptom=symptom)
+    draft = author(tmp_path, "eager", target).drafts(Stage("torch", "eager"), blamed)[0]
     assert draft.kind == "the model under DDP"
     assert exit_code(draft) == 1
 

@@ -1,0 +1,121 @@
+"""A drawn model as a value, which is printed, run and turned into a case.
+
+Invariant: every value that can be built is a valid model; equal values are equal programs; and
+``eval(repr(value)) == value``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+from ddpopt.errors import UsageError
+from ddpopt.testing.case import Case
+from ddpopt.testing.drawn.forms import RETURNS, TAKES
+from ddpopt.testing.drawn.printing import write_model
+from ddpopt.testing.drawn.program import Program
+from ddpopt.testing.drawn.registry import BLOCKS, find_block
+from ddpopt.testing.drawn.steps import Step
+
+TAGS = {
+    "graph-break": "breaks",
+    "buffer-update": "buffers",
+    "norm-with-buffers": "buffers",
+    "dynamic-batch": "dynamic",
+    "checkpoint": "higher_order",
+    "cond": "higher_order",
+    "ignored-parameter": "ignored",
+    "in-place": "mutation",
+    "in-place-view": "mutation",
+    "input-mutation": "mutation",
+    "dropout": "random",
+    "sparse-embedding": "sparse",
+    "unused-parameter": "unused",
+}
+"""For features that a runner of cases wants to know of, the tag of the case."""
+
+
+@dataclass(frozen=True, repr=False)
+class DrawnModel:
+    """A model, its inputs and its loss, as a value.
+
+    Attributes:
+        steps: what the model does, in order; it begins with one value, the input.
+        outputs: what it returns besides its last value, each a step whose block is an output.
+        takes: how forward receives its inputs.
+        returns: how it returns several outputs.
+        width: elements of each sample, a multiple of four.
+        batches: samples in each training step, in turn.
+        cap_bytes: the bucket cap that DDP is given.
+        joined: whether values that nothing reads are added to the last one. If not, their parameters get no
+            gradient.
+        seed: of the weights.
+    """
+
+    steps: tuple[Step, ...] = ()
+    outputs: tuple[Step, ...] = ()
+    takes: str = "positional"
+    returns: str = "tuple"
+    width: int = 8
+    batches: tuple[int, ...] = (2,)
+    cap_bytes: int = 256
+    joined: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value, allowed in (("takes", self.takes, TAKES), ("returns", self.returns, RETURNS)):
+            if value not in allowed:
+                raise UsageError(f"expected {name} to be one of {', '.join(allowed)}, got {value!r}")
+        if self.width < 4 or self.width % 4 or not self.batches or min(self.batches) < 2:
+            raise UsageError(
+                "expected a width that is a multiple of 4 and batches of at least 2 samples, "
+                f"got width={self.width!r}, batches={self.batches!r}"
+            )
+        for place, steps in (("step", self.steps), ("output", self.outputs)):
+            for misplaced in (s for s in steps if find_block(s.block).place != place):
+                raise UsageError(f"expected each of the model's {place}s to be one, got {misplaced!r}")
+
+    def __repr__(self) -> str:
+        given = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
+        return f"DrawnModel({', '.join(f'{name}={v!r}' for name, v, default in given if v != default)})"
+
+    @cached_property
+    def _written(self) -> tuple[str, frozenset[str]]:
+        return write_model(self)
+
+    @property
+    def source(self) -> str:
+        """The model as a Python module that stands alone."""
+        return self._written[0]
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What the model brings to those who compile it, as :func:`known_features` names it."""
+        return self._written[1]
+
+    @property
+    def program(self) -> Program:
+        """The source, ready to run."""
+        return Program(self.source)
+
+    def case(self) -> Case:
+        """Make a case, tagged with what a runner wants to know; one step of it is run."""
+        return self.program.case(tuple(sorted({TAGS[f] for f in self.features if f in TAGS})))
+
+    def all_steps(self) -> Iterator[Step]:
+        """Every step, with those in bodies, and every output."""
+        for outer in (*self.steps, *self.outputs):
+            yield from outer.all()
+
+
+def known_features() -> frozenset[str]:
+    """Every feature that a model can have, those of blocks that users registered included."""
+    forms = {form.feature for form in TAKES.values()} | {form.feature for form in RETURNS.values()}
+    choices = (c for block in BLOCKS.values() for c in block.options.values())
+    brought = {feature for each in choices for feature in each.values()}
+    named = frozenset().union(*(block.features for block in BLOCKS.values()))
+    return frozenset(f for f in named | brought | forms if f is not None) | {
+        "dynamic-batch",
+        "several-outputs",
+    }

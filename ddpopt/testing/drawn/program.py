@@ -1,0 +1,103 @@
+"""Running the text of a drawn model: its source becomes a module, and the module a case.
+
+Invariant: a program is its source and nothing else, so it travels to other processes as text, and needs
+there neither what drew it nor the blocks that wrote it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+import sys
+from collections import deque
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+
+from ddpopt.testing.case import Call, Case
+
+KEPT = 64
+"""Modules that are kept; older ones are executed again when they are asked for."""
+_NAMES: deque[str] = deque()
+
+
+@dataclass(frozen=True)
+class Program:
+    """The source of a module that defines a model, its inputs and its loss.
+
+    Attributes:
+        source: the text of a module with ``make_model``, ``make_inputs``, ``loss`` and ``DDP_KWARGS``.
+    """
+
+    source: str
+
+    @property
+    def name(self) -> str:
+        """Equal for equal sources, and a valid name of a module."""
+        return f"drawn_{hashlib.sha256(self.source.encode()).hexdigest()[:12]}"
+
+    @property
+    def module(self) -> ModuleType:
+        """The source, executed."""
+        return _executed(self)
+
+    def model(self) -> nn.Module:
+        """Build the model, with equal weights at every call; the default generator stays as it was."""
+        with torch.random.fork_rng(devices=()):
+            model: nn.Module = self.module.make_model()
+        return model
+
+    def inputs(self, rank: int = 0, step: int = 0) -> Call:
+        """The arguments of one forward, equal at every call."""
+        call: Call = self.module.make_inputs(rank, step)
+        return call
+
+    def loss(self, output: object) -> Tensor:
+        """The mean of squares over all tensors of an output."""
+        value: Tensor = self.module.loss(output)
+        return value
+
+    def case(self, tags: tuple[str, ...] = ()) -> Case:
+        """Make a case; one step is run, to see which parameters get no gradient.
+
+        Args:
+            tags: of the case.
+
+        Returns:
+            A case that needs this source only.
+        """
+        case = Case(
+            name=self.name,
+            model=self.model,
+            inputs=self.inputs,
+            about=" ".join((self.module.__doc__ or "").partition("\n\n")[0].split()),
+            loss=self.loss,
+            ddp_kwargs=self.module.DDP_KWARGS,
+            tags=tags,
+        )
+        model = self.model()
+        with torch.random.fork_rng(devices=()):
+            case.step(model, 0, 0).backward()  # type: ignore[no-untyped-call]  # of torch
+        trained = ((name, param.grad) for name, param in model.named_parameters() if param.requires_grad)
+        return replace(case, unused=tuple(name for name, grad in trained if grad is None))
+
+
+def _executed(program: Program) -> ModuleType:
+    """Execute a source, as a module that imports can find: Dynamo imports what it inlines functions from."""
+    name = program.name
+    if name in sys.modules:
+        return sys.modules[name]
+    module = ModuleType(name)
+    file = module.__file__ = f"<{name}>"
+    sys.modules[name] = module  # before it runs: dataclasses looks its module up
+    exec(compile(program.source, file, "exec"), module.__dict__)
+    # Without a time of change an entry stays, so that tracebacks show the lines.
+    linecache.cache[file] = (len(program.source), None, program.source.splitlines(keepends=True), file)
+    _NAMES.append(name)
+    if len(_NAMES) > KEPT:
+        oldest = _NAMES.popleft()
+        sys.modules.pop(oldest, None)
+        linecache.cache.pop(f"<{oldest}>", None)
+    return module

@@ -1,0 +1,187 @@
+"""What drawn models are made of: blocks that write a few lines of source, and the kinds of value they pass.
+
+A block says which kinds of value it reads and makes; a kind says how it is made from rows and made rows
+again. So every block follows every other, and a model needs no search for steps that fit.
+
+Invariant: a block is differentiable in all it reads, and in each parameter it makes, unless it says that it
+detaches; it changes in place only values that it made itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ddpopt.errors import UsageError
+
+Feature = str | None
+Place = Literal["step", "output"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A form that a value takes between blocks, each a template around ``{x}``.
+
+    The templates may name ``{width}``, ``{half}`` and ``{quarter}``, the sizes of a row and of its parts.
+
+    Attributes:
+        name: as blocks call it.
+        from_rows: an expression for the value, made of ``(batch, width)`` floats.
+        to_rows: an expression for ``(batch, width)`` floats, made of the value.
+        autocast: whether autocast may give it another dtype, which ``.float()`` undoes.
+    """
+
+    name: str
+    from_rows: str
+    to_rows: str
+    autocast: bool = True
+
+
+KINDS: dict[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        Kind("rows", "{x}", "{x}"),
+        Kind("tokens", "{x}.unflatten(1, (2, {half}))", "{x}.flatten(1)"),
+        Kind("image", "{x}.unflatten(1, ({quarter}, 2, 2))", "{x}.flatten(1)"),
+        Kind("columns", "{x}.t()", "{x}.t()"),
+        Kind("bfloat16", "{x}.bfloat16()", "{x}.float()", autocast=False),
+        Kind("double", "{x}.double()", "{x}.float()", autocast=False),
+        Kind(
+            "complex",
+            "torch.view_as_complex({x}.contiguous().unflatten(1, ({half}, 2)))",
+            "torch.view_as_real({x}.resolve_conj()).flatten(1)",
+            autocast=False,
+        ),
+        Kind("pair", "{x}.chunk(2, 1)", "torch.cat({x}, 1)", autocast=False),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """One thing that a step of a model can be.
+
+    Attributes:
+        name: unique; steps are printed with it.
+        write: ``(writer, *operands, **options) -> expression``: writes lines, returns the block's value. A
+            block with a body gets it as the keyword ``body``.
+        features: what it brings into a model, whatever its options.
+        takes: the kinds that it reads.
+        gives: the kind that it makes.
+        options: for each option its choices, the simplest first, with the feature that each brings.
+        body: ``"any"`` steps or only ``"pure"`` ones may stand in its body; empty if it has none.
+        pure: whether running it twice is the same as once: no buffer, no input is changed.
+        detached: whether no gradient passes.
+        place: ``"output"`` for what is returned besides a model's last value.
+    """
+
+    name: str
+    write: Callable[..., str]
+    features: frozenset[str] = frozenset()
+    takes: tuple[str, ...] = ("rows",)
+    gives: str = "rows"
+    options: Mapping[str, Mapping[Any, Feature]] = field(default_factory=dict)
+    body: Literal["", "any", "pure"] = ""
+    pure: bool = True
+    detached: bool = False
+    place: Place = "step"
+
+    def brought(self, options: Mapping[str, Any]) -> frozenset[str]:
+        """The features of this block with these options."""
+        chosen = (self.options[name][value] for name, value in options.items())
+        return self.features | {feature for feature in chosen if feature is not None}
+
+    def within(self, features: frozenset[str]) -> Mapping[str, tuple[Any, ...]] | None:
+        """The choices of each option that bring no other features; None if the block itself does."""
+        kept = {
+            name: tuple(value for value, brings in choices.items() if brings is None or brings in features)
+            for name, choices in self.options.items()
+        }
+        return kept if self.features <= features and all(kept.values()) else None
+
+
+BLOCKS: dict[str, Block] = {}
+"""Every registered block by its name, the simplest first: draws shrink toward the front."""
+
+Choices = Mapping[Any, Feature] | Sequence[Any]
+Write = Callable[..., str]
+
+
+def register_block(
+    *features: str,
+    takes: str | Sequence[str] = "rows",
+    gives: str = "rows",
+    options: Mapping[str, Choices] | None = None,
+    **traits: Any,
+) -> Callable[[Write], Write]:
+    """Register a function as a block, under its own name.
+
+    Args:
+        *features: names of what it brings; new names become features of their own.
+        takes: the kind of value that it reads, or one for each of several.
+        gives: the kind that it makes.
+        options: for each option its choices, the simplest first; a mapping gives choices features.
+        **traits: the other attributes of :class:`Block`.
+
+    Returns:
+        A decorator that returns the function as it is.
+
+    Raises:
+        UsageError: if the name is taken, or a kind is unknown.
+    """
+
+    def register(write: Write) -> Write:
+        block = Block(
+            name=write.__name__,
+            write=write,
+            features=frozenset(features),
+            takes=(takes,) if isinstance(takes, str) else tuple(takes),
+            gives=gives,
+            options={name: _with_features(choices) for name, choices in (options or {}).items()},
+            **traits,
+        )
+        _check(block)
+        BLOCKS[block.name] = block
+        return write
+
+    return register
+
+
+def _with_features(choices: Choices) -> Mapping[Any, Feature]:
+    return choices if isinstance(choices, Mapping) else dict.fromkeys(choices)
+
+
+def _check(block: Block) -> None:
+    if block.name in BLOCKS:
+        raise UsageError(f"expected a new name for a block, got {block.name!r}, which there is; rename it")
+    for kind in (*block.takes, block.gives):
+        if kind not in KINDS:
+            raise UsageError(
+                f"block {block.name!r}: expected a kind of value, got {kind!r}; there are: {', '.join(KINDS)}"
+            )
+
+
+def register_kind(kind: Kind) -> None:
+    """Register a kind of value.
+
+    Raises:
+        UsageError: if the name is taken.
+    """
+    if kind.name in KINDS:
+        raise UsageError(f"expected a new name for a kind, got {kind.name!r}, which there is; rename it")
+    KINDS[kind.name] = kind
+
+
+def find_block(name: str) -> Block:
+    """Return a block by its name.
+
+    Raises:
+        UsageError: if there is none.
+    """
+    if name not in BLOCKS:
+        raise UsageError(
+            f"expected the name of a registered block, got {name!r}; import the module that registers it. "
+            f"There are: {', '.join(BLOCKS)}"
+        )
+    return BLOCKS[name]

@@ -1,0 +1,135 @@
+"""Drawing models: which blocks may stand where, and in what order draws shrink.
+
+Invariant: nothing is drawn and thrown away. Draws shrink toward fewer steps, toward steps without a body,
+toward blocks that were registered first, and toward the first choice of each option.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+
+from hypothesis import event
+from hypothesis import strategies as st
+
+from ddpopt.errors import UsageError
+from ddpopt.testing.drawn import BLOCKS, Block, DrawnModel, Step, known_features, step
+from ddpopt.testing.drawn.forms import RETURNS, TAKES, InputForm, OutputForm
+
+Features = frozenset[str]
+
+_DEPTH = 2
+_BODY_STEPS = 3
+_READS = st.sampled_from((0, 0, 0, 0, 1, 1, 2, 3, 5))
+
+
+@st.composite
+def models(
+    draw: st.DrawFn,
+    *,
+    features: Iterable[str] | None = None,
+    without: Iterable[str] = (),
+    max_steps: int = 8,
+) -> DrawnModel:
+    """Draw a small model with its inputs and its loss.
+
+    It runs forward and backward with finite results, and repeats bit by bit. Each feature that it has is
+    reported as a Hypothesis event. See ``docs/generators.md``.
+
+    Args:
+        draw: given by Hypothesis.
+        features: what may occur, as :func:`ddpopt.testing.drawn.known_features` names it; by default all.
+        without: what may not.
+        max_steps: the largest number of steps, not counting those within others.
+
+    Returns:
+        The model as a value: its ``source`` is a Python module, its ``case()`` is ready to verify.
+
+    Raises:
+        UsageError: if there is no feature of such a name.
+    """
+    allowed = _allowed(features, without)
+    model = draw(_models(allowed, max_steps, tuple(BLOCKS)))
+    for feature in sorted(model.features):
+        event(feature)
+    return model
+
+
+def _allowed(features: Iterable[str] | None, without: Iterable[str]) -> Features:
+    known = known_features()
+    given, refused = known if features is None else frozenset(features), frozenset(without)
+    unknown = sorted((given | refused) - known)
+    if unknown:
+        raise UsageError(
+            f"expected names of features, got {', '.join(map(repr, unknown))}; "
+            f"there are: {', '.join(sorted(known))}"
+        )
+    return given - refused
+
+
+@lru_cache
+def _models(allowed: Features, max_steps: int, blocks: tuple[str, ...]) -> st.SearchStrategy[DrawnModel]:
+    outputs = _steps(_Place(allowed, blocks, "output"))
+    batches = [(2,), (3,), (2, 3)] if "dynamic-batch" in allowed else [(2,), (3,)]
+    return st.builds(
+        DrawnModel,
+        steps=_lists(_steps(_Place(allowed, blocks)), max_steps),
+        outputs=_lists(outputs, 3) if "several-outputs" in allowed else st.just(()),
+        takes=_forms(TAKES, allowed),
+        returns=_forms(RETURNS, allowed),
+        width=st.sampled_from((8, 4, 16)),
+        batches=st.sampled_from(batches),
+        cap_bytes=st.sampled_from((256, 1, 1024, 4096)),
+        joined=st.just(True) if "unused-parameter" not in allowed else st.sampled_from((True, True, False)),
+        seed=st.integers(0, 7),
+    )
+
+
+def _forms(
+    table: Mapping[str, InputForm] | Mapping[str, OutputForm], allowed: Features
+) -> st.SearchStrategy[str]:
+    return st.sampled_from(
+        [n for n, form in table.items() if form.feature is None or form.feature in allowed]
+    )
+
+
+def _lists(steps: st.SearchStrategy[Step], max_size: int) -> st.SearchStrategy[tuple[Step, ...]]:
+    return st.lists(steps, max_size=max_size).map(tuple)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a step may stand.
+
+    Attributes:
+        allowed: the features that it may bring.
+        blocks: the names of all registered blocks, for others may be registered at any time.
+        kind: ``"step"`` or ``"output"``.
+        depth: how many levels of bodies may be below.
+        pure: whether it may run twice.
+    """
+
+    allowed: Features
+    blocks: tuple[str, ...]
+    kind: str = "step"
+    depth: int = _DEPTH
+    pure: bool = False
+
+    def admits(self, block: Block) -> bool:
+        fits = block.place == self.kind and (block.pure or not self.pure) and (self.depth or not block.body)
+        return bool(fits) and block.within(self.allowed) is not None
+
+
+@lru_cache
+def _steps(place: _Place) -> st.SearchStrategy[Step]:
+    return st.one_of([_step(block, place) for name in place.blocks if place.admits(block := BLOCKS[name])])
+
+
+def _step(block: Block, place: _Place) -> st.SearchStrategy[Step]:
+    choices = block.within(place.allowed) or {}
+    options = {name: st.sampled_from(values) for name, values in choices.items() if len(values) > 1}
+    if block.body:
+        inner = replace(place, depth=place.depth - 1, pure=place.pure or block.body == "pure")
+        options["body"] = _lists(_steps(inner), _BODY_STEPS)
+    return st.builds(partial(step, block.name), *(_READS for _ in block.takes), **options)

@@ -1,0 +1,46 @@
+"""Backends as the command line names them: by Dynamo's name, or as ``package.module:function``.
+
+Invariant: a name without a colon stays a name, so that a report and a script say what the user said.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from ddpopt.errors import UsageError
+
+HELP = "give 'package.module:function', or the name of a backend that is registered"
+
+
+def backend_of(name: str) -> Any:
+    """Find what ``--backend`` names.
+
+    Args:
+        name: a name that Dynamo knows, or ``package.module:function`` of a callable
+            ``(gm, example_inputs)``.
+
+    Returns:
+        The callable; a name of Dynamo's as it is.
+
+    Raises:
+        UsageError: it cannot be found, or is no callable.
+    """
+    module_name, colon, attribute = name.partition(":")
+    if not colon:
+        return name
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except Exception as error:
+        raise UsageError(
+            f"--backend: expected a Dynamo backend, got {name!r}, which cannot be imported: "
+            f"{type(error).__name__}: {error}; {HELP}"
+        ) from error
+    if not callable(found):
+        raise UsageError(
+            f"--backend: expected a callable (gm, example_inputs), got {name!r}, which is a "
+            f"{type(found).__name__}; {HELP}"
+        )
+    return found

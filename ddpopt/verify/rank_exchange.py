@@ -1,0 +1,127 @@
+"""What ranks tell each other beside their process groups: values, through the store in which they met.
+
+The collectives of the program under test may be broken, and ranks that failed may have made fewer process
+groups than others, so that any new one would have another number on them. A store has neither: who waits in
+it waits for a key whose number we count ourselves.
+
+Touches one private name of torch 2.11 to 2.13, ``_get_default_store``. Invariant: nobody waits for longer
+than the limit, nor for a rank that is known to have left; and what all ranks have read is in the store no
+more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from ddpopt.errors import InfrastructureError
+
+__all__ = ["Exchange", "PeersMissing", "default_exchange"]
+
+# A store of torchrun's takes values of up to 8 MiB.
+PIECE_BYTES = 2**22
+FIRST_POLL_S = 0.0005
+SLOWEST_POLL_S = 0.02
+LEFT = "left"
+
+
+class PeersMissing(InfrastructureError):
+    """Another rank left, or did not come in time."""
+
+
+class Exchange:
+    """Rounds in which each rank gives a value, and gets everybody's.
+
+    Making one is for all ranks to do, as often and in the same order.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, limit_s: float) -> None:
+        """Meet the other ranks nowhere yet.
+
+        Args:
+            store: of torch's; shared by all ranks.
+            rank: this process's number.
+            size: how many ranks there are.
+            limit_s: of each round, in seconds.
+        """
+        number = store.add(f"ddpopt/exchanges/{rank}", 1)
+        self._store: Any = PrefixStore(f"ddpopt/exchange/{number}", store)
+        self._rank = rank
+        self._ranks = range(size)
+        self._limit_s = limit_s
+        self._round = 0
+
+    def gather(self, value: bytes) -> list[bytes]:
+        """Give every rank's value to every rank; each rank must call it.
+
+        Args:
+            value: of this rank.
+
+        Returns:
+            The values, by rank.
+
+        Raises:
+            PeersMissing: a rank left, or did not come in time.
+        """
+        self._round += 1
+        self._put(value)
+        self._await([self._key(rank) for rank in self._ranks])
+        pieces = [int(self._store.get(self._key(rank))) for rank in self._ranks]
+        values = [b"".join(map(self._store.get, self._keys(rank, pieces[rank]))) for rank in self._ranks]
+        if self._store.add(f"{self._round} read", 1) == len(self._ranks):
+            self._forget(pieces)
+        return values
+
+    def leave(self) -> None:
+        """Tell the other ranks that this one will not come again."""
+        self._store.set(LEFT, str(self._rank))
+
+    def _key(self, rank: int) -> str:
+        return f"{self._round} {rank}"
+
+    def _keys(self, rank: int, count: int) -> list[str]:
+        return [f"{self._key(rank)} {number}" for number in range(count)]
+
+    def _put(self, value: bytes) -> None:
+        starts = range(0, len(value), PIECE_BYTES)
+        for key, start in zip(self._keys(self._rank, len(starts)), starts, strict=True):
+            self._store.set(key, value[start : start + PIECE_BYTES])
+        self._store.set(self._key(self._rank), str(len(starts)))  # last: now it is all there
+
+    def _await(self, keys: Sequence[str]) -> None:
+        """Poll, instead of waiting inside C: then a stack shows this frame, and a rank that left is seen."""
+        deadline, pause_s = time.monotonic() + self._limit_s, FIRST_POLL_S
+        while not self._store.check(list(keys)):
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            if missing and self._store.check([LEFT]):
+                raise PeersMissing(self._words(missing, f"rank {int(self._store.get(LEFT))} left"))
+            if missing and time.monotonic() > deadline:
+                raise PeersMissing(self._words(missing, f"nothing came within {self._limit_s:g} s"))
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, SLOWEST_POLL_S)
+
+    def _words(self, missing: Sequence[int], why: str) -> str:
+        ranks = ", ".join(map(str, missing))
+        return (
+            f"expected a value from each of {len(self._ranks)} ranks, got none from {ranks}: {why}. "
+            "Look at the first error of that rank; every rank must call gather() as often."
+        )
+
+    def _forget(self, pieces: Sequence[int]) -> None:
+        for rank in self._ranks:
+            for key in (self._key(rank), *self._keys(rank, pieces[rank])):
+                self._store.delete_key(key)
+        self._store.delete_key(f"{self._round} read")
+
+
+def default_exchange(limit_s: float) -> Exchange:
+    """Make an exchange of the ranks of the default process group; each of them must call it.
+
+    Args:
+        limit_s: of each round, in seconds.
+    """
+    return Exchange(_get_default_store(), dist.get_rank(), dist.get_world_size(), limit_s)

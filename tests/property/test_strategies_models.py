@@ -1,0 +1,162 @@
+"""What our strategies draw of models: they run, repeat, print, shrink, and have every feature."""
+
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from random import Random
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import find, given, settings
+from hypothesis.statistics import collector
+from torch import Tensor, nn
+
+from ddpopt.errors import UsageError
+from ddpopt.testing import model_strategies
+from ddpopt.testing.drawn import DrawnModel, Step, known_features, step
+from ddpopt.testing.strategies import models
+
+Results = list[tuple[str, Tensor | None]]
+
+# torch.cond runs through Dynamo in eager, which looks at the gradient of what it is given
+pytestmark = pytest.mark.filterwarnings("ignore:.*is not a leaf Tensor is being accessed:UserWarning")
+
+
+def results(model: nn.Module, loss: Tensor) -> Results:
+    """The loss, the gradients and the buffers of one step."""
+    loss.backward()  # type: ignore[no-untyped-call]  # of torch
+    grads = [(name, param.grad) for name, param in model.named_parameters()]
+    dense = [(name, g.to_dense() if g is not None and g.is_sparse else g) for name, g in grads]
+    return [("loss", loss.detach()), *dense, *model.named_buffers()]
+
+
+def step_of(drawn: DrawnModel, number: int = 0) -> Results:
+    model, program = drawn.program.model(), drawn.program
+    torch.manual_seed(0)
+    args, kwargs = program.inputs(0, number)
+    return results(model, program.loss(model(*args, **kwargs)))
+
+
+def assert_equal(first: Results, second: Results) -> None:
+    for (name, a), (other, b) in zip(first, second, strict=True):
+        assert name == other
+        assert (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b)), name
+
+
+@settings(max_examples=120)
+@given(models(without={"cond"}))
+def test_a_drawn_model_is_finite_differentiable_and_repeats_bit_by_bit(drawn: DrawnModel) -> None:
+    first = step_of(drawn)
+    assert all(value is None or bool(value.isfinite().all()) for _, value in first)
+    assert_equal(first, step_of(drawn))
+    model = drawn.program.model()
+    trained = {name for name, param in model.named_parameters() if param.requires_grad}
+    without = {name for name, value in first if value is None} & trained
+    assert without < trained
+    assert not without or "unused-parameter" in drawn.features
+
+
+@settings(max_examples=60)
+@given(models(without={"cond"}))
+def test_a_printed_model_computes_the_same_in_a_namespace_of_its_own(drawn: DrawnModel) -> None:
+    read_back = eval(repr(drawn), {"DrawnModel": DrawnModel, "step": step})
+    assert read_back == drawn
+    assert read_back.source == drawn.source
+    module = ModuleType("pasted")
+    with pytest.MonkeyPatch.context() as patch:  # as an import does: dataclasses look their module up
+        patch.setitem(sys.modules, "pasted", module)
+        exec(drawn.source, module.__dict__)
+    with torch.random.fork_rng(devices=()):
+        model = module.make_model()
+        assert_equal(results(model, module.run_step(model)), step_of(drawn))
+
+
+def shorter(steps: tuple[Step, ...]) -> Iterable[tuple[Step, ...]]:
+    """The steps without one of them, which its body may replace."""
+    for place, dropped in enumerate(steps):
+        yield (*steps[:place], *dropped.body, *steps[place + 1 :])
+        yield steps[:place] + steps[place + 1 :]
+
+
+@settings(max_examples=25)
+@given(models(without={"cond"}, max_steps=5))
+def test_a_model_stays_valid_whichever_step_is_dropped(drawn: DrawnModel) -> None:
+    for steps in shorter(drawn.steps):
+        step_of(replace(drawn, steps=steps))
+
+
+@settings(max_examples=30)
+@given(models(features={"dynamic-batch", "matmul", "size", "scalar", "conv"}))
+def test_a_dynamic_batch_changes_from_step_to_step_and_runs(drawn: DrawnModel) -> None:
+    sizes = [len(torch.utils._pytree.tree_leaves(drawn.program.inputs(0, number))[0]) for number in (0, 1)]
+    assert (sizes[0] != sizes[1]) == ("dynamic-batch" in drawn.features)
+    step_of(drawn, 1)
+
+
+def test_each_feature_is_drawn_and_reported_and_no_draw_is_thrown_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reported: Counter[str] = Counter()
+    monkeypatch.setattr(model_strategies, "event", lambda name: reported.update([name]))
+    drawn_features: Counter[str] = Counter()
+    endings: Counter[str] = Counter()
+
+    @settings(max_examples=1500, derandomize=True, database=None)
+    @given(models())
+    def look(drawn: DrawnModel) -> None:
+        drawn_features.update(drawn.features)
+
+    def note(run: dict[str, Any]) -> None:
+        endings.update(each["status"] for each in run["generate-phase"]["test-cases"])
+
+    with collector.with_value(note):  # type: ignore[arg-type]  # Hypothesis types it by its default
+        look()
+    assert set(drawn_features) == known_features()
+    assert set(endings) <= {"valid", "overrun"}  # Hypothesis tries short draws first, and some are too short
+    assert all(reported[feature] >= count for feature, count in drawn_features.items())
+
+
+FEW = ("conv", "dropout", "dict-input", "several-outputs")
+
+
+@settings(max_examples=60)
+@given(models(features=FEW), models(without=FEW))
+def test_features_are_switches(with_few: DrawnModel, without_few: DrawnModel) -> None:
+    assert with_few.features <= set(FEW)
+    assert not without_few.features & set(FEW)
+
+
+def test_a_feature_that_does_not_exist_is_refused_by_name() -> None:
+    with pytest.raises(UsageError, match=r"^expected names of features, got 'convolution'; there are: alias"):
+        find(models(without={"convolution"}), lambda _: True)
+
+
+WITH_COND = DrawnModel(steps=(step("linear"), step("select", by="cond"), step("conv")))
+
+
+def test_a_model_with_cond_repeats_bit_by_bit() -> None:
+    assert_equal(step_of(WITH_COND), step_of(WITH_COND))
+
+
+PLANTED = ("conv", "sparse-embedding", "in-place-view", "tied-parameter")
+
+
+def test_models_shrink_to_what_is_needed() -> None:
+    found = [
+        find(
+            models(),
+            lambda drawn, feature=feature: feature in drawn.features,  # type: ignore[misc]
+            settings=settings(max_examples=500, database=None),
+            random=Random(0),
+        )
+        for feature in PLANTED
+    ]
+    sizes = [len(list(drawn.all_steps())) for drawn in found]
+    assert statistics.median(sizes) <= 2, found
+    assert max(sizes) <= 3, found
+    plain = {(drawn.takes, drawn.returns, drawn.width, drawn.batches, drawn.outputs) for drawn in found}
+    assert plain == {("positional", "tuple", 8, (2,), ())}

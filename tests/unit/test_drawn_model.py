@@ -1,0 +1,281 @@
+"""Drawn models as values: what they print, what they refuse, and blocks that users register."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from expecttest import TestCase
+
+from ddpopt.errors import UsageError
+from ddpopt.testing.drawn import (
+    BLOCKS,
+    KINDS,
+    DrawnModel,
+    Kind,
+    Program,
+    Writer,
+    known_features,
+    register_block,
+    register_kind,
+    step,
+)
+
+DOCS = Path(__file__).parents[2] / "docs" / "generators.md"
+SHARED = DrawnModel(
+    steps=(
+        step("conv", memory="channels_last"),
+        step("checkpointed", body=(step("linear"), step("linear", layer="tied"))),
+        step("embedding", gradient="sparse"),
+    ),
+    outputs=(step("input_itself"),),
+    takes="dict",
+    batches=(2, 3),
+)
+
+
+@pytest.fixture
+def registry() -> Iterator[None]:
+    """Forget blocks and kinds that the test registers."""
+    tables = ((BLOCKS, dict(BLOCKS)), (KINDS, dict(KINDS)))
+    yield
+    for table, before in tables:
+        for name in [name for name in table if name not in before]:
+            del table[name]
+
+
+class Printing(TestCase):
+    def test_a_model_prints_as_its_class_inputs_and_seed(self) -> None:
+        self.assertExpectedInline(
+            SHARED.source,
+            """\
+\"\"\"A model with aliasing-input, channels-last, checkpoint, conv, dict-input, dynamic-batch, embedding,
+    matmul, several-outputs, sparse-embedding, tied-parameter.
+
+DrawnModel(steps=(step('conv', memory='channels_last'), step('checkpointed', body=(step('linear'),
+    step('linear', layer='tied'))), step('embedding', gradient='sparse')),
+    outputs=(step('input_itself'),), takes='dict', batches=(2, 3))
+\"\"\"
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv2d1 = nn.Conv2d(2, 2, 3, padding=1)
+        self.linear3 = nn.Linear(8, 8)
+        self.linear4 = nn.Linear(8, 8)
+        self.linear4.weight = self.linear3.weight
+        self.embedding5 = nn.Embedding(5, 8, sparse=True)
+
+    def forward(self, inputs):
+        x = inputs["x"]
+        ids = inputs["ids"]
+        h1 = self.conv2d1(x.unflatten(1, (2, 2, 2)).to(memory_format=torch.channels_last))
+        def run2(x):
+            h3 = self.linear3(x)
+            h4 = self.linear4(h3)
+            return h4
+        h2 = checkpoint(run2, h1.flatten(1), use_reentrant=False)
+        h5 = h2 + self.embedding5(ids)
+        return h5, x
+
+
+def make_model():
+    torch.manual_seed(0)
+    return Model()
+
+
+def make_inputs(rank=0, step=0):
+    g = torch.Generator().manual_seed(65536 * step + rank)
+    batch = (2, 3)[step % 2]
+    x = torch.randn(batch, 8, generator=g)
+    ids = torch.randint(5, (batch,), generator=g)
+    return ({"x": x, "ids": ids},), {}
+
+
+def loss(output):
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    leaves = [leaf for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
+    return sum(leaf.abs().double().square().sum() for leaf in leaves) / sum(leaf.numel() for leaf in leaves)
+
+
+def run_step(model, rank=0, step=0):
+    torch.manual_seed(65536 * step + rank)
+    args, kwargs = make_inputs(rank, step)
+    return loss(model(*args, **kwargs))
+
+
+DDP_KWARGS = {'bucket_cap_mb': 0.000244140625}
+
+if __name__ == "__main__":
+    model = make_model()
+    value = run_step(model)
+    value.backward()
+    print("loss", value.item())
+    for name, parameter in model.named_parameters():
+        print(name, parameter.grad)
+""",
+        )
+
+    def test_a_model_without_steps_is_one_layer(self) -> None:
+        text = DrawnModel().source
+        self.assertExpectedInline(
+            text[text.index("class ") : text.index("def make_model")],
+            """\
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear0 = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear0(x)
+
+
+""",
+        )
+
+    def test_its_repr_names_only_what_differs(self) -> None:
+        self.assertExpectedInline(
+            repr(SHARED).replace(", step", ",\nstep"),
+            """\
+DrawnModel(steps=(step('conv', memory='channels_last'),
+step('checkpointed', body=(step('linear'),
+step('linear', layer='tied'))),
+step('embedding', gradient='sparse')), outputs=(step('input_itself'),), takes='dict', batches=(2, 3))""",
+        )
+
+
+def test_a_printed_model_computes_the_same_in_a_fresh_interpreter(tmp_path: Path) -> None:
+    script = tmp_path / "pasted.py"
+    grads = tmp_path / "grads.pt"
+    saving = f"    torch.save([value, *(param.grad for param in model.parameters())], {str(grads)!r})\n"
+    script.write_text(SHARED.source + saving)
+    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    assert ran.stdout.startswith("loss ")
+    case = SHARED.case()
+    model = case.model()
+    loss = case.step(model, 0, 0)
+    loss.backward()  # type: ignore[no-untyped-call]  # of torch
+    there = torch.load(grads)
+    for here, other in zip([loss, *(p.grad for p in model.parameters())], there, strict=True):
+        assert here is not None
+        assert torch.equal(here.detach().to_dense(), other.detach().to_dense())
+
+
+def test_a_case_is_tagged_and_knows_its_unused_parameters() -> None:
+    case = DrawnModel(steps=(step("linear"), step("unused"), step("dropout"))).case()
+    assert case.tags == ("random", "unused")
+    assert case.about == "A model with dropout, matmul, unused-parameter."
+    assert case.unused == ("unused2",)
+    assert case.ddp_kwargs == {"bucket_cap_mb": 256 / 2**20, "find_unused_parameters": True}
+
+
+def test_a_sparse_gradient_is_asked_for_only_where_it_is_sure_to_come() -> None:
+    sparse = step("embedding", gradient="sparse")
+    unreached = (
+        DrawnModel(steps=(sparse, step("gain", 1)), joined=False),
+        DrawnModel(steps=(step("no_grad", layers="trainable", body=(sparse,)),)),
+    )
+    for drawn in unreached:
+        assert "sparse=True" not in drawn.source
+        assert "sparse-embedding" not in drawn.features
+    assert "sparse=True" in DrawnModel(steps=(sparse,)).source
+
+
+def test_inputs_differ_per_rank_and_step_and_repeat() -> None:
+    program = SHARED.program
+    drawn = [program.inputs(rank, number)[0][0]["x"] for rank, number in ((0, 0), (1, 0), (0, 1), (0, 0))]
+    assert torch.equal(drawn[0], drawn[3])
+    assert not torch.equal(drawn[0], drawn[1])
+    assert [len(x) for x in drawn] == [2, 2, 3, 2]
+
+
+def test_building_a_model_leaves_the_generator_as_it_was() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    SHARED.case()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_failing_line_of_a_drawn_model_shows_in_the_traceback() -> None:
+    program = Program(SHARED.source.replace("batch = ", "batch = missing or "))
+    with pytest.raises(NameError) as failure:
+        program.inputs()
+    assert "missing" in str(failure.traceback[-1].statement)
+
+
+REFUSED: dict[str, Callable[[], object]] = {
+    "expected the name of a registered block, got 'konv'; import the module": lambda: step("konv"),
+    "block 'linear': expected at most 1 numbers from 0 to read, got (0, 1)": lambda: step("linear", 0, 1),
+    "block 'conv1d': expected an option of its own (layer), got 'size'": lambda: step("conv1d", size=3),
+    "block 'linear': expected bias to be one of True, False, got 2": lambda: step("linear", bias=2),
+    "block 'gain': expected no body, got (step('empty'),)": lambda: step("gain", body=(step("empty"),)),
+    "block 'checkpointed': expected steps that may run twice in its body, got step('batch_norm')": lambda: (
+        step("checkpointed", body=[step("residual", body=[step("batch_norm")])])
+    ),
+    "block 'residual': expected steps in its body, got the output step('other')": lambda: step(
+        "residual", body=[step("other")]
+    ),
+    "expected each of the model's steps to be one, got step('other')": lambda: DrawnModel((step("other"),)),
+    "expected each of the model's outputs to be one, got step('gain')": lambda: DrawnModel(
+        outputs=(step("gain"),)
+    ),
+    "expected a width that is a multiple of 4 and batches of at least 2 samples, got width=6, batches=(2,)": (
+        lambda: DrawnModel(width=6)
+    ),
+    "expected takes to be one of positional, keyword, nested, dict, dataclass, got 'list'": lambda: (
+        DrawnModel(takes="list")
+    ),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_is_no_model_is_refused(message: str) -> None:
+    with pytest.raises(UsageError, match="^" + re.escape(message)):
+        REFUSED[message]()
+
+
+@pytest.mark.usefixtures("registry")
+def test_the_block_of_the_documentation_can_be_registered_drawn_and_run() -> None:
+    snippets = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    exec(snippets[-1], {})
+    assert "cross-product" in known_features()
+    drawn = DrawnModel(steps=(step("linear"), step("cross", 0, 1, by="value"), step("linear")))
+    assert drawn.features == {"matmul", "cross-product"}
+    model = drawn.program.model()
+    args, kwargs = drawn.program.inputs()
+    drawn.program.loss(model(*args, **kwargs)).backward()  # type: ignore[no-untyped-call]  # of torch
+    assert all(param.grad is not None for param in model.parameters())
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_name_that_is_taken_and_a_kind_that_there_is_not_are_refused() -> None:
+    register_kind(Kind("mine", "{x}", "{x}"))
+    taken = re.escape("expected a new name for a kind, got 'mine', which there is; rename it")
+    with pytest.raises(UsageError, match=f"^{taken}$"):
+        register_kind(Kind("mine", "{x}", "{x}"))
+
+    def gain(_: Writer, x: str) -> str:
+        return x
+
+    taken = re.escape("expected a new name for a block, got 'gain', which there is; rename it")
+    with pytest.raises(UsageError, match=f"^{taken}$"):
+        register_block()(gain)
+    gain.__name__ = "other_gain"
+    unknown = re.escape("block 'other_gain': expected a kind of value, got 'yours'; there are: rows, tokens")
+    with pytest.raises(UsageError, match=f"^{unknown}"):
+        register_block(takes="yours")(gain)
+
+
+def test_the_documentation_lists_every_feature() -> None:
+    rows = DOCS.read_text().partition("## Features")[2].partition("## A block")[0]
+    listed = re.findall(r"`([a-z-]+)`", rows.partition("|---|---|")[2].rpartition("|\n")[0])
+    assert sorted(listed) == sorted(known_features())

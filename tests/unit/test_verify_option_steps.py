@@ -1,0 +1,51 @@
+"""ddpopt.verify.option_steps and option_cases: options keep to process groups of their own."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ddpopt.launches import Launch, LaunchMode
+from ddpopt.verify.matrix import CASES
+from ddpopt.verify.modes import mode
+from ddpopt.verify.options import option
+from ddpopt.verify.ranks import Ranks, joined
+from ddpopt.verify.record import Record
+from ddpopt.verify.reference import Bench, Subject
+from tests.multigpu.single import single_rank
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with single_rank(), joined() as ranks:
+        yield ranks
+
+
+def run_eager(name: str, ranks: Ranks) -> Record:
+    bench = Bench(Subject(CASES[0], option(name), 3, ranks.device), ranks)
+    record = bench.run(mode("eager"), None)
+    bench.close()
+    assert record is not None, bench.failures
+    return record
+
+
+@pytest.mark.parametrize(
+    ("name", "sent"), [("default", "allreduce"), ("nested", "allreduce"), ("all_to_all", "all_to_all_single")]
+)
+def test_what_a_run_sends_it_sends_in_a_group_of_its_own(name: str, sent: str, ranks: Ranks) -> None:
+    launches: list[Launch] = []
+    c10d: Any = dist  # torch does not mark its re-exports
+    with LaunchMode(str(c10d.group.WORLD.group_name), launches.append, lambda: None):
+        record = run_eager(name, ranks)
+    assert launches == []
+    assert sent in {collective.op for collective in record.collectives}
+
+
+def test_the_group_that_training_went_on_with_is_given_back(ranks: Ranks) -> None:
+    def groups() -> int:
+        return len(dist.distributed_c10d._world.pg_map)
+
+    before = groups()
+    run_eager("new_group", ranks)
+    assert groups() == before
