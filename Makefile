@@ -28,7 +28,7 @@ CODE := ddpopt tests benchmarks examples conftest.py
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test unit property doctest multigpu torchrun check fix bench-alignment bench-planning bench-step wheel wheel-test clean
+.PHONY: help demo test unit property doctest multigpu nightly torchrun check fix bench-alignment bench-planning bench-step wheel wheel-test clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -71,7 +71,10 @@ doctest: $(TEST_STAMP) ## the examples in the docstrings only
 	$(BIN)/python -m pytest ddpopt $(PYTEST_ARGS)
 
 multigpu: $(TEST_STAMP) ## tests/multigpu only; starts its own ranks
-	$(BIN)/python -m pytest tests/multigpu $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(ALL_CORES) tests/multigpu $(PYTEST_ARGS)
+
+nightly: $(TEST_STAMP) ## all tests, also the long ones
+	$(BIN)/python -m pytest $(ALL_CORES) --nightly tests/unit tests/property ddpopt tests/multigpu $(PYTEST_ARGS)
 
 torchrun: $(TEST_STAMP) ## tests/multigpu on the ranks of one torchrun (RANKS=2)
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m pytest tests/multigpu $(PYTEST_ARGS)

@@ -17,6 +17,11 @@ settings.load_profile("ci" if os.environ.get("CI", "").lower() in {"1", "true", 
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--nightly",
+        action="store_true",
+        help="run the tests marked nightly too: each takes long, and has a shorter kin",
+    )
     parser.getgroup("expecttest").addoption(
         "--accept",
         action="store_true",
@@ -25,6 +30,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "nightly: runs with --nightly only, for a shorter test of the same thing runs always"
+    )
     if config.getoption("--accept"):
         os.environ["EXPECTTEST_ACCEPT"] = "1"  # expecttest knows no other way
     if not os.environ.get("EXPECTTEST_ACCEPT"):
@@ -38,7 +46,11 @@ def pytest_configure(config: pytest.Config) -> None:
         )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--nightly"):
+        later = [item for item in items if item.get_closest_marker("nightly")]
+        config.hook.pytest_deselected(items=later)
+        items[:] = [item for item in items if item not in later]
     items.sort(key=lambda item: _scope(item.nodeid) == "ranks")  # stable: all else keeps its order
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
@@ -37,7 +38,14 @@ from ddpopt.verify.structure import Peer, peer_of
 from ddpopt.verify.training import Course, Place, train, updated
 
 COLLECTIVE_LIMIT_S = 20.0
-LOST = ("Connection closed by peer", "Connection reset by peer", "Timed out", "timed out", "Broken pipe")
+LOST = (
+    "Connection closed by peer",
+    "pair closure",
+    "Connection reset by peer",
+    "Timed out",
+    "timed out",
+    "Broken pipe",
+)
 """What gloo says where a peer is gone."""
 
 
@@ -130,9 +138,12 @@ class Bench:
             except Exception as error:
                 failure = _failure(self.ranks.rank, error)
             finally:
-                # Peers that wait for a rank that failed learn of it from their closed connections.
                 with contextlib.suppress(Exception):
                     dist.destroy_process_group(group)
+            if failure is not None:
+                # Peers learn of it from closed connections, so nothing may hold the group.
+                del course, group
+                gc.collect()
         self.failures = [other for other in self.ranks.gather(failure) if other is not None]
         return None if self.failures else record
 

@@ -61,8 +61,20 @@ def test_every_mode_is_right_about_a_plain_model(mode: Mode) -> None:
     }
 
 
+def each_fault() -> list[Any]:
+    """Every fault; at night also those put in a second time, where another level has to find them."""
+    again = ("rounding", "uncertified")
+    twice = [f for f in FAULTS if f.backend in again or f.name.endswith(again)]
+    seldom = {*twice[1:-1]}
+    return [
+        pytest.param(fault, marks=pytest.mark.nightly if fault in seldom else (), id=fault.name)
+        for fault in FAULTS
+        if fault.name not in DEADLY_FAULTS
+    ]
+
+
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("fault", [f for f in FAULTS if f.name not in DEADLY_FAULTS], ids=lambda f: f.name)
+@pytest.mark.parametrize("fault", each_fault())
 def test_every_fault_is_put_in_and_found_by_all_that_have_to_find_it(fault: Fault) -> None:
     with joined() as ranks:
         if not fault.shows_on(ranks.size):

@@ -145,6 +145,7 @@ def test_a_model_with_cond_repeats_bit_by_bit() -> None:
 PLANTED = ("conv", "sparse-embedding", "in-place-view", "tied-parameter")
 
 
+@pytest.mark.nightly
 def test_models_shrink_to_what_is_needed() -> None:
     found = [
         find(

@@ -72,6 +72,7 @@ def run(way: str, folder: Path) -> dict[str, Any]:
     return answer
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_what_was_compiled_inline_is_found_again_and_never_mistaken_for_the_plain_graph(
     tmp_path: Path,

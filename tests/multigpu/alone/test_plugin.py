@@ -291,7 +291,9 @@ def test_under_torchrun_a_rank_that_is_lost_ends_the_run_and_its_peer_says_why(
     assert code != 0
 
 
-@pytest.mark.parametrize("launcher", [PLAIN, torchrun(2)], ids=["plain", "torchrun"])
+@pytest.mark.parametrize(
+    "launcher", [PLAIN, pytest.param(torchrun(2), marks=pytest.mark.nightly)], ids=["plain", "torchrun"]
+)
 def test_no_test_runs_where_the_ranks_collected_different_ones(
     suite: Suite, launcher: tuple[str, ...]
 ) -> None:
@@ -307,6 +309,7 @@ def test_no_test_runs_where_the_ranks_collected_different_ones(
     assert code != 0
 
 
+@pytest.mark.nightly
 def test_ranks_have_the_options_of_the_pytest_that_starts_them_also_under_xdist(suite: Suite) -> None:
     suite.write("def pytest_addoption(parser): parser.addoption('--model')", "conftest.py")
     suite.write(OPTIONS)
@@ -317,7 +320,11 @@ def test_ranks_have_the_options_of_the_pytest_that_starts_them_also_under_xdist(
     assert (suite.folder / "results.xml").read_text().count("<testcase") == 3
 
 
-@pytest.mark.parametrize("options", [(), ("--deselect", "test_fixtures.py::test_second")], ids=["all", "one"])
+@pytest.mark.parametrize(
+    "options",
+    [(), pytest.param(("--deselect", "test_fixtures.py::test_second"), marks=pytest.mark.nightly)],
+    ids=["all", "one"],
+)
 def test_a_fixture_of_a_module_is_made_once_on_each_rank(suite: Suite, options: tuple[str, ...]) -> None:
     suite.write(FIXTURES, "test_fixtures.py")
     suite.write(AFTER_FIXTURES, "test_later.py")
@@ -368,6 +375,7 @@ def test_the_ranks_of_several_nodes_run_a_test_together(suite: Suite) -> None:
     assert "[rank 1] call failed:" in texts[0]
 
 
+@pytest.mark.nightly
 def test_with_one_rank_the_tests_of_this_folder_that_need_more_say_so(suite: Suite) -> None:
     shutil.copy(Path(__file__).parents[1] / "conftest.py", suite.folder)
     suite.write(FOLDER_SAMPLES)
@@ -377,6 +385,7 @@ def test_with_one_rank_the_tests_of_this_folder_that_need_more_say_so(suite: Sui
     assert code == 0
 
 
+@pytest.mark.nightly
 def test_the_tests_of_this_folder_have_as_many_ranks_as_the_environment_says(
     suite: Suite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -387,6 +396,7 @@ def test_the_tests_of_this_folder_have_as_many_ranks_as_the_environment_says(
     assert (code, outcomes(text)) == (0, ["PASSED size"]), text
 
 
+@pytest.mark.nightly
 def test_the_example_project_passes(suite: Suite) -> None:
     shutil.copytree(REPOSITORY / "examples" / "pytest_project", suite.folder, dirs_exist_ok=True)
     (suite.folder / "pytest.ini").unlink()

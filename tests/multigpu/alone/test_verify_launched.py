@@ -87,6 +87,7 @@ def test_a_right_model_ends_with_0_and_writes_every_report(folder: Path) -> None
     assert all((folder / name).stat().st_size > 100 for name in names.values())
 
 
+@pytest.mark.nightly
 def test_a_model_of_the_transformers_library_is_right() -> None:
     done = run(ROOT, "examples.transformers_gpt2:make", "--backend", "aot_eager")
     assert done.returncode == 0, done.stderr
@@ -136,6 +137,7 @@ def test_under_torchrun_its_ranks_are_used_and_one_of_them_reports(folder: Path)
     assert (folder / "v.html").exists()
 
 
+@pytest.mark.nightly
 def test_a_fault_that_takes_the_ranks_down_is_found_and_the_next_one_is_tried() -> None:
     names = ("one rank's reducer has other buckets", "a gradient is zeroed")
     clean = CleanRun(Asked("tied", "default", ("ddpopt-inline",)), "rounding")
@@ -149,6 +151,7 @@ def test_a_fault_that_takes_the_ranks_down_is_found_and_the_next_one_is_tried() 
     assert result
 
 
+@pytest.mark.nightly
 def test_ranks_that_die_before_a_fault_has_run_did_not_find_it() -> None:
     def dying(trainer: Trainer, site: Site) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -159,6 +162,7 @@ def test_ranks_that_die_before_a_fault_has_run_did_not_find_it() -> None:
     assert not result
 
 
+@pytest.mark.nightly
 def test_nothing_is_left_behind(folder: Path) -> None:
     run(folder, "shop:small", "--backend", "killing", "--no-locate")
     left = [p for p in Path("/proc").glob("[0-9]*/cwd") if _resolves_to(p, folder)]

@@ -41,6 +41,7 @@ def top_rung_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(located, "stages_of", stages)
 
 
+@pytest.mark.nightly
 def test_what_a_single_rank_does_not_show_is_located_on_two_and_shown_under_torchrun(
     tmp_path: Path, top_rung_alone: None
 ) -> None:
