@@ -193,7 +193,8 @@ def communication(
     Args:
         got: the reduced gradient.
         terms: what the ranks contribute, of the same shape (pairs for complex numbers).
-        dtype: in which it was sent; by default its own.
+        dtype: in which it was sent; by default its own. From another one it is converted back, which rounds
+            once more, by the unit roundoff of its own.
         casts: conversions on the way.
         eager: eager's own reduced gradient, where it is known.
 
@@ -203,7 +204,10 @@ def communication(
     value, mean = exact(got), terms.total / terms.ranks
     if value.numel() == 0:
         return Difference(0.0, 0.0, 0.0)
-    bound = communication_bound(terms, dtype or dense(got).dtype, casts)
+    own = dense(got).dtype
+    bound = communication_bound(terms, dtype or own, casts)
+    if dtype not in (None, own):
+        bound = bound + _conversion_bound(mean.abs() + bound, own)
     expected = mean if eager is None else exact(eager)
     finite = expected.isfinite() & mean.isfinite()
     error = torch.where(finite, (value - mean).abs(), 0)
@@ -221,6 +225,12 @@ def communication(
         note=NOT_FINITE if unlike.any() else "",
         right=right,
     )
+
+
+def _conversion_bound(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
+    """What one conversion into a dtype does at most to numbers of some magnitude: u of it, or a subnormal."""
+    info = torch.finfo(dtype)
+    return magnitude * unit_roundoff(dtype) + info.smallest_normal * info.eps
 
 
 def same(left: Tensor, right: Tensor) -> Tensor:

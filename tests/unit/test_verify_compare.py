@@ -163,3 +163,12 @@ def test_what_eager_itself_overflows_is_asked_for_in_the_same_places() -> None:
 
 def test_empty_gradients_pass() -> None:
     assert communication(torch.zeros(0), Sum(torch.zeros(0), torch.zeros(0), 2)).right
+
+
+def test_a_gradient_that_is_sent_in_a_finer_dtype_is_rounded_once_more_as_it_comes_back() -> None:
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(1000, generator=generator).bfloat16() for _ in range(2)]
+    sent = [part.half() / 2 for part in parts]
+    back = (sent[0] + sent[1]).bfloat16()
+    assert communication(back, sum_of(parts), torch.float16, casts=2).right
+    assert not communication(back * 1.02, sum_of(parts), torch.float16, casts=2).right
