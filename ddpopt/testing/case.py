@@ -69,7 +69,7 @@ class Case:
         tags: properties that a runner may select by; see ``ddpopt.testing.corpus``.
         graphs: how many graphs Dynamo captures in the first step of a compiled run.
         unused: trainable parameters that get no gradient on at least one rank.
-        ranks_differ: whether ranks run different parameters, hence different graphs.
+        ranks_differ: whether ranks run different graphs: they use other parameters, or see other sizes.
         tolerance: why compiled gradients may differ from eager's in their last bits; empty if they may not.
         report: the public report against PyTorch that this case reproduces, if it stems from one.
     """

@@ -110,8 +110,13 @@ def test_a_bias_in_front_of_batchnorm_raises_nothing(backend: str) -> None:
     assert verdict
 
 
-def test_a_model_whose_forward_reads_the_buffers_of_the_first_rank_raises_nothing() -> None:
-    (trial,) = judged(corpus.case("buffers"), "two_forwards", ("ddpopt-inline",))
+@pytest.mark.parametrize(
+    ("case", "option"),
+    [("buffers", "two_forwards"), ("uneven_ranks", "default")],
+    ids=["buffers of the first rank", "sizes that differ"],
+)
+def test_what_differs_between_ranks_in_eager_too_raises_nothing(case: str, option: str) -> None:
+    (trial,) = judged(corpus.case(case), option, ("ddpopt-inline",))
     assert (trial.status, trial.findings) == (Status.OK, ())
     assert "L1" in trial.levels
 

@@ -138,6 +138,7 @@ CASES = (
         inputs=partial(uneven_rows, width=384),
         about="a batch that changes on odd ranks alone: only they compile again (pytorch#130935)",
         tags=("dynamic",),
+        ranks_differ=True,
         report=Report(
             number=130935,
             upstream="ranks that see other sizes compile at other times; the setting that aligns them is "
