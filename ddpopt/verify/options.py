@@ -180,7 +180,6 @@ OPTIONS: tuple[Option, ...] = (
         "DDP is told to ignore the first parameter",
         "arguments",
         adapt=cases.ignoring_first,
-        local=False,
     ),
     Option(
         "delay_all_reduce",

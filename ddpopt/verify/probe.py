@@ -38,7 +38,7 @@ def _reduction(reference: Reference, record: Record, rules: Rules, sheet: Sheet)
     sums = reference.bench.sums(record.local or {}, record.steps[step].state)
     sent_as = reference.bench.subject.option.comm_dtype
     for name, got in record.steps[step].gradients.items():
-        if got is None or name not in sums or name in rules.unstable:
+        if got is None or name not in sums or name in rules.unstable | rules.ignored:
             continue
         if dense(got).shape == sums[name].total.shape:  # else the structure says so
             number = Number(step, name, Kind.GRADIENT, got, got)

@@ -21,6 +21,7 @@ class Rules:
         means: whether gradients are means of what each rank computes alone, and that is known.
         shards: whether norms are computed over shards, hence in another order.
         finishes: whether an option changes gradients before the optimizer takes them.
+        ignored: names of parameters that DDP leaves alone: each rank keeps its own gradient.
         unstable: names of what eager does not reproduce.
         written: names of parameters that something else than the optimizer writes to.
         excused: names of gradients that may be summed in another order.
@@ -31,6 +32,7 @@ class Rules:
     means: bool
     shards: bool = False
     finishes: bool = False
+    ignored: frozenset[str] = frozenset()
     unstable: frozenset[str] = frozenset()
     written: frozenset[str] = frozenset()
     excused: frozenset[str] = frozenset()
@@ -51,7 +53,7 @@ class Rules:
             return ("L0",)
         if plain(name) in self.unstable or plain(name) in self.excused:
             return ("L2",)
-        if kind is Kind.FORWARD:
+        if kind is Kind.FORWARD or (kind is Kind.GRADIENT and name in self.ignored):
             return ("L0",) if self.exact else ("L2",)
         if kind is Kind.GRADIENT and self.exact and self.means:
             return ("L0", "L1") if self.ordered else ("L1",)

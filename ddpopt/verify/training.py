@@ -228,6 +228,7 @@ def train(course: Course, mode: Mode, place: Place) -> Record:
     with mode.running(), contextlib.closing(_Garbage()):
         trainer = Trainer(course.case, place, functools.partial(_make, course, mode, place))
         trainer.record.follow = course.follow
+        trainer.record.ignored = frozenset(getattr(trainer.ddp, "parameters_to_ignore", ()))
         course.program.configure(trainer)
         course.tamper(trainer)
         with _watched(trainer, mode), course.program.around(trainer):

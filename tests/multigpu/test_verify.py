@@ -112,8 +112,8 @@ def test_a_bias_in_front_of_batchnorm_raises_nothing(backend: str) -> None:
 
 @pytest.mark.parametrize(
     ("case", "option"),
-    [("buffers", "two_forwards"), ("uneven_ranks", "default")],
-    ids=["buffers of the first rank", "sizes that differ"],
+    [("buffers", "two_forwards"), ("uneven_ranks", "default"), ("ignored", "default")],
+    ids=["buffers of the first rank", "sizes that differ", "parameters that DDP ignores"],
 )
 def test_what_differs_between_ranks_in_eager_too_raises_nothing(case: str, option: str) -> None:
     (trial,) = judged(corpus.case(case), option, ("ddpopt-inline",))

@@ -1,6 +1,7 @@
 """ddpopt.verify.rules: each kind of number has its level, in each way to judge."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -74,3 +75,10 @@ def test_where_anything_is_judged_by_rounding_it_is_known_beforehand() -> None:
 def test_the_usual_trial_on_two_ranks_needs_no_more_runs_of_eager() -> None:
     assert not TWO_RANKS.need_rounding
     assert not THREE_RANKS.need_rounding
+
+
+@pytest.mark.parametrize(("rules", "level"), [(TWO_RANKS, "L0"), (THREE_RANKS, "L0"), (INDUCTOR, "L2")])
+def test_a_gradient_that_ddp_leaves_alone_is_no_sum_over_ranks(rules: Rules, level: str) -> None:
+    leaving_alone = replace(rules, ignored=frozenset({"weight"}))
+    assert leaving_alone.levels(Kind.GRADIENT, "weight") == (level,)
+    assert leaving_alone.levels(Kind.GRADIENT, "bias") == rules.levels(Kind.GRADIENT, "bias")
