@@ -277,8 +277,8 @@ def self_test(nproc: int, files: Files, given: Sequence[str] = ()) -> int:
         InfrastructureError: no ranks could be had.
     """
     from ddpopt.report.self_test import self_test_text
-    from ddpopt.verify.clean_runs import MODES, clean_runs
     from ddpopt.verify.faults import FAULTS
+    from ddpopt.verify.injected.clean_runs import MODES, clean_runs
     from ddpopt.verify.self_test import self_test as judge_the_judge
 
     _require_taken(given)

@@ -10,7 +10,7 @@ from ddpopt.report.tables import Column, Noted, paragraph, table
 from ddpopt.report.wording import count_of
 
 if TYPE_CHECKING:
-    from ddpopt.verify.fault_trials import Found
+    from ddpopt.verify.injected.trials import Found
     from ddpopt.verify.self_test import SelfTest
 
 REPORTERS = {

@@ -27,7 +27,7 @@ from ddpopt.testing.rank_environment import own_rank, own_size
 from ddpopt.testing.rank_needs import needs_of
 from ddpopt.testing.rank_reports import from_text, lost, merge, to_text, trimmed
 from ddpopt.testing.ranks import Seat, gpu_for_each_rank
-from ddpopt.verify.rank_limits import Limits
+from ddpopt.verify.launch.limits import Limits
 
 __all__ = ["LaunchedRank"]
 

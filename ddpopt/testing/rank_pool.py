@@ -26,7 +26,7 @@ from ddpopt.testing.rank_collection import difference
 from ddpopt.testing.rank_command import options_as_text, rank_command
 from ddpopt.testing.rank_environment import POOL_PORT, environment_of_no_rank
 from ddpopt.testing.rank_reports import from_text, lost, merge, trimmed
-from ddpopt.verify.marked import end_marked, guarded
+from ddpopt.verify.launch.marked import end_marked, guarded
 
 __all__ = ["RankPool"]
 

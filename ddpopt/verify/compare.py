@@ -1,8 +1,8 @@
 r"""The numeric levels of the ladder: how far a gradient may be from what it is compared with.
 
-Levels, by what they judge: L0 equality, L1 a sum over ranks. (L2, the arithmetic of compiled code, is in
-`ddpopt.verify.arithmetic`; L3, the structure, in `ddpopt.verify.structure`.) Everything here is a pure
-function of tensors; differences are computed in float64.
+Levels, by what they judge: L0 equality, L1 a sum over ranks. L2, the arithmetic of compiled code, is in
+`ddpopt.verify.judging.arithmetic`; L3, the structure, in `ddpopt.verify.judging.structure`. Everything here
+is a pure function of tensors; differences are computed in float64.
 
 Invariant: no bound is larger than what rounding can do to the values at hand, so that a gradient of zeros, or
 one of another step, rank or parameter, does not pass where the true one is more than noise.

@@ -11,12 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ddpopt.verify import fault_codes as code
-from ddpopt.verify import fault_graphs as graphs
-from ddpopt.verify import fault_plans as plans
-from ddpopt.verify import fault_wires as wires
-from ddpopt.verify.fault_metadata import shared_metadata
-from ddpopt.verify.fault_sites import (
+from ddpopt.verify.injected import codes as code
+from ddpopt.verify.injected import graphs, plans, wires
+from ddpopt.verify.injected.metadata import shared_metadata
+from ddpopt.verify.injected.sites import (
     Carriers,
     Inject,
     Tamper,

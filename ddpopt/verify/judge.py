@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ddpopt.verify.ladder import Ladder
+from ddpopt.verify.judging.ladder import Ladder
+from ddpopt.verify.judging.record import Record
+from ddpopt.verify.judging.reference import Bench, Failure, Reference
+from ddpopt.verify.judging.sheet import findings, remarks, worst
+from ddpopt.verify.judging.structure import Evidence, structure
 from ddpopt.verify.modes import Mode
-from ddpopt.verify.record import Record
-from ddpopt.verify.reference import Bench, Failure, Reference
-from ddpopt.verify.sheet import findings, remarks, worst
-from ddpopt.verify.structure import Evidence, structure
 from ddpopt.verify.training import Trainer
 from ddpopt.verify.verdict import Finding, SeenBucket, Status, Trial
 

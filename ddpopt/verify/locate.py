@@ -21,14 +21,14 @@ from torch import distributed as dist
 from ddpopt.errors import InfrastructureError
 from ddpopt.testing.case import resolve
 from ddpopt.verify.backends import backend_of
+from ddpopt.verify.launch.failures import RankFailure, RanksFailed
+from ddpopt.verify.locating.events import Blamed, Chose, Memory, Tried, Trying
+from ddpopt.verify.locating.reproduction import Written, write
+from ddpopt.verify.locating.rungs import Question, Stage, Symptom, stages_of
+from ddpopt.verify.locating.scripting import Author
+from ddpopt.verify.locating.search import search, search_alone
 from ddpopt.verify.modes import LOCAL, mode
-from ddpopt.verify.rank_failures import RankFailure, RanksFailed
 from ddpopt.verify.ranks import joined, launch, under_torchrun
-from ddpopt.verify.reproduction import Written, write
-from ddpopt.verify.rungs import Question, Stage, Symptom, stages_of
-from ddpopt.verify.scripting import Author
-from ddpopt.verify.search import search, search_alone
-from ddpopt.verify.search_events import Blamed, Chose, Memory, Tried, Trying
 from ddpopt.verify.trials import STEPS
 from ddpopt.verify.verdict import Location, Rung, Trial
 

@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 
 from ddpopt.errors import UsageError
-from ddpopt.verify.rank_exchange import Exchange, default_exchange
-from ddpopt.verify.rank_launch import launch
-from ddpopt.verify.rank_limits import Limits
+from ddpopt.verify.launch.exchange import Exchange, default_exchange
+from ddpopt.verify.launch.limits import Limits
+from ddpopt.verify.launch.start import launch
 
 __all__ = ["Ranks", "joined", "launch", "under_torchrun"]
 

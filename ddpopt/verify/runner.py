@@ -17,7 +17,7 @@ import ddpopt
 from ddpopt.backend import find_compiler
 from ddpopt.errors import UsageError
 from ddpopt.testing.case import Case, resolve
-from ddpopt.verify.attempts import Attempts, Progress, hardware
+from ddpopt.verify.launch.attempts import Attempts, Progress, hardware
 from ddpopt.verify.modes import mode, mode_of
 from ddpopt.verify.options import option
 from ddpopt.verify.ranks import joined, under_torchrun

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from ddpopt.errors import UsageError
-from ddpopt.verify.clean_runs import CleanRun, clean_runs
-from ddpopt.verify.fault_trials import BACKENDS, Found, died, try_fault
 from ddpopt.verify.faults import FAULTS, Fault
-from ddpopt.verify.rank_failures import RanksFailed
+from ddpopt.verify.injected.clean_runs import CleanRun, clean_runs
+from ddpopt.verify.injected.trials import BACKENDS, Found, died, try_fault
+from ddpopt.verify.launch.failures import RanksFailed
 from ddpopt.verify.ranks import Ranks, launch, under_torchrun
 from ddpopt.verify.runner import verify_all
 from ddpopt.verify.trials import Ended, Settings, Started, quickly

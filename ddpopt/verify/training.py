@@ -25,9 +25,9 @@ from ddpopt.errors import UsageError
 from ddpopt.impose import imposed_plan
 from ddpopt.observe import Observation, observe
 from ddpopt.testing.case import Case, step_seed
+from ddpopt.verify.judging.record import Record, Step
 from ddpopt.verify.modes import Mode, Setup
 from ddpopt.verify.parallel import Gradients, Named, Parallel
-from ddpopt.verify.record import Record, Step
 
 LEARNING_RATE = 0.05
 """Of plain SGD: large enough that a stale gradient or a parameter that was not updated shows a step later."""

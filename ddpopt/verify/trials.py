@@ -20,12 +20,12 @@ from torch._dynamo import eval_frame, guards
 
 from ddpopt.testing.case import Case, resolve
 from ddpopt.verify.judge import judge
+from ddpopt.verify.judging.reference import Bench, Failure, Reference, Subject
 from ddpopt.verify.modes import mode
 from ddpopt.verify.option_cases import in_dtype
 from ddpopt.verify.options import option
 from ddpopt.verify.parallel import nothing
 from ddpopt.verify.ranks import Ranks
-from ddpopt.verify.reference import Bench, Failure, Reference, Subject
 from ddpopt.verify.verdict import Status, Trial
 
 STEPS = 3

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ddpopt.testing import corpus
 from ddpopt.testing.case import Case
-from ddpopt.verify.fault_trials import try_fault
 from ddpopt.verify.faults import FAULTS, PLACEBOS, Fault
+from ddpopt.verify.injected.trials import try_fault
 from ddpopt.verify.matrix import CASES
 from ddpopt.verify.modes import MODES, Mode
 from ddpopt.verify.options import OPTIONS, Option

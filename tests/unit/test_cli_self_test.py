@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ddpopt import cli
-from ddpopt.verify.fault_trials import Found
+from ddpopt.verify.injected.trials import Found
 from ddpopt.verify.self_test import SelfTest
 from ddpopt.verify.verdict import Status, Trial, Verdict
 

@@ -11,7 +11,7 @@ STACKS = """\
 Fatal Python error: Aborted
 
 Thread 0x00007f48d07286c0 (most recent call first):
-  File "/somewhere/ddpopt/verify/rank_limits.py", line 111 in _end
+  File "/somewhere/ddpopt/verify/launch/limits.py", line 111 in _end
   File "/python/threading.py", line 1401 in run
 
 Current thread 0x00007f48f1019b80 (most recent call first):

@@ -9,7 +9,7 @@ from ddpopt.report.html import html_page
 from ddpopt.report.junit import junit_xml
 from ddpopt.report.markdown import step_summary
 from ddpopt.report.self_test import self_test_text
-from ddpopt.verify.fault_trials import Found
+from ddpopt.verify.injected.trials import Found
 from ddpopt.verify.self_test import SelfTest
 from tests.unit.verdicts import impossible_trial, ok_trial, verdict
 

@@ -7,12 +7,12 @@ import pytest
 import torch.distributed as dist
 
 from ddpopt.launches import Launch, LaunchMode
+from ddpopt.verify.judging.record import Record
+from ddpopt.verify.judging.reference import Bench, Subject
 from ddpopt.verify.matrix import CASES
 from ddpopt.verify.modes import mode
 from ddpopt.verify.options import option
 from ddpopt.verify.ranks import Ranks, joined
-from ddpopt.verify.record import Record
-from ddpopt.verify.reference import Bench, Subject
 from tests.multigpu.single import single_rank
 
 

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 from ddpopt.errors import CertificateError, PlanMismatchError, UsageError
 from ddpopt.testing import corpus
-from ddpopt.verify import fault_codes as code
-from ddpopt.verify import fault_plans as plans
-from ddpopt.verify.clean_runs import AT_LEAST, MODES, clean_runs
-from ddpopt.verify.fault_sites import NotInjected, Site, first, last_rank, second_rank
-from ddpopt.verify.fault_trials import died, found_out
 from ddpopt.verify.faults import FAULTS, PLACEBOS, Fault
+from ddpopt.verify.injected import codes as code
+from ddpopt.verify.injected import plans
+from ddpopt.verify.injected.clean_runs import AT_LEAST, MODES, clean_runs
+from ddpopt.verify.injected.sites import NotInjected, Site, first, last_rank, second_rank
+from ddpopt.verify.injected.trials import died, found_out
+from ddpopt.verify.judging.reference import Failure, _failure
 from ddpopt.verify.matrix import CASES
 from ddpopt.verify.modes import mode
 from ddpopt.verify.options import option
-from ddpopt.verify.reference import Failure, _failure
 from ddpopt.verify.self_test import SelfTest, marked_in, self_test
 from ddpopt.verify.verdict import Finding, Status, Trial, Verdict
 from tests.unit.verdicts import broken_trial, impossible_trial, ok_trial, wrong_trial

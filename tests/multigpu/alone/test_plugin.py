@@ -17,7 +17,7 @@ from uuid import uuid4
 import pytest
 
 from ddpopt.testing.rank_environment import environment_of_no_rank
-from ddpopt.verify.marked import marked
+from ddpopt.verify.launch.marked import marked
 
 pytestmark = pytest.mark.timeout(240)
 

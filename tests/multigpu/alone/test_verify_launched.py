@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from ddpopt.testing.rank_environment import environment_of_no_rank
-from ddpopt.verify.clean_runs import CleanRun
-from ddpopt.verify.fault_sites import Site
 from ddpopt.verify.faults import FAULTS, Fault
+from ddpopt.verify.injected.clean_runs import CleanRun
+from ddpopt.verify.injected.sites import Site
 from ddpopt.verify.self_test import self_test
 from ddpopt.verify.training import Trainer
 from ddpopt.verify.trials import Asked

@@ -11,12 +11,12 @@ from torch import distributed as dist
 
 from ddpopt.cli_verify import _to_locate
 from ddpopt.verify import locate as located
+from ddpopt.verify.launch.failures import RankFailure
 from ddpopt.verify.locate import Known, locate
-from ddpopt.verify.pieces import Piece
-from ddpopt.verify.rank_failures import RankFailure
+from ddpopt.verify.locating.events import Chose, Memory, Tried, Trying
+from ddpopt.verify.locating.pieces import Piece
+from ddpopt.verify.locating.rungs import Question, Stage, Symptom
 from ddpopt.verify.ranks import Ranks, joined
-from ddpopt.verify.rungs import Question, Stage, Symptom
-from ddpopt.verify.search_events import Chose, Memory, Tried, Trying
 from ddpopt.verify.verdict import Finding, Rung, Status, Trial, Verdict
 
 MODULE = "tests.unit.miscompiled"

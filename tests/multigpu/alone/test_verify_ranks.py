@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from ddpopt.errors import UsageError
 from ddpopt.testing.rank_environment import environment_of_no_rank
-from ddpopt.verify.rank_failures import Kind, RankFailure, RanksFailed
-from ddpopt.verify.rank_launch import LAST_WORDS_S, LATE_S
+from ddpopt.verify.launch.failures import Kind, RankFailure, RanksFailed
+from ddpopt.verify.launch.start import LAST_WORDS_S, LATE_S
 from ddpopt.verify.ranks import Ranks, joined, launch, under_torchrun
 from tests.multigpu.single import single_rank
 
@@ -213,7 +213,7 @@ def test_each_rank_that_raises_is_reported_and_nothing_else_is_told(
     assert [failure.what for failure in error.failures] == ["the step", "the step"]
     for rank, failure in enumerate(error.failures):
         assert failure.stack.endswith(f"ValueError: wrong on rank {rank}\n")
-        assert "rank_process" not in failure.stack
+        assert "launch/process" not in failure.stack
         assert failure.stack in error.args[0].replace("\n    ", "\n") + "\n"
     assert capfd.readouterr() == ("", "")
     assert caplog.messages == []

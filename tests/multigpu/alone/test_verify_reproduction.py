@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddpopt.verify.reproduction import Draft, Written, shows, write
+from ddpopt.verify.locating.reproduction import Draft, Written, shows, write
 
 SHOWS = "print('the difference appears'); raise SystemExit(1)"
 AGREES = "print('no difference')"

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from ddpopt.verify.reproduction import Draft, write
-from ddpopt.verify.rungs import Question, Stage, Symptom
-from ddpopt.verify.scripting import Author, spaced
-from ddpopt.verify.search_events import Blamed
-from ddpopt.verify.segment_code import Code, Given
+from ddpopt.verify.locating.events import Blamed
+from ddpopt.verify.locating.reproduction import Draft, write
+from ddpopt.verify.locating.rungs import Question, Stage, Symptom
+from ddpopt.verify.locating.scripting import Author, spaced
+from ddpopt.verify.locating.segment_code import Code, Given
 from tests.unit import miscompiled
 
 MODULE = miscompiled.__name__  # which registers its backends

@@ -5,12 +5,12 @@ from collections.abc import Callable
 import pytest
 
 from ddpopt.verify.locate import layer_of
-from ddpopt.verify.pieces import Piece
+from ddpopt.verify.locating.events import Blamed, Memory, Tried
+from ddpopt.verify.locating.pieces import Piece
+from ddpopt.verify.locating.rungs import Question, Stage, Symptom, ladder, stages_of
+from ddpopt.verify.locating.search import Search, search
+from ddpopt.verify.locating.segment_code import Code
 from ddpopt.verify.ranks import joined
-from ddpopt.verify.rungs import Question, Stage, Symptom, ladder, stages_of
-from ddpopt.verify.search import Search, search
-from ddpopt.verify.search_events import Blamed, Memory, Tried
-from ddpopt.verify.segment_code import Code
 
 MODULE = "tests.unit.miscompiled"
 

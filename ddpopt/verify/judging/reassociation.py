@@ -1,0 +1,163 @@
+"""Which parameters may have gradients of another association under ``split``, proved from graph and plan.
+
+Invariant: a parameter that is not named here has its gradient computed, bit by bit, as without cuts; and a
+plan proves nothing of a graph that it was not made for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import fx, nn
+
+from ddpopt.association import reassociated_values
+from ddpopt.bucket_config import DDP_ARGUMENTS_OF_LIMITS
+from ddpopt.capture import capture
+from ddpopt.errors import UsageError
+from ddpopt.facts import gradient_carriers
+from ddpopt.graphs import body_nodes, example_value, requires_grad
+from ddpopt.opening import Planned
+from ddpopt.plan import Plan
+from ddpopt.verify.judging.reference import Bench
+from ddpopt.verify.option_cases import set_extra
+
+
+@dataclass(frozen=True)
+class Reassociated:
+    """What may be summed in another order than in eager.
+
+    Attributes:
+        why: in words.
+        values: names of the values whose gradients have contributions from several places.
+        reached: names of the parameters whose gradients are computed from those.
+        unproved: why nothing could be proved, in words; empty where something could.
+    """
+
+    why: str = ""
+    values: tuple[str, ...] = ()
+    reached: frozenset[str] = frozenset()
+    unproved: tuple[str, ...] = ()
+
+
+Graphs = tuple[Planned, ...]
+NOT_TRACED = "what may be summed in another order is not known: the model could not be traced outside of DDP"
+NOT_THIS_PLAN = (
+    "what may be summed in another order is not known: the graph that the plan was made for could not be "
+    "traced again outside of DDP"
+)
+
+
+def reassociated(bench: Bench, mode: str, plan: Plan | None) -> Reassociated:
+    """Trace a subject's model and find what a mode may re-associate.
+
+    Args:
+        bench: whose subject is meant.
+        mode: name of the mode: torch's optimizer and ddpopt's split cut the graph.
+        plan: ddpopt's plan in force, if there is one.
+
+    Returns:
+        Values and parameters; none if the mode computes bit by bit what eager does, or if nothing can be
+        proved, as where the model cannot be traced outside of its DDP module.
+    """
+    try:
+        traced = [_traced(bench, model) for model in _variants(bench.subject.adapted.model)]
+    except UsageError:
+        return Reassociated(unproved=(NOT_TRACED,))
+    if bench.subject.option.forwards > 1:
+        return together([_of_forwards(graphs) for graphs in traced])
+    if mode == "ddpopt-split" and plan is not None:
+        return _of_plan(traced, plan)
+    if mode == "torch":
+        why = "torch's cuts may sum in another order"
+        return together([_of_cuts(why, graphs, [_repeated(g.gm) for g in graphs]) for graphs in traced])
+    return Reassociated()
+
+
+def _traced(bench: Bench, model: nn.Module) -> Graphs:
+    """The graphs of a model, under the bucket limits that the plan was made for: graphs depend on them."""
+    case = bench.subject.adapted
+    args, kwargs = case.inputs(bench.rank, 0)
+    given = bench.subject.option.arguments(case, model)
+    limits = {name: value for name, value in given.items() if name in DDP_ARGUMENTS_OF_LIMITS}
+    return capture(model, *args, **kwargs, **limits).graphs
+
+
+def _variants(make: Callable[[], nn.Module]) -> Iterator[nn.Module]:
+    """The model, once for each way in which an option may have it run: its extra parameter used, or not."""
+    model = make()
+    yield model
+    if hasattr(model, "uses_extra"):
+        unused = make()
+        set_extra(unused, used=False)
+        yield unused
+
+
+def together(found: Sequence[Reassociated]) -> Reassociated:
+    """What any rank or graph may sum in another order: all ranks then judge alike."""
+    return Reassociated(
+        next((one.why for one in found if one.why), ""),
+        tuple(dict.fromkeys(value for one in found for value in one.values)),
+        frozenset[str]().union(*(one.reached for one in found)),
+        tuple(dict.fromkeys(reason for one in found for reason in one.unproved)),
+    )
+
+
+def _of_plan(traced: Sequence[Graphs], plan: Plan) -> Reassociated:
+    """What a plan's cuts move, in the graphs that it was made for."""
+    for graphs in traced:
+        if _fits(graphs, plan):
+            moved = [reassociated_values(graph.gm, plan, index) for index, graph in enumerate(graphs)]
+            return _of_cuts("the cuts of the plan sum in another order", graphs, moved)
+    return Reassociated(unproved=(NOT_THIS_PLAN,))
+
+
+def _fits(graphs: Graphs, plan: Plan) -> bool:
+    """Whether a plan divides just the nodes of these graphs."""
+    planned = Counter((segment.graph, name) for segment in plan.segments for name in segment.nodes)
+    nodes = ((index, node.name) for index, graph in enumerate(graphs) for node in body_nodes(graph.gm.graph))
+    return planned == Counter(nodes)
+
+
+def _of_forwards(graphs: Graphs) -> Reassociated:
+    """Each of several compiled forwards sums over its own uses of a parameter first."""
+    uses = [use for graph in graphs for use in graph.facts.params]
+    counts = Counter(use.spec.name for use in uses for _ in use.readers)
+    names = tuple(name for name, count in counts.items() if count > 1)
+    return Reassociated("each forward sums over its own uses first", names, frozenset(names))
+
+
+def _of_cuts(why: str, graphs: Graphs, moved: Sequence[Sequence[str]]) -> Reassociated:
+    values: list[str] = []
+    reached: set[str] = set()
+    for index, (graph, names) in enumerate(zip(graphs, moved, strict=True)):
+        if names:
+            # Gradients flow from later graphs into earlier ones.
+            reached |= {use.spec.name for earlier in graphs[:index] for use in earlier.facts.params}
+            reached |= _behind(graph, names)
+        values += names
+    return Reassociated(why, tuple(values), frozenset(reached))
+
+
+def _repeated(gm: fx.GraphModule) -> list[str]:
+    """Values that several operations read, each of which sends a gradient back."""
+    carriers = gradient_carriers(gm.graph)
+    counts = Counter(source for node in carriers for source in node.all_input_nodes)
+    return [node.name for node, count in counts.items() if count > 1 and requires_grad(example_value(node))]
+
+
+def _behind(graph: Planned, moved: Sequence[str]) -> set[str]:
+    """The parameters read on the way to a value, or that are the value."""
+    ahead: dict[fx.Node, None] = {}
+    pending = [node for node in graph.gm.graph.nodes if node.name in moved]
+    own = [node for node in pending if node.op in ("placeholder", "get_attr")]
+    while pending:
+        node = pending.pop()
+        if node not in ahead:
+            ahead[node] = None
+            pending += node.all_input_nodes
+    places = {node: place for place, node in enumerate(body_nodes(graph.gm.graph))}
+    readers = {places[node] for node in ahead if node in places}
+    readers |= {places[user] for node in own for user in node.users if user in places}
+    return {use.spec.name for use in graph.facts.params if readers.intersection(use.readers)}

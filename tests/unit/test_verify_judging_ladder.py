@@ -1,0 +1,295 @@
+"""ddpopt.verify.judging.ladder: every number is judged at the level that its rules name."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddpopt.verify.judge import judge
+from ddpopt.verify.judging import ladder as under_test
+from ddpopt.verify.judging.ladder import NOT_FINITE, OTHER_BUFFERS, OTHER_STARTS, Ladder
+from ddpopt.verify.judging.numbers import FINAL, LOSS, OPTION, PARAMETER, left_behind, plain
+from ddpopt.verify.judging.reassociation import Reassociated
+from ddpopt.verify.judging.record import Record
+from ddpopt.verify.judging.reference import Bench, Reference, Subject
+from ddpopt.verify.judging.sheet import Sheet
+from ddpopt.verify.matrix import CASES
+from ddpopt.verify.modes import mode
+from ddpopt.verify.options import option
+from ddpopt.verify.ranks import joined
+from ddpopt.verify.verdict import Status
+from tests.multigpu.single import single_rank
+
+NAME = "layers.1.weight"
+OTHER = "layers.0.bias"
+NORMED = CASES[2]
+
+
+@pytest.fixture(scope="module")
+def clipped() -> Iterator[Reference]:
+    """Eager runs of a model with buffers, whose gradients are clipped."""
+    with single_rank(), joined() as ranks:
+        bench = Bench(Subject(NORMED, option("clipping"), 2, ranks.device), ranks)
+        reference = Reference.make(bench)
+        assert reference is not None
+        _ = reference.arithmetic
+        yield reference
+        bench.close()
+
+
+def climb(
+    reference: Reference,
+    record: Record,
+    *,
+    exact: bool = True,
+    ordered: bool = True,
+    how: str = "whole",
+    again: Callable[[], Record | None] = lambda: None,
+) -> Sheet:
+    return Ladder(reference, mode(how), exact=exact, ordered=ordered, run_again=again).climb(record)
+
+
+def changed(record: Record, step: int = 1, **changes: Any) -> Record:
+    """The same run with something else in one step, each of which starts from eager's state."""
+    steps = list(record.steps)
+    steps[step] = replace(steps[step], **changes)
+    return replace(record, steps=steps)
+
+
+def next_up(tensor: Tensor) -> Tensor:
+    return torch.nextafter(tensor, torch.full_like(tensor, torch.inf))
+
+
+def wrong_of(sheet: Sheet) -> set[tuple[str, str]]:
+    return {(item.measured.level, item.measured.parameter) for item in sheet.judged if not item.right}
+
+
+WAYS = {
+    "two ranks": (True, True),
+    "three ranks": (True, False),
+    "Inductor": (False, True),
+    "Inductor on three ranks": (False, False),
+}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+def test_every_number_that_a_step_leaves_is_judged_and_a_right_run_passes(
+    clipped: Reference, way: tuple[bool, bool]
+) -> None:
+    sheet = climb(clipped, clipped.again, exact=way[0], ordered=way[1])
+    judged = {(item.measured.step, item.measured.parameter) for item in sheet.judged}
+    left = {(step, name) for step in range(2) for name in left_behind(clipped.eager, step)}
+    assert judged == left
+    assert sheet.findings == []
+    assert wrong_of(sheet) == set()
+
+
+def damaged_gradients(record: Record, kind: str) -> dict[str, Any]:
+    step = record.steps[1]
+    values = step.final if kind == "final" else step.gradients
+    gradient = values[NAME]
+    assert gradient is not None
+    return {kind: {**values, NAME: gradient * 1.01}}
+
+
+def damaged(record: Record, what: str) -> dict[str, Any]:
+    step = record.steps[1]
+    if what in ("gradients", "final"):
+        return damaged_gradients(record, what)
+    if what == "loss":
+        return {"loss": step.loss * 1.01}
+    if what == "norm":
+        return {"extras": {**step.extras, "norm": step.extras["norm"] * 1.01}}
+    return {"state": {**step.state, what: step.state[what] * 1.01}}
+
+
+DAMAGE = {
+    "gradients": ({"L0", "L1"}, {"L1"}, {"L2"}, NAME),
+    "final": ({"L0"}, {"L2"}, {"L2"}, FINAL + NAME),
+    "loss": ({"L0"}, {"L0"}, {"L2"}, LOSS),
+    "norm": ({"L0"}, {"L2"}, {"L2"}, OPTION + "norm"),
+    "norm.running_mean": ({"L0"}, {"L0"}, {"L2"}, "buffer norm.running_mean"),
+    NAME: ({"L0"}, {"L0"}, {"L0"}, PARAMETER + NAME),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_whatever_is_wrong_is_found_in_every_way_to_judge(clipped: Reference, what: str) -> None:
+    *expected, name = DAMAGE[what]
+    record = changed(clipped.again, **damaged(clipped.again, what))
+    for (exact, ordered), levels in zip(((True, True), (True, False), (False, True)), expected, strict=True):
+        wrong = wrong_of(climb(clipped, record, exact=exact, ordered=ordered))
+        assert {level for level, parameter in wrong if parameter == name} == levels
+
+
+def test_a_parameter_that_is_one_ulp_off_is_found_wherever_its_gradient_is_judged(clipped: Reference) -> None:
+    state = clipped.again.steps[1].state
+    record = changed(clipped.again, state={**state, NAME: next_up(state[NAME])})
+    for exact, ordered in WAYS.values():
+        assert wrong_of(climb(clipped, record, exact=exact, ordered=ordered)) == {("L0", PARAMETER + NAME)}
+
+
+def test_a_parameter_without_a_gradient_has_to_stay(clipped: Reference) -> None:
+    step = clipped.eager.steps[1]
+    none: dict[str, Any] = {
+        "gradients": {**step.gradients, NAME: None},
+        "final": {**step.final, NAME: None},
+    }
+    kept = {**step.state, NAME: clipped.eager.starts[1][NAME]}
+    eager = changed(clipped.eager, **none, state=kept)
+    reference = standing_in(clipped, eager=eager)
+    right = changed(clipped.again, **none, state=kept)
+    assert wrong_of(climb(reference, right)) == set()
+    moved = changed(clipped.again, **none)
+    assert wrong_of(climb(reference, moved)) == {("L0", PARAMETER + NAME)}
+
+
+def standing_in(reference: Reference, **changes: Any) -> Any:
+    """A reference like another one."""
+    names = ("bench", "eager", "sums", "alone", "unstable", "written", "not_finite", "arithmetic")
+    known = {name: getattr(reference, name) for name in names}
+    methods = {"terms": reference.terms, "reduction": reference.reduction}
+    return SimpleNamespace(**{**known, **methods, **changes})
+
+
+def test_what_an_option_leaves_on_one_side_only_is_a_finding(clipped: Reference) -> None:
+    sheet = climb(clipped, changed(clipped.again, extras={}))
+    assert [finding.message for finding in sheet.findings] == [
+        "step 1: the option's norm is missing, in eager DDP torch.float32 ()"
+    ]
+
+
+def test_what_eager_does_not_reproduce_is_judged_by_its_own_spread(clipped: Reference) -> None:
+    noisy = standing_in(clipped, unstable={NAME: "an operation"})
+    gradient = clipped.again.steps[1].gradients[NAME]
+    assert gradient is not None
+    for factor, wrong in ((1 + 2**-22, set()), (1.01, {("L2", NAME)})):
+        gradients = {**clipped.again.steps[1].gradients, NAME: gradient * factor}
+        sheet = climb(noisy, changed(clipped.again, gradients=gradients))
+        assert wrong_of(sheet) == wrong
+        assert sheet.notes[0].startswith(
+            f"eager itself does not reproduce {NAME}: an operation; judged at L2"
+        )
+
+
+def test_nan_in_eager_is_named_and_asked_for_in_the_same_places(clipped: Reference) -> None:
+    gradient = clipped.eager.steps[1].gradients[NAME]
+    assert gradient is not None
+    broken = gradient.clone()
+    broken[0, 0] = torch.nan
+    gradients = {**clipped.eager.steps[1].gradients, NAME: broken}
+    reference = standing_in(
+        clipped, eager=changed(clipped.eager, gradients=gradients), not_finite=(NAME,), sums=None
+    )
+    sheet = climb(reference, changed(clipped.again, gradients=gradients))
+    assert sheet.about[NOT_FINITE] == {NAME: None}
+    assert wrong_of(sheet) == set()
+    assert wrong_of(climb(reference, clipped.again)) == {("L0", NAME)}
+
+
+def test_without_ddp_buffers_are_compared_on_the_first_rank_and_named_on_others(clipped: Reference) -> None:
+    state = clipped.again.steps[1].state
+    buffer = "norm.running_mean"
+    record = changed(clipped.again, state={**state, buffer: next_up(state[buffer])})
+    assert wrong_of(climb(clipped, record, how="manual")) == {("L0", f"buffer {buffer}")}
+    bench = SimpleNamespace(rank=1, ranks=clipped.bench.ranks, subject=clipped.bench.subject)
+    sheet = climb(standing_in(clipped, bench=bench), record, how="manual")
+    assert wrong_of(sheet) == set()
+    assert set(sheet.about[OTHER_BUFFERS]) == {"buffer norm.running_mean", "buffer norm.running_var"}
+
+
+# ----------------------------------------------------------------------------- another order of summation
+
+
+def moves(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    found = Reassociated("the cuts sum in another order", ("value",), frozenset(names))
+    monkeypatch.setattr(under_test, "reassociated", lambda *_: found)
+
+
+def with_gradient(record: Record, factor: float, step: int) -> Record:
+    gradients = record.steps[step].gradients
+    gradient = gradients[NAME]
+    assert gradient is not None
+    return changed(record, step, gradients={**gradients, NAME: gradient * factor})
+
+
+def test_after_another_order_of_summation_all_steps_are_judged_in_a_run_from_eagers_states(
+    clipped: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moves(monkeypatch, NAME)
+    parted = replace(with_gradient(clipped.again, 1 + 2**-22, 0), follow=None)
+    followed = with_gradient(clipped.again, 1 + 2**-22, 0)
+    sheet = climb(clipped, parted, again=lambda: followed)
+    assert wrong_of(sheet) == set()
+    assert {item.measured.step for item in sheet.judged if item.measured.parameter == NAME} == {0, 1}
+    assert sheet.notes[-1].startswith(
+        "the cuts sum in another order, hence judged at L2: the gradients of value"
+    )
+    for wrong in (with_gradient(followed, 1.01, 1), changed(followed, loss=followed.steps[1].loss * 1.01)):
+        assert wrong_of(climb(clipped, parted, again=lambda wrong=wrong: wrong))  # type: ignore[misc]  # bound now
+
+
+def test_a_run_from_eagers_states_that_fails_is_a_finding(
+    clipped: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moves(monkeypatch, NAME)
+    bench = SimpleNamespace(
+        rank=0,
+        ranks=clipped.bench.ranks,
+        subject=clipped.bench.subject,
+        failures=[SimpleNamespace(rank=0, text="RuntimeError: no")],
+    )
+    parted = replace(with_gradient(clipped.again, 1 + 2**-22, 0), follow=None)
+    sheet = climb(standing_in(clipped, bench=bench), parted)
+    assert [finding.message for finding in sheet.findings] == [
+        "run again from eager's states it fails: RuntimeError: no"
+    ]
+
+
+def test_a_difference_that_no_order_explains_stays_a_finding(
+    clipped: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moves(monkeypatch, OTHER)
+    sheet = climb(clipped, with_gradient(clipped.again, 1 + 2**-22, 0))
+    assert ("L0", NAME) in wrong_of(sheet)
+    assert "L2" not in sheet.levels
+
+
+def test_what_later_steps_get_wrong_after_an_unexplained_difference_is_left_out(
+    clipped: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moves(monkeypatch)
+    record = with_gradient(with_gradient(clipped.again, 1.01, 0), 1.01, 1)
+    state = {**record.steps[0].state, NAME: record.steps[0].state[NAME] * 1.01}
+    record = replace(changed(record, 0, state=state), follow=None)
+    sheet = climb(clipped, record)
+    assert {item.measured.step for item in sheet.judged if not item.right} == {0}
+    assert OTHER_STARTS in sheet.notes
+
+
+def test_from_three_ranks_on_another_order_of_summation_is_excused_too(
+    clipped: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = with_gradient(clipped.again, 1 + 2**-20, 0)
+    moves(monkeypatch)
+    assert wrong_of(climb(clipped, record, ordered=False)) == {("L1", NAME)}
+    moves(monkeypatch, NAME)
+    assert wrong_of(climb(clipped, record, ordered=False)) == set()
+    worse = with_gradient(clipped.again, 1.01, 0)
+    assert wrong_of(climb(clipped, worse, ordered=False)) == {("L2", NAME)}
+
+
+# --------------------------------------------------------------------------------------- from end to end
+
+
+def test_a_trial_names_every_number_of_the_last_step(clipped: Reference) -> None:
+    trial = judge(clipped, mode("whole"), "eager")
+    assert (trial.status, trial.findings) == (Status.OK, ())
+    assert {seen.parameter for seen in trial.measured} == set(left_behind(clipped.eager, 1))
+    assert {plain(seen.parameter) for seen in trial.measured} >= set(clipped.eager.steps[1].state) - {
+        "norm.num_batches_tracked"
+    }

@@ -1,0 +1,105 @@
+"""ddpopt.verify.judging.reassociation: a plan proves things of its own graph, and of no other."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ddpopt
+from ddpopt.plan import Plan
+from ddpopt.testing.case import Case
+from ddpopt.verify.judging.reassociation import (
+    NOT_THIS_PLAN,
+    NOT_TRACED,
+    Reassociated,
+    reassociated,
+    together,
+)
+from ddpopt.verify.judging.reference import Bench, Subject
+from ddpopt.verify.option_cases import set_extra
+from ddpopt.verify.options import Option, option
+from ddpopt.verify.ranks import Ranks, joined
+from tests.multigpu.single import single_rank
+
+CAP = {"bucket_cap_mb": 1e-4}
+
+
+class Reading(nn.Module):
+    """A value that is read twice at once, and again behind two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.middle = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shared = self.first(x)
+        inner = self.middle(shared.relu() + shared.sigmoid())
+        output: Tensor = self.last(inner) + shared.tanh()
+        return output
+
+
+CASE = Case(
+    "reading",
+    Reading,
+    lambda rank, step: ((torch.ones(2, 8),), {}),
+    "a value read three times",
+    ddp_kwargs=CAP,
+)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with single_rank(), joined() as found:
+        yield found
+
+
+def found(ranks: Ranks, chosen: Option, mode: str, plan: Plan | None, case: Case = CASE) -> Reassociated:
+    bench = Bench(Subject(case, chosen, 1, ranks.device), ranks)
+    try:
+        return reassociated(bench, mode, plan)
+    finally:
+        bench.close()
+
+
+def plan_of(chosen: Option, used: bool) -> Plan:
+    case = chosen.adapt(CASE)
+    model = case.model()
+    set_extra(model, used)
+    args, _ = case.inputs(0, 0)
+    given = {"find_unused_parameters": True} if chosen.needs == "arguments" else {}
+    return ddpopt.plan(model, *args, **CAP, **given)
+
+
+def test_a_cut_moves_what_is_read_on_both_of_its_sides(ranks: Ranks) -> None:
+    moved = found(ranks, option("default"), "ddpopt-split", plan_of(option("default"), used=True))
+    assert moved.reached == {"first.weight", "first.bias"}
+    assert moved.unproved == ()
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_the_graph_is_traced_as_the_option_runs_it(ranks: Ranks, used: bool) -> None:
+    name = "unused_somewhere" if used else "unused_skipped"
+    moved = found(ranks, option(name), "ddpopt-split", plan_of(option(name), used))
+    assert moved.reached == {"model.first.weight", "model.first.bias"}
+    assert moved.unproved == ()
+
+
+def test_a_plan_of_another_graph_proves_nothing_and_that_is_said(ranks: Ranks) -> None:
+    moved = found(ranks, option("default"), "ddpopt-split", plan_of(option("unused_somewhere"), used=True))
+    assert moved == Reassociated(unproved=(NOT_THIS_PLAN,))
+
+
+def test_a_model_that_cannot_be_traced_proves_nothing_and_that_is_said(ranks: Ranks) -> None:
+    case = replace(CASE, inputs=lambda rank, step: ((torch.ones(2, 3),), {}))
+    moved = found(ranks, option("default"), "torch", None, case)
+    assert moved == Reassociated(unproved=(NOT_TRACED,))
+
+
+def test_what_all_ranks_found_is_put_together() -> None:
+    one = Reassociated("because", ("a",), frozenset("x"))
+    two = Reassociated("because", ("a", "b"), frozenset("y"), ("not known",))
+    assert together([one, two]) == Reassociated("because", ("a", "b"), frozenset("xy"), ("not known",))

@@ -1,0 +1,116 @@
+"""ddpopt.verify.judging.reference: what eager does twice, what ranks contribute, where that is summed."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddpopt.testing.case import Case
+from ddpopt.verify.judging.reference import Bench, Reference, Subject
+from ddpopt.verify.options import option
+from ddpopt.verify.ranks import Ranks, joined
+from tests.multigpu.single import single_rank
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with single_rank(), joined() as found:
+        yield found
+
+
+class Small(nn.Module):
+    """Two layers; what happens between them is up to the case."""
+
+    def __init__(self, between: Callable[["Small", Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 4)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        output: Tensor = self.last(self.between(self, hidden))
+        return output
+
+
+Between = Callable[[Any, Tensor], Tensor]
+
+
+def reference_of(ranks: Ranks, between: Between, chosen: str = "default") -> Reference:
+    case = Case("small", lambda: Small(between), lambda rank, step: ((torch.ones(2, 4),), {}), "small")
+    bench = Bench(Subject(case, option(chosen), 2, ranks.device), ranks)
+    found = Reference.make(bench)
+    assert found is not None
+    bench.close()
+    return found
+
+
+def test_a_model_that_repeats_is_stable_finite_and_written_to_by_the_optimizer_alone(ranks: Ranks) -> None:
+    found = reference_of(ranks, lambda model, x: x.relu(), "clipping")
+    assert (found.unstable, found.written, found.not_finite) == ({}, frozenset(), ())
+
+
+def test_a_loss_that_does_not_repeat_is_seen(ranks: Ranks) -> None:
+    def noisy(model: Any, x: Tensor) -> Tensor:
+        free = torch.Generator()
+        free.seed()
+        return x + torch.rand(4, generator=free)
+
+    found = reference_of(ranks, noisy)
+    assert {"the loss", "last.weight", "first.weight"} <= set(found.unstable)
+
+
+def test_what_an_option_leaves_behind_may_not_repeat_either(ranks: Ranks) -> None:
+    def noisy_in_evaluation(model: Any, x: Tensor) -> Tensor:
+        free = torch.Generator()
+        free.seed()
+        return x if model.training else x * torch.rand(4, generator=free)
+
+    found = reference_of(ranks, noisy_in_evaluation, "train_eval")
+    assert set(found.unstable) == {"the option's evaluated"}
+
+
+def test_a_parameter_that_the_forward_writes_to_is_told_from_the_others(ranks: Ranks) -> None:
+    def scaling(model: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            model.first.bias.mul_(0.5)
+        return x
+
+    assert reference_of(ranks, scaling).written == {"first.bias"}
+
+
+def test_what_is_not_finite_in_eager_is_named(ranks: Ranks) -> None:
+    found = reference_of(ranks, lambda model, x: x * float("inf"))
+    assert "the loss" in found.not_finite
+    assert "last.weight" in found.not_finite
+    assert "parameter last.weight" in found.not_finite
+
+
+def test_sums_are_sent_from_the_device_of_the_model(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = []
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: sent.append(tensor.device.type))
+    case = Case("small", lambda: Small(lambda model, x: x), lambda rank, step: ((), {}), "small")
+    bench = Bench(Subject(case, option("default"), 1, torch.device("meta")), ranks)
+    gradient = torch.ones(2, 3, device="meta")
+    sums = bench.sums({"w": gradient, "none": None}, {"w": gradient, "none": gradient})
+    bench.close()
+    assert sent == ["meta"]
+    assert {name: (sum_.total.shape, sum_.total.device.type) for name, sum_ in sums.items()} == {
+        "w": ((2, 3), "meta"),
+        "none": ((2, 3), "meta"),
+    }
+
+
+def test_sums_count_none_and_what_has_lost_elements_as_zeros(ranks: Ranks) -> None:
+    case = Case("small", lambda: Small(lambda model, x: x), lambda rank, step: ((), {}), "small")
+    bench = Bench(Subject(case, option("default"), 1, ranks.device), ranks)
+    like = {name: torch.zeros(2, 2) for name in ("whole", "none", "cut")}
+    sums = bench.sums({"whole": -torch.ones(2, 2), "none": None, "cut": torch.ones(3)}, like)
+    bench.close()
+    assert sums["whole"].total.tolist() == [[-1, -1], [-1, -1]]
+    assert sums["whole"].magnitude.tolist() == [[1, 1], [1, 1]]
+    assert sums["none"].magnitude.tolist() == sums["cut"].magnitude.tolist() == [[0, 0], [0, 0]]
