@@ -7,6 +7,9 @@ that closes within an atom asks for a cut right before that atom; whatever else 
 open is closed with it. So each bucket is complete once the backward of a single segment has run, as early
 as the eager run would have it, and the following bucket starts clean.
 
+Where the graph repeats itself, a bucket that is nearly full closes at the end of the repeated block already:
+cuts then fall at the same place of one layer and the next, and the segments between them are twins.
+
 Planning is pure: it never imports torch.distributed, runs nothing, and depends on nothing but its inputs.
 
 Source of the bucket rule: `ddpopt.reducer`.
@@ -17,17 +20,20 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ddpopt.facts import GraphFacts, ParamUse
 from ddpopt.plan import Bucket, Cut, Plan, Policy, Segment, cut_reason
 from ddpopt.reducer import BucketConfig, ParamSpec
+from ddpopt.repeats import block_ends
 
 Key = tuple[str, str]
 """What may not mix in a bucket: (dtype, device)."""
 Group = tuple[int, list[ParamUse]]
 """The body position where an atom starts, and the parameters that complete in it, in ready order."""
+NEARLY_FULL = 0.9
+"""The share of its limit at which a bucket closes where a repeated block ends."""
 
 
 def plan_graph(
@@ -50,8 +56,9 @@ def plan_graph(
     filler = _Filler(config.rebuilt_limits, Counter((spec.dtype, spec.device) for spec in dense))
     filler.pass_over(ahead)
     groups = list(_by_atom(facts, _atoms(facts)))
+    ends = block_ends(_shapes(groups, len(facts.nodes)))
     for index, (start, uses) in enumerate(groups):
-        filler.fill(start, uses, cut_follows=index + 1 < len(groups))
+        filler.fill(start, uses, cut_follows=index + 1 < len(groups), block_ends=index in ends)
     return _assemble(facts, filler.finish(0), graph, "plan")
 
 
@@ -169,13 +176,16 @@ class _Filler:
             if self._carried[key] >= self._limit(key):
                 self._next_limit(key)
 
-    def fill(self, start: int, uses: Sequence[ParamUse], *, cut_follows: bool) -> bool:
+    def fill(
+        self, start: int, uses: Sequence[ParamUse], *, cut_follows: bool, block_ends: bool = False
+    ) -> bool:
         """Take in the gradients that complete in one atom.
 
         Args:
             start: body position where the segment starts that completes what closes here.
             uses: the atom's gradients, in the order of filling.
             cut_follows: whether the graph may be cut between this atom and the next one to fill.
+            block_ends: whether a repeated block ends with this atom.
 
         Returns:
             Whether a bucket closed.
@@ -197,6 +207,8 @@ class _Filler:
                 self._next_limit(key)
             elif self._missing[key] == 0:  # nothing will ever fill it, so it need not wait for backward's end
                 self._close(self._open.pop(key), start, "no gradient is left to add")
+        if block_ends:
+            self._close_nearly_full(start)
         closed = len(self._closed) > before
         if cut_follows and closed:
             self._settle(start, last_closed)
@@ -208,6 +220,14 @@ class _Filler:
             self._close(draft, start, "no gradient is left to add")
         self._open = {}
         return self._closed
+
+    def _close_nearly_full(self, start: int) -> None:
+        for key, draft in list(self._open.items()):
+            filled, limit = draft.nbytes + self._carried.get(key, 0), self._limit(key)
+            if filled >= NEARLY_FULL * limit:
+                last = draft.members[-1].spec
+                self._close(self._open.pop(key), start, _nearly_filled(last, draft.nbytes, filled, limit))
+                self._next_limit(key)
 
     def _settle(self, start: int, last_closed: Mapping[Key, _Draft]) -> None:
         """The graph is cut next to this atom: leave no bucket open across the cut."""
@@ -232,8 +252,16 @@ class _Filler:
 
 
 def _filled(spec: ParamSpec, nbytes: int, filled: int, limit: int) -> str:
-    carried = f", and {filled - nbytes} of later graphs," if filled > nbytes else ","
-    return f"{spec.name} brings it to {nbytes} bytes{carried} at or over the limit of {limit}"
+    return f"{spec.name} brings it to {_bytes(nbytes, filled)}, at or over the limit of {limit}"
+
+
+def _nearly_filled(spec: ParamSpec, nbytes: int, filled: int, limit: int) -> str:
+    near = f"{_bytes(nbytes, filled)}, nearly the limit of {limit}"
+    return f"{spec.name} brings it to {near}, and ends a block that the graph repeats"
+
+
+def _bytes(nbytes: int, filled: int) -> str:
+    return f"{nbytes} bytes, and {filled - nbytes} of later graphs" if filled > nbytes else f"{nbytes} bytes"
 
 
 def _atoms(facts: GraphFacts) -> list[int]:
@@ -255,6 +283,15 @@ def _by_atom(facts: GraphFacts, atoms: Sequence[int]) -> Iterator[Group]:
     ordered = [use for _, use in sorted(enumerate(facts.params), key=readiness)]
     for start, uses in itertools.groupby(ordered, key=start_of):
         yield start, list(uses)
+
+
+def _shapes(groups: Sequence[Group], body: int) -> list[Hashable]:
+    """What tells one group from another where names do not count: its gradients, and how long its code is."""
+    ends = [body, *(start for start, _ in groups)]
+    return [
+        (end - start, *((use.spec.nbytes, use.spec.dtype, use.spec.sparse, use.is_read) for use in uses))
+        for end, (start, uses) in zip(ends, groups, strict=False)
+    ]
 
 
 def _assemble(facts: GraphFacts, drafts: Sequence[_Draft], graph: int, policy: Policy) -> Plan:

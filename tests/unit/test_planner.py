@@ -296,3 +296,53 @@ def test_with_one_parameter_a_node_our_buckets_are_ddps(sizes: tuple[int, ...]) 
     ready = [u.spec for u in reversed(given.params)]
     by_ddp = [" ".join(ready[i].name for i in bucket) for bucket in rebuilt_buckets(ready, CAP_100)]
     assert planned(given)[0] == by_ddp
+
+
+# ------------------------------------------------------------------------------------- repeated blocks
+
+
+def layers(count: int, *sizes: int) -> GraphFacts:
+    """`count` equal layers with one node for each size, between parameters that no layer has."""
+    return chain(3, *(sizes * count), 7, 8)
+
+
+def distinct(bucket_sizes: Sequence[Sequence[int]]) -> int:
+    return len({tuple(sizes) for sizes in bucket_sizes})
+
+
+def test_a_nearly_full_bucket_closes_where_a_repeated_block_ends() -> None:
+    plan = plan_graph(layers(8, 60, 15, 20), CAP_100)
+    first, *of_layers, last = plan.buckets
+    assert (first.nbytes, last.params) == (8 + 7 + 20 + 15 + 60, ("p0",))
+    assert {bucket.nbytes for bucket in of_layers} == {95}
+    assert of_layers[0].reason == (
+        "p19 brings it to 95 bytes, nearly the limit of 100, and ends a block that the graph repeats"
+    )
+
+
+def test_a_bucket_below_nine_tenths_of_the_limit_waits_for_the_next_block() -> None:
+    assert {bucket.nbytes for bucket in plan_graph(layers(8, 54, 15, 20), CAP_100).buckets[1:-1]} != {89}
+
+
+def test_ends_of_blocks_leave_few_distinct_segments() -> None:
+    given = layers(24, 60, 15, 20)
+    size = {u.spec.name: u.spec.nbytes for u in given.params}
+    ready = [u.spec for u in reversed(given.params)]
+    by_rule = [[ready[i].nbytes for i in bucket] for bucket in rebuilt_buckets(ready, CAP_100)]
+    ours = [[size[name] for name in bucket.params] for bucket in plan_graph(given, CAP_100).buckets]
+    assert distinct(ours) == 3 < distinct(by_rule)
+
+
+def test_what_only_looks_like_a_few_blocks_keeps_ddps_own_rule() -> None:
+    few = layers(3, 60, 15, 20)
+    ready = [u.spec for u in reversed(few.params)]
+    by_ddp = [" ".join(ready[i].name for i in bucket) for bucket in rebuilt_buckets(ready, CAP_100)]
+    assert buckets(plan_graph(few, CAP_100)) == by_ddp
+
+
+def test_one_more_byte_of_cap_never_adds_a_bucket_where_blocks_repeat() -> None:
+    for sizes in ((60, 15, 20), (20, 70, 5), (5, 5, 40, 40)):
+        counts = [
+            len(plan_graph(layers(12, *sizes), BucketConfig(cap, cap)).buckets) for cap in range(20, 400)
+        ]
+        assert counts == sorted(counts, reverse=True)
