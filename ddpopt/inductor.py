@@ -1,22 +1,26 @@
 """What the inline strategy asks of Inductor, which schedules a backward as it sees fit.
 
-Two things: that the gradients leave in the order in which autograd completes them, and that the memory of a
-gradient is left alone once it was handed over, so that it need not be copied.
+Three things: that the gradients leave in the order in which autograd completes them; that the memory of a
+gradient is left alone once it was handed over, so that it need not be copied; and that what was compiled is
+found again by the next process, traces and all.
 
-Touches private parts of torch 2.11 to 2.13: ``torch._inductor.lowering`` (an entry for ddpopt's own operator)
-and ``V.graph.never_reuse_buffers``.
+Touches private parts of torch 2.11 to 2.13: ``torch._inductor.lowering`` (an entry for our own operator),
+``V.graph.never_reuse_buffers``, and the option ``unsafe_marked_cacheable_functions``.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import inspect
 import operator
 from typing import Any
 
 import torch
 from torch import fx
 
-from ddpopt.handover import GIVEN
+from ddpopt import handover
+from ddpopt.handover import GIVEN, lend
 from ddpopt.segments import CompilerFn
 
 
@@ -28,8 +32,21 @@ def is_inductor(compiler: CompilerFn) -> bool:
 def in_order(compiler: CompilerFn) -> CompilerFn:
     """Inductor, made to hand gradients over in order, and for good."""
     _register_lowering()
-    # its search for a better order puts off whatever frees no memory at once, such as a weight's gradient
-    return functools.partial(compiler, config_patches={"reorder_for_peak_memory": False})
+    patches = {
+        # its search for a better order puts off whatever frees no memory at once, such as a weight's gradient
+        "reorder_for_peak_memory": False,
+        "unsafe_marked_cacheable_functions": {
+            **torch._inductor.config.unsafe_marked_cacheable_functions,
+            f"{lend.__module__}.{lend.__name__}": _traced_code(),
+        },
+    }
+    return functools.partial(compiler, config_patches=patches)
+
+
+@functools.cache
+def _traced_code() -> str:
+    """What a trace of `lend` depends on: it stands in the key under which the trace is kept on disk."""
+    return hashlib.sha256(inspect.getsource(handover).encode()).hexdigest()
 
 
 @functools.cache

@@ -1,0 +1,164 @@
+"""One start of a training script, for `benchmarks.compile`: the first steps of one model in one mode.
+
+Started as a process of its own, so that what a process learns while it compiles is paid for each time. Writes
+one line of JSON: what the first steps cost, what was compiled, and what caches gave.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpopt
+from benchmarks.gpt import GptLike
+from benchmarks.group import single_rank
+
+EAGER, WHOLE, TORCH, SPLIT, INLINE = MODES = ("eager", "whole", "torch", "split", "inline")
+STEPS = 3
+
+
+class Residual(nn.Module):
+    """Two convolutions with batch norm, added to what came in."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(channels)
+        self.second = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm_out = nn.BatchNorm2d(channels)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Images (batch, channels, height, width) to the same shape."""
+        inner = torch.relu(self.norm(self.first(x)))
+        out: torch.Tensor = torch.relu(x + self.norm_out(self.second(inner)))
+        return out
+
+
+class ResNetLike(nn.Module):
+    """Residual blocks of one size between a stem and a head."""
+
+    def __init__(self, blocks: int, channels: int = 128) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, channels, 3, padding=1)
+        self.blocks = nn.ModuleList(Residual(channels) for _ in range(blocks))
+        self.head = nn.Linear(channels, 10)
+        self.layer_bytes = sum(p.numel() * p.element_size() for p in self.blocks[0].parameters())
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Images (batch, 3, height, width) to logits (batch, 10)."""
+        x = self.stem(images)
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = self.head(x.mean((2, 3)))
+        return logits
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model of any depth, and what it is trained on."""
+
+    build: Callable[[int], GptLike | ResNetLike]
+    inputs: Callable[[], torch.Tensor]
+
+
+WORKLOADS: Mapping[str, Workload] = {
+    "gpt": Workload(lambda layers: GptLike(layers, 160), lambda: torch.randint(0, 100, (2, 32))),
+    "resnet": Workload(ResNetLike, lambda: torch.randn(2, 3, 16, 16)),
+}
+"""The models, by their names on the command line; DDP's cap is the size of one layer."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What the first steps of a process came to.
+
+    Attributes:
+        cpu_s: processor seconds, those of the C++ compiler included.
+        wall_s: seconds on the clock.
+        compiled: graphs that Inductor compiled anew, forward and backward counted apart.
+        reused: graphs that Inductor took from its cache.
+    """
+
+    cpu_s: float
+    wall_s: float
+    compiled: int
+    reused: int
+
+
+def first_steps(model: str, layers: int, mode: str) -> Start:
+    """Train for a few steps and measure them.
+
+    Args:
+        model: a key of `WORKLOADS`.
+        layers: how deep it is.
+        mode: one of `MODES`.
+
+    Returns:
+        What they cost.
+    """
+    torch.manual_seed(0)
+    module = WORKLOADS[model].build(layers)
+    inputs = WORKLOADS[model].inputs()
+    ddp = DistributedDataParallel(module, bucket_cap_mb=module.layer_bytes / 2**20)
+    call = _compiled(mode, ddp)
+    counters.clear()
+    cpu_s, wall_s = _processor_seconds(), time.perf_counter()
+    with torch._dynamo.config.patch(optimize_ddp=mode == TORCH):
+        for _ in range(STEPS):
+            call(inputs).square().mean().backward()
+    found = counters["inductor"]
+    return Start(
+        cpu_s=_processor_seconds() - cpu_s,
+        wall_s=time.perf_counter() - wall_s,
+        compiled=found["fxgraph_cache_miss"] + found["fxgraph_cache_bypass"],
+        reused=found["fxgraph_cache_hit"],
+    )
+
+
+def _compiled(mode: str, ddp: DistributedDataParallel) -> Any:
+    if mode == EAGER:
+        return ddp
+    if mode in (WHOLE, TORCH):
+        return torch.compile(ddp)
+    return ddpopt.compile(ddp, strategy="split" if mode == SPLIT else "inline")
+
+
+def _processor_seconds() -> float:
+    """Of this process and of those that it waited for."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def _warm_up() -> None:
+    """Import what compiling imports: it is the same for all modes."""
+    layer = nn.Linear(8, 8)
+    torch.compile(lambda x: layer(x).relu())(torch.ones(2, 8)).sum().backward()
+    torch._dynamo.reset()
+
+
+def main() -> None:
+    """Measure what the arguments say: model, layers, mode."""
+    model, layers, mode = sys.argv[1:]
+    torch.set_num_threads(1)
+    # Dynamo notes at each compile that it leaves out DDP's profiler range.
+    logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
+    with single_rank():
+        _warm_up()
+        start = first_steps(model, int(layers), mode)
+        torch._dynamo.reset()
+    sys.stdout.write(json.dumps(asdict(start)) + "\n")
+
+
+if __name__ == "__main__":
+    main()
