@@ -28,7 +28,7 @@ CODE := ddpopt tests benchmarks examples conftest.py
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test unit property doctest multigpu nightly torchrun check fix bench-alignment bench-planning bench-step wheel wheel-test clean
+.PHONY: help demo test unit property doctest multigpu nightly torchrun check fix bench-alignment bench-planning bench-compile bench-step wheel wheel-test clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -93,6 +93,9 @@ bench-alignment: $(TEST_STAMP) ## overlap potential of each corpus case and cap,
 
 bench-planning: $(TEST_STAMP) ## time of plan, partition and certificate, beside torch's DDPOptimizer
 	$(BIN)/python -m benchmarks.planning $(BENCH_ARGS)
+
+bench-compile: $(TEST_STAMP) ## cold and warm start of a training script, each mode (half an hour)
+	$(BIN)/python -m benchmarks.compile $(BENCH_ARGS)
 
 bench-step: $(TEST_STAMP) ## step time of each mode over an emulated 1 Gbit/s link (as root)
 	$(BIN)/python -m benchmarks.step $(BENCH_ARGS)

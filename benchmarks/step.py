@@ -49,6 +49,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from benchmarks.arguments import some_of
 from benchmarks.network import Network, running, two_hosts
 from benchmarks.report import conditions, state, wide_console
 from benchmarks.step_rank import EAGER, INLINE, MODES, TORCH, WHOLE, WORKLOADS, Figures, Job
@@ -345,9 +346,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     models, modes = ",".join(WORKLOADS), ",".join(MODES)
     parser.add_argument(
-        "--models", type=partial(_some_of, tuple(WORKLOADS)), default=models, help=f"({models})"
+        "--models", type=partial(some_of, tuple(WORKLOADS)), default=models, help=f"({models})"
     )
-    parser.add_argument("--modes", type=partial(_some_of, MODES), default=modes, help=f"({modes})")
+    parser.add_argument("--modes", type=partial(some_of, MODES), default=modes, help=f"({modes})")
     parser.add_argument("--backend", type=_backend, default="inductor", help="of Dynamo (inductor)")
     parser.add_argument(
         "--rounds", type=int, default=8, choices=range(1, 1000), metavar="N", help="turns of each mode (8)"
@@ -356,14 +357,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--timeline", type=Path, help="draw a step of the first model to this file (SVG)")
     return parser
-
-
-def _some_of(known: Sequence[str], text: str) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(text.split(",")))
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"expected some of {', '.join(known)}, got {unknown[0]!r}")
-    return names
 
 
 def _backend(text: str) -> str:

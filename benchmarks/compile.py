@@ -1,0 +1,264 @@
+"""What does it cost to start training? ``python -m benchmarks.compile``.
+
+The first three steps of a model in each mode, compiled by Inductor, each in a process of its own:
+
+- ``whole``: torch.compile without any optimizer for DDP, one graph;
+- ``torch``: torch.compile as it comes, with torch's DDPOptimizer, which compiles every segment;
+- ``split``, ``inline``: ``ddpopt.compile`` with this strategy.
+
+Every mode starts twice: *cold*, with empty caches, and *warm*, a second process with the caches that the
+first one left. Modes take turns. What counts is processor time, that of the C++ compiler included: whoever
+else uses the machine adds little to it. Ratios are of the fastest of each.
+
+The cap is the size of one layer, so that torch's optimizer and ``split`` cut once a layer. What is no part of
+any graph, importing and a first compilation of something else, is paid before the clock runs.
+
+Exit code 1 where ``split`` is less than 4 times faster than torch's optimizer at 24 layers, where ``inline``
+costs more than 1.05 times one whole graph, where ``split`` grows by more than 1.25 times from 24 to 48 layers
+of GPT, or where a warm start compiles anything; 3 where a process fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from benchmarks.arguments import some_of
+from benchmarks.compile_once import INLINE, MODES, SPLIT, TORCH, WHOLE, WORKLOADS, Start
+from benchmarks.report import conditions, state, wide_console
+from ddpopt.errors import InfrastructureError
+
+COMPILED = tuple(mode for mode in MODES if mode != "eager")
+ASKED_SPLIT = 4.0
+ASKED_AT = 24
+ASKED_INLINE = 1.05
+ASKED_GROWTH = 1.25
+LIMIT_S = 3600
+LAST_LINES = 30
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is compiled, and how."""
+
+    model: str
+    layers: int
+    mode: str
+
+
+@dataclass(frozen=True)
+class Starts:
+    """All starts of one setting: pairs of a cold one and a warm one."""
+
+    cold: tuple[Start, ...]
+    warm: tuple[Start, ...]
+
+    @property
+    def cold_s(self) -> float:
+        """The fastest cold start, in processor seconds."""
+        return min(start.cpu_s for start in self.cold)
+
+    @property
+    def warm_s(self) -> float:
+        """The fastest warm start, in processor seconds."""
+        return min(start.cpu_s for start in self.warm)
+
+
+Figures = Mapping[Setting, Starts]
+
+
+def start_once(setting: Setting, caches: str) -> Start:
+    """Start a process that trains for a few steps.
+
+    Args:
+        setting: what it compiles.
+        caches: the folder that holds its caches.
+
+    Raises:
+        InfrastructureError: the process failed, or took more than an hour.
+    """
+    words = (setting.model, str(setting.layers), setting.mode)
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "TORCHINDUCTOR_CACHE_DIR": caches,
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.compile_once", *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LIMIT_S,
+    )
+    if done.returncode != 0:
+        last = "\n".join(done.stderr.splitlines()[-LAST_LINES:])
+        raise InfrastructureError(f"{' '.join(words)}: exit code {done.returncode}.\n{last}")
+    return Start(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def measure(settings: Sequence[Setting], repeat: int, done: Callable[[Setting], None]) -> Figures:
+    """Start everything, in rounds.
+
+    Args:
+        settings: what is measured, in this order within each round.
+        repeat: how many rounds.
+        done: called after each pair of starts.
+
+    Returns:
+        The starts of each setting.
+    """
+    cold: dict[Setting, list[Start]] = {setting: [] for setting in settings}
+    warm: dict[Setting, list[Start]] = {setting: [] for setting in settings}
+    for setting in [*settings] * repeat:
+        with tempfile.TemporaryDirectory(prefix="ddpopt-compile-") as caches:
+            cold[setting].append(start_once(setting, caches))
+            warm[setting].append(start_once(setting, caches))
+        done(setting)
+    return {setting: Starts(tuple(cold[setting]), tuple(warm[setting])) for setting in settings}
+
+
+def ratio(figures: Figures, setting: Setting, mode: str) -> float | None:
+    """How much a cold start costs, as a ratio to another mode's; None if that was not measured."""
+    other = figures.get(Setting(setting.model, setting.layers, mode))
+    return None if other is None else figures[setting].cold_s / other.cold_s
+
+
+def growth(figures: Figures, setting: Setting) -> float | None:
+    """How much more a cold start costs than at half the depth; None if that was not measured."""
+    half = figures.get(Setting(setting.model, setting.layers // 2, setting.mode))
+    return None if half is None or setting.layers % 2 else figures[setting].cold_s / half.cold_s
+
+
+def problems(figures: Figures) -> list[str]:
+    """What falls short of what is asked."""
+    found = []
+    for setting, starts in figures.items():
+        where = f"{setting.model}, {setting.layers} layers, {setting.mode}"
+        to_torch, to_whole = ratio(figures, setting, TORCH), ratio(figures, setting, WHOLE)
+        grown = growth(figures, setting)
+        asked_here = setting.mode == SPLIT and setting.layers == ASKED_AT
+        if asked_here and to_torch is not None and to_torch > 1 / ASKED_SPLIT:
+            found.append(f"{where}: {1 / to_torch:.2f} times faster than torch's, asked {ASKED_SPLIT:g}")
+        if setting.mode == INLINE and to_whole is not None and to_whole > ASKED_INLINE:
+            found.append(f"{where}: {to_whole:.3f} times one graph, asked at most {ASKED_INLINE:g}")
+        deep = setting.mode == SPLIT and setting.model == "gpt" and setting.layers == 2 * ASKED_AT
+        if deep and grown is not None and grown > ASKED_GROWTH:
+            found.append(f"{where}: {grown:.2f} times that of half the depth, asked at most {ASKED_GROWTH:g}")
+        anew = max(start.compiled for start in starts.warm)
+        if setting.mode in (SPLIT, INLINE) and anew:
+            found.append(f"{where}: a warm start compiled {anew} graphs anew")
+    return found
+
+
+def table(figures: Figures) -> Table:
+    """All figures, a row for each setting."""
+    result = Table(title="First three steps, processor seconds: fastest (slowest)")
+    result.add_column("model", no_wrap=True)
+    for title in ("layers", "mode", "cold", "to torch's", "to one graph", "to half the depth", "compiled"):
+        result.add_column(title, justify="right")
+    result.add_column("warm", justify="right")
+    result.add_column("compiled anew", justify="right")
+    for setting, starts in figures.items():
+        result.add_row(
+            setting.model,
+            str(setting.layers),
+            setting.mode,
+            _seconds(starts.cold),
+            _number(ratio(figures, setting, TORCH)),
+            _number(ratio(figures, setting, WHOLE)),
+            _number(growth(figures, setting)),
+            str(starts.cold[0].compiled),
+            _seconds(starts.warm),
+            str(max(start.compiled for start in starts.warm)),
+        )
+    return result
+
+
+def _seconds(starts: Sequence[Start]) -> str:
+    found = sorted(start.cpu_s for start in starts)
+    return f"{found[0]:.1f}" + (f" ({found[-1]:.1f})" if len(found) > 1 else "")
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, store.
+
+    Args:
+        arguments: of the command line.
+
+    Returns:
+        The exit code.
+    """
+    asked = _parser().parse_args(arguments)
+    console = wide_console()
+    facts = {**conditions("benchmarks.compile"), "load before": f"{os.getloadavg()[0]:.2f}"}
+    state(console, facts)
+    settings = [Setting(m, n, mode) for m in asked.models for n in asked.layers for mode in asked.modes]
+    try:
+        figures = _measured(settings, asked.repeat, console)
+    except InfrastructureError as error:
+        console.print(str(error), style="red", markup=False)
+        return error.exit_code
+    console.print(table(figures))
+    short = problems(figures)
+    for problem in short:
+        console.print(f"short of what is asked: {problem}", style="red", markup=False)
+    if asked.json:
+        rows = [{**asdict(setting), **asdict(starts)} for setting, starts in figures.items()]
+        document = {"conditions": facts, "starts": rows, "problems": short}
+        asked.json.write_text(json.dumps(document, indent=2) + "\n")
+    return int(bool(short))
+
+
+def _measured(settings: Sequence[Setting], repeat: int, console: Console) -> Figures:
+    with Progress(console=console) as progress:
+        task = progress.add_task("starts", total=len(settings) * repeat)
+
+        def done(setting: Setting) -> None:
+            words = f"{setting.model}, {setting.layers} layers, {setting.mode}"
+            progress.update(task, description=words, advance=1)
+
+        return measure(settings, repeat, done)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.compile", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    models, modes = ",".join(WORKLOADS), ",".join(COMPILED)
+    parser.add_argument(
+        "--models", type=partial(some_of, tuple(WORKLOADS)), default=models, help=f"({models})"
+    )
+    parser.add_argument("--modes", type=partial(some_of, COMPILED), default=modes, help=f"({modes})")
+    parser.add_argument("--layers", type=_depths, default="12,24,48", help="depths (12,24,48)")
+    parser.add_argument(
+        "--repeat", type=int, default=1, choices=range(1, 100), metavar="N", help="starts of each (1)"
+    )
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    return parser
+
+
+def _depths(text: str) -> tuple[int, ...]:
+    if not all(part.isdecimal() and int(part) > 0 for part in text.split(",")):
+        raise argparse.ArgumentTypeError(f"expected numbers of layers such as 12,24, got {text!r}")
+    return tuple(sorted({int(part) for part in text.split(",")}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

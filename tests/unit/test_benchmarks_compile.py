@@ -1,0 +1,93 @@
+"""Tests of the pure parts of `benchmarks.compile`: ratios, growth, what falls short, arguments."""
+
+import io
+import subprocess
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from benchmarks.compile import Setting, Starts, growth, main, problems, ratio, start_once, table
+from benchmarks.compile_once import Start
+from ddpopt.errors import InfrastructureError
+
+
+def starts(cold_s: float, anew: int = 0, slower_s: float = 0.0) -> Starts:
+    cold = tuple(Start(seconds, seconds, 8, 0) for seconds in (cold_s + slower_s, cold_s))
+    return Starts(cold, (Start(1.0, 1.0, 0, 8), Start(1.0, 1.0, anew, 8)))
+
+
+def figures(layers: int = 24, model: str = "gpt", **cold_s: float) -> dict[Setting, Starts]:
+    return {Setting(model, layers, mode): starts(seconds) for mode, seconds in cold_s.items()}
+
+
+def test_ratios_are_of_the_fastest_starts_at_the_same_depth() -> None:
+    found = {Setting("gpt", 24, "split"): starts(10.0, slower_s=90.0), **figures(torch=40.0)}
+    assert ratio(found, Setting("gpt", 24, "split"), "torch") == 0.25
+    assert ratio(found, Setting("gpt", 24, "split"), "whole") is None
+
+
+def test_growth_is_to_half_the_depth() -> None:
+    found = {**figures(24, split=10.0), **figures(48, split=12.0)}
+    assert growth(found, Setting("gpt", 48, "split")) == 1.2
+    assert growth(found, Setting("gpt", 24, "split")) is None
+
+
+def test_what_is_asked_is_enough() -> None:
+    deep = figures(48, whole=200.0, torch=900.0, split=62.0, inline=209.0)
+    assert problems({**figures(whole=100.0, torch=200.0, split=50.0, inline=105.0), **deep}) == []
+
+
+def test_whatever_falls_short_is_told() -> None:
+    deep = figures(48, split=63.9)
+    found = {**figures(whole=100.0, torch=200.0, split=51.0, inline=106.0), **deep}
+    assert problems(found) == [
+        "gpt, 24 layers, split: 3.92 times faster than torch's, asked 4",
+        "gpt, 24 layers, inline: 1.060 times one graph, asked at most 1.05",
+        "gpt, 48 layers, split: 1.25 times that of half the depth, asked at most 1.25",
+    ]
+
+
+@pytest.mark.parametrize(("mode", "short"), [("split", True), ("inline", True), ("torch", False)])
+def test_a_warm_start_of_ours_compiles_nothing(mode: str, short: bool) -> None:
+    found = {Setting("resnet", 12, mode): starts(1.0, anew=2)}
+    expected = [f"resnet, 12 layers, {mode}: a warm start compiled 2 graphs anew"]
+    assert problems(found) == (expected if short else [])
+
+
+def test_the_table_has_a_row_for_each_setting() -> None:
+    console = Console(width=160, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(table({**figures(torch=40.0), Setting("gpt", 24, "split"): starts(10.0, slower_s=1.0)}))
+    rows = [line for line in captured.get().splitlines() if line.startswith("│")]
+    assert [cell.strip() for cell in rows[1].strip("│").split("│")] == [
+        *("gpt", "24", "split", "10.0 (11.0)", "0.250", "–", "–", "8", "1.0 (1.0)", "0"),
+    ]
+
+
+def test_a_process_that_fails_is_told_with_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(command: Any, **_: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, 1, "", "Traceback\nValueError: no such thing")
+
+    monkeypatch.setattr("subprocess.run", fail)
+    with pytest.raises(InfrastructureError, match=r"gpt 2 split: exit code 1\.\nTraceback\nValueError"):
+        start_once(Setting("gpt", 2, "split"), "caches")
+    assert main(["--models", "gpt", "--layers", "2", "--modes", "split"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--models", "bert"], "expected some of gpt, resnet, got 'bert'"),
+        (["--modes", "eager"], "expected some of whole, torch, split, inline, got 'eager'"),
+        (["--layers", "12,0"], "expected numbers of layers such as 12,24, got '12,0'"),
+        (["--layers", "many"], "got 'many'"),
+    ],
+)
+def test_an_argument_that_cannot_be_is_a_usage_error(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    assert left.value.code == 2
+    assert message in capsys.readouterr().err
