@@ -1,8 +1,11 @@
 """Where cutting a graph may change the order in which gradients are summed.
 
-The gradient of a value is the sum of what its readers send. A segment sums over its own readers before it
-hands the sum on, so a value that is read several times in one segment and again in a later one has its sum
-put together in another order: the same sum, with other last bits.
+The gradient of a value is the sum of what its readers send, last reader first. A segment sums over its own
+readers before it hands the sum on, so a value that is read several times in one segment and again behind it
+has its sum put together in another order: the same sum, with other last bits. What a graph returns is read
+again behind its last segment. The segment that makes a value is none of these: it goes on from the sum that
+it is given, reader by reader. It is one if a view of the value leaves it, for AOTAutograd makes such a view
+outside of the segment.
 
 Invariant: a value that is not named here has its gradient summed in the order of the uncut graph.
 """
@@ -10,6 +13,7 @@ Invariant: a value that is not named here has its gradient summed in the order o
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 import torch
 from torch import fx
@@ -17,7 +21,7 @@ from torch._ops import HigherOrderOperator
 from torch.utils import _pytree as pytree
 
 from ddpopt.facts import gradient_carriers
-from ddpopt.graphs import body_nodes, example_value, requires_grad
+from ddpopt.graphs import body_nodes, example_value, requires_grad, storages
 from ddpopt.plan import Plan
 
 READ_REPEATEDLY = (
@@ -42,13 +46,17 @@ def reassociated_values(gm: fx.GraphModule, plan: Plan, graph: int = 0) -> tuple
         Node names, in graph order; empty if the cut graph computes bit by bit what the whole one does.
     """
     home = {name: s.index for s in plan.segments if s.graph == graph for name in s.nodes}
+    behind = max(home.values(), default=0) + 1
     carriers = gradient_carriers(gm.graph)
     reads: dict[fx.Node, Counter[int]] = {}
     for node in body_nodes(gm.graph):
         if node in carriers:
             for source, times in _reads(node).items():
                 reads.setdefault(source, Counter())[home[node.name]] += times
-    return tuple(n.name for n in gm.graph.nodes if n in reads and _changes(n, reads[n]))
+    for source in gm.graph.output_node().all_input_nodes:
+        reads.setdefault(source, Counter())[behind] += 1
+    found = (node for node in gm.graph.nodes if node in reads)
+    return tuple(node.name for node in found if _changes(node, reads[node], _steady(node, home)))
 
 
 def _reads(node: fx.Node) -> Counter[fx.Node]:
@@ -59,9 +67,16 @@ def _reads(node: fx.Node) -> Counter[fx.Node]:
     return Counter(sources * 2 if composite else sources)
 
 
-def _changes(source: fx.Node, per_segment: Counter[int]) -> bool:
-    """Whether a segment other than the last adds up two or more contributions of its own first."""
+def _changes(source: fx.Node, per_segment: Counter[int], steady: int | None) -> bool:
+    """Whether a segment that is not `steady`, and that others follow, has two or more contributions."""
     if not isinstance(example_value(source), torch.Tensor) or not requires_grad(example_value(source)):
         return False
-    last = max(per_segment)
-    return any(count > 1 for segment, count in per_segment.items() if segment != last)
+    kept = (max(per_segment), steady)
+    return any(count > 1 for segment, count in per_segment.items() if segment not in kept)
+
+
+def _steady(source: fx.Node, home: Mapping[str, int]) -> int | None:
+    """The segment that makes a value, if all that it adds to the gradient is added one by one."""
+    own, index = storages(source), home.get(source.name)
+    readers = [user for user in source.users if home.get(user.name) == index]
+    return index if all(set(own).isdisjoint(storages(user)) for user in readers) else None

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ddpopt.bucket_config import DDP_ARGUMENTS_OF_LIMITS, DDP_ARGUMENTS_WITHOUT_EFFECT_ON_LIMITS
 from ddpopt.errors import UsageError
+from ddpopt.facts import parameter_sources
 from ddpopt.join import join_plans
 from ddpopt.opening import Planned
 from ddpopt.plan import Plan
@@ -36,11 +37,13 @@ class Capture:
             graph that reads it, for its gradient is complete only there.
         specs: every parameter that DDP reduces, in the order of the reducer's list.
         config: DDP's bucket limits.
+        sources: for each graph, which of its nodes bring which parameters into it.
     """
 
     graphs: tuple[Planned, ...]
     specs: tuple[ParamSpec, ...]
     config: BucketConfig
+    sources: tuple[dict[fx.Node, dict[str, str]], ...]
 
     def plan(self) -> Plan:
         """The plan that ddpopt follows."""
@@ -74,14 +77,14 @@ def capture(model: nn.Module, *inputs: Any, **kwargs: Any) -> Capture:
     ddp_kwargs = {key: kwargs.pop(key) for key in known if key in kwargs}
     if not isinstance(model, nn.parallel.DistributedDataParallel):
         config, specs = BucketConfig.from_kwargs(**ddp_kwargs), specs_from_module(model)
-        return Capture(_trace(model, specs, config, inputs, kwargs), specs, config)
+        return _trace(model, specs, config, inputs, kwargs)
     if ddp_kwargs:
         raise UsageError(
             f"model: a DDP module brings its own options, but {sorted(ddp_kwargs)} were given too; "
             "leave them out, or pass the module inside (ddp.module)"
         )
     config, specs = BucketConfig.from_ddp(model), specs_from_ddp(model)
-    return Capture(_trace(model.module, specs, config, inputs, kwargs), specs, config)
+    return _trace(model.module, specs, config, inputs, kwargs)
 
 
 @torch.inference_mode(mode=False)
@@ -92,7 +95,7 @@ def _trace(
     config: BucketConfig,
     inputs: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-) -> tuple[Planned, ...]:
+) -> Capture:
     # a module compiled before it was wrapped is traced as the module that it was; its names stay
     inner = getattr(model, "_orig_mod", model)
     mode = fake_mode(inner)
@@ -101,10 +104,12 @@ def _trace(
     named = dict(model.named_parameters(remove_duplicate=False))
     by_id = {id(memo[id(named[spec.name])]): spec for spec in specs}
     graphs: list[Planned] = []
+    sources: list[dict[fx.Node, dict[str, str]]] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Callable[..., Any]:
         taken = frozenset(name for graph in graphs for s in graph.plan.segments for name in s.params)
         graphs.append(plan_region(gm, example_inputs, by_id, taken, config, graph=len(graphs)))
+        sources.append(parameter_sources(graphs[-1].gm, example_inputs, by_id))
         return gm.forward
 
     step = torch.compile(_Traced(fake), backend=backend, **_isolated())  # type: ignore[call-overload]
@@ -116,7 +121,7 @@ def _trace(
                 f"model: {type(inner).__name__} could not be traced on fake tensors: "
                 f"{type(error).__name__}: {error}\nCheck that model(*inputs) runs in eager."
             ) from error
-    return tuple(graphs)
+    return Capture(tuple(graphs), tuple(specs), config, tuple(sources))
 
 
 class _Traced(nn.Module):

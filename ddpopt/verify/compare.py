@@ -58,8 +58,13 @@ def accumulated(roundings: int, dtype: torch.dtype) -> float:
     Returns:
         A number without unit; infinite where n u is 1 or more.
     """
+    return float(_accumulated(torch.tensor(roundings, dtype=torch.float64), dtype))
+
+
+def _accumulated(roundings: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same for several counts, in float64."""
     product = roundings * unit_roundoff(dtype)
-    return product / (1 - product) if product < 1 else float("inf")
+    return torch.where(product < 1, product / (1 - product), float("inf"))
 
 
 def dense(tensor: Tensor) -> Tensor:
@@ -78,8 +83,37 @@ def raw_bytes(tensor: Tensor) -> bytes:
 
 
 def exact(tensor: Tensor) -> Tensor:
-    """Return the same in float64; complex numbers as pairs."""
-    return dense(tensor).double()
+    """Return the same in float64; complex numbers as pairs, repeated rows of a sparse tensor added up."""
+    return _spread(tensor, _entries(tensor)) if tensor.is_sparse else dense(tensor).double()
+
+
+def contribution(gradient: Tensor) -> Tensor:
+    """Return what one rank contributes to a sum, in float64.
+
+    Args:
+        gradient: of this rank. Rows of a sparse one may be repeated, and each repetition is a term.
+
+    Returns:
+        Its value, the sum of the magnitudes of its terms, and their number: of shape ``(3, *shape)``.
+    """
+    if gradient.is_sparse:
+        entries = _entries(gradient)
+        rows = (entries, entries.abs(), torch.ones_like(entries))
+        return torch.stack([_spread(gradient, row) for row in rows])
+    value = exact(gradient)
+    return torch.stack([value, value.abs(), torch.ones_like(value)])
+
+
+def _entries(sparse: Tensor) -> Tensor:
+    """The values that a sparse tensor holds, in float64; those of one row apart, which coalescing adds."""
+    values = sparse.detach()._values()
+    return (torch.view_as_real(values.resolve_conj()) if values.is_complex() else values).double()
+
+
+def _spread(sparse: Tensor, entries: Tensor) -> Tensor:
+    """Values laid out as the rows of a sparse tensor are, and added up where rows are repeated."""
+    shape = (*sparse.shape, 2) if sparse.is_complex() else sparse.shape
+    return torch.sparse_coo_tensor(sparse._indices(), entries, shape, check_invariants=False).to_dense()
 
 
 def ulps(left: Tensor, right: Tensor) -> float:
@@ -140,23 +174,27 @@ class Sum:
 
     Attributes:
         total: the sum over ranks of their local gradients.
-        magnitude: the sum of their absolute values.
+        magnitude: the sum of the absolute values of all terms.
         ranks: how many there are.
+        terms: how many terms each element has; None: one of each rank. A sparse gradient has one for each
+            time that a row is held.
     """
 
     total: Tensor
     magnitude: Tensor
     ranks: int
+    terms: Tensor | None = None
 
 
 def communication_bound(terms: Sum, dtype: torch.dtype, casts: int = 0) -> Tensor:
     r"""L1: what rounding can do at most to the mean over ranks, element by element.
 
-    The mean of N local gradients :math:`g_r` is sent as a sum of :math:`g_r / N`. In a dtype with unit
-    roundoff u each term is rounded twice (1 / N, and the product with it; a conversion into the dtype that is
-    sent counts once more), and every order of adding N terms rounds each of them at most N - 1 times. Hence
+    The mean of N local gradients is sent as a sum of :math:`g_k / N`, where each rank has one term of a dense
+    gradient, and as many of a sparse one as it holds rows. In a dtype with unit roundoff u each term is
+    rounded twice (1 / N, and the product with it; a conversion into the dtype that is sent counts once more),
+    and every order of adding K terms rounds each of them at most K - 1 times. Hence
 
-    .. math:: |\hat g - g| \le \gamma_{N+1+c} \sum_r |g_r| / N + (N + 1) \eta
+    .. math:: |\hat g - g| \le \gamma_{K+1+c} \sum_k |g_k| / N + (K + 1) \eta
 
     with :math:`\gamma_n = n u / (1 - n u)`, c the conversions, and :math:`\eta` the smallest subnormal
     number, for what underflows. To this comes the rounding of the float64 sum that it is compared with.
@@ -172,10 +210,12 @@ def communication_bound(terms: Sum, dtype: torch.dtype, casts: int = 0) -> Tenso
     Returns:
         One bound for each element.
     """
-    count = terms.ranks
+    counted = torch.full_like(terms.magnitude, terms.ranks) if terms.terms is None else terms.terms
     info = torch.finfo(dtype)
-    relative = accumulated(count + 1 + casts, dtype) + accumulated(count + 1, torch.float64)
-    return terms.magnitude * (relative / count) + (count + 1) * info.smallest_normal * info.eps
+    relative = _accumulated(counted + 1 + casts, dtype) + _accumulated(counted + 1, torch.float64)
+    # no magnitude times an infinite factor is no number
+    rounding = torch.where(terms.magnitude == 0, 0, terms.magnitude * relative) / terms.ranks
+    return rounding + (counted + 1) * info.smallest_normal * info.eps
 
 
 def communication(
@@ -217,6 +257,8 @@ def communication(
     excess = torch.where(unlike, float("inf"), excess).flatten()
     worst = int(excess.argmax())
     right = not bool(excess[worst] > 0)
+    if right:  # the closest to its bound is the one with the largest share of it: bounds differ in size
+        worst = int((error / bound).nan_to_num(nan=0.0).flatten().argmax())
     narrow = dense(got)
     return Difference(
         error=float("inf") if unlike.any() else float(error.flatten()[worst]),

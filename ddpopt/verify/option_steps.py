@@ -27,6 +27,7 @@ SCALE = 1024.0
 MAX_NORM = 0.01
 GROUP_LIMIT = timedelta(seconds=20)
 """Of a collective in a process group that an option makes."""
+LATE = "a delayed gradient came after its all-reduce had started"
 
 # ------------------------------------------------------------------------------------------------ steps
 
@@ -60,20 +61,25 @@ def two_forwards(trainer: Trainer) -> None:
 
 
 def reduce_delayed(trainer: Trainer) -> None:
-    """Take a step, and wait for the all-reduce of the delayed parameters: DDP itself waits for it nowhere."""
-    all_reduce, works = dist.all_reduce, []
+    """Take a step, and wait for the all-reduce of the delayed parameters as soon as it starts.
 
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        work = all_reduce(*args, **kwargs)
-        works.append(work)
+    DDP itself waits for it nowhere, and starts it when another parameter's gradient is there, whether or not
+    theirs are. A compiled backward may return all of them at once: then one of theirs may come after the
+    all-reduce has started, and which of the two is first would be up to chance.
+    """
+    all_reduce, sent = dist.all_reduce, []
+
+    def waited_for(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        work = all_reduce(tensor, *args, **kwargs)
+        if work is not None:
+            work.wait()
+        sent.append((tensor, tensor.clone()))
         return work
 
     loss = trainer.loss()
-    with patch.object(dist, "all_reduce", noted):
+    with patch.object(dist, "all_reduce", waited_for):
         trainer.backward(loss)
-    for work in works:
-        if work is not None:
-            work.wait()
+    trainer.extras[LATE] = any(not torch.equal(now, then) for now, then in sent)
 
 
 def check_finalized(trainer: Trainer) -> None:

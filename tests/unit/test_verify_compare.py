@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import permutations
 
 import pytest
@@ -16,6 +17,8 @@ from ddpopt.verify.compare import (
     bitwise,
     communication,
     communication_bound,
+    contribution,
+    exact,
     ulps,
     unit_roundoff,
 )
@@ -172,3 +175,59 @@ def test_a_gradient_that_is_sent_in_a_finer_dtype_is_rounded_once_more_as_it_com
     back = (sent[0] + sent[1]).bfloat16()
     assert communication(back, sum_of(parts), torch.float16, casts=2).right
     assert not communication(back * 1.02, sum_of(parts), torch.float16, casts=2).right
+
+
+# ------------------------------------------------------------------------------- sparse, with repeated rows
+
+
+def sparse(rows: list[int], values: Tensor, size: tuple[int, ...]) -> Tensor:
+    return torch.sparse_coo_tensor(torch.tensor([rows]), values, size, check_invariants=True)
+
+
+def sum_over(parts: list[Tensor]) -> Sum:
+    total, magnitude, terms = torch.stack([contribution(part) for part in parts]).sum(0)
+    return Sum(total, magnitude, len(parts), terms)
+
+
+def test_repeated_rows_are_added_in_float64() -> None:
+    table = sparse([1, 1, 0], torch.tensor([[1.0], [2**-30], [3.0]]), (3, 1))
+    assert exact(table).tolist() == [[3.0], [1 + 2**-30], [0.0]]
+    pairs = sparse([0, 0], torch.tensor([1 + 1j, 2**-30]), (2,))
+    assert exact(pairs).tolist() == [[1 + 2**-30, 1.0], [0.0, 0.0]]
+
+
+def test_each_repetition_of_a_row_is_a_term_of_its_own() -> None:
+    table = sparse([1, 1, 0], torch.tensor([[1.0], [-1.0], [3.0]]), (3, 1))
+    total, magnitude, terms = contribution(table)
+    assert total.flatten().tolist() == [3, 0, 0]
+    assert magnitude.flatten().tolist() == [3, 2, 0]
+    assert terms.flatten().tolist() == [1, 2, 0]
+    assert contribution(sparse([0, 0], torch.tensor([3 - 4j, 0j]), (1,))).tolist() == [
+        [[3.0, -4.0]],
+        [[3.0, 4.0]],
+        [[2.0, 2.0]],
+    ]
+
+
+def test_a_dense_gradient_is_one_term() -> None:
+    assert contribution(torch.tensor([2.0, -3.0])).tolist() == [[2, -3], [2, 3], [1, 1]]
+
+
+def test_the_bound_is_that_of_the_sum_of_all_rows() -> None:
+    count = 2**11
+    values = drawn(0, 2 * count).abs().sort(descending=True).values
+    parts = [sparse([0] * count, part, (2,)) for part in values.view(2, count)]
+    mean = torch.zeros(2)
+    for value in values:  # one after the other, as nobody would
+        mean[0] += value / 2
+    assert not communication(mean, replace(sum_over(parts), terms=None)).right
+    assert communication(mean, sum_over(parts)).right
+
+
+def test_a_lost_row_is_outside_of_the_bound() -> None:
+    values = drawn(0, 6).abs() + 1
+    parts = [sparse([0, 1, 1], values[:3], (2,)), sparse([1, 0, 1], values[3:], (2,))]
+    mean = (parts[0].to_dense() + parts[1].to_dense()) / 2
+    assert communication(mean, sum_over(parts)).right
+    mean[1] -= values[5] / 2
+    assert not communication(mean, sum_over(parts)).right

@@ -150,7 +150,17 @@ def test_a_parameter_without_a_gradient_has_to_stay(clipped: Reference) -> None:
 
 def standing_in(reference: Reference, **changes: Any) -> Any:
     """A reference like another one."""
-    names = ("bench", "eager", "sums", "alone", "unstable", "written", "not_finite", "arithmetic")
+    names = (
+        "bench",
+        "eager",
+        "eager_peers",
+        "sums",
+        "alone",
+        "unstable",
+        "written",
+        "not_finite",
+        "arithmetic",
+    )
     known = {name: getattr(reference, name) for name in names}
     methods = {"terms": reference.terms, "reduction": reference.reduction}
     return SimpleNamespace(**{**known, **methods, **changes})
@@ -200,6 +210,35 @@ def test_without_ddp_buffers_are_compared_on_the_first_rank_and_named_on_others(
     sheet = climb(standing_in(clipped, bench=bench), record, how="manual")
     assert wrong_of(sheet) == set()
     assert set(sheet.about[OTHER_BUFFERS]) == {"buffer norm.running_mean", "buffer norm.running_var"}
+
+
+def evaluating(record: Record, factor: float) -> Record:
+    """The same run, with an evaluation in its second step."""
+    extras = {**record.steps[1].extras, "evaluated": torch.ones(3) * factor}
+    return changed(record, extras=extras)
+
+
+@pytest.mark.parametrize(
+    ("rank", "how", "buffers", "left_out"),
+    [
+        (1, "manual", b"other", True),
+        (1, "manual", b"same", False),
+        (0, "manual", b"other", False),
+        (1, "whole", b"other", False),
+    ],
+)
+def test_what_saw_buffers_that_only_ddp_broadcasts_is_compared_on_the_first_rank_and_named_on_others(
+    clipped: Reference, rank: int, how: str, buffers: bytes, left_out: bool
+) -> None:
+    states = clipped.eager_peers[0].states
+    first = replace(clipped.eager_peers[0], states=({**states[0], "norm.running_mean": b"same"}, states[1]))
+    other = replace(first, states=({**states[0], "norm.running_mean": buffers}, states[1]))
+    bench = SimpleNamespace(rank=rank, ranks=clipped.bench.ranks, subject=clipped.bench.subject)
+    peers = [first, other] if rank else [other, first]
+    reference = standing_in(clipped, eager=evaluating(clipped.eager, 1), bench=bench, eager_peers=peers)
+    sheet = climb(reference, evaluating(clipped.again, 1.01), how=how)
+    assert wrong_of(sheet) == (set() if left_out else {("L0", "the option's evaluated")})
+    assert ("the option's evaluated" in sheet.about.get(OTHER_BUFFERS, {})) == left_out
 
 
 # ----------------------------------------------------------------------------- another order of summation

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -27,17 +28,21 @@ CAP = {"bucket_cap_mb": 1e-4}
 
 
 class Reading(nn.Module):
-    """A value that is read twice at once, and again behind two layers."""
+    """A value that is read once where it is made, twice behind a layer, and once more behind another."""
 
-    def __init__(self) -> None:
+    def __init__(self, writes: bool = False) -> None:
         super().__init__()
         self.first = nn.Linear(8, 8)
         self.middle = nn.Linear(8, 8)
         self.last = nn.Linear(8, 8)
+        self.writes = writes
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.writes:
+            with torch.no_grad():
+                self.last.bias.mul_(0.5)
         shared = self.first(x)
-        inner = self.middle(shared.relu() + shared.sigmoid())
+        inner = self.middle(shared.relu()) + shared.sigmoid() * shared.cos()
         output: Tensor = self.last(inner) + shared.tanh()
         return output
 
@@ -65,8 +70,8 @@ def found(ranks: Ranks, chosen: Option, mode: str, plan: Plan | None, case: Case
         bench.close()
 
 
-def plan_of(chosen: Option, used: bool) -> Plan:
-    case = chosen.adapt(CASE)
+def plan_of(chosen: Option, used: bool, case: Case = CASE) -> Plan:
+    case = chosen.adapt(case)
     model = case.model()
     set_extra(model, used)
     args, _ = case.inputs(0, 0)
@@ -91,6 +96,21 @@ def test_the_graph_is_traced_as_the_option_runs_it(ranks: Ranks, used: bool) -> 
 def test_a_plan_of_another_graph_proves_nothing_and_that_is_said(ranks: Ranks) -> None:
     moved = found(ranks, option("default"), "ddpopt-split", plan_of(option("unused_somewhere"), used=True))
     assert moved == Reassociated(unproved=(NOT_THIS_PLAN,))
+
+
+def test_inline_cuts_nothing_and_so_moves_nothing(ranks: Ranks) -> None:
+    moved = found(ranks, option("default"), "ddpopt-inline", plan_of(option("default"), used=True))
+    assert moved == Reassociated()
+
+
+def test_a_graph_that_inline_has_to_cut_is_moved_as_under_split(ranks: Ranks) -> None:
+    writing = replace(CASE, model=partial(Reading, writes=True))
+    plan = plan_of(option("default"), used=True, case=writing)
+    both = [
+        found(ranks, option("default"), mode, plan, writing) for mode in ("ddpopt-inline", "ddpopt-split")
+    ]
+    assert both[0] == both[1]
+    assert both[0].reached == {"first.weight", "first.bias"}
 
 
 def test_a_model_that_cannot_be_traced_proves_nothing_and_that_is_said(ranks: Ranks) -> None:

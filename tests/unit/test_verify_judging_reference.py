@@ -114,3 +114,21 @@ def test_sums_count_none_and_what_has_lost_elements_as_zeros(ranks: Ranks) -> No
     assert sums["whole"].total.tolist() == [[-1, -1], [-1, -1]]
     assert sums["whole"].magnitude.tolist() == [[1, 1], [1, 1]]
     assert sums["none"].magnitude.tolist() == sums["cut"].magnitude.tolist() == [[0, 0], [0, 0]]
+
+
+def test_sums_count_each_time_that_a_row_of_a_sparse_gradient_is_held(ranks: Ranks) -> None:
+    case = Case("small", lambda: Small(lambda model, x: x), lambda rank, step: ((), {}), "small")
+    bench = Bench(Subject(case, option("default"), 1, ranks.device), ranks)
+    table = torch.sparse_coo_tensor(
+        torch.tensor([[1, 1]]), torch.tensor([[1.0], [-(2**-30)]]), (3, 1), check_invariants=True
+    )
+    sums = bench.sums(
+        {"table": table, "dense": torch.ones(2)}, {"table": torch.zeros(3, 1), "dense": torch.ones(2)}
+    )
+    bench.close()
+    assert sums["table"].total.flatten().tolist() == [0, 1 - 2**-30, 0]
+    assert sums["table"].magnitude.flatten().tolist() == [0, 1 + 2**-30, 0]
+    assert {name: one.terms.flatten().tolist() for name, one in sums.items() if one.terms is not None} == {
+        "table": [0, 2, 0],
+        "dense": [1, 1],
+    }

@@ -140,7 +140,7 @@ MUTANTS: dict[str, tuple[str, Callable[[Evidence], Evidence]]] = {
         lambda e: replace(e, got=changed_step(e.got, random=e.got.steps[1].random.flip(0))),
     ),
     "a hook twice": (
-        "hooks run as often as in eager DDP",
+        "hooks run as often as in eager DDP, and as early",
         lambda e: replace(e, got=changed_step(e.got, extras={"hooks": 2})),
     ),
     "a rank drifts": ("parameters and buffers equal on all ranks where they are in eager DDP", other_state),

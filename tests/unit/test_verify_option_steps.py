@@ -11,6 +11,7 @@ from ddpopt.verify.judging.record import Record
 from ddpopt.verify.judging.reference import Bench, Subject
 from ddpopt.verify.matrix import CASES
 from ddpopt.verify.modes import mode
+from ddpopt.verify.option_steps import LATE
 from ddpopt.verify.options import option
 from ddpopt.verify.ranks import Ranks, joined
 from tests.multigpu.single import single_rank
@@ -23,8 +24,12 @@ def ranks() -> Iterator[Ranks]:
 
 
 def run_eager(name: str, ranks: Ranks) -> Record:
+    return run(name, ranks, "eager", None)
+
+
+def run(name: str, ranks: Ranks, how: str, backend: str | None) -> Record:
     bench = Bench(Subject(CASES[0], option(name), 3, ranks.device), ranks)
-    record = bench.run(mode("eager"), None)
+    record = bench.run(mode(how), backend)
     bench.close()
     assert record is not None, bench.failures
     return record
@@ -49,3 +54,11 @@ def test_the_group_that_training_went_on_with_is_given_back(ranks: Ranks) -> Non
     before = groups()
     run_eager("new_group", ranks)
     assert groups() == before
+
+
+@pytest.mark.parametrize(("how", "backend", "late"), [("eager", None, False), ("whole", "aot_eager", True)])
+def test_a_delayed_gradient_that_comes_after_its_all_reduce_is_told_from_one_that_does_not(
+    how: str, backend: str | None, late: bool, ranks: Ranks
+) -> None:
+    record = run("delay_all_reduce", ranks, how, backend)
+    assert [step.extras[LATE] for step in record.steps] == [late] * 3

@@ -6,7 +6,8 @@ reported it whose business it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -82,23 +83,55 @@ def try_fault(ranks: Ranks, fault: Fault, note: Callable[[], None] = nothing) ->
     Returns:
         The trial, and what became of the fault; the same on all ranks.
     """
-    case = next((case for case in CASES if case.name == fault.case), None) or corpus.case(fault.case)
-    bench = Bench(Subject(case, option(fault.option), STEPS, ranks.device), ranks)
-    site = Site(ranks.rank, ranks.size, note)
-    backend = BACKENDS[fault.backend]
-    exact = True if fault.backend == "reusing" else None
+    with unbroken(ranks, fault.case, fault.option) as reference:
+        return judge_fault(reference, fault, note)
+
+
+@contextlib.contextmanager
+def unbroken(ranks: Ranks, case_name: str, option_name: str) -> Iterator[Reference]:
+    """Run eager DDP, which all faults of one case under one option may share; a collective of all ranks.
+
+    Args:
+        ranks: the ranks.
+        case_name: of the matrix or of the corpus.
+        option_name: the option.
+
+    Yields:
+        What the faults are held against.
+    """
+    case = next((case for case in CASES if case.name == case_name), None) or corpus.case(case_name)
+    bench = Bench(Subject(case, option(option_name), STEPS, ranks.device), ranks)
     try:
         reference = Reference.make(bench)
         if reference is None:
             raise RuntimeError(f"eager DDP itself failed: {bench.failures}")
-        # what is derived from eager is derived before anything is broken
-        _ = (reference.graphs, reference.arithmetic if fault.backend == "rounding" else None)
-        tamper = partial(_tampered, fault, site)
-        with fault.inject(site):
-            trial = judge(reference, mode(fault.mode), backend, tamper=tamper, exact=exact)
-        return trial, found_out(fault, trial, bench.failures, ranks.gather(site.marked))
+        yield reference
     finally:
         bench.close()
+
+
+def judge_fault(
+    reference: Reference, fault: Fault, note: Callable[[], None] = nothing
+) -> tuple[Trial, Found]:
+    """Judge a mode with a fault in it, held against what is there already.
+
+    Args:
+        reference: of the fault's case and option.
+        fault: the fault.
+        note: told when the broken code has run on this rank.
+
+    Returns:
+        As `try_fault`.
+    """
+    bench, ranks = reference.bench, reference.bench.ranks
+    site = Site(ranks.rank, ranks.size, note)
+    exact = True if fault.backend == "reusing" else None
+    # what is derived from eager is derived before anything is broken
+    _ = (reference.graphs, reference.arithmetic if fault.backend == "rounding" else None)
+    tamper = partial(_tampered, fault, site)
+    with fault.inject(site):
+        trial = judge(reference, mode(fault.mode), BACKENDS[fault.backend], tamper=tamper, exact=exact)
+    return trial, found_out(fault, trial, bench.failures, ranks.gather(site.marked))
 
 
 def _tampered(fault: Fault, site: Site, trainer: Any) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from ddpopt.verify.compare import Difference, bitwise
 from ddpopt.verify.judging.arithmetic import arithmetic
-from ddpopt.verify.judging.numbers import BUFFER, Kind, Number, is_rounded, pairs, unpaired
+from ddpopt.verify.judging.numbers import BUFFER, OPTION, Kind, Number, is_rounded, pairs, unpaired
 from ddpopt.verify.judging.probe import buckets_of, probe, same_starts
 from ddpopt.verify.judging.reassociation import Reassociated, reassociated, together
 from ddpopt.verify.judging.record import Record
@@ -164,12 +164,21 @@ class Ladder:
         """Why a number is not compared; empty if it is."""
         if other_layout and number.kind in (Kind.GRADIENT, Kind.FINISHED):
             return OTHER_LAYOUT
-        if self.mode.gives != "nothing" or not number.name.startswith(BUFFER):
+        if self.mode.gives != "nothing" or self.reference.bench.rank == 0:
             return ""
-        before = self.reference.eager.starts[number.step][number.plain]
-        if self.reference.bench.rank == 0 or torch.equal(before, number.eager):
-            return ""
-        return OTHER_BUFFERS
+        if number.name.startswith(BUFFER):
+            before = self.reference.eager.starts[number.step][number.plain]
+            return "" if torch.equal(before, number.eager) else OTHER_BUFFERS
+        is_seen = number.kind is Kind.FORWARD and number.name.startswith(OPTION)
+        return OTHER_BUFFERS if is_seen and self._broadcast_matters(number.step) else ""
+
+    def _broadcast_matters(self, step: int) -> bool:
+        """Whether this rank starts a step of eager DDP with other buffers than the first rank."""
+        peers, trained = self.reference.eager_peers, self.reference.eager.steps[step].gradients
+        if step == 0:
+            return False  # all ranks start alike
+        own, first = (peers[rank].states[step - 1] for rank in (self.reference.bench.rank, 0))
+        return any(own[name] != first[name] for name in own.keys() - trained.keys())
 
     def _compared(self, level: str, number: Number, record: Record) -> Difference:
         """Compare a number at one level."""

@@ -1,4 +1,4 @@
-"""Which parameters may have gradients of another association under ``split``, proved from graph and plan.
+"""Which parameters may have gradients of another association behind cuts, proved from graph and plan.
 
 Invariant: a parameter that is not named here has its gradient computed, bit by bit, as without cuts; and a
 plan proves nothing of a graph that it was not made for.
@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx, nn
 
 from ddpopt.association import reassociated_values
 from ddpopt.bucket_config import DDP_ARGUMENTS_OF_LIMITS
-from ddpopt.capture import capture
+from ddpopt.capture import Capture, capture
 from ddpopt.errors import UsageError
 from ddpopt.facts import gradient_carriers
 from ddpopt.graphs import body_nodes, example_value, requires_grad
+from ddpopt.inline import obstacle
 from ddpopt.opening import Planned
 from ddpopt.plan import Plan
+from ddpopt.verify.judging.layouts import relaid_values
 from ddpopt.verify.judging.reference import Bench
 from ddpopt.verify.option_cases import set_extra
 
@@ -30,7 +32,8 @@ class Reassociated:
 
     Attributes:
         why: in words.
-        values: names of the values whose gradients have contributions from several places.
+        values: names of the values whose gradients have contributions from several places, or come in another
+            layout.
         reached: names of the parameters whose gradients are computed from those.
         unproved: why nothing could be proved, in words; empty where something could.
     """
@@ -47,6 +50,10 @@ NOT_THIS_PLAN = (
     "what may be summed in another order is not known: the graph that the plan was made for could not be "
     "traced again outside of DDP"
 )
+NO_LAYOUTS = (
+    "which gradients cross a cut in another layout is not known: a graph of the model could not be run on "
+    "fake tensors"
+)
 
 
 def reassociated(bench: Bench, mode: str, plan: Plan | None) -> Reassociated:
@@ -54,7 +61,8 @@ def reassociated(bench: Bench, mode: str, plan: Plan | None) -> Reassociated:
 
     Args:
         bench: whose subject is meant.
-        mode: name of the mode: torch's optimizer and ddpopt's split cut the graph.
+        mode: name of the mode: torch's optimizer and ddpopt's split cut graphs; inline, and so ``auto``, cuts
+            those that cannot be compiled inline.
         plan: ddpopt's plan in force, if there is one.
 
     Returns:
@@ -66,22 +74,22 @@ def reassociated(bench: Bench, mode: str, plan: Plan | None) -> Reassociated:
     except UsageError:
         return Reassociated(unproved=(NOT_TRACED,))
     if bench.subject.option.forwards > 1:
-        return together([_of_forwards(graphs) for graphs in traced])
-    if mode == "ddpopt-split" and plan is not None:
-        return _of_plan(traced, plan)
+        return together([_of_forwards(one.graphs) for one in traced])
+    if mode in ("ddpopt-split", "ddpopt-inline") and plan is not None:
+        return _of_plan(traced, plan, every_graph=mode == "ddpopt-split")
     if mode == "torch":
         why = "torch's cuts may sum in another order"
-        return together([_of_cuts(why, graphs, [_repeated(g.gm) for g in graphs]) for graphs in traced])
+        return together([_of_cuts(why, one.graphs, [_repeated(g.gm) for g in one.graphs]) for one in traced])
     return Reassociated()
 
 
-def _traced(bench: Bench, model: nn.Module) -> Graphs:
+def _traced(bench: Bench, model: nn.Module) -> Capture:
     """The graphs of a model, under the bucket limits that the plan was made for: graphs depend on them."""
     case = bench.subject.adapted
     args, kwargs = case.inputs(bench.rank, 0)
     given = bench.subject.option.arguments(case, model)
     limits = {name: value for name, value in given.items() if name in DDP_ARGUMENTS_OF_LIMITS}
-    return capture(model, *args, **kwargs, **limits).graphs
+    return capture(model, *args, **kwargs, **limits)
 
 
 def _variants(make: Callable[[], nn.Module]) -> Iterator[nn.Module]:
@@ -97,20 +105,42 @@ def _variants(make: Callable[[], nn.Module]) -> Iterator[nn.Module]:
 def together(found: Sequence[Reassociated]) -> Reassociated:
     """What any rank or graph may sum in another order: all ranks then judge alike."""
     return Reassociated(
-        next((one.why for one in found if one.why), ""),
+        " and ".join(dict.fromkeys(one.why for one in found if one.why)),
         tuple(dict.fromkeys(value for one in found for value in one.values)),
         frozenset[str]().union(*(one.reached for one in found)),
         tuple(dict.fromkeys(reason for one in found for reason in one.unproved)),
     )
 
 
-def _of_plan(traced: Sequence[Graphs], plan: Plan) -> Reassociated:
-    """What a plan's cuts move, in the graphs that it was made for."""
-    for graphs in traced:
-        if _fits(graphs, plan):
-            moved = [reassociated_values(graph.gm, plan, index) for index, graph in enumerate(graphs)]
-            return _of_cuts("the cuts of the plan sum in another order", graphs, moved)
+def _of_plan(traced: Sequence[Capture], plan: Plan, *, every_graph: bool) -> Reassociated:
+    """What a plan's cuts move in the graphs that it was made for: in each, or where inline had to cut."""
+    cuts = [[every_graph or is_cut for is_cut in _uninlined(one)] for one in traced]
+    if not any(any(cut) for cut in cuts):
+        return Reassociated()
+    for one, cut in zip(traced, cuts, strict=True):
+        if _fits(one.graphs, plan):
+            return together([_of_sums(one.graphs, cut, plan), _of_layouts(one.graphs, cut, plan)])
     return Reassociated(unproved=(NOT_THIS_PLAN,))
+
+
+def _of_sums(graphs: Graphs, cut: Sequence[bool], plan: Plan) -> Reassociated:
+    pairs = enumerate(zip(graphs, cut, strict=True))
+    moved = [reassociated_values(graph.gm, plan, index) if is_cut else () for index, (graph, is_cut) in pairs]
+    return _of_cuts("the cuts of the plan sum in another order", graphs, moved)
+
+
+def _of_layouts(graphs: Graphs, cut: Sequence[bool], plan: Plan) -> Reassociated:
+    pairs = enumerate(zip(graphs, cut, strict=True))
+    moved = [relaid_values(graph.gm, plan, index) if is_cut else () for index, (graph, is_cut) in pairs]
+    why = "gradients cross the cuts of the plan in another layout, so that sums over them have another order"
+    found = _of_cuts(why, graphs, [names or () for names in moved])
+    return replace(found, unproved=(NO_LAYOUTS,)) if None in moved else found
+
+
+def _uninlined(traced: Capture) -> list[bool]:
+    """Which graphs cannot be compiled inline."""
+    pairs = zip(traced.graphs, traced.sources, strict=True)
+    return [obstacle(graph.gm, sources) is not None for graph, sources in pairs]
 
 
 def _fits(graphs: Graphs, plan: Plan) -> bool:
@@ -137,7 +167,7 @@ def _of_cuts(why: str, graphs: Graphs, moved: Sequence[Sequence[str]]) -> Reasso
             reached |= {use.spec.name for earlier in graphs[:index] for use in earlier.facts.params}
             reached |= _behind(graph, names)
         values += names
-    return Reassociated(why, tuple(values), frozenset(reached))
+    return Reassociated(why if values else "", tuple(values), frozenset(reached))
 
 
 def _repeated(gm: fx.GraphModule) -> list[str]:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ddpopt.errors import DdpoptError
 from ddpopt.testing.case import Case
-from ddpopt.verify.compare import Difference, Sum, bitwise, communication, dense, exact
+from ddpopt.verify.compare import Difference, Sum, bitwise, communication, contribution, dense, exact
 from ddpopt.verify.judging.arithmetic import Arithmetic
 from ddpopt.verify.judging.numbers import is_rounded, left_behind, plain
 from ddpopt.verify.judging.record import Record
@@ -166,12 +166,11 @@ class Bench:
         """
         shapes = {name: exact(like[name]).shape for name in gradients}
         own = _flat([(shapes[name], gradient) for name, gradient in gradients.items()], self.subject.device)
-        both = torch.stack([own, own.abs()])
-        dist.all_reduce(both, group=self.calm)
+        dist.all_reduce(own, group=self.calm)
         found, place = {}, 0
         for name, shape in shapes.items():
-            total, magnitude = both[:, place : place + shape.numel()].view(2, *shape)
-            found[name] = Sum(total, magnitude, self.size)
+            total, magnitude, terms = own[:, place : place + shape.numel()].view(3, *shape)
+            found[name] = Sum(total, magnitude, self.size, terms)
             place += shape.numel()
         return found
 
@@ -183,12 +182,14 @@ class Bench:
 
 
 def _flat(parts: Sequence[tuple[torch.Size, Tensor | None]], device: torch.device) -> Tensor:
-    values = [torch.zeros(0, dtype=torch.float64, device=device)]
+    """What this rank contributes to all gradients, one behind the other: totals, magnitudes, terms."""
+    values = [torch.zeros(3, 0, dtype=torch.float64, device=device)]
     for shape, tensor in parts:
-        usable = tensor is not None and exact(tensor).numel() == shape.numel()
-        zeros = torch.zeros(shape.numel(), dtype=torch.float64, device=device)
-        values.append(exact(tensor).to(device).flatten() if usable and tensor is not None else zeros)
-    return torch.cat(values)
+        own = None if tensor is None else contribution(tensor).to(device)
+        if own is None or own[0].numel() != shape.numel():
+            own = contribution(torch.zeros(shape, device=device))
+        values.append(own.reshape(3, shape.numel()))
+    return torch.cat(values, dim=1)
 
 
 @contextlib.contextmanager

@@ -149,7 +149,7 @@ CLAIMS: tuple[tuple[str, Claim], ...] = (
     ("gradients of eager DDP's shape, dtype, strides and device", _form),
     ("loss, parameters and buffers of eager DDP's form, integers equal", _others),
     ("the random generator as after eager's step", _random),
-    ("hooks run as often as in eager DDP", _counts),
+    ("hooks run as often as in eager DDP, and as early", _counts),
     ("parameters and buffers equal on all ranks where they are in eager DDP", _agreement),
     ("the same buckets on every rank", sent.same_buckets),
     ("every bucket reduced exactly once, in order", sent.reduced_once),

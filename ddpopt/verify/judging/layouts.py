@@ -1,0 +1,96 @@
+"""Which gradients cross a cut in another layout than in eager, proved by running the graph on fake tensors.
+
+A compiled segment takes the gradient of a value that it hands out in the layout of that value. Where eager
+lays the gradient out otherwise, its numbers are the same, but what is summed over its rows behind the cut
+(the gradient of a bias) may be summed in another order.
+
+Invariant: nothing real is run; a value that is not named here has its gradient in eager's layout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeGuard
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+from ddpopt.graphs import example_value
+from ddpopt.plan import Plan
+
+
+def relaid_values(gm: fx.GraphModule, plan: Plan, graph: int = 0) -> tuple[str, ...] | None:
+    """Names of the values whose gradient crosses a cut in another layout than in eager.
+
+    Args:
+        gm: the graph that the plan was made for, traced on fake tensors.
+        plan: where it is cut.
+        graph: which of the plan's graphs `gm` is.
+
+    Returns:
+        Node names, in graph order; None if the graph cannot be run on fake tensors.
+    """
+    home = {name: s.index for s in plan.segments if s.graph == graph for name in s.nodes}
+    crossing = [
+        node
+        for node in gm.graph.nodes
+        if node.name in home and any(home.get(user.name, -1) > home[node.name] for user in node.users)
+    ]
+    if not crossing:
+        return ()
+    inputs = [example_value(node) for node in gm.graph.find_nodes(op="placeholder")]
+    run = _Run(gm, crossing)
+    try:
+        with _fakes_of(inputs), torch.enable_grad():
+            outputs = [leaf for leaf in pytree.tree_leaves(run.run(*inputs)) if _is_trained(leaf)]
+            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+    except Exception:  # whatever an operation raises that knows no fake tensors
+        return None
+    return tuple(node.name for node in crossing if run.is_relaid.get(node.name, False))
+
+
+class _Run(fx.Interpreter):
+    """Runs a graph and compares the layout of each gradient with that of its value."""
+
+    def __init__(self, gm: fx.GraphModule, crossing: list[fx.Node]) -> None:
+        super().__init__(gm)
+        self.crossing = dict.fromkeys(crossing)
+        self.is_relaid: dict[str, bool] = {}
+
+    def run_node(self, n: fx.Node) -> object:
+        """Run one node, and ask for the gradient of what crosses a cut."""
+        value: object = super().run_node(n)
+        if n in self.crossing and _is_trained(value):
+            hookable: Any = value  # torch types its hooks not
+            hookable.register_hook(self._comparing(n.name, _layout(value)))
+        return value
+
+    def _comparing(self, name: str, layout: tuple[int, ...]) -> Callable[[Tensor], None]:
+        def compare(gradient: Tensor) -> None:
+            self.is_relaid[name] = _layout(gradient) != layout
+
+        return compare
+
+
+def _layout(tensor: Tensor) -> tuple[int, ...]:
+    """Strides; that of a dimension that has a single element means nothing."""
+    return tuple(s if size > 1 else 0 for size, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _is_trained(value: object) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+@contextlib.contextmanager
+def _fakes_of(inputs: Sequence[object]) -> Iterator[None]:
+    """Be in the mode that makes tensors fake, as the inputs are; constants of the graph may be real."""
+    modes = {id(value.fake_mode): value.fake_mode for value in inputs if isinstance(value, FakeTensor)}
+    with contextlib.ExitStack() as stack:
+        for mode in modes.values():
+            stack.enter_context(patch.object(mode, "allow_non_fake_inputs", True))
+            stack.enter_context(mode)
+        yield

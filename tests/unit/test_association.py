@@ -1,0 +1,115 @@
+"""ddpopt.association: the values that are named are those whose gradients differ, and no others."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpopt
+from ddpopt.association import reassociated_values
+from ddpopt.capture import capture
+
+Joined = tuple[Tensor, ...]
+Join = Callable[["Layers", Tensor], Joined]
+CAP_MB = 1e-4
+
+
+class Layers(nn.Module):
+    """Three layers, each in a segment of its own; how they are joined is up to the test."""
+
+    def __init__(self, join: Join) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(96, 96)
+        self.middle = nn.Linear(96, 96)
+        self.last = nn.Linear(96, 96)
+        self.join = join
+
+    def forward(self, x: Tensor) -> Joined:
+        return self.join(self, x)
+
+
+def loss_of(outputs: Joined) -> Tensor:
+    return torch.stack([output.square().mean() for output in outputs]).sum()
+
+
+def twice_where_made_and_again_behind(layers: Layers, x: Tensor) -> Joined:
+    made = layers.first(x)
+    inner = layers.middle(made.relu() + made.sigmoid() + made.cos())
+    return (layers.last(inner) + made.tanh() * made.sin(),)
+
+
+def twice_where_made_and_returned(layers: Layers, x: Tensor) -> Joined:
+    made = layers.first(x)
+    return layers.last(layers.middle(made.relu() + made.sigmoid())), made
+
+
+def once_in_each_segment(layers: Layers, x: Tensor) -> Joined:
+    made = layers.first(x)
+    inner = layers.middle(made.relu()) + made.sin()
+    return (layers.last(inner) + made.tanh(),)
+
+
+def twice_in_the_last_segment(layers: Layers, x: Tensor) -> Joined:
+    made = layers.first(x)
+    return (layers.last(layers.middle(made.relu())) + made.tanh() * made.sin(),)
+
+
+def twice_in_between(layers: Layers, x: Tensor) -> Joined:
+    made = layers.first(x)
+    inner = layers.middle(made.relu()) + made.sigmoid() * made.cos()
+    return (layers.last(inner) + made.tanh(),)
+
+
+def twice_behind_and_returned(layers: Layers, x: Tensor) -> Joined:
+    made = layers.first(x)
+    inner = layers.middle(made.relu()) + made.sigmoid() * made.cos()
+    return layers.last(inner), made
+
+
+def viewed_where_made(layers: Layers, x: Tensor) -> Joined:
+    made = layers.first(x)
+    view = made.view(-1, 48)
+    inner = layers.middle(made.relu() * made.cos())
+    return (layers.last(inner) + view.tanh().view(-1, 96) * made.sin(),)
+
+
+NAMED = (twice_in_between, twice_behind_and_returned, viewed_where_made)
+NOT_NAMED = (
+    twice_where_made_and_again_behind,
+    twice_where_made_and_returned,
+    once_in_each_segment,
+    twice_in_the_last_segment,
+)
+
+
+def inputs() -> Tensor:
+    return torch.randn(33, 96, generator=torch.Generator().manual_seed(1))
+
+
+def gradients_under_split(join: Join) -> list[Tensor | None]:
+    ddp = DistributedDataParallel(Layers(join), bucket_cap_mb=CAP_MB)
+    step = ddpopt.compile(ddp, backend="aot_eager", strategy="split")
+    torch.autograd.backward(loss_of(step(inputs())))
+    return [parameter.grad for parameter in ddp.parameters()]
+
+
+def gradients_of_eager(join: Join) -> list[Tensor]:
+    model = Layers(join)
+    return list(torch.autograd.grad(loss_of(model(inputs())), list(model.parameters())))
+
+
+@pytest.mark.usefixtures("one_rank_group", "fresh_dynamo")
+@pytest.mark.parametrize("join", [*NAMED, *NOT_NAMED])
+def test_a_value_is_named_just_where_cuts_change_the_last_bits_of_a_gradient(join: Join) -> None:
+    captured = capture(Layers(join), inputs(), bucket_cap_mb=CAP_MB)
+    named = reassociated_values(captured.graphs[0].gm, captured.plan())
+    same = [
+        got is not None and torch.equal(got, eager)
+        for got, eager in zip(gradients_under_split(join), gradients_of_eager(join), strict=True)
+    ]
+    assert len(captured.plan().segments) == 3
+    assert named == (("made",) if join in NAMED else ())
+    assert all(same) == (join not in NAMED)

@@ -1,0 +1,50 @@
+"""ddpopt.verify.judging.layouts: a gradient is named just if it crosses a cut in another layout."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddpopt.capture import capture
+from ddpopt.verify.judging.layouts import relaid_values
+
+Between = Callable[[Tensor], Tensor]
+CAP_MB = 0.01
+
+
+class Two(nn.Module):
+    """Two layers, a cut between them; what becomes of the first one's value is up to the test."""
+
+    def __init__(self, between: Between) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.second = nn.Linear(64, 64)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        value = self.first(x).tanh()
+        output: Tensor = self.second(self.between(value))
+        return output
+
+
+def named(between: Between) -> tuple[str, ...] | None:
+    captured = capture(Two(between), torch.randn(4, 64, 64), bucket_cap_mb=CAP_MB)
+    assert len(captured.plan().segments) == 2
+    return relaid_values(captured.graphs[0].gm, captured.plan())
+
+
+@pytest.mark.parametrize("between", [torch.sin, lambda value: value.transpose(1, 2).contiguous()])
+def test_a_gradient_in_the_layout_of_its_value_is_not_named(between: Between) -> None:
+    assert named(between) == ()
+
+
+def test_a_gradient_that_its_reader_lays_out_otherwise_is_named() -> None:
+    assert named(lambda value: value.transpose(1, 2).sin()) == ("sin",)
+
+
+def test_of_a_graph_that_cannot_be_run_on_fakes_nothing_is_known() -> None:
+    captured = capture(Two(torch.sin), torch.randn(4, 64, 64), bucket_cap_mb=CAP_MB)
+    gm, plan = captured.graphs[0].gm, captured.plan()
+    gm.graph.find_nodes(op="placeholder")[0].meta.clear()
+    assert relaid_values(gm, plan) is None
