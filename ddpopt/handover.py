@@ -261,7 +261,8 @@ def _owners(tensor: Tensor) -> list[int]:
 @functools.cache
 def _owners_of_one(is_view: bool) -> list[int]:
     """The same for a tensor, or a view of one, that only the operator's caller knows."""
-    with torch.no_grad(), _disable_current_modes():  # a mode on the way would be one more owner
+    # a mode on the way would be one more owner, and inference knows no views
+    with torch.inference_mode(mode=False), torch.no_grad(), _disable_current_modes():
         if is_view:
             return list(torch.ops.ddpopt.owners(torch.empty(1, device="cpu").view(1)))
         return list(torch.ops.ddpopt.owners(torch.empty(1, device="cpu")))
