@@ -68,7 +68,8 @@ def plan_ahead_of(
     """Plan one graph so that no gradient leaves later than in buckets that are not in ready order.
 
     In unused-parameter mode DDP keeps its initial buckets, filled in the order of registration. The graph
-    is cut wherever one of them would be launched, and what completes in between makes up the buckets.
+    is cut wherever one of them would be launched, and what completes in between makes up the buckets. What
+    DDP would launch only with an earlier graph, but completes here, needs no cut and leaves here too.
 
     Args:
         facts: what the graph reads, and where it can be cut.
@@ -80,6 +81,9 @@ def plan_ahead_of(
         A plan whose every bucket completes within one segment (policy ``"plan"``).
     """
     launches = _launches(facts, buckets)
+    given = {spec.name for bucket in buckets for spec in bucket}
+    late = [use for use in facts.params if use.is_read and use.spec.name not in given]
+    launches += [_Draft(sorted(late, key=lambda use: -use.completes_at))] if late else []
     starts = sorted({0, *(draft.start for draft in launches if draft.start < len(facts.nodes))})
     pieces: dict[int, list[list[ParamUse]]] = {start: [] for start in reversed(starts)}
     for draft in launches:
