@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
-# Drawn examples compile graphs and start ranks, and the first one pays for imports: a deadline would judge
-# the machine. `ci` draws the same examples on every run, so that a red build is red for its author too.
-settings.register_profile("dev", deadline=None)
-settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
-settings.load_profile("ci" if os.environ.get("CI", "").lower() in {"1", "true", "yes"} else "dev")
+from ddpopt.testing.profiles import load_profile
+
+# Scripts that change torch's settings as they are imported.
+collect_ignore = ["ddpopt/testing/corpus/found"]
+
+# HYPOTHESIS_PROFILE, or pytest's --hypothesis-profile: dev, ci or nightly. CI=true gives ci.
+load_profile()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -67,8 +68,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def _scope(nodeid: str) -> str:
     """Name what must stay on one worker."""
-    on_ranks = nodeid.startswith("tests/multigpu/") and not nodeid.startswith("tests/multigpu/alone/")
-    return "ranks" if on_ranks else nodeid
+    alone = nodeid.startswith("tests/multigpu/alone/")
+    on_ranks = nodeid.startswith(("tests/multigpu/", "tests/property/test_ranks.py"))
+    return "ranks" if on_ranks and not alone else nodeid
 
 
 def _processes_that_would_write(config: pytest.Config) -> int:

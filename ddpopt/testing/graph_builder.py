@@ -52,15 +52,17 @@ class GraphBuilder:
         self._autocast = False
         self.x = self.input("x", batch, width)
 
-    def input(self, name: str, *shape: int) -> fx.Node:
-        """Add a float32 input that needs no gradient; returns its placeholder."""
+    def input(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> fx.Node:
+        """Add an input that needs no gradient; returns its placeholder. Integers are 0 or 1."""
         with self._fake_mode:
-            return self._placeholder(f"l_{name}_", torch.empty(shape))
+            return self._placeholder(f"l_{name}_", torch.empty(shape, dtype=dtype))
 
-    def parameter(self, layer: str, role: str, *shape: int, trainable: bool = True) -> fx.Node:
-        """Add the parameter ``layer.role`` (float32); returns its placeholder."""
+    def parameter(
+        self, layer: str, role: str, *shape: int, trainable: bool = True, dtype: torch.dtype = torch.float32
+    ) -> fx.Node:
+        """Add the parameter ``layer.role``; returns its placeholder."""
         with self._fake_mode:
-            value = nn.Parameter(torch.empty(shape), requires_grad=trainable)
+            value = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=trainable)
         node = self._placeholder(f"l_self_{_mangled(layer)}_parameters_{role}_", value)
         self._param_placeholders[node.name] = f"{layer}.{role}"
         return node
@@ -142,12 +144,15 @@ def real_inputs(graph: SmallGraph, seed: int = 0) -> tuple[torch.Tensor, ...]:
         seed: equal seeds give equal tensors.
 
     Returns:
-        One tensor for each placeholder, in their order, on the CPU; trainable parameters require gradients.
+        One tensor for each placeholder, in their order, on the CPU: normally distributed, or 0 and 1 for
+        integers; trainable parameters require gradients.
     """
     generator = torch.Generator().manual_seed(seed)
-    return tuple(
-        torch.randn(value.shape, generator=generator).requires_grad_(
-            isinstance(value, nn.Parameter) and value.requires_grad
-        )
-        for value in graph.example_values
-    )
+    return tuple(_drawn(value, generator) for value in graph.example_values)
+
+
+def _drawn(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    if not (like.is_floating_point() or like.is_complex()):
+        return torch.randint(0, 2, like.shape, generator=generator, dtype=like.dtype)
+    value = torch.randn(like.shape, generator=generator, dtype=like.dtype)
+    return value.requires_grad_(isinstance(like, nn.Parameter) and like.requires_grad)

@@ -172,6 +172,87 @@ def _autocast_span(sketch: Sketch) -> fx.Node:
     return sketch.builder.method("float", inside)
 
 
+def _image(sketch: Sketch, *shape: int) -> fx.Node:
+    return sketch.builder.method("view", sketch.value(), sketch.builder.batch, *shape)
+
+
+def _rows(sketch: Sketch, value: fx.Node) -> fx.Node:
+    return sketch.builder.method("reshape", value, (sketch.builder.batch, sketch.builder.width))
+
+
+def _conv(sketch: Sketch) -> fx.Node:
+    image = _image(sketch, 1, 2, 2)
+    if sketch.draw(st.booleans()):
+        image = sketch.builder.method("contiguous", image, memory_format=torch.channels_last)
+    weight = sketch.builder.parameter(sketch.layer(), "weight", 1, 1, 3, 3)
+    return _rows(sketch, sketch.builder.call(torch.conv2d, image, weight, None, (1, 1), (1, 1)))
+
+
+def _strided_conv(sketch: Sketch) -> fx.Node:
+    weight = sketch.builder.parameter(sketch.layer(), "weight", sketch.builder.width, 1, 2, 2)
+    return _rows(sketch, sketch.builder.call(torch.conv2d, _image(sketch, 1, 2, 2), weight, None, (2, 2)))
+
+
+def _layer_norm(sketch: Sketch) -> fx.Node:
+    scale, shape = sketch.vector("weight"), (sketch.builder.width,)
+    return sketch.builder.call(F.layer_norm, sketch.value(), shape, scale, sketch.vector(), 0.1)
+
+
+def _batch_norm(sketch: Sketch) -> fx.Node:
+    layer = sketch.layer()
+    mean, var = (sketch.builder.buffer(layer, role, 1) for role in ("running_mean", "running_var"))
+    scale, shift = (sketch.builder.parameter(layer, role, 1) for role in ("weight", "bias"))
+    given = _image(sketch, 1, 2, 2), mean, var, scale, shift
+    return _rows(sketch, sketch.builder.call(F.batch_norm, *given, True, 0.1, 0.1))
+
+
+def _embedding(sketch: Sketch) -> fx.Node:
+    table = sketch.builder.parameter(sketch.layer(), "weight", 3, sketch.builder.width)
+    ids = sketch.builder.input(f"ids_{len(sketch.values)}", sketch.builder.batch, dtype=torch.int64)
+    return sketch.builder.call(F.embedding, ids, table)
+
+
+def _complex(sketch: Sketch) -> fx.Node:
+    pairs = sketch.builder.method("clone", _image(sketch, 2, 2), memory_format=torch.contiguous_format)
+    turn = sketch.builder.parameter(sketch.layer(), "turn", 2, dtype=torch.complex64)
+    turned = sketch.builder.call(operator.mul, sketch.builder.call(torch.view_as_complex, pairs), turn)
+    return _rows(sketch, sketch.builder.call(torch.view_as_real, turned))
+
+
+def _scalar_parameter(sketch: Sketch) -> fx.Node:
+    scale = sketch.builder.parameter(sketch.layer(), "scale")
+    return sketch.builder.call(operator.mul, sketch.value(), scale)
+
+
+def _empty_parameter(sketch: Sketch) -> fx.Node:
+    empty = sketch.builder.parameter(sketch.layer(), "empty", 0)
+    return sketch.builder.call(operator.add, sketch.value(), sketch.builder.method("sum", empty))
+
+
+def _low_precision(sketch: Sketch) -> fx.Node:
+    width = sketch.builder.width
+    weight = sketch.builder.parameter(sketch.layer(), "weight", width, width, dtype=torch.bfloat16)
+    low = sketch.builder.method("to", sketch.value(), torch.bfloat16)
+    return sketch.builder.method("float", sketch.builder.call(torch._C._nn.linear, low, weight))
+
+
+def _mutated_twice(sketch: Sketch) -> fx.Node:
+    total = sketch.builder.call(operator.add, sketch.value(), 1.0)
+    before = sketch.builder.call(operator.mul, total, 0.5)
+    sketch.builder.method("add_", total, _linear(sketch))
+    between = sketch.builder.call(operator.add, total, before)
+    sketch.builder.method("mul_", total, 0.5)
+    return sketch.builder.call(operator.add, between, total)
+
+
+def _counted_buffer(sketch: Sketch) -> fx.Node:
+    count = sketch.builder.buffer(sketch.layer(), "count")
+    sketch.builder.method("add_", count, 1.0)
+    between = sketch.builder.call(operator.add, sketch.value(), count)
+    sketch.builder.method("mul_", count, 0.5)
+    return between
+
+
 Step = Callable[[Sketch], fx.Node | None]
 _PURE_STEPS: tuple[Step, ...] = (
     _linear,
@@ -185,6 +266,14 @@ _PURE_STEPS: tuple[Step, ...] = (
     _views,
     _detached_parameter,
     _constant,
+    _conv,
+    _strided_conv,
+    _layer_norm,
+    _embedding,
+    _complex,
+    _scalar_parameter,
+    _empty_parameter,
+    _low_precision,
 )
 STEPS: tuple[Step, ...] = (
     *_PURE_STEPS,
@@ -196,4 +285,28 @@ STEPS: tuple[Step, ...] = (
     _mutated_buffer,
     _no_grad_span,
     _autocast_span,
+    _batch_norm,
+    _mutated_twice,
+    _counted_buffer,
 )
+
+
+def _value(sketch: Sketch) -> tuple[fx.Node, ...]:
+    return (sketch.draw(st.sampled_from(sketch.values)),)
+
+
+def _value_and_view(sketch: Sketch) -> tuple[fx.Node, ...]:
+    (value,) = _value(sketch)
+    return value, sketch.builder.method("unsqueeze", value, 0)
+
+
+def _view_of_input(sketch: Sketch) -> tuple[fx.Node, ...]:
+    return (sketch.builder.method("unsqueeze", sketch.builder.x, 0),)
+
+
+def _size(sketch: Sketch) -> tuple[fx.Node, ...]:
+    return (sketch.builder.method("size", sketch.value(), 0),)
+
+
+Output = Callable[[Sketch], tuple[fx.Node, ...]]
+OUTPUTS: tuple[Output, ...] = (_value, _value, _value_and_view, _view_of_input, _size)

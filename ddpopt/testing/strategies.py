@@ -7,17 +7,19 @@ graphs and models that run forward and backward on real tensors.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
+from hypothesis import event
 from hypothesis import strategies as st
 from torch import fx
 
 from ddpopt.plan import Plan, Policy
 from ddpopt.reducer import BucketConfig, ParamSpec
 from ddpopt.testing.graph_builder import GraphBuilder, SmallGraph
-from ddpopt.testing.graph_steps import STEPS, Sketch
+from ddpopt.testing.graph_steps import OUTPUTS, STEPS, Sketch
 from ddpopt.testing.model_strategies import models
 from ddpopt.testing.plan_strategies import Mutation, mutations, plan_of
 
@@ -121,9 +123,11 @@ def graphs(draw: st.DrawFn, max_steps: int = 12) -> SmallGraph:
     """Draw a small forward graph as Dynamo would leave it: parameters are placeholders, values are fake.
 
     Among its steps: parameters read by position, by keyword, as receiver, within a list, tied, frozen and
-    detached; in-place ops on values, views, inputs and buffers; tuples whose items are taken much later;
-    views by sizes known as ints; dropout; constants; spans without grad (some dead, some empty) and under
-    autocast.
+    detached, complex, in bfloat16, of no dimension or no element; convolutions, also strided and channels
+    last; norms, also with buffers; embeddings; in-place ops on values, views, inputs and buffers, also twice;
+    tuples whose items are taken much later; views by sizes known as ints; dropout; constants; spans without
+    grad (some dead, some empty) and under autocast. Among its outputs: views of others and of the input, and
+    sizes. Each step and output is reported as a Hypothesis event.
 
     A dropout may be dead: run eagerly it moves the generator, compiled it is gone, so compare random values
     only between two eager or two compiled runs.
@@ -140,14 +144,22 @@ def graphs(draw: st.DrawFn, max_steps: int = 12) -> SmallGraph:
     weight = sketch.builder.parameter(sketch.layer(), "weight", 4, 4)
     sketch.values.append(sketch.builder.call(torch._C._nn.linear, sketch.builder.x, weight))
     for step in draw(st.lists(st.sampled_from(STEPS), max_size=max_steps)):
+        event(f"step: {_told(step)}")
         made = step(sketch)
         if made is not None:
             sketch.values.append(made)
     if draw(st.booleans()):
         sketch.values.append(_sum_of_unread(sketch))
     # The first linear's result is always differentiable; what else is returned may not be.
-    outputs = draw(st.lists(st.sampled_from(sketch.values), max_size=3))
+    outputs: list[fx.Node] = []
+    for output in draw(st.lists(st.sampled_from(OUTPUTS), max_size=3)):
+        event(f"output: {_told(output)}")
+        outputs += output(sketch)
     return sketch.builder.finish(*outputs, _last_differentiable(sketch.values))
+
+
+def _told(step: Callable[..., Any]) -> str:
+    return step.__name__.strip("_").replace("_", " ")
 
 
 def _sum_of_unread(sketch: Sketch) -> fx.Node:

@@ -3,19 +3,20 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from torch import fx
 
 from ddpopt.facts import parameter_sources
 from ddpopt.handover import USED_AGAIN, lend
 from ddpopt.inline import compile_inline, lendable, obstacle
 from ddpopt.testing.graph_builder import SmallGraph, real_inputs
+from ddpopt.testing.profiles import share
 from ddpopt.testing.strategies import graphs
-from tests.property.test_plan import specs_of
+from tests.property.drawn_graphs import specs_of
 from tests.unit.effects import Effects
 
 
-@settings(max_examples=200)
+@share(1.5)
 @given(graphs())
 def test_a_graph_whose_parameters_are_lent_is_the_same_program(graph: SmallGraph) -> None:
     sources = parameter_sources(graph.gm, graph.example_values, specs_of(graph))

@@ -1,55 +1,114 @@
 """Drawn graphs, cut: the recomposed program is the original one, bit by bit, and the certificate agrees."""
 
-from hypothesis import given, settings
+from unittest.mock import patch
+
+from hypothesis import event, given, target
 from hypothesis import strategies as st
 from torch import fx
 
-from ddpopt.certificate import certify
-from ddpopt.facts import collect, parameter_names
+from ddpopt.errors import CertificateError
 from ddpopt.partition import partition
 from ddpopt.plan import Plan
 from ddpopt.planner import plan_graph
 from ddpopt.reducer import BucketConfig
 from ddpopt.testing.graph_builder import SmallGraph, real_inputs
+from ddpopt.testing.profiles import share
 from ddpopt.testing.strategies import graphs
-from tests.property.test_plan import small_configs, specs_of
+from tests.property import naive
+from tests.property.drawn_graphs import (
+    assert_recomposes,
+    cut_wherever_it_can_be,
+    facts_of,
+    possible_cuts,
+    prove,
+    small_configs,
+)
+from tests.property.partition_mutants import MUTANTS, Mutant
 from tests.unit.effects import Effects
 from tests.unit.tracing import cut_before
 
 
-def assert_recomposes(graph: SmallGraph, plan: Plan) -> None:
-    """Cut as planned, prove it, and run both; a plan without buckets promises nothing of parameters."""
-    specs = specs_of(graph) if plan.buckets else {}
+@share(1.5)
+@given(graphs(), small_configs())
+def test_a_graph_cut_as_planned_is_the_same_program(graph: SmallGraph, config: BucketConfig) -> None:
+    plan = plan_graph(facts_of(graph), config)
+    target(float(len(plan.cuts)), label="cuts")
+    assert_recomposes(graph, plan)
+
+
+@share(1.5)
+@given(graphs())
+def test_a_graph_cut_wherever_it_can_be_is_the_same_program(graph: SmallGraph) -> None:
+    plan = cut_wherever_it_can_be(graph)
+    stitched = assert_recomposes(graph, plan)
+    target(float(aliases_across_cuts(graph)), label="names of one written tensor across cuts")
+    assert_naive_reference_agrees(graph, plan, stitched)
+
+
+@share(1.5)
+@given(graphs(), st.data())
+def test_a_graph_cut_at_any_places_is_the_same_program(graph: SmallGraph, data: st.DataObject) -> None:
+    plan = drawn_cuts(graph, data)
+    stitched = assert_recomposes(graph, plan)
+    assert_naive_reference_agrees(graph, plan, stitched)
+
+
+def drawn_cuts(graph: SmallGraph, data: st.DataObject) -> Plan:
+    places = possible_cuts(graph)
+    chosen = data.draw(st.lists(st.sampled_from(places), unique=True) if places else st.just([]))
+    return cut_before(graph.gm, *sorted(chosen, key=places.index))
+
+
+def aliases_across_cuts(graph: SmallGraph) -> int:
+    """How many values are views of a tensor that is written to: what a cut must take anew, or not part."""
+    run = naive.Watched(graph.gm, real_inputs(graph))
+    return sum(run.viewed(node) is not None for node in graph.gm.graph.nodes)
+
+
+def assert_naive_reference_agrees(graph: SmallGraph, plan: Plan, stitched: fx.GraphModule) -> None:
+    """The segments hold, take and hand on what a run of the graph says, and are together the same graph."""
+    if stitched is graph.gm:
+        return
+    found = naive.pieces_of(stitched)
+    expected = naive.pieces(graph.gm, [cut.before for cut in plan.cuts], real_inputs(graph))
+    for piece, reference in zip(found, expected, strict=True):
+        assert set(piece.nodes) >= set(reference.nodes)  # some are taken anew
+        assert piece.given == reference.given
+        assert piece.handed_on == reference.handed_on
+    original, whole = naive.rows(graph.gm), naive.recomposed(stitched)
+    assert list(dict.fromkeys(row.name for row in whole)) == [row.name for row in original]
+    assert set(whole) == set(original)
+
+
+@share(2)
+@given(graphs(), st.sampled_from(MUTANTS), st.data())
+def test_what_the_certificate_accepts_of_a_mutated_partition_is_still_the_same_program(
+    graph: SmallGraph, mutant: Mutant, data: st.DataObject
+) -> None:
+    plan = drawn_cuts(graph, data)
     stitched = partition(graph.gm, plan)
-    for module in stitched.modules():
-        if isinstance(module, fx.GraphModule):
-            module.graph.lint()
-    certify(graph.gm, stitched, plan, parameter_names(graph.gm, graph.example_values, specs))
+    if stitched is graph.gm or not mutant.apply(
+        stitched, lambda number: data.draw(st.integers(0, number - 1))
+    ):
+        event(f"nothing to mutate: {mutant.name}")
+        return
+    try:
+        prove(graph, stitched, plan)
+    except CertificateError:
+        event(f"rejected: {mutant.name}")
+        return
+    event(f"accepted: {mutant.name}")
     inputs = list(real_inputs(graph))
     Effects(stitched, inputs).assert_equal(Effects(graph.gm, inputs))
 
 
-def possible_cuts(graph: SmallGraph) -> list[str]:
-    facts = collect(graph.gm, graph.example_values, specs_of(graph))
-    return [name for name, why in zip(facts.nodes[1:], facts.blocked[1:], strict=True) if why is None]
-
-
-@settings(max_examples=200)
-@given(graphs(), small_configs())
-def test_a_graph_cut_as_planned_is_the_same_program(graph: SmallGraph, config: BucketConfig) -> None:
-    facts = collect(graph.gm, graph.example_values, specs_of(graph))
-    assert_recomposes(graph, plan_graph(facts, config))
-
-
-@settings(max_examples=200)
+@share(0.5)
 @given(graphs())
-def test_a_graph_cut_wherever_it_can_be_is_the_same_program(graph: SmallGraph) -> None:
-    assert_recomposes(graph, cut_before(graph.gm, *possible_cuts(graph)))
-
-
-@settings(max_examples=200)
-@given(graphs(), st.data())
-def test_a_graph_cut_at_any_places_is_the_same_program(graph: SmallGraph, data: st.DataObject) -> None:
-    places = possible_cuts(graph)
-    chosen = data.draw(st.lists(st.sampled_from(places), unique=True) if places else st.just([]))
-    assert_recomposes(graph, cut_before(graph.gm, *sorted(chosen, key=places.index)))
+def test_cutting_takes_work_that_grows_with_nodes_and_what_they_read_only(graph: SmallGraph) -> None:
+    plan = cut_wherever_it_can_be(graph)
+    nodes = list(graph.gm.graph.nodes)
+    sources = [source for node in nodes for source in node.all_input_nodes]
+    read = sum(len(naive.tensors(source.meta.get("example_value"))) for source in sources)
+    with patch.object(fx.Graph, "create_node", autospec=True, side_effect=fx.Graph.create_node) as made:
+        partition(graph.gm, plan)
+    assert made.call_count <= 2.5 * (len(nodes) + read)

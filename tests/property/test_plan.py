@@ -2,48 +2,33 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from random import Random
 
 import torch
-from hypothesis import given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
-from ddpopt.facts import GraphFacts, ParamUse, collect
+import ddpopt
+from ddpopt.facts import GraphFacts, ParamUse
 from ddpopt.join import join_plans
 from ddpopt.mutation import mutated_inputs
 from ddpopt.plan import Plan
 from ddpopt.planner import plan_for_buckets, plan_graph
 from ddpopt.reducer import BucketConfig, ParamSpec, rebuilt_buckets
+from ddpopt.testing.drawn import DrawnModel
 from ddpopt.testing.graph_builder import SmallGraph, real_inputs
-from ddpopt.testing.strategies import bucket_configs, graphs, parameter_lists
-
-
-def small_configs() -> st.SearchStrategy[BucketConfig]:
-    """Limits around the 16 to 128 bytes of a drawn graph's parameters."""
-    sizes = st.sampled_from((1, 16, 17, 64, 80, 100, 128, 200, 10_000))
-    lists = st.lists(sizes, max_size=3).map(tuple)
-    return st.builds(BucketConfig, cap_bytes=sizes, first_bucket_bytes=sizes, cap_bytes_list=lists)
-
-
-def specs_of(graph: SmallGraph) -> dict[int, ParamSpec]:
-    """What DDP would reduce of a drawn graph's parameters."""
-    values = zip(graph.gm.graph.find_nodes(op="placeholder"), graph.example_values, strict=True)
-    return {
-        id(value): ParamSpec(graph.param_placeholders[node.name], value.nbytes, "float32", "cpu")
-        for node, value in values
-        if node.name in graph.param_placeholders and value.requires_grad
-    }
-
-
-def facts_of(graph: SmallGraph) -> GraphFacts:
-    return collect(graph.gm, graph.example_values, specs_of(graph))
+from ddpopt.testing.profiles import share
+from ddpopt.testing.strategies import bucket_configs, graphs, models, parameter_lists
+from tests.property.drawn_graphs import facts_of, small_configs
+from tests.property.same_graph import renamed, reordered, retraced
 
 
 def names(plan: Plan) -> list[str]:
     return [name for bucket in plan.buckets for name in bucket.params]
 
 
-@settings(max_examples=300)
+@share(1.5)
 @given(graphs(), small_configs())
 def test_each_read_parameter_stands_in_exactly_one_bucket(graph: SmallGraph, config: BucketConfig) -> None:
     facts = facts_of(graph)
@@ -53,7 +38,7 @@ def test_each_read_parameter_stands_in_exactly_one_bucket(graph: SmallGraph, con
     assert [b.nbytes for b in plan.buckets] == [sum(sizes[name] for name in b.params) for b in plan.buckets]
 
 
-@settings(max_examples=300)
+@share(1.5)
 @given(graphs(), small_configs())
 def test_each_bucket_is_complete_within_one_segment_as_early_as_it_can_be(
     graph: SmallGraph, config: BucketConfig
@@ -63,14 +48,14 @@ def test_each_bucket_is_complete_within_one_segment_as_early_as_it_can_be(
     earliest = {use.spec.name: use.completes_at for use in facts.params}
     home = {name: segment.index for segment in plan.segments for name in segment.nodes}
     for bucket in plan.buckets:
-        readers = [earliest[name] for name in bucket.params]
-        assert {home[facts.nodes[reader]] for reader in readers} == {bucket.segment}
-        if bucket.segment > 0:  # nothing that cannot be parted from the last reader runs before it
-            opener = facts.nodes.index(plan.segments[bucket.segment].nodes[0])
-            assert all(facts.blocked[place] is not None for place in range(opener + 1, min(readers) + 1))
+        assert {home[facts.nodes[earliest[name]]] for name in bucket.params} == {bucket.segment}
+    for segment in plan.segments[1:]:  # what cannot be parted from its last reader runs first, nothing else
+        opener = facts.nodes.index(segment.nodes[0])
+        last_reader = min(earliest[name] for index in segment.buckets for name in plan.buckets[index].params)
+        assert all(facts.blocked[place] is not None for place in range(opener + 1, last_reader + 1))
 
 
-@settings(max_examples=300)
+@share(1.5)
 @given(graphs(), small_configs())
 def test_segments_are_the_graph_in_order_and_cuts_lie_where_they_may(
     graph: SmallGraph, config: BucketConfig
@@ -85,7 +70,7 @@ def test_segments_are_the_graph_in_order_and_cuts_lie_where_they_may(
     assert all(segment.buckets for segment in plan.segments) or not plan.buckets
 
 
-@settings(max_examples=300)
+@share(1.5)
 @given(graphs(), small_configs())
 def test_buckets_are_reduced_in_the_order_in_which_backward_completes_them(
     graph: SmallGraph, config: BucketConfig
@@ -96,7 +81,7 @@ def test_buckets_are_reduced_in_the_order_in_which_backward_completes_them(
     assert [bucket.index for bucket in plan.buckets] == list(range(len(plan.buckets)))
 
 
-@settings(max_examples=200)
+@share(1.5)
 @given(graphs(), small_configs())
 def test_plans_are_deterministic_and_survive_json(graph: SmallGraph, config: BucketConfig) -> None:
     plan, again = (plan_graph(facts_of(graph), config) for _ in range(2))
@@ -106,11 +91,85 @@ def test_plans_are_deterministic_and_survive_json(graph: SmallGraph, config: Buc
     assert read_back.fingerprint == plan.fingerprint
 
 
-@settings(max_examples=300)
+@share(1)
+@given(graphs(), small_configs(), st.randoms(use_true_random=False))
+def test_a_plan_does_not_depend_on_names(graph: SmallGraph, config: BucketConfig, random: Random) -> None:
+    other, nodes, params = renamed(graph, random)
+    plan, of_other = (plan_graph(facts_of(each), config) for each in (graph, other))
+    expected = [[params[name] for name in bucket.params] for bucket in plan.buckets]
+    assert [list(bucket.params) for bucket in of_other.buckets] == expected
+    assert [[nodes[n] for n in s.nodes] for s in plan.segments] == [list(s.nodes) for s in of_other.segments]
+    assert [s.buckets for s in plan.segments] == [s.buckets for s in of_other.segments]
+
+
+@share(1)
+@given(graphs(), small_configs())
+def test_a_graph_that_is_traced_again_has_the_same_plan(graph: SmallGraph, config: BucketConfig) -> None:
+    assert plan_graph(facts_of(retraced(graph)), config) == plan_graph(facts_of(graph), config)
+
+
+@share(0.03)
+@given(models(without={"cond"}))
+def test_a_model_that_is_traced_again_has_the_same_plan(drawn: DrawnModel) -> None:
+    plans = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        args, kwargs = drawn.program.inputs()
+        plans.append(ddpopt.plan(drawn.program.model(), *args, **kwargs, **drawn.program.module.DDP_KWARGS))
+    assert plans[0] == plans[1]
+    assert plans[0].fingerprint == plans[1].fingerprint
+
+
+@share(1)
+@given(graphs(), small_configs(), st.randoms(use_true_random=False))
+def test_a_plan_depends_on_the_order_of_nodes_only_as_far_as_gradients_get_ready_in_another(
+    graph: SmallGraph, config: BucketConfig, random: Random
+) -> None:
+    facts = facts_of(graph)
+    first_readers = [facts.nodes[use.completes_at] for use in facts.params]
+    of_other = facts_of(reordered(graph, first_readers, random))
+    if ready_order(of_other) != ready_order(facts):
+        event("the order of nodes changes which gradients leave backward together")
+        return
+    event("another order" if of_other.nodes != facts.nodes else "the same order")
+    plan, other = plan_graph(facts, config), plan_graph(of_other, config)
+    assert [(b.params, b.nbytes) for b in plan.buckets] == [(b.params, b.nbytes) for b in other.buckets]
+
+
+def ready_order(facts: GraphFacts) -> list[list[str]]:
+    """The parameters whose readers no cut can part, together; those that are ready first in front."""
+    together: dict[int, list[str]] = {}
+    for use in facts.params:
+        start = max(
+            place for place in range(use.completes_at + 1) if place == 0 or facts.blocked[place] is None
+        )
+        together.setdefault(start, []).append(use.spec.name)
+    return [sorted(together[start]) for start in sorted(together, reverse=True)]
+
+
+@share(1)
+@given(graphs(), small_configs())
+def test_one_more_byte_of_cap_never_adds_a_bucket_to_a_graph(graph: SmallGraph, config: BucketConfig) -> None:
+    facts = facts_of(graph)
+    fewer = plan_graph(facts, replace(config, cap_bytes=config.cap_bytes + 1))
+    assert len(fewer.buckets) <= len(plan_graph(facts, config).buckets)
+
+
+@share(3)
+@given(parameter_lists(), bucket_configs())
+def test_one_more_byte_of_cap_never_adds_a_bucket_to_a_model(
+    params: tuple[ParamSpec, ...], config: BucketConfig
+) -> None:
+    more = replace(config, cap_bytes=config.cap_bytes + 1)
+    assert len(rebuilt_buckets(params, more)) <= len(rebuilt_buckets(params, config))
+    assert len(graph_of(params, 0, more).buckets) <= len(graph_of(params, 0, config).buckets)
+
+
+@share(1.5)
 @given(graphs())
 def test_the_parameters_that_are_read_are_those_that_get_a_gradient(graph: SmallGraph) -> None:
     inputs = real_inputs(graph)
-    outputs = [value for value in graph.gm(*inputs) if value.requires_grad]
+    outputs = [v for v in graph.gm(*inputs) if isinstance(v, torch.Tensor) and v.requires_grad]
     torch.stack([value.square().sum() for value in outputs]).sum().backward()  # type: ignore[no-untyped-call]
     placeholders = [node.name for node in graph.gm.graph.find_nodes(op="placeholder")]
     trained = [
@@ -126,7 +185,7 @@ def test_the_parameters_that_are_read_are_those_that_get_a_gradient(graph: Small
         assert sorted(read) == sorted(trained)
 
 
-@settings(max_examples=300)
+@share(1.5)
 @given(graphs(), small_configs())
 def test_buckets_that_are_given_are_kept_as_they_are(graph: SmallGraph, config: BucketConfig) -> None:
     facts = facts_of(graph)
@@ -149,7 +208,7 @@ def graph_of(specs: Sequence[ParamSpec], number: int, config: BucketConfig) -> P
     return plan_graph(GraphFacts(tuple(s.name for s in specs), uses, (None,) * len(specs)), config, number)
 
 
-@settings(max_examples=300)
+@share(1.5)
 @given(parameter_lists(), bucket_configs(), st.randoms(use_true_random=False))
 def test_every_parameter_of_a_model_stands_in_exactly_one_bucket_of_the_joined_plan(
     params: tuple[ParamSpec, ...], config: BucketConfig, random: Random

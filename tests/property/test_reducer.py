@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ddpopt.bucket_order import DEVICE_TYPES, SCALAR_TYPES, hash_table_order
 from ddpopt.reducer import BucketConfig, ParamSpec, assign_buckets, initial_buckets, rebuilt_buckets
+from ddpopt.testing.profiles import share
 from ddpopt.testing.strategies import bucket_configs, parameter_lists
 
 Buckets = tuple[tuple[int, ...], ...]
@@ -71,7 +72,7 @@ def test_initial_and_rebuilt_buckets_are_those_of_torch(
     assert rebuilt_by_us(params, config, ready_order) == rebuilt_by_torch(params, config, ready_order)
 
 
-@settings(max_examples=500)
+@share(5)
 @given(parameter_lists(), bucket_configs())
 def test_every_parameter_stands_in_exactly_one_bucket_of_one_kind(
     params: tuple[ParamSpec, ...], config: BucketConfig
@@ -82,7 +83,7 @@ def test_every_parameter_stands_in_exactly_one_bucket_of_one_kind(
         assert all(len(bucket) == 1 for bucket in buckets if any(params[index].sparse for index in bucket))
 
 
-@settings(max_examples=500)
+@share(5)
 @given(parameter_lists(), st.lists(st.integers(0, 2**21), min_size=1, max_size=5))
 def test_a_bucket_stays_below_its_limit_until_its_last_parameter(
     params: tuple[ParamSpec, ...], limits: list[int]
@@ -97,7 +98,7 @@ def test_a_bucket_stays_below_its_limit_until_its_last_parameter(
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-@settings(max_examples=500)
+@share(5)
 @given(st.lists(st.sampled_from(EVERY_KEY), min_size=1, max_size=40, unique=True))
 def test_open_buckets_are_appended_in_the_order_of_torchs_hash_table(keys: list[tuple[str, str]]) -> None:
     params = [ParamSpec(f"{dtype}@{device}", 0, dtype, device) for dtype, device in keys]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ddpopt.errors import UsageError
 from ddpopt.testing import model_strategies
 from ddpopt.testing.drawn import DrawnModel, Step, known_features, step
+from ddpopt.testing.profiles import share
 from ddpopt.testing.strategies import models
 
 Results = list[tuple[str, Tensor | None]]
@@ -47,7 +48,7 @@ def assert_equal(first: Results, second: Results) -> None:
         assert (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b)), name
 
 
-@settings(max_examples=120)
+@share(1)
 @given(models(without={"cond"}))
 def test_a_drawn_model_is_finite_differentiable_and_repeats_bit_by_bit(drawn: DrawnModel) -> None:
     first = step_of(drawn)
@@ -60,7 +61,7 @@ def test_a_drawn_model_is_finite_differentiable_and_repeats_bit_by_bit(drawn: Dr
     assert not without or "unused-parameter" in drawn.features
 
 
-@settings(max_examples=60)
+@share(0.6)
 @given(models(without={"cond"}))
 def test_a_printed_model_computes_the_same_in_a_namespace_of_its_own(drawn: DrawnModel) -> None:
     read_back = eval(repr(drawn), {"DrawnModel": DrawnModel, "step": step})
@@ -82,7 +83,7 @@ def shorter(steps: tuple[Step, ...]) -> Iterable[tuple[Step, ...]]:
         yield steps[:place] + steps[place + 1 :]
 
 
-@settings(max_examples=25)
+@share(0.25)
 @given(models(without={"cond"}, max_steps=5))
 def test_a_model_stays_valid_whichever_step_is_dropped(drawn: DrawnModel) -> None:
     for steps in shorter(drawn.steps):
@@ -91,7 +92,7 @@ def test_a_model_stays_valid_whichever_step_is_dropped(drawn: DrawnModel) -> Non
         )
 
 
-@settings(max_examples=30)
+@share(0.3)
 @given(models(features={"dynamic-batch", "matmul", "size", "scalar", "conv"}))
 def test_a_dynamic_batch_changes_from_step_to_step_and_runs(drawn: DrawnModel) -> None:
     sizes = [len(torch.utils._pytree.tree_leaves(drawn.program.inputs(0, number))[0]) for number in (0, 1)]
@@ -125,7 +126,7 @@ def test_each_feature_is_drawn_and_reported_and_no_draw_is_thrown_away(
 FEW = ("conv", "dropout", "dict-input", "several-outputs")
 
 
-@settings(max_examples=60)
+@share(0.6)
 @given(models(features=FEW), models(without=FEW))
 def test_features_are_switches(with_few: DrawnModel, without_few: DrawnModel) -> None:
     assert with_few.features <= set(FEW)

@@ -17,11 +17,12 @@ from ddpopt.reducer import BucketConfig, ParamSpec
 from ddpopt.testing import plan_strategies
 from ddpopt.testing.graph_builder import SmallGraph
 from ddpopt.testing.plan_strategies import MUTATIONS, Mutation, all_mutations, plan_of
+from ddpopt.testing.profiles import share
 from ddpopt.testing.strategies import graphs, mutations, plans
-from tests.property.test_plan import small_configs, specs_of
+from tests.property.drawn_graphs import small_configs, specs_of
 
 
-@settings(max_examples=40)
+@share(0.4)
 @given(graphs(), small_configs())
 def test_every_mutation_of_a_plan_is_rejected_beside_what_was_cut_as_planned(
     graph: SmallGraph, config: BucketConfig
@@ -76,7 +77,7 @@ def test_each_sort_of_plan_is_drawn_among_some_hundred() -> None:
     assert min(seen.values()) > 5, seen
 
 
-@settings(max_examples=100)
+@share(1)
 @given(plans())
 def test_a_drawn_plan_holds_each_parameter_once_and_survives_json(plan: Plan) -> None:
     names = [name for bucket in plan.buckets for name in bucket.params]

@@ -1,0 +1,69 @@
+"""What the properties of drawn graphs ask of one: its facts, its plans, and what a cut of it must keep."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+from torch import fx
+
+from ddpopt.certificate import certify
+from ddpopt.facts import GraphFacts, collect, parameter_names
+from ddpopt.partition import partition
+from ddpopt.plan import Plan
+from ddpopt.reducer import BucketConfig, ParamSpec
+from ddpopt.testing.graph_builder import SmallGraph, real_inputs
+from tests.unit.effects import Effects
+from tests.unit.tracing import cut_before
+
+
+def small_configs() -> st.SearchStrategy[BucketConfig]:
+    """Limits around the 16 to 128 bytes of a drawn graph's parameters."""
+    sizes = st.sampled_from((1, 16, 17, 64, 80, 100, 128, 200, 10_000))
+    lists = st.lists(sizes, max_size=3).map(tuple)
+    return st.builds(BucketConfig, cap_bytes=sizes, first_bucket_bytes=sizes, cap_bytes_list=lists)
+
+
+def specs_of(graph: SmallGraph) -> dict[int, ParamSpec]:
+    """What DDP would reduce of a drawn graph's parameters."""
+    values = zip(graph.gm.graph.find_nodes(op="placeholder"), graph.example_values, strict=True)
+    return {
+        id(value): ParamSpec(
+            graph.param_placeholders[node.name],
+            value.numel() * value.element_size(),
+            str(value.dtype).removeprefix("torch."),
+            "cpu",
+        )
+        for node, value in values
+        if node.name in graph.param_placeholders and value.requires_grad
+    }
+
+
+def facts_of(graph: SmallGraph) -> GraphFacts:
+    return collect(graph.gm, graph.example_values, specs_of(graph))
+
+
+def possible_cuts(graph: SmallGraph) -> list[str]:
+    """Names of the nodes in front of which a cut may lie."""
+    facts = facts_of(graph)
+    return [name for name, why in zip(facts.nodes[1:], facts.blocked[1:], strict=True) if why is None]
+
+
+def cut_wherever_it_can_be(graph: SmallGraph) -> Plan:
+    return cut_before(graph.gm, *possible_cuts(graph))
+
+
+def prove(graph: SmallGraph, stitched: fx.GraphModule, plan: Plan) -> None:
+    """Certify a cut; a plan without buckets promises nothing of parameters."""
+    specs = specs_of(graph) if plan.buckets else {}
+    certify(graph.gm, stitched, plan, parameter_names(graph.gm, graph.example_values, specs))
+
+
+def assert_recomposes(graph: SmallGraph, plan: Plan) -> fx.GraphModule:
+    """Cut as planned, prove it, and run both; the stitched module."""
+    stitched = partition(graph.gm, plan)
+    for module in stitched.modules():
+        if isinstance(module, fx.GraphModule):
+            module.graph.lint()
+    prove(graph, stitched, plan)
+    inputs = list(real_inputs(graph))
+    Effects(stitched, inputs).assert_equal(Effects(graph.gm, inputs))
+    return stitched

@@ -1,0 +1,228 @@
+"""What cutting a graph means, said without any care for speed: who passes what to whom, found by running it.
+
+A graph is run on real tensors, node by node. A node writes where a tensor's version counter moves, and views
+where storages are the same: nothing is read off names, schemas or example values. Whatever is asked then is
+asked of every pair of nodes.
+
+Invariant: shares no code with what plans, cuts or judges a graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+ENTER, EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+SWITCHES = (ENTER, EXIT, torch._C._set_grad_enabled)
+
+
+def tensors(value: object) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+class Watched(fx.Interpreter):
+    """A run of a graph, with what each node made, and which storages were ever written to."""
+
+    def __init__(self, gm: fx.GraphModule, inputs: Sequence[object]) -> None:
+        super().__init__(gm, garbage_collect_values=False)
+        self.values: dict[fx.Node, Any] = {}
+        self.written: set[int] = set()
+        self.writers: set[fx.Node] = set()
+        self.run(*inputs)
+
+    def run_node(self, n: fx.Node) -> Any:
+        given = [t for node in n.all_input_nodes for t in tensors(self.values[node])]
+        versions = [tensor._version for tensor in given]
+        self.values[n] = made = super().run_node(n)
+        for tensor, version in zip(given, versions, strict=True):
+            if tensor._version != version:
+                self.written.add(storage(tensor))
+                self.writers.add(n)
+        return made
+
+    def viewed(self, node: fx.Node) -> fx.Node | None:
+        """The node of whose tensor `node` is only a view, if that tensor is written to at some time."""
+        if node.op in ("placeholder", "get_attr", "output") or node in self.writers:
+            return None
+        own = {storage(tensor) for tensor in tensors(self.values[node])}
+        if not own & self.written:
+            return None
+        bases = (n for n in node.all_input_nodes if own <= {storage(t) for t in tensors(self.values[n])})
+        return next(bases, None)
+
+
+class Piece(NamedTuple):
+    """A segment: its nodes, the tensors that it is given, and how many it hands on, by name."""
+
+    nodes: tuple[str, ...]
+    given: frozenset[str]
+    handed_on: frozenset[str]
+
+
+def pieces(gm: fx.GraphModule, openers: Sequence[str], inputs: Sequence[object]) -> list[Piece]:
+    """What each segment of `gm` holds, reads and hands on, if it is cut in front of the nodes `openers`."""
+    run = Watched(gm, inputs)
+    segments: list[list[fx.Node]] = [[]]
+    for node in gm.graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
+        if node.name in openers:
+            segments.append([])
+        segments[-1].append(node)
+    given = [{name for node in nodes for name in _read_outside(run, node, nodes)} for nodes in segments]
+    returned = {name for node in gm.graph.output_node().all_input_nodes for name in _names(run, node)}
+    made = [{name for node in nodes for name in _names(run, node)} for nodes in segments]
+    return [
+        Piece(
+            tuple(node.name for node in nodes),
+            frozenset(given[place]),
+            frozenset(made[place] & set().union(returned, *given[place + 1 :])),
+        )
+        for place, nodes in enumerate(segments)
+    ]
+
+
+def _read_outside(run: Watched, node: fx.Node, nodes: Sequence[fx.Node]) -> Iterator[str]:
+    """The tensors from outside of `nodes` that `node` reads; for a view that is taken anew, its base."""
+    for source in node.all_input_nodes:
+        if source in nodes or source.op == "get_attr" or source.target in SWITCHES:
+            continue
+        if run.viewed(source) is not None:
+            yield from _read_outside(run, source, nodes)
+        else:
+            yield from _names(run, source)
+
+
+def _names(run: Watched, node: fx.Node) -> Iterator[str]:
+    """A name for each tensor in the value of a node."""
+
+    def visit(value: object, name: str) -> Iterator[str]:
+        if isinstance(value, torch.Tensor):
+            yield name
+        elif isinstance(value, (tuple, list)):
+            for place, item in enumerate(value):
+                yield from visit(item, f"item_{place}_of_{name}")
+
+    yield from visit(run.values[node], node.name)
+
+
+def pieces_of(stitched: fx.GraphModule) -> list[Piece]:
+    """The segments that a stitched module really has."""
+    found = []
+    for call in stitched.graph.nodes:
+        if call.op != "call_module":
+            continue
+        graph = getattr(stitched, str(call.target)).graph
+        body = [n for n in graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
+        handed_on = [_source(node) for node in graph.output_node().args[0]]
+        given = [node.name for node in graph.find_nodes(op="placeholder")]
+        found.append(Piece(tuple(n.name for n in body), frozenset(given), frozenset(handed_on)))
+    return found
+
+
+def _source(node: fx.Node) -> str:
+    """The name of what a segment hands on: a node, or an item that was picked out of one for it alone."""
+    path = []
+    while _is_picked(node):
+        source, place = node.args
+        assert isinstance(source, fx.Node)
+        path.append(f"item_{place}")
+        node = source
+    return "_of_".join([*path, node.name])
+
+
+def _is_picked(node: fx.Node) -> bool:
+    """Whether a node only picks an item that its segment hands on."""
+    return node.target is operator.getitem and "example_value" not in node.meta
+
+
+# --- the program that the segments are together ------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """A node: its name, its kind, what it calls, and its arguments as text, constants written out."""
+
+    name: str
+    op: str
+    target: object
+    arguments: str
+
+
+def rows(gm: fx.GraphModule) -> list[Row]:
+    """A graph as a list of rows, in order."""
+    found: list[Row] = []
+    for node in gm.graph.nodes:
+        if node.op not in ("placeholder", "get_attr"):
+            found.append(_row(node, {}))
+    return found
+
+
+def recomposed(stitched: fx.GraphModule) -> list[Row]:
+    """The rows of a stitched module with its segments written out.
+
+    Copies stand for what they copy, and spans that are only closed and opened again at a cut are left out.
+    """
+    found: list[Row] = []
+    names: dict[fx.Node, str] = {node: node.name for node in stitched.graph.find_nodes(op="placeholder")}
+    calls: dict[fx.Node, list[str]] = {}
+    for node in stitched.graph.nodes:
+        source: Any = node.args[0] if node.args else None
+        if node.op == "call_module":
+            segment = getattr(stitched, str(node.target))
+            calls[node] = _write_out(segment, [names[n] for n in node.args], found)
+        elif source in calls:
+            names[node] = calls[source][node.args[1]]
+        elif node.target in ("clone", "detach", "copy_"):
+            names[node] = names[source]
+        elif node.op == "output":
+            found.append(_row(node, names))
+    return found
+
+
+def _write_out(segment: fx.GraphModule, given: Sequence[str], found: list[Row]) -> list[str]:
+    """Add the rows of a segment that is given values of these names; the names of what it hands on."""
+    names = dict(zip(segment.graph.find_nodes(op="placeholder"), given, strict=True))
+    for node in segment.graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output") or node.name.startswith(("suspended", "resumed")):
+            continue
+        if _is_picked(node):
+            names[node] = _source(node)
+        else:
+            found.append(_row(node, names))
+    handed_on: Any = segment.graph.output_node().args[0]
+    return [names.get(node, node.name) for node in handed_on]
+
+
+def _row(node: fx.Node, names: Mapping[fx.Node, str]) -> Row:
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: _Shown(_shown(n, names)))
+    return Row(node.name, node.op, node.target, f"{args} {kwargs}")
+
+
+def _shown(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
+    def visit(value: object, name: str) -> str:
+        if isinstance(value, torch.Tensor):
+            return name
+        if isinstance(value, (tuple, list)):
+            return (
+                f"({', '.join(visit(item, f'item_{place}_of_{name}') for place, item in enumerate(value))})"
+            )
+        return repr(value)
+
+    name = names.get(node, node.name)
+    return visit(node.meta["example_value"], name) if "example_value" in node.meta else name
+
+
+class _Shown(str):
+    """A value within arguments, without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)

@@ -1,0 +1,117 @@
+"""The same graph in another guise: under other names, traced again, in an order that means the same."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from random import Random
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ddpopt.graphs import body_nodes
+from ddpopt.testing.graph_builder import SmallGraph, real_inputs
+from tests.property import naive
+
+
+def copied(
+    graph: SmallGraph, order: list[fx.Node], names: Mapping[str, str], params: Mapping[str, str]
+) -> SmallGraph:
+    """The nodes of a graph in an order, under other names."""
+    made = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in order:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
+        name = names.get(node.name, node.name)
+        target = name if node.op == "placeholder" else node.target
+        copies[node] = made.create_node(node.op, target, args, kwargs, name=name)
+        copies[node].meta = dict(node.meta)
+    made.lint()
+    held = {copies[n].name: params.get(p, p) for n, p in _parameters(graph).items()}
+    return SmallGraph(fx.GraphModule(graph.gm, made), held, graph.example_values)
+
+
+def _parameters(graph: SmallGraph) -> dict[fx.Node, str]:
+    placeholders = graph.gm.graph.find_nodes(op="placeholder")
+    return {n: graph.param_placeholders[n.name] for n in placeholders if n.name in graph.param_placeholders}
+
+
+def renamed(graph: SmallGraph, random: Random) -> tuple[SmallGraph, dict[str, str], dict[str, str]]:
+    """A graph under other names; those of its nodes and of its parameters, by the old ones."""
+    order = list(graph.gm.graph.nodes)
+    nodes = dict(zip((n.name for n in order), _numbered("v", len(order), random), strict=True))
+    owned = list(graph.param_placeholders.values())
+    params = dict(zip(owned, _numbered("p", len(owned), random), strict=True))
+    return copied(graph, order, nodes, params), nodes, params
+
+
+def _numbered(letter: str, count: int, random: Random) -> list[str]:
+    return [f"{letter}{number}" for number in random.sample(range(10, 10 + 9 * count), count)]
+
+
+class _Traced(fx.Interpreter):
+    """Runs a graph on new fake tensors and notes the value of each node."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        super().__init__(gm, garbage_collect_values=False)
+        self.values: dict[fx.Node, Any] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.values[n] = value = super().run_node(n)
+        return value
+
+
+def retraced(graph: SmallGraph) -> SmallGraph:
+    """A graph with values that are traced again."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    given = [_fake_again(mode, *pair) for pair in zip(graph.example_values, real_inputs(graph), strict=True)]
+    run = _Traced(graph.gm)
+    with mode:
+        run.run(*given)
+    again = copied(graph, list(graph.gm.graph.nodes), {}, {})
+    for old, new in zip(graph.gm.graph.nodes, again.gm.graph.nodes, strict=True):
+        if "example_value" in old.meta:
+            new.meta["example_value"] = run.values[old]
+    return again._replace(example_values=tuple(given))
+
+
+def _fake_again(mode: FakeTensorMode, before: object, real: object) -> Any:
+    if not isinstance(real, torch.Tensor):
+        return real
+    made = mode.from_tensor(real.detach(), static_shapes=True)
+    if isinstance(before, nn.Parameter):
+        return nn.Parameter(made, requires_grad=before.requires_grad)
+    return made
+
+
+def reordered(graph: SmallGraph, first_readers: list[str], random: Random) -> SmallGraph:
+    """A graph in another order that computes the same, and reads each parameter first where it did.
+
+    What writes or draws, what touches a tensor that is written to, and what switches autograd or autocast
+    stays in its order; the nodes between two switches stay between them.
+    """
+    run = naive.Watched(graph.gm, real_inputs(graph))
+    body = body_nodes(graph.gm.graph)
+    waits = {node: [source for source in node.all_input_nodes if source in body] for node in body}
+    fixed = [node for node in body if node.name in first_readers or _has_effect(run, node)]
+    for earlier, later in itertools.pairwise(fixed):
+        waits[later].append(earlier)
+    for place, node in enumerate(body):
+        if node.target in naive.SWITCHES:
+            waits[node] += body[:place]
+            for later in body[place + 1 :]:
+                waits[later].append(node)
+    done: dict[fx.Node, None] = {}
+    while len(done) < len(body):
+        ready = [n for n in body if n not in done and all(source in done for source in waits[n])]
+        done[random.choice(ready)] = None
+    sources = [node for node in graph.gm.graph.nodes if node.op in ("placeholder", "get_attr")]
+    return copied(graph, [*sources, *done, graph.gm.graph.output_node()], {}, {})
+
+
+def _has_effect(run: naive.Watched, node: fx.Node) -> bool:
+    touched = [node, *node.all_input_nodes]
+    storages = {naive.storage(t) for each in touched for t in naive.tensors(run.values[each])}
+    return bool(storages & run.written) or "dropout" in node.name

@@ -1,0 +1,253 @@
+"""Bugs in what cuts a graph, each put in for a moment; the properties have to find every one.
+
+Some are those that verification puts in itself (`ddpopt.verify.injected.graphs`), some are what an optimizer
+of graphs might do to segments, and some are slips in one line of partition, layout or facts.
+
+    python -m tests.property.seeded_bugs
+
+looks for all of them and prints the smallest graph that each was found by.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+from hypothesis import Phase, find, settings
+from hypothesis import strategies as st
+from hypothesis.errors import Flaky, NoSuchExample
+from torch import fx
+
+from ddpopt import partition
+from ddpopt.graphs import GRAD_MODE, body_nodes
+from ddpopt.layout import ENTER_AUTOCAST, EXIT_AUTOCAST, Layout, State
+from ddpopt.plan import Plan
+from ddpopt.planner import plan_graph
+from ddpopt.reducer import BucketConfig
+from ddpopt.testing.graph_builder import SmallGraph
+from ddpopt.testing.profiles import EXAMPLES
+from ddpopt.testing.strategies import graphs
+from ddpopt.verify.injected import graphs as injected
+from ddpopt.verify.injected.sites import NotInjected
+from tests.property import drawn_graphs
+
+Given = tuple[SmallGraph, BucketConfig]
+Bug = Callable[[], AbstractContextManager[Any]]
+Change = Callable[[fx.GraphModule], None]
+# As many examples as the `ci` profile gives these properties; and calls of the property to shrink one.
+SEARCH = settings(
+    max_examples=round(1.5 * EXAMPLES["ci"]),
+    database=None,
+    phases=[Phase.generate, Phase.shrink],
+    deadline=None,
+)
+SHRINKS = 250
+
+
+class Found(NamedTuple):
+    """A bug as it was found: how many operations its smallest graph has, and the graph as text."""
+
+    name: str
+    ops: int
+    text: str
+
+
+# --- the properties of the `ci` profile ------------------------------------------------------------------
+
+
+def cut_as_planned(given: Given) -> None:
+    graph, config = given
+    drawn_graphs.assert_recomposes(graph, plan_graph(drawn_graphs.facts_of(graph), config))
+
+
+def cut_anywhere(given: Given) -> None:
+    drawn_graphs.assert_recomposes(given[0], drawn_graphs.cut_wherever_it_can_be(given[0]))
+
+
+# --- bugs that change what partition made ----------------------------------------------------------------
+
+
+def edited(change: Change) -> Bug:
+    """Change each module that partition makes."""
+
+    def changed(gm: fx.GraphModule, plan: Plan, graph: int = 0) -> fx.GraphModule:
+        stitched = partition.partition(gm, plan, graph)
+        if stitched is not gm:
+            try:
+                change(stitched)
+            except NotInjected:
+                return stitched
+            stitched.recompile()
+        return stitched
+
+    return lambda: patch.object(drawn_graphs, "partition", changed)
+
+
+def segments(stitched: fx.GraphModule) -> Iterator[fx.GraphModule]:
+    for call in stitched.graph.find_nodes(op="call_module"):
+        yield getattr(stitched, str(call.target))
+
+
+def remove_dead_code(stitched: fx.GraphModule) -> None:
+    for segment in segments(stitched):
+        segment.graph.eliminate_dead_code()
+        segment.recompile()
+
+
+def reverse_outputs(stitched: fx.GraphModule) -> None:
+    output = stitched.graph.output_node()
+    results: Any = output.args[0]
+    output.args = (tuple(reversed(results)),)
+
+
+def give_copies(stitched: fx.GraphModule) -> None:
+    """Every segment works on copies of what it is given."""
+    for call in stitched.graph.find_nodes(op="call_module"):
+        for source in call.all_input_nodes:
+            with stitched.graph.inserting_before(call):
+                copied = stitched.graph.call_method("clone", (source,))
+            copied.meta.update(source.meta)
+            call.replace_input_with(source, copied)
+
+
+def move_forward(stitched: fx.GraphModule) -> None:
+    """What draws or writes runs as soon as its operands are there."""
+    for segment in segments(stitched):
+        body = body_nodes(segment.graph)
+        for node in (n for n in body if "dropout" in n.name or n.target in ("add_", "lerp_")):
+            while node.prev in body and node.prev not in node.all_input_nodes:
+                node.prev.prepend(node)
+        segment.recompile()
+
+
+# --- slips in one line -----------------------------------------------------------------------------------
+
+
+def replaced(holder: Any, name: str, changed: Any) -> Bug:
+    return lambda: patch.object(holder, name, changed)
+
+
+def after_without(*targets: object) -> Bug:
+    """A state that some switches do not reach."""
+    after = State.after
+    return replaced(State, "after", lambda self, node: self if node.target in targets else after(self, node))
+
+
+def one_node_too_late(graph: fx.Graph, openers: Any) -> Layout:
+    body = [node.name for node in body_nodes(graph)]
+    later = [body[min(body.index(name) + 1, len(body) - 1)] for name in openers]
+    return LAYOUT_OF(graph, list(dict.fromkeys(later)))
+
+
+def opener_in_both(graph: fx.Graph, openers: Any) -> Layout:
+    made = LAYOUT_OF(graph, openers)
+    for former, latter in zip(made.segments, made.segments[1:], strict=False):
+        former.append(latter[0])
+    return made
+
+
+def enter_without_grad_mode(segment: Any, state: State, read: Any) -> None:
+    ENTER(segment, State(state.autocast), read)
+
+
+def enter_without_autocast(segment: Any, state: State, read: Any) -> None:
+    ENTER(segment, State((), state.grad_enabled), read)
+    for node in state.autocast:
+        segment.copies[node] = None
+
+
+def first_item(graph: fx.Graph, value: Any, path: Any) -> Any:
+    for _ in path:
+        value = graph.call_function(operator.getitem, (value, 0))
+    return value
+
+
+def items_reversed(node: fx.Node, leaves: Any) -> Any:
+    value: Any = REBUILD(node, leaves)
+    return value[::-1] if isinstance(value, tuple) else value
+
+
+def all_parameters(self: Layout, inputs: Any, index: int) -> list[Any]:
+    del self, index
+    return [leaf for leaf in inputs if "parameters" in leaf.node.name]
+
+
+LAYOUT_OF, ENTER, REBUILD = Layout.of, partition._enter, partition._rebuild
+ANYWHERE: dict[str, Bug] = {
+    "a segment is given the input of the one before": edited(injected.skipped_segment),
+    "two segments use each other's weights": edited(injected.swapped_parameters),
+    "a tied weight loses a contribution": edited(injected.lost_contribution),
+    "no gradient flows through the first cut": edited(injected.detached_crossing),
+    "a value crosses in half precision": edited(injected.rounded_crossing),
+    "two segments run in the other order": edited(injected.swapped_segments),
+    "dead code is removed, whatever it writes or draws": edited(remove_dead_code),
+    "results are returned in the other order": edited(reverse_outputs),
+    "segments work on copies": edited(give_copies),
+    "grad mode is not carried across a cut": after_without(GRAD_MODE),
+    "autocast is not left at a cut": after_without(ENTER_AUTOCAST),
+    "autocast goes on behind its end": after_without(EXIT_AUTOCAST),
+    "grad mode is not resumed": replaced(partition, "_enter", enter_without_grad_mode),
+    "spans are not suspended at a cut": replaced(partition, "_leave", lambda *_: None),
+    "the first item is handed on for each": replaced(partition, "_pick", first_item),
+    "a tuple arrives reversed": replaced(partition, "_rebuild", items_reversed),
+    "every parameter is detached": replaced(Layout, "detached", all_parameters),
+    "the opener runs in both segments": replaced(Layout, "of", opener_in_both),
+}
+PLANNED: dict[str, Bug] = {
+    "what draws or writes is moved forward": edited(move_forward),
+    "a segment opens one node too late": replaced(Layout, "of", one_node_too_late),
+}
+BUGS = {
+    **{name: (bug, cut_anywhere) for name, bug in ANYWHERE.items()},
+    **{name: (bug, cut_as_planned) for name, bug in PLANNED.items()},
+}
+"""Each bug, with the property that is to find it."""
+
+
+# --- looking for one -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Search:
+    """Asks a property of what is drawn, and has Hypothesis shrink what fails only so far."""
+
+    holds: Callable[[Given], None]
+    left: int = SHRINKS
+    failing: list[fx.Graph] = field(default_factory=list)
+
+    def fails(self, given: Given) -> bool:
+        if self.failing:
+            self.left -= 1
+            if self.left < 0:
+                return False
+        try:
+            self.holds(given)
+        except Exception:
+            self.failing.append(given[0].gm.graph)
+            return True
+        return False
+
+
+def look_for(name: str) -> Found | None:
+    """Find a bug by the property that is to find it; None if it is not found."""
+    put_in, holds = BUGS[name]
+    search = Search(holds)
+    drawn = st.tuples(graphs(), drawn_graphs.small_configs())
+    # at the end Hypothesis asks once more for the smallest one: it may find that there is no answer left
+    with put_in(), contextlib.suppress(NoSuchExample, Flaky, ExceptionGroup):
+        find(drawn, search.fails, settings=SEARCH, random=Random(0))
+    if not search.failing:
+        return None
+    smallest = min(search.failing, key=lambda graph: len(body_nodes(graph)))
+    return Found(name, len(body_nodes(smallest)), str(smallest))
+
+
+if __name__ == "__main__":
+    for each in BUGS:
+        print(look_for(each) or f"NOT FOUND: {each}")  # noqa: T201

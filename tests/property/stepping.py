@@ -1,0 +1,239 @@
+"""Drawn models trained under DDP in this process alone, eager and compiled, and what must be equal of them.
+
+Compiled code may differ from eager in two ways that are known, and only there is less asked of it. Where
+torch's own ``aot_eager``, without ddpopt, differs from eager, ddpopt has to be equal to that. And where a cut
+changes the order in which a gradient is summed, and ddpopt says so, gradients have to agree but for rounding.
+Both are reported as events, and named in the message of a failure.
+
+Invariant: whatever differs is compared with something; nothing is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import event
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+
+import ddpopt
+from ddpopt.testing.case import step_seed
+from ddpopt.testing.drawn import DrawnModel
+
+MARKS = [
+    pytest.mark.usefixtures("alone"),
+    pytest.mark.filterwarnings("ignore:You passed find_unused_parameters=true:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Grad strides do not match bucket view strides:UserWarning"),
+    # torch.cond runs through Dynamo in eager, which looks at the gradient of what it is given
+    pytest.mark.filterwarnings("ignore:.*is not a leaf Tensor is being accessed:UserWarning"),
+]
+"""Of tests that train under DDP: what torch warns of is not what they are about."""
+Wrap = Callable[[DistributedDataParallel], Any]
+Seen = dict[str, Any]
+Strategy = Literal["split", "inline"]
+STRATEGIES: tuple[Strategy, ...] = ("split", "inline")
+REORDERED = "summed in another order"
+ROUNDINGS = 1e-4
+
+
+def eager(ddp: DistributedDataParallel) -> Any:
+    return ddp
+
+
+def plain(ddp: DistributedDataParallel) -> Any:
+    """What torch makes of it by itself."""
+    with torch._dynamo.config.patch(optimize_ddp=False):
+        compiled = torch.compile(ddp, backend="aot_eager")
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._dynamo.config.patch(optimize_ddp=False):
+            return compiled(*args, **kwargs)
+
+    return call
+
+
+def compiled(strategy: Strategy) -> Wrap:
+    def wrap(ddp: DistributedDataParallel) -> Any:
+        return ddpopt.compile(ddp, backend="aot_eager", strategy=strategy)
+
+    wrap.__name__ = f"ddpopt, {strategy}"
+    return wrap
+
+
+class Run:
+    """A drawn model under DDP.
+
+    Attributes:
+        wrap: eager, or what compiles it.
+        model: the module itself.
+        loss: of a forward whose backward is still to come.
+        seen: what the last forward returned.
+    """
+
+    def __init__(self, drawn: DrawnModel, wrap: Wrap, group: ProcessGroup | None = None) -> None:
+        self.wrap = wrap
+        self.group = group or dist.group.WORLD
+        self._program = drawn.program
+        self.model = self._program.model()
+        self.loss: Tensor | None = None
+        self.seen: Seen = {}
+        self.rewrap()
+
+    def rewrap(self) -> None:
+        """Wrap the module anew, as after a change of what is trained."""
+        self.ddp = DistributedDataParallel(
+            self.model, process_group=self.group, **self._program.module.DDP_KWARGS
+        )
+        self._call = self.wrap(self.ddp)
+        self.optimizer = torch.optim.SGD([p for p in self.model.parameters() if p.requires_grad], 0.05)
+
+    def forward(self, step: int) -> None:
+        args, kwargs = self._program.inputs(rank := dist.get_rank(), step)
+        torch.manual_seed(step_seed(rank, step))
+        output = self._call(*args, **kwargs)
+        self.loss = self._program.loss(output)
+        leaves = pytree.tree_leaves((output, args, kwargs))
+        self.seen = {f"value {place}": copied(leaf) for place, leaf in enumerate(leaves)}
+        self.seen["generator"] = torch.random.get_rng_state()
+
+    def backward(self) -> None:
+        assert self.loss is not None
+        if self.loss.requires_grad:
+            self.loss.backward()  # type: ignore[no-untyped-call]  # of torch
+        self.seen["generator after backward"] = torch.random.get_rng_state()
+        self.loss = None
+
+    def state(self) -> Seen:
+        """All that two runs of one model must agree on."""
+        params = dict(self.model.named_parameters())
+        return {
+            **self.seen,
+            **{f"gradient of {name}": copied(param.grad) for name, param in params.items()},
+            **{f"parameter {name}": copied(param) for name, param in params.items()},
+            **{f"buffer {name}": copied(buffer) for name, buffer in self.model.named_buffers()},
+        }
+
+
+def copied(value: object) -> object:
+    if not isinstance(value, Tensor):
+        return value if isinstance(value, (int, float, bool, str, type(None))) else str(type(value))
+    dense = value.detach().to_dense() if value.is_sparse else value.detach()
+    return dense.resolve_conj().clone()
+
+
+def differing(first: Seen, second: Seen) -> list[str]:
+    """The names of what two runs do not have in common, bit by bit."""
+    assert first.keys() == second.keys()
+    return [name for name, value in first.items() if not same(value, second[name])]
+
+
+def same(first: object, second: object) -> bool:
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        alike = (first.shape, first.dtype) == (second.shape, second.dtype)
+        return alike and torch.equal(first.nan_to_num(), second.nan_to_num())
+    return type(first) is type(second) and first == second
+
+
+def nearly(first: object, second: object) -> bool:
+    """Whether two gradients agree but for the order of a few sums."""
+    if not isinstance(first, Tensor) or not isinstance(second, Tensor) or first.shape != second.shape:
+        return False
+    if not (first.is_floating_point() or first.is_complex()):
+        return same(first, second)
+    largest = float(first.abs().max()) if first.numel() else 0.0
+    return bool((first - second).abs().le(ROUNDINGS * largest + 1e-7).all())
+
+
+@dataclass
+class Notes(logging.Handler):
+    """What ddpopt says while it compiles."""
+
+    lines: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    @property
+    def reordered(self) -> bool:
+        """Whether a cut changes the order of a sum."""
+        return any(REORDERED in line for line in self.lines)
+
+    __hash__ = logging.Handler.__hash__
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[Notes]:
+    logger, notes = logging.getLogger("ddpopt"), Notes()
+    before = logger.level
+    logger.addHandler(notes)
+    logger.setLevel(logging.INFO)
+    try:
+        yield notes
+    finally:
+        logger.removeHandler(notes)
+        logger.setLevel(before)
+
+
+def trained(drawn: DrawnModel, wrap: Wrap, steps: int = 2, group: ProcessGroup | None = None) -> list[Seen]:
+    """What some steps of training leave behind, step by step."""
+    torch._dynamo.reset()
+    run, found = Run(drawn, wrap, group), []
+    for step in range(steps):
+        run.optimizer.zero_grad()
+        run.forward(step)
+        run.backward()
+        run.optimizer.step()
+        found.append(run.state())
+    return found
+
+
+def assert_equal_steps(
+    drawn: DrawnModel, wrap: Wrap, expected: list[Seen], group: ProcessGroup | None = None
+) -> None:
+    """Train and compare with eager, or else with what is known to differ from it."""
+    with listening() as notes:
+        found = trained(drawn, wrap, group=group)
+    wrong = _differing_steps(found, expected)
+    if not somewhere(bool(wrong), group):
+        return
+    by_torch = trained(drawn, plain, group=group)
+    torchs = _differing_steps(by_torch, expected)
+    left = [each for each in wrong if each in _differing_steps(found, by_torch)]
+    if left and (notes.reordered or dist.get_world_size(group) > 2):  # three terms have several orders
+        event("a cut, or the form of a bucket, changes the order of a sum")
+        left = [(step, name) for step, name in left if not nearly(found[step][name], by_torch[step][name])]
+    elif torchs:
+        event("plain aot_eager differs from eager")
+    assert not left, (
+        f"{getattr(wrap, '__name__', wrap)}: expected what eager DDP leaves behind, but (step, value) {left} "
+        f"differ. Plain torch.compile(backend='aot_eager') of the undivided model differs in {torchs}; "
+        f"ddpopt said: {notes.lines}"
+    )
+
+
+def somewhere(flag: bool, group: ProcessGroup | None) -> bool:
+    """Whether `flag` holds on a rank of the group: what has collectives is then done by all, or by none."""
+    count = torch.tensor(int(flag))
+    dist.all_reduce(count, group=group)
+    return bool(count)
+
+
+def _differing_steps(first: list[Seen], second: list[Seen]) -> list[tuple[int, str]]:
+    pairs = zip(first, second, strict=True)
+    return [(step, name) for step, pair in enumerate(pairs) for name in differing(*pair)]
+
+
+def trainable(model: nn.Module) -> list[str]:
+    return [name for name, param in model.named_parameters() if param.requires_grad]

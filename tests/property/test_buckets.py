@@ -1,0 +1,73 @@
+"""The buckets of drawn models, as planned and as the running reducer has them: one rank, in this process."""
+
+import torch
+from hypothesis import event, example, given, target
+
+import ddpopt
+from ddpopt.reducer import BucketConfig, initial_buckets, rebuilt_buckets, specs_from_ddp
+from ddpopt.running_buckets import running_buckets
+from ddpopt.testing.drawn import DrawnModel, step
+from ddpopt.testing.profiles import share
+from ddpopt.testing.strategies import models
+from tests.property.stepping import MARKS, Run, eager
+
+pytestmark = MARKS
+SPARSE = DrawnModel(
+    steps=(step("linear"), step("linear", layer="tied"), step("embedding", gradient="sparse"))
+)
+STEPS = 3
+"""The reducer has rebuilt its buckets by then."""
+
+
+def in_buckets(run: Run) -> list[tuple[str, ...]]:
+    return [bucket.params for bucket in running_buckets(run.ddp)]
+
+
+def train(run: Run) -> list[str]:
+    """Run some steps; the parameters in the order in which the first of them completed their gradients."""
+    ready: list[str] = []
+    names = {id(param): name for name, param in run.model.named_parameters()}
+    hooks = [
+        param.register_post_accumulate_grad_hook(lambda p: ready.append(names[id(p)]))  # type: ignore[no-untyped-call]
+        for param in run.model.parameters()
+        if param.requires_grad
+    ]
+    for number in range(STEPS):
+        run.forward(number)
+        run.backward()
+        for hook in hooks:
+            hook.remove()
+    return list(dict.fromkeys(ready))
+
+
+@share(0.5)
+@given(models(without={"cond"}))
+@example(
+    DrawnModel(steps=(step("linear"), step("linear", layer="tied"), step("embedding", gradient="sparse")))
+)
+def test_the_reducers_buckets_are_those_of_the_rule(drawn: DrawnModel) -> None:
+    run = Run(drawn, eager)
+    ready = train(run)
+    config, specs = BucketConfig.from_ddp(run.ddp), specs_from_ddp(run.ddp)
+    if config.rebuilds:
+        by_name = {spec.name: spec for spec in specs}
+        ordered = [by_name[name] for name in ready if name in by_name]
+        expected = rebuilt_buckets(ordered, config)
+    else:
+        event("the reducer never rebuilds")
+        ordered, expected = list(specs), initial_buckets(specs, config)
+    found = in_buckets(run)
+    target(float(max(map(len, found)) - min(map(len, found))), label="skew of buckets")
+    assert found == [tuple(ordered[place].name for place in bucket) for bucket in expected]
+
+
+@share(0.04)
+@given(models(without={"cond"}, max_steps=5))
+def test_the_reducer_has_the_buckets_that_were_planned(drawn: DrawnModel) -> None:
+    torch._dynamo.reset()
+    args, kwargs = drawn.program.inputs()
+    plan = ddpopt.plan(drawn.program.model(), *args, **kwargs, **drawn.program.module.DDP_KWARGS)
+    torch._dynamo.reset()
+    run = Run(drawn, lambda ddp: ddpopt.compile(ddp, backend="eager", strategy="split"))
+    train(run)
+    assert in_buckets(run) == [bucket.params for bucket in plan.buckets]
