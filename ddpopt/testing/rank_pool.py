@@ -37,6 +37,9 @@ PATIENCE_WITH_PEERS_S = 10.0
 LAST_WORDS_S = 2.0
 STOP_LIMIT_S = 5.0
 POLL_S = 0.01
+# Who waits for a long test looks less often: looking takes time from the cores that the ranks need.
+SLOWEST_POLL_S = 0.1
+POLL_SHARE = 0.02
 SHOWN_OUTPUT = 8000
 MARK = "DDPOPT_POOL_FOLDER"
 
@@ -135,14 +138,16 @@ class RankPool:
 
     def _missing(self, keys: Sequence[str], limit_s: float) -> dict[int, str]:
         """Wait for the ranks' answers; which ranks gave none, and why."""
-        deadline, why = time.monotonic() + limit_s, f"gave no report within {limit_s:g} s"
+        began = time.monotonic()
+        deadline, why = began + limit_s, f"gave no report within {limit_s:g} s"
         noticed: set[str] = set()
         signs = (
             (lambda _: not self.usable, LAST_WORDS_S, "did not end before a peer died"),
             (self._one_failed, PATIENCE_WITH_PEERS_S, "did not end after a peer had failed"),
         )
         while not self._store.check(list(keys)):
-            time.sleep(POLL_S)
+            share_s = POLL_SHARE * (time.monotonic() - began)
+            time.sleep(min(max(POLL_S, share_s), SLOWEST_POLL_S))
             for sign, patience_s, words in signs:
                 soon = time.monotonic() + patience_s
                 if words not in noticed and soon < deadline and sign(keys):

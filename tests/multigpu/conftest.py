@@ -4,7 +4,7 @@ Without a ``world_size`` marker a test runs on torchrun's ranks, however many th
 ``DDPOPT_NPROC`` says (default 2); with one, on no fewer than it names.
 
 Invariant: a test marked ``one_process``, and each in ``alone/``, runs once, in one process without a process
-group; it starts the processes that it needs.
+group; it starts the processes that it needs. Torchrun's ranks share such tests out among them.
 """
 
 import gc
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ddpopt.testing import Ranks
-from ddpopt.testing.rank_environment import launched_ranks, own_rank
+from ddpopt.testing.rank_environment import launched_ranks, own_rank, own_size
 
 FOLDER = Path(__file__).parent
 ALONE = FOLDER / "alone"
@@ -29,6 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     launched = launched_ranks() is not None
     at_least = 1 if launched else int(os.environ.get("DDPOPT_NPROC", DEFAULT_RANKS))
+    shared_out = 0
     for item in items:
         if FOLDER not in item.path.parents:
             continue
@@ -36,8 +37,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.one_process)
         if item.get_closest_marker("one_process") is None:
             add_ranks(item, at_least)
-        elif launched and own_rank() != 0:
-            item.add_marker(pytest.mark.skip(reason="runs on rank 0 only"))
+        elif launched:
+            runner = shared_out % own_size()
+            shared_out += 1
+            if runner != own_rank():
+                item.add_marker(pytest.mark.skip(reason="another rank runs it"))
 
 
 def add_ranks(item: pytest.Item, at_least: int) -> None:
@@ -46,14 +50,19 @@ def add_ranks(item: pytest.Item, at_least: int) -> None:
     item.add_marker(pytest.mark.world_size(size, **({} if own is None else own.kwargs)), append=False)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def spared() -> Iterator[None]:
+@pytest.fixture(scope="module")
+def compiling_quickly() -> Iterator[None]:
     """Each process compiles hundreds of models: it is spared what makes that slow and what nobody reads."""
     from ddpopt.verify.trials import quickly  # heavy, and not needed to collect tests
 
     with quickly():
         yield
     gc.unfreeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def spared(compiling_quickly: None) -> None:
+    """All that runs on ranks compiles."""
 
 
 @pytest.fixture

@@ -48,6 +48,8 @@ def asked_of_ddpopt(report: Report, strategy: Strategy) -> Report:
     return replace(report, asks=asks, settings=settings)
 
 
+# torch alone is judged here, and one release of it does not change from one day to the next
+@pytest.mark.nightly
 @pytest.mark.skipif(not MEASURED, reason="what reports say of torch was measured with torch 2.13")
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(("case", "report"), reported_cases(), ids=named)

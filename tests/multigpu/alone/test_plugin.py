@@ -143,6 +143,18 @@ def test_two(ranks): assert ranks.size >= 2
 @pytest.mark.one_process
 def test_alone(): assert not dist.is_initialized()
 """
+IN_ONE_PROCESS = """
+import os, pathlib
+
+import pytest
+
+@pytest.fixture(scope="module", autouse=True)
+def spared(): pass
+
+@pytest.mark.one_process
+@pytest.mark.parametrize("name", ["first", "second", "third"])
+def test_named(name): pathlib.Path(f"{name} {os.environ['RANK']}").touch(exist_ok=False)
+"""
 FIXTURES = """
 import pytest
 
@@ -254,40 +266,34 @@ def test_plain_pytest_reports_each_test_and_survives_every_kind_of_failure(suite
     assert code == 1
 
 
-def test_under_torchrun_a_failure_on_one_rank_is_shown_by_rank_zero_and_the_run_goes_on(suite: Suite) -> None:
+def test_under_torchrun_a_failure_is_shown_by_rank_zero_and_the_run_goes_on_until_a_rank_dies(
+    suite: Suite,
+) -> None:
     suite.write(SAMPLES)
-    code, text = suite.run(torchrun(2), "-k", "sum or fails or gather")
-    assert sorted(set(outcomes(text))) == [
+    code, text = suite.run(torchrun(2), "-k", "sum or fails or gather or killed or after")
+    assert outcomes(text) == [
         "ERROR one_rank_fails_in_a_fixture",
         "FAILED one_rank_fails",
         "FAILED one_rank_fails_and_its_peer_waits_for_it",
+        "FAILED one_rank_is_killed",
         "PASSED gather",
         "PASSED sum",
     ], text
-    assert text.count("PASSED") == 2, text
-    assert "[rank 1] call failed:" in text, text
+    assert "[rank 1] setup failed:" in text, text
     assert "only rank 1 says this" in text
-    assert code == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("stalls", "[rank 1] call failed:\nthis rank did not end within 2 s:\n"),
-        ("killed", "[rank 1] call failed:\nthis rank gave no report: it died, or was ended"),
-    ],
-    ids=["stalls", "killed"],
-)
-def test_under_torchrun_a_rank_that_is_lost_ends_the_run_and_its_peer_says_why(
-    suite: Suite, name: str, words: str
-) -> None:
-    suite.write(SAMPLES)
-    code, text = suite.run(torchrun(2), "-k", f"{name} or after")
-    assert words in text, text
-    # in the rank's own words, and in its peer's
-    assert (text.count("in sleep_here") >= 2) == (name == "stalls")
+    assert "[rank 1] call failed:\nthis rank gave no report: it died, or was ended" in text
     assert "a rank is lost; the tests after this one were not run" in text
-    assert outcomes(text) == [f"FAILED one_rank_{'is_' if name == 'killed' else ''}{name}"]
+    assert "in sleep_here" not in text
+    assert code != 0
+
+
+def test_under_torchrun_a_rank_that_stalls_ends_the_run_and_says_where_it_was(suite: Suite) -> None:
+    suite.write(SAMPLES)
+    code, text = suite.run(torchrun(2), "-k", "stalls or after")
+    assert "[rank 1] call failed:\nthis rank did not end within 2 s:\n" in text, text
+    assert text.count("in sleep_here") >= 2  # in the rank's own words, and in its peer's
+    assert "a rank is lost; the tests after this one were not run" in text
+    assert outcomes(text) == ["FAILED one_rank_stalls"]
     assert code != 0
 
 
@@ -383,6 +389,14 @@ def test_with_one_rank_the_tests_of_this_folder_that_need_more_say_so(suite: Sui
     assert outcomes(text) == ["PASSED alone", "PASSED unmarked"], text
     assert "needs 2 ranks, this run has 1: torchrun --nproc-per-node 2 -m pytest …" in text
     assert code == 0
+
+
+def test_torchruns_ranks_share_out_the_tests_of_this_folder_that_run_in_one_process(suite: Suite) -> None:
+    shutil.copy(Path(__file__).parents[1] / "conftest.py", suite.folder)
+    suite.write(IN_ONE_PROCESS)
+    code, text = suite.run(torchrun(2))
+    assert code == 0, text
+    assert {path.name for path in suite.folder.glob("* ?")} == {"first 0", "second 1", "third 0"}
 
 
 @pytest.mark.nightly

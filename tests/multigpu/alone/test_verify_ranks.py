@@ -159,7 +159,7 @@ def test_a_script_without_a_main_guard_gets_each_ranks_value_and_rank_zeros_even
     )
 
 
-FOUR_AT_ONCE = """
+AT_ONCE = """
 from concurrent.futures import ThreadPoolExecutor
 import torch, torch.distributed as dist
 from ddpopt.verify.ranks import launch
@@ -176,12 +176,12 @@ with ThreadPoolExecutor(2) as pool:
 
 
 def test_launches_at_the_same_time_in_threads_and_processes_do_not_meet(tmp_path: Path) -> None:
-    texts = [FOUR_AT_ONCE.replace("NUMBERS", numbers) for numbers in ("1, 2", "3, 4")]
+    texts = [AT_ONCE.replace("NUMBERS", numbers) for numbers in ("1, 2", "3")]
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         folder.mkdir()
     running = [start(script(folder, text)) for folder, text in zip(folders, texts, strict=True)]
-    assert [finish(process) for process in running] == [(0, "[[1, 1], [2, 2]]\n"), (0, "[[3, 3], [4, 4]]\n")]
+    assert [finish(process) for process in running] == [(0, "[[1, 1], [2, 2]]\n"), (0, "[[3, 3]]\n")]
 
 
 def test_arguments_that_make_no_sense_are_refused_before_anything_starts() -> None:
@@ -326,7 +326,9 @@ def sleep_in_c_with_pythons_lock() -> None:
     ctypes.PyDLL(None).sleep(1000)
 
 
-@pytest.mark.parametrize("stall", [sleep_in_python, sleep_in_c_with_pythons_lock])
+@pytest.mark.parametrize(
+    "stall", [pytest.param(sleep_in_python, marks=pytest.mark.nightly), sleep_in_c_with_pythons_lock]
+)
 def test_a_rank_that_stalls_ends_at_its_limit_and_its_peer_shows_where_it_waits(
     stall: Callable[[], None],
 ) -> None:
@@ -407,7 +409,10 @@ launch(task, nproc=1, limit_s=80, on_event=lambda folder: print(folder, flush=Tr
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+# SIGTERM ends a process as SIGKILL does: no line of Python's runs. Ctrl-C is an exception.
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly), signal.SIGINT]
+)
 def test_when_the_launching_process_is_ended_all_else_ends(
     number: signal.Signals, tmp_path: Path, processes: Callable[[], list[int]]
 ) -> None:
