@@ -21,7 +21,7 @@ pip=("$work/venv/bin/python" -m pip --disable-pip-version-check)
 "${pip[@]}" install "$wheel[test]"
 
 # The tests and their settings, without the package beside them: `import ddpopt` finds the wheel or nothing.
-cp -r tests examples benchmarks conftest.py pyproject.toml Makefile LICENSE ./*.md "$work/"
+cp -r tests examples benchmarks ci docs .github conftest.py pyproject.toml Makefile LICENSE ./*.md "$work/"
 cd "$work"
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export OMP_NUM_THREADS

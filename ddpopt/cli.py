@@ -172,6 +172,100 @@ def verify(  # noqa: PLR0913  # one for each option of the command line
     raise typer.Exit(cli_verify.run(request, files).exit_code)
 
 
+@app.command(short_help="Compare plans, runs and ratios with a baseline.")
+def gate(  # noqa: PLR0913  # one for each option of the command line
+    baseline: given.BaselineFile,
+    targets: given.TargetsIfAny = None,
+    update: given.Update = False,
+    only: given.Only = None,
+    mode: given.GateModes = None,
+    backend: given.GateBackend = None,
+    nproc: given.GateNproc = None,
+    steps: given.GateSteps = None,
+    device: given.GateDevice = None,
+    timed: given.Timed = None,
+    tests: given.Collected = None,
+    json: given.Json = None,
+    github: given.Github = False,
+) -> None:
+    """Compare plans, graphs, collectives, margins, ratios and numbers of tests with a baseline.
+
+    Whatever moved is told: from what, to what, for which case. What is measured, and how, stands in the
+    baseline; the options below are for writing it with --update. Without one, the corpus is measured on two
+    ranks with aot_eager, in both of ddpopt's modes.
+    """
+    from ddpopt import cli_gate
+
+    request = cli_gate.Request(
+        baseline=Path(baseline),
+        update=update,
+        only=cli_gate.words(only),
+        targets=tuple(targets) if targets else None,
+        modes=cli_gate.words(mode),
+        backend=backend,
+        nproc=nproc,
+        steps=steps,
+        device=device,
+        timed=cli_gate.words(timed),
+        collected=cli_gate.words(tests),
+    )
+    raise typer.Exit(cli_gate.run(request, json, github))
+
+
+@app.command(short_help="Draw models, and search for one that a mode gets wrong.")
+def fuzz(  # noqa: PLR0913  # one for each option of the command line
+    minutes: given.Minutes = None,
+    examples: given.Examples = None,
+    seed: given.Seed = 0,
+    mode: given.FuzzedModes = None,
+    backend: given.ExactBackend = "aot_eager",
+    nproc: given.FuzzRanks = 1,
+    workers: given.Workers = 1,
+    out: given.Out = "ddpopt-fuzz",
+    database: given.Database = None,
+    without: given.Without = None,
+    limit: given.ModelLimit = 120.0,
+) -> None:
+    """Draw models, and run each in eager DDP and in some modes, until time is up.
+
+    Each new failure is written at once, as a case and a script. The same seed gives the same run; --out of a
+    run that was interrupted goes on where it stopped.
+    """
+    from ddpopt import cli_fuzz
+
+    request = cli_fuzz.Request(
+        minutes,
+        examples,
+        seed,
+        mode or cli_fuzz.MODES,
+        backend,
+        nproc,
+        workers,
+        out,
+        database,
+        without,
+        limit,
+    )
+    raise typer.Exit(cli_fuzz.run(request))
+
+
+@app.command(short_help="Make a model that fails small, and write a script that shows it.")
+def minimize(
+    case: given.CaseFile,
+    out: given.Script = None,
+    tries: given.Tries = 400,
+    minutes: given.SearchMinutes = None,
+    limit: given.ModelLimit = 120.0,
+) -> None:
+    """Make a model that 'ddpopt fuzz' found small, with the same failure.
+
+    What fails in another way is left alone. The script needs torch alone where the fault is torch's own.
+    """
+    from ddpopt import cli_minimize
+
+    raise typer.Exit(cli_minimize.minimize(case, out, tries, minutes, limit))
+
+
 @app.command(short_help="List the modes and options that 'verify' knows.")
 def modes() -> None:
     """List the modes and options that 'ddpopt verify' knows."""

@@ -100,6 +100,99 @@ Github = Annotated[
     bool, typer.Option("--github", help="Write annotations and a step summary for GitHub Actions.")
 ]
 
+# ---------------------------------------------------------------------------------------------------- of gate
+
+TargetsIfAny = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[TARGET]...",
+        help="As for 'ddpopt explain', or 'corpus' for every case of it. By default the baseline's own.",
+        show_default=False,
+    ),
+]
+BaselineFile = Annotated[
+    str, typer.Option("--baseline", metavar="FILE", help="What to compare with.", show_default=False)
+]
+Update = Annotated[
+    bool, typer.Option("--update", help="Write the baseline, for review, and its settings from the options.")
+]
+Only = Annotated[
+    str | None,
+    typer.Option(metavar=NAMES, help="Look at these of the baseline's targets alone.", show_default=False),
+]
+GateModes = Annotated[
+    str | None,
+    typer.Option("--mode", metavar=NAMES, help="Modes to measure: see 'ddpopt modes'.", show_default=False),
+]
+GateBackend = Annotated[str | None, typer.Option(help="Name of a Dynamo backend.", show_default=False)]
+GateNproc = Annotated[int | None, typer.Option(help="Ranks to start.", show_default=False)]
+GateSteps = Annotated[int | None, typer.Option(help="Steps of training.", show_default=False)]
+GateDevice = Annotated[str | None, typer.Option(help="cpu or cuda.", show_default=False)]
+Timed = Annotated[
+    str | None,
+    typer.Option(
+        metavar=NAMES,
+        help="Targets whose planning and compile time is held against torch's. By default all, up to three.",
+        show_default=False,
+    ),
+]
+Collected = Annotated[
+    str | None,
+    typer.Option("--tests", metavar=NAMES, help="Folders whose tests pytest counts.", show_default=False),
+]
+
+# ---------------------------------------------------------------------------------------------------- of fuzz
+
+Minutes = Annotated[
+    float | None, typer.Option(help="How long; without a limit until Ctrl-C.", show_default=False)
+]
+Examples = Annotated[
+    int | None, typer.Option(help="Models of the whole campaign, earlier runs included.", show_default=False)
+]
+Seed = Annotated[int, typer.Option(help="Of all draws.")]
+FuzzedModes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--mode",
+        metavar=NAMES,
+        help="torch-ddp-optimizer, ddpopt-split, ddpopt-inline or whole; by default the first three.",
+        show_default=False,
+    ),
+]
+ExactBackend = Annotated[str, typer.Option(help="Name of a Dynamo backend; inductor takes seconds a model.")]
+FuzzRanks = Annotated[int, typer.Option("--nproc", help="Ranks of each worker.")]
+Workers = Annotated[int, typer.Option(help="Workers, each with models of its own.")]
+Out = Annotated[str, typer.Option(metavar="DIR", help="Folder of the campaign; one that exists goes on.")]
+Database = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIR|redis://...",
+        help="Hypothesis's database to share failures in; further ones, with commas between, are only read.",
+        show_default=False,
+    ),
+]
+Without = Annotated[
+    str | None, typer.Option(metavar=NAMES, help="Features that are not to be drawn.", show_default=False)
+]
+ModelLimit = Annotated[float, typer.Option(help="Limit of one mode of one model, in seconds.")]
+
+CaseFile = Annotated[
+    str, typer.Argument(metavar="CASE", help="A case that 'ddpopt fuzz' wrote.", show_default=False)
+]
+Script = Annotated[
+    str | None,
+    typer.Option(
+        "--out",
+        metavar="FILE.py",
+        help="Where to write the script, with the small case beside it; by default beside CASE.",
+        show_default=False,
+    ),
+]
+Tries = Annotated[int, typer.Option(help="How many models may be tried.")]
+SearchMinutes = Annotated[
+    float | None, typer.Option("--minutes", help="How long the search may take.", show_default=False)
+]
+
 
 def ddp_arguments(
     bucket_cap_mb: float | None,

@@ -247,11 +247,19 @@ def _write(verdict: Verdict, files: Files, to_json: Callable[[], str], to_text: 
 
 def _require_all_writable(files: Files) -> None:
     for name, file in (("--json", files.json), ("--junit", files.junit), ("--html", files.html)):
-        _require_writable(name, file)
+        require_writable(name, file)
 
 
-def _require_writable(option: str, file: str | None) -> None:
-    """Fail before minutes of work, not after."""
+def require_writable(option: str, file: str | None) -> None:
+    """Fail before minutes of work, not after.
+
+    Args:
+        option: that names the file.
+        file: where to write; None for nowhere.
+
+    Raises:
+        UsageError: it cannot be written there.
+    """
     if file is None or (file == STDOUT and option == "--json"):
         return
     if file == STDOUT:

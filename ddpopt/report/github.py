@@ -7,7 +7,7 @@ model or of an error can end its line, or begin another command.
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ddpopt.errors import UsageError
 from ddpopt.report.markdown import step_summary
@@ -15,7 +15,7 @@ from ddpopt.report.matrix import Reason, overview
 from ddpopt.report.wording import count_of, headline, level_name, sentence
 from ddpopt.verify.verdict import Status, Verdict
 
-__all__ = ["annotations", "step_summary", "write_github"]
+__all__ = ["annotations", "error_command", "publish", "step_summary", "write_github"]
 
 SHOWN_BY_GITHUB = 10
 """Error annotations of one step."""
@@ -37,7 +37,7 @@ def annotations(verdict: Verdict) -> list[str]:
     view = overview(verdict)
     grave = [reason for reason in view.reasons if reason.status is not Status.NOT_POSSIBLE]
     if not grave:
-        return [_error("ddpopt verify", headline(verdict))]
+        return [error_command("ddpopt verify", headline(verdict))]
     if sum(max(1, len(reason.findings)) for reason in grave) <= SHOWN_BY_GITHUB:
         return [line for reason in grave for line in _each(reason)]
     lines = [_together(reason) for reason in grave]
@@ -45,16 +45,16 @@ def annotations(verdict: Verdict) -> list[str]:
         return lines
     shown = SHOWN_BY_GITHUB - 1
     left = count_of(len(lines) - shown, "reason")
-    return [*lines[:shown], _error("ddpopt verify", f"and {left} more, in the summary of this step")]
+    return [*lines[:shown], error_command("ddpopt verify", f"and {left} more, in the summary of this step")]
 
 
 def _each(reason: Reason) -> Iterator[str]:
     for trial, finding in reason.findings:
         title = f"ddpopt verify: {level_name(finding.level)}"
-        yield _error(title, f"{trial.name}: {finding.claim}: {sentence(finding)}")
+        yield error_command(title, f"{trial.name}: {finding.claim}: {sentence(finding)}")
     for trial in reason.trials:
         if not trial.findings:
-            yield _error(f"ddpopt verify: {trial.status}", f"{trial.name}: {trial.reason}")
+            yield error_command(f"ddpopt verify: {trial.status}", f"{trial.name}: {trial.reason}")
 
 
 def _together(reason: Reason) -> str:
@@ -63,10 +63,21 @@ def _together(reason: Reason) -> str:
     text = sentence(first.findings[0]) if first.findings else first.reason
     others = len(reason.trials) - 1
     more = f"\n(and {count_of(others, 'trial')} more like it)" if others else ""
-    return _error(f"ddpopt verify: {', '.join(levels) or reason.status}", f"{first.name}: {text}{more}")
+    return error_command(
+        f"ddpopt verify: {', '.join(levels) or reason.status}", f"{first.name}: {text}{more}"
+    )
 
 
-def _error(title: str, message: str) -> str:
+def error_command(title: str, message: str) -> str:
+    """Write a workflow command that annotates the run with an error.
+
+    Args:
+        title: one line.
+        message: any number of them.
+
+    Returns:
+        One line.
+    """
     return f"::error title={_property(title)}::{_data(message)}"
 
 
@@ -89,7 +100,20 @@ def write_github(verdict: Verdict) -> None:
     Raises:
         UsageError: the file cannot be written.
     """
-    for line in annotations(verdict):
+    publish(annotations(verdict), step_summary(verdict))
+
+
+def publish(commands: Iterable[str], summary: str) -> None:
+    """Print workflow commands, and append a summary to the file that GitHub names.
+
+    Args:
+        commands: one line each.
+        summary: Markdown.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    for line in commands:
         sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
     file = os.environ.get(VARIABLE)
@@ -98,7 +122,7 @@ def write_github(verdict: Verdict) -> None:
         return
     try:
         with open(file, "a", encoding="utf-8") as stream:
-            stream.write(step_summary(verdict))
+            stream.write(summary)
     except OSError as error:
         raise UsageError(
             f"cannot append the step summary to {file!r}, which {VARIABLE} names: {error.strerror}; "

@@ -47,10 +47,10 @@ def step_summary(verdict: Verdict) -> str:
 
 def _blocks(verdict: Verdict) -> Iterator[str]:
     view = overview(verdict)
-    yield f"## {SIGNS[verdict.exit_code]} {WORDS[verdict.exit_code]}: {_plain(verdict.target)}"
-    yield f"On {_plain(summary(verdict))}."
+    yield f"## {SIGNS[verdict.exit_code]} {WORDS[verdict.exit_code]}: {plain(verdict.target)}"
+    yield f"On {plain(summary(verdict))}."
     if verdict.environment:
-        yield _plain(environment(verdict))
+        yield plain(environment(verdict))
     for reason in view.reasons:
         if reason.status is not Status.NOT_POSSIBLE:
             yield from _reason(reason)
@@ -63,15 +63,15 @@ def _blocks(verdict: Verdict) -> Iterator[str]:
         yield from _matrix(view)
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """Text that means nothing to Markdown, in one line."""
     return PUNCTUATION.sub(r"\\\1", html.escape(" ".join(text.split()), quote=False))
 
 
-def _table(header: Sequence[object], rows: Iterable[Sequence[object]], words: int = 1) -> str:
+def markdown_table(header: Sequence[object], rows: Iterable[Sequence[object]], words: int = 1) -> str:
     """A table; its first columns hold words, the others figures or marks."""
     ruler = ["---"] * words + ["---:"] * (len(header) - words)
-    titles, *cells = [[_plain(str(cell)) for cell in line] for line in [header, *rows]]
+    titles, *cells = [[plain(str(cell)) for cell in line] for line in [header, *rows]]
     return "\n".join(f"| {' | '.join(line)} |" for line in [titles, ruler, *cells])
 
 
@@ -87,8 +87,8 @@ def _reason(reason: Reason) -> Iterator[str]:
     findings = reason.findings
     for level, claim in reason.claims:
         found = [(trial, each) for trial, each in findings if (each.level, each.claim) == (level, claim)]
-        lines = [f"**{_plain(level_name(level))}** does not hold: {_plain(claim)}.", ""]
-        lines += [f"- {_plain(f'{trial.name}: {sentence(each)}')}" for trial, each in found[:AT_MOST]]
+        lines = [f"**{plain(level_name(level))}** does not hold: {plain(claim)}.", ""]
+        lines += [f"- {plain(f'{trial.name}: {sentence(each)}')}" for trial, each in found[:AT_MOST]]
         if len(found) > AT_MOST:
             lines.append(f"- and {count_of(len(found) - AT_MOST, 'finding')} more, all in the JSON")
         yield "\n".join(lines)
@@ -96,7 +96,7 @@ def _reason(reason: Reason) -> Iterator[str]:
 
 def _impossible(reasons: Sequence[Reason]) -> Iterator[str]:
     lines = [
-        f"- **{each.mark}**, {count_of(len(each.trials), 'trial')}: {_plain(each.text)}" for each in reasons
+        f"- **{each.mark}**, {count_of(len(each.trials), 'trial')}: {plain(each.text)}" for each in reasons
     ]
     if lines:
         yield _folded("What is not possible here, and why", "\n".join(lines), is_open=len(lines) == 1)
@@ -105,15 +105,15 @@ def _impossible(reasons: Sequence[Reason]) -> Iterator[str]:
 def _location(location: Location) -> Iterator[str]:
     yield "### Where it goes wrong"
     rungs = [(rung.name, "agrees" if rung.agrees else "differs", rung.detail) for rung in location.rungs]
-    yield _table(["tried", "result", "seen"], rungs, words=3)
-    yield f"The lowest layer that is wrong: **{_plain(location.layer)}**."
+    yield markdown_table(["tried", "result", "seen"], rungs, words=3)
+    yield f"The lowest layer that is wrong: **{plain(location.layer)}**."
     if location.segments:
-        lines = [f"- {_plain(segment)}" for segment in location.segments]
+        lines = [f"- {plain(segment)}" for segment in location.segments]
         yield "\n".join(["The smallest set of compiled segments that shows it:", "", *lines])
     if location.script:
-        yield f"Script: {_plain(location.script)} ({script_outcome(location)})."
+        yield f"Script: {plain(location.script)} ({script_outcome(location)})."
     if location.note:
-        yield _plain(location.note)
+        yield plain(location.note)
 
 
 def _trial(trial: Trial) -> Iterator[str]:
@@ -125,13 +125,13 @@ def _trial(trial: Trial) -> Iterator[str]:
         ]
         header = ["parameter", "level", "bucket", "ULPs", "error", "bound", "error/bound"]
         more = f"\n\nThe worst {AT_MOST} of {len(worst)}." if len(worst) > AT_MOST else ""
-        yield _folded("Errors, the worst first", f"{_table(header, rows)}{more}", is_open=False)
+        yield _folded("Errors, the worst first", f"{markdown_table(header, rows)}{more}", is_open=False)
     if trial.buckets:
         buckets = [(names(b.params), b.dtype, b.index, mib(b.nbytes)) for b in trial.buckets]
-        table = _table(["gradients", "dtype", "bucket", "MiB"], buckets, words=2)
+        table = markdown_table(["gradients", "dtype", "bucket", "MiB"], buckets, words=2)
         yield _folded("Buckets, in the order of reduction", table, is_open=False)
     if trial.notes:
-        yield "\n".join(f"- {_plain(note)}" for note in trial.notes)
+        yield "\n".join(f"- {plain(note)}" for note in trial.notes)
 
 
 def _matrix(view: Overview) -> Iterator[str]:
@@ -140,13 +140,13 @@ def _matrix(view: Overview) -> Iterator[str]:
         trials = view.column(name)
         ends = [sum(trial.status is status for trial in trials) for status in Status]
         columns.append((name, letter_of(index), *(end or "-" for end in ends)))
-    yield _table([view.across, "", *Status], columns)
+    yield markdown_table([view.across, "", *Status], columns)
     for grid in view.grids:
         yield _grid(grid, view)
 
 
 def _grid(grid: Grid, view: Overview) -> str:
     letters = [letter_of(index) for index in range(len(view.columns))]
-    table = _table([view.down, *letters], [(name, *map(mark_of, cells)) for name, cells in grid.rows])
+    table = markdown_table([view.down, *letters], [(name, *map(mark_of, cells)) for name, cells in grid.rows])
     trials = [cell.trial for _, cells in grid.rows for cell in cells if cell]
     return _folded(f"{grid.title}: {tally(trials)}", table, is_open=len(view.grids) == 1)

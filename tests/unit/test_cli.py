@@ -234,11 +234,14 @@ Options:
   --help     Show this message and exit.
 
 Commands:
-  explain  Show the plan, DDP's own buckets, and torch's DDPOptimizer.
-  doctor   Say what is in the way of overlap, and what to do about it.
-  verify   Compare a compiled data-parallel step with eager DDP.
-  modes    List the modes and options that 'verify' knows.
-  cases    List the cases of the corpus.
+  explain   Show the plan, DDP's own buckets, and torch's DDPOptimizer.
+  doctor    Say what is in the way of overlap, and what to do about it.
+  verify    Compare a compiled data-parallel step with eager DDP.
+  gate      Compare plans, runs and ratios with a baseline.
+  fuzz      Draw models, and search for one that a mode gets wrong.
+  minimize  Make a model that fails small, and write a script that shows it.
+  modes     List the modes and options that 'verify' knows.
+  cases     List the cases of the corpus.
 
   Exit codes: 0 right, 1 the program under test is wrong, 2 usage, 3
   infrastructure.

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# What every commit must pass, without ranks: format, lint, types, unit and property tests, docstring examples.
+#
+#   ci/check.sh
+#
+# Environment: VENV, PYTHON, TORCH_VERSION as for make; PYTEST_ARGS, added to pytest's.
+# Exit code 0: all passed. 1: something did not; the last lines name it.
+set -euo pipefail
+# shellcheck source=ci/environment.sh
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" dev
+
+# All steps run: a finding of the linter is no reason not to know whether the tests pass.
+step check make --no-print-directory -k check
+# shellcheck disable=SC2086  # PYTEST_ARGS is a list of words
+step tests "$VENV/bin/python" -m pytest -n auto --maxprocesses 8 \
+  tests/unit tests/property ddpopt ${PYTEST_ARGS:-}
+finish

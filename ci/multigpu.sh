@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# The tests that need ranks, on 2 and on 3 of them: with gloo, or with NCCL where there are enough GPUs.
+#
+#   ci/multigpu.sh [RANKS …]        default: 2 3
+#
+# Environment: VENV, PYTHON, TORCH_VERSION as for make; PYTEST_ARGS, added to pytest's.
+# Exit code 0: all passed. 1: something did not; the last lines name it. 2: RANKS is no number.
+set -euo pipefail
+for ranks in "$@"; do
+  if ! [[ $ranks =~ ^[1-9][0-9]*$ ]]; then
+    echo "ci/multigpu.sh: expected numbers of ranks, got '$ranks'" >&2
+    exit 2
+  fi
+done
+# shellcheck disable=SC2086  # PYTEST_ARGS is a list of words
+# shellcheck source=ci/environment.sh
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" test
+
+[ "$#" -gt 0 ] || set -- 2 3
+# Without a browser its tests fail and say so; all others shall run.
+ci/browser.sh || true
+# A test that starts processes of its own does the same on any number of ranks: once is enough.
+step "processes of their own" "$VENV/bin/python" -m pytest -n auto --maxprocesses 8 \
+  tests/multigpu/alone ${PYTEST_ARGS:-}
+for ranks in "$@"; do
+  step "$ranks ranks" env DDPOPT_NPROC="$ranks" "$VENV/bin/python" -m pytest -n auto --maxprocesses 8 \
+    tests/multigpu --ignore tests/multigpu/alone ${PYTEST_ARGS:-}
+done
+finish

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# What takes too long for every commit: the long tests, thousands of drawn examples, the verification's test of
+# itself, the gate, and models that nobody wrote.
+#
+#   ci/nightly.sh
+#
+# Environment: VENV, PYTHON, TORCH_VERSION as for make. FUZZ_MINUTES (default 20). NIGHTLY_REPORTS, a folder for
+# reports (default nightly-reports). DDPOPT_EXAMPLE_DATABASE, where Hypothesis keeps what failed.
+# PROPERTY_LIMIT (default 4h), after which the drawn examples are ended, and count as failed.
+# Exit code 0: all passed. 1: something did not; the last lines name it.
+set -euo pipefail
+# shellcheck source=ci/environment.sh
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" test
+
+reports=${NIGHTLY_REPORTS:-nightly-reports}
+mkdir -p "$reports"
+pytest=("$VENV/bin/python" -m pytest -n auto --maxprocesses 8)
+
+# Without a browser its tests fail and say so; all others shall run.
+ci/browser.sh || true
+step "long tests" "${pytest[@]}" --nightly tests/unit ddpopt tests/multigpu
+step "drawn examples" env HYPOTHESIS_PROFILE=nightly timeout "${PROPERTY_LIMIT:-4h}" \
+  "${pytest[@]}" --timeout 14400 tests/property
+step "self-test" "$VENV/bin/ddpopt" verify --self-test --json "$reports/self-test.json"
+step gate ci/gate.sh --json "$reports/gate.json"
+step fuzz "$VENV/bin/ddpopt" fuzz --mode ddpopt-split,ddpopt-inline \
+  --minutes "${FUZZ_MINUTES:-20}" --out "$reports/fuzz"
+finish

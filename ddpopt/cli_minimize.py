@@ -1,0 +1,66 @@
+"""``ddpopt minimize``: read the arguments, search, show how it goes, write the small case and its script.
+
+Invariant: every argument is checked before a worker starts.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from ddpopt.cli_fuzz import require_hypothesis
+from ddpopt.errors import UsageError, VerificationError
+from ddpopt.report.passing_line import PassingLine
+
+if TYPE_CHECKING:
+    from ddpopt.fuzz.minimize import SoFar
+
+
+def minimize(file: str, out: str | None, tries: int, minutes: float | None, limit_s: float) -> int:
+    """Make a case small, and write the script that shows it.
+
+    Args:
+        file: the case.
+        out: where the script goes, with the small case beside it; by default beside the case.
+        tries: how many models may be tried.
+        minutes: how long the search may take; None for no limit.
+        limit_s: of one model, in seconds.
+
+    Returns:
+        The exit code: 0 if the script shows the failure in a fresh interpreter, else 1.
+
+    Raises:
+        UsageError: the case is none, or does not fail as it says.
+        VerificationError: the smallest model fails in another way in a fresh interpreter.
+    """
+    require_hypothesis()
+    from ddpopt.fuzz.asking import Asking, confirmed, write_script
+    from ddpopt.fuzz.cases import FoundCase
+    from ddpopt.fuzz.minimize import minimized
+    from ddpopt.report.fuzz import minimized_text
+
+    for name, number in (("--tries", tries), ("--minutes", minutes), ("--limit", limit_s)):
+        if number is not None and number <= 0:
+            raise UsageError(f"{name}: expected a positive number, got {number!r}")
+    case = FoundCase.read(Path(file))
+    script = Path(out) if out is not None else Path(file).with_suffix(".small.py")
+    if script.suffix != ".py" or not script.absolute().parent.is_dir():
+        raise UsageError(f"--out: expected the name of a Python file in a folder that exists, got {out!r}")
+    seconds = None if minutes is None else minutes * 60
+    with PassingLine(f"looking for a smaller model: {case.signature}") as progress, Asking(limit_s) as ask:
+        tell = functools.partial(_tell, progress)
+        result = minimized(case, ask, tries=tries, seconds=seconds, tell=tell)
+    confirmed(result.case, limit_s)
+    script.with_suffix(".json").write_text(result.case.to_json(), encoding="utf-8")
+    ran, reproduces = write_script(result.case, script)
+    typer.echo(minimized_text(result, script.name, ran, reproduces))
+    return 0 if reproduces else VerificationError.exit_code
+
+
+def _tell(progress: PassingLine, found: SoFar) -> None:
+    from ddpopt.report.fuzz import searching_line
+
+    progress.show(lambda: searching_line(found))

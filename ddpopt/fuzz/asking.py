@@ -1,0 +1,100 @@
+"""Asking workers about single cases, and writing a script that was seen to show one.
+
+Invariant: what is called confirmed failed in a process that had run nothing else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from ddpopt.errors import VerificationError
+from ddpopt.fuzz.cases import FoundCase
+from ddpopt.fuzz.questions import TORCH, Answer
+from ddpopt.fuzz.scripting import FIRST_BUCKET_BYTES, script_of
+from ddpopt.fuzz.workers import Worker
+from ddpopt.verify.locating.reproduction import shows as shows_in_fresh_interpreter
+
+PAUSE_S = 0.002
+WIDE = (512, 1024)
+"""Widths at which a layer fills torch's own smallest bucket."""
+
+
+class Asking:
+    """Asks workers, one for each number of ranks, which are kept.
+
+    Args:
+        limit_s: of one model, in seconds.
+    """
+
+    def __init__(self, limit_s: float = 120.0) -> None:
+        self._limit_s = limit_s
+        self._workers: dict[int, Worker] = {}
+
+    def __enter__(self) -> Asking:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self._workers.values():
+            worker.close()
+
+    def __call__(self, case: FoundCase) -> Answer:
+        """What comes of a case."""
+        nproc = case.setting.nproc
+        if nproc not in self._workers:
+            self._workers[nproc] = Worker(nproc, self._limit_s)
+        found: list[Answer] = []
+        for answer in self._workers[nproc].ask(case.task):
+            if answer is None:
+                time.sleep(PAUSE_S)
+            else:
+                found.append(answer)
+        return found[0]
+
+
+def confirmed(case: FoundCase, limit_s: float = 120.0) -> Answer:
+    """Ask a case in a worker that has run nothing else.
+
+    Raises:
+        VerificationError: there it does not fail as it says.
+    """
+    with Asking(limit_s) as ask:
+        answer = ask(case)
+    if not case.fails_so(answer):
+        raise VerificationError(
+            f"refused: in a fresh interpreter the smallest model comes to: {answer}; asked for: "
+            f"{case.signature}"
+        )
+    return answer
+
+
+def write_script(case: FoundCase, file: Path, limit_s: float = 300.0) -> tuple[FoundCase, bool]:
+    """Write the script of a case, as a user would run it if that is possible: with torch's own limits.
+
+    Args:
+        case: a failure.
+        file: where to.
+        limit_s: of a run of the script, in seconds.
+
+    Returns:
+        The case that the script runs, and whether it showed the failure in a fresh interpreter.
+    """
+    death = case.signature.what if case.signature.kind == "death" else ""
+    with Asking() as ask:
+        large = [candidate for candidate in unlowered(case) if candidate.fails_so(ask(candidate))]
+    for candidate in (*large, case):
+        file.write_text(script_of(candidate, file.name), encoding="utf-8")
+        if shows_in_fresh_interpreter(file, candidate.setting.nproc, limit_s, death=death):
+            return candidate, True
+    return case, False
+
+
+def unlowered(case: FoundCase) -> Iterator[FoundCase]:
+    """The same so large that torch cuts it without any setting of ours; nothing where it is so already."""
+    if case.mode != TORCH or not case.setting.lowers_limit:
+        return
+    for width in WIDE:
+        model = replace(case.model, width=width, cap_bytes=max(case.model.cap_bytes, FIRST_BUCKET_BYTES))
+        yield replace(case, model=model, setting=replace(case.setting, lowers_limit=False))

@@ -1,0 +1,232 @@
+"""A campaign: workers judge models until time is up, and each new failure is kept at once.
+
+Each worker has a sequence of models of its own (`ddpopt.fuzz.stream`), so that what one finds does not move
+what another one draws. Invariant: equal plans give each worker the same models and the same answers, and the
+journal has all that was judged when the campaign ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+
+from hypothesis.database import ExampleDatabase, InMemoryExampleDatabase
+
+from ddpopt.fuzz.cases import FoundCase, task_of
+from ddpopt.fuzz.journal import Entry, Journal, Plan
+from ddpopt.fuzz.questions import TORCH, Answer, Kind, Setting
+from ddpopt.fuzz.scripting import script_of
+from ddpopt.fuzz.shared import share, shared
+from ddpopt.fuzz.stream import BLOCK, Source
+from ddpopt.fuzz.summary import Summary, summarized
+from ddpopt.fuzz.workers import Worker
+from ddpopt.testing.drawn import DrawnModel
+
+FROM_OTHERS = -1
+"""The worker of models that come from the database."""
+PAUSE_S = 0.005
+UNLOWERED = 25
+"""One model of so many runs under torch's optimizer with torch's own smallest bucket."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a campaign runs.
+
+    Attributes:
+        seconds: of this run; None for no limit.
+        examples: models of the whole campaign, earlier runs included; None for no limit.
+        model_s: for one mode of one model, in seconds.
+    """
+
+    seconds: float | None = None
+    examples: int | None = None
+    model_s: float = 120.0
+
+    def share(self, worker: int, workers: int) -> int | None:
+        """How many models a worker is to judge; None for no limit.
+
+        >>> [Limits(examples=7).share(worker, 3) for worker in range(3)]
+        [3, 2, 2]
+        """
+        if self.examples is None:
+            return None
+        return self.examples // workers + (worker < self.examples % workers)
+
+
+Tell = Callable[[tuple[FoundCase, ...]], None]
+"""Told after each model of the failures that were kept just now."""
+
+
+class _Ended(Exception):
+    """Somebody wants the campaign to end."""
+
+
+class Campaign:
+    """A campaign in a folder.
+
+    Args:
+        journal: of the folder.
+        plan: what is run.
+        limits: for how long.
+        database: shared with other machines.
+        tell: told after each model.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        plan: Plan,
+        limits: Limits,
+        database: ExampleDatabase | None = None,
+        tell: Tell = lambda _: None,
+    ) -> None:
+        self.journal = journal
+        self.plan = plan
+        self.limits = limits
+        self.database = database if database is not None else InMemoryExampleDatabase()
+        self.tell = tell
+        self.known = {FoundCase.read(file).key for file in sorted(journal.cases.glob("*.json"))}
+        self.started = time.monotonic()
+        self.asked_of_others: set[str] = set()
+
+    def run(self) -> Summary:
+        """Run until a limit, or until the process is asked to end.
+
+        Returns:
+            What came of the whole campaign, earlier runs included.
+        """
+        workers = [Worker(self.plan.nproc, self.limits.model_s) for _ in range(self.plan.workers)]
+        lanes = [self._lane(number, worker) for number, worker in enumerate(workers)]
+        try:
+            with _ending_in_order():
+                while lanes and not self._is_over():
+                    lanes = [lane for lane in lanes if next(lane, _Ended) is not _Ended]
+                    time.sleep(PAUSE_S)
+        except (_Ended, KeyboardInterrupt):
+            pass
+        finally:
+            for worker in workers:
+                worker.close()
+        return self.summary()
+
+    def summary(self) -> Summary:
+        """What came of it so far."""
+        return summarized(self.plan, self.journal.entries)
+
+    def _is_over(self) -> bool:
+        return self.limits.seconds is not None and self._elapsed() >= self.limits.seconds
+
+    def _elapsed(self) -> float:
+        return time.monotonic() - self.started
+
+    # --------------------------------------------------------------------------------------------- one worker
+
+    def _lane(self, number: int, worker: Worker) -> Iterator[None]:
+        """What one worker does, in small pieces."""
+        source = Source(self.plan.seed, self.plan.shard, number, self.plan.without)
+        end = self.limits.share(number, self.plan.workers)
+        start = self.journal.next_place(number)
+        if end is not None and start >= end:
+            return
+        yield from self._from_others(worker)
+        for place, model in source.models(start):
+            if end is not None and place >= end:
+                return
+            yield from self._judged(worker, number, place, model)
+            if (place + 1) % BLOCK == 0:
+                yield from self._from_others(worker)
+
+    def _judged(self, worker: Worker, number: int, place: int, model: DrawnModel) -> Iterator[None]:
+        setting = Setting(self.plan.backend, self.plan.nproc)
+        modes = self.plan.modes
+        # one in so many runs with torch's own limit, which is torch's alone to get right
+        if TORCH in modes and place % UNLOWERED == UNLOWERED - 1:
+            setting = replace(setting, lowers_limit=False)
+        answers: list[Answer] = []
+        for news in worker.ask(task_of(model, modes, setting)):
+            if news is None:
+                yield None
+            else:
+                answers.append(news)
+        features = tuple(sorted(model.features))
+        origin = f"seed {self.plan.seed}, shard {self.plan.shard}, worker {number}, place {place}"
+        # kept first: what the journal has is not judged again
+        new = [self._kept(model, setting, answer, origin) for answer in answers]
+        self.journal.add(
+            Entry(number, place, self.journal.run, round(self._elapsed(), 2), features, tuple(answers))
+        )
+        self.tell(tuple(case for case in new if case is not None))
+
+    def _kept(self, model: DrawnModel, setting: Setting, answer: Answer, origin: str) -> FoundCase | None:
+        """Keep a failure that is new; it is counted in any case."""
+        if answer.kind not in (Kind.WRONG, Kind.BACKEND, Kind.BROKEN) or answer.signature is None:
+            return None
+        case = FoundCase(
+            model,
+            answer.mode,
+            setting,
+            answer.signature,
+            answer.kind,
+            answer.detail,
+            self.plan.torch,
+            origin,
+        )
+        if case.key in self.known:
+            return None
+        self.known.add(case.key)
+        save(case, self.journal.cases)
+        share(self.database, case)
+        return case
+
+    def _from_others(self, worker: Worker) -> Iterator[None]:
+        """Judge what other machines found, which may fail here too."""
+        for case in shared(self.database):
+            name = case.to_json()
+            ours = case.mode in self.plan.modes and case.setting.backend == self.plan.backend
+            if name in self.asked_of_others or case.key in self.known or not ours:
+                continue
+            self.asked_of_others.add(name)
+            place = self.journal.next_place(FROM_OTHERS)
+            yield from self._judged(worker, FROM_OTHERS, place, case.model)
+
+
+def save(case: FoundCase, folder: Path) -> Path:
+    """Write a case, and a script that shows it.
+
+    Args:
+        case: what was found.
+        folder: where to.
+
+    Returns:
+        The case's file.
+    """
+    file = folder / f"{case.stem}.json"
+    script = file.with_suffix(".py")
+    script.write_text(script_of(case, script.name), encoding="utf-8")
+    file.write_text(case.to_json(), encoding="utf-8")
+    return file
+
+
+@contextmanager
+def _ending_in_order() -> Iterator[None]:
+    """Have SIGTERM end a campaign as Ctrl-C does; only the main thread hears of signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        raise _Ended
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

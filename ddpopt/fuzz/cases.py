@@ -1,0 +1,138 @@
+"""What is kept of a failure: the model as a value, how it was run, and how it fails; a JSON file each.
+
+Invariant: ``FoundCase.from_json(case.to_json()) == case``, and equal failures have equal file names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from ddpopt.errors import UsageError
+from ddpopt.fuzz.questions import STANDALONE, Answer, Kind, Setting, Task, modes_named
+from ddpopt.fuzz.reading import read_model
+from ddpopt.fuzz.signatures import Signature
+from ddpopt.testing.drawn import DrawnModel
+from ddpopt.testing.drawn.model import TAGS
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class FoundCase:
+    """A model that fails.
+
+    Attributes:
+        model: the model.
+        mode: name of the mode, of `ddpopt.fuzz.questions.MODES`.
+        setting: how it was run.
+        signature: of the failure.
+        kind: whether the mode is wrong, or the backend.
+        detail: what the failure says in full.
+        torch: release of torch that fails so.
+        origin: where the model was drawn: seed, shard, worker and place; empty if by hand.
+        about: what a person says of it.
+    """
+
+    model: DrawnModel
+    mode: str
+    setting: Setting
+    signature: Signature
+    kind: Kind = Kind.WRONG
+    detail: str = ""
+    torch: str = ""
+    origin: str = ""
+    about: str = ""
+
+    @property
+    def task(self) -> Task:
+        """The question to which this failure is the answer."""
+        return replace(task_of(self.model, (self.mode,), self.setting), sought=self.signature)
+
+    @property
+    def owner(self) -> str:
+        """Whom the failure counts against: the mode, the backend in any mode, or verification."""
+        others = {Kind.BACKEND: f"backend {self.setting.backend}", Kind.BROKEN: "verification"}
+        return others.get(self.kind, self.mode)
+
+    @property
+    def key(self) -> str:
+        """Equal for failures that are counted as one."""
+        return f"{self.owner} / {self.setting.backend} / {self.signature}"
+
+    @property
+    def stem(self) -> str:
+        """A file name without its suffix."""
+        words = re.sub(r"[^a-z0-9]+", "-", f"{self.owner} {self.signature.what}".lower()).strip("-")
+        return f"{words[:60].strip('-')}-{hashlib.sha256(self.key.encode()).hexdigest()[:6]}"
+
+    @property
+    def is_torchs(self) -> bool:
+        """Whether the fault is torch's own, and ddpopt has no part in it."""
+        return self.mode in STANDALONE or self.kind is Kind.BACKEND
+
+    def fails_so(self, answer: Answer) -> bool:
+        """Whether an answer is this very failure."""
+        return answer.kind is self.kind and answer.signature == self.signature
+
+    def to_json(self) -> str:
+        """Return it as a JSON object."""
+        data = {
+            "version": VERSION,
+            **{name: value for name, value in vars(self).items() if name not in ("model", "setting")},
+            "signature": self.signature.to_json(),
+            "setting": asdict(self.setting),
+            "features": sorted(self.model.features),
+            "model": repr(self.model),
+        }
+        return json.dumps(data, indent=2)
+
+    @staticmethod
+    def from_json(text: str, name: str = "the case") -> FoundCase:
+        """Read what `to_json` wrote.
+
+        Args:
+            text: a JSON object.
+            name: of the file, for errors.
+
+        Raises:
+            UsageError: the text is something else.
+        """
+        try:
+            data = json.loads(text)
+            version = data.pop("version")
+            data.pop("features")
+            model, setting = read_model(data.pop("model")), Setting(**data.pop("setting"))
+            signature, kind = Signature(**data.pop("signature")), Kind(data.pop("kind"))
+            modes_named([data["mode"]])
+            case = FoundCase(model=model, setting=setting, signature=signature, kind=kind, **data)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            words = f"{type(error).__name__}: {error}"
+            raise UsageError(
+                f"{name}: expected a case that 'ddpopt fuzz' wrote, got something else: {words}"
+            ) from error
+        if version != VERSION:
+            raise UsageError(f"{name}: expected a case of version {VERSION}, got {version!r}")
+        return case
+
+    @staticmethod
+    def read(file: Path) -> FoundCase:
+        """Read a case file.
+
+        Raises:
+            UsageError: there is none, or it is something else.
+        """
+        try:
+            text = file.read_text(encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"cannot read the case {str(file)!r}: {error.strerror}") from error
+        return FoundCase.from_json(text, str(file))
+
+
+def task_of(model: DrawnModel, modes: tuple[str, ...], setting: Setting) -> Task:
+    """Ask a model in some modes."""
+    tags = tuple(sorted({TAGS[feature] for feature in model.features if feature in TAGS}))
+    return Task(model.source, tags, model.cap_bytes, modes, setting)

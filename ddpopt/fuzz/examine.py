@@ -1,0 +1,199 @@
+"""Judging one model in some modes, on the ranks of this process's group.
+
+A cheap look comes first: eager once, the mode once, equal bit by bit. What is unequal is judged again by all
+that verification knows; an exception needs no second look. Either is then held against the same backend
+without any optimizer. Invariant: a failure counts against a mode only where that agrees with eager.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt.fuzz.questions import MODES, WHOLE, Answer, Kind, Setting, Task
+from ddpopt.fuzz.signatures import Signature, may_be, of_error, of_finding, signature_of
+from ddpopt.testing.drawn import Program
+from ddpopt.verify.backends import backend_of
+from ddpopt.verify.judge import EXACT, judge
+from ddpopt.verify.judging.reference import Bench, Reference, Subject
+from ddpopt.verify.modes import mode
+from ddpopt.verify.options import option
+from ddpopt.verify.ranks import Ranks
+from ddpopt.verify.verdict import Finding, Status, Trial
+
+NUMBERS = ("L0", "L1", "L2")
+
+
+class _Glance(Reference):
+    """Eager's run and no more: nothing is known of its rounding, nor of the graphs of the model alone."""
+
+    graphs = None
+
+
+def examine(ranks: Ranks, task: Task, tell: Callable[[str], None]) -> list[Answer]:
+    """Judge a model in each of its modes. A collective of all ranks.
+
+    Args:
+        ranks: on which it runs.
+        task: the model, its modes, and how it is run.
+        tell: told of each mode as it begins, and of ``""`` while eager runs.
+
+    Returns:
+        An answer for each mode.
+    """
+    tell("")
+    try:
+        case = Program(task.source).case(task.tags)
+    except Exception as error:
+        return _all(task, Kind.EAGER, told(error))
+    subject = Subject(case, option("default"), task.setting.steps, ranks.device)
+    with _limit_of(task), contextlib.closing(Bench(subject, ranks)) as bench:
+        try:
+            return _answers(_Examination(bench, task.setting), task, tell)
+        finally:
+            # what torch leaves behind when its optimizer fails would let later models fail too
+            DistributedDataParallel._active_ddp_module = None
+
+
+def _answers(examination: _Examination, task: Task, tell: Callable[[str], None]) -> list[Answer]:
+    if examination.reference is None:
+        return _all(task, Kind.EAGER, examination.bench.failures[0].text)
+    answers = []
+    for name in task.modes:
+        tell(name)
+        answers.append(_answer(examination, name, task.sought))
+        DistributedDataParallel._active_ddp_module = None
+    return answers
+
+
+def _answer(examination: _Examination, name: str, sought: Signature | None) -> Answer:
+    """Answer for one mode; a run that fails is told by verification, so what is raised here is its own."""
+    try:
+        return examination.answer(name, sought)
+    except Exception as error:
+        if examination.bench.size > 1:
+            raise  # the peers would wait
+        text = told(error)
+        return Answer(name, Kind.BROKEN, of_error(text), text)
+
+
+def told(error: Exception) -> str:
+    """An exception as verification tells of it: type, message and innermost frame."""
+    frames = traceback.extract_tb(error.__traceback__)
+    last = frames[-1]
+    where = f"({Path(last.filename).name}:{last.lineno} in {last.name})"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]} {where}"
+
+
+def _all(task: Task, kind: Kind, detail: str) -> list[Answer]:
+    return [Answer(name, kind, of_error(detail), detail) for name in task.modes]
+
+
+@contextlib.contextmanager
+def _limit_of(task: Task) -> Iterator[None]:
+    """Have torch's smallest bucket at the model's cap, if that is lower."""
+    c10d: Any = dist  # private, for torch 2.11 to 2.13: DDP and torch's optimizer read it as they are made
+    before = c10d._DEFAULT_FIRST_BUCKET_BYTES
+    if task.setting.lowers_limit:
+        c10d._DEFAULT_FIRST_BUCKET_BYTES = min(before, task.cap_bytes)
+    try:
+        yield
+    finally:
+        c10d._DEFAULT_FIRST_BUCKET_BYTES = before
+
+
+class _Examination:
+    """One model, with what is known of it so far."""
+
+    def __init__(self, bench: Bench, setting: Setting) -> None:
+        self.bench = bench
+        self.backend = backend_of(setting.backend)
+        self.full: Reference | None = None
+        self.reference: Reference | None = None
+        if self.backend in EXACT:
+            eager = bench.run(mode("eager"), None)
+            self.reference = None if eager is None else _Glance(bench, eager, eager)
+        else:
+            self.reference = self.full = Reference.make(bench)
+        self._whole: dict[Reference | None, Trial] = {}
+
+    def answer(self, name: str, sought: Signature | None = None) -> Answer:
+        """Judge one mode.
+
+        Args:
+            name: of the mode.
+            sought: the only failure that is of interest; None if all are.
+        """
+        reference, trial = self.reference, self._judged(self.reference, name)
+        if trial.status is Status.WRONG and sought is not None and not may_be(sought, trial.findings):
+            return Answer(name, Kind.WRONG, signature_of(trial), _told(trial.findings))
+        if trial.status is Status.WRONG and not any(f.level == "run" for f in trial.findings):
+            reference = self._full()
+            trial = self._judged(reference, name)
+        if trial.status is Status.OK:
+            return Answer(name, Kind.OK)
+        if trial.status is not Status.WRONG:
+            return Answer(name, Kind.REFUSED, of_error(trial.reason.removeprefix("refused: ")), trial.reason)
+        return self._blamed(name, trial, reference)
+
+    def _full(self) -> Reference | None:
+        """All that verification knows of eager; None where eager fails when it is run again."""
+        if self.full is None:
+            self.full = Reference.make(self.bench)
+        return self.full
+
+    def _judged(self, reference: Reference | None, name: str) -> Trial:
+        if reference is None:
+            return Trial("", name, "", "", Status.NOT_POSSIBLE, "eager DDP fails when it is run again")
+        return judge(reference, mode(MODES[name]), self.backend)
+
+    def _blamed(self, name: str, trial: Trial, reference: Reference | None) -> Answer:
+        """Say whose failure it is."""
+        if name == WHOLE:
+            return Answer(name, Kind.BACKEND, signature_of(trial), _told(trial.findings))
+        if reference not in self._whole:
+            DistributedDataParallel._active_ddp_module = None
+            self._whole[reference] = self._judged(reference, WHOLE)
+        whole = self._whole[reference].findings
+        own = own_findings(trial.findings, whole)
+        if own:
+            return Answer(name, Kind.WRONG, min_signature(own), _told(own))
+        return Answer(name, Kind.BACKEND, min_signature(whole), _told(whole))
+
+
+def own_findings(found: Sequence[Finding], whole: Sequence[Finding]) -> list[Finding]:
+    """What a mode gets wrong that the backend alone gets right.
+
+    Args:
+        found: the mode's findings.
+        whole: those of the same backend without any optimizer.
+
+    Returns:
+        Errors that are others, claims that hold there, and unequal numbers if all are equal there; nothing
+        where the backend alone does not run.
+    """
+    theirs = {of_finding(finding) for finding in whole}
+    fails = any(finding.level == "run" for finding in whole)
+    differs = fails or any(finding.level in NUMBERS for finding in whole)
+    return [
+        finding
+        for finding in found
+        if of_finding(finding) not in theirs
+        and not (differs and finding.level in NUMBERS)
+        and not (fails and finding.level == "L3")
+    ]
+
+
+def min_signature(findings: Sequence[Finding]) -> Signature:
+    """The signature of what matters most."""
+    return signature_of(Trial("", "", "", "", Status.WRONG, findings=tuple(findings)))
+
+
+def _told(findings: Sequence[Finding]) -> str:
+    return "\n".join(f"{finding.level} {finding.message}" for finding in findings[:8])

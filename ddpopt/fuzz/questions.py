@@ -1,0 +1,120 @@
+"""What is asked of a drawn model: in which modes it runs, on what, and what came of each.
+
+Invariant: plain data, which travels to worker processes and into JSON, and needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ddpopt.errors import UsageError
+from ddpopt.fuzz.signatures import Signature
+
+TORCH = "torch-ddp-optimizer"
+WHOLE = "whole"
+"""The mode that compiles without any optimizer: what it gets wrong is the backend's own."""
+MODES = {TORCH: "torch", WHOLE: "whole", "ddpopt-split": "ddpopt-split", "ddpopt-inline": "ddpopt-inline"}
+"""For each mode that can be fuzzed its name in `ddpopt.verify.modes`."""
+STANDALONE = (TORCH, WHOLE)
+"""Modes whose faults are torch's own."""
+STEPS = 3
+
+
+class Kind(StrEnum):
+    """What came of one model in one mode."""
+
+    OK = "ok"
+    EAGER = "eager cannot run it"
+    REFUSED = "refused"
+    """ddpopt says that it does not do this."""
+    WRONG = "wrong"
+    BACKEND = "the backend is wrong"
+    """Without any optimizer the same backend is wrong too."""
+    BROKEN = "the judge failed"
+    """A fault of verification itself, from which nothing is learned about the mode."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How models are run.
+
+    Attributes:
+        backend: of Dynamo, by name.
+        nproc: how many ranks.
+        steps: of training.
+        lowers_limit: whether torch's smallest bucket is set to the model's cap. Its DDPOptimizer takes no
+            cap below that, which is 1 MiB: a model of some bytes would never be cut.
+    """
+
+    backend: str = "aot_eager"
+    nproc: int = 1
+    steps: int = STEPS
+    lowers_limit: bool = True
+
+
+@dataclass(frozen=True)
+class Task:
+    """One model in some modes.
+
+    Attributes:
+        source: the text of the model's module.
+        tags: of its case.
+        cap_bytes: its bucket cap.
+        modes: names of modes, of `MODES`.
+        setting: how it is run.
+        sought: the only failure that is of interest; another one is told as it shows at first. None if all
+            are.
+    """
+
+    source: str
+    tags: tuple[str, ...]
+    cap_bytes: int
+    modes: tuple[str, ...]
+    setting: Setting
+    sought: Signature | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of one model in one mode.
+
+    Attributes:
+        mode: name of the mode.
+        kind: how it ended.
+        signature: of the failure; None if there is none.
+        detail: what the failure says in full, or why it was refused.
+    """
+
+    mode: str
+    kind: Kind
+    signature: Signature | None = None
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.signature}" if self.signature is not None else str(self.kind)
+
+
+def modes_named(names: Sequence[str]) -> tuple[str, ...]:
+    """Check names of modes.
+
+    Args:
+        names: as on the command line, each perhaps several with commas between.
+
+    Returns:
+        The names, each once.
+
+    Raises:
+        UsageError: there is no such mode, or none is named.
+
+    >>> modes_named(["ddpopt-split,whole", "whole"])
+    ('ddpopt-split', 'whole')
+    """
+    found = tuple(dict.fromkeys(part.strip() for name in names for part in name.split(",")))
+    for name in found:
+        if name not in MODES:
+            raise UsageError(f"--mode: expected one of {', '.join(MODES)}, got {name!r}")
+    if not found:
+        raise UsageError(f"--mode: expected at least one of {', '.join(MODES)}, got none")
+    return found

@@ -1,0 +1,140 @@
+"""Scripts that show a failure: with torch alone where the fault is torch's own.
+
+They judge as those of `ddpopt.verify.locating` do, whose templates they share.
+Invariant: a script for a fault of torch's imports nothing but torch and the standard library.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+
+from ddpopt.fuzz.cases import FoundCase
+from ddpopt.fuzz.questions import MODES
+from ddpopt.verify.judge import EXACT
+from ddpopt.verify.judging.arithmetic import tail_factor
+from ddpopt.verify.judging.rounding import SAMPLES
+from ddpopt.verify.locating.reproduction import REACHED, command_of
+from ddpopt.verify.locating.scripting import spaced
+from ddpopt.verify.training import LEARNING_RATE
+
+FIRST_BUCKET_BYTES = 2**20
+"""DDP's default, below which torch's optimizer takes no cap."""
+SECTIONS = ("\n\ndef run_step(", "\n\nDDP_KWARGS =", "\n\nif __name__")
+
+
+def script_of(case: FoundCase, name: str) -> str:
+    """Write a script that exits with 1 while a failure is there, and with 0 when it is gone.
+
+    Args:
+        case: the failure.
+        name: of the script's file.
+
+    Returns:
+        The script; what is a matter of ddpopt's or of structure is judged by ddpopt, the rest by torch alone.
+    """
+    kind = case.signature.kind
+    symptom = {"error": "run", "death": "died", "no end": "died"}.get(kind, "")
+    alone = case.is_torchs and kind != "L3"
+    limit = case.mode == "torch-ddp-optimizer" and case.setting.lowers_limit
+    cap = case.model.cap_bytes
+    given = {
+        "headline": _headline(case),
+        "about": _about(case),
+        "torch_version": case.torch or torch.__version__,
+        "ranks": case.setting.nproc,
+        "compiler": repr(case.setting.backend),
+        "command": f"'{command_of(case.setting.nproc)} {name}'",
+        "death": case.signature.what if kind == "death" else "",
+        "reached": REACHED,
+        "symptom": symptom,
+        "imports": _imports(symptom, alone, case.setting.nproc),
+        "limit": cap if limit and cap < FIRST_BUCKET_BYTES else 0,
+        "source": _definitions(case.model.source, whole=not alone),
+        "steps": case.setting.steps,
+    }
+    return (
+        _rendered("model.jinja", given | _alone(case))
+        if alone
+        else _rendered("judged.jinja", given | _judged(case))
+    )
+
+
+def _alone(case: FoundCase) -> dict[str, Any]:
+    return {
+        "mode_of_ddp": MODES[case.mode],
+        "call": "make_inputs",
+        "ddp_kwargs": dict(case.model.program.module.DDP_KWARGS),
+        "learning_rate": LEARNING_RATE,
+        "dtype": "",
+        "draws_loss": False,
+        "exact": case.setting.backend in EXACT,
+        "factor": round(tail_factor(SAMPLES), 1),
+    }
+
+
+def _judged(case: FoundCase) -> dict[str, Any]:
+    return {
+        "name": case.stem,
+        "tags": case.task.tags,
+        "mode": MODES[case.mode],
+    }
+
+
+def _headline(case: FoundCase) -> str:
+    who = {
+        "torch-ddp-optimizer": "torch.compile of a DDP module, with torch's DDPOptimizer,",
+        "whole": "torch.compile of a DDP module, without any optimizer,",
+    }.get(case.mode, f"The data-parallel mode {case.mode}")
+    match case.signature.kind:
+        case "death":
+            return f"{who} takes the process down ({case.signature.what})."
+        case "no end":
+            return f"{who} does not come to an end."
+        case "error":
+            return f"{who} fails where eager DDP runs ({case.signature.what})."
+        case "L3":
+            return f"{who} breaks a rule: {case.signature.what}."
+    return f"{who} does not compute what eager DDP computes ({case.signature.what})."
+
+
+def _about(case: FoundCase) -> list[str]:
+    return [line.replace('"""', "'''").replace("\\", "/") for line in case.about.splitlines()]
+
+
+def _imports(symptom: str, alone: bool, ranks: int) -> list[str]:
+    found = ["import os"] if ranks > 1 else []
+    found += ["import sys"]
+    found += ["import traceback"] if symptom == "run" and alone else []
+    found += [] if alone else ["from dataclasses import replace"]
+    found += ["", "import torch"]
+    if not alone:
+        more = ["from ddpopt.testing.case import Case", "from ddpopt.verify.runner import verify_here"]
+        return [*found, "import torch.distributed as dist", "", *more]
+    found += ["from torch.nn.parallel import DistributedDataParallel"]
+    return found if symptom else [*found, "from torch.utils._pytree import tree_map"]
+
+
+def _definitions(source: str, *, whole: bool) -> str:
+    """The part of a model's source that makes the model, its inputs and its loss."""
+    body = source.partition('"""\n\n')[2]
+    text, _, rest = body.partition(SECTIONS[0])
+    kwargs = rest.partition(SECTIONS[1])[2].partition(SECTIONS[2])[0]
+    return f"{text.rstrip()}\n\n\nDDP_KWARGS ={kwargs.rstrip()}" if whole else text.rstrip()
+
+
+def _rendered(template: str, given: dict[str, Any]) -> str:
+    environment = Environment(
+        loader=ChoiceLoader(
+            [PackageLoader("ddpopt", "fuzz/scripts"), PackageLoader("ddpopt", "verify/locating/scripts")]
+        ),
+        autoescape=False,  # these are programs, not pages
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["repr"] = repr
+    return spaced(environment.get_template(template).render(given))

@@ -1,0 +1,134 @@
+r"""Telling failures apart: by the exception and its innermost frame, or by the level of the ladder.
+
+Invariant: equal failures have equal signatures on every machine: no line number, path, size or name of a
+step is in one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from ddpopt.verify.verdict import Finding, Trial
+
+ORDER = ("run", "L3", "L0", "L1", "L2")
+_FRAME = re.compile(r"\((?P<file>[^():]+):\d+ in (?P<name>[^()]+)\)$")
+_ROOT = re.compile(
+    r"(?:raised: |InternalTorchDynamoError: |InductorError: |LoweringException: |got )"
+    r"(?P<name>[A-Z]\w*(?:Error|Exception|Unsupported|Failed|Interrupt|Symbol\w*))\b"
+)
+_STACK = re.compile(r'File "(?P<file>[^"]+)", line \d+ in (?P<name>\S+)')
+_DRAWN = re.compile(r"<?drawn_[0-9a-f]{12}>?")
+
+
+@dataclass(frozen=True, order=True)
+class Signature:
+    """What makes a failure that failure.
+
+    Attributes:
+        kind: ``"error"``, a level of the ladder, ``"death"`` or ``"no end"``.
+        what: the exception, the claim, what is unequal, or of what the process died.
+        where: the innermost frame, or what sort of parameter it is.
+    """
+
+    kind: str
+    what: str
+    where: str = ""
+
+    def __str__(self) -> str:
+        place = f" in {self.where}" if self.where else ""
+        return f"{self.kind}: {self.what}{place}"
+
+    def to_json(self) -> dict[str, str]:
+        """Return it as a JSON object."""
+        return asdict(self)
+
+
+def signature_of(trial: Trial) -> Signature:
+    """The signature of a trial that is wrong: of what matters most in it, an error first.
+
+    Args:
+        trial: one that has findings.
+    """
+    finding = min(trial.findings, key=lambda finding: ORDER.index(finding.level))
+    return of_finding(finding)
+
+
+def of_finding(finding: Finding) -> Signature:
+    """The signature of one thing that is wrong."""
+    if finding.level == "run":
+        return of_error(finding.message)
+    what, where = _sort(finding.parameter or "")
+    if finding.level == "L3":
+        return Signature("L3", finding.claim, where)
+    return Signature(finding.level, what, where)
+
+
+def of_error(text: str) -> Signature:
+    """The signature of an exception, as verification tells it: ``Type: message (file:line in function)``.
+
+    Dynamo wraps what its backends raise; what they raised is what counts.
+
+    >>> str(of_error("BackendCompilerFailed: backend='x' raised: KeyError: 'h3' (graph.py:12 in find)"))
+    'error: KeyError in graph.py in find'
+    """
+    kind = text.partition(":")[0]
+    root = _ROOT.search(text)
+    frame = _FRAME.search(text)
+    where = f"{frame['file']} in {frame['name']}" if frame else ""
+    return Signature("error", root["name"] if root else kind, _DRAWN.sub("the model", where))
+
+
+def of_death(how: str, stacks: str) -> Signature:
+    """The signature of a process that died.
+
+    Args:
+        how: the signal, or the exit code.
+        stacks: what faulthandler wrote; may be empty.
+
+    Returns:
+        A signature with the innermost frame of the thread that died.
+    """
+    _, found, own = stacks.rpartition("Current thread")
+    frame = _STACK.search(own if found else stacks)
+    if frame is None:
+        return Signature("death", how)
+    file = _DRAWN.sub("the model", frame["file"].rpartition("/")[2])
+    return Signature("death", how, f"{file} in {frame['name']}")
+
+
+NO_END = Signature("no end", "within its limit")
+"""Of a model that took longer than it may."""
+
+
+def may_be(sought: Signature, findings: Sequence[Finding]) -> bool:
+    """Whether what a first look found may turn out to be the failure that is looked for.
+
+    Args:
+        sought: that failure.
+        findings: of a mode that is wrong; nothing is known of rounding yet, nor of structure.
+    """
+    if sought.kind == "error":
+        return sought in map(of_finding, findings)
+    # what takes a process down, or does not end, never comes to findings
+    return sought.kind in ORDER and not any(finding.level == "run" for finding in findings)
+
+
+def _sort(name: str) -> tuple[str, str]:
+    """What a number is, and the sort of parameter that it belongs to.
+
+    >>> _sort("block2.linear3b.weight"), _sort("buffer norm1.running_mean"), _sort("the loss")
+    (('gradient', 'linear.weight'), ('buffer', 'norm.running_mean'), ('loss', ''))
+    """
+    word, _, rest = name.partition(" ")
+    if name == "the loss":
+        return "loss", ""
+    if word in ("buffer", "parameter") and rest:
+        return word, _plain(rest)
+    return "gradient", _plain(name)
+
+
+def _plain(name: str) -> str:
+    parts = [re.sub(r"\d+b*$", "", part) for part in name.split(".")]
+    return ".".join(part for part in parts if part != "block")

@@ -1,0 +1,95 @@
+"""The sequence of models that a campaign judges, a block at a time.
+
+A block depends on its seed and number alone, never on a verdict or a database: so equal seeds give equal
+campaigns, and one that goes on draws its block again.
+Invariant: `drawn_block` is a function of its arguments.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from ddpopt.testing.drawn import DrawnModel
+from ddpopt.testing.strategies import models
+
+BLOCK = 50
+"""Models in a block: Hypothesis begins each with small ones."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the models of one worker come from.
+
+    Attributes:
+        seed: of the campaign.
+        shard: which of several processes of one campaign, on one machine or on many.
+        worker: which worker of that process.
+        without: features that are not to be drawn.
+    """
+
+    seed: int
+    shard: int = 0
+    worker: int = 0
+    without: tuple[str, ...] = ()
+
+    def seed_of(self, block: int) -> int:
+        """The seed of one block."""
+        text = f"{self.seed}/{self.shard}/{self.worker}/{block}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+
+    def models(self, start: int = 0) -> Iterator[tuple[int, DrawnModel]]:
+        """All models from a place on, each with its place; it does not end."""
+        block = start // BLOCK
+        while True:
+            for place, model in enumerate(drawn_block(self, block), block * BLOCK):
+                if place >= start:
+                    yield place, model
+            block += 1
+
+
+def drawn_block(source: Source, number: int) -> list[DrawnModel]:
+    """Draw one block of models.
+
+    Args:
+        source: whose.
+        number: of the block, from 0.
+
+    Returns:
+        `BLOCK` models.
+    """
+    drawn: list[DrawnModel] = []
+
+    @seed(source.seed_of(number))
+    @settings(
+        max_examples=BLOCK + 1,
+        database=None,
+        deadline=None,
+        derandomize=False,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(models(without=source.without))
+    def keep(model: DrawnModel) -> None:
+        drawn.append(model)
+
+    # hypothesis wraps it into a function without arguments
+    draw: Callable[[], None] = keep
+    draw()
+    # each run begins with the simplest model there is: once is enough
+    return drawn[:BLOCK] if number == 0 else drawn[1 : BLOCK + 1]
+
+
+def shard_of(environment: Mapping[str, str] = os.environ) -> int:
+    """Which of several processes this is, under torchrun or pytest-xdist; 0 where it is alone.
+
+    >>> shard_of({"RANK": "3"}), shard_of({"PYTEST_XDIST_WORKER": "gw2"}), shard_of({})
+    (3, 2, 0)
+    """
+    worker = environment.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
+    number = environment.get("RANK") or worker
+    return int(number) if number.isdigit() else 0

@@ -1,0 +1,100 @@
+"""Case files: they come back as they went, run nothing of what they say, and scripts stand alone."""
+
+import ast
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ddpopt.errors import UsageError
+from ddpopt.fuzz.cases import FoundCase
+from ddpopt.fuzz.questions import Kind, Setting, modes_named
+from ddpopt.fuzz.reading import read_model
+from ddpopt.fuzz.scripting import script_of
+from ddpopt.fuzz.signatures import Signature
+from ddpopt.testing.drawn import DrawnModel, step
+
+MODEL = DrawnModel(
+    steps=(step("residual", body=(step("linear"),)), step("scale", 2)),
+    outputs=(step("earlier"),),
+    batches=(2, 3),
+    cap_bytes=1,
+    joined=False,
+)
+CASE = FoundCase(MODEL, "torch-ddp-optimizer", Setting(nproc=2), Signature("error", "KeyError", "a.py in f"))
+
+
+def imports(script: str) -> set[str]:
+    nodes = [node for node in ast.walk(ast.parse(script)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    froms = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    return {
+        name.partition(".")[0]
+        for name in froms | {a.name for node in nodes if isinstance(node, ast.Import) for a in node.names}
+    }
+
+
+def test_a_case_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    case = replace(CASE, kind=Kind.BACKEND, detail="said\nso", torch="2.13.0", origin="seed 1", about="x")
+    file = tmp_path / "case.json"
+    file.write_text(case.to_json())
+    assert FoundCase.read(file) == case
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "__import__('os').getcwd()",
+        "DrawnModel(seed=__import__('os').getpid())",
+        "DrawnModel().source",
+        "step('linear')",
+        "DrawnModel(",
+        "DrawnModel(wide=3)",
+        "[DrawnModel() for _ in (1,)]",
+    ],
+)
+def test_the_text_of_a_model_is_read_and_not_run(text: str) -> None:
+    with pytest.raises(UsageError, match="expected the repr of a DrawnModel"):
+        read_model(text)
+
+
+def test_a_file_that_is_no_case_is_refused_by_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "other.json"
+    file.write_text("{}")
+    with pytest.raises(UsageError, match=r"other\.json: expected a case that 'ddpopt fuzz' wrote"):
+        FoundCase.read(file)
+    with pytest.raises(UsageError, match="cannot read the case"):
+        FoundCase.read(tmp_path / "none.json")
+
+
+def test_failures_of_one_signature_share_a_file_name_and_others_do_not() -> None:
+    other = replace(CASE, model=DrawnModel(), origin="elsewhere")
+    assert other.stem == CASE.stem
+    assert replace(CASE, signature=Signature("error", "KeyError", "b.py in g")).stem != CASE.stem
+    assert replace(CASE, kind=Kind.BACKEND).stem != CASE.stem
+    assert replace(CASE, mode="ddpopt-split").stem != CASE.stem
+
+
+@pytest.mark.parametrize(
+    "signature", [CASE.signature, Signature("L0", "loss"), Signature("death", "SIGSEGV")]
+)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_the_script_of_a_fault_of_torchs_needs_torch_alone(signature: Signature, backend: str) -> None:
+    case = replace(CASE, signature=signature, setting=Setting(backend))
+    script = script_of(case, "x.py")
+    assert imports(script) <= {"sys", "os", "traceback", "torch", "dataclasses"}
+    assert "_DEFAULT_FIRST_BUCKET_BYTES = 1\n" in script
+    assert "ddpopt" not in imports(script_of(replace(case, mode="ddpopt-split", kind=Kind.BACKEND), "x.py"))
+
+
+def test_the_script_of_a_fault_of_ddpopts_has_ddpopt_judge() -> None:
+    script = script_of(replace(CASE, mode="ddpopt-split"), "x.py")
+    assert "ddpopt" in imports(script)
+    assert "_DEFAULT_FIRST_BUCKET_BYTES" not in script
+    assert "mode='ddpopt-split'" in script
+
+
+def test_modes_are_looked_up() -> None:
+    with pytest.raises(UsageError, match=r"--mode: expected one of torch-ddp-optimizer, .*, got 'fast'"):
+        modes_named(["whole,fast"])
+    with pytest.raises(UsageError, match="at least one"):
+        modes_named([])

@@ -1,0 +1,86 @@
+"""Judging one model: the cheapest look that decides, and whose failure it is."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt.fuzz.cases import FoundCase
+from ddpopt.fuzz.examine import examine
+from ddpopt.fuzz.questions import Answer, Kind, Setting
+from ddpopt.fuzz.signatures import Signature
+from ddpopt.testing.drawn import DrawnModel
+from ddpopt.verify.judging.reference import Bench
+from ddpopt.verify.ranks import Ranks, joined
+from tests.unit.rehearsing import one_rank_group
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
+FAILURE = Signature("error", "AssertionError", "distributed.py in __init__")
+# torch's optimizer takes no cap below 1 MiB
+CASE = FoundCase(
+    DrawnModel(width=4, cap_bytes=1),
+    "torch-ddp-optimizer",
+    Setting("eager", steps=1, lowers_limit=False),
+    FAILURE,
+)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with one_rank_group(tmp_path_factory.mktemp("group")), joined(timeout_s=60) as made:
+        yield made
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The modes that are run, in order."""
+    found: list[str] = []
+    run = Bench.run
+
+    def noted(bench: Bench, how: Any, backend: Any, **more: Any) -> Any:
+        found.append(how.name)
+        return run(bench, how, backend, **more)
+
+    monkeypatch.setattr(Bench, "run", noted)
+    return found
+
+
+def answered(ranks: Ranks, case: FoundCase, *, sought: Signature | None) -> Answer:
+    (answer,) = examine(ranks, replace(case.task, sought=sought), lambda _: None)
+    return answer
+
+
+def test_a_model_that_is_right_takes_one_run_of_eager_and_one_of_the_mode(
+    ranks: Ranks, runs: list[str]
+) -> None:
+    case = replace(CASE, setting=replace(CASE.setting, lowers_limit=True))
+    assert answered(ranks, case, sought=None).kind is Kind.OK
+    assert runs == ["eager", "torch"]
+
+
+def test_an_exception_is_held_against_the_backend_alone_and_needs_no_second_look(
+    ranks: Ranks, runs: list[str]
+) -> None:
+    answer = answered(ranks, CASE, sought=None)
+    assert (answer.kind, answer.signature) == (Kind.WRONG, FAILURE)
+    assert CASE.fails_so(answer)
+    assert runs == ["eager", "torch", "whole"]
+    assert DistributedDataParallel._active_ddp_module is None
+
+
+@pytest.mark.parametrize(
+    "sought", [replace(FAILURE, what="KeyError"), Signature("L0", "loss"), Signature("death", "SIGSEGV")]
+)
+def test_a_failure_that_cannot_be_the_one_that_is_sought_is_told_at_first_sight(
+    sought: Signature, ranks: Ranks, runs: list[str]
+) -> None:
+    answer = answered(ranks, CASE, sought=sought)
+    assert (answer.kind, answer.signature) == (Kind.WRONG, FAILURE)
+    assert runs == ["eager", "torch"]
+
+
+def test_the_failure_that_is_sought_is_looked_at_in_full(ranks: Ranks, runs: list[str]) -> None:
+    assert CASE.fails_so(answered(ranks, CASE, sought=FAILURE))
+    assert runs == ["eager", "torch", "whole"]

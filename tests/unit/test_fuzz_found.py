@@ -1,0 +1,65 @@
+"""The failures that ship: each is told in full, and ddpopt gets its model right, bit by bit."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddpopt.fuzz.cases import FoundCase, task_of
+from ddpopt.fuzz.examine import examine
+from ddpopt.fuzz.found import FOLDER, found_cases, script_file, scripts_of
+from ddpopt.fuzz.questions import Kind, Setting
+from ddpopt.verify.locating.reproduction import shows
+from ddpopt.verify.ranks import Ranks, joined
+from tests.unit.rehearsing import one_rank_group
+
+OURS = ("ddpopt-split", "ddpopt-inline")
+EACH = pytest.mark.parametrize("case", found_cases(), ids=lambda case: case.stem)
+TORCHS = [case for case in found_cases() if case.is_torchs]
+EACH_OF_TORCHS = pytest.mark.parametrize("case", TORCHS, ids=lambda case: case.stem)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with one_rank_group(tmp_path_factory.mktemp("group")), joined(timeout_s=60) as made:
+        yield made
+
+
+def test_there_are_some_and_their_files_are_named_for_what_fails() -> None:
+    names = [file.stem for file in sorted(FOLDER.glob("*.json"))]
+    assert names
+    assert names == [case.stem for case in found_cases()]
+    assert {file.stem for file in FOLDER.glob("*.py")} == {case.stem for case in TORCHS}
+
+
+@EACH
+def test_a_failure_that_ships_says_what_fails_where_and_why(case: FoundCase) -> None:
+    assert case.about.endswith(".")
+    assert case.torch.count(".") == 2
+    assert case.signature.what in case.detail or case.signature.kind not in ("error", "death")
+
+
+@EACH_OF_TORCHS
+def test_the_script_beside_a_failure_is_the_one_that_is_written_for_it(case: FoundCase) -> None:
+    assert script_file(case).read_text() in scripts_of(case)
+
+
+@EACH
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+def test_ddpopt_gets_the_model_right_bit_by_bit_in_both_strategies(case: FoundCase, ranks: Ranks) -> None:
+    answers = examine(ranks, task_of(case.model, OURS, Setting("aot_eager")), lambda _: None)
+    assert [(answer.mode, answer.kind, answer.detail) for answer in answers] == [
+        (name, Kind.OK, "") for name in OURS
+    ]
+
+
+@EACH_OF_TORCHS
+@pytest.mark.nightly
+def test_the_script_shows_the_failure_where_torch_has_it(case: FoundCase, tmp_path: Path) -> None:
+    if torch.__version__.partition("+")[0] != case.torch:
+        pytest.skip(f"seen with torch {case.torch}")
+    script = tmp_path / script_file(case).name
+    script.write_text(script_file(case).read_text())
+    death = case.signature.what if case.signature.kind == "death" else ""
+    assert shows(script, case.setting.nproc, 250, death=death)

@@ -1,0 +1,64 @@
+"""What a campaign writes down: a line a model, whole or not there, and only in a folder of its own."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ddpopt.errors import UsageError
+from ddpopt.fuzz.journal import LINES, PLAN, Entry, Journal, Plan
+from ddpopt.fuzz.questions import Answer, Kind
+from ddpopt.fuzz.signatures import Signature
+
+THE_PLAN = Plan(3, 0, 2, ("whole", "ddpopt-split"), "aot_eager", 1, ("cond",), "2.13.0")
+ANSWERS = (Answer("whole", Kind.OK), Answer("ddpopt-split", Kind.WRONG, Signature("L0", "loss")))
+
+
+def entry(worker: int, place: int, run: int = 0) -> Entry:
+    return Entry(worker, place, run, 1.5, ("conv", "norm"), ANSWERS)
+
+
+def test_an_entry_comes_back_from_its_line() -> None:
+    line = entry(0, 7).to_line()
+    assert "\n" not in line
+    assert Entry.from_line(line) == entry(0, 7)
+
+
+def test_an_entry_is_on_disk_as_soon_as_it_is_added(tmp_path: Path) -> None:
+    with Journal(tmp_path, THE_PLAN) as journal:
+        journal.add(entry(0, 0))
+        assert (tmp_path / LINES).read_text() == f"{entry(0, 0).to_line()}\n"
+
+
+def test_each_worker_goes_on_behind_its_own_last_place_and_runs_are_numbered(tmp_path: Path) -> None:
+    with Journal(tmp_path, THE_PLAN) as journal:
+        assert (journal.run, journal.next_place(0)) == (0, 0)
+        for worker, place in ((0, 0), (1, 0), (0, 1)):
+            journal.add(entry(worker, place, journal.run))
+    with Journal(tmp_path, THE_PLAN) as journal:
+        assert journal.run == 1
+        assert [journal.next_place(worker) for worker in (0, 1, 2)] == [2, 1, 0]
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2])
+def test_a_last_line_that_was_cut_short_is_as_if_it_were_not_there(kept: int, tmp_path: Path) -> None:
+    lines = [f"{entry(0, place).to_line()}\n" for place in range(kept)]
+    Journal(tmp_path, THE_PLAN).__exit__()
+    (tmp_path / LINES).write_text("".join(lines) + entry(0, kept).to_line()[:-9])
+    with Journal(tmp_path, THE_PLAN) as journal:
+        assert journal.entries == [entry(0, place) for place in range(kept)]
+        journal.add(entry(0, kept))
+    with Journal(tmp_path, THE_PLAN) as journal:
+        assert [each.place for each in journal.entries] == list(range(kept + 1))
+
+
+def test_the_plan_is_beside_it_and_another_one_is_refused(tmp_path: Path) -> None:
+    Journal(tmp_path, THE_PLAN).__exit__()
+    assert json.loads((tmp_path / PLAN).read_text())["modes"] == ["whole", "ddpopt-split"]
+    other = Plan(**{**vars(THE_PLAN), "nproc": 2})
+    with pytest.raises(UsageError) as caught:
+        Journal(tmp_path, other)
+    assert str(caught.value) == (
+        f"--out: {str(tmp_path)!r} has another campaign (nproc: 1 there, 2 here); repeat its options to go "
+        "on with it, or name another folder"
+    )
