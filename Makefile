@@ -4,7 +4,8 @@
 #   make test     all tests: unit, property, docstring examples, multi-rank
 #   make check    format, lint, types
 #
-# Variables: PYTHON (3.11 or newer), VENV, TORCH_VERSION (2.11 to 2.13), RANKS, PYTEST_ARGS, DEMO_ARGS, BENCH_ARGS.
+# Variables: PYTHON (3.11 or newer), VENV, TORCH_VERSION (2.11 to 2.13), RANKS, PYTEST_ARGS, DEMO_ARGS, BENCH_ARGS,
+# GATE_ARGS.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -23,12 +24,13 @@ DEV_STAMP := $(VENV)/.installed-$(TORCH_VERSION)-dev
 # One run, so one summary. conftest.py has one worker run all tests that start ranks; they stand last, when the
 # others have left the cores. Eight workers are enough: each holds a torch in memory.
 ALL_CORES := -n auto --maxprocesses 8
+BENCHMARKS := planning compile step alignment
 CODE := ddpopt tests benchmarks examples conftest.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test unit property doctest multigpu nightly torchrun check fix bench-alignment bench-planning bench-compile bench-step wheel wheel-test clean
+.PHONY: help environment-test environment-dev gate demo test unit property doctest multigpu nightly torchrun check fix bench bench-alignment bench-planning bench-compile bench-step wheel wheel-test clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +55,10 @@ $(DEV_STAMP): pyproject.toml | $(BIN)/python
 	$(PIP) install -e ".[dev]"
 	@touch $(TEST_STAMP) $@
 
+# For the scripts in ci/.
+environment-test: $(TEST_STAMP)
+environment-dev: $(DEV_STAMP)
+
 # ----------------------------------------------------------------------------------------------- runs
 
 demo: $(TEST_STAMP) ## plan, cut, compile and train a GPT on two ranks, beside eager DDP
@@ -76,6 +82,9 @@ multigpu: $(TEST_STAMP) ## tests/multigpu only; starts its own ranks
 nightly: $(TEST_STAMP) ## all tests, also the long ones
 	$(BIN)/python -m pytest $(ALL_CORES) --nightly tests/unit tests/property ddpopt tests/multigpu $(PYTEST_ARGS)
 
+gate: $(TEST_STAMP) ## hold plans, graphs, margins, ratios and numbers of tests against ci/baseline.json
+	$(BIN)/ddpopt gate --baseline ci/baseline.json $(GATE_ARGS)
+
 torchrun: $(TEST_STAMP) ## tests/multigpu on the ranks of one torchrun (RANKS=2)
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m pytest tests/multigpu $(PYTEST_ARGS)
 
@@ -88,6 +97,15 @@ fix: $(DEV_STAMP) ## apply the formatter and the lint's safe fixes
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
+# A benchmark that falls short of what is asked ends in 1, and the others run all the same: the summary judges.
+bench: $(TEST_STAMP) ## all benchmarks in turn into benchmarks/results, and what held (hours; as root, on an idle machine)
+	@mkdir -p benchmarks/results
+	@rm -f $(BENCHMARKS:%=benchmarks/results/%.json)
+	@for name in $(BENCHMARKS); do \
+	  $(BIN)/python -m benchmarks.$$name --json benchmarks/results/$$name.json || echo "benchmarks.$$name: exit code $$?"; \
+	done
+	$(BIN)/python -m benchmarks.summary
+
 bench-alignment: $(TEST_STAMP) ## overlap potential of each corpus case and cap, as a ratio to eager DDP
 	$(BIN)/python -m benchmarks.alignment $(BENCH_ARGS)
 
@@ -97,7 +115,7 @@ bench-planning: $(TEST_STAMP) ## time of plan, partition and certificate, beside
 bench-compile: $(TEST_STAMP) ## cold and warm start of a training script, each mode (half an hour)
 	$(BIN)/python -m benchmarks.compile $(BENCH_ARGS)
 
-bench-step: $(TEST_STAMP) ## step time of each mode over an emulated 1 Gbit/s link (as root)
+bench-step: $(TEST_STAMP) ## step time of each mode over emulated links of 1 and 10 Gbit/s (as root)
 	$(BIN)/python -m benchmarks.step $(BENCH_ARGS)
 
 wheel: $(DEV_STAMP) ## build the wheel into dist/

@@ -1,6 +1,6 @@
 """Does the compiled backward keep what eager DDP hides? ``python -m benchmarks.alignment``.
 
-For every case of the corpus at several bucket caps: the overlap potential (`benchmarks.potential`) of ddpopt
+For every case of the corpus at several bucket caps: the overlap potential (`ddpopt.gate.potential`) of ddpopt
 and of torch's own DDPOptimizer as a ratio to eager DDP on the same case and cap, and whether DDP reduced
 exactly the planned buckets in every iteration.
 

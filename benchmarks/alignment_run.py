@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from benchmarks.group import process_group
-from benchmarks.potential import Measurement, measure
+from ddpopt.gate.potential import Measurement, measure
 from ddpopt.impose import imposed_plan
 from ddpopt.testing import Case, resolve
 

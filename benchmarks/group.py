@@ -1,4 +1,4 @@
-"""Process groups for measurements: gloo, over a rendezvous file, always taken down again."""
+"""Process groups for measurements, over a rendezvous file, always taken down again."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ COLLECTIVE_LIMIT = timedelta(seconds=60)
 
 
 @contextmanager
-def process_group(rank: int, world_size: int, rendezvous: str) -> Iterator[None]:
-    """A gloo process group.
+def process_group(rank: int, world_size: int, rendezvous: str, backend: str = "gloo") -> Iterator[None]:
+    """A process group.
 
     Args:
         rank: rank of this process.
         world_size: number of ranks.
         rendezvous: path of a file that does not exist yet, the same on all ranks.
+        backend: what sends.
 
     Yields:
         Nothing; the group is the default one inside.
     """
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{rendezvous}",
         rank=rank,
         world_size=world_size,

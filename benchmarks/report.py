@@ -1,4 +1,4 @@
-"""What every measurement states beside its figures: machine, versions, command."""
+"""What every measurement states beside its figures: date, machine, versions, command."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import platform
 import shlex
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from rich.console import Console
 
 
 def conditions(module: str) -> dict[str, str]:
-    """Hardware, versions and command of this run.
+    """Date, hardware, versions and command of this run.
 
     Args:
         module: name of the module that was started, for instance ``"benchmarks.planning"``.
@@ -23,6 +24,7 @@ def conditions(module: str) -> dict[str, str]:
         Printable values by their titles.
     """
     return {
+        "date": time.strftime("%Y-%m-%d"),
         "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
         "processor": _processor(),
         "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),

@@ -9,7 +9,9 @@ Two ranks of one thread each train a model on two emulated hosts (`benchmarks.ne
 
 All modes take turns in one run, a few steps each round, so that a busy minute meets all of them. Ratios are
 of the fastest steps, for whatever else the machine does only ever adds. The compile time is that of the first
-three steps, with every cache off.
+three steps, with every cache off. *Exposed* is the share of all-reduce time that no computing hides, the
+median of some steps under torch's profiler (`benchmarks.step_trace.exposed_share`); *peak* is the most memory
+that a step holds at once, over what is held before it: weights and buckets.
 
 The *physical limit* of a step is put together from parts that are measured alone, in the same rounds and as
 often as a step; again the fastest count:
@@ -25,8 +27,13 @@ bucket is complete only when the backward is over. The update needs all gradient
 
 What sending costs the processor, and copying gradients into buckets and back, is not in it.
 
-Exit code 1 where ``inline`` takes more than 1.05 times the limit (not judged on loopback, where sending costs
-as much of the processor as computing does); 2 for arguments that cannot be; 3 where a rank fails.
+With ``--device cuda`` both ranks compute on a GPU: gloo sends over the emulated link where there is one, NCCL
+between GPUs where each rank has its own. Exposed communication is not traced there.
+
+Exit code 1 where ``inline`` takes more than 1.05 times the limit, is more than 1.02 times as slow as the best
+other mode, or, where torch's optimizer compiles one graph, is less than 1.15 times faster than it (nothing of
+this is judged without an emulated link: over loopback sending costs as much of the processor as computing);
+2 for arguments that cannot be; 3 where a rank fails, or where there is no GPU.
 """
 
 from __future__ import annotations
@@ -35,11 +42,11 @@ import argparse
 import json
 import os
 import re
-import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,108 +54,52 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from benchmarks.arguments import some_of
-from benchmarks.network import Network, running, two_hosts
+from benchmarks.devices import CPU, CUDA, DEVICES, description, group_backend, require
+from benchmarks.network import Network, loopback, running, two_hosts
 from benchmarks.report import conditions, state, wide_console
-from benchmarks.step_rank import EAGER, INLINE, MODES, TORCH, WHOLE, WORKLOADS, Figures, Job
-from benchmarks.timeline import Trace, draw
+from benchmarks.step_figures import Figures, Job, figures_of
+from benchmarks.step_modes import EAGER, MODES, WHOLE
+from benchmarks.step_rows import asked_of, fastest_parts, limit, problems, rows
+from benchmarks.step_table import parts_line, table
+from benchmarks.step_workloads import WORKLOADS
+from benchmarks.timeline import draw
 from ddpopt.errors import DdpoptError, InfrastructureError
 
-ASKED_RATIO = 1.05
-LIMIT_S = 600.0
+LIMIT_S = 1200.0
 LAST_LINES = 30
 
 
 @dataclass(frozen=True)
-class Row:
-    """What one mode took.
+class Measured:
+    """The figures of one model over one network."""
 
-    Attributes:
-        mode: its name.
-        fastest_s: the fastest step.
-        step_s: median over all steps.
-        spread_s: first and third quartile over all steps.
-        to_eager: ratio of the fastest step to eager DDP's; None if that was not measured.
-        to_torch: the same to torch's DDPOptimizer.
-        to_limit: ratio of the fastest step to the physical limit.
-        first_steps_s: the first three steps.
-    """
+    rate: str
+    network: Network
+    figures: Figures
 
-    mode: str
-    fastest_s: float
-    step_s: float
-    spread_s: tuple[float, float]
-    to_eager: float | None
-    to_torch: float | None
-    to_limit: float
-    first_steps_s: float
+    def problems(self) -> list[str]:
+        """What falls short; nothing where there is no slow network, for then nothing is asked."""
+        name = f"{self.figures.model} at {self.rate}"
+        return problems(name, rows(self.figures)) if self.network.emulated else []
 
-
-def limit(parts: Mapping[str, float]) -> float:
-    """The physical limit of a step; see the top of this module.
-
-    Args:
-        parts: as `benchmarks.step_rank.Parts.measure` gives them.
-
-    Returns:
-        Seconds.
-
-    >>> parts = {"forward": 2, "backward": 4, "first_bucket": 0.25, "comm": 9, "last_bucket": 1, "update": 1}
-    >>> limit(parts), limit({**parts, "comm": 2})
-    (13.0, 8)
-    """
-    forward, backward = parts["forward"], parts["backward"]
-    by_network = forward + parts["first_bucket"] * backward + parts["comm"]
-    by_computing = forward + backward + parts["last_bucket"]
-    return max(by_network, by_computing) + parts["update"]
-
-
-def fastest_parts(figures: Figures) -> dict[str, float]:
-    """The fastest of each part, and the median of the share."""
-    parts = {name: min(values) for name, values in figures.parts.items()}
-    return {**parts, "first_bucket": statistics.median(figures.parts["first_bucket"])}
-
-
-def rows(figures: Figures) -> list[Row]:
-    """One row for each mode.
-
-    Args:
-        figures: of one model.
-
-    Returns:
-        In the order in which the modes were asked for.
-    """
-    fastest = {mode: min(steps) for mode, steps in figures.steps_s.items()}
-    limit_s = limit(fastest_parts(figures))
-    return [
-        Row(
-            mode=mode,
-            fastest_s=fastest[mode],
-            step_s=statistics.median(steps),
-            spread_s=_quartiles(steps),
-            to_eager=fastest[mode] / fastest[EAGER] if EAGER in fastest else None,
-            to_torch=fastest[mode] / fastest[TORCH] if TORCH in fastest else None,
-            to_limit=fastest[mode] / limit_s,
-            first_steps_s=figures.first_steps_s[mode],
-        )
-        for mode, steps in figures.steps_s.items()
-    ]
-
-
-def _quartiles(steps: Sequence[float]) -> tuple[float, float]:
-    first, _, third = statistics.quantiles(steps, n=4, method="inclusive")
-    return first, third
-
-
-def problems(model: str, found: Sequence[Row]) -> list[str]:
-    """What falls short of what is asked."""
-    return [
-        f"{model}: {row.mode} takes {row.to_limit:.3f} times the physical limit, asked {ASKED_RATIO:g}"
-        for row in found
-        if row.mode == INLINE and row.to_limit > ASKED_RATIO
-    ]
+    def document(self) -> dict[str, Any]:
+        """All of it, for JSON."""
+        found, parts = rows(self.figures), fastest_parts(self.figures)
+        asked = asked_of(found) if self.network.emulated else []
+        return {
+            "rate": self.rate,
+            "network": self.network.description,
+            "emulated": self.network.emulated,
+            "model": self.figures.model,
+            "about": WORKLOADS[self.figures.model].about,
+            "limit_s": limit(parts),
+            "parts": parts,
+            "rows": [asdict(row) for row in found],
+            "asked": [{**asdict(one), "asked": one.asked, "held": one.held} for one in asked],
+            "figures": asdict(self.figures),
+        }
 
 
 def measure(job: Job, network: Network, done: Callable[[str], None]) -> Figures:
@@ -163,11 +114,11 @@ def measure(job: Job, network: Network, done: Callable[[str], None]) -> Figures:
         The figures.
 
     Raises:
-        InfrastructureError: a rank failed, or gave no figures within ten minutes.
+        InfrastructureError: a rank failed, or gave no figures within twenty minutes.
     """
     answers: list[Figures] = []
     with tempfile.TemporaryDirectory(prefix="ddpopt-step-") as folder:
-        job = Job(**{**asdict(job), "rendezvous": f"{folder}/rendezvous"})
+        job = replace(job, rendezvous=f"{folder}/rendezvous")
         words = (sys.executable, "-m", "benchmarks.step_rank")
         commands = [(*words, str(rank), json.dumps(asdict(job))) for rank in range(2)]
         with running(network, commands, rank_environment(folder), Path(folder), LIMIT_S) as processes:
@@ -183,19 +134,6 @@ def measure(job: Job, network: Network, done: Callable[[str], None]) -> Figures:
         if not answers:
             raise InfrastructureError(f"{job.model}: no figures.\n{_last_words(Path(folder))}")
     return answers[0]
-
-
-def figures_of(fields: Mapping[str, Any]) -> Figures:
-    """Figures from what `asdict` made of them, by way of JSON."""
-    traces = {
-        mode: Trace(**{name: _tuples(value) for name, value in trace.items()})
-        for mode, trace in fields["traces"].items()
-    }
-    return Figures(**{**fields, "traces": traces})
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def rank_environment(folder: str) -> dict[str, str]:
@@ -217,6 +155,24 @@ def _last_words(folder: Path) -> str:
     return "\n".join(words)
 
 
+@contextmanager
+def hosts(rate: str, device: str) -> Iterator[Network]:
+    """What the ranks talk over: an emulated link, but for NCCL, which goes its own ways.
+
+    Args:
+        rate: of the link, as ``tc`` writes it.
+        device: one of `benchmarks.devices.DEVICES`.
+
+    Yields:
+        The network.
+    """
+    if group_backend(device) == "nccl":
+        yield loopback("NCCL joins the GPUs of one machine")
+        return
+    with two_hosts(rate) as network:
+        yield network
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, store.
 
@@ -226,119 +182,71 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    asked = _parser().parse_args(arguments)
+    parser = _parser()
+    asked = parser.parse_args(arguments)
+    if asked.timeline and asked.device == CUDA:
+        parser.error("--timeline: steps are traced with --device cpu only")
     console = wide_console()
-    load = os.getloadavg()[0]
     try:
-        with two_hosts(asked.rate) as network:
-            facts = {
-                **conditions("benchmarks.step"),
-                "threads": "1 a rank, 2 ranks",
-                "network": network.description,
-                "load before": f"{load:.2f}",
-                "backend": asked.backend,
-            }
-            state(console, facts)
-            found = _measure_all(asked, network, console)
+        require(asked.device)
+        facts = {
+            **conditions("benchmarks.step"),
+            "threads": "1 a rank, 2 ranks",
+            **description(asked.device),
+            "rates": ", ".join(asked.rate),
+            "load before": f"{os.getloadavg()[0]:.2f}",
+            "backend": asked.backend,
+        }
+        state(console, facts)
+        found = _measure_all(asked, console)
     except DdpoptError as error:
         console.print(str(error), style="red", markup=False)
         return error.exit_code
-    short = _report(found, console)
-    if not network.emulated:
-        short = []
-        console.print("not judged: there is no slow network between the ranks", markup=False)
+    short = [problem for measured in found for problem in measured.problems()]
     for problem in short:
         console.print(f"short of what is asked: {problem}", style="red", markup=False)
     if asked.json:
-        tables = {figures.model: [asdict(row) for row in rows(figures)] for figures in found}
-        document = {"conditions": facts, "rows": tables, "figures": [asdict(figures) for figures in found]}
+        document = {"conditions": facts, "tables": [measured.document() for measured in found]}
         asked.json.write_text(json.dumps(document, indent=2) + "\n")
     if asked.timeline:
-        asked.timeline.write_text(_timeline(found[0]))
+        asked.timeline.write_text(_timeline(found[0].figures))
     return int(bool(short))
 
 
-def _measure_all(asked: argparse.Namespace, network: Network, console: Console) -> list[Figures]:
+def _measure_all(asked: argparse.Namespace, console: Console) -> list[Measured]:
+    """Every model at every rate; one rate is enough where none can be emulated."""
+    found: list[Measured] = []
+    for rate in asked.rate:
+        with hosts(rate, asked.device) as network:
+            console.print(f"network: {network.description}", markup=False, highlight=False)
+            name = rate if network.emulated else "no rate"
+            for figures in _measure_models(asked, network, console):
+                found.append(Measured(name, network, figures))
+                console.print(table(figures, rows(figures), network.description))
+                console.print(parts_line(figures), markup=False, highlight=False)
+        if not network.emulated:
+            console.print("not judged: there is no slow network between the ranks", markup=False)
+            break
+    return found
+
+
+def _measure_models(asked: argparse.Namespace, network: Network, console: Console) -> Iterator[Figures]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     compiled = len({*asked.modes, EAGER, WHOLE})
-    found = []
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("start", total=len(asked.models) * (compiled + asked.rounds))
 
         def done(words: str) -> None:
             progress.update(task, description=words, advance=1)
 
-        for number, model in enumerate(asked.models):
-            trace = bool(asked.timeline) and number == 0
-            job = Job(model, asked.modes, asked.backend, asked.rounds, trace, rendezvous="")
-            found.append(measure(job, network, done))
-    return found
-
-
-def _report(found: Sequence[Figures], console: Console) -> list[str]:
-    """Print each model's table; returns what falls short."""
-    short = []
-    for figures in found:
-        table_rows = rows(figures)
-        console.print(table(figures, table_rows))
-        console.print(parts_line(figures), markup=False, highlight=False)
-        short += problems(figures.model, table_rows)
-    return short
-
-
-def table(figures: Figures, found: Sequence[Row]) -> Table:
-    """The table of one model.
-
-    Args:
-        figures: what was measured.
-        found: its `rows`.
-
-    Returns:
-        A table for the console.
-    """
-    result = Table(title=WORKLOADS[figures.model].about)
-    result.add_column("mode", no_wrap=True)
-    titles = ("fastest step, ms", "median (quartiles)", "to eager", "to torch's", "to the limit")
-    for title in (*titles, "first 3 steps, s"):
-        result.add_column(title, justify="right")
-    for row in found:
-        missed = row.mode == INLINE and row.to_limit > ASKED_RATIO
-        to_limit = f"{row.to_limit:.3f}" + (f" (asked {ASKED_RATIO:g})" if row.mode == INLINE else "")
-        result.add_row(
-            row.mode,
-            _ms(row.fastest_s),
-            f"{_ms(row.step_s)} ({_ms(row.spread_s[0])} – {_ms(row.spread_s[1])})",
-            _number(row.to_eager),
-            _number(row.to_torch),
-            f"[red]{to_limit}[/red]" if missed else to_limit,
-            f"{row.first_steps_s:.1f}",
-        )
-    return result
-
-
-def parts_line(figures: Figures) -> str:
-    """The limit and its parts, in words."""
-    parts = fastest_parts(figures)
-    sent = sum(figures.bucket_bytes) / 2**20
-    return (
-        f"physical limit {_ms(limit(parts))} ms: forward {_ms(parts['forward'])}, "
-        f"backward {_ms(parts['backward'])}, first bucket after {100 * parts['first_bucket']:.0f} % of it, "
-        f"all-reduce of {sent:.1f} MiB in {len(figures.bucket_bytes)} buckets {_ms(parts['comm'])}, "
-        f"of the last one {_ms(parts['last_bucket'])}, update {_ms(parts['update'])}"
-    )
+        for model in asked.models:
+            job = Job(model, asked.modes, asked.backend, asked.rounds, asked.device, rendezvous="")
+            yield measure(job, network, done)
 
 
 def _timeline(figures: Figures) -> str:
     about = f"One training step of each mode: {WORKLOADS[figures.model].about}"
     return draw(about, figures.traces, 1000 * limit(fastest_parts(figures)))
-
-
-def _ms(value_s: float) -> str:
-    return f"{1000 * value_s:.0f}"
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -350,10 +258,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--modes", type=partial(some_of, MODES), default=modes, help=f"({modes})")
     parser.add_argument("--backend", type=_backend, default="inductor", help="of Dynamo (inductor)")
+    parser.add_argument("--device", choices=DEVICES, default=CPU, help="where both ranks compute (cpu)")
     parser.add_argument(
         "--rounds", type=int, default=8, choices=range(1, 1000), metavar="N", help="turns of each mode (8)"
     )
-    parser.add_argument("--rate", type=_rate, default="1gbit", help="of the network, as tc writes it (1gbit)")
+    rates = "1gbit,10gbit"
+    parser.add_argument(
+        "--rate", type=_rates, default=rates, help=f"of the network, a table each, as tc writes it ({rates})"
+    )
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--timeline", type=Path, help="draw a step of the first model to this file (SVG)")
     return parser
@@ -366,11 +278,13 @@ def _backend(text: str) -> str:
     return text
 
 
-def _rate(text: str) -> str:
-    rate = re.fullmatch(r"(\d+(?:\.\d+)?)[kmg]?bit", text)
-    if rate is None or not float(rate[1]) > 0:
-        raise argparse.ArgumentTypeError(f"expected a rate such as 1gbit or 500mbit, got {text!r}")
-    return text
+def _rates(text: str) -> tuple[str, ...]:
+    rates = tuple(dict.fromkeys(text.split(",")))
+    for rate in rates:
+        number = re.fullmatch(r"(\d+(?:\.\d+)?)[kmg]?bit", rate)
+        if number is None or not float(number[1]) > 0:
+            raise argparse.ArgumentTypeError(f"expected a rate such as 1gbit or 500mbit, got {rate!r}")
+    return rates
 
 
 if __name__ == "__main__":

@@ -1,21 +1,17 @@
-"""One training step of each mode on one time axis: record it, draw it.
+"""Draw one training step of each mode on one time axis.
 
 The picture has two rows for each mode: what the rank computes, and below it what is on the network, each
 all-reduce from when its transfer starts to when it ends. gloo transfers two at a time.
 
-Invariant: recording changes nothing but the clock. torch's profiler sees both without a communication hook.
+Invariant: the picture shows a trace's own times, and nothing that is not in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from xml.etree import ElementTree
 
-from torch.profiler import ProfilerActivity, profile, record_function
-
-Span = tuple[float, float]
-PHASES = ("forward", "backward", "update")
+from benchmarks.step_trace import Span, Trace
 
 WIDTH, LEFT, RIGHT, TOP = 1000, 90, 60, 78
 ROW, GAP, PITCH = 22, 5, 84
@@ -49,57 +45,6 @@ text, .inside { fill: #f0f6fc }
 .transfer { fill: #238636; stroke: #0d1117 }
 }
 """
-
-
-@dataclass(frozen=True)
-class Trace:
-    """One step; all times in milliseconds from the start of its forward.
-
-    Attributes:
-        forward: from when to when.
-        backward: the same; it ends when the last gradient is back from the network.
-        update: the same, of the optimizer.
-        launches: when each bucket's all-reduce was launched, in order.
-        transfers: when each was on the network, in the same order.
-    """
-
-    forward: Span
-    backward: Span
-    update: Span
-    launches: tuple[float, ...]
-    transfers: tuple[Span, ...]
-
-
-def record(
-    forward: Callable[[], object], backward: Callable[[], object], update: Callable[[], object]
-) -> Trace:
-    """Run one step under torch's profiler, which costs each operator some microseconds.
-
-    Args:
-        forward: the step's first phase.
-        backward: its second; it waits for its all-reduces, of which gloo is the backend.
-        update: its last.
-
-    Returns:
-        When all of it ran.
-    """
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        for phase, run in zip(PHASES, (forward, backward, update), strict=True):
-            with record_function(phase):
-                run()
-    seen: dict[str, list[Span]] = {}
-    for event in profiled.events() or ():
-        seen.setdefault(event.name, []).append((event.time_range.start, event.time_range.end))
-    origin = seen["forward"][0][0]
-
-    def spans(name: str) -> tuple[Span, ...]:
-        microseconds = ((start - origin, end - origin) for start, end in sorted(seen.get(name, ())))
-        return tuple((start / 1000, end / 1000) for start, end in microseconds)
-
-    forward_span, backward_span, update_span = (spans(phase)[0] for phase in PHASES)
-    # the profiler's names: an operator on the thread that launches, a range on the thread that transfers
-    launches = tuple(start for start, _ in spans("c10d::allreduce_"))
-    return Trace(forward_span, backward_span, update_span, launches, spans("gloo:all_reduce"))
 
 
 def tracks(transfers: Sequence[Span]) -> list[int]:
@@ -182,11 +127,9 @@ class _Picture:
     def _draw_mode(self, mode: str, trace: Trace, y: float) -> None:
         self._write(mode, LEFT - 12, y + 16, "end")
         self._write("network", LEFT - 12, y + 2 * ROW + GAP - 6, "small end")
-        # the last gradient is complete when the last bucket leaves; what follows is waiting
-        computed = max((trace.backward[0], *trace.launches))
         self._span("forward", trace.forward, y, ROW)
-        self._span("backward", (trace.backward[0], computed), y, ROW)
-        self._span("waiting", (computed, trace.backward[1]), y, ROW)
+        self._span("backward", (trace.backward[0], trace.computed), y, ROW)
+        self._span("waiting", (trace.computed, trace.backward[1]), y, ROW)
         self._span("update", trace.update, y, ROW)
         end = trace.update[1]
         self._write(f"{end:.0f} ms", self._x(end) + 6, y + 16, "")

@@ -9,7 +9,7 @@ from torch import nn
 from benchmarks.alignment_rows import Cell, Row, difference, row, summary
 from benchmarks.alignment_run import Buckets, Outcome, caps_of, ddp_arguments
 from benchmarks.lanes import Lost
-from benchmarks.potential import Launch, Measurement
+from ddpopt.gate.potential import Launch, Measurement
 from ddpopt.testing import Case
 
 PLANNED: Buckets = (("b",), ("a",))

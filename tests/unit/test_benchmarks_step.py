@@ -1,136 +1,141 @@
-"""Tests of the pure parts of `benchmarks.step`: limit, table, arguments, network, picture."""
+"""Tests of `benchmarks.step` itself: arguments, figures on their way, what is judged and what is kept."""
 
-import io
 import json
-import subprocess
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
-from rich.console import Console
 
-from benchmarks import network
-from benchmarks.network import enter, link_commands, loopback, two_hosts
-from benchmarks.step import (
-    fastest_parts,
-    figures_of,
-    limit,
-    main,
-    parts_line,
-    problems,
-    rank_environment,
-    rows,
-    table,
-)
-from benchmarks.step_rank import MODES, STEPS_A_TURN, WORKLOADS, Figures
-from benchmarks.timeline import Trace, draw, tracks
+from benchmarks import step
+from benchmarks.devices import description, device_of
+from benchmarks.network import Network, loopback
+from benchmarks.step import main, rank_environment
+from benchmarks.step_figures import Figures, Job, figures_of
+from tests.unit.step_figures import figures
 
-PARTS = {
-    "forward": 2.0,
-    "backward": 4.0,
-    "update": 1.0,
-    "first_bucket": 0.25,
-    "comm": 9.0,
-    "last_bucket": 1.5,
-}
-SVG = "{http://www.w3.org/2000/svg}"
+SLOW = Network("a slow link", ("a", "b"), ((), ()), emulated=True)
 
 
-def figures(**steps_s: list[float]) -> Figures:
-    samples = len(next(iter(steps_s.values())))
-    parts = {name: [value] * samples for name, value in PARTS.items()}
-    return Figures("linears", [4 * 2**20] * 8, dict.fromkeys(steps_s, 3.0), steps_s, parts, {})
+def measure_nothing(
+    monkeypatch: pytest.MonkeyPatch, answer: Callable[[Job], Figures], network: Network = SLOW
+) -> list[tuple[str, Job]]:
+    """Have no rank started; returns the rate and the job of each measurement as it is made."""
+    rates: list[str] = []
+    made: list[tuple[str, Job]] = []
+
+    @contextmanager
+    def hosts(rate: str) -> Iterator[Network]:
+        rates.append(rate)
+        yield network
+
+    def measure(job: Job, *_: Any) -> Figures:
+        made.append((rates[-1], job))
+        return answer(job)
+
+    monkeypatch.setattr(step, "two_hosts", hosts)
+    monkeypatch.setattr(step, "measure", measure)
+    return made
 
 
-def trace(end: float = 10.0) -> Trace:
-    return Trace((0.0, 2.0), (2.0, end - 1), (end - 1, end), (3.0, 5.0), ((3.5, 6.0), (5.5, end - 1)))
+def near_the_limit(_: Job) -> Figures:
+    return figures(eager=[14.0, 14.0], inline=[13.1, 13.2])
 
 
-def test_a_slow_network_starts_with_the_first_bucket_and_never_rests() -> None:
-    assert limit(PARTS) == 2 + 0.25 * 4 + 9 + 1
+def far_from_it(_: Job) -> Figures:
+    return figures(eager=[14.0, 14.0], inline=[15.0, 15.0])
 
 
-def test_a_fast_network_has_only_the_last_bucket_left_when_the_backward_is_over() -> None:
-    assert limit({**PARTS, "comm": 4.0}) == 2 + 4 + 1.5 + 1
-
-
-def test_the_fastest_of_each_part_makes_the_limit_with_the_usual_share() -> None:
-    found = figures(eager=[14.0] * 3 * STEPS_A_TURN)
-    found.parts["comm"][1] = 12.0
-    found.parts["backward"][0] = 40.0
-    found.parts["first_bucket"][2] = 0.01
-    assert fastest_parts(found) == PARTS
-
-
-def test_ratios_are_of_the_fastest_steps() -> None:
-    eager, torchs, inline = rows(
-        figures(eager=[40.0, 20.0], torch=[30.0, 90.0], inline=[15.0, 100.0]),
-    )
-    assert (eager.to_eager, torchs.to_eager, inline.to_eager) == (1.0, 1.5, 0.75)
-    assert (eager.to_torch, inline.to_torch) == (20 / 30, 0.5)
-    assert inline.to_limit == 15 / 13
-
-
-def test_the_spread_is_over_all_steps() -> None:
-    (row,) = rows(figures(whole=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]))
-    assert (row.fastest_s, row.step_s, row.spread_s) == (1.0, 3.5, (2.25, 4.75))
-
-
-def test_without_eager_and_torch_there_is_no_ratio_to_them() -> None:
-    (row,) = rows(figures(inline=[13.0, 13.0]))
-    assert (row.to_eager, row.to_torch, row.to_limit) == (None, None, 1.0)
-
-
-def test_only_inline_is_asked_to_be_near_the_limit() -> None:
-    steps = {mode: [14.0, 14.0] for mode in MODES}
-    assert problems("gpt", rows(figures(**steps))) == [
-        "gpt: inline takes 1.077 times the physical limit, asked 1.05"
+def test_each_rate_has_each_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = measure_nothing(monkeypatch, near_the_limit)
+    assert main(["--rate", "1gbit,10gbit", "--models", "linears,tied", "--rounds", "3"]) == 0
+    assert [(rate, job.model) for rate, job in made] == [
+        ("1gbit", "linears"),
+        ("1gbit", "tied"),
+        ("10gbit", "linears"),
+        ("10gbit", "tied"),
     ]
-    assert problems("gpt", rows(figures(**{**steps, "inline": [13.6, 13.6]}))) == []
+    assert {(job.rounds, job.device) for _, job in made} == {(3, "cpu")}
 
 
-def test_the_table_shows_what_is_asked_and_what_is_not_known() -> None:
-    found = figures(torch=[0.34, 0.35], inline=[13.0, 13.0])
-    console = Console(width=140, file=io.StringIO())
-    with console.capture() as captured:
-        console.print(table(found, rows(found)))
-    shown = captured.get()
-    torch_line, inline_line = (line for line in shown.splitlines() if line.startswith("│"))
-    assert [cell.strip() for cell in torch_line.strip("│").split("│")] == [
-        "torch",
-        "340",
-        "345 (342 – 348)",
-        "–",
-        "1.000",
-        "0.026",
-        "3.0",
+def test_what_falls_short_is_told_with_its_rate(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measure_nothing(monkeypatch, far_from_it)
+    assert main(["--rate", "10gbit", "--models", "linears"]) == 1
+    assert "linears at 10gbit: inline to the limit is 1.154, asked at most 1.05" in capsys.readouterr().out
+
+
+def test_over_loopback_nothing_is_judged_and_one_rate_is_enough(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    made = measure_nothing(monkeypatch, far_from_it, loopback("it takes root"))
+    kept = tmp_path / "step.json"
+    assert main(["--rate", "1gbit,10gbit", "--models", "linears", "--json", str(kept)]) == 0
+    assert len(made) == 1
+    assert "not judged: there is no slow network" in capsys.readouterr().out
+    (table,) = json.loads(kept.read_text())["tables"]
+    assert (table["rate"], table["asked"]) == ("no rate", [])
+
+
+def test_what_is_kept_says_what_was_asked_and_has_all_figures(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    measure_nothing(monkeypatch, far_from_it)
+    kept = tmp_path / "step.json"
+    main(["--rate", "1gbit", "--models", "linears", "--json", str(kept)])
+    (table,) = json.loads(kept.read_text())["tables"]
+    assert (table["model"], table["rate"], table["network"]) == ("linears", "1gbit", "a slow link")
+    assert [(one["asked"], one["held"]) for one in table["asked"]] == [
+        ("at most 1.05", False),
+        ("at most 1.02", False),
     ]
-    assert "1.000 (asked 1.05)" in inline_line
-    assert WORKLOADS["linears"].about in shown
+    assert figures_of(table["figures"]) == far_from_it(Job("linears", (), "", 1, "cpu", ""))
+    assert table["limit_s"] == 13.0
 
 
-def test_the_parts_of_the_limit_are_told() -> None:
-    assert parts_line(figures(inline=[0.3, 0.3])) == (
-        "physical limit 13000 ms: forward 2000, backward 4000, first bucket after 25 % of it, "
-        "all-reduce of 32.0 MiB in 8 buckets 9000, of the last one 1500, update 1000"
-    )
-
-
-def test_figures_survive_json() -> None:
-    found = replace(figures(inline=[1.0, 2.0]), traces={"inline": trace()})
+def test_the_figures_of_the_ranks_survive_json() -> None:
+    found = figures(inline=[1.0, 2.0])
     assert figures_of(json.loads(json.dumps(asdict(found)))) == found
+
+
+def test_without_a_gpu_cuda_ends_in_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["--device", "cuda"]) == 3
+    assert "--device cuda: expected a GPU, but torch" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("gpus", "sender"), [(1, "gloo"), (2, "nccl")])
+def test_nccl_sends_where_each_rank_has_a_gpu(
+    gpus: int, sender: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda index: "A GPU")
+    made = measure_nothing(monkeypatch, near_the_limit)
+    with step.hosts("1gbit", "cuda") as network:
+        assert network.emulated == (sender == "gloo")
+    assert made == []
+    assert description("cuda")["device"] == f"cuda, 2 ranks on {gpus} of: A GPU"
+    assert description("cuda")["sent by"] == sender
+    assert [device_of("cuda", rank).index for rank in range(2)] == [0, gpus - 1]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--models", "linears,bert"], "expected some of linears, gpt, got 'bert'"),
+        (["--models", "linears,bert"], "expected some of linears, gpt, keyword, experts, tied, got 'bert'"),
         (["--modes", "eager,fast"], "expected some of eager, whole, torch, split, inline, got 'fast'"),
         (["--backend", "inducktor"], "got 'inducktor'"),
         (["--rate", "fast"], "expected a rate such as 1gbit or 500mbit, got 'fast'"),
         (["--rate", "0gbit"], "got '0gbit'"),
         (["--rate", "1.2.3gbit"], "got '1.2.3gbit'"),
+        (["--rate", "1gbit,fast"], "got 'fast'"),
+        (["--device", "cuda", "--timeline", "x.svg"], "steps are traced with --device cpu only"),
         (["--rounds", "0"], "invalid choice: 0"),
     ],
 )
@@ -148,95 +153,3 @@ def test_ranks_have_one_thread_and_no_cache() -> None:
     assert environment["OMP_NUM_THREADS"] == "1"
     assert environment["TORCHINDUCTOR_FX_GRAPH_CACHE"] == environment["TORCHINDUCTOR_AUTOGRAD_CACHE"] == "0"
     assert environment["TMPDIR"] == "/somewhere"
-
-
-def test_the_link_is_made_inside_the_namespaces_and_limited_at_both_ends() -> None:
-    make, *inside = (" ".join(command) for command in link_commands((11, 22), "500mbit"))
-    assert make == "ip link add name ddp0 netns 11 type veth peer name ddp1 netns 22"
-    assert inside[:4] == [
-        "nsenter --target 11 --net ip address add 192.0.2.1/30 dev ddp0",
-        "nsenter --target 11 --net ip link set lo up",
-        "nsenter --target 11 --net ip link set ddp0 up",
-        "nsenter --target 11 --net tc qdisc add dev ddp0 root tbf burst 256kb latency 100ms rate 500mbit",
-    ]
-    swapped = [
-        line.replace("11", "22").replace("ddp0", "ddp1").replace("2.1/", "2.2/") for line in inside[:4]
-    ]
-    assert inside[4:] == swapped
-
-
-def test_nothing_names_a_namespace_so_that_runs_do_not_clash() -> None:
-    words = [word for command in link_commands((11, 22), "1gbit") for word in command]
-    assert "-n" not in words
-    assert words.count("netns") == 2  # each with the number of a process
-
-
-def test_without_root_the_ranks_share_loopback_and_the_result_says_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("shutil.which", lambda tool: tool)
-    monkeypatch.setattr("os.geteuid", lambda: 1000)
-    with two_hosts("1gbit") as found:
-        assert found == loopback("it takes root")
-    assert found.description == "loopback, no emulated link: it takes root"
-
-
-def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shutil.which", lambda tool: None if tool in ("tc", "nsenter") else tool)
-    with two_hosts("1gbit") as found:
-        assert found == loopback("tc, nsenter not found")
-
-
-def test_a_network_that_refuses_a_command_leads_to_loopback_and_leaves_no_holder(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    started: list[subprocess.Popen[Any]] = []
-
-    class Holder(subprocess.Popen[Any]):
-        def __init__(self, *_: object, **options: Any) -> None:
-            super().__init__(["cat"], **options)
-            started.append(self)
-
-    def refuse(command: tuple[str, ...]) -> None:
-        raise subprocess.CalledProcessError(2, command, stderr="Error: Specified qdisc kind is unknown.\n")
-
-    monkeypatch.setattr(network, "_missing", lambda: None)
-    monkeypatch.setattr(network, "_network", str)
-    monkeypatch.setattr(network, "_run", refuse)
-    monkeypatch.setattr("subprocess.Popen", Holder)
-    with two_hosts("1gbit") as found:
-        assert found == loopback("Error: Specified qdisc kind is unknown.")
-    assert len(started) == 2
-    assert all(holder.returncode is not None for holder in started)
-
-
-def test_entering_a_namespace_is_a_prefix() -> None:
-    assert " ".join((*enter(7), "tc")) == "nsenter --target 7 --net tc"
-
-
-def test_transfers_at_one_time_stand_on_tracks_of_their_own() -> None:
-    assert tracks([(0, 5), (1, 9), (5, 7), (9, 10)]) == [0, 1, 0, 0]
-
-
-def test_the_picture_has_a_bar_for_each_transfer_and_waiting_begins_with_the_last_launch() -> None:
-    picture = ElementTree.fromstring(draw("a step", {"eager": trace(), "inline": trace(20)}, limit_ms=9.0))
-    kinds = [element.get("class") for element in picture.iter(f"{SVG}rect")]
-    assert kinds.count("transfer") == 1 + 4  # the legend's, and two for each mode
-    backward, waiting = (
-        [element for element in picture.iter(f"{SVG}rect") if element.get("class") == kind][-1]
-        for kind in ("backward", "waiting")
-    )
-    ends = float(backward.get("x", 0)) + float(backward.get("width", 0))
-    assert ends == pytest.approx(float(waiting.get("x", 0)), abs=0.2)
-    words = [element.text for element in picture.iter(f"{SVG}text")]
-    assert {"eager", "inline", "10 ms", "20 ms", "physical limit"} <= {*words}
-
-
-def test_without_a_limit_no_line_is_drawn() -> None:
-    picture = ElementTree.fromstring(draw("a step", {"eager": trace()}, limit_ms=None))
-    assert "limit" not in [element.get("class") for element in picture.iter(f"{SVG}line")]
-
-
-def test_a_mode_that_sends_nothing_can_be_drawn() -> None:
-    silent = Trace((0, 1), (1, 3), (3, 4), (), ())
-    assert "4 ms" in draw("a step", {"eager": silent}, None)

@@ -1,0 +1,141 @@
+"""What was asked, what was found, and whether it held: ``python -m benchmarks.summary``.
+
+Reads the JSON that the measurements left in ``benchmarks/results`` (``make bench``) and prints one table:
+ratios measured in one run each, with their spread and with what they would be at the physical limit. A spread
+is the lowest and the highest over rounds; for step times it is the quartiles.
+
+``--store NAME`` keeps the summary, without the single timings, as ``summary-NAME.json`` in the same folder,
+which the repository keeps; ``--markdown`` writes the tables of all stored summaries into docs/benchmarks.md.
+
+Exit code 0: all that is asked held; 1: something did not, or was not measured; 2: a file cannot be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.table import Table
+
+from benchmarks.report import wide_console
+from benchmarks.summary_markdown import CLAIMS, claim_cells, markdown, replaced
+from benchmarks.summary_readers import READERS
+from benchmarks.summary_sections import Section, missing, sections_of
+from ddpopt.errors import UsageError
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "benchmarks.md"
+
+
+def read(results: Path) -> tuple[Section, ...]:
+    """The sections of all measurements.
+
+    Args:
+        results: the folder with their files, each named for its measurement.
+
+    Returns:
+        One for each, whether or not there is a file.
+
+    Raises:
+        UsageError: a file is not what its measurement writes.
+    """
+    return tuple(_section(results / f"{name}.json", name) for name in READERS)
+
+
+def _section(path: Path, name: str) -> Section:
+    if not path.exists():
+        return missing(name)
+    try:
+        return READERS[name](json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"{path}: expected what `python -m benchmarks.{name} --json` writes, got "
+            f"{type(error).__name__}: {error}. Measure again."
+        ) from error
+
+
+def stored(results: Path) -> dict[str, tuple[Section, ...]]:
+    """The summaries that a folder keeps, by name and in the order of their names."""
+    return {
+        path.stem.removeprefix("summary-"): sections_of(json.loads(path.read_text(encoding="utf-8")))
+        for path in sorted(results.glob("summary-*.json"))
+    }
+
+
+def table(sections: Sequence[Section]) -> Table:
+    """All claims, a row each."""
+    result = Table(title="Ratios of one run each; what they would be at the physical limit; what is asked")
+    result.add_column("benchmark", no_wrap=True)
+    for title in CLAIMS:
+        result.add_column(title, justify="left" if title in ("where", "figure") else "right")
+    for section in sections:
+        for claim in section.claims:
+            cells = claim_cells(claim)
+            held = cells[-1] if claim.held else f"[red]{cells[-1]}[/red]"
+            result.add_row(section.name, *cells[:-1], held)
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Read, print, store.
+
+    Args:
+        arguments: of the command line.
+
+    Returns:
+        The exit code.
+    """
+    asked = _parser().parse_args(arguments)
+    console = wide_console()
+    try:
+        sections = read(asked.results)
+        console.print(table(sections))
+        if asked.store:
+            text = json.dumps([asdict(section) for section in sections], indent=1, ensure_ascii=False)
+            (asked.results / f"summary-{asked.store}.json").write_text(text + "\n", encoding="utf-8")
+        if asked.markdown:
+            page = replaced(asked.markdown.read_text(encoding="utf-8"), markdown(stored(asked.results)))
+            asked.markdown.write_text(page, encoding="utf-8")
+    except (UsageError, OSError) as error:
+        console.print(str(error), style="red", markup=False)
+        return 2
+    short = sum(not claim.held for section in sections for claim in section.claims)
+    asked_in_all = sum(len(section.claims) for section in sections)
+    console.print(f"{asked_in_all - short} of {asked_in_all} held", markup=False, highlight=False)
+    return int(bool(short))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.summary", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, metavar="DIR", help="where the JSON is (benchmarks/results)"
+    )
+    parser.add_argument("--store", type=_name, metavar="NAME", help="keep the summary: cpu, or a GPU's name")
+    parser.add_argument(
+        "--markdown",
+        type=Path,
+        nargs="?",
+        const=PAGE,
+        metavar="PAGE",
+        help="write the stored summaries into a page (docs/benchmarks.md)",
+    )
+    return parser
+
+
+def _name(text: str) -> str:
+    if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", text):
+        raise argparse.ArgumentTypeError(
+            f"expected letters, digits, dots and dashes such as cpu, got {text!r}"
+        )
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

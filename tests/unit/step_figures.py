@@ -1,0 +1,33 @@
+"""Figures of `benchmarks.step` as no run would give them: round numbers."""
+
+from benchmarks.step_figures import Figures
+from benchmarks.step_trace import Trace
+
+PARTS = {
+    "forward": 2.0,
+    "backward": 4.0,
+    "update": 1.0,
+    "first_bucket": 0.25,
+    "comm": 9.0,
+    "last_bucket": 1.5,
+}
+"""A step of at least 13 seconds."""
+
+
+def figures(**steps_s: list[float]) -> Figures:
+    samples = len(next(iter(steps_s.values())))
+    return Figures(
+        model="linears",
+        bucket_bytes=[4 * 2**20] * 8,
+        graphs={},
+        first_steps_s=dict.fromkeys(steps_s, 3.0),
+        steps_s=steps_s,
+        parts={name: [value] * samples for name, value in PARTS.items()},
+        exposed={mode: [0.25] for mode in steps_s},
+        peak_bytes=dict.fromkeys(steps_s, 2 * 2**20),
+        traces={mode: trace() for mode in steps_s},
+    )
+
+
+def trace() -> Trace:
+    return Trace((0.0, 2.0), (2.0, 9.0), 6.0, (9.0, 10.0), (3.0, 5.0), ((3.5, 6.0), (5.5, 9.0)))

@@ -1,0 +1,73 @@
+"""Tests of `benchmarks.network`: the commands that make a link, and what happens where it cannot be made."""
+
+import subprocess
+from typing import Any
+
+import pytest
+
+from benchmarks import network
+from benchmarks.network import enter, link_commands, loopback, two_hosts
+
+
+def test_the_link_is_made_inside_the_namespaces_and_limited_at_both_ends() -> None:
+    make, *inside = (" ".join(command) for command in link_commands((11, 22), "500mbit"))
+    assert make == "ip link add name ddp0 netns 11 type veth peer name ddp1 netns 22"
+    assert inside[:4] == [
+        "nsenter --target 11 --net ip address add 192.0.2.1/30 dev ddp0",
+        "nsenter --target 11 --net ip link set lo up",
+        "nsenter --target 11 --net ip link set ddp0 up",
+        "nsenter --target 11 --net tc qdisc add dev ddp0 root tbf burst 256kb latency 100ms rate 500mbit",
+    ]
+    swapped = [
+        line.replace("11", "22").replace("ddp0", "ddp1").replace("2.1/", "2.2/") for line in inside[:4]
+    ]
+    assert inside[4:] == swapped
+
+
+def test_nothing_names_a_namespace_so_that_runs_do_not_clash() -> None:
+    words = [word for command in link_commands((11, 22), "1gbit") for word in command]
+    assert "-n" not in words
+    assert words.count("netns") == 2  # each with the number of a process
+
+
+def test_without_root_the_ranks_share_loopback_and_the_result_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda tool: tool)
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    with two_hosts("1gbit") as found:
+        assert found == loopback("it takes root")
+    assert found.description == "loopback, no emulated link: it takes root"
+
+
+def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda tool: None if tool in ("tc", "nsenter") else tool)
+    with two_hosts("1gbit") as found:
+        assert found == loopback("tc, nsenter not found")
+
+
+def test_a_network_that_refuses_a_command_leads_to_loopback_and_leaves_no_holder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[subprocess.Popen[Any]] = []
+
+    class Holder(subprocess.Popen[Any]):
+        def __init__(self, *_: object, **options: Any) -> None:
+            super().__init__(["cat"], **options)
+            started.append(self)
+
+    def refuse(command: tuple[str, ...]) -> None:
+        raise subprocess.CalledProcessError(2, command, stderr="Error: Specified qdisc kind is unknown.\n")
+
+    monkeypatch.setattr(network, "_missing", lambda: None)
+    monkeypatch.setattr(network, "_network", str)
+    monkeypatch.setattr(network, "_run", refuse)
+    monkeypatch.setattr("subprocess.Popen", Holder)
+    with two_hosts("1gbit") as found:
+        assert found == loopback("Error: Specified qdisc kind is unknown.")
+    assert len(started) == 2
+    assert all(holder.returncode is not None for holder in started)
+
+
+def test_entering_a_namespace_is_a_prefix() -> None:
+    assert " ".join((*enter(7), "tc")) == "nsenter --target 7 --net tc"
