@@ -52,7 +52,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         later = [item for item in items if item.get_closest_marker("nightly")]
         config.hook.pytest_deselected(items=later)
         items[:] = [item for item in items if item not in later]
-    items.sort(key=lambda item: _scope(item.nodeid) == "ranks")  # stable: all else keeps its order
+    # torchrun's ranks share out what needs no ranks, and come to its end at different times: so that is last
+    last = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    items.sort(key=lambda item: (_scope(item.nodeid) == "ranks") is last)  # stable: all else keeps its order
 
 
 @pytest.hookimpl(optionalhook=True)
