@@ -27,12 +27,12 @@ import functools
 import itertools
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ddpopt.errors import HandOverError
 from ddpopt.ready_hooks import ready_hooks
@@ -261,11 +261,15 @@ def _owners(tensor: Tensor) -> list[int]:
 @functools.cache
 def _owners_of_one(is_view: bool) -> list[int]:
     """The same for a tensor, or a view of one, that only the operator's caller knows."""
-    # a mode on the way would be one more owner, and inference knows no views
-    with torch.inference_mode(mode=False), torch.no_grad(), _disable_current_modes():
+
+    def measure() -> list[int]:
         if is_view:
             return list(torch.ops.ddpopt.owners(torch.empty(1, device="cpu").view(1)))
         return list(torch.ops.ddpopt.owners(torch.empty(1, device="cpu")))
+
+    # a mode would be one more owner, and below autograd there are no views: a new thread has none of either
+    with ThreadPoolExecutor(1) as apart:
+        return apart.submit(measure).result()
 
 
 def _is_alone(tensor: Tensor) -> bool:

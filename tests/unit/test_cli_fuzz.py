@@ -31,6 +31,8 @@ def unstarted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
     monkeypatch.setattr(Worker, "_start", start)
     monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT"):
+        monkeypatch.delenv(name, raising=False)  # one process, whoever runs this test
     (tmp_path / "case.json").write_text(CASE.to_json())
     (tmp_path / "other.json").write_text("[]")
     (tmp_path / "a file").write_text("")

@@ -42,16 +42,16 @@ def run(*args: str) -> Any:  # the type of the runner's results moves with typer
 
 
 def test_a_users_own_model_is_gated_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "shop.py").write_text(SHOP)
+    (tmp_path / "gated.py").write_text(SHOP)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     assert "SHOP_BREAKS" not in os.environ
     options = ["--mode", "ddpopt-inline", "--timed", ""]
-    written = run("shop:make", "--baseline", "baseline.json", "--update", *options)
+    written = run("gated:make", "--baseline", "baseline.json", "--update", *options)
     assert written.exit_code == 0, written.output
     text = Path("baseline.json").read_text()
     (figures,) = json.loads(text)["measured"].values()
-    found = figures["cases"]["shop:make"]["modes"]["ddpopt-inline"]
+    found = figures["cases"]["gated:make"]["modes"]["ddpopt-inline"]
     assert (found["graphs"], found["recompiles"], found["aligned"]) == (1, 0, True)
     assert found["backward"] == {"allreduce": 2}
     assert found["potential"] >= 0.98
@@ -60,7 +60,7 @@ def test_a_users_own_model_is_gated_on_two_ranks(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("SHOP_BREAKS", "1")
     moved = run("--baseline", "baseline.json")
     assert moved.exit_code == 1, moved.output
-    assert "shop:make, ddpopt-inline\n  graphs: 1 before, 2 now" in moved.stdout
+    assert "gated:make, ddpopt-inline\n  graphs: 1 before, 2 now" in moved.stdout
     assert Path("baseline.json").read_text() == text
 
     monkeypatch.delenv("SHOP_BREAKS")
