@@ -42,7 +42,8 @@ Seen = dict[str, Any]
 Strategy = Literal["split", "inline"]
 STRATEGIES: tuple[Strategy, ...] = ("split", "inline")
 REORDERED = "summed in another order"
-ROUNDINGS = 1e-4
+ROUNDINGS = 128
+"""Of the largest element: what other orders of a sum make of it, and a few layers behind it."""
 
 
 def eager(ddp: DistributedDataParallel) -> Any:
@@ -150,7 +151,13 @@ def nearly(first: object, second: object) -> bool:
     if not (first.is_floating_point() or first.is_complex()):
         return same(first, second)
     largest = float(first.abs().max()) if first.numel() else 0.0
-    return bool((first - second).abs().le(ROUNDINGS * largest + 1e-7).all())
+    allowed = ROUNDINGS * torch.finfo(first.dtype).eps * largest + 1e-7  # a sum may cancel
+    return bool((first - second).abs().le(allowed).all())
+
+
+def follows_gradients(step: int, name: str) -> bool:
+    """Whether a value comes of gradients: those do themselves, and whatever is computed after an update."""
+    return step > 0 or name.startswith(("gradient of ", "parameter "))
 
 
 @dataclass
@@ -213,7 +220,11 @@ def assert_equal_steps(
     left = [each for each in wrong if each in _differing_steps(found, by_torch)]
     if left and (notes.reordered or dist.get_world_size(group) > 2):  # three terms have several orders
         _tell("a cut, or the form of a bucket, changes the order of a sum")
-        left = [(step, name) for step, name in left if not nearly(found[step][name], by_torch[step][name])]
+        left = [
+            (step, name)
+            for step, name in left
+            if not follows_gradients(step, name) or not nearly(found[step][name], by_torch[step][name])
+        ]
     elif torchs:
         _tell("plain aot_eager differs from eager")
     assert not left, (
