@@ -36,11 +36,12 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.arguments import some_of
-from benchmarks.compile_once import INLINE, MODES, SPLIT, TORCH, WHOLE, WORKLOADS, Start
+from benchmarks.compile_once import WORKLOADS, Start
 from benchmarks.report import conditions, state, wide_console
+from benchmarks.step_modes import EAGER, INLINE, MODES, SPLIT, TORCH, WHOLE
 from ddpopt.errors import InfrastructureError
 
-COMPILED = tuple(mode for mode in MODES if mode != "eager")
+COMPILED = tuple(mode for mode in MODES if mode != EAGER)
 ASKED_SPLIT = 4.0
 ASKED_AT = 24
 ASKED_INLINE = 1.05

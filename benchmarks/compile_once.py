@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 from benchmarks.gpt import GptLike
 from benchmarks.group import single_rank
+from benchmarks.step_modes import SPLIT, TORCH, WHOLE
 
-EAGER, WHOLE, TORCH, SPLIT, INLINE = MODES = ("eager", "whole", "torch", "split", "inline")
 STEPS = 3
 
 
@@ -102,7 +102,7 @@ def first_steps(model: str, layers: int, mode: str) -> Start:
     Args:
         model: a key of `WORKLOADS`.
         layers: how deep it is.
-        mode: one of `MODES`.
+        mode: one of `benchmarks.step_modes.MODES` but eager DDP.
 
     Returns:
         What they cost.
@@ -127,8 +127,6 @@ def first_steps(model: str, layers: int, mode: str) -> Start:
 
 
 def _compiled(mode: str, ddp: DistributedDataParallel) -> Any:
-    if mode == EAGER:
-        return ddp
     if mode in (WHOLE, TORCH):
         return torch.compile(ddp)
     return ddpopt.compile(ddp, strategy="split" if mode == SPLIT else "inline")

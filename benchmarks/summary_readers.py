@@ -11,8 +11,9 @@ from typing import Any
 
 from benchmarks import compile as compiling
 from benchmarks.alignment_rows import ASKED as ASKED_POTENTIAL
-from benchmarks.compile_once import INLINE, SPLIT, TORCH, WHOLE, Start
+from benchmarks.compile_once import Start
 from benchmarks.planning_rows import ASKED_EXPONENT, ASKED_RATIO, OURS, THEIRS, Timing
+from benchmarks.step_modes import INLINE, SPLIT, TORCH, WHOLE
 from benchmarks.step_rows import ASKED_TO_LIMIT
 from benchmarks.step_table import milliseconds, percent, ratio
 from benchmarks.step_workloads import MIB, WORKLOADS
