@@ -30,7 +30,7 @@ CODE := ddpopt tests benchmarks examples conftest.py
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help environment-test environment-dev gate demo test unit property doctest multigpu nightly torchrun check fix bench bench-alignment bench-planning bench-compile bench-step wheel wheel-test clean
+.PHONY: help environment-test environment-dev gate demo test unit integration property doctest multigpu nightly torchrun check fix bench bench-alignment bench-planning bench-compile bench-step wheel wheel-test clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -65,10 +65,13 @@ demo: $(TEST_STAMP) ## plan, cut, compile and train a GPT on two ranks, beside e
 	$(BIN)/python -m examples.train_gpt $(DEMO_ARGS)
 
 test: $(TEST_STAMP) ## all tests
-	$(BIN)/python -m pytest $(ALL_CORES) tests/unit tests/property ddpopt tests/multigpu $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(ALL_CORES) tests/unit tests/integration tests/property ddpopt tests/multigpu $(PYTEST_ARGS)
 
 unit: $(TEST_STAMP) ## tests/unit only, on all cores
 	$(BIN)/python -m pytest $(ALL_CORES) tests/unit $(PYTEST_ARGS)
+
+integration: $(TEST_STAMP) ## tests/integration only, on all cores
+	$(BIN)/python -m pytest $(ALL_CORES) tests/integration $(PYTEST_ARGS)
 
 property: $(TEST_STAMP) ## tests/property only
 	$(BIN)/python -m pytest tests/property $(PYTEST_ARGS)
@@ -80,7 +83,7 @@ multigpu: $(TEST_STAMP) ## tests/multigpu only; starts its own ranks
 	$(BIN)/python -m pytest $(ALL_CORES) tests/multigpu $(PYTEST_ARGS)
 
 nightly: $(TEST_STAMP) ## all tests, also the long ones
-	$(BIN)/python -m pytest $(ALL_CORES) --nightly tests/unit tests/property ddpopt tests/multigpu $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(ALL_CORES) --nightly tests/unit tests/integration tests/property ddpopt tests/multigpu $(PYTEST_ARGS)
 
 gate: $(TEST_STAMP) ## hold plans, graphs, margins, ratios and numbers of tests against ci/baseline.json
 	$(BIN)/ddpopt gate --baseline ci/baseline.json $(GATE_ARGS)

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# What every commit must pass, without ranks: format, lint, types, unit and property tests, docstring examples.
+# What every commit must pass, without ranks: format, lint, types, unit, integration and property tests, docstring
+# examples.
 #
 #   ci/check.sh
 #
@@ -13,5 +14,5 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" dev
 step check make --no-print-directory -k check
 # shellcheck disable=SC2086  # PYTEST_ARGS is a list of words
 step tests "$VENV/bin/python" -m pytest -n auto --maxprocesses 8 \
-  tests/unit tests/property ddpopt ${PYTEST_ARGS:-}
+  tests/unit tests/integration tests/property ddpopt ${PYTEST_ARGS:-}
 finish

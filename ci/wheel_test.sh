@@ -31,4 +31,4 @@ case $(venv/bin/python -c 'import ddpopt; print(ddpopt.__file__)') in
 esac
 # shellcheck disable=SC2086  # PYTEST_ARGS is a list of words
 venv/bin/python -m pytest -n auto --maxprocesses 8 \
-  tests/unit tests/property --pyargs ddpopt tests/multigpu ${PYTEST_ARGS:-}
+  tests/unit tests/integration tests/property --pyargs ddpopt tests/multigpu ${PYTEST_ARGS:-}

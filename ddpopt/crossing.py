@@ -24,6 +24,12 @@ CROSSABLE = (
     torch.dtype, torch.device, torch.layout, torch.memory_format, slice,
 )  # fmt: skip
 
+RESHAPING = (
+    "as_strided_", "resize_", "resize_as_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_",
+    "unsqueeze_",
+)  # fmt: skip
+"""Methods that change the shape or the strides of a tensor in place."""
+
 
 @dataclass(frozen=True)
 class Span:
@@ -41,6 +47,7 @@ def blocked_positions(graph: fx.Graph, body: Sequence[fx.Node]) -> tuple[str | N
         *_uncrossable_spans(body, position),
         *_setter_spans(body),
         *_nesting_spans(body),
+        *_reshaped_spans(body, position),
         *_alias_spans(graph, position, len(body)),
     ]
     blocked: list[str | None] = [None] * len(body)
@@ -63,13 +70,27 @@ def _uncrossable_spans(body: Sequence[fx.Node], position: Mapping[fx.Node, int])
 
 def _crossable(value: object) -> bool:
     leaves = pytree.tree_leaves(value)
-    return all(isinstance(leaf, CROSSABLE) and not _is_reinterpreted(leaf) for leaf in leaves)
+    return all(isinstance(leaf, CROSSABLE) and not any(is_so(leaf) for is_so in _HELD) for leaf in leaves)
 
 
 def _is_reinterpreted(value: object) -> bool:
     """Whether a tensor is a view of real numbers as another dtype, of which torch makes no fake copy."""
     base = value._base if isinstance(value, torch.Tensor) else None
     return base is not None and base.dtype != value.dtype and not base.is_complex()  # type: ignore[attr-defined]
+
+
+def _is_lazy(value: object) -> bool:
+    """Whether a tensor is yet to be conjugated or negated: AOTAutograd takes its gradient to be so too."""
+    return isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg())
+
+
+def _is_nested(value: object) -> bool:
+    """Whether a tensor is nested, or a view of one that is: torch makes no fake copy of such a view."""
+    base = value._base if isinstance(value, torch.Tensor) else None
+    return isinstance(value, torch.Tensor) and (value.is_nested or (base is not None and base.is_nested))
+
+
+_HELD = (_is_reinterpreted, _is_lazy, _is_nested)
 
 
 def _setter_spans(body: Sequence[fx.Node]) -> Iterator[Span]:
@@ -97,6 +118,14 @@ def _nesting_spans(body: Sequence[fx.Node]) -> Iterator[Span]:
             depth -= 1
             if depth == 0:
                 yield Span(opened + 1, index, "inside a functorch transform")
+
+
+def _reshaped_spans(body: Sequence[fx.Node], position: Mapping[fx.Node, int]) -> Iterator[Span]:
+    """From a value to where its shape is changed in place: the example that tracing left is of after that."""
+    for index, node in enumerate(body):
+        if node.op == "call_method" and node.target in RESHAPING:
+            for source in mutated_inputs(node):
+                yield Span(position.get(source, -1) + 1, index, f"{source.name!r} is yet to change its shape")
 
 
 def _alias_spans(graph: fx.Graph, position: Mapping[fx.Node, int], end: int) -> Iterator[Span]:

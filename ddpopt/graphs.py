@@ -53,7 +53,15 @@ def requires_grad(value: object) -> bool:
     if value is MISSING:
         return True
     leaves = pytree.tree_leaves(value)
-    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
+    return any(isinstance(leaf, torch.Tensor) and _is_trained(leaf) for leaf in leaves)
+
+
+def _is_trained(tensor: torch.Tensor) -> bool:
+    """Whether a tensor requires grad at any level: a batch inside ``vmap`` itself says that it does not."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor) and not tensor.requires_grad:
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor.requires_grad
 
 
 def storages(node: fx.Node) -> list[int]:

@@ -125,8 +125,19 @@ class Layout:
         hold back the bucket of a parameter that an early segment only reads under ``no_grad``.
         """
         sources = [leaf for leaf in inputs if leaf.node.op == "placeholder" and requires_grad(leaf.value)]
-        carried = {n for node in self.segments[index] if node in self.carriers for n in node.all_input_nodes}
+        carried = self._carried(index)
         return [leaf for leaf in sources if leaf.node not in carried and isinstance(leaf.value, torch.Tensor)]
+
+    def _carried(self, index: int) -> dict[fx.Node, None]:
+        """What segment `index` sends gradient to, also through what it computes again."""
+        found: dict[fx.Node, None] = {}
+        pending = [node for node in self.segments[index] if node in self.carriers]
+        while pending:
+            for source in pending.pop().all_input_nodes:
+                if source not in found and source in self.carriers and self.is_echoed(source):
+                    pending.append(source)
+                found[source] = None
+        return found
 
     def shielded(self, inputs: Iterable[Leaf], index: int) -> list[Leaf]:
         """Inputs that segment `index` must get a copy of, because a later segment writes to them.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -57,8 +58,7 @@ def examine(ranks: Ranks, task: Task, tell: Callable[[str], None]) -> list[Answe
         try:
             return _answers(_Examination(bench, task.setting), task, tell)
         finally:
-            # what torch leaves behind when its optimizer fails would let later models fail too
-            DistributedDataParallel._active_ddp_module = None
+            _forget_failures()
 
 
 def _answers(examination: _Examination, task: Task, tell: Callable[[str], None]) -> list[Answer]:
@@ -68,8 +68,17 @@ def _answers(examination: _Examination, task: Task, tell: Callable[[str], None])
     for name in task.modes:
         tell(name)
         answers.append(_answer(examination, name, task.sought))
-        DistributedDataParallel._active_ddp_module = None
+        _forget_failures()
     return answers
+
+
+def _forget_failures() -> None:
+    """Undo what torch leaves behind where its optimizer fails, which would let later models fail too."""
+    functorch: Any = torch._C._functorch  # private, for torch 2.11 to 2.13, as what follows
+    autograd: Any = torch._C._autograd
+    DistributedDataParallel._active_ddp_module = None
+    functorch.pop_dynamic_layer_stack_and_undo_to_depth(0)
+    autograd._saved_tensors_hooks_enable()
 
 
 def _answer(examination: _Examination, name: str, sought: Signature | None) -> Answer:
@@ -158,7 +167,7 @@ class _Examination:
         if name == WHOLE:
             return Answer(name, Kind.BACKEND, signature_of(trial), _told(trial.findings))
         if reference not in self._whole:
-            DistributedDataParallel._active_ddp_module = None
+            _forget_failures()
             self._whole[reference] = self._judged(reference, WHOLE)
         whole = self._whole[reference].findings
         own = own_findings(trial.findings, whole)

@@ -126,5 +126,8 @@ def _requires_grad(example: object) -> bool:
     if isinstance(example, (tuple, list)):
         return any(_requires_grad(item) for item in example)
     if isinstance(example, torch.Tensor):
-        return example.requires_grad
+        # what stands for a batch, inside vmap, does not require grad where what it holds does
+        holds = torch._C._functorch
+        batched = holds.is_functorch_wrapped_tensor(example)
+        return example.requires_grad or (batched and _requires_grad(holds.get_unwrapped(example)))
     return example is ABSENT

@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import torch
 from torch._C._dynamo.eval_frame import reset_code
-from torch._dynamo import eval_frame, guards
+from torch._dynamo import eval_frame, guards, trace_rules
 
 from ddpopt.testing.case import Case, resolve
 from ddpopt.verify.judge import judge
@@ -121,16 +121,18 @@ def run_trials(
 def quickly() -> Iterator[None]:
     """Spare a process of our own what costs a third of a trial and what nobody reads.
 
-    What is imported by now is no garbage; each run collects its own. Dynamo does not time its guards, and
-    writes no structured trace. It leaves alone the frames in which ``contextlib`` makes a context manager:
-    DDP's forward makes one, and Dynamo compiles three frames to find no tensor in them.
+    What is imported by now is no garbage; each run collects its own. Dynamo does not time its guards, puts
+    together no structured trace, and keeps its table of torch's functions when a process group is made. It
+    leaves alone the frames in which ``contextlib`` makes a context manager: DDP's forward makes one, and
+    Dynamo compiles three frames to find no tensor in them.
     """
     _load_compiler()
     keep_for_good()
     trace = logging.getLogger("torch.__trace")
     with (
-        patch.object(trace, "disabled", True),
+        patch.object(trace, "handlers", []),
         patch.object(guards, "profile_guard_manager", _untimed),
+        patch.object(trace_rules, "clear_lru_cache", _kept),
         _left_alone(*_MAKING_CONTEXTS),
     ):
         yield
@@ -150,6 +152,10 @@ def _load_compiler() -> None:
 
 def _untimed(*_: object) -> float:
     return 0.0
+
+
+def _kept() -> None:
+    """Clear nothing."""
 
 
 # In Python 3.11 and later: what a decorated function is, and what makes the object that it returns.

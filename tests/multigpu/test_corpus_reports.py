@@ -5,6 +5,7 @@ Here it is judged on what a report asks for beside that, under the backend and a
 """
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -27,8 +28,17 @@ OUT_OF_THE_ORDINARY = [
 ]
 
 
-def named(value: object) -> str | None:
-    return value.name if isinstance(value, Case) else str(value.number) if isinstance(value, Report) else None
+def named(value: object) -> str:
+    return value.name if isinstance(value, Case) else str(getattr(value, "number", value))
+
+
+def each_by_ddpopt() -> list[Any]:
+    """Every report, by both strategies in turn; at night by the other one too."""
+    return [
+        pytest.param(case, report, strategy, marks=() if (number + turn) % 2 else pytest.mark.nightly)
+        for number, (case, report) in enumerate(OUT_OF_THE_ORDINARY)
+        for turn, strategy in enumerate(STRATEGIES)
+    ]
 
 
 def by_torch(report: Report) -> Compile:
@@ -66,8 +76,7 @@ def test_torchs_optimizer_does_today_what_a_report_says_of_it(
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(("case", "report"), OUT_OF_THE_ORDINARY, ids=named)
+@pytest.mark.parametrize(("case", "report", "strategy"), each_by_ddpopt(), ids=named)
 def test_ddpopt_does_what_a_report_asks_for(
     case: Case, report: Report, strategy: Strategy, ranks: Ranks
 ) -> None:

@@ -1,18 +1,13 @@
 """Fixtures of the properties that compile or that train under DDP."""
 
-import logging
 from collections.abc import Iterator
 
 import pytest
 
 
 @pytest.fixture(scope="session", autouse=True)
-def unmeasured_and_untraced() -> Iterator[None]:
-    """Dynamo does without what nobody reads here: its guards' times, and a trace of each graph."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0)
-        patch.setattr(logging.getLogger("torch.__trace"), "disabled", True)
-        yield
+def spared(compiling_quickly: None) -> None:
+    """Most properties compile each example."""
 
 
 @pytest.fixture(scope="module")

@@ -71,6 +71,34 @@ def test_a_value_that_tracing_left_unknown_stays_with_its_readers() -> None:
     assert finished(builder, reader) == {"relu": "'cos' returns a value that cannot cross a cut"}
 
 
+def test_what_is_yet_to_be_conjugated_stays_with_its_readers() -> None:
+    builder = new_builder()
+    number = builder.call(torch.complex, builder.x, builder.x)
+    lazy = builder.method("conj", number)
+    reader = builder.call(torch.real, lazy)
+    assert finished(builder, builder.method("sin", reader)) == {
+        reader.name: f"{lazy.name!r} returns a value that cannot cross a cut"
+    }
+
+
+def test_a_nested_tensor_and_its_values_stay_with_their_readers() -> None:
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        parts = torch.nested.nested_tensor_from_jagged(x.sin(), torch.arange(3))
+        return (parts * 2).values() + x.cos()
+
+    assert list(blocked(dynamo_graph(doubled, torch.ones(2, 4)))) == ["mul", "values", "cos", "add"]
+
+
+def test_nothing_is_cut_between_a_value_and_a_change_of_its_shape() -> None:
+    builder = new_builder()
+    value = builder.call(operator.add, builder.x, 1.0)
+    between = builder.method("relu", builder.x)
+    change = builder.method("unsqueeze_", value, 0)
+    after = builder.call(operator.add, value, between)
+    why = f"{value.name!r} is yet to change its shape"
+    assert finished(builder, after) == {node.name: why for node in (between, change)}
+
+
 def test_spans_of_autocast_and_grad_mode_may_be_cut() -> None:
     builder = new_builder()
     handle = builder.enter_autocast()

@@ -352,6 +352,13 @@ def test_a_node_carries_gradient_if_its_result_requires_it_and_is_used_or_writte
     assert dead not in carriers
 
 
+def test_a_reader_in_a_batch_of_vmap_counts() -> None:
+    assert read_by(lambda m, x: torch.vmap(lambda row: row @ m.a)(x) @ m.b) == {
+        "a": "batched_outputs",
+        "b": "matmul_1",
+    }
+
+
 def test_a_node_of_unknown_value_counts_as_carrying_gradient() -> None:
     graph = fx.Graph()
     weight = graph.placeholder("weight")

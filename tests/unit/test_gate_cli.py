@@ -233,5 +233,5 @@ def test_the_repositorys_own_baseline_measures_cases_that_exist() -> None:
     own = read(Path(__file__).parents[2] / "ci" / "baseline.json")
     assert own is not None
     assert set(own.settings.named) <= set(Settings(("corpus",)).named)
-    assert own.settings.collected == ("tests/unit", "tests/property", "tests/multigpu")
+    assert own.settings.collected == ("tests/unit", "tests/integration", "tests/property", "tests/multigpu")
     assert own.to_text() == (Path(__file__).parents[2] / "ci" / "baseline.json").read_text()

@@ -404,6 +404,19 @@ def test_a_parameter_read_without_gradient_enters_a_segment_detached() -> None:
     assert weight.name in [node.name for node in second.args if isinstance(node, fx.Node)]
 
 
+def test_a_parameter_whose_view_is_taken_anew_behind_a_cut_is_not_detached() -> None:
+    # the view is taken in front of the cut, and again behind it, since what it views was written to
+    builder = GraphBuilder(batch=2, width=4)
+    weight = builder.parameter("a", "weight", 4, 4)
+    builder.set_grad_enabled(False)
+    builder.method("mul_", weight, 0.5)
+    builder.set_grad_enabled(True)
+    view = builder.method("t", weight)
+    value = builder.method("sin", builder.x)
+    stitched = cut(builder.finish(builder.call(torch.mm, value, view)).gm, "mm")
+    assert stitched.graph.find_nodes(op="call_method", target="detach") == []
+
+
 # ------------------------------------------------------------------------------------------ randomness
 
 

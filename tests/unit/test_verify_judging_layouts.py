@@ -43,6 +43,27 @@ def test_a_gradient_that_its_reader_lays_out_otherwise_is_named() -> None:
     assert named(lambda value: value.transpose(1, 2).sin()) == ("sin",)
 
 
+def test_where_cuts_are_not_known_each_value_counts_as_crossing_one() -> None:
+    whole = capture(Two(lambda value: value.transpose(1, 2).sin()), torch.randn(4, 64, 64))
+    gm, plan = whole.graphs[0].gm, whole.plan()
+    assert relaid_values(gm, plan) == ()
+    found = relaid_values(gm, None)
+    assert found is not None
+    assert "sin" in found
+
+
+def test_the_gradient_of_a_value_is_that_of_what_it_was_changed_to() -> None:
+    def between(value: Tensor) -> Tensor:
+        changed = value + 1
+        changed[:, 0] = 0.5
+        return changed.transpose(1, 2).sin()
+
+    assert named(between) == ("sin",)
+    found = relaid_values(capture(Two(between), torch.randn(4, 64, 64)).graphs[0].gm, None)
+    assert found is not None
+    assert "changed" in found
+
+
 def test_of_a_graph_that_cannot_be_run_on_fakes_nothing_is_known() -> None:
     captured = capture(Two(torch.sin), torch.randn(4, 64, 64), bucket_cap_mb=CAP_MB)
     gm, plan = captured.graphs[0].gm, captured.plan()

@@ -47,6 +47,47 @@ class Reading(nn.Module):
         return output
 
 
+class Writing(nn.Module):
+    """What the first layer makes is written into a value that is read twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shared = x + 1
+        shared[:, 0] = self.first(x)[:, 0]
+        output: Tensor = self.last(shared).cos() + shared.tanh()
+        return output
+
+
+class Turning(nn.Module):
+    """A value whose gradient comes back in another layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.last(self.first(x).transpose(1, 2).sin())
+        return output
+
+
+class Returning(nn.Module):
+    """A value that one operation reads, and that is returned besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        value = self.first(x)
+        return self.last(value * value), value
+
+
 CASE = Case(
     "reading",
     Reading,
@@ -111,6 +152,16 @@ def test_a_graph_that_inline_has_to_cut_is_moved_as_under_split(ranks: Ranks) ->
     ]
     assert both[0] == both[1]
     assert both[0].reached == {"first.weight", "first.bias"}
+
+
+@pytest.mark.parametrize("make", [Writing, Turning, Returning])
+def test_torchs_cuts_may_be_anywhere(ranks: Ranks, make: type[nn.Module]) -> None:
+    case = Case(
+        "cut", make, lambda rank, step: ((torch.ones(4, 8, 8),), {}), "cut where nobody knows", ddp_kwargs=CAP
+    )
+    moved = found(ranks, option("default"), "torch", None, case)
+    assert moved.reached == {"first.weight", "first.bias"}
+    assert moved.unproved == ()
 
 
 def test_a_model_that_cannot_be_traced_proves_nothing_and_that_is_said(ranks: Ranks) -> None:

@@ -169,7 +169,7 @@ MUTANTS: dict[str, tuple[str, Callable[[Evidence], Evidence]]] = {
     ),
     "a rank compiles something else": (
         "the same graphs on every rank, step by step",
-        with_second_peer(graphs=(("1/0",), (), ())),
+        with_second_peer(graphs=(("999/0",), (), ())),
     ),
     "a rank compiles as much, but later": (
         "the same graphs on every rank, step by step",

@@ -28,5 +28,5 @@ __all__ = [
     "step",
 ]
 
-for family in ("layers", "effects", "parameters", "spans", "outputs"):
+for family in ("layers", "effects", "parameters", "spans", "crossings", "outputs"):
     import_module(f"{__name__}.{family}")

@@ -58,10 +58,14 @@ def size(w: Writer, x: str) -> str:
     return f"{value}.reshape({rows}, 2, -1).transpose(1, 2).reshape({rows}, -1)"
 
 
-@register_block("scalar")
-def scale(w: Writer, x: str) -> str:
-    """Multiply by a number that an earlier step kept, or by a float input."""
-    return f"{x} * ({w.number()} / 4)"
+@register_block(
+    "scalar", options={"of": {"kept": None, "float": "changing-scalar", "int": "changing-scalar"}}
+)
+def scale(w: Writer, x: str, *, of: str) -> str:
+    """Multiply by a number: one that an earlier step kept, or an input that changes from step to step."""
+    changing = {"float": ("rate", "2 + step / 4"), "int": ("times", "2 + step")}
+    number = w.number() if of == "kept" else w.input(*changing[of])
+    return f"{x} * ({number} / 4)"
 
 
 @register_block("dropout", options={"by": ("module", "function", "noise")})

@@ -115,7 +115,7 @@ class Page:
         return name
 
     def input(self, name: str, expression: str) -> str:
-        """Give the model one more input; `expression` may name ``batch`` and the generator ``g``."""
+        """Give the model one more input; `expression` may name ``batch``, ``step``, and generator ``g``."""
         self.inputs[name] = expression
         for owner in self._scope.owners:
             if name not in owner.arguments:

@@ -52,10 +52,10 @@ def complex_gain(w: Writer, x: str) -> str:
     return f"{x} * {w.parameter(f'torch.randn({w.half}, dtype=torch.complex64)', 'phase')}"
 
 
-@register_block("complex", takes="complex", gives="complex")
-def fourier(_: Writer, x: str) -> str:
-    """Transform complex numbers, and conjugate them lazily."""
-    return f'torch.fft.fft({x}, norm="ortho").conj()'
+@register_block("complex", takes="complex", gives="complex", options={"of": ("spectrum", "value")})
+def fourier(_: Writer, x: str, *, of: str) -> str:
+    """Conjugate complex numbers lazily, perhaps transformed ones."""
+    return f'torch.fft.fft({x}, norm="ortho").conj()' if of == "spectrum" else f"{x}.conj()"
 
 
 @register_block("mixed-dtypes", takes="bfloat16", gives="bfloat16", options={"layer": LAYER})

@@ -19,27 +19,25 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from ddpopt.graphs import example_value
+from ddpopt.graphs import body_nodes, example_value
+from ddpopt.mutation import mutated_inputs
 from ddpopt.plan import Plan
 
 
-def relaid_values(gm: fx.GraphModule, plan: Plan, graph: int = 0) -> tuple[str, ...] | None:
+def relaid_values(gm: fx.GraphModule, plan: Plan | None, graph: int = 0) -> tuple[str, ...] | None:
     """Names of the values whose gradient crosses a cut in another layout than in eager.
 
     Args:
         gm: the graph that the plan was made for, traced on fake tensors.
-        plan: where it is cut.
+        plan: where it is cut; None if that is not known: then each value that is read crosses a cut.
         graph: which of the plan's graphs `gm` is.
 
     Returns:
         Node names, in graph order; None if the graph cannot be run on fake tensors.
     """
-    home = {name: s.index for s in plan.segments if s.graph == graph for name in s.nodes}
-    crossing = [
-        node
-        for node in gm.graph.nodes
-        if node.name in home and any(home.get(user.name, -1) > home[node.name] for user in node.users)
-    ]
+    crossing = (
+        [node for node in body_nodes(gm.graph) if node.users] if plan is None else _cut(gm, plan, graph)
+    )
     if not crossing:
         return ()
     inputs = [example_value(node) for node in gm.graph.find_nodes(op="placeholder")]
@@ -53,6 +51,16 @@ def relaid_values(gm: fx.GraphModule, plan: Plan, graph: int = 0) -> tuple[str, 
     return tuple(node.name for node in crossing if run.is_relaid.get(node.name, False))
 
 
+def _cut(gm: fx.GraphModule, plan: Plan, graph: int) -> list[fx.Node]:
+    """The nodes that a later segment reads."""
+    home = {name: s.index for s in plan.segments if s.graph == graph for name in s.nodes}
+    return [
+        node
+        for node in gm.graph.nodes
+        if node.name in home and any(home.get(user.name, -1) > home[node.name] for user in node.users)
+    ]
+
+
 class _Run(fx.Interpreter):
     """Runs a graph and compares the layout of each gradient with that of its value."""
 
@@ -62,16 +70,17 @@ class _Run(fx.Interpreter):
         self.is_relaid: dict[str, bool] = {}
 
     def run_node(self, n: fx.Node) -> object:
-        """Run one node, and ask for the gradient of what crosses a cut."""
+        """Run one node, and ask for the gradient of what crosses a cut; of what was changed, once more."""
         value: object = super().run_node(n)
-        if n in self.crossing and _is_trained(value):
-            hookable: Any = value  # torch types its hooks not
-            hookable.register_hook(self._comparing(n.name, _layout(value)))
+        for made, own in ((n, value), *((source, self.env[source]) for source in mutated_inputs(n))):
+            if made in self.crossing and _is_trained(own):
+                hookable: Any = own  # torch types its hooks not
+                hookable.register_hook(self._comparing(made.name, _layout(own)))
         return value
 
     def _comparing(self, name: str, layout: tuple[int, ...]) -> Callable[[Tensor], None]:
         def compare(gradient: Tensor) -> None:
-            self.is_relaid[name] = _layout(gradient) != layout
+            self.is_relaid[name] = self.is_relaid.get(name, False) or _layout(gradient) != layout
 
         return compare
 

@@ -17,8 +17,9 @@ from ddpopt.bucket_config import DDP_ARGUMENTS_OF_LIMITS
 from ddpopt.capture import Capture, capture
 from ddpopt.errors import UsageError
 from ddpopt.facts import gradient_carriers
-from ddpopt.graphs import body_nodes, example_value, requires_grad
+from ddpopt.graphs import body_nodes, example_value, requires_grad, storages
 from ddpopt.inline import obstacle
+from ddpopt.mutation import mutated_inputs
 from ddpopt.opening import Planned
 from ddpopt.plan import Plan
 from ddpopt.verify.judging.layouts import relaid_values
@@ -78,8 +79,7 @@ def reassociated(bench: Bench, mode: str, plan: Plan | None) -> Reassociated:
     if mode in ("ddpopt-split", "ddpopt-inline") and plan is not None:
         return _of_plan(traced, plan, every_graph=mode == "ddpopt-split")
     if mode == "torch":
-        why = "torch's cuts may sum in another order"
-        return together([_of_cuts(why, one.graphs, [_repeated(g.gm) for g in one.graphs]) for one in traced])
+        return together([_of_any_cuts(one.graphs) for one in traced])
     return Reassociated()
 
 
@@ -129,12 +129,19 @@ def _of_sums(graphs: Graphs, cut: Sequence[bool], plan: Plan) -> Reassociated:
     return _of_cuts("the cuts of the plan sum in another order", graphs, moved)
 
 
-def _of_layouts(graphs: Graphs, cut: Sequence[bool], plan: Plan) -> Reassociated:
+def _of_layouts(graphs: Graphs, cut: Sequence[bool], plan: Plan | None) -> Reassociated:
     pairs = enumerate(zip(graphs, cut, strict=True))
     moved = [relaid_values(graph.gm, plan, index) if is_cut else () for index, (graph, is_cut) in pairs]
-    why = "gradients cross the cuts of the plan in another layout, so that sums over them have another order"
+    whose = "torch's cuts" if plan is None else "the cuts of the plan"
+    why = f"gradients cross {whose} in another layout, so that sums over them have another order"
     found = _of_cuts(why, graphs, [names or () for names in moved])
     return replace(found, unproved=(NO_LAYOUTS,)) if None in moved else found
+
+
+def _of_any_cuts(graphs: Graphs) -> Reassociated:
+    """What cuts move that nobody knows: they may be anywhere."""
+    sums = _of_cuts("torch's cuts may sum in another order", graphs, [_repeated(g.gm) for g in graphs])
+    return together([sums, _of_layouts(graphs, [True] * len(graphs), None)])
 
 
 def _uninlined(traced: Capture) -> list[bool]:
@@ -171,9 +178,9 @@ def _of_cuts(why: str, graphs: Graphs, moved: Sequence[Sequence[str]]) -> Reasso
 
 
 def _repeated(gm: fx.GraphModule) -> list[str]:
-    """Values that several operations read, each of which sends a gradient back."""
-    carriers = gradient_carriers(gm.graph)
-    counts = Counter(source for node in carriers for source in node.all_input_nodes)
+    """Values that several operations read, each of which sends a gradient back, or that are returned too."""
+    readers = [*gradient_carriers(gm.graph), gm.graph.output_node()]
+    counts = Counter(source for node in readers for source in node.all_input_nodes)
     return [node.name for node, count in counts.items() if count > 1 and requires_grad(example_value(node))]
 
 
@@ -182,12 +189,23 @@ def _behind(graph: Planned, moved: Sequence[str]) -> set[str]:
     ahead: dict[fx.Node, None] = {}
     pending = [node for node in graph.gm.graph.nodes if node.name in moved]
     own = [node for node in pending if node.op in ("placeholder", "get_attr")]
+    writers = _writers(graph.gm.graph)
     while pending:
         node = pending.pop()
         if node not in ahead:
             ahead[node] = None
             pending += node.all_input_nodes
+            pending += [writer for storage in storages(node) for writer in writers.get(storage, ())]
     places = {node: place for place, node in enumerate(body_nodes(graph.gm.graph))}
     readers = {places[node] for node in ahead if node in places}
     readers |= {places[user] for node in own for user in node.users if user in places}
     return {use.spec.name for use in graph.facts.params if readers.intersection(use.readers)}
+
+
+def _writers(graph: fx.Graph) -> dict[int, list[fx.Node]]:
+    """The nodes that write to each storage."""
+    found: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        for storage in dict.fromkeys(s for source in mutated_inputs(node) for s in storages(source)):
+            found.setdefault(storage, []).append(node)
+    return found

@@ -61,6 +61,7 @@ def test_what_a_single_rank_does_not_show_is_located_on_two_and_shown_under_torc
     assert settings == after
 
 
+@pytest.mark.nightly
 def test_a_backend_that_takes_its_ranks_down_is_located_as_any_other(
     tmp_path: Path, top_rung_alone: None
 ) -> None:

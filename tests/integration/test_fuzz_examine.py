@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.fuzz.cases import FoundCase
+from ddpopt.fuzz.cases import FoundCase, task_of
 from ddpopt.fuzz.examine import examine
 from ddpopt.fuzz.questions import Answer, Kind, Setting
 from ddpopt.fuzz.signatures import Signature
-from ddpopt.testing.drawn import DrawnModel
+from ddpopt.testing.drawn import DrawnModel, step
 from ddpopt.verify.judging.reference import Bench
 from ddpopt.verify.ranks import Ranks, joined
 from tests.unit.rehearsing import one_rank_group
@@ -84,3 +84,13 @@ def test_a_failure_that_cannot_be_the_one_that_is_sought_is_told_at_first_sight(
 def test_the_failure_that_is_sought_is_looked_at_in_full(ranks: Ranks, runs: list[str]) -> None:
     assert CASE.fails_so(answered(ranks, CASE, sought=FAILURE))
     assert runs == ["eager", "torch", "whole"]
+
+
+def test_what_torch_leaves_open_when_it_fails_inside_a_transform_fails_nothing_else(ranks: Ranks) -> None:
+    inside = DrawnModel((step("transformed", by="grad"),), width=4, cap_bytes=1)
+    task = task_of(inside, ("torch-ddp-optimizer", "ddpopt-split"), Setting("aot_eager", steps=1))
+    torchs, ours = examine(ranks, task, lambda _: None)
+    assert torchs.signature == Signature(
+        "error", "NotImplementedError", "collect_metadata_analysis.py in inner"
+    )
+    assert ours.kind is Kind.OK

@@ -1,0 +1,71 @@
+"""Blocks that are hard to cut: their values, or the state that they set, do not pass from piece to piece."""
+
+from __future__ import annotations
+
+from ddpopt.testing.drawn.registry import register_block
+from ddpopt.testing.drawn.writer import LAYER, Body, Writer
+
+
+@register_block("towers", takes=())
+def tower(_: Writer) -> str:
+    """Begin again at the input: what follows does not depend on what is in front of it."""
+    return "x"
+
+
+@register_block("size", body="any", options={"of": ("shape", "ratio")})
+def measured(w: Writer, x: str, *, of: str, body: Body) -> str:
+    """Read a shape, or a fraction of a size, in front of the body, and use it behind."""
+    value = w.assign("v", x)
+    if of == "shape":
+        shape = w.assign("shape", f"{value}.shape")
+        return f"({body(value)}).reshape({shape})"
+    ratio = w.assign("ratio", f"{value}.shape[0] / 4")
+    return f"({body(value)}) * {ratio}"
+
+
+@register_block("in-place", body="any")
+def reshape_late(w: Writer, x: str, *, body: Body) -> str:
+    """Change the shape of a value in place behind the body."""
+    source = w.assign("i", x)
+    base = w.assign("b", f"{source} * 0.5")
+    inner = w.assign("late", body(source))
+    w.line(f"{base}.unsqueeze_(0)")
+    return f"{base}[0] + {inner}"
+
+
+@register_block(
+    "matmul",
+    options={"layer": LAYER, "by": {"vmap": "vmap", "grad": "functional-grad"}},
+    pure=False,
+)
+def transformed(w: Writer, x: str, *, by: str) -> str:
+    """Run two layers for each row, or take the gradient of what they make, by ``torch.func``."""
+    first, second = (w.module(f"nn.Linear({w.width}, {w.width})") for _ in range(2))
+    run = w.local("run")
+    with w.nested(f"def {run}(row):"):
+        w.line(f"return {second}(torch.tanh({first}(row)))")
+    if by == "vmap":
+        return f"torch.func.vmap({run})({x})"
+    return f"torch.func.grad(lambda rows: {run}(rows).float().square().sum())({x})"
+
+
+@register_block("nested-tensor", options={"layer": LAYER}, pure=False)
+def ragged(w: Writer, x: str) -> str:
+    """Call two layers on a nested tensor, each of whose parts is a row."""
+    first, second = (w.module(f"nn.Linear({w.width}, {w.width})") for _ in range(2))
+    rows = w.assign("v", f"{x}.contiguous()")
+    ends = f"torch.arange({rows}.shape[0] + 1)"
+    parts = w.assign("parts", f"torch.nested.nested_tensor_from_jagged({rows}, {ends})")
+    return f"{second}({first}({parts})).values()"
+
+
+@register_block("parameter-update", pure=False)
+def decayed(w: Writer, x: str) -> str:
+    """Change a parameter in place, and read a view of it behind another parameter."""
+    weight = w.parameter(f"torch.randn({w.width}, {w.width}) / {w.width}")
+    shift = w.parameter(f"torch.zeros({w.width})", "shift")
+    with w.nested("with torch.no_grad():"):
+        w.line(f"{weight}.mul_(0.9)")
+    view = w.assign("view", f"{weight}.t()")
+    value = w.assign("v", f"{x} + {shift}")
+    return f"{value} @ {view}.clone()"
