@@ -99,9 +99,11 @@ def doctor(  # noqa: PLR0913  # one for each option of the command line
     to take. It runs in this process alone, on a process group of one rank. With inductor it may take minutes,
     for nothing is taken from a cache; '--backend aot_eager' is quick.
     """
+    from ddpopt.cli_refusals import require_writable
     from ddpopt.doctor import diagnose
     from ddpopt.testing.case import resolve
 
+    require_writable("--json", json)
     asked = given.ddp_arguments(bucket_cap_mb, bucket_cap_mb_list, find_unused_parameters, static_graph)
     case = resolve(target)
     with contextlib.redirect_stdout(sys.stderr):  # what the model prints is no part of the report
@@ -129,6 +131,7 @@ def verify(  # noqa: PLR0913  # one for each option of the command line
     dtype: given.Dtype = None,
     device: given.Device = None,
     timeout: given.Limit = 3600.0,
+    trial_timeout: given.TrialLimit = 300.0,
     bucket_cap_mb: given.CapMb = None,
     bucket_cap_mb_list: given.CapMbList = None,
     find_unused_parameters: given.FindUnused = None,
@@ -136,7 +139,8 @@ def verify(  # noqa: PLR0913  # one for each option of the command line
     matrix: given.Matrix = False,
     self_test: given.SelfTest = False,
     locate: given.Locate = True,
-    reproduction: given.Reproduction = "ddpopt_reproduction.py",
+    locate_timeout: given.LocateLimit = 120.0,
+    reproduction: given.Reproduction = None,
     json: given.Json = None,
     junit: given.Junit = None,
     html: given.Html = None,
@@ -148,12 +152,14 @@ def verify(  # noqa: PLR0913  # one for each option of the command line
     Tolerances are derived and not guessed. Whatever is wrong is named by parameter, bucket, rank and level.
     """
     from ddpopt import cli_verify
+    from ddpopt.cli_refusals import require_heeded
 
     asked = given.ddp_arguments(bucket_cap_mb, bucket_cap_mb_list, find_unused_parameters, static_graph)
     _require_one_of(target is not None, matrix, self_test)
     files = cli_verify.Files(json, junit, html, github)
     if self_test:
         raise typer.Exit(cli_verify.self_test(nproc, files, _given(context)))
+    require_heeded(_given(context))
     request = cli_verify.Request(
         target=target,
         nproc=nproc,
@@ -165,7 +171,9 @@ def verify(  # noqa: PLR0913  # one for each option of the command line
         dtype=dtype,
         device=device,
         limit_s=timeout,
+        trial_limit_s=trial_timeout,
         locate=locate,
+        locate_limit_s=locate_timeout,
         reproduction=reproduction,
         ddp_kwargs=asked,
     )

@@ -5,6 +5,7 @@ Invariant: a baseline is only ever written from a run in which every check passe
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ddpopt.cli_options import STDOUT
-from ddpopt.cli_verify import require_writable
+from ddpopt.cli_refusals import require_writable
 from ddpopt.errors import UsageError
 from ddpopt.report.progress import TrialProgress
 
@@ -183,7 +184,7 @@ def _require_known(settings: Settings) -> None:
 
     checked([], TrialSettings(backend_of(settings.backend), None, settings.steps), settings.nproc)
     for name in settings.modes:
-        if not mode(name).observable:
+        if not mode(name, "--mode").observable:
             raise UsageError(f"--mode: expected modes that have DDP's reducer, got {name!r}")
     for name in settings.named:
         resolve(name)
@@ -249,7 +250,7 @@ def _report(comparison: Comparison, json: str | None, github: bool) -> None:
         Path(json).write_text(f"{comparison.to_json()}\n", encoding="utf-8")
     typer.echo(comparison.to_json() if json == STDOUT else gate_text(comparison))
     if github:
-        write_gate_github(comparison)
+        write_gate_github(comparison, sys.stderr if json == STDOUT else sys.stdout)
 
 
 def _write(baseline: Baseline, file: Path) -> None:

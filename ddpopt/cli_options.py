@@ -88,12 +88,28 @@ Device = Annotated[
     str | None, typer.Option(help="cpu or cuda; by default cuda if each rank has a GPU.", show_default=False)
 ]
 Limit = Annotated[float, typer.Option(help="Limit of the whole run, in seconds.")]
+TrialLimit = Annotated[
+    float,
+    typer.Option(
+        "--trial-timeout", help="Limit of one trial, and of eager DDP's runs before it, in seconds."
+    ),
+]
+LocateLimit = Annotated[
+    float, typer.Option("--locate-timeout", help="Limit of looking where it goes wrong, in seconds.")
+]
 Matrix = Annotated[
     bool, typer.Option("--matrix", help="Judge every mode under every option on six small cases.")
 ]
 SelfTest = Annotated[bool, typer.Option("--self-test", help="Put faults in, and count which are found.")]
 Locate = Annotated[bool, typer.Option(help="If something is wrong, look where.")]
-Reproduction = Annotated[str, typer.Option(metavar="FILE", help="Where to write the script that shows it.")]
+Reproduction = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="Where to write the script that shows it. By default ddpopt_reproduction.py.",
+        show_default=False,
+    ),
+]
 Junit = Annotated[str | None, typer.Option(metavar="FILE", help="Write JUnit XML.", show_default=False)]
 Html = Annotated[str | None, typer.Option(metavar="FILE", help="Write a page.", show_default=False)]
 Github = Annotated[

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,14 +16,16 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ddpopt.cli_options import STDOUT
-from ddpopt.errors import UsageError
+from ddpopt.cli_refusals import require_positive, require_taken, require_writable
+from ddpopt.errors import InfrastructureError
 from ddpopt.report.progress import TrialProgress
-from ddpopt.verify.verdict import Status, Trial, Verdict
+from ddpopt.verify.verdict import Location, Status, Trial, Verdict
 
 if TYPE_CHECKING:
     from ddpopt.verify.trials import Asked, Settings
 
-TAKEN_BY_SELF_TEST = ("self_test", "nproc", "json", "junit", "html", "github")
+REPRODUCTION = "ddpopt_reproduction.py"
+"""Where the script goes that shows what is wrong, if nobody says where to."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,10 @@ class Request:
         dtype: to compute in.
         device: where.
         limit_s: of the whole run, in seconds.
+        trial_limit_s: of one trial, in seconds.
         locate: whether to look where it goes wrong.
-        reproduction: file to write the reproducing script to.
+        locate_limit_s: of looking there, in seconds.
+        reproduction: file to write the reproducing script to; None for `REPRODUCTION`.
         ddp_kwargs: DDP's arguments, in place of the target's own.
     """
 
@@ -55,8 +60,10 @@ class Request:
     dtype: str | None
     device: str | None
     limit_s: float
+    trial_limit_s: float
     locate: bool
-    reproduction: str
+    locate_limit_s: float
+    reproduction: str | None
     ddp_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -92,12 +99,17 @@ def run(request: Request, files: Files) -> Verdict:
         InfrastructureError: no ranks could be had.
     """
     _require_all_writable(files)
+    if request.locate:
+        require_writable("--reproduction", request.reproduction)
+    require_positive("--timeout", request.limit_s)
+    require_positive("--trial-timeout", request.trial_limit_s)
+    require_positive("--locate-timeout", request.locate_limit_s)
     work = _checked(request)
     with _on_ranks() as meet:
         verdict = _verify(request, *work)
         trial = _to_locate(verdict) if request.locate and request.target is not None else None
         if trial is not None:
-            verdict = _located(request, verdict, trial)
+            verdict = _located(request, files, verdict, trial)
         if is_first():
             write(verdict, files)
         meet()
@@ -146,7 +158,9 @@ def _checked(request: Request) -> tuple[str, list[Asked], Settings]:
 
     title, asked = _asked(request)
     strategy = None if request.modes or request.target is None else request.strategy
-    settings = Settings(backend_of(request.backend), strategy, request.steps, request.dtype)
+    settings = Settings(
+        backend_of(request.backend), strategy, request.steps, request.dtype, request.trial_limit_s
+    )
     checked(asked, settings, request.nproc)
     return title, asked, settings
 
@@ -170,19 +184,23 @@ def _asked(request: Request) -> tuple[str, list[Asked]]:
     """What to judge, and a name for all of it."""
     from ddpopt.testing.case import resolve
     from ddpopt.verify.matrix import CASES, matrix, words
-    from ddpopt.verify.modes import MODES, mode_of
+    from ddpopt.verify.modes import MODES, mode, mode_of
     from ddpopt.verify.option_cases import differing
-    from ddpopt.verify.options import OPTIONS
+    from ddpopt.verify.options import OPTIONS, option
     from ddpopt.verify.trials import Asked
 
-    modes = words(request.modes, [mode.name for mode in MODES])
-    options = words(request.options, [option.name for option in OPTIONS])
+    modes = words(request.modes, [known.name for known in MODES], "--mode")
+    options = words(request.options, [known.name for known in OPTIONS], "--options")
+    for name in modes:
+        mode(name, "--mode")
+    for name in options:
+        option(name, "--options")
     if request.target is None:
         return f"{len(CASES)} cases", matrix(CASES, modes, options)
     case = resolve(request.target)
     chosen = modes or (mode_of(request.strategy),)
     target = differing(case, request.ddp_kwargs) if request.ddp_kwargs else request.target
-    return case.name, [Asked(target, option, chosen) for option in options or ("default",)]
+    return case.name, [Asked(target, name, chosen) for name in options or ("default",)]
 
 
 def _telling(progress: TrialProgress) -> Callable[[object], None]:
@@ -198,24 +216,35 @@ def _telling(progress: TrialProgress) -> Callable[[object], None]:
     return note
 
 
-def _located(request: Request, verdict: Verdict, trial: Trial) -> Verdict:
-    """Look where a trial goes wrong."""
+def _located(request: Request, files: Files, verdict: Verdict, trial: Trial) -> Verdict:
+    """Look where a trial goes wrong; whatever becomes of that, there is a verdict to report."""
     from ddpopt.verify.locate import locate
+
+    def finish(location: Location) -> None:
+        """Torchrun's ranks are about to be ended: report, and leave with the verdict's exit code."""
+        write(replace(verdict, location=location), files)
+        sys.stdout.flush()
+        os._exit(verdict.exit_code)
 
     if is_first():
         typer.echo(f"looking where it goes wrong: {trial.name}", err=True)
-    location = locate(
-        str(request.target),
-        trial,
-        Path(request.reproduction),
-        nproc=verdict.world_size,
-        steps=request.steps,
-        strategy=None if request.modes else request.strategy,
-        dtype=request.dtype,
-        device=request.device,
-        backend=request.backend,
-        ddp_kwargs=request.ddp_kwargs,
-    )
+    try:
+        location = locate(
+            str(request.target),
+            trial,
+            Path(request.reproduction or REPRODUCTION),
+            nproc=verdict.world_size,
+            steps=request.steps,
+            strategy=None if request.modes else request.strategy,
+            dtype=request.dtype,
+            device=request.device,
+            backend=request.backend,
+            ddp_kwargs=request.ddp_kwargs,
+            limit_s=request.locate_limit_s,
+            on_late=finish,
+        )
+    except (OSError, InfrastructureError) as error:
+        location = Location((), "none was found: the search failed", note=str(error))
     return replace(verdict, location=location)
 
 
@@ -242,31 +271,12 @@ def _write(verdict: Verdict, files: Files, to_json: Callable[[], str], to_text: 
             Path(file).write_text(f"{text()}\n", encoding="utf-8")
     typer.echo(to_json() if files.json == STDOUT else to_text())
     if files.github:
-        write_github(verdict)
+        write_github(verdict, sys.stderr if files.json == STDOUT else sys.stdout)
 
 
 def _require_all_writable(files: Files) -> None:
     for name, file in (("--json", files.json), ("--junit", files.junit), ("--html", files.html)):
         require_writable(name, file)
-
-
-def require_writable(option: str, file: str | None) -> None:
-    """Fail before minutes of work, not after.
-
-    Args:
-        option: that names the file.
-        file: where to write; None for nowhere.
-
-    Raises:
-        UsageError: it cannot be written there.
-    """
-    if file is None or (file == STDOUT and option == "--json"):
-        return
-    if file == STDOUT:
-        raise UsageError(f"{option}: expected the name of a file, got {file!r}; only --json goes to stdout")
-    folder = Path(file).absolute().parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(file).is_dir():
-        raise UsageError(f"{option}: cannot write {file!r}; name a file in a folder that can be written to")
 
 
 def self_test(nproc: int, files: Files, given: Sequence[str] = ()) -> int:
@@ -289,7 +299,7 @@ def self_test(nproc: int, files: Files, given: Sequence[str] = ()) -> int:
     from ddpopt.verify.injected.clean_runs import MODES, clean_runs
     from ddpopt.verify.self_test import self_test as judge_the_judge
 
-    _require_taken(given)
+    require_taken(given)
     _require_all_writable(files)
     faults = sum(fault.shows_on(nproc) for fault in FAULTS)
     with TrialProgress(faults + len(clean_runs()) * len(MODES)) as progress:
@@ -297,13 +307,3 @@ def self_test(nproc: int, files: Files, given: Sequence[str] = ()) -> int:
     verdict = result.as_verdict()
     _write(verdict, files, result.to_json, lambda: self_test_text(result))
     return verdict.exit_code
-
-
-def _require_taken(given: Sequence[str]) -> None:
-    """Ignore nothing in silence: a self-test has its own cases, modes and options."""
-    others = [f"--{name.replace('_', '-')}" for name in given if name not in TAKEN_BY_SELF_TEST]
-    if others:
-        raise UsageError(
-            f"--self-test: expected --nproc and files for reports beside it, got {', '.join(others)}; "
-            "it has cases, modes and options of its own"
-        )

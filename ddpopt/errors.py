@@ -22,6 +22,10 @@ class UsageError(DdpoptError):
     exit_code = 2
 
 
+class UnsupportedError(UsageError):
+    """A combination, each part of which can be used as given, that ddpopt does not do; it says which."""
+
+
 class PlanMismatchError(DdpoptError):
     """A plan and a module, or the plans of two ranks, do not belong together."""
 

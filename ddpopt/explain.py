@@ -15,6 +15,7 @@ from torch import nn
 from ddpopt.bucket_config import DDP_ARGUMENTS_OF_LIMITS, DDP_ARGUMENTS_WITHOUT_EFFECT_ON_LIMITS
 from ddpopt.capture import Capture, capture
 from ddpopt.explanation import Explanation, OwnBucket, OwnBuckets, TorchSplit
+from ddpopt.generators import generators_kept
 from ddpopt.plan import Plan
 from ddpopt.reducer import ParamSpec, initial_buckets, rebuilt_buckets
 from ddpopt.rehearsal import Rehearsal, Step, call
@@ -69,11 +70,12 @@ def explain_case(case: Case, ddp_kwargs: Mapping[str, Any]) -> Explanation:
     Raises:
         UsageError: an argument cannot be used, or the model cannot be traced.
     """
-    model = case.model()
-    args, kwargs = case.inputs(0, 0)
-    with torch.enable_grad():
-        captured = capture(model, *args, **kwargs, **ddp_kwargs)
-    return _explain(captured, Step(model, args, kwargs, case.loss))
+    with generators_kept():
+        model = case.model()
+        args, kwargs = case.inputs(0, 0)
+        with torch.enable_grad():
+            captured = capture(model, *args, **kwargs, **ddp_kwargs)
+        return _explain(captured, Step(model, args, kwargs, case.loss))
 
 
 def _explain(captured: Capture, step: Step) -> Explanation:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.errors import PlanMismatchError, UsageError
+from ddpopt.errors import PlanMismatchError, UnsupportedError, UsageError
 from ddpopt.plan import Bucket, Plan
 from ddpopt.reducer import ParamSpec, specs_from_ddp
 from ddpopt.running_backward import NO_TASK, task_id
@@ -35,7 +35,8 @@ def ddp_module(module: nn.Module) -> DistributedDataParallel:
         The DDP module.
 
     Raises:
-        UsageError: this is no DDP module, or one that does not reduce through a reducer of its own.
+        UsageError: this is no DDP module.
+        UnsupportedError: it is one that does not reduce through a reducer of its own.
     """
     if not dist.is_available():
         raise UsageError("torch.distributed is not available in this build of torch; install one that has it")
@@ -47,7 +48,7 @@ def ddp_module(module: nn.Module) -> DistributedDataParallel:
         )
     refused = [f"  - {reason}" for reason in _unsupported(inner)]
     if refused:
-        raise UsageError("\n".join(["this DDP module's buckets cannot be planned:", *refused]))
+        raise UnsupportedError("\n".join(["this DDP module's buckets cannot be planned:", *refused]))
     return inner
 
 

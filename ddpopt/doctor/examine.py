@@ -27,6 +27,7 @@ from ddpopt.doctor.trial import EAGER, OURS, TORCH, Trial, run_trial, warm_up
 from ddpopt.errors import UsageError
 from ddpopt.explain import explain_case
 from ddpopt.explanation import Explanation
+from ddpopt.generators import generators_kept
 from ddpopt.testing.case import Case
 from ddpopt.testing.ranks import one_rank
 
@@ -64,7 +65,7 @@ def diagnose(
     _require_usable(backend, steps, ranks, kwargs)
     unused = find_unused(case, ranks, steps, tell)
     explanation, untraced = _explain(case, kwargs)
-    with one_rank():
+    with generators_kept(), one_rank():
         tell(f"compile something small with {backend}")
         warm_up(backend)
         trials = tuple(_trials(case, kwargs, backend, steps, tell))

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt.backend
 from ddpopt.doctor.dynamo import Notes, cold_caches, taking_notes
+from ddpopt.generators import generators_kept
 from ddpopt.running_buckets import ObservedBucket, running_buckets
 from ddpopt.testing.case import Case
 
@@ -146,16 +147,11 @@ def _all_inline(said: Sequence[str]) -> bool:
     return any("one graph" in message for message in said) and not any("segments" in m for m in said)
 
 
-def _has_cuda_state() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]  # of torch
-
-
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """Keep random generators, grad mode and warnings of the caller apart from what runs inside."""
-    devices = range(torch.cuda.device_count()) if _has_cuda_state() else ()
     with (
-        torch.random.fork_rng(devices=devices),
+        generators_kept(),
         torch.inference_mode(mode=False),
         torch.enable_grad(),
         warnings.catch_warnings(),

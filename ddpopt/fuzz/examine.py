@@ -147,6 +147,8 @@ class _Examination:
             trial = self._judged(reference, name)
         if trial.status is Status.OK:
             return Answer(name, Kind.OK)
+        if trial.status is Status.BROKEN:
+            return _unjudged(name, trial)
         if trial.status is not Status.WRONG:
             return Answer(name, Kind.REFUSED, of_error(trial.reason.removeprefix("refused: ")), trial.reason)
         return self._blamed(name, trial, reference)
@@ -169,11 +171,18 @@ class _Examination:
         if reference not in self._whole:
             _forget_failures()
             self._whole[reference] = self._judged(reference, WHOLE)
+        if self._whole[reference].status is Status.BROKEN:
+            return _unjudged(name, self._whole[reference])
         whole = self._whole[reference].findings
         own = own_findings(trial.findings, whole)
         if own:
             return Answer(name, Kind.WRONG, min_signature(own), _told(own))
         return Answer(name, Kind.BACKEND, min_signature(whole), _told(whole))
+
+
+def _unjudged(name: str, trial: Trial) -> Answer:
+    """Nothing is learned of a mode whose ranks, or those that it is held against, only waited."""
+    return Answer(name, Kind.BROKEN, of_error(trial.reason), trial.reason)
 
 
 def own_findings(found: Sequence[Finding], whole: Sequence[Finding]) -> list[Finding]:

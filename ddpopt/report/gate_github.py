@@ -7,7 +7,7 @@ has every change.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from ddpopt.report.gate import ADVICE, by_place, compared, headline, sentence
 from ddpopt.report.github import SHOWN_BY_GITHUB, error_command, publish
@@ -74,13 +74,14 @@ def _blocks(comparison: Comparison) -> Iterator[str]:
         yield plain(ADVICE.format(baseline=comparison.baseline))
 
 
-def write_gate_github(comparison: Comparison) -> None:
+def write_gate_github(comparison: Comparison, stream: TextIO | None = None) -> None:
     """Print the annotations, and append the summary to the file that GitHub names.
 
     Args:
         comparison: a run held against a baseline.
+        stream: where annotations go; stdout by default.
 
     Raises:
         UsageError: the file cannot be written.
     """
-    publish(gate_annotations(comparison), gate_summary(comparison))
+    publish(gate_annotations(comparison), gate_summary(comparison), stream)

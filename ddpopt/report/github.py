@@ -1,13 +1,14 @@
 """A verdict for GitHub Actions: annotations on the run, and a page of Markdown as the step's summary.
 
-Annotations are lines on stdout that the runner reads (GitHub's documentation, "Workflow commands"). It shows
-ten errors of a step, so where there are more findings they are told reason by reason. Invariant: no text of a
-model or of an error can end its line, or begin another command.
+Annotations are lines that the runner reads (GitHub's documentation, "Workflow commands"), on stdout and on
+stderr alike. It shows ten errors of a step, so where there are more findings they are told reason by reason.
+Invariant: no text of a model or of an error can end its line, or begin another command.
 """
 
 import os
 import sys
 from collections.abc import Iterable, Iterator
+from typing import TextIO
 
 from ddpopt.errors import UsageError
 from ddpopt.report.markdown import step_summary
@@ -89,40 +90,43 @@ def _property(text: str) -> str:
     return _data(text).replace(":", "%3A").replace(",", "%2C")
 
 
-def write_github(verdict: Verdict) -> None:
+def write_github(verdict: Verdict, stream: TextIO | None = None) -> None:
     """Print the annotations, and append the summary to the file that GitHub names.
 
     Where ``GITHUB_STEP_SUMMARY`` is unset, the summary is left out and stderr says so.
 
     Args:
         verdict: what to report.
+        stream: where annotations go: stdout, unless a report stands there that is no text for people.
 
     Raises:
         UsageError: the file cannot be written.
     """
-    publish(annotations(verdict), step_summary(verdict))
+    publish(annotations(verdict), step_summary(verdict), stream)
 
 
-def publish(commands: Iterable[str], summary: str) -> None:
+def publish(commands: Iterable[str], summary: str, stream: TextIO | None = None) -> None:
     """Print workflow commands, and append a summary to the file that GitHub names.
 
     Args:
         commands: one line each.
         summary: Markdown.
+        stream: where commands go; stdout by default.
 
     Raises:
         UsageError: the file cannot be written.
     """
+    told = stream or sys.stdout
     for line in commands:
-        sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
+        told.write(f"{line}\n")
+    told.flush()
     file = os.environ.get(VARIABLE)
     if not file:
         sys.stderr.write(f"ddpopt: no step summary: {VARIABLE} is unset; GitHub sets it in each step\n")
         return
     try:
-        with open(file, "a", encoding="utf-8") as stream:
-            stream.write(summary)
+        with open(file, "a", encoding="utf-8") as page:
+            page.write(summary)
     except OSError as error:
         raise UsageError(
             f"cannot append the step summary to {file!r}, which {VARIABLE} names: {error.strerror}; "

@@ -15,6 +15,8 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from ddpopt.reducer import ParamSpec
+
 AUTOCAST_DTYPE = torch.bfloat16
 
 
@@ -30,6 +32,17 @@ class SmallGraph(NamedTuple):
     gm: fx.GraphModule
     param_placeholders: Mapping[str, str]
     example_values: tuple[FakeTensor, ...]
+
+    def specs(self) -> dict[int, ParamSpec]:
+        """What DDP would reduce of its parameters, by the identity of their example values."""
+        names = [self.param_placeholders.get(n.name) for n in self.gm.graph.find_nodes(op="placeholder")]
+        return {
+            id(value): ParamSpec(
+                name, value.numel() * value.element_size(), str(value.dtype).removeprefix("torch."), "cpu"
+            )
+            for name, value in zip(names, self.example_values, strict=True)
+            if name is not None and value.requires_grad
+        }
 
 
 class GraphBuilder:
@@ -126,7 +139,8 @@ class GraphBuilder:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._fake_mode)
             stack.enter_context(torch.set_grad_enabled(self._grad_enabled))
-            stack.enter_context(torch.autocast("cpu", AUTOCAST_DTYPE, enabled=self._autocast))
+            if self._autocast:
+                stack.enter_context(torch.autocast("cpu", AUTOCAST_DTYPE))
             node.meta["example_value"] = target(*args, **kwargs)
         node.meta["stack_trace"] = f'  File "model.py", line {len(self._graph.nodes)}, in forward\n'
         return node

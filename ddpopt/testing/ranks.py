@@ -5,6 +5,7 @@ gloo its peers' collectives end at once, and otherwise at the group's time-out.
 """
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -92,8 +93,10 @@ def one_rank() -> Iterator[None]:
         yield
         return
     c10d: Any = dist  # torch does not mark its re-exports
+    excepthook = sys.excepthook  # which torch replaces for good when it makes a group
     dist.init_process_group("gloo", store=c10d.HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        sys.excepthook = excepthook

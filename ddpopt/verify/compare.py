@@ -46,23 +46,11 @@ def unit_roundoff(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
-def accumulated(roundings: int, dtype: torch.dtype) -> float:
-    r"""Return :math:`\gamma_n = n u / (1 - n u)`, the relative error of n roundings in a row.
+def _accumulated(roundings: Tensor, dtype: torch.dtype) -> Tensor:
+    r"""Return :math:`\gamma_n = n u / (1 - n u)` of several n, in float64; infinite where n u is 1 or more.
 
     Source: N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2nd edition, SIAM 2002, Lemma 3.1.
-
-    Args:
-        roundings: n.
-        dtype: whose unit roundoff u is meant.
-
-    Returns:
-        A number without unit; infinite where n u is 1 or more.
     """
-    return float(_accumulated(torch.tensor(roundings, dtype=torch.float64), dtype))
-
-
-def _accumulated(roundings: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same for several counts, in float64."""
     product = roundings * unit_roundoff(dtype)
     return torch.where(product < 1, product / (1 - product), float("inf"))
 

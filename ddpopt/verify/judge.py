@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ddpopt.verify.judging.failing import Failure, told
 from ddpopt.verify.judging.ladder import Ladder
 from ddpopt.verify.judging.record import Record
-from ddpopt.verify.judging.reference import Bench, Failure, Reference
+from ddpopt.verify.judging.reference import Bench, Reference
 from ddpopt.verify.judging.sheet import findings, remarks, worst
 from ddpopt.verify.judging.structure import Evidence, structure
 from ddpopt.verify.modes import Mode
@@ -121,10 +122,12 @@ class _Judgement:
     # ---------------------------------------------------------------------------------- a run that failed
 
     def failed(self, failures: Sequence[Failure]) -> Trial:
-        """Tell what cannot be done here from what the mode gets wrong."""
+        """Tell what cannot be done here, or did not end in time, from what the mode gets wrong."""
+        if self.bench.stalled:
+            return self.trial(Status.BROKEN, reason=self.bench.stalled)
         own = [failure for failure in failures if not failure.lost] or list(failures)
-        text = "; ".join(f"rank {failure.rank}: {failure.text}" for failure in _distinct(own))
-        if all(failure.refused for failure in own) and own[0].text.startswith("UsageError"):
+        text = told(own)
+        if all(failure.refused for failure in own):
             return self.trial(Status.NOT_POSSIBLE, reason=f"refused: {text}")
         if self.backend is not None and self._fails_uncompiled():
             return self.trial(
@@ -136,7 +139,8 @@ class _Judgement:
     def _fails_uncompiled(self) -> bool:
         if self.mode.observable:
             return False  # uncompiled it is eager DDP, which is known to run
-        return self.bench.run(self.mode, None, follow=self.reference.eager.starts) is None
+        record = self.bench.run(self.mode, None, follow=self.reference.eager.starts)
+        return record is None and not self.bench.stalled
 
     # ------------------------------------------------------------------------------------- a run that ended
 
@@ -156,8 +160,10 @@ class _Judgement:
         sheets = self.bench.ranks.gather(sheet.in_short())
         judged = worst(item for one in sheets for item in one.judged)
         found = findings(sheets, judged)
+        stalled = "" if found else ladder.stalled
         return self.trial(
-            Status.WRONG if found else Status.OK,
+            Status.WRONG if found else Status.BROKEN if stalled else Status.OK,
+            reason=stalled,
             findings=found,
             levels=tuple(sorted({level for one in sheets for level in one.levels})),
             notes=remarks(sheets),
@@ -180,10 +186,6 @@ class _Judgement:
             ranks_differ=self.bench.subject.case.ranks_differ or self.option.more_graphs,
         )
         return structure(evidence, self.bench.ranks.rank)
-
-
-def _distinct(failures: Sequence[Failure]) -> list[Failure]:
-    return list({failure.text: failure for failure in reversed(failures)}.values())[::-1]
 
 
 def _buckets(record: Record) -> tuple[SeenBucket, ...]:

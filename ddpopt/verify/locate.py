@@ -5,30 +5,34 @@ backends from Dynamo's own upwards. The lowest rung that disagrees with eager na
 in ranks of its own, so a crash there is a finding, and this process stays as it was; torchrun's ranks are
 searched on only for what a single rank of our own does not show.
 
-Invariant: what is known when the time is over is returned, with a note that says so.
+Invariant: what is known when the time is over is returned, with a note that says so. On torchrun's ranks,
+which cannot be ended one by one, it is told to the caller instead, and they end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import distributed as dist
 
 from ddpopt.errors import InfrastructureError
 from ddpopt.testing.case import resolve
 from ddpopt.verify.backends import backend_of
 from ddpopt.verify.launch.failures import RankFailure, RanksFailed
+from ddpopt.verify.launch.limits import Limits
 from ddpopt.verify.locating.events import Blamed, Chose, Memory, Tried, Trying
 from ddpopt.verify.locating.reproduction import Written, write
 from ddpopt.verify.locating.rungs import Question, Stage, Symptom, stages_of
 from ddpopt.verify.locating.scripting import Author
 from ddpopt.verify.locating.search import search, search_alone
 from ddpopt.verify.modes import LOCAL, mode
-from ddpopt.verify.ranks import joined, launch, under_torchrun
+from ddpopt.verify.ranks import COLLECTIVE_LIMIT_S, Ranks, joined, launch, under_torchrun
 from ddpopt.verify.trials import STEPS
 from ddpopt.verify.verdict import Location, Rung, Trial
 
@@ -39,6 +43,8 @@ FOR_RANKS = 0.8
 """Share of the time after which ranks are ended."""
 STARTS = 40
 """How often ranks are started for one rung: each try may take them down."""
+LATE_S = 30.0
+"""How long rank 0 of torchrun's may tell what is known; its peers end later, or torchrun would end it."""
 LAYERS = {
     "eager": "Dynamo (torch.compile, backend eager)",
     "aot_eager": "AOTAutograd (backend aot_eager)",
@@ -127,6 +133,7 @@ def locate(  # noqa: PLR0913  # what a trial does not say of the verification th
     backend: str | None = None,
     ddp_kwargs: Mapping[str, Any] | None = None,
     limit_s: float = LIMIT_S,
+    on_late: Callable[[Location], None] | None = None,
 ) -> Location:
     """Look where a wrong trial goes wrong.
 
@@ -142,6 +149,7 @@ def locate(  # noqa: PLR0913  # what a trial does not say of the verification th
         backend: as on the command line; None for the name that the trial has.
         ddp_kwargs: DDP's arguments, in place of the target's own.
         limit_s: seconds after which what is known is returned.
+        on_late: told what is known, on rank 0, when torchrun's ranks do not end in time. Then they are ended.
 
     Returns:
         The rungs that were tried, the layer, the segments and the script.
@@ -170,11 +178,21 @@ def locate(  # noqa: PLR0913  # what a trial does not say of the verification th
     author = Author(question, script)
     known = Known()
     if under_torchrun() and dist.is_initialized():
-        return _on_torchruns_ranks(known, author, device, left)
+        return _on_torchruns_ranks(known, author, device, left, on_late or _ignore)
+    device = device or _device_of(nproc)
     for ranks in dict.fromkeys((1, nproc)):
         if known.wrong is None and left(FOR_RANKS) > 0:
             _in_ranks(known, question, ranks, device, left)
     return _location(known, _written(known, author, left), question.mode)
+
+
+def _ignore(location: Location) -> None:
+    """Where nobody waits for it."""
+
+
+def _device_of(nproc: int) -> str:
+    """Where a trial on so many ranks ran if nobody chose: a single rank of the search goes there too."""
+    return "cuda" if torch.cuda.device_count() >= nproc else "cpu"
 
 
 def _steps_of(trial: Trial, steps: int) -> int:
@@ -185,7 +203,7 @@ def _steps_of(trial: Trial, steps: int) -> int:
 
 
 def _in_ranks(
-    known: Known, question: Question, ranks: int, device: str | None, left: Callable[[float], float]
+    known: Known, question: Question, ranks: int, device: str, left: Callable[[float], float]
 ) -> None:
     """Run the search on some ranks of our own, and on new ones after a try that takes them down."""
     stages = list(stages_of(question, ranks))
@@ -201,14 +219,14 @@ def _in_ranks(
                 nproc=ranks,
                 limit_s=max(left(FOR_RANKS), 1.0),
                 on_event=known.hear,
-                device=device or "cpu",
+                device=device,
             )
             return
         except RanksFailed as failed:
             if not known.survive(failed.culprits[0], ranks):
                 return
-        except InfrastructureError as error:
-            known.notes.append(str(error))
+        except (InfrastructureError, OSError) as error:
+            known.notes.append(f"the search on {ranks} rank(s) ended early: {error}")
             return
         if left(FOR_RANKS) <= 0:
             break
@@ -216,21 +234,46 @@ def _in_ranks(
 
 
 def _on_torchruns_ranks(
-    known: Known, author: Author, device: str | None, left: Callable[..., float]
+    known: Known,
+    author: Author,
+    device: str | None,
+    left: Callable[..., float],
+    on_late: Callable[[Location], None],
 ) -> Location:
     """Search on one rank of our own; then, if that shows nothing, on all that are here. A collective."""
-    with joined(on_event=known.hear) as ranks:
+    with joined(on_event=known.hear, timeout_s=COLLECTIVE_LIMIT_S + left()) as ranks:
         if ranks.rank == 0:
-            _in_ranks(known, author.question, 1, device, left)
+            _in_ranks(known, author.question, 1, device or ranks.device.type, left)
         wrong, seconds = ranks.gather((known.wrong, left(FOR_NARROWING)))[0]
         if wrong is None and ranks.size > 1 and seconds > 0:
             stages = list(stages_of(author.question, ranks.size))
-            search(ranks, author.question, stages, seconds, Memory())
+            limit_s = max(left(FOR_RANKS), 1.0)
+            with _ending(ranks, limit_s, lambda: on_late(_late(known, author.question.mode))):
+                search(ranks, author.question, stages, seconds, Memory())
         location = None
         if ranks.rank == 0:
             location = _location(known, _written(known, author, left), author.question.mode)
         found: Location = ranks.gather(location)[0]  # nobody leaves early: torchrun would end rank 0
         return found
+
+
+@contextlib.contextmanager
+def _ending(ranks: Ranks, limit_s: float, tell: Callable[[], None]) -> Iterator[None]:
+    """End torchrun's ranks if a search does not end: rank 0 first, once it has told what is known."""
+    what = "looking where it goes wrong"
+    if ranks.rank > 0:
+        with ranks.limited(limit_s + LATE_S, what):
+            yield
+        return
+    with Limits(announce=lambda *_: tell(), announcing_s=LATE_S).limited(limit_s, what):
+        yield
+
+
+def _late(known: Known, mode_on_trial: str) -> Location:
+    during = f" while {known.trying.stage.name} was tried" if known.trying else ""
+    known.notes.append(f"the time was over before the search ended{during}, so torchrun's ranks were ended")
+    unwritten = Written(note="no script was written" if known.wrong else "")
+    return _location(known, unwritten, mode_on_trial)
 
 
 def _how(failure: RankFailure) -> str:
@@ -246,7 +289,11 @@ def _written(known: Known, author: Author, time_left: Callable[[], float]) -> Wr
     if known.wrong is None:
         return Written()
     blamed = known.blamed or Blamed((), symptom=known.symptom)
-    return write(author.script, author.drafts(known.wrong, blamed), time_left)
+    try:
+        return write(author.script, author.drafts(known.wrong, blamed), time_left)
+    except OSError as error:
+        why = error.strerror or error
+        return Written(note=f"no script could be written or run: {author.script}: {why}")
 
 
 def _location(known: Known, written: Written, mode_on_trial: str) -> Location:

@@ -137,12 +137,13 @@ def matrix(
     return [Asked(case, option, names) for case in cases for option in chosen]
 
 
-def words(text: str | None, known: Sequence[str]) -> tuple[str, ...]:
+def words(text: str | None, known: Sequence[str], given_as: str) -> tuple[str, ...]:
     """Read a list of names with commas between; ``all`` is all that are known.
 
     Args:
         text: what was given; None if nothing.
         known: all names.
+        given_as: the option of the command line, for the error.
 
     Returns:
         The names; empty if nothing was given.
@@ -156,5 +157,5 @@ def words(text: str | None, known: Sequence[str]) -> tuple[str, ...]:
         return tuple(known)
     names = tuple(part.strip() for part in text.split(","))
     if not all(names):
-        raise UsageError(f"expected names with commas between, got {text!r}")
+        raise UsageError(f"{given_as}: expected names with commas between, got {text!r}")
     return names

@@ -145,7 +145,7 @@ def manual(setup: Setup) -> Parallel:
 
     own.after_backward = average
     own.no_sync = lambda: flags_of(syncing)
-    _broadcast(setup)
+    sharded.broadcast_state(setup)
     return own
 
 
@@ -156,15 +156,6 @@ def _averaged(gradient: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
     mean.div_(size)
     dist.all_reduce(torch.view_as_real(mean) if mean.is_complex() else mean, group=group)
     return mean
-
-
-def _broadcast(setup: Setup) -> None:
-    root = dist.get_global_rank(setup.group, 0)
-    with torch.no_grad():
-        for tensor in (*setup.model.parameters(), *setup.model.buffers()):
-            dist.broadcast(
-                torch.view_as_real(tensor.data) if tensor.is_complex() else tensor.data, root, setup.group
-            )
 
 
 def compiled_ddp(setup: Setup) -> Parallel:
@@ -254,11 +245,12 @@ MODES: tuple[Mode, ...] = (
 LOCAL = Mode("local", "the model alone, nothing reduced", "nothing", local)
 
 
-def mode(name: str) -> Mode:
+def mode(name: str, given_as: str = "mode") -> Mode:
     """Return a mode by its name.
 
     Args:
         name: one of those in `MODES`.
+        given_as: as what the caller gave it, for the error.
 
     Returns:
         The mode.
@@ -266,7 +258,7 @@ def mode(name: str) -> Mode:
     Raises:
         UsageError: there is no such mode.
     """
-    return named(name, MODES, "--mode")
+    return named(name, MODES, given_as)
 
 
 def mode_of(strategy: str) -> str:

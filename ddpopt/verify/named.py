@@ -22,13 +22,13 @@ class Named(Protocol):
 N = TypeVar("N", bound=Named)
 
 
-def named(name: str, known: Iterable[N], option: str) -> N:
+def named(name: str, known: Iterable[N], given_as: str) -> N:
     """Return what has a name.
 
     Args:
         name: the name.
         known: all there are.
-        option: of the command line, by which the name was given.
+        given_as: what the caller gave the name as: a parameter, or an option of the command line.
 
     Returns:
         The one of ``known`` that has this name.
@@ -38,5 +38,5 @@ def named(name: str, known: Iterable[N], option: str) -> N:
     """
     by_name = {candidate.name: candidate for candidate in known}
     if name not in by_name:
-        raise UsageError(f"{option}: expected one of {', '.join(by_name)}, got {name!r}")
+        raise UsageError(f"{given_as}: expected one of {', '.join(by_name)}, got {name!r}")
     return by_name[name]

@@ -169,17 +169,22 @@ def nested(case: Case, group: dist.ProcessGroup) -> Case:
 
 
 def in_dtype(case: Case, dtype: torch.dtype) -> Case:
-    """Have a case compute in another dtype: its parameters, its buffers and its floating-point inputs."""
+    """Have a case compute in another dtype: its parameters, its buffers and its inputs.
+
+    Complex numbers stay complex, and become wider where the dtype is; ``Module.to`` would take their real
+    parts.
+    """
 
     def cast(value: Any) -> Any:
-        floating = isinstance(value, Tensor) and value.is_floating_point()
-        return value.to(dtype) if floating else value
+        if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+            return value
+        return value.to(torch.promote_types(value.dtype, dtype) if value.is_complex() else dtype)
 
     def inputs(rank: int, step: int) -> Any:
         args, kwargs = case.inputs(rank, step)
         return torch.utils._pytree.tree_map(cast, (args, dict(kwargs)))
 
-    return replace(case, model=lambda: case.model().to(dtype), inputs=inputs)
+    return replace(case, model=lambda: case.model()._apply(cast), inputs=inputs)
 
 
 def differing(case: Case, ddp_kwargs: Mapping[str, Any]) -> Case:

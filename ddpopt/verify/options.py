@@ -331,11 +331,12 @@ OPTIONS: tuple[Option, ...] = (
 )
 
 
-def option(name: str) -> Option:
+def option(name: str, given_as: str = "options") -> Option:
     """Return an option by its name.
 
     Args:
         name: one of those in `OPTIONS`.
+        given_as: as what the caller gave it, for the error.
 
     Returns:
         The option.
@@ -343,4 +344,4 @@ def option(name: str) -> Option:
     Raises:
         UsageError: there is no such option.
     """
-    return named(name, OPTIONS, "--options")
+    return named(name, OPTIONS, given_as)

@@ -16,12 +16,13 @@ import torch
 import ddpopt
 from ddpopt.backend import find_compiler
 from ddpopt.errors import UsageError
+from ddpopt.generators import generators_kept
 from ddpopt.testing.case import Case, resolve
 from ddpopt.verify.launch.attempts import Attempts, Progress, hardware
 from ddpopt.verify.modes import mode, mode_of
 from ddpopt.verify.options import option
-from ddpopt.verify.ranks import joined, under_torchrun
-from ddpopt.verify.trials import STEPS, Asked, Ended, Settings, Started, run_trials
+from ddpopt.verify.ranks import COLLECTIVE_LIMIT_S, joined, under_torchrun
+from ddpopt.verify.trials import STEPS, TRIAL_LIMIT_S, Asked, Ended, Settings, Started, run_trials
 from ddpopt.verify.verdict import Trial, Verdict
 
 RUN_LIMIT_S = 3600.0
@@ -40,6 +41,7 @@ def verify(  # noqa: PLR0913  # one for each thing that a user may choose
     dtype: str | None = None,
     device: str | None = None,
     limit_s: float = RUN_LIMIT_S,
+    trial_limit_s: float = TRIAL_LIMIT_S,
     on_event: Progress | None = None,
 ) -> Verdict:
     """Verify that a compiled data-parallel step computes what eager DDP computes.
@@ -59,6 +61,8 @@ def verify(  # noqa: PLR0913  # one for each thing that a user may choose
         dtype: ``"float32"``, ``"float64"``, ``"bfloat16"``, …: to compute in; by default the case's own.
         device: ``"cpu"`` or ``"cuda"``; by default a GPU for each rank where there are enough.
         limit_s: of the whole run, in seconds.
+        trial_limit_s: of each trial, and of eager's runs under each option, in seconds. A trial compiles, and
+            to judge compiled arithmetic it runs eager several times.
         on_event: told of each trial as it begins and ends.
 
     Returns:
@@ -70,7 +74,7 @@ def verify(  # noqa: PLR0913  # one for each thing that a user may choose
         InfrastructureError: no ranks could be had.
     """
     modes = _names(mode) or (mode_of(strategy),)
-    settings = Settings(backend, None if mode else strategy, steps, dtype)
+    settings = Settings(backend, None if mode else strategy, steps, dtype, trial_limit_s)
     case = resolve(target)
     travelling = target if isinstance(target, str) else case
     asked = [Asked(travelling, name, modes) for name in _names(options)]
@@ -106,7 +110,8 @@ def verify_all(
     """
     tell = on_event or _ignore
     if under_torchrun():
-        with joined(on_event=_heard_by(tell)) as ranks, ranks.limited(limit_s, f"verifying {title}"):
+        hear, waits_s = _heard_by(tell), _waits_s(settings)
+        with joined(on_event=hear, timeout_s=waits_s) as ranks, ranks.limited(limit_s, f"verifying {title}"):
             trials = tuple(run_trials(ranks, asked, settings, ()))
             return _verdict(title, ranks.size, trials, hardware(ranks.device))
     attempts = Attempts(asked, settings, tell)
@@ -122,6 +127,7 @@ def verify_here(
     backend: Any = "aot_eager",
     options: Sequence[str] = OPTIONS_BY_DEFAULT,
     steps: int = STEPS,
+    trial_limit_s: float = TRIAL_LIMIT_S,
 ) -> Verdict:
     """Verify a case on the ranks of the default process group; a collective of all of them.
 
@@ -132,6 +138,7 @@ def verify_here(
         backend: as for `verify`.
         options: as for `verify`.
         steps: as for `verify`.
+        trial_limit_s: as for `verify`; at the limit this process ends.
 
     Returns:
         The verdict, the same on every rank.
@@ -141,11 +148,16 @@ def verify_here(
     """
     modes = (mode,) if mode else (mode_of(strategy),)
     asked = [Asked(case, name, modes) for name in options]
-    with joined() as ranks:
-        settings = Settings(backend, None if mode else strategy, steps)
+    settings = Settings(backend, None if mode else strategy, steps, trial_limit_s=trial_limit_s)
+    with generators_kept(), joined(timeout_s=_waits_s(settings)) as ranks:
         checked(asked, settings, ranks.size)
         trials = run_trials(ranks, asked, settings, ())
         return _verdict(case.name, ranks.size, tuple(trials), hardware(ranks.device))
+
+
+def _waits_s(settings: Settings) -> float:
+    """How long ranks that exist wait for each other between trials: a trial's own limit passes before."""
+    return max(COLLECTIVE_LIMIT_S, settings.trial_limit_s)
 
 
 def _ignore(event: object) -> None:
@@ -211,3 +223,5 @@ def checked(asked: Sequence[Asked], settings: Settings, nproc: int) -> None:
     for what, number in (("nproc", nproc), ("steps", settings.steps)):
         if number < 1:
             raise UsageError(f"{what}: expected a positive number, got {number!r}")
+    if not settings.trial_limit_s > 0:
+        raise UsageError(f"trial_limit_s: expected seconds above 0, got {settings.trial_limit_s!r}")

@@ -45,7 +45,7 @@ def _shell(setup: Setup) -> Shell:
 
 def fully_sharded(setup: Setup) -> Parallel:
     """FSDP2: every parameter a DTensor, sharded along its first dimension."""
-    _broadcast_state(setup)
+    broadcast_state(setup)
     shell: Any = fully_shard(_shell(setup), mesh=_mesh(setup))
 
     @contextlib.contextmanager
@@ -83,7 +83,7 @@ def _write_shard(into: Tensor, tensor: Tensor) -> None:
 
 def flat_sharded(setup: Setup) -> Parallel:
     """FSDP1: one flat parameter for each wrapped module, the original ones views of it."""
-    _broadcast_state(setup)
+    broadcast_state(setup)
     device = next(setup.model.parameters()).device
     fsdp: Any = FullyShardedDataParallel(
         _shell(setup), process_group=setup.group, use_orig_params=True, device_id=device
@@ -109,11 +109,11 @@ def replicated(setup: Setup) -> Parallel:
         finally:
             shell.set_requires_gradient_sync(True)
 
-    _broadcast_state(setup)
+    broadcast_state(setup)
     return Parallel(shell, setup.model, no_sync=no_sync)
 
 
-def _broadcast_state(setup: Setup) -> None:
+def broadcast_state(setup: Setup) -> None:
     """Start every rank from the first one's parameters, as DDP does."""
     root = dist.get_global_rank(setup.group, 0)
     with torch.no_grad():

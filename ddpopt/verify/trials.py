@@ -20,7 +20,7 @@ from torch._dynamo import eval_frame, guards, trace_rules
 
 from ddpopt.testing.case import Case, resolve
 from ddpopt.verify.judge import judge
-from ddpopt.verify.judging.reference import Bench, Failure, Reference, Subject
+from ddpopt.verify.judging.reference import Bench, Reference, Subject
 from ddpopt.verify.modes import mode
 from ddpopt.verify.option_cases import in_dtype
 from ddpopt.verify.options import option
@@ -31,6 +31,8 @@ from ddpopt.verify.verdict import Status, Trial
 STEPS = 3
 """DDP rebuilds its buckets before the second step; the third is the first that all has settled in."""
 TRIAL_LIMIT_S = 300.0
+COLLECTIVE_SHARE = 0.8
+"""Of a trial's limit: a rank may wait for a peer that compiles for most of it, and has yet to say so."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Settings:
         strategy: of ddpopt's modes, in place of their own; None to keep that.
         steps: how many steps of training.
         dtype: name of the dtype to compute in; None for the case's own.
-        trial_limit_s: limit of one trial, in seconds.
+        trial_limit_s: limit of one trial, and of eager's runs before the first one, in seconds.
     """
 
     backend: Any = "inductor"
@@ -65,6 +67,11 @@ class Settings:
     steps: int = STEPS
     dtype: str | None = None
     trial_limit_s: float = TRIAL_LIMIT_S
+
+    @property
+    def collective_limit_s(self) -> float:
+        """How long a rank waits for its peers, in seconds."""
+        return COLLECTIVE_SHARE * self.trial_limit_s
 
 
 @dataclass(frozen=True)
@@ -190,20 +197,22 @@ def _judged(
 ) -> Iterator[Trial]:
     """Judge the modes of one case under one option."""
     case = _case(asked, settings)
-    bench = Bench(Subject(case, option(asked.option), settings.steps, ranks.device), ranks)
+    subject = Subject(case, option(asked.option), settings.steps, ranks.device)
     ranks.emit(Started(left[0][0], case.name, asked.option, ""))
-    with ranks.limited(settings.trial_limit_s, f"{case.name}: eager DDP / {asked.option}"):
-        reference = Reference.make(bench)
-    for index, name in left:
-        ranks.emit(Started(index, case.name, asked.option, name))
-        with ranks.limited(settings.trial_limit_s, f"{case.name}: {name} / {asked.option}"):
-            if reference is None:
-                trial = _impossible(case, asked.option, name, bench.failures)
-            else:
-                trial = judge(reference, mode(name), settings.backend, strategy=settings.strategy)
-        ranks.emit(Ended(index, trial))
-        yield trial
-    bench.close()
+    with contextlib.ExitStack() as benches:
+        with ranks.limited(settings.trial_limit_s, f"{case.name}: eager DDP / {asked.option}"):
+            bench = Bench(subject, ranks, settings.collective_limit_s)
+            benches.callback(bench.close)
+            reference = Reference.make(bench)
+        for index, name in left:
+            ranks.emit(Started(index, case.name, asked.option, name))
+            with ranks.limited(settings.trial_limit_s, f"{case.name}: {name} / {asked.option}"):
+                if reference is None:
+                    trial = _impossible(case, asked.option, name, bench)
+                else:
+                    trial = judge(reference, mode(name), settings.backend, strategy=settings.strategy)
+            ranks.emit(Ended(index, trial))
+            yield trial
 
 
 def _case(asked: Asked, settings: Settings) -> Case:
@@ -211,7 +220,11 @@ def _case(asked: Asked, settings: Settings) -> Case:
     return case if settings.dtype is None else in_dtype(case, getattr(torch, settings.dtype))
 
 
-def _impossible(case: Case, option_name: str, mode_name: str, failures: Sequence[Failure]) -> Trial:
-    texts = dict.fromkeys(failure.text for failure in failures if not failure.lost)
-    reason = f"eager DDP itself fails here: {'; '.join(texts) or failures[0].text}"
+def _impossible(case: Case, option_name: str, mode_name: str, bench: Bench) -> Trial:
+    """Of a mode that has nothing to be held against."""
+    if bench.stalled:
+        reason = f"eager DDP's own runs did not end: {bench.stalled}"
+        return Trial(case.name, mode_name, option_name, "", Status.BROKEN, reason)
+    own = [failure for failure in bench.failures if not failure.lost] or bench.failures
+    reason = f"eager DDP itself fails here: {'; '.join(dict.fromkeys(failure.text for failure in own))}"
     return Trial(case.name, mode_name, option_name, "", Status.NOT_POSSIBLE, reason)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ddpopt.errors import UnsupportedError
 from ddpopt.verify.judge import judge
 from ddpopt.verify.judging import ladder as under_test
 from ddpopt.verify.judging.ladder import NOT_FINITE, OTHER_BUFFERS, OTHER_STARTS, Ladder
@@ -20,6 +21,7 @@ from ddpopt.verify.judging.sheet import Sheet
 from ddpopt.verify.matrix import CASES
 from ddpopt.verify.modes import mode
 from ddpopt.verify.options import option
+from ddpopt.verify.parallel import Parallel
 from ddpopt.verify.ranks import joined
 from ddpopt.verify.verdict import Status
 from tests.multigpu.single import single_rank
@@ -272,6 +274,32 @@ def test_after_another_order_of_summation_all_steps_are_judged_in_a_run_from_eag
         assert wrong_of(climb(clipped, parted, again=lambda wrong=wrong: wrong))  # type: ignore[misc]  # bound now
 
 
+@pytest.mark.parametrize("lost", ["loss", "other gradient", "parameter", "left by the option"])
+def test_what_no_order_explains_is_kept_though_it_does_not_happen_again(
+    clipped: Reference, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    moves(monkeypatch, NAME)
+    followed = with_gradient(clipped.again, 1 + 2**-22, 0)
+    step = followed.steps[0]
+    other = step.gradients[OTHER]
+    assert other is not None
+    changes: dict[str, dict[str, Any]] = {
+        "loss": {"loss": step.loss * 1.01},
+        "other gradient": {"gradients": {**step.gradients, OTHER: other * 1.01}},
+        "parameter": {"state": {**step.state, OTHER: next_up(step.state[OTHER])}},
+        "left by the option": {"extras": {}},
+    }
+    parted = replace(changed(followed, 0, **changes[lost]), follow=None)
+    sheet = climb(clipped, parted, again=lambda: followed)
+    assert {
+        "loss": wrong_of(sheet) == {("L0", LOSS)},
+        "other gradient": wrong_of(sheet) == {("L0", OTHER), ("L1", OTHER)},
+        "parameter": wrong_of(sheet) == {("L0", PARAMETER + OTHER)},
+        "left by the option": [f.message for f in sheet.findings]
+        == ["step 0: the option's norm is missing, in eager DDP torch.float32 ()"],
+    }[lost]
+
+
 def test_a_run_from_eagers_states_that_fails_is_a_finding(
     clipped: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,12 +309,31 @@ def test_a_run_from_eagers_states_that_fails_is_a_finding(
         ranks=clipped.bench.ranks,
         subject=clipped.bench.subject,
         failures=[SimpleNamespace(rank=0, text="RuntimeError: no")],
+        stalled="",
     )
     parted = replace(with_gradient(clipped.again, 1 + 2**-22, 0), follow=None)
     sheet = climb(standing_in(clipped, bench=bench), parted)
     assert [finding.message for finding in sheet.findings] == [
         "run again from eager's states it fails: RuntimeError: no"
     ]
+
+
+@pytest.mark.parametrize("loss", [1.0, 1.01])
+def test_where_a_run_from_eagers_states_only_took_too_long_what_no_order_explains_is_all_that_is_wrong(
+    clipped: Reference, monkeypatch: pytest.MonkeyPatch, loss: float
+) -> None:
+    moves(monkeypatch, NAME)
+    bench = SimpleNamespace(
+        rank=0, ranks=clipped.bench.ranks, subject=clipped.bench.subject, failures=[], stalled="all waited"
+    )
+    parted = with_gradient(clipped.again, 1 + 2**-22, 0)
+    parted = replace(changed(parted, 0, loss=parted.steps[0].loss * loss), follow=None)
+    ladder = Ladder(
+        standing_in(clipped, bench=bench), mode("whole"), exact=True, ordered=True, run_again=lambda: None
+    )
+    sheet = ladder.climb(parted)
+    assert ladder.stalled == "all waited"
+    assert (sheet.findings, wrong_of(sheet)) == ([], set() if loss == 1.0 else {("L0", LOSS)})
 
 
 def test_a_difference_that_no_order_explains_stays_a_finding(
@@ -332,3 +379,21 @@ def test_a_trial_names_every_number_of_the_last_step(clipped: Reference) -> None
     assert {plain(seen.parameter) for seen in trial.measured} >= set(clipped.eager.steps[1].state) - {
         "norm.num_batches_tracked"
     }
+
+
+def test_a_backend_that_returns_no_output_is_wrong_and_not_a_refusal(clipped: Reference) -> None:
+    def losing(gm: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        return lambda *args: [None for _ in gm.forward(*args)]
+
+    trial = judge(clipped, mode("whole"), losing)
+    assert (trial.status, [found.level for found in trial.findings]) == (Status.WRONG, ["run"])
+    assert "expected a floating-point tensor in the model's output" in trial.findings[0].message
+
+
+def test_what_ddpopt_does_not_support_is_refused_by_its_name(clipped: Reference) -> None:
+    def refusing(_: object) -> Parallel:
+        raise UnsupportedError("no buckets to plan")
+
+    trial = judge(clipped, replace(mode("whole"), wrap=refusing), "eager")
+    assert trial.status is Status.NOT_POSSIBLE
+    assert trial.reason.startswith("refused: rank 0: UnsupportedError: no buckets to plan")

@@ -46,9 +46,17 @@ def scales_gradients(factor: float) -> Callable[[GraphModule, list[Tensor]], Any
 def test_different_weights_and_inputs_on_each_rank_are_equal_to_eager_ddp(ranks: Ranks) -> None:
     torch.manual_seed(ranks.rank)
     model = tower()
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    message = raised(lambda: assert_ddp_equal(model, torch.randn(4, 8), ddp_kwargs={"bucket_cap_mb": 0.0002}))
-    unchanged = all(map(torch.equal, before, model.parameters()))
+    inputs = torch.randn(4, 8)
+
+    def state() -> list[Tensor]:
+        return [
+            torch.random.get_rng_state(),
+            *(parameter.detach().clone() for parameter in model.parameters()),
+        ]
+
+    before = state()
+    message = raised(lambda: assert_ddp_equal(model, inputs, ddp_kwargs={"bucket_cap_mb": 0.0002}))
+    unchanged = all(map(torch.equal, before, state()))
     assert ranks.gather((message, unchanged)) == [("", True)] * ranks.size
 
 

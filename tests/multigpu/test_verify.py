@@ -1,5 +1,7 @@
 """ddpopt.verify on several ranks: every option, every mode, and every fault that is put in by hand."""
 
+import contextlib
+import time
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -12,11 +14,15 @@ from ddpopt.testing import corpus
 from ddpopt.testing.case import Case
 from ddpopt.verify.faults import FAULTS, PLACEBOS, Fault
 from ddpopt.verify.injected.trials import judge_fault, try_fault, unbroken
+from ddpopt.verify.judge import judge
+from ddpopt.verify.judging import reference as reference_module
+from ddpopt.verify.judging.reference import Bench, Reference, Subject
 from ddpopt.verify.matrix import CASES
-from ddpopt.verify.modes import MODES, Mode
-from ddpopt.verify.options import OPTIONS, Option
+from ddpopt.verify.modes import MODES, Mode, mode
+from ddpopt.verify.options import OPTIONS, Option, option
 from ddpopt.verify.ranks import joined
 from ddpopt.verify.runner import verify_here
+from ddpopt.verify.training import Trainer
 from ddpopt.verify.trials import Asked, Settings, run_trials
 from ddpopt.verify.verdict import Status, Trial
 
@@ -219,6 +225,44 @@ def test_a_rank_that_fails_alone_is_named_and_the_next_trial_is_not_disturbed() 
     assert {finding.message.partition(" (")[0] for finding in wrong.findings} == {"RuntimeError: this once"}
     assert 0 not in {finding.rank for finding in wrong.findings}
     assert right.status is Status.OK
+
+
+@pytest.mark.world_size(2)
+def test_a_rank_that_compiles_for_longer_than_its_peers_wait_is_nothing_wrong() -> None:
+    def slow_on_one_rank(gm: torch.fx.GraphModule, _: object) -> Any:
+        time.sleep(4.5 * torch.distributed.get_rank())
+        return gm.forward
+
+    with joined() as ranks:
+        subject = Subject(PLAIN, option("default"), 1, ranks.device)
+        with contextlib.closing(Bench(subject, ranks, collective_limit_s=3.0)) as bench:
+            reference = Reference.make(bench)
+            assert reference is not None
+            trial = judge(reference, mode("whole"), slow_on_one_rank)
+    assert (trial.status, trial.findings) == (Status.BROKEN, ())
+    assert trial.reason.startswith("no rank failed of itself: each waited for another in a collective")
+    assert "Timed out" in trial.reason
+
+
+@pytest.mark.world_size(2)
+def test_a_rank_that_gets_through_does_not_leave_its_peer_waiting_and_that_is_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reference_module, "PATIENCE_S", 0.5)
+
+    def unsynchronised(trainer: Trainer) -> None:
+        if trainer.place.rank == 1:
+            trainer.parallel.around_backward = trainer.ddp.no_sync
+            trainer.ddp.require_backward_grad_sync = False
+
+    with joined() as ranks:
+        subject = Subject(PLAIN, option("default"), 1, ranks.device)
+        with contextlib.closing(Bench(subject, ranks, collective_limit_s=60.0)) as bench:
+            reference = Reference.make(bench)
+            assert reference is not None
+            trial = judge(reference, mode("whole"), "eager", tamper=unsynchronised)
+    assert (trial.status, [found.rank for found in trial.findings]) == (Status.WRONG, [0])
+    assert "closed" in trial.findings[0].message
 
 
 class Once:

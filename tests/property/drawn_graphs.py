@@ -9,7 +9,7 @@ from ddpopt.certificate import certify
 from ddpopt.facts import GraphFacts, collect, parameter_names
 from ddpopt.partition import partition
 from ddpopt.plan import Plan
-from ddpopt.reducer import BucketConfig, ParamSpec
+from ddpopt.reducer import BucketConfig
 from ddpopt.testing.graph_builder import SmallGraph, real_inputs
 from tests.unit.effects import Effects
 from tests.unit.tracing import cut_before
@@ -22,23 +22,8 @@ def small_configs() -> st.SearchStrategy[BucketConfig]:
     return st.builds(BucketConfig, cap_bytes=sizes, first_bucket_bytes=sizes, cap_bytes_list=lists)
 
 
-def specs_of(graph: SmallGraph) -> dict[int, ParamSpec]:
-    """What DDP would reduce of a drawn graph's parameters."""
-    values = zip(graph.gm.graph.find_nodes(op="placeholder"), graph.example_values, strict=True)
-    return {
-        id(value): ParamSpec(
-            graph.param_placeholders[node.name],
-            value.numel() * value.element_size(),
-            str(value.dtype).removeprefix("torch."),
-            "cpu",
-        )
-        for node, value in values
-        if node.name in graph.param_placeholders and value.requires_grad
-    }
-
-
 def facts_of(graph: SmallGraph) -> GraphFacts:
-    return collect(graph.gm, graph.example_values, specs_of(graph))
+    return collect(graph.gm, graph.example_values, graph.specs())
 
 
 def possible_cuts(graph: SmallGraph) -> list[str]:
@@ -53,7 +38,7 @@ def cut_wherever_it_can_be(graph: SmallGraph) -> Plan:
 
 def prove(graph: SmallGraph, stitched: fx.GraphModule, plan: Plan) -> None:
     """Certify a cut; a plan without buckets promises nothing of parameters."""
-    specs = specs_of(graph) if plan.buckets else {}
+    specs = graph.specs() if plan.buckets else {}
     certify(graph.gm, stitched, plan, parameter_names(graph.gm, graph.example_values, specs))
 
 

@@ -12,14 +12,13 @@ from ddpopt.inline import compile_inline, lendable, obstacle
 from ddpopt.testing.graph_builder import SmallGraph, real_inputs
 from ddpopt.testing.profiles import share
 from ddpopt.testing.strategies import graphs
-from tests.property.drawn_graphs import specs_of
 from tests.unit.effects import Effects
 
 
 @share(1.5)
 @given(graphs())
 def test_a_graph_whose_parameters_are_lent_is_the_same_program(graph: SmallGraph) -> None:
-    sources = parameter_sources(graph.gm, graph.example_values, specs_of(graph))
+    sources = parameter_sources(graph.gm, graph.example_values, graph.specs())
     assume(obstacle(graph.gm, sources) is None)
     lent = lendable(graph.gm, sources)
     edited: list[fx.GraphModule] = []

@@ -19,7 +19,7 @@ from ddpopt.testing.graph_builder import SmallGraph
 from ddpopt.testing.plan_strategies import MUTATIONS, Mutation, all_mutations, plan_of
 from ddpopt.testing.profiles import share
 from ddpopt.testing.strategies import graphs, mutations, plans
-from tests.property.drawn_graphs import small_configs, specs_of
+from tests.property.drawn_graphs import small_configs
 
 
 @share(0.4)
@@ -27,7 +27,7 @@ from tests.property.drawn_graphs import small_configs, specs_of
 def test_every_mutation_of_a_plan_is_rejected_beside_what_was_cut_as_planned(
     graph: SmallGraph, config: BucketConfig
 ) -> None:
-    specs = specs_of(graph)
+    specs = graph.specs()
     plan = plan_graph(collect(graph.gm, graph.example_values, specs), config)
     names = parameter_names(graph.gm, graph.example_values, specs)
     judge = partial(certify, graph.gm, partition(graph.gm, plan), names=names)

@@ -21,6 +21,9 @@ from ddpopt.errors import CertificateError, DdpoptError, InfrastructureError
 from ddpopt.explanation import Explanation
 from ddpopt.plan import Plan
 from ddpopt.testing.case import Case
+from ddpopt.verify.locate import LIMIT_S as LOCATE_LIMIT_S
+from ddpopt.verify.runner import RUN_LIMIT_S
+from ddpopt.verify.trials import TRIAL_LIMIT_S
 from ddpopt.verify.verdict import Verdict
 from tests.unit.verdicts import ok_trial, verdict
 
@@ -149,9 +152,11 @@ REQUEST = Request(
     steps=3,
     dtype=None,
     device=None,
-    limit_s=3600.0,
+    limit_s=RUN_LIMIT_S,
+    trial_limit_s=TRIAL_LIMIT_S,
     locate=True,
-    reproduction="ddpopt_reproduction.py",
+    locate_limit_s=LOCATE_LIMIT_S,
+    reproduction=None,
 )
 
 
@@ -163,8 +168,9 @@ def test_verify_without_options_asks_for_the_defaults(requests: list[tuple[Reque
 
 
 def test_each_option_of_verify_is_what_is_asked_for(requests: list[tuple[Request, Files]]) -> None:
-    told = "--nproc 3 --strategy split --backend eager --mode torch,whole --options all --steps 5"
+    told = "--nproc 3 --backend eager --mode torch,whole --options all --steps 5"
     told += " --dtype bfloat16 --device cuda --timeout 60 --no-locate --reproduction mine.py"
+    told += " --trial-timeout 7.5 --locate-timeout 5"
     told += " --json a --junit b --html c --github --bucket-cap-mb 2 --static-graph"
     told += " --bucket-cap-mb-list 3,0.5 --no-find-unused-parameters"
     run("verify", "tied", *told.split())
@@ -177,7 +183,7 @@ def test_each_option_of_verify_is_what_is_asked_for(requests: list[tuple[Request
     request = Request(
         target="tied",
         nproc=3,
-        strategy="split",
+        strategy="auto",
         backend="eager",
         modes="torch,whole",
         options="all",
@@ -185,11 +191,64 @@ def test_each_option_of_verify_is_what_is_asked_for(requests: list[tuple[Request
         dtype="bfloat16",
         device="cuda",
         limit_s=60.0,
+        trial_limit_s=7.5,
         locate=False,
+        locate_limit_s=5.0,
         reproduction="mine.py",
         ddp_kwargs=ddp_kwargs,
     )
-    assert requests == [(request, Files("a", "b", "c", github=True))]
+    run("verify", "tied", "--strategy", "split")
+    no_files = Files(None, None, None, github=False)
+    assert requests == [
+        (request, Files("a", "b", "c", github=True)),
+        (replace(REQUEST, strategy="split"), no_files),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--strategy", "split"], "--strategy: has no meaning beside --matrix: its modes say the strategy"),
+        (["--bucket-cap-mb", "2"], "--bucket-cap-mb: has no meaning beside --matrix: its options set"),
+        (["--bucket-cap-mb-list", "2,1"], "--bucket-cap-mb-list: has no meaning beside --matrix"),
+        (["--static-graph"], "--static-graph: has no meaning beside --matrix"),
+        (["--no-find-unused-parameters"], "--find-unused-parameters: has no meaning beside --matrix"),
+        (["--reproduction", "x.py"], "--reproduction: has no meaning beside --matrix: it does not look"),
+        (["--locate-timeout", "9"], "--locate-timeout: has no meaning beside --matrix: it does not look"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_the_matrix_refuses_what_it_would_ignore(
+    requests: list[tuple[Request, Files]], arguments: list[str], words: str
+) -> None:
+    result = run("verify", "--matrix", *arguments)
+    assert (result.exit_code, result.stdout, requests) == (2, "", [])
+    assert result.stderr.startswith(f"ddpopt: error: {words}")
+    assert result.stderr.endswith("; leave it out\n")
+
+
+def test_a_strategy_beside_modes_is_refused(requests: list[tuple[Request, Files]]) -> None:
+    result = run("verify", "tied", "--mode", "torch", "--strategy", "split")
+    assert (result.exit_code, result.stdout, requests) == (2, "", [])
+    assert result.stderr == (
+        "ddpopt: error: --strategy: has no meaning beside --mode: modes say the strategy, as ddpopt-split "
+        "and ddpopt-inline do; leave one of the two out\n"
+    )
+
+
+def test_doctor_does_not_begin_where_its_report_cannot_be_written(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def began(*_: object, **__: object) -> None:
+        raise AssertionError("the examination began")
+
+    monkeypatch.setattr(importlib.import_module("ddpopt.doctor"), "diagnose", began)
+    result = run("doctor", target, "--json", "no/such/folder/report")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == (
+        "ddpopt: error: --json: cannot write 'no/such/folder/report'; name a file in a folder that can be "
+        "written to\n"
+    )
 
 
 @pytest.mark.parametrize(

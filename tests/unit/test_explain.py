@@ -7,11 +7,13 @@ from dataclasses import asdict
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from torch import nn
 
 from ddpopt.errors import UsageError
-from ddpopt.explain import explain
+from ddpopt.explain import explain, explain_case
 from ddpopt.explanation import Explanation
 from ddpopt.plan import Plan
+from ddpopt.testing.case import Case
 from tests.unit.rehearsing import Linears, explained, params, rows
 
 
@@ -534,3 +536,10 @@ def test_a_model_that_does_not_run_is_a_usage_error() -> None:
         explain(Linears(), rows(7))
     assert str(caught.value).startswith("model: Linears could not be traced on fake tensors: ")
     assert caught.value.exit_code == 2
+
+
+def test_a_case_that_draws_its_weights_leaves_the_callers_generator_alone() -> None:
+    drawn = Case("drawn", lambda: nn.Linear(2, 2), lambda rank, step: ((torch.randn(1, 2),), {}), "draws")
+    before = torch.random.get_rng_state()
+    explain_case(drawn, {})
+    assert torch.equal(torch.random.get_rng_state(), before)

@@ -55,6 +55,16 @@ def test_the_same_figures_pass(file: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert asked == [(SETTINGS, FIGURES)]
 
 
+def test_annotations_do_not_stand_in_the_json_on_stdout(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
+    measuring(monkeypatch, with_mode(replace(MODE, graphs=2)))
+    result = run("--baseline", str(file), "--json", "-", "--github")
+    assert json.loads(result.stdout)
+    assert "::error title=" in result.stderr
+
+
 def test_what_moved_fails_and_leaves_the_baseline_alone(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = file.read_text()
     measuring(monkeypatch, with_mode(replace(MODE, graphs=2)))

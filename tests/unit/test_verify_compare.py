@@ -13,14 +13,12 @@ from torch import Tensor
 
 from ddpopt.verify.compare import (
     Sum,
-    accumulated,
     bitwise,
     communication,
     communication_bound,
     contribution,
     exact,
     ulps,
-    unit_roundoff,
 )
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -73,12 +71,6 @@ def test_sparse_and_complex_gradients_are_compared_too() -> None:
     sparse = torch.eye(3).to_sparse()
     assert bitwise(sparse, torch.eye(3).to_sparse()).right
     assert not bitwise(torch.tensor([1 + 1j]), torch.tensor([1 + 2j])).right
-
-
-def test_gamma_is_highams() -> None:
-    u = unit_roundoff(torch.float32)
-    assert accumulated(3, torch.float32) == 3 * u / (1 - 3 * u)
-    assert accumulated(2**9, torch.bfloat16) == math.inf
 
 
 # ------------------------------------------------------------------------------------------------- L1

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpopt.testing.case import Case
-from ddpopt.verify.judging.determinism import NOT_FOUND, blame
+from ddpopt.verify.judging.determinism import NOT_FOUND, NOT_RUN, blame
 from ddpopt.verify.matrix import CASES
 
 CPU = torch.device("cpu")
@@ -52,3 +52,15 @@ def test_another_order_of_operations_is_named() -> None:
 
 def test_a_model_that_repeats_has_nothing_to_blame() -> None:
     assert blame(CASES[3], 0, CPU) == NOT_FOUND
+
+
+def test_a_model_that_fails_without_ddp_has_its_error_told() -> None:
+    def forward(x: Tensor) -> Tensor:
+        raise ValueError("no process group\nhere")
+
+    assert blame(case_of(forward), 0, CPU) == f"{NOT_RUN}: ValueError: no process group here"
+
+
+def test_a_tensor_whose_bytes_cannot_be_read_is_no_error_of_eager_ddps() -> None:
+    found = blame(case_of(lambda x: x.detach().to_sparse_csr().to_dense() + x), 0, CPU)
+    assert found.startswith(f"{NOT_RUN}: RuntimeError: ")

@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from ddpopt.testing import corpus
 from ddpopt.verify.compare import Sum, ulps
 from ddpopt.verify.judging.record import Record, Step
-from ddpopt.verify.judging.rounding import SAMPLES, Lesson, neighbour, perturbed, perturbed_state
+from ddpopt.verify.judging.rounding import SAMPLES, Lesson, neighbour, perturbed, perturbed_state, widened
 from ddpopt.verify.matrix import CASES
+from ddpopt.verify.option_cases import in_dtype
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -115,3 +117,15 @@ def test_the_terms_of_a_gradient_are_known_and_of_nothing_else() -> None:
     (known,) = lesson_of(sums=[terms]).learned()
     assert float(known["w"].floor.max()) > 1e-5
     assert float(known["final gradient of w"].floor.max()) < 1e-6
+
+
+def test_in_float64_complex_numbers_keep_both_parts() -> None:
+    case = corpus.case("complex")
+    wide = in_dtype(case, torch.float64)
+    narrow = {name: parameter.detach() for name, parameter in case.model().named_parameters()}
+    assert any(parameter.is_complex() for parameter in narrow.values())
+    found, state = dict(wide.model().named_parameters()), widened(narrow)
+    for name, parameter in narrow.items():
+        assert torch.equal(found[name].detach(), parameter.to(found[name].dtype))
+        assert torch.equal(found[name].detach(), state[name])
+        assert torch.finfo(found[name].dtype).eps == torch.finfo(torch.float64).eps

@@ -85,6 +85,22 @@ def test_culprits_are_those_that_failed_of_themselves(
     assert RanksFailed(failures, size=9).exit_code == exit_code
 
 
+@pytest.mark.parametrize(
+    ("failures", "of_time_alone"),
+    [
+        ([stalled, waiting], True),
+        ([timed_out, ended], True),
+        ([waiting, watchdog], True),
+        ([killed, waiting], False),
+        ([raised, left_behind], False),
+    ],
+)
+def test_limits_that_passed_are_told_from_ranks_that_died_or_raised(
+    failures: list[RankFailure], of_time_alone: bool
+) -> None:
+    assert RanksFailed(failures, size=9).of_time_alone == of_time_alone
+
+
 def test_failures_stand_in_the_order_of_ranks() -> None:
     assert RanksFailed([killed, raised, left_behind], size=4).failures == (raised, left_behind, killed)
 
@@ -143,8 +159,8 @@ def test_ranks_that_wait_for_each_other_are_told_to_compare_their_collectives() 
 @pytest.mark.parametrize(
     ("failure", "how", "advice"),
     [
-        (stalled, "stalled: passed its limit", "If it is only slow, raise the limit."),
-        (ended, "kept its peers waiting until it was ended", "If it is only slow, raise the limit."),
+        (stalled, "stalled: passed its limit", "--trial-timeout, and --timeout for all of it."),
+        (ended, "kept its peers waiting until it was ended", "--trial-timeout, and --timeout for all of it."),
         (replace(killed, exit_code=0, signal=""), "ended with exit code 0", "look for os._exit."),
         (replace(killed, signal="SIGSEGV"), "died of SIGSEGV", "under a debugger."),
     ],

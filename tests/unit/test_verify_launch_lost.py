@@ -14,6 +14,9 @@ ASKED = [
 ]
 KILLED = RanksFailed([RankFailure(1, "died", "a trial", -9, "SIGKILL")], 2)
 RAISED = RanksFailed([RankFailure(1, "raised", "a trial", 1, stack="ValueError: no")], 2)
+STALLED = RanksFailed(
+    [RankFailure(1, "stalled", "a trial", 1, stack='  File "/home/me/slow.py", line 3 in f')], 2
+)
 EAGER = Settings("eager")
 
 
@@ -46,6 +49,18 @@ def test_where_eager_itself_died_only_that_case_and_option_are_not_possible() ->
     assert {trial.reason for trial in lost.values()} == {
         "eager DDP itself fails here, on tied: rank 1 died (SIGKILL)"
     }
+
+
+def test_where_eager_itself_only_took_too_long_nothing_was_judged_and_the_limit_is_named() -> None:
+    lost = lost_trials(ASKED, EAGER, Started(2, "tied", "join", ""), STALLED)
+    assert {index: (trial.status, trial.reason) for index, trial in lost.items()} == dict.fromkeys(
+        (2, 3),
+        (
+            Status.BROKEN,
+            'eager DDP did not come to an end, on tied: rank 1 stalled, in slow.py", line 3 in f. '
+            "If it is only slow, raise --trial-timeout.",
+        ),
+    )
 
 
 def test_an_option_under_which_eager_died_on_two_cases_in_a_row_is_not_tried_again() -> None:

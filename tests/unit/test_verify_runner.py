@@ -1,5 +1,6 @@
 """ddpopt.verify.runner: wrong arguments are refused before a rank starts."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from ddpopt.errors import UsageError
 from ddpopt.verify.matrix import CASES, matrix, words
 from ddpopt.verify.modes import MODES
 from ddpopt.verify.options import OPTIONS
+from ddpopt.verify.runner import _waits_s
+from ddpopt.verify.trials import Settings
 
 
 class TestMessages(TestCase):
@@ -20,12 +23,12 @@ class TestMessages(TestCase):
 
     def test_a_mode_that_does_not_exist(self) -> None:
         message = self.refused(mode="ddpopt")
-        assert message.startswith("--mode: expected one of eager, manual, torch, whole, ")
+        assert message.startswith("mode: expected one of eager, manual, torch, whole, ")
         assert message.endswith("got 'ddpopt'")
 
     def test_an_option_that_does_not_exist(self) -> None:
         message = self.refused(options="no_synch")
-        assert message.startswith("--options: expected one of default, static_graph, ")
+        assert message.startswith("options: expected one of default, static_graph, ")
         assert message.endswith("got 'no_synch'")
 
     def test_a_strategy_that_does_not_exist(self) -> None:
@@ -57,16 +60,35 @@ class TestMessages(TestCase):
             """steps: expected a positive number, got 0""",
         )
 
+    def test_no_time_for_a_trial(self) -> None:
+        self.assertExpectedInline(
+            self.refused(trial_limit_s=0.0),
+            """trial_limit_s: expected seconds above 0, got 0.0""",
+        )
+
     def test_a_target_that_does_not_exist(self) -> None:
         assert "expected the name of a case in the corpus, got 'nothing'" in self.refused(target="nothing")
 
 
+def test_the_limit_of_a_trial_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = sys.modules["ddpopt.verify.runner"]  # the package's name is that of the function
+    given: list[Settings] = []
+    monkeypatch.setattr(runner, "verify_all", lambda title, asked, settings, **_: given.append(settings))
+    ddpopt.verify("tied", trial_limit_s=7.0)
+    assert [settings.trial_limit_s for settings in given] == [7.0]
+
+
+def test_ranks_that_exist_wait_for_each_other_longer_than_a_trial_may_take() -> None:
+    assert _waits_s(Settings(trial_limit_s=7.0)) == 300
+    assert _waits_s(Settings(trial_limit_s=900.0)) == 900
+
+
 def test_names_come_with_commas_between_and_all_is_all() -> None:
-    assert words(None, ["a"]) == ()
-    assert words("all", ["a", "b"]) == ("a", "b")
-    assert words("a, b", []) == ("a", "b")
-    with pytest.raises(UsageError, match="expected names with commas between, got 'a,,b'"):
-        words("a,,b", [])
+    assert words(None, ["a"], "--mode") == ()
+    assert words("all", ["a", "b"], "--mode") == ("a", "b")
+    assert words("a, b", [], "--mode") == ("a", "b")
+    with pytest.raises(UsageError, match="--mode: expected names with commas between, got 'a,,b'"):
+        words("a,,b", [], "--mode")
 
 
 def test_the_matrix_asks_for_every_mode_under_every_option_on_six_cases() -> None:

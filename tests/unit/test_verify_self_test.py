@@ -17,7 +17,7 @@ from ddpopt.verify.injected import plans
 from ddpopt.verify.injected.clean_runs import AT_LEAST, MODES, clean_runs
 from ddpopt.verify.injected.sites import NotInjected, Site, first, last_rank, second_rank
 from ddpopt.verify.injected.trials import died, found_out
-from ddpopt.verify.judging.reference import Failure, _failure
+from ddpopt.verify.judging.failing import Failure, failure_of
 from ddpopt.verify.matrix import CASES
 from ddpopt.verify.modes import mode
 from ddpopt.verify.options import option
@@ -39,7 +39,7 @@ def judged(*levels: str, applied: tuple[str, ...] = ("L0", "L3")) -> Trial:
 
 
 def failed(error: Exception) -> tuple[Trial, list[Failure]]:
-    failure = _failure(0, error)
+    failure = failure_of(0, error)
     return replace(judged("run"), findings=(Finding("run", "the step runs", failure.text),), levels=()), [
         failure
     ]
@@ -91,6 +91,13 @@ def test_ranks_that_died_found_a_fault_only_if_it_had_run_before() -> None:
 
 def test_ranks_that_died_of_a_fault_that_kills_nobody_did_not_find_it() -> None:
     assert died(ZEROED, EVERYWHERE, "rank 1 died").complaint == "not found: rank 1 died"
+
+
+def test_ranks_that_waited_for_each_other_found_a_fault_that_may_stall_them() -> None:
+    waited = replace(broken_trial(), reason="no rank failed of itself")
+    failures = failed(RuntimeError("Timed out waiting 20000ms"))[1]
+    assert by(DEADLY, waited, failures, (False, True)) == ("ranks",)
+    assert by(ZEROED, waited, failures) == ()
 
 
 def test_ddpopts_own_errors_count_by_their_type_and_only_where_they_are_expected() -> None:

@@ -2,13 +2,19 @@
 
 import contextlib
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor
 from torch._dynamo import convert_frame
 
-from ddpopt.verify.trials import quickly
+from ddpopt.verify.judging.failing import Failure
+from ddpopt.verify.matrix import CASES
+from ddpopt.verify.trials import Settings, _impossible, quickly
+from ddpopt.verify.verdict import Status
 
 
 @contextlib.contextmanager
@@ -52,3 +58,28 @@ def test_a_spared_process_compiles_no_making_of_a_context_and_still_what_runs_in
         assert compiled_frames() == ["<lambda>", "doubled"]
         assert compiled_frames() == ["<lambda>", "doubled"]  # also after torch._dynamo.reset()
     assert compiled_frames() == usual
+
+
+def bench_that_failed(stalled: str, *failures: Failure) -> Any:
+    return SimpleNamespace(stalled=stalled, failures=list(failures))
+
+
+def test_eager_runs_that_only_waited_for_each_other_leave_a_trial_broken() -> None:
+    trial = _impossible(CASES[0], "join", "whole", bench_that_failed("all waited"))
+    assert (trial.status, trial.reason) == (Status.BROKEN, "eager DDP's own runs did not end: all waited")
+
+
+@pytest.mark.parametrize("others", [(), (Failure(0, "RuntimeError: Timed out", False, lost=True),)])
+def test_where_eager_ddp_raises_a_trial_is_not_possible_and_the_culprit_is_told(
+    others: tuple[Failure, ...],
+) -> None:
+    raised = Failure(1, "ValueError: no", refused=False, lost=False)
+    trial = _impossible(CASES[0], "join", "whole", bench_that_failed("", *others, raised))
+    assert (trial.status, trial.reason) == (
+        Status.NOT_POSSIBLE,
+        "eager DDP itself fails here: ValueError: no",
+    )
+
+
+def test_a_rank_may_wait_for_most_of_a_trial() -> None:
+    assert Settings(trial_limit_s=1000).collective_limit_s == 800

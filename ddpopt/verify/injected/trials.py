@@ -19,7 +19,8 @@ from ddpopt.verify.injected.clean_runs import rounding
 from ddpopt.verify.injected.metadata import reusing
 from ddpopt.verify.injected.sites import Site
 from ddpopt.verify.judge import judge
-from ddpopt.verify.judging.reference import Bench, Failure, Reference, Subject
+from ddpopt.verify.judging.failing import Failure
+from ddpopt.verify.judging.reference import COLLECTIVE_LIMIT_S, Bench, Reference, Subject
 from ddpopt.verify.matrix import CASES
 from ddpopt.verify.modes import mode
 from ddpopt.verify.options import option
@@ -100,7 +101,7 @@ def unbroken(ranks: Ranks, case_name: str, option_name: str) -> Iterator[Referen
         What the faults are held against.
     """
     case = next((case for case in CASES if case.name == case_name), None) or corpus.case(case_name)
-    bench = Bench(Subject(case, option(option_name), STEPS, ranks.device), ranks)
+    bench = Bench(Subject(case, option(option_name), STEPS, ranks.device), ranks, COLLECTIVE_LIMIT_S)
     try:
         reference = Reference.make(bench)
         if reference is None:
@@ -152,7 +153,9 @@ def found_out(fault: Fault, trial: Trial, failures: Sequence[Failure], marked: S
     """
     said = [finding.message for finding in trial.findings] or [trial.reason]
     reporters = [_reporter(failure) for failure in failures] or [found.level for found in trial.findings]
-    if trial.status is not Status.WRONG:
+    if trial.status is Status.BROKEN:
+        reporters = ["ranks"]
+    elif trial.status is not Status.WRONG:
         reporters = []
     return _sum_up(fault, marked, reporters, trial.levels, said[0])
 

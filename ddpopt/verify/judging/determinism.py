@@ -7,7 +7,7 @@ operations return is looked at.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,11 @@ from ddpopt.verify.compare import raw_bytes
 from ddpopt.verify.training import on_device
 
 NOT_FOUND = "no single operation of one step of the model alone is to blame"
+NOT_RUN = "which operation is to blame cannot be told, for one step of the model alone cannot be watched"
+SHOWN_CHARACTERS = 200
+
+Call = tuple[str, str, str]
+"""An operation, with digests of what it took and of what it returned."""
 
 
 class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
@@ -27,7 +32,7 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # of torch
-        self.calls: list[tuple[str, str, str]] = []
+        self.calls: list[Call] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
@@ -66,9 +71,18 @@ def blame(case: Case, rank: int, device: torch.device) -> str:
 
     Returns:
         The operation that returned something else for the same arguments, or got other arguments though all
-        before it was the same (a number from outside of torch), and which call of it; or that none did.
+        before it was the same (a number from outside of torch), and which call of it; or that none did, or
+        how the model fails without DDP.
     """
-    first, second = _log(case, rank, device), _log(case, rank, device)
+    try:
+        first, second = _log(case, rank, device), _log(case, rank, device)
+    except Exception as error:  # a model that needs DDP, a tensor whose bytes cannot be read
+        return f"{NOT_RUN}: {type(error).__name__}: {' '.join(str(error).split())[:SHOWN_CHARACTERS]}"
+    return _parted(first, second)
+
+
+def _parted(first: Sequence[Call], second: Sequence[Call]) -> str:
+    """Name the operation at which two logs part."""
     count: dict[str, int] = {}
     for left, right in zip(first, second, strict=False):
         name = left[0]
@@ -82,10 +96,10 @@ def blame(case: Case, rank: int, device: torch.device) -> str:
     return NOT_FOUND
 
 
-def _log(case: Case, rank: int, device: torch.device) -> list[tuple[str, str, str]]:
+def _log(case: Case, rank: int, device: torch.device) -> list[Call]:
     model = case.model().to(device)
     moved = type(case)(**{**vars(case), "inputs": lambda r, s: on_device(case.inputs(r, s), device)})
     with _Log() as log:
         torch.autograd.backward(moved.step(model, rank, 0))
-    calls: list[tuple[str, str, str]] = log.calls
+    calls: list[Call] = log.calls
     return calls

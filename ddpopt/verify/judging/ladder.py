@@ -46,6 +46,9 @@ class Ladder:
         exact: whether its operations run as in eager.
         ordered: whether a sum over ranks has one order only.
         run_again: runs the mode once more, each step from eager's state; None if that fails.
+
+    Attributes:
+        stalled: how the mode failed by time alone when it was run once more; empty if it did not.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Ladder:
         self.reference = reference
         self.mode = mode
         self.run_again = run_again
+        self.stalled = ""
         self.ranks = reference.bench.ranks
         self.option = reference.bench.subject.option
         self.rules = Rules(
@@ -77,7 +81,8 @@ class Ladder:
         """Judge all numbers of a run.
 
         What is not equal, but may be summed in another order, is judged at L2 instead. Later steps went on
-        from it, so the mode is run again, with each step from eager's state.
+        from it, so the mode is run again, with each step from eager's state. What no order explains of the
+        first run up to there stays: it may not happen again.
 
         Args:
             record: the run.
@@ -92,9 +97,14 @@ class Ladder:
             return sheet
         moved = together(self.ranks.gather(reassociated(self.reference.bench, self.mode.name, record.plan)))
         excused = self._excused(sheet, moved, first)
+        apart = Sheet()
         if excused and record.follow is None:
+            apart = self._unexplained(record, excused, first)
             again = self.run_again()
             if again is None:
+                self.stalled = self.reference.bench.stalled
+                if self.stalled:
+                    return apart
                 sheet.findings += self._failures()
                 return sheet
             record, first = again, NEVER
@@ -108,7 +118,14 @@ class Ladder:
             )
         elif record.follow is None:
             sheet.forget_after(first)
+        sheet.take(apart)
         sheet.notes += moved.unproved
+        return sheet
+
+    def _unexplained(self, record: Record, excused: frozenset[str], until: int) -> Sheet:
+        """What is wrong with a run in whatever order it sums, up to a step that began as eager's did."""
+        sheet = self._judged(record, replace(self.rules, excused=excused))
+        sheet.judged = [item for item in sheet.judged if not item.right and item.measured.step <= until]
         return sheet
 
     def _excused(self, sheet: Sheet, moved: Reassociated, until: int) -> frozenset[str]:

@@ -9,22 +9,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import traceback
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpopt.errors import DdpoptError
 from ddpopt.testing.case import Case
 from ddpopt.verify.compare import Difference, Sum, bitwise, communication, contribution, dense, exact
 from ddpopt.verify.judging.arithmetic import Arithmetic
+from ddpopt.verify.judging.failing import Failure, failure_of, stalled
 from ddpopt.verify.judging.numbers import is_rounded, left_behind, plain
 from ddpopt.verify.judging.record import Record
 from ddpopt.verify.judging.rounding import SAMPLES, Lesson, perturbed, perturbed_state, widened
@@ -38,34 +37,9 @@ from ddpopt.verify.ranks import Ranks
 from ddpopt.verify.training import Course, Place, train, updated
 
 COLLECTIVE_LIMIT_S = 20.0
-LOST = (
-    "Connection closed by peer",
-    "pair closure",
-    "Connection reset by peer",
-    "Timed out",
-    "timed out",
-    "Broken pipe",
-)
-"""What gloo says where a peer is gone."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """An exception on one rank.
-
-    Attributes:
-        rank: where.
-        text: its type and message, and the innermost frame.
-        refused: whether it is an error that ddpopt raised on purpose.
-        lost: whether it only says that a peer is gone.
-        own: types of ddpopt's errors among the exception and what it came from.
-    """
-
-    rank: int
-    text: str
-    refused: bool
-    lost: bool
-    own: tuple[type[DdpoptError], ...] = ()
+"""For small models. Elsewhere a rank may have to wait for as long as a peer compiles."""
+PATIENCE_S = 20.0
+"""How long a rank that is through with a run leaves its peers in collectives that it never enters."""
 
 
 @dataclass(frozen=True)
@@ -91,11 +65,20 @@ class Subject:
 
 
 class Bench:
-    """Where one subject is run: on these ranks, each run with a process group of its own."""
+    """Where one subject is run: on these ranks, each run with a process group of its own.
 
-    def __init__(self, subject: Subject, ranks: Ranks) -> None:
+    Args:
+        subject: what is run.
+        ranks: on which.
+        collective_limit_s: how long a rank waits in a collective for its peers.
+    """
+
+    def __init__(
+        self, subject: Subject, ranks: Ranks, collective_limit_s: float = COLLECTIVE_LIMIT_S
+    ) -> None:
         self.subject = subject
         self.ranks = ranks
+        self.collective_limit_s = collective_limit_s
         self.members = subject.option.groups(ranks.size)
         self.group_ranks = next(group for group in self.members if ranks.rank in group)
         self.rank = self.group_ranks.index(ranks.rank)
@@ -136,16 +119,22 @@ class Bench:
                 course = replace(course, case=subject.option.grouped(adapted, group))
                 record = train(course, how, Place(self.rank, self.size, group, subject.device))
             except Exception as error:
-                failure = _failure(self.ranks.rank, error)
+                failure = failure_of(self.ranks.rank, error)
             finally:
                 with contextlib.suppress(Exception):
                     dist.destroy_process_group(group)
+            # Peers learn of it from closed connections, so nothing may hold the group.
+            del course, group
             if failure is not None:
-                # Peers learn of it from closed connections, so nothing may hold the group.
-                del course, group
                 gc.collect()
-        self.failures = [other for other in self.ranks.gather(failure) if other is not None]
+        with _letting_go():
+            self.failures = [other for other in self.ranks.gather(failure) if other is not None]
         return None if self.failures else record
+
+    @property
+    def stalled(self) -> str:
+        """How the last run failed by time alone; empty if it did not."""
+        return stalled(self.failures, self.members, self.collective_limit_s)
 
     def peers(self, record: Record) -> list[Peer]:
         """Every rank's summary of a run, in the group that trains together."""
@@ -175,10 +164,25 @@ class Bench:
         return found
 
     def _new_group(self) -> dist.ProcessGroup:
-        limit = timedelta(seconds=COLLECTIVE_LIMIT_S)
+        limit = timedelta(seconds=self.collective_limit_s)
         groups = [dist.new_group(members, timeout=limit) for members in self.members]
         own: dist.ProcessGroup = groups[self.members.index(self.group_ranks)]
         return own
+
+
+@contextlib.contextmanager
+def _letting_go() -> Iterator[None]:
+    """Close the connections of a run that has ended, unless the peers end soon too.
+
+    What they still wait for by then is never sent. Where all goes well nobody pays for the collection.
+    """
+    timer = threading.Timer(PATIENCE_S, gc.collect)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _flat(parts: Sequence[tuple[torch.Size, Tensor | None]], device: torch.device) -> Tensor:
@@ -205,23 +209,6 @@ def _detail(wanted: bool) -> Iterator[None]:
         yield
     finally:
         c10d.set_debug_level(before)
-
-
-def _failure(rank: int, error: Exception) -> Failure:
-    words = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
-    text = f"{type(error).__name__}: {' '.join(words)[:400]}{where}"
-    lost = any(word in str(error) for word in LOST)
-    return Failure(rank, text, isinstance(error, DdpoptError), lost, tuple(_own_errors(error)))
-
-
-def _own_errors(error: BaseException | None) -> Iterator[type[DdpoptError]]:
-    """Types of ddpopt's errors behind an exception: Dynamo wraps what its backends raise."""
-    while error is not None:
-        if isinstance(error, DdpoptError):
-            yield type(error)
-        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
 
 
 class Reference:

@@ -86,7 +86,13 @@ def _digits(dtype: torch.dtype) -> int:
 
 def widened(state: Named) -> Named:
     """Parameters and buffers in float64."""
-    return {name: t.double() if t.is_floating_point() else t for name, t in state.items()}
+    return {name: _wide(tensor) for name, tensor in state.items()}
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 @dataclass(frozen=True)

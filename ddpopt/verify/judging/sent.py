@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 from ddpopt.observe import Iteration
-from ddpopt.verify.launch.evidence import Broken, Evidence, Sent, words_of
+from ddpopt.verify.judging.evidence import Broken, Evidence, Sent, words_of
 
 
 def reduced_once(evidence: Evidence) -> Broken:

@@ -138,6 +138,11 @@ class Sheet:
         """Drop what later steps get wrong: it follows from it."""
         self.judged[:] = [item for item in self.judged if item.measured.step <= step or item.right]
 
+    def take(self, other: Sheet) -> None:
+        """Add the findings and the comparisons of another run."""
+        self.findings += [finding for finding in other.findings if finding not in self.findings]
+        self.judged += other.judged
+
     def in_short(self) -> Sheet:
         """The same with the worst comparison of each number and level alone."""
         return Sheet(self.findings, worst(self.judged), self.levels, self.notes, self.about)

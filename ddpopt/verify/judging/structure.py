@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ddpopt.verify.judging import sent
-from ddpopt.verify.launch.evidence import Broken, Claim, Evidence, Peer, peer_of
+from ddpopt.verify.judging.evidence import Broken, Claim, Evidence, Peer, peer_of
 from ddpopt.verify.verdict import Finding
 
 __all__ = ["CLAIMS", "Evidence", "Peer", "peer_of", "structure"]

@@ -45,7 +45,10 @@ NEXT_STEPS = {
     "SIGSEGV": "It crashed inside native code: run the call above in one process, under a debugger.",
 }
 COMPARE = "Compare the collectives in the stacks: every rank must enter the same ones in the same order."
-RAISE_LIMIT = "The innermost call stands first in each stack. If it is only slow, raise the limit."
+RAISE_LIMIT = (
+    "The innermost call stands first in each stack. If it is only slow, raise the limit: of 'ddpopt verify' "
+    "--trial-timeout, and --timeout for all of it."
+)
 LEFT_EARLY = "Something ended that process before its task returned: look for os._exit."
 
 
@@ -116,6 +119,7 @@ class RanksFailed(InfrastructureError):
         failures: of each rank that returned no value, by rank.
         culprits: those that failed of themselves; the others only felt it.
         exit_code: 1 if nothing happened but exceptions, 3 if a rank died or stalled.
+        of_time_alone: whether nothing happened but that limits passed.
     """
 
     def __init__(self, failures: Sequence[RankFailure], size: int) -> None:
@@ -123,6 +127,9 @@ class RanksFailed(InfrastructureError):
         self.culprits = culprits(self.failures)
         only_raised = all(one.kind == "raised" and not one.waits_for_peers for one in self.culprits)
         self.exit_code = 1 if only_raised else 3
+        self.of_time_alone = all(
+            one.kind in ("stalled", "ended") or one.waits_for_peers for one in self.culprits
+        )
         super().__init__(_message(self.failures, self.culprits, size))
 
 

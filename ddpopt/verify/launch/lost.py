@@ -93,11 +93,14 @@ def _flat(asked: Sequence[Asked], settings: Settings) -> Iterator[Trial]:
 def _lost_with_eager(
     trials: Sequence[Trial], began: Started, failed: RanksFailed, before: str
 ) -> Iterator[tuple[int, Trial]]:
-    reason = f"eager DDP itself fails here, on {began.case}: {_in_short(failed)}"
+    status, reason = Status.NOT_POSSIBLE, f"eager DDP itself fails here, on {began.case}: {_in_short(failed)}"
+    if failed.of_time_alone:
+        told = f"eager DDP did not come to an end, on {began.case}: {_in_short(failed)}"
+        status, reason = Status.BROKEN, f"{told}. If it is only slow, raise --trial-timeout."
     for index, trial in enumerate(trials):
         if trial.option != began.option or index < began.index:
             continue
-        given_up = replace(trial, status=Status.NOT_POSSIBLE, backend="", reason=reason)
+        given_up = replace(trial, status=status, backend="", reason=reason)
         if trial.case == trials[began.index].case:
             yield index, given_up
         elif before:

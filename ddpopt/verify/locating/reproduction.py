@@ -67,6 +67,9 @@ def write(script: Path, drafts: Sequence[Draft], time_left: Callable[[], float])
 
     Returns:
         What is on disk now.
+
+    Raises:
+        OSError: a script, or what it reads, cannot be written, or no process can be started.
     """
     written = Written()
     for draft in drafts:
@@ -94,7 +97,8 @@ def _put(script: Path, draft: Draft) -> None:
     script.write_text(draft.text, encoding="utf-8")
     beside = script.with_suffix(".pt")
     if draft.tensors:
-        torch.save(draft.tensors, beside)
+        with beside.open("wb") as file:  # opened here: torch's own error is no OSError
+            torch.save(draft.tensors, file)
     else:
         beside.unlink(missing_ok=True)
 

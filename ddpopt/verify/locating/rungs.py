@@ -113,6 +113,8 @@ def rung_of(stage: Stage, trial: Trial) -> Rung:
     """A trial in one line."""
     if trial.status is Status.NOT_POSSIBLE:
         return Rung(stage.name, agrees=True, detail=f"not possible: {trial.reason}")
+    if trial.status is Status.BROKEN:
+        return Rung(stage.name, agrees=True, detail=f"not judged: {trial.reason}")
     if not trial.findings:
         return Rung(stage.name, agrees=True)
     worst = max(trial.findings, key=lambda finding: (finding.level == "run", _excess(finding)))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +27,7 @@ from ddpopt.verify.locating.segment_code import NotWritable, Recorder
 from ddpopt.verify.modes import LOCAL, Mode, mode
 from ddpopt.verify.options import Option, option
 from ddpopt.verify.ranks import Ranks
-from ddpopt.verify.trials import quickly
+from ddpopt.verify.trials import Settings, quickly
 from ddpopt.verify.verdict import Trial
 
 CUT_BY_MODE = ("torch", "ddpopt-split")
@@ -52,15 +53,24 @@ class Search:
         self.memory = memory or Memory()
         self.case = question.case() if ranks.size > 1 else question.case_of_rank()
         asked = option(question.option)
-        self.reference = Reference.make(self._bench(asked))
-        self._alone: Reference | None = None
-        if self.reference is not None and ranks.size == 1 and asked.needs != "nothing":
-            self._alone = Reference.make(self._bench(replace(asked, needs="nothing")))
-        elif ranks.size == 1:
-            self._alone = self.reference
+        with ExitStack() as benches:
+            self.reference = self._eager(asked, benches)
+            self._alone: Reference | None = None
+            if self.reference is not None and ranks.size == 1 and asked.needs != "nothing":
+                self._alone = self._eager(replace(asked, needs="nothing"), benches)
+            elif ranks.size == 1:
+                self._alone = self.reference
+            self._benches = benches.pop_all()
 
-    def _bench(self, asked: Option) -> Bench:
-        return Bench(Subject(self.case, asked, self.question.steps, self.ranks.device), self.ranks)
+    def close(self) -> None:
+        """Give the process groups back."""
+        self._benches.close()
+
+    def _eager(self, asked: Option, benches: ExitStack) -> Reference | None:
+        subject = Subject(self.case, asked, self.question.steps, self.ranks.device)
+        return Reference.make(
+            benches.enter_context(closing(Bench(subject, self.ranks, Settings().collective_limit_s)))
+        )
 
     def climb(self, stages: Sequence[Stage]) -> Stage | None:
         """Try stages until one disagrees.
@@ -236,10 +246,10 @@ def search(ranks: Ranks, question: Question, stages: Sequence[Stage], seconds: f
         memory: what ranks before these found out.
     """
     until = time.monotonic() + seconds
-    running = Search(ranks, question, lambda: until - time.monotonic(), memory)
-    stage = memory.stage or running.climb(stages)
-    if stage is not None:
-        running.narrow(stage)
+    with closing(Search(ranks, question, lambda: until - time.monotonic(), memory)) as running:
+        stage = memory.stage or running.climb(stages)
+        if stage is not None:
+            running.narrow(stage)
 
 
 def search_alone(

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,10 @@ from ddpopt.verify.verdict import Status, Verdict
 
 pytestmark = pytest.mark.timeout(240)
 
+NOTHING_SET: Mapping[str, str] = {}
 ROOT = Path(__file__).parents[3]
 MODELS = """
-import os, signal, time
+import inspect, os, signal, time
 import torch
 from torch import nn
 from torch._dynamo import register_backend
@@ -30,6 +32,19 @@ from torch._dynamo import register_backend
 
 def small():
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(4, 8)
+
+
+class Net(nn.Module):  # torch.compile of DDP around a Sequential compiles nothing: pytorch#140416
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.layer(x).relu()
+
+
+def net():
+    return Net(), torch.randn(4, 8)
 
 
 def failing():
@@ -52,6 +67,15 @@ def killing(gm, inputs):
 
 
 @register_backend
+def stuck(gm, inputs):
+    if torch.distributed.get_world_size() == 1:
+        return gm
+    while any(frame.function == "climb" for frame in inspect.stack()):
+        time.sleep(0.1)
+    return doubling(gm, inputs)
+
+
+@register_backend
 def doubling(gm, inputs):
     return lambda *args: tuple(value * 2 if torch.is_tensor(value) else value for value in gm(*args))
 """
@@ -63,12 +87,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(folder: Path, *arguments: str, torchrun: bool = False) -> "subprocess.CompletedProcess[str]":
+def run(
+    folder: Path, *arguments: str, torchrun: bool = False, variables: Mapping[str, str] = NOTHING_SET
+) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "ddpopt", "verify", *arguments]
     if torchrun:
         start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ddpopt"]
         command = [sys.executable, *start, "verify", *arguments]
-    environment = {**environment_of_no_rank(), "OMP_NUM_THREADS": "1"}
+    environment = {**environment_of_no_rank(), "OMP_NUM_THREADS": "1", **variables}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
 
 
@@ -119,6 +145,37 @@ def test_under_torchrun_its_ranks_are_used_and_one_of_them_reports(folder: Path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("RIGHT: shop:small on 2 ranks") == 1
     assert (folder / "v.html").exists()
+
+
+@pytest.mark.nightly
+def test_a_search_that_does_not_end_on_torchruns_ranks_ends_at_its_limit_with_every_report(
+    folder: Path,
+) -> None:
+    files = ["--json", "v.json", "--html", "v.html", "--locate-timeout", "60"]
+    done = run(folder, "shop:net", "--backend", "stuck", *files, torchrun=True)
+    assert done.returncode == 1, done.stderr
+    verdict = Verdict.from_json((folder / "v.json").read_text())
+    assert verdict.location is not None
+    assert "so torchrun's ranks were ended" in verdict.location.note
+    assert done.stdout.count("WRONG: shop:net on 2 ranks") == 1
+    assert (folder / "v.html").exists()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("option", "variables"),
+    [("debug_detail", {}), ("default", {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})],
+    ids=["by the option", "by the variable"],
+)
+def test_with_checks_of_each_collective_eager_ddp_itself_dies_on_gloo(
+    folder: Path, option: str, variables: dict[str, str]
+) -> None:
+    told = ["--options", option, "--backend", "eager", "--device", "cpu", "--json", "-"]
+    done = run(folder, "shop:small", *told, variables=variables)
+    assert done.returncode == 3, done.stderr
+    (trial,) = json.loads(done.stdout)["trials"]
+    assert trial["status"] == Status.NOT_POSSIBLE
+    assert "SIGSEGV" in trial["reason"]
 
 
 @pytest.mark.nightly

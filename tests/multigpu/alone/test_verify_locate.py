@@ -1,9 +1,12 @@
 """Looking where a trial goes wrong, from the process that started the ranks; it starts ranks of its own."""
 
+import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +15,12 @@ from torch import distributed as dist
 from ddpopt.cli_verify import _to_locate
 from ddpopt.verify import locate as located
 from ddpopt.verify.launch.failures import RankFailure
-from ddpopt.verify.locate import Known, locate
+from ddpopt.verify.locate import LATE_S, Known, _ending, _late, locate
 from ddpopt.verify.locating.events import Chose, Memory, Tried, Trying
 from ddpopt.verify.locating.pieces import Piece
+from ddpopt.verify.locating.reproduction import Draft
 from ddpopt.verify.locating.rungs import Question, Stage, Symptom
+from ddpopt.verify.locating.scripting import Author
 from ddpopt.verify.ranks import Ranks, joined
 from ddpopt.verify.verdict import Finding, Rung, Status, Trial, Verdict
 
@@ -147,6 +152,75 @@ def test_what_does_not_appear_again_is_said_to_be_gone_and_no_script_is_written(
     assert found.note == "no script was written, for there is nothing that it could show"
     assert (found.segments, found.script, found.reproduces) == ((), "", False)
     assert not script.exists()
+
+
+@pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (1, "cpu"), (2, "cuda")])
+def test_what_ran_where_nobody_chose_is_searched_where_it_ran(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, device: str
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(located, "_in_ranks", lambda *arguments: asked.append(arguments[2:4]))
+    locate(f"{MODULE}:short", wrong("whole", "eager"), tmp_path / "shown.py", nproc=2)
+    assert asked == [(1, device), (2, device)]
+
+
+@pytest.mark.parametrize("tensors", [{}, {"x": torch.ones(1)}], ids=["the script", "what it reads"])
+def test_a_script_that_cannot_be_written_is_a_note_beside_the_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensors: dict[str, torch.Tensor]
+) -> None:
+    def found_wrong(known: Known, *_: object) -> None:
+        known.hear(Tried(STAGE, Rung("mine, no DDP", agrees=False), Symptom("numbers")))
+
+    script = tmp_path / "shown.py"
+    (script.with_suffix(".pt") if tensors else script).mkdir()
+    monkeypatch.setattr(located, "_in_ranks", found_wrong)
+    monkeypatch.setattr(Author, "drafts", lambda *_: [Draft("the model", "raise SystemExit(1)", tensors)])
+    found = locate(f"{MODULE}:short", wrong("whole", "eager"), script, nproc=1)
+    assert (found.layer, found.script) == ("the backend mine", "")
+    assert found.note == f"no script could be written or run: {script}: Is a directory"
+
+
+def test_ranks_that_cannot_be_started_are_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(located, "launch", full)
+    found = locate(f"{MODULE}:short", wrong("whole", "eager"), tmp_path / "shown.py", nproc=1)
+    assert found.layer == "none was found before the search ended"
+    assert found.note.startswith("the search on 1 rank(s) ended early: [Errno 28] No space left on device; ")
+
+
+def test_rank_0_of_torchruns_tells_what_is_known_at_the_limit_and_its_peers_end_later(
+    monkeypatch: pytest.MonkeyPatch, one_rank_group: None
+) -> None:
+    told = Event()
+    later: list[float] = []
+
+    def limited(_: Ranks, seconds: float, __: str) -> nullcontext[None]:
+        later.append(seconds)
+        return nullcontext()
+
+    first = next(iter(_joined_ranks()))
+    monkeypatch.setattr(os, "_exit", lambda _: None)
+    with _ending(first, 0.02, told.set):
+        assert told.wait(10.0)
+    monkeypatch.setattr(Ranks, "limited", limited)
+    with _ending(replace(first, rank=1), 0.02, told.clear):
+        assert later == [0.02 + LATE_S]
+    assert told.is_set()
+
+
+def test_what_is_known_at_the_limit_names_the_try_that_did_not_end() -> None:
+    known = Known()
+    known.hear(Trying(STAGE))
+    found = _late(known, "whole")
+    assert found.layer == "none was found before the search ended"
+    assert found.note.startswith(
+        "the time was over before the search ended while mine, no DDP was tried, so torchrun's ranks were"
+    )
+    known.hear(Tried(STAGE, Rung("mine, no DDP", agrees=False), Symptom("numbers")))
+    assert _late(known, "whole").layer == "the backend mine"
 
 
 def test_what_is_located_is_the_first_that_is_wrong_or_else_the_first_that_took_its_ranks_down() -> None:

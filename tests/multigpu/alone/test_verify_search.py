@@ -1,8 +1,10 @@
 """The search on one rank: which rung is wrong, and what must be compiled for it."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from ddpopt.verify.locate import layer_of
 from ddpopt.verify.locating.events import Blamed, Memory, Tried
@@ -26,6 +28,8 @@ def searching(one_rank_group: None, fresh_dynamo: None) -> Callable[..., list[ob
         events: list[object] = []
         with joined(on_event=events.append) as ranks:
             search(ranks, question, stages or tuple(stages_of(question, 1)), 600.0, memory or Memory())
+        c10d: Any = dist  # private: torch counts its groups nowhere else
+        assert len(c10d.distributed_c10d._world.pg_map) == 1, "a process group is left behind"
         return events
 
     return run

@@ -1,0 +1,106 @@
+"""How a run fails on ranks: of itself, for a peer is gone, or because all wait for each other.
+
+Plain data, without torch. Invariant: no failure that a longer limit might have spared counts against a mode.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddpopt.errors import DdpoptError, UnsupportedError
+
+LOST = (
+    "Connection closed by peer",
+    "pair closure",
+    "Connection reset by peer",
+    "Timed out",
+    "timed out",
+    "Broken pipe",
+)
+"""What gloo says where a peer is gone."""
+SHOWN_CHARACTERS = 400
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception on one rank.
+
+    Attributes:
+        rank: where.
+        text: its type and message, and the innermost frame.
+        refused: whether ddpopt says that it does not do this.
+        lost: whether it only says that a peer is gone.
+        own: types of ddpopt's errors among the exception and what it came from.
+    """
+
+    rank: int
+    text: str
+    refused: bool
+    lost: bool
+    own: tuple[type[DdpoptError], ...] = ()
+
+
+def failure_of(rank: int, error: Exception) -> Failure:
+    """Put an exception into words.
+
+    Args:
+        rank: on which it was raised.
+        error: the exception, with its traceback.
+
+    Returns:
+        What of it travels to other ranks.
+    """
+    words = " ".join(str(error).split())
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
+    text = f"{type(error).__name__}: {words[:SHOWN_CHARACTERS]}{where}"
+    lost = any(word in str(error) for word in LOST)
+    return Failure(rank, text, isinstance(error, UnsupportedError), lost, tuple(_own_errors(error)))
+
+
+def _own_errors(error: BaseException | None) -> Iterator[type[DdpoptError]]:
+    """Types of ddpopt's errors behind an exception: Dynamo wraps what its backends raise."""
+    while error is not None:
+        if isinstance(error, DdpoptError):
+            yield type(error)
+        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
+
+
+def told(failures: Sequence[Failure]) -> str:
+    """What ranks say of their failures; what several say in the same words, once.
+
+    >>> told([Failure(rank, "OSError: no", False, False) for rank in (0, 1)])
+    'rank 0: OSError: no'
+    """
+    first: dict[str, Failure] = {}
+    for failure in failures:
+        first.setdefault(failure.text, failure)
+    return "; ".join(f"rank {failure.rank}: {failure.text}" for failure in first.values())
+
+
+def stalled(failures: Sequence[Failure], groups: Sequence[Sequence[int]], limit_s: float) -> str:
+    """Tell a run in which all ranks of a group waited for each other until a limit passed.
+
+    It may be that one of them only compiled for longer. But where a rank of that group got through, its peers
+    waited for what it never sent, and no limit helps.
+
+    Args:
+        failures: of all ranks on which the run failed.
+        groups: the ranks that train together.
+        limit_s: how long a rank waits in a collective.
+
+    Returns:
+        What happened and what to do; empty if it was something else.
+    """
+    failed = {failure.rank for failure in failures}
+    waiting = any(len(group) > 1 and failed.issuperset(group) for group in groups)
+    if not waiting or not all(failure.lost for failure in failures):
+        return ""
+    return (
+        f"no rank failed of itself: each waited for another in a collective, for up to {limit_s:g} s "
+        f"({told(failures)}). If a rank compiles for longer than that, raise the limit of a trial "
+        "(--trial-timeout); if not, their collectives are not the same ones in the same order"
+    )
