@@ -173,6 +173,7 @@ def locate(  # noqa: PLR0913  # what a trial does not say of the verification th
         dtype,
         ddp_kwargs or {},
         rank=min((f.rank for f in trial.findings if f.rank is not None), default=0),
+        structural=all(finding.level == "L3" for finding in trial.findings),
     )
     backend_of(question.backend)
     author = Author(question, script)

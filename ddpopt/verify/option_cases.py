@@ -180,11 +180,16 @@ def in_dtype(case: Case, dtype: torch.dtype) -> Case:
             return value
         return value.to(torch.promote_types(value.dtype, dtype) if value.is_complex() else dtype)
 
+    def model() -> nn.Module:
+        made: Any = case.model()  # torch types not what all of Module's own conversions go by
+        casted: nn.Module = made._apply(cast)
+        return casted
+
     def inputs(rank: int, step: int) -> Any:
         args, kwargs = case.inputs(rank, step)
         return torch.utils._pytree.tree_map(cast, (args, dict(kwargs)))
 
-    return replace(case, model=lambda: case.model()._apply(cast), inputs=inputs)
+    return replace(case, model=model, inputs=inputs)
 
 
 def differing(case: Case, ddp_kwargs: Mapping[str, Any]) -> Case:

@@ -132,3 +132,16 @@ def test_sums_count_each_time_that_a_row_of_a_sparse_gradient_is_held(ranks: Ran
         "table": [0, 2, 0],
         "dense": [1, 1],
     }
+
+
+def test_a_run_that_leaves_gradients_off_does_not_disturb_the_next_one(ranks: Ranks) -> None:
+    def leaving_them_off(model: Any, x: Tensor) -> Tensor:
+        torch.set_grad_enabled(False)
+        return x
+
+    case = Case("off", lambda: Small(leaving_them_off), lambda rank, step: ((torch.ones(2, 4),), {}), "off")
+    bench = Bench(Subject(case, option("default"), 2, ranks.device), ranks)
+    assert Reference.make(bench) is None
+    bench.close()
+    assert torch.is_grad_enabled()
+    assert reference_of(ranks, lambda model, x: x.relu()).unstable == {}

@@ -8,7 +8,6 @@ group; it starts the processes that it needs. Torchrun's ranks share such tests 
 """
 
 import gc
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,10 +15,10 @@ import pytest
 
 from ddpopt.testing import Ranks
 from ddpopt.testing.rank_environment import launched_ranks, own_rank, own_size
+from tests.multigpu.turns import number_of_ranks
 
 FOLDER = Path(__file__).parent
 ALONE = FOLDER / "alone"
-DEFAULT_RANKS = 2
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -28,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     launched = launched_ranks() is not None
-    at_least = 1 if launched else int(os.environ.get("DDPOPT_NPROC", DEFAULT_RANKS))
+    at_least = 1 if launched else number_of_ranks()
     shared_out = 0
     for item in items:
         if FOLDER not in item.path.parents:

@@ -21,6 +21,7 @@ from ddpopt.testing.case import Case
 from ddpopt.testing.ranks import Ranks
 from ddpopt.verify.matrix import CASES
 from tests.multigpu.models import hook_that_sees
+from tests.multigpu.turns import in_turn
 
 STRATEGIES: tuple[Strategy, ...] = ("split", "inline")
 STEPS = 3
@@ -102,18 +103,11 @@ def may_be_reassociated(case: Case, ranks: Ranks) -> bool:
     return any(reassociated_values(graph.gm, graph.plan, index) for index, graph in graphs)
 
 
-def each_case() -> list[Any]:
-    """Every case, by both strategies in turn; at night by the other one too."""
-    return [
-        pytest.param(case, strategy, marks=() if (number + turn) % 2 else pytest.mark.nightly)
-        for number, case in enumerate(corpus.cases())
-        for turn, strategy in enumerate(STRATEGIES)
-    ]
-
-
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("case", "strategy"), each_case(), ids=lambda value: value if isinstance(value, str) else value.name
+    ("case", "strategy"),
+    in_turn([(case,) for case in corpus.cases()], STRATEGIES),
+    ids=lambda value: value if isinstance(value, str) else value.name,
 )
 def test_every_case_has_the_gradients_of_eager_ddp_and_the_buckets_of_the_plan(
     case: Case, strategy: Strategy, ranks: Ranks

@@ -5,7 +5,6 @@ Here it is judged on what a report asks for beside that, under the backend and a
 """
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from ddpopt.testing.ranks import Ranks
 from ddpopt.testing.report_of_case import Report
 from ddpopt.testing.reports_page import reported_cases
 from tests.multigpu.reported import Compile, Outcome, passes, run, sentence
+from tests.multigpu.turns import in_turn
 
 STRATEGIES: tuple[Strategy, ...] = ("split", "inline")
 MEASURED = torch.__version__.startswith("2.13.")
@@ -30,15 +30,6 @@ OUT_OF_THE_ORDINARY = [
 
 def named(value: object) -> str:
     return value.name if isinstance(value, Case) else str(getattr(value, "number", value))
-
-
-def each_by_ddpopt() -> list[Any]:
-    """Every report, by both strategies in turn; at night by the other one too."""
-    return [
-        pytest.param(case, report, strategy, marks=() if (number + turn) % 2 else pytest.mark.nightly)
-        for number, (case, report) in enumerate(OUT_OF_THE_ORDINARY)
-        for turn, strategy in enumerate(STRATEGIES)
-    ]
 
 
 def by_torch(report: Report) -> Compile:
@@ -76,7 +67,7 @@ def test_torchs_optimizer_does_today_what_a_report_says_of_it(
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(("case", "report", "strategy"), each_by_ddpopt(), ids=named)
+@pytest.mark.parametrize(("case", "report", "strategy"), in_turn(OUT_OF_THE_ORDINARY, STRATEGIES), ids=named)
 def test_ddpopt_does_what_a_report_asks_for(
     case: Case, report: Report, strategy: Strategy, ranks: Ranks
 ) -> None:

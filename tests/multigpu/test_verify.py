@@ -25,6 +25,7 @@ from ddpopt.verify.runner import verify_here
 from ddpopt.verify.training import Trainer
 from ddpopt.verify.trials import Asked, Settings, run_trials
 from ddpopt.verify.verdict import Status, Trial
+from tests.multigpu.turns import in_turn
 
 BOTH = ("ddpopt-split", "ddpopt-inline")
 PLAIN, TIED, NORMED = CASES[0], CASES[1], CASES[2]
@@ -51,17 +52,10 @@ def judged(case: Case, option: str, modes: tuple[str, ...], **settings: Any) -> 
         return run_trials(ranks, [Asked(case, option, modes)], Settings("aot_eager", **settings), ())
 
 
-def each_option() -> list[Any]:
-    """Every option, under both strategies in turn; at night under the other one too."""
-    return [
-        pytest.param(option, mode, marks=() if (number + turn) % 2 else pytest.mark.nightly)
-        for number, option in enumerate(o for o in OPTIONS if o.name not in DEADLY_OPTIONS)
-        for turn, mode in enumerate(BOTH)
-    ]
-
-
 @pytest.mark.parametrize(
-    ("option", "mode"), each_option(), ids=lambda value: value if isinstance(value, str) else value.name
+    ("option", "mode"),
+    in_turn([(option,) for option in OPTIONS if option.name not in DEADLY_OPTIONS], BOTH),
+    ids=lambda value: value if isinstance(value, str) else value.name,
 )
 def test_ddpopt_does_what_eager_ddp_does_under_every_option(option: Option, mode: str) -> None:
     (trial,) = judged(PLAIN, option.name, (mode,))

@@ -35,6 +35,14 @@ def test_a_mode_under_which_a_rank_died_is_not_tried_again_under_that_option() -
     assert {trial.status for trial in lost.values()} == {Status.BROKEN}
 
 
+def test_of_several_threads_the_one_that_crashed_is_named() -> None:
+    waiting = 'Thread 0x01 (most recent call first):\n  File "/lib/threading.py", line 331 in wait\n'
+    crashing = 'Current thread 0x02 (most recent call first):\n  File "/lib/reduce.py", line 7 in send\n'
+    crashed = RanksFailed([RankFailure(0, "died", "a trial", -11, "SIGSEGV", stack=waiting + crashing)], 2)
+    lost = lost_trials(ASKED, EAGER, Started(2, "tied", "join", "torch"), crashed)
+    assert lost[5].reason == 'not tried again: on tied rank 0 died (SIGSEGV), in reduce.py", line 7 in send'
+
+
 def test_a_trial_in_which_a_rank_raised_outside_of_its_reach_is_wrong() -> None:
     lost = lost_trials(ASKED, EAGER, Started(4, "gpt", "default", "torch"), RAISED)
     assert list(lost) == [4]

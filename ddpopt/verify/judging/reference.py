@@ -112,7 +112,8 @@ class Bench:
             **more,
         )
         record, failure = None, None
-        with _detail(subject.option.detail), warnings.catch_warnings():
+        # Compiled code may leave gradients off, which is its own fault and not that of what runs after it.
+        with _detail(subject.option.detail), warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")
             group = self._new_group()
             try:

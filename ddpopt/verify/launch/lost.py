@@ -127,6 +127,7 @@ def _in_short(failed: RanksFailed) -> str:
     """One line about ranks that died, without their stacks."""
     one = failed.culprits[0]
     how = f"{one.kind} ({one.signal})" if one.signal else one.kind
-    frames = [line.strip() for line in one.stack.splitlines() if line.strip().startswith("File ")]
+    crashed = one.stack.partition("Current thread")[2] or one.stack  # of several, the one that did it
+    frames = [line.strip() for line in crashed.splitlines() if line.strip().startswith("File ")]
     where = f", in {frames[0].rpartition('/')[2]}" if frames else ""
     return f"rank {one.rank} {how}{where}"

@@ -34,6 +34,8 @@ class Question:
         dtype: to compute in; None for the case's own.
         ddp_kwargs: DDP's arguments, in place of the case's own.
         rank: whose inputs a single process is to have.
+        structural: whether its structure alone is wrong. If not, a rung below it whose structure is wrong
+            shows something else.
     """
 
     target: str
@@ -45,6 +47,12 @@ class Question:
     dtype: str | None = None
     ddp_kwargs: Mapping[str, Any] = field(default_factory=dict)
     rank: int = 0
+    structural: bool = True
+
+    def is_shown_by(self, stage: Stage, symptom: Symptom | None) -> bool:
+        """Whether a stage that disagrees so may be what was found; the trial's own stage always is."""
+        own = (stage.mode, stage.backend) == (self.mode, self.backend)
+        return symptom is not None and (own or self.structural or symptom != Symptom("structure"))
 
     def case(self) -> Case:
         """The case that was on trial."""

@@ -87,8 +87,9 @@ class Search:
             if trial is None:
                 continue
             symptom = symptom_of(trial)
-            self.ranks.emit(Tried(stage, rung_of(stage, trial), symptom))
-            if symptom is not None:
+            found = self.question.is_shown_by(stage, symptom)
+            self.ranks.emit(Tried(stage, rung_of(stage, trial), symptom if found else None))
+            if found:
                 return stage
         return None
 

@@ -41,6 +41,7 @@ def run(*args: str) -> Any:  # the type of the runner's results moves with typer
     return CliRunner().invoke(cli.app, ["gate", *args], prog_name="ddpopt")
 
 
+@pytest.mark.nightly  # the gate itself: tests/integration/test_gate_regressions.py
 def test_a_users_own_model_is_gated_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "gated.py").write_text(SHOP)
     monkeypatch.chdir(tmp_path)

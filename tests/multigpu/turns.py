@@ -1,0 +1,39 @@
+"""Which of many like tests run by day: strategies take turns, and numbers of ranks; at night all run."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from ddpopt.testing.rank_environment import launched_ranks
+
+DEFAULT_RANKS = 2
+
+
+def number_of_ranks() -> int:
+    """On how many ranks tests run that do not say so themselves."""
+    return launched_ranks() or int(os.environ.get("DDPOPT_NPROC", DEFAULT_RANKS))
+
+
+def in_turn(rows: Sequence[Sequence[Any]], strategies: Sequence[str]) -> list[Any]:
+    """Every row with every strategy; of these, by day those whose turn it is.
+
+    On two ranks each row has one strategy, the next row the other one. On three and more, which cost that
+    much more, every second pair of rows has the strategy that it has not on two.
+
+    Args:
+        rows: the arguments of each test.
+        strategies: two of them; the last argument of each test.
+    """
+    return [
+        pytest.param(*row, strategy, marks=() if _has_turn(number, turn) else pytest.mark.nightly)
+        for number, row in enumerate(rows)
+        for turn, strategy in enumerate(strategies)
+    ]
+
+
+def _has_turn(number: int, turn: int) -> bool:
+    if number_of_ranks() > 2:
+        return (number + turn) % 2 == 0 and number % 4 < 2
+    return (number + turn) % 2 == 1
