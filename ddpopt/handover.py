@@ -234,7 +234,7 @@ def hand_over(gradient: Tensor, ticket: Tensor, slot: int, memory: int) -> Tenso
     call.receive(slot, gradient, alone)
     if alone and memory == GIVEN and not call.holds(slot, gradient):
         gradient.untyped_storage().resize_(0)  # it is in its bucket; compiled code may hold on to it for long
-    return gradient.new_empty(0)
+    return _token_gradient(gradient)
 
 
 def _call_behind(node: Any) -> Call | None:
@@ -244,7 +244,12 @@ def _call_behind(node: Any) -> Call | None:
 
 
 def _hand_over_fake(gradient: Tensor, _ticket: Tensor, _slot: int, _memory: int) -> Tensor:
-    return gradient.new_empty(0)
+    return _token_gradient(gradient)
+
+
+def _token_gradient(gradient: Tensor) -> Tensor:
+    """What a token gets once its parameter's gradient is handed over: dense, where that one is sparse too."""
+    return gradient.new_empty(0, layout=torch.strided)
 
 
 def _owners(tensor: Tensor) -> list[int]:

@@ -51,6 +51,7 @@ class Fault:
         backend: ``"aot_eager"``; ``"rounding"`` for one that is held to L2; ``"reusing"`` for one that
             reuses memory as Inductor does.
         tiny: whether it moves a number by one unit in the last place, which is rounding on three ranks.
+        reduced: whether the wrong numbers are sums over ranks: of these equality is asked on two ranks alone.
     """
 
     name: str
@@ -64,16 +65,17 @@ class Fault:
     option: str = "default"
     backend: str = "aot_eager"
     tiny: bool = False
+    reduced: bool = True
 
     def due(self, levels: Iterable[str], size: int) -> tuple[str, ...]:
         """Those that have to find it, where these levels were applied on so many ranks.
 
-        L0 has to where it is applied to reduced gradients: on two ranks, where equality is asked for. L1
+        L0 has to where equality is asked for: of reduced gradients on two ranks, of all else on any. L1
         holds what is received against what was sent, so it has to find faults in communication; of other
         wrong gradients it has to hear only where nothing else compares them.
         """
         applied = {*levels, "certificate", "agreement"}
-        if size > 2 or self.backend == "rounding":
+        if (size > 2 and self.reduced) or self.backend == "rounding":
             applied -= {"L0"}
         if self.layer != "communication" and not applied.isdisjoint(("L0", "L2")):
             applied -= {"L1"}
@@ -105,9 +107,11 @@ def _code(
     case: str = "plain",
     option: str = "default",
     seen_by: tuple[str, ...] = NUMBERS,
+    *,
+    reduced: bool = True,
 ) -> tuple[Fault, Fault]:
     """Wrong numbers: where equality is asked for, and where rounding is allowed."""
-    exact = Fault(name, "compiled code", seen_by, tamper=tamper, case=case, option=option)
+    exact = Fault(name, "compiled code", seen_by, tamper=tamper, case=case, option=option, reduced=reduced)
     rounded = f"{name}, where rounding is allowed"
     return exact, replace(exact, name=rounded, mode="ddpopt-split", backend="rounding")
 
@@ -189,7 +193,7 @@ FAULTS: tuple[Fault, ...] = (
     *_code("two gradients are swapped", code.swapped_gradients),
     *_code("a gradient is missing", code.missing_gradient, seen_by=("L3",)),
     *_code("a gradient has lost a dimension", code.reshaped_gradient, seen_by=("L3",)),
-    *_code("a buffer is not updated", code.stale_buffer, "normed"),
+    *_code("a buffer is not updated", code.stale_buffer, "normed", reduced=False),
     *_code("a counter is not updated", code.stale_counter, "normed", seen_by=("L3",)),
     *_code("random numbers are replayed", code.replayed_random, "noisy"),
     *_code("a micro-batch is counted twice", code.counted_twice, option="accumulation"),

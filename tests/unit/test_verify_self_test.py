@@ -141,6 +141,11 @@ def test_l1_has_to_hear_of_wrong_gradients_only_where_nothing_else_compares_numb
     assert ZEROED.due(("L0", "L1", "L3"), size=3) == ("L1",)
 
 
+def test_l0_has_to_hear_of_a_wrong_buffer_on_any_number_of_ranks() -> None:
+    stale = next(fault for fault in FAULTS if fault.name == "a buffer is not updated")
+    assert stale.due(("L0", "L1", "L3"), size=2) == stale.due(("L0", "L1", "L3"), size=3) == ("L0",)
+
+
 def test_l0_has_to_hear_of_nothing_where_rounding_is_allowed() -> None:
     rounded = next(
         fault for fault in FAULTS if fault.name == "a gradient is zeroed, where rounding is allowed"

@@ -21,7 +21,8 @@ class Rules:
         means: whether gradients are means of what each rank computes alone, and that is known.
         shards: whether norms are computed over shards, hence in another order.
         finishes: whether an option changes gradients before the optimizer takes them.
-        ignored: names of parameters that DDP leaves alone: each rank keeps its own gradient.
+        ignored: names of parameters that DDP leaves alone, and no other reducer takes: each rank keeps its
+            own gradient.
         unstable: names of what eager does not reproduce.
         written: names of parameters that something else than the optimizer writes to.
         excused: names of gradients that may be summed in another order.
