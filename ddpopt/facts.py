@@ -10,14 +10,14 @@ graph reads it. A reader counts only if gradient flows through it: not under ``n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from ddpopt.crossing import blocked_positions
-from ddpopt.graphs import GRAD_MODE, SOURCES, body_nodes, example_value, fetch, requires_grad
+from ddpopt.graphs import GRAD_MODE, SOURCES, body_nodes, example_value, fetch, requires_grad, storages
 from ddpopt.mutation import mutated_inputs
 from ddpopt.reducer import ParamSpec
 
@@ -135,19 +135,32 @@ def _held(node: fx.Node, value: object) -> dict[str, object]:
 
 
 def gradient_carriers(graph: fx.Graph) -> dict[fx.Node, None]:
-    """The nodes whose backward runs: their result requires grad and reaches an output or a mutation.
+    """The nodes whose backward runs: their result requires grad and reaches an output.
+
+    It may also reach one by being written into a tensor that a carrier behind it reads by any of its views,
+    or that outlives the graph. What is written without gradient, as running statistics are, passes none on.
 
     A node without an example value counts as carrying gradient: that can only delay a bucket, never
     send it too early.
     """
     carriers: dict[fx.Node, None] = {}
     off = _without_grad_mode(graph)
+    outliving = (node for node in graph.nodes if node.op in SOURCES or node.op == "output")
+    awaited = {key for node in outliving for held in (node, *node.all_input_nodes) for key in storages(held)}
     for node in reversed(graph.nodes):
         if node.op in (*SOURCES, "output") or node in off or not requires_grad(example_value(node)):
             continue
-        if any(user.op == "output" or user in carriers for user in node.users) or mutated_inputs(node):
+        used = any(user.op == "output" or user in carriers for user in node.users)
+        if used or any(_is_awaited(written, awaited) for written in mutated_inputs(node)):
             carriers[node] = None
+            awaited.update(key for source in node.all_input_nodes for key in storages(source))
     return carriers
+
+
+def _is_awaited(written: fx.Node, awaited: Set[int]) -> bool:
+    """Whether gradient may arrive at a tensor that is written to, given the storages it may arrive by."""
+    own = storages(written)
+    return requires_grad(example_value(written)) and (not own or not awaited.isdisjoint(own))
 
 
 def _without_grad_mode(graph: fx.Graph) -> dict[fx.Node, None]:

@@ -84,6 +84,9 @@ class Worker:
                     yield None
                 else:
                     answers.append(news)
+            if self._tasks > 1 and {answer.kind for answer in answers} == {Kind.EAGER}:
+                self._end()  # it may be what an earlier model left behind: asked once more in a new process
+                continue
             if len(answers) == 1 and answers[0].kind is Kind.WRONG and answers[0].mode != WHOLE:
                 answers = yield from self._attributed(task, answers[0])
             yield from answers

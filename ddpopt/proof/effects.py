@@ -18,7 +18,9 @@ from typing import NamedTuple
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
+from ddpopt.proof.steps import storage_of, tensors_in, value_on
 from ddpopt.proof.terms import Group, Held, leaves
 
 _WRITING_OPERATORS = frozenset(
@@ -86,17 +88,53 @@ def _writes_by_name(name: str) -> bool:
 
 
 def _written_by_body(call: Call) -> Iterator[object]:
-    """All operands, if any node in a body writes: which one it means differs from operator to operator."""
+    """The operands that a body writes to; all of them where it cannot be told which.
+
+    A single body takes the operands in order. With several, which one means what differs from operator to
+    operator. What a body writes to among its own values is nobody else's.
+    """
     arguments = [leaf for value in (*call.args, *call.kwargs.values()) for leaf in leaves(value)]
-    bodies = [a.value for a in arguments if isinstance(a, Held) and isinstance(a.value, fx.GraphModule)]
-    if "mutation" in str(call.callee) or any(_any_writes(body) for body in bodies):
+    bodies = list(filter(None, map(_body, arguments)))
+    places = [place for body in bodies for place in _places_written(body)]
+    if "mutation" not in str(call.callee) and not places:
+        return
+    operands = [leaf for value in call.args for leaf in leaves(value) if _body(leaf) is None]
+    known = [operands[place] for place in places if place is not None and place < len(operands)]
+    if len(bodies) == 1 and known and len(known) == len(places):
+        yield from known
+    else:
         yield Group(tuple, tuple(arguments))
 
 
-def _any_writes(body: fx.GraphModule) -> bool:
+def _body(leaf: object) -> fx.GraphModule | None:
+    """The body that an argument of a higher-order operator is, if it is one."""
+    return leaf.value if isinstance(leaf, Held) and isinstance(leaf.value, fx.GraphModule) else None
+
+
+def _places_written(body: fx.GraphModule) -> Iterator[int | None]:
+    """Which of its inputs a body writes to, by their places; None for a write that cannot be followed."""
+    inputs = {node: place for place, node in enumerate(body.graph.find_nodes(op="placeholder"))}
+    places: dict[int, int | None] = {}
+    for node in (*inputs, *body.graph.find_nodes(op="get_attr")):
+        for key in filter(None, map(storage_of, tensors_in(value_on(node)))):
+            places.setdefault(key, inputs.get(node))
+    for value in _values_written(body):
+        keys = list(map(storage_of, tensors_in(value_on(value)))) if isinstance(value, fx.Node) else []
+        if value in inputs:
+            yield inputs[value]
+        elif not keys or None in keys:
+            yield None
+        else:
+            yield from (places[key] for key in keys if key in places)
+
+
+def _values_written(body: fx.GraphModule) -> Iterator[object]:
+    """What the nodes of a body write to, and those of the bodies in it."""
     graphs = [module.graph for module in body.modules() if isinstance(module, fx.GraphModule)]
     calls = (node for graph in graphs for node in graph.nodes if node.op in ("call_function", "call_method"))
-    return any(True for node in calls for _ in written(Call(node.op, node.target, node.args, node.kwargs)))
+    for node in calls:
+        for value in written(Call(node.op, node.target, node.args, node.kwargs)):
+            yield from (leaf for leaf in pytree.tree_leaves(value) if leaf is not None)
 
 
 def _overloads(

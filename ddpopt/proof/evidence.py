@@ -6,7 +6,7 @@ instead of being repeated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,8 +16,8 @@ from torch import fx
 from ddpopt.plan import Plan, Segment
 from ddpopt.proof.effects import Call, written
 from ddpopt.proof.recompose import read_original, recompose
-from ddpopt.proof.steps import Original, Program, Step
-from ddpopt.proof.terms import ABSENT
+from ddpopt.proof.steps import Original, Program, Step, storage_of, tensors_in
+from ddpopt.proof.terms import ABSENT, Held, Item, Made, Term, leaves
 
 
 @dataclass(frozen=True)
@@ -78,15 +78,21 @@ def gather(
 def steps_passing_gradient(original: Original) -> dict[str, None]:
     """The steps whose backward runs, by name.
 
-    Their result requires grad, in grad mode, and reaches an output or a mutation through steps like them.
+    Their result requires grad, in grad mode, and reaches an output through steps like them, or a write that
+    one of them, an output or the caller sees. A write of what requires no grad passes none.
     """
     passing: dict[str, None] = {}
-    for step in reversed(original.program.steps):
+    program = original.program
+    outliving = [*(Made(node.name) for node in program.inputs), program.result]
+    outliving.extend(term for term in original.terms.values() if isinstance(term, Held))
+    seen = set(_storages(original, outliving))
+    for step in reversed(program.steps):
         if not step.state.grad_mode or not _requires_grad(original.example(original.terms[step.name])):
             continue
         reaches = any(user.op == "output" or user.name in passing for user in step.node.users)
-        if reaches or any(True for _ in written(call_of(step))):
+        if reaches or _writes_what_is_seen(original, step, seen):
             passing[step.name] = None
+            seen.update(_storages(original, (*step.args, *step.kwargs.values())))
     return passing
 
 
@@ -114,6 +120,23 @@ def earliest_readers(
             for param in sources.get(node.name, ()):
                 readers.setdefault(param, step.name)
     return readers
+
+
+def _writes_what_is_seen(original: Original, step: Step, seen: Set[int]) -> bool:
+    """Whether a step writes to what requires grad and lies in storages that are seen, or in none."""
+    values = (leaf for value in written(call_of(step)) for leaf in leaves(value))
+    for leaf in (value for value in values if isinstance(value, (Made, Item, Held))):
+        own = set(_storages(original, [leaf]))
+        if _requires_grad(original.example(leaf)) and (not own or not own.isdisjoint(seen)):
+            return True
+    return False
+
+
+def _storages(original: Original, terms: Iterable[Term]) -> Iterator[int]:
+    """The storages behind terms; a sparse tensor, or what stands for a batch, has none."""
+    for leaf in (leaf for term in terms for leaf in leaves(term)):
+        keys = map(storage_of, tensors_in(original.example(leaf)))
+        yield from (key for key in keys if key is not None)
 
 
 def call_of(step: Step) -> Call:

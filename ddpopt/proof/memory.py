@@ -13,7 +13,7 @@ import torch
 
 from ddpopt.proof.effects import draws, written
 from ddpopt.proof.evidence import Evidence, call_of
-from ddpopt.proof.steps import Original, Program, Step, at
+from ddpopt.proof.steps import Original, Program, Step, at, storage_of, tensors_in
 from ddpopt.proof.terms import ABSENT, Item, Made, Term, leaves, show
 
 
@@ -91,14 +91,6 @@ def _first_difference(expected: Sequence[_Seen], found: Sequence[_Seen]) -> Iter
             return
 
 
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, torch.Tensor):
-        yield value
-
-
 def _families(original: Original, term: Term) -> Iterator[Hashable]:
     """What stands for the storages behind a term; the term itself where tracing left no value."""
     for leaf in leaves(term):
@@ -107,13 +99,12 @@ def _families(original: Original, term: Term) -> Iterator[Hashable]:
             yield leaf
         elif isinstance(example, torch.nn.Module):
             yield id(example)
-        yield from map(_storage, _tensors(example))
+        yield from map(_storage, tensors_in(example))
 
 
 def _storage(tensor: torch.Tensor) -> Hashable:
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    dense = tensor.layout is torch.strided and not wrapped
-    return ("storage", tensor.untyped_storage()._cdata) if dense else id(tensor)
+    storage = storage_of(tensor)
+    return id(tensor) if storage is None else ("storage", storage)
 
 
 def _written_families(original: Original) -> dict[Hashable, str]:

@@ -5,10 +5,11 @@ Invariant: frozen data. `ddpopt.proof.recompose` makes it, everything else in th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 from torch import fx
 
 from ddpopt.proof.terms import ABSENT, Copy, Held, Item, Made, Term
@@ -129,3 +130,18 @@ def example_of(nodes: Mapping[str, fx.Node], term: Term) -> object:
 def value_on(node: fx.Node) -> object:
     """The example value that tracing left on a node, or `ABSENT`."""
     return node.meta.get("example_value", node.meta.get("val", ABSENT))
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """The tensors in an example value."""
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, torch.Tensor):
+        yield value
+
+
+def storage_of(tensor: torch.Tensor) -> int | None:
+    """What stands for a tensor's storage; None for one that has none of its own, as sparse ones."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided and not wrapped else None

@@ -93,6 +93,11 @@ def test_a_model_that_takes_the_process_down_is_told_by_signal_and_frame(worker:
     assert (answer.kind, str(answer.signature)) == (Kind.BACKEND, "death: SIGSEGV in the model in act")
 
 
+def test_what_a_model_leaves_broken_is_not_held_against_the_next_one(worker: Worker) -> None:
+    answered(worker, "nn.Linear.forward = None")
+    assert [one.kind for one in answered(worker, "pass")] == [Kind.OK]
+
+
 # ------------------------------------------------------------------------------------------------- the clock
 
 
