@@ -5,7 +5,7 @@ readers before it hands the sum on, so a value that is read several times in one
 has its sum put together in another order: the same sum, with other last bits. What a graph returns is read
 again behind its last segment. The segment that makes a value is none of these: it goes on from the sum that
 it is given, reader by reader. It is one if a view of the value leaves it, for AOTAutograd makes such a view
-outside of the segment.
+outside of the segment; so the last segment that reads a value of another is one too if a view of it leaves.
 
 Invariant: a value that is not named here has its gradient summed in the order of the uncut graph.
 """
@@ -13,7 +13,7 @@ Invariant: a value that is not named here has its gradient summed in the order o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
@@ -55,8 +55,10 @@ def reassociated_values(gm: fx.GraphModule, plan: Plan, graph: int = 0) -> tuple
                 reads.setdefault(source, Counter())[home[node.name]] += times
     for source in gm.graph.output_node().all_input_nodes:
         reads.setdefault(source, Counter())[behind] += 1
+    leaving = _leaving(gm, home)
     found = (node for node in gm.graph.nodes if node in reads)
-    return tuple(node.name for node in found if _changes(node, reads[node], _steady(node, home)))
+    kept = {node: (_steady(node, home), _last(node, reads[node], home, leaving)) for node in found}
+    return tuple(node.name for node, segments in kept.items() if _changes(node, reads[node], segments))
 
 
 def _reads(node: fx.Node) -> Counter[fx.Node]:
@@ -67,11 +69,10 @@ def _reads(node: fx.Node) -> Counter[fx.Node]:
     return Counter(sources * 2 if composite else sources)
 
 
-def _changes(source: fx.Node, per_segment: Counter[int], steady: int | None) -> bool:
-    """Whether a segment that is not `steady`, and that others follow, has two or more contributions."""
+def _changes(source: fx.Node, per_segment: Counter[int], kept: Sequence[int | None]) -> bool:
+    """Whether a segment that is not among those that keep the order has two or more contributions."""
     if not isinstance(example_value(source), torch.Tensor) or not requires_grad(example_value(source)):
         return False
-    kept = (max(per_segment), steady)
     return any(count > 1 for segment, count in per_segment.items() if segment not in kept)
 
 
@@ -80,3 +81,26 @@ def _steady(source: fx.Node, home: Mapping[str, int]) -> int | None:
     own, index = storages(source), home.get(source.name)
     readers = [user for user in source.users if home.get(user.name) == index]
     return index if all(set(own).isdisjoint(storages(user)) for user in readers) else None
+
+
+def _last(
+    source: fx.Node,
+    per_segment: Counter[int],
+    home: Mapping[str, int],
+    leaving: Mapping[int, Sequence[fx.Node]],
+) -> int | None:
+    """The last segment that reads a value, unless a view of what it was given leaves it."""
+    own, index = set(storages(source)), max(per_segment)
+    if home.get(source.name) in (None, index):
+        return index  # it is given no value of another segment, as the whole graph is not
+    return index if all(own.isdisjoint(storages(node)) for node in leaving.get(index, ())) else None
+
+
+def _leaving(gm: fx.GraphModule, home: Mapping[str, int]) -> dict[int, list[fx.Node]]:
+    """For each segment, the nodes that are read outside of it."""
+    found: dict[int, list[fx.Node]] = {}
+    for node in body_nodes(gm.graph):
+        index = home[node.name]
+        if any(home.get(user.name) != index for user in node.users):
+            found.setdefault(index, []).append(node)
+    return found

@@ -159,6 +159,14 @@ def _copy(node: fx.Node, method: str) -> fx.Node:
     return copied
 
 
+def _leaf(node: fx.Node) -> fx.Node:
+    """What a segment gets in place of a tensor that it sends no gradient to: one that still requires grad.
+
+    Which kernels a matrix product takes, and so its last bits, depends on whether its operands require grad.
+    """
+    return _copy(_copy(node, "detach"), "requires_grad_")
+
+
 def _stitch(gm: fx.GraphModule, layout: Layout, segments: Sequence[_Segment]) -> fx.GraphModule:
     """A module that calls the segments one after the other."""
     modules = {
@@ -174,7 +182,7 @@ def _stitch(gm: fx.GraphModule, layout: Layout, segments: Sequence[_Segment]) ->
             copied._dynamo_source = getattr(node, "_dynamo_source", None)
     for index, segment in enumerate(segments):
         shields = {leaf: _copy(values[leaf], "clone") for leaf in layout.shielded(segment.inputs, index)}
-        detached = {leaf: _copy(values[leaf], "detach") for leaf in layout.detached(segment.inputs, index)}
+        detached = {leaf: _leaf(values[leaf]) for leaf in layout.detached(segment.inputs, index)}
         given = {leaf: values[leaf] for leaf in segment.inputs} | shields | detached
         call = graph.call_module(segment_name(index), tuple(given.values()))
         for leaf, shield in shields.items():

@@ -20,6 +20,7 @@ _ROOT = re.compile(
 )
 _STACK = re.compile(r'File "(?P<file>[^"]+)", line \d+ in (?P<name>\S+)')
 _DRAWN = re.compile(r"<?drawn_[0-9a-f]{12}>?")
+_GENERATED = re.compile(r"\bc[a-z2-7]{51}\.py\b")  # Inductor names a file after what is in it
 
 
 @dataclass(frozen=True, order=True)
@@ -77,7 +78,7 @@ def of_error(text: str) -> Signature:
     root = _ROOT.search(text)
     frame = _FRAME.search(text)
     where = f"{frame['file']} in {frame['name']}" if frame else ""
-    return Signature("error", root["name"] if root else kind, _DRAWN.sub("the model", where))
+    return Signature("error", root["name"] if root else kind, _named(where))
 
 
 def of_death(how: str, stacks: str) -> Signature:
@@ -94,8 +95,13 @@ def of_death(how: str, stacks: str) -> Signature:
     frame = _STACK.search(own if found else stacks)
     if frame is None:
         return Signature("death", how)
-    file = _DRAWN.sub("the model", frame["file"].rpartition("/")[2])
+    file = _named(frame["file"].rpartition("/")[2])
     return Signature("death", how, f"{file} in {frame['name']}")
+
+
+def _named(place: str) -> str:
+    """A place by what the file is, where its name is another one for each model."""
+    return _GENERATED.sub("the compiled code", _DRAWN.sub("the model", place))
 
 
 NO_END = Signature("no end", "within its limit")

@@ -62,3 +62,35 @@ def test_a_second_start_compiles_and_traces_nothing_anew(monkeypatch: pytest.Mon
     assert changed["traces made"] == 1
     assert len(first) == 4
     assert all(map(torch.equal, first, second))
+
+
+class Looked(nn.Module):
+    """Rows of a table, read last: in the backward their gradient is made first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(50, 8, sparse=True)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor, rows: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).sin()
+        out: Tensor = x * self.table(rows)
+        return out
+
+
+def test_a_sparse_gradient_is_handed_over_before_code_uses_its_memory_again() -> None:
+    ddp = DistributedDataParallel(Looked(), bucket_cap_mb=8 * 8 * 4 / 2**20)
+    eager = Looked()
+    compiled = ddpopt.compile(ddp, strategy="inline")
+    for step in range(2):  # the second one adds to what is there
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        rows = torch.tensor([0, 1, 1, step])
+        for model in (compiled, eager):
+            torch.autograd.backward(model(x, rows).sum())
+    for parameter, expected in zip(ddp.parameters(), eager.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert expected.grad is not None
+        assert parameter.grad.layout == expected.grad.layout
+        torch.testing.assert_close(parameter.grad.to_dense(), expected.grad.to_dense())

@@ -181,7 +181,7 @@ def recomposed(stitched: fx.GraphModule) -> list[Row]:
             calls[node] = _write_out(segment, [names[n] for n in node.args], found)
         elif source in calls:
             names[node] = calls[source][node.args[1]]
-        elif node.target in ("clone", "detach", "copy_"):
+        elif node.target in ("clone", "detach", "requires_grad_", "copy_"):
             names[node] = names[source]
         elif node.op == "output":
             found.append(_row(node, names))

@@ -143,7 +143,7 @@ def through(method: str) -> Callable[[fx.GraphModule], Iterator[Edit]]:
 
 def copy_left_out(stitched: fx.GraphModule) -> Iterator[Edit]:
     for node in stitched.graph.nodes:
-        if node.target in ("clone", "detach", "copy_"):
+        if node.target in ("clone", "detach", "requires_grad_", "copy_"):
 
             def edit(node: fx.Node = node) -> None:
                 node.replace_all_uses_with(node.all_input_nodes[0])

@@ -57,6 +57,12 @@ def twice_in_the_last_segment(layers: Layers, x: Tensor) -> Joined:
     return (layers.last(layers.middle(made.relu())) + made.tanh() * made.sin(),)
 
 
+def twice_in_the_last_segment_that_returns_a_view(layers: Layers, x: Tensor) -> Joined:
+    made = layers.first(x)
+    value = layers.last(layers.middle(made.relu())) + made.tanh() * made.sin()
+    return value, made.view(-1)
+
+
 def twice_in_between(layers: Layers, x: Tensor) -> Joined:
     made = layers.first(x)
     inner = layers.middle(made.relu()) + made.sigmoid() * made.cos()
@@ -76,7 +82,12 @@ def viewed_where_made(layers: Layers, x: Tensor) -> Joined:
     return (layers.last(inner) + view.tanh().view(-1, 96) * made.sin(),)
 
 
-NAMED = (twice_in_between, twice_behind_and_returned, viewed_where_made)
+NAMED = (
+    twice_in_between,
+    twice_behind_and_returned,
+    viewed_where_made,
+    twice_in_the_last_segment_that_returns_a_view,
+)
 NOT_NAMED = (
     twice_where_made_and_again_behind,
     twice_where_made_and_returned,

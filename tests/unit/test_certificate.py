@@ -213,8 +213,9 @@ def test_buckets_of_ddp_may_wait_on_several_segments() -> None:
         [Row("off", GRAD, (False,)), Row("look", "sum", refs("w")), Row("on", GRAD, (True,))],
         [Row("look", "sum", refs("w"))],
         [Row("look", torch.argmax, refs("w"))],
+        [Row("look", "sin", refs("w")), Row("more", "add_", (*refs("look"), 1))],
     ],
-    ids=["detached", "without grad mode", "read by nobody", "integer"],
+    ids=["detached", "without grad mode", "read by nobody", "integer", "written for nobody"],
 )
 def test_a_reader_that_no_gradient_passes_does_not_complete_a_parameter(early: list[Row]) -> None:
     assert violations(stories.early_reader_without_gradient(*early)) == ()

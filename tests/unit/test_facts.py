@@ -352,6 +352,30 @@ def test_a_node_carries_gradient_if_its_result_requires_it_and_is_used_or_writte
     assert dead not in carriers
 
 
+def test_what_only_updates_running_statistics_carries_no_gradient() -> None:
+    builder = GraphBuilder(batch=4, width=4)
+    weight = builder.parameter("norm", "weight", 4)
+    mean, variance = (builder.buffer("norm", role, 4) for role in ("mean", "variance"))
+    used = builder.call(torch.mul, builder.x, weight)
+    dead = builder.call(F.batch_norm, used, mean, variance, weight, None, True)
+    gm = builder.finish(builder.method("relu", used)).gm
+    assert [node.name for node in gradient_carriers(gm.graph)] == ["relu", used.name]
+    assert dead not in gradient_carriers(gm.graph)
+
+
+@pytest.mark.parametrize("read", ["nothing", "the tensor", "a view", "the caller"])
+def test_a_write_carries_gradient_if_what_is_written_to_is_read_behind_it(read: str) -> None:
+    builder = GraphBuilder(batch=2, width=4)
+    weight = builder.parameter("layer", "weight", 4, 4)
+    used = builder.call(torch.mm, builder.x, weight)
+    base = builder.x if read == "the caller" else builder.method("cos", builder.x)
+    view = builder.method("t", base)
+    write = builder.method("add_", base, builder.method("sin", used))
+    last = {"the tensor": base, "a view": view}.get(read, used)
+    gm = builder.finish(builder.method("relu", last)).gm
+    assert (write in gradient_carriers(gm.graph)) is (read != "nothing")
+
+
 def test_a_reader_in_a_batch_of_vmap_counts() -> None:
     assert read_by(lambda m, x: torch.vmap(lambda row: row @ m.a)(x) @ m.b) == {
         "a": "batched_outputs",

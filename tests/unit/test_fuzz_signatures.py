@@ -43,6 +43,10 @@ def unequal(level: str, parameter: str) -> Finding:
             "ValueError: no (<drawn_0123456789ab>:7 in forward)",
             "error: ValueError in the model in forward",
         ),
+        (
+            f"NotImplementedError: no storage (c{'a2' * 25}z.py:224 in call)",
+            "error: NotImplementedError in the compiled code in call",
+        ),
         ("ValueError: no", "error: ValueError"),
     ],
 )

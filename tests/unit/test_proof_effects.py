@@ -1,6 +1,7 @@
 """What a node writes and whether it draws is told for every way in which Dynamo's graphs put it."""
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -71,13 +72,48 @@ def test_a_module_call_writes_its_own_state() -> None:
     assert found.value is norm
 
 
-@pytest.mark.parametrize(("inner", "writes"), [("add_", True), ("add", False)])
-def test_a_higher_order_operator_writes_its_operands_if_its_body_does(inner: str, writes: bool) -> None:
+def checkpointed(inner: str, on: Callable[[fx.Graph, list[fx.Node]], fx.Node], *operands: Any) -> list[Any]:
+    """What a checkpoint writes whose body calls a method on one of its values; inputs carry examples."""
     graph = fx.Graph()
-    graph.output((graph.call_method(inner, (graph.placeholder("value"), 1)),))
+    inputs = [graph.placeholder(f"input{place}") for place in range(len(operands))]
+    for node in inputs:
+        node.meta["example_value"] = torch.ones(2)
+    made = on(graph, inputs)
+    graph.output((graph.call_method(inner, (made, 1)),))
     body = Held("body", fx.GraphModule({}, graph), None)
-    found = list(written(function(torch.ops.higher_order.tag_activation_checkpoint, body, "a")))
-    assert [leaf.items[1] for leaf in found if isinstance(leaf, Group)] == ["a"] * writes
+    return list(written(function(torch.ops.higher_order.tag_activation_checkpoint, body, *operands)))
+
+
+def with_example(node: fx.Node, value: object) -> fx.Node:
+    node.meta["example_value"] = value
+    return node
+
+
+@pytest.mark.parametrize(("inner", "writes"), [("add_", True), ("add", False)])
+def test_a_checkpoint_writes_the_operand_that_its_body_writes(inner: str, writes: bool) -> None:
+    attribute = Held("attribute", torch.ones(2), None)
+    assert checkpointed(inner, lambda _, inputs: inputs[1], attribute, "b") == ["b"] * writes
+
+
+def test_a_checkpoint_whose_body_writes_to_a_view_of_an_operand_writes_the_operand() -> None:
+    def view(graph: fx.Graph, inputs: list[fx.Node]) -> fx.Node:
+        whole: Any = inputs[1].meta["example_value"]
+        return with_example(graph.call_method("view", (inputs[1], -1)), whole.view(-1))
+
+    assert checkpointed("add_", view, "a", "b") == ["b"]
+
+
+def test_a_checkpoint_whose_body_writes_to_a_value_of_its_own_writes_nothing() -> None:
+    def own(graph: fx.Graph, inputs: list[fx.Node]) -> fx.Node:
+        return with_example(graph.call_method("sin", (inputs[0],)), torch.ones(2))
+
+    assert checkpointed("add_", own, "a", "b") == []
+
+
+def test_a_checkpoint_whose_body_writes_to_something_unknown_writes_all_operands() -> None:
+    (found,) = checkpointed("add_", lambda graph, inputs: graph.call_method("sin", (inputs[0],)), "a", "b")
+    assert isinstance(found, Group)
+    assert found.items[1:] == ("a", "b")
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,8 @@ from ddpopt.verify.ranks import Ranks
 from ddpopt.verify.training import Course, Place, train, updated
 
 COLLECTIVE_LIMIT_S = 20.0
+CALM_LIMIT_S = 300.0
+"""In the comparison's own group nothing goes wrong by a mode's fault: a rank may just be busy for long."""
 """For small models. Elsewhere a rank may have to wait for as long as a peer compiles."""
 PATIENCE_S = 20.0
 """How long a rank that is through with a run leaves its peers in collectives that it never enters."""
@@ -70,7 +72,7 @@ class Bench:
     Args:
         subject: what is run.
         ranks: on which.
-        collective_limit_s: how long a rank waits in a collective for its peers.
+        collective_limit_s: how long a rank waits for its peers in a collective of what is run.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class Bench:
         self.group_ranks = next(group for group in self.members if ranks.rank in group)
         self.rank = self.group_ranks.index(ranks.rank)
         self.size = len(self.group_ranks)
-        self.calm = self._new_group()
+        self.calm = self._new_group(max(collective_limit_s, CALM_LIMIT_S))
         self.failures: list[Failure] = []
 
     def close(self) -> None:
@@ -115,7 +117,7 @@ class Bench:
         # Compiled code may leave gradients off, which is its own fault and not that of what runs after it.
         with _detail(subject.option.detail), warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")
-            group = self._new_group()
+            group = self._new_group(self.collective_limit_s)
             try:
                 course = replace(course, case=subject.option.grouped(adapted, group))
                 record = train(course, how, Place(self.rank, self.size, group, subject.device))
@@ -164,8 +166,8 @@ class Bench:
             place += shape.numel()
         return found
 
-    def _new_group(self) -> dist.ProcessGroup:
-        limit = timedelta(seconds=self.collective_limit_s)
+    def _new_group(self, limit_s: float) -> dist.ProcessGroup:
+        limit = timedelta(seconds=limit_s)
         groups = [dist.new_group(members, timeout=limit) for members in self.members]
         own: dist.ProcessGroup = groups[self.members.index(self.group_ranks)]
         return own

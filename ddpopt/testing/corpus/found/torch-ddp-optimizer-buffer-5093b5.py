@@ -106,7 +106,7 @@ def errors(got, expected):
 
 def wide(tensor):
     """The numbers of a tensor in double precision."""
-    return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
+    return tensor.detach().to_dense().to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def same(value, other):
