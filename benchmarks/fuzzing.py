@@ -13,6 +13,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from rich.table import Table
 
 from benchmarks.report import conditions, state, wide_console
 from ddpopt.certificate import certify
+from ddpopt.errors import VerificationError
 from ddpopt.facts import collect, parameter_names
 from ddpopt.partition import partition
 from ddpopt.planner import plan_graph
@@ -77,10 +79,14 @@ def main() -> int:
     console = wide_console()
     facts = conditions("benchmarks.fuzzing")
     state(console, facts)
-    rates = (
-        Rate("graphs: plan, partition, certificate", _graphs(arguments), GRAPHS_ASKED),
-        Rate("models: eager and aot_eager, split, all compared", _models(arguments), MODELS_ASKED),
-    )
+    graphs = Rate("graphs: plan, partition, certificate", _graphs(arguments), GRAPHS_ASKED)
+    try:
+        models = Rate("models: eager and aot_eager, split, all compared", _models(arguments), MODELS_ASKED)
+    except VerificationError as error:
+        console.print(_table([graphs]))
+        console.print(str(error), style="red", markup=False)
+        return 1
+    rates = (graphs, models)
     console.print(_table(rates))
     if arguments.json:
         document = {"conditions": facts, "rates": [asdict(rate) for rate in rates]}
@@ -140,7 +146,12 @@ def _models(arguments: argparse.Namespace) -> tuple[float, ...]:
                 sys.executable, "-m", "ddpopt", "fuzz", "--mode", "ddpopt-split", "--seed", str(number),
                 "--examples", str(arguments.models), "--workers", str(arguments.workers), "--out", folder,
             ]  # fmt: skip
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise VerificationError(
+                    f"expected every drawn model to be right, got exit code {done.returncode} from "
+                    f"'{shlex.join(command[1:])}'; run it with a folder to keep:\n{done.stderr[-2000:]}"
+                )
             summary = json.loads((Path(folder) / "summary.json").read_text())
         found.append(float(summary["models"]) / float(summary["seconds"]))
     return tuple(found)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -163,18 +163,8 @@ def locate(  # noqa: PLR0913  # what a trial does not say of the verification th
         return began + share * limit_s - time.monotonic()
 
     resolve(target)  # it may register the backend
-    question = Question(
-        target,
-        trial.option,
-        trial.mode,
-        (backend or trial.backend) if trial.backend else "",
-        strategy,
-        _steps_of(trial, steps),
-        dtype,
-        ddp_kwargs or {},
-        rank=min((f.rank for f in trial.findings if f.rank is not None), default=0),
-        structural=all(finding.level == "L3" for finding in trial.findings),
-    )
+    asked = _asked_of(trial, target, backend, steps)
+    question = replace(asked, strategy=strategy, dtype=dtype, ddp_kwargs=ddp_kwargs or {})
     backend_of(question.backend)
     author = Author(question, script)
     known = Known()
@@ -194,6 +184,19 @@ def _ignore(location: Location) -> None:
 def _device_of(nproc: int) -> str:
     """Where a trial on so many ranks ran if nobody chose: a single rank of the search goes there too."""
     return "cuda" if torch.cuda.device_count() >= nproc else "cpu"
+
+
+def _asked_of(trial: Trial, target: str, backend: str | None, steps: int) -> Question:
+    """What a trial says of itself, and of what is wrong in it."""
+    return Question(
+        target,
+        trial.option,
+        trial.mode,
+        (backend or trial.backend) if trial.backend else "",
+        steps=_steps_of(trial, steps),
+        rank=min((f.rank for f in trial.findings if f.rank is not None), default=0),
+        structural=all(finding.level == "L3" for finding in trial.findings),
+    )
 
 
 def _steps_of(trial: Trial, steps: int) -> int:

@@ -7,8 +7,6 @@ Invariant: a test marked ``one_process``, and each in ``alone/``, runs once, in 
 group; it starts the processes that it needs. Torchrun's ranks share such tests out among them.
 """
 
-import gc
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,16 +45,6 @@ def add_ranks(item: pytest.Item, at_least: int) -> None:
     own = item.get_closest_marker("world_size")
     size = at_least if own is None else max(at_least, *own.args)
     item.add_marker(pytest.mark.world_size(size, **({} if own is None else own.kwargs)), append=False)
-
-
-@pytest.fixture(scope="module")
-def compiling_quickly() -> Iterator[None]:
-    """Each process compiles hundreds of models: it is spared what makes that slow and what nobody reads."""
-    from ddpopt.verify.trials import quickly  # heavy, and not needed to collect tests
-
-    with quickly():
-        yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,6 +1,7 @@
 """Tests of `benchmarks.fuzzing`: what is counted, and when it is too little."""
 
 import json
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -19,6 +20,19 @@ def test_the_median_of_the_rounds_is_held_against_what_is_asked() -> None:
 def test_graphs_are_judged_after_all_processes_are_ready() -> None:
     ready = threading.Barrier(1)
     assert 0 < fuzzing._judge_graphs(2, 0, ready) < 60
+
+
+def test_a_model_that_is_wrong_ends_with_1_and_the_command_that_found_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = subprocess.CompletedProcess([], 1, "", "a mode is wrong")
+    monkeypatch.setattr(fuzzing, "_graphs", lambda arguments: (200.0,))
+    monkeypatch.setattr("benchmarks.fuzzing.subprocess.run", lambda *_, **__: ended)
+    monkeypatch.setattr(sys, "argv", ["fuzzing"])
+    assert main() == 1
+    told = " ".join(capsys.readouterr().out.split())
+    assert "got exit code 1 from '-m ddpopt fuzz" in told
+    assert "a mode is wrong" in told
 
 
 @pytest.mark.parametrize(("rate", "code"), [(2.9, 1), (3.1, 0)])
