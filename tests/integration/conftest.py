@@ -1,4 +1,4 @@
-"""Tests of whole parts: they compile with Inductor, start processes, or judge models from end to end."""
+"""Tests of whole parts: they train or judge models from end to end, or need a new interpreter."""
 
 import pytest
 

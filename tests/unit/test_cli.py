@@ -2,8 +2,6 @@
 
 import importlib
 import json
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -306,41 +304,6 @@ Commands:
   infrastructure.
 """,
     )
-
-
-STACK = """
-import torch
-from torch import nn
-
-def make():
-    return nn.Sequential(*(nn.Linear(128, 128) for _ in range(3))), torch.ones(4, 128)
-"""
-
-
-def test_another_process_finds_the_target_in_its_directory_and_makes_the_same_plan(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(STACK)
-    # -P: without the current directory, as the installed script starts
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "ddpopt",
-        "explain",
-        "mine:make",
-        "--bucket-cap-mb",
-        "0.05",
-        "--json",
-        "-",
-    ]
-    other_order = {**os.environ, "PYTHONHASHSEED": "12345"}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=other_order, capture_output=True, text=True, check=False, timeout=120
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    made: dict[str, Any] = {}
-    exec(STACK, made)
-    plan = ddpopt.plan(*made["make"](), bucket_cap_mb=0.05)
-    assert json.loads(done.stdout)["plan"]["fingerprint"] == plan.fingerprint
 
 
 # ------------------------------------------------------------------------------------------- wrong

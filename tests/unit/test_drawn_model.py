@@ -1,8 +1,6 @@
 """Drawn models as values: what they print, what they refuse, and blocks that users register."""
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -151,23 +149,6 @@ step('checkpointed', body=(step('linear'),
 step('linear', layer='tied'))),
 step('embedding', gradient='sparse')), outputs=(step('input_itself'),), takes='dict', batches=(2, 3))""",
         )
-
-
-def test_a_printed_model_computes_the_same_in_a_fresh_interpreter(tmp_path: Path) -> None:
-    script = tmp_path / "pasted.py"
-    grads = tmp_path / "grads.pt"
-    saving = f"    torch.save([value, *(param.grad for param in model.parameters())], {str(grads)!r})\n"
-    script.write_text(SHARED.source + saving)
-    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
-    assert ran.stdout.startswith("loss ")
-    case = SHARED.case()
-    model = case.model()
-    loss = case.step(model, 0, 0)
-    loss.backward()  # type: ignore[no-untyped-call]  # of torch
-    there = torch.load(grads)
-    for here, other in zip([loss, *(p.grad for p in model.parameters())], there, strict=True):
-        assert here is not None
-        assert torch.equal(here.detach().to_dense(), other.detach().to_dense())
 
 
 def test_a_case_is_tagged_and_knows_its_unused_parameters() -> None:

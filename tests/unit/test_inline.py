@@ -307,32 +307,6 @@ def test_a_weight_of_which_a_view_leaves_the_graph_is_not_lent() -> None:
     assert sorted(lent) == [1, 2]
 
 
-class SharedGradient(nn.Module):
-    """Two biases whose gradients are one tensor that the backward computes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Parameter(torch.zeros(8, 8)), nn.Parameter(torch.zeros(8, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (torch.cat([x, x]) + self.left + self.right).tanh()
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("hooked", ["left", "right"])
-def test_a_gradient_that_was_kept_shares_no_memory_with_one_that_was_handed_over(
-    hooked: str, backend: str
-) -> None:
-    model = SharedGradient()
-    watched: Any = model.get_parameter(hooked)
-    watched.register_hook(lambda _: None)
-    train(model, backend)
-    assert model.left.grad is not None
-    assert model.right.grad is not None
-    assert torch.equal(model.left.grad, model.right.grad)
-    assert model.left.grad.data_ptr() != model.right.grad.data_ptr()
-
-
 def test_who_owns_a_tensor_is_measured_without_the_modes_that_are_active() -> None:
     outside = [_owners_of_one(False), _owners_of_one(True)]
     _owners_of_one.cache_clear()

@@ -1,7 +1,8 @@
-"""ddpopt.inductor: what was compiled inline is found again, and only while it is still what would be made."""
+"""Strategy inline with Inductor: what was compiled is found again, and memory is not used twice."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -94,3 +95,31 @@ def test_a_sparse_gradient_is_handed_over_before_code_uses_its_memory_again() ->
         assert expected.grad is not None
         assert parameter.grad.layout == expected.grad.layout
         torch.testing.assert_close(parameter.grad.to_dense(), expected.grad.to_dense())
+
+
+class SharedGradient(nn.Module):
+    """Two biases whose gradients are one tensor that the backward computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Parameter(torch.zeros(8, 8)), nn.Parameter(torch.zeros(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.cat([x, x]) + self.left + self.right).tanh()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("hooked", ["left", "right"])
+def test_a_gradient_that_was_kept_shares_no_memory_with_one_that_was_handed_over(
+    hooked: str, backend: str
+) -> None:
+    model = SharedGradient()
+    watched: Any = model.get_parameter(hooked)
+    watched.register_hook(lambda _: None)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=8 * 8 * 4 / 2**20)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    torch.autograd.backward(ddpopt.compile(ddp, backend=backend, strategy="inline")(x).sum())
+    assert model.left.grad is not None
+    assert model.right.grad is not None
+    assert torch.equal(model.left.grad, model.right.grad)
+    assert model.left.grad.data_ptr() != model.right.grad.data_ptr()

@@ -34,7 +34,7 @@ from ddpopt.testing.corpus import (
     vision,
 )
 
-# What Dynamo warns of in some cases' own code, as in test_corpus.py.
+# What Dynamo warns of in some cases' own code, as in test_corpus_cases.py.
 pytestmark = [
     pytest.mark.usefixtures("fresh_dynamo"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),

@@ -1,0 +1,105 @@
+"""What only a new interpreter shows: what an import brings along, and that nothing hangs on this process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ddpopt
+from ddpopt.testing.drawn import DrawnModel, step
+
+ROOT = Path(__file__).parents[2]
+DRAWN = DrawnModel(
+    steps=(
+        step("conv", memory="channels_last"),
+        step("checkpointed", body=(step("linear"), step("linear", layer="tied"))),
+        step("embedding", gradient="sparse"),
+    ),
+    outputs=(step("input_itself"),),
+    takes="dict",
+    batches=(2, 3),
+)
+WITHOUT_TORCH = ("testing.plugin", "report.verdict", "report.junit", "report.github", "report.html")
+LIGHT = f"""
+import sys
+import ddpopt
+names = ddpopt.__all__
+for module in {WITHOUT_TORCH}:
+    __import__(f"ddpopt.{{module}}")
+    print(module, len(names), "torch" in sys.modules)
+"""
+STACK = """
+import torch
+from torch import nn
+
+def make():
+    return nn.Sequential(*(nn.Linear(128, 128) for _ in range(3))), torch.ones(4, 128)
+"""
+
+
+def test_another_process_finds_the_target_in_its_directory_and_makes_the_same_plan(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(STACK)
+    # -P: without the current directory, as the installed script starts
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "ddpopt",
+        "explain",
+        "mine:make",
+        "--bucket-cap-mb",
+        "0.05",
+        "--json",
+        "-",
+    ]
+    other_order = {**os.environ, "PYTHONHASHSEED": "12345"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=other_order, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    made: dict[str, Any] = {}
+    exec(STACK, made)
+    plan = ddpopt.plan(*made["make"](), bucket_cap_mb=0.05)
+    assert json.loads(done.stdout)["plan"]["fingerprint"] == plan.fingerprint
+
+
+def test_a_printed_model_computes_the_same_in_a_fresh_interpreter(tmp_path: Path) -> None:
+    script = tmp_path / "pasted.py"
+    grads = tmp_path / "grads.pt"
+    saving = f"    torch.save([value, *(param.grad for param in model.parameters())], {str(grads)!r})\n"
+    script.write_text(DRAWN.source + saving)
+    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    assert ran.stdout.startswith("loss ")
+    case = DRAWN.case()
+    model = case.model()
+    loss = case.step(model, 0, 0)
+    loss.backward()  # type: ignore[no-untyped-call]  # of torch
+    there = torch.load(grads)
+    for here, other in zip([loss, *(p.grad for p in model.parameters())], there, strict=True):
+        assert here is not None
+        assert torch.equal(here.detach().to_dense(), other.detach().to_dense())
+
+
+def test_the_bucket_rule_imports_nothing_of_torch_distributed_itself() -> None:
+    program = """
+import sys, torch
+before = {name for name in sys.modules if name.startswith("torch.distributed")}
+import ddpopt.reducer, ddpopt.plan, ddpopt.planner, ddpopt.join, ddpopt.facts
+from torch import nn
+specs = ddpopt.reducer.specs_from_module(nn.Linear(2, 2))
+ddpopt.reducer.rebuilt_buckets(specs, ddpopt.reducer.BucketConfig.from_kwargs(bucket_cap_mb=1))
+print({name for name in sys.modules if name.startswith("torch.distributed")} - before)
+"""
+    printed = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert printed.stdout == "set()\n"
+
+
+def test_pytests_plugin_and_the_reports_import_no_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [f"{module} {len(ddpopt.__all__)} False" for module in WITHOUT_TORCH]
