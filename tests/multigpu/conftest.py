@@ -4,7 +4,8 @@ Without a ``world_size`` marker a test runs on torchrun's ranks, however many th
 ``DDPOPT_NPROC`` says (default 2); with one, on no fewer than it names.
 
 Invariant: a test marked ``one_process``, and each in ``alone/``, runs once, in one process without a process
-group; it starts the processes that it needs. Torchrun's ranks share such tests out among them.
+group; it starts the processes that it needs. Torchrun's ranks share such tests out among them. Those in
+``alone/`` do the same on any number of ranks: on more than two they run at night only.
 """
 
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from ddpopt.testing import Ranks
 from ddpopt.testing.rank_environment import launched_ranks, own_rank, own_size
-from tests.multigpu.turns import number_of_ranks
+from tests.multigpu.turns import DEFAULT_RANKS, number_of_ranks
 
 FOLDER = Path(__file__).parent
 ALONE = FOLDER / "alone"
@@ -32,6 +33,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         if ALONE in item.path.parents:
             item.add_marker(pytest.mark.one_process)
+            if number_of_ranks() > DEFAULT_RANKS:
+                item.add_marker(pytest.mark.nightly)
         if item.get_closest_marker("one_process") is None:
             add_ranks(item, at_least)
         elif launched:

@@ -20,7 +20,7 @@ def in_turn(rows: Sequence[Sequence[Any]], strategies: Sequence[str]) -> list[An
     """Every row with every strategy; of these, by day those whose turn it is.
 
     On two ranks each row has one strategy, the next row the other one. On three and more, which cost that
-    much more, every second pair of rows has the strategy that it has not on two.
+    much more, every third row has the strategy that it has not on two.
 
     Args:
         rows: the arguments of each test.
@@ -35,5 +35,5 @@ def in_turn(rows: Sequence[Sequence[Any]], strategies: Sequence[str]) -> list[An
 
 def _has_turn(number: int, turn: int) -> bool:
     if number_of_ranks() > 2:
-        return (number + turn) % 2 == 0 and number % 4 < 2
+        return (number + turn) % 2 == 0 and number % 3 == 0
     return (number + turn) % 2 == 1

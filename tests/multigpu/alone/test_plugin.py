@@ -326,11 +326,8 @@ def test_ranks_have_the_options_of_the_pytest_that_starts_them_also_under_xdist(
     assert (suite.folder / "results.xml").read_text().count("<testcase") == 3
 
 
-@pytest.mark.parametrize(
-    "options",
-    [(), pytest.param(("--deselect", "test_fixtures.py::test_second"), marks=pytest.mark.nightly)],
-    ids=["all", "one"],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("options", [(), ("--deselect", "test_fixtures.py::test_second")], ids=["all", "one"])
 def test_a_fixture_of_a_module_is_made_once_on_each_rank(suite: Suite, options: tuple[str, ...]) -> None:
     suite.write(FIXTURES, "test_fixtures.py")
     suite.write(AFTER_FIXTURES, "test_later.py")
@@ -391,6 +388,7 @@ def test_with_one_rank_the_tests_of_this_folder_that_need_more_say_so(suite: Sui
     assert code == 0
 
 
+@pytest.mark.nightly
 def test_torchruns_ranks_share_out_the_tests_of_this_folder_that_run_in_one_process(suite: Suite) -> None:
     shutil.copy(Path(__file__).parents[1] / "conftest.py", suite.folder)
     suite.write(IN_ONE_PROCESS)

@@ -38,7 +38,7 @@ GROUP_KEY = "DDPOPT_TEST_PROCESSES"
 
 
 @pytest.fixture(autouse=True)
-def processes() -> Iterator[Callable[[], list[int]]]:
+def processes(of_no_rank: None) -> Iterator[Callable[[], list[int]]]:
     """Finds all processes that a test started, through its own variable in their environments.
 
     No test may leave one of them, nor change a signal handler, a logger, a thread or the environment.
@@ -46,8 +46,6 @@ def processes() -> Iterator[Callable[[], list[int]]]:
     name = uuid4().hex
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(GROUP_KEY, name)
-        for variable in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
-            patch.delenv(variable, raising=False)
         before = global_state()
         yield lambda: processes_with(f"{GROUP_KEY}={name}")
         assert processes_with(f"{GROUP_KEY}={name}") == []
@@ -175,6 +173,7 @@ with ThreadPoolExecutor(2) as pool:
 """
 
 
+@pytest.mark.nightly
 def test_launches_at_the_same_time_in_threads_and_processes_do_not_meet(tmp_path: Path) -> None:
     texts = [AT_ONCE.replace("NUMBERS", numbers) for numbers in ("1, 2", "3")]
     folders = [tmp_path / "a", tmp_path / "b"]
