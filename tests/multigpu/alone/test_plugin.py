@@ -297,9 +297,8 @@ def test_under_torchrun_a_rank_that_stalls_ends_the_run_and_says_where_it_was(su
     assert code != 0
 
 
-@pytest.mark.parametrize(
-    "launcher", [PLAIN, pytest.param(torchrun(2), marks=pytest.mark.nightly)], ids=["plain", "torchrun"]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("launcher", [PLAIN, torchrun(2)], ids=["plain", "torchrun"])
 def test_no_test_runs_where_the_ranks_collected_different_ones(
     suite: Suite, launcher: tuple[str, ...]
 ) -> None:
@@ -346,6 +345,7 @@ def test_nothing_outlives_a_pytest_that_is_killed(suite: Suite) -> None:
     process.communicate()
 
 
+@pytest.mark.nightly
 def test_the_ranks_of_several_nodes_run_a_test_together(suite: Suite) -> None:
     suite.write(SAMPLES)
     with socket.socket() as free:
