@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel.distributed import _MixedPrecision
 
+from ddpopt.errors import UnsupportedError
 from ddpopt.verify.option_cases import set_extra
 from ddpopt.verify.parallel import named_parameters
 from ddpopt.verify.training import LEARNING_RATE, Place, Trainer
@@ -28,6 +29,9 @@ MAX_NORM = 0.01
 GROUP_LIMIT = timedelta(seconds=20)
 """Of a collective in a process group that an option makes."""
 LATE = "a delayed gradient came after its all-reduce had started"
+_KEPT: list[dist.ProcessGroup] = []
+"""Groups that PowerSGD sent in. A callback that held the last reference would end the group in the group's
+own thread, which cannot wait for itself: the process would be aborted ("Resource deadlock avoided")."""
 
 # ------------------------------------------------------------------------------------------------ steps
 
@@ -205,9 +209,20 @@ def hook_bf16(trainer: Trainer) -> None:
 
 
 def hook_powersgd(trainer: Trainer) -> None:
-    """Send approximations of rank 1 from the second step on."""
+    """Send approximations of rank 1 from the second step on.
+
+    Raises:
+        UnsupportedError: gradients have several dtypes, hence several buckets.
+    """
     if trainer.ddp is None:
         return
+    dtypes = {str(p.dtype) for p in trainer.ddp.parameters() if p.requires_grad}
+    if len(dtypes) > 1:
+        raise UnsupportedError(
+            f"expected gradients of one dtype, got {', '.join(sorted(dtypes))}: PowerSGD sends from "
+            "callbacks, so with a bucket for each dtype ranks may send in different orders and never end"
+        )
+    _KEPT.append(trainer.place.group)
     state = powerSGD_hook.PowerSGDState(
         trainer.place.group, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.5
     )

@@ -11,6 +11,7 @@ from ddpopt.verify.judging.record import Record
 from ddpopt.verify.judging.reference import Bench, Subject
 from ddpopt.verify.matrix import CASES
 from ddpopt.verify.modes import mode
+from ddpopt.verify.option_steps import _KEPT as KEPT
 from ddpopt.verify.option_steps import LATE
 from ddpopt.verify.options import option
 from ddpopt.verify.ranks import Ranks, joined
@@ -54,6 +55,23 @@ def test_the_group_that_training_went_on_with_is_given_back(ranks: Ranks) -> Non
     before = groups()
     run_eager("new_group", ranks)
     assert groups() == before
+
+
+def test_the_group_that_powersgd_sends_in_outlives_the_run(ranks: Ranks) -> None:
+    before = len(KEPT)
+    run_eager("hook_powersgd", ranks)
+    assert len(KEPT) == before + 1
+
+
+def test_powersgd_with_a_bucket_for_each_dtype_is_refused_before_ranks_wait_for_one_another(
+    ranks: Ranks,
+) -> None:
+    mixed = next(case for case in CASES if case.name == "mixed")
+    bench = Bench(Subject(mixed, option("hook_powersgd"), 3, ranks.device), ranks)
+    assert bench.run(mode("eager"), None) is None
+    bench.close()
+    (failure,) = bench.failures
+    assert "expected gradients of one dtype, got torch.bfloat16, torch.float32" in failure.text
 
 
 @pytest.mark.parametrize(("how", "backend", "late"), [("eager", None, False), ("whole", "aot_eager", True)])
