@@ -37,9 +37,9 @@ from ddpopt.verify.ranks import Ranks
 from ddpopt.verify.training import Course, Place, train, updated
 
 COLLECTIVE_LIMIT_S = 20.0
+"""For small models. Elsewhere a rank may have to wait for as long as a peer compiles."""
 CALM_LIMIT_S = 300.0
 """In the comparison's own group nothing goes wrong by a mode's fault: a rank may just be busy for long."""
-"""For small models. Elsewhere a rank may have to wait for as long as a peer compiles."""
 PATIENCE_S = 20.0
 """How long a rank that is through with a run leaves its peers in collectives that it never enters."""
 
