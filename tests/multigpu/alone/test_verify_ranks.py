@@ -230,6 +230,26 @@ def test_a_peer_that_fails_because_a_rank_raised_is_no_culprit() -> None:
     assert "in barrier" in error.failures[0].stack
 
 
+def test_a_peer_that_is_about_to_say_how_it_failed_is_heard_out() -> None:
+    class SlowToSay(Exception):
+        def __str__(self) -> str:
+            time.sleep(1)  # meanwhile the other rank is gone, and this one is asked to end
+            return "said at last"
+
+    def task(ranks: Ranks) -> None:
+        if ranks.rank == 1:
+            raise ValueError("only rank 1 says this")
+        try:
+            dist.barrier()
+        except RuntimeError as error:
+            raise SlowToSay from error
+
+    failure = failing(task).failures[0]
+    assert (failure.rank, failure.kind) == (0, "raised")
+    assert "in barrier" in failure.stack
+    assert "said at last" in failure.stack
+
+
 def test_a_value_that_cannot_travel_and_a_task_that_exits_count_as_raising() -> None:
     def task(ranks: Ranks) -> object:
         if ranks.rank == 0:
