@@ -168,9 +168,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("batched_copy", "batched_grad_copy=True", "arguments", {"batched_grad_copy": True}),
     Option(
         "cap_list",
-        "bucket_cap_mb_list=[2, 1, 0.5]",
+        "bucket_cap_mb_list=[1, 0.5]",
         "arguments",
-        {"bucket_cap_mb_list": [2, 1, 0.5]},
+        {"bucket_cap_mb_list": [1, 0.5]},
         without=CAPS,
     ),
     Option("cap_small", "bucket_cap_mb=0.5", "arguments", {"bucket_cap_mb": 0.5}, without=CAPS),
