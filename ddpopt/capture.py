@@ -20,11 +20,11 @@ from torch.utils import _pytree as pytree
 
 from ddpopt.bucket_config import DDP_ARGUMENTS_OF_LIMITS, DDP_ARGUMENTS_WITHOUT_EFFECT_ON_LIMITS
 from ddpopt.errors import UsageError
-from ddpopt.facts import parameter_sources
+from ddpopt.facts import ParamUse, collect, parameter_sources
 from ddpopt.join import join_plans
 from ddpopt.opening import Planned
 from ddpopt.plan import Plan
-from ddpopt.reducer import BucketConfig, ParamSpec, specs_from_ddp, specs_from_module
+from ddpopt.reducer import BucketConfig, ParamSpec, specs_from_ddp, specs_from_module, trainable_specs
 from ddpopt.regions import plan_region
 
 
@@ -38,12 +38,14 @@ class Capture:
         specs: every parameter that DDP reduces, in the order of the reducer's list.
         config: DDP's bucket limits.
         sources: for each graph, which of its nodes bring which parameters into it.
+        uses: for each graph, the trainable parameters that it reads, those too that DDP leaves alone.
     """
 
     graphs: tuple[Planned, ...]
     specs: tuple[ParamSpec, ...]
     config: BucketConfig
     sources: tuple[dict[fx.Node, dict[str, str]], ...]
+    uses: tuple[tuple[ParamUse, ...], ...]
 
     def plan(self) -> Plan:
         """The plan that ddpopt follows."""
@@ -103,13 +105,18 @@ def _trace(
     fake, fake_inputs, fake_kwargs = fake_copy(mode, (inner, inputs, dict(kwargs)), memo)
     named = dict(model.named_parameters(remove_duplicate=False))
     by_id = {id(memo[id(named[spec.name])]): spec for spec in specs}
+    trained = {id(memo[id(named[spec.name])]): spec for spec in trainable_specs(model)}
     graphs: list[Planned] = []
     sources: list[dict[fx.Node, dict[str, str]]] = []
+    uses: list[tuple[ParamUse, ...]] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Callable[..., Any]:
         taken = frozenset(name for graph in graphs for s in graph.plan.segments for name in s.params)
         graphs.append(plan_region(gm, example_inputs, by_id, taken, config, graph=len(graphs)))
         sources.append(parameter_sources(graphs[-1].gm, example_inputs, by_id))
+        all_reduced = len(trained) == len(by_id)
+        facts = graphs[-1].facts if all_reduced else collect(graphs[-1].gm, example_inputs, trained)
+        uses.append(facts.params)
         return gm.forward
 
     step = torch.compile(_Traced(fake), backend=backend, **_isolated())  # type: ignore[call-overload]
@@ -121,7 +128,7 @@ def _trace(
                 f"model: {type(inner).__name__} could not be traced on fake tensors: "
                 f"{type(error).__name__}: {error}\nCheck that model(*inputs) runs in eager."
             ) from error
-    return Capture(tuple(graphs), tuple(specs), config, tuple(sources))
+    return Capture(tuple(graphs), tuple(specs), config, tuple(sources), tuple(uses))
 
 
 class _Traced(nn.Module):

@@ -45,6 +45,7 @@ def blocked_positions(graph: fx.Graph, body: Sequence[fx.Node]) -> tuple[str | N
     position = {node: index for index, node in enumerate(body)}
     spans = [
         *_uncrossable_spans(body, position),
+        *_hookless_spans(body),
         *_setter_spans(body),
         *_nesting_spans(body),
         *_reshaped_spans(body, position),
@@ -118,6 +119,20 @@ def _nesting_spans(body: Sequence[fx.Node]) -> Iterator[Span]:
             depth -= 1
             if depth == 0:
                 yield Span(opened + 1, index, "inside a functorch transform")
+
+
+def _hookless_spans(body: Sequence[fx.Node]) -> Iterator[Span]:
+    """Where hooks on saved tensors are forbidden: a switch of the thread that must be turned back at once.
+
+    Nested transforms turn it off again, with the message of the outer one, and the outermost one turns it on.
+    """
+    opened: int | None = None
+    for index, node in enumerate(body):
+        if node.target is torch._C._autograd._saved_tensors_hooks_disable and opened is None:
+            opened = index
+        elif node.target is torch._C._autograd._saved_tensors_hooks_enable and opened is not None:
+            yield Span(opened + 1, index, "inside a functorch transform")
+            opened = None
 
 
 def _reshaped_spans(body: Sequence[fx.Node], position: Mapping[fx.Node, int]) -> Iterator[Span]:

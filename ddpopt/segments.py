@@ -22,10 +22,14 @@ from torch import fx
 from torch._dynamo.output_graph import GraphCompileReason
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import free_symbols
+from torch.utils import _pytree as pytree
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from ddpopt.graphs import example_value
 from ddpopt.twins import signature
 
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 CompilerFn = Callable[..., Callable[..., Any]]
 """A Dynamo backend: ``(gm, example_inputs) -> callable``."""
 
@@ -80,7 +84,7 @@ def compile_segments(
         if key not in compiled:
             if reason is not None:
                 segment.compile_subgraph_reason = _cut_reason(reason)  # type: ignore[assignment]
-            with own_tracing_context():
+            with own_tracing_context(), _own_floats(segment):
                 compiled[key] = compiler(segment, [_for_backend(value) for value in inputs])
         delattr(stitched, name)
         setattr(stitched, name, compiled[key])
@@ -127,6 +131,32 @@ def own_tracing_context() -> Iterator[None]:
         yield
     finally:
         torch._guards._TLS.tracing_context = parent
+
+
+@contextlib.contextmanager
+def _own_floats(segment: fx.GraphModule) -> Iterator[None]:
+    """Hide the floats of the graph that a segment does not read while it is compiled.
+
+    AOTAutograd turns a float that may change into a tensor. Each one that it does not meet it takes for one
+    that tracing has found to be constant: Dynamo would trace anew, and again for each value of that float.
+    Touches a private part of torch 2.11 to 2.13, the values that ``ShapeEnv`` knows its symbols by.
+    """
+    context = TracingContext.try_get()
+    mode = context.fake_mode if context is not None else None
+    if mode is None or mode.shape_env is None:
+        yield
+        return
+    known: dict[Any, Any] = getattr(mode.shape_env, "backed_var_to_val", {})
+    values = pytree.tree_leaves([example_value(node) for node in segment.graph.nodes])
+    scalars = [value for value in values if isinstance(value, SYMBOLIC)]
+    read = {symbol for scalar in scalars for symbol in free_symbols(scalar)}
+    hidden = {s: v for s, v in known.items() if symbol_is_type(s, SymT.FLOAT) and s not in read}
+    for symbol in hidden:
+        del known[symbol]
+    try:
+        yield
+    finally:
+        known.update(hidden)
 
 
 def _cut_reason(reason: str) -> GraphCompileReason:

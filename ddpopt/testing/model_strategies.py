@@ -108,6 +108,7 @@ class _Place:
         kind: ``"step"`` or ``"output"``.
         depth: how many levels of bodies may be below.
         pure: whether it may run twice.
+        unbroken: whether Dynamo must not end its graph here.
     """
 
     allowed: Features
@@ -115,10 +116,21 @@ class _Place:
     kind: str = "step"
     depth: int = _DEPTH
     pure: bool = False
+    unbroken: bool = False
 
     def admits(self, block: Block) -> bool:
-        fits = block.place == self.kind and (block.pure or not self.pure) and (self.depth or not block.body)
-        return bool(fits) and block.within(self.allowed) is not None
+        fits = block.place == self.kind and (self.depth > 0 or not block.body)
+        kept = (block.pure or not self.pure) and not (block.breaks and self.unbroken)
+        return fits and kept and block.within(self.allowed) is not None
+
+    def inside(self, block: Block) -> _Place:
+        """Where the steps of a block's body may stand."""
+        return replace(
+            self,
+            depth=self.depth - 1,
+            pure=self.pure or block.body == "pure",
+            unbroken=self.unbroken or block.body == "unbroken",
+        )
 
 
 @lru_cache
@@ -130,6 +142,5 @@ def _step(block: Block, place: _Place) -> st.SearchStrategy[Step]:
     choices = block.within(place.allowed) or {}
     options = {name: st.sampled_from(values) for name, values in choices.items() if len(values) > 1}
     if block.body:
-        inner = replace(place, depth=place.depth - 1, pure=place.pure or block.body == "pure")
-        options["body"] = _lists(_steps(inner), _BODY_STEPS)
+        options["body"] = _lists(_steps(place.inside(block)), _BODY_STEPS)
     return st.builds(partial(step, block.name), *(_READS for _ in block.takes), **options)

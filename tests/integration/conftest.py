@@ -1,4 +1,4 @@
-"""Tests of whole parts: they train or judge models from end to end, or need a new interpreter."""
+"""Tests of whole parts: they train or judge models from end to end, or need an interpreter or a browser."""
 
 import pytest
 

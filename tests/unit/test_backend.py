@@ -429,6 +429,31 @@ def test_a_batch_size_that_varies_costs_one_recompilation(factory: Callable[[], 
     assert graphs_compiled() <= 2
 
 
+class Scaled(Net):
+    """Two segments read a number each, the others none."""
+
+    def forward(self, x: Tensor, first: float = 1.0, last: float = 1.0) -> Tensor:
+        layers = list(self.layers)
+        x = layers[0](x).relu()
+        x = layers[1](x).relu() * first
+        out: Tensor = layers[3](layers[2](x).relu() * (last / 4)).relu()
+        return out
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+def test_numbers_that_change_at_each_step_and_few_segments_read_cost_one_recompilation(backend: str) -> None:
+    eager = ddp_of(Scaled)
+    compiled = ddpopt.compile(ddp := ddp_of(Scaled), backend=backend, strategy="split")
+    for step in range(5):
+        numbers = (1 + step / 8, 2 - step / 4)
+        for module in (eager, compiled):
+            module.zero_grad()
+            module(rows(), *numbers).square().sum().backward()
+        for ours, theirs in zip(ddp.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)
+    assert graphs_compiled() == 2
+
+
 def test_later_graphs_are_cut_where_the_buckets_in_force_complete() -> None:
     ddp, recorder = ddp_of(), Recorder()
     call = ddpopt.compile(ddp, backend=recorder, strategy="split")

@@ -170,6 +170,18 @@ def test_nested_transforms_are_kept_together_as_one() -> None:
     assert {"_grad_increment_nesting", "sin", "_grad_decrement_nesting"} <= set(run)
 
 
+def test_no_cut_lies_where_a_transform_forbids_hooks_on_saved_tensors() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        inner: torch.Tensor = torch.func.grad(
+            lambda row: torch.func.grad(lambda y: y.sin().sum())(row).sum()
+        )(x)
+        return inner.tanh()
+
+    run = stays_together(dynamo_graph(function, torch.ones(2, 4)))
+    assert (run[0], run[-1]) == ("_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable")
+    assert run.count("_saved_tensors_hooks_enable") == 1
+
+
 # -------------------------------------------------------------------------------------------- mutation
 
 

@@ -202,6 +202,9 @@ REFUSED: dict[str, Callable[[], object]] = {
     "block 'checkpointed': expected steps that may run twice in its body, got step('batch_norm')": lambda: (
         step("checkpointed", body=[step("residual", body=[step("batch_norm")])])
     ),
+    "block 'repeat': expected steps that break no graph in its body, got step('graph_break')": lambda: step(
+        "repeat", body=[step("residual", body=[step("graph_break")])]
+    ),
     "block 'residual': expected steps in its body, got the output step('other')": lambda: step(
         "residual", body=[step("other")]
     ),

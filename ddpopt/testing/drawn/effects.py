@@ -140,7 +140,7 @@ def detached(w: Writer, x: str) -> str:
     return f"{value} - {value}.detach() * 0.5"
 
 
-@register_block("graph-break", pure=False)
+@register_block("graph-break", pure=False, breaks=True)
 def graph_break(w: Writer, x: str) -> str:
     """Break Dynamo's graph."""
     w.line("torch._dynamo.graph_break()")

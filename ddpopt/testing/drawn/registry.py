@@ -70,8 +70,10 @@ class Block:
         takes: the kinds that it reads.
         gives: the kind that it makes.
         options: for each option its choices, the simplest first, with the feature that each brings.
-        body: ``"any"`` steps or only ``"pure"`` ones may stand in its body; empty if it has none.
+        body: ``"any"`` steps may stand in its body, or only ``"pure"`` ones, or all but those that ``breaks``
+            (``"unbroken"``); empty if it has none.
         pure: whether running it twice is the same as once: no buffer, no input is changed.
+        breaks: whether Dynamo ends its graph here; it gives up on a function where that is inside a loop.
         detached: whether no gradient passes.
         place: ``"output"`` for what is returned besides a model's last value.
     """
@@ -82,8 +84,9 @@ class Block:
     takes: tuple[str, ...] = ("rows",)
     gives: str = "rows"
     options: Mapping[str, Mapping[Any, Feature]] = field(default_factory=dict)
-    body: Literal["", "any", "pure"] = ""
+    body: Literal["", "any", "pure", "unbroken"] = ""
     pure: bool = True
+    breaks: bool = False
     detached: bool = False
     place: Place = "step"
 

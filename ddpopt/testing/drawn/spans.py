@@ -13,7 +13,7 @@ def residual(w: Writer, x: str, *, body: Body) -> str:
     return f"{value} + {body(value)}"
 
 
-@register_block("repeated-module", body="any", options={"times": (2, 3)})
+@register_block("repeated-module", body="unbroken", options={"times": (2, 3)})
 def repeat(w: Writer, x: str, *, times: int, body: Body) -> str:
     """Run the body several times, with the same parameters."""
     state = w.assign("s", x)

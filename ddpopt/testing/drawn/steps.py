@@ -95,3 +95,7 @@ def _check_body(block: Block, body: Sequence[Step]) -> None:
             raise UsageError(
                 f"block {block.name!r}: expected steps that may run twice in its body, got {inner!r}"
             )
+        if block.body == "unbroken" and find_block(inner.block).breaks:
+            raise UsageError(
+                f"block {block.name!r}: expected steps that break no graph in its body, got {inner!r}"
+            )

@@ -16,7 +16,7 @@ from ddpopt.association import reassociated_values
 from ddpopt.bucket_config import DDP_ARGUMENTS_OF_LIMITS
 from ddpopt.capture import Capture, capture
 from ddpopt.errors import UsageError
-from ddpopt.facts import gradient_carriers
+from ddpopt.facts import ParamUse, gradient_carriers
 from ddpopt.graphs import body_nodes, example_value, requires_grad, storages
 from ddpopt.inline import obstacle
 from ddpopt.mutation import mutated_inputs
@@ -75,11 +75,11 @@ def reassociated(bench: Bench, mode: str, plan: Plan | None) -> Reassociated:
     except UsageError:
         return Reassociated(unproved=(NOT_TRACED,))
     if bench.subject.option.forwards > 1:
-        return together([_of_forwards(one.graphs) for one in traced])
+        return together([_of_forwards(one) for one in traced])
     if mode in ("ddpopt-split", "ddpopt-inline") and plan is not None:
         return _of_plan(traced, plan, every_graph=mode == "ddpopt-split")
     if mode == "torch":
-        return together([_of_any_cuts(one.graphs) for one in traced])
+        return together([_of_any_cuts(one) for one in traced])
     return Reassociated()
 
 
@@ -119,29 +119,30 @@ def _of_plan(traced: Sequence[Capture], plan: Plan, *, every_graph: bool) -> Rea
         return Reassociated()
     for one, cut in zip(traced, cuts, strict=True):
         if _fits(one.graphs, plan):
-            return together([_of_sums(one.graphs, cut, plan), _of_layouts(one.graphs, cut, plan)])
+            return together([_of_sums(one, cut, plan), _of_layouts(one, cut, plan)])
     return Reassociated(unproved=(NOT_THIS_PLAN,))
 
 
-def _of_sums(graphs: Graphs, cut: Sequence[bool], plan: Plan) -> Reassociated:
-    pairs = enumerate(zip(graphs, cut, strict=True))
+def _of_sums(traced: Capture, cut: Sequence[bool], plan: Plan) -> Reassociated:
+    pairs = enumerate(zip(traced.graphs, cut, strict=True))
     moved = [reassociated_values(graph.gm, plan, index) if is_cut else () for index, (graph, is_cut) in pairs]
-    return _of_cuts("the cuts of the plan sum in another order", graphs, moved)
+    return _of_cuts("the cuts of the plan sum in another order", traced, moved)
 
 
-def _of_layouts(graphs: Graphs, cut: Sequence[bool], plan: Plan | None) -> Reassociated:
-    pairs = enumerate(zip(graphs, cut, strict=True))
+def _of_layouts(traced: Capture, cut: Sequence[bool], plan: Plan | None) -> Reassociated:
+    pairs = enumerate(zip(traced.graphs, cut, strict=True))
     moved = [relaid_values(graph.gm, plan, index) if is_cut else () for index, (graph, is_cut) in pairs]
     whose = "torch's cuts" if plan is None else "the cuts of the plan"
     why = f"gradients cross {whose} in another layout, so that sums over them have another order"
-    found = _of_cuts(why, graphs, [names or () for names in moved])
+    found = _of_cuts(why, traced, [names or () for names in moved])
     return replace(found, unproved=(NO_LAYOUTS,)) if None in moved else found
 
 
-def _of_any_cuts(graphs: Graphs) -> Reassociated:
+def _of_any_cuts(traced: Capture) -> Reassociated:
     """What cuts move that nobody knows: they may be anywhere."""
-    sums = _of_cuts("torch's cuts may sum in another order", graphs, [_repeated(g.gm) for g in graphs])
-    return together([sums, _of_layouts(graphs, [True] * len(graphs), None)])
+    repeated = [_repeated(graph.gm) for graph in traced.graphs]
+    sums = _of_cuts("torch's cuts may sum in another order", traced, repeated)
+    return together([sums, _of_layouts(traced, [True] * len(traced.graphs), None)])
 
 
 def _uninlined(traced: Capture) -> list[bool]:
@@ -157,22 +158,22 @@ def _fits(graphs: Graphs, plan: Plan) -> bool:
     return planned == Counter(nodes)
 
 
-def _of_forwards(graphs: Graphs) -> Reassociated:
+def _of_forwards(traced: Capture) -> Reassociated:
     """Each of several compiled forwards sums over its own uses of a parameter first."""
-    uses = [use for graph in graphs for use in graph.facts.params]
+    uses = [use for of_graph in traced.uses for use in of_graph]
     counts = Counter(use.spec.name for use in uses for _ in use.readers)
     names = tuple(name for name, count in counts.items() if count > 1)
     return Reassociated("each forward sums over its own uses first", names, frozenset(names))
 
 
-def _of_cuts(why: str, graphs: Graphs, moved: Sequence[Sequence[str]]) -> Reassociated:
+def _of_cuts(why: str, traced: Capture, moved: Sequence[Sequence[str]]) -> Reassociated:
     values: list[str] = []
     reached: set[str] = set()
-    for index, (graph, names) in enumerate(zip(graphs, moved, strict=True)):
+    for index, (graph, uses, names) in enumerate(zip(traced.graphs, traced.uses, moved, strict=True)):
         if names:
             # Gradients flow from later graphs into earlier ones.
-            reached |= {use.spec.name for earlier in graphs[:index] for use in earlier.facts.params}
-            reached |= _behind(graph, names)
+            reached |= {use.spec.name for earlier in traced.uses[:index] for use in earlier}
+            reached |= _behind(graph.gm.graph, uses, names)
         values += names
     return Reassociated(why if values else "", tuple(values), frozenset(reached))
 
@@ -184,22 +185,22 @@ def _repeated(gm: fx.GraphModule) -> list[str]:
     return [node.name for node, count in counts.items() if count > 1 and requires_grad(example_value(node))]
 
 
-def _behind(graph: Planned, moved: Sequence[str]) -> set[str]:
+def _behind(graph: fx.Graph, uses: Sequence[ParamUse], moved: Sequence[str]) -> set[str]:
     """The parameters read on the way to a value, or that are the value."""
     ahead: dict[fx.Node, None] = {}
-    pending = [node for node in graph.gm.graph.nodes if node.name in moved]
+    pending = [node for node in graph.nodes if node.name in moved]
     own = [node for node in pending if node.op in ("placeholder", "get_attr")]
-    writers = _writers(graph.gm.graph)
+    writers = _writers(graph)
     while pending:
         node = pending.pop()
         if node not in ahead:
             ahead[node] = None
             pending += node.all_input_nodes
             pending += [writer for storage in storages(node) for writer in writers.get(storage, ())]
-    places = {node: place for place, node in enumerate(body_nodes(graph.gm.graph))}
+    places = {node: place for place, node in enumerate(body_nodes(graph))}
     readers = {places[node] for node in ahead if node in places}
     readers |= {places[user] for node in own for user in node.users if user in places}
-    return {use.spec.name for use in graph.facts.params if readers.intersection(use.readers)}
+    return {use.spec.name for use in uses if readers.intersection(use.readers)}
 
 
 def _writers(graph: fx.Graph) -> dict[int, list[fx.Node]]:

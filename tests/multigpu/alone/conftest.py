@@ -1,4 +1,4 @@
-"""Most tests of this folder only start processes; a module that compiles asks for ``compiling_quickly``."""
+"""Tests that start, follow and end processes, and compile nothing themselves."""
 
 import os
 from collections.abc import Iterator

@@ -15,8 +15,6 @@ from ddpopt.verify.locating.scripting import Author, spaced
 from ddpopt.verify.locating.segment_code import Code, Given
 from tests.unit import miscompiled
 
-pytestmark = pytest.mark.usefixtures("compiling_quickly")
-
 MODULE = miscompiled.__name__  # which registers its backends
 LIMIT_S = 100.0
 DOUBLING = """

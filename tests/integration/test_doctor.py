@@ -23,8 +23,6 @@ from ddpopt.errors import DdpoptError, UsageError
 from ddpopt.testing import corpus
 from ddpopt.testing.case import Call, Case
 
-pytestmark = pytest.mark.usefixtures("compiling_quickly")
-
 
 class Breaking(nn.Module):
     def __init__(self) -> None:

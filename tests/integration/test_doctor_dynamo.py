@@ -21,8 +21,6 @@ from ddpopt.doctor.trial import EAGER, OURS, TORCH, run_trial
 from ddpopt.testing import corpus
 from ddpopt.testing.case import Case
 
-pytestmark = pytest.mark.usefixtures("compiling_quickly")
-
 
 def halves(x: torch.Tensor, count: int) -> torch.Tensor:
     x = x * count

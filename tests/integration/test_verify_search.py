@@ -14,8 +14,6 @@ from ddpopt.verify.locating.search import Search, search
 from ddpopt.verify.locating.segment_code import Code
 from ddpopt.verify.ranks import joined
 
-pytestmark = pytest.mark.usefixtures("compiling_quickly")
-
 MODULE = "tests.unit.miscompiled"
 
 
