@@ -1,16 +1,12 @@
-"""``ddpopt verify`` as people run it: a command that starts ranks or takes torchrun's, and its exit codes."""
+"""``ddpopt verify`` where ranks die, stall, or are torchrun's: its exit codes, and that nothing is left."""
 
 import json
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from ddpopt.testing.rank_environment import environment_of_no_rank
 from ddpopt.verify.faults import FAULTS, Fault
 from ddpopt.verify.injected.clean_runs import CleanRun
 from ddpopt.verify.injected.sites import Site
@@ -18,112 +14,14 @@ from ddpopt.verify.self_test import self_test
 from ddpopt.verify.training import Trainer
 from ddpopt.verify.trials import Asked
 from ddpopt.verify.verdict import Status, Verdict
+from tests.shop import run, write_shop
 
 pytestmark = pytest.mark.timeout(240)
-
-NOTHING_SET: Mapping[str, str] = {}
-ROOT = Path(__file__).parents[3]
-MODELS = """
-import inspect, os, signal, time
-import torch
-from torch import nn
-from torch._dynamo import register_backend
-
-
-def small():
-    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(4, 8)
-
-
-class Net(nn.Module):  # torch.compile of DDP around a Sequential compiles nothing: pytorch#140416
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.layer(x).relu()
-
-
-def net():
-    return Net(), torch.randn(4, 8)
-
-
-def failing():
-    class Failing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
-        def forward(self, x):
-            raise ValueError("this model cannot run")
-
-    return Failing(), torch.randn(4, 8)
-
-
-@register_backend
-def killing(gm, inputs):
-    if torch.distributed.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return gm
-
-
-@register_backend
-def stuck(gm, inputs):
-    if torch.distributed.get_world_size() == 1:
-        return gm
-    while any(frame.function == "climb" for frame in inspect.stack()):
-        time.sleep(0.1)
-    return doubling(gm, inputs)
-
-
-@register_backend
-def doubling(gm, inputs):
-    return lambda *args: tuple(value * 2 if torch.is_tensor(value) else value for value in gm(*args))
-"""
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "shop.py").write_text(MODELS)
-    return tmp_path
-
-
-def run(
-    folder: Path, *arguments: str, torchrun: bool = False, variables: Mapping[str, str] = NOTHING_SET
-) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "ddpopt", "verify", *arguments]
-    if torchrun:
-        start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ddpopt"]
-        command = [sys.executable, *start, "verify", *arguments]
-    environment = {**environment_of_no_rank(), "OMP_NUM_THREADS": "1", **variables}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
-
-
-@pytest.mark.nightly
-def test_a_right_model_ends_with_0_and_writes_every_report(folder: Path) -> None:
-    names = {"--json": "v.json", "--junit": "v.xml", "--html": "v.html"}
-    files = [part for pair in names.items() for part in pair]
-    done = run(folder, "shop:small", "--backend", "aot_eager", "--options", "default,accumulation", *files)
-    assert done.returncode == 0, done.stderr
-    assert "RIGHT: shop:small on 2 ranks" in done.stdout
-    verdict = Verdict.from_json((folder / "v.json").read_text())
-    assert [trial.option for trial in verdict.trials] == ["default", "accumulation"]
-    assert all((folder / name).stat().st_size > 100 for name in names.values())
-
-
-@pytest.mark.nightly
-def test_a_model_of_the_transformers_library_is_right() -> None:
-    done = run(ROOT, "examples.transformers_gpt2:make", "--backend", "aot_eager")
-    assert done.returncode == 0, done.stderr
-    assert "RIGHT: examples.transformers_gpt2:make on 2 ranks" in done.stdout
-
-
-def test_a_backend_that_is_wrong_ends_with_1_and_is_located(folder: Path) -> None:
-    done = run(folder, "shop:small", "--backend", "doubling", "--json", "v.json")
-    assert done.returncode == 1, done.stderr
-    verdict = Verdict.from_json((folder / "v.json").read_text())
-    assert {finding.level for finding in verdict.findings} >= {"L2"}
-    assert verdict.location is not None
-    assert not all(rung.agrees for rung in verdict.location.rungs)
+    return write_shop(tmp_path)
 
 
 def test_a_killed_rank_ends_with_3_and_its_name(folder: Path) -> None:
@@ -132,13 +30,6 @@ def test_a_killed_rank_ends_with_3_and_its_name(folder: Path) -> None:
     (trial,) = json.loads(done.stdout)["trials"]
     assert trial["status"] == Status.BROKEN
     assert "rank 1 died of SIGKILL" in trial["reason"]
-
-
-@pytest.mark.nightly
-def test_a_model_that_fails_in_eager_ends_with_3_and_its_error(folder: Path) -> None:
-    done = run(folder, "shop:failing", "--backend", "eager")
-    assert done.returncode == 3, done.stderr
-    assert "ValueError: this model cannot run" in " ".join((done.stdout + done.stderr).split())
 
 
 def test_under_torchrun_its_ranks_are_used_and_one_of_them_reports(folder: Path) -> None:
