@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from ddpopt.bucket_config import DDP_ARGUMENTS_OF_LIMITS, DDP_ARGUMENTS_WITHOUT_EFFECT_ON_LIMITS
@@ -147,7 +148,7 @@ def fake_mode(model: nn.Module) -> FakeTensorMode:
     for tensor in model.parameters():
         if isinstance(tensor, FakeTensor):
             return tensor.fake_mode
-    return FakeTensorMode()
+    return FakeTensorMode(shape_env=ShapeEnv())  # nested tensors have a size that is a symbol
 
 
 def fake_copy(mode: FakeTensorMode, value: tuple[nn.Module, Any, Any], memo: dict[int, Any]) -> Any:

@@ -47,6 +47,12 @@ class Reading(nn.Module):
         return output
 
 
+class Ignoring(Reading):
+    """The same, but DDP is told to leave the first layer's weight alone."""
+
+    _ddp_params_and_buffers_to_ignore = ("first.weight",)
+
+
 class Writing(nn.Module):
     """What the first layer makes is written into a value that is read twice."""
 
@@ -124,6 +130,14 @@ def test_a_cut_moves_what_is_read_on_both_of_its_sides(ranks: Ranks) -> None:
     moved = found(ranks, option("default"), "ddpopt-split", plan_of(option("default"), used=True))
     assert moved.reached == {"first.weight", "first.bias"}
     assert moved.unproved == ()
+
+
+def test_what_a_cut_moves_reaches_parameters_that_ddp_leaves_alone_too(ranks: Ranks) -> None:
+    case = replace(CASE, model=Ignoring)
+    chosen = option("default")
+    plan = plan_of(chosen, used=True, case=case)
+    assert "first.weight" not in {name for bucket in plan.buckets for name in bucket.params}
+    assert found(ranks, chosen, "ddpopt-split", plan, case).reached == {"first.weight", "first.bias"}
 
 
 @pytest.mark.parametrize("used", [True, False])

@@ -15,6 +15,7 @@ from ddpopt.bucket_order import DEVICE_TYPES, SCALAR_TYPES, hash_table_order
 from ddpopt.reducer import BucketConfig, ParamSpec, assign_buckets, initial_buckets, rebuilt_buckets
 from ddpopt.testing.profiles import share
 from ddpopt.testing.strategies import bucket_configs, parameter_lists
+from tests.property.examples import with_parameters_of_the_corpus
 
 Buckets = tuple[tuple[int, ...], ...]
 
@@ -63,6 +64,7 @@ COLLIDING = tuple(
 @settings(max_examples=10_000)
 @given(parameter_lists(), bucket_configs())
 @example(COLLIDING, BucketConfig.from_kwargs())
+@with_parameters_of_the_corpus
 def test_initial_and_rebuilt_buckets_are_those_of_torch(
     params: tuple[ParamSpec, ...], config: BucketConfig
 ) -> None:
@@ -74,6 +76,7 @@ def test_initial_and_rebuilt_buckets_are_those_of_torch(
 
 @share(5)
 @given(parameter_lists(), bucket_configs())
+@with_parameters_of_the_corpus
 def test_every_parameter_stands_in_exactly_one_bucket_of_one_kind(
     params: tuple[ParamSpec, ...], config: BucketConfig
 ) -> None:

@@ -52,6 +52,21 @@ class Broken(nn.Module):
         return y
 
 
+class Ragged(nn.Module):
+    """Two layers on a nested tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.arange(len(x) + 1)
+        parts = torch.nested.nested_tensor_from_jagged(x, ends)
+        y: Tensor = self.second(self.first(parts)).values()
+        return y
+
+
 def net() -> Net:
     torch.manual_seed(0)
     return Net()
@@ -71,6 +86,14 @@ def planned(model: nn.Module | None = None, **kwargs: Any) -> Plan:
 
 
 # ------------------------------------------------------------------------------------- what is planned
+
+
+def test_layers_on_a_nested_tensor_whose_size_is_a_symbol_are_planned() -> None:
+    plan = ddpopt.plan(Ragged(), rows(), bucket_cap_mb=LAYER_MB)
+    assert [bucket.params for bucket in plan.buckets] == [
+        ("second.bias", "second.weight"),
+        ("first.bias", "first.weight"),
+    ]
 
 
 def test_a_plan_holds_every_parameter_in_ready_order() -> None:

@@ -1,0 +1,39 @@
+"""Examples that a property is always tried on: models that the fuzzer found, parameters of the corpus.
+
+The profile ``dev`` has a few seconds for all that is drawn, and does without them.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from hypothesis import example, settings
+
+from ddpopt.bucket_config import DDP_ARGUMENTS_OF_LIMITS
+from ddpopt.fuzz.found import found_cases
+from ddpopt.reducer import BucketConfig, specs_from_module
+from ddpopt.testing import corpus
+from ddpopt.testing.case import Case
+
+Test = Callable[..., None]
+
+
+def with_found_models(test: Test) -> Test:
+    """Add each model of ``ddpopt/testing/corpus/found`` to a test of one drawn model."""
+    return _with(test, ((case.model,) for case in found_cases()))
+
+
+def with_parameters_of_the_corpus(test: Test) -> Test:
+    """Add each case's parameters, under its own limits, to a test of a drawn list and drawn limits."""
+    return _with(test, ((specs_from_module(case.model()), _limits(case)) for case in corpus.cases()))
+
+
+def _with(test: Test, examples: Iterable[tuple[Any, ...]]) -> Test:
+    if settings.get_current_profile_name() != "dev":
+        for arguments in examples:
+            test = example(*arguments)(test)
+    return test
+
+
+def _limits(case: Case) -> BucketConfig:
+    given = {name: value for name, value in case.ddp_kwargs.items() if name in DDP_ARGUMENTS_OF_LIMITS}
+    return BucketConfig.from_kwargs(**given)
