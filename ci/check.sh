@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# What every commit must pass, without ranks: format, lint, types, unit, integration and property tests, docstring
-# examples.
+# What every commit must pass: format, lint, types, unit, integration and property tests, docstring examples.
 #
 #   ci/check.sh
 #

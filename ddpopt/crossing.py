@@ -31,6 +31,12 @@ RESHAPING = (
 """Methods that change the shape or the strides of a tensor in place."""
 
 
+HOOK_SWITCHES = HOOKS_OFF, HOOKS_ON = (
+    torch._C._autograd._saved_tensors_hooks_disable,
+    torch._C._autograd._saved_tensors_hooks_enable,
+)
+
+
 @dataclass(frozen=True)
 class Span:
     """Cut positions `first` to `last` (inclusive) that are not possible, and why."""
@@ -95,11 +101,17 @@ _HELD = (_is_reinterpreted, _is_lazy, _is_nested)
 
 
 def _setter_spans(body: Sequence[fx.Node]) -> Iterator[Span]:
-    """Between two calls that set the same global state (sdpa kernels, deterministic mode, …)."""
+    """Between two calls that set the same global state (sdpa kernels, deterministic mode, …).
+
+    What has spans of its own is left out, and what a functorch transform sets and resets within itself.
+    """
     first: dict[object, int] = {}
+    depth = 0
     for index, node in enumerate(body):
+        depth += (change := _nesting(node))
         sets_state = node.op == "call_function" and not node.users and not node.all_input_nodes
-        if not sets_state or node.target in (GRAD_MODE, *AUTOCAST) or mutated_inputs(node):
+        spanned = node.target in (GRAD_MODE, *AUTOCAST, *HOOK_SWITCHES) or change or depth > 0
+        if not sets_state or spanned or mutated_inputs(node):
             continue
         if node.target in first:
             yield Span(first[node.target] + 1, index, f"{node.name!r} undoes global state set before")
@@ -111,27 +123,32 @@ def _nesting_spans(body: Sequence[fx.Node]) -> Iterator[Span]:
     """Inside a functorch level (``torch.func.grad``, ``vmap``), which lives within one trace."""
     depth, opened = 0, 0
     for index, node in enumerate(body):
-        name = getattr(node.target, "__name__", str(node.target))
-        if name.endswith("_increment_nesting"):
-            opened = index if depth == 0 else opened
-            depth += 1
-        elif name.endswith("_decrement_nesting"):
-            depth -= 1
-            if depth == 0:
-                yield Span(opened + 1, index, "inside a functorch transform")
+        if (change := _nesting(node)) == 0:
+            continue
+        opened = index if depth == 0 else opened
+        depth += change
+        if depth == 0:
+            yield Span(opened + 1, index, "inside a functorch transform")
+
+
+def _nesting(node: fx.Node) -> int:
+    """By how much a node changes the depth of functorch's levels."""
+    name = getattr(node.target, "__name__", str(node.target))
+    return name.endswith("_increment_nesting") - name.endswith("_decrement_nesting")
 
 
 def _hookless_spans(body: Sequence[fx.Node]) -> Iterator[Span]:
-    """Where hooks on saved tensors are forbidden: a switch of the thread that must be turned back at once.
+    """Where hooks on saved tensors are forbidden, as inside ``torch.func.grad``.
 
-    Nested transforms turn it off again, with the message of the outer one, and the outermost one turns it on.
+    The switch is the thread's, so a segment that left it off would forbid hooks to what is traced next.
+    Nested spans turn it off again, with the message of the outer one; the outermost one turns it on.
     """
     opened: int | None = None
     for index, node in enumerate(body):
-        if node.target is torch._C._autograd._saved_tensors_hooks_disable and opened is None:
+        if node.target is HOOKS_OFF and opened is None:
             opened = index
-        elif node.target is torch._C._autograd._saved_tensors_hooks_enable and opened is not None:
-            yield Span(opened + 1, index, "inside a functorch transform")
+        elif node.target is HOOKS_ON and opened is not None:
+            yield Span(opened + 1, index, "hooks on saved tensors are forbidden here")
             opened = None
 
 

@@ -22,7 +22,6 @@ from torch import fx
 from torch._dynamo.output_graph import GraphCompileReason
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
@@ -147,9 +146,11 @@ def _own_floats(segment: fx.GraphModule) -> Iterator[None]:
         yield
         return
     known: dict[Any, Any] = getattr(mode.shape_env, "backed_var_to_val", {})
-    values = pytree.tree_leaves([example_value(node) for node in segment.graph.nodes])
+    bodies = [module for module in segment.modules() if isinstance(module, fx.GraphModule)]
+    values = pytree.tree_leaves([example_value(node) for body in bodies for node in body.graph.nodes])
     scalars = [value for value in values if isinstance(value, SYMBOLIC)]
-    read = {symbol for scalar in scalars for symbol in free_symbols(scalar)}
+    # as it was traced: a number that a guard has fixed since then has no symbols any more
+    read = {symbol for scalar in scalars for symbol in scalar.node._expr.free_symbols}
     hidden = {s: v for s, v in known.items() if symbol_is_type(s, SymT.FLOAT) and s not in read}
     for symbol in hidden:
         del known[symbol]

@@ -4,13 +4,14 @@ The profile ``dev`` has a few seconds for all that is drawn, and does without th
 """
 
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 from hypothesis import example, settings
 
 from ddpopt.bucket_config import DDP_ARGUMENTS_OF_LIMITS
 from ddpopt.fuzz.found import found_cases
-from ddpopt.reducer import BucketConfig, specs_from_module
+from ddpopt.reducer import BucketConfig, ParamSpec, specs_from_module
 from ddpopt.testing import corpus
 from ddpopt.testing.case import Case
 
@@ -19,19 +20,24 @@ Test = Callable[..., None]
 
 def with_found_models(test: Test) -> Test:
     """Add each model of ``ddpopt/testing/corpus/found`` to a test of one drawn model."""
-    return _with(test, ((case.model,) for case in found_cases()))
+    return _with(test, lambda: ((case.model,) for case in found_cases()))
 
 
 def with_parameters_of_the_corpus(test: Test) -> Test:
     """Add each case's parameters, under its own limits, to a test of a drawn list and drawn limits."""
-    return _with(test, ((specs_from_module(case.model()), _limits(case)) for case in corpus.cases()))
+    return _with(test, _of_the_corpus)
 
 
-def _with(test: Test, examples: Iterable[tuple[Any, ...]]) -> Test:
+def _with(test: Test, examples: Callable[[], Iterable[tuple[Any, ...]]]) -> Test:
     if settings.get_current_profile_name() != "dev":
-        for arguments in examples:
+        for arguments in examples():
             test = example(*arguments)(test)
     return test
+
+
+@cache
+def _of_the_corpus() -> tuple[tuple[tuple[ParamSpec, ...], BucketConfig], ...]:
+    return tuple((specs_from_module(case.model()), _limits(case)) for case in corpus.cases())
 
 
 def _limits(case: Case) -> BucketConfig:

@@ -141,12 +141,15 @@ def dynamo_graph(function: object, *inputs: torch.Tensor) -> fx.Graph:
     return gm.graph
 
 
-def stays_together(graph: fx.Graph) -> list[str]:
+TRANSFORM = "inside a functorch transform"
+
+
+def stays_together(graph: fx.Graph, why: str = TRANSFORM) -> list[str]:
     """The run of nodes between which no cut may lie, and the one before it."""
     names = [node.name for node in body_nodes(graph)]
     inside = list(blocked(graph))
     assert inside == names[names.index(inside[0]) : names.index(inside[-1]) + 1]
-    assert set(blocked(graph).values()) == {"inside a functorch transform"}
+    assert set(blocked(graph).values()) == {why}
     return names[names.index(inside[0]) - 1 : names.index(inside[-1]) + 1]
 
 
@@ -172,14 +175,27 @@ def test_nested_transforms_are_kept_together_as_one() -> None:
 
 def test_no_cut_lies_where_a_transform_forbids_hooks_on_saved_tensors() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
-        inner: torch.Tensor = torch.func.grad(
-            lambda row: torch.func.grad(lambda y: y.sin().sum())(row).sum()
-        )(x)
+        slope = torch.func.grad(lambda y: y.sin().sum())
+        inner: torch.Tensor = torch.func.grad(lambda row: slope(row).sum())(x)
         return inner.tanh()
 
-    run = stays_together(dynamo_graph(function, torch.ones(2, 4)))
+    run = stays_together(
+        dynamo_graph(function, torch.ones(2, 4)), "hooks on saved tensors are forbidden here"
+    )
     assert (run[0], run[-1]) == ("_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable")
     assert run.count("_saved_tensors_hooks_enable") == 1
+
+
+def test_a_cut_may_lie_between_two_transforms() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        slope = torch.func.grad(lambda y: y.sin().sum())
+        result: torch.Tensor = slope(slope(x).tanh())
+        return result
+
+    graph = dynamo_graph(function, torch.ones(2, 4))
+    names = [node.name for node in body_nodes(graph)]
+    assert "tanh" in names
+    assert "tanh" not in blocked(graph)
 
 
 # -------------------------------------------------------------------------------------------- mutation

@@ -143,14 +143,14 @@ def _text(path: Path) -> str:
 
 
 def await_ends(files: Sequence[RankFiles], limit_s: float) -> None:
-    """Wait until the task has ended on all ranks, or the limit.
+    """Wait until the task has ended on all ranks, or their processes, or the limit.
 
     Args:
         files: one for each rank.
         limit_s: seconds to wait at most.
     """
     deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline and not all(one.has_ended() for one in files):
+    while time.monotonic() < deadline and not all(one.has_ended() or one.is_gone() for one in files):
         time.sleep(POLL_S)
 
 

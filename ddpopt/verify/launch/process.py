@@ -99,7 +99,7 @@ def _run(folder: Path, start: Start, own: RankFiles, limits: Limits) -> None:
     try:
         value = task(ranks, *args)
     except BaseException:
-        # Whoever ends this rank because a peer is gone waits until it has said what it felt of that.
+        # Whoever asks this rank to end because a peer is gone hears first what it felt of that.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         ranks.leave()
         raise

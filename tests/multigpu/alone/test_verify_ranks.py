@@ -20,9 +20,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpopt.errors import UsageError
+from ddpopt.errors import InfrastructureError, UsageError
 from ddpopt.testing.rank_environment import environment_of_no_rank
 from ddpopt.verify.launch.failures import Kind, RankFailure, RanksFailed
+from ddpopt.verify.launch.process import PATIENCE_WITH_PEERS_S
 from ddpopt.verify.launch.start import LAST_WORDS_S, LATE_S
 from ddpopt.verify.ranks import Ranks, joined, launch, under_torchrun
 from tests.multigpu.single import single_rank
@@ -233,20 +234,20 @@ def test_a_peer_that_fails_because_a_rank_raised_is_no_culprit() -> None:
 def test_a_peer_that_is_about_to_say_how_it_failed_is_heard_out() -> None:
     class SlowToSay(Exception):
         def __str__(self) -> str:
-            time.sleep(1)  # meanwhile the other rank is gone, and this one is asked to end
+            time.sleep(PATIENCE_WITH_PEERS_S + 0.5)  # the other rank is gone; this one is asked to end
             return "said at last"
 
     def task(ranks: Ranks) -> None:
         if ranks.rank == 1:
             raise ValueError("only rank 1 says this")
         try:
-            dist.barrier()
-        except RuntimeError as error:
+            ranks.gather(None)
+        except InfrastructureError as error:
             raise SlowToSay from error
 
     failure = failing(task).failures[0]
     assert (failure.rank, failure.kind) == (0, "raised")
-    assert "in barrier" in failure.stack
+    assert "in gather" in failure.stack
     assert "said at last" in failure.stack
 
 
