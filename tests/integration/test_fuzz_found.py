@@ -67,7 +67,7 @@ OPEN = {
         outputs=(step("view"),),
         width=4,
     ),
-    "which gradients cross a cut in another layout is proved of the first batch only": DrawnModel(
+    "last bits under a dynamic batch: layouts at a cut are proved of the first batch only": DrawnModel(
         steps=(
             step("halved"),
             step("batch_norm2d", layer="again"),
