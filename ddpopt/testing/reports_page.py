@@ -13,8 +13,9 @@ from ddpopt.testing.report_of_case import Ask, Report
 __all__ = ["WITHOUT_CASE", "page", "reported_cases"]
 
 WITHOUT_CASE = {
-    104088: "its text could not be read: no archive of issues that we could search holds it, and no other "
-    "source names it; nothing is claimed about it until it can be read",
+    104088: "a regression of nightly builds of June 2023 on GPUs, under compile, AMP and DDP. It was closed "
+    "without a reproduction, and says nothing of what was wrong; the case of 111794, `autocast`, holds the "
+    "same three together",
 }
 """Reports on the list that have no case, and why."""
 
