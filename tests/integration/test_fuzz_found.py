@@ -89,7 +89,11 @@ OPEN = {
 
 @pytest.mark.parametrize(
     "model",
-    [pytest.param(model, marks=pytest.mark.xfail(strict=True, reason=why)) for why, model in OPEN.items()],
+    # last bits depend on the processor's kernels
+    [
+        pytest.param(model, marks=pytest.mark.xfail(strict=not why.startswith("last bits"), reason=why))
+        for why, model in OPEN.items()
+    ],
     ids=["outputs", "layouts"],
 )
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
