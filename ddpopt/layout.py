@@ -28,7 +28,7 @@ from ddpopt.graphs import (
     storages,
     storages_of,
 )
-from ddpopt.mutation import mutated_inputs, viewed_input
+from ddpopt.mutation import mutated_inputs, returned_input, viewed_input
 
 ENTER_AUTOCAST, EXIT_AUTOCAST = AUTOCAST
 Path = tuple[int, ...]
@@ -67,6 +67,7 @@ class Layout:
     states: list[State]
     mutations: dict[int, set[int]]
     carriers: Mapping[fx.Node, None]
+    sources: Mapping[fx.Node, fx.Node]
 
     @classmethod
     def of(cls, graph: fx.Graph, openers: Sequence[str]) -> Layout:
@@ -91,10 +92,20 @@ class Layout:
             states=states,
             mutations=_mutations(home),
             carriers=gradient_carriers(graph),
+            sources=_returned_sources(home),
         )
-        for leaf in _output_leaves(graph):
-            layout.export(leaf)
+        for node in graph.output_node().all_input_nodes:
+            for leaf in _leaves(layout.source(node)):
+                layout.export(leaf)
         return layout
+
+    def source(self, node: fx.Node) -> fx.Node:
+        """The node that brings in the tensor of `node`: another one if `node` writes to it and returns it.
+
+        Only that tensor crosses a cut. AOTAutograd takes a graph's outputs for one another where an input
+        that it writes to comes out again, behind a view of another output.
+        """
+        return self.sources.get(node, node)
 
     def export(self, leaf: Leaf) -> None:
         """Have the segment that computes `leaf` hand it out."""
@@ -133,7 +144,7 @@ class Layout:
         found: dict[fx.Node, None] = {}
         pending = [node for node in self.segments[index] if node in self.carriers]
         while pending:
-            for source in pending.pop().all_input_nodes:
+            for source in map(self.source, pending.pop().all_input_nodes):
                 if source not in found and source in self.carriers and self.is_echoed(source):
                     pending.append(source)
                 found[source] = None
@@ -198,9 +209,14 @@ def _symbol_binders(graph: fx.Graph) -> dict[sympy.Symbol, fx.Node]:
     return binders
 
 
-def _output_leaves(graph: fx.Graph) -> Iterator[Leaf]:
-    for node in graph.output_node().all_input_nodes:
-        yield from _leaves(node)
+def _returned_sources(nodes: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """For each of `nodes`, in order, that hands back a tensor it writes to: the node that brought it in."""
+    found: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        returned = returned_input(node)
+        if returned is not None:
+            found[node] = found.get(returned, returned)
+    return found
 
 
 def _leaves(node: fx.Node) -> list[Leaf]:
@@ -244,7 +260,10 @@ def inputs_of(nodes: Sequence[fx.Node], layout: Layout, index: int) -> list[Leaf
 
 def _crossing(node: fx.Node, layout: Layout, index: int) -> Iterator[Leaf]:
     """The leaves that segment `index` needs as inputs in order to read `node`."""
-    if layout.home.get(node) == index or node.op == "get_attr" or node.target is ENTER_AUTOCAST:
+    if layout.home.get(node) == index:
+        return
+    node = layout.source(node)
+    if node.op == "get_attr" or node.target is ENTER_AUTOCAST:
         return
     if not layout.is_echoed(node):
         yield from _leaves(node)

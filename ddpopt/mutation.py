@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import fx
 
-from ddpopt.graphs import SOURCES, storages
+from ddpopt.graphs import SOURCES, example_value, storages
 
 _INPLACE_OPERATORS = frozenset(
     {operator.setitem, operator.delitem, operator.iand, operator.ior}
@@ -37,6 +37,14 @@ def viewed_input(node: fx.Node) -> fx.Node | None:
     if node.op in (*SOURCES, "output") or not own or mutated_inputs(node):
         return None
     return next((source for source in node.all_input_nodes if own.issubset(storages(source))), None)
+
+
+def returned_input(node: fx.Node) -> fx.Node | None:
+    """The input that `node` writes to and returns, or None: its value is that very tensor."""
+    value = example_value(node)
+    if not isinstance(value, torch.Tensor):
+        return None
+    return next((source for source in mutated_inputs(node) if example_value(source) is value), None)
 
 
 def _mutated(node: fx.Node) -> Iterator[fx.Node]:

@@ -93,6 +93,8 @@ def _reader(segment: _Segment, layout: Layout) -> Reader:
 
     def read(node: fx.Node) -> fx.node.Argument:
         if node not in segment.copies:
+            node = layout.source(node)
+        if node not in segment.copies:
             if node.op == "get_attr" or layout.is_echoed(node):
                 segment.copies[node] = segment.graph.node_copy(node, read)
             else:
@@ -193,6 +195,7 @@ def _stitch(gm: fx.GraphModule, layout: Layout, segments: Sequence[_Segment]) ->
             values[leaf].meta["example_value"] = leaf.value
 
     def read(node: fx.Node) -> fx.node.Argument:
+        node = layout.source(node)
         if node not in copies:
             copies[node] = graph.node_copy(node) if node.op == "get_attr" else _rebuild(node, values)
         return copies[node]

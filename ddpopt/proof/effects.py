@@ -20,7 +20,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ddpopt.proof.steps import storage_of, tensors_in, value_on
+from ddpopt.proof.steps import Step, storage_of, tensors_in, value_on
 from ddpopt.proof.terms import Group, Held, leaves
 
 _WRITING_OPERATORS = frozenset(
@@ -49,6 +49,11 @@ class Call(NamedTuple):
     callee: object
     args: Sequence[object]
     kwargs: Mapping[str, object]
+
+
+def call_of(step: Step) -> Call:
+    """What a step calls, for a question about its effects."""
+    return Call(step.node.op, step.callee, step.args, step.kwargs)
 
 
 def written(call: Call) -> Iterator[object]:

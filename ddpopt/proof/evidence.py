@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from ddpopt.plan import Plan, Segment
-from ddpopt.proof.effects import Call, written
+from ddpopt.proof.effects import call_of, written
 from ddpopt.proof.recompose import read_original, recompose
 from ddpopt.proof.steps import Original, Program, Step, storage_of, tensors_in
 from ddpopt.proof.terms import ABSENT, Held, Item, Made, Term, leaves
@@ -137,11 +137,6 @@ def _storages(original: Original, terms: Iterable[Term]) -> Iterator[int]:
     for leaf in (leaf for term in terms for leaf in leaves(term)):
         keys = map(storage_of, tensors_in(original.example(leaf)))
         yield from (key for key in keys if key is not None)
-
-
-def call_of(step: Step) -> Call:
-    """What a step calls, for a question about its effects."""
-    return Call(step.node.op, step.callee, step.args, step.kwargs)
 
 
 def _requires_grad(example: object) -> bool:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from ddpopt.proof.effects import draws, written
-from ddpopt.proof.evidence import Evidence, call_of
+from ddpopt.proof.effects import call_of, draws, written
+from ddpopt.proof.evidence import Evidence
 from ddpopt.proof.steps import Original, Program, Step, at, storage_of, tensors_in
 from ddpopt.proof.terms import ABSENT, Item, Made, Term, leaves, show
 

@@ -15,8 +15,9 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from ddpopt.proof.steps import Crossing, Original, Program, Span, State, Step, example_of
-from ddpopt.proof.terms import ABSENT, Copy, Group, Held, Item, Made, Term, Unknown, group, show
+from ddpopt.proof.effects import call_of, written
+from ddpopt.proof.steps import Crossing, Original, Program, Span, State, Step, example_of, value_on
+from ddpopt.proof.terms import ABSENT, Copy, Group, Held, Item, Made, Term, Unknown, group, leaves, show
 
 # torch 2.11 to 2.13: how Dynamo writes `torch.autocast` and `torch.no_grad` into its graphs.
 ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
@@ -113,6 +114,8 @@ class _Walk:
         """Take one step of the program; its value."""
         self.take(step, step.name)
         picked = _picked(self.nodes, step)
+        if picked is ABSENT:
+            picked = _handed_back(self.nodes, step)
         return Made(step.name) if picked is ABSENT else picked
 
     def take(self, step: Step, opener: str) -> None:
@@ -290,6 +293,15 @@ def _picked(nodes: Mapping[str, fx.Node], step: Step) -> Term:
     if isinstance(base, (Made, Item)):
         return Item(base, index % len(items))
     return items[index]
+
+
+def _handed_back(nodes: Mapping[str, fx.Node], step: Step) -> Term:
+    """The argument that a step writes to and then returns; `ABSENT` if it makes a tensor of its own."""
+    value = value_on(step.node)
+    if not isinstance(value, torch.Tensor):
+        return ABSENT
+    arguments = (leaf for argument in written(call_of(step)) for leaf in leaves(argument))
+    return next((leaf for leaf in arguments if example_of(nodes, leaf) is value), ABSENT)
 
 
 def _read_attribute(module: fx.GraphModule, node: fx.Node) -> Term:

@@ -10,7 +10,6 @@ from ddpopt.fuzz.cases import FoundCase, task_of
 from ddpopt.fuzz.examine import examine
 from ddpopt.fuzz.found import FOLDER, found_cases, script_file, scripts_of
 from ddpopt.fuzz.questions import Kind, Setting
-from ddpopt.testing.drawn import DrawnModel, step
 from ddpopt.verify.locating.reproduction import shows
 from ddpopt.verify.ranks import Ranks, joined
 from tests.unit.rehearsing import one_rank_group
@@ -53,53 +52,6 @@ def test_ddpopt_gets_the_model_right_bit_by_bit_in_both_strategies(case: FoundCa
     assert [(answer.mode, answer.kind, answer.detail) for answer in answers] == [
         (name, Kind.OK, "") for name in OURS
     ]
-
-
-OPEN = {
-    "AOTAutograd mistakes a segment's outputs: one of two inputs that it writes to requires grad, and the "
-    "other one is handed out, behind a view of another output": DrawnModel(
-        steps=(
-            step("linear"),
-            step(
-                "repeat", body=[step("write_late", body=[step("running", of="count"), step("complex_gain")])]
-            ),
-        ),
-        outputs=(step("view"),),
-        width=4,
-    ),
-    "last bits under a dynamic batch: layouts at a cut are proved of the first batch only": DrawnModel(
-        steps=(
-            step("halved"),
-            step("batch_norm2d", layer="again"),
-            step("columns", 3),
-            step("dropout", 2),
-            step("tower"),
-            step("double_linear", layer="tied"),
-            step("halved"),
-            step("conv1d"),
-        ),
-        outputs=(step("places"), step("input_itself"), step("input_view")),
-        returns="dataclass",
-        width=16,
-        batches=(2, 3),
-        cap_bytes=4096,
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    "model",
-    # last bits depend on the processor's kernels
-    [
-        pytest.param(model, marks=pytest.mark.xfail(strict=not why.startswith("last bits"), reason=why))
-        for why, model in OPEN.items()
-    ],
-    ids=["outputs", "layouts"],
-)
-@pytest.mark.filterwarnings("ignore:.*:UserWarning")
-def test_what_is_still_to_be_mended(model: DrawnModel, ranks: Ranks) -> None:
-    answers = examine(ranks, task_of(model, OURS, Setting("aot_eager")), lambda _: None)
-    assert [answer.kind for answer in answers] == [Kind.OK] * len(OURS)
 
 
 @EACH_OF_TORCHS

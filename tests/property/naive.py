@@ -59,6 +59,19 @@ class Watched(fx.Interpreter):
         bases = (n for n in node.all_input_nodes if own <= {storage(t) for t in tensors(self.values[n])})
         return next(bases, None)
 
+    def first(self, node: fx.Node) -> fx.Node:
+        """The node that made the very tensor that `node` writes to and returns; else the node itself."""
+        while node in self.writers:
+            returned = [n for n in node.all_input_nodes if self.values[n] is self.values[node]]
+            if not returned:
+                break
+            node = returned[0]
+        return node
+
+    def first_names(self) -> dict[str, str]:
+        """For each node that returns what it writes to: the name under which that tensor was made."""
+        return {node.name: self.first(node).name for node in self.writers}
+
 
 class Piece(NamedTuple):
     """A segment: its nodes, the tensors that it is given, and how many it hands on, by name."""
@@ -68,19 +81,19 @@ class Piece(NamedTuple):
     handed_on: frozenset[str]
 
 
-def pieces(gm: fx.GraphModule, openers: Sequence[str], inputs: Sequence[object]) -> list[Piece]:
-    """What each segment of `gm` holds, reads and hands on, if it is cut in front of the nodes `openers`."""
-    run = Watched(gm, inputs)
+def pieces(run: Watched, openers: Sequence[str]) -> list[Piece]:
+    """What each segment of a graph holds, reads and hands on, if it is cut in front of `openers`."""
     segments: list[list[fx.Node]] = [[]]
-    for node in gm.graph.nodes:
+    for node in run.graph.nodes:
         if node.op in ("placeholder", "get_attr", "output"):
             continue
         if node.name in openers:
             segments.append([])
         segments[-1].append(node)
     given = [{name for node in nodes for name in _read_outside(run, node, nodes)} for nodes in segments]
-    returned = {name for node in gm.graph.output_node().all_input_nodes for name in _names(run, node)}
-    made = [{name for node in nodes for name in _names(run, node)} for nodes in segments]
+    returned = {name for node in run.graph.output_node().all_input_nodes for name in _names(run, node)}
+    new = [[node for node in nodes if run.first(node) is node] for nodes in segments]
+    made = [{name for node in nodes for name in _names(run, node)} for nodes in new]
     return [
         Piece(
             tuple(node.name for node in nodes),
@@ -94,7 +107,10 @@ def pieces(gm: fx.GraphModule, openers: Sequence[str], inputs: Sequence[object])
 def _read_outside(run: Watched, node: fx.Node, nodes: Sequence[fx.Node]) -> Iterator[str]:
     """The tensors from outside of `nodes` that `node` reads; for a view that is taken anew, its base."""
     for source in node.all_input_nodes:
-        if source in nodes or source.op == "get_attr" or source.target in SWITCHES:
+        if source in nodes:
+            continue
+        source = run.first(source)
+        if source.op == "get_attr" or source.target in SWITCHES:
             continue
         if run.viewed(source) is not None:
             yield from _read_outside(run, source, nodes)
@@ -112,7 +128,7 @@ def _names(run: Watched, node: fx.Node) -> Iterator[str]:
             for place, item in enumerate(value):
                 yield from visit(item, f"item_{place}_of_{name}")
 
-    yield from visit(run.values[node], node.name)
+    yield from visit(run.values[node], run.first(node).name)
 
 
 def pieces_of(stitched: fx.GraphModule) -> list[Piece]:
@@ -157,16 +173,13 @@ class Row(NamedTuple):
     arguments: str
 
 
-def rows(gm: fx.GraphModule) -> list[Row]:
-    """A graph as a list of rows, in order."""
-    found: list[Row] = []
-    for node in gm.graph.nodes:
-        if node.op not in ("placeholder", "get_attr"):
-            found.append(_row(node, {}))
-    return found
+def rows(gm: fx.GraphModule, first: Mapping[str, str]) -> list[Row]:
+    """A graph as a list of rows, in order; `first` has the first names of tensors that have several."""
+    names = {node: first.get(node.name, node.name) for node in gm.graph.nodes}
+    return [_row(node, names) for node in gm.graph.nodes if node.op not in ("placeholder", "get_attr")]
 
 
-def recomposed(stitched: fx.GraphModule) -> list[Row]:
+def recomposed(stitched: fx.GraphModule, first: Mapping[str, str]) -> list[Row]:
     """The rows of a stitched module with its segments written out.
 
     Copies stand for what they copy, and spans that are only closed and opened again at a cut are left out.
@@ -178,7 +191,7 @@ def recomposed(stitched: fx.GraphModule) -> list[Row]:
         source: Any = node.args[0] if node.args else None
         if node.op == "call_module":
             segment = getattr(stitched, str(node.target))
-            calls[node] = _write_out(segment, [names[n] for n in node.args], found)
+            calls[node] = _write_out(segment, [names[n] for n in node.args], found, first)
         elif source in calls:
             names[node] = calls[source][node.args[1]]
         elif node.target in ("clone", "detach", "requires_grad_", "copy_"):
@@ -188,9 +201,12 @@ def recomposed(stitched: fx.GraphModule) -> list[Row]:
     return found
 
 
-def _write_out(segment: fx.GraphModule, given: Sequence[str], found: list[Row]) -> list[str]:
+def _write_out(
+    segment: fx.GraphModule, given: Sequence[str], found: list[Row], first: Mapping[str, str]
+) -> list[str]:
     """Add the rows of a segment that is given values of these names; the names of what it hands on."""
-    names = dict(zip(segment.graph.find_nodes(op="placeholder"), given, strict=True))
+    names = {node: first.get(node.name, node.name) for node in segment.graph.nodes}
+    names |= zip(segment.graph.find_nodes(op="placeholder"), given, strict=True)
     for node in segment.graph.nodes:
         if node.op in ("placeholder", "get_attr", "output") or node.name.startswith(("suspended", "resumed")):
             continue
@@ -199,7 +215,7 @@ def _write_out(segment: fx.GraphModule, given: Sequence[str], found: list[Row]) 
         else:
             found.append(_row(node, names))
     handed_on: Any = segment.graph.output_node().args[0]
-    return [names.get(node, node.name) for node in handed_on]
+    return [names[node] for node in handed_on]
 
 
 def _row(node: fx.Node, names: Mapping[fx.Node, str]) -> Row:

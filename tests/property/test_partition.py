@@ -70,12 +70,14 @@ def assert_naive_reference_agrees(graph: SmallGraph, plan: Plan, stitched: fx.Gr
     if stitched is graph.gm:
         return
     found = naive.pieces_of(stitched)
-    expected = naive.pieces(graph.gm, [cut.before for cut in plan.cuts], real_inputs(graph))
+    run = naive.Watched(graph.gm, real_inputs(graph))
+    expected = naive.pieces(run, [cut.before for cut in plan.cuts])
     for piece, reference in zip(found, expected, strict=True):
         assert set(piece.nodes) >= set(reference.nodes)  # some are taken anew
         assert piece.given == reference.given
         assert piece.handed_on == reference.handed_on
-    original, whole = naive.rows(graph.gm), naive.recomposed(stitched)
+    first = run.first_names()
+    original, whole = naive.rows(graph.gm, first), naive.recomposed(stitched, first)
     assert list(dict.fromkeys(row.name for row in whole)) == [row.name for row in original]
     assert set(whole) == set(original)
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from ddpopt.mutation import mutated_inputs, viewed_input
+from ddpopt.mutation import mutated_inputs, returned_input, viewed_input
 from ddpopt.testing.graph_builder import GraphBuilder
 
 Write = Callable[[fx.Graph, list[fx.Node]], fx.Node]
@@ -149,6 +149,17 @@ def test_the_result_of_an_in_place_operation_is_no_view() -> None:
     builder = GraphBuilder(batch=2, width=4)
     value = builder.call(operator.add, builder.x, 1.0)
     assert viewed_input(builder.method("add_", value, 1.0)) is None
+
+
+def test_an_in_place_operation_returns_what_it_writes_to() -> None:
+    builder = GraphBuilder(batch=2, width=4)
+    value = builder.call(operator.add, builder.x, 1.0)
+    view = builder.method("view", value, -1)
+    assert returned_input(builder.method("add_", value, 1.0)) is value
+    assert returned_input(builder.call(operator.imul, view, 2.0)) is view
+    assert returned_input(builder.call(F.relu, value, inplace=True)) is value
+    assert returned_input(builder.call(operator.add, value, 1.0)) is None
+    assert returned_input(builder.method("detach", value)) is None
 
 
 def test_what_has_no_tensor_is_a_view_of_nothing() -> None:

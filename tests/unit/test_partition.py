@@ -354,6 +354,36 @@ def test_a_view_of_a_mutated_tensor_is_taken_anew_behind_a_cut() -> None:
     assert torch.equal(stitched(torch.zeros(2, 4))[0], torch.zeros(2, 4))
 
 
+def test_what_a_segment_writes_to_and_returns_crosses_as_the_tensor_that_it_got() -> None:
+    builder = GraphBuilder(batch=2, width=4)
+    value = builder.call(torch.mul, builder.x, builder.parameter("a", "scale", 4))
+    written = builder.method("add_", value, 1.0)
+    again = builder.method("mul_", written, 2.0)
+    total = builder.call(torch.add, again, value)
+    gm = builder.finish(total, again).gm
+    stitched = cut(gm, "add_", "mul_", "add")
+    handed_out = [len(segment(stitched, i).graph.output_node().all_input_nodes) for i in range(4)]
+    assert handed_out == [1, 0, 0, 1]
+    last = segment(stitched, 3)
+    assert [node.name for node in last.graph.find_nodes(op="placeholder")] == ["mul"]
+
+
+def test_what_was_written_to_an_input_and_returned_is_the_input_itself() -> None:
+    builder = GraphBuilder(batch=2, width=4)
+    written = builder.method("add_", builder.x, 1.0)
+    stitched = cut(builder.finish(builder.method("sin", builder.x), written).gm, "sin")
+    x = torch.zeros(2, 4)
+    assert stitched(x)[1] is x
+
+
+def test_an_input_that_came_to_require_grad_by_a_write_is_not_detached() -> None:
+    builder = GraphBuilder(batch=2, width=4)
+    scaled = builder.method("mul_", builder.x, builder.parameter("a", "scale", 4))
+    graph = builder.finish(builder.call(torch.mul, scaled, builder.parameter("b", "scale", 4)))
+    stitched = cut(graph.gm, "mul")
+    assert stitched.graph.find_nodes(op="call_method", target="detach") == []
+
+
 def test_a_segment_gets_a_copy_of_what_a_later_one_writes_to() -> None:
     builder = GraphBuilder(batch=2, width=4)
     value = builder.call(torch.mul, builder.x, builder.parameter("a", "scale", 4))

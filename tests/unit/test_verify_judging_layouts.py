@@ -19,7 +19,7 @@ class Two(nn.Module):
     def __init__(self, between: Between) -> None:
         super().__init__()
         self.first = nn.Linear(64, 64)
-        self.second = nn.Linear(64, 64)
+        self.second: nn.Module = nn.Linear(64, 64)
         self.between = between
 
     def forward(self, x: Tensor) -> Tensor:
@@ -28,10 +28,10 @@ class Two(nn.Module):
         return output
 
 
-def named(between: Between) -> tuple[str, ...] | None:
-    captured = capture(Two(between), torch.randn(4, 64, 64), bucket_cap_mb=CAP_MB)
+def named(between: Between, *, model: type[Two] = Two, symbolic: bool = False) -> tuple[str, ...] | None:
+    captured = capture(model(between), torch.randn(4, 64, 64), bucket_cap_mb=CAP_MB)
     assert len(captured.plan().segments) == 2
-    return relaid_values(captured.graphs[0].gm, captured.plan())
+    return relaid_values(captured.graphs[0].gm, captured.plan(), symbolic=symbolic)
 
 
 @pytest.mark.parametrize("between", [torch.sin, lambda value: value.transpose(1, 2).contiguous()])
@@ -41,6 +41,34 @@ def test_a_gradient_in_the_layout_of_its_value_is_not_named(between: Between) ->
 
 def test_a_gradient_that_its_reader_lays_out_otherwise_is_named() -> None:
     assert named(lambda value: value.transpose(1, 2).sin()) == ("sin",)
+
+
+class Scaled(Two):
+    """As `Two`, but what the second layer sends back is laid out as what it got."""
+
+    def __init__(self, between: Between) -> None:
+        super().__init__(between)
+        self.second = Scale()
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.ones(64, 64))
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value * self.by
+
+
+@pytest.mark.parametrize(("symbolic", "expected"), [(False, ()), (True, ("sin",))])
+def test_with_symbolic_sizes_a_segment_takes_gradients_by_memory_format(
+    symbolic: bool, expected: tuple[str, ...]
+) -> None:
+    def by_columns(value: Tensor) -> Tensor:
+        return value.mT.contiguous().mT.sin()
+
+    assert named(by_columns, model=Scaled, symbolic=symbolic) == expected
+    assert named(torch.sin, model=Scaled, symbolic=symbolic) == ()
 
 
 def test_where_cuts_are_not_known_each_value_counts_as_crossing_one() -> None:

@@ -1,8 +1,9 @@
 """Which gradients cross a cut in another layout than in eager, proved by running the graph on fake tensors.
 
-A compiled segment takes the gradient of a value that it hands out in the layout of that value. Where eager
-lays the gradient out otherwise, its numbers are the same, but what is summed over its rows behind the cut
-(the gradient of a bias) may be summed in another order.
+A compiled segment takes the gradient of a value that it hands out in the layout of that value; where sizes
+are symbols, in the value's memory format instead (a transposed value counts as contiguous). Where eager lays
+the gradient out otherwise, its numbers are the same, but what is summed over its rows behind the cut (the
+gradient of a bias) may be summed in another order.
 
 Invariant: nothing real is run; a value that is not named here has its gradient in eager's layout.
 """
@@ -16,6 +17,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
@@ -24,13 +26,16 @@ from ddpopt.mutation import mutated_inputs
 from ddpopt.plan import Plan
 
 
-def relaid_values(gm: fx.GraphModule, plan: Plan | None, graph: int = 0) -> tuple[str, ...] | None:
+def relaid_values(
+    gm: fx.GraphModule, plan: Plan | None, graph: int = 0, *, symbolic: bool = False
+) -> tuple[str, ...] | None:
     """Names of the values whose gradient crosses a cut in another layout than in eager.
 
     Args:
         gm: the graph that the plan was made for, traced on fake tensors.
         plan: where it is cut; None if that is not known: then each value that is read crosses a cut.
         graph: which of the plan's graphs `gm` is.
+        symbolic: whether it may be compiled for symbolic sizes too; `gm` itself has numbers.
 
     Returns:
         Node names, in graph order; None if the graph cannot be run on fake tensors.
@@ -41,7 +46,7 @@ def relaid_values(gm: fx.GraphModule, plan: Plan | None, graph: int = 0) -> tupl
     if not crossing:
         return ()
     inputs = [example_value(node) for node in gm.graph.find_nodes(op="placeholder")]
-    run = _Run(gm, crossing)
+    run = _Run(gm, crossing, symbolic)
     try:
         with _fakes_of(inputs), torch.enable_grad():
             outputs = [leaf for leaf in pytree.tree_leaves(run.run(*inputs)) if _is_trained(leaf)]
@@ -64,8 +69,9 @@ def _cut(gm: fx.GraphModule, plan: Plan, graph: int) -> list[fx.Node]:
 class _Run(fx.Interpreter):
     """Runs a graph and compares the layout of each gradient with that of its value."""
 
-    def __init__(self, gm: fx.GraphModule, crossing: list[fx.Node]) -> None:
+    def __init__(self, gm: fx.GraphModule, crossing: list[fx.Node], symbolic: bool) -> None:
         super().__init__(gm)
+        self.symbolic = symbolic
         self.crossing = dict.fromkeys(crossing)
         self.is_relaid: dict[str, bool] = {}
 
@@ -75,12 +81,17 @@ class _Run(fx.Interpreter):
         for made, own in ((n, value), *((source, self.env[source]) for source in mutated_inputs(n))):
             if made in self.crossing and _is_trained(own):
                 hookable: Any = own  # torch types its hooks not
-                hookable.register_hook(self._comparing(made.name, _layout(own)))
+                hookable.register_hook(self._comparing(made.name, own))
         return value
 
-    def _comparing(self, name: str, layout: tuple[int, ...]) -> Callable[[Tensor], None]:
+    def _comparing(self, name: str, value: Tensor) -> Callable[[Tensor], None]:
+        layout, memory_format = _layout(value), suggest_memory_format(value)
+
         def compare(gradient: Tensor) -> None:
-            self.is_relaid[name] = self.is_relaid.get(name, False) or _layout(gradient) != layout
+            kept = _layout(gradient) == layout
+            if self.symbolic:
+                kept = kept and gradient.is_contiguous(memory_format=memory_format)
+            self.is_relaid[name] = self.is_relaid.get(name, False) or not kept
 
         return compare
 

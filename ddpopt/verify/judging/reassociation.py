@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx, nn
+from torch.nn.parallel.distributed import _find_tensors
+from torch.utils import _pytree as pytree
 
 from ddpopt.association import reassociated_values
 from ddpopt.bucket_config import DDP_ARGUMENTS_OF_LIMITS
@@ -77,9 +79,9 @@ def reassociated(bench: Bench, mode: str, plan: Plan | None) -> Reassociated:
     if bench.subject.option.forwards > 1:
         return together([_of_forwards(one) for one in traced])
     if mode in ("ddpopt-split", "ddpopt-inline") and plan is not None:
-        return _of_plan(traced, plan, every_graph=mode == "ddpopt-split")
+        return _of_plan(traced, plan, every_graph=mode == "ddpopt-split", symbolic=_sizes_change(bench))
     if mode == "torch":
-        return together([_of_any_cuts(one) for one in traced])
+        return together([_of_any_cuts(one, symbolic=_sizes_change(bench)) for one in traced])
     return Reassociated()
 
 
@@ -90,6 +92,18 @@ def _traced(bench: Bench, model: nn.Module) -> Capture:
     given = bench.subject.option.arguments(case, model)
     limits = {name: value for name, value in given.items() if name in DDP_ARGUMENTS_OF_LIMITS}
     return capture(model, *args, **kwargs, **limits)
+
+
+def _sizes_change(bench: Bench) -> bool:
+    """Whether shapes or integers differ among the inputs of the steps: Dynamo then makes symbols of sizes."""
+    inputs = (bench.subject.adapted.inputs(bench.rank, step) for step in range(bench.subject.steps))
+    return len({_sizes(given) for given in inputs}) > 1
+
+
+def _sizes(inputs: object) -> tuple[object, ...]:
+    """Touches a private name of torch 2.11 to 2.13, by which DDP finds tensors in dataclasses too."""
+    shapes = [tensor.shape for tensor in _find_tensors(inputs)]  # type: ignore[no-untyped-call]  # torch's
+    return (*shapes, *(leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, int)))
 
 
 def _variants(make: Callable[[], nn.Module]) -> Iterator[nn.Module]:
@@ -112,14 +126,14 @@ def together(found: Sequence[Reassociated]) -> Reassociated:
     )
 
 
-def _of_plan(traced: Sequence[Capture], plan: Plan, *, every_graph: bool) -> Reassociated:
+def _of_plan(traced: Sequence[Capture], plan: Plan, *, every_graph: bool, symbolic: bool) -> Reassociated:
     """What a plan's cuts move in the graphs that it was made for: in each, or where inline had to cut."""
     cuts = [[every_graph or is_cut for is_cut in _uninlined(one)] for one in traced]
     if not any(any(cut) for cut in cuts):
         return Reassociated()
     for one, cut in zip(traced, cuts, strict=True):
         if _fits(one.graphs, plan):
-            return together([_of_sums(one, cut, plan), _of_layouts(one, cut, plan)])
+            return together([_of_sums(one, cut, plan), _of_layouts(one, cut, plan, symbolic=symbolic)])
     return Reassociated(unproved=(NOT_THIS_PLAN,))
 
 
@@ -129,20 +143,23 @@ def _of_sums(traced: Capture, cut: Sequence[bool], plan: Plan) -> Reassociated:
     return _of_cuts("the cuts of the plan sum in another order", traced, moved)
 
 
-def _of_layouts(traced: Capture, cut: Sequence[bool], plan: Plan | None) -> Reassociated:
+def _of_layouts(traced: Capture, cut: Sequence[bool], plan: Plan | None, *, symbolic: bool) -> Reassociated:
     pairs = enumerate(zip(traced.graphs, cut, strict=True))
-    moved = [relaid_values(graph.gm, plan, index) if is_cut else () for index, (graph, is_cut) in pairs]
+    moved = [
+        relaid_values(graph.gm, plan, index, symbolic=symbolic) if is_cut else ()
+        for index, (graph, is_cut) in pairs
+    ]
     whose = "torch's cuts" if plan is None else "the cuts of the plan"
     why = f"gradients cross {whose} in another layout, so that sums over them have another order"
     found = _of_cuts(why, traced, [names or () for names in moved])
     return replace(found, unproved=(NO_LAYOUTS,)) if None in moved else found
 
 
-def _of_any_cuts(traced: Capture) -> Reassociated:
+def _of_any_cuts(traced: Capture, *, symbolic: bool) -> Reassociated:
     """What cuts move that nobody knows: they may be anywhere."""
     repeated = [_repeated(graph.gm) for graph in traced.graphs]
     sums = _of_cuts("torch's cuts may sum in another order", traced, repeated)
-    return together([sums, _of_layouts(traced, [True] * len(traced.graphs), None)])
+    return together([sums, _of_layouts(traced, [True] * len(traced.graphs), None, symbolic=symbolic)])
 
 
 def _uninlined(traced: Capture) -> list[bool]:
