@@ -2,11 +2,13 @@
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis.database import DirectoryBasedExampleDatabase, ExampleDatabase
+from fakeredis import TcpFakeServer
+from hypothesis.database import ExampleDatabase
 
 from ddpopt.errors import UsageError
 from ddpopt.fuzz import campaign
@@ -14,6 +16,7 @@ from ddpopt.fuzz.campaign import Campaign, Limits
 from ddpopt.fuzz.cases import FoundCase
 from ddpopt.fuzz.journal import LINES, Entry, Journal, Plan
 from ddpopt.fuzz.questions import Answer, Kind, Task
+from ddpopt.fuzz.shared import open_database
 from ddpopt.fuzz.signatures import Signature
 from ddpopt.fuzz.stream import Source, drawn_block
 from ddpopt.fuzz.summary import summarized
@@ -135,12 +138,26 @@ def test_a_folder_of_another_campaign_is_refused_with_what_differs(tmp_path: Pat
         run(tmp_path, 2, plan=other)
 
 
-def test_machines_that_share_a_database_judge_what_the_others_found(tmp_path: Path) -> None:
-    database = DirectoryBasedExampleDatabase(tmp_path / "shared")
-    run(tmp_path / "a", 30, database=database)
+@pytest.fixture
+def redis() -> Iterator[str]:
+    """The address of a server that speaks Redis's protocol."""
+    with TcpFakeServer(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"redis://127.0.0.1:{server.server_address[1]}/0"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("kind", ["folder", "redis"])
+def test_machines_that_share_a_database_judge_what_the_others_found(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    address = request.getfixturevalue("redis") if kind == "redis" else str(tmp_path / "shared")
+    run(tmp_path / "a", 30, database=open_database(address))
     found = {FoundCase.read(file).model for file in (tmp_path / "a" / "cases").glob("*.json")}
     elsewhere = Plan(**{**vars(PLAN), "seed": 99})
-    entries = run(tmp_path / "b", 2, plan=elsewhere, database=database)
+    entries = run(tmp_path / "b", 2, plan=elsewhere, database=open_database(address))
     assert len([entry for entry in entries if entry.worker == campaign.FROM_OTHERS]) >= len(found) > 0
     assert len([entry for entry in entries if entry.worker != campaign.FROM_OTHERS]) == 2
 
