@@ -19,7 +19,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" test
 [ "$#" -gt 0 ] || set -- 2 3
 # How ranks are started and ended does not depend on how many there are: once is enough.
 step "starting and ending ranks" "$VENV/bin/python" -m pytest -n auto --maxprocesses 8 \
-  tests/multigpu/alone ${PYTEST_ARGS:-}
+  tests/multigpu/alone tests/integration/test_verify_command.py tests/integration/test_verify_locate.py \
+  ${PYTEST_ARGS:-}
 for ranks in "$@"; do
   step "$ranks ranks" env DDPOPT_NPROC="$ranks" "$VENV/bin/python" -m pytest -n auto --maxprocesses 8 \
     tests/multigpu --ignore tests/multigpu/alone ${PYTEST_ARGS:-}

@@ -49,9 +49,11 @@ def test_the_script_beside_a_failure_is_the_one_that_is_written_for_it(case: Fou
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 def test_ddpopt_gets_the_model_right_bit_by_bit_in_both_strategies(case: FoundCase, ranks: Ranks) -> None:
     answers = examine(ranks, task_of(case.model, OURS, Setting("aot_eager")), lambda _: None)
-    assert [(answer.mode, answer.kind, answer.detail) for answer in answers] == [
-        (name, Kind.OK, "") for name in OURS
-    ]
+    found = [(answer.mode, answer.kind, answer.detail) for answer in answers]
+    if case.fails_undivided:
+        assert [(name, kind) for name, kind, _ in found] == [(name, Kind.BACKEND) for name in OURS]
+    else:
+        assert found == [(name, Kind.OK, "") for name in OURS]
 
 
 @EACH_OF_TORCHS
