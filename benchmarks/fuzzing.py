@@ -170,7 +170,7 @@ def _table(rates: Sequence[Rate]) -> Table:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fuzzing", description=__doc__)
     parser.add_argument("--graphs", type=_some, default=1000, help="graphs of a worker in a round")
-    parser.add_argument("--models", type=_some, default=200, help="models of a round")
+    parser.add_argument("--models", type=_some, default=400, help="models of a round")
     parser.add_argument("--workers", type=_some, default=2, help="processes")
     parser.add_argument("--rounds", type=_some, default=3)
     parser.add_argument("--json", type=Path, help="store conditions and rates in this file")

@@ -9,7 +9,7 @@ Invariant: a position that is not blocked can be cut without changing what the p
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from ddpopt.graphs import AUTOCAST, GRAD_MODE, example_value, requires_grad, storages
-from ddpopt.mutation import mutated_inputs, viewed_input
+from ddpopt.mutation import first_names, mutated_inputs, returned_input, viewed_input
 
 CROSSABLE = (
     torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool, str, type(None),
@@ -153,11 +153,38 @@ def _hookless_spans(body: Sequence[fx.Node]) -> Iterator[Span]:
 
 
 def _reshaped_spans(body: Sequence[fx.Node], position: Mapping[fx.Node, int]) -> Iterator[Span]:
-    """From a value to where its shape is changed in place: the example that tracing left is of after that."""
+    """From a value to where its shape is changed in place: the example that tracing left is of after that.
+
+    A view so changed stays with all its readers, for behind a cut it would be taken anew as it was before.
+    """
+    first = first_names(body)
+    reshaped: dict[fx.Node, int] = {}
     for index, node in enumerate(body):
         if node.op == "call_method" and node.target in RESHAPING:
-            for source in mutated_inputs(node):
-                yield Span(position.get(source, -1) + 1, index, f"{source.name!r} is yet to change its shape")
+            reshaped.update((first.get(source, source), index) for source in mutated_inputs(node))
+    last = _last_readers(body, position, [node for node in reshaped if viewed_input(node) is not None])
+    for node, index in reshaped.items():
+        until = max(index, last.get(node, -1))
+        yield Span(position.get(node, -1) + 1, until, f"the shape of {node.name!r} is changed in place")
+
+
+def _last_readers(
+    body: Sequence[fx.Node], position: Mapping[fx.Node, int], nodes: Iterable[fx.Node]
+) -> dict[fx.Node, int]:
+    """For each of some nodes the position of the last one that reads it, or any view of it."""
+    last = dict.fromkeys(nodes, -1)
+    if not last:
+        return last
+    bases: dict[fx.Node, frozenset[fx.Node]] = {}
+    for node in body:
+        base = viewed_input(node) or returned_input(node)
+        bases[node] = bases.get(base, frozenset()) if base is not None else frozenset()
+        if node in last:
+            bases[node] |= {node}
+        readers = [position[user] for user in node.users if user in position]
+        for own in bases[node] if readers else ():
+            last[own] = max(last[own], *readers)
+    return last
 
 
 def _alias_spans(graph: fx.Graph, position: Mapping[fx.Node, int], end: int) -> Iterator[Span]:

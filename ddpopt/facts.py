@@ -18,7 +18,7 @@ from torch import fx
 
 from ddpopt.crossing import blocked_positions
 from ddpopt.graphs import GRAD_MODE, SOURCES, body_nodes, example_value, fetch, requires_grad, storages
-from ddpopt.mutation import mutated_inputs
+from ddpopt.mutation import first_names, mutated_inputs
 from ddpopt.reducer import ParamSpec
 
 
@@ -80,10 +80,12 @@ def collect(
     readers: dict[str, list[int]] = {spec.name: [] for spec in specs.values()}
     sources = parameter_sources(gm, example_inputs, specs)
     carries = gradient_carriers(gm.graph)
+    first = first_names(body)
     for position, node in enumerate(body):
         if node not in carries:
             continue
-        held = [node, *(source for source in node.all_input_nodes if source.op in SOURCES)]
+        read = [first.get(source, source) for source in node.all_input_nodes]
+        held = [node, *(source for source in read if source.op in SOURCES)]
         names = [name for source in held for name in sources.get(source, {}).values()]
         for name in dict.fromkeys(names):
             readers[name].append(position)

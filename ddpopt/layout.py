@@ -28,7 +28,7 @@ from ddpopt.graphs import (
     storages,
     storages_of,
 )
-from ddpopt.mutation import mutated_inputs, returned_input, viewed_input
+from ddpopt.mutation import first_names, mutated_inputs, viewed_input
 
 ENTER_AUTOCAST, EXIT_AUTOCAST = AUTOCAST
 Path = tuple[int, ...]
@@ -210,12 +210,14 @@ def _symbol_binders(graph: fx.Graph) -> dict[sympy.Symbol, fx.Node]:
 
 
 def _returned_sources(nodes: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """For each of `nodes`, in order, that hands back a tensor it writes to: the node that brought it in."""
+    """For each of `nodes`, in order, that returns what it writes to: the node that brought the tensor in.
+
+    A view is left out: behind a cut it is taken anew, as it was before the write.
+    """
     found: dict[fx.Node, fx.Node] = {}
-    for node in nodes:
-        returned = returned_input(node)
-        if returned is not None:
-            found[node] = found.get(returned, returned)
+    for node, first in first_names(nodes).items():
+        if viewed_input(first) is None:
+            found[node] = first
     return found
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import fx
@@ -45,6 +45,16 @@ def returned_input(node: fx.Node) -> fx.Node | None:
     if not isinstance(value, torch.Tensor):
         return None
     return next((source for source in mutated_inputs(node) if example_value(source) is value), None)
+
+
+def first_names(nodes: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """For each of `nodes`, in graph order, that returns what it writes to: the node that made that tensor."""
+    found: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        returned = returned_input(node)
+        if returned is not None:
+            found[node] = found.get(returned, returned)
+    return found
 
 
 def _mutated(node: fx.Node) -> Iterator[fx.Node]:

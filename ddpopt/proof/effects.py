@@ -31,6 +31,12 @@ _WRITING_OPERATORS = frozenset(
     )
 )  # fmt: skip
 _NORM_ARGUMENTS = ("input", "weight", "bias", "running_mean", "running_var")
+_RESHAPING_NAMES = frozenset(
+    (
+        "as_strided_", "resize_", "resize_as_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_",
+        "transpose_", "unsqueeze_",
+    )
+)  # fmt: skip
 _DRAWING_WORDS = (
     "dropout",
     "rand",
@@ -84,6 +90,12 @@ def draws(call: Call) -> bool:
     return _draws_by_name(
         call.callee if isinstance(call.callee, str) else getattr(call.callee, "__name__", "")
     )
+
+
+def reshapes(call: Call) -> bool:
+    """Whether `call` changes the shape or the strides of what it writes to."""
+    name = call.callee if isinstance(call.callee, str) else getattr(call.callee, "__name__", "")
+    return name in _RESHAPING_NAMES
 
 
 def _writes_by_name(name: str) -> bool:

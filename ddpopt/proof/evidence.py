@@ -109,15 +109,15 @@ def earliest_readers(
     Returns:
         Node names by parameter name. Parameters that no gradient flows to are not in it.
     """
-    sources: dict[str, list[str]] = {}
-    for source, param in names.items():
-        sources.setdefault(source.partition(".")[0], []).append(param)
+    sources: dict[Term, list[str]] = {}
+    for label, param in names.items():
+        sources.setdefault(original.terms.get(label.partition(".")[0]), []).append(param)
     readers: dict[str, str] = {}
     for step in original.program.steps:
         if step.name not in passing:
             continue
         for node in (*step.node.all_input_nodes, step.node):
-            for param in sources.get(node.name, ()):
+            for param in sources.get(original.terms[node.name], ()):
                 readers.setdefault(param, step.name)
     return readers
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ddpopt.proof.effects import call_of, draws, written
+from ddpopt.proof.effects import call_of, draws, reshapes, written
 from ddpopt.proof.evidence import Evidence
 from ddpopt.proof.steps import Original, Program, Step, at, storage_of, tensors_in
 from ddpopt.proof.terms import ABSENT, Item, Made, Term, leaves, show
@@ -64,12 +64,17 @@ def copies_are_not_noticed(evidence: Evidence) -> Iterator[str]:
 
 
 def steps_taken_twice(evidence: Evidence) -> Iterator[Step]:
-    """The steps that a segment takes once more though they are neither views nor symbols."""
+    """The steps that a segment takes once more though they are neither views nor symbols.
+
+    Nor may a view be taken again that has its shape changed in place: it would be as it was before.
+    """
     if not evidence.stitched.repeats:
         return
     watched = _written_families(evidence.original)
+    reshaped = _reshaped(evidence.original)
     for step in evidence.stitched.repeats:
-        if not _may_repeat(evidence.original, step, watched):
+        value = evidence.original.terms[step.name]
+        if value in reshaped or not _may_repeat(evidence.original, step, watched):
             yield step
 
 
@@ -129,6 +134,12 @@ def _accesses(
     for family in dict.fromkeys(f for f in _families(original, program.result) if f in found):
         found[family].append(_Seen("output", "the output"))
     return found
+
+
+def _reshaped(original: Original) -> set[Term]:
+    """The values whose shape or strides a step changes in place."""
+    calls = map(call_of, original.program.steps)
+    return {leaf for call in calls if reshapes(call) for value in written(call) for leaf in leaves(value)}
 
 
 def _may_repeat(original: Original, step: Step, watched: Mapping[Hashable, str]) -> bool:

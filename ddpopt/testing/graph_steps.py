@@ -109,6 +109,14 @@ def _mutated_view(sketch: Sketch) -> fx.Node:
     return total
 
 
+def _reshaped_view(sketch: Sketch) -> fx.Node:
+    total = sketch.builder.call(operator.add, sketch.value(), 1.0)
+    view = sketch.builder.method("view", total, sketch.builder.width, sketch.builder.batch)
+    reshaped = sketch.builder.method("t_", view)
+    sketch.draw(st.sampled_from((_linear, _activation)))(sketch)
+    return sketch.builder.method("contiguous", sketch.draw(st.sampled_from((view, reshaped))))
+
+
 def _mutated_input(sketch: Sketch) -> fx.Node:
     extra = sketch.builder.input(f"extra_{len(sketch.values)}", sketch.builder.batch, sketch.builder.width)
     sketch.builder.method("add_", extra, 1.0)
@@ -281,6 +289,7 @@ STEPS: tuple[Step, ...] = (
     _later_item,
     _mutated_sum,
     _mutated_view,
+    _reshaped_view,
     _mutated_input,
     _mutated_buffer,
     _no_grad_span,

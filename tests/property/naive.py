@@ -60,13 +60,17 @@ class Watched(fx.Interpreter):
         return next(bases, None)
 
     def first(self, node: fx.Node) -> fx.Node:
-        """The node that made the very tensor that `node` writes to and returns; else the node itself."""
-        while node in self.writers:
-            returned = [n for n in node.all_input_nodes if self.values[n] is self.values[node]]
+        """The node that made the very tensor that `node` writes to and returns; else the node itself.
+
+        A tensor that is a view does not cross a cut: so whoever returns it counts as making it.
+        """
+        made = node
+        while made in self.writers:
+            returned = [n for n in made.all_input_nodes if self.values[n] is self.values[made]]
             if not returned:
                 break
-            node = returned[0]
-        return node
+            made = returned[0]
+        return node if self.viewed(made) else made
 
     def first_names(self) -> dict[str, str]:
         """For each node that returns what it writes to: the name under which that tensor was made."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from tests.unit.program_mutants import drop, swap
 from tests.unit.stitching import Ref, Row, Story, refs
-from tests.unit.stories import Mutant
+from tests.unit.stories import Mutant, reshaped_view
 
 
 def swap_draws(told: Story) -> None:
@@ -68,6 +68,13 @@ def hand_on_detached(told: Story) -> None:
     told.pieces[1].outputs["w0"] = Ref("w0")
 
 
+def take_view_again(told: Story) -> None:
+    told.pieces[0].outputs = {"lin0": Ref("lin0")}
+    told.pieces[1].inputs = {"lin0": Ref("lin0"), "w": Ref("w")}
+    told.pieces[1].rows.insert(0, Row("view", "view", (Ref("lin0"), 4, 4)))
+    told.edit(1, "lin1", args=refs("view w"))
+
+
 MUTANTS: Mapping[str, tuple[Mutant, ...]] = {
     "mutation order": (
         Mutant("write swapped with a read",
@@ -104,6 +111,10 @@ MUTANTS: Mapping[str, tuple[Mutant, ...]] = {
         Mutant("detached value handed on",
                "segment 1, input w0: is detached, but its return sends gradient to it",
                hand_on_detached),
+    ),
+    "nodes": (
+        Mutant("view taken again as it was before it was transposed",
+               "node view stands in segment 0 and again in segment 1", take_view_again, reshaped_view),
     ),
     "nothing added": (
         Mutant("clone written back to another", "the stitched module, node back", write_back_to_another),

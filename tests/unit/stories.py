@@ -253,6 +253,17 @@ def indexed_view() -> Story:
     return cut_in_two(given, first, second, "lin0 buf w", params=("v", "w"), again=[row])
 
 
+def reshaped_view() -> Story:
+    """A view is transposed in place, and handed on as it is then."""
+    first = [
+        Row("lin0", F.linear, refs("x v")),
+        Row("view", "view", (Ref("lin0"), 4, 4)),
+        Row("turned", "t_", refs("view")),
+    ]
+    second = [Row("lin1", F.linear, refs("turned w"))]
+    return cut_in_two(weights("v w"), first, second, "turned w", params=("v", "w"))
+
+
 def borrowed_names() -> Story:
     """What a cut adds may by chance bear the name of a node that stands in another segment."""
     told = story()
@@ -301,6 +312,7 @@ SMALL: tuple[Callable[[], Story], ...] = (
     constant,
     symbolic_number,
     indexed_view,
+    reshaped_view,
     borrowed_names,
     tied_weight,
     module_call,

@@ -95,8 +95,22 @@ def test_nothing_is_cut_between_a_value_and_a_change_of_its_shape() -> None:
     between = builder.method("relu", builder.x)
     change = builder.method("unsqueeze_", value, 0)
     after = builder.call(operator.add, value, between)
-    why = f"{value.name!r} is yet to change its shape"
+    why = f"the shape of {value.name!r} is changed in place"
     assert finished(builder, after) == {node.name: why for node in (between, change)}
+
+
+def test_a_view_that_changes_its_shape_stays_with_its_readers() -> None:
+    # behind a cut it would be taken anew, and then be as it was before the change
+    builder = new_builder()
+    view = builder.method("view", builder.method("sin", builder.x), 4, 2)
+    change = builder.method("t_", view)
+    again = builder.method("unsqueeze", change, 0)
+    between = builder.method("relu", builder.x)
+    by_view = builder.call(operator.add, builder.method("squeeze", again, 0), between)
+    after = builder.method("cos", by_view)
+    why = f"the shape of {view.name!r} is changed in place"
+    stays = (change.name, again.name, between.name, "squeeze", by_view.name)
+    assert finished(builder, after) == dict.fromkeys(stays, why)
 
 
 def test_spans_of_autocast_and_grad_mode_may_be_cut() -> None:

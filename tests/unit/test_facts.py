@@ -283,6 +283,15 @@ def test_parameters_stand_in_the_order_of_the_reducers_list() -> None:
     assert [use.spec.name for use in facts.params] == ["a", "b", "c"]
 
 
+def test_a_parameter_is_read_under_the_name_of_what_wrote_to_it_too() -> None:
+    def forward(m: Weights, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scaled = m.a.mul_(0.5).add_(1.0)
+        return x.mm(m.b).mm(scaled)
+
+    assert read_by(forward)["a"] == "mm_1"
+
+
 # ------------------------------------------------------------------------------------ what does not count
 
 

@@ -23,13 +23,17 @@ def measured(w: Writer, x: str, *, of: str, body: Body) -> str:
     return f"({body(value)}) * {ratio}"
 
 
-@register_block("in-place", body="any")
-def reshape_late(w: Writer, x: str, *, body: Body) -> str:
-    """Change the shape of a value in place behind the body."""
+@register_block("in-place", body="any", options={"of": {"value": "in-place", "view": "in-place-view"}})
+def reshape_late(w: Writer, x: str, *, body: Body, of: str) -> str:
+    """Change the shape of a value in place behind the body, or of a view that is read behind it in front."""
     source = w.assign("i", x)
     base = w.assign("b", f"{source} * 0.5")
+    if of == "view":
+        base = w.assign("v", f"{base}[:, :]")
+        w.line(f"{base}.unsqueeze_(0)")
     inner = w.assign("late", body(source))
-    w.line(f"{base}.unsqueeze_(0)")
+    if of == "value":
+        w.line(f"{base}.unsqueeze_(0)")
     return f"{base}[0] + {inner}"
 
 
@@ -59,13 +63,14 @@ def ragged(w: Writer, x: str) -> str:
     return f"{second}({first}({parts})).values()"
 
 
-@register_block("parameter-update", pure=False)
-def decayed(w: Writer, x: str) -> str:
-    """Change a parameter in place, and read a view of it behind another parameter."""
+@register_block("parameter-update", options={"read": ("parameter", "result")}, pure=False)
+def decayed(w: Writer, x: str, *, read: str) -> str:
+    """Change a parameter in place, and read a view of it, or of what changed it, behind another parameter."""
     weight = w.parameter(f"torch.randn({w.width}, {w.width}) / {w.width}")
     shift = w.parameter(f"torch.zeros({w.width})", "shift")
     with w.nested("with torch.no_grad():"):
-        w.line(f"{weight}.mul_(0.9)")
+        changed = w.assign("w", f"{weight}.mul_(0.9)")
+    weight = changed if read == "result" else weight
     view = w.assign("view", f"{weight}.t()")
     value = w.assign("v", f"{x} + {shift}")
     return f"{value} @ {view}.clone()"
