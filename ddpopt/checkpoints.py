@@ -12,13 +12,14 @@ a region comes back as the same object.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from ddpopt.graphs import body_nodes, fetch, module_like
+from ddpopt.layout import State
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 Argument = Any
@@ -41,15 +42,31 @@ def divide_regions(
     if not regions:
         return gm
     written_out, inner = _write_out(gm, regions)
-    openers: dict[fx.Node, list[fx.Node]] = {}
+    places = {region: _places(_body(gm, region)) for region in regions}
+    openers: dict[fx.Node, dict[fx.Node, None]] = {}
     for name in find_cuts(written_out):
         if name in inner:
             region, node = inner[name]
-            if (
-                node is not body_nodes(_body(gm, region).graph)[0]
-            ):  # a cut in front of a region divides nothing
-                openers.setdefault(region, []).append(node)
+            if node in places[region]:
+                openers.setdefault(region, {})[places[region][node]] = None
     return _divide(gm, openers) if openers else gm
+
+
+def _places(body: fx.GraphModule) -> dict[fx.Node, fx.Node]:
+    """For each node of a body, in front of which one it is divided if a bucket ends there.
+
+    In front of the node itself as a rule; inside a span of autocast or ``no_grad`` in front of the whole
+    span, which must not begin in one piece and end in another. In front of the first node nowhere.
+    """
+    found: dict[fx.Node, fx.Node] = {}
+    state, opener = State(), None
+    for place, node in enumerate(body_nodes(body.graph)):
+        if state == State():
+            opener = node if place else None
+        if opener is not None:
+            found[node] = opener
+        state = state.after(node)
+    return found
 
 
 def _is_region(node: fx.Node) -> bool:
@@ -93,7 +110,7 @@ def _write_out(
     return module_like(gm, graph, held), inner
 
 
-def _divide(gm: fx.GraphModule, openers: Mapping[fx.Node, Sequence[fx.Node]]) -> fx.GraphModule:
+def _divide(gm: fx.GraphModule, openers: Mapping[fx.Node, Iterable[fx.Node]]) -> fx.GraphModule:
     graph = fx.Graph()
     copies: dict[fx.Node, Argument] = {}
     held: dict[str, object] = {}
@@ -112,7 +129,7 @@ def _divide(gm: fx.GraphModule, openers: Mapping[fx.Node, Sequence[fx.Node]]) ->
 def _write_pieces(
     gm: fx.GraphModule,
     region: fx.Node,
-    openers: Sequence[fx.Node],
+    openers: Iterable[fx.Node],
     graph: fx.Graph,
     copies: Mapping[fx.Node, Argument],
     held: dict[str, object],
@@ -145,10 +162,11 @@ def _operands(
     return dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
 
 
-def _pieces(body: fx.GraphModule, openers: Sequence[fx.Node]) -> list[list[fx.Node]]:
+def _pieces(body: fx.GraphModule, openers: Iterable[fx.Node]) -> list[list[fx.Node]]:
     pieces: list[list[fx.Node]] = [[]]
+    opening = set(openers)
     for node in body_nodes(body.graph):
-        if node in openers and pieces[-1]:
+        if node in opening and pieces[-1]:
             pieces.append([])
         pieces[-1].append(node)
     return pieces

@@ -69,8 +69,10 @@ def decayed(w: Writer, x: str, *, read: str) -> str:
     weight = w.parameter(f"torch.randn({w.width}, {w.width}) / {w.width}")
     shift = w.parameter(f"torch.zeros({w.width})", "shift")
     with w.nested("with torch.no_grad():"):
-        changed = w.assign("w", f"{weight}.mul_(0.9)")
-    weight = changed if read == "result" else weight
+        if read == "result":
+            weight = w.assign("w", f"{weight}.mul_(0.9)")
+        else:
+            w.line(f"{weight}.mul_(0.9)")
     view = w.assign("view", f"{weight}.t()")
     value = w.assign("v", f"{x} + {shift}")
     return f"{value} @ {view}.clone()"

@@ -1,0 +1,55 @@
+"""ddpopt.checkpoints: a checkpointed region is divided where a bucket ends inside it, and nowhere else."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ddpopt.capture import capture
+from ddpopt.checkpoints import CHECKPOINT
+
+Body = Callable[["Region", Tensor], Tensor]
+
+
+class Region(nn.Module):
+    """Four layers in one checkpointed region."""
+
+    def __init__(self, body: Body) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = checkpoint(self.body, self, x, use_reentrant=False)
+        return output
+
+
+def plain(region: Region, x: Tensor) -> Tensor:
+    for layer in region.layers:
+        x = layer(x)
+    return x
+
+
+def under_autocast(region: Region, x: Tensor) -> Tensor:
+    x = region.layers[0](x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        x = region.layers[2](region.layers[1](x))
+    output: Tensor = region.layers[3](x.float())
+    return output
+
+
+def partly_without_grad(region: Region, x: Tensor) -> Tensor:
+    x = region.layers[1](region.layers[0](x))
+    with torch.no_grad():
+        scale = region.layers[2](x).sum()
+    output: Tensor = region.layers[3](x) * scale
+    return output
+
+
+@pytest.mark.parametrize(("body", "pieces"), [(plain, 4), (under_autocast, 3), (partly_without_grad, 3)])
+def test_a_region_is_divided_between_spans_where_buckets_end(body: Body, pieces: int) -> None:
+    captured = capture(Region(body), torch.ones(2, 8), bucket_cap_mb=8 * 9 * 4 / 2**20)
+    (graph,) = captured.graphs
+    assert len(graph.gm.graph.find_nodes(op="call_function", target=CHECKPOINT)) == pieces
