@@ -145,7 +145,7 @@ def planned(request: Request) -> Plan:
         request.backend,
         request.nproc,
         without,
-        torch.__version__,
+        torch.__version__.partition("+")[0],
     )
 
 

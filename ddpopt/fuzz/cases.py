@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ddpopt.errors import UsageError
-from ddpopt.fuzz.questions import STANDALONE, Answer, Kind, Setting, Task, modes_named
+from ddpopt.fuzz.questions import STANDALONE, WHOLE, Answer, Kind, Setting, Task, modes_named
 from ddpopt.fuzz.reading import read_model
 from ddpopt.fuzz.signatures import Signature
 from ddpopt.testing.drawn import DrawnModel
@@ -57,6 +57,11 @@ class FoundCase:
         """Whom the failure counts against: the mode, the backend in any mode, or verification."""
         others = {Kind.BACKEND: f"backend {self.setting.backend}", Kind.BROKEN: "verification"}
         return others.get(self.kind, self.mode)
+
+    @property
+    def owner_mode(self) -> str:
+        """The mode in which the failure shows: that without any optimizer, if it is the backend's own."""
+        return WHOLE if self.kind is Kind.BACKEND else self.mode
 
     @property
     def key(self) -> str:

@@ -22,6 +22,8 @@ from ddpopt.verify.training import LEARNING_RATE
 
 FIRST_BUCKET_BYTES = 2**20
 """DDP's default, below which torch's optimizer takes no cap."""
+GRADIENTS, GRAPHS = "a gradient wherever eager DDP has one", "as many graphs as of the model alone"
+"""Claims of structure that a script can show without ddpopt."""
 SECTIONS = ("\n\ndef run_step(", "\n\nDDP_KWARGS =", "\n\nif __name__")
 
 
@@ -33,12 +35,13 @@ def script_of(case: FoundCase, name: str) -> str:
         name: of the script's file.
 
     Returns:
-        The script; what is a matter of ddpopt's or of structure is judged by ddpopt, the rest by torch alone.
+        The script. What is torch's own fault is shown by torch alone; ddpopt judges what is its own, and what
+        is said of buckets and collectives.
     """
     kind = case.signature.kind
     symptom = {"error": "run", "death": "died", "no end": "died"}.get(kind, "")
-    alone = case.is_torchs and kind != "L3"
-    limit = case.mode == "torch-ddp-optimizer" and case.setting.lowers_limit
+    alone = case.is_torchs and (kind != "L3" or case.signature.what in (GRADIENTS, GRAPHS))
+    limit = case.owner_mode == "torch-ddp-optimizer" and case.setting.lowers_limit
     cap = case.model.cap_bytes
     given = {
         "headline": _headline(case),
@@ -64,7 +67,8 @@ def script_of(case: FoundCase, name: str) -> str:
 
 def _alone(case: FoundCase) -> dict[str, Any]:
     return {
-        "mode_of_ddp": MODES[case.mode],
+        "mode_of_ddp": MODES[case.owner_mode],
+        "counts_graphs": case.signature.what == GRAPHS,
         "call": "make_inputs",
         "ddp_kwargs": dict(case.model.program.module.DDP_KWARGS),
         "learning_rate": LEARNING_RATE,
@@ -79,7 +83,7 @@ def _judged(case: FoundCase) -> dict[str, Any]:
     return {
         "name": case.stem,
         "tags": case.task.tags,
-        "mode": MODES[case.mode],
+        "mode": MODES[case.owner_mode],
     }
 
 
@@ -87,7 +91,7 @@ def _headline(case: FoundCase) -> str:
     who = {
         "torch-ddp-optimizer": "torch.compile of a DDP module, with torch's DDPOptimizer,",
         "whole": "torch.compile of a DDP module, without any optimizer,",
-    }.get(case.mode, f"The data-parallel mode {case.mode}")
+    }.get(case.owner_mode, f"The data-parallel mode {case.mode}")
     match case.signature.kind:
         case "death":
             return f"{who} takes the process down ({case.signature.what})."

@@ -9,7 +9,7 @@ from ddpopt.running_buckets import running_buckets
 from ddpopt.testing.drawn import DrawnModel, step
 from ddpopt.testing.profiles import share
 from ddpopt.testing.strategies import models
-from tests.property.examples import with_found_models
+from tests.property.examples import with_found_models, with_found_models_that_compile
 from tests.property.stepping import MARKS, Run, eager
 
 pytestmark = MARKS
@@ -65,7 +65,7 @@ def test_the_reducers_buckets_are_those_of_the_rule(drawn: DrawnModel) -> None:
 
 @share(0.04)
 @given(models(without={"cond"}, max_steps=5))
-@with_found_models
+@with_found_models_that_compile
 def test_the_reducer_has_the_buckets_that_were_planned(drawn: DrawnModel) -> None:
     torch._dynamo.reset()
     args, kwargs = drawn.program.inputs()

@@ -21,7 +21,7 @@ from ddpopt.testing.graph_builder import SmallGraph, real_inputs
 from ddpopt.testing.profiles import share
 from ddpopt.testing.strategies import bucket_configs, graphs, models, parameter_lists
 from tests.property.drawn_graphs import facts_of, small_configs
-from tests.property.examples import with_found_models
+from tests.property.examples import with_found_models_that_compile
 from tests.property.same_graph import renamed, reordered, retraced
 
 
@@ -111,7 +111,7 @@ def test_a_graph_that_is_traced_again_has_the_same_plan(graph: SmallGraph, confi
 
 @share(0.03)
 @given(models(without={"cond"}))
-@with_found_models
+@with_found_models_that_compile
 def test_a_model_that_is_traced_again_has_the_same_plan(drawn: DrawnModel) -> None:
     plans = []
     for _ in range(2):

@@ -8,7 +8,7 @@ from ddpopt.testing.drawn import DrawnModel, step
 from ddpopt.testing.profiles import share
 from ddpopt.testing.ranks import one_rank
 from ddpopt.testing.strategies import models
-from tests.property.examples import with_found_models
+from tests.property.examples import with_found_models_that_compile
 from tests.property.stepping import MARKS, STRATEGIES, assert_equal_steps, compiled, eager, trained
 
 pytestmark = MARKS
@@ -23,7 +23,7 @@ TIED = DrawnModel(steps=(step("linear"), step("linear", layer="tied"), step("bat
 @given(models(without={"cond"}, max_steps=5))
 @example(NESTED)
 @example(TIED)
-@with_found_models
+@with_found_models_that_compile
 def test_a_compiled_step_leaves_behind_what_an_eager_one_does(drawn: DrawnModel) -> None:
     expected = trained(drawn, eager)
     for strategy in STRATEGIES:

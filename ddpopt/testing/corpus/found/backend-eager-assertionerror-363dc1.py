@@ -1,8 +1,8 @@
-"""torch.compile of a DDP module, with torch's DDPOptimizer, fails where eager DDP runs (AssertionError).
+"""torch.compile of a DDP module, without any optimizer, fails where eager DDP runs (AssertionError).
 
 Dynamo, without any optimizer: a base is written to behind a graph break that its view crosses too, and what Dynamo
 builds of the view there does not fit the base.
-torch 2.13.0+cpu, 1 rank, backend 'eager'.
+torch 2.13.0, 1 rank, backend 'eager'.
 Run it with 'python backend-eager-assertionerror-363dc1.py'.
 It exits with 1 if the difference appears, with 0 if it does not.
 """
@@ -73,7 +73,7 @@ def step(compiled=False):
     """Take 1 step."""
     model = new_model()
     torch._dynamo.reset()
-    torch._dynamo.config.optimize_ddp = True
+    torch._dynamo.config.optimize_ddp = False
     torch._dynamo.utils.counters.clear()
     call = DistributedDataParallel(model, **DDP_ARGUMENTS)
     call = torch.compile(call, backend=BACKEND) if compiled else call

@@ -1,4 +1,4 @@
-"""torch.compile of a DDP module, with torch's DDPOptimizer, does not compute what eager DDP computes (gradient).
+"""torch.compile of a DDP module, without any optimizer, does not compute what eager DDP computes (gradient).
 
 A sparse gradient shares the memory of the value that it is made of. Inductor does not know, and puts another
 value there before the backward ends; nothing says so.
@@ -24,11 +24,11 @@ from torch.utils._pytree import tree_leaves
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.linear1 = nn.Linear(4, 4)
-        self.linear2 = nn.Linear(4, 4)
-        self.linear3 = nn.Linear(4, 4)
-        self.embedding4 = nn.Embedding(5, 4, sparse=True)
-        self.linear5 = nn.Linear(4, 4)
+        self.linear1 = nn.Linear(512, 512)
+        self.linear2 = nn.Linear(512, 512)
+        self.linear3 = nn.Linear(512, 512)
+        self.embedding4 = nn.Embedding(5, 512, sparse=True)
+        self.linear5 = nn.Linear(512, 512)
 
     def forward(self, x, ids):
         h1 = self.linear1(x)
@@ -47,7 +47,7 @@ def make_model():
 def make_inputs(rank=0, step=0):
     g = torch.Generator().manual_seed(65536 * step + rank)
     batch = 2
-    x = torch.randn(batch, 4, generator=g)
+    x = torch.randn(batch, 512, generator=g)
     ids = torch.randint(5, (batch,), generator=g)
     return (x, ids), {}
 
@@ -70,7 +70,7 @@ def step(compiled=False, dtype=None, moved=0):
         for parameter in model.parameters():
             parameter.copy_(near(parameter, moved))
     torch._dynamo.reset()
-    torch._dynamo.config.optimize_ddp = True
+    torch._dynamo.config.optimize_ddp = False
     torch._dynamo.utils.counters.clear()
     call = DistributedDataParallel(model, **DDP_ARGUMENTS)
     call = torch.compile(call, backend=BACKEND) if compiled else call

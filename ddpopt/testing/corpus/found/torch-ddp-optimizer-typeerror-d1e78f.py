@@ -2,7 +2,7 @@
 
 A nested tensor in a graph that is cut: Inductor writes down the strides of what a segment hands out by all symbols of
 the trace, and a ragged size is no number.
-torch 2.13.0+cpu, 1 rank, backend 'inductor'.
+torch 2.13.0, 1 rank, backend 'inductor'.
 Run it with 'python torch-ddp-optimizer-typeerror-d1e78f.py'.
 It exits with 1 if the difference appears, with 0 if it does not.
 """
