@@ -42,6 +42,12 @@ def test_there_are_some_and_their_files_are_named_for_what_fails() -> None:
     assert {file.stem for file in FOLDER.glob("*.py")} == {case.stem for case in TORCHS}
 
 
+def test_the_page_on_fuzzing_lists_all_of_them() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "fuzzing.md").read_text()
+    listed = re.findall(r"^\| `([a-z0-9-]+-[0-9a-f]{6})` \|", page, re.MULTILINE)
+    assert sorted(listed) == [case.stem for case in found_cases()]
+
+
 @EACH
 def test_a_failure_that_ships_says_what_fails_where_and_why(case: FoundCase) -> None:
     assert case.about.endswith(".")

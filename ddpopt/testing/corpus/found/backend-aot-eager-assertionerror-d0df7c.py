@@ -1,0 +1,100 @@
+"""torch.compile of a DDP module, without any optimizer, fails where eager DDP runs (AssertionError).
+
+AOTAutograd, without any optimizer: a graph in which a nested tensor lives on into the backward may hand out no two
+views of one tensor; it says so itself.
+torch 2.13.0, 1 rank, backend 'aot_eager'.
+Run it with 'python backend-aot-eager-assertionerror-d0df7c.py'.
+It exits with 1 if the difference appears, with 0 if it does not.
+"""
+
+import sys
+import traceback
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+BACKEND = 'aot_eager'
+RANK = 0
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear1 = nn.Linear(4, 4)
+        self.linear1b = nn.Linear(4, 4)
+        self.linear2 = nn.Linear(4, 4)
+        self.linear3 = nn.Linear(4, 4)
+        self.linear4 = nn.Linear(4, 4)
+
+    def forward(self, x):
+        v1 = x.contiguous()
+        parts1 = torch.nested.nested_tensor_from_jagged(v1, torch.arange(v1.shape[0] + 1))
+        h1 = self.linear1b(self.linear1(parts1)).values()
+        h2 = self.linear2(h1)
+        h3 = self.linear3(h2)
+        h4 = self.linear4(h3)
+        base5 = h1
+        return h4, (base5, base5[:, 1:])
+
+
+def make_model():
+    torch.manual_seed(0)
+    return Model()
+
+
+def make_inputs(rank=0, step=0):
+    g = torch.Generator().manual_seed(65536 * step + rank)
+    batch = 2
+    x = torch.randn(batch, 4, generator=g)
+    return (x,), {}
+
+
+def loss(output):
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    leaves = [leaf for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
+    return sum(leaf.abs().double().square().sum() for leaf in leaves) / sum(leaf.numel() for leaf in leaves)
+
+
+new_model, new_inputs, loss_of = make_model, make_inputs, loss
+
+DDP_ARGUMENTS = {'bucket_cap_mb': 1.0}
+
+
+def step(compiled=False):
+    """Take 1 step."""
+    model = new_model()
+    torch._dynamo.reset()
+    torch._dynamo.config.optimize_ddp = False
+    torch._dynamo.utils.counters.clear()
+    call = DistributedDataParallel(model, **DDP_ARGUMENTS)
+    call = torch.compile(call, backend=BACKEND) if compiled else call
+    for index in range(1):
+        model.zero_grad()
+        args, kwargs = new_inputs(RANK, index)
+        torch.manual_seed(index * 65536 + RANK)
+        loss = loss_of(call(*args, **kwargs))
+        torch.autograd.backward(loss)
+
+
+def main():
+    """Run the step in eager, and compiled."""
+    step()
+    try:
+        step(compiled=True)
+    except Exception:
+        traceback.print_exc()
+        print("the difference appears: eager runs, compiled code does not")
+        return 1
+    print("no difference")
+    return 0
+
+
+if __name__ == "__main__":
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    exit_code = main()
+    torch.distributed.destroy_process_group()
+    sys.exit(exit_code)
