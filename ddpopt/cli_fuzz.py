@@ -7,6 +7,7 @@ summary too.
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import typer
 from ddpopt.errors import UsageError
 from ddpopt.report.fuzz import fuzz_text, progress_line
 from ddpopt.report.passing_line import PassingLine
+from ddpopt.storing import write_whole
 
 if TYPE_CHECKING:
     from ddpopt.fuzz.campaign import Campaign
@@ -91,7 +93,7 @@ def run(request: Request) -> int:
         with PassingLine("starting workers") as progress:
             campaign.tell = functools.partial(_tell, campaign, progress, len(known_features()))
             summary = campaign.run()
-    (folder / SUMMARY).write_text(f"{summary.to_json()}\n", encoding="utf-8")
+    write_whole(folder / SUMMARY, f"{summary.to_json()}\n")
     typer.echo(fuzz_text(summary, str(journal.cases), known_features()))
     if not request.minutes and not request.examples:
         typer.echo(f"to go on: repeat the command with --out {request.out}", err=True)
@@ -126,7 +128,7 @@ def planned(request: Request) -> Plan:
         ("--workers", request.workers),
         ("--limit", request.limit_s),
     ):
-        if number is not None and number <= 0:
+        if number is not None and not 0 < number < math.inf:
             raise UsageError(f"{name}: expected a positive number, got {number!r}")
     modes = modes_named(request.modes)
     find_compiler(backend_of(request.backend))

@@ -6,6 +6,7 @@ Invariant: every argument is checked before a worker starts.
 from __future__ import annotations
 
 import functools
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ import typer
 from ddpopt.cli_fuzz import require_hypothesis
 from ddpopt.errors import UsageError, VerificationError
 from ddpopt.report.passing_line import PassingLine
+from ddpopt.storing import write_whole
 
 if TYPE_CHECKING:
     from ddpopt.fuzz.minimize import SoFar
@@ -43,18 +45,21 @@ def minimize(file: str, out: str | None, tries: int, minutes: float | None, limi
     from ddpopt.report.fuzz import minimized_text
 
     for name, number in (("--tries", tries), ("--minutes", minutes), ("--limit", limit_s)):
-        if number is not None and number <= 0:
+        if number is not None and not 0 < number < math.inf:
             raise UsageError(f"{name}: expected a positive number, got {number!r}")
     case = FoundCase.read(Path(file))
     script = Path(out) if out is not None else Path(file).with_suffix(".small.py")
     if script.suffix != ".py" or not script.absolute().parent.is_dir():
         raise UsageError(f"--out: expected the name of a Python file in a folder that exists, got {out!r}")
+    small = script.with_suffix(".json")
+    if small.absolute() == Path(file).absolute():
+        raise UsageError(f"--out: {out!r} would put the small case in place of {file!r}; name another file")
     seconds = None if minutes is None else minutes * 60
     with PassingLine(f"looking for a smaller model: {case.signature}") as progress, Asking(limit_s) as ask:
         tell = functools.partial(_tell, progress)
         result = minimized(case, ask, tries=tries, seconds=seconds, tell=tell)
     confirmed(result.case, limit_s)
-    script.with_suffix(".json").write_text(result.case.to_json(), encoding="utf-8")
+    write_whole(small, result.case.to_json())
     ran, reproduces = write_script(result.case, script)
     typer.echo(minimized_text(result, script.name, ran, reproduces))
     return 0 if reproduces else VerificationError.exit_code

@@ -26,6 +26,7 @@ from ddpopt.fuzz.shared import share, shared
 from ddpopt.fuzz.stream import BLOCK, Source
 from ddpopt.fuzz.summary import Summary, summarized
 from ddpopt.fuzz.workers import Worker
+from ddpopt.storing import write_whole
 from ddpopt.testing.drawn import DrawnModel
 
 FROM_OTHERS = -1
@@ -209,8 +210,8 @@ def save(case: FoundCase, folder: Path) -> Path:
     """
     file = folder / f"{case.stem}.json"
     script = file.with_suffix(".py")
-    script.write_text(script_of(case, script.name), encoding="utf-8")
-    file.write_text(case.to_json(), encoding="utf-8")
+    write_whole(script, script_of(case, script.name))
+    write_whole(file, case.to_json())
     return file
 
 

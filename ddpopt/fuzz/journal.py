@@ -15,6 +15,7 @@ from typing import Any, Self
 from ddpopt.errors import UsageError
 from ddpopt.fuzz.questions import Answer, Kind
 from ddpopt.fuzz.signatures import Signature
+from ddpopt.storing import write_whole
 
 LINES = "journal.jsonl"
 PLAN = "campaign.json"
@@ -135,9 +136,15 @@ class Journal:
             name: list(value) for name, value in vars(plan).items() if type(value) is tuple
         }
         if not file.exists():
-            file.write_text(json.dumps(ours, indent=2), encoding="utf-8")
+            write_whole(file, json.dumps(ours, indent=2))
             return
-        theirs = json.loads(file.read_text(encoding="utf-8"))
+        try:
+            theirs = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UsageError(
+                f"--out: {str(file)!r} does not say which campaign it is of ({error}); remove it, or name "
+                "another folder"
+            ) from error
         differing = [name for name in ours if theirs.get(name) != ours[name]]
         if differing:
             words = "; ".join(

@@ -21,6 +21,7 @@ from ddpopt.errors import UsageError
 from ddpopt.fuzz.cases import FoundCase
 
 KEY = b"ddpopt fuzz 1"
+REDIS = ("redis://", "rediss://", "unix://")
 
 
 def open_database(text: str | None) -> ExampleDatabase:
@@ -31,7 +32,7 @@ def open_database(text: str | None) -> ExampleDatabase:
             all are read. None keeps failures to this process.
 
     Raises:
-        UsageError: Redis is named, and its client is not installed.
+        UsageError: it is neither, or a Redis that does not answer or whose client is not installed.
     """
     if text is None:
         return InMemoryExampleDatabase()
@@ -42,16 +43,31 @@ def open_database(text: str | None) -> ExampleDatabase:
 def _opened(text: str) -> ExampleDatabase:
     if not text:
         raise UsageError("--database: expected a folder or redis://host:port/number, got nothing")
-    if not text.startswith(("redis://", "rediss://", "unix://")):
-        return DirectoryBasedExampleDatabase(Path(text))
+    if not text.startswith(REDIS):
+        return _folder(text)
     try:
         from hypothesis.extra.redis import RedisExampleDatabase
-        from redis import Redis  # type: ignore[import-not-found, unused-ignore]  # who wants it installs it
+        from redis import Redis, RedisError  # type: ignore[import-not-found, unused-ignore]  # who wants it installs it
     except ImportError as error:
         raise UsageError(
             f"--database: {text!r} needs a client for Redis; 'pip install redis', or name a folder"
         ) from error
-    return RedisExampleDatabase(Redis.from_url(text))
+    try:
+        client = Redis.from_url(text)
+        client.ping()
+    except (ValueError, RedisError) as error:
+        raise UsageError(f"--database: {text!r} does not answer: {error}; name one that does") from error
+    return RedisExampleDatabase(client)
+
+
+def _folder(text: str) -> ExampleDatabase:
+    folder = Path(text)
+    if "://" in text or (folder.exists() and not folder.is_dir()):
+        raise UsageError(
+            f"--database: expected a folder or redis://host:port/number, got {text!r}; Hypothesis has no "
+            "other kind of database that machines share"
+        )
+    return DirectoryBasedExampleDatabase(folder)
 
 
 def share(database: ExampleDatabase, case: FoundCase) -> None:

@@ -144,8 +144,13 @@ def differing(first: Seen, second: Seen) -> list[str]:
 def same(first: object, second: object) -> bool:
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         alike = (first.shape, first.dtype) == (second.shape, second.dtype)
-        return alike and torch.equal(first.nan_to_num(), second.nan_to_num())
+        return alike and (torch.equal(first, second) or _equal_with_nans(first, second))
     return type(first) is type(second) and first == second
+
+
+def _equal_with_nans(first: Tensor, second: Tensor) -> bool:
+    numbers = first.is_floating_point() or first.is_complex()
+    return numbers and torch.allclose(first, second, rtol=0, atol=0, equal_nan=True)
 
 
 def nearly(first: object, second: object) -> bool:

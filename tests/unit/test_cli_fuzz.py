@@ -36,6 +36,8 @@ def unstarted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     (tmp_path / "case.json").write_text(CASE.to_json())
     (tmp_path / "other.json").write_text("[]")
     (tmp_path / "a file").write_text("")
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / "campaign.json").write_text("{")
     return tmp_path
 
 
@@ -43,6 +45,8 @@ def unstarted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     ("arguments", "words"),
     [
         ("fuzz --minutes 0", "--minutes: expected a positive number, got 0.0"),
+        ("fuzz --minutes nan", "--minutes: expected a positive number, got nan"),
+        ("fuzz --limit inf", "--limit: expected a positive number, got inf"),
         ("fuzz --examples -1", "--examples: expected a positive number, got -1"),
         ("fuzz --nproc 0", "--nproc: expected a positive number, got 0"),
         ("fuzz --workers 0", "--workers: expected a positive number, got 0"),
@@ -52,10 +56,23 @@ def unstarted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         ("fuzz --without loops", "--without: expected names of features, got loops; there are: "),
         ("fuzz --out case.json/x", "--out: cannot write to 'case.json/x': Not a directory"),
         ("fuzz --database mine,", "--database: expected a folder or redis://host:port/number, got nothing"),
+        ("fuzz --database http://x", "--database: expected a folder or redis://host:port/number, got 'http:"),
+        ("fuzz --database case.json", "--database: expected a folder or redis://host:port/number, got 'case"),
+        (
+            "fuzz --database redis://127.0.0.1:1/0",
+            "--database: 'redis://127.0.0.1:1/0' does not answer: Error",
+        ),
+        ("fuzz --database redis://h:port/0", "--database: 'redis://h:port/0' does not answer: Port could"),
+        ("fuzz --out cut", "campaign.json' does not say which campaign it is of (Expecting"),
         ("minimize none.json", "cannot read the case 'none.json': No such file"),
         ("minimize other.json", "other.json: expected a case that 'ddpopt fuzz' wrote"),
         ("minimize case.json --tries 0", "--tries: expected a positive number, got 0"),
         ("minimize case.json --minutes -2", "--minutes: expected a positive number, got -2.0"),
+        ("minimize case.json --tries 3 --minutes nan", "--minutes: expected a positive number, got nan"),
+        (
+            "minimize case.json --out case.py",
+            "--out: 'case.py' would put the small case in place of 'case.js",
+        ),
         ("minimize case.json --out small.txt", "--out: expected the name of a Python file in a folder that"),
         ("minimize case.json --out no/small.py", "that exists, got 'no/small.py'"),
     ],

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -193,6 +194,8 @@ def test_a_failing_line_of_a_drawn_model_shows_in_the_traceback() -> None:
     assert "missing" in str(failure.traceback[-1].statement)
 
 
+ANY_MODEL: Any = DrawnModel
+"""Takes what a type checker would not let through."""
 REFUSED: dict[str, Callable[[], object]] = {
     "expected the name of a registered block, got 'konv'; import the module": lambda: step("konv"),
     "block 'linear': expected at most 1 numbers from 0 to read, got (0, 1)": lambda: step("linear", 0, 1),
@@ -215,6 +218,16 @@ REFUSED: dict[str, Callable[[], object]] = {
     "expected a width that is a multiple of 4 and batches of at least 2 samples, got width=6, batches=(2,)": (
         lambda: DrawnModel(width=6)
     ),
+    "expected whole numbers, and at least one byte for a cap, got {'width': 8.0, 'seed': 'a'}": lambda: (
+        ANY_MODEL(width=8.0, seed="a")
+    ),
+    "expected whole numbers, and at least one byte for a cap, got {'cap_bytes': 0}": lambda: DrawnModel(
+        cap_bytes=0
+    ),
+    "expected steps to be a tuple of Steps, got [step('gain')]": lambda: ANY_MODEL(steps=[step("gain")]),
+    "expected steps to be a tuple of Steps, got (3,)": lambda: ANY_MODEL(steps=(3,)),
+    "expected batches to be a tuple of ints, got (2.5,)": lambda: ANY_MODEL(batches=(2.5,)),
+    "expected joined to be True or False, got 1": lambda: ANY_MODEL(joined=1),
     "expected takes to be one of positional, keyword, nested, dict, dataclass, got 'list'": lambda: (
         DrawnModel(takes="list")
     ),
@@ -257,6 +270,9 @@ def test_a_name_that_is_taken_and_a_kind_that_there_is_not_are_refused() -> None
     unknown = re.escape("block 'other_gain': expected a kind of value, got 'yours'; there are: rows, tokens")
     with pytest.raises(UsageError, match=f"^{unknown}"):
         register_block(takes="yours")(gain)
+    word = re.escape("block 'other_gain': expected the choices of option 'to' to be literals, which a model")
+    with pytest.raises(UsageError, match=f"^{word}"):
+        register_block(options={"to": (torch.float64,)})(gain)
 
 
 def test_the_documentation_lists_every_feature() -> None:

@@ -67,6 +67,7 @@ class DrawnModel:
         for name, value, allowed in (("takes", self.takes, TAKES), ("returns", self.returns, RETURNS)):
             if value not in allowed:
                 raise UsageError(f"expected {name} to be one of {', '.join(allowed)}, got {value!r}")
+        self._check_types()
         if self.width < 4 or self.width % 4 or not self.batches or min(self.batches) < 2:
             raise UsageError(
                 "expected a width that is a multiple of 4 and batches of at least 2 samples, "
@@ -75,6 +76,21 @@ class DrawnModel:
         for place, steps in (("step", self.steps), ("output", self.outputs)):
             for misplaced in (s for s in steps if find_block(s.block).place != place):
                 raise UsageError(f"expected each of the model's {place}s to be one, got {misplaced!r}")
+
+    def _check_types(self) -> None:
+        """Raise UsageError where a field cannot be what it is annotated to be."""
+        numbers = {"width": self.width, "cap_bytes": self.cap_bytes, "seed": self.seed}
+        wrong = {name: value for name, value in numbers.items() if type(value) is not int}
+        if not wrong and self.cap_bytes < 1:
+            wrong = {"cap_bytes": self.cap_bytes}
+        if wrong:
+            raise UsageError(f"expected whole numbers, and at least one byte for a cap, got {wrong!r}")
+        rows = {"batches": (self.batches, int), "steps": (self.steps, Step), "outputs": (self.outputs, Step)}
+        for name, (row, kind) in rows.items():
+            if type(row) is not tuple or any(type(item) is not kind for item in row):
+                raise UsageError(f"expected {name} to be a tuple of {kind.__name__}s, got {row!r}")
+        if type(self.joined) is not bool:
+            raise UsageError(f"expected joined to be True or False, got {self.joined!r}")
 
     def __repr__(self) -> str:
         given = ((field.name, getattr(self, field.name), field.default) for field in fields(self))

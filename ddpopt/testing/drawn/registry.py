@@ -9,6 +9,7 @@ detaches; it changes in place only values that it made itself.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -163,6 +164,21 @@ def _check(block: Block) -> None:
             raise UsageError(
                 f"block {block.name!r}: expected a kind of value, got {kind!r}; there are: {', '.join(KINDS)}"
             )
+
+    for name, choices in block.options.items():
+        for choice in choices:
+            if not _is_literal(choice):
+                raise UsageError(
+                    f"block {block.name!r}: expected the choices of option {name!r} to be literals, which a "
+                    f"model prints and reads again, got {choice!r}; give it a word"
+                )
+
+
+def _is_literal(choice: object) -> bool:
+    try:
+        return bool(ast.literal_eval(repr(choice)) == choice)
+    except (ValueError, SyntaxError):
+        return False
 
 
 def register_kind(kind: Kind) -> None:
