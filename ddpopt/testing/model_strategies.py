@@ -6,7 +6,7 @@ toward blocks that were registered first, and toward the first choice of each op
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
@@ -39,7 +39,8 @@ def models(
 
     Args:
         draw: given by Hypothesis.
-        features: what may occur, as :func:`ddpopt.testing.drawn.known_features` names it; by default all.
+        features: what may occur, as :func:`ddpopt.testing.drawn.known_features` names it, and what that
+            cannot do without (``vmap`` runs over a ``matmul``); by default all.
         without: what may not.
         max_steps: the largest number of steps, not counting those within others.
 
@@ -47,7 +48,7 @@ def models(
         The model as a value: its ``source`` is a Python module, its ``case()`` is ready to verify.
 
     Raises:
-        UsageError: if there is no feature of such a name.
+        UsageError: if there is no feature of such a name, or one of `features` needs one of `without`.
     """
     allowed = _allowed(features, without)
     model = draw(_models(allowed, max_steps, tuple(BLOCKS)))
@@ -65,7 +66,37 @@ def _allowed(features: Iterable[str] | None, without: Iterable[str]) -> Features
             f"expected names of features, got {', '.join(map(repr, unknown))}; "
             f"there are: {', '.join(sorted(known))}"
         )
-    return given - refused
+    if features is None:
+        return given - refused
+    found = given - refused
+    for feature in sorted(found):
+        found |= _needed(feature, found, refused)
+    return found
+
+
+def _needed(feature: str, given: Features, refused: Features) -> Features:
+    """What a feature cannot do without, besides what is given: of several ways the shortest."""
+    ways = [way - given for way in _ways(feature) if not way & refused]
+    if not ways:
+        needed = " or ".join(sorted({", ".join(sorted(way & refused)) for way in _ways(feature)}))
+        raise UsageError(
+            f"expected what {feature!r} cannot do without, but {needed} is left out; allow it, or leave "
+            f"{feature!r} out, too"
+        )
+    return min(ways, key=len)
+
+
+def _ways(feature: str) -> Iterator[Features]:
+    """The sets of features with which a model can have this one."""
+    if not any(feature in block.features | block.optional for block in BLOCKS.values()):
+        yield frozenset({feature})  # of how inputs and outputs are passed
+    for block in BLOCKS.values():
+        outer = {"several-outputs"} if block.place == "output" else set()
+        for name, choices in block.options.items():
+            if feature in choices.values():
+                yield frozenset({feature, *block.features, *outer, *block.least(apart_from=name)})
+        if feature in block.features:
+            yield frozenset({*block.features, *outer, *block.least()})
 
 
 @lru_cache
@@ -140,7 +171,8 @@ def _steps(place: _Place) -> st.SearchStrategy[Step]:
 
 def _step(block: Block, place: _Place) -> st.SearchStrategy[Step]:
     choices = block.within(place.allowed) or {}
-    options = {name: st.sampled_from(values) for name, values in choices.items() if len(values) > 1}
+    simplest = {name: next(iter(values)) for name, values in block.options.items()}
+    options = {n: st.sampled_from(values) for n, values in choices.items() if values != (simplest[n],)}
     if block.body:
         options["body"] = _lists(_steps(place.inside(block)), _BODY_STEPS)
     return st.builds(partial(step, block.name), *(_READS for _ in block.takes), **options)

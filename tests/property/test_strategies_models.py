@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import find, given, settings
+from hypothesis import Phase, find, given, settings
 from hypothesis.statistics import collector
 from torch import Tensor, nn
 
@@ -133,6 +133,29 @@ FEW = ("conv", "dropout", "dict-input", "several-outputs")
 def test_features_are_switches(with_few: DrawnModel, without_few: DrawnModel) -> None:
     assert with_few.features <= set(FEW)
     assert not without_few.features & set(FEW)
+
+
+@pytest.mark.parametrize("feature", sorted(known_features()))
+def test_each_feature_can_be_switched_on_alone_and_off_alone(feature: str) -> None:
+    on: list[DrawnModel] = []
+    off: list[DrawnModel] = []
+
+    @settings(max_examples=60, database=None, derandomize=True, phases=[Phase.generate])
+    @given(models(features={feature}, max_steps=5), models(without={feature}, max_steps=5))
+    def look(with_it: DrawnModel, without_it: DrawnModel) -> None:
+        on.append(with_it)
+        off.append(without_it)
+
+    look()
+    assert any(feature in drawn.features for drawn in on)
+    assert all(len(drawn.features) <= 4 for drawn in on)  # its own, and what it cannot do without
+    assert not any(feature in drawn.features for drawn in off)
+
+
+def test_a_feature_without_what_it_needs_is_refused() -> None:
+    words = r"^expected what 'vmap' cannot do without, but matmul is left out; allow it, or leave 'vmap' out"
+    with pytest.raises(UsageError, match=words):
+        find(models(features={"vmap"}, without={"matmul"}), lambda _: True)
 
 
 def test_a_feature_that_does_not_exist_is_refused_by_name() -> None:

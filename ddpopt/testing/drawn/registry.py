@@ -96,6 +96,17 @@ class Block:
         chosen = (self.options[name][value] for name, value in options.items())
         return self.features | {feature for feature in chosen if feature is not None}
 
+    @property
+    def optional(self) -> frozenset[str]:
+        """The features that its options may bring."""
+        brought = (feature for choices in self.options.values() for feature in choices.values())
+        return frozenset(feature for feature in brought if feature is not None)
+
+    def least(self, apart_from: str = "") -> frozenset[str]:
+        """What its options bring at least: of each that always brings something, its simplest choice."""
+        always = (list(choices.values()) for name, choices in self.options.items() if name != apart_from)
+        return frozenset(brought[0] for brought in always if brought[0] is not None and None not in brought)
+
     def within(self, features: frozenset[str]) -> Mapping[str, tuple[Any, ...]] | None:
         """The choices of each option that bring no other features; None if the block itself does."""
         kept = {
