@@ -23,6 +23,7 @@ from torch import Tensor
 from ddpopt.testing.case import Case
 from ddpopt.verify.compare import Difference, Sum, bitwise, communication, contribution, dense, exact
 from ddpopt.verify.judging.arithmetic import Arithmetic
+from ddpopt.verify.judging.autocasting import autocast_dtypes, coarsest
 from ddpopt.verify.judging.failing import Failure, failure_of, stalled
 from ddpopt.verify.judging.numbers import is_rounded, left_behind, plain
 from ddpopt.verify.judging.record import Record
@@ -306,9 +307,11 @@ class Reference:
         """For each step what eager's rounding does to each number. A collective when first asked for."""
         bench, eager, option = self.bench, self.eager, self.bench.subject.option
         case, runs = bench.subject.adapted, [eager]
+        own = bench.ranks.gather(autocast_dtypes(case, bench.rank, bench.subject.device))
+        computes = option.computes or coarsest(dtype for dtypes in own for dtype in dtypes)
         for number in range(1, SAMPLES):
-            follow = [perturbed_state(state, number, option.computes) for state in eager.starts]
-            moved = perturbed(case, number, option.computes)
+            follow = [perturbed_state(state, number, computes) for state in eager.starts]
+            moved = perturbed(case, number, computes)
             run = bench.run(mode("eager"), None, case=moved, follow=follow)
             if run is not None:
                 runs.append(run)
