@@ -93,7 +93,7 @@ def _reader(segment: _Segment, layout: Layout) -> Reader:
 
     def read(node: fx.Node) -> fx.node.Argument:
         if node not in segment.copies:
-            node = layout.source(node)
+            node = layout.source(node)  # what a node of another segment returns comes in as what it wrote to
         if node not in segment.copies:
             if node.op == "get_attr" or layout.is_echoed(node):
                 segment.copies[node] = segment.graph.node_copy(node, read)

@@ -1,8 +1,8 @@
 """Making a failure small.
 
-First how it is run: one step, one rank, a simpler backend, so that all that follows costs less. Then whole
-steps of the model, many at a time, by delta debugging; then one change after the other. What fails in
-another way is no smaller version of the failure: it is counted, and left.
+First how it is run: as few steps and ranks as show it, a simpler backend, so that all that follows costs
+less. Then whole steps of the model, many at a time, by delta debugging; then one change after the other. What
+fails in another way is no smaller version of the failure: it is counted, and left.
 Invariant: what comes out was seen to fail as what went in.
 """
 
@@ -48,6 +48,7 @@ class Minimized:
 
     Attributes:
         case: the smallest that was found to fail in the same way.
+        given: what went in.
         before: size of what went in.
         after: size of what came out.
         tries: how many models were tried.
@@ -56,6 +57,7 @@ class Minimized:
     """
 
     case: FoundCase
+    given: FoundCase
     before: Size
     after: Size
     tries: int
@@ -96,6 +98,7 @@ def minimized(
     search.run()
     return Minimized(
         search.case,
+        case,
         size_of(case.model),
         size_of(search.case.model),
         search.tries,
@@ -182,14 +185,14 @@ class _Search:
         return self._end is not None and time.monotonic() > self._end
 
 
-def _one_step(setting: Setting) -> Iterator[Setting]:
-    if setting.steps > 1:
-        yield replace(setting, steps=1)
+def _fewer_steps(setting: Setting) -> Iterator[Setting]:
+    for steps in range(1, setting.steps):
+        yield replace(setting, steps=steps)
 
 
-def _one_rank(setting: Setting) -> Iterator[Setting]:
-    if setting.nproc > 1:
-        yield replace(setting, nproc=1)
+def _fewer_ranks(setting: Setting) -> Iterator[Setting]:
+    for nproc in range(1, setting.nproc):
+        yield replace(setting, nproc=nproc)
 
 
 def _simpler_backend(setting: Setting) -> Iterator[Setting]:
@@ -198,4 +201,4 @@ def _simpler_backend(setting: Setting) -> Iterator[Setting]:
         yield replace(setting, backend=backend)
 
 
-_PLAINER: tuple[Callable[[Setting], Iterator[Setting]], ...] = (_one_rank, _one_step, _simpler_backend)
+_PLAINER: tuple[Callable[[Setting], Iterator[Setting]], ...] = (_fewer_ranks, _fewer_steps, _simpler_backend)

@@ -11,6 +11,7 @@ from ddpopt.report.wording import count_of
 if TYPE_CHECKING:
     from ddpopt.fuzz.cases import FoundCase
     from ddpopt.fuzz.minimize import Minimized, SoFar
+    from ddpopt.fuzz.sizes import Size
     from ddpopt.fuzz.summary import Summary
 
 
@@ -106,12 +107,20 @@ def minimized_text(result: Minimized, script: str, ran: FoundCase, reproduces: b
     return "\n".join(_of_search(result, script, ran, reproduces))
 
 
+def _sized(name: str, case: FoundCase, size: Size) -> tuple[str | int, ...]:
+    setting = case.setting
+    model = (size.ops, size.parameters, size.nbytes, size.lines, case.model.cap_bytes)
+    return (name, *model, setting.nproc, setting.steps, setting.backend)
+
+
 def _of_search(result: Minimized, script: str, ran: FoundCase, reproduces: bool) -> Iterator[str]:
     yield paragraph(f"{result.case.owner}: {result.case.signature}")
     yield ""
-    columns = [Column(""), *(Column(title, "right") for title in ("ops", "parameters", "bytes", "lines"))]
-    sizes = (("before", result.before), ("after", result.after))
-    yield table(columns, [(name, s.ops, s.parameters, s.nbytes, s.lines) for name, s in sizes])
+    titles = ("ops", "parameters", "bytes", "lines", "bucket cap", "ranks", "steps")
+    columns = [Column(""), *(Column(title, "right") for title in titles), Column("backend")]
+    yield table(
+        columns, [_sized("before", result.given, result.before), _sized("after", result.case, result.after)]
+    )
     yield ""
     yield paragraph(repr(result.case.model), "  ")
     yield ""

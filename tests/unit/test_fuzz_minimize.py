@@ -91,7 +91,7 @@ def test_what_the_failure_needs_of_the_setting_is_kept() -> None:
         return case.setting.nproc == 2 and case.setting.backend != "eager" and case.setting.steps > 1
 
     found = minimized(CASE, Asked("gain", also=needs))
-    assert found.case.setting == Setting("aot_eager", nproc=2, steps=3)
+    assert found.case.setting == Setting("aot_eager", nproc=2, steps=2)
 
 
 def test_all_but_the_first_tries_are_made_in_the_cheapest_setting() -> None:
