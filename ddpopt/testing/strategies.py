@@ -7,15 +7,16 @@ graphs and models that run forward and backward on real tensors.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from hypothesis import event
 from hypothesis import strategies as st
 from torch import fx
 
+from ddpopt.errors import UsageError
 from ddpopt.plan import Plan, Policy
 from ddpopt.reducer import BucketConfig, ParamSpec
 from ddpopt.testing.graph_builder import GraphBuilder, SmallGraph
@@ -27,12 +28,15 @@ __all__ = [
     "Mutation",
     "bucket_configs",
     "ddp_arguments",
+    "graph_features",
     "graphs",
     "models",
     "mutations",
     "parameter_lists",
     "plans",
 ]
+
+Maker = TypeVar("Maker", bound=Callable[..., Any])
 
 # Small ones; and where sums of sizes meet the caps below, with their neighbours.
 _ELEMENTS = (0, 1, 2, 3, 255, 256, *(k * 2**16 + off for k in (1, 2, 3, 4, 8, 20) for off in (-1, 0, 1)))
@@ -58,10 +62,18 @@ def parameter_lists(draw: st.DrawFn, max_size: int = 24) -> tuple[ParamSpec, ...
     """
     groups = draw(st.lists(st.sampled_from(_GROUPS), min_size=1, max_size=4))
     gradients = draw(st.lists(_GRADIENTS, min_size=1, max_size=max_size))
-    return tuple(
+    params = tuple(
         _spec(f"layers.{place}.weight", elements, *groups[group % len(groups)], sparse=sparse)
         for place, (elements, group, sparse) in enumerate(gradients)
     )
+    event(f"parameters: of {len({(param.dtype, param.device) for param in params})} dtypes and devices")
+    for what, holds in (
+        ("a sparse gradient", any(param.sparse for param in params)),
+        ("no element", any(param.nbytes == 0 for param in params)),
+    ):
+        if holds:
+            event(f"parameters: one with {what}")
+    return params
 
 
 def _spec(name: str, elements: int, dtype: str, device: str, *, sparse: bool) -> ParamSpec:
@@ -98,6 +110,14 @@ def bucket_configs() -> st.SearchStrategy[BucketConfig]:
 
 
 def _with_last_bucket(config: BucketConfig, die: int) -> BucketConfig:
+    for what, holds in (
+        ("a list of caps", bool(config.cap_bytes_list)),
+        ("unused parameters", config.find_unused_parameters),
+        ("a static graph", config.static_graph),
+        ("a small last bucket", die == 7),
+    ):
+        if holds:
+            event(f"limits: {what}")
     return replace(config, small_last_bucket=die == 7)
 
 
@@ -115,11 +135,19 @@ def plans(draw: st.DrawFn, max_size: int = 12) -> Plan:
     params = draw(parameter_lists(max_size))
     homes = (0, *(draw(st.integers(0, 3)) for _ in params[1:]))
     policy: Policy = draw(st.sampled_from(("plan", "plan", "plan", "ddp")))
+    event(f"plan: policy {policy}")
+    event(f"plan: {len(set(homes))} homes of parameters")
     return plan_of(params, homes, draw(bucket_configs()), policy)
 
 
 @st.composite
-def graphs(draw: st.DrawFn, max_steps: int = 12) -> SmallGraph:
+def graphs(
+    draw: st.DrawFn,
+    max_steps: int = 12,
+    *,
+    features: Iterable[str] | None = None,
+    without: Iterable[str] = (),
+) -> SmallGraph:
     """Draw a small forward graph as Dynamo would leave it: parameters are placeholders, values are fake.
 
     Among its steps: parameters read by position, by keyword, as receiver, within a list, tied, frozen and
@@ -135,15 +163,21 @@ def graphs(draw: st.DrawFn, max_steps: int = 12) -> SmallGraph:
     Args:
         draw: given by Hypothesis.
         max_steps: the largest number of steps, of one to six nodes each.
+        features: the steps and outputs that may occur, as `graph_features` names them; by default all.
+        without: those that may not.
 
     Returns:
         ``(gm, param_placeholders, example_values)``. At least one output requires a gradient;
         :func:`ddpopt.testing.graph_builder.real_inputs` gives tensors to run it on.
+
+    Raises:
+        UsageError: if there is no feature of such a name.
     """
+    allowed = _allowed(features, without)
     sketch = Sketch(draw, GraphBuilder(batch=draw(st.integers(1, 3)), width=4))
     weight = sketch.builder.parameter(sketch.layer(), "weight", 4, 4)
     sketch.values.append(sketch.builder.call(torch._C._nn.linear, sketch.builder.x, weight))
-    for step in draw(st.lists(st.sampled_from(STEPS), max_size=max_steps)):
+    for step in draw(_some(STEPS, allowed, max_steps)):
         event(f"step: {_told(step)}")
         made = step(sketch)
         if made is not None:
@@ -152,10 +186,32 @@ def graphs(draw: st.DrawFn, max_steps: int = 12) -> SmallGraph:
         sketch.values.append(_sum_of_unread(sketch))
     # The first linear's result is always differentiable; what else is returned may not be.
     outputs: list[fx.Node] = []
-    for output in draw(st.lists(st.sampled_from(OUTPUTS), max_size=3)):
+    for output in draw(_some(OUTPUTS, allowed, 3)):
         event(f"output: {_told(output)}")
         outputs += output(sketch)
     return sketch.builder.finish(*outputs, _last_differentiable(sketch.values))
+
+
+def graph_features() -> frozenset[str]:
+    """Every step and output that a drawn graph can have."""
+    return frozenset(_told(each) for each in (*STEPS, *OUTPUTS))
+
+
+def _allowed(features: Iterable[str] | None, without: Iterable[str]) -> frozenset[str]:
+    known = graph_features()
+    given, refused = known if features is None else frozenset(features), frozenset(without)
+    unknown = sorted((given | refused) - known)
+    if unknown:
+        raise UsageError(
+            f"expected names of a graph's features, got {', '.join(map(repr, unknown))}; "
+            f"there are: {', '.join(sorted(known))}"
+        )
+    return given - refused
+
+
+def _some(makers: Sequence[Maker], allowed: frozenset[str], most: int) -> st.SearchStrategy[list[Maker]]:
+    kept = [maker for maker in makers if _told(maker) in allowed]
+    return st.lists(st.sampled_from(kept), max_size=most) if kept else st.just([])
 
 
 def _told(step: Callable[..., Any]) -> str:

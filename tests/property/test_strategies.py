@@ -1,17 +1,22 @@
 """What our strategies draw is valid: limits that DDP accepts, graphs that run, values that are true."""
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, find, given, settings
 from torch import fx, nn
 
-from ddpopt.reducer import ParamSpec
+from ddpopt.errors import UsageError
+from ddpopt.plan import Plan
+from ddpopt.reducer import BucketConfig, ParamSpec
+from ddpopt.testing import strategies
 from ddpopt.testing.graph_builder import SmallGraph, real_inputs
 from ddpopt.testing.profiles import share
-from ddpopt.testing.strategies import graphs, parameter_lists
+from ddpopt.testing.strategies import bucket_configs, graph_features, graphs, parameter_lists, plans
 
 
 def leaves(value: object) -> Iterator[object]:
@@ -185,3 +190,52 @@ def test_each_feature_occurs_among_some_hundred_drawn_parameter_lists() -> None:
 
     look()
     assert not missing
+
+
+@pytest.fixture
+def reported(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """What strategies report to Hypothesis."""
+    found: Counter[str] = Counter()
+    monkeypatch.setattr(strategies, "event", lambda name: found.update([name]))
+    return found
+
+
+@pytest.mark.parametrize("feature", sorted(graph_features()))
+def test_each_feature_of_a_graph_can_be_switched_on_alone_and_off_alone(
+    feature: str, reported: Counter[str]
+) -> None:
+    few = settings(max_examples=20, database=None, derandomize=True, phases=[Phase.generate])
+
+    @few
+    @given(graphs(features={feature}))
+    def with_it(graph: SmallGraph) -> None:
+        graph.gm.graph.lint()
+
+    @few
+    @given(graphs(without={feature}))
+    def without_it(graph: SmallGraph) -> None:
+        graph.gm.graph.lint()
+
+    with_it()
+    assert {name.partition(": ")[2] for name in reported} == {feature}
+    reported.clear()
+    without_it()
+    assert feature not in {name.partition(": ")[2] for name in reported}
+
+
+def test_a_feature_that_no_graph_has_is_refused_by_name() -> None:
+    with pytest.raises(
+        UsageError, match=r"^expected names of a graph's features, got 'loop'; there are: act"
+    ):
+        find(graphs(without={"loop"}), lambda _: True)
+
+
+def test_lists_limits_and_plans_report_what_they_are(reported: Counter[str]) -> None:
+    @settings(max_examples=200, database=None, derandomize=True, phases=[Phase.generate])
+    @given(parameter_lists(), bucket_configs(), plans())
+    def look(params: tuple[ParamSpec, ...], config: BucketConfig, plan: Plan) -> None:
+        del params, config, plan
+
+    look()
+    sorts = Counter(name.partition(":")[0] for name in reported)
+    assert sorts == {"parameters": 6, "limits": 4, "plan": 6}, sorted(reported)
