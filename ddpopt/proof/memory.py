@@ -13,7 +13,7 @@ import torch
 
 from ddpopt.proof.effects import call_of, draws, reshapes, written
 from ddpopt.proof.evidence import Evidence
-from ddpopt.proof.steps import Original, Program, Step, at, storage_of, tensors_in
+from ddpopt.proof.steps import SYMBOLIC, Original, Program, Step, at, storage_of, tensors_in
 from ddpopt.proof.terms import ABSENT, Item, Made, Term, leaves, show
 
 
@@ -150,9 +150,7 @@ def _may_repeat(original: Original, step: Step, watched: Mapping[Hashable, str])
     read = {f for term in (*step.args, *step.kwargs.values()) for f in _families(original, term)}
     if made:
         return made <= read
-    symbolic = isinstance(
-        original.example(original.terms[step.name]), (torch.SymInt, torch.SymFloat, torch.SymBool)
-    )
+    symbolic = isinstance(original.example(original.terms[step.name]), SYMBOLIC)
     return symbolic and read.isdisjoint(watched)
 
 

@@ -14,6 +14,9 @@ from torch import fx
 
 from ddpopt.proof.terms import ABSENT, Copy, Held, Item, Made, Term
 
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+"""Numbers that tracing has only a symbol for."""
+
 
 class Span(NamedTuple):
     """An open autocast span: the node that opened it, and its arguments."""

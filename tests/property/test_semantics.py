@@ -16,12 +16,23 @@ pytestmark = MARKS
 # A residual in a residual and a graph break between them: plain aot_eager sums a gradient in another order.
 INNER = step("residual", body=(step("linear"),))
 NESTED = DrawnModel(steps=(step("residual", body=(step("linear"), step("graph_break"), INNER)),))
+# A float that only symbols are known of is computed again behind a cut, where grad is off.
+FLOAT_WITHOUT_GRAD = DrawnModel(
+    steps=(
+        step("linear"),
+        step("scale", of="float"),
+        step("embedding", gradient="sparse"),
+        step("no_grad", body=(step("scale", of="float"),)),
+    ),
+    cap_bytes=1,
+)
 TIED = DrawnModel(steps=(step("linear"), step("linear", layer="tied"), step("batch_norm")))
 
 
 @share(0.04)
 @given(models(without={"cond"}, max_steps=5))
 @example(NESTED)
+@example(FLOAT_WITHOUT_GRAD)
 @example(TIED)
 @with_found_models_that_compile
 def test_a_compiled_step_leaves_behind_what_an_eager_one_does(drawn: DrawnModel) -> None:
