@@ -23,13 +23,18 @@ def test_graphs_are_judged_after_all_processes_are_ready() -> None:
 
 
 def test_a_model_that_is_wrong_ends_with_1_and_the_command_that_found_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    ended = subprocess.CompletedProcess([], 1, "", "a mode is wrong")
+    def fuzz(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        (Path(command[-1]) / "summary.json").write_text('{"models": 40, "seconds": 10}')
+        return subprocess.CompletedProcess([], 1, "", "a mode is wrong")
+
     monkeypatch.setattr(fuzzing, "_graphs", lambda arguments: (200.0,))
-    monkeypatch.setattr("benchmarks.fuzzing.subprocess.run", lambda *_, **__: ended)
-    monkeypatch.setattr(sys, "argv", ["fuzzing"])
+    monkeypatch.setattr("benchmarks.fuzzing.subprocess.run", fuzz)
+    file = tmp_path / "rates.json"
+    monkeypatch.setattr(sys, "argv", ["fuzzing", "--rounds", "1", "--json", str(file)])
     assert main() == 1
+    assert json.loads(file.read_text())["rates"][1]["rounds"] == [4.0]
     told = " ".join(capsys.readouterr().out.split())
     assert "got exit code 1 from '-m ddpopt fuzz" in told
     assert "a mode is wrong" in told
@@ -40,7 +45,7 @@ def test_too_few_models_a_second_end_with_1_and_the_rates_are_stored(
     rate: float, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(fuzzing, "_graphs", lambda arguments: (200.0,) * arguments.rounds)
-    monkeypatch.setattr(fuzzing, "_models", lambda arguments: (rate,) * arguments.rounds)
+    monkeypatch.setattr(fuzzing, "_models", lambda arguments: ((rate,) * arguments.rounds, []))
     file = tmp_path / "rates.json"
     monkeypatch.setattr(sys, "argv", ["fuzzing", "--rounds", "2", "--json", str(file)])
     assert main() == code
