@@ -17,8 +17,9 @@ done
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" test
 
 [ "$#" -gt 0 ] || set -- 2 3
-# How ranks are started and ended does not depend on how many there are: once is enough.
-step "starting and ending ranks" "$VENV/bin/python" -m pytest -n auto --maxprocesses 8 \
+# How ranks are started and ended does not depend on how many there are: once is enough, as for the commands
+# that start ranks of their own.
+step "starting and ending ranks, and the commands that do" "$VENV/bin/python" -m pytest -n auto --maxprocesses 8 \
   tests/multigpu/alone tests/integration/test_verify_command.py tests/integration/test_verify_locate.py \
   ${PYTEST_ARGS:-}
 for ranks in "$@"; do

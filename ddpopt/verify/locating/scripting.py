@@ -208,6 +208,7 @@ class Author:
                 symptom=symptom,
                 draws_loss=more.pop("draws_loss", False),
                 exact=blamed.exact,
+                counts_graphs=False,
                 death=_death(blamed),
                 reached=REACHED,
                 python_version=platform.python_version(),
