@@ -6,6 +6,7 @@ has its sum put together in another order: the same sum, with other last bits. W
 again behind its last segment. The segment that makes a value is none of these: it goes on from the sum that
 it is given, reader by reader. It is one if a view of the value leaves it, for AOTAutograd makes such a view
 outside of the segment; so the last segment that reads a value of another is one too if a view of it leaves.
+And where a value leaves beside a view of it that its own segment reads, the two are added up first.
 
 Invariant: a value that is not named here has its gradient summed in the order of the uncut graph.
 """
@@ -22,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from ddpopt.facts import gradient_carriers
 from ddpopt.graphs import body_nodes, example_value, requires_grad, storages
+from ddpopt.mutation import viewed_input
 from ddpopt.plan import Plan
 
 READ_REPEATEDLY = (
@@ -58,7 +60,12 @@ def reassociated_values(gm: fx.GraphModule, plan: Plan, graph: int = 0) -> tuple
     leaving = _leaving(gm, home)
     found = (node for node in gm.graph.nodes if node in reads)
     kept = {node: (_steady(node, home), _last(node, reads[node], home, leaving)) for node in found}
-    return tuple(node.name for node, segments in kept.items() if _changes(node, reads[node], segments))
+    beside = _beside_views(reads, home, leaving)
+    return tuple(
+        node.name
+        for node, segments in kept.items()
+        if node in beside or _changes(node, reads[node], segments)
+    )
 
 
 def _reads(node: fx.Node) -> Counter[fx.Node]:
@@ -81,6 +88,26 @@ def _steady(source: fx.Node, home: Mapping[str, int]) -> int | None:
     own, index = storages(source), home.get(source.name)
     readers = [user for user in source.users if home.get(user.name) == index]
     return index if all(set(own).isdisjoint(storages(user)) for user in readers) else None
+
+
+def _beside_views(
+    reads: Mapping[fx.Node, Counter[int]],
+    home: Mapping[str, int],
+    leaving: Mapping[int, Sequence[fx.Node]],
+) -> dict[fx.Node, None]:
+    """The values that leave the segment that makes them beside a view that is read there, too.
+
+    What comes back for both is added up outside of the segment, in front of what the view gets inside.
+    """
+    found: dict[fx.Node, None] = {}
+    for index, nodes in leaving.items():
+        for view in (node for node in nodes if reads.get(node, Counter())[index]):
+            base = viewed_input(view)
+            while base is not None and home.get(base.name) == index:
+                if base in nodes and requires_grad(example_value(base)):
+                    found[base] = None
+                base = viewed_input(base)
+    return found
 
 
 def _last(

@@ -90,10 +90,6 @@ BASE_AND_VIEW = DrawnModel(
 )
 
 
-@pytest.mark.xfail(  # not strict: last bits depend on the processor's kernels
-    reason="a value and a view of it cross a cut together, so the gradients that arrive behind the cut are "
-    "added up first; nothing says so yet"
-)
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 def test_what_crosses_beside_a_view_of_it_is_known_to_be_summed_in_another_order(ranks: Ranks) -> None:
     answers = examine(ranks, task_of(BASE_AND_VIEW, OURS, Setting("aot_eager")), lambda _: None)

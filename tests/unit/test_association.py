@@ -82,10 +82,18 @@ def viewed_where_made(layers: Layers, x: Tensor) -> Joined:
     return (layers.last(inner) + view.tanh().view(-1, 96) * made.sin(),)
 
 
+def leaving_beside_a_view_that_is_read(layers: Layers, x: Tensor) -> Joined:
+    made = layers.first(x)
+    view = made.view(-1, 48)
+    inner = layers.middle(made.relu().detach() + view.sin().view(-1, 96))
+    return (layers.last(inner) + view.tanh().view(-1, 96) + made.cos(),)
+
+
 NAMED = (
     twice_in_between,
     twice_behind_and_returned,
     viewed_where_made,
+    leaving_beside_a_view_that_is_read,
     twice_in_the_last_segment_that_returns_a_view,
 )
 NOT_NAMED = (
