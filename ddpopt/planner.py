@@ -5,7 +5,8 @@ All gradients that complete within one atom leave its backward together, so thei
 smaller ones first, for then DDP's rule closes a bucket on the last of them wherever sizes allow. A bucket
 that closes within an atom asks for a cut right before that atom; whatever else of the atom is then still
 open is closed with it. So each bucket is complete once the backward of a single segment has run, as early
-as the eager run would have it, and the following bucket starts clean.
+as the eager run would have it, and the following bucket starts clean. Buckets of several dtypes close
+sooner still where that makes them fewer (`ddpopt.fewest`).
 
 Where the graph repeats itself, a bucket that is nearly full closes at the end of the repeated block already:
 cuts then fall at the same place of one layer and the next, and the segments between them are twins.
@@ -24,16 +25,13 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ddpopt.facts import GraphFacts, ParamUse
+from ddpopt.fewest import NEARLY_FULL, First, Key, early_ends
 from ddpopt.plan import Bucket, Cut, Plan, Policy, Segment, cut_reason
 from ddpopt.reducer import BucketConfig, ParamSpec
 from ddpopt.repeats import block_ends
 
-Key = tuple[str, str]
-"""What may not mix in a bucket: (dtype, device)."""
 Group = tuple[int, list[ParamUse]]
 """The body position where an atom starts, and the parameters that complete in it, in ready order."""
-NEARLY_FULL = 0.9
-"""The share of its limit at which a bucket closes where a repeated block ends."""
 
 
 def plan_graph(
@@ -57,8 +55,11 @@ def plan_graph(
     filler.pass_over(ahead)
     groups = list(_by_atom(facts, _atoms(facts)))
     ends = block_ends(_shapes(groups, len(facts.nodes)))
+    specs = [[use.spec for use in uses] for _, uses in groups]
+    early = early_ends(specs, filler.first_buckets(), filler.limit, ends)
     for index, (start, uses) in enumerate(groups):
-        filler.fill(start, uses, cut_follows=index + 1 < len(groups), block_ends=index in ends)
+        follows = index + 1 < len(groups)
+        filler.fill(start, uses, cut_follows=follows, block_ends=index in ends, all_close=index in early)
     return _assemble(facts, filler.finish(0), graph, "plan")
 
 
@@ -152,10 +153,11 @@ class _Draft:
     members: list[ParamUse] = field(default_factory=list)
     start: int = 0
     reason: str = ""
+    nbytes: int = 0
 
-    @property
-    def nbytes(self) -> int:
-        return sum(use.spec.nbytes for use in self.members)
+    def add(self, use: ParamUse) -> None:
+        self.members.append(use)
+        self.nbytes += use.spec.nbytes  # counted on the way: a bucket may have any number of members
 
 
 class _Filler:
@@ -180,8 +182,25 @@ class _Filler:
             if self._carried[key] >= self._limit(key):
                 self._next_limit(key)
 
+    @property
+    def limit(self) -> int:
+        """Of all buckets in the end, in bytes."""
+        return self._limits[-1]
+
+    def first_buckets(self) -> dict[Key, First]:
+        """The limit of the bucket that each key fills first, where one limit is all that follows."""
+        if len(self._limits) > 2:
+            return {}
+        return {key: First(self._limit(key), self._carried.get(key, 0)) for key in self._missing}
+
     def fill(
-        self, start: int, uses: Sequence[ParamUse], *, cut_follows: bool, block_ends: bool = False
+        self,
+        start: int,
+        uses: Sequence[ParamUse],
+        *,
+        cut_follows: bool,
+        block_ends: bool = False,
+        all_close: bool = False,
     ) -> bool:
         """Take in the gradients that complete in one atom.
 
@@ -190,6 +209,7 @@ class _Filler:
             uses: the atom's gradients, in the order of filling.
             cut_follows: whether the graph may be cut between this atom and the next one to fill.
             block_ends: whether a repeated block ends with this atom.
+            all_close: whether all buckets close with this atom, full or not.
 
         Returns:
             Whether a bucket closed.
@@ -202,7 +222,7 @@ class _Filler:
                 self._close(_Draft([use]), start, f"{use.spec.name} has a sparse gradient and travels alone")
                 continue
             draft = self._open.setdefault(key, _Draft())
-            draft.members.append(use)
+            draft.add(use)
             self._missing[key] = self._missing.get(key, 0) - 1
             filled = draft.nbytes + self._carried.get(key, 0)
             if filled >= (limit := self._limit(key)):
@@ -213,6 +233,8 @@ class _Filler:
                 self._close(self._open.pop(key), start, "no gradient is left to add")
         if block_ends:
             self._close_nearly_full(start)
+        if all_close:
+            self._close_all(start)
         closed = len(self._closed) > before
         if cut_follows and closed:
             self._settle(start, last_closed)
@@ -232,6 +254,12 @@ class _Filler:
                 last = draft.members[-1].spec
                 self._close(self._open.pop(key), start, _nearly_filled(last, draft.nbytes, filled, limit))
                 self._next_limit(key)
+
+    def _close_all(self, start: int) -> None:
+        for key, draft in self._open.items():
+            self._close(draft, start, "closed later, the buckets of all dtypes together would be more")
+            self._next_limit(key)
+        self._open = {}
 
     def _settle(self, start: int, last_closed: Mapping[Key, _Draft]) -> None:
         """The graph is cut next to this atom: leave no bucket open across the cut."""

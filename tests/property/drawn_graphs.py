@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hypothesis import strategies as st
 from torch import fx
 
 from ddpopt.certificate import certify
-from ddpopt.facts import GraphFacts, collect, parameter_names
+from ddpopt.facts import GraphFacts, ParamUse, collect, parameter_names
 from ddpopt.partition import partition
 from ddpopt.plan import Plan
-from ddpopt.reducer import BucketConfig
+from ddpopt.reducer import BucketConfig, ParamSpec
 from ddpopt.testing.graph_builder import SmallGraph, real_inputs
 from tests.unit.effects import Effects
 from tests.unit.tracing import cut_before
+
+Gradient = tuple[int, str]
+"""Its bytes and its dtype."""
 
 
 def small_configs() -> st.SearchStrategy[BucketConfig]:
@@ -24,6 +29,23 @@ def small_configs() -> st.SearchStrategy[BucketConfig]:
 
 def facts_of(graph: SmallGraph) -> GraphFacts:
     return collect(graph.gm, graph.example_values, graph.specs())
+
+
+def interleaved_gradients() -> st.SearchStrategy[list[list[Gradient]]]:
+    """Gradients of up to three dtypes that take turns, in groups that complete together."""
+    gradient = st.tuples(st.integers(0, 9), st.sampled_from(("bfloat16", "float16", "float32")))
+    return st.lists(st.lists(gradient, min_size=1, max_size=3), min_size=2, max_size=8)
+
+
+def facts_of_gradients(groups: Sequence[Sequence[Gradient]]) -> GraphFacts:
+    """A graph with a node for each group of gradients, which complete in the order of the groups."""
+    uses = [
+        ParamUse(ParamSpec(f"{place}.{index}", nbytes, dtype, "cpu"), (len(groups) - 1 - place,))
+        for place, group in enumerate(groups)
+        for index, (nbytes, dtype) in enumerate(group)
+    ]
+    nodes = tuple(f"node_{place}" for place in range(len(groups)))
+    return GraphFacts(nodes, tuple(uses), (None,) * len(groups))
 
 
 def possible_cuts(graph: SmallGraph) -> list[str]:

@@ -4,12 +4,14 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from random import Random
+from unittest.mock import patch
 
 import torch
 from hypothesis import event, given
 from hypothesis import strategies as st
 
 import ddpopt
+from ddpopt import planner
 from ddpopt.facts import GraphFacts, ParamUse
 from ddpopt.join import join_plans
 from ddpopt.mutation import mutated_inputs
@@ -20,7 +22,13 @@ from ddpopt.testing.drawn import DrawnModel
 from ddpopt.testing.graph_builder import SmallGraph, real_inputs
 from ddpopt.testing.profiles import share
 from ddpopt.testing.strategies import bucket_configs, graphs, models, parameter_lists
-from tests.property.drawn_graphs import facts_of, small_configs
+from tests.property.drawn_graphs import (
+    Gradient,
+    facts_of,
+    facts_of_gradients,
+    interleaved_gradients,
+    small_configs,
+)
 from tests.property.examples import with_found_models_that_compile
 from tests.property.same_graph import renamed, reordered, retraced
 
@@ -149,22 +157,54 @@ def ready_order(facts: GraphFacts) -> list[list[str]]:
     return [sorted(together[start]) for start in sorted(together, reverse=True)]
 
 
+def with_one_more_byte(config: BucketConfig, *, of_the_first: bool) -> BucketConfig:
+    """Limits as of a cap that is larger by a byte; where DDP is given a cap, its first bucket has it, too."""
+    more = replace(config, cap_bytes=config.cap_bytes + 1)
+    return replace(more, first_bucket_bytes=config.first_bucket_bytes + 1) if of_the_first else more
+
+
 @share(1)
-@given(graphs(), small_configs())
-def test_one_more_byte_of_cap_never_adds_a_bucket_to_a_graph(graph: SmallGraph, config: BucketConfig) -> None:
+@given(graphs(), small_configs(), st.booleans())
+def test_one_more_byte_of_cap_never_adds_a_bucket_to_a_graph(
+    graph: SmallGraph, config: BucketConfig, of_the_first: bool
+) -> None:
     facts = facts_of(graph)
-    fewer = plan_graph(facts, replace(config, cap_bytes=config.cap_bytes + 1))
+    fewer = plan_graph(facts, with_one_more_byte(config, of_the_first=of_the_first))
     assert len(fewer.buckets) <= len(plan_graph(facts, config).buckets)
 
 
 @share(3)
-@given(parameter_lists(), bucket_configs())
+@given(parameter_lists(), bucket_configs(), st.booleans())
 def test_one_more_byte_of_cap_never_adds_a_bucket_to_a_model(
-    params: tuple[ParamSpec, ...], config: BucketConfig
+    params: tuple[ParamSpec, ...], config: BucketConfig, of_the_first: bool
 ) -> None:
-    more = replace(config, cap_bytes=config.cap_bytes + 1)
+    more = with_one_more_byte(config, of_the_first=of_the_first)
     assert len(rebuilt_buckets(params, more)) <= len(rebuilt_buckets(params, config))
     assert len(graph_of(params, 0, more).buckets) <= len(graph_of(params, 0, config).buckets)
+
+
+@share(3)
+@given(interleaved_gradients(), st.integers(2, 20), st.sampled_from((None, 5, 25)))
+def test_one_more_byte_of_cap_never_adds_a_bucket_to_interleaved_dtypes(
+    groups: list[list[Gradient]], cap: int, first: int | None
+) -> None:
+    facts, config = facts_of_gradients(groups), BucketConfig(cap_bytes=cap, first_bucket_bytes=first or cap)
+    more = with_one_more_byte(config, of_the_first=first is None)
+    assert len(plan_graph(facts, more).buckets) <= len(plan_graph(facts, config).buckets)
+
+
+@share(1)
+@given(interleaved_gradients(), st.integers(2, 20), st.sampled_from((None, 5, 25)))
+def test_no_other_choice_of_early_ends_makes_fewer_buckets(
+    groups: list[list[Gradient]], cap: int, first: int | None
+) -> None:
+    facts, config = facts_of_gradients(groups), BucketConfig(cap_bytes=cap, first_bucket_bytes=first or cap)
+    planned = len(plan_graph(facts, config).buckets)
+    places = range(len(groups) - 1)
+    for number in range(len(groups)):
+        for ends in itertools.combinations(places, number):
+            with patch.object(planner, "early_ends", return_value=frozenset(ends)):
+                assert planned <= len(plan_graph(facts, config).buckets), ends
 
 
 @share(1.5)

@@ -127,6 +127,20 @@ def test_a_cut_leaves_no_bucket_of_another_dtype_open_across_it() -> None:
     assert planned(facts(3, uses)) == (["full", "half", "first half", "before"], ["n1"])
 
 
+def test_a_bucket_closes_before_it_is_full_where_all_dtypes_need_fewer_buckets_so() -> None:
+    ready = (4, "bfloat16"), (3, "float32"), (2, "bfloat16"), (2, "float32"), (3, "bfloat16"), (1, "float32")
+    last = len(ready) - 1
+    uses = [use(f"{n} {d}", n, last - place, dtype=d) for place, (n, d) in enumerate(ready)]
+    plan = plan_graph(facts(6, uses), BucketConfig(cap_bytes=6, first_bucket_bytes=6))
+    assert [bucket.params for bucket in plan.buckets] == [
+        ("4 bfloat16",),
+        ("2 bfloat16", "3 bfloat16"),
+        ("3 float32", "2 float32"),
+        ("1 float32",),
+    ]
+    assert plan.buckets[0].reason == "closed later, the buckets of all dtypes together would be more"
+
+
 def test_the_last_gradient_of_a_dtype_does_not_wait_for_the_end_of_backward() -> None:
     uses = [use("half", 10, 2, dtype="bfloat16"), use("full", 100, 1), use("before", 100, 0)]
     assert planned(facts(3, uses)) == (["half", "full", "before"], ["n1", "n2"])
