@@ -6,16 +6,20 @@ The first three steps of a model in each mode, compiled by Inductor, each in a p
 - ``torch``: torch.compile as it comes, with torch's DDPOptimizer, which compiles every segment;
 - ``split``, ``inline``: ``ddpopt.compile`` with this strategy.
 
-Every mode starts twice: *cold*, with empty caches, and *warm*, a second process with the caches that the
-first one left. Modes take turns. What counts is processor time, that of the C++ compiler included: whoever
-else uses the machine adds little to it. Ratios are of the fastest of each.
+Every mode starts three times: *uncached*, with Inductor's caches off; *cold*, with empty caches; and *warm*,
+a second process with the caches that the cold one left. Modes take turns. What counts is processor time, that
+of the C++ compiler included: whoever else uses the machine adds little to it. Ratios are of the fastest of
+each.
+
+A cold start of torch's optimizer already gains by a cache: the segments of equal layers are equal graphs, and
+Inductor takes all but the first of them from the cache that this start fills.
 
 The cap is the size of one layer, so that torch's optimizer and ``split`` cut once a layer. What is no part of
 any graph, importing and a first compilation of something else, is paid before the clock runs.
 
-Exit code 1 where ``split`` is less than 4 times faster than torch's optimizer at 24 layers, where ``inline``
-costs more than 1.05 times one whole graph, where ``split`` grows by more than 1.25 times from 24 to 48 layers
-of GPT, or where a warm start compiles anything; 3 where a process fails.
+Exit code 1 where ``split``, uncached or cold, is less than 4 times faster than torch's optimizer at 24
+layers, where ``inline`` costs more than 1.05 times one whole graph, where ``split`` grows by more than 1.25
+times from 24 to 48 layers of GPT, or where a warm start compiles anything; 3 where a process fails.
 """
 
 from __future__ import annotations
@@ -26,10 +30,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 from rich.progress import Progress
@@ -46,6 +51,8 @@ ASKED_SPLIT = 4.0
 ASKED_AT = 24
 ASKED_INLINE = 1.05
 ASKED_GROWTH = 1.25
+Kind = Literal["uncached", "cold"]
+KINDS: tuple[Kind, ...] = ("uncached", "cold")
 LIMIT_S = 3600
 LAST_LINES = 30
 
@@ -61,31 +68,31 @@ class Setting:
 
 @dataclass(frozen=True)
 class Starts:
-    """All starts of one setting: pairs of a cold one and a warm one."""
+    """All starts of one setting, an uncached, a cold and a warm one for each round."""
 
+    uncached: tuple[Start, ...]
     cold: tuple[Start, ...]
     warm: tuple[Start, ...]
 
-    @property
-    def cold_s(self) -> float:
-        """The fastest cold start, in processor seconds."""
-        return min(start.cpu_s for start in self.cold)
+    def of(self, kind: Kind) -> tuple[Start, ...]:
+        """The uncached or the cold ones."""
+        return self.uncached if kind == "uncached" else self.cold
 
-    @property
-    def warm_s(self) -> float:
-        """The fastest warm start, in processor seconds."""
-        return min(start.cpu_s for start in self.warm)
+    def seconds(self, kind: Kind) -> float:
+        """The fastest of a kind, in processor seconds."""
+        return min(start.cpu_s for start in self.of(kind))
 
 
 Figures = Mapping[Setting, Starts]
 
 
-def start_once(setting: Setting, caches: str) -> Start:
+def start_once(setting: Setting, caches: str, *, cached: bool = True) -> Start:
     """Start a process that trains for a few steps.
 
     Args:
         setting: what it compiles.
         caches: the folder that holds its caches.
+        cached: whether Inductor and AOTAutograd may use them.
 
     Raises:
         InfrastructureError: the process failed, or took more than an hour.
@@ -96,6 +103,7 @@ def start_once(setting: Setting, caches: str) -> Start:
         "OMP_NUM_THREADS": "1",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TORCHINDUCTOR_CACHE_DIR": caches,
+        "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "0" if cached else "1",
     }
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.compile_once", *words],
@@ -117,31 +125,34 @@ def measure(settings: Sequence[Setting], repeat: int, done: Callable[[Setting], 
     Args:
         settings: what is measured, in this order within each round.
         repeat: how many rounds.
-        done: called after each pair of starts.
+        done: called after the starts of each.
 
     Returns:
         The starts of each setting.
     """
+    uncached: dict[Setting, list[Start]] = {setting: [] for setting in settings}
     cold: dict[Setting, list[Start]] = {setting: [] for setting in settings}
     warm: dict[Setting, list[Start]] = {setting: [] for setting in settings}
     for setting in [*settings] * repeat:
+        with tempfile.TemporaryDirectory(prefix="ddpopt-compile-") as unused:
+            uncached[setting].append(start_once(setting, unused, cached=False))
         with tempfile.TemporaryDirectory(prefix="ddpopt-compile-") as caches:
             cold[setting].append(start_once(setting, caches))
             warm[setting].append(start_once(setting, caches))
         done(setting)
-    return {setting: Starts(tuple(cold[setting]), tuple(warm[setting])) for setting in settings}
+    return {s: Starts(tuple(uncached[s]), tuple(cold[s]), tuple(warm[s])) for s in settings}
 
 
-def ratio(figures: Figures, setting: Setting, mode: str) -> float | None:
-    """How much a cold start costs, as a ratio to another mode's; None if that was not measured."""
+def ratio(figures: Figures, setting: Setting, mode: str, kind: Kind) -> float | None:
+    """How much a start costs, as a ratio to another mode's; None if that was not measured."""
     other = figures.get(Setting(setting.model, setting.layers, mode))
-    return None if other is None else figures[setting].cold_s / other.cold_s
+    return None if other is None else figures[setting].seconds(kind) / other.seconds(kind)
 
 
-def growth(figures: Figures, setting: Setting) -> float | None:
-    """How much more a cold start costs than at half the depth; None if that was not measured."""
+def growth(figures: Figures, setting: Setting, kind: Kind) -> float | None:
+    """How much more a start costs than at half the depth; None if that was not measured."""
     half = figures.get(Setting(setting.model, setting.layers // 2, setting.mode))
-    return None if half is None or setting.layers % 2 else figures[setting].cold_s / half.cold_s
+    return None if half is None or setting.layers % 2 else figures[setting].seconds(kind) / half.seconds(kind)
 
 
 def problems(figures: Figures) -> list[str]:
@@ -149,43 +160,48 @@ def problems(figures: Figures) -> list[str]:
     found = []
     for setting, starts in figures.items():
         where = f"{setting.model}, {setting.layers} layers, {setting.mode}"
-        to_torch, to_whole = ratio(figures, setting, TORCH), ratio(figures, setting, WHOLE)
-        grown = growth(figures, setting)
-        asked_here = setting.mode == SPLIT and setting.layers == ASKED_AT
-        if asked_here and to_torch is not None and to_torch > 1 / ASKED_SPLIT:
-            found.append(f"{where}: {1 / to_torch:.2f} times faster than torch's, asked {ASKED_SPLIT:g}")
-        if setting.mode == INLINE and to_whole is not None and to_whole > ASKED_INLINE:
-            found.append(f"{where}: {to_whole:.3f} times one graph, asked at most {ASKED_INLINE:g}")
-        deep = setting.mode == SPLIT and setting.model == "gpt" and setting.layers == 2 * ASKED_AT
-        if deep and grown is not None and grown > ASKED_GROWTH:
-            found.append(f"{where}: {grown:.2f} times that of half the depth, asked at most {ASKED_GROWTH:g}")
+        for kind in KINDS:
+            found += [f"{where}, {kind}: {what}" for what in _problems_of(figures, setting, kind)]
         anew = max(start.compiled for start in starts.warm)
         if setting.mode in (SPLIT, INLINE) and anew:
             found.append(f"{where}: a warm start compiled {anew} graphs anew")
     return found
 
 
+def _problems_of(figures: Figures, setting: Setting, kind: Kind) -> Iterator[str]:
+    to_torch, to_whole = (ratio(figures, setting, mode, kind) for mode in (TORCH, WHOLE))
+    grown = growth(figures, setting, kind)
+    asked_here = setting.mode == SPLIT and setting.layers == ASKED_AT
+    if asked_here and to_torch is not None and to_torch > 1 / ASKED_SPLIT:
+        yield f"{1 / to_torch:.2f} times faster than torch's, asked {ASKED_SPLIT:g}"
+    if setting.mode == INLINE and to_whole is not None and to_whole > ASKED_INLINE:
+        yield f"{to_whole:.3f} times one graph, asked at most {ASKED_INLINE:g}"
+    deep = setting.mode == SPLIT and setting.model == "gpt" and setting.layers == 2 * ASKED_AT
+    if deep and grown is not None and grown > ASKED_GROWTH:
+        yield f"{grown:.2f} times that of half the depth, asked at most {ASKED_GROWTH:g}"
+
+
 def table(figures: Figures) -> Table:
     """All figures, a row for each setting."""
     result = Table(title="First three steps, processor seconds: fastest (slowest)")
     result.add_column("model", no_wrap=True)
-    for title in ("layers", "mode", "cold", "to torch's", "to one graph", "to half the depth", "compiled"):
+    for title in ("layers", "mode"):
         result.add_column(title, justify="right")
-    result.add_column("warm", justify="right")
-    result.add_column("compiled anew", justify="right")
+    for kind in KINDS:
+        for title in (kind, "to torch's", "to one graph", "to half the depth"):
+            result.add_column(title, justify="right")
+    for title in ("compiled", "warm", "compiled anew"):
+        result.add_column(title, justify="right")
     for setting, starts in figures.items():
-        result.add_row(
-            setting.model,
-            str(setting.layers),
-            setting.mode,
-            _seconds(starts.cold),
-            _number(ratio(figures, setting, TORCH)),
-            _number(ratio(figures, setting, WHOLE)),
-            _number(growth(figures, setting)),
-            str(starts.cold[0].compiled),
-            _seconds(starts.warm),
-            str(max(start.compiled for start in starts.warm)),
-        )
+        cells = [setting.model, str(setting.layers), setting.mode]
+        for kind in KINDS:
+            cells += [
+                _seconds(starts.of(kind)),
+                *(_number(ratio(figures, setting, mode, kind)) for mode in (TORCH, WHOLE)),
+                _number(growth(figures, setting, kind)),
+            ]
+        anew = max(start.compiled for start in starts.warm)
+        result.add_row(*cells, str(starts.cold[0].compiled), _seconds(starts.warm), str(anew))
     return result
 
 

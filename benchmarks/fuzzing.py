@@ -39,7 +39,7 @@ GRAPHS_ASKED = 100.0
 MODELS_ASKED = 3.0
 LIMITS = BucketConfig(cap_bytes=100, first_bucket_bytes=64)
 """A drawn graph's parameters have 16 to 128 bytes: some buckets hold one of them, some several."""
-WARM_UP = 30
+WARM_UP = 200
 """Graphs that a process judges before its time is taken: the first import what the others find."""
 
 

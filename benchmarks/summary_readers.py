@@ -5,6 +5,7 @@ Invariant: a file that lacks a part of what is asked gives a claim that is not h
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -81,18 +82,19 @@ def read_compile(document: Document) -> Section:
     """The section of `benchmarks.compile`."""
     figures = {
         compiling.Setting(fields["model"], fields["layers"], fields["mode"]): compiling.Starts(
-            tuple(Start(**start) for start in fields["cold"]),
-            tuple(Start(**start) for start in fields["warm"]),
+            *(tuple(Start(**start) for start in fields[kind]) for kind in ("uncached", "cold", "warm"))
         )
         for fields in document["starts"]
     }
     claims = tuple(_compile_claims(figures))
-    columns = ("model", "layers", "mode", "cold, s", "to torch's", "to one graph", "warm, s", "warm: anew")
+    of_kinds = (
+        f"{kind}{what}" for kind in compiling.KINDS for what in (", s", " to torch's", " to one graph")
+    )
+    columns = ("model", "layers", "mode", *of_kinds, "warm, s", "warm: anew")
     rows = tuple(
         (
-            *(setting.model, str(setting.layers), setting.mode, _cpu_seconds(starts.cold)),
-            ratio(compiling.ratio(figures, setting, TORCH)),
-            ratio(compiling.ratio(figures, setting, WHOLE)),
+            *(setting.model, str(setting.layers), setting.mode),
+            *(cell for kind in compiling.KINDS for cell in _of_kind(figures, setting, kind)),
             _cpu_seconds(starts.warm),
             str(max(start.compiled for start in starts.warm)),
         )
@@ -100,6 +102,14 @@ def read_compile(document: Document) -> Section:
     )
     title = "First three steps, processor seconds, fastest (slowest); graphs that a warm start compiled anew"
     return Section("compile", document["conditions"], claims, (Grid(title, columns, rows),))
+
+
+def _of_kind(
+    figures: compiling.Figures, setting: compiling.Setting, kind: compiling.Kind
+) -> tuple[str, str, str]:
+    ratios = (compiling.ratio(figures, setting, mode, kind) for mode in (TORCH, WHOLE))
+    to_torch, to_whole = map(ratio, ratios)
+    return _cpu_seconds(figures[setting].of(kind)), to_torch, to_whole
 
 
 def _cpu_seconds(starts: Sequence[Start]) -> str:
@@ -114,32 +124,34 @@ def _compile_claims(figures: compiling.Figures) -> Iterator[Claim]:
         where = f"{model}, {compiling.ASKED_AT} layers"
         split = compiling.Setting(model, compiling.ASKED_AT, SPLIT)
         torchs = compiling.Setting(model, compiling.ASKED_AT, TORCH)
-        found, spread = _ratios(figures, torchs, split)
-        what = "torch's cold start to split's"
-        yield at_least(where, what, found, compiling.ASKED_SPLIT, spread=spread)
-        for layers in depths or [compiling.ASKED_AT]:
+        for kind in compiling.KINDS:
+            found, spread = _ratios(figures, torchs, split, kind)
+            what = f"torch's {kind} start to split's"
+            yield at_least(where, what, found, compiling.ASKED_SPLIT, spread=spread)
+        for layers, kind in itertools.product(depths or [compiling.ASKED_AT], compiling.KINDS):
             inline = compiling.Setting(model, layers, INLINE)
-            found, spread = _ratios(figures, inline, compiling.Setting(model, layers, WHOLE))
-            where, what = f"{model}, {layers} layers", "inline's cold start to one graph's"
+            found, spread = _ratios(figures, inline, compiling.Setting(model, layers, WHOLE), kind)
+            where, what = f"{model}, {layers} layers", f"inline's {kind} start to one graph's"
             yield at_most(where, what, found, compiling.ASKED_INLINE, spread=spread, limit=1.0)
         for mode in (SPLIT, INLINE):
             anew = _compiled_anew(figures, model, mode)
             yield at_most(f"{model}, all depths", f"{mode}: compiled in a warm start", anew, 0, limit=0)
     deep, half = (compiling.Setting("gpt", n, SPLIT) for n in (deepest, compiling.ASKED_AT))
-    found, spread = _ratios(figures, deep, half)
-    where, what = f"gpt, {compiling.ASKED_AT} to {deepest} layers", "growth of split's cold start"
-    yield at_most(where, what, found, compiling.ASKED_GROWTH, spread=spread, limit=1.0)
+    for kind in compiling.KINDS:
+        found, spread = _ratios(figures, deep, half, kind)
+        where, what = f"gpt, {compiling.ASKED_AT} to {deepest} layers", f"growth of split's {kind} start"
+        yield at_most(where, what, found, compiling.ASKED_GROWTH, spread=spread, limit=1.0)
 
 
 def _ratios(
-    figures: compiling.Figures, setting: compiling.Setting, other: compiling.Setting
+    figures: compiling.Figures, setting: compiling.Setting, other: compiling.Setting, kind: compiling.Kind
 ) -> tuple[float | None, tuple[float, float] | None]:
-    """The ratio of the fastest cold starts, and the ends of the ratios of all rounds."""
+    """The ratio of the fastest starts of a kind, and the ends of the ratios of all rounds."""
     if setting not in figures or other not in figures:
         return None, None
     ours, theirs = figures[setting], figures[other]
-    rounds = _over([start.cpu_s for start in ours.cold], [start.cpu_s for start in theirs.cold])
-    return ours.cold_s / theirs.cold_s, _ends(rounds)
+    rounds = _over([start.cpu_s for start in ours.of(kind)], [start.cpu_s for start in theirs.of(kind)])
+    return ours.seconds(kind) / theirs.seconds(kind), _ends(rounds)
 
 
 def _compiled_anew(figures: compiling.Figures, model: str, mode: str) -> int | None:

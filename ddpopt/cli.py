@@ -232,6 +232,7 @@ def fuzz(  # noqa: PLR0913  # one for each option of the command line
     out: given.Out = "ddpopt-fuzz",
     database: given.Database = None,
     without: given.Without = None,
+    blocks: given.Blocks = None,
     limit: given.ModelLimit = 120.0,
 ) -> None:
     """Draw models, and run each in eager DDP and in some modes, until time is up.
@@ -252,6 +253,7 @@ def fuzz(  # noqa: PLR0913  # one for each option of the command line
         out,
         database,
         without,
+        blocks or (),
         limit,
     )
     raise typer.Exit(cli_fuzz.run(request))
@@ -263,6 +265,7 @@ def minimize(
     out: given.Script = None,
     tries: given.Tries = 400,
     minutes: given.SearchMinutes = None,
+    blocks: given.Blocks = None,
     limit: given.ModelLimit = 120.0,
 ) -> None:
     """Make a model that 'ddpopt fuzz' found small, with the same failure.
@@ -271,7 +274,7 @@ def minimize(
     """
     from ddpopt import cli_minimize
 
-    raise typer.Exit(cli_minimize.minimize(case, out, tries, minutes, limit))
+    raise typer.Exit(cli_minimize.minimize(case, out, tries, minutes, limit, blocks or ()))
 
 
 @app.command(short_help="List the modes and options that 'verify' knows.")

@@ -7,8 +7,10 @@ summary too.
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +48,7 @@ class Request:
         out: folder of the campaign.
         database: shared with other machines.
         without: features that are not drawn.
+        blocks: modules that register blocks.
         limit_s: of one mode of one model, in seconds.
     """
 
@@ -59,6 +62,7 @@ class Request:
     out: str
     database: str | None
     without: str | None
+    blocks: Sequence[str]
     limit_s: float
 
 
@@ -130,6 +134,7 @@ def planned(request: Request) -> Plan:
     ):
         if number is not None and not 0 < number < math.inf:
             raise UsageError(f"{name}: expected a positive number, got {number!r}")
+    import_blocks(request.blocks)
     modes = modes_named(request.modes)
     find_compiler(backend_of(request.backend))
     without = tuple(part.strip() for part in (request.without or "").split(",") if part.strip())
@@ -147,8 +152,37 @@ def planned(request: Request) -> Plan:
         request.backend,
         request.nproc,
         without,
+        tuple(request.blocks),
         torch.__version__.partition("+")[0],
     )
+
+
+def import_blocks(modules: Sequence[str]) -> None:
+    """Import what registers blocks of the user's own (`ddpopt.testing.drawn.register_block`).
+
+    Args:
+        modules: their names, as ``import`` takes them.
+
+    Raises:
+        UsageError: one cannot be imported, or registers nothing.
+    """
+    from ddpopt.testing.drawn.registry import BLOCKS
+
+    for name in modules:
+        before = len(BLOCKS)
+        known = name in sys.modules
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            raise UsageError(
+                f"--blocks: importing {name!r} failed: {type(error).__name__}: {error}; expected the name of "
+                "a module, as 'import' takes it, looked for in the current folder too"
+            ) from error
+        if len(BLOCKS) == before and not known:
+            raise UsageError(
+                f"--blocks: {name!r} registers no block; expected a module that calls "
+                "ddpopt.testing.drawn.register_block"
+            )
 
 
 def _folder(out: str) -> Path:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from ddpopt.cli_fuzz import require_hypothesis
+from ddpopt.cli_fuzz import import_blocks, require_hypothesis
 from ddpopt.errors import UsageError, VerificationError
 from ddpopt.report.passing_line import PassingLine
 from ddpopt.storing import write_whole
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
     from ddpopt.fuzz.minimize import SoFar
 
 
-def minimize(file: str, out: str | None, tries: int, minutes: float | None, limit_s: float) -> int:
+def minimize(
+    file: str, out: str | None, tries: int, minutes: float | None, limit_s: float, blocks: Sequence[str]
+) -> int:
     """Make a case small, and write the script that shows it.
 
     Args:
@@ -30,6 +33,7 @@ def minimize(file: str, out: str | None, tries: int, minutes: float | None, limi
         tries: how many models may be tried.
         minutes: how long the search may take; None for no limit.
         limit_s: of one model, in seconds.
+        blocks: modules that register blocks.
 
     Returns:
         The exit code: 0 if the script shows the failure in a fresh interpreter, else 1.
@@ -47,6 +51,7 @@ def minimize(file: str, out: str | None, tries: int, minutes: float | None, limi
     for name, number in (("--tries", tries), ("--minutes", minutes), ("--limit", limit_s)):
         if number is not None and not 0 < number < math.inf:
             raise UsageError(f"{name}: expected a positive number, got {number!r}")
+    import_blocks(blocks)
     case = FoundCase.read(Path(file))
     script = Path(out) if out is not None else Path(file).with_suffix(".small.py")
     if script.suffix != ".py" or not script.absolute().parent.is_dir():

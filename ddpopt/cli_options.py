@@ -190,6 +190,14 @@ Database = Annotated[
 Without = Annotated[
     str | None, typer.Option(metavar=NAMES, help="Features that are not to be drawn.", show_default=False)
 ]
+Blocks = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="MODULE",
+        help="Import this module, which registers blocks of your own; may be given several times.",
+        show_default=False,
+    ),
+]
 ModelLimit = Annotated[float, typer.Option(help="Limit of one mode of one model, in seconds.")]
 
 CaseFile = Annotated[

@@ -33,6 +33,7 @@ class Plan:
         backend: of Dynamo.
         nproc: how many ranks.
         without: features that are not drawn.
+        blocks: modules that register blocks.
         torch: release of torch.
     """
 
@@ -43,6 +44,7 @@ class Plan:
     backend: str
     nproc: int
     without: tuple[str, ...]
+    blocks: tuple[str, ...]
     torch: str
 
 

@@ -18,6 +18,7 @@ _ROOT = re.compile(
     r"(?:raised: |InternalTorchDynamoError: |InductorError: |LoweringException: |got )"
     r"(?P<name>[A-Z]\w*(?:Error|Exception|Unsupported|Failed|Interrupt|Symbol\w*))\b"
 )
+_INVARIANT = re.compile(r"violation\(s\):\s+- (?P<name>[a-z ]+): ")
 _STACK = re.compile(r'File "(?P<file>[^"]+)", line \d+ in (?P<name>\S+)')
 _DRAWN = re.compile(r"<?drawn_[0-9a-f]{12}>?")
 _GENERATED = re.compile(r"\bc[a-z2-7]{51}\.py\b")  # Inductor names a file after what is in it
@@ -69,7 +70,8 @@ def of_finding(finding: Finding) -> Signature:
 def of_error(text: str) -> Signature:
     """The signature of an exception, as verification tells it: ``Type: message (file:line in function)``.
 
-    Dynamo wraps what its backends raise; what they raised is what counts.
+    Dynamo wraps what its backends raise; what they raised is what counts. Of a cut that is not proved, the
+    first invariant that it breaks.
 
     >>> str(of_error("BackendCompilerFailed: backend='x' raised: KeyError: 'h3' (graph.py:12 in find)"))
     'error: KeyError in graph.py in find'
@@ -78,7 +80,9 @@ def of_error(text: str) -> Signature:
     root = _ROOT.search(text)
     frame = _FRAME.search(text)
     where = f"{frame['file']} in {frame['name']}" if frame else ""
-    return Signature("error", root["name"] if root else kind, _named(where))
+    broken = _INVARIANT.search(text)
+    what = (root["name"] if root else kind) + (f" ({broken['name']})" if broken else "")
+    return Signature("error", what, _named(where))
 
 
 def of_death(how: str, stacks: str) -> Signature:

@@ -8,13 +8,18 @@ placeholders in the order of their first use.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+import copy
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from ddpopt.graphs import graph_module
 from ddpopt.reducer import ParamSpec
 
 AUTOCAST_DTYPE = torch.bfloat16
@@ -25,47 +30,71 @@ class SmallGraph(NamedTuple):
 
     Attributes:
         gm: the graph; placeholders named as Dynamo names them.
-        param_placeholders: placeholder name -> parameter name, for trainable and frozen parameters.
-        example_values: the fake value of each placeholder, in the order of the placeholders.
+        param_placeholders: placeholder name -> parameter name, for trainable and frozen parameters, in the
+            order in which a model would register them.
+        example_values: the fake value of each placeholder, in the order of the placeholders; a symbol where a
+            placeholder stands for a size.
     """
 
     gm: fx.GraphModule
     param_placeholders: Mapping[str, str]
-    example_values: tuple[FakeTensor, ...]
+    example_values: tuple[Any, ...]
 
     def specs(self) -> dict[int, ParamSpec]:
-        """What DDP would reduce of its parameters, by the identity of their example values."""
-        names = [self.param_placeholders.get(n.name) for n in self.gm.graph.find_nodes(op="placeholder")]
-        return {
-            id(value): ParamSpec(
-                name, value.numel() * value.element_size(), str(value.dtype).removeprefix("torch."), "cpu"
-            )
-            for name, value in zip(names, self.example_values, strict=True)
-            if name is not None and value.requires_grad
-        }
+        """What DDP would reduce of its parameters, by the identity of their example values.
+
+        In the order of ``param_placeholders``, whatever the order of the placeholders.
+        """
+        placeholders = (node.name for node in self.gm.graph.find_nodes(op="placeholder"))
+        values = dict(zip(placeholders, self.example_values, strict=True))
+        params = ((name, values[label]) for label, name in self.param_placeholders.items())
+        return {id(param): _spec(name, param) for name, param in params if is_trained(param)}
+
+
+def is_trained(value: object) -> TypeGuard[nn.Parameter]:
+    """Whether a value is a parameter that needs a gradient."""
+    return isinstance(value, nn.Parameter) and value.requires_grad
+
+
+def _spec(name: str, param: nn.Parameter) -> ParamSpec:
+    dtype = str(param.dtype).removeprefix("torch.")
+    return ParamSpec(name, param.numel() * param.element_size(), dtype, "cpu")
 
 
 class GraphBuilder:
     """An FX graph under construction.
 
     Args:
-        batch: rows of the input ``l_x_``.
+        batch: rows of the input ``l_x_``; two or more where they are a symbol.
         width: columns of the input ``l_x_``.
+        symbolic: whether the graph knows of its rows as a symbol only, as Dynamo does under dynamic shapes.
+
+    Attributes:
+        batch, width: as given; or the symbol.
+        rows: what nodes name the rows by: the number, or the placeholder of the symbol.
     """
 
-    def __init__(self, batch: int, width: int) -> None:
-        self.batch = batch
+    def __init__(self, batch: int, width: int, *, symbolic: bool = False) -> None:
         self.width = width
-        self._fake_mode = FakeTensorMode()
+        self.rows: int | fx.Node = batch
+        self.batch: Any = batch
+        self._fake_mode = FakeTensorMode(shape_env=ShapeEnv() if symbolic else None)
         self._root = nn.Module()
         self._graph = fx.Graph()
         self._last_placeholder: fx.Node | None = None
         self._param_placeholders: dict[str, str] = {}
+        self._results: dict[fx.Node, Any] = {}
         self._grad_enabled = True
         self._autocast = False
-        self.x = self.input("x", batch, width)
+        if symbolic:
+            sizes: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
+            real = torch.empty(batch, width)
+            fake = self._fake_mode.from_tensor(real, symbolic_context=sizes, source=ConstantSource("x"))
+            self.batch = fake.shape[0]
+            self.rows = self._placeholder(str(self.batch), self.batch)
+        self.x = self.input("x", self.batch, width)
 
-    def input(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> fx.Node:
+    def input(self, name: str, *shape: int | torch.SymInt, dtype: torch.dtype = torch.float32) -> fx.Node:
         """Add an input that needs no gradient; returns its placeholder. Integers are 0 or 1."""
         with self._fake_mode:
             return self._placeholder(f"l_{name}_", torch.empty(shape, dtype=dtype))
@@ -93,9 +122,53 @@ class GraphBuilder:
         node.meta["example_value"] = self._fake_mode.from_tensor(value)
         return node
 
+    def subgraph(self, name: str, operands: Sequence[fx.Node], write: Callable[..., fx.Node]) -> fx.Node:
+        """Add a graph that a node of this one calls, as Dynamo does for higher-order operators.
+
+        Args:
+            name: of the attribute, which gets a number.
+            operands: nodes that its placeholders stand for.
+            write: ``(builder, *placeholders) -> node``: writes it, returns the node of its only result.
+
+        Returns:
+            The get_attr node that stands for it.
+        """
+        inner = copy.copy(self)
+        inner._root, inner._graph, inner._last_placeholder = nn.Module(), fx.Graph(), None
+        given = [inner._placeholder(node.name, node.meta["example_value"]) for node in operands]
+        inner._graph.output((write(inner, *given),))
+        label = f"{name}_{len(self._results)}"
+        self._root.add_module(label, graph_module(inner._root, inner._graph))
+        node = self._graph.create_node("get_attr", label, name=label)
+        (result,) = inner._graph.output_node().all_input_nodes
+        self._results[node] = result.meta["example_value"]
+        return node
+
+    def call_subgraph(self, target: Callable[..., Any], body: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
+        """Add ``target(*args, **kwargs)``, whose only result is that of a graph of this one.
+
+        Args:
+            target: a higher-order operator; it is not run.
+            body: the node of the graph that `subgraph` added.
+            *args: of the operator, `body` among them.
+            **kwargs: of the operator.
+
+        Returns:
+            The node of the result, taken out of the operator's tuple.
+        """
+        results = self._graph.call_function(target, args, kwargs)
+        return self.call(operator.getitem, self._valued(results, (self._results[body],)), 0)
+
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """Add ``target(*args, **kwargs)``; nodes stand for their values, also within lists and dicts."""
         return self._evaluated(self._graph.call_function(target, args, kwargs), target)
+
+    def call_like(
+        self, like: Callable[[Any, Any], Any], target: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> fx.Node:
+        """Add ``target(*args, **kwargs)`` whose value has the form of ``like`` of its first two arguments."""
+        node = self._graph.call_function(target, args, kwargs)
+        return self._evaluated(node, lambda first, second, *_, **__: like(first, second))
 
     def method(self, name: str, receiver: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
         """Add ``receiver.name(*args, **kwargs)``."""
@@ -122,11 +195,11 @@ class GraphBuilder:
         """Return ``outputs`` as a tuple and close the graph."""
         self._graph.output(outputs)
         self._graph.lint()
-        gm = fx.GraphModule(self._root, self._graph)
+        gm = graph_module(self._root, self._graph)
         values = tuple(n.meta["example_value"] for n in self._graph.nodes if n.op == "placeholder")
         return SmallGraph(gm, self._param_placeholders, values)
 
-    def _placeholder(self, name: str, value: torch.Tensor) -> fx.Node:
+    def _placeholder(self, name: str, value: torch.Tensor | torch.SymInt) -> fx.Node:
         after = self._last_placeholder or self._graph._root
         with self._graph.inserting_after(after):
             node = self._graph.placeholder(name)
@@ -141,7 +214,11 @@ class GraphBuilder:
             stack.enter_context(torch.set_grad_enabled(self._grad_enabled))
             if self._autocast:
                 stack.enter_context(torch.autocast("cpu", AUTOCAST_DTYPE))
-            node.meta["example_value"] = target(*args, **kwargs)
+            value = target(*args, **kwargs)
+        return self._valued(node, value)
+
+    def _valued(self, node: fx.Node, value: Any) -> fx.Node:
+        node.meta["example_value"] = value
         node.meta["stack_trace"] = f'  File "model.py", line {len(self._graph.nodes)}, in forward\n'
         return node
 
@@ -150,7 +227,7 @@ def _mangled(layer: str) -> str:
     return "modules_" + layer.replace(".", "_modules_")
 
 
-def real_inputs(graph: SmallGraph, seed: int = 0) -> tuple[torch.Tensor, ...]:
+def real_inputs(graph: SmallGraph, seed: int = 0) -> tuple[Any, ...]:
     """Draw real tensors for a graph.
 
     Args:
@@ -159,14 +236,23 @@ def real_inputs(graph: SmallGraph, seed: int = 0) -> tuple[torch.Tensor, ...]:
 
     Returns:
         One tensor for each placeholder, in their order, on the CPU: normally distributed, or 0 and 1 for
-        integers; trainable parameters require gradients.
+        integers; trainable parameters require gradients. A number for a size that is a symbol.
     """
     generator = torch.Generator().manual_seed(seed)
-    return tuple(_drawn(value, generator) for value in graph.example_values)
+    return tuple(
+        _drawn(value, generator) if isinstance(value, torch.Tensor) else _number(value)
+        for value in graph.example_values
+    )
 
 
 def _drawn(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    shape = tuple(map(_number, like.shape))
     if not (like.is_floating_point() or like.is_complex()):
-        return torch.randint(0, 2, like.shape, generator=generator, dtype=like.dtype)
-    value = torch.randn(like.shape, generator=generator, dtype=like.dtype)
-    return value.requires_grad_(isinstance(like, nn.Parameter) and like.requires_grad)
+        return torch.randint(0, 2, shape, generator=generator, dtype=like.dtype)
+    value = torch.randn(shape, generator=generator, dtype=like.dtype)
+    return value.requires_grad_(is_trained(like))
+
+
+def _number(size: int | torch.SymInt) -> int:
+    """The number that a symbol was made from; asking the symbol itself would make it that number for good."""
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else size

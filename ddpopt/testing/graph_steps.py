@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import fx
+from torch._higher_order_ops.cond import cond_op
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
 
 from ddpopt.testing.graph_builder import GraphBuilder
 
@@ -111,7 +113,7 @@ def _mutated_view(sketch: Sketch) -> fx.Node:
 
 def _reshaped_view(sketch: Sketch) -> fx.Node:
     total = sketch.builder.call(operator.add, sketch.value(), 1.0)
-    view = sketch.builder.method("view", total, sketch.builder.width, sketch.builder.batch)
+    view = sketch.builder.method("view", total, sketch.builder.width, sketch.builder.rows)
     reshaped = sketch.builder.method("t_", view)
     sketch.draw(st.sampled_from((_linear, _activation)))(sketch)
     return sketch.builder.method("contiguous", sketch.draw(st.sampled_from((view, reshaped))))
@@ -181,11 +183,11 @@ def _autocast_span(sketch: Sketch) -> fx.Node:
 
 
 def _image(sketch: Sketch, *shape: int) -> fx.Node:
-    return sketch.builder.method("view", sketch.value(), sketch.builder.batch, *shape)
+    return sketch.builder.method("view", sketch.value(), sketch.builder.rows, *shape)
 
 
 def _rows(sketch: Sketch, value: fx.Node) -> fx.Node:
-    return sketch.builder.method("reshape", value, (sketch.builder.batch, sketch.builder.width))
+    return sketch.builder.method("reshape", value, (sketch.builder.rows, sketch.builder.width))
 
 
 def _conv(sketch: Sketch) -> fx.Node:
@@ -218,6 +220,34 @@ def _embedding(sketch: Sketch) -> fx.Node:
     table = sketch.builder.parameter(sketch.layer(), "weight", 3, sketch.builder.width)
     ids = sketch.builder.input(f"ids_{len(sketch.values)}", sketch.builder.batch, dtype=torch.int64)
     return sketch.builder.call(F.embedding, ids, table)
+
+
+def _attention(sketch: Sketch) -> fx.Node:
+    tokens = sketch.builder.method("unsqueeze", _linear(sketch), 0)
+    causal = sketch.draw(st.booleans())
+    # a sum has the same form, and is traced in a tenth of the time
+    mixed = sketch.builder.call_like(
+        operator.add, F.scaled_dot_product_attention, tokens, tokens, tokens, is_causal=causal
+    )
+    return sketch.builder.method("squeeze", mixed, 0)
+
+
+def _layer_of(builder: GraphBuilder, *given: fx.Node) -> fx.Node:
+    return builder.call(torch.tanh, builder.call(torch._C._nn.linear, *given))
+
+
+def _checkpoint(sketch: Sketch) -> fx.Node:
+    builder, given = sketch.builder, (sketch.value(), sketch.weight(), sketch.vector())
+    body = builder.subgraph("wrap_body", given, _layer_of)
+    return builder.call_subgraph(tag_activation_checkpoint, body, body, *given, use_reentrant=False)
+
+
+def _cond(sketch: Sketch) -> fx.Node:
+    builder, given = sketch.builder, (sketch.value(), sketch.weight())
+    otherwise = builder.subgraph("cond_true", given, lambda inner, x, w: inner.call(torch.mm, x, w))
+    body = builder.subgraph("cond_false", given, _layer_of)
+    positive = builder.call(operator.gt, builder.method("sum", given[0]), 0)
+    return builder.call_subgraph(cond_op, body, positive, body, otherwise, given)
 
 
 def _complex(sketch: Sketch) -> fx.Node:
@@ -278,6 +308,9 @@ _PURE_STEPS: tuple[Step, ...] = (
     _strided_conv,
     _layer_norm,
     _embedding,
+    _attention,
+    _checkpoint,
+    _cond,
     _complex,
     _scalar_parameter,
     _empty_parameter,

@@ -45,6 +45,8 @@ _GRADIENTS = st.sampled_from([(n, g, face == 15) for face in range(16) for g in 
 _DTYPES = ("float32", "bfloat16", "float16", "float64", "complex64", "complex128", "float8_e5m2")
 _DEVICES = ("cpu", "cuda:0", "cuda:1")
 _GROUPS = tuple((dtype, device) for device in _DEVICES for dtype in _DTYPES)
+SYMBOLIC = "symbolic batch"
+"""The feature of a graph whose number of rows is a symbol."""
 _CAPS_MB = (25, 1, 0.25, 0.3, 0.5, 0.75, 1.5, 2.5, 2**-18, 1e-7)
 
 
@@ -152,10 +154,11 @@ def graphs(
 
     Among its steps: parameters read by position, by keyword, as receiver, within a list, tied, frozen and
     detached, complex, in bfloat16, of no dimension or no element; convolutions, also strided and channels
-    last; norms, also with buffers; embeddings; in-place ops on values, views, inputs and buffers, also twice;
-    tuples whose items are taken much later; views by sizes known as ints; dropout; constants; spans without
-    grad (some dead, some empty) and under autocast. Among its outputs: views of others and of the input, and
-    sizes. Each step and output is reported as a Hypothesis event.
+    last; norms, also with buffers; embeddings; attention; a checkpoint and a cond, with graphs of their own;
+    in-place ops on values, views, inputs and buffers, also twice; tuples whose items are taken much later;
+    views by sizes known as ints; dropout; constants; spans without grad (some dead, some empty) and under
+    autocast. Among its outputs: views of others and of the input, and sizes. The number of rows may be a
+    symbol. Each step and output is reported as a Hypothesis event.
 
     A dropout may be dead: run eagerly it moves the generator, compiled it is gone, so compare random values
     only between two eager or two compiled runs.
@@ -174,7 +177,7 @@ def graphs(
         UsageError: if there is no feature of such a name.
     """
     allowed = _allowed(features, without)
-    sketch = Sketch(draw, GraphBuilder(batch=draw(st.integers(1, 3)), width=4))
+    sketch = Sketch(draw, draw(_builders(symbolic=SYMBOLIC in allowed)))
     weight = sketch.builder.parameter(sketch.layer(), "weight", 4, 4)
     sketch.values.append(sketch.builder.call(torch._C._nn.linear, sketch.builder.x, weight))
     for step in draw(_some(STEPS, allowed, max_steps)):
@@ -192,9 +195,18 @@ def graphs(
     return sketch.builder.finish(*outputs, _last_differentiable(sketch.values))
 
 
+@st.composite
+def _builders(draw: st.DrawFn, *, symbolic: bool) -> GraphBuilder:
+    """Rows that are a number, or (some) a symbol."""
+    if not (symbolic and draw(st.sampled_from((*[False] * 15, True)))):
+        return GraphBuilder(batch=draw(st.integers(1, 3)), width=4)
+    event(f"input: {SYMBOLIC}")
+    return GraphBuilder(batch=draw(st.integers(2, 3)), width=4, symbolic=True)
+
+
 def graph_features() -> frozenset[str]:
-    """Every step and output that a drawn graph can have."""
-    return frozenset(_told(each) for each in (*STEPS, *OUTPUTS))
+    """Every step and output that a drawn graph can have, and what its input may be."""
+    return frozenset((SYMBOLIC, *(_told(each) for each in (*STEPS, *OUTPUTS))))
 
 
 def _allowed(features: Iterable[str] | None, without: Iterable[str]) -> frozenset[str]:

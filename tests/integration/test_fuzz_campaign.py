@@ -23,7 +23,7 @@ from ddpopt.fuzz.stream import Source, drawn_block
 from ddpopt.fuzz.summary import summarized
 
 MODES = ("torch-ddp-optimizer", "ddpopt-split")
-PLAN = Plan(3, 0, 2, MODES, "aot_eager", 1, ("cond",), "2.13.0")
+PLAN = Plan(3, 0, 2, MODES, "aot_eager", 1, ("cond",), (), "2.13.0")
 
 
 class Answering:

@@ -232,8 +232,8 @@ def _shown(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
         if isinstance(value, torch.Tensor):
             return name
         if isinstance(value, (tuple, list)):
-            return (
-                f"({', '.join(visit(item, f'item_{place}_of_{name}') for place, item in enumerate(value))})"
+            return repr(
+                tuple(_Shown(visit(item, f"item_{place}_of_{name}")) for place, item in enumerate(value))
             )
         return repr(value)
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from ddpopt.graphs import body_nodes
 from ddpopt.testing.graph_builder import SmallGraph, real_inputs
@@ -65,39 +67,59 @@ class _Traced(fx.Interpreter):
 
 def retraced(graph: SmallGraph) -> SmallGraph:
     """A graph with values that are traced again."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    given = [_fake_again(mode, *pair) for pair in zip(graph.example_values, real_inputs(graph), strict=True)]
+    again = _Again(symbolic=any(isinstance(value, torch.SymInt) for value in graph.example_values))
+    given = [again.value(*pair) for pair in zip(graph.example_values, real_inputs(graph), strict=True)]
     run = _Traced(graph.gm)
-    with mode:
+    with again.mode:
         run.run(*given)
-    again = copied(graph, list(graph.gm.graph.nodes), {}, {})
-    for old, new in zip(graph.gm.graph.nodes, again.gm.graph.nodes, strict=True):
+    made = copied(graph, list(graph.gm.graph.nodes), {}, {})
+    for old, new in zip(graph.gm.graph.nodes, made.gm.graph.nodes, strict=True):
         if "example_value" in old.meta:
             new.meta["example_value"] = run.values[old]
-    return again._replace(example_values=tuple(given))
+    return made._replace(example_values=tuple(given))
 
 
-def _fake_again(mode: FakeTensorMode, before: object, real: object) -> Any:
-    if not isinstance(real, torch.Tensor):
-        return real
-    made = mode.from_tensor(real.detach(), static_shapes=True)
-    if isinstance(before, nn.Parameter):
-        return nn.Parameter(made, requires_grad=before.requires_grad)
-    return made
+class _Again:
+    """Makes values as another trace would have them, with a symbol of its own."""
+
+    def __init__(self, *, symbolic: bool) -> None:
+        self.mode = FakeTensorMode(shape_env=ShapeEnv() if symbolic else None, allow_non_fake_inputs=True)
+        self._symbol: Any = None
+
+    def value(self, before: object, real: torch.Tensor | int) -> Any:
+        if isinstance(before, torch.SymInt):
+            sizes: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+            rows = torch.empty(int(real))
+            fake = self.mode.from_tensor(rows, symbolic_context=sizes, source=ConstantSource("rows"))
+            self._symbol = fake.shape[0]
+            return self._symbol
+        assert isinstance(before, torch.Tensor)
+        sizes_before: list[Any] = list(before.shape)
+        shape = [self._symbol if isinstance(size, torch.SymInt) else size for size in sizes_before]
+        with self.mode:
+            made = torch.empty(shape, dtype=before.dtype)
+        if isinstance(before, nn.Parameter):
+            return nn.Parameter(made, requires_grad=before.requires_grad)
+        return made
 
 
-def reordered(graph: SmallGraph, first_readers: list[str], random: Random) -> SmallGraph:
-    """A graph in another order that computes the same, and reads each parameter first where it did.
+def reordered(graph: SmallGraph, in_order: list[str], random: Random) -> SmallGraph:
+    """A graph in another order that computes the same, its inputs too.
 
     What writes or draws, what touches a tensor that is written to, and what switches autograd or autocast
     stays in its order; the nodes between two switches stay between them.
+
+    Args:
+        graph: the graph.
+        in_order: names of nodes that keep their order among each other.
+        random: decides.
     """
     run = naive.Watched(graph.gm, real_inputs(graph))
     body = body_nodes(graph.gm.graph)
     waits = {node: [source for source in node.all_input_nodes if source in body] for node in body}
-    fixed = [node for node in body if node.name in first_readers or _has_effect(run, node)]
-    for earlier, later in itertools.pairwise(fixed):
-        waits[later].append(earlier)
+    for fixed in ([n for n in body if n.name in in_order], [n for n in body if _has_effect(run, n)]):
+        for earlier, later in itertools.pairwise(fixed):
+            waits[later].append(earlier)
     for place, node in enumerate(body):
         if node.target in naive.SWITCHES:
             waits[node] += body[:place]
@@ -107,8 +129,12 @@ def reordered(graph: SmallGraph, first_readers: list[str], random: Random) -> Sm
     while len(done) < len(body):
         ready = [n for n in body if n not in done and all(source in done for source in waits[n])]
         done[random.choice(ready)] = None
-    sources = [node for node in graph.gm.graph.nodes if node.op in ("placeholder", "get_attr")]
-    return copied(graph, [*sources, *done, graph.gm.graph.output_node()], {}, {})
+    values = dict(zip(graph.gm.graph.find_nodes(op="placeholder"), graph.example_values, strict=True))
+    inputs = random.sample(list(values), len(values))
+    held = [node for node in graph.gm.graph.nodes if node.op == "get_attr"]
+    again = copied(graph, [*inputs, *held, *done, graph.gm.graph.output_node()], {}, {})
+    # what DDP calls the first, second, … parameter is not a matter of the graph
+    return again._replace(example_values=tuple(values[node] for node in inputs))
 
 
 def _has_effect(run: naive.Watched, node: fx.Node) -> bool:

@@ -11,63 +11,44 @@ looks for all of them and prints the smallest graph that each was found by.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from random import Random
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from hypothesis import Phase, find, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from hypothesis.errors import Flaky, NoSuchExample
 from torch import fx
 
 from ddpopt import partition
 from ddpopt.graphs import GRAD_MODE, body_nodes
 from ddpopt.layout import ENTER_AUTOCAST, EXIT_AUTOCAST, Layout, State
 from ddpopt.plan import Plan
-from ddpopt.planner import plan_graph
-from ddpopt.reducer import BucketConfig
 from ddpopt.testing.graph_builder import SmallGraph
 from ddpopt.testing.profiles import EXAMPLES
 from ddpopt.testing.strategies import graphs
 from ddpopt.verify.injected import graphs as injected
 from ddpopt.verify.injected.sites import NotInjected
-from tests.property import drawn_graphs
+from tests.property import drawn_graphs, test_partition
 
-Given = tuple[SmallGraph, BucketConfig]
 Bug = Callable[[], AbstractContextManager[Any]]
 Change = Callable[[fx.GraphModule], None]
-# As many examples as the `ci` profile gives these properties; and calls of the property to shrink one.
-SEARCH = settings(
-    max_examples=round(1.5 * EXAMPLES["ci"]),
-    database=None,
-    phases=[Phase.generate, Phase.shrink],
-    deadline=None,
-)
+Property = Callable[..., None]
 SHRINKS = 250
+"""Calls of a property to shrink what it fails for."""
 
 
 class Found(NamedTuple):
-    """A bug as it was found: how many operations its smallest graph has, and the graph as text."""
+    """A bug as it was found: how many operations its smallest graph has, the error, and the graph as text."""
 
     name: str
     ops: int
+    error: str
     text: str
-
-
-# --- the properties of the `ci` profile ------------------------------------------------------------------
-
-
-def cut_as_planned(given: Given) -> None:
-    graph, config = given
-    drawn_graphs.assert_recomposes(graph, plan_graph(drawn_graphs.facts_of(graph), config))
-
-
-def cut_anywhere(given: Given) -> None:
-    drawn_graphs.assert_recomposes(given[0], drawn_graphs.cut_wherever_it_can_be(given[0]))
 
 
 # --- bugs that change what partition made ----------------------------------------------------------------
@@ -203,11 +184,31 @@ PLANNED: dict[str, Bug] = {
     "what draws or writes is moved forward": edited(move_forward),
     "a segment opens one node too late": replaced(Layout, "of", one_node_too_late),
 }
-BUGS = {
-    **{name: (bug, cut_anywhere) for name, bug in ANYWHERE.items()},
-    **{name: (bug, cut_as_planned) for name, bug in PLANNED.items()},
-}
-"""Each bug, with the property that is to find it."""
+BUGS = {**ANYWHERE, **PLANNED}
+
+# --- the properties, as the profile `ci` has them --------------------------------------------------------
+
+
+def _of_ci(test: Property, *drawn: st.SearchStrategy[Any]) -> Property:
+    """A property with the examples that the profile ``ci`` draws for it, whatever the profile is now."""
+    of_ci = settings(
+        max_examples=round(2.5 * EXAMPLES["ci"]),
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    # what is drawn follows from the source of the test itself
+    return of_ci(given(*drawn)(test.hypothesis.inner_test))  # type: ignore[attr-defined]  # of Hypothesis
+
+
+CUT_ANYWHERE = _of_ci(test_partition.test_a_graph_cut_wherever_it_can_be_is_the_same_program, graphs())
+CUT_AS_PLANNED = _of_ci(
+    test_partition.test_a_graph_cut_as_planned_is_the_same_program, graphs(), drawn_graphs.small_configs()
+)
+PROPERTIES = {**dict.fromkeys(ANYWHERE, CUT_ANYWHERE), **dict.fromkeys(PLANNED, CUT_AS_PLANNED)}
+"""Each bug's name, and the property that is to find it."""
 
 
 # --- looking for one -------------------------------------------------------------------------------------
@@ -215,37 +216,43 @@ BUGS = {
 
 @dataclass
 class Search:
-    """Asks a property of what is drawn, and has Hypothesis shrink what fails only so far."""
+    """Stands for a property: notes what fails, and has Hypothesis shrink it only so far."""
 
-    holds: Callable[[Given], None]
+    holds: Property
     left: int = SHRINKS
-    failing: list[fx.Graph] = field(default_factory=list)
+    failing: list[tuple[fx.Graph, str]] = field(default_factory=list)
 
-    def fails(self, given: Given) -> bool:
-        if self.failing:
-            self.left -= 1
+    def as_test(self) -> Property:
+        @functools.wraps(self.holds)
+        def ask(graph: SmallGraph, *others: Any) -> None:
+            self.left -= bool(self.failing)
             if self.left < 0:
-                return False
-        try:
-            self.holds(given)
-        except Exception:
-            self.failing.append(given[0].gm.graph)
-            return True
-        return False
+                return
+            try:
+                self.holds(graph, *others)
+            except Exception as error:
+                self.failing.append((graph.gm.graph, type(error).__name__))
+                raise
+
+        ask.__signature__ = inspect.signature(self.holds)  # type: ignore[attr-defined]  # decides what is drawn
+        return ask
 
 
 def look_for(name: str) -> Found | None:
     """Find a bug by the property that is to find it; None if it is not found."""
-    put_in, holds = BUGS[name]
-    search = Search(holds)
-    drawn = st.tuples(graphs(), drawn_graphs.small_configs())
+    test = PROPERTIES[name]
+    search = Search(test.hypothesis.inner_test)  # type: ignore[attr-defined]  # of Hypothesis
     # at the end Hypothesis asks once more for the smallest one: it may find that there is no answer left
-    with put_in(), contextlib.suppress(NoSuchExample, Flaky, ExceptionGroup):
-        find(drawn, search.fails, settings=SEARCH, random=Random(0))
+    with (
+        BUGS[name](),
+        patch.object(test.hypothesis, "inner_test", search.as_test()),  # type: ignore[attr-defined]
+        contextlib.suppress(Exception, ExceptionGroup),
+    ):
+        test()
     if not search.failing:
         return None
-    smallest = min(search.failing, key=lambda graph: len(body_nodes(graph)))
-    return Found(name, len(body_nodes(smallest)), str(smallest))
+    smallest, error = min(search.failing, key=lambda failed: len(body_nodes(failed[0])))
+    return Found(name, len(body_nodes(smallest)), error, str(smallest))
 
 
 if __name__ == "__main__":

@@ -99,7 +99,8 @@ class Run:
             self.model, process_group=self.group, **self._program.module.DDP_KWARGS
         )
         self._call = self.wrap(self.ddp)
-        self.optimizer = torch.optim.SGD([p for p in self.model.parameters() if p.requires_grad], 0.05)
+        trained = [param for param in self.model.parameters() if param.requires_grad]
+        self.optimizer = torch.optim.SGD(trained, 0.05, momentum=0.5)
 
     def forward(self, step: int) -> None:
         args, kwargs = self._program.inputs(rank := dist.get_rank(), step)

@@ -2,6 +2,7 @@
 
 from unittest.mock import patch
 
+import torch
 from hypothesis import event, given, target
 from hypothesis import strategies as st
 from torch import fx
@@ -28,21 +29,33 @@ from tests.unit.effects import Effects
 from tests.unit.tracing import cut_before
 
 
-@share(1.5)
+@share(2.5)
 @given(graphs(), small_configs())
 def test_a_graph_cut_as_planned_is_the_same_program(graph: SmallGraph, config: BucketConfig) -> None:
-    plan = plan_graph(facts_of(graph), config)
-    target(float(len(plan.cuts)), label="cuts")
-    assert_recomposes(graph, plan)
+    assert_recomposes(graph, plan_graph(facts_of(graph), config))
 
 
-@share(1.5)
+@share(2.5)
 @given(graphs())
 def test_a_graph_cut_wherever_it_can_be_is_the_same_program(graph: SmallGraph) -> None:
     plan = cut_wherever_it_can_be(graph)
     stitched = assert_recomposes(graph, plan)
-    target(float(aliases_across_cuts(graph)), label="names of one written tensor across cuts")
     assert_naive_reference_agrees(graph, plan, stitched)
+
+
+# A property of its own: what is driven somewhere varies little otherwise, and leaves whole features out.
+@share(0.75)
+@given(graphs(), small_configs())
+def test_a_graph_with_many_cuts_and_views_across_them_is_the_same_program(
+    graph: SmallGraph, config: BucketConfig
+) -> None:
+    planned, everywhere = plan_graph(facts_of(graph), config), cut_wherever_it_can_be(graph)
+    sizes = [bucket.nbytes for bucket in planned.buckets]
+    target(float(len(planned.cuts)), label="cuts")
+    target(float(max(sizes, default=0) - min(sizes, default=0)), label="skew of buckets")
+    target(float(aliases_across_cuts(graph)), label="names of one written tensor across cuts")
+    for plan in (planned, everywhere):
+        assert_recomposes(graph, plan)
 
 
 @share(1.5)
@@ -72,10 +85,13 @@ def assert_naive_reference_agrees(graph: SmallGraph, plan: Plan, stitched: fx.Gr
     found = naive.pieces_of(stitched)
     run = naive.Watched(graph.gm, real_inputs(graph))
     expected = naive.pieces(run, [cut.before for cut in plan.cuts])
+    # which segment is given a number, and which one computes it again, is nothing that a run could show
+    valued = ((node.name, node.meta.get("example_value")) for node in graph.gm.graph.nodes)
+    numbers = {name for name, value in valued if isinstance(value, torch.SymInt)}
     for piece, reference in zip(found, expected, strict=True):
         assert set(piece.nodes) >= set(reference.nodes)  # some are taken anew
-        assert piece.given == reference.given
-        assert piece.handed_on == reference.handed_on
+        assert piece.given - numbers == reference.given - numbers
+        assert piece.handed_on - numbers == reference.handed_on - numbers
     first = run.first_names()
     original, whole = naive.rows(graph.gm, first), naive.recomposed(stitched, first)
     assert list(dict.fromkeys(row.name for row in whole)) == [row.name for row in original]

@@ -130,14 +130,14 @@ def test_a_model_that_is_traced_again_has_the_same_plan(drawn: DrawnModel) -> No
     assert plans[0].fingerprint == plans[1].fingerprint
 
 
-@share(1)
-@given(graphs(), small_configs(), st.randoms(use_true_random=False))
+@share(1.5)
+@given(graphs(), small_configs(), st.booleans(), st.randoms(use_true_random=False))
 def test_a_plan_depends_on_the_order_of_nodes_only_as_far_as_gradients_get_ready_in_another(
-    graph: SmallGraph, config: BucketConfig, random: Random
+    graph: SmallGraph, config: BucketConfig, readers_keep_their_order: bool, random: Random
 ) -> None:
     facts = facts_of(graph)
-    first_readers = [facts.nodes[use.completes_at] for use in facts.params]
-    of_other = facts_of(reordered(graph, first_readers, random))
+    readers = [facts.nodes[use.completes_at] for use in facts.params] if readers_keep_their_order else []
+    of_other = facts_of(reordered(graph, readers, random))
     if ready_order(of_other) != ready_order(facts):
         event("the order of nodes changes which gradients leave backward together")
         return
@@ -217,7 +217,7 @@ def test_the_parameters_that_are_read_are_those_that_get_a_gradient(graph: Small
     trained = [
         graph.param_placeholders[name]
         for name, value in zip(placeholders, inputs, strict=True)
-        if name in graph.param_placeholders and value.grad is not None
+        if name in graph.param_placeholders and getattr(value, "grad", None) is not None
     ]
     read = [use.spec.name for use in facts_of(graph).params]
     assert set(trained) <= set(read)

@@ -9,12 +9,14 @@ import pytest
 import torch
 from hypothesis import Phase, find, given, settings
 from torch import fx, nn
+from torch._higher_order_ops.cond import cond_op
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
 
 from ddpopt.errors import UsageError
 from ddpopt.plan import Plan
 from ddpopt.reducer import BucketConfig, ParamSpec
 from ddpopt.testing import strategies
-from ddpopt.testing.graph_builder import SmallGraph, real_inputs
+from ddpopt.testing.graph_builder import SmallGraph, is_trained, real_inputs
 from ddpopt.testing.profiles import share
 from ddpopt.testing.strategies import bucket_configs, graph_features, graphs, parameter_lists, plans
 
@@ -42,8 +44,12 @@ def test_a_drawn_graph_runs_backward_into_trainable_parameters_and_nothing_else(
     outputs = [value for value in graph.gm(*inputs) if isinstance(value, torch.Tensor)]
     loss = torch.stack([value.square().sum() for value in outputs if value.requires_grad]).sum()
     loss.backward()  # type: ignore[no-untyped-call]  # of torch
-    gradients = {place: value.grad for place, value in enumerate(inputs) if value.grad is not None}
-    trainable = {place for place, value in enumerate(graph.example_values) if value.requires_grad}
+    gradients = {
+        place: value.grad
+        for place, value in enumerate(inputs)
+        if isinstance(value, torch.Tensor) and value.grad is not None
+    }
+    trainable = {place for place, value in enumerate(graph.example_values) if is_trained(value)}
     assert gradients
     assert gradients.keys() <= trainable
     assert all(torch.isfinite(gradient).all() for gradient in gradients.values())
@@ -59,11 +65,12 @@ def test_each_value_of_a_drawn_graph_is_as_its_example_value_says(graph: SmallGr
             promised = map(layout, leaves(node.meta["example_value"]))
             assert list(map(layout, leaves(value))) == list(promised), node.format_node()
     unvalued = [node for node in graph.gm.graph.nodes if "example_value" not in node.meta]
-    assert all(node.op == "output" or not is_tensor_op(node) for node in unvalued)
+    assert all(node.op == "output" or not has_a_value(node) for node in unvalued)
 
 
-def is_tensor_op(node: fx.Node) -> bool:
-    return "autocast" not in node.name and "grad_enabled" not in node.name
+def has_a_value(node: fx.Node) -> bool:
+    graph = node.op == "get_attr" and node.name.startswith(("wrap_body", "cond_true", "cond_false"))
+    return not graph and "autocast" not in node.name and "grad_enabled" not in node.name
 
 
 @share(1.5)
@@ -82,8 +89,14 @@ def test_real_inputs_are_equal_for_equal_seeds(graph: SmallGraph) -> None:
     for first, second, promised in zip(
         real_inputs(graph, 1), real_inputs(graph, 1), graph.example_values, strict=True
     ):
-        assert torch.equal(first, second)
-        assert first.requires_grad == (promised.requires_grad and isinstance(promised, nn.Parameter))
+        assert same(first, second)
+        assert getattr(first, "requires_grad", False) == is_trained(promised)
+
+
+def same(first: object, second: object) -> bool:
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return torch.equal(first, second)
+    return type(first) is int and first == second
 
 
 def calls(*targets: object) -> Callable[[SmallGraph], bool]:
@@ -106,7 +119,7 @@ def reads_a_parameter_by_keyword(graph: SmallGraph) -> bool:
 
 
 def freezes_a_parameter(graph: SmallGraph) -> bool:
-    return any(isinstance(value, nn.Parameter) and not value.requires_grad for value in graph.example_values)
+    return any(isinstance(value, nn.Parameter) and not is_trained(value) for value in graph.example_values)
 
 
 def takes_an_item_late(graph: SmallGraph) -> bool:
@@ -125,7 +138,11 @@ def has_a_dead_span_without_grad(graph: SmallGraph) -> bool:
 
 def returns_a_number(graph: SmallGraph) -> bool:
     outputs: Any = graph.gm.graph.output_node().args[0]
-    return any(isinstance(node.meta["example_value"], int) for node in outputs)
+    return any(isinstance(node.meta["example_value"], int | torch.SymInt) for node in outputs)
+
+
+def tensors(graph: SmallGraph) -> list[torch.Tensor]:
+    return [value for value in graph.example_values if isinstance(value, torch.Tensor)]
 
 
 FEATURES: dict[str, Callable[[SmallGraph], bool]] = {
@@ -148,12 +165,16 @@ FEATURES: dict[str, Callable[[SmallGraph], bool]] = {
     "channels last": lambda graph: any("memory_format" in node.kwargs for node in graph.gm.graph.nodes),
     "norm with buffers": calls(torch.nn.functional.batch_norm),
     "embedding": calls(torch.nn.functional.embedding),
-    "complex parameter": lambda graph: any(value.is_complex() for value in graph.example_values),
-    "parameter in bfloat16": lambda graph: torch.bfloat16 in {v.dtype for v in graph.example_values},
-    "parameter of no dimension": lambda graph: any(value.dim() == 0 for value in graph.example_values),
-    "parameter without elements": lambda graph: any(v.numel() == 0 for v in graph.example_values),
+    "complex parameter": lambda graph: any(value.is_complex() for value in tensors(graph)),
+    "parameter in bfloat16": lambda graph: torch.bfloat16 in {v.dtype for v in tensors(graph)},
+    "parameter of no dimension": lambda graph: any(value.dim() == 0 for value in tensors(graph)),
+    "parameter without elements": lambda graph: any(v.numel() == 0 for v in tensors(graph)),
     "output that is a view": calls("unsqueeze"),
     "output that is no tensor": returns_a_number,
+    "batch that is a symbol": lambda graph: len(tensors(graph)) < len(graph.example_values),
+    "checkpoint": calls(tag_activation_checkpoint),
+    "cond": calls(cond_op),
+    "attention": calls(torch.nn.functional.scaled_dot_product_attention),
     "constant": lambda graph: any(node.op == "get_attr" for node in graph.gm.graph.nodes),
 }
 

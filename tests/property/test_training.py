@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from hypothesis import event, note, settings
+from hypothesis import event, given, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch._dynamo.utils import counters
@@ -59,7 +59,7 @@ class Training(RuleBasedStateMachine):
         drawn = replace(drawn, batches=(2, 3), steps=(*drawn.steps, step("dropout")))
         self.runs = [Run(drawn, wrap) for wrap in (eager, compiled(strategy))]
         self.step_number = 0
-        self.saved: list[Any] = []
+        self.saved: list[tuple[Any, Any]] = []
         self.wraps = 1
         note(repr(drawn))
         note(strategy)
@@ -126,18 +126,21 @@ class Training(RuleBasedStateMachine):
             param.grad = None
             run.rewrap()
         self.wraps += 1
+        self.saved = []  # of an optimizer with other parameters
         self.iterate()
 
     @precondition(lambda self: not self.pending)
     @rule()
     def save(self) -> None:
-        self.saved = [copy.deepcopy(run.ddp.state_dict()) for run in self.runs]
+        states = ((run.ddp.state_dict(), run.optimizer.state_dict()) for run in self.runs)
+        self.saved = [copy.deepcopy(state) for state in states]
 
     @precondition(lambda self: self.saved and not self.pending)
     @rule()
     def load(self) -> None:
-        for run, state in zip(self.runs, self.saved, strict=True):
-            run.ddp.load_state_dict(state)
+        for run, (of_module, of_optimizer) in zip(self.runs, self.saved, strict=True):
+            run.ddp.load_state_dict(of_module)
+            run.optimizer.load_state_dict(of_optimizer)
         self.iterate()
 
     @precondition(lambda self: not self.pending)
@@ -166,3 +169,45 @@ class Training(RuleBasedStateMachine):
 
 TestTraining = Training.TestCase
 TestTraining.settings = settings(share(0.05), stateful_step_count=16)
+
+
+# Every rule at least once, whatever a profile draws.
+SCRIPT: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("forward", {"synchronised": True}),
+    ("backward", {}),
+    ("step_of_optimizer", {}),
+    ("save", {}),
+    ("zero_grad", {"set_to_none": True}),
+    ("forward", {"synchronised": False}),
+    ("backward", {}),
+    ("forward", {"synchronised": True}),
+    ("backward", {}),
+    ("step_of_optimizer", {}),
+    ("zero_grad", {"set_to_none": False}),
+    ("another_batch", {}),
+    ("switch", {"training": False}),
+    ("switch", {"training": True}),
+    ("load", {}),
+    ("step_of_optimizer", {}),
+    ("reset_compiled_code", {}),
+    ("freeze_or_unfreeze", {"place": 0, "trained": False}),
+    ("step_of_optimizer", {}),
+    ("freeze_or_unfreeze", {"place": 0, "trained": True}),
+    ("step_of_optimizer", {}),
+)
+LAYERS = DrawnModel(steps=(step("linear"), step("batch_norm"), step("linear"), step("linear")))
+
+
+@settings(max_examples=2, database=None, deadline=None)
+@given(st.sampled_from(("split", "inline")))
+def test_a_sequence_of_every_rule(strategy: Strategy) -> None:
+    machine = Training()
+    assert {name for name, _ in SCRIPT} == {each.function.__name__ for each in machine.rules}
+    machine.begin(LAYERS, strategy)
+    try:
+        for name, arguments in SCRIPT:
+            getattr(machine, name)(**arguments)
+            machine.both_are_in_the_same_state()
+            machine.no_more_graphs_are_compiled_than_there_are_shapes_and_modes()
+    finally:
+        machine.teardown()

@@ -14,7 +14,7 @@ from ddpopt.errors import InfrastructureError
 
 def starts(cold_s: float, anew: int = 0, slower_s: float = 0.0) -> Starts:
     cold = tuple(Start(seconds, seconds, 8, 0) for seconds in (cold_s + slower_s, cold_s))
-    return Starts(cold, (Start(1.0, 1.0, 0, 8), Start(1.0, 1.0, anew, 8)))
+    return Starts(cold, cold, (Start(1.0, 1.0, 0, 8), Start(1.0, 1.0, anew, 8)))
 
 
 def figures(layers: int = 24, model: str = "gpt", **cold_s: float) -> dict[Setting, Starts]:
@@ -23,14 +23,23 @@ def figures(layers: int = 24, model: str = "gpt", **cold_s: float) -> dict[Setti
 
 def test_ratios_are_of_the_fastest_starts_at_the_same_depth() -> None:
     found = {Setting("gpt", 24, "split"): starts(10.0, slower_s=90.0), **figures(torch=40.0)}
-    assert ratio(found, Setting("gpt", 24, "split"), "torch") == 0.25
-    assert ratio(found, Setting("gpt", 24, "split"), "whole") is None
+    assert ratio(found, Setting("gpt", 24, "split"), "torch", "cold") == 0.25
+    assert ratio(found, Setting("gpt", 24, "split"), "whole", "cold") is None
 
 
 def test_growth_is_to_half_the_depth() -> None:
     found = {**figures(24, split=10.0), **figures(48, split=12.0)}
-    assert growth(found, Setting("gpt", 48, "split")) == 1.2
-    assert growth(found, Setting("gpt", 24, "split")) is None
+    assert growth(found, Setting("gpt", 48, "split"), "cold") == 1.2
+    assert growth(found, Setting("gpt", 24, "split"), "cold") is None
+
+
+def test_uncached_and_cold_starts_are_told_apart() -> None:
+    one = Start(1.0, 1.0, 8, 0)
+    found = {
+        Setting("gpt", 24, "split"): Starts((one,), (one,), (Start(1.0, 1.0, 0, 8),)),
+        Setting("gpt", 24, "torch"): Starts((Start(5.0, 5.0, 48, 0),), (Start(2.0, 2.0, 8, 40),), (one,)),
+    }
+    assert problems(found) == ["gpt, 24 layers, split, cold: 2.00 times faster than torch's, asked 4"]
 
 
 def test_what_is_asked_is_enough() -> None:
@@ -42,9 +51,13 @@ def test_whatever_falls_short_is_told() -> None:
     deep = figures(48, split=63.9)
     found = {**figures(whole=100.0, torch=200.0, split=51.0, inline=106.0), **deep}
     assert problems(found) == [
-        "gpt, 24 layers, split: 3.92 times faster than torch's, asked 4",
-        "gpt, 24 layers, inline: 1.060 times one graph, asked at most 1.05",
-        "gpt, 48 layers, split: 1.25 times that of half the depth, asked at most 1.25",
+        f"gpt, {layers} layers, {mode}, {kind}: {what}"
+        for layers, mode, what in (
+            (24, "split", "3.92 times faster than torch's, asked 4"),
+            (24, "inline", "1.060 times one graph, asked at most 1.05"),
+            (48, "split", "1.25 times that of half the depth, asked at most 1.25"),
+        )
+        for kind in ("uncached", "cold")
     ]
 
 
@@ -56,12 +69,12 @@ def test_a_warm_start_of_ours_compiles_nothing(mode: str, short: bool) -> None:
 
 
 def test_the_table_has_a_row_for_each_setting() -> None:
-    console = Console(width=160, file=io.StringIO())
+    console = Console(width=240, file=io.StringIO())
     with console.capture() as captured:
         console.print(table({**figures(torch=40.0), Setting("gpt", 24, "split"): starts(10.0, slower_s=1.0)}))
     rows = [line for line in captured.get().splitlines() if line.startswith("│")]
     assert [cell.strip() for cell in rows[1].strip("│").split("│")] == [
-        *("gpt", "24", "split", "10.0 (11.0)", "0.250", "–", "–", "8", "1.0 (1.0)", "0"),
+        *("gpt", "24", "split", *(("10.0 (11.0)", "0.250", "–", "–") * 2), "8", "1.0 (1.0)", "0"),
     ]
 
 

@@ -54,6 +54,7 @@ def unstarted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         ("fuzz --mode eager", "--mode: expected one of torch-ddp-optimizer, whole,"),
         ("fuzz --backend fast", "backend: expected the name of a Dynamo backend, got 'fast'"),
         ("fuzz --without loops", "--without: expected names of features, got loops; there are: "),
+        ("fuzz --blocks no.such", "--blocks: importing 'no.such' failed: ModuleNotFoundError: No module"),
         ("fuzz --out case.json/x", "--out: cannot write to 'case.json/x': Not a directory"),
         ("fuzz --database mine,", "--database: expected a folder or redis://host:port/number, got nothing"),
         ("fuzz --database http://x", "--database: expected a folder or redis://host:port/number, got 'http:"),
@@ -86,7 +87,9 @@ def test_what_cannot_be_run_ends_with_2_and_says_why_before_a_worker_starts(
 
 
 def test_a_number_of_this_process_among_several_is_part_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    request = Request(1, None, 5, ("whole,ddpopt-split",), "aot_eager", 1, 2, "x", None, "cond, dropout", 9)
+    request = Request(
+        1, None, 5, ("whole,ddpopt-split",), "aot_eager", 1, 2, "x", None, "cond, dropout", (), 9
+    )
     monkeypatch.setenv("RANK", "3")
     plan = planned(request)
     assert (plan.seed, plan.shard, plan.workers) == (5, 3, 2)

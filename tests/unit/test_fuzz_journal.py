@@ -10,7 +10,7 @@ from ddpopt.fuzz.journal import LINES, PLAN, Entry, Journal, Plan
 from ddpopt.fuzz.questions import Answer, Kind
 from ddpopt.fuzz.signatures import Signature
 
-THE_PLAN = Plan(3, 0, 2, ("whole", "ddpopt-split"), "aot_eager", 1, ("cond",), "2.13.0")
+THE_PLAN = Plan(3, 0, 2, ("whole", "ddpopt-split"), "aot_eager", 1, ("cond",), (), "2.13.0")
 ANSWERS = (Answer("whole", Kind.OK), Answer("ddpopt-split", Kind.WRONG, Signature("L0", "loss")))
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from ddpopt.errors import CertificateError
 from ddpopt.fuzz.examine import min_signature, own_findings
 from ddpopt.fuzz.signatures import Signature, of_death, of_error, of_finding
 from ddpopt.verify.verdict import Finding
@@ -16,6 +17,9 @@ Current thread 0x02 (most recent call first):
   File "/somewhere/torch/_ops.py", line 841 in __call__
   File "/elsewhere/worker.py", line 3 in serve
 """
+
+
+unproved = f"CertificateError: {CertificateError(('grad state: one: not it', 'one bucket: two'))}"
 
 
 def error(text: str) -> Finding:
@@ -48,6 +52,10 @@ def unequal(level: str, parameter: str) -> Finding:
             "error: NotImplementedError in the compiled code in call",
         ),
         ("ValueError: no", "error: ValueError"),
+        (
+            f"BackendCompilerFailed: backend='ddpopt' raised: {unproved} (certificate.py:69 in certify)",
+            "error: CertificateError (grad state) in certificate.py in certify",
+        ),
     ],
 )
 def test_an_exception_is_told_by_what_was_raised_first_and_its_innermost_frame(

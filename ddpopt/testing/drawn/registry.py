@@ -211,7 +211,7 @@ def find_block(name: str) -> Block:
     """
     if name not in BLOCKS:
         raise UsageError(
-            f"expected the name of a registered block, got {name!r}; import the module that registers it. "
-            f"There are: {', '.join(BLOCKS)}"
+            f"expected the name of a registered block, got {name!r}; import the module that registers it "
+            f"(on the command line: --blocks MODULE). There are: {', '.join(BLOCKS)}"
         )
     return BLOCKS[name]
