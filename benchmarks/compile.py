@@ -74,6 +74,11 @@ class Starts:
     cold: tuple[Start, ...]
     warm: tuple[Start, ...]
 
+    @property
+    def anew(self) -> int:
+        """How many graphs a warm start compiled at most."""
+        return max(start.compiled or 0 for start in self.warm)
+
     def of(self, kind: Kind) -> tuple[Start, ...]:
         """The uncached or the cold ones."""
         return self.uncached if kind == "uncached" else self.cold
@@ -105,14 +110,17 @@ def start_once(setting: Setting, caches: str, *, cached: bool = True) -> Start:
         "TORCHINDUCTOR_CACHE_DIR": caches,
         "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "0" if cached else "1",
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.compile_once", *words],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=LIMIT_S,
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.compile_once", *words],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=LIMIT_S,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise InfrastructureError(f"{' '.join(words)}: took more than {LIMIT_S} seconds") from error
     if done.returncode != 0:
         last = "\n".join(done.stderr.splitlines()[-LAST_LINES:])
         raise InfrastructureError(f"{' '.join(words)}: exit code {done.returncode}.\n{last}")
@@ -162,7 +170,7 @@ def problems(figures: Figures) -> list[str]:
         where = f"{setting.model}, {setting.layers} layers, {setting.mode}"
         for kind in KINDS:
             found += [f"{where}, {kind}: {what}" for what in _problems_of(figures, setting, kind)]
-        anew = max(start.compiled for start in starts.warm)
+        anew = starts.anew
         if setting.mode in (SPLIT, INLINE) and anew:
             found.append(f"{where}: a warm start compiled {anew} graphs anew")
     return found
@@ -200,7 +208,7 @@ def table(figures: Figures) -> Table:
                 *(_number(ratio(figures, setting, mode, kind)) for mode in (TORCH, WHOLE)),
                 _number(growth(figures, setting, kind)),
             ]
-        anew = max(start.compiled for start in starts.warm)
+        anew = starts.anew
         result.add_row(*cells, str(starts.cold[0].compiled), _seconds(starts.warm), str(anew))
     return result
 

@@ -86,13 +86,14 @@ class Start:
     Attributes:
         cpu_s: processor seconds, those of the C++ compiler included.
         wall_s: seconds on the clock.
-        compiled: graphs that Inductor compiled anew, forward and backward counted apart.
+        compiled: graphs that Inductor compiled anew, forward and backward counted apart; None where its
+            caches are off, for then nobody counts them.
         reused: graphs that Inductor took from its cache.
     """
 
     cpu_s: float
     wall_s: float
-    compiled: int
+    compiled: int | None
     reused: int
 
 
@@ -117,11 +118,11 @@ def first_steps(model: str, layers: int, mode: str) -> Start:
     with torch._dynamo.config.patch(optimize_ddp=mode == TORCH):
         for _ in range(STEPS):
             call(inputs).square().mean().backward()
-    found = counters["inductor"]
+    found, uncached = counters["inductor"], torch._inductor.config.force_disable_caches
     return Start(
         cpu_s=_processor_seconds() - cpu_s,
         wall_s=time.perf_counter() - wall_s,
-        compiled=found["fxgraph_cache_miss"] + found["fxgraph_cache_bypass"],
+        compiled=None if uncached else found["fxgraph_cache_miss"] + found["fxgraph_cache_bypass"],
         reused=found["fxgraph_cache_hit"],
     )
 

@@ -96,7 +96,7 @@ def read_compile(document: Document) -> Section:
             *(setting.model, str(setting.layers), setting.mode),
             *(cell for kind in compiling.KINDS for cell in _of_kind(figures, setting, kind)),
             _cpu_seconds(starts.warm),
-            str(max(start.compiled for start in starts.warm)),
+            str(starts.anew),
         )
         for setting, starts in figures.items()
     )
@@ -156,7 +156,7 @@ def _ratios(
 
 def _compiled_anew(figures: compiling.Figures, model: str, mode: str) -> int | None:
     starts = [found for setting, found in figures.items() if (setting.model, setting.mode) == (model, mode)]
-    return max((start.compiled for found in starts for start in found.warm), default=None)
+    return max((found.anew for found in starts), default=None)
 
 
 def read_step(document: Document) -> Section:

@@ -8,7 +8,8 @@ Here gradients come in *groups* that complete together. A *stretch* is what lies
 the latest with the group in which DDP's rule closes a bucket, and may end before. Of all ways to end
 stretches the one with the fewest buckets is taken, and of these the one with the longest stretches.
 
-Invariant: a larger limit forbids no way that a smaller one allows, so it never adds a bucket.
+Invariant: where as many bytes are carried in, a larger limit forbids no way that a smaller one allows, so it
+never adds a bucket. The time is that of looking each group up in sorted lists.
 """
 
 from __future__ import annotations
@@ -62,8 +63,7 @@ def early_ends(
     if len(first) < 2:
         return frozenset()
     columns = [_Column.of(key, groups, first[key], limit) for key in first]
-    table = _Table(groups, columns, sorted(block_ends))
-    return table.early_ends()
+    return _Table(groups, columns, frozenset(block_ends)).early_ends()
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,7 @@ class _Column:
         places: the groups that have a gradient of it.
         within: for each of these, the bytes up to and with each gradient.
         first, limit: of its first bucket, and of all others.
+        known: what `closings` has found.
     """
 
     filled: list[int]
@@ -82,6 +83,7 @@ class _Column:
     within: dict[int, list[int]]
     first: First
     limit: int
+    known: dict[int, _Closings] = field(default_factory=dict)
 
     @classmethod
     def of(cls, key: Key, groups: Sequence[Sequence[ParamSpec]], first: First, limit: int) -> _Column:
@@ -103,6 +105,35 @@ class _Column:
         """The group with which a stretch from `start` on holds so many bytes; behind the last, if none."""
         return bisect.bisect_left(self.filled, self.filled[start] + nbytes, lo=start + 1) - 1
 
+    def closings(self, place: int) -> _Closings:
+        """What closes within a group that has a gradient of it, or none."""
+        if place not in self.known:
+            self.known[place] = _Closings.of(self.within.get(place, []), self.limit)
+        return self.known[place]
+
+
+class _Closings(NamedTuple):
+    """The buckets that one group fills, from each of its gradients of one dtype on.
+
+    Attributes:
+        sizes: bytes up to and with each gradient.
+        number: how many buckets are filled, if an empty one opens in front of this gradient.
+        rest: the first gradient that is left over then.
+    """
+
+    sizes: list[int]
+    number: list[int]
+    rest: list[int]
+
+    @classmethod
+    def of(cls, sizes: list[int], limit: int) -> _Closings:
+        number, rest = [0] * (len(sizes) + 1), list(range(len(sizes) + 1))
+        for index in reversed(range(len(sizes))):
+            full = bisect.bisect_left(sizes, limit + (sizes[index - 1] if index else 0), lo=index)
+            if full < len(sizes):
+                number[index], rest[index] = 1 + number[full + 1], rest[full + 1]
+        return cls(sizes, number, rest)
+
 
 @dataclass
 class _Table:
@@ -110,13 +141,17 @@ class _Table:
 
     groups: Sequence[Sequence[ParamSpec]]
     columns: Sequence[_Column]
-    block_ends: Sequence[int]
+    block_ends: frozenset[int]
+    ends_of_blocks: list[int] = field(init=False)
     forced: list[int] = field(init=False)
+    sparse: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         # a sparse gradient travels alone, and what nothing will ever fill does not wait
-        sparse = {place for place, group in enumerate(self.groups) if any(spec.sparse for spec in group)}
-        self.forced = sorted(sparse | {column.places[-1] for column in self.columns})
+        self.ends_of_blocks = sorted(self.block_ends)
+        self.sparse = [sum(spec.sparse for spec in group) for group in self.groups]
+        alone = {place for place, number in enumerate(self.sparse) if number}
+        self.forced = sorted(alone | {column.places[-1] for column in self.columns})
 
     def early_ends(self) -> frozenset[int]:
         last = len(self.groups)
@@ -144,9 +179,10 @@ class _Table:
 
     def _untils(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         """Up to where a stretch from `start` on holds one dtype, two, …, if it ends before `end`."""
-        places = sorted(place for c in self.columns if (place := c.occurs(start)) is not None)
+        occurs = (column.occurs(start) for column in self.columns)
+        places = sorted(place for place in occurs if place is not None and place < end)
         for held, until in enumerate((*places[1:], end - 1), start=1):
-            if start < until < end:
+            if until > start:
                 yield held, until
 
     def _latest_end(self, start: int) -> int:
@@ -157,31 +193,30 @@ class _Table:
             if occurs is None:
                 continue
             limit, carried = column.at(start)
-            closes.append(column.reaches(start, limit - carried))
+            closes.append(max(occurs, column.reaches(start, limit - carried)))
             near = max(occurs, column.reaches(start, NEARLY_FULL * limit - carried))
-            closes.append(_next(self.block_ends, near))
+            closes.append(_next(self.ends_of_blocks, near))
         return 1 + min((place for place in closes if place is not None), default=len(self.groups) - 1)
 
     def _closed(self, start: int, end: int) -> int:
         """How many buckets a stretch has that ends where DDP's rule ends it."""
-        sparse = sum(spec.sparse for spec in self.groups[end - 1])
-        return sparse + sum(self._closed_of(column, start, end) for column in self.columns)
+        return self.sparse[end - 1] + sum(self._closed_of(column, start, end) for column in self.columns)
 
     def _closed_of(self, column: _Column, start: int, end: int) -> int:
         occurs, place = column.occurs(start), end - 1
         if occurs is None or occurs > place:
             return 0
         limit, carried = column.at(start)
-        held = column.filled[place] - column.filled[start]
-        closed, done, begin = 0, 0, -held - carried
-        sizes = column.within.get(place, [])
-        while (full := bisect.bisect_left(sizes, begin + limit, lo=done)) < len(sizes):
-            closed, done, begin, limit = closed + 1, full + 1, sizes[full], column.limit
-        if closed and done == len(sizes):
-            return closed
-        near = place in self.block_ends and sizes and sizes[-1] - begin >= NEARLY_FULL * limit
-        joins = closed and not near and place != column.places[-1] and end < len(self.groups)
-        return closed if joins else closed + 1
+        closings = column.closings(place)
+        begin = carried + column.filled[place] - column.filled[start]
+        first = bisect.bisect_left(closings.sizes, limit - begin)
+        if first == len(closings.sizes):
+            return 1  # filled by nobody here, and closed with the others
+        closed, rest = 1 + closings.number[first + 1], closings.rest[first + 1]
+        left = closings.sizes[-1] - closings.sizes[rest - 1]
+        near = place in self.block_ends and left >= NEARLY_FULL * column.limit
+        stays = rest < len(closings.sizes) and (near or place == column.places[-1])
+        return closed + stays  # else what is left joins the bucket that closed last
 
 
 def _next(places: Sequence[int], start: int) -> int | None:

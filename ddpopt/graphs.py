@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import fx, nn
-from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+from torch import fx
 from torch.utils import _pytree as pytree
 
 SOURCES = ("placeholder", "get_attr")
@@ -79,21 +78,6 @@ def storages_of(value: object) -> list[int]:
     return [t.untyped_storage()._cdata for t in own]
 
 
-def graph_module(root: nn.Module | dict[str, Any], graph: fx.Graph) -> fx.GraphModule:
-    """A module around a graph, whose Python code is written when it is first run, as that of Dynamo's is.
-
-    Most are never run: a backend reads the graph. A module would also write the code of its segments again.
-
-    Args:
-        root: has the attributes and submodules that the graph reads.
-        graph: of the module.
-    """
-    # private, torch 2.11 to 2.13: there is no public way to say it
-    with _use_lazy_graph_module(True):
-        module: fx.GraphModule = _make_graph_module(root, graph)
-    return module
-
-
 def module_like(
     gm: fx.GraphModule, graph: fx.Graph, held: Mapping[str, object] | None = None
 ) -> fx.GraphModule:
@@ -111,7 +95,7 @@ def module_like(
     for node in graph.nodes:
         if node.op in ("get_attr", "call_module") and str(node.target) not in root:
             root[str(node.target)] = fetch(gm, str(node.target))
-    module = graph_module(root, graph)
+    module = fx.GraphModule(root, graph)
     module.meta = dict(gm.meta)
     for name in ("_param_name_to_source", "shape_env", "compile_subgraph_reason"):
         if hasattr(gm, name):

@@ -153,7 +153,9 @@ class _Draft:
     members: list[ParamUse] = field(default_factory=list)
     start: int = 0
     reason: str = ""
-    nbytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.nbytes = sum(use.spec.nbytes for use in self.members)
 
     def add(self, use: ParamUse) -> None:
         self.members.append(use)
@@ -265,7 +267,8 @@ class _Filler:
         """The graph is cut next to this atom: leave no bucket open across the cut."""
         for key, draft in self._open.items():
             if key in last_closed:  # what is open was left over by this same atom
-                last_closed[key].members.extend(draft.members)
+                for use in draft.members:
+                    last_closed[key].add(use)
             else:
                 self._close(draft, start, "another bucket ends at this cut, and none waits on two segments")
                 self._next_limit(key)

@@ -141,7 +141,7 @@ class Journal:
             write_whole(file, json.dumps(ours, indent=2))
             return
         try:
-            theirs = json.loads(file.read_text(encoding="utf-8"))
+            theirs = {"blocks": [], **json.loads(file.read_text(encoding="utf-8"))}
         except ValueError as error:
             raise UsageError(
                 f"--out: {str(file)!r} does not say which campaign it is of ({error}); remove it, or name "

@@ -1,8 +1,8 @@
 """Write small forward graphs node by node, as Dynamo hands them to a backend, without tracing a model.
 
-Invariant: each node that has a value carries it as a fake tensor in ``meta["example_value"]``, computed by
-the node's own target; nodes that switch autograd or autocast carry none. Parameters, buffers and inputs are
-placeholders in the order of their first use.
+Invariant: each node that has a value carries one of its form in ``meta["example_value"]``: a fake tensor, a
+number or a symbol. Nodes that switch autograd or autocast carry none, nor do those that name a graph.
+Parameters, buffers and inputs are placeholders in the order of their first use.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 from torch import fx, nn
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from ddpopt.graphs import graph_module
 from ddpopt.reducer import ParamSpec
 
 AUTOCAST_DTYPE = torch.bfloat16
@@ -138,7 +138,7 @@ class GraphBuilder:
         given = [inner._placeholder(node.name, node.meta["example_value"]) for node in operands]
         inner._graph.output((write(inner, *given),))
         label = f"{name}_{len(self._results)}"
-        self._root.add_module(label, graph_module(inner._root, inner._graph))
+        self._root.add_module(label, _module(inner._root, inner._graph))
         node = self._graph.create_node("get_attr", label, name=label)
         (result,) = inner._graph.output_node().all_input_nodes
         self._results[node] = result.meta["example_value"]
@@ -195,7 +195,7 @@ class GraphBuilder:
         """Return ``outputs`` as a tuple and close the graph."""
         self._graph.output(outputs)
         self._graph.lint()
-        gm = graph_module(self._root, self._graph)
+        gm = _module(self._root, self._graph)
         values = tuple(n.meta["example_value"] for n in self._graph.nodes if n.op == "placeholder")
         return SmallGraph(gm, self._param_placeholders, values)
 
@@ -221,6 +221,14 @@ class GraphBuilder:
         node.meta["example_value"] = value
         node.meta["stack_trace"] = f'  File "model.py", line {len(self._graph.nodes)}, in forward\n'
         return node
+
+
+def _module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A module whose Python code is written when it is first run, as Dynamo makes its own."""
+    # private, torch 2.11 to 2.13: there is no public way to say it
+    with _use_lazy_graph_module(True):
+        module: fx.GraphModule = _make_graph_module(root, graph)
+    return module
 
 
 def _mangled(layer: str) -> str:

@@ -244,8 +244,8 @@ def _checkpoint(sketch: Sketch) -> fx.Node:
 
 def _cond(sketch: Sketch) -> fx.Node:
     builder, given = sketch.builder, (sketch.value(), sketch.weight())
-    otherwise = builder.subgraph("cond_true", given, lambda inner, x, w: inner.call(torch.mm, x, w))
-    body = builder.subgraph("cond_false", given, _layer_of)
+    otherwise = builder.subgraph("cond_false", given, lambda inner, x, w: inner.call(torch.mm, x, w))
+    body = builder.subgraph("cond_true", given, _layer_of)
     positive = builder.call(operator.gt, builder.method("sum", given[0]), 0)
     return builder.call_subgraph(cond_op, body, positive, body, otherwise, given)
 

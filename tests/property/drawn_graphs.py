@@ -16,8 +16,8 @@ from ddpopt.testing.graph_builder import SmallGraph, real_inputs
 from tests.unit.effects import Effects
 from tests.unit.tracing import cut_before
 
-Gradient = tuple[int, str]
-"""Its bytes and its dtype."""
+Gradient = tuple[int, str, bool]
+"""Its bytes, its dtype, and whether it is sparse."""
 
 
 def small_configs() -> st.SearchStrategy[BucketConfig]:
@@ -32,20 +32,28 @@ def facts_of(graph: SmallGraph) -> GraphFacts:
 
 
 def interleaved_gradients() -> st.SearchStrategy[list[list[Gradient]]]:
-    """Gradients of up to three dtypes that take turns, in groups that complete together."""
-    gradient = st.tuples(st.integers(0, 9), st.sampled_from(("bfloat16", "float16", "float32")))
+    """Gradients of up to three dtypes that take turns, in groups that complete together; few are sparse."""
+    dtypes = st.sampled_from(("bfloat16", "float16", "float32"))
+    gradient = st.tuples(st.integers(0, 9), dtypes, st.sampled_from((*[False] * 15, True)))
     return st.lists(st.lists(gradient, min_size=1, max_size=3), min_size=2, max_size=8)
 
 
 def facts_of_gradients(groups: Sequence[Sequence[Gradient]]) -> GraphFacts:
     """A graph with a node for each group of gradients, which complete in the order of the groups."""
     uses = [
-        ParamUse(ParamSpec(f"{place}.{index}", nbytes, dtype, "cpu"), (len(groups) - 1 - place,))
+        ParamUse(spec, (len(groups) - 1 - place,))
         for place, group in enumerate(groups)
-        for index, (nbytes, dtype) in enumerate(group)
+        for spec in specs_of_gradients(group, f"{place}.")
     ]
     nodes = tuple(f"node_{place}" for place in range(len(groups)))
     return GraphFacts(nodes, tuple(uses), (None,) * len(groups))
+
+
+def specs_of_gradients(gradients: Sequence[Gradient], prefix: str) -> list[ParamSpec]:
+    return [
+        ParamSpec(f"{prefix}{index}", nbytes, dtype, "cpu", sparse)
+        for index, (nbytes, dtype, sparse) in enumerate(gradients)
+    ]
 
 
 def possible_cuts(graph: SmallGraph) -> list[str]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import fx
@@ -40,6 +41,10 @@ Change = Callable[[fx.GraphModule], None]
 Property = Callable[..., None]
 SHRINKS = 250
 """Calls of a property to shrink what it fails for."""
+
+
+class BrokenBugError(BaseException):
+    """A bug could not be put in: no property has found anything."""
 
 
 class Found(NamedTuple):
@@ -64,6 +69,8 @@ def edited(change: Change) -> Bug:
                 change(stitched)
             except NotInjected:
                 return stitched
+            except Exception as error:
+                raise BrokenBugError(f"{change.__name__} failed: {error!r}") from error
             stitched.recompile()
         return stitched
 
@@ -91,6 +98,8 @@ def give_copies(stitched: fx.GraphModule) -> None:
     """Every segment works on copies of what it is given."""
     for call in stitched.graph.find_nodes(op="call_module"):
         for source in call.all_input_nodes:
+            if not isinstance(source.meta.get("example_value"), torch.Tensor):
+                continue
             with stitched.graph.inserting_before(call):
                 copied = stitched.graph.call_method("clone", (source,))
             copied.meta.update(source.meta)
@@ -135,12 +144,6 @@ def opener_in_both(graph: fx.Graph, openers: Any) -> Layout:
 
 def enter_without_grad_mode(segment: Any, state: State, read: Any) -> None:
     ENTER(segment, State(state.autocast), read)
-
-
-def enter_without_autocast(segment: Any, state: State, read: Any) -> None:
-    ENTER(segment, State((), state.grad_enabled), read)
-    for node in state.autocast:
-        segment.copies[node] = None
 
 
 def first_item(graph: fx.Graph, value: Any, path: Any) -> Any:
@@ -192,7 +195,7 @@ BUGS = {**ANYWHERE, **PLANNED}
 def _of_ci(test: Property, *drawn: st.SearchStrategy[Any]) -> Property:
     """A property with the examples that the profile ``ci`` draws for it, whatever the profile is now."""
     of_ci = settings(
-        max_examples=round(2.5 * EXAMPLES["ci"]),
+        max_examples=round(test_partition.SHARE * EXAMPLES["ci"]),
         derandomize=True,
         database=None,
         deadline=None,

@@ -28,14 +28,17 @@ from tests.property.partition_mutants import MUTANTS, Mutant
 from tests.unit.effects import Effects
 from tests.unit.tracing import cut_before
 
+SHARE = 2.5
+"""Of the profile's examples, for the properties that are to find whatever bug there is."""
 
-@share(2.5)
+
+@share(SHARE)
 @given(graphs(), small_configs())
 def test_a_graph_cut_as_planned_is_the_same_program(graph: SmallGraph, config: BucketConfig) -> None:
     assert_recomposes(graph, plan_graph(facts_of(graph), config))
 
 
-@share(2.5)
+@share(SHARE)
 @given(graphs())
 def test_a_graph_cut_wherever_it_can_be_is_the_same_program(graph: SmallGraph) -> None:
     plan = cut_wherever_it_can_be(graph)

@@ -28,6 +28,7 @@ from tests.property.drawn_graphs import (
     facts_of_gradients,
     interleaved_gradients,
     small_configs,
+    specs_of_gradients,
 )
 from tests.property.examples import with_found_models_that_compile
 from tests.property.same_graph import renamed, reordered, retraced
@@ -159,12 +160,17 @@ def ready_order(facts: GraphFacts) -> list[list[str]]:
 
 def with_one_more_byte(config: BucketConfig, *, of_the_first: bool) -> BucketConfig:
     """Limits as of a cap that is larger by a byte; where DDP is given a cap, its first bucket has it, too."""
+    assert not config.cap_bytes_list  # which wins over the cap
     more = replace(config, cap_bytes=config.cap_bytes + 1)
     return replace(more, first_bucket_bytes=config.first_bucket_bytes + 1) if of_the_first else more
 
 
+def one_cap(config: BucketConfig) -> BucketConfig:
+    return replace(config, cap_bytes_list=())
+
+
 @share(1)
-@given(graphs(), small_configs(), st.booleans())
+@given(graphs(), small_configs().map(one_cap), st.booleans())
 def test_one_more_byte_of_cap_never_adds_a_bucket_to_a_graph(
     graph: SmallGraph, config: BucketConfig, of_the_first: bool
 ) -> None:
@@ -174,7 +180,7 @@ def test_one_more_byte_of_cap_never_adds_a_bucket_to_a_graph(
 
 
 @share(3)
-@given(parameter_lists(), bucket_configs(), st.booleans())
+@given(parameter_lists(), bucket_configs().map(one_cap), st.booleans())
 def test_one_more_byte_of_cap_never_adds_a_bucket_to_a_model(
     params: tuple[ParamSpec, ...], config: BucketConfig, of_the_first: bool
 ) -> None:
@@ -194,17 +200,24 @@ def test_one_more_byte_of_cap_never_adds_a_bucket_to_interleaved_dtypes(
 
 
 @share(1)
-@given(interleaved_gradients(), st.integers(2, 20), st.sampled_from((None, 5, 25)))
+@given(
+    interleaved_gradients(),
+    st.integers(2, 20),
+    st.sampled_from((None, 5, 25)),
+    st.sets(st.integers(0, 7)),
+    st.just([]) | st.lists(st.tuples(st.integers(0, 9), st.just("float32"), st.just(False)), max_size=2),
+)
 def test_no_other_choice_of_early_ends_makes_fewer_buckets(
-    groups: list[list[Gradient]], cap: int, first: int | None
+    groups: list[list[Gradient]], cap: int, first: int | None, block_ends: set[int], later: list[Gradient]
 ) -> None:
     facts, config = facts_of_gradients(groups), BucketConfig(cap_bytes=cap, first_bucket_bytes=first or cap)
-    planned = len(plan_graph(facts, config).buckets)
-    places = range(len(groups) - 1)
-    for number in range(len(groups)):
-        for ends in itertools.combinations(places, number):
-            with patch.object(planner, "early_ends", return_value=frozenset(ends)):
-                assert planned <= len(plan_graph(facts, config).buckets), ends
+    ahead = specs_of_gradients(later, "later.")
+    with patch.object(planner, "block_ends", return_value=frozenset(block_ends)):
+        planned = len(plan_graph(facts, config, ahead=ahead).buckets)
+        for number in range(len(groups)):
+            for ends in itertools.combinations(range(len(groups) - 1), number):
+                with patch.object(planner, "early_ends", return_value=frozenset(ends)):
+                    assert planned <= len(plan_graph(facts, config, ahead=ahead).buckets), ends
 
 
 @share(1.5)

@@ -98,9 +98,15 @@ def test_twice_the_graph_takes_twice_the_calls(
 
 
 @share(0.3)
-@given(interleaved_gradients(), st.sampled_from((10, 1000, 10**6)))
-def test_twice_the_gradients_take_twice_the_calls_to_plan(gradients: list[list[Gradient]], cap: int) -> None:
+@given(interleaved_gradients(), st.booleans(), st.sampled_from((10, 1000, 10**6)))
+def test_twice_the_gradients_take_twice_the_calls_to_plan(
+    gradients: list[list[Gradient]], together: bool, cap: int
+) -> None:
+    """Also where as many complete together at the end as one by one before it."""
     config = BucketConfig(cap_bytes=cap, first_bucket_bytes=cap)
-    smaller, larger = (facts_of_gradients(gradients * times) for times in (32, 64))
+    at_once = [[gradient for group in gradients for gradient in group]] if together else []
+    smaller, larger = (
+        facts_of_gradients([*gradients * times, *[group * times for group in at_once]]) for times in (32, 64)
+    )
     before = calls(lambda: plan_graph(smaller, config))
     assert calls(lambda: plan_graph(larger, config)) <= 2.2 * before

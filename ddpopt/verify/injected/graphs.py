@@ -104,8 +104,16 @@ def skipped_segment(stitched: fx.GraphModule) -> None:
 
 def _given(call: fx.Node) -> fx.Node:
     """What a segment reads beside parameters."""
-    given = (node for node in call.all_input_nodes if "weight" not in node.name and "bias" not in node.name)
+    given = (
+        node
+        for node in call.all_input_nodes
+        if "weight" not in node.name and "bias" not in node.name and _is_tensor(node)
+    )
     return first(given, f"an input of {call.target} beside parameters")
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("example_value"), torch.Tensor)
 
 
 def swapped_parameters(stitched: fx.GraphModule) -> None:
@@ -121,8 +129,9 @@ def _weight(call: fx.Node) -> fx.Node:
         node
         for node in call.all_input_nodes
         if node.op in ("placeholder", "get_attr")
-        and node.meta["example_value"].dim() == 2
         and "weight" in node.name
+        and _is_tensor(node)
+        and node.meta["example_value"].dim() == 2
     )
     return first(weights, f"a weight that {call.target} reads")
 
