@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from ddpopt.testing import Ranks
@@ -26,14 +27,27 @@ def steps_are_equal(drawn: Drawn, group: dist.ProcessGroup) -> None:
     assert_equal_steps(model, compiled(strategy), expected, group=group)
 
 
+def assert_steps_are_equal(ranks: Ranks, how_many: settings) -> None:
+    """On all ranks, of as many drawn models as asked; what is unequal raises."""
+    on_all = 0
+
+    def together(drawn: Drawn, group: dist.ProcessGroup) -> None:
+        nonlocal on_all
+        steps_are_equal(drawn, group)
+        on_all += 1
+
+    hold_on_ranks(ranks, DRAWN, steps_are_equal, together, how_many)
+    assert on_all >= how_many.max_examples
+
+
 @pytest.mark.world_size(2, backend="gloo", timeout=280)
 def test_a_compiled_step_on_two_ranks_leaves_behind_what_an_eager_one_does(ddp_ranks: Ranks) -> None:
-    hold_on_ranks(ddp_ranks, DRAWN, steps_are_equal, steps_are_equal, share(0.02, at_least=4))
+    assert_steps_are_equal(ddp_ranks, share(0.02, at_least=4))
 
 
 @pytest.mark.world_size(3, backend="gloo", timeout=280)
 def test_a_compiled_step_on_three_ranks_leaves_behind_what_an_eager_one_does(ddp_ranks: Ranks) -> None:
-    hold_on_ranks(ddp_ranks, DRAWN, steps_are_equal, steps_are_equal, share(0.01, at_least=4))
+    assert_steps_are_equal(ddp_ranks, share(0.01, at_least=4))
 
 
 class TooMuch:
@@ -54,13 +68,13 @@ class TooMuch:
 
 @pytest.mark.world_size(2, backend="gloo", timeout=280)
 def test_what_fails_on_one_process_shrinks_there_and_what_needs_ranks_on_them(ddp_ranks: Ranks) -> None:
-    settings = share(1, at_least=50)
+    fifty = share(1, at_least=50)
     on_one = TooMuch(7, size=1)
     together = TooMuch(7, size=1)
     with pytest.raises(AssertionError, match="7 is too much"):
-        hold_on_ranks(ddp_ranks, st.integers(0, 100), on_one, together, settings)
+        hold_on_ranks(ddp_ranks, st.integers(0, 100), on_one, together, fifty)
     assert together.calls < on_one.calls or ddp_ranks.rank
     with pytest.raises(RanksDisagreeError, match="7 is too much"):
         hold_on_ranks(
-            ddp_ranks, st.integers(0, 100), TooMuch(7, size=2, only_on=1), TooMuch(7, 2, only_on=1), settings
+            ddp_ranks, st.integers(0, 100), TooMuch(7, size=2, only_on=1), TooMuch(7, 2, only_on=1), fifty
         )
