@@ -118,7 +118,7 @@ bench-planning: $(TEST_STAMP) ## time of plan, partition and certificate, beside
 bench-fuzzing: $(TEST_STAMP) ## drawn graphs and models that are judged in a second
 	$(BIN)/python -m benchmarks.fuzzing $(BENCH_ARGS)
 
-bench-compile: $(TEST_STAMP) ## cold and warm start of a training script, each mode (half an hour)
+bench-compile: $(TEST_STAMP) ## uncached, cold and warm start of a training script, each mode (an hour)
 	$(BIN)/python -m benchmarks.compile $(BENCH_ARGS)
 
 bench-step: $(TEST_STAMP) ## step time of each mode over emulated links of 1 and 10 Gbit/s (as root)

@@ -57,15 +57,26 @@ def models(
     return model
 
 
-def _allowed(features: Iterable[str] | None, without: Iterable[str]) -> Features:
-    known = known_features()
+def chosen_features(
+    known: Features, features: Iterable[str] | None, without: Iterable[str], what: str
+) -> tuple[Features, Features]:
+    """The features that may occur, all of `known` by default, and those that may not.
+
+    Raises:
+        UsageError: one of them is not known; `what` says of what they are the names.
+    """
     given, refused = known if features is None else frozenset(features), frozenset(without)
     unknown = sorted((given | refused) - known)
     if unknown:
         raise UsageError(
-            f"expected names of features, got {', '.join(map(repr, unknown))}; "
+            f"expected names of {what}, got {', '.join(map(repr, unknown))}; "
             f"there are: {', '.join(sorted(known))}"
         )
+    return given, refused
+
+
+def _allowed(features: Iterable[str] | None, without: Iterable[str]) -> Features:
+    given, refused = chosen_features(known_features(), features, without, "features")
     if features is None:
         return given - refused
     found = given - refused

@@ -16,12 +16,11 @@ from hypothesis import event
 from hypothesis import strategies as st
 from torch import fx
 
-from ddpopt.errors import UsageError
 from ddpopt.plan import Plan, Policy
 from ddpopt.reducer import BucketConfig, ParamSpec
 from ddpopt.testing.graph_builder import GraphBuilder, SmallGraph
 from ddpopt.testing.graph_steps import OUTPUTS, STEPS, Sketch
-from ddpopt.testing.model_strategies import models
+from ddpopt.testing.model_strategies import chosen_features, models
 from ddpopt.testing.plan_strategies import Mutation, mutations, plan_of
 
 __all__ = [
@@ -176,7 +175,8 @@ def graphs(
     Raises:
         UsageError: if there is no feature of such a name.
     """
-    allowed = _allowed(features, without)
+    given, refused = chosen_features(graph_features(), features, without, "a graph's features")
+    allowed = given - refused
     sketch = Sketch(draw, draw(_builders(symbolic=SYMBOLIC in allowed)))
     weight = sketch.builder.parameter(sketch.layer(), "weight", 4, 4)
     sketch.values.append(sketch.builder.call(torch._C._nn.linear, sketch.builder.x, weight))
@@ -207,18 +207,6 @@ def _builders(draw: st.DrawFn, *, symbolic: bool) -> GraphBuilder:
 def graph_features() -> frozenset[str]:
     """Every step and output that a drawn graph can have, and what its input may be."""
     return frozenset((SYMBOLIC, *(_told(each) for each in (*STEPS, *OUTPUTS))))
-
-
-def _allowed(features: Iterable[str] | None, without: Iterable[str]) -> frozenset[str]:
-    known = graph_features()
-    given, refused = known if features is None else frozenset(features), frozenset(without)
-    unknown = sorted((given | refused) - known)
-    if unknown:
-        raise UsageError(
-            f"expected names of a graph's features, got {', '.join(map(repr, unknown))}; "
-            f"there are: {', '.join(sorted(known))}"
-        )
-    return given - refused
 
 
 def _some(makers: Sequence[Maker], allowed: frozenset[str], most: int) -> st.SearchStrategy[list[Maker]]:
