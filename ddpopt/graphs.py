@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
+from torch.fx._lazy_graph_module import _LazyGraphModule, _make_graph_module, _use_lazy_graph_module
 from torch.utils import _pytree as pytree
 
 SOURCES = ("placeholder", "get_attr")
@@ -78,8 +79,28 @@ def storages_of(value: object) -> list[int]:
     return [t.untyped_storage()._cdata for t in own]
 
 
+def unwritten_module(root: nn.Module | dict[str, Any], graph: fx.Graph) -> fx.GraphModule:
+    """A module whose Python code is written when it is first run, as Dynamo makes its own.
+
+    A module around it would write it once more. Touches a private part of torch 2.11 to 2.13: there is no
+    public way to say it.
+    """
+    with _use_lazy_graph_module(True):
+        module: fx.GraphModule = _make_graph_module(root, graph)
+    return module
+
+
+def write_code(gm: fx.GraphModule) -> None:
+    """Write the Python code of an `unwritten_module` now: from here on its ``forward`` may be kept."""
+    _LazyGraphModule.force_recompile(gm)
+
+
 def module_like(
-    gm: fx.GraphModule, graph: fx.Graph, held: Mapping[str, object] | None = None
+    gm: fx.GraphModule,
+    graph: fx.Graph,
+    held: Mapping[str, object] | None = None,
+    *,
+    make: Callable[..., fx.GraphModule] = fx.GraphModule,
 ) -> fx.GraphModule:
     """A module around `graph` that Dynamo's backends take for one of Dynamo's own, as they take `gm`.
 
@@ -90,12 +111,13 @@ def module_like(
         gm: shares its parameters, attributes and metadata with the new module.
         graph: may read attributes of `gm` and of `held`.
         held: further attributes and submodules.
+        make: ``(root, graph) -> module``.
     """
     root: dict[str, Any] = dict(held or {})
     for node in graph.nodes:
         if node.op in ("get_attr", "call_module") and str(node.target) not in root:
             root[str(node.target)] = fetch(gm, str(node.target))
-    module = fx.GraphModule(root, graph)
+    module = make(root, graph)
     module.meta = dict(gm.meta)
     for name in ("_param_name_to_source", "shape_env", "compile_subgraph_reason"):
         if hasattr(gm, name):

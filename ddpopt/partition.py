@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from ddpopt.graphs import GRAD_MODE, example_value, module_like
+from ddpopt.graphs import GRAD_MODE, example_value, module_like, unwritten_module
 from ddpopt.layout import EXIT_AUTOCAST, Layout, Leaf, Path, State, inputs_of, is_constant
 from ddpopt.plan import Plan
 
@@ -141,7 +141,7 @@ def _finish(gm: fx.GraphModule, segment: _Segment, exports: Iterable[Leaf]) -> f
     """Hand out `exports` and make the segment a module that Dynamo's backends take for a graph of its own."""
     outputs = [_pick(segment.graph, segment.copies[leaf.node], leaf.path) for leaf in exports]
     segment.graph.output(tuple(outputs))
-    return module_like(gm, segment.graph)
+    return module_like(gm, segment.graph, make=unwritten_module)
 
 
 def _pick(graph: fx.Graph, value: fx.node.Argument, path: Path) -> fx.node.Argument:

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
-from ddpopt.graphs import example_value
+from ddpopt.graphs import example_value, write_code
 from ddpopt.twins import signature
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -83,6 +83,7 @@ def compile_segments(
         if key not in compiled:
             if reason is not None:
                 segment.compile_subgraph_reason = _cut_reason(reason)  # type: ignore[assignment]
+            write_code(segment)
             with own_tracing_context(), _own_floats(segment):
                 compiled[key] = compiler(segment, [_for_backend(value) for value in inputs])
         delattr(stitched, name)

@@ -1,14 +1,15 @@
 """Write small forward graphs node by node, as Dynamo hands them to a backend, without tracing a model.
 
-Invariant: each node that has a value carries one of its form in ``meta["example_value"]``: a fake tensor, a
-number or a symbol. Nodes that switch autograd or autocast carry none, nor do those that name a graph.
-Parameters, buffers and inputs are placeholders in the order of their first use.
+Invariant: in a finished graph each node that has a value carries one of its form in
+``meta["example_value"]``: a fake tensor, a number or a symbol. Nodes that switch autograd or autocast carry
+none, nor do those that name a graph. Parameters, buffers and inputs are placeholders in the order of their
+first use.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
@@ -17,9 +18,9 @@ import torch
 from torch import fx, nn
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from ddpopt.graphs import unwritten_module, with_values
 from ddpopt.reducer import ParamSpec
 
 AUTOCAST_DTYPE = torch.bfloat16
@@ -61,8 +62,20 @@ def _spec(name: str, param: nn.Parameter) -> ParamSpec:
     return ParamSpec(name, param.numel() * param.element_size(), dtype, "cpu")
 
 
+class _Pending(NamedTuple):
+    """A node whose example value is still to be computed, and under which modes."""
+
+    node: fx.Node
+    value: Callable[[], Any]
+    grad_enabled: bool
+    autocast: bool
+
+
 class GraphBuilder:
     """An FX graph under construction.
+
+    Example values are computed when the graph is finished, or before by :meth:`evaluate`: most of a graph's
+    cost, and none of it is spent on a draw that Hypothesis gives up halfway.
 
     Args:
         batch: rows of the input ``l_x_``; two or more where they are a symbol.
@@ -84,6 +97,7 @@ class GraphBuilder:
         self._last_placeholder: fx.Node | None = None
         self._param_placeholders: dict[str, str] = {}
         self._results: dict[fx.Node, Any] = {}
+        self._pending: list[_Pending] = []
         self._grad_enabled = True
         self._autocast = False
         if symbolic:
@@ -91,36 +105,34 @@ class GraphBuilder:
             real = torch.empty(batch, width)
             fake = self._fake_mode.from_tensor(real, symbolic_context=sizes, source=ConstantSource("x"))
             self.batch = fake.shape[0]
-            self.rows = self._placeholder(str(self.batch), self.batch)
+            self.rows = self._placeholder(str(self.batch), lambda: self.batch)
         self.x = self.input("x", self.batch, width)
 
     def input(self, name: str, *shape: int | torch.SymInt, dtype: torch.dtype = torch.float32) -> fx.Node:
         """Add an input that needs no gradient; returns its placeholder. Integers are 0 or 1."""
-        with self._fake_mode:
-            return self._placeholder(f"l_{name}_", torch.empty(shape, dtype=dtype))
+        return self._placeholder(f"l_{name}_", lambda: torch.empty(shape, dtype=dtype))
 
     def parameter(
         self, layer: str, role: str, *shape: int, trainable: bool = True, dtype: torch.dtype = torch.float32
     ) -> fx.Node:
         """Add the parameter ``layer.role``; returns its placeholder."""
-        with self._fake_mode:
-            value = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=trainable)
-        node = self._placeholder(f"l_self_{_mangled(layer)}_parameters_{role}_", value)
+        node = self._placeholder(
+            f"l_self_{_mangled(layer)}_parameters_{role}_",
+            lambda: nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=trainable),
+        )
         self._param_placeholders[node.name] = f"{layer}.{role}"
         return node
 
     def buffer(self, layer: str, role: str, *shape: int) -> fx.Node:
         """Add the buffer ``layer.role`` (float32); returns its placeholder."""
-        with self._fake_mode:
-            return self._placeholder(f"l_self_{_mangled(layer)}_buffers_{role}_", torch.zeros(shape))
+        label = f"l_self_{_mangled(layer)}_buffers_{role}_"
+        return self._placeholder(label, lambda: torch.zeros(shape))
 
     def constant(self, value: torch.Tensor) -> fx.Node:
         """Add a tensor that the graph holds itself; returns its get_attr node."""
         name = f"_tensor_constant{len(list(self._root.buffers()))}"
         self._root.register_buffer(name, value)
-        node = self._graph.get_attr(name)
-        node.meta["example_value"] = self._fake_mode.from_tensor(value)
-        return node
+        return self._later(self._graph.get_attr(name), lambda: self._fake_mode.from_tensor(value))
 
     def subgraph(self, name: str, operands: Sequence[fx.Node], write: Callable[..., fx.Node]) -> fx.Node:
         """Add a graph that a node of this one calls, as Dynamo does for higher-order operators.
@@ -133,15 +145,17 @@ class GraphBuilder:
         Returns:
             The get_attr node that stands for it.
         """
+        self.evaluate()
         inner = copy.copy(self)
         inner._root, inner._graph, inner._last_placeholder = nn.Module(), fx.Graph(), None
-        given = [inner._placeholder(node.name, node.meta["example_value"]) for node in operands]
+        given = [inner._placeholder(node.name, functools.partial(_value, node)) for node in operands]
         inner._graph.output((write(inner, *given),))
+        inner.evaluate()
         label = f"{name}_{len(self._results)}"
-        self._root.add_module(label, _module(inner._root, inner._graph))
+        self._root.add_module(label, unwritten_module(inner._root, inner._graph))
         node = self._graph.create_node("get_attr", label, name=label)
         (result,) = inner._graph.output_node().all_input_nodes
-        self._results[node] = result.meta["example_value"]
+        self._results[node] = _value(result)
         return node
 
     def call_subgraph(self, target: Callable[..., Any], body: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
@@ -156,19 +170,19 @@ class GraphBuilder:
         Returns:
             The node of the result, taken out of the operator's tuple.
         """
-        results = self._graph.call_function(target, args, kwargs)
-        return self.call(operator.getitem, self._valued(results, (self._results[body],)), 0)
+        node = self._later(self._graph.call_function(target, args, kwargs), lambda: (self._results[body],))
+        return self.call(operator.getitem, node, 0)
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """Add ``target(*args, **kwargs)``; nodes stand for their values, also within lists and dicts."""
         return self._evaluated(self._graph.call_function(target, args, kwargs), target)
 
     def call_like(
-        self, like: Callable[[Any, Any], Any], target: Callable[..., Any], *args: Any, **kwargs: Any
+        self, like: Callable[..., Any], target: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> fx.Node:
-        """Add ``target(*args, **kwargs)`` whose value has the form of ``like`` of its first two arguments."""
+        """Add ``target(*args, **kwargs)`` whose value has the form of ``like(*args)``."""
         node = self._graph.call_function(target, args, kwargs)
-        return self._evaluated(node, lambda first, second, *_, **__: like(first, second))
+        return self._evaluated(node, lambda *values, **_: like(*values))
 
     def method(self, name: str, receiver: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
         """Add ``receiver.name(*args, **kwargs)``."""
@@ -195,40 +209,45 @@ class GraphBuilder:
         """Return ``outputs`` as a tuple and close the graph."""
         self._graph.output(outputs)
         self._graph.lint()
-        gm = _module(self._root, self._graph)
-        values = tuple(n.meta["example_value"] for n in self._graph.nodes if n.op == "placeholder")
+        self.evaluate()
+        gm = unwritten_module(self._root, self._graph)
+        values = tuple(_value(node) for node in self._graph.find_nodes(op="placeholder"))
         return SmallGraph(gm, self._param_placeholders, values)
 
-    def _placeholder(self, name: str, value: torch.Tensor | torch.SymInt) -> fx.Node:
+    def evaluate(self) -> None:
+        """Compute the example values of all nodes that there are by now."""
+        pending, self._pending = self._pending, []
+        with self._fake_mode:
+            for node, value, grad_enabled, autocast in pending:
+                if grad_enabled and not autocast:  # nearly always, and modes cost as much as an op
+                    node.meta["example_value"] = value()
+                    continue
+                with torch.set_grad_enabled(grad_enabled), torch.autocast("cpu", AUTOCAST_DTYPE, autocast):
+                    node.meta["example_value"] = value()
+
+    def _placeholder(self, name: str, value: Callable[[], Any]) -> fx.Node:
         after = self._last_placeholder or self._graph._root
         with self._graph.inserting_after(after):
             node = self._graph.placeholder(name)
-        node.meta["example_value"] = value
         self._last_placeholder = node
+        self._pending.append(_Pending(node, value, grad_enabled=True, autocast=False))
         return node
 
     def _evaluated(self, node: fx.Node, target: Callable[..., Any]) -> fx.Node:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["example_value"])
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._fake_mode)
-            stack.enter_context(torch.set_grad_enabled(self._grad_enabled))
-            if self._autocast:
-                stack.enter_context(torch.autocast("cpu", AUTOCAST_DTYPE))
-            value = target(*args, **kwargs)
-        return self._valued(node, value)
+        def value() -> Any:
+            args, kwargs = with_values((node.args, node.kwargs), _value)
+            return target(*args, **kwargs)
 
-    def _valued(self, node: fx.Node, value: Any) -> fx.Node:
-        node.meta["example_value"] = value
+        return self._later(node, value)
+
+    def _later(self, node: fx.Node, value: Callable[[], Any]) -> fx.Node:
         node.meta["stack_trace"] = f'  File "model.py", line {len(self._graph.nodes)}, in forward\n'
+        self._pending.append(_Pending(node, value, self._grad_enabled, self._autocast))
         return node
 
 
-def _module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
-    """A module whose Python code is written when it is first run, as Dynamo makes its own."""
-    # private, torch 2.11 to 2.13: there is no public way to say it
-    with _use_lazy_graph_module(True):
-        module: fx.GraphModule = _make_graph_module(root, graph)
-    return module
+def _value(node: fx.Node) -> Any:
+    return node.meta["example_value"]
 
 
 def _mangled(layer: str) -> str:

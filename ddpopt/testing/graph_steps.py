@@ -213,7 +213,12 @@ def _batch_norm(sketch: Sketch) -> fx.Node:
     mean, var = (sketch.builder.buffer(layer, role, 1) for role in ("running_mean", "running_var"))
     scale, shift = (sketch.builder.parameter(layer, role, 1) for role in ("weight", "bias"))
     given = _image(sketch, 1, 2, 2), mean, var, scale, shift
-    return _rows(sketch, sketch.builder.call(F.batch_norm, *given, True, 0.1, 0.1))
+    normed = sketch.builder.call_like(
+        lambda images, _mean, _var, scale, shift, *_: images * scale + shift,
+        F.batch_norm,
+        *(*given, True, 0.1, 0.1),
+    )
+    return _rows(sketch, normed)
 
 
 def _embedding(sketch: Sketch) -> fx.Node:
@@ -227,7 +232,10 @@ def _attention(sketch: Sketch) -> fx.Node:
     causal = sketch.draw(st.booleans())
     # a sum has the same form, and is traced in a tenth of the time
     mixed = sketch.builder.call_like(
-        operator.add, F.scaled_dot_product_attention, tokens, tokens, tokens, is_causal=causal
+        lambda query, key, _: query + key,
+        F.scaled_dot_product_attention,
+        *(tokens, tokens, tokens),
+        is_causal=causal,
     )
     return sketch.builder.method("squeeze", mixed, 0)
 

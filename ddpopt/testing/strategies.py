@@ -192,6 +192,7 @@ def graphs(
     for output in draw(_some(OUTPUTS, allowed, 3)):
         event(f"output: {_told(output)}")
         outputs += output(sketch)
+    sketch.builder.evaluate()
     return sketch.builder.finish(*outputs, _last_differentiable(sketch.values))
 
 

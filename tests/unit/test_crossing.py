@@ -67,6 +67,7 @@ def test_a_value_that_tracing_left_unknown_stays_with_its_readers() -> None:
     value = builder.method("sin", builder.x)
     unknown = builder.method("cos", value)
     reader = builder.method("relu", unknown)
+    builder.evaluate()
     del unknown.meta["example_value"]
     assert finished(builder, reader) == {"relu": "'cos' returns a value that cannot cross a cut"}
 

@@ -123,8 +123,23 @@ def test_sources_and_outputs_write_to_nothing() -> None:
 # ------------------------------------------------------------------------------------------------ views
 
 
+class Written(GraphBuilder):
+    """A builder that says of each node at once what it is a view of, and what it returns of its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__(batch=2, width=4)
+
+    def view_of(self, node: fx.Node) -> fx.Node | None:
+        self.evaluate()
+        return viewed_input(node)
+
+    def returned_by(self, node: fx.Node) -> fx.Node | None:
+        self.evaluate()
+        return returned_input(node)
+
+
 def test_a_view_names_its_base() -> None:
-    builder = GraphBuilder(batch=2, width=4)
+    builder = Written()
     value = builder.call(operator.add, builder.x, 1.0)
     for view in (
         builder.method("view", value, -1),
@@ -132,37 +147,37 @@ def test_a_view_names_its_base() -> None:
         builder.call(operator.getitem, value, 0),
         builder.method("detach", value),
     ):
-        assert viewed_input(view) is value
+        assert builder.view_of(view) is value
 
 
 def test_several_views_at_once_name_their_base() -> None:
-    builder = GraphBuilder(batch=2, width=4)
-    assert viewed_input(builder.method("chunk", builder.x, 2, -1)) is builder.x
+    builder = Written()
+    assert builder.view_of(builder.method("chunk", builder.x, 2, -1)) is builder.x
 
 
 def test_a_new_value_is_a_view_of_nothing() -> None:
-    builder = GraphBuilder(batch=2, width=4)
-    assert viewed_input(builder.call(operator.add, builder.x, 1.0)) is None
+    builder = Written()
+    assert builder.view_of(builder.call(operator.add, builder.x, 1.0)) is None
 
 
 def test_the_result_of_an_in_place_operation_is_no_view() -> None:
-    builder = GraphBuilder(batch=2, width=4)
+    builder = Written()
     value = builder.call(operator.add, builder.x, 1.0)
-    assert viewed_input(builder.method("add_", value, 1.0)) is None
+    assert builder.view_of(builder.method("add_", value, 1.0)) is None
 
 
 def test_an_in_place_operation_returns_what_it_writes_to() -> None:
-    builder = GraphBuilder(batch=2, width=4)
+    builder = Written()
     value = builder.call(operator.add, builder.x, 1.0)
     view = builder.method("view", value, -1)
-    assert returned_input(builder.method("add_", value, 1.0)) is value
-    assert returned_input(builder.call(operator.imul, view, 2.0)) is view
-    assert returned_input(builder.call(F.relu, value, inplace=True)) is value
-    assert returned_input(builder.call(operator.add, value, 1.0)) is None
-    assert returned_input(builder.method("detach", value)) is None
+    assert builder.returned_by(builder.method("add_", value, 1.0)) is value
+    assert builder.returned_by(builder.call(operator.imul, view, 2.0)) is view
+    assert builder.returned_by(builder.call(F.relu, value, inplace=True)) is value
+    assert builder.returned_by(builder.call(operator.add, value, 1.0)) is None
+    assert builder.returned_by(builder.method("detach", value)) is None
 
 
 def test_what_has_no_tensor_is_a_view_of_nothing() -> None:
-    builder = GraphBuilder(batch=2, width=4)
-    assert viewed_input(builder.method("size", builder.x, 0)) is None
-    assert viewed_input(builder.x) is None
+    builder = Written()
+    assert builder.view_of(builder.method("size", builder.x, 0)) is None
+    assert builder.view_of(builder.x) is None

@@ -69,6 +69,27 @@ def test_a_segment_that_cannot_be_compared_is_compiled_for_itself() -> None:
     assert compiled(graph._replace(example_values=strangers), recorder).distinct == 3
 
 
+def test_code_is_written_once_for_each_distinct_segment_and_once_for_the_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written: list[fx.Graph] = []
+    write = fx.Graph.python_code
+
+    def counted(graph: fx.Graph, *args: Any, **kwargs: Any) -> Any:
+        written.append(graph)
+        return write(graph, *args, **kwargs)
+
+    monkeypatch.setattr(fx.Graph, "python_code", counted)
+    kept: list[Callable[..., Any]] = []
+
+    def compiler(gm: fx.GraphModule, _: Sequence[object]) -> Callable[..., Any]:
+        kept.append(gm.forward)  # as torch's "eager" backend does
+        return gm.forward
+
+    result = compiled(layers(4, 4, 4, 8, 4), compiler)
+    assert (result.segments, len(kept), len(written)) == (5, 4, 4 + 1)
+
+
 def test_segments_are_compiled_in_forward_order_on_their_own_inputs() -> None:
     recorder = Recorder()
     compiled(layers(8, 16, 32), recorder)
