@@ -7,9 +7,9 @@ The first three steps of a model in each mode, compiled by Inductor, each in a p
 - ``split``, ``inline``: ``ddpopt.compile`` with this strategy.
 
 Every mode starts three times: *uncached*, with Inductor's caches off; *cold*, with empty caches; and *warm*,
-a second process with the caches that the cold one left. Modes take turns. What counts is processor time, that
-of the C++ compiler included: whoever else uses the machine adds little to it. Ratios are of the fastest of
-each.
+a second process with the caches that the cold one left. Modes take turns, and each process keeps to one
+processor. What counts is processor time, that of the C++ compiler included: whoever else uses the machine
+adds little to it, if it has cores enough. Ratios are of the fastest of each.
 
 A cold start of torch's optimizer already gains by a cache: the segments of equal layers are equal graphs, and
 Inductor takes all but the first of them from the cache that this start fills.
@@ -106,6 +106,7 @@ def start_once(setting: Setting, caches: str, *, cached: bool = True) -> Start:
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
+        "PYTHONHASHSEED": "0",  # else each start goes through its sets in another order
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TORCHINDUCTOR_CACHE_DIR": caches,
         "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "0" if cached else "1",
@@ -235,7 +236,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = wide_console()
     facts = {**conditions("benchmarks.compile"), "load before": f"{os.getloadavg()[0]:.2f}"}
     state(console, facts)
-    settings = [Setting(m, n, mode) for m in asked.models for n in asked.layers for mode in asked.modes]
+    settings = [
+        Setting(model, layers, mode)
+        for model in asked.models
+        for layers in asked.layers or WORKLOADS[model].depths
+        for mode in asked.modes
+    ]
     try:
         figures = _measured(settings, asked.repeat, console)
     except InfrastructureError as error:
@@ -271,12 +277,16 @@ def _parser() -> argparse.ArgumentParser:
         "--models", type=partial(some_of, tuple(WORKLOADS)), default=models, help=f"({models})"
     )
     parser.add_argument("--modes", type=partial(some_of, COMPILED), default=modes, help=f"({modes})")
-    parser.add_argument("--layers", type=_depths, default="12,24,48", help="depths (12,24,48)")
+    parser.add_argument("--layers", type=_depths, help=f"depths of each model ({_own_depths()})")
     parser.add_argument(
         "--repeat", type=int, default=1, choices=range(1, 100), metavar="N", help="starts of each (1)"
     )
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     return parser
+
+
+def _own_depths() -> str:
+    return "; ".join(f"{name} {','.join(map(str, each.depths))}" for name, each in WORKLOADS.items())
 
 
 def _depths(text: str) -> tuple[int, ...]:

@@ -66,15 +66,22 @@ class ResNetLike(nn.Module):
 
 @dataclass(frozen=True)
 class Workload:
-    """A model of any depth, and what it is trained on."""
+    """A model of any depth, and what it is trained on.
+
+    Attributes:
+        build: ``(layers) -> model``.
+        inputs: one batch.
+        depths: how many layers are compiled unless others are asked for.
+    """
 
     build: Callable[[int], GptLike | ResNetLike]
     inputs: Callable[[], torch.Tensor]
+    depths: tuple[int, ...]
 
 
 WORKLOADS: Mapping[str, Workload] = {
-    "gpt": Workload(lambda layers: GptLike(layers, 160), lambda: torch.randint(0, 100, (2, 32))),
-    "resnet": Workload(ResNetLike, lambda: torch.randn(2, 3, 16, 16)),
+    "gpt": Workload(lambda layers: GptLike(layers, 160), lambda: torch.randint(0, 100, (2, 32)), (12, 24, 48)),
+    "resnet": Workload(ResNetLike, lambda: torch.randn(2, 3, 16, 16), (24,)),
 }
 """The models, by their names on the command line; DDP's cap is the size of one layer."""
 
@@ -133,6 +140,15 @@ def _compiled(mode: str, ddp: DistributedDataParallel) -> Any:
     return ddpopt.compile(ddp, strategy="split" if mode == SPLIT else "inline")
 
 
+def _on_one_processor() -> None:
+    """Run everything from here on, the C++ compiler included, on one processor.
+
+    Two that share a core slow each other down: the same start would then take up to an eighth more.
+    """
+    if hasattr(os, "sched_setaffinity"):  # Linux alone
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+
+
 def _processor_seconds() -> float:
     """Of this process and of those that it waited for."""
     times = os.times()
@@ -150,6 +166,7 @@ def main() -> None:
     """Measure what the arguments say: model, layers, mode."""
     model, layers, mode = sys.argv[1:]
     torch.set_num_threads(1)
+    _on_one_processor()
     # Dynamo notes at each compile that it leaves out DDP's profiler range.
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
     with single_rank():
