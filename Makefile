@@ -25,6 +25,9 @@ DEV_STAMP := $(VENV)/.installed-$(TORCH_VERSION)-dev
 # others have left the cores. Eight workers are enough: each holds a torch in memory.
 ALL_CORES := -n auto --maxprocesses 8
 BENCHMARKS := planning compile step alignment
+# Those that read the clock; what they timed is kept for `python -m pyperf compare_to` as well.
+TIMED := planning compile step
+kept = --json benchmarks/results/$(1).json $(if $(filter $(1),$(TIMED)),--pyperf benchmarks/results/$(1).pyperf.json)
 CODE := ddpopt tests benchmarks examples conftest.py
 
 .DEFAULT_GOAL := help
@@ -103,10 +106,8 @@ fix: $(DEV_STAMP) ## apply the formatter and the lint's safe fixes
 # A benchmark that falls short of what is asked ends in 1, and the others run all the same: the summary judges.
 bench: $(TEST_STAMP) ## all benchmarks in turn into benchmarks/results, and what held (hours; as root, on an idle machine)
 	@mkdir -p benchmarks/results
-	@rm -f $(BENCHMARKS:%=benchmarks/results/%.json)
-	@for name in $(BENCHMARKS); do \
-	  $(BIN)/python -m benchmarks.$$name --json benchmarks/results/$$name.json || echo "benchmarks.$$name: exit code $$?"; \
-	done
+	@rm -f $(BENCHMARKS:%=benchmarks/results/%.json) $(TIMED:%=benchmarks/results/%.pyperf.json)
+	@$(foreach name,$(BENCHMARKS),$(BIN)/python -m benchmarks.$(name) $(call kept,$(name)) || echo "benchmarks.$(name): exit code $$?";)
 	$(BIN)/python -m benchmarks.summary
 
 bench-alignment: $(TEST_STAMP) ## overlap potential of each corpus case and cap, as a ratio to eager DDP

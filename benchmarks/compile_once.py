@@ -80,7 +80,9 @@ class Workload:
 
 
 WORKLOADS: Mapping[str, Workload] = {
-    "gpt": Workload(lambda layers: GptLike(layers, 160), lambda: torch.randint(0, 100, (2, 32)), (12, 24, 48)),
+    "gpt": Workload(
+        lambda layers: GptLike(layers, 160), lambda: torch.randint(0, 100, (2, 32)), (12, 24, 48)
+    ),
     "resnet": Workload(ResNetLike, lambda: torch.randn(2, 3, 16, 16), (24,)),
 }
 """The models, by their names on the command line; DDP's cap is the size of one layer."""
@@ -140,13 +142,10 @@ def _compiled(mode: str, ddp: DistributedDataParallel) -> Any:
     return ddpopt.compile(ddp, strategy="split" if mode == SPLIT else "inline")
 
 
-def _on_one_processor() -> None:
-    """Run everything from here on, the C++ compiler included, on one processor.
-
-    Two that share a core slow each other down: the same start would then take up to an eighth more.
-    """
+def _keep_to(processor: int) -> None:
+    """Run everything from here on, the C++ compiler included, on one processor."""
     if hasattr(os, "sched_setaffinity"):  # Linux alone
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        os.sched_setaffinity(0, {processor})
 
 
 def _processor_seconds() -> float:
@@ -163,10 +162,10 @@ def _warm_up() -> None:
 
 
 def main() -> None:
-    """Measure what the arguments say: model, layers, mode."""
-    model, layers, mode = sys.argv[1:]
+    """Measure what the arguments say: model, layers, mode, and on which processor."""
+    model, layers, mode, processor = sys.argv[1:]
     torch.set_num_threads(1)
-    _on_one_processor()
+    _keep_to(int(processor))
     # Dynamo notes at each compile that it leaves out DDP's profiler range.
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
     with single_rank():

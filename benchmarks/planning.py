@@ -37,9 +37,11 @@ from torch import fx
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks import pyperf_file
 from benchmarks.gpt import GptLike
 from benchmarks.group import single_rank
 from benchmarks.planning_rows import OURS, THEIRS, Timing, Timings, Verdict, judge
+from benchmarks.pyperf_file import add_option, store
 from benchmarks.report import conditions, state, wide_console
 from ddpopt.backend import DdpoptBackend
 
@@ -175,7 +177,18 @@ def main(words: Sequence[str] | None = None) -> int:
         figures = {name: [asdict(timing) for timing in found] for name, found in timings.items()}
         document = {"conditions": facts, "timings": figures, "verdict": asdict(verdict)}
         arguments.json.write_text(json.dumps(document, indent=2) + "\n")
+    if arguments.pyperf:
+        store(arguments.pyperf, timings_of(timings), facts)
     return int(bool(verdict.problems))
+
+
+def timings_of(timings: Timings) -> pyperf_file.Timings:
+    """All of them, by name: one process took them in turn."""
+    return {
+        f"{name}, {timing.layers} layers": [timing.seconds]
+        for name, found in timings.items()
+        for timing in found
+    }
 
 
 def _table(timings: Timings, verdict: Verdict) -> Table:
@@ -212,6 +225,7 @@ def _parser() -> argparse.ArgumentParser:
         "--repeat", type=int, default=3, choices=range(1, 100), metavar="N", help="timings (3)"
     )
     parser.add_argument("--json", type=Path, help="write all figures to this file")
+    add_option(parser)
     return parser
 
 

@@ -55,9 +55,11 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from benchmarks import pyperf_file
 from benchmarks.arguments import some_of
 from benchmarks.devices import CPU, CUDA, DEVICES, description, group_backend, require
 from benchmarks.network import Network, loopback, running, two_hosts
+from benchmarks.pyperf_file import add_option, store
 from benchmarks.report import conditions, state, wide_console
 from benchmarks.step_figures import Figures, Job, figures_of
 from benchmarks.step_modes import EAGER, MODES, WHOLE
@@ -208,9 +210,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.json:
         document = {"conditions": facts, "tables": [measured.document() for measured in found]}
         asked.json.write_text(json.dumps(document, indent=2) + "\n")
+    if asked.pyperf:
+        store(asked.pyperf, timings_of(found), facts)
     if asked.timeline:
         asked.timeline.write_text(_timeline(found[0].figures))
     return int(bool(short))
+
+
+def timings_of(measured: Sequence[Measured]) -> pyperf_file.Timings:
+    """All steps, by name: two processes took them together, of each step the longer time."""
+    return {
+        f"{each.figures.model} at {each.rate}, {mode}": [steps]
+        for each in measured
+        for mode, steps in each.figures.steps_s.items()
+    }
 
 
 def _measure_all(asked: argparse.Namespace, console: Console) -> list[Measured]:
@@ -267,6 +280,7 @@ def _parser() -> argparse.ArgumentParser:
         "--rate", type=_rates, default=rates, help=f"of the network, a table each, as tc writes it ({rates})"
     )
     parser.add_argument("--json", type=Path, help="write all figures to this file")
+    add_option(parser)
     parser.add_argument("--timeline", type=Path, help="draw a step of the first model to this file (SVG)")
     return parser
 

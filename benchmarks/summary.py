@@ -5,7 +5,8 @@ ratios measured in one run each, with their spread and with what they would be a
 is the lowest and the highest over rounds; for step times it is the quartiles.
 
 ``--store NAME`` keeps the summary, without the single timings, as ``summary-NAME.json`` in the same folder,
-which the repository keeps; ``--markdown`` writes the tables of all stored summaries into docs/benchmarks.md.
+which the repository keeps; what was not measured anew stays there as it is, with the conditions that it was
+measured in. ``--markdown`` writes the tables of all stored summaries into docs/benchmarks.md.
 
 Exit code 0: all that is asked held; 1: something did not, or was not measured; 2: a file cannot be read.
 """
@@ -33,11 +34,12 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
 
 
-def read(results: Path) -> tuple[Section, ...]:
+def read(results: Path, kept: Sequence[Section] = ()) -> tuple[Section, ...]:
     """The sections of all measurements.
 
     Args:
         results: the folder with their files, each named for its measurement.
+        kept: earlier ones, which count where there is no file.
 
     Returns:
         One for each, whether or not there is a file.
@@ -45,12 +47,15 @@ def read(results: Path) -> tuple[Section, ...]:
     Raises:
         UsageError: a file is not what its measurement writes.
     """
-    return tuple(_section(results / f"{name}.json", name) for name in READERS)
+    earlier = {section.name: section for section in kept}
+    return tuple(
+        _section(results / f"{name}.json", name, earlier.get(name, missing(name))) for name in READERS
+    )
 
 
-def _section(path: Path, name: str) -> Section:
+def _section(path: Path, name: str, earlier: Section) -> Section:
     if not path.exists():
-        return missing(name)
+        return earlier
     try:
         return READERS[name](json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, KeyError, TypeError) as error:
@@ -94,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = _parser().parse_args(arguments)
     console = wide_console()
     try:
-        sections = read(asked.results)
+        sections = read(asked.results, stored(asked.results).get(asked.store, ()))
         console.print(table(sections))
         if asked.store:
             text = json.dumps([asdict(section) for section in sections], indent=1, ensure_ascii=False)

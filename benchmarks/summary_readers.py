@@ -122,15 +122,14 @@ def _compile_claims(figures: compiling.Figures) -> Iterator[Claim]:
     for model in ("gpt", "resnet"):
         depths = sorted({setting.layers for setting in figures if setting.model == model})
         where = f"{model}, {compiling.ASKED_AT} layers"
-        split = compiling.Setting(model, compiling.ASKED_AT, SPLIT)
         torchs = compiling.Setting(model, compiling.ASKED_AT, TORCH)
         for kind in compiling.KINDS:
-            found, spread = _ratios(figures, torchs, split, kind)
+            found, spread = _ratio(figures, torchs, SPLIT, kind)
             what = f"torch's {kind} start to split's"
             yield at_least(where, what, found, compiling.ASKED_SPLIT, spread=spread)
         for layers, kind in itertools.product(depths or [compiling.ASKED_AT], compiling.KINDS):
             inline = compiling.Setting(model, layers, INLINE)
-            found, spread = _ratios(figures, inline, compiling.Setting(model, layers, WHOLE), kind)
+            found, spread = _ratio(figures, inline, WHOLE, kind)
             where, what = f"{model}, {layers} layers", f"inline's {kind} start to one graph's"
             yield at_most(where, what, found, compiling.ASKED_INLINE, spread=spread, limit=1.0)
         for mode in (SPLIT, INLINE):
@@ -138,18 +137,26 @@ def _compile_claims(figures: compiling.Figures) -> Iterator[Claim]:
             yield at_most(f"{model}, all depths", f"{mode}: compiled in a warm start", anew, 0, limit=0)
     deep, half = (compiling.Setting("gpt", n, SPLIT) for n in (deepest, compiling.ASKED_AT))
     for kind in compiling.KINDS:
-        found, spread = _ratios(figures, deep, half, kind)
+        found, spread = _growth(figures, deep, half, kind)
         where, what = f"gpt, {compiling.ASKED_AT} to {deepest} layers", f"growth of split's {kind} start"
         yield at_most(where, what, found, compiling.ASKED_GROWTH, spread=spread, limit=1.0)
 
 
-def _ratios(
-    figures: compiling.Figures, setting: compiling.Setting, other: compiling.Setting, kind: compiling.Kind
+def _ratio(
+    figures: compiling.Figures, setting: compiling.Setting, mode: str, kind: compiling.Kind
 ) -> tuple[float | None, tuple[float, float] | None]:
-    """The ratio of the fastest starts of a kind, and the ends of the ratios of all rounds."""
-    if setting not in figures or other not in figures:
+    """The ratio of starts of a kind to those of another mode, and the ends over all rounds."""
+    rounds = compiling.ratios(figures, setting, mode, kind)
+    return compiling.ratio(figures, setting, mode, kind), _ends(rounds)
+
+
+def _growth(
+    figures: compiling.Figures, deep: compiling.Setting, half: compiling.Setting, kind: compiling.Kind
+) -> tuple[float | None, tuple[float, float] | None]:
+    """The ratio of the fastest starts of a kind at two depths, and the ends of the ratios of all rounds."""
+    if deep not in figures or half not in figures:
         return None, None
-    ours, theirs = figures[setting], figures[other]
+    ours, theirs = figures[deep], figures[half]
     rounds = _over([start.cpu_s for start in ours.of(kind)], [start.cpu_s for start in theirs.of(kind)])
     return ours.seconds(kind) / theirs.seconds(kind), _ends(rounds)
 

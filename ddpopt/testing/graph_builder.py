@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -96,7 +95,6 @@ class GraphBuilder:
         self._graph = fx.Graph()
         self._last_placeholder: fx.Node | None = None
         self._param_placeholders: dict[str, str] = {}
-        self._results: dict[fx.Node, Any] = {}
         self._pending: list[_Pending] = []
         self._grad_enabled = True
         self._autocast = False
@@ -134,44 +132,24 @@ class GraphBuilder:
         self._root.register_buffer(name, value)
         return self._later(self._graph.get_attr(name), lambda: self._fake_mode.from_tensor(value))
 
-    def subgraph(self, name: str, operands: Sequence[fx.Node], write: Callable[..., fx.Node]) -> fx.Node:
+    def subgraph(self, name: str, operands: Mapping[str, fx.Node], write: Callable[..., Any]) -> fx.Node:
         """Add a graph that a node of this one calls, as Dynamo does for higher-order operators.
 
         Args:
             name: of the attribute, which gets a number.
-            operands: nodes that its placeholders stand for.
-            write: ``(builder, *placeholders) -> node``: writes it, returns the node of its only result.
+            operands: by the name of each of its placeholders, a node whose value it gets.
+            write: ``(builder, *placeholders) -> results``: writes it, returns nested tuples of nodes.
 
         Returns:
-            The get_attr node that stands for it.
+            The get_attr node that stands for it; it has no value.
         """
-        self.evaluate()
-        inner = copy.copy(self)
+        inner = copy.copy(self)  # shares the fake mode, and what is to be evaluated
         inner._root, inner._graph, inner._last_placeholder = nn.Module(), fx.Graph(), None
-        given = [inner._placeholder(node.name, functools.partial(_value, node)) for node in operands]
-        inner._graph.output((write(inner, *given),))
-        inner.evaluate()
-        label = f"{name}_{len(self._results)}"
+        given = [inner._placeholder(n, functools.partial(_value, node)) for n, node in operands.items()]
+        inner._graph.output(write(inner, *given))
+        label = f"{name}_{len(list(self._root.children()))}"
         self._root.add_module(label, unwritten_module(inner._root, inner._graph))
-        node = self._graph.create_node("get_attr", label, name=label)
-        (result,) = inner._graph.output_node().all_input_nodes
-        self._results[node] = _value(result)
-        return node
-
-    def call_subgraph(self, target: Callable[..., Any], body: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
-        """Add ``target(*args, **kwargs)``, whose only result is that of a graph of this one.
-
-        Args:
-            target: a higher-order operator; it is not run.
-            body: the node of the graph that `subgraph` added.
-            *args: of the operator, `body` among them.
-            **kwargs: of the operator.
-
-        Returns:
-            The node of the result, taken out of the operator's tuple.
-        """
-        node = self._later(self._graph.call_function(target, args, kwargs), lambda: (self._results[body],))
-        return self.call(operator.getitem, node, 0)
+        return self._graph.create_node("get_attr", label, name=label)
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """Add ``target(*args, **kwargs)``; nodes stand for their values, also within lists and dicts."""
@@ -180,7 +158,7 @@ class GraphBuilder:
     def call_like(
         self, like: Callable[..., Any], target: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> fx.Node:
-        """Add ``target(*args, **kwargs)`` whose value has the form of ``like(*args)``."""
+        """Add ``target(*args, **kwargs)``, whose value has the form of ``like(*args)`` (None for a graph)."""
         node = self._graph.call_function(target, args, kwargs)
         return self._evaluated(node, lambda *values, **_: like(*values))
 
@@ -216,7 +194,8 @@ class GraphBuilder:
 
     def evaluate(self) -> None:
         """Compute the example values of all nodes that there are by now."""
-        pending, self._pending = self._pending, []
+        pending = [*self._pending]
+        self._pending.clear()  # graphs within this one have the same list
         with self._fake_mode:
             for node, value, grad_enabled, autocast in pending:
                 if grad_enabled and not autocast:  # nearly always, and modes cost as much as an op
@@ -247,7 +226,7 @@ class GraphBuilder:
 
 
 def _value(node: fx.Node) -> Any:
-    return node.meta["example_value"]
+    return node.meta.get("example_value")
 
 
 def _mangled(layer: str) -> str:

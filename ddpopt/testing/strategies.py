@@ -153,11 +153,11 @@ def graphs(
 
     Among its steps: parameters read by position, by keyword, as receiver, within a list, tied, frozen and
     detached, complex, in bfloat16, of no dimension or no element; convolutions, also strided and channels
-    last; norms, also with buffers; embeddings; attention; a checkpoint and a cond, with graphs of their own;
-    in-place ops on values, views, inputs and buffers, also twice; tuples whose items are taken much later;
-    views by sizes known as ints; dropout; constants; spans without grad (some dead, some empty) and under
-    autocast. Among its outputs: views of others and of the input, and sizes. The number of rows may be a
-    symbol. Each step and output is reported as a Hypothesis event.
+    last; norms, also with buffers; embeddings; attention; a checkpoint, a cond and (from torch 2.13 on) a
+    custom function, with graphs of their own; in-place ops on values, views, inputs and buffers, also twice;
+    tuples whose items are taken much later; views by sizes known as ints; dropout; constants; spans without
+    grad (some dead, some empty) and under autocast. Among its outputs: views of others and of the input, and
+    sizes. The number of rows may be a symbol. Each step and output is reported as a Hypothesis event.
 
     A dropout may be dead: run eagerly it moves the generator, compiled it is gone, so compare random values
     only between two eager or two compiled runs.

@@ -28,7 +28,7 @@ from tests.property.partition_mutants import MUTANTS, Mutant
 from tests.unit.effects import Effects
 from tests.unit.tracing import cut_before
 
-SHARE = 2.5
+SHARE = 3.5
 """Of the profile's examples, for the properties that are to find whatever bug there is."""
 
 

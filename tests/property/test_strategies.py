@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import Phase, find, given, settings
 from torch import fx, nn
+from torch._functorch.autograd_function import autograd_function_apply
 from torch._higher_order_ops.cond import cond_op
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 
@@ -69,7 +70,7 @@ def test_each_value_of_a_drawn_graph_is_as_its_example_value_says(graph: SmallGr
 
 
 def has_a_value(node: fx.Node) -> bool:
-    graph = node.op == "get_attr" and node.name.startswith(("wrap_body", "cond_true", "cond_false"))
+    graph = node.op == "get_attr" and "_tensor_constant" not in node.name
     return not graph and "autocast" not in node.name and "grad_enabled" not in node.name
 
 
@@ -175,12 +176,15 @@ FEATURES: dict[str, Callable[[SmallGraph], bool]] = {
     "checkpoint": calls(tag_activation_checkpoint),
     "cond": calls(cond_op),
     "attention": calls(torch.nn.functional.scaled_dot_product_attention),
-    "constant": lambda graph: any(node.op == "get_attr" for node in graph.gm.graph.nodes),
+    "custom function": calls(autograd_function_apply),
+    "constant": lambda graph: any("_tensor_constant" in node.name for node in graph.gm.graph.nodes),
 }
 
 
 def test_each_feature_occurs_among_some_hundred_drawn_graphs() -> None:
     missing = dict(FEATURES)
+    if "custom function" not in graph_features():
+        del missing["custom function"]
 
     @settings(max_examples=400, derandomize=True, database=None)
     @given(graphs())

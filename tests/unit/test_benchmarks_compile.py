@@ -7,7 +7,20 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from benchmarks.compile import Setting, Starts, growth, main, problems, ratio, start_once, table
+from benchmarks import compile as compiling
+from benchmarks.compile import (
+    Setting,
+    Starts,
+    growth,
+    heats,
+    main,
+    measure,
+    problems,
+    ratio,
+    ratios,
+    start_once,
+    table,
+)
 from benchmarks.compile_once import Start
 from ddpopt.errors import InfrastructureError
 
@@ -21,10 +34,44 @@ def figures(layers: int = 24, model: str = "gpt", **cold_s: float) -> dict[Setti
     return {Setting(model, layers, mode): starts(seconds) for mode, seconds in cold_s.items()}
 
 
-def test_ratios_are_of_the_fastest_starts_at_the_same_depth() -> None:
-    found = {Setting("gpt", 24, "split"): starts(10.0, slower_s=90.0), **figures(torch=40.0)}
+def test_ratios_are_of_starts_at_the_same_depth() -> None:
+    found = {**figures(split=10.0), **figures(torch=40.0), **figures(48, whole=10.0)}
     assert ratio(found, Setting("gpt", 24, "split"), "torch", "cold") == 0.25
     assert ratio(found, Setting("gpt", 24, "split"), "whole", "cold") is None
+
+
+def test_a_ratio_is_the_median_of_the_rounds_not_that_of_the_fastest() -> None:
+    whole, inline = ([Start(seconds, 0.0, 2, 0) for seconds in column] for column in ((9, 20, 5), (9, 21, 9)))
+    found = {
+        Setting("gpt", 24, mode): Starts(tuple(column), tuple(column), ())
+        for mode, column in (("whole", whole), ("inline", inline))
+    }
+    assert ratios(found, Setting("gpt", 24, "inline"), "whole", "cold") == [1.0, 1.05, 1.8]
+    assert ratio(found, Setting("gpt", 24, "inline"), "whole", "cold") == 1.05
+
+
+def test_what_is_compared_starts_together_and_changes_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[str, int, bool]] = []
+
+    def start(setting: Setting, _: str, processor: int, *, cached: bool) -> Start:
+        started.append((setting.mode, processor, cached))
+        return Start(1.0, 1.0, 2, 0)
+
+    monkeypatch.setattr(compiling, "start_once", start)
+    monkeypatch.setattr(compiling, "_processors", lambda: [4, 7, 9])
+    settings = [Setting("gpt", 2, mode) for mode in ("whole", "torch", "split", "inline")]
+    found = measure(settings, 2, lambda _: None)
+    assert [*found] == settings
+    assert {len(s.uncached) for s in found.values()} == {len(s.warm) for s in found.values()} == {2}
+    uncached = [(mode, processor) for mode, processor, cached in started if not cached]
+    first, second = [{*uncached[at : at + 2]} for at in (0, 2)], [{*uncached[at : at + 2]} for at in (4, 6)]
+    assert first == [{("whole", 4), ("inline", 7)}, {("torch", 4), ("split", 7)}]
+    assert second == [{("whole", 7), ("inline", 4)}, {("torch", 7), ("split", 4)}]
+
+
+def test_with_one_processor_all_take_turns() -> None:
+    settings = [Setting("gpt", 2, mode) for mode in ("whole", "inline")]
+    assert heats(settings, 1) == [(settings[0],), (settings[1],)]
 
 
 def test_growth_is_to_half_the_depth() -> None:
@@ -71,10 +118,10 @@ def test_a_warm_start_of_ours_compiles_nothing(mode: str, short: bool) -> None:
 def test_the_table_has_a_row_for_each_setting() -> None:
     console = Console(width=240, file=io.StringIO())
     with console.capture() as captured:
-        console.print(table({**figures(torch=40.0), Setting("gpt", 24, "split"): starts(10.0, slower_s=1.0)}))
+        console.print(table({**figures(torch=40.0), Setting("gpt", 24, "split"): starts(10.0, slower_s=2.0)}))
     rows = [line for line in captured.get().splitlines() if line.startswith("│")]
     assert [cell.strip() for cell in rows[1].strip("│").split("│")] == [
-        *("gpt", "24", "split", *(("10.0 (11.0)", "0.250", "–", "–") * 2), "8", "1.0 (1.0)", "0"),
+        *("gpt", "24", "split", *(("10.0 (12.0)", "0.275", "–", "–") * 2), "8", "1.0 (1.0)", "0"),
     ]
 
 
@@ -84,7 +131,7 @@ def test_a_process_that_fails_is_told_with_its_last_words(monkeypatch: pytest.Mo
 
     monkeypatch.setattr("subprocess.run", fail)
     with pytest.raises(InfrastructureError, match=r"gpt 2 split: exit code 1\.\nTraceback\nValueError"):
-        start_once(Setting("gpt", 2, "split"), "caches")
+        start_once(Setting("gpt", 2, "split"), "caches", 0)
     assert main(["--models", "gpt", "--layers", "2", "--modes", "split"]) == 3
 
 

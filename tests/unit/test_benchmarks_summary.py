@@ -153,7 +153,7 @@ def test_a_model_that_was_not_compiled_is_not_measured() -> None:
 def test_the_spread_of_a_compile_is_over_its_rounds() -> None:
     found = {("gpt", 24, "torch"): (80.0, 90.0), ("gpt", 24, "split"): (20.0, 15.0)}
     claim = read_compile(compiled(found)).claims[0]
-    assert (claim.found, claim.spread) == (80 / 15, (4.0, 6.0))
+    assert (claim.found, claim.spread) == (5.0, (4.0, 6.0))
 
 
 def test_a_step_that_is_not_measured_over_a_slow_network_does_not_hold() -> None:
@@ -209,6 +209,23 @@ def test_a_measurement_that_left_no_file_fails(tmp_path: Path, capsys: pytest.Ca
     assert main(["--results", str(tmp_path)]) == 1
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "not measured" in line)
     assert "compile" in line
+
+
+def test_what_is_not_measured_anew_stays_in_the_summary_of_that_name_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store(tmp_path, GOOD)
+    assert main(["--results", str(tmp_path), "--store", "cpu"]) == 0
+    (kept,) = (section for section in stored(tmp_path)["cpu"] if section.name == "step")
+    (tmp_path / "step.json").unlink()
+    store(tmp_path, {"planning": {**GOOD["planning"], "conditions": {"date": "later"}}})
+    capsys.readouterr()
+    assert main(["--results", str(tmp_path), "--store", "cpu"]) == 0
+    assert "not measured" not in capsys.readouterr().out
+    sections = {section.name: section for section in stored(tmp_path)["cpu"]}
+    assert sections["step"] == kept
+    assert sections["planning"].conditions == {"date": "later"}
+    assert main(["--results", str(tmp_path), "--store", "another"]) == 1
 
 
 def test_a_file_of_something_else_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,59 @@
+"""Timings come back from pyperf's files by name and by process, and can be compared."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pyperf
+
+from benchmarks import compile as compiling
+from benchmarks import planning
+from benchmarks.compile_once import Start
+from benchmarks.planning_rows import Timing
+from benchmarks.pyperf_file import Timings, store
+
+FACTS = {"date": "2026-11-22", "load before": "0.10"}
+
+
+def stored(path: Path, timings: Timings) -> dict[str, list[tuple[float, ...]]]:
+    store(path, timings, FACTS)
+    suite = pyperf.BenchmarkSuite.load(str(path))
+    return {bench.get_name(): [run.values for run in bench.get_runs()] for bench in suite.get_benchmarks()}
+
+
+def test_timings_of_one_process_and_of_several_are_kept_apart(tmp_path: Path) -> None:
+    timings: Timings = {"one, twice": [(1.0, 2.0)], "two, once each": [(3.0,), (4.0,)]}
+    assert stored(tmp_path / "a.json", timings) == timings
+
+
+def test_conditions_stand_beside_what_pyperf_knows_of_the_machine(tmp_path: Path) -> None:
+    stored(tmp_path / "a.json", {"x": [(1.0,)]})
+    metadata = pyperf.Benchmark.load(str(tmp_path / "a.json")).get_metadata()
+    assert metadata["ddpopt_load_before"] == "0.10"
+    assert "python_version" in metadata
+
+
+def test_a_file_of_before_is_replaced_and_two_of_them_are_compared(tmp_path: Path) -> None:
+    before, after = tmp_path / "before.json", tmp_path / "after.json"
+    stored(before, {"y": [(9.0,)]})
+    stored(before, {"x": [(1.0,), (1.01,), (0.99,)]})
+    stored(after, {"x": [(2.0,), (2.01,), (1.99,)]})
+    told = subprocess.run(
+        [sys.executable, "-m", "pyperf", "compare_to", str(before), str(after)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "2.00x slower" in told.stdout
+
+
+def test_what_was_timed_is_told_by_name(tmp_path: Path) -> None:
+    one, two = Start(1.0, 9.0, 8, 0), Start(2.0, 9.0, 8, 0)
+    figures = {compiling.Setting("gpt", 24, "split"): compiling.Starts((one, two), (two,), (one,))}
+    assert stored(tmp_path / "a.json", compiling.timings_of(figures)) == {
+        "gpt, 24 layers, split, uncached": [(1.0,), (2.0,)],
+        "gpt, 24 layers, split, cold": [(2.0,)],
+        "gpt, 24 layers, split, warm": [(1.0,)],
+    }
+    timings = {"ddpopt": [Timing(12, 360, 12, (0.1, 0.2))]}
+    assert stored(tmp_path / "b.json", planning.timings_of(timings)) == {"ddpopt, 12 layers": [(0.1, 0.2)]}
