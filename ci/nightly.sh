@@ -20,7 +20,7 @@ pytest=("$VENV/bin/python" -m pytest -n auto --maxprocesses 8)
 ci/browser.sh || true
 step "long tests" "${pytest[@]}" --nightly tests/unit tests/integration ddpopt tests/multigpu
 step "drawn examples" env HYPOTHESIS_PROFILE=nightly timeout "${PROPERTY_LIMIT:-4h}" \
-  "${pytest[@]}" --timeout 14400 tests/property
+  "${pytest[@]}" --nightly --timeout 14400 tests/property
 step "self-test" "$VENV/bin/ddpopt" verify --self-test --json "$reports/self-test.json"
 step gate ci/gate.sh --json "$reports/gate.json"
 step fuzz "$VENV/bin/ddpopt" fuzz --mode ddpopt-split,ddpopt-inline \
