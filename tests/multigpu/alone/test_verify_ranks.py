@@ -442,8 +442,8 @@ def test_when_the_launching_process_is_ended_all_else_ends(
     assert Path(folder).is_dir()
     assert len(processes()) == 4  # the launcher, its guardian, the rank and its child
     launcher.send_signal(number)
-    code, _ = finish(launcher)
-    assert code == -number
+    code, said = finish(launcher)
+    assert code == -number, said
     deadline = time.monotonic() + 5
     while (processes() or Path(folder).exists()) and time.monotonic() < deadline:
         time.sleep(0.02)
