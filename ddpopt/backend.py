@@ -29,7 +29,7 @@ from ddpopt.facts import parameter_names, parameter_sources
 from ddpopt.handover import READ_AGAIN, USED_AGAIN
 from ddpopt.impose import defer, imposed_plan
 from ddpopt.inductor import in_order, is_inductor
-from ddpopt.inline import Sources, compile_inline, lendable, obstacle
+from ddpopt.inline import Sources, compile_inline, lendable, obstacle, together
 from ddpopt.opening import Planned
 from ddpopt.partition import partition
 from ddpopt.plan import Plan
@@ -95,13 +95,14 @@ class DdpoptBackend:
             replayed = _ties_addresses(self.compiler, options)
             reason = REPLAYED if replayed else obstacle(gm, sources)
             if reason is None:
-                return self._inline(planned, gm, example_inputs, sources, compiler)
+                return self._inline(ddp, planned, gm, example_inputs, sources, compiler)
             level = logging.WARNING if self.strategy == "inline" else logging.INFO
             _say_once(f"a graph is split and not compiled inline: {reason}", level)
         return self._split(ddp, planned, example_inputs, compiler, options)
 
     def _inline(
         self,
+        ddp: DistributedDataParallel,
         planned: Planned,
         gm: fx.GraphModule,
         example_inputs: Sequence[object],
@@ -110,11 +111,15 @@ class DdpoptBackend:
     ) -> Callable[..., Any]:
         completed = {name for segment in planned.plan.segments for name in segment.params}
         lent = [node for node in lendable(gm, sources) if completed.issuperset(sources[node].values())]
+        groups = together(lent, sources, planned.facts, planned.plan.buckets)
+        if self.buckets == "ddp" and imposed_plan(ddp) is None:
+            # DDP will fill its buckets anew, in the order in which it hears of the gradients
+            groups = [[node] for node in lent]
         logger.info("ddpopt: %d buckets, one graph", len(planned.plan.buckets))
         if is_inductor(self.compiler):
-            return compile_inline(gm, example_inputs, lent, in_order(compiler), READ_AGAIN)
+            return compile_inline(gm, example_inputs, groups, in_order(compiler), READ_AGAIN)
         reuses = self.compiler not in map(lookup_backend, WITHOUT_REUSE)
-        return compile_inline(gm, example_inputs, lent, compiler, USED_AGAIN if reuses else READ_AGAIN)
+        return compile_inline(gm, example_inputs, groups, compiler, USED_AGAIN if reuses else READ_AGAIN)
 
     def _split(
         self,

@@ -1,12 +1,12 @@
 """Hand gradients to DDP from inside a compiled backward.
 
-A graph that takes part has, for each parameter, a call of `lend` between the parameter and its readers. Its
-backward is the operator ``ddpopt::hand_over``, which autograd runs as soon as the gradient is complete, and
-which stands at that place in the compiled backward too. What the graph gets in the parameter's place is
-detached from it. Gradients that are not handed over leave through a gate, an autograd node around the
-compiled code whose edges lead to the parameters:
+A graph that takes part has calls of `lend` between its parameters and their readers, one for all those that
+DDP sends together. Its backward is the operator ``ddpopt::hand_over``, which autograd runs as soon as their
+gradients are complete, and which stands at that place in the compiled backward too. What the graph gets in a
+parameter's place is detached from it. Gradients that are not handed over leave through a gate, an autograd
+node around the compiled code whose edges lead to the parameters:
 
-    parameter ──────────── (detached) ──────────► lend ──► readers
+    parameters ─────────── (detached) ──────────► lend ──► readers
         └──► gate ──► token (an empty tensor) ──────┘
 
 Whether a gradient is handed over is decided in each backward, never when the graph is compiled. All of this
@@ -23,14 +23,16 @@ Invariant: each gradient reaches its parameter exactly once.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+import torch.fx.traceback as fx_traceback
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -50,16 +52,19 @@ class Call:
 
     Args:
         ddp: the DDP module whose forward is running, if any.
-        parameters: those that the graph was lent, in the order of their slots.
+        groups: the parameters that the graph was lent, in the order of their slots: those of each call of
+            `lend` together.
 
     Attributes:
+        groups: as given.
         ticket: tells the compiled backward which call it belongs to; an int64 scalar on the CPU.
     """
 
-    def __init__(self, ddp: DistributedDataParallel | None, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, ddp: DistributedDataParallel | None, groups: Sequence[Sequence[Tensor]]) -> None:
         self.ticket = torch.tensor(next(_numbers), device="cpu")
         self._hooks = None if ddp is None else ready_hooks(ddp)
-        self._parameters = tuple(parameters)
+        self.groups = groups
+        self._parameters = tuple(itertools.chain.from_iterable(groups))
         # by backward and slot: two backwards through one retained graph may overlap
         self._kept: dict[tuple[int, int], Tensor] = {}
         self._task = NO_TASK
@@ -68,7 +73,7 @@ class Call:
             _calls[int(self.ticket)] = self
 
     def open_gate(self) -> tuple[Tensor, ...]:
-        """Tokens for `lend`, one for each parameter; an empty tensor of the parameter's type each."""
+        """Tokens for `lend`, one for each group: an empty tensor on the device of its parameters."""
         tokens: tuple[Tensor, ...] = _Gate.apply(self, *self._parameters)  # type: ignore[no-untyped-call]
         return tokens
 
@@ -153,72 +158,113 @@ class _Gate(torch.autograd.Function):
     """Takes to the parameters what was not handed over."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: Call, *_: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.call = call
-        return tuple(parameter.new_empty(0) for parameter in parameters)
+        return tuple(empty_token(group[0]) for group in call.groups)
 
     @staticmethod
     def backward(ctx: Any, *tokens: Tensor | None) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
-        gradients = [call.claim(slot) for slot in range(len(tokens))]
+        behind = [token for token, group in zip(tokens, call.groups, strict=True) for _ in group]
+        gradients = [call.claim(slot) for slot in range(len(behind))]
         if torch.is_grad_enabled():
             # create_graph: whoever differentiates again is to meet the compiled backward, which says that it
             # cannot be
             gradients = [
                 g if g is None or token is None else g + token.sum()
-                for g, token in zip(gradients, tokens, strict=True)
+                for g, token in zip(gradients, behind, strict=True)
             ]
         return (None, *gradients)
 
 
 class _Lend(torch.autograd.Function):
-    """The identity on a parameter, whose backward hands the gradient over."""
+    """The identity on some parameters, whose backward hands their gradients over."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, _: Tensor, ticket: Tensor, slot: int, memory: int) -> Tensor:
+    def forward(
+        ctx: Any, _: Tensor, ticket: Tensor, first_slot: int, memory: int, *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(ticket)
-        ctx.slot, ctx.memory = slot, memory
-        return parameter.detach()
+        ctx.first_slot, ctx.memory = first_slot, memory
+        return tuple(parameter.detach() for parameter in parameters)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         (ticket,) = ctx.saved_tensors
-        return None, torch.ops.ddpopt.hand_over(gradient, ticket, ctx.slot, ctx.memory), None, None, None
+        complete = {slot: g for slot, g in enumerate(gradients, ctx.first_slot) if g is not None}
+        token = None
+        if complete:
+            memory = [ctx.memory] * len(complete)
+            with _kept_in_backward():
+                token = torch.ops.ddpopt.hand_over([*complete.values()], ticket, [*complete], memory)
+        return token, *(None for _ in range(3 + len(gradients)))
 
 
-def lend(parameter: Tensor, token: Tensor, ticket: Tensor, slot: int, memory: int) -> Tensor:
-    """What a graph reads in the place of a parameter.
+@contextlib.contextmanager
+def _kept_in_backward() -> Iterator[None]:
+    """Where a backward is traced: what is traced here belongs to it, even if it reads nothing of the loss.
+
+    AOTAutograd computes in forward what can be computed there.
+    """
+    if not fx_traceback.has_preserved_node_meta():
+        yield
+        return
+    meta: dict[str, Any] = fx_traceback.current_meta
+    before = meta.get(_PARTITION)
+    meta[_PARTITION] = "must_be_in_backward"
+    try:
+        yield
+    finally:
+        meta[_PARTITION] = before
+
+
+_PARTITION = "partitioner_tag"
+
+
+def lend(
+    parameters: Sequence[Tensor], token: Tensor, ticket: Tensor, first_slot: int, memory: int
+) -> tuple[Tensor, ...]:
+    """What a graph reads in the place of some parameters.
 
     Args:
-        parameter: the parameter, detached.
+        parameters: the parameters, detached.
         token: from the call's gate.
         ticket: the call's.
-        slot: which of the call's parameters this is.
+        first_slot: which of the call's parameters the first of these is; the others follow it.
         memory: `USED_AGAIN`, `READ_AGAIN` or `GIVEN`: what compiled code does with a gradient's memory once
             it has handed it over.
 
     Returns:
-        A tensor like `parameter`, whose gradient is handed over as soon as it is complete.
+        Tensors like `parameters`, whose gradients are handed over as soon as all of them are complete.
     """
-    lent: Tensor = _Lend.apply(parameter, token, ticket, slot, memory)  # type: ignore[no-untyped-call]
-    if lent.grad_fn is not None:
+    lent: tuple[Tensor, ...] = _Lend.apply(token, ticket, first_slot, memory, *parameters)  # type: ignore[no-untyped-call]
+    if lent[0].grad_fn is not None:
         # before everything else that is ready, as the engine runs the nodes that accumulate gradients
-        lent.grad_fn._set_sequence_nr(_FIRST)  # type: ignore[attr-defined]  # missing in torch's stubs
+        lent[0].grad_fn._set_sequence_nr(_FIRST)  # type: ignore[attr-defined]  # missing in torch's stubs
     return lent
 
 
 _FIRST = 2**63 - 1
 
 
-def hand_over(gradient: Tensor, ticket: Tensor, slot: int, memory: int) -> Tensor:
-    """The operator ``ddpopt::hand_over``: a parameter's gradient is complete.
+def empty_token(like: Tensor) -> Tensor:
+    """A token, or the gradient of one: empty, dense, and on the device of `like`."""
+    return like.new_empty(0, dtype=torch.float32, layout=torch.strided)
+
+
+def hand_over(
+    gradients: Sequence[Tensor], ticket: Tensor, slots: Sequence[int], memory: Sequence[int]
+) -> Tensor:
+    """The operator ``ddpopt::hand_over``: the gradients of some parameters are complete.
 
     Args:
-        gradient: all that this graph adds to it.
+        gradients: all that this graph adds to them, in the order in which they are handed over.
         ticket: which call of the graph this is the backward of.
-        slot: which of the call's parameters this is.
-        memory: `USED_AGAIN`, `READ_AGAIN` or `GIVEN`: what the caller does with the gradient's memory next.
+        slots: which of the call's parameters these are, one for each gradient.
+        memory: `USED_AGAIN`, `READ_AGAIN` or `GIVEN`, one for each gradient: what the caller does with its
+            memory next.
 
     Returns:
         The gradient of the token: an empty tensor.
@@ -226,15 +272,17 @@ def hand_over(gradient: Tensor, ticket: Tensor, slot: int, memory: int) -> Tenso
     call = _calls.get(int(ticket)) or _call_behind(running_node())
     if call is None or task_id() == NO_TASK:
         raise HandOverError(
-            f"ddpopt::hand_over: slot {slot} of forward {int(ticket)} has a gradient, but no backward of "
+            f"ddpopt::hand_over: slot {slots[0]} of forward {int(ticket)} has a gradient, but no backward of "
             "that forward is running. Start it with backward() or torch.autograd.grad(), or compile with "
             'strategy="split"'
         )
-    alone = memory != USED_AGAIN and _is_alone(gradient)
-    call.receive(slot, gradient, alone)
-    if alone and memory == GIVEN and not call.holds(slot, gradient):
-        gradient.untyped_storage().resize_(0)  # it is in its bucket; compiled code may hold on to it for long
-    return _token_gradient(gradient)
+    for gradient, slot, use in zip(gradients, slots, memory, strict=True):
+        alone = use != USED_AGAIN and _is_alone(gradient)
+        call.receive(slot, gradient, alone)
+        if alone and use == GIVEN and not call.holds(slot, gradient):
+            # it is in its bucket; compiled code may hold on to it for long
+            gradient.untyped_storage().resize_(0)
+    return empty_token(gradients[0])
 
 
 def _call_behind(node: Any) -> Call | None:
@@ -243,17 +291,20 @@ def _call_behind(node: Any) -> Call | None:
     return next((gate.call for gate, _ in edges if isinstance(gate, _Gate._backward_cls)), None)  # type: ignore[attr-defined]
 
 
-def _hand_over_fake(gradient: Tensor, _ticket: Tensor, _slot: int, _memory: int) -> Tensor:
-    return _token_gradient(gradient)
+def _hand_over_fake(
+    gradients: Sequence[Tensor], _ticket: Tensor, _slots: Sequence[int], _memory: Sequence[int]
+) -> Tensor:
+    return empty_token(gradients[0])
 
 
-def _token_gradient(gradient: Tensor) -> Tensor:
-    """What a token gets once its parameter's gradient is handed over: dense, where that one is sparse too."""
-    return gradient.new_empty(0, layout=torch.strided)
+def _owners_in(tensors: Sequence[Tensor]) -> list[int]:
+    """The operator ``ddpopt::owners``: `_owners` of the only tensor in its list."""
+    (tensor,) = tensors
+    return _owners(tensor)
 
 
 def _owners(tensor: Tensor) -> list[int]:
-    """How many references there are to a tensor that an operator was called with, its storage and its base.
+    """How many references there are to a tensor in a list that an operator got, its storage and its base.
 
     All names in Python count as one. The engine's own, and those of other views, come on top. Touches private
     parts of torch 2.11 to 2.13: ``Tensor._use_count`` and ``torch._C._storage_Use_Count``.
@@ -269,8 +320,8 @@ def _owners_of_one(is_view: bool) -> list[int]:
 
     def measure() -> list[int]:
         if is_view:
-            return list(torch.ops.ddpopt.owners(torch.empty(1, device="cpu").view(1)))
-        return list(torch.ops.ddpopt.owners(torch.empty(1, device="cpu")))
+            return list(torch.ops.ddpopt.owners([torch.empty(1, device="cpu").view(1)]))
+        return list(torch.ops.ddpopt.owners([torch.empty(1, device="cpu")]))
 
     # a mode would be one more owner, and below autograd there are no views: a new thread has none of either
     with ThreadPoolExecutor(1) as apart:
@@ -286,8 +337,8 @@ def _is_alone(tensor: Tensor) -> bool:
 
 
 _library: Any = torch.library.Library("ddpopt", "DEF")  # type: ignore[no-untyped-call]  # torch types it not
-_library.define("hand_over(Tensor gradient, Tensor ticket, int slot, int memory) -> Tensor")
-_library.define("owners(Tensor tensor) -> int[]")
-_library.impl("owners", _owners, "CompositeExplicitAutograd")
+_library.define("hand_over(Tensor[] gradients, Tensor ticket, int[] slots, int[] memory) -> Tensor")
+_library.define("owners(Tensor[] tensors) -> int[]")
+_library.impl("owners", _owners_in, "CompositeExplicitAutograd")
 _library.impl("hand_over", hand_over, "CompositeExplicitAutograd")
 torch.library.register_fake("ddpopt::hand_over", _hand_over_fake, lib=_library)

@@ -14,6 +14,7 @@ import functools
 import hashlib
 import inspect
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,18 +59,26 @@ def _register_lowering() -> None:
     target = torch.ops.ddpopt.hand_over.default
     fall_back: Any = lowering.fallback_handler(target, add_to_fallback_set=False)  # type: ignore[no-untyped-call]
 
-    def lower(gradient: Any, ticket: Any, slot: int, memory: int) -> Any:
-        gradient = ir.ExternKernel.realize_input(gradient)  # what is protected is what is handed over
-        token = fall_back(gradient, ticket, slot, GIVEN if _is_last_use(V.graph.current_node) else memory)
-        V.graph.never_reuse_buffers.add(gradient.get_name())
+    def lower(gradients: Sequence[Any], ticket: Any, slots: Sequence[int], memory: Sequence[int]) -> Any:
+        # what is protected is what is handed over
+        handed: list[Any] = [ir.ExternKernel.realize_input(gradient) for gradient in gradients]
+        given = _last_uses(V.graph.current_node)
+        uses = [GIVEN if last else use for last, use in zip(given, memory, strict=True)]
+        token = fall_back(handed, ticket, slots, uses)
+        V.graph.never_reuse_buffers.update(gradient.get_name() for gradient in handed)
         return token
 
     lowering.register_lowering(target, type_promotion_kind=None)(lower)
 
 
-def _is_last_use(call: fx.Node) -> bool:
-    """Whether nothing else in the graph reads the memory of the gradient that `call` hands over."""
-    value: Any = call.args[0]
+def _last_uses(call: fx.Node) -> list[bool]:
+    """For each gradient that `call` hands over: whether nothing else in the graph reads its memory."""
+    gradients: Any = call.args[0]
+    return [gradients.count(gradient) == 1 and _is_last_use(gradient) for gradient in gradients]
+
+
+def _is_last_use(value: Any) -> bool:
+    """Whether a value has one reader, and its memory none besides."""
     while isinstance(value, fx.Node) and len(value.users) == 1 and value.op == "call_function":
         maker = value.args[0] if value.target is operator.getitem else value
         if not isinstance(maker, fx.Node) or not isinstance(maker.target, torch._ops.OpOverload):

@@ -1,8 +1,8 @@
 """Overlap without any cut: one compiled graph, whose backward hands its gradients to DDP as they complete.
 
-The graph is compiled as it came, but for a call of `ddpopt.handover.lend` behind each parameter. That call
-is part of the graph, so that whatever a compiler keeps of it, in this process or on disk, is kept for this
-graph and never mistaken for the one without.
+The graph is compiled as it came, but for calls of `ddpopt.handover.lend` behind the parameters, one for all
+whose gradients are sent together. These calls are part of the graph, so that whatever a compiler keeps of it,
+in this process or on disk, is kept for this graph and never mistaken for the one without.
 
 Invariant: forward and backward compute what they would have, in the order in which autograd would have.
 """
@@ -10,6 +10,8 @@ Invariant: forward and backward compute what they would have, in the order in wh
 from __future__ import annotations
 
 import contextlib
+import itertools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,9 +22,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ddpopt.deferred import active_module
+from ddpopt.facts import GraphFacts
 from ddpopt.graphs import example_value, module_like, storages
-from ddpopt.handover import Call, lend
+from ddpopt.handover import Call, empty_token, lend
 from ddpopt.mutation import mutated_inputs
+from ddpopt.plan import Bucket
 from ddpopt.segments import CompilerFn
 
 Sources = Mapping[fx.Node, Mapping[str, str]]
@@ -64,10 +68,44 @@ def lendable(gm: fx.GraphModule, sources: Sources) -> list[fx.Node]:
     return [node for node in sources if leaving.isdisjoint(storages(node))]
 
 
+def together(
+    lent: Sequence[fx.Node], sources: Sources, facts: GraphFacts, buckets: Sequence[Bucket]
+) -> list[list[fx.Node]]:
+    """Which parameters are lent in one call, so that their gradients are handed over at once.
+
+    No bucket can leave before its last gradient is there. So those that complete between the ends of two
+    buckets wait for the last of them, and all keep the order in which they complete. Sparse gradients do not
+    wait: compilers take less care of their memory.
+
+    Args:
+        lent: the placeholders of the parameters; the graph completes all of their gradients.
+        sources: which parameter each of them holds.
+        facts: where in the graph gradients become complete.
+        buckets: which gradients leave together.
+
+    Returns:
+        The placeholders, in the order in which the gradients of a bucket complete.
+    """
+    uses = {use.spec.name: use for use in facts.params}
+    held = {node: uses[next(iter(sources[node].values()))] for node in lent}
+    ready = sorted(lent, key=lambda node: (-held[node].completes_at, held[node].spec.nbytes))
+    bucket_of = {name: bucket.index for bucket in buckets for name in bucket.params}
+    last_of = {bucket_of[held[node].spec.name]: node for node in ready}
+    groups: list[list[fx.Node]] = []
+    device, closed = "", True
+    for node in ready:
+        spec = held[node].spec
+        if closed or spec.sparse or spec.device != device:
+            groups.append([])
+        groups[-1].append(node)
+        device, closed = spec.device, spec.sparse or last_of[bucket_of[spec.name]] is node
+    return groups
+
+
 def compile_inline(
     gm: fx.GraphModule,
     example_inputs: Sequence[object],
-    lent: Sequence[fx.Node],
+    groups: Sequence[Sequence[fx.Node]],
     compiler: CompilerFn,
     memory: int,
 ) -> Callable[..., Any]:
@@ -76,7 +114,8 @@ def compile_inline(
     Args:
         gm: the graph; it is left as it is.
         example_inputs: one value for each of its placeholders.
-        lent: the placeholders that hold these parameters.
+        groups: the placeholders that hold these parameters; the gradients of a group are handed over in one
+            call, in this order.
         compiler: a Dynamo backend.
         memory: what its code does with the memory of a gradient that it has handed over: one of
             `ddpopt.handover.USED_AGAIN` (each gradient is copied), `READ_AGAIN` and `GIVEN`.
@@ -85,20 +124,20 @@ def compile_inline(
         A callable with the inputs and outputs of `gm`.
     """
     inputs = gm.graph.find_nodes(op="placeholder")
-    positions = [inputs.index(node) for node in lent]
-    values = [*example_inputs]
-    detached = [_detached(values[position]) for position in positions]
-    for position, value in zip(positions, detached, strict=True):
-        values[position] = value
-    tokens = [_token(value) for value in detached]
-    edited = _edited(gm, dict(zip(lent, zip(detached, tokens, strict=True), strict=True)), memory)
+    place_of = {node: place for place, node in enumerate(inputs)}
+    positions = [[place_of[node] for node in group] for group in groups]
+    flat = [*itertools.chain.from_iterable(positions)]
+    detached = {inputs[position]: _detached(example_inputs[position]) for position in flat}
+    values = [detached.get(node, value) for node, value in zip(inputs, example_inputs, strict=True)]
+    tokens = [_token(detached[group[0]]) for group in groups]
+    edited = _edited(gm, groups, detached, tokens, memory)
     compiled = compiler(edited, [*values, *tokens, torch.tensor(0, device="cpu")])
 
     def run(*arguments: Any) -> Any:
         given = [*arguments]
-        call = Call(active_module(), [given[position] for position in positions])
+        call = Call(active_module(), [[given[position] for position in group] for group in positions])
         tokens = call.open_gate()
-        for position in positions:
+        for position in flat:
             given[position] = given[position].detach()
         return compiled(*given, *tokens, call.ticket)
 
@@ -118,11 +157,17 @@ def _detached(value: Any) -> Tensor:
 def _token(parameter: Tensor) -> Tensor:
     mode = parameter.fake_mode if isinstance(parameter, FakeTensor) else contextlib.nullcontext()
     with mode:
-        return torch.empty(0, dtype=parameter.dtype, device=parameter.device, requires_grad=True)
+        return empty_token(parameter).requires_grad_()
 
 
-def _edited(gm: fx.GraphModule, lent: Mapping[fx.Node, tuple[Tensor, Tensor]], memory: int) -> fx.GraphModule:
-    """`gm` with a call of `lend` for each parameter, given what comes in its place and its token."""
+def _edited(
+    gm: fx.GraphModule,
+    groups: Sequence[Sequence[fx.Node]],
+    detached: Mapping[fx.Node, Tensor],
+    tokens: Sequence[Tensor],
+    memory: int,
+) -> fx.GraphModule:
+    """`gm` with a call of `lend` for each group, given what comes in a parameter's place, and the tokens."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     nodes = [*gm.graph.nodes]
@@ -130,13 +175,19 @@ def _edited(gm: fx.GraphModule, lent: Mapping[fx.Node, tuple[Tensor, Tensor]], m
         if node.op == "placeholder":
             copies[node] = copied = graph.node_copy(node)
             copied._dynamo_source = getattr(node, "_dynamo_source", None)
-            if node in lent:
-                copied.meta["example_value"] = lent[node][0]
-    given = {node: _input(graph, f"token_of_{node.name}", token) for node, (_, token) in lent.items()}
+            if node in detached:
+                copied.meta["example_value"] = detached[node]
+    given = [_input(graph, f"token_{number}", token) for number, token in enumerate(tokens)]
     ticket = _input(graph, "ticket", torch.tensor(0, device="cpu"))
-    for slot, (node, token) in enumerate(given.items()):
-        copies[node] = graph.call_function(lend, (copies[node], token, ticket, slot, memory))
-        copies[node].meta["example_value"] = example_value(node)
+    slot = 0
+    for group, token in zip(groups, given, strict=True):
+        read = [copies[node] for node in group]
+        lent = graph.call_function(lend, (read, token, ticket, slot, memory))
+        lent.meta["example_value"] = tuple(map(example_value, group))
+        for index, node in enumerate(group):
+            copies[node] = graph.call_function(operator.getitem, (lent, index))
+            copies[node].meta["example_value"] = example_value(node)
+        slot += len(group)
     for node in nodes:
         if node.op != "placeholder":
             copies[node] = graph.node_copy(node, copies.__getitem__)

@@ -84,7 +84,7 @@ class LaunchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torc
     ) -> Any:
         """Run the operator, and report it."""
         del types
-        if func is torch.ops.ddpopt.hand_over.default and type(args[0]) is Tensor:  # not while tracing
+        if func is torch.ops.ddpopt.hand_over.default and type(args[0][0]) is Tensor:  # not while tracing
             with self:  # what the reducer launches from inside this operator is to be seen too
                 return hand_over(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))

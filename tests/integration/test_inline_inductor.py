@@ -98,25 +98,27 @@ def test_a_sparse_gradient_is_handed_over_before_code_uses_its_memory_again() ->
 
 
 class SharedGradient(nn.Module):
-    """Two biases whose gradients are one tensor that the backward computes."""
+    """Two biases whose gradients are one tensor that the backward computes; and a scale that goes first."""
 
     def __init__(self) -> None:
         super().__init__()
         self.left, self.right = nn.Parameter(torch.zeros(8, 8)), nn.Parameter(torch.zeros(8, 8))
+        self.scale = nn.Parameter(torch.ones(8, 16))
 
     def forward(self, x: Tensor) -> Tensor:
-        return (torch.cat([x, x]) + self.left + self.right).tanh()
+        return (torch.cat([x, x]) + self.left + self.right).tanh() @ self.scale
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("hooked", ["left", "right"])
+@pytest.mark.parametrize("limit", [8 * 8 * 4, 8 * 16 * 4], ids=["apart", "together"])
+@pytest.mark.parametrize("hooked", ["left", "right", "scale"])
 def test_a_gradient_that_was_kept_shares_no_memory_with_one_that_was_handed_over(
-    hooked: str, backend: str
+    hooked: str, limit: int, backend: str
 ) -> None:
     model = SharedGradient()
     watched: Any = model.get_parameter(hooked)
     watched.register_hook(lambda _: None)
-    ddp = DistributedDataParallel(model, bucket_cap_mb=8 * 8 * 4 / 2**20)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=limit / 2**20)
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
     torch.autograd.backward(ddpopt.compile(ddp, backend=backend, strategy="inline")(x).sum())
     assert model.left.grad is not None

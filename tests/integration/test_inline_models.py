@@ -18,9 +18,11 @@ from tests.multigpu.models import gradients_of, hand_overs, same
 from tests.multigpu.single import single_rank
 from tests.unit.inline_twins import (
     ALL,
+    LAYER_MB,
     WIDTH,
     Broken,
     Checkpointed,
+    Decaying,
     Net,
     Normed,
     RaisingInTheMiddle,
@@ -28,6 +30,7 @@ from tests.unit.inline_twins import (
     Tied,
     TiedAndBroken,
     Twins,
+    WithoutGradient,
     backward,
     error_of,
     loss,
@@ -70,7 +73,7 @@ def test_gradients_are_handed_over_while_those_of_earlier_layers_are_not_compute
         names = operators.names
         behind = [names[i:].count("aten::mm") for i, name in enumerate(names) if name == "ddpopt::hand_over"]
         # two multiplications for each layer, but one for the first, whose input needs no gradient
-        assert behind == [3, 3, 1, 1, 0, 0]
+        assert behind == [3, 1, 0]
 
 
 def test_a_tied_weight_is_handed_over_once_where_one_graph_reads_it() -> None:
@@ -78,6 +81,20 @@ def test_a_tied_weight_is_handed_over_once_where_one_graph_reads_it() -> None:
     for _ in range(STEPS):
         handed = twins.act(train)[2]
         assert sorted(handed) == sorted(without("layers.2.weight"))
+
+
+@pytest.mark.parametrize("cap_mb", [TINY_MB, LAYER_MB], ids=["apart", "together"])
+def test_a_parameter_without_a_gradient_holds_up_no_other(cap_mb: float) -> None:
+    twins = Twins(WithoutGradient, bucket_cap_mb=cap_mb)
+    for _ in range(STEPS):
+        assert twins.act(train)[2] == ALL
+
+
+@pytest.mark.parametrize("cap_mb", [TINY_MB, LAYER_MB], ids=["apart", "together"])
+def test_a_gradient_that_needs_nothing_of_the_loss_is_handed_over_in_the_backward(cap_mb: float) -> None:
+    twins = Twins(Decaying, bucket_cap_mb=cap_mb)
+    for _ in range(STEPS):
+        assert twins.act(train)[2] == ["scale", *ALL]
 
 
 def test_graph_breaks_are_no_hindrance() -> None:

@@ -8,16 +8,21 @@ from torch import fx
 
 from ddpopt.facts import parameter_sources
 from ddpopt.handover import USED_AGAIN, lend
-from ddpopt.inline import compile_inline, lendable, obstacle
+from ddpopt.inline import compile_inline, lendable, obstacle, together
+from ddpopt.planner import plan_graph
+from ddpopt.reducer import BucketConfig
 from ddpopt.testing.graph_builder import SmallGraph, real_inputs
 from ddpopt.testing.profiles import share
 from ddpopt.testing.strategies import graphs
+from tests.property.drawn_graphs import facts_of, small_configs
 from tests.unit.effects import Effects
 
 
 @share(1.5)
-@given(graphs())
-def test_a_graph_whose_parameters_are_lent_is_the_same_program(graph: SmallGraph) -> None:
+@given(graphs(), small_configs())
+def test_a_graph_whose_parameters_are_lent_is_the_same_program(
+    graph: SmallGraph, config: BucketConfig
+) -> None:
     sources = parameter_sources(graph.gm, graph.example_values, graph.specs())
     assume(obstacle(graph.gm, sources) is None)
     lent = lendable(graph.gm, sources)
@@ -28,9 +33,14 @@ def test_a_graph_whose_parameters_are_lent_is_the_same_program(graph: SmallGraph
         return gm.forward
 
     before = str(graph.gm.graph)
-    run = compile_inline(graph.gm, graph.example_values, lent, as_it_is, USED_AGAIN)
+    facts = facts_of(graph)
+    read = {use.spec.name for use in facts.params}
+    lent = [node for node in lent if read.issuperset(sources[node].values())]
+    groups = together(lent, sources, facts, plan_graph(facts, config).buckets)
+    run = compile_inline(graph.gm, graph.example_values, groups, as_it_is, USED_AGAIN)
     inputs = list(real_inputs(graph))
     Effects(run, inputs).assert_equal(Effects(graph.gm, inputs))
     edited[0].graph.lint()
-    assert len(edited[0].graph.find_nodes(op="call_function", target=lend)) == len(lent)
+    assert len(edited[0].graph.find_nodes(op="call_function", target=lend)) == len(groups)
+    assert sorted(lent) == sorted(node for group in groups for node in group)
     assert str(graph.gm.graph) == before

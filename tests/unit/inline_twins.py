@@ -95,6 +95,41 @@ class Sums(Net):
         return super().forward(x) + self.left + self.right
 
 
+class Scaled(torch.autograd.Function):
+    """Multiplies by a scale, whose gradient has nothing to do with the loss."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, decays: bool) -> Tensor:
+        ctx.save_for_backward(scale)
+        ctx.decays = decays
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (scale,) = ctx.saved_tensors
+        return gradient * scale, scale * 0.1 if ctx.decays else None, None
+
+
+class WithoutGradient(Net):
+    """A parameter that the graph reads, and for which its backward has no gradient."""
+
+    decays = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((WIDTH,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = Scaled.apply(super().forward(x), self.scale, self.decays)  # type: ignore[no-untyped-call]
+        return out
+
+
+class Decaying(WithoutGradient):
+    """A parameter whose gradient could be computed in forward."""
+
+    decays = True
+
+
 class Raising(torch.autograd.Function):
     """The identity; its backward raises."""
 

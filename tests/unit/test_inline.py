@@ -15,9 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.errors import HandOverError
+from ddpopt.facts import GraphFacts, ParamUse
 from ddpopt.handover import READ_AGAIN, Call, _owners_of_one
-from ddpopt.inductor import _is_last_use
-from ddpopt.inline import obstacle
+from ddpopt.inductor import _last_uses
+from ddpopt.inline import obstacle, together
+from ddpopt.plan import Bucket
+from ddpopt.reducer import ParamSpec
 
 pytestmark = pytest.mark.usefixtures("one_rank_group", "fresh_dynamo")
 
@@ -78,27 +81,35 @@ def body(gm: fx.GraphModule) -> str:
     return "\n".join(f"{node.name}({', '.join(n.name for n in node.all_input_nodes)})" for node in calls)
 
 
+def handed_over(backward: fx.GraphModule) -> int:
+    """How many gradients a compiled backward hands over."""
+    calls: Any = backward.graph.find_nodes(op="call_function", target=HAND_OVER)
+    return sum(len(call.args[0]) for call in calls)
+
+
 # ------------------------------------------------------------------------------------------ the graphs
 
 
-def test_the_forward_graph_lends_each_parameter() -> None:
+def test_the_forward_graph_lends_the_parameters_of_each_bucket_together() -> None:
     compiler = Compiler()
     train(Two(), compiler)
     (graph,) = compiler.captured
     assert_expected_inline(
         body(graph).replace("l_self_modules_", ""),
         """\
-lend(first_parameters_weight_, token_of_first_parameters_weight_, ticket)
-lend_1(first_parameters_bias_, token_of_first_parameters_bias_, ticket)
-lend_2(last_parameters_weight_, token_of_last_parameters_weight_, ticket)
-lend_3(last_parameters_bias_, token_of_last_parameters_bias_, ticket)
-linear(l_x_, lend, lend_1)
+lend(last_parameters_bias_, last_parameters_weight_, token_0, ticket)
+getitem(lend)
+getitem_1(lend)
+lend_1(first_parameters_bias_, first_parameters_weight_, token_1, ticket)
+getitem_2(lend_1)
+getitem_3(lend_1)
+linear(l_x_, getitem_3, getitem_2)
 relu(linear)
-linear_1(relu, lend_2, lend_3)""",
+linear_1(relu, getitem_1, getitem)""",
     )
 
 
-def test_the_backward_graph_hands_each_gradient_over_where_it_completes() -> None:
+def test_the_backward_graph_hands_a_buckets_gradients_over_where_the_last_completes() -> None:
     compiler = Compiler()
     train(Two(), compiler)
     (graph,) = compiler.backwards
@@ -112,9 +123,8 @@ mm_1(t_3, relu)
 t_4(mm_1)
 sum_1(tangents_1)
 view(sum_1)
-hand_over(view, primals_10)
 t_5(t_4)
-hand_over_1(t_5, primals_10)
+hand_over(view, t_5, primals_8)
 detach_5(detach_4)
 threshold_backward(mm, detach_5)
 t_6(threshold_backward)
@@ -122,10 +132,16 @@ mm_2(t_6, primals_3)
 t_7(mm_2)
 sum_2(threshold_backward)
 view_1(sum_2)
-hand_over_2(view_1, primals_10)
 t_8(t_7)
-hand_over_3(t_8, primals_10)""",
+hand_over_1(view_1, t_8, primals_8)""",
     )
+
+
+def test_where_ddp_fills_its_buckets_itself_each_gradient_is_handed_over_alone() -> None:
+    compiler = Compiler()
+    train(Two(), compiler, buckets="ddp")
+    (graph,) = compiler.backwards
+    assert handed_over(graph) == len(graph.graph.find_nodes(op="call_function", target=HAND_OVER)) == 4
 
 
 def test_the_backward_graph_returns_no_gradient_of_a_parameter() -> None:
@@ -133,7 +149,44 @@ def test_the_backward_graph_returns_no_gradient_of_a_parameter() -> None:
     train(Two(), compiler)
     (graph,) = compiler.backwards
     results = graph.graph.output_node().all_input_nodes
-    assert [tuple(node.meta["val"].shape) for node in results] == [(0,)] * 4
+    assert [tuple(node.meta["val"].shape) for node in results] == [(0,)] * 2
+
+
+def grouped(*uses: tuple[str, int, dict[str, Any]], buckets: Sequence[str]) -> str:
+    """How parameters go together, each given by its name, where it completes, and what is special about it.
+
+    A bucket is a word of which each letter is a parameter.
+    """
+    graph = fx.Graph()
+    nodes = {graph.placeholder(name): {name: name} for name, _, _ in uses}
+    usual = {"nbytes": 4, "dtype": "f", "device": "cpu"}
+    specs = {name: ParamSpec(name, **{**usual, **special}) for name, _, special in uses}
+    facts = GraphFacts((), tuple(ParamUse(specs[name], (at,)) for name, at, _ in uses), ())
+    decided = [Bucket(index, tuple(word), 4, "f", "cpu", 0, "") for index, word in enumerate(buckets)]
+    groups = together([*nodes], nodes, facts, decided)
+    return " ".join("".join(node.name for node in group) for group in groups)
+
+
+def test_gradients_go_together_up_to_the_end_of_a_bucket_in_the_order_in_which_they_complete() -> None:
+    use: list[tuple[str, int, dict[str, Any]]] = [(name, at, {}) for at, name in enumerate("edcba")]
+    assert grouped(*use, buckets=["abc", "de"]) == "abc de"
+    assert grouped(*use, buckets=["abcde"]) == "abcde"
+    assert grouped(*use, buckets=[*"abcde"]) == "a b c d e"
+    # buckets of two dtypes that fill in turns: both may be open while one of them ends
+    assert grouped(*use, buckets=["ac", "bde"]) == "abc de"
+    assert grouped(*use, buckets=["ace", "bd"]) == "abcd e"
+
+
+def test_of_gradients_that_complete_in_one_place_the_smaller_goes_first() -> None:
+    assert grouped(("w", 0, {"nbytes": 64}), ("b", 0, {"nbytes": 8}), buckets=["bw"]) == "bw"
+
+
+def test_sparse_gradients_and_those_of_another_device_are_handed_over_apart() -> None:
+    dense: dict[str, Any] = {}
+    sparse, far = {"sparse": True}, {"device": "cuda:0"}
+    assert grouped(("c", 0, dense), ("b", 1, sparse), ("a", 2, dense), buckets=["b", "ac"]) == "a b c"
+    assert grouped(("c", 0, dense), ("b", 1, far), ("a", 2, far), buckets=["ab", "c"]) == "ab c"
+    assert grouped(("c", 0, far), ("b", 1, dense), ("a", 2, far), buckets=["b", "ac"]) == "a b c"
 
 
 # ------------------------------------------------------------------------------- which graphs are split
@@ -160,7 +213,7 @@ def test_auto_is_the_default_and_compiles_one_graph_inline() -> None:
     ddp = DistributedDataParallel(Two(), bucket_cap_mb=CAP_MB)
     torch.autograd.backward(ddpopt.compile(ddp, backend=compiler)(rows()).sum())
     assert len(compiler.captured) == len(compiler.backwards) == 1
-    assert len(compiler.backwards[0].graph.find_nodes(op="call_function", target=HAND_OVER)) == 4
+    assert len(compiler.backwards[0].graph.find_nodes(op="call_function", target=HAND_OVER)) == 2
 
 
 @pytest.mark.parametrize(("strategy", "level"), [("inline", logging.WARNING), ("auto", logging.INFO)])
@@ -227,8 +280,10 @@ def graph_of(gradient: str) -> fx.Node:
         "view of input": lambda: call(aten.permute.default, x, [1, 0]),
         "result of several": lambda: call(operator.getitem, call(aten.sort.default, product), 0),
         "piece": lambda: call(operator.getitem, call(aten.split.Tensor, product, 2), 0),
+        "twice": lambda: product,
     }[gradient]()
-    return graph.call_function(HAND_OVER, (made, y, 0, READ_AGAIN))
+    count = 2 if gradient == "twice" else 1
+    return graph.call_function(HAND_OVER, ([made] * count, y, [*range(count)], [READ_AGAIN] * count))
 
 
 @pytest.mark.parametrize(
@@ -242,10 +297,11 @@ def graph_of(gradient: str) -> fx.Node:
         ("input", False),
         ("view of input", False),
         ("piece", False),
+        ("twice", False),
     ],
 )
 def test_memory_is_given_back_only_where_nothing_else_reads_it(gradient: str, last: bool) -> None:
-    assert _is_last_use(graph_of(gradient)) is last
+    assert {*_last_uses(graph_of(gradient))} == {last}
 
 
 class Sums(nn.Module):
@@ -303,8 +359,7 @@ def test_a_weight_of_which_a_view_leaves_the_graph_is_not_lent() -> None:
     torch.autograd.backward(eager(rows()).sum())
     pairs = zip(model.parameters(), eager.parameters(), strict=True)
     assert all(p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad) for p, q in pairs)
-    lent = [len(gm.graph.find_nodes(op="call_function", target=HAND_OVER)) for gm in compiler.backwards]
-    assert sorted(lent) == [1, 2]
+    assert sorted(map(handed_over, compiler.backwards)) == [1, 2]
 
 
 def test_who_owns_a_tensor_is_measured_without_the_modes_that_are_active() -> None:
@@ -342,7 +397,7 @@ def test_a_parameter_that_is_frozen_later_is_left_out() -> None:
 
 def test_a_gradient_outside_of_any_backward_is_refused() -> None:
     with pytest.raises(HandOverError, match=r"slot 3 of forward -1 has a gradient, but no backward of that"):
-        HAND_OVER(torch.ones(2), torch.tensor(-1), 3, READ_AGAIN)
+        HAND_OVER([torch.ones(2)], torch.tensor(-1), [3], [READ_AGAIN])
 
 
 def test_the_ticket_is_on_the_cpu_whatever_the_default_device() -> None:

@@ -10,6 +10,7 @@ pieces of a backward that compiled autograd captures are equal only where what i
 from __future__ import annotations
 
 import itertools
+import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -165,7 +166,12 @@ def _emptied(graph: fx.Graph, body: Sequence[fx.Node]) -> range:
 
 def _lent(body: Sequence[fx.Node], position: int) -> bool:
     """Whether parameters are lent on both sides of a position: that is one thing, of which none is wrong."""
-    return body[position].target is lend and body[position - 1].target is lend
+    return all(_lends(body[around]) for around in (position - 1, position))
+
+
+def _lends(node: fx.Node) -> bool:
+    source = node.args[0] if node.target is operator.getitem else node
+    return isinstance(source, fx.Node) and source.target is lend
 
 
 def cut_before(gm: fx.GraphModule, openers: Sequence[fx.Node]) -> fx.GraphModule:
