@@ -150,15 +150,24 @@ class _Run:
         """Run to the end, whatever that is; nothing is left behind."""
         try:
             self._agent.start()
-            while not self._agent.ended.wait(POLL_S):
+            while not self._ended_meanwhile():
                 self._deliver(on_event)
                 self._press()
         finally:
-            while self._agent.ident is not None and not self._agent.ended.wait(POLL_S):
+            while self._agent.ident is not None and not self._ended_meanwhile():
                 end_marked(self._mark)  # again and again: the agent may be about to start a rank
             end_marked(self._mark)
         self._agent.join()
         self._deliver(on_event)
+
+    def _ended_meanwhile(self) -> bool:
+        """Wait a little; whether the agent has ended.
+
+        Not by the event's own ``wait``: where Ctrl-C comes while it takes its lock or gives it back, either
+        an error of the lock's comes out in the place of KeyboardInterrupt, or nothing comes out at all.
+        """
+        time.sleep(POLL_S)
+        return self._agent.ended.is_set()
 
     def _deliver(self, on_event: Callable[[object], None]) -> None:
         for event in self._events.receive():
