@@ -19,7 +19,8 @@ from torch import fx
 from ddpopt.plan import Plan, Policy
 from ddpopt.reducer import BucketConfig, ParamSpec
 from ddpopt.testing.graph_builder import GraphBuilder, SmallGraph
-from ddpopt.testing.graph_steps import OUTPUTS, STEPS, Sketch
+from ddpopt.testing.graph_sketch import Sketch
+from ddpopt.testing.graph_steps import OUTPUTS, STEPS
 from ddpopt.testing.model_strategies import chosen_features, models
 from ddpopt.testing.plan_strategies import Mutation, mutations, plan_of
 

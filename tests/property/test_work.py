@@ -15,7 +15,8 @@ from ddpopt.partition import partition
 from ddpopt.planner import plan_graph
 from ddpopt.reducer import BucketConfig
 from ddpopt.testing.graph_builder import GraphBuilder, SmallGraph
-from ddpopt.testing.graph_steps import STEPS, Sketch, Step
+from ddpopt.testing.graph_sketch import Sketch
+from ddpopt.testing.graph_steps import STEPS, Step
 from ddpopt.testing.profiles import share
 from tests.property import naive
 from tests.property.drawn_graphs import (
