@@ -111,10 +111,11 @@ class DdpoptBackend:
     ) -> Callable[..., Any]:
         completed = {name for segment in planned.plan.segments for name in segment.params}
         lent = [node for node in lendable(gm, sources) if completed.issuperset(sources[node].values())]
-        groups = together(lent, sources, planned.facts, planned.plan.buckets)
         if self.buckets == "ddp" and imposed_plan(ddp) is None:
-            # DDP will fill its buckets anew, in the order in which it hears of the gradients
+            # DDP may fill its buckets anew, in the order in which it hears of the gradients
             groups = [[node] for node in lent]
+        else:
+            groups = together(lent, sources, planned.facts, planned.plan.buckets)
         logger.info("ddpopt: %d buckets, one graph", len(planned.plan.buckets))
         if is_inductor(self.compiler):
             return compile_inline(gm, example_inputs, groups, in_order(compiler), READ_AGAIN)
@@ -218,7 +219,7 @@ def compile(  # the public name, as in torch.compile
         ddp_model: a ``DistributedDataParallel`` module.
         backend: name of a Dynamo backend, or a callable ``(gm, example_inputs) -> callable``.
         strategy: ``"split"``: one compiled segment for each time a bucket completes; ``"inline"``: one
-            compiled graph, whose backward hands each gradient to DDP; ``"auto"``: as ``"inline"``. A graph
+            compiled graph, whose backward hands the gradients to DDP; ``"auto"``: as ``"inline"``. A graph
             that cannot be compiled inline is split, and the reason is logged: as a warning where
             ``"inline"`` was asked for.
         buckets: ``"plan"``: the reducer follows the plan, from the first iteration; ``"ddp"``: the reducer

@@ -206,7 +206,8 @@ class _Lend(torch.autograd.Function):
 def _kept_in_backward() -> Iterator[None]:
     """Where a backward is traced: what is traced here belongs to it, even if it reads nothing of the loss.
 
-    AOTAutograd computes in forward what can be computed there.
+    AOTAutograd computes in forward what can be computed there, but for what carries this mark, a private one
+    of torch 2.13.
     """
     if not fx_traceback.has_preserved_node_meta():
         yield

@@ -14,6 +14,8 @@ import functools
 import hashlib
 import inspect
 import operator
+import sys
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,8 +48,9 @@ def in_order(compiler: CompilerFn) -> CompilerFn:
 
 @functools.cache
 def _traced_code() -> str:
-    """What a trace of `lend` depends on: it stands in the key under which the trace is kept on disk."""
-    return hashlib.sha256(inspect.getsource(handover).encode()).hexdigest()
+    """What a trace of `lend` and its code depend on; part of the key under which they are kept on disk."""
+    sources = map(inspect.getsource, (handover, sys.modules[__name__]))
+    return hashlib.sha256("".join(sources).encode()).hexdigest()
 
 
 @functools.cache
@@ -74,7 +77,8 @@ def _register_lowering() -> None:
 def _last_uses(call: fx.Node) -> list[bool]:
     """For each gradient that `call` hands over: whether nothing else in the graph reads its memory."""
     gradients: Any = call.args[0]
-    return [gradients.count(gradient) == 1 and _is_last_use(gradient) for gradient in gradients]
+    count = Counter(gradients)
+    return [count[gradient] == 1 and _is_last_use(gradient) for gradient in gradients]
 
 
 def _is_last_use(value: Any) -> bool:

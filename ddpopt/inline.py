@@ -78,18 +78,25 @@ def together(
     wait: compilers take less care of their memory.
 
     Args:
-        lent: the placeholders of the parameters; the graph completes all of their gradients.
+        lent: the placeholders of parameters whose gradients the graph completes.
         sources: which parameter each of them holds.
         facts: where in the graph gradients become complete.
         buckets: which gradients leave together.
 
     Returns:
-        The placeholders, in the order in which the gradients of a bucket complete.
+        The placeholders, in the order in which gradients complete; without those that are in no bucket, which
+        were frozen when the buckets were made.
     """
     uses = {use.spec.name: use for use in facts.params}
-    held = {node: uses[next(iter(sources[node].values()))] for node in lent}
-    ready = sorted(lent, key=lambda node: (-held[node].completes_at, held[node].spec.nbytes))
     bucket_of = {name: bucket.index for bucket in buckets for name in bucket.params}
+    names = {node: next(iter(sources[node].values())) for node in lent}
+    held = {node: uses[name] for node, name in names.items() if name in bucket_of}
+
+    def readiness(node: fx.Node) -> tuple[int, int, int]:
+        use = held[node]  # of what completes in one place no order is known: buckets are kept apart
+        return -use.completes_at, bucket_of[use.spec.name], use.spec.nbytes
+
+    ready = sorted(held, key=readiness)
     last_of = {bucket_of[held[node].spec.name]: node for node in ready}
     groups: list[list[fx.Node]] = []
     device, closed = "", True

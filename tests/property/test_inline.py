@@ -6,9 +6,10 @@ from typing import Any
 from hypothesis import assume, given
 from torch import fx
 
-from ddpopt.facts import parameter_sources
+from ddpopt.facts import GraphFacts, parameter_sources
 from ddpopt.handover import USED_AGAIN, lend
-from ddpopt.inline import compile_inline, lendable, obstacle, together
+from ddpopt.inline import Sources, compile_inline, lendable, obstacle, together
+from ddpopt.plan import Bucket
 from ddpopt.planner import plan_graph
 from ddpopt.reducer import BucketConfig
 from ddpopt.testing.graph_builder import SmallGraph, real_inputs
@@ -36,11 +37,30 @@ def test_a_graph_whose_parameters_are_lent_is_the_same_program(
     facts = facts_of(graph)
     read = {use.spec.name for use in facts.params}
     lent = [node for node in lent if read.issuperset(sources[node].values())]
-    groups = together(lent, sources, facts, plan_graph(facts, config).buckets)
+    buckets = plan_graph(facts, config).buckets
+    groups = together(lent, sources, facts, buckets)
+    assert_in_order(groups, sources, facts, buckets)
     run = compile_inline(graph.gm, graph.example_values, groups, as_it_is, USED_AGAIN)
     inputs = list(real_inputs(graph))
     Effects(run, inputs).assert_equal(Effects(graph.gm, inputs))
     edited[0].graph.lint()
     assert len(edited[0].graph.find_nodes(op="call_function", target=lend)) == len(groups)
-    assert sorted(lent) == sorted(node for group in groups for node in group)
     assert str(graph.gm.graph) == before
+
+
+def assert_in_order(
+    groups: Sequence[Sequence[fx.Node]], sources: Sources, facts: GraphFacts, buckets: Sequence[Bucket]
+) -> None:
+    """What goes together is whole, in order, and holds up no bucket."""
+    at = {use.spec.name: use.completes_at for use in facts.params}
+    named = [[next(iter(sources[node].values())) for node in group] for group in groups]
+    flat = [name for group in named for name in group]
+    lent = {*flat}
+    assert len(lent) == len(flat)
+    assert [at[name] for name in flat] == sorted((at[name] for name in flat), reverse=True)
+    lasts = {bucket.index: [name for name in flat if name in bucket.params][-1:] for bucket in buckets}
+    ends = {name for last in lasts.values() for name in last}
+    # a bucket's last gradient waits for no other; any other gradient only for its bucket's, or another one's
+    assert all(ends.isdisjoint(group[:-1]) for group in named)
+    sparse = any(use.spec.sparse for use in facts.params)
+    assert sparse or all(group[-1] in ends for group in named)

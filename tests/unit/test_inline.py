@@ -7,16 +7,18 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.fx.traceback as fx_traceback
 from expecttest import assert_expected_inline
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.graph_capture_wrappers import set_partitioner_tag_must_be_in_backward
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.errors import HandOverError
 from ddpopt.facts import GraphFacts, ParamUse
-from ddpopt.handover import READ_AGAIN, Call, _owners_of_one
+from ddpopt.handover import READ_AGAIN, Call, _kept_in_backward, _owners_of_one
 from ddpopt.inductor import _last_uses
 from ddpopt.inline import obstacle, together
 from ddpopt.plan import Bucket
@@ -178,7 +180,14 @@ def test_gradients_go_together_up_to_the_end_of_a_bucket_in_the_order_in_which_t
 
 
 def test_of_gradients_that_complete_in_one_place_the_smaller_goes_first() -> None:
-    assert grouped(("w", 0, {"nbytes": 64}), ("b", 0, {"nbytes": 8}), buckets=["bw"]) == "bw"
+    large, small = {"nbytes": 64}, {"nbytes": 8}
+    assert grouped(("w", 0, large), ("b", 0, small), buckets=["bw"]) == "bw"
+    use = [("w", 0, large), ("x", 0, large), ("b", 0, small), ("c", 0, small)]
+    assert grouped(*use, buckets=["cx", "bw"]) == "cx bw"
+
+
+def test_what_is_in_no_bucket_is_left_out() -> None:
+    assert grouped(("b", 0, {}), ("a", 1, {}), buckets=["b"]) == "b"
 
 
 def test_sparse_gradients_and_those_of_another_device_are_handed_over_apart() -> None:
@@ -393,6 +402,29 @@ def test_a_parameter_that_is_frozen_later_is_left_out() -> None:
         assert expected[0] is found[0] is None
         pairs = zip(expected[1:], found[1:], strict=True)
         assert all(a is not None and b is not None and torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_parameter_that_is_thawed_later_is_trained() -> None:
+    torch._dynamo.reset()
+    model, eager = Two(), Two()
+    model.first.weight.requires_grad_(False)
+    call = ddpopt.compile(DistributedDataParallel(model, bucket_cap_mb=CAP_MB), backend="aot_eager")
+    torch.autograd.backward(call(rows()).sum())
+    model.first.weight.requires_grad_(True)
+    model.zero_grad()
+    torch.autograd.backward(call(rows()).sum())
+    torch.autograd.backward(eager(rows()).sum())
+    pairs = zip(model.parameters(), eager.parameters(), strict=True)
+    assert all(p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad) for p, q in pairs)
+
+
+def test_what_is_marked_as_torch_marks_it_stays_in_the_backward() -> None:
+    with fx_traceback.preserve_node_meta():
+        with set_partitioner_tag_must_be_in_backward():
+            marked = {**fx_traceback.current_meta}
+        with _kept_in_backward():
+            assert fx_traceback.current_meta == marked
+        assert fx_traceback.current_meta == {**marked, "partitioner_tag": None}
 
 
 def test_a_gradient_outside_of_any_backward_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""ddpopt.verify.launch.start: Ctrl-C comes out of a launch as Ctrl-C, at whatever line it came in."""
+"""ddpopt.verify.launch.start: Ctrl-C comes out as such, at whatever line it came in while ranks run."""
 
 import sys
 import threading

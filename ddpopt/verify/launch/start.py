@@ -161,12 +161,13 @@ class _Run:
         self._deliver(on_event)
 
     def _ended_meanwhile(self) -> bool:
-        """Wait a little; whether the agent has ended.
+        """Whether the agent has ended, now or after a little wait.
 
         Not by the event's own ``wait``: where Ctrl-C comes while it takes its lock or gives it back, either
         an error of the lock's comes out in the place of KeyboardInterrupt, or nothing comes out at all.
         """
-        time.sleep(POLL_S)
+        if not self._agent.ended.is_set():
+            time.sleep(POLL_S)
         return self._agent.ended.is_set()
 
     def _deliver(self, on_event: Callable[[object], None]) -> None:
