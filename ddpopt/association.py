@@ -117,10 +117,13 @@ def _last(
     leaving: Mapping[int, Sequence[fx.Node]],
 ) -> int | None:
     """The last segment that reads a value, unless a view of what it was given leaves it."""
-    own, index = set(storages(source)), max(per_segment)
-    if home.get(source.name) in (None, index):
-        return index  # it is given no value of another segment, as the whole graph is not
-    return index if all(own.isdisjoint(storages(node)) for node in leaving.get(index, ())) else None
+    own, index, made_in = set(storages(source)), max(per_segment), home.get(source.name)
+    if made_in == index:
+        return index  # it is given no value of another segment
+    views = (node for node in leaving.get(index, ()) if not own.isdisjoint(storages(node)))
+    if made_in is None:  # views of an input that the graph returns are made outside of the whole graph, too
+        views = (view for view in views if any(home.get(user.name, index) != index for user in view.users))
+    return None if any(views) else index
 
 
 def _leaving(gm: fx.GraphModule, home: Mapping[str, int]) -> dict[int, list[fx.Node]]:

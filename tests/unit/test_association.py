@@ -132,3 +132,57 @@ def test_a_value_is_named_just_where_cuts_change_the_last_bits_of_a_gradient(joi
     assert len(captured.plan().segments) == 3
     assert named == (("made",) if join in NAMED else ())
     assert all(same) == (join not in NAMED)
+
+
+def gradients_of_whole_graphs(join: Join) -> list[Tensor]:
+    model = Layers(join)
+    out = torch.compile(model, backend="aot_eager")(inputs())
+    return list(torch.autograd.grad(loss_of(out), list(model.parameters())))
+
+
+def an_inputs_view_is_read_behind_a_cut(layers: Layers, x: Tensor) -> Joined:
+    made = layers.first(x)
+    torch._dynamo.graph_break()
+    inner = made.relu() * made.cos() + made.sigmoid()
+    view = made.view(-1, 48)
+    inner = layers.middle(inner)
+    return (layers.last(inner) + view.tanh().view(-1, 96),)
+
+
+def an_inputs_view_is_returned(layers: Layers, x: Tensor) -> Joined:
+    made = layers.first(x)
+    torch._dynamo.graph_break()
+    inner = made.relu() * made.cos() + made.sigmoid()
+    view = made.view(-1, 48)
+    inner = layers.middle(inner)
+    return layers.last(inner), view
+
+
+def an_input_is_read_in_the_first_segment_alone(layers: Layers, x: Tensor) -> Joined:
+    made = layers.first(x)
+    torch._dynamo.graph_break()
+    inner = layers.middle(made.relu() * made.cos() + made.sigmoid())
+    return (layers.last(inner),)
+
+
+@pytest.mark.usefixtures("one_rank_group", "fresh_dynamo")
+@pytest.mark.parametrize(
+    ("join", "moved"),
+    [
+        (an_inputs_view_is_read_behind_a_cut, True),
+        (an_inputs_view_is_returned, False),
+        (an_input_is_read_in_the_first_segment_alone, False),
+    ],
+)
+def test_an_input_of_a_later_graph_is_named_where_a_view_of_it_crosses_a_cut(join: Join, moved: bool) -> None:
+    captured = capture(Layers(join), inputs(), bucket_cap_mb=CAP_MB)
+    plan = captured.plan()
+    named = reassociated_values(captured.graphs[1].gm, plan, 1)
+    same = [
+        got is not None and torch.equal(got, whole)
+        for got, whole in zip(gradients_under_split(join), gradients_of_whole_graphs(join), strict=True)
+    ]
+    assert len([segment for segment in plan.segments if segment.graph == 1]) == 2
+    assert [captured.graphs[1].gm.graph.find_nodes(op="placeholder")[0].name][: len(named)] == [*named]
+    assert all(same) != moved
+    assert bool(named) == moved

@@ -416,8 +416,11 @@ def test_a_tasks_own_children_end_with_the_run(processes: Callable[[], list[int]
 
 
 LAUNCHER = """
-import os, subprocess, time
+import os, signal, subprocess, time
 from ddpopt.verify.ranks import launch
+
+# Who started the tests may have them ignore it, as a shell does behind '&'.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def task(ranks):
     subprocess.Popen(["sleep", "1000"], start_new_session=True)
