@@ -212,6 +212,14 @@ def test_a_plan_that_the_reducer_does_not_follow_is_named(right: Evidence) -> No
     assert "the reducer follows the plan" in claims_broken(wrong)
 
 
+def test_a_plan_is_missed_only_where_something_that_is_sent_has_a_gradient(right: Evidence) -> None:
+    steps = [replace(step, gradients=dict.fromkeys(step.gradients)) for step in right.eager.steps]
+    unplanned = replace(right, got=replace(right.got, plan=None))
+    untrained = replace(unplanned, eager=replace(right.eager, steps=steps))
+    assert "the reducer follows the plan" in claims_broken(unplanned)
+    assert "the reducer follows the plan" not in claims_broken(untrained)
+
+
 def test_what_differs_between_ranks_in_eager_too_may_differ(right: Evidence) -> None:
     peer = right.eager_peers[1]
     states = ({**peer.states[0], NAME: b"other"}, *peer.states[1:])

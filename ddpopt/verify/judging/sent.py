@@ -87,13 +87,21 @@ def synchronised(evidence: Evidence) -> Broken:
         )
 
 
+def _trains(evidence: Evidence) -> bool:
+    """Whether eager DDP has a gradient for anything that is sent."""
+    buckets = (bucket for iteration in evidence.got.iterations or () for bucket in iteration.buckets)
+    names = {name for bucket in buckets for name in bucket.params}
+    return any(step.gradients.get(name) is not None for step in evidence.eager.steps for name in names)
+
+
 def planned(evidence: Evidence) -> Broken:
-    """The reducer's buckets are the plan's."""
+    """The reducer's buckets are the plan's; there is none where no gradient of a bucket is ever computed."""
     got = evidence.got
     if not got.planned or not got.iterations or not evidence.compiled:
         return
     if got.plan is None:
-        yield "ddpopt's plan is not in force: DDP went on with buckets of its own", None, None
+        if _trains(evidence):
+            yield "ddpopt's plan is not in force: DDP went on with buckets of its own", None, None
         return
     planned = [bucket.params for bucket in got.plan.buckets]
     for index, iteration in enumerate(got.iterations):
