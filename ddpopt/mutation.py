@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import fx
+from torch._ops import HigherOrderOperator
 
 from ddpopt.graphs import SOURCES, example_value, storages
 
@@ -32,9 +33,14 @@ def mutated_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def viewed_input(node: fx.Node) -> fx.Node | None:
-    """The input of which `node` is nothing but a view (or views), or None."""
+    """The input of which `node` is nothing but a view (or views), or None.
+
+    A call of a module or with a graph of its own may do more than to make the view that it returns.
+    """
     own = set(storages(node))
-    if node.op in (*SOURCES, "output") or not own or mutated_inputs(node):
+    if node.op in (*SOURCES, "output", "call_module") or isinstance(node.target, HigherOrderOperator):
+        return None
+    if not own or mutated_inputs(node):
         return None
     return next((source for source in node.all_input_nodes if own.issubset(storages(source))), None)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
 
 from ddpopt.mutation import mutated_inputs, returned_input, viewed_input
 from ddpopt.testing.graph_builder import GraphBuilder
@@ -153,6 +154,14 @@ def test_a_view_names_its_base() -> None:
 def test_several_views_at_once_name_their_base() -> None:
     builder = Written()
     assert builder.view_of(builder.method("chunk", builder.x, 2, -1)) is builder.x
+
+
+def test_what_may_do_more_than_to_make_a_view_is_none() -> None:
+    builder = Written()
+    body = builder.subgraph("wrap_body", {"x": builder.x}, lambda inner, x: (inner.method("t", x),))
+    results = builder.call_like(lambda _, x: (x.t(),), tag_activation_checkpoint, body, builder.x)
+    assert builder.view_of(results) is None
+    assert builder.view_of(builder.call(operator.getitem, results, 0)) is results
 
 
 def test_a_new_value_is_a_view_of_nothing() -> None:
