@@ -1,7 +1,7 @@
 """Strategy inline with Inductor: what was compiled is found again, and memory is not used twice."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -125,3 +125,21 @@ def test_a_gradient_that_was_kept_shares_no_memory_with_one_that_was_handed_over
     assert model.right.grad is not None
     assert torch.equal(model.left.grad, model.right.grad)
     assert model.left.grad.data_ptr() != model.right.grad.data_ptr()
+
+
+@pytest.mark.parametrize("as_view", [False, True], ids=["own memory", "views of buckets"])
+def test_gradients_that_go_together_accumulate_and_are_reduced_as_eagers(as_view: bool) -> None:
+    compiled_ddp, eager = (
+        DistributedDataParallel(Net(), bucket_cap_mb=8 * 9 * 4 / 2**20, gradient_as_bucket_view=as_view)
+        for _ in range(2)
+    )
+    compiled = ddpopt.compile(compiled_ddp, strategy="inline")
+    for step in range(4):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        for call, ddp in ((compiled, compiled_ddp), (eager, eager)):
+            with ddp.no_sync() if step % 2 == 0 else nullcontext():
+                torch.autograd.backward(call(x).sum())
+        for parameter, expected in zip(compiled_ddp.parameters(), eager.parameters(), strict=True):
+            assert parameter.grad is not None
+            assert expected.grad is not None
+            torch.testing.assert_close(parameter.grad, expected.grad)
