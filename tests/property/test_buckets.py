@@ -73,4 +73,8 @@ def test_the_reducer_has_the_buckets_that_were_planned(drawn: DrawnModel) -> Non
     torch._dynamo.reset()
     run = Run(drawn, lambda ddp: ddpopt.compile(ddp, backend="eager", strategy="split"))
     train(run)
-    assert in_buckets(run) == [bucket.params for bucket in plan.buckets]
+    sent = {spec.name for spec in specs_from_ddp(run.ddp)}
+    if any(param.grad is not None for name, param in run.model.named_parameters() if name in sent):
+        assert in_buckets(run) == [bucket.params for bucket in plan.buckets]
+    else:
+        event("nothing that is sent is trained, so nothing was planned")
