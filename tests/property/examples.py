@@ -10,6 +10,7 @@ from typing import Any
 from hypothesis import example, settings
 
 from ddpopt.bucket_config import DDP_ARGUMENTS_OF_LIMITS
+from ddpopt.fuzz.cases import FoundCase
 from ddpopt.fuzz.found import found_cases
 from ddpopt.reducer import BucketConfig, ParamSpec, specs_from_module
 from ddpopt.testing import corpus
@@ -19,17 +20,13 @@ Test = Callable[..., None]
 
 
 def with_found_models(test: Test) -> Test:
-    """Add each model of ``ddpopt/testing/corpus/found`` without a cond to a test of one drawn model.
-
-    In eager, too, torch compiles a cond, by way of its DDPOptimizer.
-    """
-    return _with(test, lambda: ((case.model,) for case in found_cases() if "cond" not in case.model.features))
+    """Add each model of ``ddpopt/testing/corpus/found`` without a cond to a test of one drawn model."""
+    return _with(test, lambda: ((case.model,) for case in _without_cond()))
 
 
 def with_found_models_that_compile(test: Test) -> Test:
     """Add those that torch itself gets right in one piece, to a test that compiles."""
-    found = (case for case in found_cases() if "cond" not in case.model.features)
-    return _with(test, lambda: ((case.model,) for case in found if not case.fails_undivided))
+    return _with(test, lambda: ((case.model,) for case in _without_cond() if not case.fails_undivided))
 
 
 def with_parameters_of_the_corpus(test: Test) -> Test:
@@ -42,6 +39,11 @@ def _with(test: Test, examples: Callable[[], Iterable[tuple[Any, ...]]]) -> Test
         for arguments in examples():
             test = example(*arguments)(test)
     return test
+
+
+def _without_cond() -> list[FoundCase]:
+    """In eager, too, torch compiles a cond by way of its DDPOptimizer: drawn models there have none."""
+    return [case for case in found_cases() if "cond" not in case.model.features]
 
 
 @cache

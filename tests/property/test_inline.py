@@ -55,11 +55,9 @@ def assert_in_order(
     at = {use.spec.name: use.completes_at for use in facts.params}
     named = [[next(iter(sources[node].values())) for node in group] for group in groups]
     flat = [name for group in named for name in group]
-    lent = {*flat}
-    assert len(lent) == len(flat)
+    assert len({*flat}) == len(flat)
     assert [at[name] for name in flat] == sorted((at[name] for name in flat), reverse=True)
-    lasts = {bucket.index: [name for name in flat if name in bucket.params][-1:] for bucket in buckets}
-    ends = {name for last in lasts.values() for name in last}
+    ends = {name for bucket in buckets for name in [n for n in flat if n in bucket.params][-1:]}
     # a bucket's last gradient waits for no other; any other gradient only for its bucket's, or another one's
     assert all(ends.isdisjoint(group[:-1]) for group in named)
     sparse = any(use.spec.sparse for use in facts.params)

@@ -140,6 +140,7 @@ def gradients_of_whole_graphs(join: Join) -> list[Tensor]:
     return list(torch.autograd.grad(loss_of(out), list(model.parameters())))
 
 
+# Written out: a break in a function that both call would end their graphs at the call.
 def an_inputs_view_is_read_behind_a_cut(layers: Layers, x: Tensor) -> Joined:
     made = layers.first(x)
     torch._dynamo.graph_break()
@@ -183,6 +184,6 @@ def test_an_input_of_a_later_graph_is_named_where_a_view_of_it_crosses_a_cut(joi
         for got, whole in zip(gradients_under_split(join), gradients_of_whole_graphs(join), strict=True)
     ]
     assert len([segment for segment in plan.segments if segment.graph == 1]) == 2
-    assert [captured.graphs[1].gm.graph.find_nodes(op="placeholder")[0].name][: len(named)] == [*named]
+    made = captured.graphs[1].gm.graph.find_nodes(op="placeholder")[0].name
+    assert named == ((made,) if moved else ())
     assert all(same) != moved
-    assert bool(named) == moved
