@@ -89,6 +89,19 @@ class DdpoptBackend:
         if planned is None or not planned.plan.buckets:
             _say_whole(planned)
             return compiler(gm, example_inputs)
+        run = self._compile(ddp, planned, gm, example_inputs, compiler, options)
+        regions = self._regions.get(ddp)
+        return run if regions is None else regions.watching(planned, run)
+
+    def _compile(
+        self,
+        ddp: DistributedDataParallel,
+        planned: Planned,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[object],
+        compiler: CompilerFn,
+        options: dict[str, Any],
+    ) -> Callable[..., Any]:
         several = len(planned.plan.buckets) > 1 or ends_in_break(gm) or planned.completed
         if self.strategy != "split" and several:
             sources = parameter_sources(gm, example_inputs, specs_by_id(ddp))

@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from ddpopt.bucket_config import DDP_ARGUMENTS_OF_LIMITS, DDP_ARGUMENTS_WITHOUT_EFFECT_ON_LIMITS
+from ddpopt.eager_reads import noting_reads
 from ddpopt.errors import UsageError
 from ddpopt.facts import ParamUse, collect, parameter_sources
 from ddpopt.join import join_plans
@@ -40,6 +41,7 @@ class Capture:
         config: DDP's bucket limits.
         sources: for each graph, which of its nodes bring which parameters into it.
         uses: for each graph, the trainable parameters that it reads, those too that DDP leaves alone.
+        read_before: for each graph, the parameters from which its inputs are computed.
     """
 
     graphs: tuple[Planned, ...]
@@ -47,10 +49,11 @@ class Capture:
     config: BucketConfig
     sources: tuple[dict[fx.Node, dict[str, str]], ...]
     uses: tuple[tuple[ParamUse, ...], ...]
+    read_before: tuple[frozenset[str], ...]
 
     def plan(self) -> Plan:
         """The plan that ddpopt follows."""
-        return join_plans([graph.plan for graph in self.graphs], self.specs, self.config)
+        return join_plans([graph.plan for graph in self.graphs], self.specs, self.config, self.read_before)
 
 
 def plan(model: nn.Module, *inputs: Any, **kwargs: Any) -> Plan:
@@ -110,6 +113,7 @@ def _trace(
     graphs: list[Planned] = []
     sources: list[dict[fx.Node, dict[str, str]]] = []
     uses: list[tuple[ParamUse, ...]] = []
+    read_before: list[set[str]] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Callable[..., Any]:
         taken = frozenset(name for graph in graphs for s in graph.plan.segments for name in s.params)
@@ -118,7 +122,8 @@ def _trace(
         all_reduced = len(trained) == len(by_id)
         facts = graphs[-1].facts if all_reduced else collect(graphs[-1].gm, example_inputs, trained)
         uses.append(facts.params)
-        return gm.forward
+        read_before.append(set())
+        return noting_reads(gm.forward, by_id, read_before[-1])
 
     step = torch.compile(_Traced(fake), backend=backend, **_isolated())  # type: ignore[call-overload]
     with mode, private_dynamo(), torch.inference_mode(mode=False), torch.enable_grad():
@@ -129,7 +134,8 @@ def _trace(
                 f"model: {type(inner).__name__} could not be traced on fake tensors: "
                 f"{type(error).__name__}: {error}\nCheck that model(*inputs) runs in eager."
             ) from error
-    return Capture(tuple(graphs), tuple(specs), config, tuple(sources), tuple(uses))
+    before = tuple(map(frozenset, read_before))
+    return Capture(tuple(graphs), tuple(specs), config, tuple(sources), tuple(uses), before)
 
 
 class _Traced(nn.Module):

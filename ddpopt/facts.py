@@ -21,6 +21,9 @@ from ddpopt.graphs import GRAD_MODE, SOURCES, body_nodes, example_value, fetch, 
 from ddpopt.mutation import first_names, mutated_inputs
 from ddpopt.reducer import ParamSpec
 
+BIAS = 64
+"""A parameter this many times smaller than another one of the same call is not worth a cut of its own."""
+
 
 @dataclass(frozen=True)
 class ParamUse:
@@ -61,6 +64,11 @@ class GraphFacts:
     nodes: tuple[str, ...]
     params: tuple[ParamUse, ...]
     blocked: tuple[str | None, ...]
+
+
+def several_weights(sizes: Sequence[int]) -> bool:
+    """Whether parameters of these sizes are more than one weight and its biases."""
+    return sum(size * BIAS > max(sizes) for size in sizes) > 1
 
 
 def collect(

@@ -3,29 +3,36 @@
 A model with graph breaks has several graphs, each planned for its own parameters. Backward runs them last
 to first, so the buckets of the last graph are reduced first.
 
-A parameter that no graph reads may be unused, or used between graphs, or on another rank only. It is
-taken to be ready just before the parameter registered in front of it, as DDP assumes for its initial
-buckets, so it cannot hold up a bucket that is ready earlier.
+A parameter that no graph reads may be read by ordinary code in front of a graph; then it is ready behind that
+graph's own. Or it may be unused, or used behind all graphs, or on another rank only. It is then taken to be
+ready just before the parameter registered in front of it, as DDP assumes for its initial buckets.
 
 Invariant: every parameter that DDP reduces stands in exactly one bucket.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from ddpopt.plan import Bucket, Cut, Plan, Segment, cut_reason
 from ddpopt.reducer import BucketConfig, ParamSpec
 
 
-def join_plans(plans: Sequence[Plan], specs: Sequence[ParamSpec], config: BucketConfig) -> Plan:
+def join_plans(
+    plans: Sequence[Plan],
+    specs: Sequence[ParamSpec],
+    config: BucketConfig,
+    read_before: Sequence[Collection[str]] = (),
+) -> Plan:
     """Join the plans of a model's graphs into one.
 
     Args:
         plans: one for each graph, in forward order; no parameter in two of them.
         specs: every parameter that DDP reduces, in registration order.
         config: DDP's bucket limits, for the parameters that no graph reads.
+        read_before: for each of `plans`, the parameters from which the inputs of its graph were computed,
+            whoever read them; empty if nothing is known.
 
     Returns:
         A plan over all of `specs`.
@@ -35,7 +42,8 @@ def join_plans(plans: Sequence[Plan], specs: Sequence[ParamSpec], config: Bucket
         offset = len(segments)
         segments.extend(replace(s, index=s.index + offset, graph=graph) for s in plan.segments)
     joiner = _Joiner(config.rebuilt_limits)
-    for part in _parts(plans, specs, config.rebuilt_limits[-1]):
+    between = _read_between(plans, specs, read_before)
+    for part in _parts(plans, specs, config.rebuilt_limits[-1], between):
         joiner.add(part)
     buckets = _numbered(joiner.finish())
     read = {name for segment in segments for name in segment.params}
@@ -73,23 +81,40 @@ class _Open:
 
 
 UNREAD = "no compiled graph reads these parameters; they are placed by their order of registration"
+BETWEEN = "no compiled graph reads these parameters; code in front of one does"
 
 
-def _parts(plans: Sequence[Plan], specs: Sequence[ParamSpec], cap: int) -> list[_Part]:
+def _read_between(
+    plans: Sequence[Plan], specs: Sequence[ParamSpec], read_before: Sequence[Collection[str]]
+) -> list[list[ParamSpec]]:
+    """For each graph, what only code in front of it reads, registered last first; none in two places."""
+    taken = {name for plan in plans for segment in plan.segments for name in segment.params}
+    found: list[list[ParamSpec]] = [[] for _ in plans]
+    for own, names in zip(found, read_before, strict=False):
+        own.extend(spec for spec in reversed(specs) if spec.name in names and spec.name not in taken)
+        taken.update(spec.name for spec in own)
+    return found
+
+
+def _parts(
+    plans: Sequence[Plan], specs: Sequence[ParamSpec], cap: int, between: Sequence[Sequence[ParamSpec]]
+) -> list[_Part]:
     """Everything that has to stand in a bucket, in ready order."""
+    elsewhere = {spec.name for group in between for spec in group}
     by_name = {spec.name: spec for spec in specs}
     graph_parts: list[_Part] = []
     offset = sum(len(plan.segments) for plan in plans)
-    for plan in reversed(plans):
+    for plan, in_front in zip(reversed(plans), reversed(between), strict=True):
         offset -= len(plan.segments)
         for bucket in plan.buckets:
             # where a later graph follows, what this one does not read may be read there
-            left_out = frozenset(plan.unread) if len(plans) > 1 else frozenset()
+            left_out = elsewhere.union(plan.unread if len(plans) > 1 else ())
             members = tuple(by_name[name] for name in bucket.params if name not in left_out)
             if not members:
                 continue
             full = bucket is not plan.buckets[-1] or bucket.nbytes >= cap or members[0].sparse
             graph_parts.append(_Part(members, bucket.segment + offset, full, bucket.reason))
+        graph_parts.extend(_Part((spec,), None, spec.sparse, BETWEEN) for spec in in_front)
     return _with_unread(graph_parts, specs)
 
 

@@ -27,16 +27,12 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils import _pytree as pytree
 
 from ddpopt.checkpoints import divide_regions
-from ddpopt.facts import GraphFacts, collect
+from ddpopt.facts import BIAS, GraphFacts, collect, several_weights
 from ddpopt.graphs import AUTOCAST, MISSING, body_nodes, example_value, module_like, with_values
 from ddpopt.plan import Plan
 from ddpopt.reducer import ParamSpec
 
 logger = logging.getLogger("ddpopt")
-
-BIAS = 64
-"""A parameter this many times smaller than another one of the same call is not worth a cut of its own."""
-
 
 Decide = Callable[[GraphFacts], Plan]
 """Makes a plan from facts."""
@@ -134,11 +130,7 @@ def _calls_where_buckets_end(facts: GraphFacts, plan: Plan) -> frozenset[str]:
         sizes.setdefault(use.completes_at, []).append(use.spec.nbytes)
     read = [[position[name] for name in bucket.params if name in position] for bucket in plan.buckets]
     ends = {min(positions) for positions in read if positions}
-    return frozenset(facts.nodes[end] for end in ends if len(_weights(sizes[end])) > 1)
-
-
-def _weights(sizes: Sequence[int]) -> list[int]:
-    return [size for size in sizes if size * BIAS > max(sizes)]
+    return frozenset(facts.nodes[end] for end in ends if several_weights(sizes[end]))
 
 
 def _with_autocast(graph: fx.Graph) -> Iterator[tuple[fx.Node, tuple[fx.Node, ...]]]:

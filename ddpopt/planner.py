@@ -9,7 +9,9 @@ as the eager run would have it, and the following bucket starts clean. Buckets o
 sooner still where that makes them fewer (`ddpopt.fewest`).
 
 Where the graph repeats itself, a bucket that is nearly full closes at the end of the repeated block already:
-cuts then fall at the same place of one layer and the next, and the segments between them are twins.
+cuts then fall at the same place of one layer and the next, and the segments between them are twins. A block
+may be a single atom that completes several weights, such as a checkpointed region: no bucket waits for the
+whole of the next one, where in eager it would leave in its midst.
 
 Planning is pure: it never imports torch.distributed, runs nothing, and depends on nothing but its inputs.
 
@@ -21,10 +23,11 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from ddpopt.facts import GraphFacts, ParamUse
+from ddpopt.facts import GraphFacts, ParamUse, several_weights
 from ddpopt.fewest import NEARLY_FULL, First, Key, early_ends
 from ddpopt.plan import Bucket, Cut, Plan, Policy, Segment, cut_reason
 from ddpopt.reducer import BucketConfig, ParamSpec
@@ -54,7 +57,7 @@ def plan_graph(
     filler = _Filler(config.rebuilt_limits, Counter((spec.dtype, spec.device) for spec in dense))
     filler.pass_over(ahead)
     groups = list(_by_atom(facts, _atoms(facts)))
-    ends = block_ends(_shapes(groups, len(facts.nodes)))
+    ends = block_ends(_shapes(groups, len(facts.nodes)), alone=_Shape.has_several_weights)
     specs = [[use.spec for use in uses] for _, uses in groups]
     early = early_ends(specs, filler.first_buckets(), filler.limit, ends)
     for index, (start, uses) in enumerate(groups):
@@ -320,11 +323,24 @@ def _by_atom(facts: GraphFacts, atoms: Sequence[int]) -> Iterator[Group]:
         yield start, list(uses)
 
 
-def _shapes(groups: Sequence[Group], body: int) -> list[Hashable]:
-    """What tells one group from another where names do not count: its gradients, and how long its code is."""
+class _Shape(NamedTuple):
+    """What tells one group from another where names do not count: how long its code is, and its gradients."""
+
+    nodes: int
+    gradients: tuple[tuple[int, str, bool, bool], ...]
+
+    def has_several_weights(self) -> bool:
+        """Whether a bucket that needs only some of these gradients waits for all of them."""
+        return several_weights([nbytes for nbytes, *_ in self.gradients])
+
+
+def _shapes(groups: Sequence[Group], body: int) -> list[_Shape]:
     ends = [body, *(start for start, _ in groups)]
     return [
-        (end - start, *((use.spec.nbytes, use.spec.dtype, use.spec.sparse, use.is_read) for use in uses))
+        _Shape(
+            end - start,
+            tuple((use.spec.nbytes, use.spec.dtype, use.spec.sparse, use.is_read) for use in uses),
+        )
         for end, (start, uses) in zip(ends, groups, strict=False)
     ]
 

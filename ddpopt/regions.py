@@ -11,11 +11,13 @@ Invariant: no parameter completes in two graphs; its gradient is complete in the
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import fx, nn
 
+from ddpopt.eager_reads import noting_reads
 from ddpopt.facts import GraphFacts, collect, with_unread
 from ddpopt.join import join_plans
 from ddpopt.opening import Planned, plan_and_open
@@ -26,10 +28,17 @@ from ddpopt.reducer import BucketConfig, ParamSpec, initial_buckets, rebuilt_buc
 
 @dataclass(frozen=True)
 class Region:
-    """One compiled graph of a model: the frame that it comes from, and its plan."""
+    """One compiled graph of a model.
+
+    Attributes:
+        frame: which frame it comes from.
+        plan: its own.
+        read_before: the parameters from which its inputs were computed when it ran first.
+    """
 
     frame: object
     plan: Plan
+    read_before: set[str] = field(default_factory=set)
 
     @property
     def params(self) -> frozenset[str]:
@@ -64,10 +73,23 @@ class Regions:
         self._regions.append(Region(frame, planned.plan))
         return planned
 
+    def watching(self, planned: Planned, run: Callable[..., Any]) -> Callable[..., Any]:
+        """A callable like `run`, by which the joined plan knows what other code read in front of this graph.
+
+        Args:
+            planned: what `add` returned for a graph.
+            run: takes the graph's inputs.
+        """
+        region = next((region for region in self._regions if region.plan is planned.plan), None)
+        if region is None or region.params.issuperset(spec.name for spec in self.specs.values()):
+            return run
+        return noting_reads(run, self.specs, region.read_before)
+
     def joined(self) -> Plan | None:
         """The plan of the whole model, or None while no graph trains a parameter."""
-        plans = [region.plan for region in self._regions if region.params]
-        return join_plans(plans, tuple(self.specs.values()), self.config) if plans else None
+        trained = [region for region in self._regions if region.params]
+        plans, read_before = [r.plan for r in trained], [r.read_before for r in trained]
+        return join_plans(plans, tuple(self.specs.values()), self.config, read_before) if plans else None
 
 
 def specs_by_id(ddp: nn.parallel.DistributedDataParallel) -> dict[int, ParamSpec]:

@@ -8,19 +8,23 @@ Invariant: time linear in the sequence; what is found depends on which entries a
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
+
+Entry = TypeVar("Entry", bound=Hashable)
 
 FEWEST = 6
 """Blocks in a row that make a repetition: with fewer there is little to share, and a cut moved is a cost."""
 
 
-def block_ends(entries: Sequence[Hashable]) -> frozenset[int]:
+def block_ends(entries: Sequence[Entry], alone: Callable[[Entry], bool] = lambda _: False) -> frozenset[int]:
     """Find the places after which a repeated block starts or ends.
 
-    A run of equal entries is no block: wherever it is cut, its pieces are equal.
+    A run of equal entries is no block, as a rule: wherever it is cut, its pieces are equal.
 
     Args:
         entries: what repeats, for instance one description for each place where a graph can be cut.
+        alone: whether an entry is a block by itself.
 
     Returns:
         Indices into `entries`.
@@ -29,6 +33,8 @@ def block_ends(entries: Sequence[Hashable]) -> frozenset[int]:
     [0, 2, 4, 6, 8, 10, 12]
     >>> block_ends("aaaaaaaaaaaaaaaa")
     frozenset()
+    >>> sorted(block_ends("aaaaaaa", alone=lambda entry: entry == "a"))
+    [0, 1, 2, 3, 4, 5, 6]
     """
     again = _next_alike(entries)
     found: set[int] = set()
@@ -39,7 +45,7 @@ def block_ends(entries: Sequence[Hashable]) -> frozenset[int]:
         while differs + period < len(entries) and entries[differs] == entries[differs + period]:
             differs += 1
         blocks = (differs - place) // period + 1
-        if period > 1 and blocks >= FEWEST:
+        if blocks >= FEWEST and (period > 1 or alone(entries[place])):
             found.update(range(place - 1, place + blocks * period, period))
             place += blocks * period
         else:

@@ -754,8 +754,8 @@ evaluated: 2 buckets in 2 segments
   cut 0: conv2d_2
 
 synced_norm: 4 buckets in 4 segments
-  0 <- 3: 1158.0 KiB, norm.bias .. 4 .. layers.4.weight
-  1 <- 2: 577.5 KiB, layers.3.bias layers.3.weight
+  0 <- 3: 1155.0 KiB, layers.5.bias layers.5.weight layers.4.bias layers.4.weight
+  1 <- 2: 580.5 KiB, layers.3.bias layers.3.weight norm.bias norm.weight
   2 <- 1: 577.5 KiB, layers.2.bias layers.2.weight
   3 <- 0: 1155.0 KiB, layers.1.bias layers.1.weight layers.0.bias layers.0.weight
   cut 0: linear_2

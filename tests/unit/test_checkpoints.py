@@ -53,3 +53,24 @@ def test_a_region_is_divided_between_spans_where_buckets_end(body: Body, pieces:
     captured = capture(Region(body), torch.ones(2, 8), bucket_cap_mb=8 * 9 * 4 / 2**20)
     (graph,) = captured.graphs
     assert len(graph.gm.graph.find_nodes(op="call_function", target=CHECKPOINT)) == pieces
+
+
+class Regions(nn.Module):
+    """Blocks of two layers, a checkpointed region each."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.parametrize("count", [3, 6, 9])
+@pytest.mark.parametrize("layers", [1.5, 2.5, 3.1, 4.3, 6.3, 6.9])
+def test_no_bucket_waits_for_more_than_the_layer_that_fills_it(count: int, layers: float) -> None:
+    layer = 4 * 8 * 9
+    plan = capture(Regions(count), torch.ones(2, 8), bucket_cap_mb=layers * layer / 2**20).plan()
+    assert max(bucket.nbytes for bucket in plan.buckets) <= layer * (int(layers) + 1)

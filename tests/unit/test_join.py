@@ -133,6 +133,34 @@ def test_an_unread_parameter_does_not_join_a_sparse_one() -> None:
     assert sorted(buckets(joined([graph(0, table)], table, small))) == ["small", "table"]
 
 
+def test_what_code_in_front_of_a_graph_reads_is_ready_behind_it() -> None:
+    a, b, norm = spec("a"), spec("b"), spec("norm")
+    plans = [graph(0, a), graph(1, b)]
+    for names, order in ((("norm", ""), "b a norm"), (("", "norm"), "b norm a"), (("", ""), "norm b a")):
+        plan = join_plans(plans, (a, b, norm), CAP_100, [{name} for name in names])
+        assert " ".join(buckets(plan)) == order
+        assert plan.unread == ("norm",)
+
+
+def test_what_is_read_in_front_of_two_graphs_waits_for_the_first() -> None:
+    a, b, norm = spec("a"), spec("b"), spec("norm")
+    plan = join_plans([graph(0, a), graph(1, b)], (a, b, norm), CAP_100, [{"norm"}, {"norm"}])
+    assert buckets(plan) == ["b", "a", "norm"]
+
+
+def test_what_a_graph_reads_completes_there_whatever_else_is_computed_from_it() -> None:
+    a, b = spec("a"), spec("b")
+    plans = [graph(0, a), graph(1, b)]
+    assert join_plans(plans, (a, b), CAP_100, [set(), {"a", "b"}]) == join_plans(plans, (a, b), CAP_100)
+
+
+def test_what_lies_between_fills_the_bucket_of_the_graph_in_front() -> None:
+    a, b, one, two = spec("a"), spec("b"), spec("one", 10), spec("two", 10)
+    plan = join_plans([graph(0, a), graph(1, b)], (one, a, b, two), CAP_100, [set(), {"one", "two"}])
+    assert buckets(plan) == ["b", "two one a"]
+    assert [bucket.segment for bucket in plan.buckets] == [1, 0]
+
+
 def test_a_model_of_which_no_graph_is_known_is_planned_by_registration() -> None:
     a, b, c = spec("a", 60), spec("b", 60), spec("c", 60)
     plan = joined([], a, b, c)

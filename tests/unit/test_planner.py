@@ -360,3 +360,29 @@ def test_one_more_byte_of_cap_never_adds_a_bucket_where_blocks_repeat() -> None:
             len(plan_graph(layers(12, *sizes), BucketConfig(cap, cap)).buckets) for cap in range(20, 400)
         ]
         assert counts == sorted(counts, reverse=True)
+
+
+def atoms(count: int, *sizes: int) -> GraphFacts:
+    """`count` equal nodes that read parameters of all these sizes each, as checkpointed regions do."""
+    uses = [use(f"p{i}.{j}", nbytes, i) for i in range(count) for j, nbytes in enumerate(sizes)]
+    return facts(count, uses)
+
+
+def test_a_nearly_full_bucket_does_not_wait_for_all_the_weights_of_the_next_atom() -> None:
+    assert [bucket.nbytes for bucket in plan_graph(atoms(7, 16, 15), CAP_100).buckets] == [93, 93, 31]
+
+
+@pytest.mark.parametrize("given", [atoms(5, 16, 15), atoms(7, 31), atoms(200, 6400, 100)])
+def test_in_few_atoms_and_those_of_one_weight_only_a_full_bucket_closes(given: GraphFacts) -> None:
+    cap = 3 * sum(u.spec.nbytes for u in given.params if u.completes_at == 0) + 2
+    *closed, _ = plan_graph(given, BucketConfig(cap, cap)).buckets
+    assert closed
+    assert all(bucket.nbytes > cap for bucket in closed)
+
+
+def test_one_more_byte_of_cap_never_adds_a_bucket_where_atoms_repeat() -> None:
+    for sizes in ((60, 15, 20), (16, 15), (40, 40)):
+        counts = [
+            len(plan_graph(atoms(12, *sizes), BucketConfig(cap, cap)).buckets) for cap in range(20, 400)
+        ]
+        assert counts == sorted(counts, reverse=True)

@@ -26,6 +26,12 @@ def test_a_run_of_equal_entries_is_no_block() -> None:
     assert block_ends("a" * 50) == frozenset()
 
 
+def test_a_run_of_entries_that_are_blocks_by_themselves_ends_everywhere() -> None:
+    ends = block_ends("-" + "a" * FEWEST + "b" * FEWEST, alone=lambda entry: entry == "a")
+    assert sorted(ends) == list(range(FEWEST + 1))
+    assert block_ends("a" * (FEWEST - 1), alone=lambda _: True) == frozenset()
+
+
 def test_what_repeats_within_a_block_does_not_hide_the_block() -> None:
     ends = sorted(block_ends("h" + "qqqod" * (FEWEST + 1) + "t"))
     assert len(ends) >= FEWEST
