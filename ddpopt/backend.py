@@ -89,7 +89,8 @@ class DdpoptBackend:
         if planned is None or not planned.plan.buckets:
             _say_whole(planned)
             return compiler(gm, example_inputs)
-        run = self._compile(ddp, planned, gm, example_inputs, compiler, options)
+        with _without_collections():
+            run = self._compile(ddp, planned, gm, example_inputs, compiler, options)
         regions = self._regions.get(ddp)
         return run if regions is None else regions.watching(planned, run)
 
@@ -184,21 +185,32 @@ class DdpoptBackend:
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Keep what is planned and cut apart from what runs.
+def _without_collections() -> Iterator[None]:
+    """Pause Python's garbage collector: what compiling makes stays, and each collection would walk all of it.
 
-    Python's garbage collector is paused: what is made here stays, and each collection would walk all of it.
-    On a graph of 6000 nodes the collections take as long as the work itself, and grow as its square. And
-    hooks on saved tensors, such as those of a checkpoint around the forward, are not to see example values.
+    On a graph of 6000 nodes collections take as long as planning itself, and grow as its square; of the time
+    to compile a GPT of 24 layers they are 6 %. Without them it takes a fifth more of the host's memory.
     """
     running = gc.isenabled()
     gc.disable()
     try:
-        with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
-            yield
+        yield
     finally:
         if running:
             gc.enable()
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Keep what is planned and cut apart from what runs: the collector, and hooks on saved tensors.
+
+    Such hooks, those of a checkpoint around the forward for instance, are not to see example values.
+    """
+    with (
+        _without_collections(),
+        torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is),
+    ):
+        yield
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

@@ -32,6 +32,7 @@ INVARIANTS: tuple[Invariant, ...] = (
     Invariant("mutation order", memory.mutations_keep_their_order),
     Invariant("random order", memory.draws_keep_their_order),
     Invariant("copies", memory.copies_are_not_noticed),
+    Invariant("severed views", memory.views_without_gradient_stay),
     Invariant("symbols", program.symbols_are_bound),
     Invariant("planned nodes", promises.segments_hold_the_planned_nodes),
     Invariant("planned cuts", promises.cuts_open_segments),

@@ -5,8 +5,11 @@ together, while in eager they leave one after the other as the region's backward
 divided at the places where its buckets end: two checkpointed regions, one behind the other, recompute the
 same values, and keep one more, that which passes from the first to the second.
 
-Invariant: every piece keeps the checkpoint's own settings and policy; a graph in which no bucket ends inside
-a region comes back as the same object.
+A region through which no gradient passes has nothing to recompute. It is written out: torch refuses to
+compile one that draws random numbers in a segment that has no backward.
+
+Invariant: every piece keeps the checkpoint's own settings and policy; a graph in which there is nothing to do
+comes back as the same object.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ddpopt.facts import gradient_carriers
 from ddpopt.graphs import body_nodes, fetch, module_like
 from ddpopt.layout import State
 
@@ -50,6 +54,21 @@ def divide_regions(
             if node in places[region]:
                 openers.setdefault(region, {})[places[region][node]] = None
     return _divide(gm, openers) if openers else gm
+
+
+def write_out_idle_regions(gm: fx.GraphModule) -> fx.GraphModule:
+    """Write out the checkpointed regions of `gm` that have no backward.
+
+    Args:
+        gm: a graph; it is left as it is.
+
+    Returns:
+        A new module; or `gm` itself if it has no such region.
+    """
+    regions = [node for node in gm.graph.nodes if _is_region(node)]
+    carriers = gradient_carriers(gm.graph) if regions else {}
+    idle = [region for region in regions if region not in carriers]
+    return _write_out(gm, idle)[0] if idle else gm
 
 
 def _places(body: fx.GraphModule) -> dict[fx.Node, fx.Node]:
@@ -91,7 +110,10 @@ def _write_out(
     inner: dict[str, tuple[fx.Node, fx.Node]] = {}
     held: dict[str, object] = {}
     chosen = dict.fromkeys(regions)
+    bodies = {region.args[0] for region in regions}
     for node in gm.graph.nodes:
+        if node in bodies and chosen.keys() >= node.users.keys():
+            continue
         if node in chosen:
             body = _body(gm, node)
             values = _operands(body, node, copies)
@@ -106,7 +128,7 @@ def _write_out(
         elif node.target is operator.getitem and node.args[0] in chosen:
             copies[node] = copies[node.args[0]][node.args[1]]
         else:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node] = _copy(node, graph, copies)
     return module_like(gm, graph, held), inner
 
 
@@ -120,10 +142,15 @@ def _divide(gm: fx.GraphModule, openers: Mapping[fx.Node, Iterable[fx.Node]]) ->
         elif node.target is operator.getitem and node.args[0] in openers:
             copies[node] = copies[node.args[0]][node.args[1]]
         else:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-            if hasattr(node, "_dynamo_source"):
-                copies[node]._dynamo_source = node._dynamo_source
+            copies[node] = _copy(node, graph, copies)
     return module_like(gm, graph, held)
+
+
+def _copy(node: fx.Node, graph: fx.Graph, copies: Mapping[fx.Node, Argument]) -> fx.Node:
+    copied = graph.node_copy(node, copies.__getitem__)
+    if hasattr(node, "_dynamo_source"):
+        copied._dynamo_source = node._dynamo_source
+    return copied
 
 
 def _write_pieces(

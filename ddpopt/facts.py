@@ -18,7 +18,7 @@ from torch import fx
 
 from ddpopt.crossing import blocked_positions
 from ddpopt.graphs import GRAD_MODE, SOURCES, body_nodes, example_value, fetch, requires_grad, storages
-from ddpopt.mutation import first_names, mutated_inputs
+from ddpopt.mutation import first_names, mutated_inputs, passes_on_input
 from ddpopt.reducer import ParamSpec
 
 BIAS = 64
@@ -174,13 +174,16 @@ def _is_awaited(written: fx.Node, awaited: Set[int]) -> bool:
 
 
 def _without_grad_mode(graph: fx.Graph) -> dict[fx.Node, None]:
-    """The nodes under ``no_grad``. Tracing says of a view of a parameter that it requires grad even there."""
+    """The nodes under ``no_grad``, but for those that return an input as it is.
+
+    Tracing says of a view of a parameter that it requires grad even there.
+    """
     found: dict[fx.Node, None] = {}
     enabled = True
     for node in graph.nodes:
         if node.target is GRAD_MODE:
             enabled = bool(node.args[0])
-        elif not enabled:
+        elif not enabled and not passes_on_input(node):
             found[node] = None
     return found
 

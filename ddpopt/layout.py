@@ -28,7 +28,7 @@ from ddpopt.graphs import (
     storages,
     storages_of,
 )
-from ddpopt.mutation import first_names, mutated_inputs, viewed_input
+from ddpopt.mutation import first_names, mutated_inputs, passes_on_input, viewed_input
 
 ENTER_AUTOCAST, EXIT_AUTOCAST = AUTOCAST
 Path = tuple[int, ...]
@@ -68,6 +68,8 @@ class Layout:
     mutations: dict[int, set[int]]
     carriers: Mapping[fx.Node, None]
     sources: Mapping[fx.Node, fx.Node]
+    grad_modes: Mapping[fx.Node, bool]
+    severed: Mapping[fx.Node, None]
 
     @classmethod
     def of(cls, graph: fx.Graph, openers: Sequence[str]) -> Layout:
@@ -76,6 +78,7 @@ class Layout:
         segments: list[list[fx.Node]] = [[] for _ in range(len(openers) + 1)]
         home: dict[fx.Node, int] = {}
         states = [State()]
+        grad_modes: dict[fx.Node, bool] = {}
         state, current = State(), 0
         for node in body_nodes(graph):
             if node.name in opening:
@@ -83,6 +86,7 @@ class Layout:
                 states.append(state)
             segments[current].append(node)
             home[node] = current
+            grad_modes[node] = state.grad_enabled
             state = state.after(node)
         layout = cls(
             segments,
@@ -93,6 +97,8 @@ class Layout:
             mutations=_mutations(home),
             carriers=gradient_carriers(graph),
             sources=_returned_sources(home),
+            grad_modes=grad_modes,
+            severed=_severed_views(grad_modes),
         )
         for node in graph.output_node().all_input_nodes:
             for leaf in _leaves(layout.source(node)):
@@ -116,12 +122,13 @@ class Layout:
         """Whether a node is computed again in each segment that reads it.
 
         AOTAutograd takes no symbolic float or bool as an input of a graph with a backward; what they are
-        computed from (sizes, the tensors behind float arguments) it does take. And a view of a tensor that
-        is written to has to be a view of what the reading segment gets.
+        computed from (sizes, the tensors behind float arguments) it does take. A view of a tensor that is
+        written to has to be a view of what the reading segment gets. And a view taken without gradient, were
+        it handed out, AOTAutograd would make anew from its base, with gradient.
         """
         if node.op == "placeholder":
             return False
-        if isinstance(example_value(node), (torch.SymFloat, torch.SymBool)):
+        if node in self.severed or isinstance(example_value(node), (torch.SymFloat, torch.SymBool)):
             return True
         return not self.mutations.keys().isdisjoint(storages(node)) and viewed_input(node) is not None
 
@@ -218,6 +225,21 @@ def _returned_sources(nodes: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
     for node, first in first_names(nodes).items():
         if viewed_input(first) is None:
             found[node] = first
+    return found
+
+
+def _severed_views(grad_modes: Mapping[fx.Node, bool]) -> dict[fx.Node, None]:
+    """The views through which no gradient reaches their base, though torch says that they require grad.
+
+    Args:
+        grad_modes: for each body node, in order, whether it runs with gradient.
+    """
+    found: dict[fx.Node, None] = {}
+    for node, enabled in grad_modes.items():
+        base = viewed_input(node) if not enabled or found else None
+        taken_without = not enabled and requires_grad(example_value(node)) and not passes_on_input(node)
+        if base is not None and (base in found or taken_without):
+            found[node] = None
     return found
 
 

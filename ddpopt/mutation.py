@@ -53,6 +53,13 @@ def returned_input(node: fx.Node) -> fx.Node | None:
     return next((source for source in mutated_inputs(node) if example_value(source) is value), None)
 
 
+def passes_on_input(node: fx.Node) -> bool:
+    """Whether `node` returns one of its inputs as it is, as ``contiguous()`` may, and writes to none."""
+    value = example_value(node)
+    inputs = map(example_value, node.all_input_nodes)
+    return isinstance(value, torch.Tensor) and any(v is value for v in inputs) and not mutated_inputs(node)
+
+
 def first_names(nodes: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
     """For each of `nodes`, in graph order, that returns what it writes to: the node that made that tensor."""
     found: dict[fx.Node, fx.Node] = {}

@@ -26,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils import _pytree as pytree
 
-from ddpopt.checkpoints import divide_regions
+from ddpopt.checkpoints import divide_regions, write_out_idle_regions
 from ddpopt.facts import BIAS, GraphFacts, collect, several_weights
 from ddpopt.graphs import AUTOCAST, MISSING, body_nodes, example_value, module_like, with_values
 from ddpopt.plan import Plan
@@ -71,7 +71,7 @@ def plan_and_open(
         facts: those of `gm`, where they have been read off already.
 
     Returns:
-        The graph that the plan is for (`gm` itself if no call was opened), its facts and the plan.
+        The graph that the plan is for (`gm` itself if nothing was opened), its facts and the plan.
     """
     if facts is None:
         facts = collect(gm, example_inputs, specs)
@@ -80,6 +80,8 @@ def plan_and_open(
         opened = open_calls(planned.gm, planned.facts, planned.plan)
         if opened is planned.gm:
             opened = divide_regions(opened, lambda g: _cuts(g, example_inputs, specs, decide))
+        if opened is planned.gm and planned.plan.cuts:
+            opened = write_out_idle_regions(opened)
         if opened is planned.gm:
             return planned
         planned = _plan(opened, example_inputs, specs, decide)

@@ -61,20 +61,22 @@ class _Segment:
     """A segment under construction."""
 
     graph: fx.Graph
+    state: State
     inputs: dict[Leaf, fx.Node] = field(default_factory=dict)
     copies: dict[fx.Node, fx.node.Argument] = field(default_factory=dict)
 
 
 def _build_segment(layout: Layout, index: int) -> _Segment:
-    segment = _Segment(fx.Graph())
+    segment = _Segment(fx.Graph(), layout.states[index])
     nodes = layout.segments[index]
     for leaf in inputs_of(nodes, layout, index):
         layout.export(leaf)
         segment.inputs[leaf] = _placeholder(segment.graph, leaf)
     read = _reader(segment, layout)
-    _enter(segment, layout.states[index], read)
+    _enter(segment, read)
     for node in nodes:
         segment.copies[node] = segment.graph.node_copy(node, read)
+        segment.state = segment.state.after(node)
     if index + 1 < len(layout.states):
         _leave(segment, layout.states[index + 1], read)
     return segment
@@ -95,13 +97,27 @@ def _reader(segment: _Segment, layout: Layout) -> Reader:
         if node not in segment.copies:
             node = layout.source(node)  # what a node of another segment returns comes in as what it wrote to
         if node not in segment.copies:
-            if node.op == "get_attr" or layout.is_echoed(node):
+            if node.op == "get_attr":
                 segment.copies[node] = segment.graph.node_copy(node, read)
+            elif layout.is_echoed(node):
+                segment.copies[node] = _echo(segment, node, layout.grad_modes[node], read)
             else:
                 segment.copies[node] = _rebuild(node, segment.inputs)
         return segment.copies[node]
 
     return read
+
+
+def _echo(segment: _Segment, node: fx.Node, grad_enabled: bool, read: Reader) -> fx.Node:
+    """Compute a node of an earlier segment once more, in the grad mode in which the graph computes it."""
+    arguments = {source: read(source) for source in node.all_input_nodes}
+    here = segment.state.grad_enabled
+    if here != grad_enabled:
+        segment.graph.create_node("call_function", GRAD_MODE, (grad_enabled,), name="echoed_grad_mode")
+    copied = segment.graph.node_copy(node, arguments.__getitem__)
+    if here != grad_enabled:
+        segment.graph.create_node("call_function", GRAD_MODE, (here,), name="resumed_grad_mode")
+    return copied
 
 
 def _rebuild(node: fx.Node, leaves: Mapping[Leaf, fx.Node]) -> fx.node.Argument:
@@ -120,11 +136,11 @@ def _rebuild(node: fx.Node, leaves: Mapping[Leaf, fx.Node]) -> fx.node.Argument:
     return build(example_value(node), ())
 
 
-def _enter(segment: _Segment, state: State, read: Reader) -> None:
+def _enter(segment: _Segment, read: Reader) -> None:
     """Open the spans that the cut in front of this segment falls into."""
-    for node in state.autocast:
+    for node in segment.state.autocast:
         segment.copies[node] = segment.graph.node_copy(node, read)
-    if not state.grad_enabled:
+    if not segment.state.grad_enabled:
         segment.graph.create_node("call_function", GRAD_MODE, (False,), name="resumed_grad_mode")
 
 

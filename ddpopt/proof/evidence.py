@@ -78,8 +78,9 @@ def gather(
 def steps_passing_gradient(original: Original) -> dict[str, None]:
     """The steps whose backward runs, by name.
 
-    Their result requires grad, in grad mode, and reaches an output through steps like them, or a write that
-    one of them, an output or the caller sees. A write of what requires no grad passes none.
+    Their result requires grad, in grad mode or as an argument that they return as it is, and reaches an
+    output through steps like them, or a write that one of them, an output or the caller sees. A write of what
+    requires no grad passes none.
     """
     passing: dict[str, None] = {}
     program = original.program
@@ -87,7 +88,8 @@ def steps_passing_gradient(original: Original) -> dict[str, None]:
     outliving.extend(term for term in original.terms.values() if isinstance(term, Held))
     seen = set(_storages(original, outliving))
     for step in reversed(program.steps):
-        if not step.state.grad_mode or not _requires_grad(original.example(original.terms[step.name])):
+        value = original.example(original.terms[step.name])
+        if not requires_grad(value) or not (step.state.grad_mode or returns_argument(original, step)):
             continue
         reaches = any(user.op == "output" or user.name in passing for user in step.node.users)
         if reaches or _writes_what_is_seen(original, step, seen):
@@ -122,12 +124,20 @@ def earliest_readers(
     return readers
 
 
+def returns_argument(original: Original, step: Step) -> bool:
+    """Whether a step's value is the very tensor that it was given, and that it did not write to."""
+    value = original.example(original.terms[step.name])
+    given = (leaf for term in (*step.args, *step.kwargs.values()) for leaf in leaves(term))
+    same = isinstance(value, torch.Tensor) and any(original.example(leaf) is value for leaf in given)
+    return same and not any(True for _ in written(call_of(step)))
+
+
 def _writes_what_is_seen(original: Original, step: Step, seen: Set[int]) -> bool:
     """Whether a step writes to what requires grad and lies in storages that are seen, or in none."""
     values = (leaf for value in written(call_of(step)) for leaf in leaves(value))
     for leaf in (value for value in values if isinstance(value, (Made, Item, Held))):
         own = set(_storages(original, [leaf]))
-        if _requires_grad(original.example(leaf)) and (not own or not own.isdisjoint(seen)):
+        if requires_grad(original.example(leaf)) and (not own or not own.isdisjoint(seen)):
             return True
     return False
 
@@ -139,13 +149,13 @@ def _storages(original: Original, terms: Iterable[Term]) -> Iterator[int]:
         yield from (key for key in keys if key is not None)
 
 
-def _requires_grad(example: object) -> bool:
+def requires_grad(example: object) -> bool:
     """Whether a tensor in a value requires grad; what tracing left no value for is taken to."""
     if isinstance(example, (tuple, list)):
-        return any(_requires_grad(item) for item in example)
+        return any(requires_grad(item) for item in example)
     if isinstance(example, torch.Tensor):
         # what stands for a batch, inside vmap, does not require grad where what it holds does
         holds = torch._C._functorch
         batched = holds.is_functorch_wrapped_tensor(example)
-        return example.requires_grad or (batched and _requires_grad(holds.get_unwrapped(example)))
+        return example.requires_grad or (batched and requires_grad(holds.get_unwrapped(example)))
     return example is ABSENT

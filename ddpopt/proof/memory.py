@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ddpopt.proof.effects import call_of, draws, reshapes, written
-from ddpopt.proof.evidence import Evidence
+from ddpopt.proof.evidence import Evidence, requires_grad, returns_argument
 from ddpopt.proof.steps import SYMBOLIC, Original, Program, Step, at, storage_of, tensors_in
 from ddpopt.proof.terms import ABSENT, Item, Made, Term, leaves, show
 
@@ -61,6 +61,16 @@ def copies_are_not_noticed(evidence: Evidence) -> Iterator[str]:
     for segment, copy in evidence.stitched.restored:
         if (segment, copy) not in known:
             yield f"segment {segment}: {copy} is written back, but was no input of it"
+
+
+def views_without_gradient_stay(evidence: Evidence) -> Iterator[str]:
+    """No view through which no gradient passes crosses a cut, for behind it gradient would pass."""
+    severed = _severed(evidence.original)
+    for crossing in evidence.stitched.crossings if severed else ():
+        for leaf in leaves(crossing.term):
+            if _maker(leaf) in severed and (crossing.copy is None or crossing.copy.method != "detach"):
+                where = f"segment {crossing.segment}, input {crossing.node.name}"
+                yield f"{where}: is a view that was taken without gradient"
 
 
 def steps_taken_twice(evidence: Evidence) -> Iterator[Step]:
@@ -140,6 +150,35 @@ def _reshaped(original: Original) -> set[Term]:
     """The values whose shape or strides a step changes in place."""
     calls = map(call_of, original.program.steps)
     return {leaf for call in calls if reshapes(call) for value in written(call) for leaf in leaves(value)}
+
+
+def _severed(original: Original) -> set[Term]:
+    """The values that are views taken under ``no_grad`` of what requires grad, and views of these."""
+    found: set[Term] = set()
+    for step in original.program.steps:
+        if step.state.grad_mode and not found:
+            continue
+        value = original.terms[step.name]
+        read = [_maker(leaf) for term in (*step.args, *step.kwargs.values()) for leaf in leaves(term)]
+        taken_without = not (step.state.grad_mode or returns_argument(original, step))
+        taken_without &= requires_grad(original.example(value))
+        if (taken_without or not found.isdisjoint(read)) and _is_view(original, step):
+            found.add(_maker(value))
+    return found
+
+
+def _maker(term: Term) -> Term:
+    """The value of a node that an item of it belongs to."""
+    while isinstance(term, Item):
+        term = term.base
+    return term if isinstance(term, Made) else None
+
+
+def _is_view(original: Original, step: Step) -> bool:
+    """Whether a step writes to nothing and makes nothing that its arguments do not hold already."""
+    made = set(_families(original, original.terms[step.name]))
+    read = {f for term in (*step.args, *step.kwargs.values()) for f in _families(original, term)}
+    return bool(made) and made <= read and not any(True for _ in written(call_of(step)))
 
 
 def _may_repeat(original: Original, step: Step, watched: Mapping[Hashable, str]) -> bool:

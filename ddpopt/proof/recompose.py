@@ -8,6 +8,7 @@ Invariant: shares no code with what plans or cuts, and visits each node once.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
@@ -160,7 +161,8 @@ class _Segment(_Walk):
     """One segment on its way to steps of the original.
 
     A node with the name of a node of the original is that node. What else there may be: switches of state
-    in front of the first of these and behind the last, and items of tuples anywhere.
+    in front of the first of these and behind the last, switches of grad mode around a node that is taken
+    again, and items of tuples anywhere.
     """
 
     def __init__(
@@ -174,6 +176,9 @@ class _Segment(_Walk):
         at_home = [node.name for node in self.own if node.name in home] or [node.name for node in self.own]
         self.resumed = original.steps[at_home[0]].state.autocast if at_home else ()
         self.left = len(self.own)
+        again = {node for node in calls if node.name in original.steps and node.name not in home}
+        neighbours = [(a, b) for pair in itertools.pairwise(calls) for a, b in (pair, pair[::-1])]
+        self.around_repeats = {node: None for node, other in neighbours if other in again}
 
     def call(self, step: Step) -> Term:
         if step.node in self.own:
@@ -200,7 +205,7 @@ class _Segment(_Walk):
         """Whether a cut may need this switch of state here."""
         at_start, at_end = self.left == len(self.own), self.left == 0
         if step.callee is SET_GRAD_MODE:
-            return at_start or at_end
+            return at_start or at_end or step.node in self.around_repeats
         return (step.callee is ENTER_AUTOCAST and at_start) or (step.callee is EXIT_AUTOCAST and at_end)
 
     def _resumed_opener(self, step: Step) -> str:

@@ -142,8 +142,11 @@ def opener_in_both(graph: fx.Graph, openers: Any) -> Layout:
     return made
 
 
-def enter_without_grad_mode(segment: Any, state: State, read: Any) -> None:
-    ENTER(segment, State(state.autocast), read)
+def enter_without_grad_mode(segment: Any, read: Any) -> None:
+    state = segment.state
+    segment.state = State(state.autocast)
+    ENTER(segment, read)
+    segment.state = state
 
 
 def first_item(graph: fx.Graph, value: Any, path: Any) -> Any:

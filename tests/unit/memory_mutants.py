@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from tests.unit.program_mutants import drop, swap
 from tests.unit.stitching import Ref, Row, Story, refs
-from tests.unit.stories import Mutant, reshaped_view
+from tests.unit.stories import Mutant, reshaped_view, view_without_grad
 
 
 def swap_draws(told: Story) -> None:
@@ -75,6 +75,13 @@ def take_view_again(told: Story) -> None:
     told.edit(1, "lin1", args=refs("view w"))
 
 
+def hand_on_view(told: Story) -> None:
+    """What was taken without gradient crosses the cut."""
+    told.pieces[0].outputs["view"] = Ref("view")
+    told.pieces[1].inputs["view"] = Ref("view")
+    del told.pieces[1].rows[:3]
+
+
 MUTANTS: Mapping[str, tuple[Mutant, ...]] = {
     "mutation order": (
         Mutant("write swapped with a read",
@@ -111,6 +118,11 @@ MUTANTS: Mapping[str, tuple[Mutant, ...]] = {
         Mutant("detached value handed on",
                "segment 1, input w0: is detached, but its return sends gradient to it",
                hand_on_detached),
+    ),
+    "severed views": (
+        Mutant("view without gradient handed on",
+               "segment 1, input view: is a view that was taken without gradient",
+               hand_on_view, view_without_grad),
     ),
     "nodes": (
         Mutant("view taken again as it was before it was transposed",

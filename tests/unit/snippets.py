@@ -107,6 +107,31 @@ def mutated_views(m: Model, x: Tensor) -> Any:
     return m.layers[1](y) + total, flat
 
 
+def views_without_grad(m: Model, x: Tensor) -> Tensor:
+    y = m.layers[0](x).tanh()
+    with torch.no_grad():
+        same = y.flatten(1)  # y itself: gradient passes
+        turned = y.t()
+        weight = m.layers.get_parameter("2.weight").t()
+        first, second = y.chunk(2, -1)
+    row = turned[0]
+    z = m.layers[1](same) * row.sum()
+    out: Tensor = z @ weight + torch.cat([second, first], -1) + y
+    return out
+
+
+def mutated_views_without_grad(m: Model, x: Tensor) -> Tensor:
+    y = m.layers[0](x) * 1
+    row = y[0]
+    with torch.no_grad():
+        flat = y.view(-1)
+        z = m.layers[1](x)
+        y.mul_(2)
+        peek = row.sum() * flat.sum()
+    out: Tensor = m.layers[2](z) + row * peek + y
+    return out
+
+
 def buffers(m: Model, x: Tensor) -> Tensor:
     y = m.norm(m.layers[0](x))
     mean = m.get_buffer("mean")
@@ -205,8 +230,8 @@ class Snippet:
 
 STATIC = (
     residual, chunks, named_tuple, recurrence, sizes, nested_autocast, grad_mode_spans, random_numbers,
-    in_place, mutated_views, buffers, outputs_of_all_kinds, constants, branches, checkpoints, complex_numbers,
-    integers, data_dependent_size, item,
+    in_place, mutated_views, views_without_grad, mutated_views_without_grad, buffers, outputs_of_all_kinds,
+    constants, branches, checkpoints, complex_numbers, integers, data_dependent_size, item,
 )  # fmt: skip
 SNIPPETS: Mapping[str, Snippet] = {
     **{forward.__name__: Snippet(forward) for forward in STATIC},

@@ -264,6 +264,17 @@ def reshaped_view() -> Story:
     return cut_in_two(weights("v w"), first, second, "turned w", params=("v", "w"))
 
 
+def view_without_grad() -> Story:
+    """A view that is taken without gradient is taken once more behind the cut, without gradient again."""
+    row = Row("view", "view", (Ref("lin0"), 4, 4))
+    first = [Row("lin0", F.linear, refs("x v")), Row("off", GRAD, (False,)), row, Row("on", GRAD, (True,))]
+    second = [Row("lin1", F.linear, refs("view w")), Row("end", torch.add, refs("lin1 lin0"))]
+    told = cut_in_two(weights("v w"), first, second, "lin0 w", params=("v", "w"))
+    again = [Row("before", GRAD, (False,), meta={}), row, Row("behind", GRAD, (True,), meta={})]
+    told.pieces[1].rows[:0] = again
+    return told
+
+
 def borrowed_names() -> Story:
     """What a cut adds may by chance bear the name of a node that stands in another segment."""
     told = story()
@@ -313,6 +324,7 @@ SMALL: tuple[Callable[[], Story], ...] = (
     symbolic_number,
     indexed_view,
     reshaped_view,
+    view_without_grad,
     borrowed_names,
     tied_weight,
     module_call,

@@ -1,6 +1,7 @@
 """The three ways in, on one rank: each cuts at the plan's buckets, trains as eager DDP, leaves no trace."""
 
 import copy
+import gc
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ddpopt
 import ddpopt.backend
-from ddpopt.backend import DdpoptBackend, ddpopt_backend
+from ddpopt.backend import DdpoptBackend, Strategy, ddpopt_backend
 from ddpopt.errors import CertificateError, UsageError
 from ddpopt.impose import impose, imposed_plan
 from ddpopt.observe import observe
@@ -275,6 +276,29 @@ def test_a_compiled_sequential_can_still_be_copied() -> None:
     assert torch.equal(twin(rows()), ddp.module(rows()))
 
 
+class PassedOn(Net):
+    """What comes out of ``no_grad`` as it is still gets its gradient; a view taken there does not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.get_parameter("layers.0.weight")
+        with torch.no_grad():
+            same, frozen = weight.contiguous(), self.get_parameter("layers.2.weight").t()
+        x = nn.functional.linear(x, same).tanh()
+        with torch.no_grad():
+            x, turned = x.contiguous(), x.t()
+        for layer in self.layers:
+            x = layer(x).tanh() @ frozen
+        return x + turned.sum()
+
+
+@pytest.mark.parametrize("strategy", ["split", "inline"])
+def test_what_no_grad_returns_as_it_is_has_its_gradient_and_views_have_none(strategy: Strategy) -> None:
+    options = {"bucket_cap_mb": ONE_LAYER_MB / 64}
+    ddp, eager = ddp_of(PassedOn, **options), ddp_of(PassedOn, **options)
+    compiled = ddpopt.compile(ddp, backend="aot_eager", strategy=strategy)
+    assert same(step(compiled, ddp, rows()), step(eager, eager, rows()))
+
+
 def test_each_region_of_a_model_with_graph_breaks_is_planned_for_its_own_parameters() -> None:
     ddp, eager, recorder = ddp_of(Broken), ddp_of(Broken), Recorder()
     assert same(
@@ -287,6 +311,28 @@ def test_each_region_of_a_model_with_graph_breaks_is_planned_for_its_own_paramet
         (index // 2, (f"layers.{index}.weight", f"layers.{index}.bias")) for index in range(4)
     ]
     assert recorder.calls == 3  # the second region's two are twins
+
+
+def test_garbage_is_not_collected_while_a_graph_is_compiled() -> None:
+    collecting: list[bool] = []
+
+    def compiler(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        collecting.append(gc.isenabled())
+        return gm.forward
+
+    ddp = ddp_of()
+    step(ddpopt.compile(ddp, backend=compiler, strategy="split"), ddp, rows())
+    assert set(collecting) == {False}
+    assert gc.isenabled()
+
+
+def test_garbage_is_collected_again_after_a_compiler_has_failed() -> None:
+    def compiler(*_: Any) -> Callable[..., Any]:
+        raise ZeroDivisionError
+
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed):
+        ddpopt.compile(ddp_of(), backend=compiler)(rows())
+    assert gc.isenabled()
 
 
 def test_replicate_is_cut_like_ddp() -> None:

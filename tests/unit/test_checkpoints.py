@@ -74,3 +74,27 @@ def test_no_bucket_waits_for_more_than_the_layer_that_fills_it(count: int, layer
     layer = 4 * 8 * 9
     plan = capture(Regions(count), torch.ones(2, 8), bucket_cap_mb=layers * layer / 2**20).plan()
     assert max(bucket.nbytes for bucket in plan.buckets) <= layer * (int(layers) + 1)
+
+
+class Frozen(nn.Module):
+    """A checkpointed region that draws random numbers and trains nothing, in front of layers that train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(nn.functional.dropout, x, use_reentrant=False)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.parametrize(("layers", "regions"), [(1.0, 2), (9.0, 3)])
+def test_a_region_without_gradient_is_written_out_where_the_graph_is_cut(layers: float, regions: int) -> None:
+    captured = capture(Frozen(), torch.ones(2, 8), bucket_cap_mb=layers * 4 * 8 * 9 / 2**20)
+    (graph,) = captured.graphs
+    assert len(graph.gm.graph.find_nodes(op="call_function", target=CHECKPOINT)) == regions
+    assert [node for node in graph.gm.graph.find_nodes(op="get_attr") if not node.users] == []
+    sources = [n._dynamo_source for n in graph.gm.graph.find_nodes(op="placeholder")]
+    assert None not in sources

@@ -292,6 +292,16 @@ def test_a_parameter_is_read_under_the_name_of_what_wrote_to_it_too() -> None:
     assert read_by(forward)["a"] == "mm_1"
 
 
+def test_a_parameter_that_comes_out_of_no_grad_as_it_is_keeps_its_gradient() -> None:
+    def forward(m: Weights, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            same = m.a.contiguous()
+            turned = m.b.t()
+        return x.mm(same).mm(turned) + m.c
+
+    assert read_by(forward) == {"a": "same", "c": "add"}
+
+
 # ------------------------------------------------------------------------------------ what does not count
 
 
