@@ -1,0 +1,104 @@
+"""torch.compile of a DDP module, with torch's DDPOptimizer, fails where eager DDP runs (RuntimeError).
+
+A parameter is changed in place under no_grad in one segment and viewed in another, whose shapes change in place: the
+segment takes its input for a view that was made without gradient.
+torch 2.13.0, 1 rank, backend 'aot_eager'.
+Run it with 'python torch-ddp-optimizer-runtimeerror-c11bae.py'.
+It exits with 1 if the difference appears, with 0 if it does not.
+"""
+
+import sys
+import traceback
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+BACKEND = 'aot_eager'
+RANK = 0
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear1 = nn.Linear(512, 512)
+        self.weight2 = nn.Parameter(torch.randn(512, 512) / 512)
+        self.shift2 = nn.Parameter(torch.zeros(512))
+        self.linear4 = nn.Linear(512, 512)
+
+    def forward(self, x):
+        h1 = self.linear1(x)
+        with torch.no_grad():
+            w2 = self.weight2.mul_(0.9)
+        view2 = w2.t()
+        v2 = x + self.shift2
+        h2 = v2 @ view2.clone()
+        i3 = h2
+        b3 = i3 * 0.5
+        h4 = self.linear4(i3)
+        late3 = h4
+        b3.unsqueeze_(0)
+        h3 = b3[0] + late3
+        return h1 + h3
+
+
+def make_model():
+    torch.manual_seed(0)
+    return Model()
+
+
+def make_inputs(rank=0, step=0):
+    g = torch.Generator().manual_seed(65536 * step + rank)
+    batch = 2
+    x = torch.randn(batch, 512, generator=g)
+    return (x,), {}
+
+
+def loss(output):
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    leaves = [leaf for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
+    return sum(leaf.abs().double().square().sum() for leaf in leaves) / sum(leaf.numel() for leaf in leaves)
+
+
+new_model, new_inputs, loss_of = make_model, make_inputs, loss
+
+DDP_ARGUMENTS = {'bucket_cap_mb': 1.0}
+
+
+def step(compiled=False):
+    """Take 1 step."""
+    model = new_model()
+    torch._dynamo.reset()
+    torch._dynamo.config.optimize_ddp = True
+    torch._dynamo.utils.counters.clear()
+    call = DistributedDataParallel(model, **DDP_ARGUMENTS)
+    call = torch.compile(call, backend=BACKEND) if compiled else call
+    for index in range(1):
+        model.zero_grad()
+        args, kwargs = new_inputs(RANK, index)
+        torch.manual_seed(index * 65536 + RANK)
+        loss = loss_of(call(*args, **kwargs))
+        torch.autograd.backward(loss)
+
+
+def main():
+    """Run the step in eager, and compiled."""
+    step()
+    try:
+        step(compiled=True)
+    except Exception:
+        traceback.print_exc()
+        print("the difference appears: eager runs, compiled code does not")
+        return 1
+    print("no difference")
+    return 0
+
+
+if __name__ == "__main__":
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    exit_code = main()
+    torch.distributed.destroy_process_group()
+    sys.exit(exit_code)
