@@ -26,6 +26,7 @@ from ddpopt.certificate import certify
 from ddpopt.deferred import PendingLogger, active_module
 from ddpopt.errors import UsageError
 from ddpopt.facts import parameter_names, parameter_sources
+from ddpopt.graphs import begins_without_grad
 from ddpopt.handover import READ_AGAIN, USED_AGAIN
 from ddpopt.impose import defer, imposed_plan
 from ddpopt.inductor import in_order, is_inductor
@@ -84,15 +85,19 @@ class DdpoptBackend:
         if ddp is None:
             _say_once("no DistributedDataParallel forward is running; the graph is compiled whole")
             return compiler(gm, example_inputs)
+        if begins_without_grad(gm.graph):
+            _say_once("a graph that is called without gradient turns it on; it is compiled whole")
+            return compiler(gm, example_inputs)
         with _undisturbed():
             planned = self._plan(ddp, gm, example_inputs)
         if planned is None or not planned.plan.buckets:
             _say_whole(planned)
-            return compiler(gm, example_inputs)
-        with _without_collections():
-            run = self._compile(ddp, planned, gm, example_inputs, compiler, options)
+            run = compiler(gm, example_inputs)
+        else:
+            with _without_collections():
+                run = self._compile(ddp, planned, gm, example_inputs, compiler, options)
         regions = self._regions.get(ddp)
-        return run if regions is None else regions.watching(planned, run)
+        return run if regions is None or planned is None else regions.watching(planned, example_inputs, run)
 
     def _compile(
         self,

@@ -18,7 +18,7 @@ from torch import fx
 
 from ddpopt.crossing import blocked_positions
 from ddpopt.graphs import GRAD_MODE, SOURCES, body_nodes, example_value, fetch, requires_grad, storages
-from ddpopt.mutation import first_names, mutated_inputs, passes_on_input
+from ddpopt.mutation import first_names, mutated_inputs, passes_on_input, returned_input
 from ddpopt.reducer import ParamSpec
 
 BIAS = 64
@@ -68,7 +68,8 @@ class GraphFacts:
 
 def several_weights(sizes: Sequence[int]) -> bool:
     """Whether parameters of these sizes are more than one weight and its biases."""
-    return sum(size * BIAS > max(sizes) for size in sizes) > 1
+    largest = max(sizes, default=0)
+    return sum(size * BIAS > largest for size in sizes) > 1
 
 
 def collect(
@@ -148,7 +149,8 @@ def gradient_carriers(graph: fx.Graph) -> dict[fx.Node, None]:
     """The nodes whose backward runs: their result requires grad and reaches an output.
 
     It may also reach one by being written into a tensor that a carrier behind it reads by any of its views,
-    or that outlives the graph. What is written without gradient, as running statistics are, passes none on.
+    or that outlives the graph. What is written without gradient, as running statistics are, passes none on;
+    but who reads what a write returns, reads what was written to.
 
     A node without an example value counts as carrying gradient: that can only delay a bucket, never
     send it too early.
@@ -157,10 +159,15 @@ def gradient_carriers(graph: fx.Graph) -> dict[fx.Node, None]:
     off = _without_grad_mode(graph)
     outliving = (node for node in graph.nodes if node.op in SOURCES or node.op == "output")
     awaited = {key for node in outliving for held in (node, *node.all_input_nodes) for key in storages(held)}
+    handing_on: dict[fx.Node, None] = {}
     for node in reversed(graph.nodes):
-        if node.op in (*SOURCES, "output") or node in off or not requires_grad(example_value(node)):
+        if node.op in (*SOURCES, "output") or not requires_grad(example_value(node)):
             continue
-        used = any(user.op == "output" or user in carriers for user in node.users)
+        used = any(user.op == "output" or user in carriers or user in handing_on for user in node.users)
+        if node in off:
+            if used and returned_input(node) is not None:
+                handing_on[node] = None
+            continue
         if used or any(_is_awaited(written, awaited) for written in mutated_inputs(node)):
             carriers[node] = None
             awaited.update(key for source in node.all_input_nodes for key in storages(source))

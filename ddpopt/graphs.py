@@ -21,6 +21,12 @@ AUTOCAST = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._ex
 GRAD_MODE = torch._C._set_grad_enabled
 
 
+def begins_without_grad(graph: fx.Graph) -> bool:
+    """Whether `graph` is called under ``no_grad`` and turns gradient on: Dynamo writes down changes only."""
+    switches = (bool(node.args[0]) for node in graph.nodes if node.target is GRAD_MODE)
+    return next(switches, False)
+
+
 class Missing:
     """Stands where a node carries no example value: nothing is known of what it returns."""
 

@@ -3,9 +3,10 @@
 A model with graph breaks has several graphs, each planned for its own parameters. Backward runs them last
 to first, so the buckets of the last graph are reduced first.
 
-A parameter that no graph reads may be read by ordinary code in front of a graph; then it is ready behind that
-graph's own. Or it may be unused, or used behind all graphs, or on another rank only. It is then taken to be
-ready just before the parameter registered in front of it, as DDP assumes for its initial buckets.
+A parameter may be read by ordinary code in front of a graph, and by no graph in front of that code; then it
+is ready behind that graph's own. One that nobody is known to read may be unused, or used behind all graphs,
+or on another rank only. It is taken to be ready just before the parameter registered in front of it, as DDP
+assumes for its initial buckets.
 
 Invariant: every parameter that DDP reduces stands in exactly one bucket.
 """
@@ -37,12 +38,15 @@ def join_plans(
     Returns:
         A plan over all of `specs`.
     """
+    between = _read_between(plans, specs, read_before)
+    elsewhere = {spec.name for group in between for spec in group}
     segments: list[Segment] = []
     for graph, plan in enumerate(plans):
         offset = len(segments)
-        segments.extend(replace(s, index=s.index + offset, graph=graph) for s in plan.segments)
+        for segment in plan.segments:
+            own = tuple(name for name in segment.params if name not in elsewhere)
+            segments.append(replace(segment, index=segment.index + offset, graph=graph, params=own))
     joiner = _Joiner(config.rebuilt_limits)
-    between = _read_between(plans, specs, read_before)
     for part in _parts(plans, specs, config.rebuilt_limits[-1], between):
         joiner.add(part)
     buckets = _numbered(joiner.finish())
@@ -81,18 +85,20 @@ class _Open:
 
 
 UNREAD = "no compiled graph reads these parameters; they are placed by their order of registration"
-BETWEEN = "no compiled graph reads these parameters; code in front of one does"
+BETWEEN = "no compiled graph reads these parameters first; code in front of one does"
 
 
 def _read_between(
     plans: Sequence[Plan], specs: Sequence[ParamSpec], read_before: Sequence[Collection[str]]
 ) -> list[list[ParamSpec]]:
-    """For each graph, what only code in front of it reads, registered last first; none in two places."""
-    taken = {name for plan in plans for segment in plan.segments for name in segment.params}
+    """For each graph, what code in front of it reads and no earlier graph does, registered last first."""
+    graph_of = {name: g for g, plan in enumerate(plans) for s in plan.segments for name in s.params}
     found: list[list[ParamSpec]] = [[] for _ in plans]
-    for own, names in zip(found, read_before, strict=False):
-        own.extend(spec for spec in reversed(specs) if spec.name in names and spec.name not in taken)
-        taken.update(spec.name for spec in own)
+    for graph, names in enumerate(read_before):
+        for spec in reversed(specs):
+            if spec.name in names and graph_of.get(spec.name, graph) >= graph:
+                found[graph].append(spec)
+                graph_of[spec.name] = -1
     return found
 
 
@@ -112,7 +118,9 @@ def _parts(
             members = tuple(by_name[name] for name in bucket.params if name not in left_out)
             if not members:
                 continue
-            full = bucket is not plan.buckets[-1] or bucket.nbytes >= cap or members[0].sparse
+            nbytes = sum(spec.nbytes for spec in members)
+            whole = nbytes == bucket.nbytes and bucket is not plan.buckets[-1]
+            full = whole or nbytes >= cap or members[0].sparse
             graph_parts.append(_Part(members, bucket.segment + offset, full, bucket.reason))
         graph_parts.extend(_Part((spec,), None, spec.sparse, BETWEEN) for spec in in_front)
     return _with_unread(graph_parts, specs)

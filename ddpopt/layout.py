@@ -28,7 +28,7 @@ from ddpopt.graphs import (
     storages,
     storages_of,
 )
-from ddpopt.mutation import first_names, mutated_inputs, passes_on_input, viewed_input
+from ddpopt.mutation import first_names, is_view, mutated_inputs, tensors_of, viewed_input
 
 ENTER_AUTOCAST, EXIT_AUTOCAST = AUTOCAST
 Path = tuple[int, ...]
@@ -236,11 +236,16 @@ def _severed_views(grad_modes: Mapping[fx.Node, bool]) -> dict[fx.Node, None]:
     """
     found: dict[fx.Node, None] = {}
     for node, enabled in grad_modes.items():
-        base = viewed_input(node) if not enabled or found else None
-        taken_without = not enabled and requires_grad(example_value(node)) and not passes_on_input(node)
-        if base is not None and (base in found or taken_without):
+        of_severed = not found.keys().isdisjoint(node.all_input_nodes)
+        if (of_severed or (not enabled and _makes_trained(node))) and is_view(node):
             found[node] = None
     return found
+
+
+def _makes_trained(node: fx.Node) -> bool:
+    """Whether a node returns a tensor that requires grad and is none of its inputs."""
+    given = tensors_of(node.all_input_nodes)
+    return any(key not in given and requires_grad(value) for key, value in tensors_of([node]).items())
 
 
 def _leaves(node: fx.Node) -> list[Leaf]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import fx
 from torch._ops import HigherOrderOperator
+from torch.utils import _pytree as pytree
 
 from ddpopt.graphs import SOURCES, example_value, storages
 
@@ -33,15 +34,10 @@ def mutated_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def viewed_input(node: fx.Node) -> fx.Node | None:
-    """The input of which `node` is nothing but a view (or views), or None.
-
-    A call of a module or with a graph of its own may do more than to make the view that it returns.
-    """
+    """The input of which `node` is nothing but a view (or views), or None."""
+    if not is_view(node):
+        return None
     own = set(storages(node))
-    if node.op in (*SOURCES, "output", "call_module") or isinstance(node.target, HigherOrderOperator):
-        return None
-    if not own or mutated_inputs(node):
-        return None
     return next((source for source in node.all_input_nodes if own.issubset(storages(source))), None)
 
 
@@ -55,9 +51,26 @@ def returned_input(node: fx.Node) -> fx.Node | None:
 
 def passes_on_input(node: fx.Node) -> bool:
     """Whether `node` returns one of its inputs as it is, as ``contiguous()`` may, and writes to none."""
-    value = example_value(node)
-    inputs = map(example_value, node.all_input_nodes)
-    return isinstance(value, torch.Tensor) and any(v is value for v in inputs) and not mutated_inputs(node)
+    returned, given = tensors_of([node]), tensors_of(node.all_input_nodes)
+    return not returned.keys().isdisjoint(given) and not mutated_inputs(node)
+
+
+def tensors_of(nodes: Iterable[fx.Node]) -> dict[int, torch.Tensor]:
+    """The tensors in the values of `nodes`, by identity."""
+    found = pytree.tree_leaves([example_value(node) for node in nodes])
+    return {id(leaf): leaf for leaf in found if isinstance(leaf, torch.Tensor)}
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether all that `node` returns lies in the memory of its inputs, to which it does not write.
+
+    A call of a module or with a graph of its own may do more than to make the view that it returns.
+    """
+    if node.op in (*SOURCES, "output", "call_module") or isinstance(node.target, HigherOrderOperator):
+        return False
+    own = set(storages(node))
+    given = {key for source in node.all_input_nodes for key in storages(source)}
+    return bool(own) and own <= given and not mutated_inputs(node)
 
 
 def first_names(nodes: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:

@@ -76,15 +76,19 @@ def plan_and_open(
     if facts is None:
         facts = collect(gm, example_inputs, specs)
     planned = Planned(gm, facts, decide(facts))
+    while (opened := open_calls(planned.gm, planned.facts, planned.plan)) is not planned.gm:
+        replanned = _plan(opened, example_inputs, specs, decide)
+        if _trained(replanned.facts) != _trained(planned.facts):
+            logger.warning("ddpopt: calls stay closed: opened, other parameters would get a gradient")
+            break
+        planned = replanned
     while True:
-        opened = open_calls(planned.gm, planned.facts, planned.plan)
-        if opened is planned.gm:
-            opened = divide_regions(opened, lambda g: _cuts(g, example_inputs, specs, decide))
-        if opened is planned.gm and planned.plan.cuts:
-            opened = write_out_idle_regions(opened)
-        if opened is planned.gm:
+        gm = divide_regions(planned.gm, lambda g: _cuts(g, example_inputs, specs, decide))
+        if gm is planned.gm and planned.plan.cuts:
+            gm = write_out_idle_regions(gm)
+        if gm is planned.gm:
             return planned
-        planned = _plan(opened, example_inputs, specs, decide)
+        planned = _plan(gm, example_inputs, specs, decide)
 
 
 def _plan(
@@ -92,6 +96,10 @@ def _plan(
 ) -> Planned:
     facts = collect(gm, example_inputs, specs)
     return Planned(gm, facts, decide(facts))
+
+
+def _trained(facts: GraphFacts) -> set[str]:
+    return {use.spec.name for use in facts.params if use.is_read}
 
 
 def _cuts(
@@ -226,7 +234,9 @@ def _inline(gm: fx.GraphModule, opened: Mapping[fx.Node, fx.GraphModule]) -> fx.
 
 
 def _is_element(node: fx.Node, opened: Mapping[fx.Node, fx.GraphModule]) -> bool:
-    return node.target is operator.getitem and node.args[0] in opened and isinstance(node.args[1], int)
+    """Whether a node picks an item of what an opened call returns; a tensor is indexed as ever."""
+    base = node.args[0] if node.target is operator.getitem else None
+    return isinstance(base, fx.Node) and base in opened and isinstance(example_value(base), (tuple, list))
 
 
 def _write_out(
@@ -242,4 +252,11 @@ def _write_out(
         args, kwargs = with_values((copied.args, copied.kwargs), example_value)
         with mode, torch.enable_grad():
             copied.meta["example_value"] = step.target(*args, **kwargs)  # type: ignore[operator]
-    return fx.map_arg(traced.graph.output_node().args[0], inner.__getitem__)
+    returned = traced.graph.output_node().args[0]
+    # what follows knows the call's values, and its views share their storages
+    for leaf, value in zip(
+        pytree.tree_leaves(returned), pytree.tree_leaves(example_value(node)), strict=True
+    ):
+        if isinstance(leaf, fx.Node) and leaf.op != "placeholder":
+            inner[leaf].meta["example_value"] = value
+    return fx.map_arg(returned, inner.__getitem__)

@@ -178,7 +178,7 @@ def _copy(node: fx.Node, method: str) -> fx.Node:
 
 
 def _leaf(node: fx.Node) -> fx.Node:
-    """What a segment gets in place of a tensor that it sends no gradient to: one that still requires grad.
+    """What stands in place of a tensor that no gradient is sent to: one that still requires grad.
 
     Which kernels a matrix product takes, and so its last bits, depends on whether its operands require grad.
     """
@@ -212,7 +212,10 @@ def _stitch(gm: fx.GraphModule, layout: Layout, segments: Sequence[_Segment]) ->
 
     def read(node: fx.Node) -> fx.node.Argument:
         node = layout.source(node)
-        if node not in copies:
+        if node in layout.severed and node not in copies:
+            handed_out = {leaf: value for leaf, value in values.items() if leaf.node is node}
+            copies[node] = _rebuild(node, {leaf: _leaf(value) for leaf, value in handed_out.items()})
+        elif node not in copies:
             copies[node] = graph.node_copy(node) if node.op == "get_attr" else _rebuild(node, values)
         return copies[node]
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from ddpopt.eager_reads import noting_reads
@@ -38,7 +39,7 @@ class Region:
 
     frame: object
     plan: Plan
-    read_before: set[str] = field(default_factory=set)
+    read_before: set[str] = field(default_factory=set, compare=False)
 
     @property
     def params(self) -> frozenset[str]:
@@ -73,23 +74,30 @@ class Regions:
         self._regions.append(Region(frame, planned.plan))
         return planned
 
-    def watching(self, planned: Planned, run: Callable[..., Any]) -> Callable[..., Any]:
+    def watching(
+        self, planned: Planned, example_inputs: Sequence[object], run: Callable[..., Any]
+    ) -> Callable[..., Any]:
         """A callable like `run`, by which the joined plan knows what other code read in front of this graph.
 
         Args:
             planned: what `add` returned for a graph.
+            example_inputs: one value for each of its placeholders; where none but parameters requires grad,
+                there is nothing to know.
             run: takes the graph's inputs.
         """
         region = next((region for region in self._regions if region.plan is planned.plan), None)
-        if region is None or region.params.issuperset(spec.name for spec in self.specs.values()):
+        given = (v for v in example_inputs if isinstance(v, torch.Tensor) and id(v) not in self.specs)
+        if region is None or not any(value.requires_grad for value in given):
             return run
         return noting_reads(run, self.specs, region.read_before)
 
     def joined(self) -> Plan | None:
         """The plan of the whole model, or None while no graph trains a parameter."""
-        trained = [region for region in self._regions if region.params]
-        plans, read_before = [r.plan for r in trained], [r.read_before for r in trained]
-        return join_plans(plans, tuple(self.specs.values()), self.config, read_before) if plans else None
+        if not any(region.params for region in self._regions):
+            return None
+        telling = [region for region in self._regions if region.params or region.read_before]
+        plans, read_before = [r.plan for r in telling], [r.read_before for r in telling]
+        return join_plans(plans, tuple(self.specs.values()), self.config, read_before)
 
 
 def specs_by_id(ddp: nn.parallel.DistributedDataParallel) -> dict[int, ParamSpec]:

@@ -83,15 +83,21 @@ def steps_passing_gradient(original: Original) -> dict[str, None]:
     requires no grad passes none.
     """
     passing: dict[str, None] = {}
+    handing_on: dict[str, None] = {}
     program = original.program
     outliving = [*(Made(node.name) for node in program.inputs), program.result]
     outliving.extend(term for term in original.terms.values() if isinstance(term, Held))
     seen = set(_storages(original, outliving))
     for step in reversed(program.steps):
-        value = original.example(original.terms[step.name])
-        if not requires_grad(value) or not (step.state.grad_mode or returns_argument(original, step)):
+        term = original.terms[step.name]
+        if not requires_grad(original.example(term)):
             continue
-        reaches = any(user.op == "output" or user.name in passing for user in step.node.users)
+        users = step.node.users
+        reaches = any(u.op == "output" or u.name in passing or u.name in handing_on for u in users)
+        if not (step.state.grad_mode or given_back(original, step)):
+            if reaches and term != Made(step.name):  # what it writes to and returns
+                handing_on[step.name] = None
+            continue
         if reaches or _writes_what_is_seen(original, step, seen):
             passing[step.name] = None
             seen.update(_storages(original, (*step.args, *step.kwargs.values())))
@@ -124,12 +130,13 @@ def earliest_readers(
     return readers
 
 
-def returns_argument(original: Original, step: Step) -> bool:
-    """Whether a step's value is the very tensor that it was given, and that it did not write to."""
-    value = original.example(original.terms[step.name])
+def given_back(original: Original, step: Step) -> dict[int, torch.Tensor]:
+    """By identity, the tensors that a step was given and returns as they are; none if it writes to any."""
     given = (leaf for term in (*step.args, *step.kwargs.values()) for leaf in leaves(term))
-    same = isinstance(value, torch.Tensor) and any(original.example(leaf) is value for leaf in given)
-    return same and not any(True for _ in written(call_of(step)))
+    known = {id(tensor) for leaf in given for tensor in tensors_in(original.example(leaf))}
+    own = tensors_in(original.example(original.terms[step.name]))
+    back = {id(tensor): tensor for tensor in own if id(tensor) in known}
+    return {} if back and any(True for _ in written(call_of(step))) else back
 
 
 def _writes_what_is_seen(original: Original, step: Step, seen: Set[int]) -> bool:

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 
 from ddpopt.proof.effects import call_of, draws, reshapes, written
-from ddpopt.proof.evidence import Evidence, requires_grad, returns_argument
+from ddpopt.proof.evidence import Evidence, given_back, requires_grad
 from ddpopt.proof.steps import SYMBOLIC, Original, Program, Step, at, storage_of, tensors_in
-from ddpopt.proof.terms import ABSENT, Item, Made, Term, leaves, show
+from ddpopt.proof.terms import ABSENT, Copy, Item, Made, Term, leaves, show
 
 
 def mutations_keep_their_order(evidence: Evidence) -> Iterator[str]:
@@ -64,13 +64,19 @@ def copies_are_not_noticed(evidence: Evidence) -> Iterator[str]:
 
 
 def views_without_gradient_stay(evidence: Evidence) -> Iterator[str]:
-    """No view through which no gradient passes crosses a cut, for behind it gradient would pass."""
+    """No view through which no gradient passes gets one by leaving its segment, behind a cut or as output."""
     severed = _severed(evidence.original)
-    for crossing in evidence.stitched.crossings if severed else ():
-        for leaf in leaves(crossing.term):
-            if _maker(leaf) in severed and (crossing.copy is None or crossing.copy.method != "detach"):
-                where = f"segment {crossing.segment}, input {crossing.node.name}"
-                yield f"{where}: is a view that was taken without gradient"
+    if evidence.stitched is evidence.original.program:
+        return
+    for crossing in evidence.stitched.crossings:
+        if crossing.copy is None and any(_maker(leaf) in severed for leaf in leaves(crossing.term)):
+            where = f"segment {crossing.segment}, input {crossing.node.name}"
+            yield f"{where}: is a view that was taken without gradient"
+    for leaf in leaves(evidence.stitched.result):
+        if _maker(leaf) in severed:
+            yield f"output: {show(leaf)} is a view that was taken without gradient"
+        elif isinstance(leaf, Copy) and (leaf.method != "detach" or _maker(leaf.of) not in severed):
+            yield f"output: {show(leaf)} is a copy"
 
 
 def steps_taken_twice(evidence: Evidence) -> Iterator[Step]:
@@ -160,9 +166,13 @@ def _severed(original: Original) -> set[Term]:
             continue
         value = original.terms[step.name]
         read = [_maker(leaf) for term in (*step.args, *step.kwargs.values()) for leaf in leaves(term)]
-        taken_without = not (step.state.grad_mode or returns_argument(original, step))
-        taken_without &= requires_grad(original.example(value))
-        if (taken_without or not found.isdisjoint(read)) and _is_view(original, step):
+        if not found.isdisjoint(read):
+            severs = True
+        else:
+            back = given_back(original, step)
+            new = (tensor for tensor in tensors_in(original.example(value)) if id(tensor) not in back)
+            severs = not step.state.grad_mode and any(map(requires_grad, new))
+        if severs and _is_view(original, step):
             found.add(_maker(value))
     return found
 
@@ -199,8 +209,10 @@ def _read_with_gradient(evidence: Evidence) -> dict[tuple[int, Term], str]:
     for step in (*evidence.stitched.steps, *evidence.stitched.repeats):
         if step.name not in evidence.passing:
             continue
+        back = None if step.state.grad_mode else given_back(evidence.original, step)
         for leaf in (leaf for term in (*step.args, *step.kwargs.values()) for leaf in leaves(term)):
-            if isinstance(leaf, (Made, Item)):
+            passes = back is None or any(id(t) in back for t in tensors_in(evidence.original.example(leaf)))
+            if isinstance(leaf, (Made, Item)) and passes:
                 found.setdefault((step.segment, leaf), step.name)
     for segment, result in evidence.stitched.returns.items():
         for leaf in leaves(result):

@@ -129,6 +129,13 @@ def leaves(term: Term) -> Iterator[Term]:
         yield term
 
 
+def without_copies(term: Term) -> Term:
+    """`term` with what each copy in it is a copy of."""
+    if isinstance(term, Group):
+        return Group(term.kind, tuple(map(without_copies, term.items)), term.keys)
+    return term.of if isinstance(term, Copy) else term
+
+
 def show(term: Term) -> str:
     """A term as a person would write it."""
     if isinstance(term, (Made, Item, Held, Unknown, Copy, Group)):

@@ -77,9 +77,18 @@ def take_view_again(told: Story) -> None:
 
 def hand_on_view(told: Story) -> None:
     """What was taken without gradient crosses the cut."""
-    told.pieces[0].outputs["view"] = Ref("view")
     told.pieces[1].inputs["view"] = Ref("view")
     del told.pieces[1].rows[:3]
+
+
+def hand_out_view(told: Story) -> None:
+    told.result = (told.result[0], Ref("view"))
+
+
+def hand_out_copy(told: Story) -> None:
+    told.pieces[1].outputs["lin1"] = Ref("lin1")
+    told.output = (told.output[0], Ref("lin1"))
+    told.pieces[1].after[0] = Row("loose", "detach", refs("lin1"), meta={})
 
 
 MUTANTS: Mapping[str, tuple[Mutant, ...]] = {
@@ -123,6 +132,11 @@ MUTANTS: Mapping[str, tuple[Mutant, ...]] = {
         Mutant("view without gradient handed on",
                "segment 1, input view: is a view that was taken without gradient",
                hand_on_view, view_without_grad),
+        Mutant("view without gradient handed out",
+               "output: view is a view that was taken without gradient",
+               hand_out_view, view_without_grad),
+        Mutant("copy of a value with gradient handed out", "output: lin1.detach() is a copy",
+               hand_out_copy, view_without_grad),
     ),
     "nodes": (
         Mutant("view taken again as it was before it was transposed",

@@ -120,6 +120,35 @@ def views_without_grad(m: Model, x: Tensor) -> Tensor:
     return out
 
 
+def inputs_that_no_grad_returns(m: Model, x: Tensor) -> Tensor:
+    y = m.layers[0](x).tanh()
+    with torch.no_grad():
+        same, other = torch.atleast_2d(y, x)  # type: ignore[no-untyped-call]  # of torch
+        wide, high = torch.broadcast_tensors(y, m.get_parameter("layers.2.bias"))  # type: ignore[no-untyped-call]
+        row = high[0]
+    z = m.layers[1](same * other)
+    out: Tensor = m.layers[2](z) + wide * row + same
+    return out
+
+
+def written_without_grad(m: Model, x: Tensor) -> Tensor:
+    y = m.layers[0](x) * 1
+    with torch.no_grad():
+        doubled = y.mul_(2)
+        more = doubled.add_(1)
+    z = m.layers[1](more)
+    out: Tensor = m.layers[2](z)
+    return out
+
+
+def outputs_without_grad(m: Model, x: Tensor) -> Any:
+    y = m.layers[0](x).tanh()
+    with torch.no_grad():
+        turned, parts = y.t(), y.chunk(2, -1)
+    z = m.layers[1](y)
+    return m.layers[2](z), turned, parts, turned[0]
+
+
 def mutated_views_without_grad(m: Model, x: Tensor) -> Tensor:
     y = m.layers[0](x) * 1
     row = y[0]
@@ -230,8 +259,9 @@ class Snippet:
 
 STATIC = (
     residual, chunks, named_tuple, recurrence, sizes, nested_autocast, grad_mode_spans, random_numbers,
-    in_place, mutated_views, views_without_grad, mutated_views_without_grad, buffers, outputs_of_all_kinds,
-    constants, branches, checkpoints, complex_numbers, integers, data_dependent_size, item,
+    in_place, mutated_views, views_without_grad, mutated_views_without_grad, inputs_that_no_grad_returns,
+    written_without_grad, outputs_without_grad, buffers, outputs_of_all_kinds, constants, branches,
+    checkpoints, complex_numbers, integers, data_dependent_size, item,
 )  # fmt: skip
 SNIPPETS: Mapping[str, Snippet] = {
     **{forward.__name__: Snippet(forward) for forward in STATIC},

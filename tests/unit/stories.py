@@ -272,6 +272,11 @@ def view_without_grad() -> Story:
     told = cut_in_two(weights("v w"), first, second, "lin0 w", params=("v", "w"))
     again = [Row("before", GRAD, (False,), meta={}), row, Row("behind", GRAD, (True,), meta={})]
     told.pieces[1].rows[:0] = again
+    told.pieces[0].outputs["view"] = Ref("view")
+    told.output = (told.output, Ref("view"))
+    loose = Row("loose", "detach", refs("view"), meta={})
+    told.pieces[1].after.append(loose)
+    told.result = (told.result, Ref("loose"))
     return told
 
 

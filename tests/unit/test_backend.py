@@ -291,6 +291,55 @@ class PassedOn(Net):
         return x + turned.sum()
 
 
+class PassedOnOpened(nn.Module):
+    """The same behind calls that are written out, and a view taken without gradient is returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        first, second, third = self.layers
+        x = self.attention(x[None], x[None], x[None], need_weights=False)[0]
+        with torch.no_grad():
+            same, seen = x.contiguous(), x[0].t()
+        x = second(first(same))
+        with torch.no_grad():
+            same, turned = x.contiguous(), x[0].t()
+        return third(same) + turned.sum() + x, seen
+
+
+@pytest.mark.parametrize("layers", [1 / 64, 0.3, 1, 2])
+def test_what_no_grad_returns_of_an_opened_call_has_its_gradient(layers: float) -> None:
+    options = {"bucket_cap_mb": ONE_LAYER_MB * layers}
+    ddp, eager = ddp_of(PassedOnOpened, **options), ddp_of(PassedOnOpened, **options)
+    compiled = ddpopt.compile(ddp, backend="aot_eager", strategy="split")
+    found, expected = step(compiled, ddp, rows()), step(eager, eager, rows())
+    assert len(plan_in_force(ddp).segments) > 2
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("strategy", ["split", "inline"])
+def test_a_forward_without_gradient_may_turn_it_on(strategy: Strategy) -> None:
+    ddp, eager = ddp_of(), ddp_of()
+    layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(model: nn.Module) -> Callable[[Tensor], Tensor]:
+        def call(x: Tensor) -> Tensor:
+            with torch.no_grad():
+                out: Tensor = model(x)
+            return out
+
+        return call
+
+    for model in (ddp.module, eager.module):
+        model.forward = torch.enable_grad()(model.forward)
+        model.register_module("layer", layer)
+    compiled = ddpopt.compile(ddp, backend="aot_eager", strategy=strategy)
+    assert torch.equal(forward(compiled)(rows()), forward(eager)(rows()))
+
+
 @pytest.mark.parametrize("strategy", ["split", "inline"])
 def test_what_no_grad_returns_as_it_is_has_its_gradient_and_views_have_none(strategy: Strategy) -> None:
     options = {"bucket_cap_mb": ONE_LAYER_MB / 64}

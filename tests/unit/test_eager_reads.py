@@ -70,6 +70,29 @@ class Recomputed(Scaled):
         return d(c(x).tanh()).tanh()  # type: ignore[no-any-return]
 
 
+class Paramless(Scaled):
+    """A graph that trains nothing stands between two scales."""
+
+    def __init__(self, tail: bool) -> None:
+        super().__init__(())
+        self.other = Scale()
+        self.tail = tail
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c, d = self.layers
+        x = self.other(self.scale(b(a(x).tanh()).tanh()).tanh().square() + 1)
+        return x if self.tail else d(c(x).tanh()).tanh()
+
+
+class Tied(Scaled):
+    """The weight of the head is read in front of all layers, too, and there by no graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c, d = self.layers
+        x = d(c(b(a(self.scale(x)).tanh()).tanh()).tanh()).tanh()
+        return x * self.get_parameter("scale.weight")
+
+
 def rows() -> Tensor:
     return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1))
 
@@ -103,6 +126,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "twice": lambda: Scaled((1, 3)),
     "between and behind": lambda: Scaled((1, 4)),
     "recomputed": lambda: Recomputed(()),
+    "beside a graph that trains nothing": lambda: Paramless(tail=False),
+    "tied": lambda: Tied(()),
 }
 
 
@@ -169,6 +194,34 @@ def test_what_has_no_gradient_comes_from_nowhere() -> None:
     ddp = ddp_of(lambda: Scaled(()))
     weight = ddp.module.scale.weight
     assert noted(ddp, weight, rows(), (rows() * weight).detach()) == set()
+
+
+def test_what_is_compiled_is_not_passed() -> None:
+    ddp = ddp_of(lambda: Scaled(()))
+    layer, scale = ddp.module.layers[0], ddp.module.scale
+    compiled: Any = torch.compile(layer, backend="aot_eager")
+    value = scale(compiled(rows()))
+    assert noted(ddp, value) == {"scale.weight"}
+
+
+class Named(torch.autograd.Function):
+    """Keeps a parameter under a name that the nodes which accumulate gradients have, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parameter: Tensor) -> Tensor:
+        ctx.variable = parameter
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] * 2, None
+
+
+def test_what_a_function_keeps_is_not_what_it_was_computed_from() -> None:
+    ddp = ddp_of(lambda: Scaled(()))
+    layer, scale = ddp.module.layers[0], ddp.module.scale
+    value = Named.apply(rows() * scale.weight, layer.weight.detach().requires_grad_())  # type: ignore[no-untyped-call]
+    assert noted(ddp, value) == {"scale.weight"}
 
 
 def test_only_the_first_call_with_gradients_is_looked_at() -> None:

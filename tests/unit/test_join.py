@@ -148,10 +148,25 @@ def test_what_is_read_in_front_of_two_graphs_waits_for_the_first() -> None:
     assert buckets(plan) == ["b", "a", "norm"]
 
 
-def test_what_a_graph_reads_completes_there_whatever_else_is_computed_from_it() -> None:
+def test_what_code_in_front_of_the_first_graph_that_reads_it_reads_too_is_ready_behind_it() -> None:
+    a, b, head = spec("a"), spec("b"), spec("head")
+    plan = join_plans([graph(0, a), graph(1, b, head)], (head, a, b), CAP_100, [{"head"}, {"head", "a"}])
+    assert buckets(plan) == ["b", "a", "head"]
+    assert plan.unread == ("head",)
+    assert (plan.spread, plan.segments[2].params) == (0, ())
+
+
+def test_what_an_earlier_graph_reads_completes_there_whatever_else_reads_it() -> None:
     a, b = spec("a"), spec("b")
     plans = [graph(0, a), graph(1, b)]
-    assert join_plans(plans, (a, b), CAP_100, [set(), {"a", "b"}]) == join_plans(plans, (a, b), CAP_100)
+    assert join_plans(plans, (a, b), CAP_100, [set(), {"a"}]) == join_plans(plans, (a, b), CAP_100)
+
+
+def test_a_bucket_that_loses_a_parameter_is_full_no_longer() -> None:
+    a, b, c = spec("a", 60), spec("b", 50), spec("c", 30)
+    plan = join_plans([graph(0, a, c, b)], (a, b, c), CAP_100, [{"b"}])
+    assert buckets(join_plans([graph(0, a, c, b)], (a, b, c), CAP_100)) == ["b c a"]
+    assert buckets(plan) == ["c a b"]
 
 
 def test_what_lies_between_fills_the_bucket_of_the_graph_in_front() -> None:

@@ -222,7 +222,8 @@ def two_steps(snippet: Snippet, wrap: Callable[[nn.Module], Callable[..., Any]])
 
 COMPILED = (
     "chunks", "recurrence", "nested_autocast", "grad_mode_spans", "random_numbers", "in_place",
-    "mutated_views", "views_without_grad", "mutated_views_without_grad", "mutated_input", "buffers",
+    "mutated_views", "views_without_grad", "mutated_views_without_grad",
+    "inputs_that_no_grad_returns", "written_without_grad", "outputs_without_grad", "mutated_input", "buffers",
     "complex_numbers", "checkpoints", "data_dependent_size", "dynamic_sizes", "dynamic_float",
 )  # fmt: skip
 
