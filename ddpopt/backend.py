@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +35,7 @@ from ddpopt.partition import partition
 from ddpopt.plan import Plan
 from ddpopt.regions import Regions, ends_in_break, plan_for_ddp, plan_for_imposed, specs_by_id
 from ddpopt.segments import CompiledSegments, CompilerFn, compile_segments
+from ddpopt.undisturbed import undisturbed, without_collections
 
 Buckets = Literal["plan", "ddp"]
 Strategy = Literal["split", "inline", "auto"]
@@ -88,13 +88,13 @@ class DdpoptBackend:
         if begins_without_grad(gm.graph):
             _say_once("a graph that is called without gradient turns it on; it is compiled whole")
             return compiler(gm, example_inputs)
-        with _undisturbed():
+        with undisturbed():
             planned = self._plan(ddp, gm, example_inputs)
         if planned is None or not planned.plan.buckets:
             _say_whole(planned)
             run = compiler(gm, example_inputs)
         else:
-            with _without_collections():
+            with without_collections():
                 run = self._compile(ddp, planned, gm, example_inputs, compiler, options)
         regions = self._regions.get(ddp)
         return run if regions is None or planned is None else regions.watching(planned, example_inputs, run)
@@ -150,7 +150,7 @@ class DdpoptBackend:
         options: dict[str, Any],
     ) -> Callable[..., Any]:
         gm, plan = planned.gm, planned.plan
-        with _undisturbed():
+        with undisturbed():
             stitched = cut(planned, example_inputs, ddp)
         if stitched is gm:
             _say_whole(planned)
@@ -187,39 +187,6 @@ class DdpoptBackend:
                 _say_once(f"the reducer cannot follow a plan, so graphs are compiled whole: {error}")
                 return None
         return self._regions[ddp]
-
-
-@contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    """Pause Python's garbage collector: what compiling makes stays, and each collection would walk all of it.
-
-    On a graph of 6000 nodes collections take as long as planning itself, and grow as its square; of the time
-    to compile a GPT of 24 layers they are 6 %. Without them it takes a fifth more of the host's memory.
-    """
-    running = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if running:
-            gc.enable()
-
-
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Keep what is planned and cut apart from what runs: the collector, and hooks on saved tensors.
-
-    Such hooks, those of a checkpoint around the forward for instance, are not to see example values.
-    """
-    with (
-        _without_collections(),
-        torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is),
-    ):
-        yield
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def cut(planned: Planned, example_inputs: Sequence[object], ddp: DistributedDataParallel) -> fx.GraphModule:

@@ -147,6 +147,7 @@ def _divide(gm: fx.GraphModule, openers: Mapping[fx.Node, Iterable[fx.Node]]) ->
 
 
 def _copy(node: fx.Node, graph: fx.Graph, copies: Mapping[fx.Node, Argument]) -> fx.Node:
+    """A node as it is, with the source that Dynamo left on it: ``node_copy`` forgets that."""
     copied = graph.node_copy(node, copies.__getitem__)
     if hasattr(node, "_dynamo_source"):
         copied._dynamo_source = node._dynamo_source

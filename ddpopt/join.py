@@ -13,7 +13,7 @@ Invariant: every parameter that DDP reduces stands in exactly one bucket.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, replace
 
 from ddpopt.plan import Bucket, Cut, Plan, Segment, cut_reason
@@ -47,7 +47,7 @@ def join_plans(
             own = tuple(name for name in segment.params if name not in elsewhere)
             segments.append(replace(segment, index=segment.index + offset, graph=graph, params=own))
     joiner = _Joiner(config.rebuilt_limits)
-    for part in _parts(plans, specs, config.rebuilt_limits[-1], between):
+    for part in _parts(plans, specs, config.rebuilt_limits[-1], between, elsewhere):
         joiner.add(part)
     buckets = _numbered(joiner.finish())
     read = {name for segment in segments for name in segment.params}
@@ -103,10 +103,13 @@ def _read_between(
 
 
 def _parts(
-    plans: Sequence[Plan], specs: Sequence[ParamSpec], cap: int, between: Sequence[Sequence[ParamSpec]]
+    plans: Sequence[Plan],
+    specs: Sequence[ParamSpec],
+    cap: int,
+    between: Sequence[Sequence[ParamSpec]],
+    elsewhere: Set[str],
 ) -> list[_Part]:
-    """Everything that has to stand in a bucket, in ready order."""
-    elsewhere = {spec.name for group in between for spec in group}
+    """Everything that has to stand in a bucket, in ready order; `elsewhere` are the names in `between`."""
     by_name = {spec.name: spec for spec in specs}
     graph_parts: list[_Part] = []
     offset = sum(len(plan.segments) for plan in plans)
@@ -114,7 +117,7 @@ def _parts(
         offset -= len(plan.segments)
         for bucket in plan.buckets:
             # where a later graph follows, what this one does not read may be read there
-            left_out = elsewhere.union(plan.unread if len(plans) > 1 else ())
+            left_out = elsewhere | set(plan.unread if len(plans) > 1 else ())
             members = tuple(by_name[name] for name in bucket.params if name not in left_out)
             if not members:
                 continue

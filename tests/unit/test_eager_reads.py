@@ -208,8 +208,8 @@ class Named(torch.autograd.Function):
     """Keeps a parameter under a name that the nodes which accumulate gradients have, too."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, parameter: Tensor) -> Tensor:
-        ctx.variable = parameter
+    def forward(ctx: Any, x: Tensor, parameters: list[Tensor]) -> Tensor:
+        (ctx.variable,) = parameters
         return x * 2
 
     @staticmethod
@@ -220,7 +220,7 @@ class Named(torch.autograd.Function):
 def test_what_a_function_keeps_is_not_what_it_was_computed_from() -> None:
     ddp = ddp_of(lambda: Scaled(()))
     layer, scale = ddp.module.layers[0], ddp.module.scale
-    value = Named.apply(rows() * scale.weight, layer.weight.detach().requires_grad_())  # type: ignore[no-untyped-call]
+    value = Named.apply(rows() * scale.weight, [layer.weight])  # type: ignore[no-untyped-call]
     assert noted(ddp, value) == {"scale.weight"}
 
 
