@@ -6,7 +6,8 @@ has its sum put together in another order: the same sum, with other last bits. W
 again behind its last segment. The segment that makes a value is none of these: it goes on from the sum that
 it is given, reader by reader. It is one if a view of the value leaves it, for AOTAutograd makes such a view
 outside of the segment; so the last segment that reads a value of another is one too if a view of it leaves.
-And where a value leaves beside a view of it that its own segment reads, the two are added up first.
+And whatever leaves a segment as a view sends its gradient to the value that it shows, past the views between
+and in front of what the segment itself reads of them.
 
 Invariant: a value that is not named here has its gradient summed in the order of the uncut graph.
 """
@@ -34,6 +35,8 @@ READ_REPEATEDLY = (
     "rms_norm",
 )
 """Functions that read one argument in several of the operations that they consist of."""
+COMMUTED = 2
+"""So many terms have one sum, whichever comes first."""
 
 
 def reassociated_values(gm: fx.GraphModule, plan: Plan, graph: int = 0) -> tuple[str, ...]:
@@ -60,11 +63,9 @@ def reassociated_values(gm: fx.GraphModule, plan: Plan, graph: int = 0) -> tuple
     leaving = _leaving(gm, home)
     found = (node for node in gm.graph.nodes if node in reads)
     kept = {node: (_steady(node, home), _last(node, reads[node], home, leaving)) for node in found}
-    beside = _beside_views(reads, home, leaving)
+    shown = _shown(reads, home, leaving)
     return tuple(
-        node.name
-        for node, segments in kept.items()
-        if node in beside or _changes(node, reads[node], segments)
+        node.name for node, segments in kept.items() if node in shown or _changes(node, reads[node], segments)
     )
 
 
@@ -90,24 +91,54 @@ def _steady(source: fx.Node, home: Mapping[str, int]) -> int | None:
     return index if all(set(own).isdisjoint(storages(user)) for user in readers) else None
 
 
-def _beside_views(
+def _shown(
     reads: Mapping[fx.Node, Counter[int]],
     home: Mapping[str, int],
     leaving: Mapping[int, Sequence[fx.Node]],
 ) -> dict[fx.Node, None]:
-    """The values that leave the segment that makes them beside a view that is read there, too.
-
-    What comes back for both is added up outside of the segment, in front of what the view gets inside.
-    """
+    """The values whose views leave a segment that reads others, or the same ones, too."""
     found: dict[fx.Node, None] = {}
     for index, nodes in leaving.items():
-        for view in (node for node in nodes if reads.get(node, Counter())[index]):
-            base = viewed_input(view)
-            while base is not None and home.get(base.name) == index:
-                if base in nodes and requires_grad(example_value(base)):
-                    found[base] = None
-                base = viewed_input(base)
+        left = Counter(_base(node, home) for node in nodes if _is_shown(node, home))
+        for base, views in left.items():
+            if not requires_grad(example_value(base)):
+                continue
+            inside = _read_inside(base, index, reads, home)
+            outside = sum(times for segment, times in reads.get(base, {}).items() if segment != index)
+            if views + inside > 1 and views + inside + outside > COMMUTED:
+                found[base] = None
     return found
+
+
+def _is_shown(node: fx.Node, home: Mapping[str, int]) -> bool:
+    """Whether a value that leaves its segment is a view there, with another way back in a whole graph.
+
+    A view of an input that the graph returns is made outside of the whole graph, too.
+    """
+    base = _base(node, home)
+    read_behind = any(home.get(user.name, home[node.name]) != home[node.name] for user in node.users)
+    return base is not node and (base.name in home or read_behind)
+
+
+def _base(node: fx.Node, home: Mapping[str, int]) -> fx.Node:
+    """The value that a segment made or was given and that `node` shows there; itself, if it is no view."""
+    index, base = home[node.name], node
+    while home.get(base.name) == index and (source := viewed_input(base)) is not None:
+        base = source
+    return base
+
+
+def _read_inside(
+    base: fx.Node, index: int, reads: Mapping[fx.Node, Counter[int]], home: Mapping[str, int]
+) -> int:
+    """How often a segment reads a value and its views there, but for the making of those views."""
+    names, times = [base], 0
+    for name in names:  # grows meanwhile: views of views too
+        views = [u for u in name.users if home.get(u.name) == index and viewed_input(u) is name]
+        views = [view for view in views if requires_grad(example_value(view))]
+        times += reads.get(name, Counter())[index] - len(views)
+        names += views
+    return times
 
 
 def _last(
@@ -121,8 +152,8 @@ def _last(
     if made_in == index:
         return index  # it is given no value of another segment
     views = (node for node in leaving.get(index, ()) if not own.isdisjoint(storages(node)))
-    if made_in is None:  # views of an input that the graph returns are made outside of the whole graph, too
-        views = (view for view in views if any(home.get(user.name, index) != index for user in view.users))
+    if made_in is None:
+        views = (view for view in views if _is_shown(view, home))
     return None if any(views) else index
 
 

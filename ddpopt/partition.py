@@ -14,7 +14,7 @@ Invariant: linear in the nodes of the graph; the program stays the same (`ddpopt
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -74,6 +74,8 @@ def _build_segment(layout: Layout, index: int) -> _Segment:
         segment.inputs[leaf] = _placeholder(segment.graph, leaf)
     read = _reader(segment, layout)
     _enter(segment, read)
+    for node in _echoed(nodes, layout):
+        read(node)  # in front of all, for a reader may stand inside a transform of torch.func
     for node in nodes:
         segment.copies[node] = segment.graph.node_copy(node, read)
         segment.state = segment.state.after(node)
@@ -106,6 +108,14 @@ def _reader(segment: _Segment, layout: Layout) -> Reader:
         return segment.copies[node]
 
     return read
+
+
+def _echoed(nodes: Sequence[fx.Node], layout: Layout) -> Iterator[fx.Node]:
+    """What nodes of one segment read of others and is computed again."""
+    for node in nodes:
+        for source in node.all_input_nodes:
+            if layout.home.get(source) != layout.home[node] and layout.is_echoed(layout.source(source)):
+                yield source
 
 
 def _echo(segment: _Segment, node: fx.Node, grad_enabled: bool, read: Reader) -> fx.Node:

@@ -5,6 +5,7 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,13 @@ def test_blocks_depend_on_seed_shard_worker_and_number_alone() -> None:
     others = [Source(2, 2, 3), Source(1, 1, 3), Source(1, 2, 2)]
     assert all(drawn_block(other, 4) != drawn_block(source, 4) for other in others)
     assert drawn_block(source, 5) != drawn_block(source, 4)
+
+
+def test_a_sequence_does_not_dwell_on_variants_of_one_model() -> None:
+    features = [model.features for _, (_, model) in zip(range(200), Source(0).models(), strict=False)]
+    assert len({frozenset(each) for each in features}) > 150
+    alike = sum(one == other for one, other in pairwise(features))
+    assert alike < 10
 
 
 def test_a_sequence_goes_on_at_any_place() -> None:

@@ -60,6 +60,13 @@ def test_a_model_that_is_right_takes_one_run_of_eager_and_one_of_the_mode(
     assert runs == ["eager", "torch"]
 
 
+def test_a_model_that_writes_to_its_parameters_needs_no_second_look(ranks: Ranks, runs: list[str]) -> None:
+    writing = DrawnModel((step("decayed"),), width=4, cap_bytes=1)
+    (answer,) = examine(ranks, task_of(writing, ("ddpopt-split",), Setting("eager", steps=2)), lambda _: None)
+    assert answer.kind is Kind.OK
+    assert runs == ["eager", "ddpopt-split"]
+
+
 def test_an_exception_is_held_against_the_backend_alone_and_needs_no_second_look(
     ranks: Ranks, runs: list[str]
 ) -> None:

@@ -89,7 +89,30 @@ def leaving_beside_a_view_that_is_read(layers: Layers, x: Tensor) -> Joined:
     return (layers.last(inner) + view.tanh().view(-1, 96) + made.cos(),)
 
 
+def two_views_leaving_of_which_one_is_read(layers: Layers, x: Tensor) -> Joined:
+    made = layers.first(x)
+    read, other = made.view(-1, 48), made.view(-1, 32)
+    inner = layers.middle(read.sin().view(-1, 96).detach() + read.cos().view(-1, 96))
+    return (layers.last(inner) + read.tanh().view(-1, 96) * other.sigmoid().view(-1, 96),)
+
+
+def two_views_leaving_and_a_third_read(layers: Layers, x: Tensor) -> Joined:
+    made = layers.first(x)
+    one, other = made.view(-1, 48), made.view(-1, 32)
+    inner = layers.middle(made.relu())
+    return (layers.last(inner) + one.tanh().view(-1, 96) * other.sigmoid().view(-1, 96),)
+
+
+def two_views_leaving(layers: Layers, x: Tensor) -> Joined:
+    made = layers.first(x)
+    one, other = made.view(-1, 48), made.view(-1, 32)
+    inner = layers.middle(other.sin().view(-1, 96).detach())
+    return (layers.last(inner) + one.tanh().view(-1, 96) * other.sigmoid().view(-1, 96),)
+
+
 NAMED = (
+    two_views_leaving_and_a_third_read,
+    two_views_leaving_of_which_one_is_read,
     twice_in_between,
     twice_behind_and_returned,
     viewed_where_made,
@@ -97,6 +120,7 @@ NAMED = (
     twice_in_the_last_segment_that_returns_a_view,
 )
 NOT_NAMED = (
+    two_views_leaving,
     twice_where_made_and_again_behind,
     twice_where_made_and_returned,
     once_in_each_segment,
@@ -150,6 +174,14 @@ def an_inputs_view_is_read_behind_a_cut(layers: Layers, x: Tensor) -> Joined:
     return (layers.last(inner) + view.tanh().view(-1, 96),)
 
 
+def an_inputs_view_is_read_here_and_behind_a_cut(layers: Layers, x: Tensor) -> Joined:
+    made = layers.first(x)
+    torch._dynamo.graph_break()
+    view = made.view(-1, 48)
+    inner = layers.middle(view.cos().view(-1, 96))
+    return (layers.last(inner) + view.tanh().view(-1, 96) + made.sin(),)
+
+
 def an_inputs_view_is_returned(layers: Layers, x: Tensor) -> Joined:
     made = layers.first(x)
     torch._dynamo.graph_break()
@@ -171,6 +203,7 @@ def an_input_is_read_in_the_first_segment_alone(layers: Layers, x: Tensor) -> Jo
     ("join", "moved"),
     [
         (an_inputs_view_is_read_behind_a_cut, True),
+        (an_inputs_view_is_read_here_and_behind_a_cut, True),
         (an_inputs_view_is_returned, False),
         (an_input_is_read_in_the_first_segment_alone, False),
     ],

@@ -595,6 +595,20 @@ def test_a_symbolic_float_is_computed_again_where_it_is_read() -> None:
             assert not isinstance(node.meta["example_value"], torch.SymFloat)
 
 
+def test_what_is_computed_again_is_so_in_front_of_a_transform_that_reads_it() -> None:
+    def function(model: Model, x: Tensor) -> Tensor:
+        value = model.layers[0](x)
+        with torch.no_grad():
+            view = value.view(-1)
+        grown: Tensor = torch.func.grad(lambda rows: rows.sin().sum())(view)
+        out: Tensor = model.layers[1](value)
+        return out + grown.view(x.shape)
+
+    graph = trace(Model(function), torch.ones(4, 4))
+    stitched = cut(graph.gm, *possible_cuts(graph.gm))
+    assert torch.equal(stitched(*graph.inputs)[0], graph.gm(*graph.inputs)[0])
+
+
 def test_a_graph_without_gradient_can_be_cut() -> None:
     with torch.no_grad():
         graph = trace(Model(lambda m, x: F.relu(m.layers[0](x))), torch.ones(3, 4))

@@ -235,7 +235,7 @@ class Reference:
         self.eager = eager
         self.again = again
         self.unstable: dict[str, str] = {}
-        self.written: frozenset[str] = frozenset()
+        self.written = frozenset[str]().union(*bench.ranks.gather(_written(eager)))
         self.not_finite = _not_finite(eager)
         self.alone: Record | None = None
         self.sums: list[dict[str, Sum]] | None = None
@@ -262,10 +262,8 @@ class Reference:
         return made
 
     def _find_unstable(self) -> None:
-        own = _changed(self.eager, self.again), _written(self.eager)
-        everywhere = self.bench.ranks.gather(own)
-        self.written = frozenset[str]().union(*(written for _, written in everywhere))
-        names = sorted(set[str]().union(*(changed for changed, _ in everywhere)))
+        everywhere = self.bench.ranks.gather(_changed(self.eager, self.again))
+        names = sorted(set[str]().union(*everywhere))
         if names:
             from ddpopt.verify.judging.determinism import blame
 
