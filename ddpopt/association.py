@@ -63,9 +63,9 @@ def reassociated_values(gm: fx.GraphModule, plan: Plan, graph: int = 0) -> tuple
     leaving = _leaving(gm, home)
     found = (node for node in gm.graph.nodes if node in reads)
     kept = {node: (_steady(node, home), _last(node, reads[node], home, leaving)) for node in found}
-    shown = _shown(reads, home, leaving)
+    past = _past_views(reads, home, leaving)
     return tuple(
-        node.name for node, segments in kept.items() if node in shown or _changes(node, reads[node], segments)
+        node.name for node, segments in kept.items() if node in past or _changes(node, reads[node], segments)
     )
 
 
@@ -91,33 +91,32 @@ def _steady(source: fx.Node, home: Mapping[str, int]) -> int | None:
     return index if all(set(own).isdisjoint(storages(user)) for user in readers) else None
 
 
-def _shown(
+def _past_views(
     reads: Mapping[fx.Node, Counter[int]],
     home: Mapping[str, int],
     leaving: Mapping[int, Sequence[fx.Node]],
 ) -> dict[fx.Node, None]:
-    """The values whose views leave a segment that reads others, or the same ones, too."""
+    """The values with three contributions or more, of which one comes back past a view that was between."""
     found: dict[fx.Node, None] = {}
     for index, nodes in leaving.items():
-        left = Counter(_base(node, home) for node in nodes if _is_shown(node, home))
-        for base, views in left.items():
-            if not requires_grad(example_value(base)):
-                continue
-            inside = _read_inside(base, index, reads, home)
-            outside = sum(times for segment, times in reads.get(base, {}).items() if segment != index)
-            if views + inside > 1 and views + inside + outside > COMMUTED:
+        views = Counter(_base(node, home) for node in nodes if _is_made_again(node, home))
+        for base, outer in views.items():
+            inner = _read_inside(base, index, reads, home)
+            elsewhere = sum(times for segment, times in reads.get(base, {}).items() if segment != index)
+            if outer + inner > 1 and outer + inner + elsewhere > COMMUTED:
                 found[base] = None
     return found
 
 
-def _is_shown(node: fx.Node, home: Mapping[str, int]) -> bool:
-    """Whether a value that leaves its segment is a view there, with another way back in a whole graph.
+def _is_made_again(node: fx.Node, home: Mapping[str, int]) -> bool:
+    """Whether AOTAutograd makes what leaves a segment outside of it, and would not for a whole graph.
 
     A view of an input that the graph returns is made outside of the whole graph, too.
     """
-    base = _base(node, home)
-    read_behind = any(home.get(user.name, home[node.name]) != home[node.name] for user in node.users)
-    return base is not node and (base.name in home or read_behind)
+    base, index = _base(node, home), home[node.name]
+    if base is node or not requires_grad(example_value(node)):
+        return False
+    return base.name in home or any(home.get(user.name, index) != index for user in node.users)
 
 
 def _base(node: fx.Node, home: Mapping[str, int]) -> fx.Node:
@@ -131,13 +130,13 @@ def _base(node: fx.Node, home: Mapping[str, int]) -> fx.Node:
 def _read_inside(
     base: fx.Node, index: int, reads: Mapping[fx.Node, Counter[int]], home: Mapping[str, int]
 ) -> int:
-    """How often a segment reads a value and its views there, but for the making of those views."""
-    names, times = [base], 0
-    for name in names:  # grows meanwhile: views of views too
-        views = [u for u in name.users if home.get(u.name) == index and viewed_input(u) is name]
+    """How often a segment reads a value or a view of it, but for the making of those views."""
+    shown, times = [base], 0
+    for node in shown:  # grows meanwhile: views of views too
+        views = [user for user in node.users if home.get(user.name) == index and viewed_input(user) is node]
         views = [view for view in views if requires_grad(example_value(view))]
-        times += reads.get(name, Counter())[index] - len(views)
-        names += views
+        times += reads.get(node, Counter())[index] - len(views)
+        shown += views
     return times
 
 
@@ -153,7 +152,7 @@ def _last(
         return index  # it is given no value of another segment
     views = (node for node in leaving.get(index, ()) if not own.isdisjoint(storages(node)))
     if made_in is None:
-        views = (view for view in views if _is_shown(view, home))
+        views = (view for view in views if _is_made_again(view, home))
     return None if any(views) else index
 
 

@@ -121,7 +121,7 @@ def planned(request: Request) -> Plan:
     from ddpopt.backend import find_compiler
     from ddpopt.fuzz.journal import Plan
     from ddpopt.fuzz.questions import modes_named
-    from ddpopt.fuzz.stream import shard_of
+    from ddpopt.fuzz.stream import Source, fingerprint, shard_of
     from ddpopt.testing.drawn import known_features
     from ddpopt.verify.backends import backend_of
 
@@ -144,9 +144,10 @@ def planned(request: Request) -> Plan:
         raise UsageError(
             f"--without: expected names of features, got {', '.join(unknown)}; there are: {known}"
         )
+    shard = shard_of()
     return Plan(
         request.seed,
-        shard_of(),
+        shard,
         request.workers,
         modes,
         request.backend,
@@ -154,6 +155,7 @@ def planned(request: Request) -> Plan:
         without,
         tuple(request.blocks),
         torch.__version__.partition("+")[0],
+        fingerprint(Source(request.seed, shard, 0, without)),
     )
 
 

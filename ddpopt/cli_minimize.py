@@ -65,7 +65,7 @@ def minimize(
         result = minimized(case, ask, tries=tries, seconds=seconds, tell=tell)
     confirmed(result.case, limit_s)
     write_whole(small, result.case.to_json())
-    ran, reproduces = write_script(result.case, script)
+    ran, reproduces = write_script(result.case, script, limit_s)
     typer.echo(minimized_text(result, script.name, ran, reproduces))
     return 0 if reproduces else VerificationError.exit_code
 

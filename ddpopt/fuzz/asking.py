@@ -5,6 +5,7 @@ Invariant: what is called confirmed failed in a process that had run nothing els
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,6 +19,8 @@ from ddpopt.fuzz.workers import Worker
 from ddpopt.verify.locating.reproduction import shows as shows_in_fresh_interpreter
 
 PAUSE_S = 0.002
+STARTING_S = 60.0
+"""For an interpreter of a script's own to import torch; it then runs eager and the mode."""
 WIDE = (512, 1024)
 """Widths at which a layer fills torch's own smallest bucket."""
 
@@ -70,24 +73,26 @@ def confirmed(case: FoundCase, limit_s: float = 120.0) -> Answer:
     return answer
 
 
-def write_script(case: FoundCase, file: Path, limit_s: float = 300.0) -> tuple[FoundCase, bool]:
+def write_script(case: FoundCase, file: Path, limit_s: float) -> tuple[FoundCase, bool]:
     """Write the script of a case, as a user would run it if that is possible: with torch's own limits.
 
     Args:
         case: a failure.
         file: where to.
-        limit_s: of a run of the script, in seconds.
+        limit_s: of one mode of one model, in seconds.
 
     Returns:
         The case that the script runs, and whether it showed the failure in a fresh interpreter.
     """
     death = case.signature.what if case.signature.kind == "death" else ""
-    with Asking() as ask:
-        large = [candidate for candidate in unlowered(case) if candidate.fails_so(ask(candidate))]
-    for candidate in (*large, case):
-        file.write_text(script_of(candidate, file.name), encoding="utf-8")
-        if shows_in_fresh_interpreter(file, candidate.setting.nproc, limit_s, death=death):
-            return candidate, True
+    with Asking(limit_s) as ask:
+        large = (candidate for candidate in unlowered(case) if candidate.fails_so(ask(candidate)))
+        for candidate in itertools.chain(large, [case]):
+            file.write_text(script_of(candidate, file.name), encoding="utf-8")
+            if shows_in_fresh_interpreter(
+                file, candidate.setting.nproc, STARTING_S + 2 * limit_s, death=death
+            ):
+                return candidate, True
     return case, False
 
 

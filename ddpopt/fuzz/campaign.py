@@ -7,6 +7,8 @@ journal has all that was judged when the campaign ends, however it ends.
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import signal
 import threading
 import time
@@ -65,6 +67,27 @@ Tell = Callable[[tuple[FoundCase, ...]], None]
 """Told after each model of the failures that were kept just now."""
 
 
+@dataclass(frozen=True)
+class _Turn:
+    """A model that is to be judged.
+
+    Attributes:
+        number: whose sequence it is of.
+        place: in that sequence.
+        model: the model.
+        setting: how it is run.
+        origin: where it was drawn.
+        shared: digest of the case, if another machine found it.
+    """
+
+    number: int
+    place: int
+    model: DrawnModel
+    setting: Setting
+    origin: str
+    shared: str = ""
+
+
 class _Ended(Exception):
     """Somebody wants the campaign to end."""
 
@@ -95,7 +118,8 @@ class Campaign:
         self.tell = tell
         self.known = {FoundCase.read(file).key for file in sorted(journal.cases.glob("*.json"))}
         self.started = time.monotonic()
-        self.asked_of_others: set[str] = set()
+        self.others = {entry.shared for entry in journal.entries if entry.worker == FROM_OTHERS}
+        self.places_of_others = itertools.count(journal.next_place(FROM_OTHERS))
 
     def run(self) -> Summary:
         """Run until a limit, or until the process is asked to end.
@@ -140,44 +164,47 @@ class Campaign:
         for place, model in source.models(start):
             if end is not None and place >= end:
                 return
-            yield from self._judged(worker, number, place, model)
+            yield from self._judged(worker, self._turn(number, place, model))
             if (place + 1) % BLOCK == 0:
                 yield from self._from_others(worker)
 
-    def _judged(self, worker: Worker, number: int, place: int, model: DrawnModel) -> Iterator[None]:
+    def _turn(self, number: int, place: int, model: DrawnModel) -> _Turn:
         setting = Setting(self.plan.backend, self.plan.nproc)
-        modes = self.plan.modes
         # one in so many runs with torch's own limit, which is torch's alone to get right
-        if TORCH in modes and place % UNLOWERED == UNLOWERED - 1:
+        if TORCH in self.plan.modes and place % UNLOWERED == UNLOWERED - 1:
             setting = replace(setting, lowers_limit=False)
+        origin = f"seed {self.plan.seed}, shard {self.plan.shard}, worker {number}, place {place}"
+        return _Turn(number, place, model, setting, f"{origin}, draws {self.plan.draws}")
+
+    def _judged(self, worker: Worker, turn: _Turn) -> Iterator[None]:
         answers: list[Answer] = []
-        for news in worker.ask(task_of(model, modes, setting)):
+        for news in worker.ask(task_of(turn.model, self.plan.modes, turn.setting)):
             if news is None:
                 yield None
             else:
                 answers.append(news)
-        features = tuple(sorted(model.features))
-        origin = f"seed {self.plan.seed}, shard {self.plan.shard}, worker {number}, place {place}"
+        features = tuple(sorted(turn.model.features))
+        at_s = round(self._elapsed(), 2)
         # kept first: what the journal has is not judged again
-        new = [self._kept(model, setting, answer, origin) for answer in answers]
+        new = [self._kept(turn, answer) for answer in answers]
         self.journal.add(
-            Entry(number, place, self.journal.run, round(self._elapsed(), 2), features, tuple(answers))
+            Entry(turn.number, turn.place, self.journal.run, at_s, features, tuple(answers), turn.shared)
         )
         self.tell(tuple(case for case in new if case is not None))
 
-    def _kept(self, model: DrawnModel, setting: Setting, answer: Answer, origin: str) -> FoundCase | None:
+    def _kept(self, turn: _Turn, answer: Answer) -> FoundCase | None:
         """Keep a failure that is new; it is counted in any case."""
         if answer.kind not in (Kind.WRONG, Kind.BACKEND, Kind.BROKEN) or answer.signature is None:
             return None
         case = FoundCase(
-            model,
+            turn.model,
             answer.mode,
-            setting,
+            turn.setting,
             answer.signature,
             answer.kind,
             answer.detail,
             self.plan.torch,
-            origin,
+            turn.origin,
         )
         if case.key in self.known:
             return None
@@ -189,13 +216,15 @@ class Campaign:
     def _from_others(self, worker: Worker) -> Iterator[None]:
         """Judge what other machines found, which may fail here too."""
         for case in shared(self.database):
-            name = case.to_json()
+            digest = hashlib.sha256(case.to_json().encode()).hexdigest()[:12]
             ours = case.mode in self.plan.modes and case.setting.backend == self.plan.backend
-            if name in self.asked_of_others or case.key in self.known or not ours:
+            if digest in self.others or case.key in self.known or not ours:
                 continue
-            self.asked_of_others.add(name)
-            place = self.journal.next_place(FROM_OTHERS)
-            yield from self._judged(worker, FROM_OTHERS, place, case.model)
+            self.others.add(digest)
+            setting = replace(case.setting, nproc=self.plan.nproc)
+            place = next(self.places_of_others)
+            turn = _Turn(FROM_OTHERS, place, case.model, setting, case.origin, digest)
+            yield from self._judged(worker, turn)
 
 
 def save(case: FoundCase, folder: Path) -> Path:

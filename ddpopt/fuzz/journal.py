@@ -35,6 +35,7 @@ class Plan:
         without: features that are not drawn.
         blocks: modules that register blocks.
         torch: release of torch.
+        draws: digest of the first models; another release of Hypothesis, or of the blocks, draws others.
     """
 
     seed: int
@@ -46,6 +47,7 @@ class Plan:
     without: tuple[str, ...]
     blocks: tuple[str, ...]
     torch: str
+    draws: str = ""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Entry:
         at_s: seconds since that run began.
         features: of the model.
         answers: what came of it.
+        shared: digest of the case, where another machine found the model; else empty.
     """
 
     worker: int
@@ -67,6 +70,7 @@ class Entry:
     at_s: float
     features: tuple[str, ...]
     answers: tuple[Answer, ...]
+    shared: str = ""
 
     def to_line(self) -> str:
         """Return it as one line."""
@@ -141,8 +145,8 @@ class Journal:
             write_whole(file, json.dumps(ours, indent=2))
             return
         try:
-            theirs = {"blocks": [], **json.loads(file.read_text(encoding="utf-8"))}
-        except ValueError as error:
+            theirs = dict(json.loads(file.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
             raise UsageError(
                 f"--out: {str(file)!r} does not say which campaign it is of ({error}); remove it, or name "
                 "another folder"
@@ -165,5 +169,11 @@ def _read(file: Path) -> Iterator[Entry]:
     whole, _, cut = data.rpartition(b"\n")
     if cut:  # the process ended while it wrote
         file.write_bytes(whole + b"\n" if whole else b"")
-    for line in whole.splitlines():
-        yield Entry.from_line(line.decode())
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            yield Entry.from_line(line.decode())
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(
+                f"--out: line {number} of {str(file)!r} is none that a campaign wrote "
+                f"({type(error).__name__}: {error}); remove the line, or name another folder"
+            ) from error

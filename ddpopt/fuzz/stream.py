@@ -17,8 +17,12 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from ddpopt.testing.drawn import DrawnModel
 from ddpopt.testing.strategies import models
 
-BLOCK = 9
-"""Models in a block: behind ten of one run Hypothesis draws variants of each, and those find little anew."""
+RUN = 10
+"""Models that Hypothesis draws in one run: once ten were valid it goes on with variants of each."""
+SMALLEST = 2
+"""The first of them are the simplest model there is, or nearly so: to have them once is enough."""
+BLOCK = RUN - SMALLEST
+"""Models in a block."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ def drawn_block(source: Source, number: int) -> list[DrawnModel]:
 
     @seed(source.seed_of(number))
     @settings(
-        max_examples=BLOCK + 1,
+        max_examples=RUN,
         database=None,
         deadline=None,
         derandomize=False,
@@ -80,8 +84,12 @@ def drawn_block(source: Source, number: int) -> list[DrawnModel]:
     # hypothesis wraps it into a function without arguments
     draw: Callable[[], None] = keep
     draw()
-    # each run begins with the simplest model there is: once is enough
-    return drawn[:BLOCK] if number == 0 else drawn[1 : BLOCK + 1]
+    return drawn[:BLOCK] if number == 0 else drawn[SMALLEST:]
+
+
+def fingerprint(source: Source) -> str:
+    """Digest of the first models of a source: equal for campaigns that draw the same ones."""
+    return hashlib.sha256(repr(drawn_block(source, 0)).encode()).hexdigest()[:12]
 
 
 def shard_of(environment: Mapping[str, str] = os.environ) -> int:

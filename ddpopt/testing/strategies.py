@@ -1,7 +1,7 @@
 """Hypothesis strategies: parameter lists, DDP arguments and bucket limits, small forward graphs, and models.
 
-Every generator of this project lives here. What is drawn is valid by construction: limits that DDP accepts,
-graphs and models that run forward and backward on real tensors.
+All generators that are public are here, whichever module makes them. What is drawn is valid by construction:
+limits that DDP accepts, graphs and models that run forward and backward on real tensors.
 """
 
 from __future__ import annotations

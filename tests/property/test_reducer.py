@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -61,7 +61,7 @@ COLLIDING = tuple(
 )
 
 
-@settings(max_examples=10_000)
+@share(100)  # ten thousand in profile ci
 @given(parameter_lists(), bucket_configs())
 @example(COLLIDING, BucketConfig.from_kwargs())
 @with_parameters_of_the_corpus

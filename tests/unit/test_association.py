@@ -92,7 +92,7 @@ def leaving_beside_a_view_that_is_read(layers: Layers, x: Tensor) -> Joined:
 def two_views_leaving_of_which_one_is_read(layers: Layers, x: Tensor) -> Joined:
     made = layers.first(x)
     read, other = made.view(-1, 48), made.view(-1, 32)
-    inner = layers.middle(read.sin().view(-1, 96).detach() + read.cos().view(-1, 96))
+    inner = layers.middle(made.detach().sin() + read.cos().view(-1, 96))
     return (layers.last(inner) + read.tanh().view(-1, 96) * other.sigmoid().view(-1, 96),)
 
 
@@ -110,6 +110,20 @@ def two_views_leaving(layers: Layers, x: Tensor) -> Joined:
     return (layers.last(inner) + one.tanh().view(-1, 96) * other.sigmoid().view(-1, 96),)
 
 
+def one_view_leaving_of_a_value_that_is_read_behind(layers: Layers, x: Tensor) -> Joined:
+    made = layers.first(x)
+    view = made.view(-1, 48)
+    inner = layers.middle(x)
+    return (layers.last(inner) + view.tanh().view(-1, 96) + made.cos() * made.sin(),)
+
+
+def leaving_beside_what_sends_no_gradient(layers: Layers, x: Tensor) -> Joined:
+    made = layers.first(x)
+    apart, view = made.detach().view(-1, 32), made.view(-1, 48)
+    inner = layers.middle(made.relu())
+    return (layers.last(inner) + view.tanh().view(-1, 96) * apart.sigmoid().view(-1, 96),)
+
+
 NAMED = (
     two_views_leaving_and_a_third_read,
     two_views_leaving_of_which_one_is_read,
@@ -120,6 +134,8 @@ NAMED = (
     twice_in_the_last_segment_that_returns_a_view,
 )
 NOT_NAMED = (
+    one_view_leaving_of_a_value_that_is_read_behind,
+    leaving_beside_what_sends_no_gradient,
     two_views_leaving,
     twice_where_made_and_again_behind,
     twice_where_made_and_returned,
@@ -156,6 +172,21 @@ def test_a_value_is_named_just_where_cuts_change_the_last_bits_of_a_gradient(joi
     assert len(captured.plan().segments) == 3
     assert named == (("made",) if join in NAMED else ())
     assert all(same) == (join not in NAMED)
+
+
+@pytest.mark.usefixtures("one_rank_group", "fresh_dynamo")
+def test_a_view_that_a_segment_was_given_is_named_for_the_views_of_it_there() -> None:
+    def join(layers: Layers, x: Tensor) -> Joined:
+        view = layers.first(x).view(-1, 48)
+        inner = layers.middle(x)
+        further = view.view(-1, 32)
+        inner = layers.last(inner + further.cos().view(-1, 96))
+        return (inner + further.tanh().view(-1, 96) + view.sin().view(-1, 96),)
+
+    captured = capture(Layers(join), inputs(), bucket_cap_mb=CAP_MB)
+    assert reassociated_values(captured.graphs[0].gm, captured.plan()) == ("view",)
+    pairs = zip(gradients_under_split(join), gradients_of_eager(join), strict=True)
+    assert not all(got is not None and torch.equal(got, eager) for got, eager in pairs)
 
 
 def gradients_of_whole_graphs(join: Join) -> list[Tensor]:

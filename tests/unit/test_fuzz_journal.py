@@ -1,6 +1,7 @@
 """What a campaign writes down: a line a model, whole or not there, and only in a folder of its own."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,20 @@ def test_a_last_line_that_was_cut_short_is_as_if_it_were_not_there(kept: int, tm
         journal.add(entry(0, kept))
     with Journal(tmp_path, THE_PLAN) as journal:
         assert [each.place for each in journal.entries] == list(range(kept + 1))
+
+
+@pytest.mark.parametrize("damaged", ["", "{", "[]", '{"worker": 0}', "words"])
+def test_a_line_that_no_campaign_wrote_is_named(damaged: str, tmp_path: Path) -> None:
+    Journal(tmp_path, THE_PLAN).__exit__()
+    (tmp_path / LINES).write_text(f"{entry(0, 0).to_line()}\n{damaged}\n{entry(0, 1).to_line()}\n")
+    with pytest.raises(UsageError, match=r"line 2 of .*journal\.jsonl' is none that a campaign wrote"):
+        Journal(tmp_path, THE_PLAN)
+
+
+def test_a_campaign_of_a_release_that_draws_other_models_is_refused(tmp_path: Path) -> None:
+    Journal(tmp_path, THE_PLAN).__exit__()
+    with pytest.raises(UsageError, match=r"draws: '' there, '1f' here"):
+        Journal(tmp_path, replace(THE_PLAN, draws="1f"))
 
 
 def test_the_plan_is_beside_it_and_another_one_is_refused(tmp_path: Path) -> None:
