@@ -35,7 +35,7 @@ from ddpopt.partition import partition
 from ddpopt.plan import Plan
 from ddpopt.regions import Regions, ends_in_break, plan_for_ddp, plan_for_imposed, specs_by_id
 from ddpopt.segments import CompiledSegments, CompilerFn, compile_segments
-from ddpopt.undisturbed import undisturbed, without_collections
+from ddpopt.undisturbed import compiling, undisturbed
 
 Buckets = Literal["plan", "ddp"]
 Strategy = Literal["split", "inline", "auto"]
@@ -94,7 +94,7 @@ class DdpoptBackend:
             _say_whole(planned)
             run = compiler(gm, example_inputs)
         else:
-            with without_collections():
+            with compiling():
                 run = self._compile(ddp, planned, gm, example_inputs, compiler, options)
         regions = self._regions.get(ddp)
         return run if regions is None or planned is None else regions.watching(planned, example_inputs, run)

@@ -198,7 +198,12 @@ Blocks = Annotated[
         show_default=False,
     ),
 ]
-ModelLimit = Annotated[float, typer.Option(help="Limit of one mode of one model, in seconds.")]
+ModelLimit = Annotated[
+    float,
+    typer.Option(
+        help="Limit of one mode of one model, in seconds of the processor; by the clock five times."
+    ),
+]
 
 CaseFile = Annotated[
     str, typer.Argument(metavar="CASE", help="A case that 'ddpopt fuzz' wrote.", show_default=False)

@@ -1,6 +1,7 @@
 """The quiet in which a graph is planned and compiled, apart from what runs.
 
-Invariant: afterwards the collector runs, or rests, as before.
+Touches private names of torch 2.11 to 2.13: those by which AOTAutograd remembers views.
+Invariant: afterwards the collector runs, or rests, as before, and torch is as it was.
 """
 
 from __future__ import annotations
@@ -8,8 +9,13 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
 
 import torch
+
+_DAMAGED = ("_unsafe_view_ViewMeta", "resize__ViewMeta")
+"""Ways to take a view whose sizes AOTAutograd's cache damages: they refer to what is gone by then."""
 
 
 @contextlib.contextmanager
@@ -26,6 +32,34 @@ def without_collections() -> Iterator[None]:
     finally:
         if running:
             gc.enable()
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Compile a graph: without collections, and without a memory of views that torch would damage.
+
+    Up to torch 2.13 AOTAutograd's cache keeps garbage for a view of what a matrix product without bias
+    returns (pytorch#185630): writing it may crash, and the next start fails on what it reads. Cuts let such
+    views leave a graph. They are made from sizes and strides then, as are those of dynamic shapes.
+    """
+    # imported here: who plans alone needs no AOTAutograd
+    from torch._functorch._aot_autograd import collect_metadata_analysis
+
+    remembered: Any = collect_metadata_analysis
+    with without_collections(), contextlib.ExitStack() as stack:
+        if hasattr(remembered, "ViewMetaSequence"):
+            stack.enter_context(patch.object(remembered, "ViewMetaSequence", _undamaged(remembered)))
+        yield
+
+
+def _undamaged(remembered: Any) -> Any:
+    make = remembered.ViewMetaSequence
+
+    def made(tensor: torch.Tensor) -> Any:
+        sequence = make(tensor)
+        return None if any(type(meta).__name__ in _DAMAGED for meta in sequence.sequence) else sequence
+
+    return made
 
 
 @contextlib.contextmanager

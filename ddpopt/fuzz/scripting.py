@@ -17,13 +17,14 @@ from ddpopt.verify.judge import EXACT
 from ddpopt.verify.judging.arithmetic import tail_factor
 from ddpopt.verify.judging.rounding import SAMPLES
 from ddpopt.verify.locating.reproduction import REACHED, command_of
-from ddpopt.verify.locating.scripting import spaced
+from ddpopt.verify.locating.scripting import grouped, spaced
 from ddpopt.verify.training import LEARNING_RATE
 
 FIRST_BUCKET_BYTES = 2**20
 """DDP's default, below which torch's optimizer takes no cap."""
 GRADIENTS, GRAPHS = "a gradient wherever eager DDP has one", "as many graphs as of the model alone"
 """Claims of structure that a script can show without ddpopt."""
+IMPORTS = ("import ", "from ")
 SECTIONS = ("\n\ndef run_step(", "\n\nDDP_KWARGS =", "\n\nif __name__")
 
 
@@ -43,6 +44,8 @@ def script_of(case: FoundCase, name: str) -> str:
     alone = case.is_torchs and (kind != "L3" or case.signature.what in (GRADIENTS, GRAPHS))
     limit = case.owner_mode == "torch-ddp-optimizer" and case.setting.lowers_limit
     cap = case.model.cap_bytes
+    samples = not symptom and case.setting.backend not in EXACT
+    imports, definitions = _definitions(case.model.source, whole=not alone)
     given = {
         "headline": _headline(case),
         "about": _about(case),
@@ -53,19 +56,19 @@ def script_of(case: FoundCase, name: str) -> str:
         "death": case.signature.what if kind == "death" else "",
         "reached": REACHED,
         "symptom": symptom,
-        "imports": _imports(symptom, alone, case.setting.nproc),
+        "imports": grouped({*imports, *_imports(symptom, alone, samples, case.setting.nproc)}),
         "limit": cap if limit and cap < FIRST_BUCKET_BYTES else 0,
-        "source": _definitions(case.model.source, whole=not alone),
+        "source": definitions,
         "steps": case.setting.steps,
     }
     return (
-        _rendered("model.jinja", given | _alone(case))
+        _rendered("model.jinja", given | _alone(case, samples))
         if alone
         else _rendered("judged.jinja", given | _judged(case))
     )
 
 
-def _alone(case: FoundCase) -> dict[str, Any]:
+def _alone(case: FoundCase, samples: bool) -> dict[str, Any]:
     return {
         "mode_of_ddp": MODES[case.owner_mode],
         "counts_graphs": case.signature.what == GRAPHS,
@@ -73,8 +76,9 @@ def _alone(case: FoundCase) -> dict[str, Any]:
         "ddp_kwargs": dict(case.model.program.module.DDP_KWARGS),
         "learning_rate": LEARNING_RATE,
         "dtype": "",
-        "draws_loss": False,
-        "exact": case.setting.backend in EXACT,
+        "exact": not samples,
+        "samples": samples,
+        "tells_floats": samples,
         "factor": round(tail_factor(SAMPLES), 1),
     }
 
@@ -108,25 +112,30 @@ def _about(case: FoundCase) -> list[str]:
     return [line.replace('"""', "'''").replace("\\", "/") for line in case.about.splitlines()]
 
 
-def _imports(symptom: str, alone: bool, ranks: int) -> list[str]:
-    found = ["import os"] if ranks > 1 else []
-    found += ["import sys"]
-    found += ["import traceback"] if symptom == "run" and alone else []
-    found += [] if alone else ["from dataclasses import replace"]
-    found += ["", "import torch"]
+def _imports(symptom: str, alone: bool, samples: bool, ranks: int) -> list[str]:
+    """What the script needs besides what the model does."""
+    found = ["import sys", "import torch", *(["import os"] if ranks > 1 else [])]
     if not alone:
-        more = ["from ddpopt.testing.case import Case", "from ddpopt.verify.runner import verify_here"]
-        return [*found, "import torch.distributed as dist", "", *more]
-    found += ["from torch.nn.parallel import DistributedDataParallel"]
-    return found if symptom else [*found, "from torch.utils._pytree import tree_map"]
+        return [
+            *found,
+            "import torch.distributed as dist",
+            "from dataclasses import replace",
+            "from ddpopt.testing.case import Case",
+            "from ddpopt.verify.runner import verify_here",
+        ]
+    found += ["import traceback"] if symptom == "run" else []
+    found += ["from torch.utils._pytree import tree_map"] if samples else []
+    return [*found, "from torch.nn.parallel import DistributedDataParallel"]
 
 
-def _definitions(source: str, *, whole: bool) -> str:
-    """The part of a model's source that makes the model, its inputs and its loss."""
-    body = source.partition('"""\n\n')[2]
+def _definitions(source: str, *, whole: bool) -> tuple[list[str], str]:
+    """The imports of a model's source, and the part of it that makes the model, its inputs and its loss."""
+    lines = source.partition('"""\n\n')[2].splitlines()
+    count = next(index for index, line in enumerate(lines) if line and not line.startswith(IMPORTS))
+    imports, body = [line for line in lines[:count] if line], "\n".join(lines[count:])
     text, _, rest = body.partition(SECTIONS[0])
     kwargs = rest.partition(SECTIONS[1])[2].partition(SECTIONS[2])[0]
-    return f"{text.rstrip()}\n\n\nDDP_KWARGS ={kwargs.rstrip()}" if whole else text.rstrip()
+    return imports, f"{text.rstrip()}\n\n\nDDP_KWARGS ={kwargs.rstrip()}" if whole else text.rstrip()
 
 
 def _rendered(template: str, given: dict[str, Any]) -> str:

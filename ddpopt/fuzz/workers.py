@@ -15,11 +15,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any
 
 from ddpopt.errors import InfrastructureError
 from ddpopt.fuzz.questions import WHOLE, Answer, Kind, Task
@@ -138,7 +137,7 @@ class Worker:
             running, Kind.BROKEN if signature.what.startswith(BY_EXCEPTION) else kind, signature, detail
         )
 
-    def _attributed(self, task: Task, answer: Answer) -> Any:
+    def _attributed(self, task: Task, answer: Answer) -> Generator[None, None, list[Answer]]:
         """Whether what killed a mode kills the backend without any optimizer too."""
         if answer.signature is None or answer.signature.kind not in ("death", "no end"):
             return [answer]

@@ -117,6 +117,7 @@ class Author:
             saved=bool(tensors),
             values_saved=any("SAVED" in str(expression) for expression in expressions),
             strided=any("strided(" in str(expression) for expression in expressions),
+            tells_floats=not _crashes(blamed),
         )
         return Draft("the segment alone, without DDP and without ddpopt", text, tensors)
 
@@ -128,7 +129,7 @@ class Author:
             late.append(f"from {self._module} import {self.question.target.partition(':')[2]} as factory")
         else:
             imports.append("from ddpopt.testing.case import resolve")
-        walks = [*(["tree_leaves"] if made is not None else []), *([] if _crashes(blamed) else ["tree_map"])]
+        walks = [*(["tree_leaves"] if made is not None else []), *(["tree_map"] if _samples(blamed) else [])]
         if walks:
             imports.append(f"from torch.utils._pytree import {', '.join(walks)}")
         with_ddp = stage.mode in PLAIN_DDP
@@ -146,7 +147,7 @@ class Author:
             module=self._module,
             call="" if made is None else _call_of(made),
             makes=0 if made is None else len(made),
-            draws_loss=made is not None,
+            tells_floats=made is not None or _samples(blamed),
             mode_of_ddp=stage.mode if with_ddp else "",
             learning_rate=LEARNING_RATE,
         )
@@ -206,8 +207,8 @@ class Author:
             .render(
                 headline=_headline(stage, blamed),
                 symptom=symptom,
-                draws_loss=more.pop("draws_loss", False),
                 exact=blamed.exact,
+                samples=_samples(blamed),
                 counts_graphs=False,
                 death=_death(blamed),
                 reached=REACHED,
@@ -225,7 +226,7 @@ class Author:
                 ranks=ranks,
                 command=f"'{command_of(ranks)} {self.script.name}'",
                 about=about,
-                imports=_grouped({"import sys", "import torch", *imports}),
+                imports=grouped({"import sys", "import torch", *imports}),
                 folders=[root for root in dict.fromkeys(roots) if root],
                 late=late,
                 torch_version=torch.__version__,
@@ -243,6 +244,11 @@ def _death(blamed: Blamed) -> str:
 
 def _crashes(blamed: Blamed) -> bool:
     return blamed.symptom is not None and blamed.symptom.kind in ("died", "run")
+
+
+def _samples(blamed: Blamed) -> bool:
+    """Whether numbers are compared that rounding may change."""
+    return not blamed.exact and not _crashes(blamed)
 
 
 def _headline(stage: Stage, blamed: Blamed) -> str:
@@ -301,10 +307,10 @@ def _call_of(made: tuple[Any, ...]) -> str:
     return f"{positional}, {'dict(keywords)' if len(made) > 2 else '{}'}"
 
 
-def _grouped(lines: Iterable[str]) -> list[str]:
+def grouped(lines: Iterable[str]) -> list[str]:
     """The standard library, then torch and others, then assignments, with a line between them.
 
-    >>> _grouped(["import torch", "from os import path", "inf = float('inf')", "import sys"])
+    >>> grouped(["import torch", "from os import path", "inf = float('inf')", "import sys"])
     ['import sys', 'from os import path', '', 'import torch', '', "inf = float('inf')"]
     """
     groups: dict[int, list[str]] = {0: [], 1: [], 2: []}

@@ -11,15 +11,13 @@ import sys
 import traceback
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 BACKEND = 'aot_eager'
 RANK = 0
-
-import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.utils._pytree import tree_leaves
 
 
 class Model(nn.Module):

@@ -10,15 +10,13 @@ import sys
 import traceback
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils._pytree import tree_leaves
 
 BACKEND = 'eager'
 RANK = 0
-
-import torch
-from torch import nn
-from torch.nn.utils.parametrizations import weight_norm
-from torch.utils._pytree import tree_leaves
 
 
 class Model(nn.Module):

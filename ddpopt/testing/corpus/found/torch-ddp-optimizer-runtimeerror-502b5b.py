@@ -10,15 +10,13 @@ import sys
 import traceback
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 BACKEND = 'aot_eager'
 RANK = 0
-
-import torch
-from torch import nn
-from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
 
 class Model(nn.Module):

@@ -11,16 +11,14 @@ import sys
 import traceback
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 BACKEND = 'aot_eager'
 RANK = 0
 # The models of a fuzzer are small: their first buckets are too, or torch's optimizer would cut nothing.
 torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = 1
-
-import torch
-from torch import nn
-from torch.utils._pytree import tree_leaves
 
 
 class Model(nn.Module):

@@ -11,24 +11,24 @@ import sys
 import traceback
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 BACKEND = 'inductor'
 RANK = 0
-
-import torch
-from torch import nn
-from torch.utils._pytree import tree_leaves
+# The models of a fuzzer are small: their first buckets are too, or torch's optimizer would cut nothing.
+torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = 4096
 
 
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.linear1 = nn.Linear(512, 512)
-        self.weight2 = nn.Parameter(torch.randn(512, 512) / 512)
-        self.shift2 = nn.Parameter(torch.zeros(512))
-        self.linear3 = nn.Linear(512, 512)
-        self.linear3b = nn.Linear(512, 512)
+        self.linear1 = nn.Linear(16, 16)
+        self.weight2 = nn.Parameter(torch.randn(16, 16) / 16)
+        self.shift2 = nn.Parameter(torch.zeros(16))
+        self.linear3 = nn.Linear(16, 16)
+        self.linear3b = nn.Linear(16, 16)
 
     def forward(self, x):
         h1 = self.linear1(x)
@@ -51,7 +51,7 @@ def make_model():
 def make_inputs(rank=0, step=0):
     g = torch.Generator().manual_seed(65536 * step + rank)
     batch = 2
-    x = torch.randn(batch, 512, generator=g)
+    x = torch.randn(batch, 16, generator=g)
     return (x,), {}
 
 
@@ -63,7 +63,7 @@ def loss(output):
 
 new_model, new_inputs, loss_of = make_model, make_inputs, loss
 
-DDP_ARGUMENTS = {'bucket_cap_mb': 1.0}
+DDP_ARGUMENTS = {'bucket_cap_mb': 0.00390625}
 
 
 def step(compiled=False):

@@ -1,0 +1,103 @@
+"""torch.compile of a DDP module, with torch's DDPOptimizer, fails where eager DDP runs (RuntimeError).
+
+A condition crosses a cut beside a counter that is updated in place: a later segment is given the counter for the
+condition.
+torch 2.13.0, 1 rank, backend 'aot_eager'.
+Run it with 'python torch-ddp-optimizer-runtimeerror-a4366e.py'.
+It exits with 1 if the difference appears, with 0 if it does not.
+"""
+
+import sys
+import traceback
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+
+BACKEND = 'aot_eager'
+RANK = 0
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear2 = nn.Linear(512, 512)
+        self.linear2b = nn.Linear(512, 512)
+        self.register_buffer("buffer3", torch.zeros((), dtype=torch.int64))
+        self.linear4 = nn.Linear(512, 512)
+        self.linear4b = nn.Linear(512, 512)
+
+    def forward(self, x):
+        i1 = x
+        b1 = i1 * 0.5
+        c2 = i1
+        h2 = torch.where(c2 > 0, self.linear2(c2), self.linear2b(c2))
+        v3 = h2
+        self.buffer3 += 1
+        h3 = v3 + self.buffer3.clone()
+        late1 = h3
+        b1.unsqueeze_(0)
+        h1 = b1[0] + late1
+        c4 = h1
+        h4 = torch.where(c4 > 0, self.linear4(c4), self.linear4b(c4))
+        return h4
+
+
+def make_model():
+    torch.manual_seed(0)
+    return Model()
+
+
+def make_inputs(rank=0, step=0):
+    g = torch.Generator().manual_seed(65536 * step + rank)
+    batch = 2
+    x = torch.randn(batch, 512, generator=g)
+    return (x,), {}
+
+
+def loss(output):
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    leaves = [leaf for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
+    return sum(leaf.abs().double().square().sum() for leaf in leaves) / sum(leaf.numel() for leaf in leaves)
+
+
+new_model, new_inputs, loss_of = make_model, make_inputs, loss
+
+DDP_ARGUMENTS = {'bucket_cap_mb': 1.0}
+
+
+def step(compiled=False):
+    """Take 1 step."""
+    model = new_model()
+    torch._dynamo.reset()
+    torch._dynamo.config.optimize_ddp = True
+    torch._dynamo.utils.counters.clear()
+    call = DistributedDataParallel(model, **DDP_ARGUMENTS)
+    call = torch.compile(call, backend=BACKEND) if compiled else call
+    for index in range(1):
+        model.zero_grad()
+        args, kwargs = new_inputs(RANK, index)
+        torch.manual_seed(index * 65536 + RANK)
+        loss = loss_of(call(*args, **kwargs))
+        torch.autograd.backward(loss)
+
+
+def main():
+    """Run the step in eager, and compiled."""
+    step()
+    try:
+        step(compiled=True)
+    except Exception:
+        traceback.print_exc()
+        print("the difference appears: eager runs, compiled code does not")
+        return 1
+    print("no difference")
+    return 0
+
+
+if __name__ == "__main__":
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    exit_code = main()
+    torch.distributed.destroy_process_group()
+    sys.exit(exit_code)
