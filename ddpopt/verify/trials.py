@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import CodeType
@@ -17,6 +18,7 @@ from unittest.mock import patch
 import torch
 from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo import eval_frame, guards, trace_rules
+from torch._functorch._aot_autograd import graph_compile
 
 from ddpopt.testing.case import Case, resolve
 from ddpopt.verify.judge import judge
@@ -131,7 +133,7 @@ def quickly() -> Iterator[None]:
     What is imported by now is no garbage; each run collects its own. Dynamo does not time its guards, puts
     together no structured trace, and keeps its table of torch's functions when a process group is made. It
     leaves alone the frames in which ``contextlib`` makes a context manager: DDP's forward makes one, and
-    Dynamo compiles three frames to find no tensor in them.
+    Dynamo compiles three frames to find no tensor in them. AOTAutograd does not write its graphs down.
     """
     _load_compiler()
     keep_for_good()
@@ -139,6 +141,7 @@ def quickly() -> Iterator[None]:
     with (
         patch.object(trace, "handlers", []),
         patch.object(guards, "profile_guard_manager", _untimed),
+        _unwritten(),
         patch.object(trace_rules, "clear_lru_cache", _kept),
         _left_alone(*_MAKING_CONTEXTS),
     ):
@@ -155,6 +158,19 @@ def _load_compiler() -> None:
     """Import what the first compilation imports: it is no garbage either."""
     compiled = torch.compile(lambda x: x * 2, backend="aot_eager")
     compiled(torch.ones(2, requires_grad=True)).sum().backward()
+
+
+@contextlib.contextmanager
+def _unwritten() -> Iterator[None]:
+    """Have AOTAutograd write its graphs down for who set ``TORCH_LOGS`` alone; by itself it always does."""
+    if os.environ.get("TORCH_LOGS"):
+        yield
+        return
+    with (  # releases that do not write them so have no such functions
+        patch.object(graph_compile, "_log_joint_graph", lambda *_: None, create=True),
+        patch.object(graph_compile, "_log_fw_bw_graphs", lambda *_: (None, None), create=True),
+    ):
+        yield
 
 
 def _untimed(*_: object) -> float:
