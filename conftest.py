@@ -34,6 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "nightly: runs with --nightly only, for a shorter test of the same thing runs always"
     )
+    config.addinivalue_line("markers", "long: begins before others, so that no worker ends alone with it")
     if config.getoption("--accept"):
         os.environ["EXPECTTEST_ACCEPT"] = "1"  # expecttest knows no other way
     if not os.environ.get("EXPECTTEST_ACCEPT"):
@@ -54,7 +55,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in later]
     # torchrun's ranks share out what needs no ranks, and come to its end at different times: so that is last
     last = int(os.environ.get("WORLD_SIZE", "1")) == 1
-    items.sort(key=lambda item: (_scope(item.nodeid) == "ranks") is last)  # stable: all else keeps its order
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)  # stable: all else keeps its order
+    items.sort(key=lambda item: (_scope(item.nodeid) == "ranks") is last)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -14,6 +14,7 @@ ENOUGH = 20
 LARGEST_MEDIAN_OPS = 6
 
 
+@pytest.mark.long
 def test_each_bug_that_is_put_in_is_found_and_shrinks_to_a_few_operations() -> None:
     found = {name: look_for(name) for name in BUGS}
     assert [name for name, each in found.items() if each is None] == []

@@ -42,6 +42,7 @@ def test_a_compiled_step_leaves_behind_what_an_eager_one_does(drawn: DrawnModel)
     target(float(len(drawn.features)), label="features")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     settings.get_current_profile_name() == "dev", reason="a model takes seconds: profiles ci and nightly"
 )
