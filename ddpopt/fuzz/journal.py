@@ -47,7 +47,7 @@ class Plan:
     without: tuple[str, ...]
     blocks: tuple[str, ...]
     torch: str
-    draws: str = ""
+    draws: str
 
 
 @dataclass(frozen=True)

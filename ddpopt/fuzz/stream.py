@@ -21,10 +21,10 @@ RUN = 10
 """Models that Hypothesis draws in one run: once ten were valid it goes on with variants of each."""
 SMALLEST = 2
 """The first of them are the simplest model there is, or nearly so: to have them once is enough."""
-STEPS = 6
-"""The most steps of a model, but for those within others: one with more costs as much as two smaller ones."""
 BLOCK = RUN - SMALLEST
 """Models in a block."""
+STEPS = 6
+"""The most steps of a model, but for those within others: one with more costs as much as two smaller ones."""
 
 
 @dataclass(frozen=True)

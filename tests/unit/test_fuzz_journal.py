@@ -11,7 +11,7 @@ from ddpopt.fuzz.journal import LINES, PLAN, Entry, Journal, Plan
 from ddpopt.fuzz.questions import Answer, Kind
 from ddpopt.fuzz.signatures import Signature
 
-THE_PLAN = Plan(3, 0, 2, ("whole", "ddpopt-split"), "aot_eager", 1, ("cond",), (), "2.13.0")
+THE_PLAN = Plan(3, 0, 2, ("whole", "ddpopt-split"), "aot_eager", 1, ("cond",), (), "2.13.0", "5f")
 ANSWERS = (Answer("whole", Kind.OK), Answer("ddpopt-split", Kind.WRONG, Signature("L0", "loss")))
 
 
@@ -63,7 +63,7 @@ def test_a_line_that_no_campaign_wrote_is_named(damaged: str, tmp_path: Path) ->
 
 def test_a_campaign_of_a_release_that_draws_other_models_is_refused(tmp_path: Path) -> None:
     Journal(tmp_path, THE_PLAN).__exit__()
-    with pytest.raises(UsageError, match=r"draws: '' there, '1f' here"):
+    with pytest.raises(UsageError, match=r"draws: '5f' there, '1f' here"):
         Journal(tmp_path, replace(THE_PLAN, draws="1f"))
 
 
