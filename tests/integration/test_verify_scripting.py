@@ -21,6 +21,11 @@ DOUBLING = """
 def compiler(gm, example_inputs):
     return lambda *args: tuple(2 * out for out in gm(*args))
 """
+DROPOUT = (
+    "class Segment(torch.nn.Module):\n"
+    "    def forward(self, x):\n"
+    "        return (torch.nn.functional.dropout(x),)"
+)
 TANH = "class Segment(torch.nn.Module):\n    def forward(self, x):\n        return (torch.tanh(x),)"
 
 
@@ -31,7 +36,9 @@ def author(tmp_path: Path, backend: str, target: str = f"{MODULE}:stages", rank:
 def exit_code(draft: Draft) -> int:
     """Run a script here, where its process group is there already."""
     scope: dict[str, Any] = {}
-    with torch._dynamo.config.patch(optimize_ddp=True):  # a script sets it for good
+    dynamo, inductor = torch._dynamo.config, torch._inductor.config
+    # a script sets them for good
+    with dynamo.patch(optimize_ddp=True), inductor.patch(fallback_random=False):
         exec(draft.text, scope)
         code: int = scope["main"]()
     return code
@@ -187,6 +194,18 @@ def test_a_model_that_is_right_shows_no_difference_without_ddp_and_with(
     for mode in ("local", "torch"):
         draft = author(tmp_path, "aot_eager").drafts(Stage(mode, "aot_eager"), Blamed(()))[0]
         assert exit_code(draft) == 0
+
+
+def test_a_script_draws_the_random_numbers_that_eager_draws(
+    tmp_path: Path, one_rank_group: None, fresh_dynamo: None
+) -> None:
+    code = Code([DROPOUT], ["import torch"], given=[Given("x", torch.ones(4, 8), requires_grad=True)])
+    writer = author(tmp_path, "inductor", f"{MODULE}:dropping")
+    drafts = writer.drafts(Stage("torch", "inductor"), Blamed(("dropout",), code))
+    alone = {draft.kind: draft for draft in drafts if "without ddpopt" in draft.kind and not draft.tensors}
+    assert len(alone) == 2
+    for draft in alone.values():
+        assert exit_code(draft) == 0, draft.kind
 
 
 @pytest.mark.parametrize(

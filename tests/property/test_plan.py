@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import ddpopt
 from ddpopt import planner
-from ddpopt.facts import GraphFacts, ParamUse
+from ddpopt.facts import GraphFacts, ParamUse, with_unread
 from ddpopt.join import join_plans
 from ddpopt.mutation import mutated_inputs
 from ddpopt.plan import Plan
@@ -189,6 +189,25 @@ def test_one_more_byte_of_cap_never_adds_a_bucket_to_a_model(
     assert len(graph_of(params, 0, more).buckets) <= len(graph_of(params, 0, config).buckets)
 
 
+@share(1.5)
+@given(
+    parameter_lists(),
+    bucket_configs().map(one_cap),
+    st.booleans(),
+    st.floats(0, 1),
+    st.randoms(use_true_random=False),
+)
+def test_one_more_byte_of_cap_never_adds_a_bucket_to_a_model_of_one_graph_that_does_not_read_all(
+    params: tuple[ParamSpec, ...], config: BucketConfig, of_the_first: bool, share_read: float, random: Random
+) -> None:
+    read = [spec for spec in params if random.random() < share_read]
+    event("none is read" if not read else "all are read" if len(read) == len(params) else "some are read")
+    facts = with_unread(facts_of_specs(read), params, frozenset())
+    more = with_one_more_byte(config, of_the_first=of_the_first)
+    plan, other = (join_plans([plan_graph(facts, limits)], params, limits) for limits in (config, more))
+    assert len(other.buckets) <= len(plan.buckets)
+
+
 @share(3)
 @given(interleaved_gradients(), st.integers(2, 20), st.sampled_from((None, 5, 25)))
 def test_one_more_byte_of_cap_never_adds_a_bucket_to_interleaved_dtypes(
@@ -259,8 +278,12 @@ def test_buckets_that_are_given_are_kept_as_they_are(graph: SmallGraph, config: 
 
 def graph_of(specs: Sequence[ParamSpec], number: int, config: BucketConfig) -> Plan:
     """The plan of a graph with one node for each parameter."""
+    return plan_graph(facts_of_specs(specs), config, number)
+
+
+def facts_of_specs(specs: Sequence[ParamSpec]) -> GraphFacts:
     uses = tuple(ParamUse(spec, (place,)) for place, spec in enumerate(specs))
-    return plan_graph(GraphFacts(tuple(s.name for s in specs), uses, (None,) * len(specs)), config, number)
+    return GraphFacts(tuple(s.name for s in specs), uses, (None,) * len(specs))
 
 
 @share(1.5)

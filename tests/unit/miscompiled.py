@@ -47,6 +47,17 @@ class Short(nn.Module):
         return torch.tanh(self.layer(x))
 
 
+class Dropping(nn.Module):
+    """A layer and a dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(self.layer(x))
+
+
 class Aliased(nn.Module):
     """Writes to what an operator hands back, which is its argument though it does not say so."""
 
@@ -75,6 +86,11 @@ def stages() -> tuple[nn.Module, Tensor]:
 def short() -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     return Short(), torch.randn(4, WIDTH)
+
+
+def dropping() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return Dropping(), torch.randn(4, WIDTH)
 
 
 def aliased() -> tuple[nn.Module, Tensor]:

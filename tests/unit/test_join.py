@@ -17,9 +17,13 @@ def spec(name: str, nbytes: int = 100, dtype: str = "float32", sparse: bool = Fa
 
 def graph(index: int, *specs: ParamSpec) -> Plan:
     """The plan of a graph with one node for each parameter, in forward order."""
+    return plan_graph(facts(index, *specs), CAP_100, index)
+
+
+def facts(index: int, *specs: ParamSpec) -> GraphFacts:
     names = tuple(f"g{index}_{spec.name}" for spec in specs)
     uses = tuple(ParamUse(spec, (position,)) for position, spec in enumerate(specs))
-    return plan_graph(GraphFacts(names, uses, (None,) * len(names)), CAP_100, index)
+    return GraphFacts(names, uses, (None,) * len(names))
 
 
 def buckets(plan: Plan) -> list[str]:
@@ -72,6 +76,18 @@ def test_a_bucket_never_holds_parameters_of_two_graphs() -> None:
     plan = joined([graph(0, a, b), graph(1, c, d)], a, b, c, d)
     assert buckets(plan) == ["d c", "b a"]
     assert plan.spread == 0
+
+
+def test_a_bucket_ends_with_its_graph_and_where_eager_ends_one_so_a_larger_cap_may_make_one_more() -> None:
+    a, b, later = spec("a", 6), spec("b", 4), spec("later", 12)
+    found = []
+    for cap in (12, 13):
+        config = BucketConfig(cap_bytes=cap, first_bucket_bytes=cap)
+        first = plan_graph(facts(0, a, b), config, 0, ahead=[later])
+        second = plan_graph(facts(1, later), config, 1)
+        found.append(buckets(join_plans([first, second], (a, b, later), config)))
+    # at 13 eager DDP sends "later b" together, then "a": b must not wait for a, nor "later" for b
+    assert found == [["later", "b a"], ["later", "b", "a"]]
 
 
 def test_a_graph_without_parameters_keeps_its_segment() -> None:
