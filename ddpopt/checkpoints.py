@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from ddpopt.facts import gradient_carriers
-from ddpopt.graphs import body_nodes, fetch, module_like
+from ddpopt.graphs import SOURCES, body_nodes, example_value, fetch, module_like
 from ddpopt.layout import State
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
@@ -165,12 +165,12 @@ def _write_pieces(
     """Add one checkpointed call for each piece of a region to `graph`; what the region returns."""
     body = _body(gm, region)
     values = _operands(body, region, copies)
-    pieces = _pieces(body, openers)
+    pieces = [_with_scalars(nodes) for nodes in _pieces(body, openers)]
     for index, nodes in enumerate(pieces):
-        later = {n for piece in pieces[index + 1 :] for node in piece for n in node.all_input_nodes}
+        later = {n for piece in pieces[index + 1 :] for n in _read(piece)}
         later.update(body.graph.output_node().all_input_nodes)
-        exports = [node for node in nodes if node in later]
-        inputs = [n for n in dict.fromkeys(n for node in nodes for n in node.all_input_nodes) if n in values]
+        exports = [node for node in nodes if node in later and node not in values]
+        inputs = [n for n in _read(nodes) if n in values]
         name = f"{region.name}_piece_{index}"
         held[name] = _piece(body, nodes, inputs, exports)
         holder = graph.get_attr(name)
@@ -198,6 +198,31 @@ def _pieces(body: fx.GraphModule, openers: Iterable[fx.Node]) -> list[list[fx.No
             pieces.append([])
         pieces[-1].append(node)
     return pieces
+
+
+def _with_scalars(piece: Sequence[fx.Node]) -> list[fx.Node]:
+    """A piece that computes anew the symbolic floats and bools that it reads from pieces in front of it.
+
+    As in `ddpopt.layout`: AOTAutograd has none cross between graphs, but what they are computed from may.
+    """
+    found: dict[fx.Node, None] = {}
+
+    def add(node: fx.Node) -> None:
+        for source in node.all_input_nodes:
+            is_made = source.op not in SOURCES and source not in found
+            if is_made and isinstance(example_value(source), (torch.SymFloat, torch.SymBool)):
+                add(source)
+        found[node] = None
+
+    for node in piece:
+        add(node)
+    return list(found)
+
+
+def _read(piece: Sequence[fx.Node]) -> list[fx.Node]:
+    """What a piece reads from elsewhere, in order of first use."""
+    own = set(piece)
+    return [n for n in dict.fromkeys(n for node in piece for n in node.all_input_nodes) if n not in own]
 
 
 def _piece(

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from ddpopt.errors import UsageError
 from ddpopt.fuzz.cases import FoundCase
 from ddpopt.fuzz.questions import Answer, Setting
-from ddpopt.fuzz.shrinking import smaller
+from ddpopt.fuzz.shrinking import keeping, smaller
 from ddpopt.fuzz.sizes import Size, size_of
 from ddpopt.testing.drawn import DrawnModel
 from ddpopt.verify.locating.narrow import narrowed
@@ -144,9 +144,7 @@ class _Search:
         whole = self.case.model
 
         def shows(places: tuple[int, ...]) -> bool:
-            return self._shows(
-                self._with(replace(whole, steps=tuple(whole.steps[place] for place in places)))
-            )
+            return self._shows(self._with(replace(whole, steps=keeping(whole.steps, places))))
 
         narrowed(range(len(whole.steps)), shows, tries=self._left)
 

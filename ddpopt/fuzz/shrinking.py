@@ -6,7 +6,7 @@ smaller by `weight`, so that taking one after the other comes to an end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ddpopt.testing.drawn import BLOCKS, DrawnModel, Step, step
@@ -41,6 +41,19 @@ def smaller(model: DrawnModel) -> Iterator[DrawnModel]:
         if repr(candidate) not in seen and weight(candidate) < weight(model):
             seen.add(repr(candidate))
             yield candidate
+
+
+def keeping(steps: Sequence[Step], places: Sequence[int]) -> tuple[Step, ...]:
+    """The steps at `places`, each of which reads the values that it has read before, where they are kept."""
+    gone = set(range(len(steps))) - set(places)
+
+    def nearer(place: int, back: int) -> int:
+        return back - sum(other in gone for other in range(place - back, place))
+
+    return tuple(
+        replace(steps[place], reads=tuple(nearer(place, back) for back in steps[place].reads))
+        for place in places
+    )
 
 
 def _candidates(model: DrawnModel) -> Iterator[DrawnModel]:
@@ -88,6 +101,7 @@ def _fewer(steps: tuple[Step, ...]) -> Iterator[tuple[Step, ...]]:
     """Without one step or its body; what is within is tried too."""
     for place, each in enumerate(steps):
         before, after = steps[:place], steps[place + 1 :]
+        yield keeping(steps, [other for other in range(len(steps)) if other != place])
         yield before + after
         if each.body:
             yield (*before, replace(each, body=()), *after)

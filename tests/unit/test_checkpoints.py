@@ -5,10 +5,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from ddpopt.capture import capture
 from ddpopt.checkpoints import CHECKPOINT
+from ddpopt.graphs import example_value
 
 Body = Callable[["Region", Tensor], Tensor]
 
@@ -48,11 +50,30 @@ def partly_without_grad(region: Region, x: Tensor) -> Tensor:
     return output
 
 
+def by_a_share_of_the_batch(region: Region, x: Tensor) -> Tensor:
+    x = region.layers[0](x)
+    share = x.shape[0] / 4
+    for layer in region.layers[1:]:
+        x = layer(x) * share
+    return x
+
+
 @pytest.mark.parametrize(("body", "pieces"), [(plain, 4), (under_autocast, 3), (partly_without_grad, 3)])
 def test_a_region_is_divided_between_spans_where_buckets_end(body: Body, pieces: int) -> None:
     captured = capture(Region(body), torch.ones(2, 8), bucket_cap_mb=8 * 9 * 4 / 2**20)
     (graph,) = captured.graphs
     assert len(graph.gm.graph.find_nodes(op="call_function", target=CHECKPOINT)) == pieces
+
+
+def test_a_symbolic_float_is_computed_again_in_each_piece(fresh_dynamo: None) -> None:
+    with torch._dynamo.config.patch(assume_static_by_default=False):
+        captured = capture(Region(by_a_share_of_the_batch), torch.ones(3, 8), bucket_cap_mb=8 * 9 * 4 / 2**20)
+    (graph,) = captured.graphs
+    pieces = graph.gm.graph.find_nodes(op="call_function", target=CHECKPOINT)
+    assert len(pieces) == 4
+    passed = [pytree.tree_leaves(example_value(source)) for p in pieces for source in (p, *p.all_input_nodes)]
+    assert any(isinstance(value, torch.SymInt) for values in passed for value in values)
+    assert not any(isinstance(value, torch.SymFloat) for values in passed for value in values)
 
 
 class Regions(nn.Module):

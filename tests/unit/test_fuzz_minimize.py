@@ -67,6 +67,19 @@ def test_what_is_left_is_what_the_failure_needs() -> None:
     assert found.after.nbytes < found.before.nbytes
 
 
+def test_a_step_that_reads_far_back_reads_the_same_where_those_between_go() -> None:
+    layers = (step("gain"), *(step("linear") for _ in range(5)), step("halved", 5))
+
+    def reads_the_gain(case: FoundCase) -> bool:
+        names = [each.block for each in case.model.steps]
+        return names[-1] == "halved" and names[-2 - case.model.steps[-1].reads[0]] == "gain"
+
+    found = minimized(
+        replace(CASE, model=DrawnModel(steps=layers)), Asked("gain", "halved", also=reads_the_gain)
+    )
+    assert found.case.model.steps == (step("gain"), step("halved"))
+
+
 def test_what_fails_in_another_way_is_left_and_counted() -> None:
     asked = Asked("gain", "product")
     found = minimized(CASE, asked)

@@ -1,0 +1,100 @@
+"""torch.compile of a DDP module, without any optimizer, fails where eager DDP runs (RuntimeError).
+
+AOTAutograd, without any optimizer: two equal checkpointed regions, of which only one is used, become one that is
+neither saved nor recomputed.
+torch 2.13.0, 1 rank, backend 'aot_eager'.
+Run it with 'python backend-aot-eager-runtimeerror-0870de.py'.
+It exits with 1 if the difference appears, with 0 if it does not.
+"""
+
+import sys
+import traceback
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+BACKEND = 'aot_eager'
+RANK = 0
+torch._inductor.config.fallback_random = True  # compiled code draws the random numbers that eager draws
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear2 = nn.Linear(4, 4)
+        self.multiheadattention4 = nn.MultiheadAttention(2, 2, batch_first=True)
+
+    def forward(self, x):
+        s1 = x
+        for _ in range(2):
+            h2 = self.linear2(x)
+            def run3(x):
+                t4 = x.unflatten(1, (2, 2))
+                h4 = self.multiheadattention4(t4, t4, t4, need_weights=False)[0]
+                return h4.flatten(1)
+            h3 = checkpoint(run3, h2, use_reentrant=False)
+            s1 = h3
+        h1 = s1
+        return h1
+
+
+def make_model():
+    torch.manual_seed(0)
+    return Model()
+
+
+def make_inputs(rank=0, step=0):
+    g = torch.Generator().manual_seed(65536 * step + rank)
+    batch = 2
+    x = torch.randn(batch, 4, generator=g)
+    return (x,), {}
+
+
+def loss(output):
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    leaves = [leaf for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
+    return sum(leaf.abs().double().square().sum() for leaf in leaves) / sum(leaf.numel() for leaf in leaves)
+
+
+new_model, new_inputs, loss_of = make_model, make_inputs, loss
+
+DDP_ARGUMENTS = {'bucket_cap_mb': 1.0}
+
+
+def step(compiled=False):
+    """Take 1 step."""
+    model = new_model()
+    torch._dynamo.reset()
+    torch._dynamo.config.optimize_ddp = False
+    torch._dynamo.utils.counters.clear()
+    call = DistributedDataParallel(model, **DDP_ARGUMENTS)
+    call = torch.compile(call, backend=BACKEND) if compiled else call
+    for index in range(1):
+        model.zero_grad()
+        args, kwargs = new_inputs(RANK, index)
+        torch.manual_seed(index * 65536 + RANK)
+        loss = loss_of(call(*args, **kwargs))
+        torch.autograd.backward(loss)
+
+
+def main():
+    """Run the step in eager, and compiled."""
+    step()
+    try:
+        step(compiled=True)
+    except Exception:
+        traceback.print_exc()
+        print("the difference appears: eager runs, compiled code does not")
+        return 1
+    print("no difference")
+    return 0
+
+
+if __name__ == "__main__":
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    exit_code = main()
+    torch.distributed.destroy_process_group()
+    sys.exit(exit_code)
