@@ -40,7 +40,8 @@ def script_of(case: FoundCase, name: str) -> str:
         is said of buckets and collectives.
     """
     kind = case.signature.kind
-    symptom = {"error": "run", "death": "died", "no end": "died"}.get(kind, "")
+    counts = case.signature.what == GRAPHS
+    symptom = {"error": "run", "death": "died", "no end": "died"}.get(kind, "graphs" if counts else "")
     alone = case.is_torchs and (kind != "L3" or case.signature.what in (GRADIENTS, GRAPHS))
     limit = case.owner_mode == "torch-ddp-optimizer" and case.setting.lowers_limit
     cap = case.model.cap_bytes
@@ -71,7 +72,6 @@ def script_of(case: FoundCase, name: str) -> str:
 def _alone(case: FoundCase, samples: bool) -> dict[str, Any]:
     return {
         "mode_of_ddp": MODES[case.owner_mode],
-        "counts_graphs": case.signature.what == GRAPHS,
         "call": "make_inputs",
         "ddp_kwargs": dict(case.model.program.module.DDP_KWARGS),
         "learning_rate": LEARNING_RATE,

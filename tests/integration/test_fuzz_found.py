@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from ddpopt.fuzz.cases import FoundCase, task_of
 from ddpopt.fuzz.examine import examine
 from ddpopt.fuzz.found import FOLDER, found_cases, script_file, scripts_of
 from ddpopt.fuzz.questions import Kind, Setting
-from ddpopt.testing.drawn import DrawnModel, step
+from ddpopt.fuzz.scripting import GRAPHS, script_of
+from ddpopt.fuzz.signatures import Signature
+from ddpopt.testing.drawn import DrawnModel, Step, step
 from ddpopt.verify.locating.reproduction import shows
 from ddpopt.verify.ranks import Ranks, joined
 from tests.unit.rehearsing import one_rank_group
@@ -97,6 +100,21 @@ BASE_AND_VIEW = DrawnModel(
 def test_what_crosses_beside_a_view_of_it_is_known_to_be_summed_in_another_order(ranks: Ranks) -> None:
     answers = examine(ranks, task_of(BASE_AND_VIEW, OURS, Setting("aot_eager")), lambda _: None)
     assert [(answer.mode, answer.kind) for answer in answers] == [(name, Kind.OK) for name in OURS]
+
+
+@pytest.mark.parametrize(
+    ("steps", "exit_code"), [((step("linear"),), 0), ((step("scale", of="float"), step("empty", 1)), 1)]
+)
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+def test_a_script_counts_graphs_where_that_is_the_claim(
+    steps: tuple[Step, ...], exit_code: int, ranks: Ranks, fresh_dynamo: None
+) -> None:
+    model = DrawnModel(steps=steps, width=4, cap_bytes=2**20)
+    case = FoundCase(model, "whole", Setting("inductor"), Signature("L3", GRAPHS), Kind.BACKEND)
+    scope: dict[str, Any] = {}
+    with torch._dynamo.config.patch(optimize_ddp=False), torch._inductor.config.patch(fallback_random=True):
+        exec(script_of(case, "x.py"), scope)
+        assert scope["main"]() == exit_code
 
 
 @EACH_OF_TORCHS

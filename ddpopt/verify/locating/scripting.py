@@ -209,7 +209,6 @@ class Author:
                 symptom=symptom,
                 exact=blamed.exact,
                 samples=_samples(blamed),
-                counts_graphs=False,
                 death=_death(blamed),
                 reached=REACHED,
                 python_version=platform.python_version(),

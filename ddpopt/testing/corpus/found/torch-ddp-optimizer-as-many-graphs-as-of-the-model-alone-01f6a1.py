@@ -59,46 +59,33 @@ new_model, new_inputs, loss_of = make_model, make_inputs, loss
 DDP_ARGUMENTS = {'bucket_cap_mb': 1.0}
 
 
-def step(compiled=False, optimized=True):
-    """Take 3 steps; return the loss and the gradients of the last one by name."""
+def step(alone=False):
+    """Take 3 steps under DDP, or of the model alone as Dynamo traces it; return how many graphs were made."""
     model = new_model()
     torch._dynamo.reset()
-    torch._dynamo.config.optimize_ddp = optimized
+    torch._dynamo.config.optimize_ddp = True
     torch._dynamo.utils.counters.clear()
-    call = DistributedDataParallel(model, **DDP_ARGUMENTS)
-    call = torch.compile(call, backend=BACKEND) if compiled else call
+    call = model if alone else DistributedDataParallel(model, **DDP_ARGUMENTS)
+    call = torch.compile(call, backend="eager" if alone else BACKEND)
     for index in range(3):
         model.zero_grad()
         args, kwargs = new_inputs(RANK, index)
         torch.manual_seed(index * 65536 + RANK)
         loss = loss_of(call(*args, **kwargs))
         torch.autograd.backward(loss)
-        found = {"the loss": loss.detach()}
-        found |= {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.requires_grad}
-        found = {name: value if value is None else value.to_dense().clone() for name, value in found.items()}
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.grad is not None:
                     parameter.sub_(parameter.grad, alpha=0.05)
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    found["something was compiled"] = graphs > 0 if compiled else True
-    found["graphs that were compiled"] = graphs
-    return found | {f"buffer {name}": buffer.detach() for name, buffer in model.named_buffers()}
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def main():
-    """Run the step in eager and compiled, and compare all that it leaves, bit by bit."""
-    expected, got, wrong = step(), step(compiled=True), 0
-    graphs = "graphs that were compiled"
-    expected[graphs] = step(compiled=True, optimized=False)[graphs]
-    for name, value in expected.items():
-        try:
-            torch.testing.assert_close(got.get(name), value, rtol=0, atol=0, equal_nan=True)
-        except AssertionError as error:
-            print(f"  {name}: {' '.join(str(error).split())}")
-            wrong += 1
-    print(f"the difference appears in {wrong} of {len(expected)} values" if wrong else "no difference")
-    return int(wrong > 0)
+    """Count the graphs that Dynamo makes of the model alone, and those under DDP with the backend."""
+    alone, under_ddp = step(alone=True), step()
+    print(f"  graphs: of the model alone {alone}, under DDP {under_ddp}")
+    print("no difference" if under_ddp == alone else "the difference appears")
+    return int(under_ddp != alone)
 
 
 if __name__ == "__main__":
