@@ -8,9 +8,7 @@ without any optimizer. Invariant: a failure counts against a mode only where tha
 from __future__ import annotations
 
 import contextlib
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from ddpopt.fuzz.signatures import Signature, may_be, of_error, of_finding, sign
 from ddpopt.testing.drawn import Program
 from ddpopt.verify.backends import backend_of
 from ddpopt.verify.judge import EXACT, judge
+from ddpopt.verify.judging.failing import in_words
 from ddpopt.verify.judging.reference import Bench, Reference, Subject
 from ddpopt.verify.modes import mode
 from ddpopt.verify.options import option
@@ -52,7 +51,7 @@ def examine(ranks: Ranks, task: Task, tell: Callable[[str], None]) -> list[Answe
     try:
         case = Program(task.source).case(task.tags)
     except Exception as error:
-        return _all(task, Kind.EAGER, told(error))
+        return _all(task, Kind.EAGER, in_words(error))
     subject = Subject(case, option("default"), task.setting.steps, ranks.device)
     with _limit_of(task), contextlib.closing(Bench(subject, ranks)) as bench:
         try:
@@ -88,16 +87,8 @@ def _answer(examination: _Examination, name: str, sought: Signature | None) -> A
     except Exception as error:
         if examination.bench.size > 1:
             raise  # the peers would wait
-        text = told(error)
+        text = in_words(error)
         return Answer(name, Kind.BROKEN, of_error(text), text)
-
-
-def told(error: Exception) -> str:
-    """An exception as verification tells of it: type, message and innermost frame."""
-    frames = traceback.extract_tb(error.__traceback__)
-    last = frames[-1]
-    where = f"({Path(last.filename).name}:{last.lineno} in {last.name})"
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]} {where}"
 
 
 def _all(task: Task, kind: Kind, detail: str) -> list[Answer]:

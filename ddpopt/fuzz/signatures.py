@@ -21,7 +21,9 @@ _ROOT = re.compile(
 _INVARIANT = re.compile(r"violation\(s\):\s+- (?P<name>[a-z ]+): ")
 _STACK = re.compile(r'File "(?P<file>[^"]+)", line \d+ in (?P<name>\S+)')
 _DRAWN = re.compile(r"<?drawn_[0-9a-f]{12}>?")
-_GENERATED = re.compile(r"\bc[a-z2-7]{51}\.py\b")  # Inductor names a file after what is in it
+_GENERATED = re.compile(
+    r"\bc[a-z2-7]{51}\.py\b|<eval_with_key>\.\d+"
+)  # named after what is in it, or numbered
 
 
 @dataclass(frozen=True, order=True)

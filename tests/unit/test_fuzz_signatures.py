@@ -51,6 +51,10 @@ def unequal(level: str, parameter: str) -> Finding:
             f"NotImplementedError: no storage (c{'a2' * 25}z.py:224 in call)",
             "error: NotImplementedError in the compiled code in call",
         ),
+        (
+            "RuntimeError: no storage (<eval_with_key>.27:10 in forward)",
+            "error: RuntimeError in the compiled code in forward",
+        ),
         ("ValueError: no", "error: ValueError"),
         (
             f"BackendCompilerFailed: backend='ddpopt' raised: {unproved} (certificate.py:69 in certify)",

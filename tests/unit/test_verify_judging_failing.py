@@ -1,9 +1,16 @@
 """ddpopt.verify.judging.failing: what ranks say of a failure, and whether time alone is to blame."""
 
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
 from expecttest import assert_expected_inline
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpopt.errors import UnsupportedError, UsageError
-from ddpopt.verify.judging.failing import Failure, failure_of, stalled
+from ddpopt.verify.judging.failing import Failure, failure_of, in_words, stalled
 
 PAIR = [(0, 1)]
 TIMED_OUT = failure_of(0, RuntimeError("[/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 9000ms"))
@@ -21,6 +28,28 @@ no rank failed of itself: each waited for another in a collective, for up to 9 s
 that, raise the limit of a trial (--trial-timeout); if not, their collectives are not the same ones in the \
 same order""",
     )
+
+
+class PassingOn(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("within", [contextlib.nullcontext(), PassingOn()])  # type: ignore[no-untyped-call]  # of torch
+def test_an_operator_that_refuses_is_told_by_who_called_it(
+    within: contextlib.AbstractContextManager[object],
+) -> None:
+    lazy = torch.ones(2, dtype=torch.complex64).conj()
+    with pytest.raises(RuntimeError) as caught, within:
+        torch.ops.aten.view_as_real.default(lazy)
+    words = in_words(caught.value)
+    assert words.startswith("RuntimeError: view_as_real doesn't work on unresolved conjugated tensors.")
+    assert words.endswith("in test_an_operator_that_refuses_is_told_by_who_called_it)")
+    assert Path(__file__).name in words
+
+
+def test_an_exception_that_was_never_raised_has_no_frame() -> None:
+    assert in_words(ValueError("no\n  good")) == "ValueError: no good"
 
 
 def test_where_a_rank_raised_its_peers_only_felt_it() -> None:

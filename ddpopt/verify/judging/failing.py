@@ -22,6 +22,7 @@ LOST = (
 )
 """What gloo says where a peer is gone."""
 SHOWN_CHARACTERS = 400
+PASSING_ON = ("torch/_ops.py", "torch/_compile.py", "_dynamo/eval_frame.py")
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,33 @@ def failure_of(rank: int, error: Exception) -> Failure:
     Returns:
         What of it travels to other ranks.
     """
-    words = " ".join(str(error).split())
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
-    text = f"{type(error).__name__}: {words[:SHOWN_CHARACTERS]}{where}"
     lost = any(word in str(error) for word in LOST)
-    return Failure(rank, text, isinstance(error, UnsupportedError), lost, tuple(_own_errors(error)))
+    return Failure(
+        rank, in_words(error), isinstance(error, UnsupportedError), lost, tuple(_own_errors(error))
+    )
+
+
+def in_words(error: BaseException) -> str:
+    """An exception's type and message, and the innermost frame that tells where it was raised."""
+    words = " ".join(str(error).split())
+    frame = _telling(traceback.extract_tb(error.__traceback__))
+    where = f" ({Path(frame.filename).name}:{frame.lineno} in {frame.name})" if frame is not None else ""
+    return f"{type(error).__name__}: {words[:SHOWN_CHARACTERS]}{where}"
+
+
+def _telling(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
+    """The innermost frame, but for those that only pass a call of an operator on.
+
+    Every operator is called in one line of ``torch/_ops.py``. Dispatch modes call it in their turn, through
+    what keeps Dynamo out of them.
+    """
+    passed_on = False
+    for frame in reversed(frames):
+        file = "/".join(Path(frame.filename).parts[-2:])
+        passed_on |= file == "torch/_ops.py"
+        if not (passed_on and (file in PASSING_ON or frame.name == "__torch_dispatch__")):
+            return frame
+    return frames[-1] if frames else None
 
 
 def _own_errors(error: BaseException | None) -> Iterator[type[DdpoptError]]:
