@@ -93,7 +93,7 @@ class Start:
     """What the first steps of a process came to.
 
     Attributes:
-        cpu_s: processor seconds outside of the kernel, those of the C++ compiler included.
+        cpu_s: seconds of user time, those of the C++ compiler included.
         wall_s: seconds on the clock.
         compiled: graphs that Inductor compiled anew, forward and backward counted apart; None where its
             caches are off, for then nobody counts them.
@@ -149,7 +149,7 @@ def _keep_to(processor: int) -> None:
 
 
 def _processor_seconds() -> float:
-    """Of this process and of those that it waited for, outside of the kernel."""
+    """Of this process and of those that it waited for, without the operating system's."""
     times = os.times()
     return times.user + times.children_user
 

@@ -75,16 +75,18 @@ def _places(body: fx.GraphModule) -> dict[fx.Node, fx.Node]:
     """For each node of a body, in front of which one it is divided if a bucket ends there.
 
     In front of the node itself as a rule; inside a span of autocast or ``no_grad`` in front of the whole
-    span, which must not begin in one piece and end in another. In front of the first node nowhere.
+    span, which must not begin in one piece and end in another. In front of the first node nowhere, nor behind
+    symbolic numbers alone: a piece of these would be divided from what reads them, which makes them anew.
     """
     found: dict[fx.Node, fx.Node] = {}
-    state, opener = State(), None
-    for place, node in enumerate(body_nodes(body.graph)):
+    state, opener, begun = State(), None, False
+    for node in body_nodes(body.graph):
         if state == State():
-            opener = node if place else None
+            opener = node if begun else None
         if opener is not None:
             found[node] = opener
         state = state.after(node)
+        begun |= not isinstance(example_value(node), (torch.SymInt, torch.SymFloat, torch.SymBool))
     return found
 
 
@@ -203,20 +205,28 @@ def _pieces(body: fx.GraphModule, openers: Iterable[fx.Node]) -> list[list[fx.No
 def _with_scalars(piece: Sequence[fx.Node]) -> list[fx.Node]:
     """A piece that computes anew the symbolic floats and bools that it reads from pieces in front of it.
 
-    As in `ddpopt.layout`: AOTAutograd has none cross between graphs, but what they are computed from may.
+    As in `ddpopt.layout`: AOTAutograd has none cross between graphs, but sizes may, of which they are made.
+    One that is read off a tensor is handed over: the tensor may have been written to since.
     """
     found: dict[fx.Node, None] = {}
 
     def add(node: fx.Node) -> None:
         for source in node.all_input_nodes:
             is_made = source.op not in SOURCES and source not in found
-            if is_made and isinstance(example_value(source), (torch.SymFloat, torch.SymBool)):
+            if is_made and _is_made_of_numbers(source):
                 add(source)
         found[node] = None
 
     for node in piece:
         add(node)
     return list(found)
+
+
+def _is_made_of_numbers(node: fx.Node) -> bool:
+    """Whether it is a symbolic float or bool, and computed from numbers alone."""
+    return isinstance(example_value(node), (torch.SymFloat, torch.SymBool)) and not any(
+        isinstance(example_value(source), torch.Tensor) for source in node.all_input_nodes
+    )
 
 
 def _read(piece: Sequence[fx.Node]) -> list[fx.Node]:

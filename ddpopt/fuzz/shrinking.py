@@ -44,7 +44,10 @@ def smaller(model: DrawnModel) -> Iterator[DrawnModel]:
 
 
 def keeping(steps: Sequence[Step], places: Sequence[int]) -> tuple[Step, ...]:
-    """The steps at `places`, each of which reads the values that it has read before, where they are kept."""
+    """The steps at `places`, each of which reads what it has read before, as far as that is kept.
+
+    Steps within others, outputs, and reads that count round keep their numbers.
+    """
     gone = set(range(len(steps))) - set(places)
 
     def nearer(place: int, back: int) -> int:

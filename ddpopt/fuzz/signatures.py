@@ -1,4 +1,4 @@
-r"""Telling failures apart: by the exception and its innermost frame, or by the level of the ladder.
+r"""Telling failures apart: by the exception and where it was raised, or by the level of the ladder.
 
 Invariant: equal failures have equal signatures on every machine: no line number, path, size or name of a
 step is in one.

@@ -78,7 +78,10 @@ def test_ddpopt_gets_the_model_right_bit_by_bit_in_both_strategies(case: FoundCa
 
 @EACH_UNDIVIDED
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
-def test_what_torch_gets_wrong_in_one_piece_is_not_blamed_on_ddpopt(case: FoundCase, ranks: Ranks) -> None:
+def test_what_torch_gets_wrong_in_one_piece_is_not_blamed_on_ddpopt(
+    case: FoundCase, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # torch's partitioner leaves files where it fails
     if torch.__version__.partition("+")[0] != case.torch:
         pytest.skip(f"seen with torch {case.torch}")
     answers = examine(ranks, task_of(case.model, OURS, Setting("aot_eager")), lambda _: None)
@@ -109,6 +112,8 @@ def test_what_crosses_beside_a_view_of_it_is_known_to_be_summed_in_another_order
 def test_a_script_counts_graphs_where_that_is_the_claim(
     steps: tuple[Step, ...], exit_code: int, ranks: Ranks, fresh_dynamo: None
 ) -> None:
+    if exit_code and not torch.__version__.startswith("2.13.0"):
+        pytest.skip("what AOTAutograd compiles anew was seen with torch 2.13.0")
     model = DrawnModel(steps=steps, width=4, cap_bytes=2**20)
     case = FoundCase(model, "whole", Setting("inductor"), Signature("L3", GRAPHS), Kind.BACKEND)
     scope: dict[str, Any] = {}

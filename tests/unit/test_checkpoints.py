@@ -58,6 +58,14 @@ def by_a_share_of_the_batch(region: Region, x: Tensor) -> Tensor:
     return x
 
 
+def by_a_weight_of_its_share(region: Region, x: Tensor) -> Tensor:
+    share = x.shape[0] / 4
+    for layer in region.layers:
+        assert isinstance(layer, nn.Linear)
+        x = nn.functional.linear(x, layer.weight * share, layer.bias)
+    return x
+
+
 @pytest.mark.parametrize(("body", "pieces"), [(plain, 4), (under_autocast, 3), (partly_without_grad, 3)])
 def test_a_region_is_divided_between_spans_where_buckets_end(body: Body, pieces: int) -> None:
     captured = capture(Region(body), torch.ones(2, 8), bucket_cap_mb=8 * 9 * 4 / 2**20)
@@ -65,14 +73,17 @@ def test_a_region_is_divided_between_spans_where_buckets_end(body: Body, pieces:
     assert len(graph.gm.graph.find_nodes(op="call_function", target=CHECKPOINT)) == pieces
 
 
-def test_a_symbolic_float_is_computed_again_in_each_piece(fresh_dynamo: None) -> None:
+@pytest.mark.parametrize("body", [by_a_share_of_the_batch, by_a_weight_of_its_share])
+@pytest.mark.timeout(60)
+def test_a_symbolic_float_is_computed_again_in_each_piece(body: Body, fresh_dynamo: None) -> None:
     with torch._dynamo.config.patch(assume_static_by_default=False):
-        captured = capture(Region(by_a_share_of_the_batch), torch.ones(3, 8), bucket_cap_mb=8 * 9 * 4 / 2**20)
+        captured = capture(Region(body), torch.ones(3, 8), bucket_cap_mb=8 * 9 * 4 / 2**20)
     (graph,) = captured.graphs
     pieces = graph.gm.graph.find_nodes(op="call_function", target=CHECKPOINT)
     assert len(pieces) == 4
     passed = [pytree.tree_leaves(example_value(source)) for p in pieces for source in (p, *p.all_input_nodes)]
     assert any(isinstance(value, torch.SymInt) for values in passed for value in values)
+    assert all(example_value(piece) for piece in pieces)
     assert not any(isinstance(value, torch.SymFloat) for values in passed for value in values)
 
 

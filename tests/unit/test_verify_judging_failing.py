@@ -48,6 +48,13 @@ def test_an_operator_that_refuses_is_told_by_who_called_it(
     assert Path(__file__).name in words
 
 
+def test_code_of_fx_is_told_without_where_it_comes_from() -> None:
+    code = compile("raise ValueError('no')", "<eval_with_key>.3 from /a/proxy_tensor.py:9 in wrapped", "exec")
+    with pytest.raises(ValueError, match="no") as caught:
+        exec(code)
+    assert in_words(caught.value) == "ValueError: no (<eval_with_key>.3:1 in <module>)"
+
+
 def test_an_exception_that_was_never_raised_has_no_frame() -> None:
     assert in_words(ValueError("no\n  good")) == "ValueError: no good"
 

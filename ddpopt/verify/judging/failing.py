@@ -23,6 +23,7 @@ LOST = (
 """What gloo says where a peer is gone."""
 SHOWN_CHARACTERS = 400
 PASSING_ON = ("torch/_ops.py", "torch/_compile.py", "_dynamo/eval_frame.py")
+"""Files whose frames only pass a call of an operator on."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Failure:
 
     Attributes:
         rank: where.
-        text: its type and message, and the innermost frame.
+        text: its type and message, and the innermost frame that tells something.
         refused: whether ddpopt says that it does not do this.
         lost: whether it only says that a peer is gone.
         own: types of ddpopt's errors among the exception and what it came from.
@@ -63,8 +64,12 @@ def failure_of(rank: int, error: Exception) -> Failure:
 def in_words(error: BaseException) -> str:
     """An exception's type and message, and the innermost frame that tells where it was raised."""
     words = " ".join(str(error).split())
-    frame = _telling(traceback.extract_tb(error.__traceback__))
-    where = f" ({Path(frame.filename).name}:{frame.lineno} in {frame.name})" if frame is not None else ""
+    where = ""
+    if (frame := _telling(traceback.extract_tb(error.__traceback__))) is not None:
+        file = Path(frame.filename).name
+        if frame.filename.startswith("<"):  # fx: '<eval_with_key>.3 from /path/proxy_tensor.py:9 in wrapped'
+            file = frame.filename.partition(" from ")[0]
+        where = f" ({file}:{frame.lineno} in {frame.name})"
     return f"{type(error).__name__}: {words[:SHOWN_CHARACTERS]}{where}"
 
 
