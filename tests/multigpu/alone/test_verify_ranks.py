@@ -311,11 +311,18 @@ def test_a_crash_in_native_code_shows_the_call_that_crashed() -> None:
     assert "in crash_here" in culprit.stack
 
 
-def test_a_rank_that_leaves_without_a_value_has_died_and_its_peers_are_not_waited_for() -> None:
+def test_a_rank_that_leaves_without_a_value_has_died_and_its_peers_are_not_waited_for(
+    tmp_path: Path,
+) -> None:
+    joined = tmp_path / "joined"
+
     def task(ranks: Ranks) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if ranks.rank == 1:
+            while not joined.exists():  # a peer that is still joining would raise
+                time.sleep(0.01)
             os._exit(0)
+        joined.touch()
         time.sleep(1000)
 
     error = failing(task)
