@@ -123,13 +123,13 @@ def first_steps(model: str, layers: int, mode: str) -> Start:
     ddp = DistributedDataParallel(module, bucket_cap_mb=module.layer_bytes / 2**20)
     call = _compiled(mode, ddp)
     counters.clear()
-    cpu_s, wall_s = _processor_seconds(), time.perf_counter()
+    cpu_s, wall_s = _user_seconds(), time.perf_counter()
     with torch._dynamo.config.patch(optimize_ddp=mode == TORCH):
         for _ in range(STEPS):
             call(inputs).square().mean().backward()
     found, uncached = counters["inductor"], torch._inductor.config.force_disable_caches
     return Start(
-        cpu_s=_processor_seconds() - cpu_s,
+        cpu_s=_user_seconds() - cpu_s,
         wall_s=time.perf_counter() - wall_s,
         compiled=None if uncached else found["fxgraph_cache_miss"] + found["fxgraph_cache_bypass"],
         reused=found["fxgraph_cache_hit"],
@@ -148,8 +148,8 @@ def _keep_to(processor: int) -> None:
         os.sched_setaffinity(0, {processor})
 
 
-def _processor_seconds() -> float:
-    """Of this process and of those that it waited for, without the operating system's."""
+def _user_seconds() -> float:
+    """User time of this process and of those that it waited for."""
     times = os.times()
     return times.user + times.children_user
 

@@ -21,9 +21,8 @@ _ROOT = re.compile(
 _INVARIANT = re.compile(r"violation\(s\):\s+- (?P<name>[a-z ]+): ")
 _STACK = re.compile(r'File "(?P<file>[^"]+)", line \d+ in (?P<name>\S+)')
 _DRAWN = re.compile(r"<?drawn_[0-9a-f]{12}>?")
-_GENERATED = re.compile(
-    r"\bc[a-z2-7]{51}\.py\b|<eval_with_key>\.\d+"
-)  # named after what is in it, or numbered
+# Inductor names a file of code after what is in it, fx numbers them
+_GENERATED = re.compile(r"\bc[a-z2-7]{51}\.py\b|<eval_with_key>\.\d+")
 
 
 @dataclass(frozen=True, order=True)
