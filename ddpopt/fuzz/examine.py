@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.fuzz.questions import MODES, WHOLE, Answer, Kind, Setting, Task
-from ddpopt.fuzz.signatures import Signature, may_be, of_error, of_finding, signature_of
+from ddpopt.fuzz.signatures import ROUNDING, Signature, may_be, of_error, of_finding, signature_of
 from ddpopt.testing.drawn import Program
 from ddpopt.verify.backends import backend_of
 from ddpopt.verify.judge import EXACT, judge
@@ -122,6 +122,7 @@ class _Examination:
         else:
             self.reference = self.full = Reference.make(bench)
         self._whole: dict[Reference | None, Trial] = {}
+        self._roughly: dict[str, Trial] = {}
 
     def answer(self, name: str, sought: Signature | None = None) -> Answer:
         """Judge one mode.
@@ -158,7 +159,7 @@ class _Examination:
     def _blamed(self, name: str, trial: Trial, reference: Reference | None) -> Answer:
         """Say whose failure it is."""
         if name == WHOLE:
-            return Answer(name, Kind.BACKEND, signature_of(trial), _told(trial.findings))
+            return Answer(name, Kind.BACKEND, self._signature(WHOLE, trial.findings), _told(trial.findings))
         if reference not in self._whole:
             _forget_failures()
             self._whole[reference] = self._judged(reference, WHOLE)
@@ -166,9 +167,26 @@ class _Examination:
             return _unjudged(name, self._whole[reference])
         whole = self._whole[reference].findings
         own = own_findings(trial.findings, whole)
+        if not own and not self._beyond_rounding(WHOLE, whole):
+            own = self._beyond_rounding(name, trial.findings)
         if own:
-            return Answer(name, Kind.WRONG, min_signature(own), _told(own))
-        return Answer(name, Kind.BACKEND, min_signature(whole), _told(whole))
+            return Answer(name, Kind.WRONG, self._signature(name, own), _told(own))
+        return Answer(name, Kind.BACKEND, self._signature(WHOLE, whole), _told(whole))
+
+    def _signature(self, name: str, found: Sequence[Finding]) -> Signature:
+        beyond = self._beyond_rounding(name, found)
+        return min_signature(beyond) if beyond else ROUNDING
+
+    def _beyond_rounding(self, name: str, found: Sequence[Finding]) -> list[Finding]:
+        """What of a mode's findings its rounding does not explain: all, unless they are but unequal bits."""
+        if self.backend not in EXACT or any(finding.level not in NUMBERS for finding in found):
+            return list(found)
+        if name not in self._roughly:
+            reference = self._full()
+            if reference is None:
+                return list(found)
+            self._roughly[name] = judge(reference, mode(MODES[name]), self.backend, exact=False)
+        return beyond_rounding(found, self._roughly[name])
 
 
 def _unjudged(name: str, trial: Trial) -> Answer:
@@ -197,6 +215,23 @@ def own_findings(found: Sequence[Finding], whole: Sequence[Finding]) -> list[Fin
         and not (differs and finding.level in NUMBERS)
         and not (fails and finding.level == "L3")
     ]
+
+
+def beyond_rounding(found: Sequence[Finding], roughly: Trial) -> list[Finding]:
+    """What of a mode's unequal numbers no rounding explains.
+
+    Args:
+        found: what is not eager's bit by bit.
+        roughly: the same mode, judged with rounding allowed for, as it is for compiled code.
+
+    Returns:
+        Those that it finds wrong, too; all, if the mode did not run again as it ran.
+    """
+    ran = roughly.status in (Status.OK, Status.WRONG)
+    if not ran or any(finding.level not in NUMBERS for finding in roughly.findings):
+        return list(found)
+    wrong = {finding.parameter for finding in roughly.findings}
+    return [finding for finding in found if finding.parameter in wrong]
 
 
 def min_signature(findings: Sequence[Finding]) -> Signature:

@@ -109,6 +109,8 @@ def _named(place: str) -> str:
     return _GENERATED.sub("the compiled code", _DRAWN.sub("the model", place))
 
 
+ROUNDING = Signature("L0", "rounding")
+"""Of numbers that are not eager's bit by bit, and are as right: of whose parameters depends on the model."""
 NO_END = Signature("no end", "within its limit")
 """Of a model that took longer than it may."""
 

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt.fuzz.cases import FoundCase, task_of
 from ddpopt.fuzz.examine import examine
 from ddpopt.fuzz.questions import Answer, Kind, Setting
-from ddpopt.fuzz.signatures import Signature
+from ddpopt.fuzz.signatures import ROUNDING, Signature
 from ddpopt.testing.drawn import DrawnModel, step
 from ddpopt.verify.judging.reference import Bench
 from ddpopt.verify.ranks import Ranks, joined
@@ -101,3 +101,22 @@ def test_what_torch_leaves_open_when_it_fails_inside_a_transform_fails_nothing_e
         "error", "NotImplementedError", "collect_metadata_analysis.py in inner"
     )
     assert ours.kind is Kind.OK
+
+
+ROUNDED = DrawnModel((step("recurrence", cell="GRUCell"),), width=16, cap_bytes=1)
+
+
+def test_a_backend_that_only_rounds_otherwise_is_one_failure_whatever_the_parameter(ranks: Ranks) -> None:
+    task = task_of(ROUNDED, ("whole", "ddpopt-inline"), Setting())
+    for answer in examine(ranks, task, lambda _: None):
+        assert (answer.kind, answer.signature) == (Kind.BACKEND, ROUNDING)
+
+
+def test_a_mode_that_is_wrong_beyond_the_rounding_of_its_backend_is_wrong(ranks: Ranks) -> None:
+    # torch's optimizer changes the parameter too late; the last bits of the cell differ in any mode
+    both = replace(ROUNDED, steps=(step("decayed"), *ROUNDED.steps))
+    task = task_of(both, ("torch-ddp-optimizer", "ddpopt-split"), Setting())
+    torchs, ours = examine(ranks, task, lambda _: None)
+    assert (torchs.kind, torchs.signature and torchs.signature.kind) == (Kind.WRONG, "L0")
+    assert torchs.signature != ROUNDING
+    assert (ours.kind, ours.signature) == (Kind.BACKEND, ROUNDING)

@@ -3,9 +3,9 @@
 import pytest
 
 from ddpopt.errors import CertificateError
-from ddpopt.fuzz.examine import min_signature, own_findings
+from ddpopt.fuzz.examine import beyond_rounding, min_signature, own_findings
 from ddpopt.fuzz.signatures import Signature, of_death, of_error, of_finding
-from ddpopt.verify.verdict import Finding
+from ddpopt.verify.verdict import Finding, Status, Trial
 
 STACK = """\
 Fatal Python error: Segmentation fault
@@ -108,3 +108,22 @@ def test_a_failure_counts_against_a_mode_only_where_the_backend_alone_is_right(
     found: list[Finding], whole: list[Finding], own: int
 ) -> None:
     assert len(own_findings(found, whole)) == own
+
+
+@pytest.mark.parametrize(
+    ("roughly", "status", "left"),
+    [
+        ([], Status.OK, []),
+        ([unequal("L2", "b")], Status.WRONG, ["b"]),
+        ([unequal("L2", "c")], Status.WRONG, []),
+        # it ran another way than before: nothing is known
+        ([error("KeyError: 1 (a.py:1 in f)")], Status.WRONG, ["a", "b"]),
+        ([], Status.BROKEN, ["a", "b"]),
+    ],
+)
+def test_what_is_as_right_as_eager_is_rounding(
+    roughly: list[Finding], status: Status, left: list[str]
+) -> None:
+    found = [unequal("L0", "a"), unequal("L0", "b")]
+    trial = Trial("case", "whole", "default", "aot_eager", status, findings=tuple(roughly))
+    assert [finding.parameter for finding in beyond_rounding(found, trial)] == left

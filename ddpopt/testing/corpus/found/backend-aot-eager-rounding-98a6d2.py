@@ -1,9 +1,9 @@
-"""torch.compile of a DDP module, without any optimizer, does not compute what eager DDP computes (gradient).
+"""torch.compile of a DDP module, without any optimizer, does not compute what eager DDP computes (rounding).
 
-AOTAutograd, without any optimizer: the gradients of a cell that runs three times are added up in another order than
+AOTAutograd, without any optimizer: the gradients of a cell that runs twice are added up in another order than
 eager's. The last bits differ.
 torch 2.13.0, 1 rank, backend 'aot_eager'.
-Run it with 'python backend-aot-eager-gradient-89f287.py'.
+Run it with 'python backend-aot-eager-rounding-98a6d2.py'.
 It exits with 1 if the difference appears, with 0 if it does not.
 """
 
