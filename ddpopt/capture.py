@@ -35,7 +35,7 @@ class Capture:
     """A model's graphs, as a compile would see them, and what DDP would reduce.
 
     Attributes:
-        graphs: each graph with its facts and its plan, in forward order; a parameter belongs to the first
+        graphs: each graph with its facts and its own plan, in forward order; a parameter belongs to the first
             graph that reads it, for its gradient is complete only there.
         specs: every parameter that DDP reduces, in the order of the reducer's list.
         config: DDP's bucket limits.
@@ -51,9 +51,16 @@ class Capture:
     uses: tuple[tuple[ParamUse, ...], ...]
     read_before: tuple[frozenset[str], ...]
 
+    @property
+    def planned(self) -> tuple[int, ...]:
+        """Which graphs the plan is about: those that complete a gradient, or tell of reads before them."""
+        trains = [any(s.params for s in graph.plan.segments) for graph in self.graphs]
+        return tuple(i for i, before in enumerate(self.read_before) if trains[i] or before)
+
     def plan(self) -> Plan:
-        """The plan that ddpopt follows."""
-        return join_plans([graph.plan for graph in self.graphs], self.specs, self.config, self.read_before)
+        """The plan that ddpopt follows; it counts the graphs that it is about, in forward order."""
+        plans = [self.graphs[index].plan for index in self.planned]
+        return join_plans(plans, self.specs, self.config, [self.read_before[i] for i in self.planned])
 
 
 def plan(model: nn.Module, *inputs: Any, **kwargs: Any) -> Plan:

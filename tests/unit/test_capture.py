@@ -137,6 +137,26 @@ def test_each_graph_of_a_model_with_a_graph_break_is_captured() -> None:
     assert [segment.graph for segment in found.plan().segments] == [0, 1]
 
 
+def test_a_graph_that_trains_nothing_is_captured_and_has_no_part_in_the_plan() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen = nn.Buffer(torch.zeros(1))
+            self.inner = Broken()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen.add_(1)
+            x = x + self.seen
+            torch._dynamo.graph_break()
+            out: torch.Tensor = self.inner(x)
+            return out
+
+    found = capture(Counting(), rows(), bucket_cap_mb=LAYER_MB)
+    assert len(found.graphs) == 3
+    assert found.planned == (1, 2)
+    assert [segment.graph for segment in found.plan().segments] == [0, 1]
+
+
 def test_a_sequential_is_planned() -> None:
     plan = ddpopt.plan(
         nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), rows(), bucket_cap_mb=LAYER_MB

@@ -22,7 +22,6 @@ from ddpopt.facts import ParamUse, gradient_carriers
 from ddpopt.graphs import body_nodes, example_value, requires_grad, storages
 from ddpopt.inline import obstacle
 from ddpopt.mutation import mutated_inputs
-from ddpopt.opening import Planned
 from ddpopt.plan import Plan
 from ddpopt.verify.judging.layouts import relaid_values
 from ddpopt.verify.judging.reference import Bench
@@ -47,7 +46,6 @@ class Reassociated:
     unproved: tuple[str, ...] = ()
 
 
-Graphs = tuple[Planned, ...]
 NOT_TRACED = "what may be summed in another order is not known: the model could not be traced outside of DDP"
 NOT_THIS_PLAN = (
     "what may be summed in another order is not known: the graph that the plan was made for could not be "
@@ -128,25 +126,33 @@ def together(found: Sequence[Reassociated]) -> Reassociated:
 
 def _of_plan(traced: Sequence[Capture], plan: Plan, *, every_graph: bool, symbolic: bool) -> Reassociated:
     """What a plan's cuts move in the graphs that it was made for: in each, or where inline had to cut."""
-    cuts = [[every_graph or is_cut for is_cut in _uninlined(one)] for one in traced]
+    cuts = [
+        [(every_graph or is_cut) and index in one.planned for index, is_cut in enumerate(_uninlined(one))]
+        for one in traced
+    ]
     if not any(any(cut) for cut in cuts):
         return Reassociated()
     for one, cut in zip(traced, cuts, strict=True):
-        if _fits(one.graphs, plan):
+        if _fits(one, plan):
             return together([_of_sums(one, cut, plan), _of_layouts(one, cut, plan, symbolic=symbolic)])
     return Reassociated(unproved=(NOT_THIS_PLAN,))
 
 
 def _of_sums(traced: Capture, cut: Sequence[bool], plan: Plan) -> Reassociated:
+    places = _places(traced)
     pairs = enumerate(zip(traced.graphs, cut, strict=True))
-    moved = [reassociated_values(graph.gm, plan, index) if is_cut else () for index, (graph, is_cut) in pairs]
+    moved = [
+        reassociated_values(graph.gm, plan, places[index]) if is_cut else ()
+        for index, (graph, is_cut) in pairs
+    ]
     return _of_cuts("the cuts of the plan sum in another order", traced, moved)
 
 
 def _of_layouts(traced: Capture, cut: Sequence[bool], plan: Plan | None, *, symbolic: bool) -> Reassociated:
+    places = _places(traced)
     pairs = enumerate(zip(traced.graphs, cut, strict=True))
     moved = [
-        relaid_values(graph.gm, plan, index, symbolic=symbolic) if is_cut else ()
+        relaid_values(graph.gm, plan, places.get(index, index), symbolic=symbolic) if is_cut else ()
         for index, (graph, is_cut) in pairs
     ]
     whose = "torch's cuts" if plan is None else "the cuts of the plan"
@@ -168,11 +174,17 @@ def _uninlined(traced: Capture) -> list[bool]:
     return [obstacle(graph.gm, sources) is not None for graph, sources in pairs]
 
 
-def _fits(graphs: Graphs, plan: Plan) -> bool:
-    """Whether a plan divides just the nodes of these graphs."""
+def _fits(traced: Capture, plan: Plan) -> bool:
+    """Whether a plan divides just the nodes of the graphs that it is about."""
     planned = Counter((segment.graph, name) for segment in plan.segments for name in segment.nodes)
-    nodes = ((index, node.name) for index, graph in enumerate(graphs) for node in body_nodes(graph.gm.graph))
+    graphs = [traced.graphs[index] for index in traced.planned]
+    nodes = ((place, node.name) for place, graph in enumerate(graphs) for node in body_nodes(graph.gm.graph))
     return planned == Counter(nodes)
+
+
+def _places(traced: Capture) -> dict[int, int]:
+    """As which of the plan's graphs each graph counts that the plan is about."""
+    return {index: place for place, index in enumerate(traced.planned)}
 
 
 def _of_forwards(traced: Capture) -> Reassociated:
