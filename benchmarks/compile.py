@@ -7,11 +7,9 @@ The first three steps of a model in each mode, compiled by Inductor, each in a p
 - ``split``, ``inline``: ``ddpopt.compile`` with this strategy.
 
 Every mode starts three times: *uncached*, with Inductor's caches off; *cold*, with empty caches; and *warm*,
-a second process with the caches that the cold one left. What counts is user time, that of the C++
-compiler included. What the operating system takes to hand out pages of memory is left out: it differs by
-three seconds of thirty between two ways to call the same program, and hardly from one call to the next.
-User time still differs by a fifth from one quarter of an hour to the next where others share the machine's
-cores. So those that are compared start together, each on a processor of its own: ``whole`` with
+a second process with the caches that the cold one left. What counts is processor time, that of the C++
+compiler included; it still differs by a fifth from one quarter of an hour to the next where others share the
+machine's cores. So those that are compared start together, each on a processor of its own: ``whole`` with
 ``inline``, and ``torch`` with ``split``. They change places from round to round. Ratios are medians over the
 rounds; growth is of the fastest of each.
 
@@ -255,7 +253,7 @@ def _problems_of(figures: Figures, setting: Setting, kind: Kind) -> Iterator[str
 
 def table(figures: Figures) -> Table:
     """All figures, a row for each setting."""
-    result = Table(title="First three steps, seconds of user time: fastest (slowest)")
+    result = Table(title="First three steps, processor seconds: fastest (slowest)")
     result.add_column("model", no_wrap=True)
     for title in ("layers", "mode"):
         result.add_column(title, justify="right")

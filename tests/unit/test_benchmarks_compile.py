@@ -1,6 +1,7 @@
 """Tests of the pure parts of `benchmarks.compile`: ratios, growth, what falls short, arguments."""
 
 import io
+import resource
 import subprocess
 from typing import Any
 
@@ -21,7 +22,7 @@ from benchmarks.compile import (
     start_once,
     table,
 )
-from benchmarks.compile_once import Start
+from benchmarks.compile_once import Start, on_one_stack
 from ddpopt.errors import InfrastructureError
 
 
@@ -151,3 +152,22 @@ def test_an_argument_that_cannot_be_is_a_usage_error(
         main(arguments)
     assert left.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def at_depth(depth: int) -> int:
+    """How many pages a thousand calls touch for the first time, with so many frames below them."""
+    if depth:
+        return at_depth(depth - 1)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(1000):
+        called()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def called(a: int = 1, b: int = 2, c: int = 3, d: int = 4, e: int = 5, f: int = 6, g: int = 7) -> int:
+    return a
+
+
+def test_no_call_of_a_measured_start_waits_for_its_stack_to_grow() -> None:
+    # without it, in CPython 3.11, there are a few depths at which each call touches a new page
+    assert max(on_one_stack(lambda: [at_depth(depth) for depth in range(600)])) < 500
