@@ -5,7 +5,6 @@ Invariant: what is called confirmed failed in a process that had run nothing els
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from ddpopt.errors import VerificationError
 from ddpopt.fuzz.cases import FoundCase
-from ddpopt.fuzz.questions import TORCH, Answer
+from ddpopt.fuzz.questions import STEPS, TORCH, Answer
 from ddpopt.fuzz.scripting import FIRST_BUCKET_BYTES, script_of
 from ddpopt.fuzz.workers import Worker
 from ddpopt.verify.locating.reproduction import shows as shows_in_fresh_interpreter
@@ -86,14 +85,28 @@ def write_script(case: FoundCase, file: Path, limit_s: float) -> tuple[FoundCase
     """
     death = case.signature.what if case.signature.kind == "death" else ""
     with Asking(limit_s) as ask:
-        large = (candidate for candidate in unlowered(case) if candidate.fails_so(ask(candidate)))
-        for candidate in itertools.chain(large, [case]):
+        for candidate in as_scripted(case):
+            if candidate is not case and not candidate.fails_so(ask(candidate)):
+                continue
             file.write_text(script_of(candidate, file.name), encoding="utf-8")
             if shows_in_fresh_interpreter(
                 file, candidate.setting.nproc, STARTING_S + 2 * limit_s, death=death
             ):
                 return candidate, True
+    file.write_text(script_of(case, file.name), encoding="utf-8")
     return case, False
+
+
+def as_scripted(case: FoundCase) -> Iterator[FoundCase]:
+    """What a script of a case may run, the best first.
+
+    That is the same so large that torch cuts it without any setting of ours, the case itself, or the same
+    with more steps: verification may run a step more than once, which a script does not.
+    """
+    yield from unlowered(case)
+    yield case
+    for steps in range(case.setting.steps + 1, STEPS + 1):
+        yield replace(case, setting=replace(case.setting, steps=steps))
 
 
 def unlowered(case: FoundCase) -> Iterator[FoundCase]:

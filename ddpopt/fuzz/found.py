@@ -2,8 +2,8 @@
 
 They lie in ``ddpopt/testing/corpus/found`` as data: a case, and beside it a script that shows it, where the
 fault is torch's own; it is never imported. What was a fault of ddpopt's is mended, and has no script.
-Invariant: a script is what `ddpopt.fuzz.scripting` writes for its case today, or for the same case so large
-that torch cuts it without any setting of ours.
+Invariant: a script is what `ddpopt.fuzz.scripting` writes today for its case, or for the same case so large
+that torch cuts it without any setting of ours, or with more steps.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 from importlib.resources import files
 from pathlib import Path
 
-from ddpopt.fuzz.asking import unlowered
+from ddpopt.fuzz.asking import as_scripted
 from ddpopt.fuzz.cases import FoundCase
 from ddpopt.fuzz.scripting import script_of
 
@@ -35,10 +35,10 @@ def script_file(case: FoundCase) -> Path:
 
 
 def scripts_of(case: FoundCase) -> list[str]:
-    """What the script of a failure may say: for the case itself, or for one of torch's own limits.
+    """What the script of a failure may say: for the case itself, or for what shows it better.
 
     Args:
         case: one that ships.
     """
     name = script_file(case).name
-    return [script_of(candidate, name) for candidate in (*unlowered(case), case)]
+    return [script_of(candidate, name) for candidate in as_scripted(case)]

@@ -3,10 +3,13 @@
 import ast
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from ddpopt.errors import UsageError
+from ddpopt.fuzz.asking import as_scripted
 from ddpopt.fuzz.cases import FoundCase
 from ddpopt.fuzz.questions import Kind, Setting, modes_named
 from ddpopt.fuzz.reading import read_model
@@ -98,3 +101,27 @@ def test_modes_are_looked_up() -> None:
         modes_named(["whole,fast"])
     with pytest.raises(UsageError, match="at least one"):
         modes_named([])
+
+
+def test_a_script_may_run_more_steps_than_show_it_to_verification() -> None:
+    case = replace(CASE, mode="whole", setting=Setting(steps=1))
+    assert [candidate.setting.steps for candidate in as_scripted(case)] == [1, 2, 3]
+    assert next(as_scripted(case)) is case
+
+
+@pytest.mark.parametrize(("in_float64", "truth"), [(1.0 + 1e-9, 1.0 + 1e-9), (0.5, 1.0)])
+def test_a_script_takes_no_float64_for_the_truth_that_drew_other_random_numbers(
+    in_float64: float, truth: float
+) -> None:
+    case = replace(CASE, mode="whole", setting=Setting("inductor"), signature=Signature("L2", "loss"))
+    scope: dict[str, Any] = {"__name__": "script"}
+    exec(script_of(case, "x.py"), scope)
+
+    def step(compiled: bool = False, dtype: torch.dtype | None = None, moved: int = 0) -> dict[str, Any]:
+        value = in_float64 if dtype is torch.float64 else 1.0 + moved % 2 * 1e-7
+        return {"the loss": torch.tensor(value, dtype=dtype)}
+
+    scope["step"] = step
+    expected, bounds = scope["expectation"]()
+    assert float(expected["the loss"]) == pytest.approx(truth, abs=2e-7)
+    assert float(bounds["the loss"].max()) < 1e-5
