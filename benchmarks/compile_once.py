@@ -161,12 +161,12 @@ def on_one_stack(run: Callable[[], _Result]) -> _Result:
     CPython 3.11 and later keep frames in pieces of 16 KiB. Where the stack happens to end close to the end of
     one, each call maps a new piece and unmaps it again, which costs hundreds of times as much as a call does.
     Which calls these are depends on how many frames are below: the same start took 1 to 4 seconds more
-    or less by it. A frame that asks for a megabyte brings a piece with it that has room for all others.
+    or less by it. A frame that asks for just over a megabyte brings a piece of two, in which all others fit.
     """
     return run()
 
 
-on_one_stack.__code__ = on_one_stack.__code__.replace(co_stacksize=2**17 + 100)  # words of 8 bytes, and a few
+on_one_stack.__code__ = on_one_stack.__code__.replace(co_stacksize=2**17 + 1)  # words of 8 bytes
 
 
 def _warm_up() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from ddpopt.bucket_config import DDP_ARGUMENTS_OF_LIMITS, DDP_ARGUMENTS_WITHOUT_
 from ddpopt.eager_reads import noting_reads
 from ddpopt.errors import UsageError
 from ddpopt.facts import ParamUse, collect, parameter_sources
-from ddpopt.join import join_plans
+from ddpopt.join import join_plans, telling
 from ddpopt.opening import Planned
 from ddpopt.plan import Plan
 from ddpopt.reducer import BucketConfig, ParamSpec, specs_from_ddp, specs_from_module, trainable_specs
@@ -51,11 +52,10 @@ class Capture:
     uses: tuple[tuple[ParamUse, ...], ...]
     read_before: tuple[frozenset[str], ...]
 
-    @property
+    @functools.cached_property
     def planned(self) -> tuple[int, ...]:
         """Which graphs the plan is about: those that complete a gradient, or tell of reads before them."""
-        trains = [any(s.params for s in graph.plan.segments) for graph in self.graphs]
-        return tuple(i for i, before in enumerate(self.read_before) if trains[i] or before)
+        return telling([graph.plan for graph in self.graphs], self.read_before)
 
     def plan(self) -> Plan:
         """The plan that ddpopt follows; it counts the graphs that it is about, in forward order."""

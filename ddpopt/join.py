@@ -20,6 +20,20 @@ from ddpopt.plan import Bucket, Cut, Plan, Segment, cut_reason
 from ddpopt.reducer import BucketConfig, ParamSpec
 
 
+def telling(plans: Sequence[Plan], read_before: Sequence[Collection[str]]) -> tuple[int, ...]:
+    """Which graphs the plan of the whole model is about.
+
+    Args:
+        plans: one for each graph, in forward order.
+        read_before: for each, the parameters from which its inputs were computed.
+
+    Returns:
+        Places of those that complete a gradient, or that tell of reads before them.
+    """
+    pairs = enumerate(zip(plans, read_before, strict=True))
+    return tuple(place for place, (plan, before) in pairs if before or any(s.params for s in plan.segments))
+
+
 def join_plans(
     plans: Sequence[Plan],
     specs: Sequence[ParamSpec],

@@ -52,7 +52,7 @@ class Segment:
 
     Attributes:
         index: position in forward order, over all graphs of the model.
-        graph: which of the model's graphs it is cut from, in forward order.
+        graph: which of the graphs that the plan is about it is cut from, in forward order.
         nodes: names of its nodes in graph order, without placeholders, attributes and output.
         params: parameters whose gradients are complete once this segment's backward has run.
         buckets: indices of the buckets that this segment's backward completes.

@@ -20,7 +20,7 @@ from torch import fx, nn
 
 from ddpopt.eager_reads import noting_reads
 from ddpopt.facts import GraphFacts, collect, with_unread
-from ddpopt.join import join_plans
+from ddpopt.join import join_plans, telling
 from ddpopt.opening import Planned, plan_and_open
 from ddpopt.plan import Plan
 from ddpopt.planner import plan_ahead_of, plan_for_buckets, plan_graph
@@ -95,8 +95,9 @@ class Regions:
         """The plan of the whole model, or None while no graph trains a parameter."""
         if not any(region.params for region in self._regions):
             return None
-        telling = [region for region in self._regions if region.params or region.read_before]
-        plans, read_before = [r.plan for r in telling], [r.read_before for r in telling]
+        told = telling([r.plan for r in self._regions], [r.read_before for r in self._regions])
+        plans = [self._regions[place].plan for place in told]
+        read_before = [self._regions[place].read_before for place in told]
         return join_plans(plans, tuple(self.specs.values()), self.config, read_before)
 
 

@@ -111,7 +111,7 @@ def as_scripted(case: FoundCase) -> Iterator[FoundCase]:
 
 def unlowered(case: FoundCase) -> Iterator[FoundCase]:
     """The same so large that torch cuts it without any setting of ours; nothing where it is so already."""
-    if case.mode != TORCH or not case.setting.lowers_limit:
+    if case.owner_mode != TORCH or not case.setting.lowers_limit:
         return
     for width in WIDE:
         model = replace(case.model, width=width, cap_bytes=max(case.model.cap_bytes, FIRST_BUCKET_BYTES))

@@ -2,7 +2,8 @@
 
 A cheap look comes first: eager once, the mode once, equal bit by bit. What is unequal is judged again by all
 that verification knows; an exception needs no second look. Either is then held against the same backend
-without any optimizer. Invariant: a failure counts against a mode only where that agrees with eager.
+without any optimizer; where that differs in last bits alone, a third look leaves rounding out of both.
+Invariant: a failure counts against a mode only where the backend is right, but for rounding.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def examine(ranks: Ranks, task: Task, tell: Callable[[str], None]) -> list[Answe
         try:
             return _answers(_Examination(bench, task.setting), task, tell)
         finally:
-            _forget_failures()
+            forget_failures()
 
 
 def _answers(examination: _Examination, task: Task, tell: Callable[[str], None]) -> list[Answer]:
@@ -67,11 +68,11 @@ def _answers(examination: _Examination, task: Task, tell: Callable[[str], None])
     for name in task.modes:
         tell(name)
         answers.append(_answer(examination, name, task.sought))
-        _forget_failures()
+        forget_failures()
     return answers
 
 
-def _forget_failures() -> None:
+def forget_failures() -> None:
     """Undo what torch leaves behind where its optimizer fails, which would let later models fail too."""
     functorch: Any = torch._C._functorch  # private, for torch 2.11 to 2.13, as what follows
     autograd: Any = torch._C._autograd
@@ -159,27 +160,35 @@ class _Examination:
     def _blamed(self, name: str, trial: Trial, reference: Reference | None) -> Answer:
         """Say whose failure it is."""
         if name == WHOLE:
-            return Answer(name, Kind.BACKEND, self._signature(WHOLE, trial.findings), _told(trial.findings))
+            return self._of_backend(name, trial.findings)
         if reference not in self._whole:
-            _forget_failures()
+            forget_failures()
             self._whole[reference] = self._judged(reference, WHOLE)
         if self._whole[reference].status is Status.BROKEN:
             return _unjudged(name, self._whole[reference])
         whole = self._whole[reference].findings
         own = own_findings(trial.findings, whole)
-        if not own and not self._beyond_rounding(WHOLE, whole):
-            own = self._beyond_rounding(name, trial.findings)
+        fails = any(finding.level == "run" for finding in whole)
+        if not own and not fails and not _numbers(self._beyond_rounding(WHOLE, whole)):
+            own = _numbers(self._beyond_rounding(name, trial.findings))
         if own:
-            return Answer(name, Kind.WRONG, self._signature(name, own), _told(own))
-        return Answer(name, Kind.BACKEND, self._signature(WHOLE, whole), _told(whole))
+            return Answer(
+                name, Kind.WRONG, min_signature(self._beyond_rounding(name, own) or own), _told(own)
+            )
+        return self._of_backend(name, whole)
 
-    def _signature(self, name: str, found: Sequence[Finding]) -> Signature:
-        beyond = self._beyond_rounding(name, found)
-        return min_signature(beyond) if beyond else ROUNDING
+    def _of_backend(self, name: str, found: Sequence[Finding]) -> Answer:
+        beyond = self._beyond_rounding(WHOLE, found)
+        signature = min_signature(beyond) if beyond else ROUNDING
+        return Answer(name, Kind.BACKEND, signature, _told(beyond or found))
 
     def _beyond_rounding(self, name: str, found: Sequence[Finding]) -> list[Finding]:
-        """What of a mode's findings its rounding does not explain: all, unless they are but unequal bits."""
-        if self.backend not in EXACT or any(finding.level not in NUMBERS for finding in found):
+        """Leave out what the rounding of a mode explains, if its operations are eager's and it runs.
+
+        A third look, which the mode is run for once more.
+        """
+        fails = any(finding.level == "run" for finding in found)
+        if self.backend not in EXACT or fails or not _numbers(found):
             return list(found)
         if name not in self._roughly:
             reference = self._full()
@@ -218,20 +227,28 @@ def own_findings(found: Sequence[Finding], whole: Sequence[Finding]) -> list[Fin
 
 
 def beyond_rounding(found: Sequence[Finding], roughly: Trial) -> list[Finding]:
-    """What of a mode's unequal numbers no rounding explains.
+    """What of a mode's findings no rounding explains.
 
     Args:
-        found: what is not eager's bit by bit.
-        roughly: the same mode, judged with rounding allowed for, as it is for compiled code.
+        found: what is wrong with it; no number is looked at behind the first step that differs from eager's.
+        roughly: the same mode, judged with rounding allowed for, as it is for compiled code, in all steps.
 
     Returns:
-        Those that it finds wrong, too; all, if the mode did not run again as it ran.
+        What is said of structure, the numbers that are wrong in both, and those that only the second judges;
+        all that was found, if the mode did not run again as it ran.
     """
+    numbers = _numbers(roughly.findings)
     ran = roughly.status in (Status.OK, Status.WRONG)
-    if not ran or any(finding.level not in NUMBERS for finding in roughly.findings):
+    if not ran or any(finding.level == "run" for finding in roughly.findings):
         return list(found)
-    wrong = {finding.parameter for finding in roughly.findings}
-    return [finding for finding in found if finding.parameter in wrong]
+    wrong = {finding.parameter for finding in numbers}
+    kept = [f for f in found if f.level not in NUMBERS or f.parameter in wrong]
+    seen = {finding.parameter for finding in found}
+    return [*kept, *(finding for finding in numbers if finding.parameter not in seen)]
+
+
+def _numbers(findings: Sequence[Finding]) -> list[Finding]:
+    return [finding for finding in findings if finding.level in NUMBERS]
 
 
 def min_signature(findings: Sequence[Finding]) -> Signature:

@@ -14,10 +14,8 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from ddpopt.fuzz.cases import FoundCase
 from ddpopt.fuzz.questions import MODES
 from ddpopt.verify.judge import EXACT
-from ddpopt.verify.judging.arithmetic import tail_factor
-from ddpopt.verify.judging.rounding import SAMPLES
 from ddpopt.verify.locating.reproduction import REACHED, command_of
-from ddpopt.verify.locating.scripting import grouped, spaced
+from ddpopt.verify.locating.scripting import factors, grouped, spaced
 from ddpopt.verify.training import LEARNING_RATE
 
 FIRST_BUCKET_BYTES = 2**20
@@ -79,7 +77,7 @@ def _alone(case: FoundCase, samples: bool) -> dict[str, Any]:
         "exact": not samples,
         "samples": samples,
         "tells_floats": samples,
-        "factor": round(tail_factor(SAMPLES), 1),
+        **factors(),
     }
 
 

@@ -110,7 +110,7 @@ def _named(place: str) -> str:
 
 
 ROUNDING = Signature("L0", "rounding")
-"""Of numbers that are not eager's bit by bit, and are as right: of whose parameters depends on the model."""
+"""Of a backend's numbers that are as right as eager's, and not the same bit by bit, whosever they are."""
 NO_END = Signature("no end", "within its limit")
 """Of a model that took longer than it may."""
 

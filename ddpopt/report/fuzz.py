@@ -128,8 +128,10 @@ def _of_search(result: Minimized, script: str, ran: FoundCase, reproduces: bool)
     yield paragraph(f"{count_of(result.tries, 'model')} tried; {ended}")
     for other, times in result.drifted.items():
         yield paragraph(f"left alone, {times} times, for it is another failure: {other}", "  ")
-    size = f", with {ran.setting.steps} steps" if ran.setting.steps != result.case.setting.steps else ""
-    if ran.model.width != result.case.model.width:
+    given, size = result.case.setting, ""
+    if ran.setting.lowers_limit != given.lowers_limit:
         size = f", at width {ran.model.width}, with torch's own limits"
+    elif ran.setting.steps != given.steps:
+        size = f", with {ran.setting.steps} steps"
     shows = "shows it in a fresh interpreter" if reproduces else "DOES NOT SHOW IT in a fresh interpreter"
     yield paragraph(f"{script} {shows}{size}")

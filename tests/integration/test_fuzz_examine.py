@@ -120,3 +120,12 @@ def test_a_mode_that_is_wrong_beyond_the_rounding_of_its_backend_is_wrong(ranks:
     assert (torchs.kind, torchs.signature and torchs.signature.kind) == (Kind.WRONG, "L0")
     assert torchs.signature != ROUNDING
     assert (ours.kind, ours.signature) == (Kind.BACKEND, ROUNDING)
+
+
+def test_the_graphs_of_a_plan_are_found_behind_one_that_trains_nothing(ranks: Ranks) -> None:
+    # the weight's gradient is a sum of four, put together in another order behind the cut: no fault
+    silent_first = (step("running"), step("graph_break"))
+    reread = (step("transformed", layer="again"), step("transformed", layer="tied"))
+    drawn = DrawnModel((*silent_first, *reread), width=4, cap_bytes=1)
+    (answer,) = examine(ranks, task_of(drawn, ("ddpopt-split",), Setting()), lambda _: None)
+    assert answer.kind is Kind.OK, answer.detail

@@ -39,7 +39,7 @@ from tests.property import drawn_graphs, test_partition
 Bug = Callable[[], AbstractContextManager[Any]]
 Change = Callable[[fx.GraphModule], None]
 Property = Callable[..., None]
-SHRINKS = 250
+SHRINKS = 100
 """Calls of a property to shrink what it fails for."""
 
 
@@ -242,6 +242,19 @@ class Search:
 
         ask.__signature__ = inspect.signature(self.holds)  # type: ignore[attr-defined]  # decides what is drawn
         return ask
+
+
+def draw_only(test: Property) -> None:
+    """Draw the examples of a property, and do nothing with them: which are drawn does not depend on it."""
+    holds = test.hypothesis.inner_test  # type: ignore[attr-defined]  # of Hypothesis
+
+    @functools.wraps(holds)
+    def nothing(*_: Any, **__: Any) -> None:
+        pass
+
+    nothing.__signature__ = inspect.signature(holds)  # type: ignore[attr-defined]  # decides what is drawn
+    with patch.object(test.hypothesis, "inner_test", nothing):  # type: ignore[attr-defined]
+        test()
 
 
 def look_for(name: str) -> Found | None:

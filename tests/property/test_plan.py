@@ -6,6 +6,7 @@ from dataclasses import replace
 from random import Random
 from unittest.mock import patch
 
+import pytest
 import torch
 from hypothesis import event, given
 from hypothesis import strategies as st
@@ -30,7 +31,6 @@ from tests.property.drawn_graphs import (
     small_configs,
     specs_of_gradients,
 )
-from tests.property.examples import with_found_models_that_compile
 from tests.property.same_graph import renamed, reordered, retraced
 from tests.property.stepping import where_torch_compiles
 
@@ -119,9 +119,9 @@ def test_a_graph_that_is_traced_again_has_the_same_plan(graph: SmallGraph, confi
     assert plan_graph(facts_of(retraced(graph)), config) == plan_graph(facts_of(graph), config)
 
 
+@pytest.mark.usefixtures("alone")
 @share(0.03)
-@given(models(without={"cond"}))
-@with_found_models_that_compile
+@given(models(without={"cond"}))  # the test of the reducer's buckets traces those again that were found
 def test_a_model_that_is_traced_again_has_the_same_plan(drawn: DrawnModel) -> None:
     plans = []
     with where_torch_compiles(drawn):
@@ -130,8 +130,8 @@ def test_a_model_that_is_traced_again_has_the_same_plan(drawn: DrawnModel) -> No
             args, kwargs = drawn.program.inputs()
             given_ddp = drawn.program.module.DDP_KWARGS
             plans.append(ddpopt.plan(drawn.program.model(), *args, **kwargs, **given_ddp))
-        assert plans[0] == plans[1]
-        assert plans[0].fingerprint == plans[1].fingerprint
+    assert plans[1:] == plans[:-1]
+    assert len({plan.fingerprint for plan in plans}) <= 1
 
 
 @share(1.5)

@@ -34,6 +34,16 @@ FLOAT_WITHOUT_GRAD = DrawnModel(
     ),
     cap_bytes=1,
 )
+# The first graph trains nothing, and the second one reads a weight twice on either side of a cut.
+SILENT_FIRST = DrawnModel(
+    steps=(
+        step("running"),
+        step("graph_break"),
+        step("transformed", layer="again"),
+        step("transformed", layer="tied"),
+    ),
+    cap_bytes=1,
+)
 TIED = DrawnModel(steps=(step("linear"), step("linear", layer="tied"), step("batch_norm")))
 
 
@@ -41,6 +51,7 @@ TIED = DrawnModel(steps=(step("linear"), step("linear", layer="tied"), step("bat
 @given(models(without={"cond"}, max_steps=5))
 @example(NESTED)
 @example(FLOAT_WITHOUT_GRAD)
+@example(SILENT_FIRST)
 @example(TIED)
 @with_found_models_that_compile
 def test_a_compiled_step_leaves_behind_what_an_eager_one_does(drawn: DrawnModel) -> None:

@@ -115,7 +115,9 @@ def test_a_failure_counts_against_a_mode_only_where_the_backend_alone_is_right(
     [
         ([], Status.OK, []),
         ([unequal("L2", "b")], Status.WRONG, ["b"]),
-        ([unequal("L2", "c")], Status.WRONG, []),
+        # what follows the first step that differs is judged by the second look alone
+        ([unequal("L2", "c")], Status.WRONG, ["c"]),
+        ([Finding("L3", "as many steps", "2")], Status.WRONG, []),
         # it ran another way than before: nothing is known
         ([error("KeyError: 1 (a.py:1 in f)")], Status.WRONG, ["a", "b"]),
         ([], Status.BROKEN, ["a", "b"]),

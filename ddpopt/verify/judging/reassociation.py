@@ -149,10 +149,10 @@ def _of_sums(traced: Capture, cut: Sequence[bool], plan: Plan) -> Reassociated:
 
 
 def _of_layouts(traced: Capture, cut: Sequence[bool], plan: Plan | None, *, symbolic: bool) -> Reassociated:
-    places = _places(traced)
+    places = _places(traced)  # of no matter where there is no plan
     pairs = enumerate(zip(traced.graphs, cut, strict=True))
     moved = [
-        relaid_values(graph.gm, plan, places.get(index, index), symbolic=symbolic) if is_cut else ()
+        relaid_values(graph.gm, plan, places.get(index, 0), symbolic=symbolic) if is_cut else ()
         for index, (graph, is_cut) in pairs
     ]
     whose = "torch's cuts" if plan is None else "the cuts of the plan"

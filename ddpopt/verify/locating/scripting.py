@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ddpopt.backend import find_compiler
 from ddpopt.testing.case import Case
-from ddpopt.verify.judging.arithmetic import tail_factor
+from ddpopt.verify.judging.arithmetic import CREDIBLE, centred_factor, tail_factor
 from ddpopt.verify.judging.rounding import SAMPLES
 from ddpopt.verify.locating.events import Blamed
 from ddpopt.verify.locating.reproduction import REACHED, Draft, command_of
@@ -229,11 +229,21 @@ class Author:
                 folders=[root for root in dict.fromkeys(roots) if root],
                 late=late,
                 torch_version=torch.__version__,
-                factor=round(tail_factor(SAMPLES), 1),
+                **factors(),
                 **more,
             )
         )
         return spaced(text)
+
+
+def factors() -> dict[str, float]:
+    """How many times eager's own errors one more error may be, as scripts that judge by them are told."""
+    known, unknown = tail_factor(SAMPLES), centred_factor(SAMPLES)
+    return {
+        "factor": round(known, 1),
+        "centred_factor": round(unknown, 1),
+        "credible": round(CREDIBLE * known),
+    }
 
 
 def _death(blamed: Blamed) -> str:

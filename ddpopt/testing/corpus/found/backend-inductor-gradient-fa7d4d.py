@@ -23,7 +23,7 @@ torch._inductor.config.fallback_random = True  # compiled code draws the random 
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        storage1 = torch.randn(2, 512, 512) / 512
+        storage1 = torch.randn(2, 4, 4) / 4
         self.near1 = nn.Parameter(storage1[0])
         self.far1 = nn.Parameter(storage1[1])
 
@@ -43,7 +43,7 @@ def make_model():
 def make_inputs(rank=0, step=0):
     g = torch.Generator().manual_seed(65536 * step + rank)
     batch = 2
-    x = torch.randn(batch, 512, generator=g)
+    x = torch.randn(batch, 4, generator=g)
     return (x,), {}
 
 
@@ -93,7 +93,7 @@ def expectation():
     """What eager computes in float64, else on average, and how far from it a right result may be.
 
     Storing the data costs a rounding of each number anyway: steps on data moved by one rounding are as right
-    as eager's own. A right result exceeds 13.3 times their errors once in a million cases.
+    as eager's own. A right result exceeds so many times their errors once in a million cases.
     """
     samples = [step(moved=seed) for seed in range(8)]
     try:
@@ -105,12 +105,13 @@ def expectation():
         if floats(value):
             others = [wide(sample[name]) for sample in samples]
             truth = torch.stack(others).mean(0)
+            factor = 17.9  # the truth is not known: they scatter about their own mean
             rounding = torch.finfo(value.dtype).eps * errors(truth, torch.zeros_like(truth))
-            far = 133 * (spread(others, truth) + rounding)
             # in float64 a model draws other random numbers, and may take another branch
+            far = 133 * (spread(others, truth) + rounding)
             if floats(exact.get(name)) and (errors(value, exact[name]) <= far).all():
-                truth = exact[name]
-            expected[name], bounds[name] = truth, 13.3 * spread(others, truth) + rounding
+                truth, factor = exact[name], 13.3
+            expected[name], bounds[name] = truth, factor * spread(others, truth) + rounding
     return expected, bounds
 
 
