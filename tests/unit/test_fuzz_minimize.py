@@ -2,17 +2,22 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ddpopt.errors import UsageError, VerificationError
 from ddpopt.fuzz import asking
-from ddpopt.fuzz.asking import confirmed
+from ddpopt.fuzz.asking import confirmed, write_script
 from ddpopt.fuzz.cases import FoundCase
-from ddpopt.fuzz.minimize import SoFar, minimized
+from ddpopt.fuzz.minimize import Minimized, SoFar, minimized
 from ddpopt.fuzz.questions import Answer, Kind, Setting, Task
+from ddpopt.fuzz.scripting import script_of
 from ddpopt.fuzz.shrinking import smaller, weight
 from ddpopt.fuzz.signatures import Signature
+from ddpopt.fuzz.sizes import size_of
+from ddpopt.report.fuzz import minimized_text
 from ddpopt.testing.drawn import DrawnModel, step
 
 FAILURE = Signature("error", "KeyError", "graph.py in find")
@@ -171,3 +176,25 @@ def test_what_fails_in_another_way_in_a_fresh_process_is_refused_with_both_failu
         "refused: in a fresh interpreter the smallest model comes to: wrong: error: IndexError in graph.py "
         "in find; asked for: error: KeyError in graph.py in find"
     )
+
+
+@pytest.mark.parametrize(
+    ("needed", "told"), [(1, "interpreter"), (2, "with 2 steps"), (4, "DOES NOT SHOW IT")]
+)
+def test_a_script_runs_the_fewest_steps_that_show_the_failure_and_says_how_many(
+    needed: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = FoundCase(DrawnModel((step("linear"),)), "whole", Setting(steps=1), FAILURE, Kind.BACKEND)
+
+    def shows(file: Path, *_: Any, **__: Any) -> bool:
+        return any(f"range({steps})" in file.read_text() for steps in range(needed, 4))
+
+    monkeypatch.setattr(asking.Asking, "__call__", lambda *_: Answer("whole", Kind.BACKEND, FAILURE))
+    monkeypatch.setattr(asking, "shows_in_fresh_interpreter", shows)
+    script = tmp_path / "x.py"
+    ran, reproduces = write_script(case, script, 60.0)
+    assert (reproduces, ran.setting.steps) == (needed <= 3, needed if needed <= 3 else 1)
+    assert script.read_text() == script_of(ran, "x.py")
+    size = size_of(case.model)
+    text = minimized_text(Minimized(case, case, size, size, 1, ended=True), "x.py", ran, reproduces)
+    assert told in text.splitlines()[-1]
