@@ -10,9 +10,6 @@ from xdist.scheduler import LoadScopeScheduling
 
 from ddpopt.testing.profiles import load_profile
 
-# Scripts that change torch's settings as they are imported.
-collect_ignore = ["ddpopt/testing/corpus/found"]
-
 # HYPOTHESIS_PROFILE, or pytest's --hypothesis-profile: dev, ci or nightly. CI=true gives ci.
 load_profile()
 

@@ -11,16 +11,16 @@ from hypothesis import example, settings
 
 from ddpopt.bucket_config import DDP_ARGUMENTS_OF_LIMITS
 from ddpopt.fuzz.cases import FoundCase
-from ddpopt.fuzz.found import found_cases
 from ddpopt.reducer import BucketConfig, ParamSpec, specs_from_module
 from ddpopt.testing import corpus
 from ddpopt.testing.case import Case
+from tests.found import found_cases
 
 Test = Callable[..., None]
 
 
 def with_found_models(test: Test) -> Test:
-    """Add each model of ``ddpopt/testing/corpus/found`` without a cond to a test of one drawn model."""
+    """Add each model of ``tests/data/found`` without a cond to a test of one drawn model."""
     return _with(test, lambda: ((case.model,) for case in _without_cond()))
 
 
