@@ -145,4 +145,4 @@ class FoundCase:
 def task_of(model: DrawnModel, modes: tuple[str, ...], setting: Setting) -> Task:
     """Ask a model in some modes."""
     tags = tuple(sorted({TAGS[feature] for feature in model.features if feature in TAGS}))
-    return Task(model.source, tags, model.cap_bytes, modes, setting)
+    return Task(model.source, tags, model.cap_bytes, modes, setting, training=model.training)

@@ -53,7 +53,7 @@ def examine(ranks: Ranks, task: Task, tell: Callable[[str], None]) -> list[Answe
         case = Program(task.source).case(task.tags)
     except Exception as error:
         return _all(task, Kind.EAGER, in_words(error))
-    subject = Subject(case, option("default"), task.setting.steps, ranks.device)
+    subject = Subject(case, option(task.training), task.setting.steps, ranks.device)
     with _limit_of(task), contextlib.closing(Bench(subject, ranks)) as bench:
         try:
             return _answers(_Examination(bench, task.setting), task, tell)

@@ -64,6 +64,7 @@ class Task:
         cap_bytes: its bucket cap.
         modes: names of modes, of `MODES`.
         setting: how it is run.
+        training: name of the option of verification that it is trained under.
         sought: the only failure that is of interest; another one is told as it shows at first. None if all
             are.
     """
@@ -74,6 +75,7 @@ class Task:
     modes: tuple[str, ...]
     setting: Setting
     sought: Signature | None = None
+    training: str = "default"
 
 
 @dataclass(frozen=True)

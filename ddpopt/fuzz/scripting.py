@@ -40,7 +40,11 @@ def script_of(case: FoundCase, name: str) -> str:
     kind = case.signature.kind
     counts = case.signature.what == GRAPHS
     symptom = {"error": "run", "death": "died", "no end": "died"}.get(kind, "graphs" if counts else "")
-    alone = case.is_torchs and (kind != "L3" or case.signature.what in (GRADIENTS, GRAPHS))
+    alone = (
+        case.is_torchs
+        and case.model.training == "default"
+        and (kind != "L3" or case.signature.what in (GRADIENTS, GRAPHS))
+    )
     limit = case.owner_mode == "torch-ddp-optimizer" and case.setting.lowers_limit
     cap = case.model.cap_bytes
     samples = not symptom and case.setting.backend not in EXACT
@@ -86,6 +90,7 @@ def _judged(case: FoundCase) -> dict[str, Any]:
         "name": case.stem,
         "tags": case.task.tags,
         "mode": MODES[case.owner_mode],
+        "training": case.model.training,
     }
 
 

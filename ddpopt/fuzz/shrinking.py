@@ -10,8 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ddpopt.testing.drawn import BLOCKS, DrawnModel, Step, step
+from ddpopt.testing.drawn.forms import CHOICES
 
 _PLAIN = DrawnModel()
+_CHOSEN = (*CHOICES, "joined", "seed")
+"""Fields with a plain value."""
 _WIDTHS = (4, 8)
 _CAPS = (2**20, 1)
 """One bucket for all, or one for each parameter: what lies between takes thought to read."""
@@ -26,7 +29,7 @@ def weight(model: DrawnModel) -> tuple[float, ...]:
         sum(_order(each.block) for each in steps),
         sum(_unusual(each) for each in steps),
         sum(sum(each.reads) for each in steps),
-        sum(getattr(model, name) != getattr(_PLAIN, name) for name in ("takes", "returns", "joined", "seed")),
+        sum(getattr(model, name) != getattr(_PLAIN, name) for name in _CHOSEN),
         len(model.batches),
         sum(model.batches),
         model.width,
@@ -65,10 +68,8 @@ def _candidates(model: DrawnModel) -> Iterator[DrawnModel]:
         yield replace(model, steps=steps)
     for outputs in _fewer(model.outputs):
         yield replace(model, outputs=outputs)
-    yield replace(model, takes=_PLAIN.takes)
-    yield replace(model, returns=_PLAIN.returns)
-    yield replace(model, joined=_PLAIN.joined)
-    yield replace(model, seed=_PLAIN.seed)
+    for name in _CHOSEN:
+        yield replace(model, **{name: getattr(_PLAIN, name)})
     for batches in ((2,), model.batches[:1], (2, 3)):
         yield replace(model, batches=batches)
     for width in _WIDTHS:
@@ -83,7 +84,7 @@ def _candidates(model: DrawnModel) -> Iterator[DrawnModel]:
 
 def _many_at_once(model: DrawnModel) -> Iterator[DrawnModel]:
     """What is plain but for its steps, and steps that are plain themselves."""
-    plain = replace(model, outputs=(), takes=_PLAIN.takes, returns=_PLAIN.returns)
+    plain = replace(model, outputs=(), **{name: getattr(_PLAIN, name) for name in CHOICES})
     steps = tuple(map(_with_plain_options, model.steps))
     for cap in (*_CAPS, model.cap_bytes):
         small = replace(plain, seed=_PLAIN.seed, batches=(2,), width=_WIDTHS[0], cap_bytes=cap)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ddpopt.errors import UsageError
 from ddpopt.testing.drawn import BLOCKS, Block, DrawnModel, Step, known_features, step
-from ddpopt.testing.drawn.forms import RETURNS, TAKES, InputForm, OutputForm
+from ddpopt.testing.drawn.forms import CHOICES, PLAIN
 
 Features = frozenset[str]
 
@@ -118,22 +118,18 @@ def _models(allowed: Features, max_steps: int, blocks: tuple[str, ...]) -> st.Se
         DrawnModel,
         steps=_lists(_steps(_Place(allowed, blocks)), max_steps),
         outputs=_lists(outputs, 3) if "several-outputs" in allowed else st.just(()),
-        takes=_forms(TAKES, allowed),
-        returns=_forms(RETURNS, allowed),
         width=st.sampled_from((8, 4, 16)),
         batches=st.sampled_from(batches),
         cap_bytes=st.sampled_from((256, 1, 1024, 4096)),
         joined=st.just(True) if "unused-parameter" not in allowed else st.sampled_from((True, True, False)),
         seed=st.integers(0, 7),
+        **{name: _forms(choices, allowed) for name, choices in CHOICES.items()},
     )
 
 
-def _forms(
-    table: Mapping[str, InputForm] | Mapping[str, OutputForm], allowed: Features
-) -> st.SearchStrategy[str]:
-    return st.sampled_from(
-        [n for n, form in table.items() if form.feature is None or form.feature in allowed]
-    )
+def _forms(choices: Mapping[str, str | None], allowed: Features) -> st.SearchStrategy[str]:
+    names = [name for name, brings in choices.items() if brings is None or brings in allowed]
+    return st.sampled_from([*names[:1] * (PLAIN - 1), *names])
 
 
 def _lists(steps: st.SearchStrategy[Step], max_size: int) -> st.SearchStrategy[tuple[Step, ...]]:
@@ -177,7 +173,14 @@ class _Place:
 
 @lru_cache
 def _steps(place: _Place) -> st.SearchStrategy[Step]:
-    return st.one_of([_step(block, place) for name in place.blocks if place.admits(block := BLOCKS[name])])
+    return st.one_of(
+        [
+            _step(block, place)
+            for name in place.blocks
+            if place.admits(block := BLOCKS[name])
+            for _ in range(block.rate)
+        ]
+    )
 
 
 def _step(block: Block, place: _Place) -> st.SearchStrategy[Step]:

@@ -208,6 +208,22 @@ def hook_bf16(trainer: Trainer) -> None:
         trainer.ddp.register_comm_hook(trainer.place.group, default_hooks.bf16_compress_hook)
 
 
+def hook_stepping(trainer: Trainer) -> None:
+    """Register a communication hook that steps the parameters of a bucket as soon as it is reduced."""
+
+    def reduce(bucket: Any) -> torch.futures.Future[Tensor]:
+        def step(reduced: torch.futures.Future[Tensor]) -> Tensor:
+            with torch.no_grad():
+                for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                    parameter.add_(gradient, alpha=-LEARNING_RATE)
+            return reduced.value()
+
+        return default_hooks.allreduce_hook(trainer.place.group, bucket).then(step)
+
+    if trainer.ddp is not None:
+        trainer.ddp.register_comm_hook(None, lambda _, bucket: reduce(bucket))
+
+
 def hook_powersgd(trainer: Trainer) -> None:
     """Send approximations of rank 1 from the second step on.
 
@@ -279,6 +295,17 @@ def optimizer_in_backward(trainer: Trainer) -> None:
 def joining(trainer: Trainer) -> AbstractContextManager[Any]:
     """Let ranks that are done take part in the others' collectives."""
     return contextlib.nullcontext() if trainer.ddp is None else trainer.ddp.join()
+
+
+def saving_otherwise(_: Trainer) -> AbstractContextManager[Any]:
+    """Keep what autograd saves in another dtype, which has room for every float and for small integers."""
+
+    def pack(tensor: Tensor) -> tuple[torch.dtype, Tensor]:
+        if tensor.dtype in (torch.float32, torch.bfloat16):
+            return tensor.dtype, tensor.double()
+        return tensor.dtype, tensor.bfloat16() if tensor.dtype == torch.int64 else tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved[1].to(saved[0]))
 
 
 def half_precision() -> _MixedPrecision:

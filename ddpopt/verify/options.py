@@ -266,6 +266,18 @@ OPTIONS: tuple[Option, ...] = (
         program=Program(configure=do.tensor_hook),
     ),
     Option(
+        "stepping_hook",
+        "a communication hook that steps the parameters of its bucket",
+        "module",
+        program=Program(configure=do.hook_stepping),
+        local=False,
+    ),
+    Option(
+        "saved_tensors",
+        "hooks on saved tensors that keep each in another dtype",
+        program=Program(around=do.saving_otherwise),
+    ),
+    Option(
         "accumulated_hook",
         "the user's post-accumulate hook on every parameter",
         "arguments",

@@ -28,5 +28,5 @@ __all__ = [
     "step",
 ]
 
-for family in ("layers", "effects", "parameters", "spans", "crossings", "outputs"):
+for family in ("layers", "effects", "parameters", "spans", "crossings", "gradients", "writes", "outputs"):
     import_module(f"{__name__}.{family}")

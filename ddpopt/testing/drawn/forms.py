@@ -1,4 +1,4 @@
-"""How a drawn model receives its inputs and returns its outputs: one row of a table for each form."""
+"""How a drawn model gets its inputs, returns its outputs, and is trained: a row of a table for each form."""
 
 from __future__ import annotations
 
@@ -107,3 +107,70 @@ RETURNS: Mapping[str, OutputForm] = {
         lambda outputs: _dataclass("Outputs", _numbered(outputs)),
     ),
 }
+
+_HALVE = """\
+def halve(leaf):
+    leaf.grad.mul_(0.5)"""
+_GIVEN = """\
+GIVEN = {}
+
+
+class Given(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, leaf):
+        ctx.key = leaf.shape, leaf.dtype
+        return leaf.detach().abs().double().sum()
+
+    @staticmethod
+    def backward(ctx, _):
+        shape, dtype = ctx.key
+        return GIVEN.setdefault(ctx.key, torch.full(shape, 0.25, dtype=dtype))"""
+
+
+class Form(NamedTuple):
+    """What a choice adds to the text of a model.
+
+    Attributes:
+        feature: what it brings.
+        code: lines, or an expression.
+        definition: what they need at module level; empty for nothing.
+    """
+
+    feature: Feature
+    code: str = ""
+    definition: str = ""
+
+
+LEAVES: Mapping[str, Form] = {
+    "data": Form(None),
+    "trained": Form("input-gradient", "x.requires_grad_()"),
+    "hooked": Form("input-hook", "x.requires_grad_().register_post_accumulate_grad_hook(halve)", _HALVE),
+}
+"""Whether the input gets a gradient, and a hook that changes it."""
+LOSSES: Mapping[str, Form] = {
+    "squares": Form(None, "leaf.abs().double().square().sum()"),
+    "given": Form("given-gradient", "Given.apply(leaf)", _GIVEN),
+}
+"""The loss of each tensor that a model returns; one is a gradient that is given, and used again."""
+TRAININGS: Mapping[str, Feature] = {
+    "default": None,
+    "accumulation": "accumulation",
+    "two_forwards": "several-forwards",
+    "forward_in_no_sync": "several-forwards",
+    "zero_in_place": "kept-gradients",
+    "bucket_view_kept": "kept-gradients",
+    "clipping": "clipping",
+    "stepping_hook": "communication-hook",
+    "saved_tensors": "saved-tensor-hook",
+}
+"""Options of `ddpopt.verify.options` under which a model may be trained, with what each brings."""
+PLAIN = 3
+"""How many times as often as others the first choice is drawn."""
+CHOICES: Mapping[str, Mapping[str, Feature]] = {
+    **{
+        name: {choice: form.feature for choice, form in forms.items()}
+        for name, forms in (("takes", TAKES), ("returns", RETURNS), ("leaves", LEAVES), ("loss", LOSSES))
+    },
+    "training": TRAININGS,
+}
+"""For each field that names a form its choices, the simplest first, with the feature that each brings."""

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from ddpopt.errors import UsageError
 from ddpopt.testing.case import Case
-from ddpopt.testing.drawn.forms import RETURNS, TAKES
+from ddpopt.testing.drawn.forms import CHOICES
 from ddpopt.testing.drawn.printing import write_model
 from ddpopt.testing.drawn.program import Program
 from ddpopt.testing.drawn.registry import BLOCKS, find_block
@@ -45,6 +45,9 @@ class DrawnModel:
         outputs: what it returns besides its last value, each a step whose block is an output.
         takes: how forward receives its inputs.
         returns: how it returns several outputs.
+        leaves: whether the input gets a gradient.
+        loss: of what it returns.
+        training: under which option of verification it is trained.
         width: elements of each sample, a multiple of four.
         batches: samples in each training step, in turn.
         cap_bytes: the bucket cap that DDP is given.
@@ -57,6 +60,9 @@ class DrawnModel:
     outputs: tuple[Step, ...] = ()
     takes: str = "positional"
     returns: str = "tuple"
+    leaves: str = "data"
+    loss: str = "squares"
+    training: str = "default"
     width: int = 8
     batches: tuple[int, ...] = (2,)
     cap_bytes: int = 256
@@ -64,8 +70,8 @@ class DrawnModel:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, value, allowed in (("takes", self.takes, TAKES), ("returns", self.returns, RETURNS)):
-            if value not in allowed:
+        for name, allowed in CHOICES.items():
+            if (value := getattr(self, name)) not in allowed:
                 raise UsageError(f"expected {name} to be one of {', '.join(allowed)}, got {value!r}")
         self._check_types()
         if self.width < 4 or self.width % 4 or not self.batches or min(self.batches) < 2:
@@ -127,7 +133,7 @@ class DrawnModel:
 
 def known_features() -> frozenset[str]:
     """Every feature that a model can have, those of blocks that users registered included."""
-    forms = {form.feature for form in TAKES.values()} | {form.feature for form in RETURNS.values()}
+    forms = {feature for choices in CHOICES.values() for feature in choices.values()}
     choices = (c for block in BLOCKS.values() for c in block.options.values())
     brought = {feature for each in choices for feature in each.values()}
     named = frozenset().union(*(block.features for block in BLOCKS.values()))

@@ -6,7 +6,7 @@ Invariant: each variable belongs to one step, so that none hides another.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,13 +37,17 @@ class Page:
 
     Attributes:
         width: elements of each sample.
+        batches: samples in each step, in turn.
+        returned: what the model returns besides its outputs.
         classes: the classes so far, the model first.
         helpers: definitions that they need at module level, by name.
         inputs: for each input of the model the expression that draws it.
     """
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, batches: Sequence[int] = (2,)) -> None:
         self.width = width
+        self.batches = batches
+        self.returned: list[str] = []
         self.classes = [ClassText("Model")]
         self.helpers: dict[str, str] = {}
         self.inputs = {"x": f"torch.randn(batch, {width}, generator=g)"}
@@ -133,11 +137,20 @@ class Page:
     def prepared(self, prefix: str, expression: str) -> str:
         """Assign to a variable of the constructor; returns it."""
         name = self.local(prefix)
-        self._scope.owner.init.append(f"{name} = {expression}")
+        self.prepare(f"{name} = {expression}")
         return name
 
-    def buffer(self, expression: str) -> str:
+    def prepare(self, text: str) -> None:
+        """Write a line of the constructor."""
+        self._scope.owner.init.append(text)
+
+    def give_back(self, name: str) -> None:
+        """Have the model return a variable too, unless only a part of its forward knows it."""
+        if len(self._scope.owners) == 1 and not self._scope.depth:
+            self.returned.append(name)
+
+    def buffer(self, expression: str, prefix: str = "buffer") -> str:
         """Make a buffer; returns an expression for it."""
-        name = self.local("buffer")
+        name = self.local(prefix)
         self._scope.owner.init.append(f'self.register_buffer("{name}", {expression})')
         return f"self.{name}"

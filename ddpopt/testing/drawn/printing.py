@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from textwrap import fill, indent
 from typing import TYPE_CHECKING
 
-from ddpopt.testing.drawn.forms import RETURNS, TAKES
+from ddpopt.testing.drawn.forms import CHOICES, LEAVES, LOSSES, RETURNS, TAKES
 from ddpopt.testing.drawn.page import INDENT
 from ddpopt.testing.drawn.scopes import ClassText
 from ddpopt.testing.drawn.writer import Writer
@@ -31,21 +31,21 @@ _MODULE = '''\
 
 
 def make_model():
-    torch.manual_seed({seed})
+    torch.manual_seed({seed}){forget}
     return Model()
 
 
 def make_inputs(rank=0, step=0):
     g = torch.Generator().manual_seed(65536 * step + rank)
     batch = {batch}
-{inputs}
+{inputs}{leaf}
     return {call}
 
 
 def loss(output):
     leaves = [leaf for leaf in tree_leaves({leaves}) if isinstance(leaf, torch.Tensor)]
     leaves = [leaf for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
-    return sum(leaf.abs().double().square().sum() for leaf in leaves) / sum(leaf.numel() for leaf in leaves)
+    return sum({of_leaf} for leaf in leaves) / sum(leaf.numel() for leaf in leaves)
 
 
 def run_step(model, rank=0, step=0):
@@ -75,18 +75,18 @@ def write_model(model: DrawnModel) -> tuple[str, frozenset[str]]:
     Returns:
         The text of a module, and the features that are in it.
     """
-    writer = Writer(model.width, joined=model.joined)
+    writer = Writer(model.width, model.batches, joined=model.joined)
     for step in model.steps:
         writer.write(step)
     more = [writer.output(step) for step in model.outputs]
-    outputs = [writer.result(), *more]
+    outputs = [writer.result(), *more, *writer.returned]
     writer.features |= _forms(model)
     return _module(model, writer, outputs), frozenset(writer.features)
 
 
 def _forms(model: DrawnModel) -> set[str]:
     """The features of a model that no step brings."""
-    found = {TAKES[model.takes].feature, RETURNS[model.returns].feature}
+    found = {choices[getattr(model, name)] for name, choices in CHOICES.items()}
     found |= {"dynamic-batch"} if len(set(model.batches)) > 1 else set()
     found |= {"several-outputs"} if model.outputs else set()
     return {feature for feature in found if feature is not None}
@@ -94,12 +94,14 @@ def _forms(model: DrawnModel) -> set[str]:
 
 def _module(model: DrawnModel, writer: Writer, outputs: Sequence[str]) -> str:
     takes, returns, names = TAKES[model.takes], RETURNS[model.returns], list(writer.inputs)
+    leaf, loss = LEAVES[model.leaves], LOSSES[model.loss]
     root = writer.classes[0]
     if writer.ignored:
         root.init.append(f"self._ddp_params_and_buffers_to_ignore = {writer.ignored!r}")
     root.forward[:0] = takes.opening(names)
     root.forward.append(f"return {returns.result(outputs)}")
-    helpers = [*writer.helpers.values(), takes.definition(names), returns.definition(outputs)]
+    forms = (takes.definition(names), returns.definition(outputs), leaf.definition, loss.definition)
+    helpers = [*writer.helpers.values(), *forms]
     signatures = [takes.signature(names), *(", ".join(inner.arguments) for inner in writer.classes[1:])]
     classes = [_class(text, given) for text, given in zip(writer.classes, signatures, strict=True)]
     definitions = "\n\n\n".join([*filter(_is_definition, helpers), *reversed(classes)])
@@ -112,7 +114,10 @@ def _module(model: DrawnModel, writer: Writer, outputs: Sequence[str]) -> str:
         seed=model.seed,
         batch=batches[0] if len(batches) == 1 else f"{batches!r}[step % {len(batches)}]",
         inputs=indent("\n".join(f"{name} = {drawn}" for name, drawn in writer.inputs.items()), INDENT),
+        leaf=f"\n{INDENT}{leaf.code}" if leaf.code else "",
         call=takes.call(names),
+        of_leaf=loss.code,
+        forget=f"\n{INDENT}GIVEN.clear()" if model.loss == "given" else "",
         leaves=returns.leaves,
         ddp_kwargs=_ddp_kwargs(model, writer),
     )

@@ -76,6 +76,7 @@ class Block:
         pure: whether running it twice is the same as once: no buffer, no input is changed.
         breaks: whether Dynamo ends its graph here; it gives up on a function where that is inside a loop.
         detached: whether no gradient passes.
+        rate: how many times as often as others it is drawn.
         place: ``"output"`` for what is returned besides a model's last value.
     """
 
@@ -89,6 +90,7 @@ class Block:
     pure: bool = True
     breaks: bool = False
     detached: bool = False
+    rate: int = 1
     place: Place = "step"
 
     def brought(self, options: Mapping[str, Any]) -> frozenset[str]:

@@ -32,8 +32,8 @@ class Writer(Page):
         reduced: whether DDP has a parameter to reduce.
     """
 
-    def __init__(self, width: int, *, joined: bool = True) -> None:
-        super().__init__(width)
+    def __init__(self, width: int, batches: Sequence[int] = (2,), *, joined: bool = True) -> None:
+        super().__init__(width, batches)
         self._joined = joined
         self.features: set[str] = set()
         self.ignored: list[str] = []
@@ -54,14 +54,24 @@ class Writer(Page):
         self._scope.owner.init.append(f"self.{name} = {expression}")
         return f"self.{name}"
 
-    def parameter(self, expression: str, role: str = "weight") -> str:
+    def parameter(self, expression: str, role: str = "weight", *, ignored: bool = False) -> str:
         """Make a parameter, or take an earlier one where the step says so; returns an expression for it.
 
         Args:
             expression: makes its value.
             role: begins its name.
+            ignored: whether DDP is to leave it alone, whatever the step says.
         """
-        return self._layer(f"nn.Parameter({expression}){{}}", self.local(role), "")
+        site, how = self._site, self._site.layer
+        site.layer = "ignored" if ignored else how
+        made = self._layer(f"nn.Parameter({expression}){{}}", self.local(role), "")
+        site.layer = how
+        return made
+
+    def parameter_for_rows(self, value: str) -> str:
+        """Make a parameter that is as large as rows; returns an expression for as much of it as they have."""
+        made = self.parameter(f"torch.randn({max(self.batches)}, {self.width})", "rows")
+        return made if len(set(self.batches)) == 1 else f"{made}[:{value}.shape[0]]"
 
     def unread_parameter(self, expression: str) -> None:
         """Make a parameter that forward is not going to read."""

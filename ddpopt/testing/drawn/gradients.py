@@ -1,0 +1,172 @@
+"""Blocks where a gradient's memory has several readers: who else gets it, keeps it, or writes to it again."""
+
+from __future__ import annotations
+
+from ddpopt.testing.drawn.registry import register_block
+from ddpopt.testing.drawn.writer import LAYER, Writer
+
+_RETURNED = """\
+class {name}(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, shift, kept):
+        ctx.save_for_backward(kept)
+        return x + shift
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, ctx.saved_tensors[0]{how}, None"""
+_BLANK = """\
+@torch.library.custom_op("drawn::blank", mutates_args=("x",))
+def blank(x: torch.Tensor) -> None:
+    x[:, 0] = 0.5"""
+_BLANKED = """\
+class Blanked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        blank(gradient)
+        return gradient"""
+_OUTSIDE = """\
+@torch.compiler.disable
+def outside(parameter):
+    return parameter.view_as(parameter)"""
+_HOOKS = {
+    "changed": "parameter.register_hook(lambda gradient: gradient * 2)",
+    "kept": "parameter.register_hook(lambda gradient: kept.append(gradient) or sum(kept[-2:]))",
+    "accumulated": """\
+def halve(each):
+            each.grad.mul_(0.5)
+
+        parameter.register_post_accumulate_grad_hook(halve)""",
+    "node": """\
+node = torch.autograd.graph.get_gradient_edge(parameter).node
+        node.register_prehook(lambda gradients: (gradients[0] * 2,))
+        kept.append(node)""",
+}
+"""What hooks do with the gradient of a parameter; what they keep lives as long as the model."""
+_HOOK = """\
+def hook_{on}(parameter, kept):
+    if parameter.requires_grad:
+        {registered}"""
+
+
+def _hooked(w: Writer, parameter: str, on: str) -> None:
+    """Hook a parameter, as soon as it is made."""
+    hook = w.helper(f"hook_{on}", _HOOK.format(on=on, registered=_HOOKS[on]))
+    kept = w.prepared("self.kept", "[]")
+    w.prepare(f"{hook}({parameter}, {kept})")
+
+
+@register_block("parameter-hook", rate=2, options={"on": tuple(_HOOKS)})
+def hooked(w: Writer, x: str, *, on: str) -> str:
+    """Add a parameter with a hook that changes or keeps its gradient."""
+    shift = w.parameter(f"torch.randn({w.width})", "hooked")
+    _hooked(w, shift, on)
+    return f"{x} + {shift}"
+
+
+@register_block(
+    "large-parameter",
+    rate=5,
+    options={
+        "layer": LAYER,
+        "to": {
+            "value": None,
+            "parameter": None,
+            "view": "parameter-view",
+            "input": "input-gradient",
+            "ignored": "ignored-parameter",
+            "hooked": "parameter-hook",
+        },
+    },
+)
+def added(w: Writer, x: str, *, to: str) -> str:
+    """Add a parameter to something as large: one tensor is the gradient of both."""
+    if to == "value":
+        value = w.assign("v", x)
+        return f"{value} + {w.parameter_for_rows(value)}"
+    shift = w.parameter(f"torch.randn({w.width})", "large")
+    return f"{x} + ({_as_large(w, to)} + {shift})"
+
+
+def _as_large(w: Writer, to: str) -> str:
+    """A vector that gets the gradient of a parameter that is added to it."""
+    if to == "input":
+        return w.input(w.local("prompt"), f"torch.randn({w.width}, generator=g).requires_grad_()")
+    if to == "view":
+        return f"{w.parameter(f'torch.randn({w.half}, 2)', 'square')}.view({w.width})"
+    other = w.parameter(f"torch.randn({w.width})", to, ignored=to == "ignored")
+    if to == "hooked":
+        _hooked(w, other, "accumulated")
+    return other
+
+
+@register_block("large-parameter", "graph-break", rate=2, options={"layer": LAYER}, pure=False, breaks=True)
+def from_outside(w: Writer, x: str) -> str:
+    """Add a parameter to one that eager code hands in."""
+    w.helper("outside", _OUTSIDE)
+    own, other = (w.parameter(f"torch.randn({w.width})", role) for role in ("own", "foreign"))
+    brought = w.assign("brought", f"outside({other})")
+    return f"{x} + ({brought} + {own})"
+
+
+@register_block(
+    "custom-function",
+    "returned-tensor",
+    rate=3,
+    options={"of": ("buffer", "frozen", "input", "itself"), "how": ("saved", "cloned")},
+)
+def returned(w: Writer, x: str, *, of: str, how: str) -> str:
+    """Have a custom backward return what it was given as a gradient: a tensor of the user's own."""
+    name = f"Returned{how.capitalize()}"
+    function = w.helper(name, _RETURNED.format(name=name, how=".clone()" if how == "cloned" else ""))
+    value = f"torch.randn({w.width})"
+    shift = w.parameter(value, "shift")
+    kept = {
+        "buffer": lambda: w.buffer(value),
+        "frozen": lambda: w.prepared("self.still", f"nn.Parameter({value}, requires_grad=False)"),
+        "input": lambda: w.input(w.local("kept"), f"torch.randn({w.width}, generator=g)"),
+        "itself": lambda: shift,
+    }[of]()
+    return f"{function}.apply({x}, {shift}, {kept})"
+
+
+@register_block(
+    "in-place",
+    "large-parameter",
+    rate=4,
+    options={"by": ("item", "index_fill", "index_put", "masked_fill", "scatter", "custom"), "layer": LAYER},
+)
+def overwritten(w: Writer, x: str, *, by: str) -> str:
+    """Write over a part of what a parameter is added to: backward does so too, over its gradient."""
+    value = w.assign("v", f"{x} * 1")
+    place = "torch.tensor([0])"
+    if by == "custom":
+        w.helper("blank", _BLANK)
+        w.line(f"{value} = {w.helper('Blanked', _BLANKED)}.apply({value})")
+    else:
+        w.line(
+            {
+                "item": f"{value}[{place}] = 1.0",
+                "index_fill": f"{value}.index_fill_(0, {place}, 1.0)",
+                "index_put": f"{value}.index_put_(({place},), torch.tensor(1.0))",
+                "masked_fill": f"{value}.masked_fill_({value}.detach() > 0, 1.0)",
+                "scatter": f"{value}.scatter_(1, torch.zeros_like({value}, dtype=torch.int64), 1.0)",
+            }[by]
+        )
+    return f"torch.tanh({value} + {w.parameter_for_rows(value)})"
+
+
+@register_block("strides", rate=2, options={"layer": LAYER, "by": ("roll", "sort", "flip")})
+def reordered(w: Writer, x: str, *, by: str) -> str:
+    """Multiply by a parameter, and reorder: the gradient comes of a kernel that reads the parameter late."""
+    value = f"{x} * {w.parameter(f'torch.randn({w.width})', 'factor')}"
+    return {
+        "roll": f"torch.roll({value}, 1, 1)",
+        "sort": f"torch.sort({value}, 1).values",
+        "flip": f"({value}).flip(1)",
+    }[by]
