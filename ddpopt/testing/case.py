@@ -1,8 +1,10 @@
 """What a case is, and how a target on the command line becomes one.
 
 A case is a model with everything that one data-parallel step of it needs: inputs for each rank and step, a
-loss, and DDP's arguments. Invariant: equal arguments give equal tensors, on every rank, process and platform,
-so that two runs of a case differ only by what ran them.
+loss, and DDP's arguments. Functions of inputs and loss may use tensors and modules of their own, which are
+then outside of DDP (a soft prompt, a head): verification compares their gradients, and no optimizer steps
+them. Invariant: equal arguments give equal tensors, on every rank, process and platform, so that two runs of
+a case differ only by what ran them.
 """
 
 import importlib
@@ -61,16 +63,16 @@ class Case:
     Attributes:
         name: unique among the cases that run together.
         model: builds the model, on the CPU unless it says otherwise, with equal weights at every call.
-        inputs: ``(rank, step) -> (args, kwargs)``; equal at every call, different per rank and step.
+        inputs: ``(rank, step) -> (args, kwargs)``; equal at every call, different per rank and step. They may
+            require gradients, or be computed from parameters outside of DDP.
         about: one sentence: what this exercises, with the public report it comes from if there is one.
-        loss: from the model's output to a scalar to differentiate.
+        loss: from the model's output to a scalar to differentiate; may read parameters outside of DDP.
         ddp_kwargs: arguments for ``DistributedDataParallel`` without which the case does not work, or which
             it is about (a bucket cap).
         tags: properties that a runner may select by; see ``ddpopt.testing.corpus``.
         graphs: how many graphs Dynamo captures in the first step of a compiled run.
         unused: trainable parameters that get no gradient on at least one rank.
         ranks_differ: whether ranks run different graphs: they use other parameters, or see other sizes.
-        tolerance: why compiled gradients may differ from eager's in their last bits; empty if they may not.
         report: the public report against PyTorch that this case reproduces, if it stems from one.
     """
 
@@ -84,7 +86,6 @@ class Case:
     graphs: int = 1
     unused: tuple[str, ...] = ()
     ranks_differ: bool = False
-    tolerance: str = ""
     report: Report | None = None
 
     def step(self, model: Callable[..., Any], rank: int, step: int) -> Tensor:

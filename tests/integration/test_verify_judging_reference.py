@@ -71,7 +71,7 @@ def test_what_an_option_leaves_behind_may_not_repeat_either(ranks: Ranks) -> Non
         return x if model.training else x * torch.rand(4, generator=free)
 
     found = reference_of(ranks, noisy_in_evaluation, "train_eval")
-    assert set(found.unstable) == {"the option's evaluated"}
+    assert set(found.unstable) == {"the evaluated"}
 
 
 def test_a_parameter_that_the_forward_writes_to_is_told_from_the_others(ranks: Ranks) -> None:
