@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ddpopt.errors import UsageError
 from ddpopt.testing import model_strategies
-from ddpopt.testing.drawn import DrawnModel, Step, known_features, step
+from ddpopt.testing.drawn import BLOCKS, DrawnModel, Step, known_features, step
 from ddpopt.testing.profiles import share
 from ddpopt.testing.strategies import models
 from tests.property.examples import with_found_models
@@ -102,18 +102,20 @@ def test_a_dynamic_batch_changes_from_step_to_step_and_runs(drawn: DrawnModel) -
     step_of(drawn, 1)
 
 
-def test_each_feature_is_drawn_and_reported_and_no_draw_is_thrown_away(
+def test_each_feature_and_choice_is_drawn_and_reported_and_no_draw_is_thrown_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reported: Counter[str] = Counter()
     monkeypatch.setattr(model_strategies, "event", lambda name: reported.update([name]))
     drawn_features: Counter[str] = Counter()
+    choices: set[tuple[str, str, Any]] = set()
     endings: Counter[str] = Counter()
 
     @settings(max_examples=1500, derandomize=True, database=None)
     @given(models())
     def look(drawn: DrawnModel) -> None:
         drawn_features.update(drawn.features)
+        choices.update((each.block, *option) for each in drawn.all_steps() for option in each.options)
 
     def note(run: dict[str, Any]) -> None:
         endings.update(each["status"] for each in run["generate-phase"]["test-cases"])
@@ -121,6 +123,10 @@ def test_each_feature_is_drawn_and_reported_and_no_draw_is_thrown_away(
     with collector.with_value(note):  # type: ignore[arg-type]  # Hypothesis types it by its default
         look()
     assert set(drawn_features) == known_features()
+    options = (
+        (name, option, block.options[option]) for name, block in BLOCKS.items() for option in block.options
+    )
+    assert choices == {(name, option, each) for name, option, allowed in options for each in allowed}
     # none is rejected: what Hypothesis does not let end are its short tries, and variants of earlier draws
     assert set(endings) <= {"valid", "overrun"}
     assert all(reported[feature] >= count for feature, count in drawn_features.items())

@@ -22,6 +22,8 @@ from ddpopt.testing.drawn import (
     register_kind,
     step,
 )
+from ddpopt.testing.drawn.forms import TRAININGS
+from ddpopt.verify.options import OPTIONS
 
 DOCS = Path(__file__).parents[2] / "docs" / "generators.md"
 SHARED = DrawnModel(
@@ -160,6 +162,27 @@ def test_a_case_is_tagged_and_knows_its_unused_parameters() -> None:
     assert case.ddp_kwargs == {"bucket_cap_mb": 256 / 2**20, "find_unused_parameters": True}
 
 
+def test_a_model_is_trained_under_an_option_of_verification() -> None:
+    assert set(TRAININGS) <= {option.name for option in OPTIONS}
+
+
+def test_an_input_may_have_a_gradient_with_a_hook_and_a_loss_may_give_one_again() -> None:
+    drawn = DrawnModel((step("linear"), step("added")), leaves="hooked", loss="given", batches=(2, 3))
+    assert drawn.features == {"matmul", "large-parameter", "input-hook", "given-gradient", "dynamic-batch"}
+    model = drawn.program.model()
+    (x,), _ = drawn.program.inputs(0, 1)
+    drawn.program.loss(model(x)).backward()  # type: ignore[no-untyped-call]  # of torch
+    assert torch.equal(model.get_parameter("rows2").grad, torch.full((3, 8), 0.25 / 24))
+    assert x.grad is not None
+    assert torch.allclose(x.grad, torch.full((3, 8), 0.25 / 48) @ model.get_parameter("linear1.weight"))
+
+
+def test_a_view_that_is_written_to_is_returned_where_the_models_own_forward_knows_it() -> None:
+    returned = step("written", read="returned")
+    assert ", v1" in DrawnModel((returned,)).source
+    assert ", v2" not in DrawnModel((step("submodule", body=(returned,)),)).source
+
+
 def test_a_sparse_gradient_is_asked_for_only_where_it_is_sure_to_come() -> None:
     sparse = step("embedding", gradient="sparse")
     unreached = (
@@ -228,6 +251,7 @@ REFUSED: dict[str, Callable[[], object]] = {
     "expected steps to be a tuple of Steps, got (3,)": lambda: ANY_MODEL(steps=(3,)),
     "expected batches to be a tuple of ints, got (2.5,)": lambda: ANY_MODEL(batches=(2.5,)),
     "expected joined to be True or False, got 1": lambda: ANY_MODEL(joined=1),
+    "expected training to be one of default, accumulation, two_forwards": lambda: DrawnModel(training="x"),
     "expected takes to be one of positional, keyword, nested, dict, dataclass, got 'list'": lambda: (
         DrawnModel(takes="list")
     ),

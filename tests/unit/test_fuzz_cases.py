@@ -94,6 +94,8 @@ def test_the_script_of_a_fault_of_ddpopts_has_ddpopt_judge() -> None:
     assert "ddpopt" in imports(script)
     assert "_DEFAULT_FIRST_BUCKET_BYTES" not in script
     assert "mode='ddpopt-split'" in script
+    trained = replace(CASE, model=replace(MODEL, training="clipping"))
+    assert "options=['clipping']" in script_of(trained, "x.py")
 
 
 def test_modes_are_looked_up() -> None:

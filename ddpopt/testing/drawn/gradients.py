@@ -36,7 +36,7 @@ def outside(parameter):
     return parameter.view_as(parameter)"""
 _HOOKS = {
     "changed": "parameter.register_hook(lambda gradient: gradient * 2)",
-    "kept": "parameter.register_hook(lambda gradient: kept.append(gradient) or sum(kept[-2:]))",
+    "kept": "parameter.register_hook(kept.append)",
     "accumulated": """\
 def halve(each):
             each.grad.mul_(0.5)
