@@ -153,7 +153,9 @@ MUTANTS: dict[str, tuple[str, Callable[[Evidence], Evidence]]] = {
     ),
     "two gradients in one memory": (
         MEMORY,
-        lambda e: replace(e, got=changed_step(e.got, sharing=frozenset({("gradient of a", "gradient of b")}))),
+        lambda e: replace(
+            e, got=changed_step(e.got, sharing=frozenset({("gradient of a", "gradient of b")}))
+        ),
     ),
     "a gradient that the next step writes to": (
         MEMORY,
@@ -162,7 +164,10 @@ MUTANTS: dict[str, tuple[str, Callable[[Evidence], Evidence]]] = {
     "another evaluation": (
         "the random generator as after eager's step",
         lambda e: replace(
-            e, got=replace(e.got, evaluation=replace(e.got.moments[3], random=torch.zeros(1, dtype=torch.uint8)))
+            e,
+            got=replace(
+                e.got, evaluation=replace(e.got.moments[3], random=torch.zeros(1, dtype=torch.uint8))
+            ),
         ),
     ),
     "a rank drifts": ("parameters and buffers equal on all ranks where they are in eager DDP", other_state),
