@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import re
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ Pairs = frozenset[tuple[str, str]]
 """Names of what shares memory."""
 GRADIENT_OF = "gradient of "
 KEPT = "kept "
+OUTSIDE = "the tensor outside of DDP"
 ATTRIBUTE = "attribute "
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 DEPTH = 8
@@ -245,14 +247,13 @@ class Sight:
     def _leaves(self) -> Iterator[tuple[str, Tensor]]:
         """Inputs that are leaves, and tensors outside of DDP, by names that do not depend on the run."""
         yield from ((name, t) for name, t in self._inputs.items() if t.is_leaf and t.requires_grad)
-        alike: dict[str, list[Tensor]] = {}
+        counts: dict[str, int] = {}
         for tensor in self._outside.values():
-            name = f"the tensor outside of DDP of shape {tuple(tensor.shape)}"
-            alike.setdefault(name, []).append(tensor)
-        for name, tensors in alike.items():
-            # graphs of compiled code list them in another order
-            for place, tensor in enumerate(sorted(tensors, key=raw_bytes) if len(tensors) > 1 else tensors):
-                yield f"{name}, number {place + 1}" if place else name, tensor
+            # graphs of compiled code have leaves of their own, and list all in another order
+            digest = hashlib.blake2b(raw_bytes(tensor), digest_size=3).hexdigest()
+            name = f"{OUTSIDE} of shape {tuple(tensor.shape)}, digest {digest}"
+            counts[name] = counts.get(name, 0) + 1
+            yield name if counts[name] == 1 else f"{name}, number {counts[name]}", tensor
 
     def _keepers(self) -> Iterator[tuple[str, Any]]:
         """What modules have as attributes, and what hooks and the case's functions hold on to."""

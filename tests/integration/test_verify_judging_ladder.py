@@ -208,7 +208,7 @@ def test_without_ddp_buffers_are_compared_on_the_first_rank_and_named_on_others(
     buffer = "norm.running_mean"
     record = changed(clipped.again, state={**state, buffer: next_up(state[buffer])})
     assert wrong_of(climb(clipped, record, how="manual")) == {("L0", f"buffer {buffer}")}
-    bench = SimpleNamespace(rank=1, ranks=clipped.bench.ranks, subject=clipped.bench.subject)
+    bench = SimpleNamespace(rank=1, ranks=clipped.bench.ranks, subject=clipped.bench.subject, unevaluated="")
     sheet = climb(standing_in(clipped, bench=bench), record, how="manual")
     assert wrong_of(sheet) == set()
     assert set(sheet.about[OTHER_BUFFERS]) == {"buffer norm.running_mean", "buffer norm.running_var"}
@@ -235,7 +235,9 @@ def test_what_saw_buffers_that_only_ddp_broadcasts_is_compared_on_the_first_rank
     states = clipped.eager_peers[0].states
     first = replace(clipped.eager_peers[0], states=({**states[0], "norm.running_mean": b"same"}, states[1]))
     other = replace(first, states=({**states[0], "norm.running_mean": buffers}, states[1]))
-    bench = SimpleNamespace(rank=rank, ranks=clipped.bench.ranks, subject=clipped.bench.subject)
+    bench = SimpleNamespace(
+        rank=rank, ranks=clipped.bench.ranks, subject=clipped.bench.subject, unevaluated=""
+    )
     peers = [first, other] if rank else [other, first]
     reference = standing_in(clipped, eager=evaluating(clipped.eager, 1), bench=bench, eager_peers=peers)
     sheet = climb(reference, evaluating(clipped.again, 1.01), how=how)
@@ -305,6 +307,7 @@ def test_a_run_from_eagers_states_that_fails_is_a_finding(
 ) -> None:
     moves(monkeypatch, NAME)
     bench = SimpleNamespace(
+        unevaluated="",
         rank=0,
         ranks=clipped.bench.ranks,
         subject=clipped.bench.subject,
@@ -324,7 +327,12 @@ def test_where_a_run_from_eagers_states_only_took_too_long_what_no_order_explain
 ) -> None:
     moves(monkeypatch, NAME)
     bench = SimpleNamespace(
-        rank=0, ranks=clipped.bench.ranks, subject=clipped.bench.subject, failures=[], stalled="all waited"
+        unevaluated="",
+        rank=0,
+        ranks=clipped.bench.ranks,
+        subject=clipped.bench.subject,
+        failures=[],
+        stalled="all waited",
     )
     parted = with_gradient(clipped.again, 1 + 2**-22, 0)
     parted = replace(changed(parted, 0, loss=parted.steps[0].loss * loss), follow=None)

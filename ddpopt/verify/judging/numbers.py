@@ -13,7 +13,7 @@ from enum import Enum
 from torch import Tensor
 
 from ddpopt.verify.compare import dense
-from ddpopt.verify.judging.record import Record, Step
+from ddpopt.verify.judging.record import Record, Step, in_sight
 from ddpopt.verify.verdict import Finding
 from ddpopt.verify.visible import GRADIENT_OF, KEPT
 
@@ -131,7 +131,7 @@ def unpaired(record: Record, eager: Record, rank: int) -> Iterator[Finding]:
         mine, theirs = _besides(got), _besides(expected)
         for name in sorted(mine.keys() | theirs.keys()):
             has, wants = _form(mine.get(name)), _form(theirs.get(name))
-            if has != wants:
+            if has != wants and in_sight(name, expected):
                 message = f"step {step}: {name} is {has}, in eager DDP {wants}"
                 claim = "what a script can see is of eager DDP's form"
                 yield Finding("L3", claim, message, rank=rank, step=step, parameter=plain(name))

@@ -14,7 +14,7 @@ from torch import Tensor
 from ddpopt.observe import Collective, Iteration
 from ddpopt.plan import Plan
 from ddpopt.verify.parallel import Gradients, Named
-from ddpopt.verify.visible import Pairs
+from ddpopt.verify.visible import GRADIENT_OF, OUTSIDE, Pairs
 
 
 @dataclass
@@ -49,6 +49,12 @@ class Step:
     def taken(self) -> Gradients:
         """The gradients that the optimizer takes."""
         return self.final or self.gradients
+
+
+def in_sight(name: str, eager: Step) -> bool:
+    """Whether a script can see what bears a name: not a leaf that compiled code has of its own."""
+    _, outside, rest = name.partition(OUTSIDE)
+    return not outside or f"{GRADIENT_OF}{OUTSIDE}{rest}" in eager.extras
 
 
 @dataclass

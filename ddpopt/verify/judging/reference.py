@@ -124,7 +124,7 @@ class Bench:
             try:
                 course = replace(course, case=subject.option.grouped(adapted, group))
                 record = train(course, how, Place(self.rank, self.size, group, subject.device))
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 failure = failure_of(self.ranks.rank, error)
             finally:
                 with contextlib.suppress(Exception):

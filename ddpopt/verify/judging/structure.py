@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ddpopt.verify.judging import sent
 from ddpopt.verify.judging.evidence import Broken, Claim, Evidence, Peer, peer_of
-from ddpopt.verify.judging.record import Step
+from ddpopt.verify.judging.record import Step, in_sight
 from ddpopt.verify.verdict import Finding
 from ddpopt.verify.visible import form_of
 
@@ -93,7 +93,7 @@ def _random(evidence: Evidence) -> Broken:
 def _seen(evidence: Evidence) -> Broken:
     """What a script can see that is no number: forms, None, counts."""
     for step, (got, eager) in _moments(evidence):
-        for name in sorted(got.extras.keys() | eager.extras.keys()):
+        for name in sorted(name for name in got.extras.keys() | eager.extras.keys() if in_sight(name, eager)):
             has, wants = got.extras.get(name), eager.extras.get(name)
             if not isinstance(has, Tensor) and not isinstance(wants, Tensor) and has != wants:
                 yield f"step {step}: {name}: {has!r}, in eager DDP {wants!r}", None, step
@@ -105,6 +105,8 @@ def _memory(evidence: Evidence) -> Broken:
         if got.sharing is None or eager.sharing is None:
             continue
         for one, other in sorted(got.sharing - eager.sharing):
+            if not in_sight(one, eager) or not in_sight(other, eager):
+                continue
             yield f"step {step}: {one} and {other} share memory; in eager DDP they do not", None, step
         for name in sorted(set(got.written) - set(eager.written)):
             yield f"step {step} writes to the {name} of the step before; in eager DDP it does not", None, step
