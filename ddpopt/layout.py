@@ -18,6 +18,8 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils import _pytree as pytree
 
 from ddpopt.facts import gradient_carriers
+from ddpopt.graph.aliases import first_names, is_view, tensors_of, viewed_input
+from ddpopt.graph.effects import mutated_inputs
 from ddpopt.graphs import (
     AUTOCAST,
     GRAD_MODE,
@@ -28,7 +30,6 @@ from ddpopt.graphs import (
     storages,
     storages_of,
 )
-from ddpopt.mutation import first_names, is_view, mutated_inputs, tensors_of, viewed_input
 
 ENTER_AUTOCAST, EXIT_AUTOCAST = AUTOCAST
 Path = tuple[int, ...]
