@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ddpopt.verify.injected import codes as code
-from ddpopt.verify.injected import graphs, plans, shown, wires
+from ddpopt.verify.injected import defects, graphs, plans, shown, wires
 from ddpopt.verify.injected.metadata import shared_metadata
 from ddpopt.verify.injected.sites import (
     Carriers,
@@ -128,6 +128,20 @@ def _shown(faults: shown.Faults) -> tuple[Fault, ...]:
     )
 
 
+def _forgotten(defect: defects.Defect) -> Fault:
+    """A defect that plan and proof share, so that numbers have to show it."""
+    return Fault(
+        defect.name,
+        "partition",
+        defect.seen_by,
+        defect.inject,
+        mode=defect.mode,
+        case=defect.name,
+        option=defect.shown_by.training,
+        reduced=False,
+    )
+
+
 def _tiny(name: str, layer: Layer, tamper: Tamper) -> Fault:
     return Fault(name, layer, ("L0",), tamper=tamper, tiny=True)
 
@@ -176,6 +190,7 @@ FAULTS: tuple[Fault, ...] = (
     *_cut("a mutation is moved across a cut", graphs.moved_mutation, "writing"),
     *_cut("a mutation runs twice", graphs.repeated_mutation, "writing"),
     *_cut("segments run in another order", graphs.swapped_segments),
+    *map(_forgotten, defects.DEFECTS),
     Fault(
         "a segment has the metadata of another one",
         "compiled code",

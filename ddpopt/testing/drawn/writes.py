@@ -14,7 +14,7 @@ from ddpopt.testing.drawn.writer import Body, Writer
 
 OPTIONS: Mapping[str, Any] = {
     "of": {"buffer": "buffer-update", "input": "input-mutation"},
-    "read": {"view": None, "returned": "several-outputs"},
+    "read": {"view": None, "returned": "returned-view"},
 }
 """What is written to, and whether the view of it is returned, too."""
 _PLACE = "torch.tensor([1])"

@@ -16,6 +16,7 @@ from ddpopt.errors import CertificateError, DdpoptError, PlanMismatchError
 from ddpopt.testing import corpus
 from ddpopt.verify.faults import Fault
 from ddpopt.verify.injected.clean_runs import rounding
+from ddpopt.verify.injected.defects import case_of
 from ddpopt.verify.injected.metadata import reusing
 from ddpopt.verify.injected.shown import shown_case
 from ddpopt.verify.injected.sites import Site
@@ -102,7 +103,8 @@ def unbroken(ranks: Ranks, case_name: str, option_name: str) -> Iterator[Referen
         What the faults are held against.
     """
     own = (*CASES, shown_case())
-    case = next((case for case in own if case.name == case_name), None) or corpus.case(case_name)
+    case = next((case for case in own if case.name == case_name), None)
+    case = case or case_of(case_name) or corpus.case(case_name)
     bench = Bench(Subject(case, option(option_name), STEPS, ranks.device), ranks, COLLECTIVE_LIMIT_S)
     try:
         reference = Reference.make(bench)

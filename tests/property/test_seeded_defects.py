@@ -1,0 +1,50 @@
+"""Fuzzing finds each defect that is put back into ddpopt, among the models that it draws in a minute."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import islice
+
+import pytest
+
+from ddpopt.fuzz.cases import task_of
+from ddpopt.fuzz.examine import examine
+from ddpopt.fuzz.questions import Kind, Setting
+from ddpopt.fuzz.stream import Source
+from ddpopt.testing.drawn import DrawnModel
+from ddpopt.verify.injected.defects import DEFECTS, Defect
+from ddpopt.verify.injected.sites import Site
+from ddpopt.verify.ranks import Ranks, joined
+from tests.unit.rehearsing import one_rank_group
+
+A_MINUTE = 100
+"""Models that two workers draw and judge in a minute, when nothing else runs."""
+EACH = pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)
+pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with one_rank_group(tmp_path_factory.mktemp("group")), joined(timeout_s=60) as made:
+        yield made
+
+
+def judged(ranks: Ranks, defect: Defect, model: DrawnModel) -> Kind:
+    with defect.inject(Site(0, 1)):
+        (answer,) = examine(ranks, task_of(model, (defect.mode,), Setting("aot_eager")), lambda _: None)
+    return answer.kind
+
+
+@EACH
+def test_a_defect_has_a_model_that_shows_it(defect: Defect, ranks: Ranks) -> None:
+    assert re.search(defect.trace, defect.shown_by.source)
+    assert judged(ranks, defect, defect.shown_by) is Kind.WRONG
+
+
+@EACH
+@pytest.mark.nightly
+def test_a_defect_is_found_within_a_minute_of_drawing(defect: Defect, ranks: Ranks) -> None:
+    drawn = (model for _, model in islice(Source(0).models(), A_MINUTE))
+    telling = (model for model in drawn if re.search(defect.trace, model.source))  # others cannot show it
+    assert any(judged(ranks, defect, model) is Kind.WRONG for model in telling)
