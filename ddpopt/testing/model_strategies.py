@@ -120,7 +120,7 @@ def _models(allowed: Features, max_steps: int, blocks: tuple[str, ...]) -> st.Se
         outputs=_lists(outputs, 3) if "several-outputs" in allowed else st.just(()),
         width=st.sampled_from((8, 4, 16)),
         batches=st.sampled_from(batches),
-        cap_bytes=st.sampled_from((256, 1, 1024, 4096)),
+        cap_bytes=st.sampled_from((256, 1, 256, 1, 1024, 4096)),
         joined=st.just(True) if "unused-parameter" not in allowed else st.sampled_from((True, True, False)),
         seed=st.integers(0, 7),
         **{name: _forms(choices, allowed) for name, choices in CHOICES.items()},

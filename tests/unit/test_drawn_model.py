@@ -172,8 +172,10 @@ def test_an_input_may_have_a_gradient_with_a_hook_and_a_loss_may_give_one_again(
     model = drawn.program.model()
     (x,), _ = drawn.program.inputs(0, 1)
     drawn.program.loss(model(x)).backward()  # type: ignore[no-untyped-call]  # of torch
-    assert torch.equal(model.get_parameter("rows2").grad, torch.full((3, 8), 0.25 / 24))
+    added = model.get_parameter("rows2").grad
+    assert added is not None
     assert x.grad is not None
+    assert torch.equal(added, torch.full((3, 8), 0.25 / 24))
     assert torch.allclose(x.grad, torch.full((3, 8), 0.25 / 48) @ model.get_parameter("linear1.weight"))
 
 

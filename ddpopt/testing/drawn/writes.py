@@ -17,26 +17,18 @@ OPTIONS: Mapping[str, Any] = {
     "read": {"view": None, "returned": "returned-view"},
 }
 """What is written to, and whether the view of it is returned, too."""
-_PLACE = "torch.tensor([1])"
 METHODS = {
     "add_": "{t}.add_(0.5)",
     "imul": "{t}.__imul__(0.9)",
     "operator": "{t} += 0.5",
     "item": "{t}[0] = 0.5",
-    "slice": "{t}[1:].mul_(0.9)",
-    "copy_": "{t}.copy_({x}.detach().mean(0))",
-    "index_fill_": f"{{t}}.index_fill_(0, {_PLACE}, 0.5)",
-    "scatter_": f"{{t}}.scatter_(0, {_PLACE}, 0.5)",
 }
 FUNCTIONS = {
-    "relu_": "torch.relu_({t})",
     "relu": "F.relu({t}, inplace=True)",
     "out": "torch.mul({t}, 0.9, out={t})",
-    "aten": "torch.ops.aten.mul_({t}, 0.9)",
     "foreach": "torch._foreach_mul_([{t}], 0.9)",
     "numpy": "a = {t}.numpy()\na *= 0.9",
     "detach": "{t}.detach().mul_(0.9)",
-    "unbind": "{t}.unbind()[0].mul_(0.9)",
 }
 STATISTICS = {
     "F": "F.batch_norm({x}, {t}, {u}, training=True)",
