@@ -26,7 +26,6 @@ from ddpopt.deferred import PendingLogger, active_module
 from ddpopt.errors import UsageError
 from ddpopt.facts import parameter_names, parameter_sources
 from ddpopt.graphs import begins_without_grad
-from ddpopt.handover import READ_AGAIN, USED_AGAIN
 from ddpopt.impose import defer, imposed_plan
 from ddpopt.inductor import in_order, is_inductor
 from ddpopt.inline import Sources, compile_inline, lendable, obstacle, together
@@ -39,8 +38,6 @@ from ddpopt.undisturbed import compiling, undisturbed
 
 Buckets = Literal["plan", "ddp"]
 Strategy = Literal["split", "inline", "auto"]
-WITHOUT_REUSE = ("aot_eager",)
-"""Backends, besides Inductor, whose code never puts a value where another one was."""
 REPLAYED = "CUDA graphs replay a backward without Python"
 RegionsByModule = weakref.WeakKeyDictionary[DistributedDataParallel, Regions]
 logger = logging.getLogger("ddpopt")
@@ -136,10 +133,9 @@ class DdpoptBackend:
         else:
             groups = together(lent, sources, planned.facts, planned.plan.buckets)
         logger.info("ddpopt: %d buckets, one graph", len(planned.plan.buckets))
-        if is_inductor(self.compiler):
-            return compile_inline(gm, example_inputs, groups, in_order(compiler), READ_AGAIN)
-        reuses = self.compiler not in map(lookup_backend, WITHOUT_REUSE)
-        return compile_inline(gm, example_inputs, groups, compiler, USED_AGAIN if reuses else READ_AGAIN)
+        return compile_inline(
+            gm, example_inputs, groups, in_order(compiler) if is_inductor(self.compiler) else compiler
+        )
 
     def _split(
         self,

@@ -55,8 +55,14 @@ class ReadyHooks:
         self._handed_over: dict[int, int] = {}
         # a node keeps its hooks alive, and the reducer the node: nothing in a hook may keep either
         arrived = weakref.WeakMethod(self._arrived)
+        # all that is registered on a node is in one dictionary, which a handle leads to
+        self._pre_hooks: list[Any] = []
+        self._hooks: list[Any] = []
         for place, leaf in enumerate(self.leaves):
-            leaf.register_hook(functools.partial(_call, arrived, place))
+            self._hooks.append(leaf.register_hook(functools.partial(_call, arrived, place)).hooks_dict_ref())
+            handle = leaf.register_prehook(lambda _: None)
+            self._pre_hooks.append(handle.hooks_dict_ref())
+            handle.remove()
 
     def take_over(self) -> bool:
         """Have the module's reducer hear of gradients from here alone.
@@ -81,6 +87,10 @@ class ReadyHooks:
         parameters, _ = ddp._build_params_for_reducer()
         count = ddp._get_ddp_logging_data()["num_parameter_tensors"]
         return list(map(id, parameters)) == list(self.places) and count == len(parameters)
+
+    def is_hooked(self, place: int) -> bool:
+        """Whether somebody else has a hook on a parameter's AccumulateGrad node."""
+        return bool(self._pre_hooks[place]) or len(self._hooks[place]) > 1
 
     def hand_over(self, place: int, parameter: Tensor, gradient: Tensor, alone: bool) -> None:
         """Accumulate a gradient and tell the reducer, as the engine would at the end of this backward.

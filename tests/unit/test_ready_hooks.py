@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
+import ddpopt
 from ddpopt.errors import HandOverError
 from ddpopt.impose import impose
 from ddpopt.ready_hooks import ReadyHooks, ready_hooks
@@ -251,3 +253,32 @@ def test_nothing_is_reduced_once_the_hooks_of_the_reducer_are_removed(ddp: Any) 
     step(ddp)
     assert before > 0
     assert len(seen) == before
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("kind", ["before the node", "after the node"])
+def test_hooks_on_the_node_of_a_parameter_see_the_gradient_and_may_change_it(kind: str) -> None:
+    def trained(compiled: bool) -> tuple[list[Tensor], list[Tensor | None]]:
+        model = Tower()
+        ddp = DistributedDataParallel(model, bucket_cap_mb=1e-4)
+        node = get_gradient_edge(model.get_parameter(NAME)).node
+        seen: list[Tensor] = []
+
+        def noted(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            seen.append(gradients[0].clone())
+            return (gradients[0] * 2,)
+
+        if kind == "before the node":
+            node.register_prehook(noted)
+        else:
+            node.register_hook(lambda _, gradients: noted(gradients) and None)
+        call: Any = ddpopt.compile(ddp, backend="aot_eager", strategy="inline") if compiled else ddp
+        for _ in range(2):
+            ddp.zero_grad()
+            torch.autograd.backward(call(torch.ones(2, 6)).sum())
+        return seen, gradients_of(model)
+
+    (seen, gradients), (expected_seen, expected) = trained(True), trained(False)
+    assert len(seen) == len(expected_seen) == 2
+    assert all(map(torch.equal, seen, expected_seen))
+    assert same([gradients], [expected])
