@@ -23,8 +23,8 @@ from torch._ops import HigherOrderOperator
 from torch.utils import _pytree as pytree
 
 from ddpopt.facts import gradient_carriers
+from ddpopt.graph.aliases import viewed_input
 from ddpopt.graphs import body_nodes, example_value, requires_grad, storages
-from ddpopt.mutation import viewed_input
 from ddpopt.plan import Plan
 
 READ_REPEATEDLY = (

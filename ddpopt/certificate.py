@@ -30,6 +30,7 @@ INVARIANTS: tuple[Invariant, ...] = (
     Invariant("state", program.states_are_equal),
     Invariant("balance", program.segments_are_balanced),
     Invariant("mutation order", memory.mutations_keep_their_order),
+    Invariant("aliases", memory.writes_reach_every_reader),
     Invariant("random order", memory.draws_keep_their_order),
     Invariant("copies", memory.copies_are_not_noticed),
     Invariant("severed views", memory.views_without_gradient_stay),

@@ -22,7 +22,8 @@ import torch
 from torch import fx
 
 from ddpopt.facts import gradient_carriers
-from ddpopt.graphs import SOURCES, body_nodes, example_value, fetch, module_like
+from ddpopt.graph.effects import mutated_inputs
+from ddpopt.graphs import SOURCES, body_nodes, example_value, fetch, module_like, storages
 from ddpopt.layout import State
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
@@ -77,16 +78,33 @@ def _places(body: fx.GraphModule) -> dict[fx.Node, fx.Node]:
     In front of the node itself as a rule; inside a span of autocast or ``no_grad`` in front of the whole
     span, which must not begin in one piece and end in another. In front of the first node nowhere, nor behind
     symbolic numbers alone: a piece of these would be divided from what reads them, which makes them anew.
+    And nowhere between a value and the last write to it: the piece that makes it recomputes and keeps it, and
+    a later one would write to what was kept.
     """
     found: dict[fx.Node, fx.Node] = {}
+    unwritten = _unwritten(body.graph)
     state, opener, begun = State(), None, False
     for node in body_nodes(body.graph):
         if state == State():
-            opener = node if begun else None
+            opener = node if begun and node in unwritten else None
         if opener is not None:
             found[node] = opener
         state = state.after(node)
         begun |= not isinstance(example_value(node), (torch.SymInt, torch.SymFloat, torch.SymBool))
+    return found
+
+
+def _unwritten(graph: fx.Graph) -> dict[fx.Node, None]:
+    """The nodes from which on nothing is written to that was made before them."""
+    made = {key: node for node in reversed(graph.nodes) for key in storages(node)}
+    found: dict[fx.Node, None] = {}
+    awaited: dict[int, None] = {}  # what is yet to be written to, and was made before
+    for node in reversed(graph.nodes):
+        awaited.update(dict.fromkeys(key for source in mutated_inputs(node) for key in storages(source)))
+        for key in [key for key in awaited if made[key] is node]:
+            del awaited[key]
+        if not awaited:
+            found[node] = None
     return found
 
 

@@ -9,26 +9,21 @@ Invariant: a position that is not blocked can be cut without changing what the p
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from ddpopt.graph.aliases import first_names, viewed_input
+from ddpopt.graph.effects import is_known, mutated_inputs, reshapes
 from ddpopt.graphs import AUTOCAST, GRAD_MODE, example_value, requires_grad, storages
-from ddpopt.mutation import first_names, mutated_inputs, returned_input, viewed_input
 
 CROSSABLE = (
     torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool, str, type(None),
     torch.dtype, torch.device, torch.layout, torch.memory_format, slice,
 )  # fmt: skip
-
-RESHAPING = (
-    "as_strided_", "resize_", "resize_as_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_",
-    "unsqueeze_",
-)  # fmt: skip
-"""Methods that change the shape or the strides of a tensor in place."""
 
 
 HOOK_SWITCHES = HOOKS_OFF, HOOKS_ON = (
@@ -54,7 +49,8 @@ def blocked_positions(graph: fx.Graph, body: Sequence[fx.Node]) -> tuple[str | N
         *_hookless_spans(body),
         *_setter_spans(body),
         *_nesting_spans(body),
-        *_reshaped_spans(body, position),
+        *_reshaped_spans(graph, body, position),
+        *_scalar_spans(body, position),
         *_alias_spans(graph, position, len(body)),
     ]
     blocked: list[str | None] = [None] * len(body)
@@ -152,39 +148,47 @@ def _hookless_spans(body: Sequence[fx.Node]) -> Iterator[Span]:
             opened = None
 
 
-def _reshaped_spans(body: Sequence[fx.Node], position: Mapping[fx.Node, int]) -> Iterator[Span]:
-    """From a value to where its shape is changed in place: the example that tracing left is of after that.
+def _reshaped_spans(
+    graph: fx.Graph, body: Sequence[fx.Node], position: Mapping[fx.Node, int]
+) -> Iterator[Span]:
+    """From a value whose shape is changed in place to the last reader of its storage, by whatever view.
 
-    A view so changed stays with all its readers, for behind a cut it would be taken anew as it was before.
+    The example that tracing left is of after the change: neither the value before it nor a view of that can
+    be described to another segment.
     """
-    first = first_names(body)
-    reshaped: dict[fx.Node, int] = {}
-    for index, node in enumerate(body):
-        if node.op == "call_method" and node.target in RESHAPING:
-            reshaped.update((first.get(source, source), index) for source in mutated_inputs(node))
-    last = _last_readers(body, position, [node for node in reshaped if viewed_input(node) is not None])
-    for node, index in reshaped.items():
-        until = max(index, last.get(node, -1))
-        yield Span(position.get(node, -1) + 1, until, f"the shape of {node.name!r} is changed in place")
+    reshaped = {key: node for node in body if reshapes(node) for key in storages(node)}
+    if not reshaped:
+        return
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for node in graph.nodes:
+        for key in (key for key in storages(node) if key in reshaped):
+            first.setdefault(key, position.get(node, -1))
+            last[key] = max(last.get(key, -1), _last_use(node, position))
+    for key, node in reshaped.items():
+        yield Span(first[key] + 1, last[key], f"{node.name!r} changes the shape of a tensor in place")
 
 
-def _last_readers(
-    body: Sequence[fx.Node], position: Mapping[fx.Node, int], nodes: Iterable[fx.Node]
-) -> dict[fx.Node, int]:
-    """For each of some nodes the position of the last one that reads it, or any view of it."""
-    last = dict.fromkeys(nodes, -1)
-    if not last:
-        return last
-    bases: dict[fx.Node, frozenset[fx.Node]] = {}
-    for node in body:
-        base = viewed_input(node) or returned_input(node)
-        bases[node] = bases.get(base, frozenset()) if base is not None else frozenset()
-        if node in last:
-            bases[node] |= {node}
-        readers = [position[user] for user in node.users if user in position]
-        for own in bases[node] if readers else ():
-            last[own] = max(last[own], *readers)
-    return last
+def _scalar_spans(body: Sequence[fx.Node], position: Mapping[fx.Node, int]) -> Iterator[Span]:
+    """From a symbolic float or bool that is read off a tensor which is written to, to its last reader.
+
+    A segment that reads such a number makes it anew, and would read it off what the tensor holds by then.
+    """
+    scalars = [n for n in body if isinstance(example_value(n), (torch.SymFloat, torch.SymBool))]
+    if not scalars:
+        return
+    written = {key for node in body for source in mutated_inputs(node) for key in storages(source)}
+    last: dict[fx.Node, int] = {}
+    for node in reversed(scalars):
+        last[node] = max([_last_use(node, position), *(last[u] for u in node.users if u in last)])
+        if any(not written.isdisjoint(storages(source)) for source in node.all_input_nodes):
+            why = f"{node.name!r} is read off a tensor that is written to"
+            yield Span(position[node] + 1, last[node], why)
+
+
+def _last_use(node: fx.Node, position: Mapping[fx.Node, int]) -> int:
+    """Position of the last reader of a node; behind the last one if the graph returns it."""
+    return max((position.get(user, len(position)) for user in node.users), default=-1)
 
 
 def _alias_spans(graph: fx.Graph, position: Mapping[fx.Node, int], end: int) -> Iterator[Span]:
@@ -194,36 +198,39 @@ def _alias_spans(graph: fx.Graph, position: Mapping[fx.Node, int], end: int) -> 
     it. Two values that are one tensor (``y = x.add_(1)``, both read later) would arrive as strangers.
     """
     mutated: dict[int, int] = {}
+    whys: dict[int, str] = {}
     for node, index in position.items():
         for key in (key for value in mutated_inputs(node) for key in storages(value)):
             mutated[key] = index
+            verb = "writes to" if is_known(node) else "may write to"
+            whys[key] = f"two names of one tensor that {node.name!r} {verb}"
     if not mutated:
         return
+    first = first_names(graph.nodes)
     roots: dict[fx.Node, fx.Node] = {}
     lives: dict[int, dict[fx.Node, int]] = {key: {} for key in mutated}
     for node in graph.nodes:
         for key in (key for key in storages(node) if key in mutated):
             if node.op == "placeholder" and requires_grad(example_value(node)):
                 yield Span(0, mutated[key], f"{node.name!r} requires grad and is itself mutated")
-            base = viewed_input(node)
+            last = _last_use(node, position)
+            base = viewed_input(first.get(node, node))
+            if base is not None and last == end:  # the caller sees what is written to a view that it gets
+                yield Span(position[node] + 1, mutated[key], whys[key])
+            elif node.op == "placeholder":
+                last = end  # and what is written to an input
             roots[node] = root = node if base is None else roots.get(base, base)
-            # the caller sees what is written to an input, so an input lives to the end
-            last = (
-                end
-                if node.op == "placeholder"
-                else max((position.get(u, end) for u in node.users), default=-1)
-            )
             lives[key][root] = max(lives[key].get(root, -1), last)
     for key, live in lives.items():
         spans = [(position.get(root, -1), last) for root, last in live.items() if last >= 0]
-        yield from _overlaps(spans, mutated[key])
+        yield from _overlaps(spans, mutated[key], whys[key])
 
 
-def _overlaps(live: Sequence[tuple[int, int]], last_mutation: int) -> Iterator[Span]:
+def _overlaps(live: Sequence[tuple[int, int]], last_mutation: int, why: str) -> Iterator[Span]:
     """Cut positions, up to the last mutation, that two or more of the (defined, last read) pairs span."""
     events = sorted([(first + 1, 1) for first, _ in live] + [(last + 1, -1) for _, last in live])
     count = 0
     for (at, step), (until, _) in itertools.pairwise(events):
         count += step
         if count > 1 and at <= last_mutation:
-            yield Span(at, min(until - 1, last_mutation), "two names of one tensor that is mutated later")
+            yield Span(at, min(until - 1, last_mutation), why)

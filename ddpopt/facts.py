@@ -17,8 +17,9 @@ import torch
 from torch import fx
 
 from ddpopt.crossing import blocked_positions
+from ddpopt.graph.aliases import first_names, passes_on_input, returned_input
+from ddpopt.graph.effects import mutated_inputs
 from ddpopt.graphs import GRAD_MODE, SOURCES, body_nodes, example_value, fetch, requires_grad, storages
-from ddpopt.mutation import first_names, mutated_inputs, passes_on_input, returned_input
 from ddpopt.reducer import ParamSpec
 
 BIAS = 64

@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ddpopt.deferred import active_module
 from ddpopt.facts import GraphFacts
+from ddpopt.graph.effects import mutated_inputs
 from ddpopt.graphs import example_value, module_like, storages
 from ddpopt.handover import Call, empty_token, lend
-from ddpopt.mutation import mutated_inputs
 from ddpopt.plan import Bucket
 from ddpopt.segments import CompilerFn
 

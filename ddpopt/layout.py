@@ -18,6 +18,8 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils import _pytree as pytree
 
 from ddpopt.facts import gradient_carriers
+from ddpopt.graph.aliases import first_names, is_view, tensors_of, viewed_input
+from ddpopt.graph.effects import mutated_inputs
 from ddpopt.graphs import (
     AUTOCAST,
     GRAD_MODE,
@@ -28,7 +30,6 @@ from ddpopt.graphs import (
     storages,
     storages_of,
 )
-from ddpopt.mutation import first_names, is_view, mutated_inputs, tensors_of, viewed_input
 
 ENTER_AUTOCAST, EXIT_AUTOCAST = AUTOCAST
 Path = tuple[int, ...]
@@ -219,11 +220,11 @@ def _symbol_binders(graph: fx.Graph) -> dict[sympy.Symbol, fx.Node]:
 def _returned_sources(nodes: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
     """For each of `nodes`, in order, that returns what it writes to: the node that brought the tensor in.
 
-    A view is left out: behind a cut it is taken anew, as it was before the write.
+    A view that the graph returns is left out: it is handed out as it is behind the write.
     """
     found: dict[fx.Node, fx.Node] = {}
     for node, first in first_names(nodes).items():
-        if viewed_input(first) is None:
+        if viewed_input(first) is None or all(user.op != "output" for user in node.users):
             found[node] = first
     return found
 

@@ -14,7 +14,6 @@ import torch
 from torch import fx
 
 from ddpopt.plan import Plan, Segment
-from ddpopt.proof.effects import call_of, written
 from ddpopt.proof.recompose import read_original, recompose
 from ddpopt.proof.steps import Original, Program, Step, storage_of, tensors_in
 from ddpopt.proof.terms import ABSENT, Held, Item, Made, Term, leaves
@@ -136,12 +135,12 @@ def given_back(original: Original, step: Step) -> dict[int, torch.Tensor]:
     known = {id(tensor) for leaf in given for tensor in tensors_in(original.example(leaf))}
     own = tensors_in(original.example(original.terms[step.name]))
     back = {id(tensor): tensor for tensor in own if id(tensor) in known}
-    return {} if back and any(True for _ in written(call_of(step))) else back
+    return {} if back and step.written else back
 
 
 def _writes_what_is_seen(original: Original, step: Step, seen: Set[int]) -> bool:
     """Whether a step writes to what requires grad and lies in storages that are seen, or in none."""
-    values = (leaf for value in written(call_of(step)) for leaf in leaves(value))
+    values = (leaf for value in step.written for leaf in leaves(value))
     for leaf in (value for value in values if isinstance(value, (Made, Item, Held))):
         own = set(_storages(original, [leaf]))
         if requires_grad(original.example(leaf)) and (not own or not own.isdisjoint(seen)):

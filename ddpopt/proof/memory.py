@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from ddpopt.proof.effects import call_of, draws, reshapes, written
+from ddpopt.graph.effects import draws, reshapes
 from ddpopt.proof.evidence import Evidence, given_back, requires_grad
-from ddpopt.proof.steps import SYMBOLIC, Original, Program, Step, at, storage_of, tensors_in
+from ddpopt.proof.steps import SYMBOLIC, Crossing, Original, Program, Step, at, storage_of, tensors_in
 from ddpopt.proof.terms import ABSENT, Copy, Item, Made, Term, leaves, show
 
 
@@ -29,10 +29,31 @@ def mutations_keep_their_order(evidence: Evidence) -> Iterator[str]:
             yield f"the storage of {label}: {clause}"
 
 
+def writes_reach_every_reader(evidence: Evidence) -> Iterator[str]:
+    """A segment gets a storage that it writes to by one name, but for names that the original gets itself."""
+    # compiled code takes a view of what it writes to that comes in separately for another tensor
+    original, stitched = evidence.original, evidence.stitched
+    writers: dict[tuple[int, Hashable], str] = {}
+    for step in stitched.steps:
+        for family in (f for value in step.written for f in _families(original, value)):
+            writers.setdefault((step.segment, family), step.name)
+    given: dict[tuple[int, Hashable], list[Crossing]] = {}
+    for crossing in stitched.crossings:
+        for family in _families(original, crossing.term):
+            given.setdefault((crossing.segment, family), []).append(crossing)
+    inputs = [Made(node.name) for node in original.program.inputs]
+    for place, writer in writers.items():
+        first, *others = given.get(place, [None])
+        for other in others:
+            if first is not None and (first.term not in inputs or other.term not in inputs):
+                where = f"segment {other.segment}, input {other.node.name}"
+                yield f"{where}: is one tensor with input {first.node.name}, and {writer} writes to it"
+
+
 def draws_keep_their_order(evidence: Evidence) -> Iterator[str]:
     """Nodes that draw random numbers run in the original's order."""
     expected, found = (
-        [_Seen(step.name, at(step)) for step in program.steps if draws(call_of(step))]
+        [_Seen(step.name, at(step)) for step in program.steps if draws(step.node)]
         for program in (evidence.original.program, evidence.stitched)
     )
     yield from _first_difference(expected, found)
@@ -132,7 +153,7 @@ def _written_families(original: Original) -> dict[Hashable, str]:
     """Each storage that the steps write to, with the first name that they write it by."""
     found: dict[Hashable, str] = {}
     for step in original.program.steps:
-        for leaf in (leaf for value in written(call_of(step)) for leaf in leaves(value)):
+        for leaf in (leaf for value in step.written for leaf in leaves(value)):
             for family in _families(original, leaf):
                 found.setdefault(family, show(leaf))
     return found
@@ -154,8 +175,8 @@ def _accesses(
 
 def _reshaped(original: Original) -> set[Term]:
     """The values whose shape or strides a step changes in place."""
-    calls = map(call_of, original.program.steps)
-    return {leaf for call in calls if reshapes(call) for value in written(call) for leaf in leaves(value)}
+    steps = (step for step in original.program.steps if reshapes(step.node))
+    return {leaf for step in steps for value in step.written for leaf in leaves(value)}
 
 
 def _severed(original: Original) -> set[Term]:
@@ -188,12 +209,12 @@ def _is_view(original: Original, step: Step) -> bool:
     """Whether a step writes to nothing and makes nothing that its arguments do not hold already."""
     made = set(_families(original, original.terms[step.name]))
     read = {f for term in (*step.args, *step.kwargs.values()) for f in _families(original, term)}
-    return bool(made) and made <= read and not any(True for _ in written(call_of(step)))
+    return bool(made) and made <= read and not step.written
 
 
 def _may_repeat(original: Original, step: Step, watched: Mapping[Hashable, str]) -> bool:
     """Whether a step may be taken again: a view of its arguments, or a symbol that no write can change."""
-    if draws(call_of(step)) or any(True for _ in written(call_of(step))):
+    if draws(step.node) or step.written:
         return False
     made = set(_families(original, original.terms[step.name]))
     read = {f for term in (*step.args, *step.kwargs.values()) for f in _families(original, term)}
@@ -235,7 +256,7 @@ class _Traffic(NamedTuple):
         original, stitched = evidence.original, evidence.stitched
         writers: dict[Hashable, set[int]] = {}
         for step in stitched.steps:
-            for family in (f for value in written(call_of(step)) for f in _families(original, value)):
+            for family in (f for value in step.written for f in _families(original, value)):
                 writers.setdefault(family, set()).add(step.segment)
         returned: dict[Hashable, set[int]] = {}
         for segment, result in stitched.returns.items():

@@ -16,7 +16,6 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from ddpopt.proof.effects import call_of, written
 from ddpopt.proof.steps import Crossing, Original, Program, Span, State, Step, example_of, value_on
 from ddpopt.proof.terms import ABSENT, Copy, Group, Held, Item, Made, Term, Unknown, group, leaves, show
 
@@ -139,7 +138,8 @@ class _Walk:
         args = tuple(self.term(argument, node) for argument in node.args)
         kwargs = {key: self.term(argument, node) for key, argument in node.kwargs.items()}
         callee = _fetch(self.module, str(node.target)) if node.op == "call_module" else node.target
-        return Step(node, self.segment, callee, args, kwargs, self.state)
+        reads = {source: self.values.get(source, Unknown(source.name)) for source in node.all_input_nodes}
+        return Step(node, self.segment, callee, args, kwargs, self.state, reads)
 
     def term(self, argument: object, reader: fx.Node) -> Term:
         """An argument of `reader` as a term."""
@@ -305,7 +305,7 @@ def _handed_back(nodes: Mapping[str, fx.Node], step: Step) -> Term:
     value = value_on(step.node)
     if not isinstance(value, torch.Tensor):
         return ABSENT
-    arguments = (leaf for argument in written(call_of(step)) for leaf in leaves(argument))
+    arguments = (leaf for argument in step.written for leaf in leaves(argument))
     return next((leaf for leaf in arguments if example_of(nodes, leaf) is value), ABSENT)
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
+from ddpopt.graph.effects import mutated_inputs
 from ddpopt.proof.terms import ABSENT, Copy, Held, Item, Made, Term
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -39,7 +40,7 @@ class State:
 
 @dataclass(frozen=True)
 class Step:
-    """One node that computes: what it calls, on which terms, in which segment and state."""
+    """One node that computes: what it calls, on which terms (`reads` by node), in which segment and state."""
 
     node: fx.Node
     segment: int
@@ -47,6 +48,12 @@ class Step:
     args: tuple[Term, ...]
     kwargs: Mapping[str, Term]
     state: State
+    reads: Mapping[fx.Node, Term]
+
+    @property
+    def written(self) -> tuple[Term, ...]:
+        """The values that it may write to."""
+        return tuple(self.reads[node] for node in mutated_inputs(self.node))
 
     @property
     def name(self) -> str:

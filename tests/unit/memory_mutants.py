@@ -1,10 +1,11 @@
 """Broken cuts that write, draw or alias in another way, for each invariant of `ddpopt.proof.memory`."""
 
 from collections.abc import Mapping
+from functools import partial
 
 from tests.unit.program_mutants import drop, swap
 from tests.unit.stitching import Ref, Row, Story, refs
-from tests.unit.stories import Mutant, reshaped_view, view_without_grad
+from tests.unit.stories import WRITES, Mutant, reshaped_view, view_without_grad, written_buffer
 
 
 def swap_draws(told: Story) -> None:
@@ -75,6 +76,12 @@ def take_view_again(told: Story) -> None:
     told.edit(1, "lin1", args=refs("view w"))
 
 
+def hand_on_view_of_what_is_written(told: Story) -> None:
+    """The view comes in next to its base, as it was before the write."""
+    told.take(1, "view")
+    told.pieces[0].outputs["view"] = told.pieces[1].inputs["view"] = Ref("view")
+
+
 def hand_on_view(told: Story) -> None:
     """What was taken without gradient crosses the cut."""
     told.pieces[1].inputs["view"] = Ref("view")
@@ -100,6 +107,12 @@ MUTANTS: Mapping[str, tuple[Mutant, ...]] = {
                lambda told: told.take(0, "count")),
         Mutant("last write dropped", "the storage of buf: expected recount, found no more",
                lambda told: told.take(2, "recount")),
+    ),
+    "aliases": tuple(
+        Mutant(f"view handed on past a write by {notation}",
+               "segment 1, input view: is one tensor with input buf, and write writes to it",
+               hand_on_view_of_what_is_written, partial(written_buffer, notation))
+        for notation in WRITES
     ),
     "random order": (
         Mutant("draws swapped", "expected drop0, found drop1 (segment 0, node drop1)", swap_draws),

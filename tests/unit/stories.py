@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch._dynamo.utils import numpy_operator_wrapper
 
 from ddpopt.plan import Bucket, Cut, Plan, Segment
 from tests.unit.stitching import CHECKPOINT, Piece, Ref, Row, Story, refs, symbolic, symbolic_mode, traced
@@ -62,10 +63,10 @@ def third_rows(parts: Any) -> list[Row]:
     ]
 
 
-def body(scale: float) -> fx.GraphModule:
+def body(scale: float, method: str = "mul") -> fx.GraphModule:
     """The body of a higher-order operator."""
     graph = fx.Graph()
-    graph.output((graph.call_function(operator.mul, (graph.placeholder("value"), scale)),))
+    graph.output((graph.call_method(method, (graph.placeholder("value"), scale)),))
     return fx.GraphModule({}, graph)
 
 
@@ -253,6 +254,51 @@ def indexed_view() -> Story:
     return cut_in_two(given, first, second, "lin0 buf w", params=("v", "w"), again=[row])
 
 
+def written_buffer(notation: str = "__imul__") -> Story:
+    """A buffer that the second segment writes to, and then reads by a view that it takes again."""
+    given = weights("v w")
+    with given["x"].fake_mode:
+        given["buf"], given["rows"] = torch.empty(4, 4), torch.zeros(2, dtype=torch.int64)
+    view = Row("view", "view", (Ref("buf"), 2, 8))
+    after = [
+        Row("lin1", F.linear, refs("lin0 w")),
+        Row("seen", "sum", refs("view")),
+        Row("end", torch.add, refs("lin1 seen")),
+    ]
+    return cut_in_two(
+        given,
+        [view, Row("lin0", F.linear, refs("x v"))],
+        [*WRITES[notation], *after],
+        "lin0 rows buf w",
+        params=("v", "w"),
+        again=[view],
+        held={"body": body(1.0, "mul_")},
+    )
+
+
+def halve(value: torch.Tensor) -> torch.Tensor:
+    """What nobody knows to write to its argument."""
+    return value.mul_(0.5).sum()
+
+
+_ROW = Row("row", operator.getitem, (Ref("buf"), 0))
+WRITES: Mapping[str, Sequence[Row]] = {
+    "__imul__": [Row("write", "__imul__", (Ref("buf"), 0.5))],
+    "batch_norm": [
+        _ROW,
+        Row("write", torch.batch_norm, (*refs("lin0 row row row row"), True, 0.1, 1e-5, False)),
+    ],
+    "embedding": [Row("write", F.embedding, refs("rows buf"), {"max_norm": 1.0})],
+    "numpy": [Row("write", numpy_operator_wrapper(operator.imul), (Ref("buf"), 0.5))],
+    "an unknown function": [Row("write", halve, refs("buf"))],
+    "a body": [
+        Row("body", "body", op="get_attr"),
+        Row("write", CHECKPOINT, refs("body buf"), {"use_reentrant": False}),
+    ],
+}
+"""Ways to write to a buffer of which some are known by a table only."""
+
+
 def reshaped_view() -> Story:
     """A view is transposed in place, and handed on as it is then."""
     first = [
@@ -330,6 +376,7 @@ SMALL: tuple[Callable[[], Story], ...] = (
     indexed_view,
     reshaped_view,
     view_without_grad,
+    written_buffer,
     borrowed_names,
     tied_weight,
     module_call,

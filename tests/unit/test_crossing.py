@@ -2,15 +2,20 @@
 
 import operator
 
+import pytest
 import torch
 from torch import fx, nn
 from torch._dynamo.testing import EagerAndRecordGraphs
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
 
 from ddpopt.crossing import blocked_positions
 from ddpopt.graphs import body_nodes
 from ddpopt.testing.graph_builder import GraphBuilder
 
-NAMES = "two names of one tensor that is mutated later"
+
+def names(write: str, verb: str = "writes to") -> str:
+    """Why two names of a tensor do not cross before it is written to."""
+    return f"two names of one tensor that {write!r} {verb}"
 
 
 def blocked(graph: fx.Graph) -> dict[str, str]:
@@ -90,28 +95,38 @@ def test_a_nested_tensor_and_its_values_stay_with_their_readers() -> None:
     assert list(blocked(dynamo_graph(doubled, torch.ones(2, 4)))) == ["mul", "values", "cos", "add"]
 
 
-def test_nothing_is_cut_between_a_value_and_a_change_of_its_shape() -> None:
+@pytest.mark.parametrize("notation", ["unsqueeze_", "as_strided_", "aten.t_"])
+def test_a_tensor_whose_shape_is_changed_in_place_stays_with_its_readers(notation: str) -> None:
+    # the example value that tracing left is of after the change, for what reads it before as well
     builder = new_builder()
     value = builder.call(operator.add, builder.x, 1.0)
-    between = builder.method("relu", builder.x)
-    change = builder.method("unsqueeze_", value, 0)
-    after = builder.call(operator.add, value, between)
-    why = f"the shape of {value.name!r} is changed in place"
-    assert finished(builder, after) == {node.name: why for node in (between, change)}
+    early = builder.method("view", value, 4, 2)
+    change = {
+        "unsqueeze_": lambda: builder.method("unsqueeze_", value, 0),
+        "as_strided_": lambda: builder.call(torch.as_strided_, value, (2, 2), (1, 1)),
+        "aten.t_": lambda: builder.call(torch.ops.aten.t_, value),
+    }[notation]()
+    later = builder.call(operator.add, early, 1.0)
+    after = builder.method("relu", later)
+    why = f"{change.name!r} changes the shape of a tensor in place"
+    assert finished(builder, after) == dict.fromkeys((early.name, change.name, later.name), why)
 
 
-def test_a_view_that_changes_its_shape_stays_with_its_readers() -> None:
-    # behind a cut it would be taken anew, and then be as it was before the change
-    builder = new_builder()
-    view = builder.method("view", builder.method("sin", builder.x), 4, 2)
-    change = builder.method("t_", view)
-    again = builder.method("unsqueeze", change, 0)
-    between = builder.method("relu", builder.x)
-    by_view = builder.call(operator.add, builder.method("squeeze", again, 0), between)
-    after = builder.method("cos", by_view)
-    why = f"the shape of {view.name!r} is changed in place"
-    stays = (change.name, again.name, between.name, "squeeze", by_view.name)
-    assert finished(builder, after) == dict.fromkeys(stays, why)
+def test_a_number_stays_with_its_readers_if_the_tensor_that_it_is_read_off_is_written_to() -> None:
+    graph = dynamo_graph(read_and_written, torch.ones(2, 4))
+    assert blocked(graph) == dict.fromkeys(
+        ("mul_", "mul", "mul_1"), "'scale' is read off a tensor that is written to"
+    )
+
+
+READ_OFF = "is read off a tensor that is written to"
+
+
+def read_and_written(x: torch.Tensor) -> torch.Tensor:
+    total = x.sum()
+    scale = total.item()
+    total.mul_(2)
+    return x.sin() * scale * 3 + total
 
 
 def test_spans_of_autocast_and_grad_mode_may_be_cut() -> None:
@@ -230,7 +245,7 @@ def test_two_names_of_one_tensor_do_not_cross_before_it_is_mutated() -> None:
     between = builder.method("sin", same)
     write = builder.method("mul_", value, 2.0)
     after = builder.call(operator.add, builder.call(operator.add, same, between), value)
-    assert finished(builder, after) == {between.name: NAMES, write.name: NAMES}
+    assert finished(builder, after) == dict.fromkeys((between.name, write.name), names(write.name))
 
 
 def test_two_names_of_one_tensor_may_cross_once_it_is_mutated_no_more() -> None:
@@ -249,11 +264,33 @@ def test_views_are_taken_anew_behind_a_cut_and_so_are_no_second_name() -> None:
     assert finished(builder, builder.call(operator.add, value, 1.0)) == {}
 
 
+def test_a_view_that_the_graph_returns_does_not_cross_before_its_base_is_written_to() -> None:
+    builder = new_builder()
+    value = builder.call(operator.add, builder.x, 1.0)
+    row = builder.method("view", value, -1)
+    between = builder.method("sin", builder.x)
+    write = builder.method("mul_", value, 2.0)
+    after = builder.method("relu", between)
+    assert finished(builder, after, row) == dict.fromkeys((between.name, write.name), names(write.name))
+
+
+def test_what_may_write_to_a_tensor_counts_as_a_write_and_says_so() -> None:
+    builder = new_builder()
+    value = builder.call(operator.add, builder.x, 1.0)
+    body = builder.subgraph("wrap_body", {"x": value}, lambda inner, x: (inner.method("t", x),))
+    results = builder.call_like(lambda _, x: (x.t(),), tag_activation_checkpoint, body, value)
+    same = builder.call(operator.getitem, results, 0)
+    unknown = builder.call(lambda x: x.sin(), value)
+    total = builder.method("sum", same)
+    found = finished(builder, builder.call(operator.add, unknown, total))
+    assert found == {name: names(unknown.name, "may write to") for name in (same.name, unknown.name)}
+
+
 def test_an_input_that_is_mutated_is_alive_to_the_end() -> None:
     builder = new_builder()
     same = builder.method("add_", builder.x, 1.0)
     write = builder.method("mul_", builder.x, 2.0)
-    assert finished(builder, builder.method("relu", same)) == {write.name: NAMES}
+    assert finished(builder, builder.method("relu", same)) == {write.name: names(write.name)}
 
 
 def test_a_buffer_that_is_updated_may_cross() -> None:

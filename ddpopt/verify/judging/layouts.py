@@ -21,8 +21,8 @@ from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from ddpopt.graph.effects import mutated_inputs
 from ddpopt.graphs import body_nodes, example_value
-from ddpopt.mutation import mutated_inputs
 from ddpopt.plan import Plan
 
 

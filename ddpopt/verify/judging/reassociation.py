@@ -19,9 +19,9 @@ from ddpopt.bucket_config import DDP_ARGUMENTS_OF_LIMITS
 from ddpopt.capture import Capture, capture
 from ddpopt.errors import UsageError
 from ddpopt.facts import ParamUse, gradient_carriers
+from ddpopt.graph.effects import mutated_inputs
 from ddpopt.graphs import body_nodes, example_value, requires_grad, storages
 from ddpopt.inline import obstacle
-from ddpopt.mutation import mutated_inputs
 from ddpopt.plan import Plan
 from ddpopt.verify.judging.layouts import relaid_values
 from ddpopt.verify.judging.reference import Bench

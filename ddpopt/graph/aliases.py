@@ -1,0 +1,63 @@
+"""Which of its inputs a graph node views or passes on, told by the storages of what tracing left on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+from torch._ops import HigherOrderOperator
+from torch.utils import _pytree as pytree
+
+from ddpopt.graph.effects import mutated_inputs
+from ddpopt.graphs import SOURCES, example_value, storages
+
+
+def viewed_input(node: fx.Node) -> fx.Node | None:
+    """The input of which `node` is nothing but a view (or views), or None."""
+    if not is_view(node):
+        return None
+    own = set(storages(node))
+    return next((source for source in node.all_input_nodes if own.issubset(storages(source))), None)
+
+
+def returned_input(node: fx.Node) -> fx.Node | None:
+    """The input that `node` writes to and returns, or None: its value is that very tensor."""
+    value = example_value(node)
+    if not isinstance(value, torch.Tensor):
+        return None
+    return next((source for source in mutated_inputs(node) if example_value(source) is value), None)
+
+
+def passes_on_input(node: fx.Node) -> bool:
+    """Whether `node` returns one of its inputs as it is, as ``contiguous()`` may, and writes to none."""
+    returned, given = tensors_of([node]), tensors_of(node.all_input_nodes)
+    return not returned.keys().isdisjoint(given) and not mutated_inputs(node)
+
+
+def tensors_of(nodes: Iterable[fx.Node]) -> dict[int, torch.Tensor]:
+    """The tensors in the values of `nodes`, by identity."""
+    found = pytree.tree_leaves([example_value(node) for node in nodes])
+    return {id(leaf): leaf for leaf in found if isinstance(leaf, torch.Tensor)}
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether all that `node` returns lies in the memory of its inputs, to which it does not write.
+
+    A call of a module or with a graph of its own may do more than to make the view that it returns.
+    """
+    if node.op in (*SOURCES, "output", "call_module") or isinstance(node.target, HigherOrderOperator):
+        return False
+    own = set(storages(node))
+    given = {key for source in node.all_input_nodes for key in storages(source)}
+    return bool(own) and own <= given and not mutated_inputs(node)
+
+
+def first_names(nodes: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """For each of `nodes`, in graph order, that returns what it writes to: the node that made that tensor."""
+    found: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        returned = returned_input(node)
+        if returned is not None:
+            found[node] = found.get(returned, returned)
+    return found

@@ -1,0 +1,297 @@
+"""The one table of what a graph node does besides computing a value: what it writes to, whether it draws.
+
+Dynamo's graphs hold functions, methods and operators as the user wrote them. What each one writes to is
+told by the schema of the torch operator of its name, by Python's notation for work in place, and for the few
+that write without saying so, by a table. Only what is part of torch, Python's operators or its mathematics is
+known in this way. A call of anything else (a function that Dynamo puts into the graph without a look inside,
+a kernel, a module of the user) may write to all that it is given. A call with bodies writes to what
+these write to.
+
+Invariant: a tensor that `mutated_inputs` does not name is not written to; what is not known is named.
+Planning, cutting and proof ask here, and share nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+import types
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+from torch._dynamo import utils as dynamo
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+
+from ddpopt.graphs import MISSING, SOURCES, example_value, storages
+
+WRITING_OPERATORS = frozenset(
+    getattr(operator, name)
+    for name in (
+        "iadd", "iand", "iconcat", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior", "ipow",
+        "irshift", "isub", "itruediv", "ixor", "setitem", "delitem",
+    )
+)  # fmt: skip
+RESHAPING_NAMES = frozenset(
+    (
+        "as_strided_", "resize_", "resize_as_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_",
+        "transpose_", "unsqueeze_",
+    )
+)  # fmt: skip
+KNOWN_MODULES = (
+    "_operator", "builtins", "cmath", "math", "torch", "torch._linalg_utils", "torch._lowrank",
+    "torch._tensor", "torch.functional", "torch.random",
+)  # fmt: skip
+KNOWN_PACKAGES = (
+    "einops.", "torch._C._functorch.", "torch._functorch.", "torch._numpy.", "torch.amp.", "torch.nn.",
+)  # fmt: skip
+"""Whose functions write to nothing but what their names and arguments say; Dynamo knows einops."""
+KNOWN_BUILTINS = ("asarray", "_get_data_attr")
+"""Functions of torch that are neither Python functions nor operators, and write to nothing."""
+UNMARKED: Mapping[str, tuple[str, ...]] = {
+    "_copy_from": ("dst",),
+    "_copy_from_and_resize": ("dst",),
+    "_resize_output": ("self",),
+    "copyto": ("dst",),
+    "fill_diagonal": ("a",),
+    "put_along_axis": ("arr",),
+}
+"""What operators, and NumPy functions of torch, write to without saying so; `_written_by` has the others."""
+NUMPY_METHODS = ("fill", "put", "resize", "sort")
+"""NumPy's methods that write to their array, besides those that look like operators."""
+DRAWING_WORDS = (
+    "dropout", "rand", "rng_state", "seed", "gumbel", "fractional_max_pool", "multi_head_attention",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The arguments of a callable: their names in order, their defaults, those that it always writes to."""
+
+    names: tuple[str, ...] = ()
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    written: tuple[str, ...] = ()
+
+
+def mutated_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The input nodes whose tensors `node` may write to, in argument order; empty for a pure node."""
+    if node.op in (*SOURCES, "output"):
+        return ()
+    return tuple(dict.fromkeys(_mutated(node)))
+
+
+def is_known(node: fx.Node) -> bool:
+    """Whether what `node` writes to is known, not assumed."""
+    if node.op == "call_module":
+        return _is_of_torch(_held(node))
+    return isinstance(node.target, HigherOrderOperator) or bool(_signatures(node.target))
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether `node` may take numbers from a random generator, or set one."""
+    if node.op == "call_module" or isinstance(node.target, HigherOrderOperator):
+        return True
+    if isinstance(node.target, (OpOverload, OpOverloadPacket)):
+        return _any_draws(_overloads(node.target))
+    return _draws_by_name(_name(node.target))
+
+
+def reshapes(node: fx.Node) -> bool:
+    """Whether `node` changes the shape or the strides of what it writes to."""
+    return _name(node.target) in RESHAPING_NAMES
+
+
+# --- what is written ---------------------------------------------------------------------------------
+
+
+def _mutated(node: fx.Node) -> Iterator[fx.Node]:
+    if node.op == "call_module":
+        yield from _written_by_module(node)
+    elif isinstance(node.target, HigherOrderOperator):
+        yield from _written_by_bodies(node)
+    else:
+        signatures = _signatures(node.target)
+        for signature in signatures:
+            yield from _nodes(_written_by(signature, node))
+        if not signatures:
+            yield from filter(_may_hold_tensor, node.all_input_nodes)
+
+
+def _written_by(signature: Signature, node: fx.Node) -> Iterator[object]:
+    """The arguments of a call that a callable of this signature writes to."""
+    given = {**signature.defaults, **dict(zip(signature.names, node.args, strict=False)), **node.kwargs}
+    yield from (given.get(name) for name in (*signature.written, "out"))
+    if given.get("inplace", False) is not False:
+        yield given.get(next(iter(signature.names), "input"))
+    if given.get("training", given.get("use_input_stats")) is not False:
+        yield from (given.get("running_mean"), given.get("running_var"))
+    if given.get("max_norm") is not None:
+        yield given.get("weight")
+
+
+def _written_by_module(node: fx.Node) -> Iterator[fx.Node]:
+    """A module of torch's own writes to its first input if it says so; any other to all that it is given."""
+    module = _held(node)
+    if not _is_of_torch(module):
+        yield from node.all_input_nodes
+    elif getattr(module, "inplace", False):
+        yield from _nodes(node.args[:1])
+
+
+def _written_by_bodies(node: fx.Node) -> Iterator[fx.Node]:
+    """What the bodies that a call is given write to, found by the storages behind it.
+
+    All that it is given where there is no body, or where a body writes to what cannot be found outside.
+    """
+    operands = [source for source in node.all_input_nodes if _body(source) is None]
+    bodies = [body for source in node.all_input_nodes if (body := _body(source)) is not None]
+    outside: dict[int, list[fx.Node]] = {}
+    for operand in operands:
+        for key in storages(operand):
+            outside.setdefault(key, []).append(operand)
+    for body in bodies:
+        own = {key for inner in body.graph.nodes if inner.op not in SOURCES for key in storages(inner)}
+        given = {key for inner in body.graph.nodes if inner.op in SOURCES for key in storages(inner)}
+        for written in (source for inner in body.graph.nodes for source in mutated_inputs(inner)):
+            keys = storages(written)
+            known = [key for key in keys if key in outside or key in own - given]
+            yield from (operand for key in known for operand in outside.get(key, ()))
+            if not keys or len(known) < len(keys):
+                yield from filter(_may_hold_tensor, operands)
+    if not bodies:
+        yield from filter(_may_hold_tensor, operands)
+
+
+def _may_hold_tensor(node: fx.Node) -> bool:
+    return example_value(node) is MISSING or bool(storages(node))
+
+
+def _body(node: fx.Node) -> fx.GraphModule | None:
+    """The body that an argument of a higher-order operator is, if it is one."""
+    held = _held(node) if node.op == "get_attr" else None
+    return held if isinstance(held, fx.GraphModule) else None
+
+
+def _held(node: fx.Node) -> object:
+    """The attribute or the module that the target of a node names, or None."""
+    value: object = node.graph.owning_module
+    for name in str(node.target).split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+def _is_of_torch(module: object) -> bool:
+    return type(module).__module__.startswith("torch.nn.")
+
+
+# --- what a callable is ------------------------------------------------------------------------------
+
+
+def _signatures(target: object) -> tuple[Signature, ...]:
+    """How `target` may be called; empty if it is not known what it does."""
+    if isinstance(target, dynamo.numpy_method_wrapper):
+        return _of_numpy_method(target.method)
+    if isinstance(target, dynamo.numpy_operator_wrapper):
+        target = target.op
+    elif isinstance(target, dynamo.numpy_to_tensor_wrapper):
+        target = target.f
+    return _signatures_of(target) if isinstance(target, Hashable) else ()
+
+
+@functools.lru_cache(maxsize=4096)
+def _signatures_of(target: object) -> tuple[Signature, ...]:
+    if isinstance(target, (OpOverload, OpOverloadPacket)):
+        return tuple(map(_of_schema, _overloads(target)))
+    if isinstance(target, (str, types.MethodDescriptorType, types.WrapperDescriptorType)):
+        return _of_method(_name(target))
+    if target in WRITING_OPERATORS:
+        return (Signature(("a",), written=("a",)),)
+    module = getattr(target, "__module__", None) or ""
+    if target is dynamo.numpy_attr_wrapper:
+        return (Signature(),)
+    if isinstance(target, types.BuiltinFunctionType) and module.startswith("torch"):
+        known = _name(target) in KNOWN_BUILTINS or f"{module}.".startswith(KNOWN_PACKAGES)
+        return _of_operator(_name(target)) or (Signature(),) * known
+    if callable(target) and (module in KNOWN_MODULES or f"{module}.".startswith(KNOWN_PACKAGES)):
+        return (_of_function(target),)
+    return ()
+
+
+def _of_schema(overload: OpOverload) -> Signature:
+    arguments = overload._schema.arguments
+    marked = (a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
+    unmarked = UNMARKED.get(_name(overload).partition(".")[0], ())
+    return Signature(
+        tuple(a.name for a in arguments if not a.kwarg_only),
+        {a.name: a.default_value for a in arguments if a.has_default_value()},
+        (*marked, *unmarked),
+    )
+
+
+def _of_method(name: str) -> tuple[Signature, ...]:
+    """A method of tensors; what it is called on is named ``self``, as in torch's schemas."""
+    if name.startswith("__"):
+        writes = getattr(operator, name.strip("_"), None) in WRITING_OPERATORS
+        return (Signature(("self",), written=("self",) * writes),)
+    if (found := _of_operator(name)) or not hasattr(torch.Tensor, name):
+        return found
+    return (Signature(("self",), written=("self",) * name.endswith("_")),)
+
+
+def _of_numpy_method(name: str) -> tuple[Signature, ...]:
+    writes = name in NUMPY_METHODS or getattr(operator, name.strip("_"), None) in WRITING_OPERATORS
+    return (Signature(("self",), written=("self",) * writes),)
+
+
+def _of_operator(name: str) -> tuple[Signature, ...]:
+    """The operator of torch of this name; empty if there is none."""
+    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() and name[:2] != "__" else None
+    return _signatures_of(packet) if isinstance(packet, OpOverloadPacket) else ()
+
+
+def _of_function(target: Callable[..., object]) -> Signature:
+    try:
+        parameters = inspect.signature(target).parameters
+    except (TypeError, ValueError):  # builtins of Python and of its operators have none
+        return Signature()
+    names, module = tuple(parameters), getattr(target, "__module__", "")
+    in_place = target.__name__.endswith("_") and module.startswith("torch")
+    written = names[:1] if in_place else UNMARKED.get(target.__name__, ())
+    defaults = {n: p.default for n, p in parameters.items() if p.default is not inspect.Parameter.empty}
+    return Signature(names, defaults, written)
+
+
+def _overloads(callee: OpOverload | OpOverloadPacket) -> tuple[OpOverload, ...]:
+    if isinstance(callee, OpOverload):
+        return (callee,)
+    return tuple(getattr(callee, name) for name in callee.overloads())  # type: ignore[no-untyped-call]  # torch's own
+
+
+def _name(target: object) -> str:
+    return target if isinstance(target, str) else getattr(target, "__name__", "")
+
+
+def _any_draws(overloads: Iterable[OpOverload]) -> bool:
+    return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
+
+
+@functools.lru_cache(maxsize=4096)
+def _draws_by_name(name: str) -> bool:
+    """Whether a function or method is random, by the operator of the same name or by a word in its name."""
+    if any(word in name for word in DRAWING_WORDS):
+        return True
+    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() and name[:2] != "__" else None
+    return isinstance(packet, OpOverloadPacket) and _any_draws(_overloads(packet))
+
+
+def _nodes(value: object) -> Iterator[fx.Node]:
+    """The nodes in arguments."""
+    if isinstance(value, fx.Node):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _nodes(tuple(value.values()))
+    elif isinstance(value, Iterable) and not isinstance(value, str):
+        for item in value:
+            yield from _nodes(item)

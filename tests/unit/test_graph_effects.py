@@ -1,0 +1,295 @@
+"""What a node writes to and whether it draws is told for every way in which Dynamo's graphs put it."""
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._numpy as numpy
+import torch.nn.functional as F
+from torch import fx, nn
+from torch._dynamo import utils as dynamo
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
+
+from ddpopt.graph.effects import draws, is_known, mutated_inputs
+
+Write = Callable[[fx.Graph, list[fx.Node]], fx.Node]
+
+
+def function(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Write:
+    """A call of `target`; ints among the arguments stand for inputs x0, x1, …"""
+    return lambda graph, inputs: graph.call_function(target, *filled(args, kwargs, inputs))
+
+
+def method(name: str, *args: Any, **kwargs: Any) -> Write:
+    return lambda graph, inputs: graph.call_method(name, *filled(args, kwargs, inputs))
+
+
+class At(int):
+    """Stands for an input by its number."""
+
+
+def filled(args: Any, kwargs: Any, inputs: list[fx.Node]) -> tuple[Any, Any]:
+    def fill(value: Any) -> Any:
+        if isinstance(value, At):
+            return inputs[value]
+        if isinstance(value, dict):
+            return {key: fill(item) for key, item in value.items()}
+        return type(value)(map(fill, value)) if isinstance(value, (list, tuple)) else value
+
+    return tuple(map(fill, args)), {key: fill(value) for key, value in kwargs.items()}
+
+
+A, B, C = At(0), At(1), At(2)
+STATISTICS = {"running_mean": B, "running_var": C}
+
+MUTATING: dict[str, tuple[Write, str]] = {
+    "method with underscore": (method("add_", A, B), "x0"),
+    "copy_": (method("copy_", A, B), "x0"),
+    "__setitem__": (method("__setitem__", A, 0, B), "x0"),
+    "__iadd__": (method("__iadd__", A, B), "x0"),
+    "operator.iadd": (function(operator.iadd, A, B), "x0"),
+    "operator.imul": (function(operator.imul, A, 2.0), "x0"),
+    "operator.imatmul": (function(operator.imatmul, A, B), "x0"),
+    "operator.ior": (function(operator.ior, A, B), "x0"),
+    "operator.iand": (function(operator.iand, A, B), "x0"),
+    "operator.setitem": (function(operator.setitem, A, (0, 1), B), "x0"),
+    "torch.relu_": (function(torch.relu_, A), "x0"),
+    "F.relu_": (function(F.relu_, A), "x0"),
+    "F.relu(inplace)": (function(F.relu, A, inplace=True), "x0"),
+    "F.relu(inplace) by position": (function(F.relu, A, True), "x0"),
+    "F.relu(input=, inplace)": (function(F.relu, input=A, inplace=True), "x0"),
+    "F.dropout(inplace)": (function(F.dropout, A, 0.5, True, True), "x0"),
+    "out=": (function(torch.add, A, B, out=C), "x2"),
+    "out= of several": (function(torch.max, A, 0, out=(B, C)), "x1 x2"),
+    "aten overload": (function(torch.ops.aten.add_.Tensor, A, B), "x0"),
+    "aten packet": (function(torch.ops.aten.add_, A, B), "x0"),
+    "aten out by keyword": (function(torch.ops.aten.add.out, A, B, out=C), "x2"),
+    "foreach": (function(torch._foreach_add_, [A, B], 1.0), "x0 x1"),
+    "init.normal_": (function(torch.nn.init.normal_, A), "x0"),
+    "batch_norm": (function(F.batch_norm, A, B, C, training=True), "x1 x2"),
+    "batch_norm by keyword": (function(F.batch_norm, A, **STATISTICS, training=True), "x1 x2"),
+    "instance_norm": (function(F.instance_norm, A, B, C), "x1 x2"),
+    "torch.batch_norm": (function(torch.batch_norm, A, None, None, B, C, True, 0.1, 1e-5, True), "x1 x2"),
+    "_VF.batch_norm": (function(torch._VF.batch_norm, A, None, None, B, C, True, 0.1, 1e-5, True), "x1 x2"),  # type: ignore[attr-defined]  # a namespace without stubs
+    "torch.native_batch_norm": (
+        function(torch.native_batch_norm, A, None, None, B, C, True, 0.1, 1e-5), "x1 x2"
+    ),
+    "torch.instance_norm": (
+        function(torch.instance_norm, A, None, None, B, C, True, 0.1, 1e-5, True), "x1 x2"
+    ),
+    "aten batch_norm": (
+        function(torch.ops.aten.batch_norm, A, None, None, B, C, True, 0.1, 1e-5, True), "x1 x2"
+    ),
+    "aten cudnn_batch_norm": (
+        function(torch.ops.aten.cudnn_batch_norm.default, A, A, None, B, C, True, 0.1, 1e-5), "x1 x2"
+    ),
+    "aten miopen_batch_norm": (
+        function(torch.ops.aten.miopen_batch_norm, A, A, None, B, C, True, 0.1, 1e-5), "x1 x2"
+    ),
+    "synchronized statistics": (
+        function(torch.batch_norm_gather_stats_with_counts, A, A, A, B, C, 0.1, 1e-5, A), "x1 x2"
+    ),
+    "embedding": (function(F.embedding, A, B, None, 2.0), "x1"),
+    "embedding_bag": (function(F.embedding_bag, A, B, max_norm=2.0), "x1"),
+    "embedding_renorm_": (function(torch.ops.aten.embedding_renorm_, A, B, 2.0, 2.0), "x0"),
+    "observer": (
+        function(torch.fused_moving_avg_obs_fake_quant, 0, 0, 0, A, B, C, A, 0.1, 0, 255, 0), "x0 x1 x2"
+    ),
+    "__imul__": (method("__imul__", A, B), "x0"),
+    "__ipow__": (method("__ipow__", A, 2), "x0"),
+    "resize_": (method("resize_", A, 2), "x0"),
+    "apply_": (method("apply_", A, abs), "x0"),
+    "method of the class": (function(torch.Tensor.mul_, A, B), "x0"),
+    "as_strided_": (function(torch.as_strided_, A, (2,), (1,)), "x0"),
+    "numpy operator": (function(dynamo.numpy_operator_wrapper(operator.imul), A, 2), "x0"),
+    "numpy method": (function(dynamo.numpy_method_wrapper("__setitem__"), A, 0, 1), "x0"),
+    "numpy sort": (function(dynamo.numpy_method_wrapper("sort"), A), "x0"),
+    "numpy out": (function(dynamo.numpy_to_tensor_wrapper(numpy.add), A, B, C), "x2"),
+    "numpy copyto": (function(dynamo.numpy_to_tensor_wrapper(numpy.copyto), A, B), "x0"),
+    "a function of the user": (function(lambda *_: None, A, [B]), "x0 x1"),
+    "a function that Dynamo makes": (function(dynamo.same, A, B), "x0 x1"),
+    "a method of another class": (method("step", A, B), "x0 x1"),
+    "an operator without a body": (function(torch.ops.higher_order.out_dtype, A, B), "x0 x1"),
+    "a kernel": (
+        function(torch.ops.higher_order.triton_kernel_wrapper_mutation, kwargs={"a": A, "b": B}), "x0 x1"
+    ),
+}  # fmt: skip
+
+PURE: dict[str, Write] = {
+    "method": method("add", A, B),
+    "dunder method": method("__add__", A, B),
+    "operator.add": function(operator.add, A, B),
+    "operator.getitem": function(operator.getitem, A, 0),
+    "operator.invert": function(operator.invert, A),
+    "operator.and_": function(operator.and_, A, B),
+    "operator.or_": function(operator.or_, A, B),
+    "operator.not_": function(operator.not_, A),
+    "operator.is_": function(operator.is_, A, None),
+    "operator.index": function(operator.index, A),
+    "F.relu": function(F.relu, A),
+    "F.relu(inplace=False)": function(F.relu, A, inplace=False),
+    "F.linear": function(F.linear, A, B),
+    "torch._C._nn.linear": function(torch._C._nn.linear, A, B),
+    "aten overload": function(torch.ops.aten.add.Tensor, A, B),
+    "batch_norm in eval": function(F.batch_norm, A, B, C, training=False),
+    "batch_norm without statistics": function(F.batch_norm, A, None, None, training=True),
+    "instance_norm without statistics": function(F.instance_norm, A),
+    "out=None": function(torch.add, A, B, out=None),
+    "torch.batch_norm in eval": function(torch.batch_norm, A, None, None, B, C, False, 0.1, 1e-5, True),
+    "batch_norm by default": function(F.batch_norm, A, B, C),
+    "embedding": function(F.embedding, A, B),
+    "F.max_pool2d": function(F.max_pool2d, A, 2),
+    "torch.einsum": function(torch.einsum, "i,i", A, B),
+    "torch.split": function(torch.split, A, 2),
+    "torch.fft.fft": function(torch.fft.fft, A),
+    "getattr": function(getattr, A, "T"),
+    "math": function(math.sqrt, A),
+    "method in Python": method("unflatten", A, 0, (1, 2)),
+    "method without operator": method("numpy", A),
+    "data": function(torch._C._autograd._get_data_attr, A),  # type: ignore[attr-defined]  # not in torch's stubs
+    "numpy operator": function(dynamo.numpy_operator_wrapper(operator.mul), A, 2),
+    "numpy method": function(dynamo.numpy_method_wrapper("reshape"), A, 2),
+    "numpy function": function(dynamo.numpy_to_tensor_wrapper(numpy.sin), A),
+}
+
+
+def mutated(write: Write) -> str:
+    graph = fx.Graph()
+    inputs = [graph.placeholder(f"x{index}") for index in range(3)]
+    return " ".join(node.name for node in mutated_inputs(write(graph, inputs)))
+
+
+@pytest.mark.parametrize("notation", MUTATING)
+def test_an_in_place_operation_names_what_it_writes_to(notation: str) -> None:
+    write, expected = MUTATING[notation]
+    assert mutated(write) == expected
+
+
+@pytest.mark.parametrize("notation", PURE)
+def test_a_pure_operation_writes_to_nothing(notation: str) -> None:
+    assert mutated(PURE[notation]) == ""
+
+
+def test_one_input_written_twice_is_named_once() -> None:
+    assert mutated(function(torch._foreach_add_, [A, A], 1.0)) == "x0"
+
+
+def test_sources_and_outputs_write_to_nothing() -> None:
+    graph = fx.Graph()
+    source = graph.placeholder("x")
+    output = graph.output((source,))
+    assert mutated_inputs(source) == mutated_inputs(output) == ()
+
+
+@pytest.mark.parametrize(
+    "notation", ["method with underscore", "F.relu(inplace)", "aten overload", "observer"]
+)
+def test_what_is_part_of_torch_is_known(notation: str) -> None:
+    graph = fx.Graph()
+    assert is_known(MUTATING[notation][0](graph, [graph.placeholder(f"x{index}") for index in range(3)]))
+
+
+@pytest.mark.parametrize("notation", ["a function of the user", "a method of another class"])
+def test_what_is_not_part_of_torch_is_not_known(notation: str) -> None:
+    graph = fx.Graph()
+    assert not is_known(MUTATING[notation][0](graph, [graph.placeholder(f"x{index}") for index in range(3)]))
+
+
+class Own(nn.Linear):
+    """A module of the user."""
+
+
+@pytest.mark.parametrize(
+    ("module", "writes"), [(nn.Linear(1, 1), False), (nn.ReLU(inplace=True), True), (Own(1, 1), True)]
+)
+def test_a_module_of_torch_writes_if_it_says_so_and_any_other_may(module: nn.Module, writes: bool) -> None:
+    graph = fx.Graph()
+    value = graph.placeholder("x")
+    call = graph.call_module("layer", (value,))
+    fx.GraphModule({"layer": module}, graph)
+    assert mutated_inputs(call) == (value,) * writes
+
+
+# ----------------------------------------------------------------------------------------------- bodies
+
+
+def checkpointed(inner: str, on: Callable[[fx.Graph, list[fx.Node]], fx.Node]) -> str:
+    """What a checkpoint of two operands writes whose body calls a method on one of its values."""
+    values = [torch.ones(2), torch.ones(2)]
+    body = fx.Graph()
+    inputs = [with_example(body.placeholder(f"input{place}"), value) for place, value in enumerate(values)]
+    body.output((body.call_method(inner, (on(body, inputs), 1)),))
+    graph = fx.Graph()
+    holder = graph.get_attr("body")
+    operands = [with_example(graph.placeholder(f"x{place}"), value) for place, value in enumerate(values)]
+    call = graph.call_function(tag_activation_checkpoint, (holder, *operands))
+    fx.GraphModule({"body": fx.GraphModule({}, body)}, graph)
+    return " ".join(node.name for node in mutated_inputs(call))
+
+
+def with_example(node: fx.Node, value: object) -> fx.Node:
+    node.meta["example_value"] = value
+    return node
+
+
+@pytest.mark.parametrize(("inner", "writes"), [("add_", "x1"), ("add", "")])
+def test_a_checkpoint_writes_the_operand_that_its_body_writes(inner: str, writes: str) -> None:
+    assert checkpointed(inner, lambda _, inputs: inputs[1]) == writes
+
+
+def test_a_checkpoint_whose_body_writes_to_a_view_of_an_operand_writes_the_operand() -> None:
+    def view(graph: fx.Graph, inputs: list[fx.Node]) -> fx.Node:
+        whole: Any = inputs[1].meta["example_value"]
+        return with_example(graph.call_method("view", (inputs[1], -1)), whole.view(-1))
+
+    assert checkpointed("add_", view) == "x1"
+
+
+def test_a_checkpoint_whose_body_writes_to_a_value_of_its_own_writes_nothing() -> None:
+    def own(graph: fx.Graph, inputs: list[fx.Node]) -> fx.Node:
+        return with_example(graph.call_method("sin", (inputs[0],)), torch.ones(2))
+
+    assert checkpointed("add_", own) == ""
+
+
+def test_a_checkpoint_whose_body_writes_to_something_unknown_may_write_to_all_operands() -> None:
+    assert checkpointed("add_", lambda graph, inputs: graph.call_method("sin", (inputs[0],))) == "x0 x1"
+
+
+# ----------------------------------------------------------------------------------------------- draws
+
+DRAWING: dict[str, Write] = {
+    "F.dropout": function(F.dropout, A, 0.5, True, False),
+    "F.dropout2d": function(F.dropout2d, A),
+    "torch.rand": function(torch.rand, 3),
+    "torch.randn_like": function(torch.randn_like, A),
+    "torch.bernoulli": function(torch.bernoulli, A),
+    "torch.multinomial": function(torch.multinomial, A, 1),
+    "torch.normal": function(torch.normal, A, B),
+    "attention": function(F.scaled_dot_product_attention, A, B, C),
+    "F.rrelu": function(F.rrelu, A),
+    "aten overload": function(torch.ops.aten.native_dropout.default, A, 0.5, True),
+    "aten packet": function(torch.ops.aten.native_dropout, A, 0.5, True),
+    "cond": function(torch.ops.higher_order.cond, A),
+    "module": lambda graph, inputs: graph.call_module("layer", (inputs[0],)),
+    "uniform_": method("uniform_", A),
+    "exponential_": method("exponential_", A),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a call_module Node")
+@pytest.mark.parametrize("notation", DRAWING)
+def test_what_draws_is_told_by_the_operator_of_its_name_or_a_word_in_it(notation: str) -> None:
+    graph = fx.Graph()
+    assert draws(DRAWING[notation](graph, [graph.placeholder(f"x{index}") for index in range(3)]))
+
+
+@pytest.mark.parametrize(
+    "notation", ["method", "operator.add", "operator.getitem", "F.linear", "aten overload"]
+)
+def test_what_is_pure_draws_nothing(notation: str) -> None:
+    graph = fx.Graph()
+    assert not draws(PURE[notation](graph, [graph.placeholder(f"x{index}") for index in range(3)]))
