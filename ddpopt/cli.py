@@ -29,6 +29,15 @@ class _Group(TyperGroup):
         except DdpoptError as error:
             typer.echo(f"ddpopt: error: {error}", err=True)
             raise typer.Exit(error.exit_code) from error
+        except SystemExit as error:  # of the target's code: it must not end as if all were right
+            typer.echo(f"ddpopt: error: {_ended(error)}", err=True)
+            raise typer.Exit(UsageError.exit_code) from error
+
+
+def _ended(error: SystemExit) -> str:
+    from ddpopt.testing.case import users_line  # heavy, and loaded by then
+
+    return f"the target ended the process: sys.exit({error.code!r}){users_line(error)}; have it return"
 
 
 app = typer.Typer(

@@ -118,7 +118,7 @@ class _Examination:
         self.full: Reference | None = None
         self.reference: Reference | None = None
         if self.backend in EXACT:
-            eager = bench.run(mode("eager"), None)
+            eager = bench.run_eager()
             self.reference = None if eager is None else _Glance(bench, eager, eager)
         else:
             self.reference = self.full = Reference.make(bench)

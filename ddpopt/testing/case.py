@@ -1,14 +1,20 @@
 """What a case is, and how a target on the command line becomes one.
 
 A case is a model with everything that one data-parallel step of it needs: inputs for each rank and step, a
-loss, and DDP's arguments. Invariant: equal arguments give equal tensors, on every rank, process and platform,
-so that two runs of a case differ only by what ran them.
+loss, and DDP's arguments. Functions of inputs and loss may use tensors and modules of their own, which are
+then outside of DDP (a soft prompt, a head): verification compares their gradients, and no optimizer steps
+them. Invariant: equal arguments give equal tensors, on every rank, process and platform, so that two runs of
+a case differ only by what ran them.
 """
 
 import importlib
+import os
+import sysconfig
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +28,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of one forward."""
 
 EXPECTED_RETURN = "(model, inputs), (model, args, kwargs) or a ddpopt.testing.Case"
+NOT_THE_USERS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, Path(__file__).parent))
 TARGET_HELP = "give 'package.module:name', or the name of a case in ddpopt.testing.corpus"
 
 
@@ -61,16 +68,16 @@ class Case:
     Attributes:
         name: unique among the cases that run together.
         model: builds the model, on the CPU unless it says otherwise, with equal weights at every call.
-        inputs: ``(rank, step) -> (args, kwargs)``; equal at every call, different per rank and step.
+        inputs: ``(rank, step) -> (args, kwargs)``; equal at every call, different per rank and step. They may
+            require gradients, or be computed from parameters outside of DDP.
         about: one sentence: what this exercises, with the public report it comes from if there is one.
-        loss: from the model's output to a scalar to differentiate.
+        loss: from the model's output to a scalar to differentiate; may read parameters outside of DDP.
         ddp_kwargs: arguments for ``DistributedDataParallel`` without which the case does not work, or which
             it is about (a bucket cap).
         tags: properties that a runner may select by; see ``ddpopt.testing.corpus``.
         graphs: how many graphs Dynamo captures in the first step of a compiled run.
         unused: trainable parameters that get no gradient on at least one rank.
         ranks_differ: whether ranks run different graphs: they use other parameters, or see other sizes.
-        tolerance: why compiled gradients may differ from eager's in their last bits; empty if they may not.
         report: the public report against PyTorch that this case reproduces, if it stems from one.
     """
 
@@ -84,7 +91,6 @@ class Case:
     graphs: int = 1
     unused: tuple[str, ...] = ()
     ranks_differ: bool = False
-    tolerance: str = ""
     report: Report | None = None
 
     def step(self, model: Callable[..., Any], rank: int, step: int) -> Tensor:
@@ -144,7 +150,9 @@ def resolve(target: str | Case | Callable[[], object]) -> Case:
         return target
     if isinstance(target, str):
         found = _find(target)
-        return found if isinstance(found, Case) else _case_from_factory(target, found)
+        if isinstance(found, Case):
+            return _tried(target, found) if ":" in target else found
+        return _case_from_factory(target, found)
     if not callable(target):
         raise UsageError(f"expected a target that is a string, a Case or a callable, got {target!r}")
     return _case_from_factory(_name_of(target), target)
@@ -178,19 +186,21 @@ def _corpus_case(name: str) -> Case:
 
 
 def _import(module_name: str, target: str) -> object:
-    """Import a module; any failure is the user's to read, so it becomes one sentence with its cause kept."""
+    """Import a module; any failure is the user's to read, so it becomes one sentence with its cause kept.
+
+    A module that ends the process with ``sys.exit(0)`` must not end ours as if all were right.
+    """
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise UsageError(f"target {target!r}: importing {module_name!r} failed: {error}") from error
+            raise _fault(target, f"importing {module_name!r}", error) from error
         raise UsageError(
             f"target {target!r}: there is no module {error.name!r}; "
             "install it, or add the directory that holds it to PYTHONPATH"
         ) from error
-    except Exception as error:
-        message = f"importing {module_name!r} failed: {type(error).__name__}: {error}"
-        raise UsageError(f"target {target!r}: {message}") from error
+    except (Exception, SystemExit) as error:
+        raise _fault(target, f"importing {module_name!r}", error) from error
 
 
 def _name_of(factory: Callable[[], object]) -> str:
@@ -202,7 +212,7 @@ def _case_from_factory(name: str, factory: Callable[[], object]) -> Case:
     """Call a factory once, to check what it returns and to know whether it makes a whole case."""
     made = _call(name, factory, 0)
     if isinstance(made, Case):
-        return made
+        return _tried(name, made)
     _split(name, made)
     return Case(
         name=name,
@@ -210,6 +220,13 @@ def _case_from_factory(name: str, factory: Callable[[], object]) -> Case:
         inputs=partial(_made_inputs, name, factory),
         about=f"made by {name}",
     )
+
+
+def _tried(name: str, case: Case) -> Case:
+    """A case whose model and inputs can be made: what is wrong with them is told before ranks are started."""
+    _call(name, case.model, 0, "making its model")
+    _call(name, partial(case.inputs, 0, 0), 0, "making its inputs for rank 0, step 0")
+    return case
 
 
 def _made_model(name: str, factory: Callable[[], object]) -> nn.Module:
@@ -220,15 +237,33 @@ def _made_inputs(name: str, factory: Callable[[], object], rank: int, step: int)
     return _split(name, _call(name, factory, step_seed(rank, step)))[1]
 
 
-def _call(name: str, factory: Callable[[], object], seed: int) -> object:
+def _call(
+    name: str, factory: Callable[[], object], seed: int, doing: str = "calling it without arguments"
+) -> object:
     """Call a factory under a seed, and give the caller its generator state back."""
     try:
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(seed)
             return factory()
-    except Exception as error:
-        message = f"calling it without arguments failed: {type(error).__name__}: {error}"
-        raise UsageError(f"target {name!r}: {message}") from error
+    except (Exception, SystemExit) as error:
+        raise _fault(name, doing, error) from error
+
+
+def _fault(name: str, doing: str, error: BaseException) -> UsageError:
+    """A fault of the user's code, with the line that it comes from."""
+    return UsageError(f"target {name!r}: {doing} failed: {type(error).__name__}: {error}{users_line(error)}")
+
+
+def users_line(error: BaseException) -> str:
+    """Name the innermost line of the user's own that an exception passed through; empty if there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(NOT_THE_USERS)]
+    installed = [frame for frame in own if "site-packages" in frame.filename or not _is_standard(frame)]
+    return f" ({installed[-1].filename}:{installed[-1].lineno})" if installed else ""
+
+
+def _is_standard(frame: traceback.FrameSummary) -> bool:
+    return frame.filename.startswith((sysconfig.get_path("stdlib"), "<frozen "))
 
 
 def _split(name: str, made: object) -> tuple[nn.Module, Call]:

@@ -153,7 +153,8 @@ def bitwise(got: Tensor, expected: Tensor) -> Difference:
     a, b = dense(got), dense(expected)
     if torch.equal(a, b) or bool(same(a, b).all()):
         return Difference(0.0, 0.0, 0.0)
-    return Difference(largest((a.double() - b.double()).abs()), 0.0, ulps(got, expected), right=False)
+    distance = ulps(got, expected) if a.is_floating_point() else float("inf")
+    return Difference(largest((a.double() - b.double()).abs()), 0.0, distance, right=False)
 
 
 @dataclass(frozen=True)

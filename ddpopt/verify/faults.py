@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ddpopt.verify.injected import codes as code
-from ddpopt.verify.injected import graphs, plans, wires
+from ddpopt.verify.injected import graphs, plans, shown, wires
 from ddpopt.verify.injected.metadata import shared_metadata
 from ddpopt.verify.injected.sites import (
     Carriers,
@@ -120,6 +120,14 @@ def _strict(name: str, tamper: Tamper, option: str = "default") -> Fault:
     return Fault(name, "compiled code", ("L3",), tamper=tamper, option=option)
 
 
+def _shown(faults: shown.Faults) -> tuple[Fault, ...]:
+    """What a script sees next to the gradients of parameters."""
+    return tuple(
+        Fault(name, "compiled code", (level,), tamper=tamper, case="shown", reduced=False)
+        for name, (level, tamper) in faults.items()
+    )
+
+
 def _tiny(name: str, layer: Layer, tamper: Tamper) -> Fault:
     return Fault(name, layer, ("L0",), tamper=tamper, tiny=True)
 
@@ -202,6 +210,9 @@ FAULTS: tuple[Fault, ...] = (
     _strict("a hook runs twice", code.hook_twice, "accumulated_hook"),
     _strict("a gradient has other strides", code.restrided_gradient),
     _strict("a graph is compiled anew in each step", code.recompiling),
+    *_shown(shown.OUTPUTS),
+    *_shown(shown.GRADIENTS),
+    *_shown(shown.AROUND),
     _wire("a bucket is not reduced", wires.through(wires.not_reduced)),
     _wire("a bucket is reduced twice", wires.through(wires.reduced_twice)),
     _wire("a bucket is scaled by N", wires.through(wires.scaled_by_size)),

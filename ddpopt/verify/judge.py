@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ddpopt.verify.compare import dense
 from ddpopt.verify.judging.failing import Failure, told
 from ddpopt.verify.judging.ladder import Ladder
 from ddpopt.verify.judging.record import Record
@@ -23,6 +24,12 @@ from ddpopt.verify.verdict import Finding, SeenBucket, Status, Trial
 
 EXACT = ("eager", "aot_eager")
 """Backends that run the operations of eager, in its order."""
+
+NOTHING = Status.NOT_POSSIBLE
+NO_GRADIENTS = (
+    "nothing was judged: in eager DDP no parameter gets a gradient that is a number. Train something, and "
+    "look for what makes NaN or infinity"
+)
 
 
 def untampered(trainer: Trainer) -> None:
@@ -161,9 +168,10 @@ class _Judgement:
         judged = worst(item for one in sheets for item in one.judged)
         found = findings(sheets, judged)
         stalled = "" if found else ladder.stalled
+        judged_any = any(self.bench.ranks.gather(_has_gradients(self.reference.eager)))
         return self.trial(
-            Status.WRONG if found else Status.BROKEN if stalled else Status.OK,
-            reason=stalled,
+            Status.WRONG if found else Status.BROKEN if stalled else Status.OK if judged_any else NOTHING,
+            reason=stalled or ("" if judged_any or found else NO_GRADIENTS),
             findings=found,
             levels=tuple(sorted({level for one in sheets for level in one.levels})),
             notes=remarks(sheets),
@@ -186,6 +194,12 @@ class _Judgement:
             ranks_differ=self.bench.subject.case.ranks_differ or self.option.more_graphs,
         )
         return structure(evidence, self.bench.ranks.rank)
+
+
+def _has_gradients(eager: Record) -> bool:
+    """Whether there is a gradient with a number in it."""
+    gradients = (gradient for step in eager.steps for gradient in step.gradients.values())
+    return any(bool(dense(gradient).isfinite().any()) for gradient in gradients if gradient is not None)
 
 
 def _buckets(record: Record) -> tuple[SeenBucket, ...]:

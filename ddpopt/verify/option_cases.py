@@ -178,7 +178,9 @@ def in_dtype(case: Case, dtype: torch.dtype) -> Case:
     def cast(value: Any) -> Any:
         if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
             return value
-        return value.to(torch.promote_types(value.dtype, dtype) if value.is_complex() else dtype)
+        wide = torch.promote_types(value.dtype, dtype) if value.is_complex() else dtype
+        is_leaf = value.is_leaf and value.requires_grad
+        return value.detach().to(wide).requires_grad_() if is_leaf else value.to(wide)
 
     def model() -> nn.Module:
         made: Any = case.model()  # torch types not what all of Module's own conversions go by

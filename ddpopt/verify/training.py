@@ -28,7 +28,9 @@ from ddpopt.testing.case import Case, step_seed
 from ddpopt.verify.judging.record import Record, Step
 from ddpopt.verify.modes import Mode, Setup
 from ddpopt.verify.parallel import Gradients, Named, Parallel
+from ddpopt.verify.visible import Sight
 
+EVALUATED = "evaluation's "
 LEARNING_RATE = 0.05
 """Of plain SGD: large enough that a stale gradient or a parameter that was not updated shows a step later."""
 
@@ -59,7 +61,8 @@ class Trainer:
         models: the model; an option may add others.
         step: index of the step that runs.
         record: what is known so far.
-        extras: for the option to leave what is to be equal too.
+        extras: what a script can see of the step; for the option to leave what is to be equal too.
+        sight: what finds that.
         compilations: what Dynamo compiles meanwhile.
     """
 
@@ -68,6 +71,7 @@ class Trainer:
         self.place = place
         self._make = make
         self.models = [make()]
+        self.sight = Sight((case.inputs, case.loss), {"": self.parallel.model})
         self.step = 0
         self.last_loss: Tensor | None = None
         self.extras: dict[str, Any] = {}
@@ -87,16 +91,26 @@ class Trainer:
     def add_model(self) -> None:
         """Make another one, from the same weights."""
         self.models.append(self._make())
+        models = {_prefix(index): model.model for index, model in enumerate(self.models)}
+        self.sight = Sight((self.case.inputs, self.case.loss), models)
         self.record.start = self.state()
 
     def loss(self, part: int = 0, model: int = 0) -> Tensor:
         """Run a forward on inputs of this rank, step and part of the step."""
+        loss = self.case.loss(self.forward(part, model))
+        self.sight.reach(loss)
+        self.last_loss = loss.detach()
+        return loss
+
+    def forward(self, part: int = 0, model: int = 0) -> Any:
+        """The output of the model for such inputs."""
         source = self.place.rank + part * self.place.size
         torch.manual_seed(step_seed(source, self.step))
         args, kwargs = on_device(self.case.inputs(source, self.step), self.place.device)
-        loss = self.case.loss(self.models[model].call(*args, **kwargs))
-        self.last_loss = loss.detach()
-        return loss
+        self.sight.calls(args, kwargs)
+        output = self.models[model].call(*args, **kwargs)
+        self.extras |= self.sight.returns(output)
+        return output
 
     def backward(self, loss: Tensor) -> None:
         """Run a backward as the mode runs it."""
@@ -183,8 +197,14 @@ class Program:
 
 
 def on_device(value: Any, device: torch.device) -> Any:
-    """Move every tensor in containers to a device."""
-    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)
+    """Move every tensor in containers to a device; what is a leaf stays one."""
+    return tree_map(lambda leaf: _on_device(leaf, device) if isinstance(leaf, Tensor) else leaf, value)
+
+
+def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    if tensor.device == device or not (tensor.is_leaf and tensor.requires_grad):
+        return tensor.to(device)
+    return tensor.detach().to(device).requires_grad_()
 
 
 @dataclass(frozen=True)
@@ -200,6 +220,7 @@ class Course:
         strategy: for modes of ddpopt's, in place of their own.
         follow: parameters and buffers to start each step from; else each goes on from the one before.
         probe: whether to take one more step that nothing reduces.
+        evaluate: whether to run the model after the last step, in evaluation mode and without gradients.
         tamper: called once the model is data-parallel and configured; for faults that are put in by hand.
     """
 
@@ -211,6 +232,7 @@ class Course:
     strategy: str | None = None
     follow: Sequence[Named] | None = None
     probe: bool = False
+    evaluate: bool = False
     tamper: Callable[[Trainer], None] = lambda _: None
 
 
@@ -236,6 +258,8 @@ def train(course: Course, mode: Mode, place: Place) -> Record:
                 if course.follow is not None:
                     trainer.load(course.follow[trainer.step])
                 _one_step(trainer, course.program)
+        if course.evaluate:
+            _evaluate(trainer)
         if course.probe:
             _probe(trainer, course.program)
         return trainer.record
@@ -288,8 +312,11 @@ def _one_step(trainer: Trainer, program: Program) -> None:
     trainer.extras = {}
     _clear_gradients(trainer, keep=program.keeps_gradients)
     program.before_step(trainer)
+    trainer.sight.before_step(keep=program.keeps_gradients)
     program.take_step(trainer)
     random = random_state(trainer.place.device)
+    trainer.extras |= trainer.sight.after_step() | {"torch's settings": _settings(trainer)}
+    sharing, written = (None, ()) if trainer.ddp is None else trainer.sight.memory()
     gradients, early = trainer.gradients(), set(trainer.extras)
     program.finish_step(trainer)
     final = trainer.gradients() if program.finishes else {}
@@ -307,8 +334,42 @@ def _one_step(trainer: Trainer, program: Program) -> None:
             extras=dict(trainer.extras),
             final=final,
             late=frozenset(trainer.extras.keys() - early),
+            sharing=sharing,
+            written=written,
         )
     )
+
+
+def _settings(trainer: Trainer) -> str:
+    """What code may leave switched that a script reads."""
+    modes = sorted({module.training for model in trainer.models for module in model.model.modules()})
+    kind, gradients = trainer.place.device.type, torch.is_grad_enabled()
+    autocast, dtype = torch.is_autocast_enabled(kind), torch.get_default_dtype()
+    return f"gradients {gradients}, autocast {autocast}, default {dtype}, training {modes}"
+
+
+def _evaluate(trainer: Trainer) -> None:
+    """Run the model once more on the last inputs, as after training, from where eager's last step ended."""
+    record = trainer.record
+    if record.follow is not None:
+        trainer.load(record.follow[len(record.steps)])
+    trainer.extras = {}
+    _clear_gradients(trainer, keep=False)
+    trainer.sight.before_step(keep=False)
+    parts = [part for model in trainer.models for part in model.model.modules()]
+    modes = [(part, part.training) for part in parts]
+    for part in parts:
+        part.training = False
+    with torch.no_grad():
+        for index in range(len(trainer.models)):
+            trainer.forward(model=index)
+    for part, training in modes:
+        part.training = training
+    seen = trainer.extras | trainer.sight.after_step()
+    extras = {f"{EVALUATED}{name}": value for name, value in seen.items()}
+    trained = record.steps[-1].gradients
+    state = {name: tensor for name, tensor in trainer.state().items() if name not in trained}
+    record.evaluation = Step(None, {}, state, random_state(trainer.place.device), extras)
 
 
 def random_state(device: torch.device) -> Tensor:

@@ -13,7 +13,7 @@ from ddpopt.errors import UnsupportedError
 from ddpopt.verify.judge import judge
 from ddpopt.verify.judging import ladder as under_test
 from ddpopt.verify.judging.ladder import NOT_FINITE, OTHER_BUFFERS, OTHER_STARTS, Ladder
-from ddpopt.verify.judging.numbers import FINAL, LOSS, OPTION, PARAMETER, left_behind, plain
+from ddpopt.verify.judging.numbers import FINAL, LOSS, PARAMETER, SEEN, left_behind, plain
 from ddpopt.verify.judging.reassociation import Reassociated
 from ddpopt.verify.judging.record import Record
 from ddpopt.verify.judging.reference import Bench, Reference, Subject
@@ -84,7 +84,7 @@ def test_every_number_that_a_step_leaves_is_judged_and_a_right_run_passes(
 ) -> None:
     sheet = climb(clipped, clipped.again, exact=way[0], ordered=way[1])
     judged = {(item.measured.step, item.measured.parameter) for item in sheet.judged}
-    left = {(step, name) for step in range(2) for name in left_behind(clipped.eager, step)}
+    left = {(step, name) for step, one in enumerate(clipped.eager.moments) for name in left_behind(one)}
     assert judged == left
     assert sheet.findings == []
     assert wrong_of(sheet) == set()
@@ -113,7 +113,7 @@ DAMAGE = {
     "gradients": ({"L0", "L1"}, {"L1"}, {"L2"}, NAME),
     "final": ({"L0"}, {"L2"}, {"L2"}, FINAL + NAME),
     "loss": ({"L0"}, {"L0"}, {"L2"}, LOSS),
-    "norm": ({"L0"}, {"L2"}, {"L2"}, OPTION + "norm"),
+    "norm": ({"L0"}, {"L2"}, {"L2"}, SEEN + "norm"),
     "norm.running_mean": ({"L0"}, {"L0"}, {"L2"}, "buffer norm.running_mean"),
     NAME: ({"L0"}, {"L0"}, {"L0"}, PARAMETER + NAME),
 }
@@ -171,7 +171,7 @@ def standing_in(reference: Reference, **changes: Any) -> Any:
 def test_what_an_option_leaves_on_one_side_only_is_a_finding(clipped: Reference) -> None:
     sheet = climb(clipped, changed(clipped.again, extras={}))
     assert [finding.message for finding in sheet.findings] == [
-        "step 1: the option's norm is missing, in eager DDP torch.float32 ()"
+        "step 1: the norm is missing, in eager DDP torch.float32 ()"
     ]
 
 
@@ -208,7 +208,7 @@ def test_without_ddp_buffers_are_compared_on_the_first_rank_and_named_on_others(
     buffer = "norm.running_mean"
     record = changed(clipped.again, state={**state, buffer: next_up(state[buffer])})
     assert wrong_of(climb(clipped, record, how="manual")) == {("L0", f"buffer {buffer}")}
-    bench = SimpleNamespace(rank=1, ranks=clipped.bench.ranks, subject=clipped.bench.subject)
+    bench = SimpleNamespace(rank=1, ranks=clipped.bench.ranks, subject=clipped.bench.subject, unevaluated="")
     sheet = climb(standing_in(clipped, bench=bench), record, how="manual")
     assert wrong_of(sheet) == set()
     assert set(sheet.about[OTHER_BUFFERS]) == {"buffer norm.running_mean", "buffer norm.running_var"}
@@ -235,12 +235,14 @@ def test_what_saw_buffers_that_only_ddp_broadcasts_is_compared_on_the_first_rank
     states = clipped.eager_peers[0].states
     first = replace(clipped.eager_peers[0], states=({**states[0], "norm.running_mean": b"same"}, states[1]))
     other = replace(first, states=({**states[0], "norm.running_mean": buffers}, states[1]))
-    bench = SimpleNamespace(rank=rank, ranks=clipped.bench.ranks, subject=clipped.bench.subject)
+    bench = SimpleNamespace(
+        rank=rank, ranks=clipped.bench.ranks, subject=clipped.bench.subject, unevaluated=""
+    )
     peers = [first, other] if rank else [other, first]
     reference = standing_in(clipped, eager=evaluating(clipped.eager, 1), bench=bench, eager_peers=peers)
     sheet = climb(reference, evaluating(clipped.again, 1.01), how=how)
-    assert wrong_of(sheet) == (set() if left_out else {("L0", "the option's evaluated")})
-    assert ("the option's evaluated" in sheet.about.get(OTHER_BUFFERS, {})) == left_out
+    assert wrong_of(sheet) == (set() if left_out else {("L0", "the evaluated")})
+    assert ("the evaluated" in sheet.about.get(OTHER_BUFFERS, {})) == left_out
 
 
 # ----------------------------------------------------------------------------- another order of summation
@@ -296,7 +298,7 @@ def test_what_no_order_explains_is_kept_though_it_does_not_happen_again(
         "other gradient": wrong_of(sheet) == {("L0", OTHER), ("L1", OTHER)},
         "parameter": wrong_of(sheet) == {("L0", PARAMETER + OTHER)},
         "left by the option": [f.message for f in sheet.findings]
-        == ["step 0: the option's norm is missing, in eager DDP torch.float32 ()"],
+        == ["step 0: the norm is missing, in eager DDP torch.float32 ()"],
     }[lost]
 
 
@@ -305,6 +307,7 @@ def test_a_run_from_eagers_states_that_fails_is_a_finding(
 ) -> None:
     moves(monkeypatch, NAME)
     bench = SimpleNamespace(
+        unevaluated="",
         rank=0,
         ranks=clipped.bench.ranks,
         subject=clipped.bench.subject,
@@ -324,7 +327,12 @@ def test_where_a_run_from_eagers_states_only_took_too_long_what_no_order_explain
 ) -> None:
     moves(monkeypatch, NAME)
     bench = SimpleNamespace(
-        rank=0, ranks=clipped.bench.ranks, subject=clipped.bench.subject, failures=[], stalled="all waited"
+        unevaluated="",
+        rank=0,
+        ranks=clipped.bench.ranks,
+        subject=clipped.bench.subject,
+        failures=[],
+        stalled="all waited",
     )
     parted = with_gradient(clipped.again, 1 + 2**-22, 0)
     parted = replace(changed(parted, 0, loss=parted.steps[0].loss * loss), follow=None)
@@ -375,7 +383,8 @@ def test_from_three_ranks_on_another_order_of_summation_is_excused_too(
 def test_a_trial_names_every_number_of_the_last_step(clipped: Reference) -> None:
     trial = judge(clipped, mode("whole"), "eager")
     assert (trial.status, trial.findings) == (Status.OK, ())
-    assert {seen.parameter for seen in trial.measured} == set(left_behind(clipped.eager, 1))
+    last = left_behind(clipped.eager.moments[1]).keys() | left_behind(clipped.eager.moments[2]).keys()
+    assert {seen.parameter for seen in trial.measured} == last
     assert {plain(seen.parameter) for seen in trial.measured} >= set(clipped.eager.steps[1].state) - {
         "norm.num_batches_tracked"
     }

@@ -9,9 +9,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddpopt.testing.case import Case
+from ddpopt.verify.judge import NO_GRADIENTS, judge
 from ddpopt.verify.judging.reference import Bench, Reference, Subject
+from ddpopt.verify.modes import mode
 from ddpopt.verify.options import option
 from ddpopt.verify.ranks import Ranks, joined
+from ddpopt.verify.verdict import Status
 from tests.multigpu.single import single_rank
 
 
@@ -64,14 +67,31 @@ def test_a_loss_that_does_not_repeat_is_seen(ranks: Ranks) -> None:
     assert {"the loss", "last.weight", "first.weight"} <= set(found.unstable)
 
 
-def test_what_an_option_leaves_behind_may_not_repeat_either(ranks: Ranks) -> None:
+def test_an_evaluation_may_not_repeat_either(ranks: Ranks) -> None:
     def noisy_in_evaluation(model: Any, x: Tensor) -> Tensor:
         free = torch.Generator()
         free.seed()
         return x if model.training else x * torch.rand(4, generator=free)
 
-    found = reference_of(ranks, noisy_in_evaluation, "train_eval")
-    assert set(found.unstable) == {"the option's evaluated"}
+    found = reference_of(ranks, noisy_in_evaluation)
+    assert set(found.unstable) == {"the evaluation's output"}
+
+
+def test_a_model_that_cannot_be_evaluated_is_trained_all_the_same(ranks: Ranks) -> None:
+    def training_alone(model: Any, x: Tensor) -> Tensor:
+        if not model.training:
+            raise RuntimeError("no evaluation here")
+        return x
+
+    found = reference_of(ranks, training_alone)
+    assert "no evaluation here" in found.bench.unevaluated
+    assert (len(found.eager.steps), found.eager.evaluation) == (2, None)
+
+
+def test_where_no_gradient_is_a_number_nothing_is_judged_right(ranks: Ranks) -> None:
+    reference = reference_of(ranks, lambda _, x: x * float("nan"))
+    trial = judge(reference, mode("eager"), None)
+    assert (trial.status, trial.reason) == (Status.NOT_POSSIBLE, NO_GRADIENTS)
 
 
 def test_a_parameter_that_the_forward_writes_to_is_told_from_the_others(ranks: Ranks) -> None:

@@ -1,7 +1,9 @@
 """Cases, and the targets that name them."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -143,6 +145,16 @@ def raises() -> object:
     raise ValueError("no such size: 0")
 
 
+def leaves() -> Any:
+    sys.exit(0)
+
+
+def line_of(function: Any) -> int:
+    line: int = function.__code__.co_firstlineno
+    return line
+
+
+MODEL_LEAVES = Case("leaving", leaves, lambda rank, step: ((), {}), "its model ends the process")
 HERE = __name__
 RETURNS = "expected it to return (model, inputs), (model, args, kwargs) or a ddpopt.testing.Case"
 
@@ -159,7 +171,18 @@ RETURNS = "expected it to return (model, inputs), (model, args, kwargs) or a ddp
         ),
         (
             raises,
-            f"target '{HERE}:raises': calling it without arguments failed: ValueError: no such size: 0",
+            f"target '{HERE}:raises': calling it without arguments failed: ValueError: no such size: 0 "
+            f"({__file__}:{line_of(raises) + 1})",
+        ),
+        (
+            leaves,
+            f"target '{HERE}:leaves': calling it without arguments failed: SystemExit: 0 "
+            f"({__file__}:{line_of(leaves) + 1})",
+        ),
+        (
+            f"{HERE}:MODEL_LEAVES",
+            f"target '{HERE}:MODEL_LEAVES': making its model failed: SystemExit: 0 "
+            f"({__file__}:{line_of(leaves) + 1})",
         ),
         (
             "ddpopt.testing:",
@@ -197,8 +220,9 @@ def test_a_target_that_cannot_be_used_is_answered_with_what_to_do(target: str, m
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("import no_such_package", "importing 'broken_models' failed: No module named 'no_such_package'"),
-        ("1 / 0", "importing 'broken_models' failed: ZeroDivisionError: division by zero"),
+        ("import no_such_package", "ModuleNotFoundError: No module named 'no_such_package'"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("import sys; sys.exit(0)", "SystemExit: 0"),
     ],
 )
 def test_a_module_that_fails_to_import_is_told_from_one_that_is_missing(
@@ -208,7 +232,8 @@ def test_a_module_that_fails_to_import_is_told_from_one_that_is_missing(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UsageError) as caught:
         resolve("broken_models:make")
-    assert str(caught.value) == f"target 'broken_models:make': {message}"
+    failed = f"target 'broken_models:make': importing 'broken_models' failed: {message}"
+    assert str(caught.value) == f"{failed} ({tmp_path / 'broken_models.py'}:1)"
     assert caught.value.__cause__ is not None
 
 

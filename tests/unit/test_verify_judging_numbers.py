@@ -27,12 +27,12 @@ def record_of(**changes: Any) -> Record:
 
 
 def test_every_number_is_listed_by_what_it_depends_on() -> None:
-    assert {name: kind for name, (kind, _) in left_behind(record_of(), 0).items()} == {
+    assert {name: kind for name, (kind, _) in left_behind(record_of().steps[0]).items()} == {
         "w": Kind.GRADIENT,
         "the loss": Kind.FORWARD,
         "final gradient of w": Kind.FINISHED,
-        "the option's norm": Kind.FINISHED,
-        "the option's evaluated": Kind.FORWARD,
+        "the norm": Kind.FINISHED,
+        "the evaluated": Kind.FORWARD,
         "parameter w": Kind.PARAMETER,
         "parameter unused": Kind.PARAMETER,
         "buffer mean": Kind.FORWARD,
@@ -41,7 +41,7 @@ def test_every_number_is_listed_by_what_it_depends_on() -> None:
 
 def test_a_parameter_and_what_an_option_leaves_may_have_one_name() -> None:
     record = record_of(gradients={"norm": B})
-    assert {"norm", "the option's norm"} <= set(left_behind(record, 0))
+    assert {"norm", "the norm"} <= set(left_behind(record.steps[0]))
 
 
 def test_numbers_of_the_same_form_are_paired() -> None:
@@ -58,11 +58,11 @@ def test_numbers_of_the_same_form_are_paired() -> None:
     [
         (
             {"extras": {"evaluated": torch.tensor(1.0)}},
-            "step 0: the option's norm is missing, in eager DDP torch.float32 ()",
+            "step 0: the norm is missing, in eager DDP torch.float32 ()",
         ),
         (
             {"extras": {"norm": torch.tensor(2.0), "evaluated": torch.ones(1)}},
-            "step 0: the option's evaluated is torch.float32 (1,), in eager DDP torch.float32 ()",
+            "step 0: the evaluated is torch.float32 (1,), in eager DDP torch.float32 ()",
         ),
         (
             {"final": {"w": W, "unused": B}},

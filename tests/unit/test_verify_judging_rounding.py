@@ -95,7 +95,7 @@ def lesson_of(**more: object) -> Lesson:
 
 def test_everything_that_a_step_leaves_is_learned_but_what_its_gradient_explains() -> None:
     (known,) = lesson_of().learned()
-    assert set(known) == {"w", "final gradient of w", "the loss", "the option's norm"}
+    assert set(known) == {"w", "final gradient of w", "the loss", "the norm"}
 
 
 def test_a_parameter_that_something_else_writes_to_is_learned_from_where_eager_began() -> None:

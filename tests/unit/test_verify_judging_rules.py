@@ -52,7 +52,7 @@ def test_what_is_not_reproduced_or_excused_is_judged_by_rounding_and_nothing_els
 
 def test_a_norm_depends_on_what_is_excused() -> None:
     rules = Rules(exact=True, ordered=True, means=True, excused=frozenset({"b"}))
-    assert rules.levels(Kind.FINISHED, "the option's norm") == ("L2",)
+    assert rules.levels(Kind.FINISHED, "the norm") == ("L2",)
 
 
 def test_where_anything_is_judged_by_rounding_it_is_known_beforehand() -> None:

@@ -18,6 +18,8 @@ from ddpopt.verify.ranks import joined
 from tests.multigpu.single import single_rank
 
 NAME = "layers.1.weight"
+SEEN = "all that a script can see is of eager DDP's form, hooks run as often, and as early"
+MEMORY = "no two gradients share memory unless eager DDP's do, and none is written after its step"
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +134,7 @@ MUTANTS: dict[str, tuple[str, Callable[[Evidence], Evidence]]] = {
         with_gradient(lambda gradient: gradient.to_sparse()),
     ),
     "a parameter of another form": (
-        "loss, parameters and buffers of eager DDP's form, integers equal",
+        "parameters and buffers of eager DDP's form, integers equal",
         lambda e: replace(e, got=changed_step(e.got, state={**e.got.steps[1].state, NAME: torch.zeros(1)})),
     ),
     "random numbers drawn": (
@@ -140,8 +142,33 @@ MUTANTS: dict[str, tuple[str, Callable[[Evidence], Evidence]]] = {
         lambda e: replace(e, got=changed_step(e.got, random=e.got.steps[1].random.flip(0))),
     ),
     "a hook twice": (
-        "hooks run as often as in eager DDP, and as early",
+        SEEN,
         lambda e: replace(e, got=changed_step(e.got, extras={"hooks": 2})),
+    ),
+    "an output without gradient": (
+        SEEN,
+        lambda e: replace(
+            e, got=changed_step(e.got, extras={**e.got.steps[1].extras, "form of output": "torch.float32"})
+        ),
+    ),
+    "two gradients in one memory": (
+        MEMORY,
+        lambda e: replace(
+            e, got=changed_step(e.got, sharing=frozenset({("gradient of a", "gradient of b")}))
+        ),
+    ),
+    "a gradient that the next step writes to": (
+        MEMORY,
+        lambda e: replace(e, got=changed_step(e.got, written=("gradient of a",))),
+    ),
+    "another evaluation": (
+        "the random generator as after eager's step",
+        lambda e: replace(
+            e,
+            got=replace(
+                e.got, evaluation=replace(e.got.moments[3], random=torch.zeros(1, dtype=torch.uint8))
+            ),
+        ),
     ),
     "a rank drifts": ("parameters and buffers equal on all ranks where they are in eager DDP", other_state),
     "another bucket on a rank": (

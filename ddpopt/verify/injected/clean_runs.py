@@ -45,7 +45,7 @@ OPTIONS = (
     "hook_allreduce",
     "no_broadcast",
     "module_hooks",
-    "train_eval",
+    "find_unused",
     "forward_in_no_sync",
     "bucket_view_kept",
     "accumulated_hook",

@@ -17,6 +17,7 @@ from ddpopt.testing import corpus
 from ddpopt.verify.faults import Fault
 from ddpopt.verify.injected.clean_runs import rounding
 from ddpopt.verify.injected.metadata import reusing
+from ddpopt.verify.injected.shown import shown_case
 from ddpopt.verify.injected.sites import Site
 from ddpopt.verify.judge import judge
 from ddpopt.verify.judging.failing import Failure
@@ -100,7 +101,8 @@ def unbroken(ranks: Ranks, case_name: str, option_name: str) -> Iterator[Referen
     Yields:
         What the faults are held against.
     """
-    case = next((case for case in CASES if case.name == case_name), None) or corpus.case(case_name)
+    own = (*CASES, shown_case())
+    case = next((case for case in own if case.name == case_name), None) or corpus.case(case_name)
     bench = Bench(Subject(case, option(option_name), STEPS, ranks.device), ranks, COLLECTIVE_LIMIT_S)
     try:
         reference = Reference.make(bench)

@@ -160,7 +160,10 @@ def arithmetic_of(
     values = stacked.where(settled, 0)
     centre = values.mean(0)
     factor, truth, note = centred_factor(len(values)), centre, "no float64 reference"
-    dtype = dense(samples[0]).dtype
+    kind = dense(samples[0]).dtype
+    dtype = (
+        kind if kind.is_floating_point else torch.float64
+    )  # an integer that rounding does not change is exact
     if reference is not None:
         found = exact(reference).where(settled, 0)
         spread = _norm([rms(value - centre) for value in values])
@@ -213,7 +216,8 @@ def arithmetic(got: Tensor, eager: Arithmetic) -> Difference:
         value = value.where(eager.settled, 0)
     error = (value - eager.truth).abs()
     root, top, size = rms(error), largest(error), rms(eager.truth)
-    distance = ulps(value.to(dense(got).dtype), eager.truth.to(dense(got).dtype))
+    kind = dense(got).dtype
+    distance = ulps(value.to(kind), eager.truth.to(kind)) if kind.is_floating_point else top
     is_zero = size > 0 and not bool(value.any())
     if is_zero and not eager.is_noise and bool(eager.eager.any()):
         return Difference(root, eager.mean_square, distance, "all zeros", right=False)

@@ -45,7 +45,7 @@ class Failure:
     own: tuple[type[DdpoptError], ...] = ()
 
 
-def failure_of(rank: int, error: Exception) -> Failure:
+def failure_of(rank: int, error: BaseException) -> Failure:
     """Put an exception into words.
 
     Args:

@@ -13,7 +13,7 @@ import torch
 
 from ddpopt.verify.compare import Difference, bitwise
 from ddpopt.verify.judging.arithmetic import arithmetic
-from ddpopt.verify.judging.numbers import BUFFER, OPTION, Kind, Number, is_rounded, pairs, unpaired
+from ddpopt.verify.judging.numbers import BUFFER, LOSS, Kind, Number, pairs, unpaired
 from ddpopt.verify.judging.probe import buckets_of, probe, same_starts
 from ddpopt.verify.judging.reassociation import Reassociated, reassociated, together
 from ddpopt.verify.judging.record import Record
@@ -34,6 +34,7 @@ NO_MEANS = "L1 was not applied: under this option a gradient is no mean over ran
 NOT_REPRODUCED = (
     "eager itself does not reproduce {names}: {culprit}; judged at L2, by how far eager's own runs differ"
 )
+NOT_EVALUATED = "evaluation was not compared, for eager DDP fails there: {reason}"
 NOT_FINITE = "eager itself computes NaN or infinity, and the same is asked for in the same places"
 
 
@@ -167,6 +168,8 @@ class Ladder:
         if unstable:
             culprit = next(iter(unstable.values()))
             sheet.notes.append(NOT_REPRODUCED.format(names=", ".join(sorted(unstable)), culprit=culprit))
+        if self.reference.bench.unevaluated:
+            sheet.notes.append(NOT_EVALUATED.format(reason=self.reference.bench.unevaluated))
         for name in self.reference.not_finite:
             sheet.say(NOT_FINITE, name)
         if self.rules.exact and not self.rules.ordered and not self.rules.means:
@@ -186,12 +189,12 @@ class Ladder:
         if number.name.startswith(BUFFER):
             before = self.reference.eager.starts[number.step][number.plain]
             return "" if torch.equal(before, number.eager) else OTHER_BUFFERS
-        is_seen = number.kind is Kind.FORWARD and number.name.startswith(OPTION)
+        is_seen = number.kind is Kind.FORWARD and number.name != LOSS
         return OTHER_BUFFERS if is_seen and self._broadcast_matters(number.step) else ""
 
     def _broadcast_matters(self, step: int) -> bool:
         """Whether this rank starts a step of eager DDP with other buffers than the first rank."""
-        peers, trained = self.reference.eager_peers, self.reference.eager.steps[step].gradients
+        peers, trained = self.reference.eager_peers, self.reference.eager.steps[0].gradients
         if step == 0:
             return False  # all ranks start alike
         own, first = (peers[rank].states[step - 1] for rank in (self.reference.bench.rank, 0))
@@ -199,7 +202,7 @@ class Ladder:
 
     def _compared(self, level: str, number: Number, record: Record) -> Difference:
         """Compare a number at one level."""
-        if level == "L2" and is_rounded(number.eager):
+        if level == "L2":
             return arithmetic(number.got, self.reference.arithmetic[number.step][number.name])
         if level == "L1":
             return self._mean(number)

@@ -13,22 +13,27 @@ from enum import Enum
 from torch import Tensor
 
 from ddpopt.verify.compare import dense
-from ddpopt.verify.judging.record import Record
+from ddpopt.verify.judging.record import Record, Step, in_sight
 from ddpopt.verify.verdict import Finding
+from ddpopt.verify.visible import GRADIENT_OF, KEPT
 
 LOSS = "the loss"
 BUFFER = "buffer "
 PARAMETER = "parameter "
 FINAL = "final gradient of "
-OPTION = "the option's "
+SEEN = "the "
+"""In front of what else a script can see of a step, and of what an option leaves behind."""
 
 
 class Kind(Enum):
     """What a number depends on."""
 
-    FORWARD = "this rank's forward: the loss, buffers, what an option leaves before the backward is over"
+    FORWARD = (
+        "this rank's forward: the loss, outputs, buffers, what an option leaves before the backward is over"
+    )
+    OWN = "this rank's backward: gradients of inputs, and of tensors outside of DDP"
     GRADIENT = "the sum over ranks"
-    FINISHED = "all gradients: what an option makes of them before the optimizer takes them"
+    FINISHED = "all gradients: what hooks keep, what an option makes of them before the optimizer takes them"
     PARAMETER = "the parameter before the step, and the gradient that the optimizer takes"
 
 
@@ -67,31 +72,36 @@ def plain(name: str) -> str:
     return name
 
 
-def left_behind(record: Record, step: int) -> dict[str, tuple[Kind, Tensor]]:
+def left_behind(one: Step) -> dict[str, tuple[Kind, Tensor]]:
     """List what one step left behind, by name.
 
     Args:
-        record: the run.
-        step: index of the step.
+        one: the step, or the evaluation.
 
     Returns:
         Each number with what it depends on; gradients that are None are left out.
     """
-    one = record.steps[step]
     found = {name: (Kind.GRADIENT, tensor) for name, tensor in one.gradients.items() if tensor is not None}
-    found[LOSS] = (Kind.FORWARD, one.loss)
+    if one.loss is not None:
+        found[LOSS] = (Kind.FORWARD, one.loss)
     for name, tensor in one.final.items():
         if tensor is not None:
             found[FINAL + name] = (Kind.FINISHED, tensor)
     for name, extra in one.extras.items():
         if isinstance(extra, Tensor):
-            found[OPTION + name] = (Kind.FINISHED if name in one.late else Kind.FORWARD, extra)
+            found[SEEN + name] = (_kind(one, name), extra)
     for name, tensor in one.state.items():
         if name in one.gradients:
             found[PARAMETER + name] = (Kind.PARAMETER, tensor)
         elif is_rounded(tensor):
             found[BUFFER + name] = (Kind.FORWARD, tensor)
     return found
+
+
+def _kind(one: Step, name: str) -> Kind:
+    if name.startswith(GRADIENT_OF):
+        return Kind.OWN
+    return Kind.FINISHED if name in one.late or name.startswith(KEPT) else Kind.FORWARD
 
 
 def is_rounded(tensor: Tensor) -> bool:
@@ -101,11 +111,11 @@ def is_rounded(tensor: Tensor) -> bool:
 
 def pairs(record: Record, eager: Record) -> Iterator[Number]:
     """Yield all numbers of all steps that both sides have in the same form; L3 finds the others."""
-    for step in range(min(len(record.steps), len(eager.steps))):
-        mine = left_behind(record, step)
-        for name, (kind, expected) in left_behind(eager, step).items():
-            if name in mine and _alike(mine[name][1], expected):
-                yield Number(step, name, kind, mine[name][1], expected)
+    for step, (got, expected) in enumerate(zip(record.moments, eager.moments, strict=False)):
+        mine = left_behind(got)
+        for name, (kind, tensor) in left_behind(expected).items():
+            if name in mine and _alike(mine[name][1], tensor):
+                yield Number(step, name, kind, mine[name][1], tensor)
 
 
 def _alike(got: Tensor, expected: Tensor) -> bool:
@@ -113,23 +123,23 @@ def _alike(got: Tensor, expected: Tensor) -> bool:
 
 
 def unpaired(record: Record, eager: Record, rank: int) -> Iterator[Finding]:
-    """Yield what an option leaves behind on one side only, or in another form.
+    """Yield what else a script can see on one side only, or in another form.
 
     The structure looks at gradients, the loss, parameters and buffers itself.
     """
-    for step in range(min(len(record.steps), len(eager.steps))):
-        mine, theirs = _of_options(record, step), _of_options(eager, step)
+    for step, (got, expected) in enumerate(zip(record.moments, eager.moments, strict=False)):
+        mine, theirs = _besides(got), _besides(expected)
         for name in sorted(mine.keys() | theirs.keys()):
-            got, expected = _form(mine.get(name)), _form(theirs.get(name))
-            if got != expected:
-                message = f"step {step}: {name} is {got}, in eager DDP {expected}"
-                claim = "what an option leaves behind is of eager DDP's form"
+            has, wants = _form(mine.get(name)), _form(theirs.get(name))
+            if has != wants and in_sight(name, expected):
+                message = f"step {step}: {name} is {has}, in eager DDP {wants}"
+                claim = "what a script can see is of eager DDP's form"
                 yield Finding("L3", claim, message, rank=rank, step=step, parameter=plain(name))
 
 
-def _of_options(record: Record, step: int) -> dict[str, Tensor]:
-    found = left_behind(record, step)
-    return {name: tensor for name, (_, tensor) in found.items() if name.startswith((FINAL, OPTION))}
+def _besides(one: Step) -> dict[str, Tensor]:
+    found = left_behind(one)
+    return {name: tensor for name, (_, tensor) in found.items() if name.startswith((FINAL, SEEN))}
 
 
 def _form(tensor: Tensor | None) -> str:

@@ -24,7 +24,7 @@ from ddpopt.testing.case import Case
 from ddpopt.verify.compare import Difference, Sum, bitwise, communication, contribution, dense, exact
 from ddpopt.verify.judging.arithmetic import Arithmetic
 from ddpopt.verify.judging.autocasting import autocast_dtypes, coarsest
-from ddpopt.verify.judging.failing import Failure, failure_of, stalled
+from ddpopt.verify.judging.failing import Failure, failure_of, stalled, told
 from ddpopt.verify.judging.numbers import is_rounded, left_behind, plain
 from ddpopt.verify.judging.record import Record
 from ddpopt.verify.judging.rounding import SAMPLES, Lesson, perturbed, perturbed_state, widened
@@ -88,6 +88,7 @@ class Bench:
         self.size = len(self.group_ranks)
         self.calm = self._new_group(max(collective_limit_s, CALM_LIMIT_S))
         self.failures: list[Failure] = []
+        self.unevaluated = ""
 
     def close(self) -> None:
         """Give the comparison's own process group back."""
@@ -112,6 +113,7 @@ class Bench:
             backend,
             functools.partial(subject.option.arguments, adapted),
             subject.steps,
+            evaluate=how is not LOCAL and not self.unevaluated,
             **more,
         )
         record, failure = None, None
@@ -122,7 +124,7 @@ class Bench:
             try:
                 course = replace(course, case=subject.option.grouped(adapted, group))
                 record = train(course, how, Place(self.rank, self.size, group, subject.device))
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 failure = failure_of(self.ranks.rank, error)
             finally:
                 with contextlib.suppress(Exception):
@@ -134,6 +136,15 @@ class Bench:
         with _letting_go():
             self.failures = [other for other in self.ranks.gather(failure) if other is not None]
         return None if self.failures else record
+
+    def run_eager(self, **more: Any) -> Record | None:
+        """Train in eager DDP; where the model cannot be evaluated, without that, here and from then on."""
+        record = self.run(mode("eager"), None, **more)
+        if record is None and not self.stalled:
+            reason, self.unevaluated = told(self.failures), "not tried"
+            record = self.run(mode("eager"), None, **more)
+            self.unevaluated = reason
+        return record
 
     @property
     def stalled(self) -> str:
@@ -250,7 +261,7 @@ class Reference:
             The reference; None if eager DDP fails here: `bench.failures` says how.
         """
         buffers = SeenBuffers()
-        eager = bench.run(mode("eager"), None, tamper=buffers.remember)
+        eager = bench.run_eager(tamper=buffers.remember)
         if eager is None:
             return None
         again = bench.run(mode("eager"), None, follow=eager.starts)
@@ -329,12 +340,12 @@ def reduced(
 def _changed(eager: Record, again: Record) -> set[str]:
     """Names of what two runs do not agree on."""
     found: set[str] = set()
-    for step in range(min(len(eager.steps), len(again.steps))):
-        first, second = left_behind(eager, step), left_behind(again, step)
+    for moment, same in zip(eager.moments, again.moments, strict=False):
+        first, second = left_behind(moment), left_behind(same)
         both = first.keys() & second.keys()
         found |= {plain(name) for name in first.keys() ^ second.keys()}
         found |= {plain(name) for name in both if not _same(first[name][1], second[name][1])}
-        one, two = eager.steps[step].state, again.steps[step].state
+        one, two = moment.state, same.state
         found |= {name for name in one if not _same(one[name], two[name])}
     return found
 
@@ -352,8 +363,8 @@ def _written(eager: Record) -> set[str]:
 def _not_finite(eager: Record) -> tuple[str, ...]:
     """Names of what has NaN or infinity in any step."""
     found: dict[str, None] = {}
-    for step in range(len(eager.steps)):
-        for name, (_, tensor) in left_behind(eager, step).items():
+    for moment in eager.moments:
+        for name, (_, tensor) in left_behind(moment).items():
             if is_rounded(tensor) and not bool(dense(tensor).isfinite().all()):
                 found[name] = None
     return tuple(found)

@@ -76,7 +76,10 @@ def neighbour(value: Any, generator: torch.Generator, computes: torch.dtype | No
     # of a number that is its own sign and magnitude, the bits count up away from zero
     far = (bits & torch.iinfo(bits.dtype).max) > unit
     stays = ~(far & value.isfinite() & moved.isfinite())
-    return torch.where(stays, value.detach(), moved).requires_grad_(value.requires_grad)
+    found = torch.where(stays, value.detach(), moved)
+    if value.requires_grad and not value.is_leaf:  # computed from what is outside of DDP
+        return value + (found - value.detach()).nan_to_num(0)
+    return found.requires_grad_(value.requires_grad)
 
 
 def _digits(dtype: torch.dtype) -> int:
@@ -117,12 +120,12 @@ class Lesson:
 
     def learned(self) -> list[dict[str, Arithmetic]]:
         """For each step what eager's rounding does to each number."""
-        return [self._step(step) for step in range(len(self.runs[0].steps))]
+        return [self._step(step) for step in range(len(self.runs[0].moments))]
 
     def _step(self, step: int) -> dict[str, Arithmetic]:
         samples = [self._values(run, step) for run in self.runs]
         truth = {} if self.truth is None else self._values(self.truth, step)
-        terms = {} if self.sums is None else self.sums[step]
+        terms = {} if self.sums is None or step == len(self.sums) else self.sums[step]
         return {
             name: arithmetic_of(
                 [sample[name] for sample in samples if name in sample],
@@ -136,12 +139,12 @@ class Lesson:
     def _values(self, run: Record, step: int) -> dict[str, Tensor]:
         """What a step computes; a parameter that somebody writes to as if it had begun where eager's did."""
         values = {}
-        for name, (kind, tensor) in left_behind(run, step).items():
+        for name, (kind, tensor) in left_behind(run.moments[step]).items():
             if kind is not Kind.PARAMETER:
                 values[name] = tensor
             elif plain(name) in self.written:
                 values[name] = tensor if run is self.runs[0] else self._moved(run, step, plain(name))
-        return {name: tensor for name, tensor in values.items() if is_rounded(tensor)}
+        return values
 
     def _moved(self, run: Record, step: int, name: str) -> Tensor:
         change = exact(run.steps[step].state[name]) - exact(run.starts[step][name])

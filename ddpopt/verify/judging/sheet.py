@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ddpopt.verify.compare import Difference
-from ddpopt.verify.judging.numbers import BUFFER, FINAL, LOSS, OPTION, PARAMETER, Number
+from ddpopt.verify.judging.numbers import BUFFER, FINAL, PARAMETER, SEEN, Number
 from ddpopt.verify.verdict import Finding, Measured
 
 CLAIM = {
@@ -65,7 +65,7 @@ class Judged:
 
 
 def _what(name: str) -> str:
-    if name.startswith((LOSS, BUFFER, PARAMETER, OPTION)):
+    if name.startswith((BUFFER, PARAMETER, SEEN)):
         return name
     return f"the {name}" if name.startswith(FINAL) else f"the gradient of {name}"
 
@@ -130,7 +130,7 @@ class Sheet:
 
     def wrong_gradients(self, until: int = NEVER) -> set[str]:
         """Names of the gradients that are wrong, up to a step."""
-        words = (LOSS, BUFFER, PARAMETER, OPTION, FINAL)
+        words = (BUFFER, PARAMETER, SEEN, FINAL)
         found = (item.measured for item in self.judged if not item.right and item.measured.step <= until)
         return {seen.parameter for seen in found if not seen.parameter.startswith(words)}
 

@@ -6,14 +6,16 @@ Invariant: nothing here looks at how close two numbers are; None against a tenso
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from ddpopt.verify.judging import sent
 from ddpopt.verify.judging.evidence import Broken, Claim, Evidence, Peer, peer_of
+from ddpopt.verify.judging.record import Step, in_sight
 from ddpopt.verify.verdict import Finding
+from ddpopt.verify.visible import form_of
 
 __all__ = ["CLAIMS", "Evidence", "Peer", "peer_of", "structure"]
 
@@ -60,30 +62,19 @@ def _form(evidence: Evidence) -> Broken:
             tensor = got.gradients.get(name)
             if tensor is None or expected is None:
                 continue
-            has, wants = _form_of(tensor, with_strides), _form_of(expected, with_strides)
+            has, wants = form_of(tensor, with_strides), form_of(expected, with_strides)
             if has != wants:
                 yield f"step {step}: the gradient of {name} is {has}, in eager DDP {wants}", name, step
 
 
-def _form_of(tensor: Tensor, with_strides: bool) -> str:
-    layout = "" if tensor.layout is torch.strided else f", {tensor.layout}"
-    strides = ""
-    if with_strides and tensor.layout is torch.strided:
-        # the stride of a dimension that has a single element means nothing
-        used = [stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-        strides = f", strides {tuple(used)}"
-    return f"{tensor.dtype} {tuple(tensor.shape)}{strides} on {tensor.device}{layout}"
-
-
 def _others(evidence: Evidence) -> Broken:
-    """What is no gradient: its form, and integers, which know no rounding."""
-    for step, (got, eager) in enumerate(zip(evidence.got.steps, evidence.eager.steps, strict=False)):
-        pairs: list[tuple[str, Tensor | None, Tensor]] = [("the loss", got.loss, eager.loss)]
-        pairs += [(name, got.state.get(name), tensor) for name, tensor in eager.state.items()]
-        for name, has, wants in pairs:
-            if has is None or _form_of(has, False) != _form_of(wants, False):
-                form = "missing" if has is None else _form_of(has, False)
-                yield f"step {step}: {name} is {form}, in eager DDP {_form_of(wants, False)}", name, step
+    """Parameters and buffers: their form, and integers, which know no rounding."""
+    for step, (got, eager) in _moments(evidence):
+        for name, wants in eager.state.items():
+            has = got.state.get(name)
+            if has is None or form_of(has, False) != form_of(wants, False):
+                form = "missing" if has is None else form_of(has, False)
+                yield f"step {step}: {name} is {form}, in eager DDP {form_of(wants, False)}", name, step
             elif _counts_exactly(evidence, wants) and not torch.equal(has, wants):
                 yield f"step {step}: {name} holds other integers than in eager DDP", name, step
 
@@ -94,17 +85,35 @@ def _counts_exactly(evidence: Evidence, tensor: Tensor) -> bool:
 
 
 def _random(evidence: Evidence) -> Broken:
-    for step, (got, eager) in enumerate(zip(evidence.got.steps, evidence.eager.steps, strict=False)):
+    for step, (got, eager) in _moments(evidence):
         if not torch.equal(got.random, eager.random):
             yield f"step {step}: the random generator is in another state than after eager's step", None, step
 
 
-def _counts(evidence: Evidence) -> Broken:
-    for step, (got, eager) in enumerate(zip(evidence.got.steps, evidence.eager.steps, strict=False)):
-        for name in sorted(got.extras.keys() | eager.extras.keys()):
+def _seen(evidence: Evidence) -> Broken:
+    """What a script can see that is no number: forms, None, counts."""
+    for step, (got, eager) in _moments(evidence):
+        for name in sorted(name for name in got.extras.keys() | eager.extras.keys() if in_sight(name, eager)):
             has, wants = got.extras.get(name), eager.extras.get(name)
             if not isinstance(has, Tensor) and not isinstance(wants, Tensor) and has != wants:
                 yield f"step {step}: {name}: {has!r}, in eager DDP {wants!r}", None, step
+
+
+def _memory(evidence: Evidence) -> Broken:
+    """Writing to one gradient must change no other, nor anything else that a script holds."""
+    for step, (got, eager) in _moments(evidence):
+        if got.sharing is None or eager.sharing is None:
+            continue
+        for one, other in sorted(got.sharing - eager.sharing):
+            if not in_sight(one, eager) or not in_sight(other, eager):
+                continue
+            yield f"step {step}: {one} and {other} share memory; in eager DDP they do not", None, step
+        for name in sorted(set(got.written) - set(eager.written)):
+            yield f"step {step} writes to the {name} of the step before; in eager DDP it does not", None, step
+
+
+def _moments(evidence: Evidence) -> Iterator[tuple[int, tuple[Step, Step]]]:
+    return enumerate(zip(evidence.got.moments, evidence.eager.moments, strict=False))
 
 
 def _agreement(evidence: Evidence) -> Broken:
@@ -147,9 +156,10 @@ CLAIMS: tuple[tuple[str, Claim], ...] = (
     ("as many steps as in eager DDP", _steps),
     ("a gradient wherever eager DDP has one", _presence),
     ("gradients of eager DDP's shape, dtype, strides and device", _form),
-    ("loss, parameters and buffers of eager DDP's form, integers equal", _others),
+    ("parameters and buffers of eager DDP's form, integers equal", _others),
     ("the random generator as after eager's step", _random),
-    ("hooks run as often as in eager DDP, and as early", _counts),
+    ("all that a script can see is of eager DDP's form, hooks run as often, and as early", _seen),
+    ("no two gradients share memory unless eager DDP's do, and none is written after its step", _memory),
     ("parameters and buffers equal on all ranks where they are in eager DDP", _agreement),
     ("the same buckets on every rank", sent.same_buckets),
     ("every bucket reduced exactly once, in order", sent.reduced_once),
