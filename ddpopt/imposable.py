@@ -114,7 +114,7 @@ def _awaits_backward(ddp: Any) -> bool:
 
 
 def require_fit(ddp: DistributedDataParallel, plan: Plan) -> None:
-    """Check that a plan's buckets hold each trainable parameter of a module once, and can be reduced.
+    """Check that a plan's buckets hold each parameter of a module's reducer once, and can be reduced.
 
     Args:
         ddp: the module.
