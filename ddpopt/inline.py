@@ -52,9 +52,10 @@ def obstacle(gm: fx.GraphModule, sources: Sources) -> str | None:
         held.update(dict.fromkeys(storages(node), name))
     for node in gm.graph.nodes:
         value = example_value(node)
-        if is_traceable_wrapper_subclass(value) and (node in sources or not isinstance(value, NestedTensor)):
-            name = ", ".join(sources.get(node, {}).values())
-            what = f"parameter {name!r}" if name else repr(node.name)
+        nested = isinstance(value, NestedTensor) and node not in sources  # gives no nested gradients
+        if is_traceable_wrapper_subclass(value) and not nested:
+            names = sources.get(node)
+            what = f"parameter {next(iter(names.values()))!r}" if names else repr(node.name)
             return f"{what} is a {type(value).__name__}, a tensor made of others"
         for written in mutated_inputs(node):
             for storage in storages(written):

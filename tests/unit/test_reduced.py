@@ -126,10 +126,10 @@ def test_before_the_first_backward_of_a_sparse_gradient_the_log_must_tell() -> N
 Say = Callable[[Any, Callable[[], Any]], list[Tensor | None]]
 
 
-def steps(ddp: Any, call: Any, count: int, **arguments: Any) -> list[Tensor | None]:
+def steps(ddp: Any, call: Any, times: int, **arguments: Any) -> list[Tensor | None]:
     """The gradients of some training steps."""
     found: list[Tensor | None] = []
-    for number in range(count):
+    for number in range(times):
         call(
             torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(number)), **arguments
         ).sum().backward()
