@@ -28,7 +28,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.errors import UnsupportedError
-from ddpopt.imposable import ddp_module, require_fit
+from ddpopt.imposable import ACCUMULATES, accumulates, ddp_module, require_fit
 from ddpopt.plan import Plan
 from ddpopt.plan_exchange import exchange_plans, plan_difference, same_buckets
 from ddpopt.planned_reducer import install, outside_dynamo
@@ -79,27 +79,29 @@ class Deferral:
     """
 
     def __init__(self, ddp: Any, decide: Callable[[], Plan | None]) -> None:
-        logger = ddp.logger
+        before = ddp.logger.deferral if isinstance(ddp.logger, PendingLogger) else None
         self.reducer: Any = running_reducer(ddp)
-        self.logger: Any = logger.deferral.logger if isinstance(logger, PendingLogger) else logger
+        self.logger: Any = before.logger if before else ddp.logger
         self._ddp = weakref.ref(ddp)
         self._decide = decide
         self._work_handle: tuple[Any, bool] | None = None
-        self._used: set[int] = set()
-        self._noting: list[Any] = []
+        self._used: set[int] = before._used if before else set()
+        self._noting: list[Any] = before._noting if before else []
 
     def begin(self, armed: bool) -> None:
         """Put the logger's stand-in in place, and the reducer's too if a forward is running."""
         ddp: Any = self._ddp()
+        if ddp.find_unused_parameters and not ddp.static_graph and not self._noting:
+            self._note_uses(ddp)
         ddp.logger = PendingLogger(self)
         ddp.reducer = self.reducer
-        if ddp.find_unused_parameters and not ddp.static_graph:
-            self._note_uses(ddp)
         if armed:
             self.arm()
 
     def _note_uses(self, ddp: Any) -> None:
         """Note which parameters a backward uses, as the reducer does under no_sync(): it does not tell."""
+        if accumulates(ddp):
+            raise UnsupportedError(f"the buckets cannot change now: {ACCUMULATES}")
         with as_built(ddp):
             parameters, _ = ddp._build_params_for_reducer()
             nodes = [get_gradient_edge(parameter).node for parameter in parameters]

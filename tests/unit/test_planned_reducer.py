@@ -65,7 +65,7 @@ def test_a_profile_of_a_single_bucket_shows_what_it_shows_of_ddp(arguments: dict
             for _ in range(4):
                 torch.autograd.backward(ddp(torch.ones(2, 6)).sum())
         shown = ("gloo:", "torch.distributed.ddp")
-        return [event.name for event in profile.events() if event.name.startswith(shown)]
+        return sorted(event.name for event in profile.events() if event.name.startswith(shown))
 
     plain: Any = DistributedDataParallel(nn.Linear(6, 6), **arguments)
     followed: Any = DistributedDataParallel(nn.Linear(6, 6), **arguments)
