@@ -29,7 +29,9 @@ def is_inductor(compiler: CompilerFn) -> bool:
 def in_order(compiler: CompilerFn) -> CompilerFn:
     """Inductor, made to hand gradients over in order, in memory that is theirs."""
     _register_lowering()
+    given = getattr(compiler, "keywords", {}).get("config_patches", {})
     patches = {
+        **given,
         # its search for a better order puts off whatever frees no memory at once, such as a weight's gradient
         "reorder_for_peak_memory": False,
         "unsafe_marked_cacheable_functions": {

@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor, fx
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ddpopt.deferred import active_module
@@ -47,10 +48,14 @@ def obstacle(gm: fx.GraphModule, sources: Sources) -> str | None:
         name = next(iter(names.values()))
         if node.op != "placeholder":
             return f"parameter {name!r} is no input of the graph but an attribute of it"
-        if is_traceable_wrapper_subclass(example_value(node)):
-            return f"parameter {name!r} is a {type(example_value(node)).__name__}, a tensor made of others"
         held.update(dict.fromkeys(storages(node), name))
     for node in gm.graph.nodes:
+        value = example_value(node)
+        nested = isinstance(value, NestedTensor) and node not in sources  # gives no nested gradients
+        if is_traceable_wrapper_subclass(value) and not nested:
+            names = sources.get(node)
+            what = f"parameter {next(iter(names.values()))!r}" if names else repr(node.name)
+            return f"{what} is a {type(value).__name__}, a tensor made of others"
         for written in mutated_inputs(node):
             for storage in storages(written):
                 if storage in held:

@@ -185,6 +185,32 @@ def test_a_forward_of_the_module_inside_changes_nothing(strategy: Strategy, rank
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_was_frozen_when_it_was_compiled_is_reduced_once_it_is_thawed(
+    strategy: Strategy, ranks: Ranks
+) -> None:
+    torch._dynamo.reset()
+    case = corpus.case("keyword")
+    options: dict[str, Any] = {"find_unused_parameters": True, "bucket_cap_mb": CAP_MB}
+    eager, ddp = (DistributedDataParallel(case.model().to(ranks.device), **options) for _ in range(2))
+    for module in (eager, ddp):
+        for parameter in [*module.parameters()][:2]:
+            parameter.requires_grad_(False)
+    step = ddpopt.compile(ddp, backend="aot_eager", strategy=strategy)
+    equal: list[bool] = []
+    for number in range(3):
+        if number:
+            for parameter in (*eager.parameters(), *ddp.parameters()):
+                parameter.requires_grad_(True)
+        for call in (eager, step):
+            torch.autograd.backward(case.step(call, ranks.rank, number))
+        for one, other in zip(eager.parameters(), ddp.parameters(), strict=True):
+            both = [grad for grad in (one.grad, other.grad) if grad is not None]
+            equal.append(not both or (len(both) == 2 and torch.equal(*both)))
+    everywhere = ranks.gather(all(equal))
+    assert all(everywhere) or dist.get_world_size() > 2
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_evaluation_between_training_steps_changes_nothing(strategy: Strategy, ranks: Ranks) -> None:
     torch._dynamo.reset()
     case = NORMED

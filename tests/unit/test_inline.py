@@ -13,6 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.graph_capture_wrappers import set_partitioner_tag_must_be_in_backward
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.two_tensor import TwoTensor
 
 import ddpopt
 from ddpopt.errors import HandOverError
@@ -389,3 +390,14 @@ def test_what_cannot_be_lent_is_named(op: str, value: Tensor, reason: str) -> No
     graph.output(node)
     gm = fx.GraphModule({"w": value}, graph)
     assert obstacle(gm, {node: {"w": "w"}}) == reason
+
+
+@pytest.mark.parametrize("made_of_others", [True, False])
+def test_a_graph_whose_gradients_may_be_made_of_others_is_not_compiled_inline(made_of_others: bool) -> None:
+    graph = fx.Graph()
+    node = graph.placeholder("x")
+    value = torch.ones(2)
+    node.meta["example_value"] = TwoTensor(value, value) if made_of_others else value
+    graph.output(node)
+    reason = "'x' is a TwoTensor, a tensor made of others" if made_of_others else None
+    assert obstacle(fx.GraphModule({}, graph), {}) == reason

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
@@ -139,10 +139,19 @@ def test_without_a_reducer_there_is_nothing_to_take_over(ddp: Any) -> None:
 
 
 @pytest.mark.parametrize("frozen_first", [True, False], ids=["before the hooks", "after the hooks"])
-def test_a_reducer_that_was_made_for_other_parameters_is_left_alone(ddp: Any, frozen_first: bool) -> None:
+def test_what_is_frozen_for_a_while_keeps_its_place(ddp: Any, frozen_first: bool) -> None:
     hooks = None if frozen_first else ready_hooks(ddp)
     next(ddp.parameters()).requires_grad_(False)
     hooks = hooks or ready_hooks(ddp)
+    assert hooks.take_over()
+    assert list(hooks.places) == list(map(id, ddp.parameters()))
+
+
+def test_where_a_parameter_was_replaced_the_reducer_is_left_alone(ddp: Any) -> None:
+    hooks = ready_hooks(ddp)
+    name, parameter = next(ddp.module.named_parameters())
+    owner, _, last = name.rpartition(".")
+    setattr(ddp.module.get_submodule(owner), last, nn.Parameter(parameter.detach().clone()))
     assert not hooks.take_over()
 
 
