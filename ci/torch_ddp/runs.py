@@ -75,18 +75,23 @@ def prepare() -> None:
     """Import what every run needs, and have Dynamo read the long file of the tests, before the first fork."""
     torch_tests()
     import torch
+    from torch._dynamo import trace_rules
     from torch.hub import tqdm  # type: ignore[attr-defined]  # not exported by name
     from torch.testing._internal.distributed import distributed_test as suite
 
     import ddpopt
 
     importlib.import_module("ci.torch_ddp.patches")
+    # Dynamo steps over what torch.testing defines: the models of the tests would not be compiled.
+    trace_rules.LEGACY_MOD_INLINELIST.add(suite.__name__)
+    trace_rules.get_legacy_mod_inlinelist.cache_clear()
     tqdm.monitor_interval = 0  # it would start a thread
     inputs = torch.ones(10, 10)
     ddpopt.plan(suite.TwoLinLayerNet(), inputs)
     first, second = torch.compile(suite.TwoLinLayerNet(), backend="aot_eager")(inputs)
     torch.autograd.backward(first.sum() + second.sum())
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     gc.collect()
     gc.freeze()  # else each run's garbage collector would have all of this memory copied
     if threading.active_count() > 1:

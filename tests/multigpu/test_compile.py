@@ -228,17 +228,18 @@ def test_ranks_that_use_other_parameters_accumulate_eagers_gradients(
 ) -> None:
     torch._dynamo.reset()
     inputs = torch.randn(20, 10, device=ranks.device, generator=torch.Generator(ranks.device).manual_seed(1))
+    options: dict[str, Any] = {"gradient_as_bucket_view": True, "bucket_cap_mb": 1e-4, option: True}
     gradients = []
     for compiled in (False, True):
         torch.manual_seed(0)
         model = OneLayerMoreOnRankZero(ranks.rank).to(ranks.device)
-        ddp = DistributedDataParallel(
-            model, gradient_as_bucket_view=True, bucket_cap_mb=1e-4, **{option: True}
-        )
+        ddp = DistributedDataParallel(model, **options)
         call = ddpopt.compile(ddp, backend="aot_eager", strategy=strategy) if compiled else ddp
         for _ in range(5):
             call(inputs).sum().backward()
         gradients.append([parameter.grad for parameter in ddp.parameters()])
     gathered = ranks.gather(gradients)
+    # from three ranks on, a sum may have another order
+    exact = {"rtol": 0.0, "atol": 0.0} if len(gathered) <= 2 else {}
     for eager, ours in gathered:
-        torch.testing.assert_close(ours, eager, rtol=0, atol=0)
+        torch.testing.assert_close(ours, eager, **exact)
