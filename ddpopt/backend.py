@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -23,24 +24,25 @@ from ddpopt import hook
 from ddpopt.association import reassociated_values
 from ddpopt.certificate import certify
 from ddpopt.deferred import PendingLogger, active_module
-from ddpopt.errors import UsageError
+from ddpopt.errors import UnsupportedError, UsageError
 from ddpopt.facts import parameter_names, parameter_sources
 from ddpopt.graphs import begins_without_grad
-from ddpopt.handover import READ_AGAIN, USED_AGAIN
 from ddpopt.impose import defer, imposed_plan
 from ddpopt.inductor import in_order, is_inductor
 from ddpopt.inline import Sources, compile_inline, lendable, obstacle, together
 from ddpopt.opening import Planned
 from ddpopt.partition import partition
 from ddpopt.plan import Plan
+from ddpopt.planned_reducer import outside_dynamo
+from ddpopt.reduced import held_parameters
 from ddpopt.regions import Regions, ends_in_break, plan_for_ddp, plan_for_imposed, specs_by_id
 from ddpopt.segments import CompiledSegments, CompilerFn, compile_segments
 from ddpopt.undisturbed import compiling, undisturbed
 
 Buckets = Literal["plan", "ddp"]
 Strategy = Literal["split", "inline", "auto"]
-WITHOUT_REUSE = ("aot_eager",)
-"""Backends, besides Inductor, whose code never puts a value where another one was."""
+TORCHS_OPTIONS = ("guard_filter_fn", "use_aoti")
+"""Names in ``options`` that are for ``torch.compile`` itself."""
 REPLAYED = "CUDA graphs replay a backward without Python"
 RegionsByModule = weakref.WeakKeyDictionary[DistributedDataParallel, Regions]
 logger = logging.getLogger("ddpopt")
@@ -74,13 +76,16 @@ class DdpoptBackend:
         self.compiler = find_compiler(compiler)
         self.strategy = strategy
         self.buckets = buckets
+        # Dynamo is not to cut its graphs a second time, for as long as somebody may compile with this
+        self.leave_to_torch = weakref.finalize(self, hook.install(_own))
+        self.leave_to_torch.atexit = False
         self._regions = weakref.WeakKeyDictionary() if regions is None else regions
 
     def __call__(
         self, gm: fx.GraphModule, example_inputs: Sequence[object], **options: Any
     ) -> Callable[..., Any]:
-        """Compile one of Dynamo's graphs; `options` go to the compiler underneath."""
-        compiler = functools.partial(self.compiler, **options) if options else self.compiler
+        """Compile one of Dynamo's graphs; `options`, the mode among them, go to the compiler underneath."""
+        compiler = configured(self.compiler, **options)
         ddp = active_module()
         if ddp is None:
             _say_once("no DistributedDataParallel forward is running; the graph is compiled whole")
@@ -136,10 +141,9 @@ class DdpoptBackend:
         else:
             groups = together(lent, sources, planned.facts, planned.plan.buckets)
         logger.info("ddpopt: %d buckets, one graph", len(planned.plan.buckets))
-        if is_inductor(self.compiler):
-            return compile_inline(gm, example_inputs, groups, in_order(compiler), READ_AGAIN)
-        reuses = self.compiler not in map(lookup_backend, WITHOUT_REUSE)
-        return compile_inline(gm, example_inputs, groups, compiler, USED_AGAIN if reuses else READ_AGAIN)
+        return compile_inline(
+            gm, example_inputs, groups, in_order(compiler) if is_inductor(self.compiler) else compiler
+        )
 
     def _split(
         self,
@@ -167,25 +171,28 @@ class DdpoptBackend:
         imposed = imposed_plan(ddp)
         if imposed is not None:
             return plan_for_imposed(ddp, imposed, gm, example_inputs)
-        if self.buckets == "ddp":
-            return plan_for_ddp(ddp, gm, example_inputs)
-        regions = self.follow(ddp)
-        return None if regions is None else regions.add(gm, example_inputs)
+        try:
+            if self.buckets == "ddp":
+                return plan_for_ddp(ddp, gm, example_inputs)
+            return self.follow(ddp).add(gm, example_inputs)
+        except UnsupportedError as error:
+            _say_once(f"the reducer cannot follow a plan, so graphs are compiled whole: {error}")
+            return None
 
-    def follow(self, ddp: DistributedDataParallel) -> Regions | None:
+    def follow(self, ddp: DistributedDataParallel) -> Regions:
         """Have the reducer of `ddp` follow the plan of the graphs that this backend is about to see.
 
         Returns:
-            Where those graphs are to be planned; None if this module's reducer cannot follow a plan.
+            Where those graphs are to be planned.
+
+        Raises:
+            UnsupportedError: this module's reducer cannot follow a plan.
         """
+        held_parameters(ddp)  # raises where one was replaced, perhaps since the graph before
         if ddp not in self._regions:
             self._regions[ddp] = Regions(ddp)
         if not isinstance(ddp.logger, PendingLogger):
-            try:
-                defer(ddp, self._regions[ddp].joined)
-            except UsageError as error:
-                _say_once(f"the reducer cannot follow a plan, so graphs are compiled whole: {error}")
-                return None
+            defer(ddp, self._regions[ddp].joined)
         return self._regions[ddp]
 
 
@@ -221,7 +228,8 @@ def compile(  # the public name, as in torch.compile
             ``"inline"`` was asked for.
         buckets: ``"plan"``: the reducer follows the plan, from the first iteration; ``"ddp"``: the reducer
             is left alone.
-        options: passed to ``torch.compile`` (``dynamic``, ``fullgraph``, …).
+        options: passed to ``torch.compile`` (``dynamic``, ``mode``, …). ``fullgraph`` is about the module
+            inside: no break in its forward is allowed. DDP's own Python cannot be part of a graph.
 
     Returns:
         A callable like `ddp_model`, with its attributes.
@@ -235,11 +243,28 @@ def compile(  # the public name, as in torch.compile
             "wrap the model first: ddpopt.compile(DistributedDataParallel(model))"
         )
     dynamo_backend = DdpoptBackend(backend, strategy=strategy, buckets=buckets)
+    own_options = {key: v for key, v in (options.get("options") or {}).items() if key not in TORCHS_OPTIONS}
+    configured(dynamo_backend.compiler, mode=options.get("mode"), options=own_options)
+
+    def compiled(function: Callable[..., Any], **changed: Any) -> Any:
+        given = {**options, **changed}
+        if "options" in given:  # torch takes out what is its own
+            given["options"] = dict(given["options"] or {})
+        return torch.compile(function, backend=dynamo_backend, **given)
+
+    inner = ddp_model.module
+    while isinstance(inner, DistributedDataParallel):
+        inner = inner.module
+    if (options.get("fullgraph") or _is_skipped(inner)) and not _is_compiled(inner):
+        _call_through(inner, compiled(_call_inside))
+    module = compiled(ddp_model, fullgraph=False)
+    if module is not ddp_model:
+        dynamo_backend.leave_to_torch()
+        module.forward = _uncut(module.forward)
     if buckets == "plan" and imposed_plan(ddp_model) is None:
-        dynamo_backend.follow(ddp_model)
-    if _is_skipped(ddp_model.module):
-        _call_through(ddp_model.module, torch.compile(_call_inside, backend=dynamo_backend, **options))
-    return torch.compile(ddp_model, backend=dynamo_backend, **options)
+        with contextlib.suppress(UnsupportedError):  # said when a graph comes
+            dynamo_backend.follow(ddp_model)
+    return module
 
 
 @contextlib.contextmanager
@@ -268,13 +293,29 @@ def replacing_ddp_optimizer(*, buckets: Buckets = "plan") -> Iterator[None]:
         yield
 
 
+def _uncut(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward`, in which torch cuts no graph, whoever compiles it: the reducer's buckets are a plan's."""
+
+    @outside_dynamo
+    def uncut(*args: Any, **kwargs: Any) -> Any:
+        with hook.replacing(lambda compiler: compiler):
+            return forward(*args, **kwargs)
+
+    return uncut
+
+
+def _is_compiled(module: Any) -> bool:
+    """Whether calls of a module run compiled code already."""
+    return isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
+
+
 def _is_skipped(module: nn.Module) -> bool:
     """Whether Dynamo steps over the frames of a module's own forward, as it does for torch.nn's.
 
     Under a DDP module, whose frames it steps over too, nothing would be compiled (pytorch#140416).
     Touches a private name of torch 2.11 to 2.13: ``torch._dynamo.trace_rules.check``.
     """
-    code = getattr(type(module).forward, "__code__", None)
+    code = getattr(inspect.getattr_static(type(module), "forward"), "__code__", None)
     return code is not None and trace_rules.check(code)
 
 
@@ -315,8 +356,23 @@ def find_compiler(compiler: str | CompilerFn) -> CompilerFn:
     return compiler
 
 
+def configured(
+    compiler: CompilerFn, mode: str | None = None, options: dict[str, Any] | None = None, **others: Any
+) -> CompilerFn:
+    """A backend with the mode and the options of ``torch.compile``, handed on as torch does.
+
+    Raises:
+        RuntimeError: Inductor does not know them; the message is torch's.
+    """
+    if is_inductor(compiler) and (mode or options):
+        others["config_patches"] = torch._TorchCompileInductorWrapper(mode, options, dynamic=None).config
+    else:
+        others.update({key: v for key, v in (("mode", mode), ("options", options)) if v})
+    return functools.partial(compiler, **others) if others else compiler
+
+
 def _own(compiler: CompilerFn) -> CompilerFn | None:
-    """The hook's question, at all times: ddpopt's backends cut for themselves, all others are torch's."""
+    """What a backend has Dynamo asked: ddpopt's backends cut for themselves, all others are torch's."""
     return compiler if _is_ddpopt(compiler) else None
 
 
@@ -363,7 +419,13 @@ def _say_once(reason: str, level: int = logging.INFO) -> None:
     logger.log(level, "ddpopt: %s", reason)
 
 
-ddpopt_backend = DdpoptBackend("inductor")
-"""What ``torch.compile(model, backend="ddpopt")`` finds."""
+@functools.cache
+def _entry_point() -> DdpoptBackend:
+    return DdpoptBackend("inductor")
 
-hook.install(_own)
+
+def __getattr__(name: str) -> DdpoptBackend:
+    """``ddpopt_backend``, what ``torch.compile(model, backend="ddpopt")`` finds: made when looked up."""
+    if name == "ddpopt_backend":
+        return _entry_point()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -126,7 +126,7 @@ def _trace(
         taken = frozenset(name for graph in graphs for s in graph.plan.segments for name in s.params)
         graphs.append(plan_region(gm, example_inputs, by_id, taken, config, graph=len(graphs)))
         sources.append(parameter_sources(graphs[-1].gm, example_inputs, by_id))
-        all_reduced = len(trained) == len(by_id)
+        all_reduced = trained.keys() == by_id.keys()
         facts = graphs[-1].facts if all_reduced else collect(graphs[-1].gm, example_inputs, trained)
         uses.append(facts.params)
         read_before.append(set())

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ddpopt.graph.aliases import viewed_input
+from ddpopt.graph.aliases import first_names, viewed_input
 from ddpopt.graph.effects import is_known, mutated_inputs, reshapes
 from ddpopt.graphs import AUTOCAST, GRAD_MODE, example_value, requires_grad, storages
 
@@ -206,15 +206,19 @@ def _alias_spans(graph: fx.Graph, position: Mapping[fx.Node, int], end: int) -> 
             whys[key] = f"two names of one tensor that {node.name!r} {verb}"
     if not mutated:
         return
+    first = first_names(graph.nodes)
     roots: dict[fx.Node, fx.Node] = {}
     lives: dict[int, dict[fx.Node, int]] = {key: {} for key in mutated}
     for node in graph.nodes:
         for key in (key for key in storages(node) if key in mutated):
             if node.op == "placeholder" and requires_grad(example_value(node)):
                 yield Span(0, mutated[key], f"{node.name!r} requires grad and is itself mutated")
-            # the caller sees what is written to a view that it gets, or to an input, which lives to the end
-            last = end if node.op == "placeholder" else _last_use(node, position)
-            base = viewed_input(node) if last < end else None
+            last = _last_use(node, position)
+            base = viewed_input(first.get(node, node))
+            if base is not None and last == end:  # the caller sees what is written to a view that it gets
+                yield Span(position[node] + 1, mutated[key], whys[key])
+            elif node.op == "placeholder":
+                last = end  # and what is written to an input
             roots[node] = root = node if base is None else roots.get(base, base)
             lives[key][root] = max(lives[key].get(root, -1), last)
     for key, live in lives.items():

@@ -14,6 +14,7 @@ Both vanish with the decision. DDP leaves reducer and logger out of copies and p
 Invariant: when a decision raises, the module has its own reducer and logger back.
 """
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable
@@ -23,14 +24,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.imposable import ddp_module, require_fit
+from ddpopt.errors import UnsupportedError
+from ddpopt.imposable import ACCUMULATES, accumulates, ddp_module, require_fit
 from ddpopt.plan import Plan
 from ddpopt.plan_exchange import exchange_plans, plan_difference, same_buckets
 from ddpopt.planned_reducer import install, outside_dynamo
+from ddpopt.reduced import as_built, running_reducer
 
-__all__ = ["active_module", "defer", "running_reducer"]
+__all__ = ["active_module", "defer"]
 
 log = logging.getLogger(__name__)
 
@@ -61,19 +65,6 @@ def defer(ddp: nn.Module, decide: Callable[[], Plan | None]) -> None:
     Deferral(module, decide).begin(armed=inside_forward)
 
 
-def running_reducer(ddp: Any) -> Any:
-    """The reducer that a DDP module uses, seen through a pending :func:`defer`.
-
-    Args:
-        ddp: the DDP module.
-
-    Returns:
-        Its ``torch.distributed.Reducer``; None if it has none.
-    """
-    reducer = getattr(ddp, "reducer", None)
-    return reducer.deferral.reducer if isinstance(reducer, PendingReducer) else reducer
-
-
 def active_module() -> DistributedDataParallel | None:
     """The DDP module whose forward is running; Dynamo asks DDP the same way (torch 2.11 to 2.13)."""
     return DistributedDataParallel._active_ddp_module
@@ -88,27 +79,39 @@ class Deferral:
     """
 
     def __init__(self, ddp: Any, decide: Callable[[], Plan | None]) -> None:
-        logger = ddp.logger
+        before = ddp.logger.deferral if isinstance(ddp.logger, PendingLogger) else None
         self.reducer: Any = running_reducer(ddp)
-        self.logger: Any = logger.deferral.logger if isinstance(logger, PendingLogger) else logger
+        self.logger: Any = before.logger if before else ddp.logger
         self._ddp = weakref.ref(ddp)
         self._decide = decide
         self._work_handle: tuple[Any, bool] | None = None
-        self._accumulates = False
+        self._used: set[int] = before._used if before else set()
+        self._noting: list[Any] = before._noting if before else []
 
     def begin(self, armed: bool) -> None:
         """Put the logger's stand-in in place, and the reducer's too if a forward is running."""
         ddp: Any = self._ddp()
+        if ddp.find_unused_parameters and not ddp.static_graph and not self._noting:
+            self._note_uses(ddp)
         ddp.logger = PendingLogger(self)
         ddp.reducer = self.reducer
         if armed:
             self.arm()
 
+    def _note_uses(self, ddp: Any) -> None:
+        """Note which parameters a backward uses, as the reducer does under no_sync(): it does not tell."""
+        if accumulates(ddp):
+            raise UnsupportedError(f"the buckets cannot change now: {ACCUMULATES}")
+        with as_built(ddp):
+            parameters, _ = ddp._build_params_for_reducer()
+            nodes = [get_gradient_edge(parameter).node for parameter in parameters]
+        for place, (node, parameter) in enumerate(zip(nodes, parameters, strict=True)):
+            note = functools.partial(_note, self._used, place, weakref.ref(parameter))
+            self._noting.append(node.register_hook(note))
+
     def arm(self) -> None:
         """Put the reducer's stand-in in place: a forward begins."""
         ddp: Any = self._ddp()
-        # DDP's trace of the forward before: not synchronised, so its gradients may be waiting to be.
-        self._accumulates = not ddp.require_forward_param_sync
         ddp.reducer = PendingReducer(self)
 
     def disarm(self) -> None:
@@ -131,13 +134,19 @@ class Deferral:
         """
         ddp: Any = self._ddp()
         ddp.reducer, ddp.logger = self.reducer, self.logger
+        for handle in self._noting:
+            handle.remove()
         # Not to be kept alive by the stand-ins: DDP's frame still holds them while the new buckets are made.
         self.reducer = self.logger = None
 
         def decide() -> Plan | None:
             plan = None if joined else self._decide()
-            if plan is not None:
-                require_fit(ddp, plan)
+            try:
+                if plan is not None:
+                    require_fit(ddp, plan)
+            except UnsupportedError as error:
+                log.info("DDP keeps its own buckets: %s", error)
+                return None
             return plan
 
         plans = exchange_plans(ddp.process_group, WHAT, decide, _group_timeout(ddp.process_group))
@@ -161,13 +170,21 @@ class Deferral:
         ddp.reducer.prepare_for_forward()
         if self._work_handle is not None:
             ddp.reducer._set_forward_pass_work_handle(*self._work_handle)
-        if self._accumulates and ddp.find_unused_parameters and not ddp.static_graph:
-            # Under no_sync() the old reducer noted which parameters were used; those have a gradient now.
-            # A reducer that expects no backward only notes what its hook tells it.
-            parameters, _ = ddp._build_params_for_reducer()
-            for index, parameter in enumerate(parameters):
-                if parameter.grad is not None:
-                    ddp.reducer._autograd_hook(index)
+        for index in sorted(self._used):
+            # A reducer that expects no backward only notes what its hook tells it, if there is a gradient.
+            parameter = ddp.reducer.parameters[index]
+            gradient = parameter.grad
+            if gradient is None:
+                parameter.grad = torch.zeros_like(parameter)
+            ddp.reducer._autograd_hook(index)
+            parameter.grad = gradient
+
+
+def _note(used: set[int], place: int, parameter: weakref.ReferenceType[Any], *_: Any) -> None:
+    """What DDP's own hook on a parameter notes, when the engine has visited its node."""
+    held = parameter()
+    if held is not None and held.grad is not None:
+        used.add(place)
 
 
 class PendingReducer:

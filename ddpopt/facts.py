@@ -114,8 +114,8 @@ def parameter_sources(
         specs: what DDP reduces, by ``id`` of the parameter.
 
     Returns:
-        For each placeholder, attribute or module call that holds parameters: their names, by what the
-        graph calls them: the node's name, or ``"<node>.<name in the module>"``.
+        For each placeholder, attribute or module call that holds parameters that are not frozen: their names,
+        by what the graph calls them: the node's name, or ``"<node>.<name in the module>"``.
     """
     values = iter(example_inputs)
     found: dict[fx.Node, dict[str, str]] = {}
@@ -126,7 +126,7 @@ def parameter_sources(
             held = _held(node, fetch(gm, str(node.target)))
         else:
             continue
-        names = {label: specs[id(value)].name for label, value in held.items() if id(value) in specs}
+        names = {label: specs[id(v)].name for label, v in held.items() if id(v) in specs and requires_grad(v)}
         if names:
             found[node] = names
     return found

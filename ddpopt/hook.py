@@ -1,21 +1,26 @@
 """The one hook in Dynamo: when it would build torch's DDPOptimizer, ask first whose backend is compiling.
 
 While a DDP module's forward runs, Dynamo wraps every backend in ``DDPOptimizer`` and would cut the graph a
-second time. The hook is a ``__new__`` on that class. It is inert for every backend but ddpopt's own, and
-inside `replacing` it turns any backend into ddpopt's.
+second time. The hook takes the place of that class for as long as somebody wants to be asked. Inside
+`replacing` it turns any backend into ddpopt's; who chooses nothing leaves a backend to torch.
 
-Touches a private name of torch 2.11 to 2.13: ``torch._dynamo.backends.distributed.DDPOptimizer``, built in
-``torch/_dynamo/convert_frame.py`` with ``bucket_bytes_cap`` and ``backend_compile_fn``, of which only
-``compile_fn`` is used.
+Invariant: importing this changes nothing, and with the last chooser the hook is gone.
+
+Touches a private name of torch 2.11 to 2.13: ``torch._dynamo.backends.distributed.DDPOptimizer``, looked up
+and built in ``torch/_dynamo/convert_frame.py`` with ``bucket_bytes_cap`` and ``backend_compile_fn``, of which
+only ``compile_fn`` is used.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
+from torch._dynamo.backends import distributed
 from torch._dynamo.backends.distributed import DDPOptimizer
 
 Compiler = Callable[..., Any]
@@ -30,27 +35,46 @@ class _Chosen:
     compile_fn: Compiler
 
 
-def install(choose: Chooser) -> None:
-    """Have `choose` asked from now on whenever Dynamo is about to build a DDPOptimizer."""
+_choosers: dict[int, Chooser] = {}
+_numbers = itertools.count()
 
-    def new(cls: type, *args: Any, **kwargs: Any) -> object:
-        compiler = kwargs["backend_compile_fn"] if "backend_compile_fn" in kwargs else args[1]
+
+def _build(*args: Any, **kwargs: Any) -> object:
+    """What Dynamo calls in place of the class; an object that is not built skips the checks of its caps."""
+    compiler = kwargs["backend_compile_fn"] if "backend_compile_fn" in kwargs else args[1]
+    for choose in reversed(_choosers.values()):
         chosen = choose(compiler)
-        return object.__new__(cls) if chosen is None else _Chosen(chosen)
+        if chosen is not None:
+            return _Chosen(chosen)
+    return DDPOptimizer(*args, **kwargs)
 
-    # an object that is no DDPOptimizer skips that class's __init__, and with it its checks
-    DDPOptimizer.__new__ = staticmethod(new)  # type: ignore[method-assign, assignment]
+
+_hook = patch.object(distributed, "DDPOptimizer", _build)
+
+
+def install(choose: Chooser) -> Callable[[], None]:
+    """Have `choose` asked, before those installed earlier, whenever Dynamo is about to build a DDPOptimizer.
+
+    Returns:
+        To be called when it is to be asked no longer; a second call does nothing.
+    """
+    if not _choosers:
+        _hook.start()
+    number = next(_numbers)
+    _choosers[number] = choose
+
+    def remove() -> None:
+        if _choosers.pop(number, None) is not None and not _choosers:
+            _hook.stop()
+
+    return remove
 
 
 @contextlib.contextmanager
 def replacing(choose: Chooser) -> Iterator[None]:
     """Like `install`, for the length of a ``with`` block."""
-    before = DDPOptimizer.__dict__.get("__new__")
-    install(choose)
+    remove = install(choose)
     try:
         yield
     finally:
-        if before is None:  # without any __new__ again, the class would refuse all arguments: a CPython quirk
-            install(lambda _: None)
-        else:
-            DDPOptimizer.__new__ = before  # type: ignore[method-assign]
+        remove()

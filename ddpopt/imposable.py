@@ -91,13 +91,19 @@ def _under_way(ddp: Any) -> str:
             "the module's last synchronised forward had no backward yet; run its backward first, or run "
             "forwards that have none under torch.no_grad()"
         )
-    accumulates = ddp.find_unused_parameters and not ddp.static_graph and not ddp.require_forward_param_sync
-    if accumulates and any(parameter.grad is not None for parameter in ddp.module.parameters()):
-        return (
-            "under no_sync() the reducer notes which parameters were used, and a new reducer would not know; "
-            "call this before the first of the accumulated backwards, or after zero_grad()"
-        )
-    return ""
+    return ACCUMULATES if accumulates(ddp) else ""
+
+
+ACCUMULATES = (
+    "under no_sync() the reducer notes which parameters were used, and a new reducer would not know; "
+    "call this before the first of the accumulated backwards, or after zero_grad()"
+)
+
+
+def accumulates(ddp: Any) -> bool:
+    """Whether the module's reducer has noted what backwards used since the last that was synchronised."""
+    notes = ddp.find_unused_parameters and not ddp.static_graph and not ddp.require_forward_param_sync
+    return notes and any(parameter.grad is not None for parameter in ddp.module.parameters())
 
 
 def _awaits_backward(ddp: Any) -> bool:
@@ -114,7 +120,7 @@ def _awaits_backward(ddp: Any) -> bool:
 
 
 def require_fit(ddp: DistributedDataParallel, plan: Plan) -> None:
-    """Check that a plan's buckets hold each trainable parameter of a module once, and can be reduced.
+    """Check that a plan's buckets hold each parameter of a module's reducer once, and can be reduced.
 
     Args:
         ddp: the module.

@@ -10,12 +10,13 @@ from typing import Any
 
 from torch import nn
 
-from ddpopt.deferred import defer, running_reducer
+from ddpopt.deferred import defer
 from ddpopt.errors import PlanMismatchError
 from ddpopt.imposable import ddp_module, require_between_iterations, require_fit
 from ddpopt.plan import Plan
 from ddpopt.plan_exchange import exchange_plans, plan_difference, same_buckets
 from ddpopt.planned_reducer import PlannedReducer, install
+from ddpopt.reduced import running_reducer
 
 __all__ = ["defer", "impose", "imposed_plan"]
 

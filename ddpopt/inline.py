@@ -15,10 +15,10 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ddpopt.deferred import active_module
@@ -48,10 +48,14 @@ def obstacle(gm: fx.GraphModule, sources: Sources) -> str | None:
         name = next(iter(names.values()))
         if node.op != "placeholder":
             return f"parameter {name!r} is no input of the graph but an attribute of it"
-        if is_traceable_wrapper_subclass(example_value(node)):
-            return f"parameter {name!r} is a {type(example_value(node)).__name__}, a tensor made of others"
         held.update(dict.fromkeys(storages(node), name))
     for node in gm.graph.nodes:
+        value = example_value(node)
+        nested = isinstance(value, NestedTensor) and node not in sources  # gives no nested gradients
+        if is_traceable_wrapper_subclass(value) and not nested:
+            names = sources.get(node)
+            what = f"parameter {next(iter(names.values()))!r}" if names else repr(node.name)
+            return f"{what} is a {type(value).__name__}, a tensor made of others"
         for written in mutated_inputs(node):
             for storage in storages(written):
                 if storage in held:
@@ -114,7 +118,6 @@ def compile_inline(
     example_inputs: Sequence[object],
     groups: Sequence[Sequence[fx.Node]],
     compiler: CompilerFn,
-    memory: int,
 ) -> Callable[..., Any]:
     """Compile a graph so that its backward hands the gradients of some parameters to DDP.
 
@@ -124,8 +127,6 @@ def compile_inline(
         groups: the placeholders that hold these parameters; the gradients of a group are handed over in one
             call, in this order.
         compiler: a Dynamo backend.
-        memory: what its code does with the memory of a gradient that it has handed over: one of
-            `ddpopt.handover.USED_AGAIN` (each gradient is copied), `READ_AGAIN` and `GIVEN`.
 
     Returns:
         A callable with the inputs and outputs of `gm`.
@@ -137,16 +138,15 @@ def compile_inline(
     detached = {inputs[position]: _detached(example_inputs[position]) for position in flat}
     values = [detached.get(node, value) for node, value in zip(inputs, example_inputs, strict=True)]
     tokens = [_token(detached[group[0]]) for group in groups]
-    edited = _edited(gm, groups, detached, tokens, memory)
-    compiled = compiler(edited, [*values, *tokens, torch.tensor(0, device="cpu")])
+    compiled = compiler(_edited(gm, groups, detached, tokens, positions), [*values, *tokens])
 
     def run(*arguments: Any) -> Any:
         given = [*arguments]
-        call = Call(active_module(), [[given[position] for position in group] for group in positions])
-        tokens = call.open_gate()
+        groups = [{position: given[position] for position in group} for group in positions]
+        tokens = Call(active_module(), groups).open_gate()
         for position in flat:
             given[position] = given[position].detach()
-        return compiled(*given, *tokens, call.ticket)
+        return compiled(*given, *tokens)
 
     return run
 
@@ -172,7 +172,7 @@ def _edited(
     groups: Sequence[Sequence[fx.Node]],
     detached: Mapping[fx.Node, Tensor],
     tokens: Sequence[Tensor],
-    memory: int,
+    positions: Sequence[Sequence[int]],
 ) -> fx.GraphModule:
     """`gm` with a call of `lend` for each group, given what comes in a parameter's place, and the tokens."""
     graph = fx.Graph()
@@ -185,16 +185,13 @@ def _edited(
             if node in detached:
                 copied.meta["example_value"] = detached[node]
     given = [_input(graph, f"token_{number}", token) for number, token in enumerate(tokens)]
-    ticket = _input(graph, "ticket", torch.tensor(0, device="cpu"))
-    slot = 0
-    for group, token in zip(groups, given, strict=True):
+    for group, token, slots in zip(groups, given, positions, strict=True):
         read = [copies[node] for node in group]
-        lent = graph.call_function(lend, (read, token, ticket, slot, memory))
+        lent = graph.call_function(lend, (read, token, [*slots]))
         lent.meta["example_value"] = tuple(map(example_value, group))
         for index, node in enumerate(group):
             copies[node] = graph.call_function(operator.getitem, (lent, index))
             copies[node].meta["example_value"] = example_value(node)
-        slot += len(group)
     for node in nodes:
         if node.op != "placeholder":
             copies[node] = graph.node_copy(node, copies.__getitem__)

@@ -220,11 +220,11 @@ def _symbol_binders(graph: fx.Graph) -> dict[sympy.Symbol, fx.Node]:
 def _returned_sources(nodes: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
     """For each of `nodes`, in order, that returns what it writes to: the node that brought the tensor in.
 
-    A view is left out: behind a cut it is taken anew, as it was before the write.
+    A view that the graph returns is left out: it is handed out as it is behind the write.
     """
     found: dict[fx.Node, fx.Node] = {}
     for node, first in first_names(nodes).items():
-        if viewed_input(first) is None:
+        if viewed_input(first) is None or all(user.op != "output" for user in node.users):
             found[node] = first
     return found
 

@@ -15,10 +15,10 @@ from typing import Any
 from torch import nn
 
 from ddpopt.compilations import Compilations
-from ddpopt.deferred import running_reducer
 from ddpopt.errors import UsageError
 from ddpopt.imposable import ddp_module
 from ddpopt.launches import Launch, LaunchMode
+from ddpopt.reduced import running_reducer
 from ddpopt.reducer import specs_from_ddp
 from ddpopt.running_backward import NO_TASK, task_id
 from ddpopt.running_buckets import ObservedBucket, running_buckets

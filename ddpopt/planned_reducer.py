@@ -10,6 +10,7 @@ All private interfaces of DDP and its reducer that ddpopt writes to are used in 
 torch 2.11 to 2.13 (``torch/nn/parallel/distributed.py``, ``torch/csrc/distributed/c10d/reducer.cpp``).
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -19,6 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.plan import Plan
+from ddpopt.reduced import as_built
 from ddpopt.reducer import specs_from_ddp
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ else:
 __all__ = ["PlannedReducer", "install", "outside_dynamo"]
 
 REASON = "part of DDP, not of the model"
+ALWAYS_LOGGED = 10  # iterations, whatever the rate
+LONGEST_RATE = 1000  # what is rarer is taken for this
 
 # torch does not mark what torch.distributed re-exports.
 _c10d: Any = dist
@@ -57,15 +61,18 @@ class PlannedReducer(Reducer):
 
     Attributes:
         plan: where the buckets come from.
+        parameters: what it holds, in its own order.
         is_removed: whether somebody took it out of the backward, by ``ddp._remove_autograd_hooks()``.
     """
 
     def __init__(self, plan: Plan, arguments: Mapping[str, Any]) -> None:
         super().__init__(**arguments)
         self.plan = plan
+        self.parameters: list[torch.Tensor] = arguments["params"]
         self.is_removed = False
         # In unused-parameter mode C++ does not note the ready order, so there is nothing to forget.
         self._notes_ready_order = not arguments["find_unused_parameters"]
+        self._rebuilds = len(plan.buckets) == 1
         self._has_marked = False
 
     @outside_dynamo
@@ -81,7 +88,10 @@ class PlannedReducer(Reducer):
     @outside_dynamo
     def _rebuild_buckets(self) -> bool:
         # DDP calls this before every forward with gradients, and before each backward that a joined rank
-        # shadows. It is also where DDP notices that the backward before did not finish.
+        # shadows. It is also where DDP notices that the backward before did not finish. A single bucket may
+        # be rebuilt: it stays the same one, and a profile shows what it shows of DDP.
+        if self._rebuilds:
+            return bool(super()._rebuild_buckets())
         self._check_reducer_finalized()
         return False
 
@@ -103,7 +113,7 @@ class PlannedReducer(Reducer):
         # next backward count once more; a static graph tells its first backward by that count, and notes
         # nothing in it, so there is no need to forget before a gradient has been marked ready.
         self._has_marked = self._has_marked or any(self.get_backward_stats())
-        if self._notes_ready_order and self._has_marked:
+        if self._notes_ready_order and self._has_marked and not self._rebuilds:
             self._check_reducer_finalized()
             self._reset_state()
 
@@ -117,16 +127,28 @@ def install(ddp: DistributedDataParallel, plan: Plan) -> None:
 
     Args:
         ddp: the module; its reducer and its logger are replaced.
-        plan: its buckets hold each trainable parameter of the module once.
+        plan: its buckets hold each parameter of the module's reducer once.
     """
     module: Any = ddp  # its private attributes carry no types
+<<<<<<< HEAD
+    with as_built(ddp):  # C++ takes no parameter that is frozen
+        arguments = _reducer_arguments(module, plan)
+        noted = module._get_ddp_logging_data()
+        module.reducer._remove_autograd_hooks()
+        # The old buckets go before the new ones come: at the end of a forward there is no room for both.
+        del module.reducer, module.logger
+        module.reducer = PlannedReducer(plan, arguments)
+=======
     arguments = _reducer_arguments(module, plan)
     noted = module._get_ddp_logging_data()
+    rate = _log_rate(module.reducer)
     module.reducer._remove_autograd_hooks()
     # The old buckets go before the new ones come: at the end of a forward there is no room for both.
     del module.reducer, module.logger
     module.reducer = PlannedReducer(plan, arguments)
+>>>>>>> suite
     module.logger = _logger(module)
+    module.reducer._set_ddp_runtime_logging_sample_rate(rate)
     if module.static_graph:
         module._static_graph_delay_allreduce_enqueued = False
         module.reducer._set_static_graph()
@@ -134,6 +156,24 @@ def install(ddp: DistributedDataParallel, plan: Plan) -> None:
     if noted.get("join_uneven_inputs"):
         module.logger._set_uneven_input_join()
     _keep_hooks(module, str(noted.get("comm_hook", "")))
+
+
+def _log_rate(reducer: Any) -> int:
+    """Every how many iterations a reducer's log is written after the tenth, which it does not tell.
+
+    It counts iterations to find out: the reducer is of no use afterwards.
+    """
+    logger = _c10d.Logger(reducer)
+    written = [ALWAYS_LOGGED]
+    for _ in range(2 * LONGEST_RATE):
+        reducer.prepare_for_forward()
+        logger.set_runtime_stats_and_log()
+        iteration = logger._get_ddp_logging_data().ints_map.get("iteration", 0)
+        if iteration > written[-1]:
+            written.append(iteration)
+        if len(written) == 3:
+            return int(written[2] - written[1])
+    return LONGEST_RATE
 
 
 def _reducer_arguments(ddp: Any, plan: Plan) -> dict[str, Any]:
@@ -146,6 +186,7 @@ def _reducer_arguments(ddp: Any, plan: Plan) -> dict[str, Any]:
         "process_group": ddp.process_group,
         "expect_sparse_gradients": sparse,
         "bucket_bytes_cap": ddp.bucket_bytes_cap,
+        "first_bucket_bytes_cap": sys.maxsize,  # of use where C++ rebuilds a single bucket
         # A static graph finds unused parameters by itself. Were both set, forgetting the ready order would
         # also forget which ones it found, and each backward would wait to copy them from the device again.
         "find_unused_parameters": ddp.find_unused_parameters and not ddp.static_graph,

@@ -12,6 +12,7 @@ and ``DistributedDataParallel._build_params_for_reducer``.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from typing import Any
@@ -22,9 +23,9 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.deferred import running_reducer
-from ddpopt.errors import HandOverError
+from ddpopt.errors import HandOverError, UnsupportedError
 from ddpopt.planned_reducer import PlannedReducer
+from ddpopt.reduced import as_built, held_parameters, running_reducer
 from ddpopt.running_backward import task_id
 
 __all__ = ["ReadyHooks", "ready_hooks"]
@@ -45,25 +46,31 @@ class ReadyHooks:
     """
 
     def __init__(self, ddp: Any) -> None:
-        parameters, _ = ddp._build_params_for_reducer()
+        with as_built(ddp):
+            parameters, _ = ddp._build_params_for_reducer()
+            self.leaves: list[Any] = [get_gradient_edge(parameter).node for parameter in parameters]
         names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
         self.places = {id(parameter): place for place, parameter in enumerate(parameters)}
-        self.leaves: list[Any] = [get_gradient_edge(parameter).node for parameter in parameters]
         self._names = [names[id(parameter)] for parameter in parameters]
         self._ddp = weakref.ref(ddp)
         self._taken_over: weakref.ReferenceType[Any] | None = None
         self._handed_over: dict[int, int] = {}
         # a node keeps its hooks alive, and the reducer the node: nothing in a hook may keep either
         arrived = weakref.WeakMethod(self._arrived)
+        # all that is registered on a node is in one dictionary, which a handle leads to
+        self._pre_hooks: list[Any] = []
+        self._hooks: list[Any] = []
         for place, leaf in enumerate(self.leaves):
-            leaf.register_hook(functools.partial(_call, arrived, place))
+            self._hooks.append(leaf.register_hook(functools.partial(_call, arrived, place)).hooks_dict_ref())
+            handle = leaf.register_prehook(lambda _: None)
+            self._pre_hooks.append(handle.hooks_dict_ref())
+            handle.remove()
 
     def take_over(self) -> bool:
         """Have the module's reducer hear of gradients from here alone.
 
         Returns:
-            Whether it does; not so if there is no reducer, or one that was made for other parameters: some
-            have been frozen or thawed since.
+            Whether it does; not so if there is no reducer, or one that was made for other parameters.
         """
         reducer = self._reducer()
         if reducer is None:
@@ -77,10 +84,13 @@ class ReadyHooks:
 
     def _knows_the_parameters(self) -> bool:
         """Whether the places are those of the reducer that the module has now."""
-        ddp: Any = self._ddp()
-        parameters, _ = ddp._build_params_for_reducer()
-        count = ddp._get_ddp_logging_data()["num_parameter_tensors"]
-        return list(map(id, parameters)) == list(self.places) and count == len(parameters)
+        with contextlib.suppress(UnsupportedError):
+            return {id(parameter) for parameter in held_parameters(self._ddp())} == self.places.keys()
+        return False
+
+    def is_hooked(self, place: int) -> bool:
+        """Whether somebody else has a hook on a parameter's AccumulateGrad node."""
+        return bool(self._pre_hooks[place]) or len(self._hooks[place]) > 1
 
     def hand_over(self, place: int, parameter: Tensor, gradient: Tensor, alone: bool) -> None:
         """Accumulate a gradient and tell the reducer, as the engine would at the end of this backward.

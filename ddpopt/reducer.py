@@ -18,6 +18,7 @@ from torch import nn
 from ddpopt.bucket_config import BucketConfig
 from ddpopt.bucket_order import hash_table_order
 from ddpopt.errors import UsageError
+from ddpopt.reduced import as_built
 
 __all__ = [
     "BucketConfig",
@@ -127,15 +128,19 @@ def rebuilt_buckets(
 
 
 def specs_from_ddp(ddp: nn.parallel.DistributedDataParallel) -> tuple[ParamSpec, ...]:
-    """The parameters of a DDP module's reducer, in the reducer's own order.
+    """The parameters of a DDP module's reducer, in the reducer's own order, frozen since or not.
 
     Args:
         ddp: the module.
 
     Returns:
         One spec for each parameter that DDP reduces; entry i is the parameter that the reducer calls i.
+
+    Raises:
+        UnsupportedError: what the reducer holds cannot be told, or is no longer in the module.
     """
-    return specs_from_module(ddp.module, ignored=ddp.parameters_to_ignore)
+    with as_built(ddp):
+        return specs_from_module(ddp.module, ignored=ddp.parameters_to_ignore)
 
 
 def specs_from_module(module: nn.Module, ignored: Iterable[str] = ()) -> tuple[ParamSpec, ...]:

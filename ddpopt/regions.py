@@ -174,10 +174,10 @@ def plan_for_imposed(
     example_inputs: Sequence[object],
 ) -> Planned:
     """Cut a later graph of a module whose reducer already follows a plan."""
-    specs = specs_by_id(ddp)  # without what was frozen since
-    by_name = {spec.name: spec for spec in specs.values()}
-    trained = [[by_name[name] for name in bucket.params if name in by_name] for bucket in imposed.buckets]
-    buckets = [bucket for bucket in trained if bucket]
+    specs = specs_by_id(ddp)
+    by_name = {spec.name: spec for spec in specs.values()}  # without what was replaced since
+    kept = [[by_name[name] for name in bucket.params if name in by_name] for bucket in imposed.buckets]
+    buckets = [bucket for bucket in kept if bucket]
     return plan_and_open(gm, example_inputs, specs, lambda facts: plan_for_buckets(facts, buckets))
 
 

@@ -252,13 +252,3 @@ def assembled(found: Sequence[OneCase], timed: Sequence[OneTimed], folders: Sequ
     problems += [Problem(folder, "", said) for folder, said in failures.items()]
     cases = {one.name: one.figures for one in found if one.figures is not None}
     return Measured(Figures(cases, {one.name: one.ratios for one in timed}, counts), tuple(problems))
-
-
-def measure_here(settings: Settings, backend: Any, before: Figures, bands: Bands, ranks: Ranks) -> Measured:
-    """The same on the ranks that are there, with any backend; ratios are of this process alone."""
-    found = [measure_case(name, settings, backend, ranks) for name in settings.named]
-    timed = [
-        time_case(name, settings, backend, ranks, before.ratios.get(name, {}), bands)
-        for name in settings.timed
-    ]
-    return assembled(found, timed, settings.collected)

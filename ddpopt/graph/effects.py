@@ -44,8 +44,10 @@ KNOWN_MODULES = (
     "_operator", "builtins", "cmath", "math", "torch", "torch._linalg_utils", "torch._lowrank",
     "torch._tensor", "torch.functional", "torch.random",
 )  # fmt: skip
-KNOWN_PACKAGES = ("torch._C._functorch.", "torch._functorch.", "torch._numpy.", "torch.amp.", "torch.nn.")
-"""Whose functions write to nothing but what their names and arguments say."""
+KNOWN_PACKAGES = (
+    "einops.", "torch._C._functorch.", "torch._functorch.", "torch._numpy.", "torch.amp.", "torch.nn.",
+)  # fmt: skip
+"""Whose functions write to nothing but what their names and arguments say; Dynamo knows einops."""
 KNOWN_BUILTINS = ("asarray", "_get_data_attr")
 """Functions of torch that are neither Python functions nor operators, and write to nothing."""
 UNMARKED: Mapping[str, tuple[str, ...]] = {

@@ -354,6 +354,7 @@ def _evaluate(trainer: Trainer) -> None:
     if record.follow is not None:
         trainer.load(record.follow[len(record.steps)])
     trainer.extras = {}
+    _clear_gradients(trainer, keep=False)
     trainer.sight.before_step(keep=False)
     parts = [part for model in trainer.models for part in model.model.modules()]
     modes = [(part, part.training) for part in parts]

@@ -72,8 +72,19 @@ def held_by(function: Any, depth: int = DEPTH // 2) -> Iterator[tuple[str, Any]]
             yield from leaves(value, name)
 
 
+def _is_theirs(function: Any) -> bool:
+    """Whether a function is torch's or ddpopt's own."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return isinstance(function, types.FunctionType) and f"{function.__module__}.".startswith(
+        ("torch.", "ddpopt.")
+    )
+
+
 def _uses(function: Any) -> dict[str, Any]:
     """What a function has of its own: bound arguments, its closure and defaults, globals of its module."""
+    if _is_theirs(function):
+        return {}
     if isinstance(function, functools.partial):
         given = {str(place): value for place, value in enumerate(function.args)}
         return {"function": function.func, **given, **function.keywords}
@@ -81,8 +92,6 @@ def _uses(function: Any) -> dict[str, Any]:
         return {"self": function.__self__, "function": function.__func__}
     if not isinstance(function, types.FunctionType):  # list.append, an object that can be called
         return {"self": getattr(function, "__self__", function)}
-    if function.__module__.partition(".")[0] in ("torch", "ddpopt"):
-        return {}
     code, known = function.__code__, function.__globals__
     used = {name: known[name] for name in code.co_names if name in known}
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):

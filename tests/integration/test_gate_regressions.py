@@ -23,7 +23,7 @@ from ddpopt.gate.changes import changes
 from ddpopt.gate.collected import collected
 from ddpopt.gate.comparison import Comparison
 from ddpopt.gate.figures import Figures
-from ddpopt.gate.measuring import Measured, Settings, assembled, measure_here, time_case
+from ddpopt.gate.measuring import Measured, Settings, assembled, measure_case, time_case
 from ddpopt.gate.plans import plan_figures
 from ddpopt.report.gate import gate_text
 from ddpopt.verify.ranks import joined
@@ -49,8 +49,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def measured(settings: Settings, backend: Any = "aot_eager", before: Figures | None = None) -> Measured:
+    ratios_before = (before or Figures()).ratios
     with joined() as ranks:
-        return measure_here(settings, backend, before or Figures(), Bands(), ranks)
+        found = [measure_case(name, settings, backend, ranks) for name in settings.named]
+        timed = [
+            time_case(name, settings, backend, ranks, ratios_before.get(name, {}), Bands())
+            for name in settings.timed
+        ]
+        return assembled(found, timed, settings.collected)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -352,13 +353,20 @@ def test_a_decision_that_raises_on_one_rank_raises_on_all_and_leaves_ddps_own_re
     assert seconds < 10
 
 
-def test_accumulation_may_come_before_the_decision(ranks: Ranks) -> None:
-    """The first forwards are not synchronised; what they used is reduced with the first that is."""
+@pytest.mark.parametrize("from_before", [False, True])
+@pytest.mark.parametrize("used", [False, True])
+def test_accumulation_may_come_before_the_decision(ranks: Ranks, used: bool, from_before: bool) -> None:
+    """The first forwards are not synchronised; what they used is reduced with the first that is.
+
+    A gradient that was there before tells nothing of use.
+    """
 
     def run(ddp: DistributedDataParallel, seen: list[Buckets]) -> list[Gradients]:
+        for parameter in ddp.parameters() if from_before else ():
+            parameter.grad = torch.full_like(parameter, ranks.rank + 1.0)
         with ddp.no_sync():
             for part in (1, 2):
-                backward(loss(ddp(batch(ranks, 0, part), use_optional=True)))
+                backward(loss(ddp(batch(ranks, 0, part), use_optional=used and ranks.rank == 0)))
         seen.append([])
         backward(loss(ddp(batch(ranks, 0), use_optional=False)))
         return [gradients_of(ddp.module)]

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from ddpopt.testing import Ranks
 from ddpopt.testing.drawn import DrawnModel
-from ddpopt.testing.lockstep import RanksDisagreeError, hold_on_ranks
 from ddpopt.testing.profiles import share
 from ddpopt.testing.strategies import models
+from tests.property.lockstep import RanksDisagreeError, hold_on_ranks
 from tests.property.stepping import MARKS, STRATEGIES, Strategy, assert_equal_steps, compiled, eager, trained
 
 pytestmark = MARKS[1:]  # a group of all ranks is there

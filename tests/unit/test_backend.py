@@ -5,11 +5,14 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any, cast
+from unittest.mock import create_autospec
 
 import pytest
 import torch
 import torch._dynamo.backends.registry
+import torch._inductor.compile_fx as compile_fx
 from torch import Tensor, fx, nn
+from torch._dynamo.backends import distributed
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch.distributed._composable.replicate import replicate
 from torch.nn.parallel import DistributedDataParallel
@@ -17,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ddpopt
 import ddpopt.backend
-from ddpopt.backend import DdpoptBackend, Strategy, ddpopt_backend
+from ddpopt.backend import DdpoptBackend, Strategy
 from ddpopt.errors import CertificateError, UsageError
 from ddpopt.impose import impose, imposed_plan
 from ddpopt.observe import observe
@@ -213,9 +216,9 @@ def test_the_plan_in_force_is_the_one_that_was_foretold(factory: Callable[[], nn
 
 
 def test_the_entry_point_compiles_with_inductor() -> None:
-    found = torch._dynamo.backends.registry.lookup_backend("ddpopt")
-    assert found is ddpopt_backend
-    assert ddpopt_backend.compiler is torch._dynamo.backends.registry.lookup_backend("inductor")
+    found: Any = torch._dynamo.backends.registry.lookup_backend("ddpopt")
+    assert found is ddpopt.backend.ddpopt_backend
+    assert found.compiler is torch._dynamo.backends.registry.lookup_backend("inductor")
     assert "ddpopt" in torch.compiler.list_backends()
 
 
@@ -421,6 +424,118 @@ def test_options_of_the_backend_reach_it_once_for_each_distinct_segment() -> Non
         rows(),
     )
     assert seen == [{"options": {"depth": 3}}] * 2
+
+
+@pytest.fixture
+def config_patches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What Inductor is called with; its signature is Inductor's own, and what it compiles runs in eager."""
+    seen: list[dict[str, Any]] = []
+    inductor = create_autospec(compile_fx.compile_fx)
+
+    def compile_eager(gm: fx.GraphModule, _: Any, **arguments: Any) -> Callable[..., Any]:
+        seen.append(arguments.get("config_patches") or {})
+        return gm.forward
+
+    inductor.side_effect = compile_eager
+    monkeypatch.setattr(compile_fx, "compile_fx", inductor)
+    return seen
+
+
+def by_name(ddp: DistributedDataParallel, **options: Any) -> Callable[..., Any]:
+    return torch.compile(ddp, backend="ddpopt", **options)
+
+
+@pytest.mark.parametrize("way", [ddpopt.compile, by_name])
+@pytest.mark.parametrize(
+    ("options", "meant"),
+    [
+        ({"mode": "default"}, {}),
+        ({"mode": "max-autotune-no-cudagraphs"}, {"max_autotune": True, "coordinate_descent_tuning": True}),
+        ({"mode": "reduce-overhead"}, {"triton.cudagraphs": True}),
+        ({"options": {"epilogue-fusion": False}}, {"epilogue_fusion": False}),
+    ],
+)
+def test_mode_and_options_mean_what_they_mean_to_inductor(
+    way: Callable[..., Any], options: Any, meant: dict[str, Any], config_patches: list[dict[str, Any]]
+) -> None:
+    ddp = ddp_of()
+    step(way(ddp, **options), ddp, rows())
+    assert config_patches
+    assert all(patches.items() >= meant.items() for patches in config_patches)
+
+
+def test_what_inductor_does_not_know_is_refused_with_torchs_own_words() -> None:
+    with pytest.raises(RuntimeError, match="Unexpected optimization option speed, known options are"):
+        ddpopt.compile(ddp_of(), options={"speed": True})
+    with pytest.raises(RuntimeError, match="Unrecognized mode=fast, should be one of"):
+        ddpopt.compile(ddp_of(), mode="fast")
+
+
+def test_what_is_torch_compiles_own_among_the_options_stays_torchs() -> None:
+    asked: list[Any] = []
+
+    def keep_all(guards: Any) -> list[bool]:
+        asked.extend(guards)
+        return [True] * len(guards)
+
+    ddp = ddp_of(sequential)
+    step(ddpopt.compile(ddp, backend="eager", options={"guard_filter_fn": keep_all}), ddp, rows())
+    assert asked
+
+
+# ------------------------------------------------------------------------------------- what is compiled
+
+
+class CompiledByClass(Net):
+    """A module whose class says how its calls are compiled."""
+
+    @property
+    def _compiled_call_impl(self) -> Callable[..., Any]:  # type: ignore[override]
+        return torch.compile(self._call_impl, backend="aot_eager")
+
+
+def compiled_in_place() -> nn.Module:
+    model = seeded(Net)
+    model.compile(backend="aot_eager")
+    return model
+
+
+INNER: dict[str, Callable[[], nn.Module]] = {
+    "compiled by its class": CompiledByClass,
+    "compiled in place": compiled_in_place,
+    "compiled already": lambda: cast(nn.Module, torch.compile(seeded(Net), backend="aot_eager")),
+    "scripted": lambda: torch.jit.trace(seeded(Net), rows()),  # type: ignore[no-untyped-call]  # of torch
+    "a DDP module": lambda: ddp_of(),
+    "a DDP module of a sequential": lambda: ddp_of(sequential),
+    "a module with one inside": lambda: nn.Sequential(ddp_of(), nn.Linear(WIDTH, WIDTH)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.*deprecated:DeprecationWarning")
+@pytest.mark.parametrize("strategy", ["split", "inline"])
+@pytest.mark.parametrize("inner", INNER)
+def test_whatever_the_module_inside_is_it_trains_as_in_eager(inner: str, strategy: Strategy) -> None:
+    def trained(wrap: Callable[[Any], Any]) -> list[list[Tensor]]:
+        ddp = ddp_of(lambda: seeded(INNER[inner]))
+        call = wrap(ddp)
+        return [step(call, ddp, rows(seed=number)) for number in range(2)]
+
+    with torch._dynamo.config.patch(optimize_ddp=False):  # which fails at caps below 1 MiB
+        eager = trained(lambda ddp: ddp)
+    torch._dynamo.reset()
+    found = trained(lambda ddp: ddpopt.compile(ddp, backend="aot_eager", strategy=strategy))
+    assert all(map(same, found, eager))
+
+
+@pytest.mark.parametrize("strategy", ["split", "inline"])
+@pytest.mark.parametrize("factory", [Net, lambda: ddp_of(), lambda: sequential()])
+def test_fullgraph_is_about_the_module_inside(factory: Callable[[], nn.Module], strategy: Strategy) -> None:
+    recorder = Recorder()
+    eager, ddp = ddp_of(factory), ddp_of(factory)
+    call = ddpopt.compile(ddp, backend=recorder, strategy=strategy, fullgraph=True)
+    for number in range(2):
+        assert same(step(call, ddp, rows(seed=number)), step(eager, eager, rows(seed=number)))
+    assert recorder.calls
 
 
 # ---------------------------------------------------------------------------------------- explain
@@ -723,7 +838,7 @@ def dynamo_state() -> dict[str, Any]:
     settings = {f"{c.__name__}.{key}": value for c in configs for key, value in c.get_config_copy().items()}
     return {
         **settings,
-        "hook": DDPOptimizer.__dict__.get("__new__"),
+        "optimizer": (distributed.DDPOptimizer, dict(vars(DDPOptimizer))),
         "tracing context": torch._guards.TracingContext.try_get(),
         "active module": DistributedDataParallel._active_ddp_module,
         "grad": torch.is_grad_enabled(),
@@ -736,7 +851,12 @@ def dynamo_state() -> dict[str, Any]:
 def test_no_global_of_torch_is_changed(way: Wrap) -> None:
     before = dynamo_state()
     ddp = ddp_of()
-    step(way(ddp, "aot_eager"), ddp, rows())
+    call = way(ddp, "aot_eager")
+    step(call, ddp, rows())
+    if way is by_backend:  # a backend that lives may be met again at any time
+        del call
+        torch._dynamo.reset()
+        gc.collect()
     assert dynamo_state() == before
 
 

@@ -50,6 +50,13 @@ def partly_without_grad(region: Region, x: Tensor) -> Tensor:
     return output
 
 
+def in_place(region: Region, x: Tensor) -> Tensor:
+    x = region.layers[0](x)
+    x += region.layers[1](torch.tanh(x + 1))
+    output: Tensor = region.layers[3](region.layers[2](x))
+    return output
+
+
 def by_a_share_of_the_batch(region: Region, x: Tensor) -> Tensor:
     x = region.layers[0](x)
     share = x.shape[0] / 4
@@ -66,8 +73,10 @@ def by_a_weight_of_its_share(region: Region, x: Tensor) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize(("body", "pieces"), [(plain, 4), (under_autocast, 3), (partly_without_grad, 3)])
-def test_a_region_is_divided_between_spans_where_buckets_end(body: Body, pieces: int) -> None:
+@pytest.mark.parametrize(
+    ("body", "pieces"), [(plain, 4), (under_autocast, 3), (partly_without_grad, 3), (in_place, 3)]
+)
+def test_a_region_is_divided_between_spans_and_writes_where_buckets_end(body: Body, pieces: int) -> None:
     captured = capture(Region(body), torch.ones(2, 8), bucket_cap_mb=8 * 9 * 4 / 2**20)
     (graph,) = captured.graphs
     assert len(graph.gm.graph.find_nodes(op="call_function", target=CHECKPOINT)) == pieces

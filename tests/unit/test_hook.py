@@ -1,11 +1,13 @@
 """The one hook in Dynamo: it is asked at the right moment, changes only what it must, and goes away again."""
 
+import gc
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from torch._dynamo import convert_frame
+from torch._dynamo.backends import distributed
 from torch._dynamo.backends.distributed import DDPOptimizer
 
 import ddpopt.backend
@@ -24,7 +26,11 @@ def other(*_: Any) -> Callable[..., Any]:
 
 def built(compiler: Any) -> Any:
     """What Dynamo gets where it would build torch's optimizer around a backend."""
-    return DDPOptimizer(bucket_bytes_cap=MIB, backend_compile_fn=compiler)
+    return distributed.DDPOptimizer(bucket_bytes_cap=MIB, backend_compile_fn=compiler)
+
+
+def globals_of_torch() -> tuple[dict[str, Any], dict[str, Any]]:
+    return dict(vars(distributed)), dict(vars(DDPOptimizer))
 
 
 def test_a_backend_that_is_not_chosen_gets_torchs_optimizer() -> None:
@@ -45,7 +51,7 @@ def test_the_chooser_is_asked_about_the_backend_that_is_compiling() -> None:
     asked: list[Any] = []
     with hook.replacing(asked.append):
         built(backend)
-        DDPOptimizer(MIB, other)
+        distributed.DDPOptimizer(MIB, other)
     assert asked == [backend, other]
 
 
@@ -59,52 +65,53 @@ def test_what_is_chosen_skips_the_checks_of_torchs_optimizer() -> None:
     with pytest.raises(AssertionError):
         DDPOptimizer(**arguments)
     with hook.replacing(lambda _: other):
-        assert DDPOptimizer(**arguments).compile_fn is other
+        assert distributed.DDPOptimizer(**arguments).compile_fn is other  # type: ignore[comparison-overlap]  # chosen
 
 
 def test_the_hook_is_gone_behind_the_block() -> None:
-    before = DDPOptimizer.__dict__.get("__new__")
+    before = globals_of_torch()
     with hook.replacing(lambda _: other):
-        assert DDPOptimizer.__dict__.get("__new__") is not before
-    assert DDPOptimizer.__dict__.get("__new__") is before
+        assert distributed.DDPOptimizer is not DDPOptimizer
+    assert globals_of_torch() == before
 
 
 def test_the_hook_is_gone_behind_a_block_that_raises() -> None:
-    before = DDPOptimizer.__dict__.get("__new__")
+    before = globals_of_torch()
     with pytest.raises(ZeroDivisionError), hook.replacing(lambda _: other):
         _ = 1 / 0
-    assert DDPOptimizer.__dict__.get("__new__") is before
+    assert globals_of_torch() == before
 
 
-def test_blocks_may_be_nested() -> None:
-    with hook.replacing(lambda _: other):
-        with hook.replacing(lambda _: None):
-            assert type(built(backend)) is DDPOptimizer
-        assert built(backend).compile_fn is other
+def test_of_nested_blocks_the_inner_one_is_asked_first() -> None:
+    with hook.replacing(lambda _: other), hook.replacing(lambda c: c if c is backend else None):
+        assert built(backend).compile_fn is backend
+        assert built(other).compile_fn is other
 
 
-class Optimizer:
-    """A class like torch's, that nothing was installed on yet."""
-
-    def __init__(self, bucket_bytes_cap: int, backend_compile_fn: Any) -> None:
-        self.backend_compile_fn = backend_compile_fn
-
-
-def test_where_nothing_was_installed_torchs_optimizer_is_built_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hook, "DDPOptimizer", Optimizer)
-    with hook.replacing(lambda _: other):
-        assert Optimizer(MIB, backend).compile_fn is other  # type: ignore[attr-defined]  # what was chosen
-    assert Optimizer(MIB, backend).backend_compile_fn is backend
+def test_choosers_may_leave_in_any_order() -> None:
+    before = globals_of_torch()
+    first, second = hook.install(lambda _: other), hook.install(lambda _: None)
+    first()
+    first()
+    assert type(built(backend)) is DDPOptimizer
+    second()
+    assert globals_of_torch() == before
 
 
-def test_importing_ddpopt_leaves_other_backends_to_torchs_optimizer() -> None:
+def test_ddpopts_own_backends_are_never_split_by_torch_and_others_are_left_to_it() -> None:
+    own = ddpopt.backend.DdpoptBackend("eager")
+    assert built(own).compile_fn is own
     assert type(built(backend)) is DDPOptimizer
     assert type(built("inductor")) is DDPOptimizer
 
 
-def test_ddpopts_own_backend_is_never_split_by_torch() -> None:
+def test_with_the_last_backend_of_ddpopts_the_hook_is_gone() -> None:
+    before = len(hook._choosers)
     own = ddpopt.backend.DdpoptBackend("eager")
-    assert built(own).compile_fn is own
+    assert len(hook._choosers) == before + 1
+    del own
+    gc.collect()
+    assert len(hook._choosers) == before
 
 
 def test_dynamo_still_builds_the_class_that_is_hooked() -> None:

@@ -1,7 +1,6 @@
 """Strategy inline at compile time: what becomes of a graph, and which graphs are split instead."""
 
 import logging
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -14,12 +13,12 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.graph_capture_wrappers import set_partitioner_tag_must_be_in_backward
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.two_tensor import TwoTensor
 
 import ddpopt
 from ddpopt.errors import HandOverError
 from ddpopt.facts import GraphFacts, ParamUse
-from ddpopt.handover import READ_AGAIN, Call, _kept_in_backward, _owners_of_one
-from ddpopt.inductor import _last_uses
+from ddpopt.handover import COPIED, _kept_in_backward, _owners_of_one
 from ddpopt.inline import obstacle, together
 from ddpopt.plan import Bucket
 from ddpopt.reducer import ParamSpec
@@ -99,10 +98,10 @@ def test_the_forward_graph_lends_the_parameters_of_each_bucket_together() -> Non
     assert_expected_inline(
         body(graph).replace("l_self_modules_", ""),
         """\
-lend(last_parameters_bias_, last_parameters_weight_, token_0, ticket)
+lend(last_parameters_bias_, last_parameters_weight_, token_0)
 getitem(lend)
 getitem_1(lend)
-lend_1(first_parameters_bias_, first_parameters_weight_, token_1, ticket)
+lend_1(first_parameters_bias_, first_parameters_weight_, token_1)
 getitem_2(lend_1)
 getitem_3(lend_1)
 linear(l_x_, getitem_3, getitem_2)
@@ -126,7 +125,7 @@ t_4(mm_1)
 sum_1(tangents_1)
 view(sum_1)
 t_5(t_4)
-hand_over(view, t_5, primals_8)
+hand_over(view, t_5, primals_6)
 detach_5(detach_4)
 threshold_backward(mm, detach_5)
 t_6(threshold_backward)
@@ -135,7 +134,7 @@ t_7(mm_2)
 sum_2(threshold_backward)
 view_1(sum_2)
 t_8(t_7)
-hand_over_1(view_1, t_8, primals_8)""",
+hand_over_1(view_1, t_8, primals_7)""",
     )
 
 
@@ -267,52 +266,6 @@ def test_a_single_bucket_is_compiled_as_it_is() -> None:
 # ------------------------------------------------------------------------------ the memory of gradients
 
 
-def graph_of(gradient: str) -> fx.Node:
-    """A graph that hands over the gradient which an expression of aten operators makes."""
-    graph = fx.Graph()
-    aten = torch.ops.aten
-    x, y = graph.placeholder("x"), graph.placeholder("y")
-
-    def call(target: Any, *args: Any) -> fx.Node:
-        return graph.call_function(target, args)
-
-    product = call(aten.mm.default, x, y)
-    made = {
-        "fresh": lambda: product,
-        "view of fresh": lambda: call(aten.permute.default, product, [1, 0]),
-        "read again": lambda: (call(aten.relu.default, product), product)[1],
-        "view of what is read again": lambda: (
-            call(aten.relu.default, product),
-            call(aten.permute.default, product, [1, 0]),
-        )[1],
-        "input": lambda: x,
-        "view of input": lambda: call(aten.permute.default, x, [1, 0]),
-        "result of several": lambda: call(operator.getitem, call(aten.sort.default, product), 0),
-        "piece": lambda: call(operator.getitem, call(aten.split.Tensor, product, 2), 0),
-        "twice": lambda: product,
-    }[gradient]()
-    count = 2 if gradient == "twice" else 1
-    return graph.call_function(HAND_OVER, ([made] * count, y, [*range(count)], [READ_AGAIN] * count))
-
-
-@pytest.mark.parametrize(
-    ("gradient", "last"),
-    [
-        ("fresh", True),
-        ("view of fresh", True),
-        ("result of several", True),
-        ("read again", False),
-        ("view of what is read again", False),
-        ("input", False),
-        ("view of input", False),
-        ("piece", False),
-        ("twice", False),
-    ],
-)
-def test_memory_is_given_back_only_where_nothing_else_reads_it(gradient: str, last: bool) -> None:
-    assert {*_last_uses(graph_of(gradient))} == {last}
-
-
 class Sums(nn.Module):
     """Two biases whose gradients are one tensor, that of the output."""
 
@@ -322,21 +275,6 @@ class Sums(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.one + self.two
-
-
-def test_a_gradient_is_taken_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    receive = Call.receive
-
-    def noted(call: Call, slot: int, gradient: Tensor, alone: bool) -> None:
-        seen.append(gradient.data_ptr())
-        receive(call, slot, gradient, alone)
-
-    monkeypatch.setattr(Call, "receive", noted)
-    model = train(Two(), "aot_eager")
-    held = {p.grad.data_ptr() for p in model.parameters() if p.grad is not None}
-    assert len(held) == 4
-    assert held == set(seen)
 
 
 def test_no_two_gradients_share_memory_and_none_the_callers() -> None:
@@ -428,13 +366,10 @@ def test_what_is_marked_as_torch_marks_it_stays_in_the_backward() -> None:
 
 
 def test_a_gradient_outside_of_any_backward_is_refused() -> None:
-    with pytest.raises(HandOverError, match=r"slot 3 of forward -1 has a gradient, but no backward of that"):
-        HAND_OVER([torch.ones(2)], torch.tensor(-1), [3], [READ_AGAIN])
-
-
-def test_the_ticket_is_on_the_cpu_whatever_the_default_device() -> None:
-    with torch.device("meta"):
-        assert Call(None, ()).ticket.device.type == "cpu"
+    with pytest.raises(
+        HandOverError, match=r"input 3 of a compiled graph has a gradient, but no backward of"
+    ):
+        HAND_OVER([torch.ones(2)], torch.empty(0), [3], [COPIED])
 
 
 @pytest.mark.parametrize(
@@ -455,3 +390,14 @@ def test_what_cannot_be_lent_is_named(op: str, value: Tensor, reason: str) -> No
     graph.output(node)
     gm = fx.GraphModule({"w": value}, graph)
     assert obstacle(gm, {node: {"w": "w"}}) == reason
+
+
+@pytest.mark.parametrize("made_of_others", [True, False])
+def test_a_graph_whose_gradients_may_be_made_of_others_is_not_compiled_inline(made_of_others: bool) -> None:
+    graph = fx.Graph()
+    node = graph.placeholder("x")
+    value = torch.ones(2)
+    node.meta["example_value"] = TwoTensor(value, value) if made_of_others else value
+    graph.output(node)
+    reason = "'x' is a TwoTensor, a tensor made of others" if made_of_others else None
+    assert obstacle(fx.GraphModule({}, graph), {}) == reason

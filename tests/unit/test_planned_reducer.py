@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.planned_reducer import PlannedReducer, install
 from ddpopt.reducer import specs_from_ddp
-from tests.multigpu.models import Tower, arbitrary_plan
+from tests.multigpu.models import Tower, arbitrary_plan, plan_of
 from tests.multigpu.single import single_rank
 
 c10d: Any = dist  # torch does not mark its re-exports
@@ -56,6 +56,23 @@ def test_the_buckets_are_the_plans_and_stay(arguments: dict[str, Any]) -> None:
         assert members(ddp) == wanted
         step(ddp)
     assert not ddp._has_rebuilt_buckets
+
+
+@pytest.mark.parametrize("arguments", MODES)
+def test_a_profile_of_a_single_bucket_shows_what_it_shows_of_ddp(arguments: dict[str, Any]) -> None:
+    def events(ddp: Any) -> list[str]:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            for _ in range(4):
+                torch.autograd.backward(ddp(torch.ones(2, 6)).sum())
+        shown = ("gloo:", "torch.distributed.ddp")
+        return sorted(event.name for event in profile.events() if event.name.startswith(shown))
+
+    plain: Any = DistributedDataParallel(nn.Linear(6, 6), **arguments)
+    followed: Any = DistributedDataParallel(nn.Linear(6, 6), **arguments)
+    install(followed, plan_of([list(specs_from_ddp(followed))]))
+    assert len(members(followed)) == 1
+    assert events(followed) == events(plain)
+    assert len(members(followed)) == 1
 
 
 def references(module: nn.Module) -> int:
@@ -116,6 +133,21 @@ def test_options_set_after_construction_are_kept() -> None:
     for name in ("static_graph", "comm_hook", "join_uneven_inputs"):
         assert after[name] == before[name], name
     assert len(after) == len(before)
+
+
+@pytest.mark.parametrize("arguments", MODES)
+@pytest.mark.parametrize("steps_before", [0, 1, 12])
+def test_how_often_ddp_logs_is_kept(arguments: dict[str, Any], steps_before: int) -> None:
+    ddp = wrapped(**arguments)
+    ddp._set_ddp_runtime_logging_sample_rate(7)
+    for _ in range(steps_before):
+        step(ddp)
+    install(ddp, arbitrary_plan(ddp, 0))
+    logged = set()
+    for _ in range(30):
+        step(ddp)
+        logged.add(ddp._get_ddp_logging_data()["iteration"])
+    assert {iteration for iteration in logged if iteration > 10} == {14, 21, 28}
 
 
 def test_a_second_hook_is_refused_as_in_plain_ddp() -> None:

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
+import ddpopt
 from ddpopt.errors import HandOverError
 from ddpopt.impose import impose
 from ddpopt.ready_hooks import ReadyHooks, ready_hooks
@@ -137,10 +139,19 @@ def test_without_a_reducer_there_is_nothing_to_take_over(ddp: Any) -> None:
 
 
 @pytest.mark.parametrize("frozen_first", [True, False], ids=["before the hooks", "after the hooks"])
-def test_a_reducer_that_was_made_for_other_parameters_is_left_alone(ddp: Any, frozen_first: bool) -> None:
+def test_what_is_frozen_for_a_while_keeps_its_place(ddp: Any, frozen_first: bool) -> None:
     hooks = None if frozen_first else ready_hooks(ddp)
     next(ddp.parameters()).requires_grad_(False)
     hooks = hooks or ready_hooks(ddp)
+    assert hooks.take_over()
+    assert list(hooks.places) == list(map(id, ddp.parameters()))
+
+
+def test_where_a_parameter_was_replaced_the_reducer_is_left_alone(ddp: Any) -> None:
+    hooks = ready_hooks(ddp)
+    name, parameter = next(ddp.module.named_parameters())
+    owner, _, last = name.rpartition(".")
+    setattr(ddp.module.get_submodule(owner), last, nn.Parameter(parameter.detach().clone()))
     assert not hooks.take_over()
 
 
@@ -251,3 +262,32 @@ def test_nothing_is_reduced_once_the_hooks_of_the_reducer_are_removed(ddp: Any) 
     step(ddp)
     assert before > 0
     assert len(seen) == before
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("kind", ["before the node", "after the node"])
+def test_hooks_on_the_node_of_a_parameter_see_the_gradient_and_may_change_it(kind: str) -> None:
+    def trained(compiled: bool) -> tuple[list[Tensor], list[Tensor | None]]:
+        model = Tower()
+        ddp = DistributedDataParallel(model, bucket_cap_mb=1e-4)
+        node = get_gradient_edge(model.get_parameter(NAME)).node
+        seen: list[Tensor] = []
+
+        def noted(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            seen.append(gradients[0].clone())
+            return (gradients[0] * 2,)
+
+        if kind == "before the node":
+            node.register_prehook(noted)
+        else:
+            node.register_hook(lambda _, gradients: noted(gradients) and None)
+        call: Any = ddpopt.compile(ddp, backend="aot_eager", strategy="inline") if compiled else ddp
+        for _ in range(2):
+            ddp.zero_grad()
+            torch.autograd.backward(call(torch.ones(2, 6)).sum())
+        return seen, gradients_of(model)
+
+    (seen, gradients), (expected_seen, expected) = trained(True), trained(False)
+    assert len(seen) == len(expected_seen) == 2
+    assert all(map(torch.equal, seen, expected_seen))
+    assert same([gradients], [expected])

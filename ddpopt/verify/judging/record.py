@@ -14,7 +14,7 @@ from torch import Tensor
 from ddpopt.observe import Collective, Iteration
 from ddpopt.plan import Plan
 from ddpopt.verify.parallel import Gradients, Named
-from ddpopt.verify.visible import GRADIENT_OF, OUTSIDE, Pairs
+from ddpopt.verify.visible import ATTRIBUTE, GRADIENT_OF, KEPT, OUTSIDE, Pairs
 
 
 @dataclass
@@ -52,9 +52,12 @@ class Step:
 
 
 def in_sight(name: str, eager: Step) -> bool:
-    """Whether a script can see what bears a name: not a leaf that compiled code has of its own."""
+    """Whether a script can see what bears a name: no leaf or attribute that compiled code has of its own."""
     _, outside, rest = name.partition(OUTSIDE)
-    return not outside or f"{GRADIENT_OF}{OUTSIDE}{rest}" in eager.extras
+    if outside:
+        return f"{GRADIENT_OF}{OUTSIDE}{rest}" in eager.extras
+    _, attribute, rest = name.partition(f"{KEPT}{ATTRIBUTE}")
+    return not attribute or f"{attribute}{rest}" in eager.extras
 
 
 @dataclass

@@ -1,0 +1,176 @@
+"""Strategy split on one rank: who reads a tensor, by whatever name, reads what eager DDP reads there."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+import ddpopt
+from tests.multigpu.single import single_rank
+
+WIDTH = 8
+CAP = WIDTH * WIDTH * 4 / 2**20
+Write = Callable[["Written", Tensor, Tensor, Tensor], object]
+Read = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone() -> Iterator[None]:
+    with single_rank():
+        yield
+    torch._dynamo.reset()
+
+
+class Written(nn.Module):
+    """Four layers; a view of a base is taken after the first, the base is written after the third."""
+
+    def __init__(self, base: str, write: Write, read: Read) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.register_buffer("own", torch.randn(WIDTH, WIDTH))
+        self.register_buffer("ones", torch.ones(WIDTH))
+        self.base, self.write, self.read = base, write, read
+
+    def forward(self, x: Tensor, given: Tensor) -> tuple[Tensor, ...]:
+        h = torch.tanh(self.layers[0](x))
+        base = {"buffer": self.own, "input": given, "value": h * 1}[self.base]
+        view = base.t()
+        h = torch.tanh(self.layers[2](torch.tanh(self.layers[1](h))))
+        self.write(self, base, view, h)
+        h, *others = self.read(h, base, view)
+        return self.layers[3](torch.tanh(h)), *others
+
+
+class Halving(torch.autograd.Function):
+    """Writes to an argument without saying so."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, base: Tensor) -> Tensor:
+        base.mul_(0.5)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]  # torch types it for any number
+        return grad, None
+
+
+@torch._dynamo.allow_in_graph
+def unseen(base: Tensor) -> Tensor:
+    return base.mul_(0.5).sum()
+
+
+@torch._dynamo.nonstrict_trace
+def untraced(base: Tensor) -> Tensor:
+    return base.mul_(0.5).sum()
+
+
+def halved(x: Tensor, base: Tensor) -> Tensor:
+    base.mul_(0.5)
+    return x.sin()
+
+
+def by_numpy(base: Tensor) -> None:
+    array = base.numpy()
+    array *= 0.5
+
+
+def statistics(norm: Callable[..., Any], flag: tuple[bool, ...] = (False,)) -> Write:
+    return lambda model, base, _, h: norm(h, None, None, base[0], model.ones, True, 0.1, 1e-5, *flag)
+
+
+WRITES: Mapping[str, Write] = {
+    "__imul__": lambda _, base, view, h: base.__imul__(0.5),
+    "view.mul_": lambda _, base, view, h: view.mul_(0.5),
+    "foreach": lambda _, base, view, h: torch._foreach_mul_([base], 0.5),
+    "out": lambda _, base, view, h: torch.mul(h.detach(), 2, out=base),
+    "batch_norm": statistics(torch.batch_norm),
+    "native_batch_norm": statistics(torch.native_batch_norm, ()),
+    "aten.batch_norm": statistics(torch.ops.aten.batch_norm),
+    "embedding": lambda _, base, view, h: F.embedding(torch.tensor([1]), base, max_norm=0.1),
+    "embedding_bag": lambda _, base, view, h: F.embedding_bag(torch.tensor([[1]]), base, max_norm=0.1),
+    "numpy": lambda _, base, view, h: by_numpy(base),
+    "allow_in_graph": lambda _, base, view, h: unseen(base),
+    "nonstrict_trace": lambda _, base, view, h: untraced(base),
+    "checkpoint": lambda _, base, view, h: checkpoint(halved, h, base, use_reentrant=False),
+    "autograd.Function": lambda _, base, view, h: Halving.apply(h, base),
+    "t_": lambda _, base, view, h: torch.ops.aten.t_(base),
+    "as_strided_": lambda _, base, view, h: torch.as_strided_(base, (WIDTH, WIDTH), (1, WIDTH)),
+}
+READS: Mapping[str, Read] = {
+    "the view": lambda h, base, view: (h + view,),
+    "both": lambda h, base, view: (h + view * 2 + base,),
+    "the caller the view": lambda h, base, view: (h, view),
+    "the caller the base": lambda h, base, view: (h + view, base),
+    "a number": lambda h, base, view: (h * view[0, 1].item(),),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("base", ["buffer", "input"])
+def test_a_view_is_read_as_it_is_behind_a_write(base: str, write: str) -> None:
+    expect_as_eager(Written(base, WRITES[write], READS["both"]))
+
+
+@pytest.mark.parametrize("base", ["buffer", "value"])
+@pytest.mark.parametrize("read", READS)
+def test_everyone_reads_what_was_written(read: str, base: str) -> None:
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        expect_as_eager(Written(base, WRITES["view.mul_"], READS[read]))
+
+
+class InPlaceResidual(nn.Module):
+    """A block that adds to what it has made, in a checkpoint or by a view."""
+
+    def __init__(self, *, checkpointed: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.checkpointed = checkpointed
+
+    def block(self, x: Tensor) -> Tensor:
+        h = self.layers[0](x).view(2, -1, WIDTH)
+        h += self.layers[1](torch.tanh(h + 1))
+        h += self.layers[2](torch.tanh(h + 1))
+        return torch.tanh(h)
+
+    def forward(self, x: Tensor, _: Tensor) -> tuple[Tensor, ...]:
+        h = checkpoint(self.block, x, use_reentrant=False) if self.checkpointed else self.block(x)
+        return (self.layers[3](h),)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_residual_may_be_added_in_place(checkpointed: bool) -> None:
+    expect_as_eager(InPlaceResidual(checkpointed=checkpointed))
+
+
+def expect_as_eager(model: nn.Module) -> None:
+    """Two steps of training must leave the same behind, bit by bit, compiled by strategy split."""
+    torch._dynamo.reset()
+    expected, found = trained(copy.deepcopy(model), lambda ddp: ddp), trained(model, compiled)
+    assert [n for n, (a, b) in enumerate(zip(expected, found, strict=True)) if not torch.equal(a, b)] == []
+
+
+def compiled(ddp: DistributedDataParallel) -> Callable[..., Any]:
+    return ddpopt.compile(ddp, backend="aot_eager", strategy="split")
+
+
+def trained(model: nn.Module, wrap: Callable[[DistributedDataParallel], Callable[..., Any]]) -> list[Tensor]:
+    """Outputs, inputs, gradients and buffers of two steps."""
+    step = wrap(DistributedDataParallel(model, bucket_cap_mb=CAP))
+    left: list[Tensor] = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        inputs = torch.randn(WIDTH, WIDTH), torch.randn(WIDTH, WIDTH)
+        outputs = step(*inputs)
+        outputs[0].square().mean().backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        left += (
+            t.detach().clone() for t in pytree.tree_leaves((outputs, inputs, gradients, [*model.buffers()]))
+        )
+    return left
