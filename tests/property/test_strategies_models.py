@@ -188,7 +188,7 @@ def test_a_feature_without_what_it_needs_is_refused() -> None:
 
 
 def test_a_feature_that_does_not_exist_is_refused_by_name() -> None:
-    with pytest.raises(UsageError, match=r"^expected names of features, got 'convolution'; there are: alias"):
+    with pytest.raises(UsageError, match=r"^expected names of features, got 'convolution'; there are: accum"):
         find(models(without={"convolution"}), lambda _: True)
 
 

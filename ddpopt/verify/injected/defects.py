@@ -1,8 +1,8 @@
-"""Defects put back into ddpopt, each by having everybody forget that a kind of node writes.
+"""Defects put back into ddpopt: what nobody knows that a node writes, and memory taken without a proof.
 
-It goes in at the one place that all ask, the table of what a node writes. So plan and proof are mistaken
-together, and only the numbers can show it; a drawn model does.
-Invariant: nothing but the named kind of write is treated otherwise.
+Each goes in at the one place that all ask: the table of what a node writes, or the call that receives a
+gradient. So plan and proof are mistaken together, and only what is computed can show it; a drawn model does.
+Invariant: nothing but the named kind of write, or of gradient, is treated otherwise.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
-from torch import fx
+from torch import Tensor, fx
 from torch._ops import HigherOrderOperator, OpOverload
 
+from ddpopt import handover
 from ddpopt.graph import effects
+from ddpopt.ready_hooks import ReadyHooks
 from ddpopt.testing.case import Case
 from ddpopt.testing.drawn import DrawnModel, step
 from ddpopt.verify.injected.sites import Inject, Site
@@ -63,6 +65,39 @@ def forgetting(forgotten: Callable[[fx.Node], bool]) -> Inject:
     return inject
 
 
+@contextlib.contextmanager
+def taking(site: Site) -> Iterator[None]:
+    """Take the memory of every gradient that would be copied."""
+    receive = handover.Call.receive
+
+    def take(self: handover.Call, slot: int, gradient: Tensor, treatment: int) -> None:
+        if treatment == handover.COPIED:
+            site.mark()
+            treatment = handover.TAKEN
+        receive(self, slot, gradient, treatment)
+
+    with patch.object(handover.Call, "receive", take), patch.object(handover, "_is_alone", lambda _: True):
+        yield
+
+
+@contextlib.contextmanager
+def unhooked(site: Site) -> Iterator[None]:
+    """Hand over the gradients of parameters that users have hooked."""
+    hooked = ReadyHooks.is_hooked
+    own = handover._is_hooked
+
+    def overlooked(was: bool) -> bool:
+        if was:
+            site.mark()
+        return False
+
+    with (
+        patch.object(ReadyHooks, "is_hooked", lambda self, place: overlooked(hooked(self, place))),
+        patch.object(handover, "_is_hooked", lambda parameter: overlooked(own(parameter))),
+    ):
+        yield
+
+
 def _name(node: fx.Node) -> str:
     target: Any = node.target
     return target if isinstance(target, str) else getattr(target, "__name__", type(target).__name__)
@@ -81,6 +116,11 @@ def _forgets(what: str, forgotten: Callable[[fx.Node], bool], shown_by: DrawnMod
     return Defect(name, "ddpopt-split", forgetting(forgotten), shown_by, ("L0",), trace)
 
 
+def _takes(what: str, shown_by: DrawnModel, trace: str) -> Defect:
+    return Defect(f"a gradient is taken that {what}", "ddpopt-inline", taking, shown_by, ("L0", "L3"), trace)
+
+
+_LINEAR = step("linear")
 DEFECTS: tuple[Defect, ...] = (
     _forgets(
         "methods that end in _",
@@ -133,6 +173,22 @@ DEFECTS: tuple[Defect, ...] = (
         lambda node: isinstance(node.target, OpOverload) and node.target.namespace == "drawn",
         _written("written_inside", "operator"),
         r"shrink\(t",
+    ),
+    _takes("an input has, too", DrawnModel(steps=(step("added", to="input"), _LINEAR)), r"prompt\d"),
+    _takes("eager code hands on", DrawnModel(steps=(step("from_outside"), _LINEAR)), r"outside\("),
+    _takes("the user made", DrawnModel(steps=(step("returned"), _LINEAR)), r"Returned(Saved|Cloned)\.apply"),
+    _takes(
+        "comes from the user, who gives it again",
+        DrawnModel(steps=(step("added"),), loss="given", training="accumulation"),
+        r"(?s)self\.rows\d.*Given\.apply",
+    ),
+    Defect(
+        "a hook is not waited for",
+        "ddpopt-inline",
+        unhooked,
+        DrawnModel(steps=(step("hooked"), _LINEAR)),
+        ("L0", "L3", "run"),
+        r"hook_(changed|node|accumulated)\(self",
     ),
 )
 
