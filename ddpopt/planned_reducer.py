@@ -130,23 +130,14 @@ def install(ddp: DistributedDataParallel, plan: Plan) -> None:
         plan: its buckets hold each parameter of the module's reducer once.
     """
     module: Any = ddp  # its private attributes carry no types
-<<<<<<< HEAD
     with as_built(ddp):  # C++ takes no parameter that is frozen
         arguments = _reducer_arguments(module, plan)
         noted = module._get_ddp_logging_data()
+        rate = _log_rate(module.reducer)
         module.reducer._remove_autograd_hooks()
         # The old buckets go before the new ones come: at the end of a forward there is no room for both.
         del module.reducer, module.logger
         module.reducer = PlannedReducer(plan, arguments)
-=======
-    arguments = _reducer_arguments(module, plan)
-    noted = module._get_ddp_logging_data()
-    rate = _log_rate(module.reducer)
-    module.reducer._remove_autograd_hooks()
-    # The old buckets go before the new ones come: at the end of a forward there is no room for both.
-    del module.reducer, module.logger
-    module.reducer = PlannedReducer(plan, arguments)
->>>>>>> suite
     module.logger = _logger(module)
     module.reducer._set_ddp_runtime_logging_sample_rate(rate)
     if module.static_graph:
