@@ -22,12 +22,12 @@ METHODS = {
     "imul": "{t}.__imul__(0.9)",
     "operator": "{t} += 0.5",
     "item": "{t}[0] = 0.5",
+    "numpy": "a = {t}.numpy()\na *= 0.9",
 }
 FUNCTIONS = {
     "relu": "F.relu({t}, inplace=True)",
     "out": "torch.mul({t}, 0.9, out={t})",
     "foreach": "torch._foreach_mul_([{t}], 0.9)",
-    "numpy": "a = {t}.numpy()\na *= 0.9",
     "detach": "{t}.detach().mul_(0.9)",
 }
 STATISTICS = {
@@ -115,9 +115,9 @@ def _around(
     return f"{second}(torch.tanh({inner} + {view}.mean(0)))"
 
 
-@register_block("view-and-write", options={"by": tuple(METHODS), **OPTIONS}, body="any", pure=False, rate=5)
+@register_block("view-and-write", options={"by": tuple(METHODS), **OPTIONS}, body="any", pure=False, rate=8)
 def written(w: Writer, x: str, *, by: str, body: Body, **options: str) -> str:
-    """Write by a method."""
+    """Write by a method, an operator or NumPy."""
     return _around(w, x, body, options, f"{w.width}", _lines(w, METHODS[by]))
 
 
@@ -149,7 +149,7 @@ def statistics(w: Writer, x: str, *, by: str, body: Body, **options: str) -> str
 
 
 @register_block(
-    "view-and-write", "embedding", options={"by": tuple(LOOKUPS), **OPTIONS}, body="any", pure=False, rate=2
+    "view-and-write", "embedding", options={"by": tuple(LOOKUPS), **OPTIONS}, body="any", pure=False, rate=3
 )
 def looked_up(w: Writer, x: str, *, by: str, body: Body, **options: str) -> str:
     """Look rows up, which makes those that are too long shorter."""

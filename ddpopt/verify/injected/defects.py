@@ -146,7 +146,7 @@ DEFECTS: tuple[Defect, ...] = (
         _written("written_by_function", "out"),
         r"out=t\d|inplace=True",
     ),
-    _forgets("arrays of NumPy", _is_numpy, _written("written_by_function", "numpy"), r"\.numpy\(\)"),
+    _forgets("arrays of NumPy", _is_numpy, _written("written", "numpy"), r"\.numpy\(\)"),
     _forgets(
         "norms",
         lambda node: "norm" in _name(node),
