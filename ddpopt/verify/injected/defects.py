@@ -33,7 +33,7 @@ class Defect:
         mode: in which it shows.
         inject: puts it in.
         shown_by: the smallest model that shows it.
-        seen_by: levels of the ladder that may claim to have found it.
+        seen_by: who has to find it, as for a fault.
         trace: what the source of a model has that may show it: a regular expression.
     """
 
@@ -117,7 +117,7 @@ def _forgets(what: str, forgotten: Callable[[fx.Node], bool], shown_by: DrawnMod
 
 
 def _takes(what: str, shown_by: DrawnModel, trace: str) -> Defect:
-    return Defect(f"a gradient is taken that {what}", "ddpopt-inline", taking, shown_by, ("L0", "L3"), trace)
+    return Defect(f"a gradient is taken that {what}", "ddpopt-inline", taking, shown_by, ("L3",), trace)
 
 
 _LINEAR = step("linear")
@@ -187,7 +187,7 @@ DEFECTS: tuple[Defect, ...] = (
         "ddpopt-inline",
         unhooked,
         DrawnModel(steps=(step("hooked"), _LINEAR)),
-        ("L0", "L3", "run"),
+        ("run",),
         r"hook_(changed|node|accumulated)\(self",
     ),
 )
