@@ -15,8 +15,8 @@ from ddpopt.verify.faults import FAULTS, PLACEBOS, Fault
 from ddpopt.verify.injected import codes as code
 from ddpopt.verify.injected import plans
 from ddpopt.verify.injected.clean_runs import AT_LEAST, MODES, clean_runs
-from ddpopt.verify.injected.sites import NotInjected, Site, first, last_rank, second_rank
 from ddpopt.verify.injected.shown import shown_case
+from ddpopt.verify.injected.sites import NotInjected, Site, first, last_rank, second_rank
 from ddpopt.verify.injected.trials import died, found_out
 from ddpopt.verify.judging.failing import Failure, failure_of
 from ddpopt.verify.matrix import CASES
