@@ -30,7 +30,6 @@ from ddpopt.verify.modes import Mode, Setup
 from ddpopt.verify.parallel import Gradients, Named, Parallel
 from ddpopt.verify.visible import Sight
 
-EVALUATED = "evaluation's "
 LEARNING_RATE = 0.05
 """Of plain SGD: large enough that a stale gradient or a parameter that was not updated shows a step later."""
 
@@ -61,8 +60,7 @@ class Trainer:
         models: the model; an option may add others.
         step: index of the step that runs.
         record: what is known so far.
-        extras: what a script can see of the step; for the option to leave what is to be equal too.
-        sight: what finds that.
+        extras: what a script can see of the step (`sight` finds it), and what the option leaves.
         compilations: what Dynamo compiles meanwhile.
     """
 
@@ -71,7 +69,7 @@ class Trainer:
         self.place = place
         self._make = make
         self.models = [make()]
-        self.sight = Sight((case.inputs, case.loss), {"": self.parallel.model})
+        self.sight = self._sight()
         self.step = 0
         self.last_loss: Tensor | None = None
         self.extras: dict[str, Any] = {}
@@ -88,11 +86,14 @@ class Trainer:
         """Its DDP module; None where the mode has none."""
         return self.parallel.ddp
 
+    def _sight(self) -> Sight:
+        models = {_prefix(index): model.model for index, model in enumerate(self.models)}
+        return Sight((self.case.inputs, self.case.loss), models)
+
     def add_model(self) -> None:
         """Make another one, from the same weights."""
         self.models.append(self._make())
-        models = {_prefix(index): model.model for index, model in enumerate(self.models)}
-        self.sight = Sight((self.case.inputs, self.case.loss), models)
+        self.sight = self._sight()
         self.record.start = self.state()
 
     def loss(self, part: int = 0, model: int = 0) -> Tensor:
@@ -202,9 +203,12 @@ def on_device(value: Any, device: torch.device) -> Any:
 
 
 def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    if tensor.device == device or not (tensor.is_leaf and tensor.requires_grad):
-        return tensor.to(device)
-    return tensor.detach().to(device).requires_grad_()
+    moved = tensor.to(device)
+    return (
+        moved
+        if moved is tensor or not tensor.is_leaf
+        else moved.detach().requires_grad_(tensor.requires_grad)
+    )
 
 
 @dataclass(frozen=True)
@@ -238,11 +242,6 @@ class Course:
 
 def train(course: Course, mode: Mode, place: Place) -> Record:
     """Train a case for some steps in a mode.
-
-    Args:
-        course: what to train, and how.
-        mode: the mode.
-        place: on which rank, group and device.
 
     Returns:
         What happened. A run that fails raises whatever the step raised.
@@ -315,7 +314,7 @@ def _one_step(trainer: Trainer, program: Program) -> None:
     trainer.sight.before_step(keep=program.keeps_gradients)
     program.take_step(trainer)
     random = random_state(trainer.place.device)
-    trainer.extras |= trainer.sight.after_step() | {"torch's settings": _settings(trainer)}
+    trainer.extras |= trainer.sight.after_step() | trainer.sight.settings(trainer.place.device)
     sharing, written = (None, ()) if trainer.ddp is None else trainer.sight.memory()
     gradients, early = trainer.gradients(), set(trainer.extras)
     program.finish_step(trainer)
@@ -340,16 +339,8 @@ def _one_step(trainer: Trainer, program: Program) -> None:
     )
 
 
-def _settings(trainer: Trainer) -> str:
-    """What code may leave switched that a script reads."""
-    modes = sorted({module.training for model in trainer.models for module in model.model.modules()})
-    kind, gradients = trainer.place.device.type, torch.is_grad_enabled()
-    autocast, dtype = torch.is_autocast_enabled(kind), torch.get_default_dtype()
-    return f"gradients {gradients}, autocast {autocast}, default {dtype}, training {modes}"
-
-
 def _evaluate(trainer: Trainer) -> None:
-    """Run the model once more on the last inputs, as after training, from where eager's last step ended."""
+    """Run the model once more on the last inputs, from where eager's last step ended."""
     record = trainer.record
     if record.follow is not None:
         trainer.load(record.follow[len(record.steps)])
@@ -357,30 +348,22 @@ def _evaluate(trainer: Trainer) -> None:
     _clear_gradients(trainer, keep=False)
     trainer.sight.before_step(keep=False)
     parts = [part for model in trainer.models for part in model.model.modules()]
-    modes = [(part, part.training) for part in parts]
-    for part in parts:
-        part.training = False
+    modes = [part.training for part in parts]
+    for model in trainer.models:
+        model.model.eval()
     with torch.no_grad():
         for index in range(len(trainer.models)):
             trainer.forward(model=index)
-    for part, training in modes:
+    for part, training in zip(parts, modes, strict=True):
         part.training = training
-    seen = trainer.extras | trainer.sight.after_step()
-    extras = {f"{EVALUATED}{name}": value for name, value in seen.items()}
-    trained = record.steps[-1].gradients
+    seen, trained = trainer.extras | trainer.sight.after_step(), record.steps[-1].gradients
+    extras = {f"evaluation's {name}": value for name, value in seen.items()}
     state = {name: tensor for name, tensor in trainer.state().items() if name not in trained}
     record.evaluation = Step(None, {}, state, random_state(trainer.place.device), extras)
 
 
 def random_state(device: torch.device) -> Tensor:
-    """Read the default generators that a model on a device draws from: the CPU's, and the GPU's own.
-
-    Args:
-        device: where the model is.
-
-    Returns:
-        Their states, one after the other, as bytes.
-    """
+    """Return the states of the generators that a model on a device draws from: the CPU's, the GPU's own."""
     own = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
     return torch.cat([torch.random.get_rng_state(), *own])
 

@@ -237,6 +237,13 @@ class Sight:
                 found[f"form of the {GRADIENT_OF}{name}"] = form_of(tensor.grad)
         return found | {f"{KEPT}{name}": _as_tensor(value) for name, value in self._kept()}
 
+    def settings(self, device: torch.device) -> dict[str, str]:
+        """Tell what code may leave switched that a script reads."""
+        modes = sorted({part.training for model in self._models.values() for part in model.modules()})
+        autocast, dtype = torch.is_autocast_enabled(device.type), torch.get_default_dtype()
+        words = f"gradients {torch.is_grad_enabled()}, autocast {autocast}, default {dtype}, training {modes}"
+        return {"torch's settings": words}
+
     def memory(self) -> tuple[Pairs, tuple[str, ...]]:
         """Tell what shares memory, and what a script kept of the last step that has been written since."""
         seen = self._inputs | self._outputs | dict(self._leaves())

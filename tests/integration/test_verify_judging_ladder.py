@@ -62,6 +62,11 @@ def changed(record: Record, step: int = 1, **changes: Any) -> Record:
     return replace(record, steps=steps)
 
 
+def scaled(loss: Tensor | None, by: float) -> Tensor:
+    assert loss is not None
+    return loss * by
+
+
 def next_up(tensor: Tensor) -> Tensor:
     return torch.nextafter(tensor, torch.full_like(tensor, torch.inf))
 
@@ -103,7 +108,7 @@ def damaged(record: Record, what: str) -> dict[str, Any]:
     if what in ("gradients", "final"):
         return damaged_gradients(record, what)
     if what == "loss":
-        return {"loss": step.loss * 1.01}
+        return {"loss": scaled(step.loss, 1.01)}
     if what == "norm":
         return {"extras": {**step.extras, "norm": step.extras["norm"] * 1.01}}
     return {"state": {**step.state, what: step.state[what] * 1.01}}
@@ -169,7 +174,8 @@ def standing_in(reference: Reference, **changes: Any) -> Any:
 
 
 def test_what_an_option_leaves_on_one_side_only_is_a_finding(clipped: Reference) -> None:
-    sheet = climb(clipped, changed(clipped.again, extras={}))
+    left = {name: value for name, value in clipped.again.steps[1].extras.items() if name != "norm"}
+    sheet = climb(clipped, changed(clipped.again, extras=left))
     assert [finding.message for finding in sheet.findings] == [
         "step 1: the norm is missing, in eager DDP torch.float32 ()"
     ]
@@ -209,7 +215,8 @@ def test_without_ddp_buffers_are_compared_on_the_first_rank_and_named_on_others(
     record = changed(clipped.again, state={**state, buffer: next_up(state[buffer])})
     assert wrong_of(climb(clipped, record, how="manual")) == {("L0", f"buffer {buffer}")}
     bench = SimpleNamespace(rank=1, ranks=clipped.bench.ranks, subject=clipped.bench.subject, unevaluated="")
-    sheet = climb(standing_in(clipped, bench=bench), record, how="manual")
+    peers = [*clipped.eager_peers, *clipped.eager_peers]
+    sheet = climb(standing_in(clipped, bench=bench, eager_peers=peers), record, how="manual")
     assert wrong_of(sheet) == set()
     assert set(sheet.about[OTHER_BUFFERS]) == {"buffer norm.running_mean", "buffer norm.running_var"}
 
@@ -272,7 +279,10 @@ def test_after_another_order_of_summation_all_steps_are_judged_in_a_run_from_eag
     assert sheet.notes[-1].startswith(
         "the cuts sum in another order, hence judged at L2: the gradients of value"
     )
-    for wrong in (with_gradient(followed, 1.01, 1), changed(followed, loss=followed.steps[1].loss * 1.01)):
+    for wrong in (
+        with_gradient(followed, 1.01, 1),
+        changed(followed, loss=scaled(followed.steps[1].loss, 1.01)),
+    ):
         assert wrong_of(climb(clipped, parted, again=lambda wrong=wrong: wrong))  # type: ignore[misc]  # bound now
 
 
@@ -286,10 +296,10 @@ def test_what_no_order_explains_is_kept_though_it_does_not_happen_again(
     other = step.gradients[OTHER]
     assert other is not None
     changes: dict[str, dict[str, Any]] = {
-        "loss": {"loss": step.loss * 1.01},
+        "loss": {"loss": scaled(step.loss, 1.01)},
         "other gradient": {"gradients": {**step.gradients, OTHER: other * 1.01}},
         "parameter": {"state": {**step.state, OTHER: next_up(step.state[OTHER])}},
-        "left by the option": {"extras": {}},
+        "left by the option": {"extras": {n: value for n, value in step.extras.items() if n != "norm"}},
     }
     parted = replace(changed(followed, 0, **changes[lost]), follow=None)
     sheet = climb(clipped, parted, again=lambda: followed)
@@ -335,7 +345,7 @@ def test_where_a_run_from_eagers_states_only_took_too_long_what_no_order_explain
         stalled="all waited",
     )
     parted = with_gradient(clipped.again, 1 + 2**-22, 0)
-    parted = replace(changed(parted, 0, loss=parted.steps[0].loss * loss), follow=None)
+    parted = replace(changed(parted, 0, loss=scaled(parted.steps[0].loss, loss)), follow=None)
     ladder = Ladder(
         standing_in(clipped, bench=bench), mode("whole"), exact=True, ordered=True, run_again=lambda: None
     )
