@@ -365,7 +365,8 @@ def configured(
         RuntimeError: Inductor does not know them; the message is torch's.
     """
     if is_inductor(compiler) and (mode or options):
-        others["config_patches"] = torch._TorchCompileInductorWrapper(mode, options, dynamic=None).config
+        wrapper: Any = torch._TorchCompileInductorWrapper
+        others["config_patches"] = wrapper(mode, options, dynamic=None).config
     else:
         others.update({key: v for key, v in (("mode", mode), ("options", options)) if v})
     return functools.partial(compiler, **others) if others else compiler

@@ -53,8 +53,8 @@ def obstacle(gm: fx.GraphModule, sources: Sources) -> str | None:
         value = example_value(node)
         nested = isinstance(value, NestedTensor) and node not in sources  # gives no nested gradients
         if is_traceable_wrapper_subclass(value) and not nested:
-            names = sources.get(node)
-            what = f"parameter {next(iter(names.values()))!r}" if names else repr(node.name)
+            known = [f"parameter {name!r}" for name in sources.get(node, {}).values()]
+            what = known[0] if known else repr(node.name)
             return f"{what} is a {type(value).__name__}, a tensor made of others"
         for written in mutated_inputs(node):
             for storage in storages(written):

@@ -50,7 +50,7 @@ def running_buckets(ddp: Any) -> tuple[ObservedBucket, ...]:
     names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
     members = bucket_members(running_reducer(ddp)) or _foretold(ddp)
     return tuple(
-        _observed(index, [(names[id(parameter)], parameter) for parameter in bucket])
+        _observed(index, [(names.get(id(parameter), "(replaced)"), parameter) for parameter in bucket])
         for index, bucket in enumerate(members)
     )
 

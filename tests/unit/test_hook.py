@@ -65,7 +65,7 @@ def test_what_is_chosen_skips_the_checks_of_torchs_optimizer() -> None:
     with pytest.raises(AssertionError):
         DDPOptimizer(**arguments)
     with hook.replacing(lambda _: other):
-        assert distributed.DDPOptimizer(**arguments).compile_fn is other  # type: ignore[comparison-overlap]  # chosen
+        assert distributed.DDPOptimizer(**arguments).compile_fn is other
 
 
 def test_the_hook_is_gone_behind_the_block() -> None:
