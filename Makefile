@@ -28,7 +28,7 @@ BENCHMARKS := planning compile step alignment
 # Those that read the clock; what they timed is kept for `python -m pyperf compare_to` as well.
 TIMED := planning compile step
 kept = --json benchmarks/results/$(1).json $(if $(filter $(1),$(TIMED)),--pyperf benchmarks/results/$(1).pyperf.json)
-CODE := ddpopt tests benchmarks examples conftest.py
+CODE := ddpopt tests benchmarks examples ci conftest.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What takes too long for every commit: the long tests, thousands of drawn examples, the verification's test of
-# itself, the gate, and models that nobody wrote.
+# itself, the gate, torch's own DDP tests, and models that nobody wrote.
 #
 #   ci/nightly.sh
 #
@@ -23,6 +23,8 @@ step "drawn examples" env HYPOTHESIS_PROFILE=nightly timeout "${PROPERTY_LIMIT:-
   "${pytest[@]}" --nightly --timeout 14400 tests/property
 step "self-test" "$VENV/bin/ddpopt" verify --self-test --json "$reports/self-test.json"
 step gate ci/gate.sh --json "$reports/gate.json"
+step "torch's own DDP tests" "$VENV/bin/python" -m ci.torch_ddp \
+  --json "$reports/torch-ddp.json" --markdown "$reports/torch-ddp.md"
 step fuzz "$VENV/bin/ddpopt" fuzz --mode ddpopt-split,ddpopt-inline \
   --minutes "${FUZZ_MINUTES:-20}" --out "$reports/fuzz"
 finish

@@ -1,0 +1,82 @@
+"""Run the DDP tests that torch's wheel contains with every DDP module in them compiled, by torch and by us.
+
+torch's authors wrote down what DDP promises, and none of them knew of ddpopt. Each test that builds a DDP
+module runs on two gloo ranks in eager; where that passes, compiled by torch (whole graphs; its DDPOptimizer)
+and by both of ddpopt's strategies; all of it with the caps of the tests themselves, and with one so small
+that most parameters get a bucket of their own. A test is *failed only by us* where eager passes it, a way of
+torch's passes it, and a strategy of ours does not.
+
+Exit code 0: no test is failed only by us without a reason. 1: some are. 2: usage.
+"""
+
+import argparse
+import fnmatch
+import json
+import os
+import sys
+import unittest
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from ci.torch_ddp.runs import SMALL_CAP_MB, Settings, prepare, run_all, torch_tests
+from ci.torch_ddp.table import MODES, Accepted, table, unaccepted
+
+ACCEPTED: Mapping[str, Accepted] = {
+    "test_different_graph_across_ranks": Accepted(
+        "AssertionError: 0 is not true",
+        "it asks DDP's log whether buckets were rebuilt after the first iteration. The plan's buckets are "
+        "in force from the first iteration on, so that nothing is left to rebuild, and the log tells so.",
+    ),
+}
+"""What only we fail, and why eager's behaviour is not wanted there."""
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m ci.torch_ddp", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("tests", nargs="*", default=["*"], help="patterns of the tests' names (default: all)")
+    add("--mode", action="append", choices=MODES[1:], help="compile in this way only (repeatable)")
+    add("--caps", choices=("own", "small"), help="only with the tests' own caps, or only with the small one")
+    add("--backend", default="aot_eager", help="the Dynamo backend underneath (default: aot_eager)")
+    add("--limit", type=float, default=120, help="seconds that one run may take (default: 120)")
+    add(
+        "--workers", type=int, default=os.cpu_count() or 1, help="runs at the same time (default: one a core)"
+    )
+    add("--json", type=Path, help="write each outcome to this file, with why it did not pass")
+    add("--markdown", type=Path, help="write the tables to this file")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the tests, print the tables, and say whether all is well."""
+    options = _options(arguments)
+    known = unittest.TestLoader().getTestCaseNames(torch_tests())
+    names = [name for name in known if any(fnmatch.fnmatch(name, pattern) for pattern in options.tests)]
+    if not names:
+        print(
+            f"tests: expected patterns of torch's tests, but none matches {options.tests!r}", file=sys.stderr
+        )
+        return 2
+    prepare()
+    caps = [small for small in (False, True) if options.caps != ("own" if small else "small")]
+    settings = Settings(options.backend, options.limit, options.workers)
+    outcomes = run_all(names, caps, options.mode or MODES[1:], settings)
+    text = table(outcomes, ACCEPTED, SMALL_CAP_MB)
+    print(text)
+    if options.markdown:
+        options.markdown.write_text(f"{text}\n")
+    if options.json:
+        options.json.write_text(
+            json.dumps([asdict(job) | asdict(run) for job, run in outcomes.items()], indent=1)
+        )
+    alone = unaccepted(outcomes, ACCEPTED)
+    if alone:
+        print(f"failed only by us: {', '.join(alone)}", file=sys.stderr)
+    return 1 if alone else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
