@@ -32,8 +32,6 @@ else:
 __all__ = ["PlannedReducer", "install", "outside_dynamo"]
 
 REASON = "part of DDP, not of the model"
-ALWAYS_LOGGED = 10  # iterations, whatever the rate
-LONGEST_RATE = 1000  # what is rarer is taken for this
 
 # torch does not mark what torch.distributed re-exports.
 _c10d: Any = dist
@@ -133,13 +131,11 @@ def install(ddp: DistributedDataParallel, plan: Plan) -> None:
     with as_built(ddp):  # C++ takes no parameter that is frozen
         arguments = _reducer_arguments(module, plan)
         noted = module._get_ddp_logging_data()
-        rate = _log_rate(module.reducer)
         module.reducer._remove_autograd_hooks()
         # The old buckets go before the new ones come: at the end of a forward there is no room for both.
         del module.reducer, module.logger
         module.reducer = PlannedReducer(plan, arguments)
     module.logger = _logger(module)
-    module.reducer._set_ddp_runtime_logging_sample_rate(rate)
     if module.static_graph:
         module._static_graph_delay_allreduce_enqueued = False
         module.reducer._set_static_graph()
@@ -147,24 +143,6 @@ def install(ddp: DistributedDataParallel, plan: Plan) -> None:
     if noted.get("join_uneven_inputs"):
         module.logger._set_uneven_input_join()
     _keep_hooks(module, str(noted.get("comm_hook", "")))
-
-
-def _log_rate(reducer: Any) -> int:
-    """Every how many iterations a reducer's log is written after the tenth, which it does not tell.
-
-    It counts iterations to find out: the reducer is of no use afterwards.
-    """
-    logger = _c10d.Logger(reducer)
-    written = [ALWAYS_LOGGED]
-    for _ in range(2 * LONGEST_RATE):
-        reducer.prepare_for_forward()
-        logger.set_runtime_stats_and_log()
-        iteration = logger._get_ddp_logging_data().ints_map.get("iteration", 0)
-        if iteration > written[-1]:
-            written.append(iteration)
-        if len(written) == 3:
-            return int(written[2] - written[1])
-    return LONGEST_RATE
 
 
 def _reducer_arguments(ddp: Any, plan: Plan) -> dict[str, Any]:

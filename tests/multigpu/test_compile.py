@@ -266,6 +266,6 @@ def test_ranks_that_use_other_parameters_accumulate_eagers_gradients(
         gradients.append([parameter.grad for parameter in ddp.parameters()])
     gathered = ranks.gather(gradients)
     # from three ranks on, a sum may have another order
-    exact = {"rtol": 0.0, "atol": 0.0} if len(gathered) <= 2 else {}
+    exact = 0.0 if len(gathered) <= 2 else None
     for eager, ours in gathered:
-        torch.testing.assert_close(ours, eager, **exact)
+        torch.testing.assert_close(ours, eager, rtol=exact, atol=exact)

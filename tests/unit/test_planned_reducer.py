@@ -135,21 +135,6 @@ def test_options_set_after_construction_are_kept() -> None:
     assert len(after) == len(before)
 
 
-@pytest.mark.parametrize("arguments", MODES)
-@pytest.mark.parametrize("steps_before", [0, 1, 12])
-def test_how_often_ddp_logs_is_kept(arguments: dict[str, Any], steps_before: int) -> None:
-    ddp = wrapped(**arguments)
-    ddp._set_ddp_runtime_logging_sample_rate(7)
-    for _ in range(steps_before):
-        step(ddp)
-    install(ddp, arbitrary_plan(ddp, 0))
-    logged = set()
-    for _ in range(30):
-        step(ddp)
-        logged.add(ddp._get_ddp_logging_data()["iteration"])
-    assert {iteration for iteration in logged if iteration > 10} == {14, 21, 28}
-
-
 def test_a_second_hook_is_refused_as_in_plain_ddp() -> None:
     def hook(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         del state
