@@ -31,6 +31,9 @@ def alone() -> Iterator[None]:
 class Written(nn.Module):
     """Four layers; a view of a base is taken after the first, the base is written after the third."""
 
+    own: Tensor
+    ones: Tensor
+
     def __init__(self, base: str, write: Write, read: Read) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
@@ -57,11 +60,14 @@ class Halving(torch.autograd.Function):
         return x * 1
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]  # torch types it for any number
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return grad, None
 
 
-@torch._dynamo.allow_in_graph
+halve: Any = Halving.apply
+
+
+@torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]  # torch's own
 def unseen(base: Tensor) -> Tensor:
     return base.mul_(0.5).sum()
 
@@ -99,7 +105,7 @@ WRITES: Mapping[str, Write] = {
     "allow_in_graph": lambda _, base, view, h: unseen(base),
     "nonstrict_trace": lambda _, base, view, h: untraced(base),
     "checkpoint": lambda _, base, view, h: checkpoint(halved, h, base, use_reentrant=False),
-    "autograd.Function": lambda _, base, view, h: Halving.apply(h, base),
+    "autograd.Function": lambda _, base, view, h: halve(h, base),
     "t_": lambda _, base, view, h: torch.ops.aten.t_(base),
     "as_strided_": lambda _, base, view, h: torch.as_strided_(base, (WIDTH, WIDTH), (1, WIDTH)),
 }
@@ -157,7 +163,8 @@ def expect_as_eager(model: nn.Module) -> None:
 
 
 def compiled(ddp: DistributedDataParallel) -> Callable[..., Any]:
-    return ddpopt.compile(ddp, backend="aot_eager", strategy="split")
+    step: Callable[..., Any] = ddpopt.compile(ddp, backend="aot_eager", strategy="split")
+    return step
 
 
 def trained(model: nn.Module, wrap: Callable[[DistributedDataParallel], Callable[..., Any]]) -> list[Tensor]:
