@@ -3,8 +3,8 @@
 The proof is a table of named invariants. Each looks at the evidence, read off both graphs once, and gives a
 sentence for each place where it does not hold; all of them are collected, and raised together.
 
-Invariant: shares no code with what plans or cuts (of `ddpopt.plan` only the data classes are used), and takes
-time linear in nodes.
+Invariant: shares no code with what plans or cuts but the data classes of `ddpopt.plan` and the table
+`ddpopt.graph.effects` of what each node writes; takes time linear in nodes.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import functools
 import inspect
 import operator
 import types
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -197,7 +197,7 @@ def _signatures(target: object) -> tuple[Signature, ...]:
         target = target.op
     elif isinstance(target, dynamo.numpy_to_tensor_wrapper):
         target = target.f
-    return _signatures_of(target) if isinstance(target, Hashable) else ()
+    return () if getattr(target, "__hash__", None) is None else _signatures_of(target)
 
 
 @functools.lru_cache(maxsize=4096)

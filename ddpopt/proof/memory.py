@@ -43,9 +43,9 @@ def writes_reach_every_reader(evidence: Evidence) -> Iterator[str]:
             given.setdefault((crossing.segment, family), []).append(crossing)
     inputs = [Made(node.name) for node in original.program.inputs]
     for place, writer in writers.items():
-        first, *others = given.get(place, [None])
-        for other in others:
-            if first is not None and (first.term not in inputs or other.term not in inputs):
+        crossings = given.get(place, [])
+        for first, other in zip(crossings[:1] * len(crossings), crossings[1:], strict=False):
+            if first.term not in inputs or other.term not in inputs:
                 where = f"segment {other.segment}, input {other.node.name}"
                 yield f"{where}: is one tensor with input {first.node.name}, and {writer} writes to it"
 

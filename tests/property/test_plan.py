@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import ddpopt
 from ddpopt import planner
 from ddpopt.facts import GraphFacts, ParamUse, with_unread
-from ddpopt.join import join_plans
 from ddpopt.graph.effects import mutated_inputs
+from ddpopt.join import join_plans
 from ddpopt.plan import Plan
 from ddpopt.planner import plan_for_buckets, plan_graph
 from ddpopt.reducer import BucketConfig, ParamSpec, rebuilt_buckets

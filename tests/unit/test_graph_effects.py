@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._numpy as numpy
+import torch._numpy
 import torch.nn.functional as F
 from torch import fx, nn
 from torch._dynamo import utils as dynamo
@@ -15,6 +15,7 @@ from torch._higher_order_ops.wrap import tag_activation_checkpoint
 
 from ddpopt.graph.effects import draws, is_known, mutated_inputs
 
+numpy: Any = torch._numpy
 Write = Callable[[fx.Graph, list[fx.Node]], fx.Node]
 
 
@@ -73,7 +74,7 @@ MUTATING: dict[str, tuple[Write, str]] = {
     "batch_norm by keyword": (function(F.batch_norm, A, **STATISTICS, training=True), "x1 x2"),
     "instance_norm": (function(F.instance_norm, A, B, C), "x1 x2"),
     "torch.batch_norm": (function(torch.batch_norm, A, None, None, B, C, True, 0.1, 1e-5, True), "x1 x2"),
-    "_VF.batch_norm": (function(torch._VF.batch_norm, A, None, None, B, C, True, 0.1, 1e-5, True), "x1 x2"),  # type: ignore[attr-defined]  # a namespace without stubs
+    "_VF.batch_norm": (function(torch._VF.batch_norm, A, None, None, B, C, True, 0.1, 1e-5, True), "x1 x2"),
     "torch.native_batch_norm": (
         function(torch.native_batch_norm, A, None, None, B, C, True, 0.1, 1e-5), "x1 x2"
     ),
