@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.deferred import PendingLogger, PendingReducer, defer, running_reducer
+from ddpopt.deferred import PendingLogger, PendingReducer, defer
 from ddpopt.errors import PlanMismatchError, UsageError
 from ddpopt.impose import impose, imposed_plan
 from ddpopt.plan import Plan
+from ddpopt.reduced import running_reducer
 from tests.multigpu.models import Tower, arbitrary_plan
 from tests.multigpu.single import single_rank
 

@@ -397,7 +397,7 @@ def test_a_graph_whose_gradients_may_be_made_of_others_is_not_compiled_inline(ma
     graph = fx.Graph()
     node = graph.placeholder("x")
     value = torch.ones(2)
-    node.meta["example_value"] = TwoTensor(value, value) if made_of_others else value
+    node.meta["example_value"] = TwoTensor(value, value) if made_of_others else value  # type: ignore[no-untyped-call]  # of torch
     graph.output(node)
     reason = "'x' is a TwoTensor, a tensor made of others" if made_of_others else None
     assert obstacle(fx.GraphModule({}, graph), {}) == reason
