@@ -42,7 +42,7 @@ _numbers = itertools.count()
 def _build(*args: Any, **kwargs: Any) -> object:
     """What Dynamo calls in place of the class; an object that is not built skips the checks of its caps."""
     compiler = kwargs["backend_compile_fn"] if "backend_compile_fn" in kwargs else args[1]
-    for choose in reversed(_choosers.values()):
+    for choose in [*_choosers.values()][::-1]:  # a choice may make a backend, or free one
         chosen = choose(compiler)
         if chosen is not None:
             return _Chosen(chosen)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,37 +58,54 @@ def _last_used(names: Sequence[str], last_usage: Iterable[str]) -> set[str]:
     }
 
 
-class _Readers:
-    """Which buffers of a program are computed from which of its inputs."""
+class _Program:
+    """What is known of the program that Inductor makes of one backward.
 
-    def __init__(self) -> None:
+    Attributes:
+        inputs: by which of the forward's inputs it is: what the backward was given of it, also as views.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        by_storage: defaultdict[int, list[fx.Node]] = defaultdict(list)
+        placeholders = graph.find_nodes(op="placeholder")
+        for node in placeholders:
+            for storage in storages(node):
+                by_storage[storage].append(node)
+        described = {node: node.meta.get("desc") for node in placeholders}
+        self.inputs: Mapping[int, list[fx.Node]] = {
+            desc.idx: [same for storage in storages(node) for same in by_storage[storage]]
+            for node, desc in described.items()
+            if isinstance(desc, PlainAOTInput)
+        }
         self._seen = 0
-        self._buffers: defaultdict[str, list[str]] = defaultdict(list)
+        self._readers: defaultdict[str, list[str]] = defaultdict(list)
 
-    def of(self, name: str) -> list[str]:
-        """The buffers that are computed from one input, so far."""
+    def readers(self, name: str) -> list[str]:
+        """The buffers that are computed from one of the backward's inputs, so far."""
         for operation in V.graph.operations[self._seen :]:
             for read in operation.get_read_names():
                 if read in V.graph.graph_inputs:
-                    self._buffers[read] += [output.get_name() for output in operation.get_outputs()]
+                    self._readers[read] += [output.get_name() for output in operation.get_outputs()]
         self._seen = len(V.graph.operations)
-        return self._buffers[name]
+        return self._readers[name]
 
 
-_readers: weakref.WeakKeyDictionary[Any, _Readers] = weakref.WeakKeyDictionary()
+_programs: weakref.WeakKeyDictionary[Any, _Program] = weakref.WeakKeyDictionary()
 
 
 def lower(gradients: Sequence[Any], token: Any, slots: Sequence[int], treatment: Sequence[int]) -> Any:
     """Add a call of ``ddpopt::hand_over`` to the program, after all that reads the parameters."""
     call = V.graph.current_node
-    inputs = [_inputs_of(call.graph, slot) for slot in slots]
+    if V.graph not in _programs:
+        _programs[V.graph] = _Program(call.graph)
+    program = _programs[V.graph]
+    inputs = [program.inputs.get(slot, []) for slot in slots]
     late = [any(_is_read_after(node, call) for node in nodes) for nodes in inputs]
     names = [node.name for nodes, wait in zip(inputs, late, strict=True) if not wait for node in nodes]
     for name in names:
         for user in V.graph.name_to_users[name]:
             user.realize()
-    readers = _readers.setdefault(V.graph, _Readers())
-    before = dict.fromkeys(buffer for name in names for buffer in readers.of(name))
+    before = [buffer for name in names for buffer in program.readers(name)]
     how = [LATE if wait else t for wait, t in zip(late, treatment, strict=True)]
     gradients = [ir.ExternKernel.realize_input(gradient) for gradient in gradients]
     first = len(V.graph.operations)
@@ -96,14 +113,6 @@ def lower(gradients: Sequence[Any], token: Any, slots: Sequence[int], treatment:
     for operation in V.graph.operations[first:]:
         V.graph.additional_buffer_deps[str(operation.operation_name)].update(before)
     return ir.TensorBox.create(made)
-
-
-def _inputs_of(graph: fx.Graph, slot: int) -> list[fx.Node]:
-    """What a backward was given of one of the forward's inputs: that input, or views of it."""
-    placeholders = graph.find_nodes(op="placeholder")
-    own = [node for node in placeholders if node.meta.get("desc") == PlainAOTInput(slot)]
-    held = {storage for node in own for storage in storages(node)}
-    return [node for node in placeholders if not held.isdisjoint(storages(node))]
 
 
 def _is_read_after(value: fx.Node, call: fx.Node) -> bool:

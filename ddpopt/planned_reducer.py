@@ -10,7 +10,6 @@ All private interfaces of DDP and its reducer that ddpopt writes to are used in 
 torch 2.11 to 2.13 (``torch/nn/parallel/distributed.py``, ``torch/csrc/distributed/c10d/reducer.cpp``).
 """
 
-import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -70,7 +69,6 @@ class PlannedReducer(Reducer):
         self.is_removed = False
         # In unused-parameter mode C++ does not note the ready order, so there is nothing to forget.
         self._notes_ready_order = not arguments["find_unused_parameters"]
-        self._rebuilds = len(plan.buckets) == 1
         self._has_marked = False
 
     @outside_dynamo
@@ -86,10 +84,7 @@ class PlannedReducer(Reducer):
     @outside_dynamo
     def _rebuild_buckets(self) -> bool:
         # DDP calls this before every forward with gradients, and before each backward that a joined rank
-        # shadows. It is also where DDP notices that the backward before did not finish. A single bucket may
-        # be rebuilt: it stays the same one, and a profile shows what it shows of DDP.
-        if self._rebuilds:
-            return bool(super()._rebuild_buckets())
+        # shadows. It is also where DDP notices that the backward before did not finish.
         self._check_reducer_finalized()
         return False
 
@@ -111,7 +106,7 @@ class PlannedReducer(Reducer):
         # next backward count once more; a static graph tells its first backward by that count, and notes
         # nothing in it, so there is no need to forget before a gradient has been marked ready.
         self._has_marked = self._has_marked or any(self.get_backward_stats())
-        if self._notes_ready_order and self._has_marked and not self._rebuilds:
+        if self._notes_ready_order and self._has_marked:
             self._check_reducer_finalized()
             self._reset_state()
 
@@ -155,7 +150,6 @@ def _reducer_arguments(ddp: Any, plan: Plan) -> dict[str, Any]:
         "process_group": ddp.process_group,
         "expect_sparse_gradients": sparse,
         "bucket_bytes_cap": ddp.bucket_bytes_cap,
-        "first_bucket_bytes_cap": sys.maxsize,  # of use where C++ rebuilds a single bucket
         # A static graph finds unused parameters by itself. Were both set, forgetting the ready order would
         # also forget which ones it found, and each backward would wait to copy them from the device again.
         "find_unused_parameters": ddp.find_unused_parameters and not ddp.static_graph,

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._dynamo.backends.distributed import DDPOptimizer
 from torch.utils import _pytree as pytree
 
 from ddpopt.graphs import example_value, requires_grad
+from ddpopt.hook import DDPOptimizer
 from ddpopt.rehearsal import Rehearsal, Step, call
 
 

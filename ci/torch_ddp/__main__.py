@@ -28,6 +28,11 @@ ACCEPTED: Mapping[str, Accepted] = {
         "it asks DDP's log whether buckets were rebuilt after the first iteration. The plan's buckets are "
         "in force from the first iteration on, so that nothing is left to rebuild, and the log tells so.",
     ),
+    "test_ddp_profiling_torch_profiler": Accepted(
+        "AssertionError: 0 not greater than or equal to 1",
+        "it asks the profile for the broadcast by which DDP rebuilds its buckets after the first iteration. "
+        "The plan's buckets are in force from the first iteration on, so that nothing is broadcast.",
+    ),
 }
 """What only we fail, and why eager's behaviour is not wanted there."""
 

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import fx
-from torch._dynamo import utils as dynamo
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 from ddpopt.graphs import MISSING, SOURCES, example_value, storages
@@ -191,6 +190,11 @@ def _is_of_torch(module: object) -> bool:
 
 def _signatures(target: object) -> tuple[Signature, ...]:
     """How `target` may be called; empty if it is not known what it does."""
+    # imported here: who plans without a graph needs no Dynamo
+    from torch._dynamo import utils as dynamo
+
+    if target is dynamo.numpy_attr_wrapper:
+        return (Signature(),)
     if isinstance(target, dynamo.numpy_method_wrapper):
         return _of_numpy_method(target.method)
     if isinstance(target, dynamo.numpy_operator_wrapper):
@@ -209,8 +213,6 @@ def _signatures_of(target: object) -> tuple[Signature, ...]:
     if target in WRITING_OPERATORS:
         return (Signature(("a",), written=("a",)),)
     module = getattr(target, "__module__", None) or ""
-    if target is dynamo.numpy_attr_wrapper:
-        return (Signature(),)
     if isinstance(target, types.BuiltinFunctionType) and module.startswith("torch"):
         known = _name(target) in KNOWN_BUILTINS or f"{module}.".startswith(KNOWN_PACKAGES)
         return _of_operator(_name(target)) or (Signature(),) * known
@@ -222,7 +224,7 @@ def _signatures_of(target: object) -> tuple[Signature, ...]:
 def _of_schema(overload: OpOverload) -> Signature:
     arguments = overload._schema.arguments
     marked = (a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
-    unmarked = UNMARKED.get(_name(overload).partition(".")[0], ())
+    unmarked = UNMARKED.get(_name(overload), ())
     return Signature(
         tuple(a.name for a in arguments if not a.kwarg_only),
         {a.name: a.default_value for a in arguments if a.has_default_value()},
@@ -270,6 +272,9 @@ def _overloads(callee: OpOverload | OpOverloadPacket) -> tuple[OpOverload, ...]:
 
 
 def _name(target: object) -> str:
+    """What a target is called; of an operator's overload, what the operator is called."""
+    if isinstance(target, OpOverload):
+        target = target.overloadpacket
     return target if isinstance(target, str) else getattr(target, "__name__", "")
 
 

@@ -1,10 +1,16 @@
 """Judging one model: the cheapest look that decides, and whose failure it is."""
 
+import importlib
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from functorch.compile import make_boxed_func, nop
+from torch import Tensor, fx
+from torch._dynamo import register_backend
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.fuzz.cases import FoundCase, task_of
@@ -106,16 +112,43 @@ def test_what_torch_leaves_open_when_it_fails_inside_a_transform_fails_nothing_e
 ROUNDED = DrawnModel((step("recurrence", cell="GRUCell"),), width=16, cap_bytes=1)
 
 
-def test_a_backend_that_only_rounds_otherwise_is_one_failure_whatever_the_parameter(ranks: Ranks) -> None:
-    task = task_of(ROUNDED, ("whole", "ddpopt-inline"), Setting())
+def _rounded(gm: fx.GraphModule, _: object) -> Any:
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default):
+        node.target = _product
+    gm.recompile()
+    return make_boxed_func(gm.forward)
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    made = torch.mm(left, right)
+    return torch.nextafter(made, made + 1)
+
+
+@pytest.fixture
+def rounding(monkeypatch: pytest.MonkeyPatch) -> Setting:
+    """A backend whose backward is off by a unit in the last place, where equality is asked for."""
+    name = "rounds_otherwise"
+    if name not in torch.compiler.list_backends():
+        register_backend(aot_autograd(fw_compiler=nop, bw_compiler=_rounded), name)
+    for module in ("ddpopt.fuzz.examine", "ddpopt.verify.judge"):
+        monkeypatch.setattr(importlib.import_module(module), "EXACT", (name,))
+    return Setting(name)
+
+
+def test_a_backend_that_only_rounds_otherwise_is_one_failure_whatever_the_parameter(
+    ranks: Ranks, rounding: Setting
+) -> None:
+    task = task_of(ROUNDED, ("whole", "ddpopt-inline"), rounding)
     for answer in examine(ranks, task, lambda _: None):
         assert (answer.kind, answer.signature) == (Kind.BACKEND, ROUNDING)
 
 
-def test_a_mode_that_is_wrong_beyond_the_rounding_of_its_backend_is_wrong(ranks: Ranks) -> None:
+def test_a_mode_that_is_wrong_beyond_the_rounding_of_its_backend_is_wrong(
+    ranks: Ranks, rounding: Setting
+) -> None:
     # torch's optimizer changes the parameter too late; the last bits of the cell differ in any mode
     both = replace(ROUNDED, steps=(step("decayed"), *ROUNDED.steps))
-    task = task_of(both, ("torch-ddp-optimizer", "ddpopt-split"), Setting())
+    task = task_of(both, ("torch-ddp-optimizer", "ddpopt-split"), rounding)
     torchs, ours = examine(ranks, task, lambda _: None)
     assert (torchs.kind, torchs.signature and torchs.signature.kind) == (Kind.WRONG, "L0")
     assert torchs.signature != ROUNDING

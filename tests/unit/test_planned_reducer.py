@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.planned_reducer import PlannedReducer, install
 from ddpopt.reducer import specs_from_ddp
-from tests.multigpu.models import Tower, arbitrary_plan, plan_of
+from tests.multigpu.models import Tower, arbitrary_plan
 from tests.multigpu.single import single_rank
 
 c10d: Any = dist  # torch does not mark its re-exports
@@ -56,23 +56,6 @@ def test_the_buckets_are_the_plans_and_stay(arguments: dict[str, Any]) -> None:
         assert members(ddp) == wanted
         step(ddp)
     assert not ddp._has_rebuilt_buckets
-
-
-@pytest.mark.parametrize("arguments", MODES)
-def test_a_profile_of_a_single_bucket_shows_what_it_shows_of_ddp(arguments: dict[str, Any]) -> None:
-    def events(ddp: Any) -> list[str]:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            for _ in range(4):
-                torch.autograd.backward(ddp(torch.ones(2, 6)).sum())
-        shown = ("gloo:", "torch.distributed.ddp")
-        return sorted(event.name for event in profile.events() if event.name.startswith(shown))
-
-    plain: Any = DistributedDataParallel(nn.Linear(6, 6), **arguments)
-    followed: Any = DistributedDataParallel(nn.Linear(6, 6), **arguments)
-    install(followed, plan_of([list(specs_from_ddp(followed))]))
-    assert len(members(followed)) == 1
-    assert events(followed) == events(plain)
-    assert len(members(followed)) == 1
 
 
 def references(module: nn.Module) -> int:

@@ -15,6 +15,7 @@ from ddpopt.verify.faults import FAULTS, PLACEBOS, Fault
 from ddpopt.verify.injected import codes as code
 from ddpopt.verify.injected import plans
 from ddpopt.verify.injected.clean_runs import AT_LEAST, MODES, clean_runs
+from ddpopt.verify.injected.defects import DEFECTS
 from ddpopt.verify.injected.shown import shown_case
 from ddpopt.verify.injected.sites import NotInjected, Site, first, last_rank, second_rank
 from ddpopt.verify.injected.trials import died, found_out
@@ -204,6 +205,7 @@ def test_faults_have_unique_names_and_a_place_to_be_put_in() -> None:
     names = [fault.name for fault in FAULTS]
     assert len(names) == len(set(names)) >= 30
     known = {case.name for case in (*CASES, shown_case(), *corpus.cases())}
+    known |= {defect.name for defect in DEFECTS}
     for fault in (*FAULTS, *PLACEBOS):
         assert mode(fault.mode).name == fault.mode
         assert option(fault.option).name == fault.option
