@@ -305,8 +305,11 @@ def _uncut(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_compiled(module: Any) -> bool:
-    """Whether calls of a module run compiled code already."""
-    return isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
+    """Whether calls of a module run code already that somebody else compiled."""
+    call = module._compiled_call_impl
+    return isinstance(module, torch._dynamo.OptimizedModule) or not (
+        call is None or isinstance(call, _Inside)
+    )
 
 
 def _is_skipped(module: nn.Module) -> bool:
@@ -321,7 +324,11 @@ def _is_skipped(module: nn.Module) -> bool:
 
 def _call_through(module: nn.Module, compiled: Callable[..., Any]) -> None:
     """Have calls of `module` go through `compiled`, as ``module.compile()`` does; copies do not."""
-    module._compiled_call_impl = functools.partial(compiled, module)
+    module._compiled_call_impl = _Inside(compiled, module)
+
+
+class _Inside(functools.partial[Any]):
+    """A call that `compile` put into a module: the next `compile` may put in another."""
 
 
 def _call_inside(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:

@@ -23,6 +23,8 @@ from unittest.mock import patch
 from torch._dynamo.backends import distributed
 from torch._dynamo.backends.distributed import DDPOptimizer
 
+__all__ = ["DDPOptimizer", "install", "replacing"]
+
 Compiler = Callable[..., Any]
 Chooser = Callable[[Compiler], "Compiler | None"]
 """Given a backend: what is to compile in place of torch's optimizer, or None to let torch's do it."""

@@ -19,6 +19,7 @@ import operator
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -58,6 +59,11 @@ UNMARKED: Mapping[str, tuple[str, ...]] = {
     "put_along_axis": ("arr",),
 }
 """What operators, and NumPy functions of torch, write to without saying so; `_written_by` has the others."""
+KINDS = (
+    str, OpOverload, OpOverloadPacket, types.MethodDescriptorType, types.WrapperDescriptorType,
+    types.BuiltinFunctionType,
+)  # fmt: skip
+"""What Python, or torch's C++, has made, and a name can tell of."""
 NUMPY_METHODS = ("fill", "put", "resize", "sort")
 """NumPy's methods that write to their array, besides those that look like operators."""
 DRAWING_WORDS = (
@@ -201,11 +207,18 @@ def _signatures(target: object) -> tuple[Signature, ...]:
         target = target.op
     elif isinstance(target, dynamo.numpy_to_tensor_wrapper):
         target = target.f
-    return () if getattr(target, "__hash__", None) is None else _signatures_of(target)
+    # what is the user's may hold on to a model, and is not to be kept in a cache
+    return _signatures_of(target) if isinstance(target, KINDS) or _is_known(target) else ()
+
+
+def _is_known(function: object) -> bool:
+    """Whether a function writes to what its name and its arguments say, by where it comes from."""
+    module = getattr(function, "__module__", None) or ""
+    return module in KNOWN_MODULES or f"{module}.".startswith(KNOWN_PACKAGES)
 
 
 @functools.lru_cache(maxsize=4096)
-def _signatures_of(target: object) -> tuple[Signature, ...]:
+def _signatures_of(target: Any) -> tuple[Signature, ...]:
     if isinstance(target, (OpOverload, OpOverloadPacket)):
         return tuple(map(_of_schema, _overloads(target)))
     if isinstance(target, (str, types.MethodDescriptorType, types.WrapperDescriptorType)):
@@ -216,9 +229,7 @@ def _signatures_of(target: object) -> tuple[Signature, ...]:
     if isinstance(target, types.BuiltinFunctionType) and module.startswith("torch"):
         known = _name(target) in KNOWN_BUILTINS or f"{module}.".startswith(KNOWN_PACKAGES)
         return _of_operator(_name(target)) or (Signature(),) * known
-    if callable(target) and (module in KNOWN_MODULES or f"{module}.".startswith(KNOWN_PACKAGES)):
-        return (_of_function(target),)
-    return ()
+    return (_of_function(target),) if callable(target) and _is_known(target) else ()
 
 
 def _of_schema(overload: OpOverload) -> Signature:

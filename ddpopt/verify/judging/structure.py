@@ -100,15 +100,22 @@ def _seen(evidence: Evidence) -> Broken:
 
 
 def _memory(evidence: Evidence) -> Broken:
-    """Writing to one gradient must change no other, nor anything else that a script holds."""
+    """Writing to one gradient must change no other, nor anything else that a script holds.
+
+    What eager DDP shares in any step counts: gradients that are views of buckets share memory with those of
+    the step before, except in the step in which DDP rebuilds its buckets.
+    """
+    moments = [eager for _, (_, eager) in _moments(evidence)]
+    shared = {pair for eager in moments for pair in eager.sharing or ()}
+    rewritten = {name for eager in moments for name in eager.written}
     for step, (got, eager) in _moments(evidence):
         if got.sharing is None or eager.sharing is None:
             continue
-        for one, other in sorted(got.sharing - eager.sharing):
+        for one, other in sorted(got.sharing - shared):
             if not in_sight(one, eager) or not in_sight(other, eager):
                 continue
             yield f"step {step}: {one} and {other} share memory; in eager DDP they do not", None, step
-        for name in sorted(set(got.written) - set(eager.written)):
+        for name in sorted(set(got.written) - rewritten):
             yield f"step {step} writes to the {name} of the step before; in eager DDP it does not", None, step
 
 
