@@ -138,6 +138,16 @@ def use_extra_nowhere(trainer: Trainer) -> None:
     set_extra(trainer.parallel.model, used=False)
 
 
+def evaluate(trainer: Trainer) -> None:
+    """Evaluate the model once, without gradients."""
+    if trainer.step == 0:
+        return
+    trainer.parallel.model.eval()
+    with torch.no_grad():
+        trainer.extras["evaluated"] = trainer.loss(part=1)
+    trainer.parallel.model.train()
+
+
 def update_group(trainer: Trainer) -> None:
     """Go on with another process group of the same ranks."""
     if trainer.step == 1 and trainer.ddp is not None:

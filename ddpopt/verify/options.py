@@ -308,6 +308,12 @@ OPTIONS: tuple[Option, ...] = (
         others=True,
     ),
     Option("subgroup", "the last of three ranks or more trains alone", groups=do.last_alone),
+    Option(
+        "train_eval",
+        "an evaluation between two steps",
+        program=Program(before_step=do.evaluate),
+        more_graphs=True,
+    ),
     Option("debug_detail", "TORCH_DISTRIBUTED_DEBUG=DETAIL", detail=True),
     Option(
         "all_to_all",
