@@ -64,7 +64,7 @@ class Call:
         self._parameters = {slot: parameter for group in groups for slot, parameter in group.items()}
         # by backward and slot: two backwards through one retained graph may overlap
         self._kept: dict[tuple[int, int], Tensor] = {}
-        self._task = NO_TASK
+        self._task, self._opens = NO_TASK, False
         self._places: dict[int, int] = {}
 
     def open_gate(self) -> tuple[Tensor, ...]:
@@ -72,23 +72,24 @@ class Call:
         tokens: tuple[Tensor, ...] = _Gate.apply(self, *self._parameters.values())  # type: ignore[no-untyped-call]
         return tokens
 
-    def receive(self, slot: int, gradient: Tensor, treatment: int) -> None:
+    def receive(self, slot: int, gradient: Tensor, treatment: int, gate: Any) -> None:
         """The gradient of a parameter is complete: hand it over, or keep it for the gate.
 
         Args:
             slot: which parameter's.
             gradient: all that the graph adds to it.
             treatment: `COPIED`, `TAKEN` or `LATE`.
+            gate: the call's, a node of the autograd graph.
         """
         task = task_id()
         if task != self._task:
             self._places = self._decided()
-            self._task = task
+            self._task, self._opens = task, will_run(gate)
         # the proof is about the code's values; an operator that it calls may hold on to one without saying so
         taken = treatment == TAKEN and _is_alone(gradient)
         if self._hooks is not None and slot in self._places and treatment != LATE:
             self._hooks.hand_over(self._places[slot], self._parameters[slot], gradient, taken)
-        else:
+        elif self._opens:
             self._kept[task, slot] = gradient.detach() if taken else gradient.clone()
 
     def claim(self, slot: int) -> Tensor | None:
@@ -111,6 +112,7 @@ class Call:
             and self._parameters[slot].requires_grad
             and not hooks.is_hooked(place)
             and not _is_hooked(self._parameters[slot])
+            and not _is_cast(self._parameters[slot])
             and _is_on_default_stream(self._parameters[slot])
             and backward.leaf_edges.get(id(hooks.leaves[place])) == 1
             and will_run(hooks.leaves[place])
@@ -124,6 +126,11 @@ def _is_hooked(parameter: Any) -> bool:
         or parameter._post_accumulate_grad_hooks
         or hasattr(parameter, "_in_backward_optimizers")
     )
+
+
+def _is_cast(parameter: Tensor) -> bool:
+    """Whether the engine is to give this parameter its gradient in another dtype."""
+    return getattr(parameter, "grad_dtype", parameter.dtype) != parameter.dtype
 
 
 def _is_on_default_stream(parameter: Tensor) -> bool:
@@ -158,30 +165,36 @@ class _Gate(torch.autograd.Function):
             return (None, *(gradient for gradient, _ in pairs))
         # create_graph: whoever differentiates again is to meet the compiled backward, which says that it
         # cannot be
-        return (None, *(g if g is None or token is None else g + token.sum() for g, token in pairs))
+        return (None, *(_tied(gradient, token) for gradient, token in pairs))
+
+
+def _tied(gradient: Tensor | None, token: Tensor | None) -> Tensor | None:
+    """A gradient that autograd takes for one computed from a token, too; a sparse one as it is."""
+    if gradient is None or token is None or gradient.layout != torch.strided:
+        return gradient
+    return gradient + token.sum()
 
 
 class _Lend(torch.autograd.Function):
     """The identity on some parameters, whose backward hands their gradients over."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, slots: Sequence[int], *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, _: Tensor, slots: Sequence[int], *parameters: Tensor) -> tuple[Tensor, ...]:
+        # nothing is saved: hooks on saved tensors would see it
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(token)
         ctx.slots = slots
         return tuple(parameter.detach() for parameter in parameters)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        (token,) = ctx.saved_tensors
         complete = {slot: g for slot, g in zip(ctx.slots, gradients, strict=True) if g is not None}
-        gradient = None
+        token = None
         if complete:
             with _kept_in_backward():
-                gradient = torch.ops.ddpopt.hand_over(
-                    [*complete.values()], token, [*complete], [COPIED] * len(complete)
+                token = torch.ops.ddpopt.hand_over(
+                    [*complete.values()], [*complete], [COPIED] * len(complete)
                 )
-        return gradient, *(None for _ in range(1 + len(gradients)))
+        return token, *(None for _ in range(1 + len(gradients)))
 
 
 @contextlib.contextmanager
@@ -232,43 +245,36 @@ def empty_token(like: Tensor) -> Tensor:
     return like.new_empty(0, dtype=torch.float32, layout=torch.strided)
 
 
-def hand_over(
-    gradients: Sequence[Tensor], token: Tensor, slots: Sequence[int], treatment: Sequence[int]
-) -> Tensor:
+def hand_over(gradients: Sequence[Tensor], slots: Sequence[int], treatment: Sequence[int]) -> Tensor:
     """The operator ``ddpopt::hand_over``: the gradients of some parameters are complete.
 
     Args:
         gradients: all that this graph adds to them, in the order in which they are handed over.
-        token: as given to `lend`, or whatever hooks on saved tensors made of it. Nobody reads it, but a call
-            of constants alone would be computed by compilers.
         slots: which of the graph's inputs these parameters are, one for each gradient.
         treatment: `COPIED`, `TAKEN` or `LATE`, one for each gradient.
 
     Returns:
         The gradient of the token: an empty tensor.
     """
-    del token
-    call = _call_of(running_node())
-    if call is None or task_id() == NO_TASK:
+    gate = _gate_of(running_node())
+    if gate is None or task_id() == NO_TASK:
         raise HandOverError(
             f"ddpopt::hand_over: input {slots[0]} of a compiled graph has a gradient, but no backward of "
             "that graph is running. Start it with backward() or torch.autograd.grad(), or compile with "
             'strategy="split"'
         )
     for gradient, slot, how in zip(gradients, slots, treatment, strict=True):
-        call.receive(slot, gradient, how)
+        gate.call.receive(slot, gradient, how, gate)
     return empty_token(gradients[0])
 
 
-def _call_of(node: Any) -> Call | None:
-    """The call to whose gate the backward of compiled code leads, for users can change all that it saves."""
+def _gate_of(node: Any) -> Any:
+    """The gate to which the backward of compiled code leads: what that saves, users can change."""
     edges = () if node is None else node.next_functions
-    return next((gate.call for gate, _ in edges if isinstance(gate, _Gate._backward_cls)), None)  # type: ignore[attr-defined]
+    return next((gate for gate, _ in edges if isinstance(gate, _Gate._backward_cls)), None)
 
 
-def _hand_over_fake(
-    gradients: Sequence[Tensor], _token: Tensor, _slots: Sequence[int], _treatment: Sequence[int]
-) -> Tensor:
+def _hand_over_fake(gradients: Sequence[Tensor], _slots: Sequence[int], _treatment: Sequence[int]) -> Tensor:
     return empty_token(gradients[0])
 
 
@@ -312,7 +318,7 @@ def _is_alone(tensor: Tensor) -> bool:
 
 
 _library: Any = torch.library.Library("ddpopt", "DEF")  # type: ignore[no-untyped-call]  # torch types it not
-_library.define("hand_over(Tensor[] gradients, Tensor token, int[] slots, int[] treatment) -> Tensor")
+_library.define("hand_over(Tensor[] gradients, int[] slots, int[] treatment) -> Tensor")
 _library.define("owners(Tensor[] tensors) -> int[]")
 _library.impl("owners", _owners_in, "CompositeExplicitAutograd")
 _library.impl("hand_over", hand_over, "CompositeExplicitAutograd")

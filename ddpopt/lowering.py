@@ -33,11 +33,11 @@ TARGET = torch.ops.ddpopt.hand_over.default
 
 
 class _HandOver(ir.FallbackKernel):
-    """The call in Inductor's program. Its inputs are the gradients and the token."""
+    """The call in Inductor's program. Its inputs are the gradients."""
 
     def codegen(self, wrapper: Any) -> None:
         """Write the call."""
-        gradients: Any = self.inputs[:-1]
+        gradients: Any = self.inputs
         names = [gradient.get_name() for gradient in gradients]
         scheduler: Any = V.graph.scheduler
         last = _last_used(names, scheduler.current_node.last_usage)
@@ -93,7 +93,7 @@ class _Program:
 _programs: weakref.WeakKeyDictionary[Any, _Program] = weakref.WeakKeyDictionary()
 
 
-def lower(gradients: Sequence[Any], token: Any, slots: Sequence[int], treatment: Sequence[int]) -> Any:
+def lower(gradients: Sequence[Any], slots: Sequence[int], treatment: Sequence[int]) -> Any:
     """Add a call of ``ddpopt::hand_over`` to the program, after all that reads the parameters."""
     call = V.graph.current_node
     if V.graph not in _programs:
@@ -109,7 +109,7 @@ def lower(gradients: Sequence[Any], token: Any, slots: Sequence[int], treatment:
     how = [LATE if wait else t for wait, t in zip(late, treatment, strict=True)]
     gradients = [ir.ExternKernel.realize_input(gradient) for gradient in gradients]
     first = len(V.graph.operations)
-    made = _HandOver.create(TARGET, gradients, token, slots, how)
+    made = _HandOver.create(TARGET, gradients, slots, how)
     for operation in V.graph.operations[first:]:
         V.graph.additional_buffer_deps[str(operation.operation_name)].update(before)
     return ir.TensorBox.create(made)

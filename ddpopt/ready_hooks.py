@@ -61,7 +61,11 @@ class ReadyHooks:
         self._pre_hooks: list[Any] = []
         self._hooks: list[Any] = []
         for place, leaf in enumerate(self.leaves):
-            self._hooks.append(leaf.register_hook(functools.partial(_call, arrived, place)).hooks_dict_ref())
+            handle = leaf.register_hook(functools.partial(_call, arrived, place))
+            hooks = handle.hooks_dict_ref()
+            # before those of the user's, as the reducer's own is, which DDP registers when it is built
+            hooks.update([(number, hooks.pop(number)) for number in [*hooks] if number != handle.id])
+            self._hooks.append(hooks)
             handle = leaf.register_prehook(lambda _: None)
             self._pre_hooks.append(handle.hooks_dict_ref())
             handle.remove()

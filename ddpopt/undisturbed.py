@@ -66,12 +66,12 @@ def _undamaged(remembered: Any) -> Any:
 def undisturbed() -> Iterator[None]:
     """Keep what is planned and cut apart from what runs: the collector, and hooks on saved tensors.
 
-    Such hooks, those of a checkpoint around the forward for instance, are not to see example values.
+    Such hooks, those of a checkpoint around the forward for instance, are not to see example values. Where
+    torch forbids such hooks, there are none.
     """
-    with (
-        without_collections(),
-        torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is),
-    ):
+    forbidden = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    hooks = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
+    with without_collections(), contextlib.nullcontext() if forbidden else hooks:
         yield
 
 

@@ -83,9 +83,9 @@ def received(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[int, int]]:
     found: dict[int, tuple[int, int]] = {}
     receive = Call.receive
 
-    def noted(call: Call, slot: int, gradient: Tensor, treatment: int) -> None:
+    def noted(call: Call, slot: int, gradient: Tensor, treatment: int, gate: Any) -> None:
         found[id(call._parameters[slot])] = treatment, gradient.data_ptr()
-        receive(call, slot, gradient, treatment)
+        receive(call, slot, gradient, treatment, gate)
 
     monkeypatch.setattr(Call, "receive", noted)
     return found

@@ -70,11 +70,11 @@ def taking(site: Site) -> Iterator[None]:
     """Take the memory of every gradient that would be copied."""
     receive = handover.Call.receive
 
-    def take(self: handover.Call, slot: int, gradient: Tensor, treatment: int) -> None:
+    def take(self: handover.Call, slot: int, gradient: Tensor, treatment: int, gate: Any) -> None:
         if treatment == handover.COPIED:
             site.mark()
             treatment = handover.TAKEN
-        receive(self, slot, gradient, treatment)
+        receive(self, slot, gradient, treatment, gate)
 
     with patch.object(handover.Call, "receive", take), patch.object(handover, "_is_alone", lambda _: True):
         yield
