@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.verify.compare import bitwise, raw_bytes
 
@@ -272,10 +273,15 @@ class Sight:
             yield name if counts[name] == 1 else f"{name}, number {counts[name]}", tensor
 
     def _keepers(self) -> Iterator[tuple[str, Any]]:
-        """What modules have as attributes, and what hooks and the case's functions hold on to."""
+        """What modules have as attributes, and what hooks and the case's functions hold on to.
+
+        A DDP module's attributes are its own business.
+        """
         for prefix, model in self._models.items():
             for path, module in model.named_modules():
-                for name, value in vars(module).items():
+                for name, value in (
+                    () if isinstance(module, DistributedDataParallel) else vars(module).items()
+                ):
                     if name not in OF_EVERY_MODULE and isinstance(value, (Tensor, *PLAIN, list, dict, tuple)):
                         yield from leaves(value, f"{ATTRIBUTE}{prefix}{path}.{name}")
             for hook in _hooks(model):
