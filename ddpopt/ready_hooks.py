@@ -107,9 +107,11 @@ class ReadyHooks:
         """
         self._handed_over[place] = task_id()
         if alone and parameter.grad is None and _may_be_gradient_of(gradient, parameter):
-            parameter.grad = gradient.detach()  # as AccumulateGrad does; called from here, it always copies
-        else:
+            parameter.grad = gradient.detach()  # as AccumulateGrad does; called from here, it may copy
+        elif alone or parameter.grad is not None:
             self.leaves[place](gradient)
+        else:
+            self.leaves[place](gradient.clone())  # it may take what it is given
         self._tell(place)
 
     def _arrived(self, place: int, gradients: tuple[Tensor | None, ...]) -> None:

@@ -277,8 +277,16 @@ class Sums(nn.Module):
         return x + self.one + self.two
 
 
-def test_no_two_gradients_share_memory_and_none_the_callers() -> None:
-    model = Sums()
+class SumsOfViews(Sums):
+    """The gradients are views of the output's, made in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (self.one.view(-1) + self.two.view(-1)).view(4, 8)
+
+
+@pytest.mark.parametrize("kind", [Sums, SumsOfViews])
+def test_no_two_gradients_share_memory_and_none_the_callers(kind: type[Sums]) -> None:
+    model = kind()
     ddp = DistributedDataParallel(model, bucket_cap_mb=CAP_MB / 2)
     out = ddpopt.compile(ddp, backend="aot_eager", strategy="inline")(rows())
     out.retain_grad()
