@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func, nop
 from torch import Tensor, fx
 from torch._dynamo import register_backend
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._functorch.compilers import nop
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.fuzz.cases import FoundCase, task_of
