@@ -17,7 +17,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from ddpopt.graph.aliases import first_names, viewed_input
-from ddpopt.graph.effects import is_known, mutated_inputs, reshapes
+from ddpopt.graph.effects import is_known, mutated_inputs, redescribes
 from ddpopt.graphs import AUTOCAST, GRAD_MODE, example_value, requires_grad, storages
 
 CROSSABLE = (
@@ -49,7 +49,7 @@ def blocked_positions(graph: fx.Graph, body: Sequence[fx.Node]) -> tuple[str | N
         *_hookless_spans(body),
         *_setter_spans(body),
         *_nesting_spans(body),
-        *_reshaped_spans(graph, body, position),
+        *_redescribed_spans(graph, body, position),
         *_scalar_spans(body, position),
         *_alias_spans(graph, position, len(body)),
     ]
@@ -148,25 +148,25 @@ def _hookless_spans(body: Sequence[fx.Node]) -> Iterator[Span]:
             opened = None
 
 
-def _reshaped_spans(
+def _redescribed_spans(
     graph: fx.Graph, body: Sequence[fx.Node], position: Mapping[fx.Node, int]
 ) -> Iterator[Span]:
-    """From a value whose shape is changed in place to the last reader of its storage, by whatever view.
+    """From a value that is reshaped or detached in place to the last reader of its storage, by any view.
 
     The example that tracing left is of after the change: neither the value before it nor a view of that can
     be described to another segment.
     """
-    reshaped = {key: node for node in body if reshapes(node) for key in storages(node)}
-    if not reshaped:
+    redescribed = {key: node for node in body if redescribes(node) for key in storages(node)}
+    if not redescribed:
         return
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for node in graph.nodes:
-        for key in (key for key in storages(node) if key in reshaped):
+        for key in (key for key in storages(node) if key in redescribed):
             first.setdefault(key, position.get(node, -1))
             last[key] = max(last.get(key, -1), _last_use(node, position))
-    for key, node in reshaped.items():
-        yield Span(first[key] + 1, last[key], f"{node.name!r} changes the shape of a tensor in place")
+    for key, node in redescribed.items():
+        yield Span(first[key] + 1, last[key], f"{node.name!r} changes what a tensor is in place")
 
 
 def _scalar_spans(body: Sequence[fx.Node], position: Mapping[fx.Node, int]) -> Iterator[Span]:

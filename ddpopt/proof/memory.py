@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ddpopt.graph.effects import draws, reshapes
+from ddpopt.graph.effects import draws, redescribes
 from ddpopt.proof.evidence import Evidence, given_back, requires_grad
 from ddpopt.proof.steps import SYMBOLIC, Crossing, Original, Program, Step, at, storage_of, tensors_in
 from ddpopt.proof.terms import ABSENT, Copy, Item, Made, Term, leaves, show
@@ -100,18 +100,32 @@ def views_without_gradient_stay(evidence: Evidence) -> Iterator[str]:
             yield f"output: {show(leaf)} is a copy"
 
 
+def values_cross_as_they_are_described(evidence: Evidence) -> Iterator[str]:
+    """No value crosses a cut before it is reshaped or detached in place, as tracing describes it then."""
+    first: dict[Term, Crossing] = {}
+    opening = min(evidence.stitched.ends, default=0)  # what comes into the first segment crosses no cut
+    for crossing in (c for c in evidence.stitched.crossings if c.segment > opening):
+        for leaf in leaves(crossing.term):
+            first.setdefault(leaf, crossing)
+    for step in evidence.stitched.steps:
+        for leaf in (leaf for value in step.written for leaf in leaves(value) if redescribes(step.node)):
+            if leaf in first and first[leaf].segment <= step.segment and isinstance(leaf, (Made, Item)):
+                where = f"segment {first[leaf].segment}, input {first[leaf].node.name}"
+                yield f"{where}: is described as it is behind {step.name}, which changes it in place"
+
+
 def steps_taken_twice(evidence: Evidence) -> Iterator[Step]:
     """The steps that a segment takes once more though they are neither views nor symbols.
 
-    Nor may a view be taken again that has its shape changed in place: it would be as it was before.
+    Nor may a view be taken again that is reshaped or detached in place: it would be as it was before.
     """
     if not evidence.stitched.repeats:
         return
     watched = _written_families(evidence.original)
-    reshaped = _reshaped(evidence.original)
+    redescribed = _redescribed(evidence.original)
     for step in evidence.stitched.repeats:
         value = evidence.original.terms[step.name]
-        if value in reshaped or not _may_repeat(evidence.original, step, watched):
+        if value in redescribed or not _may_repeat(evidence.original, step, watched):
             yield step
 
 
@@ -173,9 +187,9 @@ def _accesses(
     return found
 
 
-def _reshaped(original: Original) -> set[Term]:
-    """The values whose shape or strides a step changes in place."""
-    steps = (step for step in original.program.steps if reshapes(step.node))
+def _redescribed(original: Original) -> set[Term]:
+    """The values that a step reshapes or detaches in place."""
+    steps = (step for step in original.program.steps if redescribes(step.node))
     return {leaf for step in steps for value in step.written for leaf in leaves(value)}
 
 

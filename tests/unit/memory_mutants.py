@@ -76,6 +76,14 @@ def take_view_again(told: Story) -> None:
     told.edit(1, "lin1", args=refs("view w"))
 
 
+def reshape_behind_the_cut(told: Story) -> None:
+    """The view is handed on as it is before the second segment transposes it."""
+    told.pieces[1].rows.insert(0, told.take(0, "turned"))
+    told.pieces[1].inputs = {"view": Ref("view"), "w": Ref("w")}
+    told.pieces[0].outputs = {"view": Ref("view")}
+    told.edit(1, "turned", args=refs("view"))
+
+
 def hand_on_view_of_what_is_written(told: Story) -> None:
     """The view comes in next to its base, as it was before the write."""
     told.take(1, "view")
@@ -117,6 +125,11 @@ MUTANTS: Mapping[str, tuple[Mutant, ...]] = {
     "random order": (
         Mutant("draws swapped", "expected drop0, found drop1 (segment 0, node drop1)", swap_draws),
         Mutant("draw dropped", "expected drop1, found wrapped (segment 2, node wrapped)", drop),
+    ),
+    "descriptions": (
+        Mutant("view handed on and then transposed in place",
+               "segment 1, input view: is described as it is behind turned", reshape_behind_the_cut,
+               reshaped_view),
     ),
     "copies": (
         Mutant("clone written to", "segment 2, input buf: is a copy that is written to and not written back",

@@ -160,6 +160,39 @@ def test_a_residual_may_be_added_in_place(checkpointed: bool) -> None:
     expect_as_eager(InPlaceResidual(checkpointed=checkpointed))
 
 
+class Between(nn.Module):
+    """Four layers, and what is done to a value between the second and the third."""
+
+    own: Tensor
+    one: Tensor
+
+    def __init__(self, body: Callable[["Between", Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.register_buffer("own", torch.randn(WIDTH, WIDTH))
+        self.register_buffer("one", torch.tensor(1))
+        self.body = body
+
+    def layer(self, index: int, h: Tensor) -> Tensor:
+        return torch.tanh(self.layers[index](h))
+
+    def forward(self, x: Tensor, given: Tensor) -> tuple[Tensor, ...]:
+        return (self.layers[3](self.body(self, self.layer(0, x), given)),)
+
+
+def detached_in_place(model: Between, h: Tensor, _: Tensor) -> Tensor:
+    h = model.layer(1, h)
+    twice = h * 2
+    h.detach_()
+    return model.layer(2, twice + h)
+
+
+@pytest.mark.parametrize("body", [detached_in_place], ids=lambda body: body.__name__)
+def test_what_is_done_in_place_is_seen_where_eager_sees_it(body: Any) -> None:
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        expect_as_eager(Between(body))
+
+
 def expect_as_eager(model: nn.Module) -> None:
     """Two steps of training must leave the same behind, bit by bit, compiled by strategy split."""
     torch._dynamo.reset()
