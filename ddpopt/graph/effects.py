@@ -108,6 +108,11 @@ def redescribes(node: fx.Node) -> bool:
     return _name(node.target) in DESCRIBING_NAMES
 
 
+def reads_memory(node: fx.Node) -> bool:
+    """Whether `node` shows by more than its shape and its values what memory a tensor lies in."""
+    return _name(node.target).startswith("as_strided")
+
+
 def detaches(node: fx.Node) -> bool:
     """Whether `node` takes a tensor from autograd in place; its example value says so from the start."""
     return _name(node.target) == "detach_"

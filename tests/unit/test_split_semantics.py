@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -187,7 +187,74 @@ def detached_in_place(model: Between, h: Tensor, _: Tensor) -> Tensor:
     return model.layer(2, twice + h)
 
 
-@pytest.mark.parametrize("body", [detached_in_place], ids=lambda body: body.__name__)
+def strided(model: Between, h: Tensor, given: Tensor) -> Tensor:
+    base = given.as_strided((WIDTH, WIDTH // 2), (WIDTH, 2))
+    dense = base.contiguous()
+    dense.mul_(2)
+    h = model.layer(1, h + (base + dense).repeat(1, 2))
+    base.mul_(0.5)
+    return model.layer(2, h + base.repeat(1, 2))
+
+
+def columns(model: Between, h: Tensor, given: Tensor) -> Tensor:
+    right = given * 1
+    h = model.layer(1, h + right)
+    h = model.layer(2, h + right.as_strided((WIDTH, 1), (WIDTH, 1), 3))
+    right.mul_(0.5)
+    return h + right
+
+
+def view_by_tensor(model: Between, h: Tensor, _: Tensor) -> Tensor:
+    places = torch.stack([model.one, model.one + 3])
+    view = torch.tensor_split(model.own, places)[1]
+    h = model.layer(1, h + view.sum(0))
+    places.add_(1)
+    h = model.layer(2, h)
+    model.own.mul_(0.5)
+    return h + view.sum(0)
+
+
+def broadcast(model: Between, h: Tensor, given: Tensor) -> Tensor:
+    first, second = given * 2, given * 3
+    h = model.layer(1, h) + first
+    left, right = torch.broadcast_tensors(first, second)
+    h = model.layer(2, h)
+    left.mul_(2)
+    return h + left + right
+
+
+def batch(model: Between, h: Tensor, given: Tensor) -> Tensor:
+    base = given * 2
+    h = model.layer(1, h) + base
+    view = torch.vmap(lambda row: row.view(2, -1))(base)
+    h = model.layer(2, h)
+    view.mul_(2)
+    return h + view.view(WIDTH, WIDTH)
+
+
+def float_in_region(model: Between, h: Tensor, _: Tensor) -> Tensor:
+    def block(h: Tensor) -> Tensor:
+        scale = h.sum().item() + 1
+        return model.layer(2, model.layer(1, h * scale) * scale)
+
+    return model.layer(0, cast(Tensor, checkpoint(block, h, use_reentrant=False)))
+
+
+def bool_in_region(model: Between, h: Tensor, _: Tensor) -> Tensor:
+    def block(h: Tensor) -> Tensor:
+        h = model.layer(1, h)
+        positive = (h.sum() > 0).item()
+        return model.layer(2, h * positive) * positive
+
+    return cast(Tensor, checkpoint(block, h, use_reentrant=False))
+
+
+BODIES = (
+    detached_in_place, strided, columns, view_by_tensor, broadcast, batch, float_in_region, bool_in_region,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_what_is_done_in_place_is_seen_where_eager_sees_it(body: Any) -> None:
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         expect_as_eager(Between(body))
