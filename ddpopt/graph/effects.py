@@ -109,8 +109,8 @@ def redescribes(node: fx.Node) -> bool:
 
 
 def reads_memory(node: fx.Node) -> bool:
-    """Whether `node` shows by more than its shape and its values what memory a tensor lies in."""
-    return _name(node.target).startswith("as_strided")
+    """Whether `node` could tell a copy: by the memory around it, or by what autograd does not see written."""
+    return _name(node.target).startswith(("as_strided", "_get_data_attr"))
 
 
 def detaches(node: fx.Node) -> bool:

@@ -249,8 +249,15 @@ def bool_in_region(model: Between, h: Tensor, _: Tensor) -> Tensor:
     return cast(Tensor, checkpoint(block, h, use_reentrant=False))
 
 
+def by_data(model: Between, h: Tensor, _: Tensor) -> Tensor:
+    h = model.layer(2, model.layer(1, h * model.own))
+    model.own.data.mul_(0.5)
+    return h
+
+
 BODIES = (
     detached_in_place, strided, columns, view_by_tensor, broadcast, batch, float_in_region, bool_in_region,
+    by_data,
 )  # fmt: skip
 
 
