@@ -32,6 +32,7 @@ INVARIANTS: tuple[Invariant, ...] = (
     Invariant("mutation order", memory.mutations_keep_their_order),
     Invariant("aliases", memory.writes_reach_every_reader),
     Invariant("random order", memory.draws_keep_their_order),
+    Invariant("descriptions", memory.values_cross_as_they_are_described),
     Invariant("copies", memory.copies_are_not_noticed),
     Invariant("severed views", memory.views_without_gradient_stay),
     Invariant("symbols", program.symbols_are_bound),

@@ -29,6 +29,7 @@ from ddpopt.layout import State
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 Argument = Any
 """What stands for a value in a copied graph: a node, or a tuple of them."""
+_NUMBERS = (torch.SymFloat, torch.SymBool)
 
 
 def divide_regions(
@@ -79,14 +80,16 @@ def _places(body: fx.GraphModule) -> dict[fx.Node, fx.Node]:
     span, which must not begin in one piece and end in another. In front of the first node nowhere, nor behind
     symbolic numbers alone: a piece of these would be divided from what reads them, which makes them anew.
     And nowhere between a value and the last write to it: the piece that makes it recomputes and keeps it, and
-    a later one would write to what was kept.
+    a later one would write to what was kept. Nor between a symbolic float or bool that is read off a tensor
+    and its last reader: AOTAutograd has none of these cross from one graph to another.
     """
     found: dict[fx.Node, fx.Node] = {}
     unwritten = _unwritten(body.graph)
+    unread = _unread(body.graph)
     state, opener, begun = State(), None, False
     for node in body_nodes(body.graph):
         if state == State():
-            opener = node if begun and node in unwritten else None
+            opener = node if begun and node in unwritten and node in unread else None
         if opener is not None:
             found[node] = opener
         state = state.after(node)
@@ -103,6 +106,24 @@ def _unwritten(graph: fx.Graph) -> dict[fx.Node, None]:
         awaited.update(dict.fromkeys(key for source in mutated_inputs(node) for key in storages(source)))
         for key in [key for key in awaited if made[key] is node]:
             del awaited[key]
+        if not awaited:
+            found[node] = None
+    return found
+
+
+def _unread(graph: fx.Graph) -> dict[fx.Node, None]:
+    """The nodes from which on no number is read that was read off a tensor before them, or made of one."""
+    taken: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        of_taken = not taken.keys().isdisjoint(node.all_input_nodes)
+        of_tensors = node.op not in SOURCES and not _is_made_of_numbers(node)
+        if isinstance(example_value(node), _NUMBERS) and (of_taken or of_tensors):
+            taken[node] = None
+    found: dict[fx.Node, None] = {}
+    awaited: dict[fx.Node, None] = {}
+    for node in reversed(graph.nodes):
+        awaited.update(dict.fromkeys(source for source in node.all_input_nodes if source in taken))
+        awaited.pop(node, None)
         if not awaited:
             found[node] = None
     return found
@@ -224,7 +245,7 @@ def _with_scalars(piece: Sequence[fx.Node]) -> list[fx.Node]:
     """A piece that computes anew the symbolic floats and bools that it reads from pieces in front of it.
 
     As in `ddpopt.layout`: AOTAutograd has none cross between graphs, but sizes may, of which they are made.
-    One that is read off a tensor is handed over: the tensor may have been written to since.
+    One that is read off a tensor is read in one piece.
     """
     found: dict[fx.Node, None] = {}
 
@@ -242,7 +263,7 @@ def _with_scalars(piece: Sequence[fx.Node]) -> list[fx.Node]:
 
 def _is_made_of_numbers(node: fx.Node) -> bool:
     """Whether it is a symbolic float or bool, and computed from numbers alone."""
-    return isinstance(example_value(node), (torch.SymFloat, torch.SymBool)) and not any(
+    return isinstance(example_value(node), _NUMBERS) and not any(
         isinstance(example_value(source), torch.Tensor) for source in node.all_input_nodes
     )
 

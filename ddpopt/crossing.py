@@ -9,15 +9,16 @@ Invariant: a position that is not blocked can be cut without changing what the p
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
+from torch._prims_common import is_contiguous_or_false, is_non_overlapping_and_dense_or_false
 from torch.utils import _pytree as pytree
 
-from ddpopt.graph.aliases import first_names, viewed_input
-from ddpopt.graph.effects import is_known, mutated_inputs, reshapes
+from ddpopt.graph.aliases import first_names, is_view, reads_value, viewed_input
+from ddpopt.graph.effects import is_known, mutated_inputs, reads_memory, redescribes
 from ddpopt.graphs import AUTOCAST, GRAD_MODE, example_value, requires_grad, storages
 
 CROSSABLE = (
@@ -49,9 +50,11 @@ def blocked_positions(graph: fx.Graph, body: Sequence[fx.Node]) -> tuple[str | N
         *_hookless_spans(body),
         *_setter_spans(body),
         *_nesting_spans(body),
-        *_reshaped_spans(graph, body, position),
+        *_redescribed_spans(graph, body, position),
         *_scalar_spans(body, position),
+        *_view_spans(body, position),
         *_alias_spans(graph, position, len(body)),
+        *_copy_spans(graph, position),
     ]
     blocked: list[str | None] = [None] * len(body)
     filled = 0
@@ -148,25 +151,25 @@ def _hookless_spans(body: Sequence[fx.Node]) -> Iterator[Span]:
             opened = None
 
 
-def _reshaped_spans(
+def _redescribed_spans(
     graph: fx.Graph, body: Sequence[fx.Node], position: Mapping[fx.Node, int]
 ) -> Iterator[Span]:
-    """From a value whose shape is changed in place to the last reader of its storage, by whatever view.
+    """From a value that is reshaped or detached in place to the last reader of its storage, by any view.
 
     The example that tracing left is of after the change: neither the value before it nor a view of that can
     be described to another segment.
     """
-    reshaped = {key: node for node in body if reshapes(node) for key in storages(node)}
-    if not reshaped:
+    redescribed = {key: node for node in body if redescribes(node) for key in storages(node)}
+    if not redescribed:
         return
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for node in graph.nodes:
-        for key in (key for key in storages(node) if key in reshaped):
+        for key in (key for key in storages(node) if key in redescribed):
             first.setdefault(key, position.get(node, -1))
             last[key] = max(last.get(key, -1), _last_use(node, position))
-    for key, node in reshaped.items():
-        yield Span(first[key] + 1, last[key], f"{node.name!r} changes the shape of a tensor in place")
+    for key, node in redescribed.items():
+        yield Span(first[key] + 1, last[key], f"{node.name!r} changes what a tensor is in place")
 
 
 def _scalar_spans(body: Sequence[fx.Node], position: Mapping[fx.Node, int]) -> Iterator[Span]:
@@ -177,13 +180,89 @@ def _scalar_spans(body: Sequence[fx.Node], position: Mapping[fx.Node, int]) -> I
     scalars = [n for n in body if isinstance(example_value(n), (torch.SymFloat, torch.SymBool))]
     if not scalars:
         return
-    written = {key for node in body for source in mutated_inputs(node) for key in storages(source)}
+    written = _written(body)
     last: dict[fx.Node, int] = {}
     for node in reversed(scalars):
         last[node] = max([_last_use(node, position), *(last[u] for u in node.users if u in last)])
-        if any(not written.isdisjoint(storages(source)) for source in node.all_input_nodes):
+        if any(not written.keys().isdisjoint(storages(source)) for source in node.all_input_nodes):
             why = f"{node.name!r} is read off a tensor that is written to"
             yield Span(position[node] + 1, last[node], why)
+
+
+def _view_spans(body: Sequence[fx.Node], position: Mapping[fx.Node, int]) -> Iterator[Span]:
+    """From a view that another tensor tells the place of, which is written to, to its last reader.
+
+    A segment that reads a view may take it again, and would take it where that tensor says by then.
+    """
+    written = _written(body)
+    for node in body if written else ():
+        own = set(storages(node))
+        others = {key for source in node.all_input_nodes for key in storages(source)} - own
+        if own and not written.keys().isdisjoint(others) and is_view(node):
+            why = f"{node.name!r} is a view by a tensor that is written to"
+            yield Span(position[node] + 1, _last_view_use(node, position), why)
+
+
+def _last_view_use(node: fx.Node, position: Mapping[fx.Node, int]) -> int:
+    """Position of the last reader of a view, by whatever view of it."""
+    pending, last = [node], -1
+    seen = dict.fromkeys(pending)
+    for view in pending:
+        last = max(last, _last_use(view, position))
+        further = [user for user in view.users if user not in seen and is_view(user)]
+        seen.update(dict.fromkeys(further))
+        pending += further
+    return last
+
+
+def _copy_spans(graph: fx.Graph, position: Mapping[fx.Node, int]) -> Iterator[Span]:
+    """From the first reader of a tensor that a copy cannot take the place of, to the last write to it.
+
+    A segment that reads what a later one writes to gets a copy, which lies in memory in a way of its own.
+    """
+    mutated = _written(position)
+    uncopied = _uncopied(graph, mutated) if mutated else {}
+    for node, index in position.items() if uncopied else ():
+        read = {key for source in node.all_input_nodes for key in storages(source)}
+        for key in [key for key in read if key in uncopied and reads_value(node, key)]:
+            why = f"{uncopied.pop(key).name!r} is written to later, and no copy could take its place here"
+            yield Span(index + 1, mutated[key], why)
+
+
+def _uncopied(graph: fx.Graph, mutated: Container[int]) -> dict[int, fx.Node]:
+    """The storages whose place is looked at, or behind which lie tensors that are no views of one another."""
+    shown = {
+        key for node in graph.nodes if reads_memory(node) for s in node.all_input_nodes for key in storages(s)
+    }
+    made: dict[int, fx.Node] = {}
+    found: dict[int, fx.Node] = {}
+    for node in (node for node in graph.nodes if node.op not in ("get_attr", "output")):
+        own = [key for key in storages(node) if key in mutated]
+        if not own or viewed_input(node) is not None:
+            continue
+        written = {key for source in mutated_inputs(node) for key in storages(source)}
+        alike = _is_copied_alike(example_value(node))
+        for key in (key for key in own if key not in written):
+            if key in shown or key in made or not alike:
+                found.setdefault(key, node)
+            made[key] = node
+    return found
+
+
+def _is_copied_alike(value: object) -> bool:
+    """Whether a clone of each tensor in a value has the strides that the tensor has."""
+    tensors = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    return all(is_contiguous_or_false(t) or is_non_overlapping_and_dense_or_false(t) for t in tensors)
+
+
+def _written(nodes: Iterable[fx.Node]) -> dict[int, int]:
+    """For each storage that is written to: the place among `nodes` of the last one that does."""
+    return {
+        key: index
+        for index, node in enumerate(nodes)
+        for source in mutated_inputs(node)
+        for key in storages(source)
+    }
 
 
 def _last_use(node: fx.Node, position: Mapping[fx.Node, int]) -> int:

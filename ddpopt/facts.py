@@ -10,15 +10,15 @@ graph reads it. A reader counts only if gradient flows through it: not under ``n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from ddpopt.crossing import blocked_positions
-from ddpopt.graph.aliases import first_names, passes_on_input, returned_input
-from ddpopt.graph.effects import mutated_inputs
+from ddpopt.graph.aliases import first_names, passes_on_input, returned_input, tensors_of
+from ddpopt.graph.effects import detaches, mutated_inputs
 from ddpopt.graphs import GRAD_MODE, SOURCES, body_nodes, example_value, fetch, requires_grad, storages
 from ddpopt.reducer import ParamSpec
 
@@ -154,31 +154,38 @@ def gradient_carriers(graph: fx.Graph) -> dict[fx.Node, None]:
     but who reads what a write returns, reads what was written to.
 
     A node without an example value counts as carrying gradient: that can only delay a bucket, never
-    send it too early.
+    send it too early. So does one whose tensor is detached in place behind it.
     """
     carriers: dict[fx.Node, None] = {}
     off = _without_grad_mode(graph)
     outliving = (node for node in graph.nodes if node.op in SOURCES or node.op == "output")
     awaited = {key for node in outliving for held in (node, *node.all_input_nodes) for key in storages(held)}
     handing_on: dict[fx.Node, None] = {}
+    detached: set[int] = set()
+
+    def is_trained(node: fx.Node) -> bool:
+        given_up = bool(detached) and not detached.isdisjoint(tensors_of([node]))
+        return given_up or requires_grad(example_value(node))
+
+    def is_awaited(written: fx.Node) -> bool:
+        own = storages(written)
+        return is_trained(written) and (not own or not awaited.isdisjoint(own))
+
     for node in reversed(graph.nodes):
-        if node.op in (*SOURCES, "output") or not requires_grad(example_value(node)):
+        if detaches(node):
+            detached.update(tensors_of(node.all_input_nodes))
+            continue
+        if node.op in (*SOURCES, "output") or not is_trained(node):
             continue
         used = any(user.op == "output" or user in carriers or user in handing_on for user in node.users)
         if node in off:
             if used and returned_input(node) is not None:
                 handing_on[node] = None
             continue
-        if used or any(_is_awaited(written, awaited) for written in mutated_inputs(node)):
+        if used or any(map(is_awaited, mutated_inputs(node))):
             carriers[node] = None
             awaited.update(key for source in node.all_input_nodes for key in storages(source))
     return carriers
-
-
-def _is_awaited(written: fx.Node, awaited: Set[int]) -> bool:
-    """Whether gradient may arrive at a tensor that is written to, given the storages it may arrive by."""
-    own = storages(written)
-    return requires_grad(example_value(written)) and (not own or not awaited.isdisjoint(own))
 
 
 def _without_grad_mode(graph: fx.Graph) -> dict[fx.Node, None]:

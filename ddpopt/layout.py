@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils import _pytree as pytree
 
 from ddpopt.facts import gradient_carriers
-from ddpopt.graph.aliases import first_names, is_view, tensors_of, viewed_input
+from ddpopt.graph.aliases import first_names, is_view, reads_value, tensors_of, viewed_input
 from ddpopt.graph.effects import mutated_inputs
 from ddpopt.graphs import (
     AUTOCAST,
@@ -170,14 +170,7 @@ class Layout:
 
     def _is_kept(self, storage: int, index: int) -> bool:
         later = max(self.mutations.get(storage, ()), default=-1) > index
-        return later and any(_reads_value(node, storage) for node in self.segments[index])
-
-
-def _reads_value(node: fx.Node, storage: int) -> bool:
-    """Whether `node` computes something new from a storage, neither writing to it nor viewing it."""
-    written = mutated_inputs(node)
-    reads = any(storage in storages(source) for source in node.all_input_nodes if source not in written)
-    return reads and storage not in storages(node)
+        return later and any(reads_value(node, storage) for node in self.segments[index])
 
 
 def _mutations(home: Mapping[fx.Node, int]) -> dict[int, set[int]]:

@@ -34,9 +34,9 @@ WRITING_OPERATORS = frozenset(
         "irshift", "isub", "itruediv", "ixor", "setitem", "delitem",
     )
 )  # fmt: skip
-RESHAPING_NAMES = frozenset(
+DESCRIBING_NAMES = frozenset(
     (
-        "as_strided_", "resize_", "resize_as_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_",
+        "as_strided_", "detach_", "resize_", "resize_as_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_",
         "transpose_", "unsqueeze_",
     )
 )  # fmt: skip
@@ -103,9 +103,19 @@ def draws(node: fx.Node) -> bool:
     return _draws_by_name(_name(node.target))
 
 
-def reshapes(node: fx.Node) -> bool:
-    """Whether `node` changes the shape or the strides of what it writes to."""
-    return _name(node.target) in RESHAPING_NAMES
+def redescribes(node: fx.Node) -> bool:
+    """Whether `node` changes what describes a tensor: its shape, its strides, or that it requires grad."""
+    return _name(node.target) in DESCRIBING_NAMES
+
+
+def reads_memory(node: fx.Node) -> bool:
+    """Whether `node` could tell a copy: by the memory around it, or by what autograd does not see written."""
+    return _name(node.target).startswith(("as_strided", "_get_data_attr"))
+
+
+def detaches(node: fx.Node) -> bool:
+    """Whether `node` takes a tensor from autograd in place; its example value says so from the start."""
+    return _name(node.target) == "detach_"
 
 
 # --- what is written ---------------------------------------------------------------------------------

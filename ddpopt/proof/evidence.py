@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
+from ddpopt.graph.effects import detaches
 from ddpopt.plan import Plan, Segment
 from ddpopt.proof.recompose import read_original, recompose
 from ddpopt.proof.steps import Original, Program, Step, storage_of, tensors_in
@@ -79,7 +80,7 @@ def steps_passing_gradient(original: Original) -> dict[str, None]:
 
     Their result requires grad, in grad mode or as an argument that they return as it is, and reaches an
     output through steps like them, or a write that one of them, an output or the caller sees. A write of what
-    requires no grad passes none.
+    requires no grad passes none. What a later step detaches in place is taken to require grad until then.
     """
     passing: dict[str, None] = {}
     handing_on: dict[str, None] = {}
@@ -87,9 +88,13 @@ def steps_passing_gradient(original: Original) -> dict[str, None]:
     outliving = [*(Made(node.name) for node in program.inputs), program.result]
     outliving.extend(term for term in original.terms.values() if isinstance(term, Held))
     seen = set(_storages(original, outliving))
+    detached: set[Term] = set()
     for step in reversed(program.steps):
         term = original.terms[step.name]
-        if not requires_grad(original.example(term)):
+        if detaches(step.node):
+            detached.update(leaf for value in step.written for leaf in leaves(value))
+            continue
+        if not _is_trained(original, term, detached):
             continue
         users = step.node.users
         reaches = any(u.op == "output" or u.name in passing or u.name in handing_on for u in users)
@@ -97,7 +102,7 @@ def steps_passing_gradient(original: Original) -> dict[str, None]:
             if reaches and term != Made(step.name):  # what it writes to and returns
                 handing_on[step.name] = None
             continue
-        if reaches or _writes_what_is_seen(original, step, seen):
+        if reaches or _writes_what_is_seen(original, step, seen, detached):
             passing[step.name] = None
             seen.update(_storages(original, (*step.args, *step.kwargs.values())))
     return passing
@@ -138,12 +143,17 @@ def given_back(original: Original, step: Step) -> dict[int, torch.Tensor]:
     return {} if back and step.written else back
 
 
-def _writes_what_is_seen(original: Original, step: Step, seen: Set[int]) -> bool:
+def _is_trained(original: Original, term: Term, detached: Set[Term]) -> bool:
+    """Whether a value requires grad, or does so until it is detached in place."""
+    return requires_grad(original.example(term)) or term in detached
+
+
+def _writes_what_is_seen(original: Original, step: Step, seen: Set[int], detached: Set[Term]) -> bool:
     """Whether a step writes to what requires grad and lies in storages that are seen, or in none."""
     values = (leaf for value in step.written for leaf in leaves(value))
     for leaf in (value for value in values if isinstance(value, (Made, Item, Held))):
         own = set(_storages(original, [leaf]))
-        if requires_grad(original.example(leaf)) and (not own or not own.isdisjoint(seen)):
+        if _is_trained(original, leaf, detached) and (not own or not own.isdisjoint(seen)):
             return True
     return False
 

@@ -10,8 +10,9 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
-from ddpopt.graph.effects import draws, reshapes
+from ddpopt.graph.effects import draws, reads_memory, redescribes
 from ddpopt.proof.evidence import Evidence, given_back, requires_grad
 from ddpopt.proof.steps import SYMBOLIC, Crossing, Original, Program, Step, at, storage_of, tensors_in
 from ddpopt.proof.terms import ABSENT, Copy, Item, Made, Term, leaves, show
@@ -68,6 +69,13 @@ def copies_are_not_noticed(evidence: Evidence) -> Iterator[str]:
         return
     sending = _read_with_gradient(evidence)
     traffic = _Traffic.of(evidence)
+    shown = {
+        (step.segment, family): step.name
+        for step in (*evidence.stitched.steps, *evidence.stitched.repeats)
+        if reads_memory(step.node)
+        for term in step.reads.values()
+        for family in _families(evidence.original, term)
+    }
     for crossing, copy in copied:
         where = f"segment {crossing.segment}, input {crossing.node.name}"
         if copy.before != crossing.segment:
@@ -76,7 +84,11 @@ def copies_are_not_noticed(evidence: Evidence) -> Iterator[str]:
             readers = [sending.get((crossing.segment, leaf)) for leaf in leaves(crossing.term)]
             yield from (f"{where}: is detached, but {name} sends gradient to it" for name in readers if name)
             continue
+        if not all(map(_is_cloned_alike, tensors_in(evidence.original.example(crossing.term)))):
+            yield f"{where}: is a copy that does not lie in memory as the value does"
         for family in _families(evidence.original, crossing.term):
+            if (crossing.segment, family) in shown:
+                yield f"{where}: is a copy whose memory {shown[crossing.segment, family]} looks at"
             yield from (f"{where}: {clause}" for clause in traffic.noticed(family, crossing.segment))
     known = {(crossing.segment, copy) for crossing, copy in copied}
     for segment, copy in evidence.stitched.restored:
@@ -100,18 +112,32 @@ def views_without_gradient_stay(evidence: Evidence) -> Iterator[str]:
             yield f"output: {show(leaf)} is a copy"
 
 
+def values_cross_as_they_are_described(evidence: Evidence) -> Iterator[str]:
+    """No value crosses a cut before it is reshaped or detached in place, as tracing describes it then."""
+    first: dict[Term, Crossing] = {}
+    opening = min(evidence.stitched.ends, default=0)  # what comes into the first segment crosses no cut
+    for crossing in (c for c in evidence.stitched.crossings if c.segment > opening):
+        for leaf in leaves(crossing.term):
+            first.setdefault(leaf, crossing)
+    for step in evidence.stitched.steps:
+        for leaf in (leaf for value in step.written for leaf in leaves(value) if redescribes(step.node)):
+            if leaf in first and first[leaf].segment <= step.segment and isinstance(leaf, (Made, Item)):
+                where = f"segment {first[leaf].segment}, input {first[leaf].node.name}"
+                yield f"{where}: is described as it is behind {step.name}, which changes it in place"
+
+
 def steps_taken_twice(evidence: Evidence) -> Iterator[Step]:
     """The steps that a segment takes once more though they are neither views nor symbols.
 
-    Nor may a view be taken again that has its shape changed in place: it would be as it was before.
+    Nor may a view be taken again that is reshaped or detached in place: it would be as it was before.
     """
     if not evidence.stitched.repeats:
         return
     watched = _written_families(evidence.original)
-    reshaped = _reshaped(evidence.original)
+    redescribed = _redescribed(evidence.original)
     for step in evidence.stitched.repeats:
         value = evidence.original.terms[step.name]
-        if value in reshaped or not _may_repeat(evidence.original, step, watched):
+        if value in redescribed or not _may_repeat(evidence.original, step, watched):
             yield step
 
 
@@ -173,9 +199,9 @@ def _accesses(
     return found
 
 
-def _reshaped(original: Original) -> set[Term]:
-    """The values whose shape or strides a step changes in place."""
-    steps = (step for step in original.program.steps if reshapes(step.node))
+def _redescribed(original: Original) -> set[Term]:
+    """The values that a step reshapes or detaches in place."""
+    steps = (step for step in original.program.steps if redescribes(step.node))
     return {leaf for step in steps for value in step.written for leaf in leaves(value)}
 
 
@@ -213,15 +239,23 @@ def _is_view(original: Original, step: Step) -> bool:
 
 
 def _may_repeat(original: Original, step: Step, watched: Mapping[Hashable, str]) -> bool:
-    """Whether a step may be taken again: a view of its arguments, or a symbol that no write can change."""
+    """Whether a step may be taken again: a view of its arguments, or a symbol, that no write can change."""
     if draws(step.node) or step.written:
         return False
     made = set(_families(original, original.terms[step.name]))
     read = {f for term in (*step.args, *step.kwargs.values()) for f in _families(original, term)}
     if made:
-        return made <= read
+        return made <= read and (read - made).isdisjoint(watched)
     symbolic = isinstance(original.example(original.terms[step.name]), SYMBOLIC)
     return symbolic and read.isdisjoint(watched)
+
+
+def _is_cloned_alike(tensor: torch.Tensor) -> bool:
+    """Whether a clone of a tensor has its strides, whatever its symbolic sizes are."""
+    if tensor.layout is not torch.strided:
+        return True
+    with torch.no_grad():
+        return statically_known_true(sym_eq(tensor.clone().stride(), tensor.stride()))
 
 
 def _read_with_gradient(evidence: Evidence) -> dict[tuple[int, Term], str]:

@@ -5,7 +5,16 @@ from functools import partial
 
 from tests.unit.program_mutants import drop, swap
 from tests.unit.stitching import Ref, Row, Story, refs
-from tests.unit.stories import WRITES, Mutant, reshaped_view, view_without_grad, written_buffer
+from tests.unit.stories import (
+    AS_STRIDED,
+    VIEW_AS,
+    WRITES,
+    Mutant,
+    read_and_written,
+    reshaped_view,
+    view_without_grad,
+    written_buffer,
+)
 
 
 def swap_draws(told: Story) -> None:
@@ -76,6 +85,14 @@ def take_view_again(told: Story) -> None:
     told.edit(1, "lin1", args=refs("view w"))
 
 
+def reshape_behind_the_cut(told: Story) -> None:
+    """The view is handed on as it is before the second segment transposes it."""
+    told.pieces[1].rows.insert(0, told.take(0, "turned"))
+    told.pieces[1].inputs = {"view": Ref("view"), "w": Ref("w")}
+    told.pieces[0].outputs = {"view": Ref("view")}
+    told.edit(1, "turned", args=refs("view"))
+
+
 def hand_on_view_of_what_is_written(told: Story) -> None:
     """The view comes in next to its base, as it was before the write."""
     told.take(1, "view")
@@ -118,6 +135,11 @@ MUTANTS: Mapping[str, tuple[Mutant, ...]] = {
         Mutant("draws swapped", "expected drop0, found drop1 (segment 0, node drop1)", swap_draws),
         Mutant("draw dropped", "expected drop1, found wrapped (segment 2, node wrapped)", drop),
     ),
+    "descriptions": (
+        Mutant("view handed on and then transposed in place",
+               "segment 1, input view: is described as it is behind turned", reshape_behind_the_cut,
+               reshaped_view),
+    ),
     "copies": (
         Mutant("clone written to", "segment 2, input buf: is a copy that is written to and not written back",
                write_to_clone),
@@ -137,6 +159,11 @@ MUTANTS: Mapping[str, tuple[Mutant, ...]] = {
                hand_on_view_of_clone),
         Mutant("gradient cut off", "segment 2, input w2: is detached, but lin2 sends gradient to it",
                lambda told: give_copy(told, 2, "w2", "detach")),
+        Mutant("clone without the gaps of the value",
+               "segment 0, input buf: is a copy that does not lie in memory as the value does",
+               lambda told: give_copy(told, 0, "buf", "clone"), read_and_written),
+        Mutant("clone that is looked into", "segment 0, input like: is a copy whose memory view looks at",
+               lambda told: give_copy(told, 0, "like", "clone"), partial(read_and_written, AS_STRIDED)),
         Mutant("detached value handed on",
                "segment 1, input w0: is detached, but its return sends gradient to it",
                hand_on_detached),
@@ -154,6 +181,9 @@ MUTANTS: Mapping[str, tuple[Mutant, ...]] = {
     "nodes": (
         Mutant("view taken again as it was before it was transposed",
                "node view stands in segment 0 and again in segment 1", take_view_again, reshaped_view),
+        Mutant("view taken again by a tensor that is written to",
+               "node view stands in segment 0 and again in segment 1",
+               lambda told: told.pieces[1].rows.insert(0, VIEW_AS), partial(read_and_written, VIEW_AS)),
     ),
     "nothing added": (
         Mutant("clone written back to another", "the stitched module, node back", write_back_to_another),

@@ -299,6 +299,21 @@ WRITES: Mapping[str, Sequence[Row]] = {
 """Ways to write to a buffer of which some are known by a table only."""
 
 
+def read_and_written(*reads: Row) -> Story:
+    """A buffer with gaps in its memory is read in the first segment, and written to in the second."""
+    given = weights("v w")
+    with given["x"].fake_mode:
+        given["buf"], given["like"] = torch.empty(4, 8)[:, ::2], torch.empty(4, 4)
+    first = [*reads, Row("seen", "sum", refs("buf")), Row("lin0", F.linear, refs("x v"))]
+    writes = [Row("write", "mul_", (Ref("buf"), 0.5)), Row("bump", "add_", (Ref("like"), 1))]
+    second = [*writes, Row("lin1", F.linear, refs("lin0 w")), Row("end", torch.add, refs("lin1 seen"))]
+    return cut_in_two(given, first, second, "lin0 seen buf like w", params=("v", "w"))
+
+
+VIEW_AS = Row("view", "view_as", refs("buf like"))
+AS_STRIDED = Row("view", "as_strided", (Ref("like"), (2,), (1,), 3))
+
+
 def reshaped_view() -> Story:
     """A view is transposed in place, and handed on as it is then."""
     first = [
@@ -374,6 +389,7 @@ SMALL: tuple[Callable[[], Story], ...] = (
     constant,
     symbolic_number,
     indexed_view,
+    read_and_written,
     reshaped_view,
     view_without_grad,
     written_buffer,

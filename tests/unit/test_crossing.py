@@ -95,8 +95,8 @@ def test_a_nested_tensor_and_its_values_stay_with_their_readers() -> None:
     assert list(blocked(dynamo_graph(doubled, torch.ones(2, 4)))) == ["mul", "values", "cos", "add"]
 
 
-@pytest.mark.parametrize("notation", ["unsqueeze_", "as_strided_", "aten.t_"])
-def test_a_tensor_whose_shape_is_changed_in_place_stays_with_its_readers(notation: str) -> None:
+@pytest.mark.parametrize("notation", ["unsqueeze_", "as_strided_", "aten.t_", "detach_"])
+def test_a_tensor_that_is_reshaped_or_detached_in_place_stays_with_its_readers(notation: str) -> None:
     # the example value that tracing left is of after the change, for what reads it before as well
     builder = new_builder()
     value = builder.call(operator.add, builder.x, 1.0)
@@ -105,10 +105,11 @@ def test_a_tensor_whose_shape_is_changed_in_place_stays_with_its_readers(notatio
         "unsqueeze_": lambda: builder.method("unsqueeze_", value, 0),
         "as_strided_": lambda: builder.call(torch.as_strided_, value, (2, 2), (1, 1)),
         "aten.t_": lambda: builder.call(torch.ops.aten.t_, value),
+        "detach_": lambda: builder.method("detach_", value),
     }[notation]()
     later = builder.call(operator.add, early, 1.0)
     after = builder.method("relu", later)
-    why = f"{change.name!r} changes the shape of a tensor in place"
+    why = f"{change.name!r} changes what a tensor is in place"
     assert finished(builder, after) == dict.fromkeys((early.name, change.name, later.name), why)
 
 

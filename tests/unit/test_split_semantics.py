@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -158,6 +158,113 @@ class InPlaceResidual(nn.Module):
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_a_residual_may_be_added_in_place(checkpointed: bool) -> None:
     expect_as_eager(InPlaceResidual(checkpointed=checkpointed))
+
+
+class Between(nn.Module):
+    """Four layers, and what is done to a value between the second and the third."""
+
+    own: Tensor
+    one: Tensor
+
+    def __init__(self, body: Callable[["Between", Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.register_buffer("own", torch.randn(WIDTH, WIDTH))
+        self.register_buffer("one", torch.tensor(1))
+        self.body = body
+
+    def layer(self, index: int, h: Tensor) -> Tensor:
+        return torch.tanh(self.layers[index](h))
+
+    def forward(self, x: Tensor, given: Tensor) -> tuple[Tensor, ...]:
+        return (self.layers[3](self.body(self, self.layer(0, x), given)),)
+
+
+def detached_in_place(model: Between, h: Tensor, _: Tensor) -> Tensor:
+    h = model.layer(1, h)
+    twice = h * 2
+    h.detach_()
+    return model.layer(2, twice + h)
+
+
+def strided(model: Between, h: Tensor, given: Tensor) -> Tensor:
+    base = given.as_strided((WIDTH, WIDTH // 2), (WIDTH, 2))
+    dense = base.contiguous()
+    dense.mul_(2)
+    h = model.layer(1, h + (base + dense).repeat(1, 2))
+    base.mul_(0.5)
+    return model.layer(2, h + base.repeat(1, 2))
+
+
+def columns(model: Between, h: Tensor, given: Tensor) -> Tensor:
+    right = given * 1
+    h = model.layer(1, h + right)
+    h = model.layer(2, h + right.as_strided((WIDTH, 1), (WIDTH, 1), 3))
+    right.mul_(0.5)
+    return h + right
+
+
+def view_by_tensor(model: Between, h: Tensor, _: Tensor) -> Tensor:
+    places = torch.stack([model.one, model.one + 3])
+    view = torch.tensor_split(model.own, places)[1]
+    h = model.layer(1, h + view.sum(0))
+    places.add_(1)
+    h = model.layer(2, h)
+    model.own.mul_(0.5)
+    return h + view.sum(0)
+
+
+def broadcast(model: Between, h: Tensor, given: Tensor) -> Any:
+    first, second = given * 2, given * 3
+    h = model.layer(1, h) + first
+    left, right = torch.broadcast_tensors(first, second)  # type: ignore[no-untyped-call]  # torch's own
+    h = model.layer(2, h)
+    left.mul_(2)
+    return h + left + right
+
+
+def batch(model: Between, h: Tensor, given: Tensor) -> Any:
+    base = given * 2
+    h = model.layer(1, h) + base
+    view = torch.vmap(lambda row: row.view(2, -1))(base)
+    h = model.layer(2, h)
+    view.mul_(2)
+    return h + view.view(WIDTH, WIDTH)
+
+
+def float_in_region(model: Between, h: Tensor, _: Tensor) -> Tensor:
+    def block(h: Tensor) -> Tensor:
+        scale = h.sum().item() + 1
+        return model.layer(2, model.layer(1, h * scale) * scale)
+
+    return model.layer(0, cast(Tensor, checkpoint(block, h, use_reentrant=False)))
+
+
+def bool_in_region(model: Between, h: Tensor, _: Tensor) -> Tensor:
+    def block(h: Tensor) -> Tensor:
+        h = model.layer(1, h)
+        positive = (h.sum() > 0).item()
+        return model.layer(2, h * positive) * positive
+
+    return cast(Tensor, checkpoint(block, h, use_reentrant=False))
+
+
+def by_data(model: Between, h: Tensor, _: Tensor) -> Tensor:
+    h = model.layer(2, model.layer(1, h * model.own))
+    model.own.data.mul_(0.5)
+    return h
+
+
+BODIES = (
+    detached_in_place, strided, columns, view_by_tensor, broadcast, batch, float_in_region, bool_in_region,
+    by_data,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_what_is_done_in_place_is_seen_where_eager_sees_it(body: Any) -> None:
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        expect_as_eager(Between(body))
 
 
 def expect_as_eager(model: nn.Module) -> None:
