@@ -274,6 +274,11 @@ def _gate_of(node: Any) -> Any:
     return next((gate for gate, _ in edges if isinstance(gate, _Gate._backward_cls)), None)
 
 
+def _hand_over_batched(gradients: Sequence[Tensor], slots: Sequence[int], treatment: Sequence[int]) -> Tensor:
+    """Several backwards at once, as by ``torch.autograd.grad(…, is_grads_batched=True)``: none hands over."""
+    return hand_over(gradients, slots, [LATE] * len(treatment))
+
+
 def _hand_over_fake(gradients: Sequence[Tensor], _slots: Sequence[int], _treatment: Sequence[int]) -> Tensor:
     return empty_token(gradients[0])
 
@@ -322,4 +327,6 @@ _library.define("hand_over(Tensor[] gradients, int[] slots, int[] treatment) -> 
 _library.define("owners(Tensor[] tensors) -> int[]")
 _library.impl("owners", _owners_in, "CompositeExplicitAutograd")
 _library.impl("hand_over", hand_over, "CompositeExplicitAutograd")
+for _batched in ("Batched", "FuncTorchBatched"):
+    _library.impl("hand_over", _hand_over_batched, _batched)
 torch.library.register_fake("ddpopt::hand_over", _hand_over_fake, lib=_library)

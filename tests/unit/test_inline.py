@@ -298,6 +298,19 @@ def test_no_two_gradients_share_memory_and_none_the_callers(kind: type[Sums]) ->
     assert own.isdisjoint(t.untyped_storage().data_ptr() for t in tensors[:2])
 
 
+def test_several_backwards_at_once_give_eagers_gradients() -> None:
+    def batched(call: Any, model: nn.Module) -> tuple[Tensor, ...]:
+        out = call(rows())
+        directions = torch.randn(3, *out.shape, generator=torch.Generator().manual_seed(2))
+        return torch.autograd.grad(out, [*model.parameters()], directions, is_grads_batched=True)
+
+    model, eager = Two(), Two()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=CAP_MB)
+    found = batched(ddpopt.compile(ddp, backend="aot_eager", strategy="inline"), model)
+    for a, b in zip(found, batched(eager, eager), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 class ViewLeaves(Two):
     """The first graph gives the second one a view of a weight."""
 
