@@ -27,6 +27,7 @@ GRADIENT_OF = "gradient of "
 KEPT = "kept "
 OUTSIDE = "the tensor outside of DDP"
 ATTRIBUTE = "attribute "
+LAST = "the last step's "
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 DEPTH = 8
 """Of containers in containers that are looked into."""
@@ -128,6 +129,11 @@ def form_of(tensor: Tensor, with_strides: bool = True) -> str:
         used = [stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
         strides = f", strides {tuple(used)}"
     return f"{tensor.dtype} {tuple(tensor.shape)}{strides} on {tensor.device}{layout}"
+
+
+def is_of_last_step(name: str) -> bool:
+    """Whether a name of what shares memory is that of a result of the step before."""
+    return name.startswith(LAST)
 
 
 def sharing(tensors: Mapping[str, Tensor]) -> Pairs:
@@ -255,7 +261,7 @@ class Sight:
         results = {f"{GRADIENT_OF}{name}": grad for name, grad in leaf_gradients if grad is not None}
         results |= self._outputs
         kept = {f"{KEPT}{name}": value for name, value in self._kept() if isinstance(value, Tensor)}
-        last = {f"the last step's {name}": tensor for name, (tensor, _) in self._last.items()}
+        last = {f"{LAST}{name}": tensor for name, (tensor, _) in self._last.items()}
         written = (name for name, (now, then) in self._last.items() if not bitwise(now, then).right)
         found = sharing(seen | results | kept | last), tuple(sorted(written))
         self._last = {name: (tensor, tensor.detach().clone()) for name, tensor in results.items()}

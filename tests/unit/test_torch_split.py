@@ -9,6 +9,7 @@ import torch
 from torch._dynamo.backends import distributed as torchs
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpopt import hook
 from ddpopt.backend import replacing_ddp_optimizer
 from ddpopt.explain import explain
 from tests.unit.rehearsing import Linears, explained, one_rank_group, params, rows, running_buckets
@@ -38,9 +39,9 @@ def test_torchs_optimizer_is_explained_as_torch_wrote_it_even_while_it_is_replac
 
 
 def test_torchs_optimizer_has_the_private_names_that_we_use() -> None:
-    built_with = inspect.signature(torchs.DDPOptimizer.__init__).parameters
+    built_with = inspect.signature(hook.DDPOptimizer.__init__).parameters
     assert {"bucket_bytes_cap", "backend_compile_fn"} <= set(built_with)
-    assert list(inspect.signature(torchs.DDPOptimizer.compile_fn).parameters)[1:3] == ["gm", "example_inputs"]
+    assert list(inspect.signature(hook.DDPOptimizer.compile_fn).parameters)[1:3] == ["gm", "example_inputs"]
     assert {"size", "params", "param_ids"} <= {field.name for field in fields(torchs.Bucket)}
 
 

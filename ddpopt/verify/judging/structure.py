@@ -15,7 +15,7 @@ from ddpopt.verify.judging import sent
 from ddpopt.verify.judging.evidence import Broken, Claim, Evidence, Peer, peer_of
 from ddpopt.verify.judging.record import Step, in_sight
 from ddpopt.verify.verdict import Finding
-from ddpopt.verify.visible import form_of
+from ddpopt.verify.visible import form_of, is_of_last_step
 
 __all__ = ["CLAIMS", "Evidence", "Peer", "peer_of", "structure"]
 
@@ -102,16 +102,16 @@ def _seen(evidence: Evidence) -> Broken:
 def _memory(evidence: Evidence) -> Broken:
     """Writing to one gradient must change no other, nor anything else that a script holds.
 
-    What eager DDP shares in any step counts: gradients that are views of buckets share memory with those of
-    the step before, except in the step in which DDP rebuilds its buckets.
+    What eager DDP shares with its last step counts in any step: gradients that are views of buckets do,
+    except in the step in which DDP rebuilds its buckets.
     """
     moments = [eager for _, (_, eager) in _moments(evidence)]
-    shared = {pair for eager in moments for pair in eager.sharing or ()}
+    lasting = {pair for eager in moments for pair in eager.sharing or () if any(map(is_of_last_step, pair))}
     rewritten = {name for eager in moments for name in eager.written}
     for step, (got, eager) in _moments(evidence):
         if got.sharing is None or eager.sharing is None:
             continue
-        for one, other in sorted(got.sharing - shared):
+        for one, other in sorted(got.sharing - eager.sharing - lasting):
             if not in_sight(one, eager) or not in_sight(other, eager):
                 continue
             yield f"step {step}: {one} and {other} share memory; in eager DDP they do not", None, step
