@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._dynamo.backends.registry import lookup_backend
 
 import ddpopt.backend
-from ddpopt.errors import UsageError
+from ddpopt.errors import UnsupportedError
 from ddpopt.gate import ratios
 from ddpopt.gate.bands import Bands, settled
 from ddpopt.gate.changes import changes
@@ -165,7 +165,7 @@ def test_buckets_that_are_no_longer_the_planned_ones(
     inline: Figures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
-        raise UsageError("this reducer follows nobody")
+        raise UnsupportedError("this reducer follows nobody")
 
     monkeypatch.setattr(ddpopt.backend, "defer", refuse)
     assert_expected_inline(
