@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import copyreg
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+from torch.autograd.graph import get_gradient_edge
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
@@ -170,8 +173,20 @@ def fake_copy(mode: FakeTensorMode, value: tuple[nn.Module, Any, Any], memo: dic
     for tensor in (*model.parameters(), *model.buffers(), *pytree.tree_leaves(inputs)):
         if isinstance(tensor, torch.Tensor):
             memo.setdefault(id(tensor), _fake(mode, tensor))
-    with FakeCopyMode(mode):
-        return copy.deepcopy(value, memo)
+    # the autograd nodes that a model keeps, so that hooks on them live, are shared: they cannot be copied
+    with FakeCopyMode(mode), patch.dict(copyreg.dispatch_table, {accumulate_grad(): str}):
+        try:
+            return copy.deepcopy(value, memo)
+        except TypeError as error:
+            raise UsageError(
+                f"model: {type(model).__name__} could not be copied: {error}\n"
+                "Give the object that cannot be copied a __deepcopy__, or attach it after planning."
+            ) from error
+
+
+def accumulate_grad() -> type:
+    """The class of the autograd nodes that accumulate gradients, which torch does not export."""
+    return type(get_gradient_edge(torch.empty(0, requires_grad=True, device="cpu")).node)
 
 
 def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:

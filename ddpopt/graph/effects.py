@@ -45,7 +45,8 @@ KNOWN_MODULES = (
     "torch._tensor", "torch.functional", "torch.random",
 )  # fmt: skip
 KNOWN_PACKAGES = (
-    "einops.", "torch._C._functorch.", "torch._functorch.", "torch._numpy.", "torch.amp.", "torch.nn.",
+    "einops.", "torch._C._functorch.", "torch._dynamo.compiled_autograd.", "torch._functorch.",
+    "torch._numpy.", "torch.amp.", "torch.nn.",
 )  # fmt: skip
 """Whose functions write to nothing but what their names and arguments say; Dynamo knows einops."""
 KNOWN_BUILTINS = ("asarray", "_get_data_attr")

@@ -10,6 +10,7 @@ from types import FrameType
 
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import fx
 
 from ddpopt.partition import partition
 from ddpopt.planner import plan_graph
@@ -53,8 +54,9 @@ def _repeated(draw: st.DrawFn, steps: list[Step]) -> SmallGraph:
 
 
 def size(graph: SmallGraph) -> int:
-    """Nodes, and tensors that they read."""
-    nodes = list(graph.gm.graph.nodes)
+    """Nodes, those of the bodies of calls too, and tensors that they read."""
+    graphs = [module.graph for module in graph.gm.modules() if isinstance(module, fx.GraphModule)]
+    nodes = [node for each in graphs for node in each.nodes]
     read = [source.meta.get("example_value") for node in nodes for source in node.all_input_nodes]
     return len(nodes) + sum(len(naive.tensors(value)) for value in read)
 

@@ -1,7 +1,9 @@
 """Planning a model reads it off fake tensors: nothing runs, nothing is copied, nothing is left behind."""
 
 import copy
+import copyreg
 import inspect
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
@@ -255,6 +258,22 @@ def test_a_model_that_cannot_run_is_refused_with_its_own_error() -> None:
         "model: Net could not be traced on fake tensors: "
         "TypeError: Net.forward() missing 1 required positional argument: 'x'\n"
         "Check that model(*inputs) runs in eager."
+    )
+
+
+def test_a_model_may_keep_an_autograd_node_so_that_its_hooks_live() -> None:
+    model = net()
+    model.kept = get_gradient_edge(model.layers[0].get_parameter("weight")).node
+    assert planned(model) == planned(net())
+    assert type(model.kept) not in copyreg.dispatch_table
+
+
+def test_a_model_that_cannot_be_copied_is_refused() -> None:
+    model = net()
+    model.lock = threading.Lock()
+    assert refusal(model, rows()) == (
+        "model: Net could not be copied: cannot pickle '_thread.lock' object\n"
+        "Give the object that cannot be copied a __deepcopy__, or attach it after planning."
     )
 
 

@@ -179,7 +179,7 @@ DEFECTS: tuple[Defect, ...] = (
     _takes("the user made", DrawnModel(steps=(step("returned"), _LINEAR)), r"Returned(Saved|Cloned)\.apply"),
     _takes(
         "comes from the user, who gives it again",
-        DrawnModel(steps=(step("added"),), loss="given", training="accumulation"),
+        DrawnModel(steps=(_LINEAR, step("added")), loss="given", training="accumulation", cap_bytes=1),
         r"(?s)self\.rows\d.*Given\.apply",
     ),
     Defect(
