@@ -28,9 +28,9 @@ from benchmarks.alignment_rows import JUDGED, Cell, Row, row, summary
 from benchmarks.alignment_run import MODES, Run, caps_of
 from benchmarks.lanes import Lane
 from benchmarks.report import conditions, state, wide_console
+from ddpopt.cases.corpus import cases
 from ddpopt.errors import UsageError
 from ddpopt.testing import resolve
-from ddpopt.testing.corpus import cases
 
 CAPS = "0.3,1,2.5,default"
 

@@ -27,12 +27,12 @@ from pathlib import Path
 from rich.table import Table
 
 from benchmarks.report import conditions, state, wide_console
-from ddpopt.certificate import certify
 from ddpopt.errors import InfrastructureError, VerificationError
-from ddpopt.facts import collect, parameter_names
-from ddpopt.partition import partition
-from ddpopt.planner import plan_graph
-from ddpopt.reducer import BucketConfig
+from ddpopt.planning.bucket_rule import BucketConfig
+from ddpopt.planning.facts import collect, parameter_names
+from ddpopt.planning.planner import plan_graph
+from ddpopt.proof.certificate import certify
+from ddpopt.split.partition import partition
 from ddpopt.testing.graph_builder import SmallGraph
 
 GRAPHS_ASKED = 100.0

@@ -43,7 +43,7 @@ from benchmarks.group import single_rank
 from benchmarks.planning_rows import OURS, THEIRS, Timing, Timings, Verdict, judge
 from benchmarks.pyperf_file import add_option, store
 from benchmarks.report import conditions, state, wide_console
-from ddpopt.backend import DdpoptBackend
+from ddpopt.dynamo.backend import DdpoptBackend
 
 TOKENS = 8
 SIZES = "12,48,96,200"

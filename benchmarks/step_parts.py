@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.devices import elapsed, elapsed_together, now
 from benchmarks.step_modes import Mode
-from ddpopt.running_buckets import running_buckets
+from ddpopt.ddp.reducer_buckets import running_buckets
 
 
 class Parts:

@@ -20,7 +20,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" test
 # How ranks are started and ended does not depend on how many there are: once is enough, as for the commands
 # that start ranks of their own.
 step "starting and ending ranks, and the commands that do" "$VENV/bin/python" -m pytest -n auto --maxprocesses 8 \
-  tests/multigpu/alone tests/integration/test_verify_command.py tests/integration/test_verify_locate.py \
+  tests/multigpu/alone tests/integration/judge/test_command.py tests/integration/judge/test_locate.py \
   ${PYTEST_ARGS:-}
 for ranks in "$@"; do
   step "$ranks ranks" env DDPOPT_NPROC="$ranks" "$VENV/bin/python" -m pytest -n auto --maxprocesses 8 \

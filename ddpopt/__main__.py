@@ -1,5 +1,5 @@
 """``python -m ddpopt``: the ``ddpopt`` command."""
 
-from ddpopt.cli import main
+from ddpopt.cli.app import main
 
 main()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddpopt import Plan
-from ddpopt.observe import Observation
+from ddpopt.observation.observe import Observation
 
 ROUNDING_LIMIT = 8.0
 """How many times eager's own error a compiled gradient may be off the exact one."""

@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt.testing.corpus.decoders import GPT
+from ddpopt.cases.corpus.decoders import GPT
 from examples.judging import Check, exact_gradients, follows_plan, must_be_bitwise, worst_gradient
 from examples.showing import Display, Row
 

@@ -8,7 +8,7 @@ import pytest
 @pytest.fixture(scope="session")
 def compiling_quickly() -> Iterator[None]:
     """Dynamo does without what nobody reads here, and what costs a third of the time of most tests."""
-    from ddpopt.verify.trials import quickly  # heavy, and not needed to collect tests
+    from ddpopt.judge.trials import quickly  # heavy, and not needed to collect tests
 
     with quickly():
         yield

@@ -15,8 +15,8 @@ from torch import nn
 
 from ddpopt.doctor.diagnosis import Alignment, Finding, Overcounted, RealBucket, Weight
 from ddpopt.doctor.trial import OURS, TORCH, Trial
-from ddpopt.explanation import Explanation, OwnBucket, Tally
-from ddpopt.report.tables import MIB, mib, names
+from ddpopt.explanation.result import Explanation, OwnBucket, Tally
+from ddpopt.explanation.tables import MIB, mib, names
 
 _USE_DDPOPT = "Compile with ddpopt.compile(ddp) in place of torch.compile(ddp)"
 _NO_OTHER = "Lower or raise bucket_cap_mb until it matters less: ddpopt did not run to its end here"

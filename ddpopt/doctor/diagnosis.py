@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
-from ddpopt.report.diagnosis import render
+from ddpopt.doctor.text import render
 
 FORMAT = 1
 

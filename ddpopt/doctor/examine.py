@@ -15,7 +15,7 @@ from torch import distributed as dist
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 
-from ddpopt.bucket_config import BucketConfig
+from ddpopt.cases.case import Case
 from ddpopt.doctor.alignment import align, alignment_findings, find_overcounted
 from ddpopt.doctor.breaks import break_findings, find_breaks
 from ddpopt.doctor.diagnosis import Diagnosis, Finding, Unused, Weight
@@ -25,10 +25,10 @@ from ddpopt.doctor.recompiles import find_recompiles, recompile_findings
 from ddpopt.doctor.timings import compile_time, time_findings
 from ddpopt.doctor.trial import EAGER, OURS, TORCH, Trial, run_trial, warm_up
 from ddpopt.errors import UsageError
-from ddpopt.explain import explain_case
-from ddpopt.explanation import Explanation
-from ddpopt.generators import generators_kept
-from ddpopt.testing.case import Case
+from ddpopt.explanation.explain import explain_case
+from ddpopt.explanation.generators import generators_kept
+from ddpopt.explanation.result import Explanation
+from ddpopt.planning.limits import BucketConfig
 from ddpopt.testing.ranks import one_rank
 
 

@@ -17,8 +17,8 @@ from torch import distributed as dist
 from torch import nn
 
 from ddpopt.doctor.diagnosis import Finding, Weight
-from ddpopt.reducer import specs_from_module
-from ddpopt.report.tables import MIB, mib
+from ddpopt.explanation.tables import MIB, mib
+from ddpopt.planning.bucket_rule import specs_from_module
 
 _GOOD_SHARE = 4
 """Into how many buckets to divide what is one: with four, three quarters can leave before backward ends."""

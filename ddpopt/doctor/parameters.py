@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import nn
 
+from ddpopt.cases.case import Case
 from ddpopt.doctor.diagnosis import Finding, Unused, Weight
 from ddpopt.doctor.trial import one_line, undisturbed
 from ddpopt.errors import DdpoptError
-from ddpopt.report.tables import names
-from ddpopt.testing.case import Case
+from ddpopt.explanation.tables import names
 
 
 def find_unused(case: Case, ranks: int, steps: int, tell: Callable[[str], None]) -> tuple[Unused, ...]:

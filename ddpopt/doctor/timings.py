@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from ddpopt.doctor.diagnosis import CompileTime, Finding, SegmentTime, Weight
 from ddpopt.doctor.dynamo import Frame, Notes
 from ddpopt.doctor.trial import OURS, TORCH, Trial
-from ddpopt.explanation import Explanation
+from ddpopt.explanation.result import Explanation
 
 _IN_BACKEND = "OutputGraph.call_user_compiler"
 _IN_AOTAUTOGRAD = "create_aot_dispatcher_function"

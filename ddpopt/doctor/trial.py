@@ -17,11 +17,11 @@ from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import ddpopt.backend
+import ddpopt.dynamo.backend
+from ddpopt.cases.case import Case
+from ddpopt.ddp.reducer_buckets import ObservedBucket, running_buckets
 from ddpopt.doctor.dynamo import Notes, cold_caches, taking_notes
-from ddpopt.generators import generators_kept
-from ddpopt.running_buckets import ObservedBucket, running_buckets
-from ddpopt.testing.case import Case
+from ddpopt.explanation.generators import generators_kept
 
 EAGER, TORCH, OURS = "eager DDP", "torch's DDPOptimizer", "ddpopt"
 
@@ -108,7 +108,7 @@ def _with_torch(ddp: DistributedDataParallel, backend: str) -> Callable[..., Any
 
 
 def _with_ddpopt(ddp: DistributedDataParallel, backend: str) -> Callable[..., Any]:
-    compiled: Callable[..., Any] = ddpopt.backend.compile(ddp, backend=backend)
+    compiled: Callable[..., Any] = ddpopt.dynamo.backend.compile(ddp, backend=backend)
     return compiled
 
 
@@ -118,7 +118,7 @@ _MODES: dict[str, Wrap] = {EAGER: _in_eager, TORCH: _with_torch, OURS: _with_ddp
 @contextlib.contextmanager
 def _listening() -> Iterator[list[str]]:
     """What ddpopt's backend logs; nothing of it reaches the caller's handlers."""
-    logger, said = ddpopt.backend.logger, list[str]()
+    logger, said = ddpopt.dynamo.backend.logger, list[str]()
     level, propagates = logger.level, logger.propagate
     handler = _Ears(said)
     logger.addHandler(handler)

@@ -1,7 +1,5 @@
-"""Fuzzing: models are drawn, judged in worker processes, and what fails is kept and made small.
+"""Search for models that a mode gets wrong: draw them, judge them, and make the failures small.
 
-`campaign` is the way in for ``ddpopt fuzz``, `minimize` for ``ddpopt minimize``. `stream` draws models, and
-`questions` is what is asked of one; `workers` has `worker` processes answer by `examine`; `signatures` tells
-failures apart, `cases` are what is kept of them, `journal` is what a run that goes on reads, and `shared` the
-database of several machines. `shrinking` lists what is smaller than a model, and `scripting` writes scripts.
+In: modes, a backend and a time limit. Out: failures as data, and a script for each. Invariant: a failure
+counts only where the backend without any optimizer is right.
 """

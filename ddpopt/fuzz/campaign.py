@@ -25,10 +25,10 @@ from ddpopt.fuzz.journal import Entry, Journal, Plan
 from ddpopt.fuzz.questions import TORCH, Answer, Kind, Setting
 from ddpopt.fuzz.scripting import script_of
 from ddpopt.fuzz.shared import share, shared
+from ddpopt.fuzz.storing import write_whole
 from ddpopt.fuzz.stream import BLOCK, Source
 from ddpopt.fuzz.summary import Summary, summarized
 from ddpopt.fuzz.workers import Worker
-from ddpopt.storing import write_whole
 from ddpopt.testing.drawn import DrawnModel
 
 FROM_OTHERS = -1

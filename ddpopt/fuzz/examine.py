@@ -18,15 +18,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.fuzz.questions import MODES, WHOLE, Answer, Kind, Setting, Task
 from ddpopt.fuzz.signatures import ROUNDING, Signature, may_be, of_error, of_finding, signature_of
+from ddpopt.judge.backends import backend_of
+from ddpopt.judge.judge import EXACT, judge
+from ddpopt.judge.judging.failing import in_words
+from ddpopt.judge.judging.reference import Bench, Reference, Subject
+from ddpopt.judge.modes import mode
+from ddpopt.judge.options import option
+from ddpopt.judge.verdict import Finding, Status, Trial
+from ddpopt.ranks.group import Ranks
 from ddpopt.testing.drawn import Program
-from ddpopt.verify.backends import backend_of
-from ddpopt.verify.judge import EXACT, judge
-from ddpopt.verify.judging.failing import in_words
-from ddpopt.verify.judging.reference import Bench, Reference, Subject
-from ddpopt.verify.modes import mode
-from ddpopt.verify.options import option
-from ddpopt.verify.ranks import Ranks
-from ddpopt.verify.verdict import Finding, Status, Trial
 
 NUMBERS = ("L0", "L1", "L2")
 

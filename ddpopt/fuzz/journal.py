@@ -15,7 +15,7 @@ from typing import Any, Self
 from ddpopt.errors import UsageError
 from ddpopt.fuzz.questions import Answer, Kind
 from ddpopt.fuzz.signatures import Signature
-from ddpopt.storing import write_whole
+from ddpopt.fuzz.storing import write_whole
 
 LINES = "journal.jsonl"
 PLAN = "campaign.json"

@@ -18,8 +18,8 @@ from ddpopt.fuzz.cases import FoundCase
 from ddpopt.fuzz.questions import Answer, Setting
 from ddpopt.fuzz.shrinking import keeping, smaller
 from ddpopt.fuzz.sizes import Size, size_of
+from ddpopt.judge.locating.narrow import narrowed
 from ddpopt.testing.drawn import DrawnModel
-from ddpopt.verify.locating.narrow import narrowed
 
 TRIES = 400
 BACKENDS = ("eager", "aot_eager")

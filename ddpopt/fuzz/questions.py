@@ -16,7 +16,7 @@ TORCH = "torch-ddp-optimizer"
 WHOLE = "whole"
 """The mode that compiles without any optimizer: what it gets wrong is the backend's own."""
 MODES = {TORCH: "torch", WHOLE: "whole", "ddpopt-split": "ddpopt-split", "ddpopt-inline": "ddpopt-inline"}
-"""For each mode that can be fuzzed its name in `ddpopt.verify.modes`."""
+"""For each mode that can be fuzzed its name in `ddpopt.judge.modes`."""
 STANDALONE = (TORCH, WHOLE)
 """Modes whose faults are torch's own."""
 STEPS = 3

@@ -1,6 +1,6 @@
 """Scripts that show a failure: with torch alone where the fault is torch's own.
 
-They judge as those of `ddpopt.verify.locating` do, whose templates they share.
+They judge as those of `ddpopt.judge.locating` do, whose templates they share.
 Invariant: a script for a fault of torch's imports nothing but torch and the standard library.
 """
 
@@ -13,10 +13,10 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
 from ddpopt.fuzz.cases import FoundCase
 from ddpopt.fuzz.questions import MODES
-from ddpopt.verify.judge import EXACT
-from ddpopt.verify.locating.reproduction import REACHED, command_of
-from ddpopt.verify.locating.scripting import factors, grouped, spaced
-from ddpopt.verify.training import LEARNING_RATE
+from ddpopt.judge.judge import EXACT
+from ddpopt.judge.locating.reproduction import REACHED, command_of
+from ddpopt.judge.locating.scripting import factors, grouped, spaced
+from ddpopt.judge.training import LEARNING_RATE
 
 FIRST_BUCKET_BYTES = 2**20
 """DDP's default, below which torch's optimizer takes no cap."""
@@ -123,8 +123,8 @@ def _imports(symptom: str, alone: bool, samples: bool, ranks: int) -> list[str]:
             *found,
             "import torch.distributed as dist",
             "from dataclasses import replace",
-            "from ddpopt.testing.case import Case",
-            "from ddpopt.verify.runner import verify_here",
+            "from ddpopt.cases.case import Case",
+            "from ddpopt.judge.runner import verify_here",
         ]
     found += ["import traceback"] if symptom == "run" else []
     found += ["from torch.utils._pytree import tree_map"] if samples else []
@@ -144,7 +144,7 @@ def _definitions(source: str, *, whole: bool) -> tuple[list[str], str]:
 def _rendered(template: str, given: dict[str, Any]) -> str:
     environment = Environment(
         loader=ChoiceLoader(
-            [PackageLoader("ddpopt", "fuzz/scripts"), PackageLoader("ddpopt", "verify/locating/scripts")]
+            [PackageLoader("ddpopt", "fuzz/scripts"), PackageLoader("ddpopt", "judge/locating/scripts")]
         ),
         autoescape=False,  # these are programs, not pages
         undefined=StrictUndefined,

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from ddpopt.verify.verdict import Finding, Trial
+from ddpopt.judge.verdict import Finding, Trial
 
 ORDER = ("run", "L3", "L0", "L1", "L2")
 _FRAME = re.compile(r"\((?P<file>[^():]+):\d+ in (?P<name>[^()]+)\)$")

@@ -89,8 +89,8 @@ def _answer(seat: Seat, pipe: Connection) -> None:
 
     # after the streams are set, for these print while they are imported
     from ddpopt.fuzz.examine import examine
-    from ddpopt.verify.ranks import joined
-    from ddpopt.verify.trials import keep_for_good, quickly
+    from ddpopt.judge.trials import keep_for_good, quickly
+    from ddpopt.ranks.group import joined
 
     torch.set_num_threads(1)
     _join(dist, seat)

@@ -1,7 +1,4 @@
-"""The gate: what a commit must leave as it was, or change in sight of a reviewer.
+"""The regression gate: measure what a change can make worse, and compare it with the baseline.
 
-`figures` holds what is compared, `baseline` keeps it in a file, `bands` says how far a figure may stray.
-`plans`, `runs` (with `potential`), `ratios` and `collected` each measure one thing; `measuring` has all of it
-done, on ranks of its own or on those that are there. `changes` compares, `buckets`
-does so for bucket tables; `moved` is one thing that moved, and `comparison` is what the reports take.
+In: a baseline file. Out: the changes, and whether they pass. Invariant: equal code gives equal figures.
 """

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
+from ddpopt.explanation.tables import mib, names
 from ddpopt.gate.figures import BucketRow
 from ddpopt.gate.moved import Change
-from ddpopt.report.tables import mib, names
 
 NONE = "none"
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ddpopt.cases.case import resolve
+from ddpopt.cases.corpus import cases
 from ddpopt.errors import UsageError
 from ddpopt.gate.bands import Bands
 from ddpopt.gate.collected import collected
@@ -16,11 +18,9 @@ from ddpopt.gate.figures import CaseFigures, Figures, Ratio
 from ddpopt.gate.plans import plan_figures
 from ddpopt.gate.ratios import time_ratios
 from ddpopt.gate.runs import mode_figures
-from ddpopt.testing.case import resolve
-from ddpopt.testing.corpus import cases
-from ddpopt.verify.backends import backend_of
-from ddpopt.verify.ranks import Ranks, launch
-from ddpopt.verify.trials import keep_for_good, quickly
+from ddpopt.judge.backends import backend_of
+from ddpopt.judge.trials import keep_for_good, quickly
+from ddpopt.ranks.group import Ranks, launch
 
 CORPUS = "corpus"
 CASE_LIMIT_S = 900.0

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from ddpopt.capture import capture
+from ddpopt.cases.case import Case
 from ddpopt.gate.figures import BucketRow, PlanFigures
-from ddpopt.testing.case import Case
+from ddpopt.planning.capture import capture
 
 
 def plan_figures(case: Case) -> PlanFigures:

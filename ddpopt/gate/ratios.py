@@ -24,14 +24,14 @@ from torch import fx
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.backend import DdpoptBackend
+from ddpopt.cases.case import Case, step_seed
+from ddpopt.dynamo.backend import DdpoptBackend
 from ddpopt.gate.bands import PLANNING, Bands
 from ddpopt.gate.figures import Ratio
 from ddpopt.gate.runs import fresh_group
-from ddpopt.testing.case import Case, step_seed
-from ddpopt.verify.modes import Mode, Setup, mode
-from ddpopt.verify.ranks import Ranks
-from ddpopt.verify.training import on_device
+from ddpopt.judge.modes import Mode, Setup, mode
+from ddpopt.judge.training import on_device
+from ddpopt.ranks.group import Ranks
 
 ROUNDS = 3
 """How often each is timed."""

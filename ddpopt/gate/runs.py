@@ -21,19 +21,19 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from ddpopt.backend import find_compiler
+from ddpopt.cases.case import Case, step_seed
+from ddpopt.dynamo.backend import find_compiler
 from ddpopt.gate.figures import ModeFigures
 from ddpopt.gate.potential import Measurement, measure, ratio_to_eager
-from ddpopt.report.wording import share
-from ddpopt.testing.case import Case, step_seed
-from ddpopt.verify.judge import EXACT, judge
-from ddpopt.verify.judging.record import Record
-from ddpopt.verify.judging.reference import Bench, Reference, Subject
-from ddpopt.verify.modes import Mode, Setup, mode
-from ddpopt.verify.options import option
-from ddpopt.verify.ranks import Ranks
-from ddpopt.verify.training import Trainer, on_device
-from ddpopt.verify.verdict import Status, Trial
+from ddpopt.judge.judge import EXACT, judge
+from ddpopt.judge.judging.record import Record
+from ddpopt.judge.judging.reference import Bench, Reference, Subject
+from ddpopt.judge.modes import Mode, Setup, mode
+from ddpopt.judge.options import option
+from ddpopt.judge.report.wording import share
+from ddpopt.judge.training import Trainer, on_device
+from ddpopt.judge.verdict import Status, Trial
+from ddpopt.ranks.group import Ranks
 
 COLLECTIVE_LIMIT_S = 60.0
 DIGITS = 3

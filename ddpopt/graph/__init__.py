@@ -1,1 +1,1 @@
-"""What every stage asks of FX graphs; imports nothing else of ddpopt but `ddpopt.graphs`."""
+"""What every stage asks of FX graphs; imports nothing else of ddpopt but `ddpopt.graph.nodes`."""

@@ -10,7 +10,7 @@ from torch._ops import HigherOrderOperator
 from torch.utils import _pytree as pytree
 
 from ddpopt.graph.effects import mutated_inputs
-from ddpopt.graphs import SOURCES, example_value, storages
+from ddpopt.graph.nodes import SOURCES, example_value, storages
 
 
 def viewed_input(node: fx.Node) -> fx.Node | None:

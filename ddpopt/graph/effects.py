@@ -25,7 +25,7 @@ import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
-from ddpopt.graphs import MISSING, SOURCES, example_value, storages
+from ddpopt.graph.nodes import MISSING, SOURCES, example_value, storages
 
 WRITING_OPERATORS = frozenset(
     getattr(operator, name)

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from ddpopt.graph.effects import detaches
-from ddpopt.plan import Plan, Segment
+from ddpopt.planning.plan import Plan, Segment
 from ddpopt.proof.recompose import read_original, recompose
 from ddpopt.proof.steps import Original, Program, Step, storage_of, tensors_in
 from ddpopt.proof.terms import ABSENT, Held, Item, Made, Term, leaves
@@ -59,7 +59,7 @@ def gather(
         original: the graph that was cut.
         stitched: the module to judge; `original` itself counts as one segment.
         plan: the plan to be kept.
-        names: the parameter that a node of `original` brings in, as for `ddpopt.certificate.certify`.
+        names: the parameter that a node of `original` brings in, as for `ddpopt.proof.certificate.certify`.
         graph: which of the plan's graphs `original` is.
 
     Returns:
@@ -116,7 +116,7 @@ def earliest_readers(
     Args:
         original: the graph that reads the parameters.
         passing: its steps whose backward runs.
-        names: the parameter that a node brings in, as for `ddpopt.certificate.certify`.
+        names: the parameter that a node brings in, as for `ddpopt.proof.certificate.certify`.
 
     Returns:
         Node names by parameter name. Parameters that no gradient flows to are not in it.

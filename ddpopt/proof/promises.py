@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from ddpopt.plan import Bucket
+from ddpopt.planning.plan import Bucket
 from ddpopt.proof.evidence import Evidence
 
 

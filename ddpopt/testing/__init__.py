@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ddpopt.testing.case import Case, mean_square, resolve, step_seed
+    from ddpopt.cases.case import Case, mean_square, resolve, step_seed
     from ddpopt.testing.equality import DdpNotEqualError, assert_ddp_equal
     from ddpopt.testing.ranks import Ranks
 
@@ -21,10 +21,18 @@ __all__ = [
     "step_seed",
 ]
 
-_HOMES = {"DdpNotEqualError": "equality", "Ranks": "ranks", "assert_ddp_equal": "equality"}
+_HOMES = {
+    "Case": "cases.case",
+    "DdpNotEqualError": "testing.equality",
+    "Ranks": "testing.ranks",
+    "assert_ddp_equal": "testing.equality",
+    "mean_square": "cases.case",
+    "resolve": "cases.case",
+    "step_seed": "cases.case",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'case')}"), name)
+    return getattr(import_module(f"ddpopt.{_HOMES[name]}"), name)

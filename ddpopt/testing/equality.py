@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
+from ddpopt.cases.case import Call, Case, mean_square
 from ddpopt.errors import UsageError, VerificationError
-from ddpopt.testing.case import Call, Case, mean_square
+from ddpopt.judge.verdict import Verdict
 from ddpopt.testing.ranks import one_rank
-from ddpopt.verify.verdict import Verdict
 
 __all__ = ["DdpNotEqualError", "assert_ddp_equal"]
 
@@ -52,7 +52,7 @@ def assert_ddp_equal(  # noqa: PLR0913  # all that a data-parallel step is made 
         loss: from the model's output to a scalar; by default the mean of squares of all it returned.
         strategy: ddpopt's: ``"split"``, ``"inline"`` or ``"auto"``.
         backend: of Dynamo, underneath: a name, or a callable ``(gm, example_inputs)``.
-        mode: another way to run a data-parallel step, by its name in ``ddpopt.verify.modes``.
+        mode: another way to run a data-parallel step, by its name in ``ddpopt.judge.modes``.
         ddp_kwargs: arguments for ``DistributedDataParallel``.
         steps: how many steps of training; DDP has settled by the third.
 
@@ -82,7 +82,7 @@ def _verify_here() -> Callable[..., Verdict]:
     """Import the suite, and with it Inductor, which a process that only starts ranks can do without."""
     with warnings.catch_warnings():  # torch's own, where Inductor is imported; a user may make them errors
         warnings.simplefilter("ignore")
-        from ddpopt.verify.runner import verify_here
+        from ddpopt.judge.runner import verify_here
     return verify_here
 
 

@@ -19,8 +19,8 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from ddpopt.graphs import unwritten_module, with_values
-from ddpopt.reducer import ParamSpec
+from ddpopt.graph.nodes import unwritten_module, with_values
+from ddpopt.planning.bucket_rule import ParamSpec
 
 AUTOCAST_DTYPE = torch.bfloat16
 

@@ -22,12 +22,12 @@ import torch.distributed as dist
 from _pytest.reports import TestReport
 from _pytest.runner import runtestprotocol
 
+from ddpopt.ranks.limits import Limits
 from ddpopt.testing.rank_collection import difference, digest
 from ddpopt.testing.rank_environment import own_rank, own_size
 from ddpopt.testing.rank_needs import needs_of
 from ddpopt.testing.rank_reports import from_text, lost, merge, to_text, trimmed
 from ddpopt.testing.ranks import Seat, gpu_for_each_rank
-from ddpopt.verify.launch.limits import Limits
 
 __all__ = ["LaunchedRank"]
 

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 from hypothesis import event
 from hypothesis import strategies as st
 
-from ddpopt.facts import GraphFacts, ParamUse
-from ddpopt.join import join_plans
-from ddpopt.plan import Bucket, Plan, Policy, Segment
-from ddpopt.planner import plan_for_buckets, plan_graph
-from ddpopt.reducer import BucketConfig, ParamSpec, rebuilt_buckets
+from ddpopt.planning.bucket_rule import BucketConfig, ParamSpec, rebuilt_buckets
+from ddpopt.planning.facts import GraphFacts, ParamUse
+from ddpopt.planning.join import join_plans
+from ddpopt.planning.plan import Bucket, Plan, Policy, Segment
+from ddpopt.planning.planner import plan_for_buckets, plan_graph
 
 Specs = tuple[ParamSpec, ...]
 
@@ -63,7 +63,7 @@ def _facts(params: Specs) -> GraphFacts:
 def mutations(plan: Plan) -> st.SearchStrategy[Mutation]:
     """Draw a plan that breaks one promise of `plan`.
 
-    Whatever was cut as `plan` says, :func:`ddpopt.certificate.certify` must reject it beside the mutation.
+    Whatever was cut as `plan` says, `certify` must reject it beside the mutation.
     What was done is reported as a Hypothesis event.
 
     Args:

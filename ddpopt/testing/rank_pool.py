@@ -22,11 +22,11 @@ import pytest
 import torch.distributed as dist
 from _pytest.reports import TestReport
 
+from ddpopt.ranks.marked import end_marked, guarded
 from ddpopt.testing.rank_collection import difference
 from ddpopt.testing.rank_command import options_as_text, rank_command
 from ddpopt.testing.rank_environment import POOL_PORT, environment_of_no_rank
 from ddpopt.testing.rank_reports import from_text, lost, merge, trimmed
-from ddpopt.verify.launch.marked import end_marked, guarded
 
 __all__ = ["RankPool"]
 

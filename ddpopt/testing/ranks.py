@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpopt.verify.ranks import Ranks, joined
+from ddpopt.ranks.group import Ranks, joined
 
 __all__ = ["Ranks", "Seat", "gpu_for_each_rank", "one_rank", "seated"]
 

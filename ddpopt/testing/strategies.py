@@ -16,8 +16,8 @@ from hypothesis import event
 from hypothesis import strategies as st
 from torch import fx
 
-from ddpopt.plan import Plan, Policy
-from ddpopt.reducer import BucketConfig, ParamSpec
+from ddpopt.planning.bucket_rule import BucketConfig, ParamSpec
+from ddpopt.planning.plan import Plan, Policy
 from ddpopt.testing.graph_builder import GraphBuilder, SmallGraph
 from ddpopt.testing.graph_sketch import Sketch
 from ddpopt.testing.graph_steps import OUTPUTS, STEPS

@@ -88,10 +88,10 @@ def test_the_bucket_rule_imports_nothing_of_torch_distributed_itself() -> None:
     program = """
 import sys, torch
 before = {name for name in sys.modules if name.startswith("torch.distributed")}
-import ddpopt.reducer, ddpopt.plan, ddpopt.planner, ddpopt.join, ddpopt.facts
+from ddpopt.planning import bucket_rule, facts, join, plan, planner
 from torch import nn
-specs = ddpopt.reducer.specs_from_module(nn.Linear(2, 2))
-ddpopt.reducer.rebuilt_buckets(specs, ddpopt.reducer.BucketConfig.from_kwargs(bucket_cap_mb=1))
+specs = bucket_rule.specs_from_module(nn.Linear(2, 2))
+bucket_rule.rebuilt_buckets(specs, bucket_rule.BucketConfig.from_kwargs(bucket_cap_mb=1))
 print({name for name in sys.modules if name.startswith("torch.distributed")} - before)
 """
     printed = subprocess.run(

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch does not mark its re-exports
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.plan import Bucket, Plan
-from ddpopt.ready_hooks import ReadyHooks
-from ddpopt.reducer import ParamSpec, specs_from_ddp
+from ddpopt.inline.ready_hooks import ReadyHooks
+from ddpopt.planning.bucket_rule import ParamSpec, specs_from_ddp
+from ddpopt.planning.plan import Bucket, Plan
 
 __all__ = [
     "Gradients",

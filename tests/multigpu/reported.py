@@ -15,9 +15,9 @@ from torch.distributed._composable.replicate import replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ddpopt.testing.case import Case
+from ddpopt.cases.case import Case
+from ddpopt.cases.report_of_case import Report
 from ddpopt.testing.ranks import Ranks
-from ddpopt.testing.report_of_case import Report
 
 STEPS = 4
 # torch's optimizer fails at any smaller cap, whatever the model; that has a case of its own.

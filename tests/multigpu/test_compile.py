@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt.association import reassociated_values
-from ddpopt.backend import Strategy
-from ddpopt.capture import capture
-from ddpopt.impose import imposed_plan
-from ddpopt.testing import corpus
-from ddpopt.testing.case import Case
+from ddpopt.cases import corpus
+from ddpopt.cases.case import Case
+from ddpopt.ddp.impose import imposed_plan
+from ddpopt.dynamo.backend import Strategy
+from ddpopt.judge.judging.association import reassociated_values
+from ddpopt.judge.matrix import CASES
+from ddpopt.planning.capture import capture
 from ddpopt.testing.ranks import Ranks
-from ddpopt.verify.matrix import CASES
 from tests.multigpu.models import hook_that_sees
 from tests.multigpu.turns import in_turn
 
@@ -153,7 +153,7 @@ def test_a_module_compiled_before_it_is_wrapped_follows_a_plan_too(ranks: Ranks)
     case = corpus.case("keyword")
     eager = wrapped(case, ranks)
     reference = train(case, eager, eager, ranks)
-    backend = ddpopt.backend.DdpoptBackend("aot_eager", strategy="split")
+    backend = ddpopt.dynamo.backend.DdpoptBackend("aot_eager", strategy="split")
     inner: Any = torch.compile(case.model().to(ranks.device), backend=backend)
     ddp = DistributedDataParallel(inner, **arguments(case))
     compiled = train(case, ddp, ddp, ranks, hook=True)

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import ddpopt
-from ddpopt.backend import DdpoptBackend, Strategy
-from ddpopt.testing import corpus
-from ddpopt.testing.case import Case
+from ddpopt.cases import corpus
+from ddpopt.cases.case import Case
+from ddpopt.cases.report_of_case import Report
+from ddpopt.cases.reports_page import reported_cases
+from ddpopt.dynamo.backend import DdpoptBackend, Strategy
 from ddpopt.testing.ranks import Ranks
-from ddpopt.testing.report_of_case import Report
-from ddpopt.testing.reports_page import reported_cases
 from tests.multigpu.reported import Compile, Outcome, passes, run, sentence
 from tests.multigpu.turns import in_turn
 

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpopt.ddp.impose import defer, impose, imposed_plan
 from ddpopt.errors import InfrastructureError, PlanMismatchError
-from ddpopt.impose import defer, impose, imposed_plan
-from ddpopt.observe import observe
-from ddpopt.plan import Plan
-from ddpopt.reducer import specs_from_ddp
+from ddpopt.observation.observe import observe
+from ddpopt.planning.bucket_rule import specs_from_ddp
+from ddpopt.planning.plan import Plan
 from ddpopt.testing.ranks import Ranks
 from tests.multigpu.models import Gradients, Tower, arbitrary_plan, gradients_of, hook_that_sees, plan_of
 from tests.multigpu.training import (

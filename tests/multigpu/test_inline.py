@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt.impose import imposed_plan
+from ddpopt.ddp.impose import imposed_plan
 from ddpopt.testing.ranks import Ranks
 from tests.multigpu.models import Gradients, Tower, gradients_of, hand_overs, hook_that_sees, same
 from tests.multigpu.training import (

@@ -11,22 +11,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddpopt.testing import corpus
-from ddpopt.testing.case import Case
-from ddpopt.testing.corpus.draws import rows, seeded
-from ddpopt.verify.faults import FAULTS, PLACEBOS, Fault
-from ddpopt.verify.injected.trials import judge_fault, try_fault, unbroken
-from ddpopt.verify.judge import judge
-from ddpopt.verify.judging import reference as reference_module
-from ddpopt.verify.judging.reference import Bench, Reference, Subject
-from ddpopt.verify.matrix import CASES
-from ddpopt.verify.modes import MODES, Mode, mode
-from ddpopt.verify.options import OPTIONS, Option, option
-from ddpopt.verify.ranks import joined
-from ddpopt.verify.runner import verify_here
-from ddpopt.verify.training import Trainer
-from ddpopt.verify.trials import Asked, Settings, run_trials
-from ddpopt.verify.verdict import Status, Trial
+from ddpopt.cases import corpus
+from ddpopt.cases.case import Case
+from ddpopt.cases.corpus.draws import rows, seeded
+from ddpopt.judge.faults import FAULTS, PLACEBOS, Fault
+from ddpopt.judge.injected.trials import judge_fault, try_fault, unbroken
+from ddpopt.judge.judge import judge
+from ddpopt.judge.judging import reference as reference_module
+from ddpopt.judge.judging.reference import Bench, Reference, Subject
+from ddpopt.judge.matrix import CASES
+from ddpopt.judge.modes import MODES, Mode, mode
+from ddpopt.judge.options import OPTIONS, Option, option
+from ddpopt.judge.runner import verify_here
+from ddpopt.judge.training import Trainer
+from ddpopt.judge.trials import Asked, Settings, run_trials
+from ddpopt.judge.verdict import Status, Trial
+from ddpopt.ranks.group import joined
 from tests.multigpu.turns import in_turn, number_of_ranks
 
 BOTH = ("ddpopt-split", "ddpopt-inline")

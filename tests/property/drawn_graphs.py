@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 from torch import fx
 
-from ddpopt.certificate import certify
-from ddpopt.facts import GraphFacts, ParamUse, collect, parameter_names
-from ddpopt.partition import partition
-from ddpopt.plan import Plan
-from ddpopt.reducer import BucketConfig, ParamSpec
+from ddpopt.planning.bucket_rule import BucketConfig, ParamSpec
+from ddpopt.planning.facts import GraphFacts, ParamUse, collect, parameter_names
+from ddpopt.planning.plan import Plan
+from ddpopt.proof.certificate import certify
+from ddpopt.split.partition import partition
 from ddpopt.testing.graph_builder import SmallGraph, real_inputs
 from tests.unit.effects import Effects
 from tests.unit.tracing import cut_before

@@ -9,11 +9,11 @@ from typing import Any
 
 from hypothesis import example, settings
 
-from ddpopt.bucket_config import DDP_ARGUMENTS_OF_LIMITS
+from ddpopt.cases import corpus
+from ddpopt.cases.case import Case
 from ddpopt.fuzz.cases import FoundCase
-from ddpopt.reducer import BucketConfig, ParamSpec, specs_from_module
-from ddpopt.testing import corpus
-from ddpopt.testing.case import Case
+from ddpopt.planning.bucket_rule import BucketConfig, ParamSpec, specs_from_module
+from ddpopt.planning.limits import DDP_ARGUMENTS_OF_LIMITS
 from tests.found import found_cases
 
 Test = Callable[..., None]

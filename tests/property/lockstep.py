@@ -19,7 +19,7 @@ import torch.distributed as dist
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from ddpopt.verify.ranks import Ranks
+from ddpopt.ranks.group import Ranks
 
 __all__ = ["RanksDisagreeError", "hold_on_ranks"]
 

@@ -29,12 +29,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 import ddpopt
-from ddpopt.bucket_config import DDP_ARGUMENTS_OF_LIMITS
-from ddpopt.capture import capture
+from ddpopt.cases.case import step_seed
 from ddpopt.fuzz.examine import forget_failures
-from ddpopt.testing.case import step_seed
+from ddpopt.judge.judging.layouts import relaid_values
+from ddpopt.planning.capture import capture
+from ddpopt.planning.limits import DDP_ARGUMENTS_OF_LIMITS
 from ddpopt.testing.drawn import DrawnModel
-from ddpopt.verify.judging.layouts import relaid_values
 
 MARKS = [
     pytest.mark.usefixtures("alone"),

@@ -4,9 +4,9 @@ import torch
 from hypothesis import event, example, given, target
 
 import ddpopt
-from ddpopt.impose import imposed_plan
-from ddpopt.reducer import BucketConfig, initial_buckets, rebuilt_buckets, specs_from_ddp
-from ddpopt.running_buckets import running_buckets
+from ddpopt.ddp.impose import imposed_plan
+from ddpopt.ddp.reducer_buckets import running_buckets
+from ddpopt.planning.bucket_rule import BucketConfig, initial_buckets, rebuilt_buckets, specs_from_ddp
 from ddpopt.testing.drawn import DrawnModel, step
 from ddpopt.testing.profiles import share
 from ddpopt.testing.strategies import models

@@ -6,12 +6,12 @@ from typing import Any
 from hypothesis import assume, given
 from torch import fx
 
-from ddpopt.facts import GraphFacts, parameter_sources
-from ddpopt.handover import lend
-from ddpopt.inline import Sources, compile_inline, lendable, obstacle, together
-from ddpopt.plan import Bucket
-from ddpopt.planner import plan_graph
-from ddpopt.reducer import BucketConfig
+from ddpopt.inline.compile import Sources, compile_inline, lendable, obstacle, together
+from ddpopt.inline.handover import lend
+from ddpopt.planning.bucket_rule import BucketConfig
+from ddpopt.planning.facts import GraphFacts, parameter_sources
+from ddpopt.planning.plan import Bucket
+from ddpopt.planning.planner import plan_graph
 from ddpopt.testing.graph_builder import SmallGraph, real_inputs
 from ddpopt.testing.profiles import share
 from ddpopt.testing.strategies import graphs

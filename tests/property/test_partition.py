@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from torch import fx
 
 from ddpopt.errors import CertificateError
-from ddpopt.partition import partition
-from ddpopt.plan import Plan
-from ddpopt.planner import plan_graph
-from ddpopt.reducer import BucketConfig
+from ddpopt.planning.bucket_rule import BucketConfig
+from ddpopt.planning.plan import Plan
+from ddpopt.planning.planner import plan_graph
+from ddpopt.split.partition import partition
 from ddpopt.testing.graph_builder import SmallGraph, real_inputs
 from ddpopt.testing.profiles import share
 from ddpopt.testing.strategies import graphs

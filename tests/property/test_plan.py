@@ -12,13 +12,13 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 import ddpopt
-from ddpopt import planner
-from ddpopt.facts import GraphFacts, ParamUse, with_unread
 from ddpopt.graph.effects import mutated_inputs
-from ddpopt.join import join_plans
-from ddpopt.plan import Plan
-from ddpopt.planner import plan_for_buckets, plan_graph
-from ddpopt.reducer import BucketConfig, ParamSpec, rebuilt_buckets
+from ddpopt.planning import planner
+from ddpopt.planning.bucket_rule import BucketConfig, ParamSpec, rebuilt_buckets
+from ddpopt.planning.facts import GraphFacts, ParamUse, with_unread
+from ddpopt.planning.join import join_plans
+from ddpopt.planning.plan import Plan
+from ddpopt.planning.planner import plan_for_buckets, plan_graph
 from ddpopt.testing.drawn import DrawnModel
 from ddpopt.testing.graph_builder import SmallGraph, real_inputs
 from ddpopt.testing.profiles import share

@@ -11,8 +11,14 @@ from hypothesis import strategies as st
 from torch import distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ddpopt.bucket_order import DEVICE_TYPES, SCALAR_TYPES, hash_table_order
-from ddpopt.reducer import BucketConfig, ParamSpec, assign_buckets, initial_buckets, rebuilt_buckets
+from ddpopt.planning.bucket_order import DEVICE_TYPES, SCALAR_TYPES, hash_table_order
+from ddpopt.planning.bucket_rule import (
+    BucketConfig,
+    ParamSpec,
+    assign_buckets,
+    initial_buckets,
+    rebuilt_buckets,
+)
 from ddpopt.testing.profiles import share
 from ddpopt.testing.strategies import bucket_configs, parameter_lists
 from tests.property.examples import with_parameters_of_the_corpus

@@ -12,10 +12,10 @@ from ddpopt.fuzz.cases import task_of
 from ddpopt.fuzz.examine import examine
 from ddpopt.fuzz.questions import Kind, Setting
 from ddpopt.fuzz.stream import Source
+from ddpopt.judge.injected.defects import DEFECTS, Defect
+from ddpopt.judge.injected.sites import Site
+from ddpopt.ranks.group import Ranks, joined
 from ddpopt.testing.drawn import DrawnModel
-from ddpopt.verify.injected.defects import DEFECTS, Defect
-from ddpopt.verify.injected.sites import Site
-from ddpopt.verify.ranks import Ranks, joined
 from tests.unit.rehearsing import one_rank_group
 
 A_MINUTE = 100

@@ -69,7 +69,7 @@ def test_a_compiled_step_leaves_behind_what_an_eager_one_does(drawn: DrawnModel)
 @share(0.03)
 @given(models(without={"cond", "graph-break"}, max_steps=4))
 def test_a_step_compiled_by_inductor_passes_the_ladder(drawn: DrawnModel) -> None:
-    from ddpopt.verify.runner import verify_here  # imports Inductor
+    from ddpopt.judge.runner import verify_here  # imports Inductor
 
     for strategy in ("split", "inline"):
         torch._dynamo.reset()

@@ -14,8 +14,8 @@ from torch._higher_order_ops.cond import cond_op
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 
 from ddpopt.errors import UsageError
-from ddpopt.plan import Plan
-from ddpopt.reducer import BucketConfig, ParamSpec
+from ddpopt.planning.bucket_rule import BucketConfig, ParamSpec
+from ddpopt.planning.plan import Plan
 from ddpopt.testing import strategies
 from ddpopt.testing.graph_builder import SmallGraph, is_trained, real_inputs
 from ddpopt.testing.profiles import share

@@ -7,13 +7,13 @@ from functools import partial
 import pytest
 from hypothesis import given, settings
 
-from ddpopt.certificate import certify
 from ddpopt.errors import CertificateError
-from ddpopt.facts import collect, parameter_names
-from ddpopt.partition import partition
-from ddpopt.plan import Plan
-from ddpopt.planner import plan_graph
-from ddpopt.reducer import BucketConfig, ParamSpec
+from ddpopt.planning.bucket_rule import BucketConfig, ParamSpec
+from ddpopt.planning.facts import collect, parameter_names
+from ddpopt.planning.plan import Plan
+from ddpopt.planning.planner import plan_graph
+from ddpopt.proof.certificate import certify
+from ddpopt.split.partition import partition
 from ddpopt.testing import plan_strategies
 from ddpopt.testing.graph_builder import SmallGraph
 from ddpopt.testing.plan_strategies import MUTATIONS, Mutation, all_mutations, plan_of

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 
-from ddpopt.partition import partition
-from ddpopt.planner import plan_graph
-from ddpopt.reducer import BucketConfig
+from ddpopt.planning.bucket_rule import BucketConfig
+from ddpopt.planning.planner import plan_graph
+from ddpopt.split.partition import partition
 from ddpopt.testing.graph_builder import GraphBuilder, SmallGraph
 from ddpopt.testing.graph_sketch import Sketch
 from ddpopt.testing.graph_steps import STEPS, Step

@@ -17,7 +17,7 @@ from torch import distributed as dist
 from torch._dynamo import lookup_backend, register_backend
 from torch._guards import TracingContext
 
-from ddpopt.testing.case import Case
+from ddpopt.cases.case import Case
 
 WIDTH = 8
 

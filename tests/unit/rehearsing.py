@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from ddpopt.explain import explain_case
-from ddpopt.explanation import Explanation, OwnBucket
-from ddpopt.reducer import specs_from_ddp
-from ddpopt.testing import corpus
+from ddpopt.cases import corpus
+from ddpopt.explanation.explain import explain_case
+from ddpopt.explanation.result import Explanation, OwnBucket
+from ddpopt.planning.bucket_rule import specs_from_ddp
 
 WIDTH = 128
 

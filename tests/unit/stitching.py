@@ -15,7 +15,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from ddpopt.plan import Plan
+from ddpopt.planning.plan import Plan
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch._dynamo.utils import numpy_operator_wrapper
 
-from ddpopt.plan import Bucket, Cut, Plan, Segment
+from ddpopt.planning.plan import Bucket, Cut, Plan, Segment
 from tests.unit.stitching import CHECKPOINT, Piece, Ref, Row, Story, refs, symbolic, symbolic_mode, traced
 
 ENTER = torch.amp.autocast_mode._enter_autocast

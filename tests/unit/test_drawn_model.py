@@ -10,6 +10,7 @@ import torch
 from expecttest import TestCase
 
 from ddpopt.errors import UsageError
+from ddpopt.judge.options import OPTIONS
 from ddpopt.testing.drawn import (
     BLOCKS,
     KINDS,
@@ -23,7 +24,6 @@ from ddpopt.testing.drawn import (
     step,
 )
 from ddpopt.testing.drawn.forms import TRAININGS
-from ddpopt.verify.options import OPTIONS
 
 DOCS = Path(__file__).parents[2] / "docs" / "generators.md"
 SHARED = DrawnModel(

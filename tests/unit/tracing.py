@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ddpopt.facts import GraphFacts, collect
-from ddpopt.graphs import body_nodes
-from ddpopt.plan import Cut, Plan, Segment
-from ddpopt.reducer import ParamSpec, specs_from_module
+from ddpopt.graph.nodes import body_nodes
+from ddpopt.planning.bucket_rule import ParamSpec, specs_from_module
+from ddpopt.planning.facts import GraphFacts, collect
+from ddpopt.planning.plan import Cut, Plan, Segment
 
 
 @dataclass

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ddpopt.verify.verdict import Finding, Location, Measured, Rung, SeenBucket, Status, Trial, Verdict
+from ddpopt.judge.verdict import Finding, Location, Measured, Rung, SeenBucket, Status, Trial, Verdict
 
 ENVIRONMENT = {"torch": "2.13.0", "ddpopt": "0.1.0", "python": "3.11.2", "device": "cpu", "platform": "Linux"}
 BITWISE = "an aot_eager gradient equals eager's in every bit"

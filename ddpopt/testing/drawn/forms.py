@@ -163,7 +163,7 @@ TRAININGS: Mapping[str, Feature] = {
     "stepping_hook": "communication-hook",
     "saved_tensors": "saved-tensor-hook",
 }
-"""Options of `ddpopt.verify.options` under which a model may be trained, with what each brings."""
+"""Options of `ddpopt.judge.options` under which a model may be trained, with what each brings."""
 PLAIN = 3
 """How many times as often as others the first choice is drawn."""
 CHOICES: Mapping[str, Mapping[str, Feature]] = {

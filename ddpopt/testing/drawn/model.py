@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
 
+from ddpopt.cases.case import Case
 from ddpopt.errors import UsageError
-from ddpopt.testing.case import Case
 from ddpopt.testing.drawn.forms import CHOICES
 from ddpopt.testing.drawn.printing import write_model
 from ddpopt.testing.drawn.program import Program

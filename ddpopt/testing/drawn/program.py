@@ -16,7 +16,7 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
-from ddpopt.testing.case import Call, Case
+from ddpopt.cases.case import Call, Case
 
 KEPT = 64
 """Modules that are kept; older ones are executed again when they are asked for."""

@@ -16,8 +16,8 @@ from uuid import uuid4
 
 import pytest
 
+from ddpopt.ranks.marked import marked
 from ddpopt.testing.rank_environment import environment_of_no_rank
-from ddpopt.verify.launch.marked import marked
 
 pytestmark = pytest.mark.timeout(240)
 

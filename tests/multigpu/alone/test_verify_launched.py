@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from ddpopt.verify.faults import FAULTS, Fault
-from ddpopt.verify.injected.clean_runs import CleanRun
-from ddpopt.verify.injected.sites import Site
-from ddpopt.verify.self_test import self_test
-from ddpopt.verify.training import Trainer
-from ddpopt.verify.trials import Asked
-from ddpopt.verify.verdict import Status, Verdict
+from ddpopt.judge.faults import FAULTS, Fault
+from ddpopt.judge.injected.clean_runs import CleanRun
+from ddpopt.judge.injected.sites import Site
+from ddpopt.judge.self_test import self_test
+from ddpopt.judge.training import Trainer
+from ddpopt.judge.trials import Asked
+from ddpopt.judge.verdict import Status, Verdict
 from tests.shop import run, write_shop
 
 pytestmark = pytest.mark.timeout(240)

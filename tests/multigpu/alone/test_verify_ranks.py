@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 
 from ddpopt.errors import InfrastructureError, UsageError
+from ddpopt.ranks.failures import Kind, RankFailure, RanksFailed
+from ddpopt.ranks.group import Ranks, joined, launch, under_torchrun
+from ddpopt.ranks.process import PATIENCE_WITH_PEERS_S
+from ddpopt.ranks.start import LAST_WORDS_S, LATE_S
 from ddpopt.testing.rank_environment import environment_of_no_rank
-from ddpopt.verify.launch.failures import Kind, RankFailure, RanksFailed
-from ddpopt.verify.launch.process import PATIENCE_WITH_PEERS_S
-from ddpopt.verify.launch.start import LAST_WORDS_S, LATE_S
-from ddpopt.verify.ranks import Ranks, joined, launch, under_torchrun
 from tests.multigpu.single import single_rank
 
 pytestmark = pytest.mark.timeout(120)
@@ -118,7 +118,7 @@ def finish(process: "subprocess.Popen[str]") -> tuple[int, str]:
 
 WITHOUT_A_GUARD = """
 import threading, time, torch, torch.distributed as dist
-from ddpopt.verify.ranks import launch
+from ddpopt.ranks.group import launch
 
 class Told:
     def __init__(self, text):
@@ -161,7 +161,7 @@ def test_a_script_without_a_main_guard_gets_each_ranks_value_and_rank_zeros_even
 AT_ONCE = """
 from concurrent.futures import ThreadPoolExecutor
 import torch, torch.distributed as dist
-from ddpopt.verify.ranks import launch
+from ddpopt.ranks.group import launch
 
 def task(ranks, number):
     total = torch.tensor([number])
@@ -424,7 +424,7 @@ def test_a_tasks_own_children_end_with_the_run(processes: Callable[[], list[int]
 
 LAUNCHER = """
 import os, signal, subprocess, time
-from ddpopt.verify.ranks import launch
+from ddpopt.ranks.group import launch
 
 # Who started the tests may have them ignore it, as a shell does behind '&'.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -465,7 +465,7 @@ def test_when_the_launching_process_is_ended_all_else_ends(
 
 JOINING = """
 import sys, time
-from ddpopt.verify.ranks import joined, under_torchrun
+from ddpopt.ranks.group import joined, under_torchrun
 
 assert under_torchrun()
 heard = []

@@ -1,0 +1,291 @@
+"""What a case is, and how a target on the command line becomes one.
+
+A case is a model with everything that one data-parallel step of it needs: inputs for each rank and step, a
+loss, and DDP's arguments. Functions of inputs and loss may use tensors and modules of their own, which are
+then outside of DDP (a soft prompt, a head): verification compares their gradients, and no optimizer steps
+them. Invariant: equal arguments give equal tensors, on every rank, process and platform, so that two runs of
+a case differ only by what ran them.
+"""
+
+import importlib
+import os
+import sysconfig
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ddpopt.cases.report_of_case import Report
+from ddpopt.errors import UsageError
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of one forward."""
+
+EXPECTED_RETURN = "(model, inputs), (model, args, kwargs) or a ddpopt.testing.Case"
+NOT_THE_USERS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, Path(__file__).parent))
+TARGET_HELP = "give 'package.module:name', or the name of a case in ddpopt.cases.corpus"
+
+
+def mean_square(output: object) -> Tensor:
+    """Return the mean of squares over all floating-point and complex tensors in an output.
+
+    Args:
+        output: what a model returned: a tensor, or containers of tensors and anything else.
+
+    Returns:
+        A scalar, at least float32: the sum of ``|x| ** 2`` over all elements, divided by their number.
+
+    Raises:
+        UsageError: if the output holds no floating-point or complex element.
+    """
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    parts = [_as_real(leaf) for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
+    count = sum(part.numel() for part in parts)
+    if count == 0:
+        raise UsageError(
+            "expected a floating-point tensor in the model's output, "
+            f"got {type(output).__name__} without one; return one, or give the case a loss"
+        )
+    return torch.stack([part.square().sum() for part in parts]).sum() / count
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    """View a complex tensor as real, and widen half precision so that squares do not overflow."""
+    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return real if real.dtype == torch.float64 else real.float()
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A model, its inputs, its loss and the DDP arguments it needs.
+
+    Attributes:
+        name: unique among the cases that run together.
+        model: builds the model, on the CPU unless it says otherwise, with equal weights at every call.
+        inputs: ``(rank, step) -> (args, kwargs)``; equal at every call, different per rank and step. They may
+            require gradients, or be computed from parameters outside of DDP.
+        about: one sentence: what this exercises, with the public report it comes from if there is one.
+        loss: from the model's output to a scalar to differentiate; may read parameters outside of DDP.
+        ddp_kwargs: arguments for ``DistributedDataParallel`` without which the case does not work, or which
+            it is about (a bucket cap).
+        tags: properties that a runner may select by; see ``ddpopt.cases.corpus``.
+        graphs: how many graphs Dynamo captures in the first step of a compiled run.
+        unused: trainable parameters that get no gradient on at least one rank.
+        ranks_differ: whether ranks run different graphs: they use other parameters, or see other sizes.
+        report: the public report against PyTorch that this case reproduces, if it stems from one.
+    """
+
+    name: str
+    model: Callable[[], nn.Module]
+    inputs: Callable[[int, int], Call]
+    about: str
+    loss: Callable[[Any], Tensor] = mean_square
+    ddp_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tags: tuple[str, ...] = ()
+    graphs: int = 1
+    unused: tuple[str, ...] = ()
+    ranks_differ: bool = False
+    report: Report | None = None
+
+    def step(self, model: Callable[..., Any], rank: int, step: int) -> Tensor:
+        """Run one forward and return its loss, ready for ``backward()``.
+
+        The default generators are seeded first, differently per rank and step, so that dropout repeats too.
+
+        Args:
+            model: what ``self.model()`` returned, perhaps wrapped in DDP or compiled.
+            rank: whose inputs to use.
+            step: index of the training step, from 0.
+
+        Returns:
+            The scalar loss.
+        """
+        torch.manual_seed(step_seed(rank, step))
+        args, kwargs = self.inputs(rank, step)
+        return self.loss(model(*args, **kwargs))
+
+
+def step_seed(rank: int, step: int) -> int:
+    """Return the seed that belongs to a rank and a step: 0 for the first of rank 0, unique up to 65536 ranks.
+
+    Args:
+        rank: rank of the process.
+        step: index of the training step, from 0.
+
+    Returns:
+        A non-negative seed.
+
+    >>> step_seed(0, 0), step_seed(1, 0), step_seed(0, 1)
+    (0, 1, 65536)
+    """
+    return step * 65536 + rank
+
+
+def resolve(target: str | Case | Callable[[], object]) -> Case:
+    """Turn a target into a case.
+
+    A factory is called under a seed, once here and again for every model and every input: with the seed of
+    rank 0 and step 0 for the model, with that of the rank and step for inputs. Inputs it draws from the
+    default generator therefore differ per rank; inputs it makes otherwise are the same on all ranks.
+
+    Args:
+        target: a case; a factory without arguments; ``package.module:name`` of either; or the name of a case
+            in the corpus. A factory returns ``(model, inputs)``, ``(model, args, kwargs)`` or a case.
+            ``inputs`` is a tuple or list of positional arguments, a mapping of keyword arguments, or the
+            only argument.
+
+    Returns:
+        The case, whose name is the target's.
+
+    Raises:
+        UsageError: if the target cannot be found, fails, or returns something else.
+    """
+    if isinstance(target, Case):
+        return target
+    if isinstance(target, str):
+        found = _find(target)
+        if isinstance(found, Case):
+            return _tried(target, found) if ":" in target else found
+        return _case_from_factory(target, found)
+    if not callable(target):
+        raise UsageError(f"expected a target that is a string, a Case or a callable, got {target!r}")
+    return _case_from_factory(_name_of(target), target)
+
+
+def _find(target: str) -> Case | Callable[[], object]:
+    """Return the case or the factory that a string names."""
+    module_name, colon, attribute = target.partition(":")
+    if not colon:
+        return _corpus_case(target)
+    if not module_name or not attribute:
+        raise UsageError(f"expected a target like 'package.module:name', got {target!r}; {TARGET_HELP}")
+    found = _import(module_name, target)
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise UsageError(f"target {target!r}: module {module_name!r} has no attribute {attribute!r}")
+        found = getattr(found, part)
+    if isinstance(found, Case) or callable(found):
+        return found
+    raise UsageError(
+        f"target {target!r}: expected a Case or a callable without arguments, got {type(found).__name__}; "
+        f"make it a function that returns {EXPECTED_RETURN}"
+    )
+
+
+def _corpus_case(name: str) -> Case:
+    """Look a name up among the cases that ship; imported here because the corpus is made of this module."""
+    from ddpopt.cases import corpus
+
+    return corpus.case(name)
+
+
+def _import(module_name: str, target: str) -> object:
+    """Import a module; any failure is the user's to read, so it becomes one sentence with its cause kept.
+
+    A module that ends the process with ``sys.exit(0)`` must not end ours as if all were right.
+    """
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise _fault(target, f"importing {module_name!r}", error) from error
+        raise UsageError(
+            f"target {target!r}: there is no module {error.name!r}; "
+            "install it, or add the directory that holds it to PYTHONPATH"
+        ) from error
+    except (Exception, SystemExit) as error:
+        raise _fault(target, f"importing {module_name!r}", error) from error
+
+
+def _name_of(factory: Callable[[], object]) -> str:
+    """Name a factory as a target would; what has no name of its own goes by that of its type."""
+    return f"{factory.__module__}:{getattr(factory, '__qualname__', type(factory).__qualname__)}"
+
+
+def _case_from_factory(name: str, factory: Callable[[], object]) -> Case:
+    """Call a factory once, to check what it returns and to know whether it makes a whole case."""
+    made = _call(name, factory, 0)
+    if isinstance(made, Case):
+        return _tried(name, made)
+    _split(name, made)
+    return Case(
+        name=name,
+        model=partial(_made_model, name, factory),
+        inputs=partial(_made_inputs, name, factory),
+        about=f"made by {name}",
+    )
+
+
+def _tried(name: str, case: Case) -> Case:
+    """A case whose model and inputs can be made: what is wrong with them is told before ranks are started."""
+    _call(name, case.model, 0, "making its model")
+    _call(name, partial(case.inputs, 0, 0), 0, "making its inputs for rank 0, step 0")
+    return case
+
+
+def _made_model(name: str, factory: Callable[[], object]) -> nn.Module:
+    return _split(name, _call(name, factory, 0))[0]
+
+
+def _made_inputs(name: str, factory: Callable[[], object], rank: int, step: int) -> Call:
+    return _split(name, _call(name, factory, step_seed(rank, step)))[1]
+
+
+def _call(
+    name: str, factory: Callable[[], object], seed: int, doing: str = "calling it without arguments"
+) -> object:
+    """Call a factory under a seed, and give the caller its generator state back."""
+    try:
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(seed)
+            return factory()
+    except (Exception, SystemExit) as error:
+        raise _fault(name, doing, error) from error
+
+
+def _fault(name: str, doing: str, error: BaseException) -> UsageError:
+    """A fault of the user's code, with the line that it comes from."""
+    return UsageError(f"target {name!r}: {doing} failed: {type(error).__name__}: {error}{users_line(error)}")
+
+
+def users_line(error: BaseException) -> str:
+    """Name the innermost line of the user's own that an exception passed through; empty if there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(NOT_THE_USERS)]
+    installed = [frame for frame in own if "site-packages" in frame.filename or not _is_standard(frame)]
+    return f" ({installed[-1].filename}:{installed[-1].lineno})" if installed else ""
+
+
+def _is_standard(frame: traceback.FrameSummary) -> bool:
+    return frame.filename.startswith((sysconfig.get_path("stdlib"), "<frozen "))
+
+
+def _split(name: str, made: object) -> tuple[nn.Module, Call]:
+    """Divide what a factory returned into the model and the arguments of its forward."""
+    parts = made if isinstance(made, tuple) else ()
+    if len(parts) == 2 and isinstance(parts[0], nn.Module):
+        return parts[0], _as_call(parts[1])
+    if len(parts) == 3 and isinstance(parts[0], nn.Module) and isinstance(parts[2], Mapping):
+        return parts[0], (_as_call(parts[1])[0], dict(parts[2]))
+    raise UsageError(f"target {name!r}: expected it to return {EXPECTED_RETURN}, got {_describe(made)}")
+
+
+def _as_call(inputs: object) -> Call:
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, Sequence) and not isinstance(inputs, str):
+        return tuple(inputs), {}
+    return (inputs,), {}
+
+
+def _describe(made: object) -> str:
+    """Describe a value by its type, and a tuple by those of its items: reprs of models fill screens."""
+    if not isinstance(made, tuple):
+        return type(made).__name__
+    return f"({', '.join(type(part).__name__ for part in made)})"

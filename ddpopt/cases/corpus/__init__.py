@@ -1,0 +1,82 @@
+"""The cases that ship: small models, each of which exercises one thing that a gradient optimizer gets wrong.
+
+Every case is deterministic, runs under eager DDP on gloo, and needs no download. Tags:
+
+- ``breaks``: Dynamo breaks the graph.
+- ``buffers``: forward updates buffers in place.
+- ``dynamic``: sizes or numbers change between steps, so that Dynamo compiles again.
+- ``higher_order``: parameters are operands of a higher-order operator.
+- ``ignored``: DDP leaves some gradients alone, so they differ between ranks.
+- ``mutation``: forward changes activations or buffers in place.
+- ``random``: forward draws random numbers.
+- ``sparse``: some gradients are sparse.
+- ``unused``: some trainable parameters get no gradient.
+"""
+
+from ddpopt.cases.case import Case
+from ddpopt.cases.corpus import (
+    arguments,
+    control,
+    dataflow,
+    ddp_rows,
+    decoders,
+    encoders,
+    experts,
+    parameters,
+    recurrent,
+    reports_graphs,
+    reports_shapes,
+    reports_wrapping,
+    scalars,
+    sharing,
+    sparse,
+    vision,
+)
+from ddpopt.errors import UsageError
+
+__all__ = ["case", "cases"]
+
+
+def cases() -> tuple[Case, ...]:
+    """Return all cases, family by family.
+
+    Returns:
+        The cases, in an order that stays the same.
+    """
+    return (
+        *decoders.CASES,
+        *encoders.CASES,
+        *vision.CASES,
+        *recurrent.CASES,
+        *experts.CASES,
+        *sparse.CASES,
+        *arguments.CASES,
+        *parameters.CASES,
+        *sharing.CASES,
+        *control.CASES,
+        *dataflow.CASES,
+        *scalars.CASES,
+        *ddp_rows.CASES,
+        *reports_graphs.CASES,
+        *reports_shapes.CASES,
+        *reports_wrapping.CASES,
+    )
+
+
+def case(name: str) -> Case:
+    """Return one case by its name.
+
+    Args:
+        name: the case's name, for example ``"gpt"``.
+
+    Returns:
+        The case.
+
+    Raises:
+        UsageError: if there is no such case.
+    """
+    for candidate in cases():
+        if candidate.name == name:
+            return candidate
+    names = ", ".join(candidate.name for candidate in cases())
+    raise UsageError(f"expected the name of a case in the corpus, got {name!r}; there are: {names}")

@@ -1,0 +1,179 @@
+"""Values that cross cuts in unusual states: mutated, aliased, transposed, random, or not tensors at all."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ddpopt.cases.case import Case
+from ddpopt.cases.corpus.draws import rows, seeded
+from ddpopt.cases.corpus.layers import Layers
+from ddpopt.cases.report_of_case import Report
+
+
+class InPlace(Layers):
+    """One stream is updated in place in every layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, dim)`` to the same shape, without changing the input."""
+        stream = x.clone()
+        for layer in self.layers:
+            stream.add_(layer(stream.clone()).relu_()).mul_(0.9)
+        return stream
+
+
+class ViewsInPlace(nn.Module):
+    """Two views of one tensor, taken once, are updated in place in turn; the tensor itself is the output."""
+
+    def __init__(self, dim: int, layers: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(2 * dim, 2 * dim)
+        self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, 2 * dim)`` to the same shape."""
+        both = self.first(x)
+        half = both.shape[1] // 2
+        left, right = both[:, :half], both[:, half:]
+        for index, layer in enumerate(self.layers):
+            source, target = (left, right) if index % 2 == 0 else (right, left)
+            target.add_(layer(source.clone()).tanh())
+        out: Tensor = both * 2
+        return out
+
+
+class Dropouts(Layers):
+    """Dropout in three forms after every layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, dim)`` to the same shape."""
+        for layer in self.layers:
+            y = F.dropout(layer(x).tanh(), 0.1, self.training)
+            x = x + y * torch.rand_like(y)[:, :1] + torch.randn(y.shape, device=y.device) * 0.01
+        return x
+
+
+class Transposed(nn.Module):
+    """Products from the left: values between layers and the output itself are not contiguous."""
+
+    def __init__(self, dim: int, layers: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(dim, dim) / dim**0.5 for _ in range(layers))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Map ``(batch, dim)`` to the same shape with strides ``(1, batch)``, and to its transpose."""
+        for weight in self.weights:
+            x = x + (weight @ x.t()).t().tanh()
+        return x.t().contiguous().t(), x[:, ::2].t()
+
+
+class SeveralOutputs(Layers):
+    """The output is a nest of tensors from all depths and of things that are not tensors."""
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        """Return the last value and all before it, with their number, their name and nothing."""
+        hidden = []
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+            hidden.append(x)
+        extras = {"count": len(hidden), "name": "layers", "nothing": None, "largest": x.argmax(1)}
+        return {"last": x, "hidden": tuple(hidden[:-1]), "input_view": hidden[0][:, :4], **extras}
+
+
+class Tuples(Layers):
+    """Operators that return tuples feed layers further on, item by item."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, dim)`` to the same shape."""
+        first = self.layers[0](x)
+        largest, places = first.max(dim=1, keepdim=True)
+        variance, mean = torch.var_mean(first, dim=1, keepdim=True)
+        early = first.chunk(4, dim=1)
+        for index, layer in enumerate(self.layers[1:]):
+            y = layer(x).tanh() * early[index % 4].sum(1, keepdim=True).tanh()
+            x = x + y * variance + mean * places.tanh() - largest / 64
+        return x
+
+
+class RunningBuffers(Layers):
+    """Every layer subtracts a running mean that it updates first, and counts its calls."""
+
+    means: Tensor
+    calls: Tensor
+
+    def __init__(self, dim: int, layers: int) -> None:
+        super().__init__(dim, layers)
+        self.register_buffer("means", torch.zeros(layers, dim))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, dim)`` to the same shape."""
+        for index, layer in enumerate(self.layers):
+            y = layer(x)
+            self.means[index].lerp_(y.detach().mean(0), 0.1)
+            self.calls.add_(1)
+            # A sum, not a quotient: torch 2.13 computes a saved value anew from the buffer as it is later
+            # (pytorch#197039), so that gradients of a quotient are wrong even without any cut.
+            x = x + (y - self.means[index].clone()).tanh() + self.calls.clone() / 64
+        return x
+
+
+CASES = (
+    Case(
+        name="in_place",
+        model=partial(seeded, InPlace, dim=384, layers=8),
+        inputs=partial(rows, batch=32, width=384),
+        about="a stream of activations that every layer updates in place",
+        tags=("mutation",),
+    ),
+    Case(
+        name="views_in_place",
+        model=partial(seeded, ViewsInPlace, dim=320, layers=8),
+        inputs=partial(rows, batch=32, width=640),
+        about="two views of one tensor updated in place across layers, then the tensor itself is read",
+        tags=("mutation",),
+    ),
+    Case(
+        name="dropout",
+        model=partial(seeded, Dropouts, dim=384, layers=8),
+        inputs=partial(rows, batch=32, width=384),
+        about="three kinds of random numbers in every layer: their order must survive cuts",
+        tags=("random",),
+    ),
+    Case(
+        name="transposed",
+        model=partial(seeded, Transposed, dim=384, layers=8),
+        inputs=partial(rows, batch=32, width=384),
+        about="non-contiguous values across cuts and as outputs",
+        report=Report(
+            number=108235,
+            upstream="keep_output_stride=False would give later segments other strides than they were "
+            "compiled for",
+            torch_passes=True,
+            torch_says="compiles 4 pieces, sends 3 of 4 buckets during backward, gradients as eager",
+            backend="inductor",
+            settings={"_inductor.keep_output_stride": False},
+        ),
+    ),
+    Case(
+        name="several_outputs",
+        model=partial(seeded, SeveralOutputs, dim=384, layers=8),
+        inputs=partial(rows, batch=32, width=384),
+        about="a dict of tensors from every depth, a view of one of them, an int, a string and None",
+    ),
+    Case(
+        name="tuples",
+        model=partial(seeded, Tuples, dim=384, layers=8),
+        inputs=partial(rows, batch=32, width=384),
+        about="items of tuples that the first layer's value was split into are read in every other layer",
+    ),
+    Case(
+        name="buffers",
+        model=partial(seeded, RunningBuffers, dim=384, layers=8),
+        inputs=partial(rows, batch=32, width=384),
+        about="float and integer buffers that every layer updates and then reads",
+        tags=("buffers", "mutation"),
+    ),
+)

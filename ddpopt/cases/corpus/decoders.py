@@ -1,0 +1,182 @@
+"""Decoder-only transformers: GPT (learned positions, tied head), Llama (rotary, grouped queries, SwiGLU)."""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ddpopt.cases.case import Call, Case
+from ddpopt.cases.corpus.attention import FeedForward, SelfAttention, join_heads, split_heads
+from ddpopt.cases.corpus.draws import seeded, tokens
+from ddpopt.cases.report_of_case import Report
+
+
+class GPTBlock(nn.Module):
+    """Pre-norm block: causal attention and a GELU feed-forward, each added to the stream."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.norm_1 = nn.LayerNorm(dim)
+        self.attention = SelfAttention(dim, heads, causal=True)
+        self.norm_2 = nn.LayerNorm(dim)
+        self.feed_forward = FeedForward(dim, 4 * dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, length, dim)`` to the same shape."""
+        x = x + self.attention(self.norm_1(x))
+        out: Tensor = x + self.feed_forward(self.norm_2(x))
+        return out
+
+
+class GPT(nn.Module):
+    """The head multiplies by the embedding's weight, which is read first and hence complete last."""
+
+    def __init__(self, vocabulary: int, length: int, dim: int, heads: int, layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, dim)
+        self.positions = nn.Embedding(length, dim)
+        nn.init.normal_(self.embedding.weight, std=0.05)
+        self.blocks = nn.ModuleList(GPTBlock(dim, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, vocabulary, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Map token numbers ``(batch, length)`` to logits ``(batch, length, vocabulary)``."""
+        x = self.embedding(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+class RMSNorm(nn.Module):
+    """Normalisation by the root of the mean square, written out as Llama's reference code does."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(..., dim)`` to the same shape."""
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair ``(x[i], x[i + half])`` of the last dimension by its position's angle."""
+    low, high = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-high, low), dim=-1) * sin
+
+
+class GroupedQueryAttention(nn.Module):
+    """Causal attention in which several query heads share one key and value head."""
+
+    def __init__(self, dim: int, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = heads, kv_heads
+        head_dim = dim // heads
+        self.query = nn.Linear(dim, heads * head_dim, bias=False)
+        self.key = nn.Linear(dim, kv_heads * head_dim, bias=False)
+        self.value = nn.Linear(dim, kv_heads * head_dim, bias=False)
+        self.out = nn.Linear(heads * head_dim, dim, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Map ``(batch, length, dim)`` to the same shape; ``cos`` and ``sin`` are ``(length, head_dim)``."""
+        q = split_heads(self.query(x), self.heads)
+        k = split_heads(self.key(x), self.kv_heads)
+        v = split_heads(self.value(x), self.kv_heads)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        share = self.heads // self.kv_heads
+        k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.out(join_heads(mixed))
+        return out
+
+
+class LlamaBlock(nn.Module):
+    """Pre-norm block: grouped-query attention and SwiGLU, each added to the stream."""
+
+    def __init__(self, dim: int, hidden: int, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(dim)
+        self.attention = GroupedQueryAttention(dim, heads, kv_heads)
+        self.ffn_norm = RMSNorm(dim)
+        self.gate = nn.Linear(dim, hidden, bias=False)
+        self.up = nn.Linear(dim, hidden, bias=False)
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Map ``(batch, length, dim)`` to the same shape."""
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        y = self.ffn_norm(x)
+        out: Tensor = x + self.down(F.silu(self.gate(y)) * self.up(y))
+        return out
+
+
+class Llama(nn.Module):
+    """Every block reads the same two rotary buffers, so they cross every cut."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, vocabulary: int, length: int, dim: int, hidden: int, layers: int) -> None:
+        super().__init__()
+        heads, kv_heads = 8, 2
+        self.embedding = nn.Embedding(vocabulary, dim)
+        self.blocks = nn.ModuleList(LlamaBlock(dim, hidden, heads, kv_heads) for _ in range(layers))
+        self.norm = RMSNorm(dim)
+        self.head = nn.Linear(dim, vocabulary, bias=False)
+        half = dim // heads // 2
+        angles = torch.outer(torch.arange(length), 10000.0 ** (-torch.arange(half) / half))
+        self.register_buffer("cos", angles.cos().repeat(1, 2), persistent=False)
+        self.register_buffer("sin", angles.sin().repeat(1, 2), persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Map token numbers ``(batch, length)`` to logits ``(batch, length, vocabulary)``."""
+        x = self.embedding(ids)
+        cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def sentences(rank: int, step: int, *, vocabulary: int, batch: int, length: int) -> Call:
+    """Draw one batch of token numbers as the only argument."""
+    return (tokens(rank, step, vocabulary, batch, length),), {}
+
+
+CASES = (
+    Case(
+        name="gpt",
+        model=partial(seeded, GPT, vocabulary=1024, length=32, dim=128, heads=4, layers=4),
+        inputs=partial(sentences, vocabulary=1024, batch=4, length=32),
+        about="decoder with learned positions whose head is tied to its embedding",
+        report=Report(
+            number=109774,
+            upstream="DDP's all-reduce was to be traced; with the model compiled inside DDP, gradients "
+            "stayed unsynchronised",
+            torch_passes=False,
+            torch_says="compiles 1 piece, sends 0 of 52 buckets during backward, gradients as eager",
+            asks=("overlap",),
+            settings={"_dynamo.optimize_ddp": "python_reducer"},
+            wrap="compiled inside",
+            nearest="backward is not captured by compiled autograd, so each gradient is reduced alone",
+        ),
+    ),
+    Case(
+        name="llama",
+        model=partial(seeded, Llama, vocabulary=512, length=32, dim=128, hidden=352, layers=4),
+        inputs=partial(sentences, vocabulary=512, batch=4, length=32),
+        about="decoder with RMSNorm, rotary buffers, grouped-query attention and SwiGLU",
+        report=Report(
+            number=169461,
+            upstream="composable replicate() did not make its DDP known to Dynamo, so nothing was split",
+            torch_passes=True,
+            torch_says="compiles 3 pieces, sends 2 of 4 buckets during backward, gradients as eager",
+            asks=("overlap",),
+            wrap="replicate",
+        ),
+    ),
+)

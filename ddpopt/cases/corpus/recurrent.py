@@ -1,0 +1,69 @@
+"""Cells called in a loop: one weight read many times, complete only after the first reading's backward."""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from ddpopt.cases.case import Call, Case
+from ddpopt.cases.corpus.draws import normal, seeded
+
+
+class RNNLoop(nn.Module):
+    """A linear layer, an ``RNNCell`` over the time steps, and a linear head on the last state."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.inputs = nn.Linear(dim, dim)
+        self.cell = nn.RNNCell(dim, dim)
+        self.head = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(time, batch, dim)`` to ``(batch, dim)``."""
+        x = self.inputs(x)
+        state = torch.zeros_like(x[0])
+        for moment in x.unbind(0):
+            state = self.cell(moment, state)
+        out: Tensor = self.head(state)
+        return out
+
+
+class LSTMLoop(nn.Module):
+    """Two stacked ``LSTMCell`` over the time steps, whose states form a tuple, and a head at every step."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.lower = nn.LSTMCell(dim, dim)
+        self.upper = nn.LSTMCell(dim, dim)
+        self.head = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(time, batch, dim)`` to the same shape."""
+        lower = upper = (torch.zeros_like(x[0]), torch.zeros_like(x[0]))
+        outputs = []
+        for moment in x.unbind(0):
+            lower = self.lower(moment, lower)
+            upper = self.upper(lower[0], upper)
+            outputs.append(self.head(upper[0]))
+        return torch.stack(outputs)
+
+
+def sequences(rank: int, step: int, *, time: int, batch: int, width: int) -> Call:
+    """Draw one batch of sequences of vectors as the only argument."""
+    return (normal(rank, step, time, batch, width),), {}
+
+
+CASES = (
+    Case(
+        name="rnn_cell",
+        model=partial(seeded, RNNLoop, dim=512),
+        inputs=partial(sequences, time=6, batch=8, width=512),
+        about="an RNN cell in a loop: torch's optimizer counts its weights once per use",
+    ),
+    Case(
+        name="lstm_cell",
+        model=partial(seeded, LSTMLoop, dim=240),
+        inputs=partial(sequences, time=6, batch=8, width=240),
+        about="two LSTM cells in turn over time: every weight is complete only near the start of forward",
+    ),
+)

@@ -1,0 +1,183 @@
+"""Public reports about what is around a graph: evaluation, synchronised statistics, DDP inside of DDP."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn import functional as F
+
+from ddpopt.cases.case import Call, Case
+from ddpopt.cases.corpus.draws import normal, rows, seeded
+from ddpopt.cases.corpus.layers import Layers, residual
+from ddpopt.cases.report_of_case import Report
+
+
+class UNet(nn.Module):
+    """Convolutions down and up again, with a shortcut across and dropout that evaluation leaves out."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.down = nn.Conv2d(3, channels, 3, padding=1)
+        self.deep = nn.Conv2d(channels, channels, 3, padding=1)
+        self.up = nn.Conv2d(2 * channels, channels, 3, padding=1)
+        self.last = nn.Conv2d(channels, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, 3, height, width)`` to the same shape."""
+        first = self.down(x).relu()
+        y = F.max_pool2d(first, 2)
+        y = F.dropout(self.deep(y).relu(), 0.1, self.training)
+        y = F.interpolate(y, scale_factor=2.0, mode="nearest")
+        out: Tensor = self.last(self.up(torch.cat((y, first), dim=1)).relu())
+        return out
+
+
+class EvaluatedCase(Case):
+    """A case that evaluates its model without gradients before every training step."""
+
+    def step(self, model: Callable[..., Any], rank: int, step: int) -> Tensor:
+        """Run one forward in evaluation mode, then one in training mode, whose loss is returned.
+
+        Args:
+            model: what ``self.model()`` returned, perhaps wrapped in DDP or compiled.
+            rank: whose inputs to use.
+            step: index of the training step, from 0.
+
+        Returns:
+            The scalar loss of the second forward.
+        """
+        if step > 0 and isinstance(model, nn.Module):
+            model.eval()
+            with torch.no_grad():
+                super().step(model, rank, step)
+            model.train()
+        return super().step(model, rank, step)
+
+
+class _Mean(torch.autograd.Function):
+    """The mean over all ranks; its gradient is the mean of all ranks' gradients."""
+
+    @staticmethod
+    def forward(_ctx: Any, value: Tensor) -> Tensor:
+        """Return the mean; of this rank alone where there is no process group."""
+        return _mean_over_ranks(value)
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> Tensor:
+        """Return the mean of all ranks' gradients."""
+        return _mean_over_ranks(gradient)
+
+
+def _mean_over_ranks(value: Tensor) -> Tensor:
+    if not dist.is_initialized():
+        return value.clone()
+    total = value.clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+class SyncedNorm(nn.Module):
+    """What SyncBatchNorm does, which torch has for GPUs only: statistics over all ranks, in no graph."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.bias = nn.Parameter(torch.zeros(dim))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # of torch
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, dim)`` to the same shape."""
+        moments: Tensor = _Mean.apply(torch.stack((x.mean(0), x.square().mean(0))))  # type: ignore[no-untyped-call]
+        mean, square = moments
+        out: Tensor = (x - mean) * torch.rsqrt(square - mean.square() + 1e-5) * self.weight + self.bias
+        return out
+
+
+class Normalized(Layers):
+    """Linear layers with a synchronised norm in the middle."""
+
+    def __init__(self, dim: int, layers: int) -> None:
+        super().__init__(dim, layers)
+        self.norm = SyncedNorm(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, dim)`` to the same shape."""
+        before, after = self.halves()
+        for layer in before:
+            x = layer(x).tanh()
+        x = self.norm(x)
+        for layer in after:
+            x = layer(x).tanh()
+        return x
+
+
+class Towers(nn.Module):
+    """An inner module, such as a table of its own, and layers of the outer model after it."""
+
+    def __init__(self, dim: int, layers: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(dim, dim), nn.Tanh())
+        self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, dim)`` to the same shape."""
+        x = self.inner(x)
+        torch._dynamo.graph_break()
+        return residual(x, self.layers)
+
+
+def pictures(rank: int, step: int) -> Call:
+    """Draw two images of 8 x 8."""
+    return (normal(rank, step, 2, 3, 8, 8),), {}
+
+
+CASES = (
+    EvaluatedCase(
+        name="evaluated",
+        model=partial(seeded, UNet, channels=160),
+        inputs=pictures,
+        about="evaluation without gradients between training steps (pytorch#128218)",
+        tags=("random",),
+        report=Report(
+            number=128218,
+            upstream="evaluation after training crashed with mode='reduce-overhead'",
+            torch_passes=True,
+            torch_says="compiles 2 pieces, sends 1 of 2 buckets during backward, gradients as eager",
+            nearest="without CUDA graphs, which need a GPU",
+        ),
+    ),
+    Case(
+        name="synced_norm",
+        model=partial(seeded, Normalized, dim=384, layers=6),
+        inputs=partial(rows, batch=8, width=384),
+        about="a norm that exchanges statistics between ranks, outside of the graph (pytorch#100239)",
+        tags=("breaks",),
+        graphs=2,
+        report=Report(
+            number=100239,
+            upstream="SyncBatchNorm under DDP failed to compile",
+            torch_passes=True,
+            torch_says="compiles 4 pieces, sends 2 of 4 buckets during backward, gradients as eager",
+            nearest="a norm of our own; torch's takes CUDA tensors only",
+        ),
+    ),
+    Case(
+        name="nested",
+        model=partial(seeded, Towers, dim=384, layers=6),
+        inputs=partial(rows, batch=8, width=384),
+        about="a region behind a part of the model that may stand in a DDP of its own (pytorch#178364)",
+        tags=("breaks",),
+        graphs=2,
+        report=Report(
+            number=178364,
+            upstream="the end of an inner DDP's forward hid the outer one, whose later graphs were not split",
+            torch_passes=True,
+            torch_says="compiles 3 pieces, sends 2 of 3 buckets during backward, gradients as eager",
+            asks=("overlap",),
+            wrap="nested",
+        ),
+    ),
+)

@@ -1,0 +1,252 @@
+"""Imposing a plan that becomes known only while the module's first forward runs.
+
+The compiler meets a model's graphs one at a time, inside DDP's forward. The plan is complete when that
+forward is over, which DDP marks by a call of ``reducer.prepare_for_backward``. Until then two light stand-ins
+take the places of the module's reducer and logger:
+
+- the logger's is there all the time: DDP calls the logger right before each forward that will be
+  synchronised, on entering ``join()``, and before a communication hook is registered;
+- the reducer's is there from then on, to see the call that ends the forward. C++ functions need not take it
+  for a reducer, so it makes room while a communication hook is registered.
+
+Both vanish with the decision. DDP leaves reducer and logger out of copies and pickles, and so the stand-ins.
+
+Invariant: when a decision raises, the module has its own reducer and logger back.
+"""
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt.ddp.fit import ACCUMULATES, accumulates, ddp_module, require_fit
+from ddpopt.ddp.plan_exchange import exchange_plans, plan_difference, same_buckets
+from ddpopt.ddp.reduced import as_built, running_reducer
+from ddpopt.ddp.reducer import install, outside_dynamo
+from ddpopt.errors import UnsupportedError
+from ddpopt.planning.plan import Plan
+
+__all__ = ["active_module", "defer"]
+
+log = logging.getLogger(__name__)
+
+WHAT = "ddpopt: the plan of the first compiled forward"
+
+
+def defer(ddp: nn.Module, decide: Callable[[], Plan | None]) -> None:
+    """Impose a plan at the end of the module's next forward that will be synchronised.
+
+    May be called before that forward or inside it; the last call counts. The buckets are then in force for
+    that iteration's backward. Where ranks decide differently, the plan of the lowest rank that has one is
+    used by all, and the difference is logged: DDP too takes rank 0's order when it rebuilds its buckets.
+
+    Under ``join()`` call this before entering it: a rank without any input runs no forward, and learns the
+    plan from the others only if it knows that there will be one.
+
+    Args:
+        ddp: the DDP module. Its forward raises what ``decide`` raises, a PlanMismatchError if the plan does
+            not fit or another rank's ``decide`` raised, and an InfrastructureError if a rank comes to no
+            decision within the process group's own time-out.
+        decide: gives the plan, or None to leave DDP's own buckets in force.
+
+    Raises:
+        UsageError: ``ddp`` is no DDP module, or has an option that leaves no buckets to plan.
+    """
+    module = ddp_module(ddp)
+    inside_forward = active_module() is module
+    Deferral(module, decide).begin(armed=inside_forward)
+
+
+def active_module() -> DistributedDataParallel | None:
+    """The DDP module whose forward is running; Dynamo asks DDP the same way (torch 2.11 to 2.13)."""
+    return DistributedDataParallel._active_ddp_module
+
+
+class Deferral:
+    """One pending decision: what stood in the module before, and what was seen since.
+
+    Attributes:
+        reducer: the module's own reducer.
+        logger: the module's own logger.
+    """
+
+    def __init__(self, ddp: Any, decide: Callable[[], Plan | None]) -> None:
+        before = ddp.logger.deferral if isinstance(ddp.logger, PendingLogger) else None
+        self.reducer: Any = running_reducer(ddp)
+        self.logger: Any = before.logger if before else ddp.logger
+        self._ddp = weakref.ref(ddp)
+        self._decide = decide
+        self._work_handle: tuple[Any, bool] | None = None
+        self._used: set[int] = before._used if before else set()
+        self._noting: list[Any] = before._noting if before else []
+
+    def begin(self, armed: bool) -> None:
+        """Put the logger's stand-in in place, and the reducer's too if a forward is running."""
+        ddp: Any = self._ddp()
+        if ddp.find_unused_parameters and not ddp.static_graph and not self._noting:
+            self._note_uses(ddp)
+        ddp.logger = PendingLogger(self)
+        ddp.reducer = self.reducer
+        if armed:
+            self.arm()
+
+    def _note_uses(self, ddp: Any) -> None:
+        """Note which parameters a backward uses, as the reducer does under no_sync(): it does not tell."""
+        if accumulates(ddp):
+            raise UnsupportedError(f"the buckets cannot change now: {ACCUMULATES}")
+        with as_built(ddp):
+            parameters, _ = ddp._build_params_for_reducer()
+            nodes = [get_gradient_edge(parameter).node for parameter in parameters]
+        for place, (node, parameter) in enumerate(zip(nodes, parameters, strict=True)):
+            note = functools.partial(_note, self._used, place, weakref.ref(parameter))
+            self._noting.append(node.register_hook(note))
+
+    def arm(self) -> None:
+        """Put the reducer's stand-in in place: a forward begins."""
+        ddp: Any = self._ddp()
+        ddp.reducer = PendingReducer(self)
+
+    def disarm(self) -> None:
+        """Put the module's own reducer back until the next forward."""
+        ddp: Any = self._ddp()
+        ddp.reducer = self.reducer
+
+    def note_work_handle(self, work: Any, use_static_world_size: bool) -> None:
+        """Remember what join() gave the reducer: how many ranks take part in this iteration."""
+        self._work_handle = (work, use_static_world_size)
+
+    def conclude(self, joined: bool) -> Any:
+        """Decide, agree and install; nothing stands in for anything afterwards.
+
+        Args:
+            joined: this rank has no inputs left, so it has no plan of its own.
+
+        Returns:
+            The reducer that is in force now.
+        """
+        ddp: Any = self._ddp()
+        ddp.reducer, ddp.logger = self.reducer, self.logger
+        for handle in self._noting:
+            handle.remove()
+        # Not to be kept alive by the stand-ins: DDP's frame still holds them while the new buckets are made.
+        self.reducer = self.logger = None
+
+        def decide() -> Plan | None:
+            plan = None if joined else self._decide()
+            try:
+                if plan is not None:
+                    require_fit(ddp, plan)
+            except UnsupportedError as error:
+                log.info("DDP keeps its own buckets: %s", error)
+                return None
+            return plan
+
+        plans = exchange_plans(ddp.process_group, WHAT, decide, _group_timeout(ddp.process_group))
+        plan = next((plan for plan in plans if plan is not None), None)
+        if plan is None:
+            return ddp.reducer
+        if not same_buckets(plans):
+            log.info(
+                "the ranks' plans differ; all use that of rank %d:\n%s",
+                plans.index(plan),
+                plan_difference(plans),
+            )
+            require_fit(ddp, plan)
+        self._install(ddp, plan, joined)
+        return ddp.reducer
+
+    def _install(self, ddp: Any, plan: Plan, joined: bool) -> None:
+        install(ddp, plan)
+        if joined:
+            return
+        ddp.reducer.prepare_for_forward()
+        if self._work_handle is not None:
+            ddp.reducer._set_forward_pass_work_handle(*self._work_handle)
+        for index in sorted(self._used):
+            # A reducer that expects no backward only notes what its hook tells it, if there is a gradient.
+            parameter = ddp.reducer.parameters[index]
+            gradient = parameter.grad
+            if gradient is None:
+                parameter.grad = torch.zeros_like(parameter)
+            ddp.reducer._autograd_hook(index)
+            parameter.grad = gradient
+
+
+def _note(used: set[int], place: int, parameter: weakref.ReferenceType[Any], *_: Any) -> None:
+    """What DDP's own hook on a parameter notes, when the engine has visited its node."""
+    held = parameter()
+    if held is not None and held.grad is not None:
+        used.add(place)
+
+
+class PendingReducer:
+    """Stands in for a reducer until the end of a forward. Everything else it leaves to that reducer."""
+
+    def __init__(self, deferral: Deferral) -> None:
+        self.deferral = deferral
+
+    @outside_dynamo
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.deferral.reducer, name)
+
+    @outside_dynamo
+    def _set_forward_pass_work_handle(self, work: Any, use_static_world_size: bool) -> None:
+        self.deferral.note_work_handle(work, use_static_world_size)
+        self.deferral.reducer._set_forward_pass_work_handle(work, use_static_world_size)
+
+    @outside_dynamo
+    def prepare_for_backward(self, output: list[torch.Tensor]) -> None:
+        """The forward is over: decide, and let the reducer that is in force then expect the backward."""
+        self.deferral.conclude(joined=False).prepare_for_backward(output)
+
+    @outside_dynamo
+    def _get_zeros_like_grad_buckets(self) -> Any:
+        # A rank that has joined shadows its peers' first synchronised backward.
+        return self.deferral.conclude(joined=True)._get_zeros_like_grad_buckets()
+
+
+class PendingLogger:
+    """Stands in for a logger, to see when a forward begins. Everything else it leaves to that logger."""
+
+    def __init__(self, deferral: Deferral) -> None:
+        self.deferral = deferral
+
+    @outside_dynamo
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.deferral.logger, name)
+
+    @outside_dynamo
+    def set_runtime_stats_and_log(self) -> None:
+        """A forward that will be synchronised begins."""
+        self.deferral.arm()
+        self.deferral.logger.set_runtime_stats_and_log()
+
+    @outside_dynamo
+    def _set_uneven_input_join(self) -> None:
+        self.deferral.arm()
+        self.deferral.logger._set_uneven_input_join()
+
+    @outside_dynamo
+    def _set_comm_hook_name(self, name: str) -> None:
+        self.deferral.disarm()
+        self.deferral.logger._set_comm_hook_name(name)
+
+
+def _group_timeout(process_group: dist.ProcessGroup) -> timedelta:
+    # Private, the same in torch 2.11 to 2.13 for gloo and NCCL; other backends keep no time-out that one can
+    # read, and then the default of init_process_group is as good a bound.
+    for device in ("cpu", "cuda"):
+        try:
+            timeout: timedelta = process_group._get_backend(torch.device(device)).options._timeout
+        except (AttributeError, RuntimeError):
+            continue
+        return timeout
+    return dist.distributed_c10d._get_default_timeout(dist.get_backend(process_group))

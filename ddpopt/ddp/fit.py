@@ -1,0 +1,194 @@
+"""Whether a plan's buckets can be given to a DDP module, checked before anything changes.
+
+The reducer's constructor accepts parameters that stand twice or nowhere, and fails much later.
+
+Invariant: nothing is changed here, and an error shows everything that is wrong, not only what is wrong first.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt.ddp.engine import NO_TASK, task_id
+from ddpopt.errors import PlanMismatchError, UnsupportedError, UsageError
+from ddpopt.planning.bucket_rule import ParamSpec, specs_from_ddp
+from ddpopt.planning.plan import Bucket, Plan
+
+__all__ = ["ddp_module", "require_between_iterations", "require_fit"]
+
+SHOWN_PROBLEMS = 20
+# kDDPRuntimeLoggingSampleRate of torch/csrc/distributed/c10d/reducer.hpp, torch 2.11 to 2.13.
+DEFAULT_SAMPLE_RATE = 100
+
+
+def ddp_module(module: nn.Module) -> DistributedDataParallel:
+    """The DDP module that was passed, or that ``torch.compile`` wrapped, if its reducer can be replaced.
+
+    Args:
+        module: what the user passed.
+
+    Returns:
+        The DDP module.
+
+    Raises:
+        UsageError: this is no DDP module.
+        UnsupportedError: it is one that does not reduce through a reducer of its own.
+    """
+    if not dist.is_available():
+        raise UsageError("torch.distributed is not available in this build of torch; install one that has it")
+    inner = getattr(module, "_orig_mod", module)
+    if not isinstance(inner, DistributedDataParallel):
+        raise UsageError(
+            f"expected a DistributedDataParallel module, got {type(inner).__name__!r}: only DDP has buckets "
+            "to plan; wrap the model first"
+        )
+    refused = [f"  - {reason}" for reason in _unsupported(inner)]
+    if refused:
+        raise UnsupportedError("\n".join(["this DDP module's buckets cannot be planned:", *refused]))
+    return inner
+
+
+def _unsupported(ddp: Any) -> Iterator[str]:
+    if ddp._use_python_reducer:
+        yield (
+            "it was built under torch._dynamo.config.optimize_ddp='python_reducer', which reduces "
+            "without buckets; set another value before building it"
+        )
+    if ddp._delay_all_reduce_all_params:
+        yield (
+            "delay_all_reduce_named_params holds all its parameters, so that none is left for buckets; "
+            "leave some out"
+        )
+    if ddp.mixed_precision is not None:
+        yield "mixed_precision ties hooks to the buckets that DDP made; use torch.autocast instead"
+
+
+def require_between_iterations(ddp: DistributedDataParallel) -> None:
+    """Check that no forward or backward of the module is under way, whose gradients would be lost.
+
+    Args:
+        ddp: the module.
+
+    Raises:
+        UsageError: one is; the message says what to do first.
+    """
+    problem = _under_way(ddp)
+    if problem:
+        raise UsageError(f"the buckets cannot change now: {problem}")
+
+
+def _under_way(ddp: Any) -> str:
+    if task_id() != NO_TASK:
+        return "a backward is running; call this outside of it"
+    if DistributedDataParallel._active_ddp_module is ddp:
+        return "the module's forward is running; call this before or after it"
+    if _awaits_backward(ddp):
+        return (
+            "the module's last synchronised forward had no backward yet; run its backward first, or run "
+            "forwards that have none under torch.no_grad()"
+        )
+    return ACCUMULATES if accumulates(ddp) else ""
+
+
+ACCUMULATES = (
+    "under no_sync() the reducer notes which parameters were used, and a new reducer would not know; "
+    "call this before the first of the accumulated backwards, or after zero_grad()"
+)
+
+
+def accumulates(ddp: Any) -> bool:
+    """Whether the module's reducer has noted what backwards used since the last that was synchronised."""
+    notes = ddp.find_unused_parameters and not ddp.static_graph and not ddp.require_forward_param_sync
+    return notes and any(parameter.grad is not None for parameter in ddp.module.parameters())
+
+
+def _awaits_backward(ddp: Any) -> bool:
+    # DDP keeps no such flag, but its log counts the buckets reduced since the last forward. The log is
+    # written for the first ten iterations and then sampled; so ask for every one.
+    ddp.reducer._set_ddp_runtime_logging_sample_rate(1)
+    ddp.logger.set_runtime_stats_and_log()
+    ddp.reducer._set_ddp_runtime_logging_sample_rate(DEFAULT_SAMPLE_RATE)
+    noted = ddp._get_ddp_logging_data()
+    if ddp.static_graph and noted.get("iteration") == 1:
+        # The first backward of a static graph reduces after its end, and is not counted.
+        return not ddp._static_graph_delay_allreduce_enqueued
+    return bool(noted.get("iteration", 0) > 0 and noted.get("num_buckets_reduced") == 0)
+
+
+def require_fit(ddp: DistributedDataParallel, plan: Plan) -> None:
+    """Check that a plan's buckets hold each parameter of a module's reducer once, and can be reduced.
+
+    Args:
+        ddp: the module.
+        plan: the plan.
+
+    Raises:
+        PlanMismatchError: they do not; the message lists every bucket and parameter that is wrong.
+    """
+    problems = list(_problems(ddp, plan))
+    if not problems:
+        return
+    lines = [f"  - {problem}" for problem in problems[:SHOWN_PROBLEMS]]
+    if len(problems) > SHOWN_PROBLEMS:
+        lines.append(f"  - and {len(problems) - SHOWN_PROBLEMS} more")
+    raise PlanMismatchError(
+        f"the plan does not fit the DDP module, {len(problems)} problem(s):\n" + "\n".join(lines) + "\n"
+        "Nothing was changed. Make the plan from this module: ddpopt.plan(ddp_module, *inputs)"
+    )
+
+
+def _problems(ddp: DistributedDataParallel, plan: Plan) -> Iterator[str]:
+    specs = {spec.name: spec for spec in specs_from_ddp(ddp)}
+    planned = Counter(name for bucket in plan.buckets for name in bucket.params)
+    for name, count in planned.items():
+        if name not in specs:
+            yield f"{_places(plan, name)}: {name!r} is {_what_it_is(ddp, name)}"
+        if count > 1:
+            yield f"{name!r} stands {count} times, in {_places(plan, name)}"
+    yield from (f"{name!r} stands in no bucket" for name in specs if name not in planned)
+    for bucket in plan.buckets:
+        yield from _bucket_problems(bucket, [specs[name] for name in bucket.params if name in specs])
+
+
+def _places(plan: Plan, name: str) -> str:
+    places = [str(place) for place, bucket in enumerate(plan.buckets) if name in bucket.params]
+    return f"bucket{'s' if len(places) > 1 else ''} {', '.join(places)}"
+
+
+def _what_it_is(ddp: Any, name: str) -> str:
+    known = dict(ddp.module.named_parameters(remove_duplicate=False))
+    if name not in known:
+        return "no parameter of the module"
+    if not known[name].requires_grad:
+        return "frozen, so DDP does not reduce it"
+    first = next(first for first, parameter in ddp.module.named_parameters() if parameter is known[name])
+    if first != name:
+        return f"another name of {first!r}; use that one"
+    return "ignored by DDP (parameters_to_ignore)"
+
+
+def _bucket_problems(bucket: Bucket, specs: list[ParamSpec]) -> Iterator[str]:
+    place = f"bucket {bucket.index}"
+    if not bucket.params:
+        yield f"{place} is empty"
+    kinds = {f"{spec.dtype} on {spec.device}": spec.name for spec in specs}
+    if len(kinds) > 1:
+        yield f"{place} mixes {_listed(f'{kind} ({name!r})' for kind, name in kinds.items())}"
+    if len(bucket.params) > 1:
+        sparse = (spec.name for spec in specs if spec.sparse)
+        yield from (f"{place} holds {name!r} beside others, but its gradient is sparse" for name in sparse)
+    if len(specs) == len(bucket.params) and len(kinds) == 1:
+        nbytes, dtype = sum(spec.nbytes for spec in specs), specs[0].dtype
+        if (nbytes, dtype) != (bucket.nbytes, bucket.dtype):
+            yield (
+                f"{place} is planned as {bucket.nbytes} bytes of {bucket.dtype}, but its parameters are "
+                f"{nbytes} bytes of {dtype}"
+            )
+
+
+def _listed(parts: Iterable[str]) -> str:
+    return " with ".join(parts)

@@ -1,0 +1,73 @@
+"""Making a DDP module's reducer reduce a plan's buckets, from the first iteration on.
+
+:func:`impose` for a plan that is known, :func:`defer` for one that will be known after the first forward.
+
+Invariant: on every rank the buckets are those of one plan, or nothing has changed and an error says why.
+"""
+
+from datetime import timedelta
+from typing import Any
+
+from torch import nn
+
+from ddpopt.ddp.deferral import defer
+from ddpopt.ddp.fit import ddp_module, require_between_iterations, require_fit
+from ddpopt.ddp.plan_exchange import exchange_plans, plan_difference, same_buckets
+from ddpopt.ddp.reduced import running_reducer
+from ddpopt.ddp.reducer import PlannedReducer, install
+from ddpopt.errors import PlanMismatchError
+from ddpopt.planning.plan import Plan
+
+__all__ = ["defer", "impose", "imposed_plan"]
+
+WHAT = "ddpopt.impose"
+
+
+def impose(ddp: nn.Module, plan: Plan, *, timeout: timedelta = timedelta(seconds=30)) -> None:
+    """Make a DDP module reduce exactly ``plan.buckets``, in their order, from its next iteration on.
+
+    Every rank of the module's process group must call this, with a plan of the same buckets. Call it before
+    training or between two iterations. Gradients, ``state_dict`` and communication hooks stay as they are;
+    a copy or a pickle of the module has DDP's own buckets again.
+
+    Args:
+        ddp: the DDP module, or what ``torch.compile`` made of it.
+        plan: holds each trainable parameter once; only its buckets are used.
+        timeout: how long to wait for the other ranks.
+
+    Raises:
+        UsageError: ``ddp`` is no DDP module, has an option that leaves no buckets to plan, or is between a
+            forward and its backward.
+        PlanMismatchError: the plan does not fit the module, or the ranks' plans differ. The message shows
+            every difference, on every rank.
+        InfrastructureError: a rank did not make this call in time.
+    """
+    module = ddp_module(ddp)
+
+    def checked_plan() -> Plan:
+        require_between_iterations(module)
+        require_fit(module, plan)
+        return plan
+
+    plans = exchange_plans(module.process_group, WHAT, checked_plan, timeout)
+    if not same_buckets(plans):
+        raise PlanMismatchError(
+            f"{WHAT}: the ranks' plans differ, so nothing was changed:\n{plan_difference(plans)}\n"
+            "Make the plan from the same model and the same arguments on every rank, or make it on one rank "
+            "and send its to_json() to the others"
+        )
+    install(module, plan)
+
+
+def imposed_plan(ddp: nn.Module) -> Plan | None:
+    """The plan whose buckets a DDP module reduces.
+
+    Args:
+        ddp: the DDP module, or what ``torch.compile`` made of it.
+
+    Returns:
+        The plan; None where DDP's own buckets are in force.
+    """
+    module: Any = getattr(ddp, "_orig_mod", ddp)
+    reducer = running_reducer(module)
+    return reducer.plan if isinstance(reducer, PlannedReducer) else None

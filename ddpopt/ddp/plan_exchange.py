@@ -1,0 +1,117 @@
+"""Every rank's plan, known to every rank, and the difference between them in words.
+
+Invariant: a rank that fails before it has a plan says so to the others, so that nobody waits for it.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ddpopt.ddp.agreement import agree, announce
+from ddpopt.errors import InfrastructureError, PlanMismatchError
+from ddpopt.planning.plan import Plan
+
+__all__ = ["exchange_plans", "plan_difference", "same_buckets"]
+
+SHOWN_BUCKETS = 8
+SHOWN_NAMES = 6
+
+
+def exchange_plans(
+    process_group: dist.ProcessGroup, what: str, decide: Callable[[], Plan | None], timeout: timedelta
+) -> tuple[Plan | None, ...]:
+    """Decide on a plan, and learn what every other rank decided.
+
+    Args:
+        process_group: the ranks; each must make this call.
+        what: what is being compared, for error messages.
+        decide: makes this rank's plan; None where a rank has none.
+        timeout: how long to wait for the other ranks.
+
+    Returns:
+        The plan of each rank, in the order of the ranks in the group.
+
+    Raises:
+        PlanMismatchError: another rank's ``decide`` raised; the message repeats its error.
+        InfrastructureError: a rank did not answer in time.
+    """
+    try:
+        plan = decide()
+    except Exception as error:
+        with suppress(InfrastructureError):  # what matters is the first error
+            announce(process_group, what, json.dumps({"problem": f"{type(error).__name__}: {error}"}))
+        raise
+    own = json.dumps({"plan": plan.to_json() if plan else None})
+    ballots = [json.loads(ballot) for ballot in agree(process_group, what, own, timeout)]
+    problems = [f"rank {rank}: {b['problem']}" for rank, b in enumerate(ballots) if "problem" in b]
+    if problems:
+        raise PlanMismatchError(
+            f"{what}: another rank failed, so nothing was changed on this one:\n" + "\n".join(problems)
+        )
+    return tuple(_parsed(ballot["plan"], own_plan=plan, own=own) for ballot in ballots)
+
+
+def _parsed(text: str | None, own_plan: Plan | None, own: str) -> Plan | None:
+    # Ranks agree nearly always, and a large plan takes a while to read.
+    if text is None or text == json.loads(own)["plan"]:
+        return None if text is None else own_plan
+    return Plan.from_json(text)
+
+
+def same_buckets(plans: Sequence[Plan | None]) -> bool:
+    """Whether all plans reduce the same parameters, in the same buckets, in the same order.
+
+    Args:
+        plans: one for each rank.
+
+    Returns:
+        True if they do; a rank without a plan differs from one that has one.
+    """
+    return len({_buckets(plan) for plan in plans}) == 1
+
+
+def plan_difference(plans: Sequence[Plan | None]) -> str:
+    """The difference between the ranks' plans, bucket by bucket.
+
+    Args:
+        plans: one for each rank.
+
+    Returns:
+        One line for each bucket that is not the same on all ranks.
+    """
+    if None in plans:
+        without = [rank for rank, plan in enumerate(plans) if plan is None]
+        return f"  no plan on {_ranks(without)}, one on the others"
+    lines = list(_difference_lines([_buckets(plan) or () for plan in plans]))
+    if len(lines) > SHOWN_BUCKETS:
+        lines = [*lines[:SHOWN_BUCKETS], f"  and {len(lines) - SHOWN_BUCKETS} more buckets"]
+    return "\n".join(lines)
+
+
+def _buckets(plan: Plan | None) -> tuple[tuple[str, ...], ...] | None:
+    return None if plan is None else tuple(bucket.params for bucket in plan.buckets)
+
+
+def _difference_lines(buckets_of: Sequence[tuple[tuple[str, ...], ...]]) -> Iterator[str]:
+    for place in range(max(map(len, buckets_of))):
+        # Dictionaries, not sets: every rank prints the same text.
+        versions: dict[tuple[str, ...] | None, list[int]] = {}
+        for rank, buckets in enumerate(buckets_of):
+            versions.setdefault(buckets[place] if place < len(buckets) else None, []).append(rank)
+        if len(versions) > 1:
+            views = "; ".join(f"{_ranks(ranks)}: {_names(params)}" for params, ranks in versions.items())
+            yield f"  bucket {place}: {views}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _names(params: tuple[str, ...] | None) -> str:
+    if params is None:
+        return "no such bucket"
+    more = f", and {len(params) - SHOWN_NAMES} more" if len(params) > SHOWN_NAMES else ""
+    return ", ".join(params[:SHOWN_NAMES]) + more

@@ -1,0 +1,192 @@
+"""A DDP reducer whose buckets are those of a plan, and its installation in a DDP module.
+
+DDP's reducer replaces its buckets once, in the order in which it saw gradients become ready. The reducer
+here starts with the plan's buckets and keeps them.
+
+Invariant: but for its buckets, the new reducer behaves as the one that DDP made: same options, same
+communication hooks, same errors, same states between forward and backward.
+
+All private interfaces of DDP and its reducer that ddpopt writes to are used in this module, as they are in
+torch 2.11 to 2.13 (``torch/nn/parallel/distributed.py``, ``torch/csrc/distributed/c10d/reducer.cpp``).
+"""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt.ddp.reduced import as_built
+from ddpopt.planning.bucket_rule import specs_from_ddp
+from ddpopt.planning.plan import Plan
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Reducer
+else:
+    # A torch built without distributed has no reducer; nothing of this module is reached there.
+    Reducer = getattr(dist, "Reducer", object)
+
+__all__ = ["PlannedReducer", "install", "outside_dynamo"]
+
+REASON = "part of DDP, not of the model"
+
+# torch does not mark what torch.distributed re-exports.
+_c10d: Any = dist
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+
+def outside_dynamo(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+    """Decorate a function that DDP's forward calls, so that Dynamo neither traces it nor what it calls.
+
+    Dynamo skips the frames of ``torch.nn.parallel.distributed``, but would trace ours below them.
+
+    Args:
+        function: what to leave alone.
+
+    Returns:
+        The function, as ``torch.compiler.disable`` wraps it.
+    """
+    disabled: Callable[_Args, _Result] = torch.compiler.disable(function, reason=REASON)  # type: ignore[no-untyped-call]  # of torch
+    return disabled
+
+
+class PlannedReducer(Reducer):
+    """A reducer that keeps the buckets it was built with.
+
+    Attributes:
+        plan: where the buckets come from.
+        parameters: what it holds, in its own order.
+        is_removed: whether somebody took it out of the backward, by ``ddp._remove_autograd_hooks()``.
+    """
+
+    def __init__(self, plan: Plan, arguments: Mapping[str, Any]) -> None:
+        super().__init__(**arguments)
+        self.plan = plan
+        self.parameters: list[torch.Tensor] = arguments["params"]
+        self.is_removed = False
+        # In unused-parameter mode C++ does not note the ready order, so there is nothing to forget.
+        self._notes_ready_order = not arguments["find_unused_parameters"]
+        self._has_marked = False
+
+    @outside_dynamo
+    def prepare_for_backward(self, output: list[torch.Tensor]) -> None:
+        """Expect a backward, as ``Reducer::prepare_for_backward``.
+
+        Args:
+            output: the tensors that the module returned; used in unused-parameter mode only.
+        """
+        self._forget_ready_order()
+        super().prepare_for_backward(output)
+
+    @outside_dynamo
+    def _rebuild_buckets(self) -> bool:
+        # DDP calls this before every forward with gradients, and before each backward that a joined rank
+        # shadows. It is also where DDP notices that the backward before did not finish.
+        self._check_reducer_finalized()
+        return False
+
+    def _remove_autograd_hooks(self) -> None:
+        # Others may tell this reducer of gradients in place of its own hooks (ddpopt.inline.ready_hooks).
+        self.is_removed = True
+        super()._remove_autograd_hooks()
+
+    @outside_dynamo
+    def _set_static_graph(self) -> None:
+        super()._set_static_graph()
+        self._notes_ready_order = True
+
+    def _forget_ready_order(self) -> None:
+        # C++ notes each ready gradient until it rebuilds, hence here for ever: a reference to its
+        # parameter for each gradient and step. Only _reset_state forgets them. It also stops expecting a
+        # backward, so its place is right before that is expected again: _rebuild_buckets is called between
+        # "forward, forward under no_sync" and their common backward too. And after accumulation it makes the
+        # next backward count once more; a static graph tells its first backward by that count, and notes
+        # nothing in it, so there is no need to forget before a gradient has been marked ready.
+        self._has_marked = self._has_marked or any(self.get_backward_stats())
+        if self._notes_ready_order and self._has_marked:
+            self._check_reducer_finalized()
+            self._reset_state()
+
+
+@outside_dynamo
+def install(ddp: DistributedDataParallel, plan: Plan) -> None:
+    """Give a DDP module a reducer with the plan's buckets, in place of the one it has.
+
+    The caller has checked that the plan fits the module, that the module is in no backward, and that all
+    ranks do the same. Communication hooks that were registered through the module are kept.
+
+    Args:
+        ddp: the module; its reducer and its logger are replaced.
+        plan: its buckets hold each parameter of the module's reducer once.
+    """
+    module: Any = ddp  # its private attributes carry no types
+    with as_built(ddp):  # C++ takes no parameter that is frozen
+        arguments = _reducer_arguments(module, plan)
+        noted = module._get_ddp_logging_data()
+        module.reducer._remove_autograd_hooks()
+        # The old buckets go before the new ones come: at the end of a forward there is no room for both.
+        del module.reducer, module.logger
+        module.reducer = PlannedReducer(plan, arguments)
+    module.logger = _logger(module)
+    if module.static_graph:
+        module._static_graph_delay_allreduce_enqueued = False
+        module.reducer._set_static_graph()
+        module.logger._set_static_graph()
+    if noted.get("join_uneven_inputs"):
+        module.logger._set_uneven_input_join()
+    _keep_hooks(module, str(noted.get("comm_hook", "")))
+
+
+def _reducer_arguments(ddp: Any, plan: Plan) -> dict[str, Any]:
+    parameters, sparse = ddp._build_params_for_reducer()
+    places = {spec.name: index for index, spec in enumerate(specs_from_ddp(ddp))}
+    arguments = {
+        "params": parameters,
+        "bucket_indices": [[places[name] for name in bucket.params] for bucket in plan.buckets],
+        "per_bucket_size_limits": [bucket.nbytes for bucket in plan.buckets],
+        "process_group": ddp.process_group,
+        "expect_sparse_gradients": sparse,
+        "bucket_bytes_cap": ddp.bucket_bytes_cap,
+        # A static graph finds unused parameters by itself. Were both set, forgetting the ready order would
+        # also forget which ones it found, and each backward would wait to copy them from the device again.
+        "find_unused_parameters": ddp.find_unused_parameters and not ddp.static_graph,
+        "gradient_as_bucket_view": ddp.gradient_as_bucket_view,
+        "param_to_name_mapping": ddp._build_debug_param_to_name_mapping(parameters),
+        "skip_all_reduce_unused_params": ddp.skip_all_reduce_unused_params,
+        "use_python_reducer": False,
+    }
+    # New in torch 2.13; an older constructor refuses the name.
+    if "batched_grad_copy" in (Reducer.__init__.__doc__ or ""):
+        arguments["batched_grad_copy"] = ddp.batched_grad_copy
+    return arguments
+
+
+def _logger(ddp: Any) -> Any:
+    logger = _c10d.Logger(ddp.reducer)
+    ddp.reducer.set_logger(logger)
+    logger.set_construction_data_and_log(
+        type(ddp.module).__name__,
+        ddp.device_ids or [],
+        -1 if ddp.output_device is None else ddp.output_device,
+        ddp.broadcast_buffers,
+        any(isinstance(module, nn.SyncBatchNorm) for module in ddp.module.modules()),
+        ddp.static_graph,
+    )
+    return logger
+
+
+def _keep_hooks(ddp: Any, name: str) -> None:
+    # A reducer takes one hook. DDP notes Python hooks itself, built-in ones only by their name in its log.
+    for hook, state in ddp._comm_hooks:
+        _c10d._register_comm_hook(ddp.reducer, state, hook)
+    kind = _c10d.BuiltinCommHookType.__members__.get(name.rpartition(".")[2])
+    if kind is not None and not ddp._comm_hooks:
+        _c10d._register_builtin_comm_hook(ddp.reducer, kind)
+    if name:
+        ddp.logger._set_comm_hook_name(name)
+    # DDP tells its reducer of these optimizers at the first forward, and only then.
+    if ddp._lazy_init_ran and any(hasattr(p, "_in_backward_optimizers") for p in ddp._module_parameters):
+        ddp.reducer._set_optimizer_in_backward()

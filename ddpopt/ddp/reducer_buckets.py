@@ -1,0 +1,78 @@
+"""The buckets that a DDP module's running reducer has, asked of the reducer itself.
+
+Invariant: asking changes nothing and takes no memory to speak of.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ddpopt.ddp.impose import imposed_plan
+from ddpopt.ddp.reduced import bucket_members, running_reducer
+from ddpopt.planning.bucket_rule import initial_buckets, specs_from_ddp
+from ddpopt.planning.limits import BucketConfig
+
+__all__ = ["ObservedBucket", "running_buckets"]
+
+
+@dataclass(frozen=True)
+class ObservedBucket:
+    """A bucket as the running reducer has it.
+
+    Attributes:
+        index: position in the order in which buckets are reduced.
+        params: names as in ``module.named_parameters()``, in the order of their places in the bucket.
+        nbytes: sum of ``numel * element_size`` over `params`.
+        dtype: for instance ``"float32"``.
+        device: for instance ``"cpu"`` or ``"cuda:0"``.
+        numel: sum of the elements of `params`.
+    """
+
+    index: int
+    params: tuple[str, ...]
+    nbytes: int
+    dtype: str
+    device: str
+    numel: int
+
+
+def running_buckets(ddp: Any) -> tuple[ObservedBucket, ...]:
+    """The buckets in the order in which they are reduced.
+
+    Args:
+        ddp: the DDP module. Not to be called from inside its backward, which may hold the reducer's lock.
+
+    Returns:
+        The buckets that its next backward would reduce, unless its next forward rebuilds them.
+    """
+    names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
+    members = bucket_members(running_reducer(ddp)) or _foretold(ddp)
+    return tuple(
+        _observed(index, [(names.get(id(parameter), "(replaced)"), parameter) for parameter in bucket])
+        for index, bucket in enumerate(members)
+    )
+
+
+def _observed(index: int, bucket: Sequence[tuple[str, Tensor]]) -> ObservedBucket:
+    parameters = [parameter for _, parameter in bucket]
+    return ObservedBucket(
+        index=index,
+        params=tuple(name for name, _ in bucket),
+        nbytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+        dtype=str(parameters[0].dtype).removeprefix("torch."),
+        device=str(parameters[0].device),
+        numel=sum(parameter.numel() for parameter in parameters),
+    )
+
+
+def _foretold(ddp: Any) -> list[list[Tensor]]:
+    """The buckets of a reducer that does not tell them: it has not rebuilt them yet."""
+    plan = imposed_plan(ddp)
+    parameters = dict(ddp.module.named_parameters())
+    if plan is not None:
+        return [[parameters[name] for name in bucket.params] for bucket in plan.buckets]
+    specs = specs_from_ddp(ddp)
+    buckets = initial_buckets(specs, BucketConfig.from_ddp(ddp))
+    return [[parameters[specs[index].name] for index in bucket] for bucket in buckets]

@@ -1,0 +1,159 @@
+"""Explain a model without training it: what ddpopt plans, what DDP does alone, what torch's optimizer does.
+
+Everything is predicted on fake tensors: no process group, no accelerator, no copy of the weights.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddpopt.cases.case import Case, mean_square
+from ddpopt.explanation.generators import generators_kept
+from ddpopt.explanation.rehearsal import Rehearsal, Step, call
+from ddpopt.explanation.result import Explanation, OwnBucket, OwnBuckets, TorchSplit
+from ddpopt.explanation.torch_split import TorchRun, TorchSegment, run_torch_split
+from ddpopt.planning.bucket_rule import ParamSpec, initial_buckets, rebuilt_buckets
+from ddpopt.planning.capture import Capture, capture
+from ddpopt.planning.limits import DDP_ARGUMENTS_OF_LIMITS, DDP_ARGUMENTS_WITHOUT_EFFECT_ON_LIMITS
+from ddpopt.planning.plan import Plan
+
+FLOAT_CROSSES = (
+    "a float crosses its cuts: backends built on AOTAutograd (inductor, aot_eager) fail "
+    "there with \"'float' object has no attribute 'meta'\" (pytorch#196227)"
+)
+NOTHING_COMPILED = (
+    "torch.compile compiles nothing of it under DDP: Dynamo steps over its frames (pytorch#140416)"
+)
+
+
+def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
+    """Explain a model's buckets and cuts, beside DDP's own buckets and torch's DDPOptimizer.
+
+    Args:
+        model: a module, or a DDP module, whose own bucket options then hold. Parameters may be real, fake
+            or on the meta device.
+        inputs: the positional arguments of its forward.
+        kwargs: DDP's own arguments (``bucket_cap_mb=25``, ``bucket_cap_mb_list``,
+            ``find_unused_parameters``, ``static_graph``, …); everything else goes to the model's forward.
+
+    Returns:
+        The explanation; its ``str()`` is the table that ``ddpopt explain`` prints. The order in which
+        gradients complete is that of the loss which is the mean of squares over all outputs. torch's
+        optimizer runs over a backend that compiles nothing, so failures of a real one do not show.
+
+    Raises:
+        UsageError: an argument cannot be used, or the model cannot be traced.
+    """
+    with torch.enable_grad():
+        captured = capture(model, *inputs, **kwargs)
+    of_ddp = (*DDP_ARGUMENTS_OF_LIMITS, *DDP_ARGUMENTS_WITHOUT_EFFECT_ON_LIMITS)
+    forward_kwargs = {key: value for key, value in kwargs.items() if key not in of_ddp}
+    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    return _explain(captured, Step(inner, inputs, forward_kwargs, mean_square))
+
+
+def explain_case(case: Case, ddp_kwargs: Mapping[str, Any]) -> Explanation:
+    """Explain a case with its own loss, and the inputs of rank 0's first step.
+
+    Args:
+        case: the case.
+        ddp_kwargs: DDP's arguments, in place of the case's own.
+
+    Returns:
+        The explanation.
+
+    Raises:
+        UsageError: an argument cannot be used, or the model cannot be traced.
+    """
+    with generators_kept():
+        model = case.model()
+        args, kwargs = case.inputs(0, 0)
+        with torch.enable_grad():
+            captured = capture(model, *args, **kwargs, **ddp_kwargs)
+        return _explain(captured, Step(model, args, kwargs, case.loss))
+
+
+def _explain(captured: Capture, step: Step) -> Explanation:
+    plan = captured.plan()
+    model = getattr(step.model, "_orig_mod", step.model)
+    return Explanation(
+        model=type(model).__name__,
+        config=captured.config,
+        plan=plan,
+        ddp=_own_buckets(captured, plan, step),
+        torch=_torch_split(captured, step),
+    )
+
+
+def _own_buckets(captured: Capture, plan: Plan, step: Step) -> OwnBuckets:
+    note = ""
+    with Rehearsal.of(step, captured.specs) as rehearsal:
+        try:
+            order = rehearsal.ready_order(call)
+        except Exception as error:  # the plan could be made, so this is no reason to show nothing
+            order = tuple(name for bucket in plan.buckets for name in bucket.params)
+            note = f"ready order taken from ddpopt's plan: eager backward fails on fake tensors ({error})"
+    return OwnBuckets(_fill(captured, order, ()), captured.config.rebuilds, note)
+
+
+def _fill(
+    captured: Capture, ready_order: Sequence[str], segments: Sequence[TorchSegment]
+) -> tuple[OwnBucket, ...]:
+    """The buckets that DDP fills when gradients complete in this order, in these segments."""
+    params = captured.specs
+    if captured.config.rebuilds:
+        by_name = {spec.name: spec for spec in captured.specs}
+        # a gradient that never comes is taken to come last
+        params = tuple(by_name.pop(name) for name in ready_order) + tuple(by_name.values())
+        buckets = rebuilt_buckets(params, captured.config)
+    else:
+        buckets = initial_buckets(params, captured.config)
+    completes_in = {name: segment.index for segment in segments for name in segment.params}
+    return tuple(
+        _own_bucket(index, [params[place] for place in bucket], completes_in)
+        for index, bucket in enumerate(buckets)
+    )
+
+
+def _own_bucket(index: int, specs: Sequence[ParamSpec], completes_in: Mapping[str, int]) -> OwnBucket:
+    return OwnBucket(
+        index=index,
+        params=tuple(spec.name for spec in specs),
+        nbytes=sum(spec.nbytes for spec in specs),
+        dtype=specs[0].dtype,
+        device=specs[0].device,
+        segments=tuple(sorted({completes_in[spec.name] for spec in specs if spec.name in completes_in})),
+    )
+
+
+def _torch_split(captured: Capture, step: Step) -> TorchSplit:
+    with Rehearsal.of(step, captured.specs) as rehearsal:
+        run = run_torch_split(rehearsal, captured.config.cap_bytes)
+    if run.failure:
+        return TorchSplit(failure=run.failure)
+    reduced = {spec.name for spec in captured.specs}
+    times = Counter(name for s in run.segments if not s.reused for name in s.counted)
+    return TorchSplit(
+        segments=run.segments,
+        buckets=() if run.surprise else _fill(captured, run.ready_order, run.segments),
+        unseen=tuple(spec.name for spec in captured.specs if spec.name not in times),
+        recounted=tuple(name for name, count in times.items() if count > 1),
+        alien=tuple(name for name in times if name not in reduced),
+        notes=_notes(run),
+    )
+
+
+def _notes(run: TorchRun) -> tuple[str, ...]:
+    notes = []
+    if run.surprise:
+        notes.append(f"the order of its gradients is not known: it fails on fake tensors ({run.surprise})")
+    elif not run.segments:
+        notes.append(NOTHING_COMPILED)
+    if run.float_crosses:
+        notes.append(FLOAT_CROSSES)
+    return tuple(notes)

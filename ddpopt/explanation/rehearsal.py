@@ -1,0 +1,118 @@
+"""Run one training step of a model on fake tensors: the order in which its gradients complete, and no data.
+
+What decides that order is autograd's engine: the graph that forward recorded, and how the engine breaks ties.
+It works on fake tensors as on real ones, so the order is not modelled here but had from the engine itself.
+
+Invariant: no weight is copied or changed, no hook stays, and the default generators are where they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddpopt.planning.bucket_rule import ParamSpec
+from ddpopt.planning.capture import fake_copy, fake_mode, private_dynamo
+
+Loss = Callable[[Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step to rehearse: a model, the arguments of its forward, and the loss to differentiate.
+
+    Attributes:
+        model: the module inside DDP; its parameters may be real, fake or on the meta device.
+        args: positional arguments of its forward.
+        kwargs: keyword arguments of its forward.
+        loss: from the model's output to a scalar.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss: Loss
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """A step with fake tensors in place of all real ones.
+
+    Attributes:
+        step: the fake copy; run it once, for it may change its own buffers.
+        params: every trainable parameter of the copy, by its name in the original.
+        specs: those that DDP reduces, by ``id`` of the parameter, in the order of the reducer's list.
+    """
+
+    step: Step
+    params: dict[str, Tensor]
+    specs: dict[int, ParamSpec]
+
+    @classmethod
+    @contextlib.contextmanager
+    def of(cls, step: Step, specs: Sequence[ParamSpec]) -> Iterator[Rehearsal]:
+        """Copy a step, and set the scene to run it: its fake mode, and Dynamo without the caller's settings.
+
+        Args:
+            step: the real step.
+            specs: what DDP reduces, in the order of the reducer's list.
+
+        Yields:
+            The rehearsal.
+        """
+        inner = getattr(
+            step.model, "_orig_mod", step.model
+        )  # compiled before it was wrapped: as capture does
+        mode = fake_mode(inner)
+        memo: dict[int, Any] = {}
+        model, args, kwargs = fake_copy(mode, (inner, step.args, dict(step.kwargs)), memo)
+        named = dict(step.model.named_parameters(remove_duplicate=False))
+        copies = {name: memo[id(param)] for name, param in named.items() if param.requires_grad}
+        by_id = {id(copies[spec.name]): spec for spec in specs}
+        params = {name: copies[name] for name, _ in step.model.named_parameters() if name in copies}
+        with torch.random.fork_rng(devices=()), mode, private_dynamo(), torch.enable_grad():
+            yield cls(Step(model, args, kwargs, step.loss), params, by_id)
+
+    def ready_order(self, forward: Callable[[Step], Any]) -> tuple[str, ...]:
+        """Run forward and backward, and note which gradient completes when.
+
+        Args:
+            forward: calls the step's model, perhaps compiled, and returns its output.
+
+        Returns:
+            Names of the parameters that DDP reduces and whose gradients came, first to come first.
+        """
+        order: list[str] = []
+        # a user's own fake parameters are not copied, so what is left on them must go again
+        before = {name: param.grad for name, param in self.params.items()}
+        reduced = [
+            (param, self.specs[id(param)]) for param in self.params.values() if id(param) in self.specs
+        ]
+        hooks = [_register(param, partial(_note, order, spec.name)) for param, spec in reduced]
+        try:
+            self.step.loss(forward(self.step)).backward()  # type: ignore[no-untyped-call]  # of torch
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for name, param in self.params.items():
+                param.grad = before[name]
+        return tuple(order)
+
+
+def _register(param: Tensor, hook: Callable[[Tensor], None]) -> Any:
+    return param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # of torch
+
+
+def _note(order: list[str], name: str, _: Tensor) -> None:
+    order.append(name)
+
+
+def call(step: Step) -> Any:
+    """Call a step's model as it is; a `forward` for :meth:`Rehearsal.ready_order`."""
+    return step.model(*step.args, **step.kwargs)

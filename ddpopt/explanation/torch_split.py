@@ -1,0 +1,248 @@
+"""What torch's own DDPOptimizer makes of a model: its real code, run on fake tensors.
+
+The optimizer is given a backend that compiles nothing, and one step is then run through what it stitched
+together. Each of its segments runs as one node of the autograd graph, as AOTAutograd would have it, so that
+autograd's engine says in which order gradients complete and on which segments they wait. Failures of the
+optimizer show here; those of a compiler underneath it do not.
+
+Touches a private name of torch 2.11 to 2.13: ``torch._dynamo.backends.distributed.DDPOptimizer``, of which
+it calls ``compile_fn`` and reads ``buckets`` (in forward order; each with ``params``, ``param_ids`` and
+``size``, the bytes that the optimizer counted).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from ddpopt.dynamo.hook import DDPOptimizer
+from ddpopt.explanation.rehearsal import Rehearsal, Step, call
+from ddpopt.graph.nodes import example_value, requires_grad
+
+
+@dataclass(frozen=True)
+class TorchSegment:
+    """A piece of the forward as torch's optimizer cuts it, once for each time that it runs.
+
+    Attributes:
+        index: position in forward order.
+        graph: which of the compiled graphs it is cut from.
+        counted: parameters as the optimizer counted them, again for each time that it did.
+        counted_bytes: their size, as the optimizer counted it.
+        params: parameters whose gradients are complete once this segment's backward has run.
+        reused: whether the code was compiled for an earlier segment, whose count `counted` then is.
+    """
+
+    index: int
+    graph: int
+    counted: tuple[str, ...]
+    counted_bytes: int
+    params: tuple[str, ...] = ()
+    reused: bool = False
+
+
+@dataclass(frozen=True)
+class TorchRun:
+    """One step under torch's optimizer.
+
+    Attributes:
+        segments: in forward order.
+        ready_order: names in the order in which their gradients complete; empty if that is not known.
+        failure: what the optimizer raised; a compiled step would have ended there.
+        surprise: why the step could not be run on fake tensors although the optimizer raised nothing.
+        float_crosses: whether a float is an argument of a segment; Dynamo passes a graph's own as tensors,
+            so another segment computed it.
+    """
+
+    segments: tuple[TorchSegment, ...] = ()
+    ready_order: tuple[str, ...] = ()
+    failure: str = ""
+    surprise: str = ""
+    float_crosses: bool = False
+
+
+def run_torch_split(rehearsal: Rehearsal, cap_bytes: int) -> TorchRun:
+    """Run one step under torch's DDPOptimizer.
+
+    Args:
+        rehearsal: the step.
+        cap_bytes: ``bucket_bytes_cap`` of the DDP module, which is all that Dynamo tells the optimizer.
+
+    Returns:
+        What it made of the step.
+    """
+    recorder = _Recorder(rehearsal, cap_bytes)
+    step = torch.compile(_call_skipped, backend=recorder)
+    order: tuple[str, ...] = ()
+    surprise = ""
+    try:
+        order = rehearsal.ready_order(step)
+    except Exception as error:  # the optimizer's own failures are caught where it is called
+        surprise = f"{type(error).__name__}: {error}"
+    if recorder.failures:
+        return TorchRun(failure=recorder.failures[0])
+    if surprise:
+        return TorchRun(segments=_segments_as_compiled(recorder.pieces), surprise=surprise)
+    return TorchRun(
+        segments=_segments_as_run(recorder.log, rehearsal, order),
+        ready_order=order,
+        float_crosses=any(isinstance(value, float) for run in recorder.log.runs for value in run.inputs),
+    )
+
+
+def _call_skipped(step: Step) -> Any:
+    return _call(step)
+
+
+# Under DDP, Dynamo steps over the frames between DDP.forward and the model's own: over this one, too.
+_call = torch._dynamo.disable(call, recursive=False)  # type: ignore[no-untyped-call]  # of torch
+
+
+@dataclass
+class _Run:
+    """One execution of a segment."""
+
+    piece: _Piece
+    inputs: tuple[Any, ...]
+    went_back: bool = False
+
+
+@dataclass
+class _Log:
+    """All executions, in forward order."""
+
+    runs: list[_Run] = field(default_factory=list)
+
+
+class _Recorder:
+    """A Dynamo backend: has the optimizer cut each graph, and keeps what it did."""
+
+    def __init__(self, rehearsal: Rehearsal, cap_bytes: int) -> None:
+        self.log = _Log()
+        self.pieces: list[_Piece] = []
+        self.failures: list[str] = []
+        self._cap_bytes = cap_bytes
+        self._names = {id(param): name for name, param in rehearsal.params.items()}
+        self._graphs = 0
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        pieces: list[_Piece] = []
+
+        def compile_nothing(piece: fx.GraphModule, _: Sequence[Any]) -> _Piece:
+            pieces.append(_Piece(piece, self._graphs, self.log))
+            return pieces[-1]
+
+        try:
+            optimizer = _torch_optimizer(self._cap_bytes, compile_nothing)
+            stitched: Callable[..., Any] = optimizer.compile_fn(gm, example_inputs)
+        except Exception as error:  # whatever it is, it would have been the user's
+            self.failures.append(f"{type(error).__name__}: {error}")
+            return gm.forward
+        names = self._names | _names_in_graph(gm, example_inputs, self._names)
+        for piece, bucket in zip(pieces, optimizer.buckets, strict=True):
+            labels = zip(bucket.params, bucket.param_ids, strict=True)
+            piece.counted = tuple(names.get(key, label) for label, key in labels)
+            piece.counted_bytes = bucket.size
+        self.pieces += pieces
+        self._graphs += 1
+        return stitched
+
+
+def _torch_optimizer(cap_bytes: int, compiler: Callable[..., Any]) -> DDPOptimizer:
+    # not DDPOptimizer(…): inside replacing_ddp_optimizer() that builds ddpopt's own
+    optimizer = object.__new__(DDPOptimizer)
+    DDPOptimizer.__init__(optimizer, bucket_bytes_cap=cap_bytes, backend_compile_fn=compiler)
+    return optimizer
+
+
+def _names_in_graph(
+    gm: fx.GraphModule, example_inputs: Iterable[object], names: dict[int, str]
+) -> dict[int, str]:
+    """Names of parameters by ``id`` of the example values that stand for them in a graph."""
+    inputs = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
+    return {id(example_value(node)): names[id(value)] for node, value in inputs if id(value) in names}
+
+
+class _Piece:
+    """What stands for a compiled segment."""
+
+    def __init__(self, gm: fx.GraphModule, graph: int, log: _Log) -> None:
+        self.gm = gm
+        self.graph = graph
+        self.log = log
+        self.counted: tuple[str, ...] = ()
+        self.counted_bytes = 0
+        returned = pytree.tree_leaves(gm.graph.output_node().args[0])
+        self.carries_gradient = [
+            isinstance(leaf, fx.Node) and requires_grad(example_value(leaf)) for leaf in returned
+        ]
+
+    def __call__(self, *inputs: Any) -> Any:
+        run = _Run(self, inputs)
+        self.log.runs.append(run)
+        with torch.no_grad():
+            leaves, structure = pytree.tree_flatten(self.gm(*inputs))
+        outputs = _OneNode.apply(run, leaves, *inputs)  # type: ignore[no-untyped-call]  # of torch
+        return pytree.tree_unflatten(outputs, structure)
+
+
+class _OneNode(torch.autograd.Function):
+    """A whole segment as one node of the autograd graph, with the edges that AOTAutograd's would have."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, leaves: Sequence[Any], *inputs: Any) -> tuple[Any, ...]:
+        """Make new outputs like `leaves`, so that none is a view of an input."""
+        ctx.run = run
+        ctx.inputs = inputs
+        outputs = tuple(torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        constant = [
+            output
+            for output, carries in zip(outputs, run.piece.carries_gradient, strict=True)
+            if isinstance(output, Tensor) and not carries
+        ]
+        ctx.mark_non_differentiable(*constant)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[Tensor | None, ...]:
+        """Note that the segment's backward runs, and give each input some gradient."""
+        ctx.run.went_back = True
+        gradients = (_gradient_like(value) for value in ctx.inputs)
+        return (None, None, *gradients)
+
+
+def _gradient_like(value: object) -> Tensor | None:
+    return torch.empty_like(value) if isinstance(value, Tensor) and value.requires_grad else None
+
+
+def _segments_as_compiled(pieces: Sequence[_Piece]) -> tuple[TorchSegment, ...]:
+    return tuple(
+        TorchSegment(index, piece.graph, piece.counted, piece.counted_bytes)
+        for index, piece in enumerate(pieces)
+    )
+
+
+def _segments_as_run(log: _Log, rehearsal: Rehearsal, order: Sequence[str]) -> tuple[TorchSegment, ...]:
+    """The segments, each with the gradients that its backward completes.
+
+    Backward runs them last to first, so a gradient is complete after the first of those that read it.
+    """
+    ready = frozenset(order)
+    completed: set[str] = set()
+    seen: set[int] = set()
+    segments: list[TorchSegment] = []
+    for index, run in enumerate(log.runs):
+        specs = [rehearsal.specs[id(value)] for value in run.inputs if id(value) in rehearsal.specs]
+        names = dict.fromkeys(spec.name for spec in specs) if run.went_back else {}
+        params = tuple(name for name in names if name in ready and name not in completed)
+        completed.update(params)
+        piece = run.piece
+        reused = id(piece) in seen
+        seen.add(id(piece))
+        segments.append(TorchSegment(index, piece.graph, piece.counted, piece.counted_bytes, params, reused))
+    return tuple(segments)

@@ -1,0 +1,227 @@
+"""Overlap without any cut: one compiled graph, whose backward hands its gradients to DDP as they complete.
+
+The graph is compiled as it came, but for calls of `handover.lend` behind the parameters, one for all
+whose gradients are sent together. These calls are part of the graph, so that whatever a compiler keeps of it,
+in this process or on disk, is kept for this graph and never mistaken for the one without.
+
+Invariant: forward and backward compute what they would have, in the order in which autograd would have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, fx
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nested._internal.nested_tensor import NestedTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ddpopt.ddp.deferral import active_module
+from ddpopt.graph.effects import mutated_inputs
+from ddpopt.graph.nodes import body_nodes, example_value, module_like, storages
+from ddpopt.inline.handover import Call, empty_token, lend
+from ddpopt.planning.facts import GraphFacts, gradient_carriers
+from ddpopt.planning.plan import Bucket
+from ddpopt.split.segments import CompilerFn
+
+Sources = Mapping[fx.Node, Mapping[str, str]]
+"""What `ddpopt.planning.facts.parameter_sources` says of a graph."""
+
+
+def obstacle(gm: fx.GraphModule, sources: Sources) -> str | None:
+    """Why a graph cannot be compiled inline.
+
+    Args:
+        gm: a forward graph as Dynamo hands it to a backend.
+        sources: which of its nodes bring which parameters into it.
+
+    Returns:
+        The reason, for the user; None if there is none.
+    """
+    held: dict[int, str] = {}
+    for node, names in sources.items():
+        name = next(iter(names.values()))
+        if node.op != "placeholder":
+            return f"parameter {name!r} is no input of the graph but an attribute of it"
+        held.update(dict.fromkeys(storages(node), name))
+    for node in gm.graph.nodes:
+        value = example_value(node)
+        nested = isinstance(value, NestedTensor) and node not in sources  # gives no nested gradients
+        if is_traceable_wrapper_subclass(value) and not nested:
+            known = [f"parameter {name!r}" for name in sources.get(node, {}).values()]
+            what = known[0] if known else repr(node.name)
+            return f"{what} is a {type(value).__name__}, a tensor made of others"
+        for written in mutated_inputs(node):
+            for storage in storages(written):
+                if storage in held:
+                    return f"parameter {held[storage]!r} is written to in the graph"
+    return None
+
+
+def lendable(gm: fx.GraphModule, sources: Sources) -> list[fx.Node]:
+    """The placeholders of parameters that may change once their gradients are complete, and do not leave.
+
+    A view that leaves leads autograd to the input that it is a view of, not to what the graph computed it
+    from.
+    """
+    leaving = {storage for node in gm.graph.output_node().all_input_nodes for storage in storages(node)}
+    late = _read_late(gm.graph, sources)
+    return [node for node in sources if leaving.isdisjoint(storages(node)) and node not in late]
+
+
+def _read_late(graph: fx.Graph, sources: Sources) -> set[fx.Node]:
+    """The parameters that backward may read after their gradients are complete.
+
+    Such a backward is that of a node before the first that passes gradient to the parameter. It reads what
+    was computed from the parameter without gradient, and may have to compute it again.
+    """
+    carriers = gradient_carriers(graph)
+    made_of: dict[fx.Node, frozenset[fx.Node]] = {node: frozenset({node}) for node in sources}
+    complete: set[fx.Node] = set()
+    late: set[fx.Node] = set()
+    for node in body_nodes(graph):
+        read = frozenset[fx.Node]().union(*(made_of.get(source, ()) for source in node.all_input_nodes))
+        if node in carriers:
+            complete.update(source for source in node.all_input_nodes if source in sources)
+            late |= read - complete
+        else:
+            made_of[node] = read
+    return late
+
+
+def together(
+    lent: Sequence[fx.Node], sources: Sources, facts: GraphFacts, buckets: Sequence[Bucket]
+) -> list[list[fx.Node]]:
+    """Which parameters are lent in one call, so that their gradients are handed over at once.
+
+    No bucket can leave before its last gradient is there. So those that complete between the ends of two
+    buckets wait for the last of them, and all keep the order in which they complete. Sparse gradients do not
+    wait: compilers take less care of their memory.
+
+    Args:
+        lent: the placeholders of parameters whose gradients the graph completes.
+        sources: which parameter each of them holds.
+        facts: where in the graph gradients become complete.
+        buckets: which gradients leave together.
+
+    Returns:
+        The placeholders, in the order in which gradients complete; without those that are in no bucket, which
+        were frozen when the buckets were made.
+    """
+    uses = {use.spec.name: use for use in facts.params}
+    bucket_of = {name: bucket.index for bucket in buckets for name in bucket.params}
+    names = {node: next(iter(sources[node].values())) for node in lent}
+    held = {node: uses[name] for node, name in names.items() if name in bucket_of}
+
+    def readiness(node: fx.Node) -> tuple[int, int, int]:
+        use = held[node]  # of what completes in one place no order is known: buckets are kept apart
+        return -use.completes_at, bucket_of[use.spec.name], use.spec.nbytes
+
+    ready = sorted(held, key=readiness)
+    last_of = {bucket_of[held[node].spec.name]: node for node in ready}
+    groups: list[list[fx.Node]] = []
+    device, closed = "", True
+    for node in ready:
+        spec = held[node].spec
+        if closed or spec.sparse or spec.device != device:
+            groups.append([])
+        groups[-1].append(node)
+        device, closed = spec.device, spec.sparse or last_of[bucket_of[spec.name]] is node
+    return groups
+
+
+def compile_inline(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[object],
+    groups: Sequence[Sequence[fx.Node]],
+    compiler: CompilerFn,
+) -> Callable[..., Any]:
+    """Compile a graph so that its backward hands the gradients of some parameters to DDP.
+
+    Args:
+        gm: the graph; it is left as it is.
+        example_inputs: one value for each of its placeholders.
+        groups: the placeholders that hold these parameters; the gradients of a group are handed over in one
+            call, in this order.
+        compiler: a Dynamo backend.
+
+    Returns:
+        A callable with the inputs and outputs of `gm`.
+    """
+    inputs = gm.graph.find_nodes(op="placeholder")
+    place_of = {node: place for place, node in enumerate(inputs)}
+    positions = [[place_of[node] for node in group] for group in groups]
+    flat = [*itertools.chain.from_iterable(positions)]
+    detached = {inputs[position]: _detached(example_inputs[position]) for position in flat}
+    values = [detached.get(node, value) for node, value in zip(inputs, example_inputs, strict=True)]
+    tokens = [_token(detached[group[0]]) for group in groups]
+    compiled = compiler(_edited(gm, groups, detached, tokens, positions), [*values, *tokens])
+
+    def run(*arguments: Any) -> Any:
+        given = [*arguments]
+        groups = [{position: given[position] for position in group} for group in positions]
+        tokens = Call(active_module(), groups).open_gate()
+        for position in flat:
+            given[position] = given[position].detach()
+        return compiled(*given, *tokens)
+
+    return run
+
+
+def _detached(value: Any) -> Tensor:
+    """The example value of an input that is given in the place of a parameter."""
+    context = TracingContext.try_get()
+    mode = context.fake_mode if context is not None else None
+    if mode is not None and not isinstance(value, FakeTensor):
+        value = mode.from_tensor(value, static_shapes=True)
+    detached: Tensor = value.detach()
+    return detached
+
+
+def _token(parameter: Tensor) -> Tensor:
+    mode = parameter.fake_mode if isinstance(parameter, FakeTensor) else contextlib.nullcontext()
+    with mode:
+        return empty_token(parameter).requires_grad_()
+
+
+def _edited(
+    gm: fx.GraphModule,
+    groups: Sequence[Sequence[fx.Node]],
+    detached: Mapping[fx.Node, Tensor],
+    tokens: Sequence[Tensor],
+    positions: Sequence[Sequence[int]],
+) -> fx.GraphModule:
+    """`gm` with a call of `lend` for each group, given what comes in a parameter's place, and the tokens."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    nodes = [*gm.graph.nodes]
+    for node in nodes:
+        if node.op == "placeholder":
+            copies[node] = copied = graph.node_copy(node)
+            copied._dynamo_source = getattr(node, "_dynamo_source", None)
+            if node in detached:
+                copied.meta["example_value"] = detached[node]
+    given = [_input(graph, f"token_{number}", token) for number, token in enumerate(tokens)]
+    for group, token, slots in zip(groups, given, positions, strict=True):
+        read = [copies[node] for node in group]
+        lent = graph.call_function(lend, (read, token, [*slots]))
+        lent.meta["example_value"] = tuple(map(example_value, group))
+        for index, node in enumerate(group):
+            copies[node] = graph.call_function(operator.getitem, (lent, index))
+            copies[node].meta["example_value"] = example_value(node)
+    for node in nodes:
+        if node.op != "placeholder":
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    return module_like(gm, graph)
+
+
+def _input(graph: fx.Graph, name: str, value: Tensor) -> fx.Node:
+    node = graph.placeholder(name)
+    node.meta["example_value"] = value
+    node._dynamo_source = None  # AOTAutograd asks each input where Dynamo found it
+    return node

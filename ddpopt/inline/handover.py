@@ -1,0 +1,332 @@
+"""Hand gradients to DDP from inside a compiled backward.
+
+A graph that takes part has calls of `lend` between its parameters and their readers, one for all those that
+DDP sends together. Its backward is the operator ``ddpopt::hand_over``, which autograd runs as soon as their
+gradients are complete, and which has the same place in the compiled backward. What the graph gets in a
+parameter's place is detached from it. Gradients that are not handed over leave through a gate, an autograd
+node around the compiled code whose edges lead to the parameters:
+
+    parameters ─────────── (detached) ──────────► lend ──► readers
+        └──► gate ──► token (an empty tensor) ──────┘
+
+Whether a gradient is handed over is decided in each backward, never when the graph is compiled. All of this
+must hold; else the gradient waits until the compiled backward is over and takes the usual way:
+
+- the engine will accumulate into this parameter in this backward (not so under ``torch.autograd.grad``);
+- no other edge of the backward leads to the parameter, so that the gradient is all of it (not so for a
+  weight that the loss reads too, after a graph break, or with two forwards before one backward);
+- nobody has hooked the parameter or its AccumulateGrad node; a user's hook runs once, at its usual time;
+- the backward creates no graph of its own, and DDP's forward has led here.
+
+Invariant: each gradient reaches its parameter exactly once, in memory that nothing else owns: it is copied,
+unless the compiler of the backward has proved that its code is done with that memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt.ddp.engine import NO_TASK, running_backward, running_node, task_id, will_run
+from ddpopt.errors import HandOverError
+from ddpopt.inline.ready_hooks import ready_hooks
+
+__all__ = ["COPIED", "LATE", "TAKEN", "Call", "hand_over", "lend"]
+
+COPIED, TAKEN, LATE = range(3)
+"""How a gradient is handed over: copied; taken with its memory, which compiled code is proved not to use,
+return or alias again; or only at the end of the backward, because code that follows reads the parameter."""
+
+
+class Call:
+    """One forward of a compiled graph, and what becomes of its gradients.
+
+    Args:
+        ddp: the DDP module whose forward is running, if any.
+        groups: the parameters that the graph was lent, by slot: which of the graph's inputs each one is.
+            Those of each call of `lend` together.
+
+    Attributes:
+        groups: as given.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel | None, groups: Sequence[Mapping[int, Tensor]]) -> None:
+        self._hooks = None if ddp is None else ready_hooks(ddp)
+        self.groups = groups
+        self._parameters = {slot: parameter for group in groups for slot, parameter in group.items()}
+        # by backward and slot: two backwards through one retained graph may overlap
+        self._kept: dict[tuple[int, int], Tensor] = {}
+        self._task, self._opens = NO_TASK, False
+        self._places: dict[int, int] = {}
+
+    def open_gate(self) -> tuple[Tensor, ...]:
+        """Tokens for `lend`, one for each group: an empty tensor on the device of its parameters."""
+        tokens: tuple[Tensor, ...] = _Gate.apply(self, *self._parameters.values())  # type: ignore[no-untyped-call]
+        return tokens
+
+    def receive(self, slot: int, gradient: Tensor, treatment: int, gate: Any) -> None:
+        """The gradient of a parameter is complete: hand it over, or keep it for the gate.
+
+        Args:
+            slot: which parameter's.
+            gradient: all that the graph adds to it.
+            treatment: `COPIED`, `TAKEN` or `LATE`.
+            gate: the call's, a node of the autograd graph.
+        """
+        task = task_id()
+        if task != self._task:
+            self._places = self._decided()
+            self._task, self._opens = task, will_run(gate)
+        # the proof is about the code's values; an operator that it calls may hold on to one without saying so
+        taken = treatment == TAKEN and _is_alone(gradient)
+        if self._hooks is not None and slot in self._places and treatment != LATE:
+            self._hooks.hand_over(self._places[slot], self._parameters[slot], gradient, taken)
+        elif self._opens:
+            self._kept[task, slot] = gradient.detach() if taken else gradient.clone()
+
+    def claim(self, slot: int) -> Tensor | None:
+        """A gradient that was kept; None where it was handed over, or where there is none."""
+        return self._kept.pop((task_id(), slot), None)
+
+    def _decided(self) -> dict[int, int]:
+        """The slots whose gradients may be handed over in the backward that is running, and their places."""
+        hooks = self._hooks
+        if hooks is None or not hooks.take_over():
+            return {}
+        backward = running_backward()
+        if backward is None or backward.creates_graph:
+            return {}
+        places = {slot: hooks.places.get(id(parameter)) for slot, parameter in self._parameters.items()}
+        return {
+            slot: place
+            for slot, place in places.items()
+            if place is not None
+            and self._parameters[slot].requires_grad
+            and not hooks.is_hooked(place)
+            and not _is_hooked(self._parameters[slot])
+            and not _is_cast(self._parameters[slot])
+            and _is_on_default_stream(self._parameters[slot])
+            and backward.leaf_edges.get(id(hooks.leaves[place])) == 1
+            and will_run(hooks.leaves[place])
+        }
+
+
+def _is_hooked(parameter: Any) -> bool:
+    """Whether a user's hook is to run when this parameter gets its gradient."""
+    return bool(
+        parameter._backward_hooks
+        or parameter._post_accumulate_grad_hooks
+        or hasattr(parameter, "_in_backward_optimizers")
+    )
+
+
+def _is_cast(parameter: Tensor) -> bool:
+    """Whether the engine is to give this parameter its gradient in another dtype."""
+    return getattr(parameter, "grad_dtype", parameter.dtype) != parameter.dtype
+
+
+def _is_on_default_stream(parameter: Tensor) -> bool:
+    """Whether the gradient is computed where everybody expects it.
+
+    At the end of a backward the engine has others wait for the streams that it accumulated on, and a gradient
+    that was handed over is none of its business.
+    """
+    if not parameter.is_cuda:
+        return True
+    return bool(torch.cuda.current_stream(parameter.device) == torch.cuda.default_stream(parameter.device))
+
+
+class _Gate(torch.autograd.Function):
+    """Takes to the parameters what was not handed over."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *_: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        return tuple(empty_token(next(iter(group.values()))) for group in call.groups)
+
+    @staticmethod
+    def backward(ctx: Any, *tokens: Tensor | None) -> tuple[Tensor | None, ...]:
+        call: Call = ctx.call
+        pairs = [
+            (call.claim(slot), token)
+            for token, group in zip(tokens, call.groups, strict=True)
+            for slot in group
+        ]
+        if not torch.is_grad_enabled():
+            return (None, *(gradient for gradient, _ in pairs))
+        # create_graph: whoever differentiates again is to meet the compiled backward, which says that it
+        # cannot be
+        return (None, *(_tied(gradient, token) for gradient, token in pairs))
+
+
+def _tied(gradient: Tensor | None, token: Tensor | None) -> Tensor | None:
+    """A gradient that autograd takes for one computed from a token, too; a sparse one as it is."""
+    if gradient is None or token is None or gradient.layout != torch.strided:
+        return gradient
+    return gradient + token.sum()
+
+
+class _Lend(torch.autograd.Function):
+    """The identity on some parameters, whose backward hands their gradients over."""
+
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, slots: Sequence[int], *parameters: Tensor) -> tuple[Tensor, ...]:
+        # nothing is saved: hooks on saved tensors would see it
+        ctx.set_materialize_grads(False)
+        ctx.slots = slots
+        return tuple(parameter.detach() for parameter in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        complete = {slot: g for slot, g in zip(ctx.slots, gradients, strict=True) if g is not None}
+        token = None
+        if complete:
+            with _kept_in_backward():
+                token = torch.ops.ddpopt.hand_over(
+                    [*complete.values()], [*complete], [COPIED] * len(complete)
+                )
+        return token, *(None for _ in range(1 + len(gradients)))
+
+
+@contextlib.contextmanager
+def _kept_in_backward() -> Iterator[None]:
+    """Where a backward is traced: what is traced here belongs to it, even if it reads nothing of the loss.
+
+    AOTAutograd computes in forward what can be computed there, but for what carries this mark, a private one
+    of torch 2.13.
+    """
+    if not fx_traceback.has_preserved_node_meta():
+        yield
+        return
+    meta: dict[str, Any] = fx_traceback.current_meta
+    before = meta.get(_PARTITION)
+    meta[_PARTITION] = "must_be_in_backward"
+    try:
+        yield
+    finally:
+        meta[_PARTITION] = before
+
+
+_PARTITION = "partitioner_tag"
+
+
+def lend(parameters: Sequence[Tensor], token: Tensor, slots: Sequence[int]) -> tuple[Tensor, ...]:
+    """What a graph reads in the place of some parameters.
+
+    Args:
+        parameters: the parameters, detached.
+        token: from the call's gate.
+        slots: which of the graph's inputs these are, one for each.
+
+    Returns:
+        Tensors like `parameters`, whose gradients are handed over as soon as all of them are complete.
+    """
+    lent: tuple[Tensor, ...] = _Lend.apply(token, slots, *parameters)  # type: ignore[no-untyped-call]
+    if lent[0].grad_fn is not None:
+        # before everything else that is ready, as the engine runs the nodes that accumulate gradients
+        lent[0].grad_fn._set_sequence_nr(_FIRST)  # type: ignore[attr-defined]  # missing in torch's stubs
+    return lent
+
+
+_FIRST = 2**63 - 1
+
+
+def empty_token(like: Tensor) -> Tensor:
+    """A token, or the gradient of one: empty, dense, and on the device of `like`."""
+    return like.new_empty(0, dtype=torch.float32, layout=torch.strided)
+
+
+def hand_over(gradients: Sequence[Tensor], slots: Sequence[int], treatment: Sequence[int]) -> Tensor:
+    """The operator ``ddpopt::hand_over``: the gradients of some parameters are complete.
+
+    Args:
+        gradients: all that this graph adds to them, in the order in which they are handed over.
+        slots: which of the graph's inputs these parameters are, one for each gradient.
+        treatment: `COPIED`, `TAKEN` or `LATE`, one for each gradient.
+
+    Returns:
+        The gradient of the token: an empty tensor.
+    """
+    gate = _gate_of(running_node())
+    if gate is None or task_id() == NO_TASK:
+        raise HandOverError(
+            f"ddpopt::hand_over: input {slots[0]} of a compiled graph has a gradient, but no backward of "
+            "that graph is running. Start it with backward() or torch.autograd.grad(), or compile with "
+            'strategy="split"'
+        )
+    for gradient, slot, how in zip(gradients, slots, treatment, strict=True):
+        gate.call.receive(slot, gradient, how, gate)
+    return empty_token(gradients[0])
+
+
+def _gate_of(node: Any) -> Any:
+    """The gate to which the backward of compiled code leads: what that saves, users can change."""
+    edges = () if node is None else node.next_functions
+    return next((gate for gate, _ in edges if isinstance(gate, _Gate._backward_cls)), None)
+
+
+def _hand_over_batched(gradients: Sequence[Tensor], slots: Sequence[int], treatment: Sequence[int]) -> Tensor:
+    """Several backwards at once, as by ``torch.autograd.grad(…, is_grads_batched=True)``: none hands over."""
+    return hand_over(gradients, slots, [LATE] * len(treatment))
+
+
+def _hand_over_fake(gradients: Sequence[Tensor], _slots: Sequence[int], _treatment: Sequence[int]) -> Tensor:
+    return empty_token(gradients[0])
+
+
+def _owners_in(tensors: Sequence[Tensor]) -> list[int]:
+    """The operator ``ddpopt::owners``: `_owners` of the only tensor in its list."""
+    (tensor,) = tensors
+    return _owners(tensor)
+
+
+def _owners(tensor: Tensor) -> list[int]:
+    """How many references there are to a tensor in a list that an operator got, its storage and its base.
+
+    All names in Python count as one. The engine's own, and those of other views, come on top. Touches private
+    parts of torch 2.11 to 2.13: ``Tensor._use_count`` and ``torch._C._storage_Use_Count``.
+    """
+    counted: Any = tensor  # torch's stubs lack _use_count
+    base = counted._base._use_count() if tensor._is_view() else 0
+    return [counted._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata), base]
+
+
+@functools.cache
+def _owners_of_one(is_view: bool) -> list[int]:
+    """The same for a tensor, or a view of one, that only the operator's caller knows."""
+
+    def measure() -> list[int]:
+        if is_view:
+            return list(torch.ops.ddpopt.owners([torch.empty(1, device="cpu").view(1)]))
+        return list(torch.ops.ddpopt.owners([torch.empty(1, device="cpu")]))
+
+    # a mode would be one more owner, and below autograd there are no views: a new thread has none of either
+    with ThreadPoolExecutor(1) as apart:
+        return apart.submit(measure).result()
+
+
+def _is_alone(tensor: Tensor) -> bool:
+    """Whether nobody but the operator's caller can reach this tensor's memory."""
+    if tensor.layout != torch.strided:
+        return False  # a sparse tensor has no one storage
+    alone = _owners_of_one(tensor._is_view())
+    return all(count <= one for count, one in zip(_owners(tensor), alone, strict=True))
+
+
+_library: Any = torch.library.Library("ddpopt", "DEF")  # type: ignore[no-untyped-call]  # torch types it not
+_library.define("hand_over(Tensor[] gradients, int[] slots, int[] treatment) -> Tensor")
+_library.define("owners(Tensor[] tensors) -> int[]")
+_library.impl("owners", _owners_in, "CompositeExplicitAutograd")
+_library.impl("hand_over", hand_over, "CompositeExplicitAutograd")
+for _batched in ("Batched", "FuncTorchBatched"):
+    _library.impl("hand_over", _hand_over_batched, _batched)
+torch.library.register_fake("ddpopt::hand_over", _hand_over_fake, lib=_library)

@@ -1,0 +1,59 @@
+"""What the inline strategy asks of Inductor, which schedules a backward as it sees fit.
+
+That the gradients leave in the order in which autograd completes them, in memory that is theirs
+(`ddpopt.inline.lowering`); and that what was compiled is found again by the next process, traces and all.
+
+Touches private parts of torch 2.11 to 2.13: the options ``reorder_for_peak_memory`` and
+``unsafe_marked_cacheable_functions``.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import sys
+
+import torch
+
+from ddpopt.inline import handover
+from ddpopt.inline.handover import lend
+from ddpopt.split.segments import CompilerFn
+
+
+def is_inductor(compiler: CompilerFn) -> bool:
+    """Whether a Dynamo backend is Inductor as torch registers it."""
+    return bool(compiler is torch._dynamo.lookup_backend("inductor"))
+
+
+def in_order(compiler: CompilerFn) -> CompilerFn:
+    """Inductor, made to hand gradients over in order, in memory that is theirs."""
+    _register_lowering()
+    given = getattr(compiler, "keywords", {}).get("config_patches", {})
+    patches = {
+        **given,
+        # its search for a better order puts off whatever frees no memory at once, such as a weight's gradient
+        "reorder_for_peak_memory": False,
+        "unsafe_marked_cacheable_functions": {
+            **torch._inductor.config.unsafe_marked_cacheable_functions,
+            f"{lend.__module__}.{lend.__name__}": _traced_code(),
+        },
+    }
+    return functools.partial(compiler, config_patches=patches)
+
+
+@functools.cache
+def _register_lowering() -> None:
+    # imported here: Inductor takes a second to import, and many never compile with it
+    from torch._inductor.lowering import register_lowering
+
+    from ddpopt.inline import lowering
+
+    register_lowering(lowering.TARGET, type_promotion_kind=None)(lowering.lower)
+
+
+@functools.cache
+def _traced_code() -> str:
+    """What a trace of `lend` and its code depend on; part of the key under which they are kept on disk."""
+    modules = (handover, sys.modules["ddpopt.inline.lowering"], sys.modules[__name__])
+    return hashlib.sha256("".join(map(inspect.getsource, modules)).encode()).hexdigest()

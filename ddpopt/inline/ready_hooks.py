@@ -1,0 +1,178 @@
+"""Tell a reducer that a gradient is there, whether the engine or a compiled backward put it there.
+
+DDP's reducer hooks each parameter's AccumulateGrad node in C++. A gradient that was handed over from inside
+a compiled backward passes that node already; the engine visits it once more at the end, with nothing in
+its hands, and the reducer would count it twice. So the hooks are taken over by ones that know.
+
+Invariant: in each backward the reducer hears of each parameter exactly as often as it would have otherwise.
+
+Touches private parts of torch 2.11 to 2.13: ``Reducer._remove_autograd_hooks``, ``Reducer._autograd_hook``
+and ``DistributedDataParallel._build_params_for_reducer``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt.ddp.engine import task_id
+from ddpopt.ddp.reduced import as_built, held_parameters, running_reducer
+from ddpopt.ddp.reducer import PlannedReducer
+from ddpopt.errors import HandOverError, UnsupportedError
+
+__all__ = ["ReadyHooks", "ready_hooks"]
+
+
+class ReadyHooks:
+    """One hook for each parameter that a module's reducer waits for.
+
+    They are silent until `take_over` has removed the reducer's own, and again when the module gets
+    another reducer.
+
+    Args:
+        ddp: the module; it is not in a backward.
+
+    Attributes:
+        places: which of the reducer's parameters this is, by ``id`` of the parameter.
+        leaves: their AccumulateGrad nodes, in the reducer's order.
+    """
+
+    def __init__(self, ddp: Any) -> None:
+        with as_built(ddp):
+            parameters, _ = ddp._build_params_for_reducer()
+            self.leaves: list[Any] = [get_gradient_edge(parameter).node for parameter in parameters]
+        names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
+        self.places = {id(parameter): place for place, parameter in enumerate(parameters)}
+        self._names = [names[id(parameter)] for parameter in parameters]
+        self._ddp = weakref.ref(ddp)
+        self._taken_over: weakref.ReferenceType[Any] | None = None
+        self._handed_over: dict[int, int] = {}
+        # a node keeps its hooks alive, and the reducer the node: nothing in a hook may keep either
+        arrived = weakref.WeakMethod(self._arrived)
+        # all that is registered on a node is in one dictionary, which a handle leads to
+        self._pre_hooks: list[Any] = []
+        self._hooks: list[Any] = []
+        for place, leaf in enumerate(self.leaves):
+            handle = leaf.register_hook(functools.partial(_call, arrived, place))
+            hooks = handle.hooks_dict_ref()
+            # before those of the user's, as the reducer's own is, which DDP registers when it is built
+            hooks.update([(number, hooks.pop(number)) for number in [*hooks] if number != handle.id])
+            self._hooks.append(hooks)
+            handle = leaf.register_prehook(lambda _: None)
+            self._pre_hooks.append(handle.hooks_dict_ref())
+            handle.remove()
+
+    def take_over(self) -> bool:
+        """Have the module's reducer hear of gradients from here alone.
+
+        Returns:
+            Whether it does; not so if there is no reducer, or one that was made for other parameters.
+        """
+        reducer = self._reducer()
+        if reducer is None:
+            return False
+        if not self._is_taken_over(reducer):
+            if not self._knows_the_parameters():
+                return False
+            _remove_hooks(reducer)
+            self._taken_over = weakref.ref(reducer)
+        return True
+
+    def _knows_the_parameters(self) -> bool:
+        """Whether the places are those of the reducer that the module has now."""
+        with contextlib.suppress(UnsupportedError):
+            return {id(parameter) for parameter in held_parameters(self._ddp())} == self.places.keys()
+        return False
+
+    def is_hooked(self, place: int) -> bool:
+        """Whether somebody else has a hook on a parameter's AccumulateGrad node."""
+        return bool(self._pre_hooks[place]) or len(self._hooks[place]) > 1
+
+    def hand_over(self, place: int, parameter: Tensor, gradient: Tensor, alone: bool) -> None:
+        """Accumulate a gradient and tell the reducer, as the engine would at the end of this backward.
+
+        Args:
+            place: which of the reducer's parameters it belongs to.
+            parameter: that parameter.
+            gradient: added to what is there; if nothing is there, it is taken as it is, or copied.
+            alone: whether nobody else will use the gradient's memory again.
+        """
+        self._handed_over[place] = task_id()
+        if alone and parameter.grad is None and _may_be_gradient_of(gradient, parameter):
+            parameter.grad = gradient.detach()  # as AccumulateGrad does; called from here, it may copy
+        elif alone or parameter.grad is not None:
+            self.leaves[place](gradient)
+        else:
+            self.leaves[place](gradient.clone())  # it may take what it is given
+        self._tell(place)
+
+    def _arrived(self, place: int, gradients: tuple[Tensor | None, ...]) -> None:
+        """The engine has visited a parameter's node."""
+        if self._handed_over.pop(place, None) != task_id():
+            self._tell(place)
+        elif any(gradient is not None for gradient in gradients):
+            raise HandOverError(
+                f"parameter {self._names[place]!r}: its gradient was handed to DDP from inside the compiled "
+                "backward, and then another part of the same backward added to it. The bucket has left "
+                'without that part; discard this step. Compile with strategy="split", and please report this'
+            )
+
+    def _tell(self, place: int) -> None:
+        reducer = self._reducer()
+        if reducer is not None and self._is_taken_over(reducer) and not _is_removed(reducer):
+            reducer._autograd_hook(place)
+
+    def _reducer(self) -> Any:
+        ddp = self._ddp()
+        return None if ddp is None else running_reducer(ddp)
+
+    def _is_taken_over(self, reducer: object) -> bool:
+        return self._taken_over is not None and self._taken_over() is reducer
+
+
+def _remove_hooks(reducer: Any) -> None:
+    """Take a reducer's own hooks away, without its noting that somebody wants it out of the backward."""
+    c10d: Any = dist  # torch does not mark its re-exports
+    c10d.Reducer._remove_autograd_hooks(reducer)
+
+
+def _is_removed(reducer: Any) -> bool:
+    return isinstance(reducer, PlannedReducer) and reducer.is_removed
+
+
+def _may_be_gradient_of(gradient: Tensor, parameter: Tensor) -> bool:
+    """Whether a gradient has its parameter's layout, and its storage holds nothing else."""
+    return (
+        gradient.layout == torch.strided
+        and (gradient.dtype, gradient.device) == (parameter.dtype, parameter.device)
+        and (gradient.shape, gradient.stride()) == (parameter.shape, parameter.stride())
+        and gradient.untyped_storage().nbytes() == gradient.nbytes
+        and not gradient.is_conj()
+        and not gradient.is_neg()
+    )
+
+
+def _call(
+    method: weakref.WeakMethod[Any], place: int, _: object, gradients: tuple[Tensor | None, ...]
+) -> None:
+    arrived = method()
+    if arrived is not None:
+        arrived(place, gradients)
+
+
+_hooks: weakref.WeakKeyDictionary[DistributedDataParallel, ReadyHooks] = weakref.WeakKeyDictionary()
+
+
+def ready_hooks(ddp: DistributedDataParallel) -> ReadyHooks:
+    """The hooks of a module; they are made at the first call, which must not come from a backward."""
+    if ddp not in _hooks:
+        _hooks[ddp] = ReadyHooks(ddp)
+    return _hooks[ddp]

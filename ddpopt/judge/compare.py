@@ -1,0 +1,279 @@
+r"""The numeric levels of the ladder: how far a gradient may be from what it is compared with.
+
+Levels, by what they judge: L0 equality, L1 a sum over ranks. L2, the arithmetic of compiled code, is in
+`ddpopt.judge.judging.arithmetic`; L3, the structure, in `ddpopt.judge.judging.structure`. Everything here
+is a pure function of tensors; differences are computed in float64.
+
+Invariant: no bound is larger than what rounding can do to the values at hand, so that a gradient of zeros, or
+one of another step, rank or parameter, does not pass where the true one is more than noise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+NOT_FINITE = "NaN or infinite on one side only"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a tensor is from what it is compared with.
+
+    Attributes:
+        error: in the tensor's unit.
+        bound: what the error may be at most, in the same unit.
+        ulps: largest distance in units in the last place of the tensor's dtype.
+        note: what a reader should know of this comparison; empty if nothing.
+        right: whether the tensor passes.
+    """
+
+    error: float
+    bound: float
+    ulps: float
+    note: str = ""
+    right: bool = True
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """Largest relative error of rounding to nearest: half of the distance from 1 to the next number.
+
+    >>> unit_roundoff(torch.float32) == 2**-24
+    True
+    """
+    return torch.finfo(dtype).eps / 2
+
+
+def _accumulated(roundings: Tensor, dtype: torch.dtype) -> Tensor:
+    r"""Return :math:`\gamma_n = n u / (1 - n u)` of several n, in float64; infinite where n u is 1 or more.
+
+    Source: N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2nd edition, SIAM 2002, Lemma 3.1.
+    """
+    product = roundings * unit_roundoff(dtype)
+    return torch.where(product < 1, product / (1 - product), float("inf"))
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """Return a tensor as one that elementwise functions take: dense, real, without history."""
+    tensor = tensor.detach()
+    if tensor.is_sparse:
+        tensor = tensor.to_dense()
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def raw_bytes(tensor: Tensor) -> bytes:
+    """Return the bits of a tensor, in the order of its elements."""
+    # a plain .contiguous() leaves an expanded tensor of one element with a stride of 0
+    data = dense(tensor).cpu().clone(memory_format=torch.contiguous_format).flatten()
+    return bytes(data.view(torch.uint8).numpy().tobytes()) if data.numel() else b""
+
+
+def exact(tensor: Tensor) -> Tensor:
+    """Return the same in float64; complex numbers as pairs, repeated rows of a sparse tensor added up."""
+    return _spread(tensor, _entries(tensor)) if tensor.is_sparse else dense(tensor).double()
+
+
+def contribution(gradient: Tensor) -> Tensor:
+    """Return what one rank contributes to a sum, in float64.
+
+    Args:
+        gradient: of this rank. Rows of a sparse one may be repeated, and each repetition is a term.
+
+    Returns:
+        Its value, the sum of the magnitudes of its terms, and their number: of shape ``(3, *shape)``.
+    """
+    if gradient.is_sparse:
+        entries = _entries(gradient)
+        rows = (entries, entries.abs(), torch.ones_like(entries))
+        return torch.stack([_spread(gradient, row) for row in rows])
+    value = exact(gradient)
+    return torch.stack([value, value.abs(), torch.ones_like(value)])
+
+
+def _entries(sparse: Tensor) -> Tensor:
+    """The values that a sparse tensor holds, in float64; those of one row apart, which coalescing adds."""
+    values = sparse.detach()._values()
+    return (torch.view_as_real(values.resolve_conj()) if values.is_complex() else values).double()
+
+
+def _spread(sparse: Tensor, entries: Tensor) -> Tensor:
+    """Values laid out as the rows of a sparse tensor are, and added up where rows are repeated."""
+    shape = (*sparse.shape, 2) if sparse.is_complex() else sparse.shape
+    return torch.sparse_coo_tensor(sparse._indices(), entries, shape, check_invariants=False).to_dense()
+
+
+def ulps(left: Tensor, right: Tensor) -> float:
+    """Return the largest distance of two tensors, in units in the last place.
+
+    Args:
+        left: a tensor of any floating-point or complex dtype.
+        right: of the same dtype and shape.
+
+    Returns:
+        How many representable numbers lie between two elements at most, counting one of the two; infinite if
+        one is NaN and the other is not.
+
+    >>> one = torch.tensor([1.0])
+    >>> ulps(one, torch.nextafter(one, torch.tensor([2.0]))), ulps(one, one)
+    (1.0, 0.0)
+    """
+    if left.numel() == 0:
+        return 0.0
+    a, b = dense(left), dense(right)
+    if bool((a.isnan() != b.isnan()).any()):
+        return float("inf")
+    left_ranks, right_ranks = _ordered(a), _ordered(b)
+    # of opposite signs the distance may not fit into 64 bits
+    apart = (left_ranks < 0) != (right_ranks < 0)
+    wide = left_ranks.double().abs() + right_ranks.double().abs()
+    gap = torch.where(apart, wide, torch.where(apart, 0, left_ranks - right_ranks).abs().double())
+    return float(gap.masked_fill(a.isnan(), 0).max())
+
+
+def _ordered(tensor: Tensor) -> Tensor:
+    """Integers in the order of the floating-point numbers, neighbours one apart, both zeros at 0."""
+    integers = {8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.element_size()]
+    bits = tensor.contiguous().view(integers)
+    magnitude = (bits & torch.iinfo(integers).max).long()
+    return torch.where(bits < 0, -magnitude, magnitude)
+
+
+def bitwise(got: Tensor, expected: Tensor) -> Difference:
+    """L0: equal, element by element; the two zeros are equal, and so are NaNs.
+
+    Args:
+        got: of the mode under test.
+        expected: of eager, of the same shape and dtype.
+
+    Returns:
+        The largest absolute difference, against a bound of 0.
+    """
+    a, b = dense(got), dense(expected)
+    if torch.equal(a, b) or bool(same(a, b).all()):
+        return Difference(0.0, 0.0, 0.0)
+    distance = ulps(got, expected) if a.is_floating_point() else float("inf")
+    return Difference(largest((a.double() - b.double()).abs()), 0.0, distance, right=False)
+
+
+@dataclass(frozen=True)
+class Sum:
+    """What ranks contribute to a gradient, in float64.
+
+    Attributes:
+        total: the sum over ranks of their local gradients.
+        magnitude: the sum of the absolute values of all terms.
+        ranks: how many there are.
+        terms: how many terms each element has; None: one of each rank. A sparse gradient has one for each
+            time that a row is held.
+    """
+
+    total: Tensor
+    magnitude: Tensor
+    ranks: int
+    terms: Tensor | None = None
+
+
+def communication_bound(terms: Sum, dtype: torch.dtype, casts: int = 0) -> Tensor:
+    r"""L1: what rounding can do at most to the mean over ranks, element by element.
+
+    The mean of N local gradients is sent as a sum of :math:`g_k / N`, where each rank has one term of a dense
+    gradient, and as many of a sparse one as it holds rows. In a dtype with unit roundoff u each term is
+    rounded twice (1 / N, and the product with it; a conversion into the dtype that is sent counts once more),
+    and every order of adding K terms rounds each of them at most K - 1 times. Hence
+
+    .. math:: |\hat g - g| \le \gamma_{K+1+c} \sum_k |g_k| / N + (K + 1) \eta
+
+    with :math:`\gamma_n = n u / (1 - n u)`, c the conversions, and :math:`\eta` the smallest subnormal
+    number, for what underflows. To this comes the rounding of the float64 sum that it is compared with.
+
+    Source: N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2nd edition, SIAM 2002, section 4.2
+    (every order of summation), with Lemmas 3.1 and 3.3 for the products.
+
+    Args:
+        terms: what the ranks contribute.
+        dtype: in which the sum is computed.
+        casts: c.
+
+    Returns:
+        One bound for each element.
+    """
+    counted = torch.full_like(terms.magnitude, terms.ranks) if terms.terms is None else terms.terms
+    info = torch.finfo(dtype)
+    relative = _accumulated(counted + 1 + casts, dtype) + _accumulated(counted + 1, torch.float64)
+    # no magnitude times an infinite factor is no number
+    rounding = torch.where(terms.magnitude == 0, 0, terms.magnitude * relative) / terms.ranks
+    return rounding + (counted + 1) * info.smallest_normal * info.eps
+
+
+def communication(
+    got: Tensor,
+    terms: Sum,
+    dtype: torch.dtype | None = None,
+    casts: int = 0,
+    eager: Tensor | None = None,
+) -> Difference:
+    """L1: a reduced gradient against the mean of the local ones, within `communication_bound`.
+
+    Where the mean or eager's own gradient is NaN or infinite there is nothing to bound: the gradient must be
+    the same there.
+
+    Args:
+        got: the reduced gradient.
+        terms: what the ranks contribute, of the same shape (pairs for complex numbers).
+        dtype: in which it was sent; by default its own. From another one it is converted back, which rounds
+            once more, by the unit roundoff of its own.
+        casts: conversions on the way.
+        eager: eager's own reduced gradient, where it is known.
+
+    Returns:
+        The error of the element that exceeds its bound most, or comes closest to it, and its distance in ULP.
+    """
+    value, mean = exact(got), terms.total / terms.ranks
+    if value.numel() == 0:
+        return Difference(0.0, 0.0, 0.0)
+    own = dense(got).dtype
+    bound = communication_bound(terms, dtype or own, casts)
+    if dtype not in (None, own):
+        bound = bound + _conversion_bound(mean.abs() + bound, own)
+    expected = mean if eager is None else exact(eager)
+    finite = expected.isfinite() & mean.isfinite()
+    error = torch.where(finite, (value - mean).abs(), 0)
+    bound = torch.where(finite, bound, 0)
+    excess = (error - bound).nan_to_num(nan=float("inf"))
+    unlike = torch.where(finite, ~value.isfinite(), ~same(value, expected))
+    excess = torch.where(unlike, float("inf"), excess).flatten()
+    worst = int(excess.argmax())
+    right = not bool(excess[worst] > 0)
+    if right:  # the closest to its bound is the one with the largest share of it: bounds differ in size
+        worst = int((error / bound).nan_to_num(nan=0.0).flatten().argmax())
+    narrow = dense(got)
+    return Difference(
+        error=float("inf") if unlike.any() else float(error.flatten()[worst]),
+        bound=float(bound.flatten()[worst]),
+        ulps=ulps(narrow.flatten()[worst], expected.flatten()[worst].to(narrow.dtype)),
+        note=NOT_FINITE if unlike.any() else "",
+        right=right,
+    )
+
+
+def _conversion_bound(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
+    """What one conversion into a dtype does at most to numbers of some magnitude: u of it, or a subnormal."""
+    info = torch.finfo(dtype)
+    return magnitude * unit_roundoff(dtype) + info.smallest_normal * info.eps
+
+
+def same(left: Tensor, right: Tensor) -> Tensor:
+    """Tell element by element whether two are equal; NaNs are."""
+    return (left == right) | (left.isnan() & right.isnan())
+
+
+def rms(tensor: Tensor) -> float:
+    """Return the root mean square; 0 of nothing."""
+    return float(tensor.square().mean().sqrt()) if tensor.numel() else 0.0
+
+
+def largest(magnitudes: Tensor) -> float:
+    """Return the largest of some magnitudes; infinite if one is NaN, 0 of nothing."""
+    return float(magnitudes.nan_to_num(nan=float("inf")).max()) if magnitudes.numel() else 0.0

@@ -1,0 +1,129 @@
+"""Where a fault is put in: around a run, or into the trainer; and the proof that it was.
+
+A fault that never ran proves nothing, whatever the run ended with. So each is given its site, and marks it
+once the broken code has run there. Invariant: a site is marked only after something came out otherwise than
+it would have without the fault.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ddpopt.judge.parallel import nothing
+from ddpopt.judge.training import Trainer
+
+Item = TypeVar("Item")
+
+
+class NotInjected(Exception):
+    """A fault finds no place in this program where it could be put in."""
+
+
+@dataclass
+class Site:
+    """One rank of the run that a fault is put into.
+
+    Attributes:
+        rank: in the group that trains together.
+        size: of that group.
+        note: told once, when the broken code has run; for a rank that may not live to return.
+        marked: whether the broken code has run.
+    """
+
+    rank: int
+    size: int
+    note: Callable[[], None] = nothing
+    marked: bool = False
+
+    def mark(self) -> None:
+        """Say that the broken code has run."""
+        if not self.marked:
+            self.marked = True
+            self.note()
+
+    def mark_unless_equal(self, got: Tensor, right: Tensor) -> None:
+        """Say that the broken code has run, if it gave anything but the right tensor."""
+        if not torch.equal(got, right):
+            self.mark()
+
+
+Inject = Callable[[Site], AbstractContextManager[Any]]
+"""What holds while the mode runs."""
+Tamper = Callable[[Trainer, Site], None]
+"""Changes the trainer once the model is data-parallel."""
+Carriers = Callable[[int], range]
+"""From the number of ranks to those on which a fault is to run."""
+
+
+def every_rank(size: int) -> range:
+    """All ranks."""
+    return range(size)
+
+
+def second_rank(size: int) -> range:
+    """The second rank alone."""
+    return range(1, min(size, 2))
+
+
+def last_rank(size: int) -> range:
+    """The last rank alone."""
+    return range(size - 1, size)
+
+
+def later_ranks(size: int) -> range:
+    """All but the first rank."""
+    return range(1, size)
+
+
+def no_change(site: Site) -> AbstractContextManager[Any]:
+    """Replace nothing."""
+    del site
+    return contextlib.nullcontext()
+
+
+def untouched(trainer: Trainer, site: Site) -> None:
+    """Leave a trainer as it is."""
+    del trainer, site
+
+
+def first(items: Iterable[Item], what: str) -> Item:
+    """Return the first of what a fault looks for.
+
+    Args:
+        items: what there is.
+        what: what is looked for, in words.
+
+    Raises:
+        NotInjected: there is none.
+    """
+    for item in items:
+        return item
+    raise NotInjected(f"expected {what}, found none; put the fault into another case")
+
+
+def weight(trainer: Trainer, index: int = 0) -> nn.Parameter:
+    """A square weight of the model.
+
+    Raises:
+        NotInjected: the model has too few.
+    """
+    square = [p for p in trainer.parallel.model.parameters() if p.dim() == 2 and p.size(0) == p.size(1)]
+    return first(square[index:], f"{index + 1} square weight(s)")
+
+
+def after_backward(trainer: Trainer, action: Callable[[], None]) -> None:
+    """Do something after each backward, behind what the mode does there."""
+    before = trainer.parallel.after_backward
+
+    def both() -> None:
+        before()
+        action()
+
+    trainer.parallel.after_backward = both

@@ -1,0 +1,245 @@
+r"""L2, the arithmetic of compiled code: its error may be one that eager could have made.
+
+What eager's rounding does to a number is learned from eager steps on data that rounding could not tell apart
+(`ddpopt.judge.judging.rounding` runs them); here is what follows from their results. Everything is a pure
+function of tensors, in float64.
+
+Invariant: all zeros do not pass where the truth is more than noise; and a number that noise may hide passes
+with a note only.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mpmath
+import torch
+from torch import Tensor
+
+from ddpopt.judge.compare import (
+    NOT_FINITE,
+    Difference,
+    Sum,
+    communication_bound,
+    dense,
+    exact,
+    largest,
+    rms,
+    same,
+    ulps,
+    unit_roundoff,
+)
+
+FALSE_ALARM = 1e-6
+"""Chance that a right gradient is called wrong at L2, if it has a single element and normal errors."""
+CREDIBLE = 10.0
+"""A float64 reference that is this many times further from eager than eager's own spread ran another way."""
+NOISE = "nothing but noise"
+HIDDEN = "rounding may be as large as these values, so that a wrong one may pass at L2"
+ZERO_TOO = "all zeros, and so it is in eager, where float64 has other numbers"
+
+
+@functools.cache
+def tail_factor(samples: int, chance: float = FALSE_ALARM) -> float:
+    r"""How many times their root mean square one more error of the same kind may be, except by chance.
+
+    For n errors drawn from a normal distribution around zero, the ratio of one more error to their root mean
+    square follows Student's t distribution with n degrees of freedom. This is its two-sided quantile. An
+    error that is the norm of many elements varies less, so for it the chance is smaller still.
+
+    Source: Student, "The probable error of a mean", Biometrika 6 (1908).
+
+    Args:
+        samples: n.
+        chance: of exceeding it.
+
+    Returns:
+        The factor.
+
+    >>> round(tail_factor(8), 1)
+    13.3
+    """
+
+    def exceeded(log_t: mpmath.mpf) -> mpmath.mpf:
+        x = samples / (samples + mpmath.exp(2 * log_t))
+        return mpmath.log(mpmath.betainc(samples / 2, 0.5, 0, x, regularized=True) / chance)
+
+    return math.exp(mpmath.findroot(exceeded, (0, 20), solver="anderson"))
+
+
+def centred_factor(samples: int, chance: float = FALSE_ALARM) -> float:
+    r"""The same for errors that are counted from the samples' own mean, where the truth is not known.
+
+    The mean of n samples follows them: their deviations from it have a mean square of only
+    :math:`(n - 1) / n` times the variance, with n - 1 degrees of freedom, and one more sample's deviation has
+    a variance of :math:`(n + 1) / n` times it. Hence Student's quantile with n - 1 degrees of freedom, times
+    :math:`\sqrt{(n + 1) / (n - 1)}`, as in the prediction interval for one more observation. Infinite for a
+    single sample, which says nothing of a spread.
+
+    >>> round(centred_factor(8), 1)
+    17.9
+    """
+    if samples < 2:
+        return math.inf
+    return tail_factor(samples - 1, chance) * math.sqrt((samples + 1) / (samples - 1))
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """What the rounding of one number looks like in eager, in float64.
+
+    Attributes:
+        truth: the number without rounding; 0 where eager has NaN or infinity.
+        mean_square: root mean square over the samples of the root mean square of their errors.
+        largest: root mean square over the samples of their largest error.
+        floor: what the rounding of the result itself may do, element by element.
+        factor: how many times eager's errors one more error may be.
+        eager: the number as eager computes it, with its NaNs and infinities.
+        settled: where all samples are finite; None if they are everywhere.
+        note: how the truth was found, if not in float64.
+    """
+
+    truth: Tensor
+    mean_square: float
+    largest: float
+    floor: Tensor
+    factor: float
+    eager: Tensor
+    settled: Tensor | None = None
+    note: str = ""
+
+    @property
+    def rms_bound(self) -> float:
+        """What the root mean square of an error may be at most."""
+        return self.factor * self.mean_square + rms(self.floor)
+
+    @property
+    def largest_bound(self) -> float:
+        """What the largest element of an error may be at most."""
+        return self.factor * self.largest + largest(self.floor)
+
+    @property
+    def is_noise(self) -> bool:
+        """Whether rounding alone can make it of what is zero in truth."""
+        return rms(self.truth) <= max(self.mean_square, rms(self.floor))
+
+
+def arithmetic_of(
+    samples: Sequence[Tensor],
+    reference: Tensor | None,
+    terms: Sum | None = None,
+    sent_as: torch.dtype | None = None,
+) -> Arithmetic:
+    """L2: learn how far eager's rounding goes, from eager runs on neighbouring data.
+
+    A number and its neighbour in its dtype are both roundings of what lies half way between them, each off by
+    at most one unit roundoff. So a step on data where each number is replaced by one of its two neighbours is
+    as right as the step on the data itself, and the errors of such steps are samples of what rounding does to
+    this number in this model.
+
+    What the rounding of the result alone may do is the floor. For a mean over ranks it comes from its terms,
+    as at L1 (`communication_bound`): terms that cancel leave what their rounding leaves, not zero. For
+    anything else it is one unit in the last place, or the smallest subnormal number.
+
+    Args:
+        samples: results of the eager step, the unperturbed one first, then perturbed ones.
+        reference: the result of the same step in float64; None if the model cannot run in it, or does not
+            give the same twice.
+        terms: what the ranks contribute, if the result is their mean.
+        sent_as: the dtype in which it is summed, if not its own.
+
+    Returns:
+        The truth and the size of eager's errors. Where there is no reference, or the reference ran another
+        way (another dropout mask, a branch not taken), the samples' mean takes its place.
+    """
+    stacked = torch.stack([exact(sample) for sample in samples])
+    eager, settled = stacked[0], stacked.isfinite().all(0)
+    values = stacked.where(settled, 0)
+    centre = values.mean(0)
+    factor, truth, note = centred_factor(len(values)), centre, "no float64 reference"
+    kind = dense(samples[0]).dtype
+    dtype = (
+        kind if kind.is_floating_point else torch.float64
+    )  # an integer that rounding does not change is exact
+    if reference is not None:
+        found = exact(reference).where(settled, 0)
+        spread = _norm([rms(value - centre) for value in values])
+        reach = max(spread, unit_roundoff(dtype) * rms(found))
+        note = "float64 takes another path through this model"
+        if rms(values[0] - found) <= CREDIBLE * tail_factor(len(values)) * reach:
+            factor, truth, note = tail_factor(len(values)), found, ""
+    return Arithmetic(
+        truth=truth,
+        mean_square=_norm([rms(value - truth) for value in values]),
+        largest=_norm([largest((value - truth).abs()) for value in values]),
+        floor=_floor(truth, terms, dtype, sent_as),
+        factor=factor,
+        eager=eager,
+        settled=None if bool(settled.all()) else settled,
+        note=note,
+    )
+
+
+def _floor(truth: Tensor, terms: Sum | None, dtype: torch.dtype, sent_as: torch.dtype | None) -> Tensor:
+    info = torch.finfo(dtype)
+    own = truth.abs() * info.eps + info.smallest_normal * info.eps
+    if terms is None:
+        return own
+    bound = communication_bound(terms, sent_as or dtype, casts=0 if sent_as is None else 2)
+    return torch.where(bound.isfinite(), torch.maximum(bound, own), own)
+
+
+def arithmetic(got: Tensor, eager: Arithmetic) -> Difference:
+    """L2: a compiled number, whose error may be as large as one of eager's, but for chance.
+
+    Its root mean square and its largest element are each held to eager's own times the factor, plus the
+    floor. All zeros pass only where the truth is no larger than noise, or where eager itself has all zeros.
+    Where eager has NaN or infinity, the same is asked for. What is nothing but noise, or may be hidden by it,
+    is noted.
+
+    Args:
+        got: the result of compiled code, of the shape of the truth (complex numbers as they are).
+        eager: what eager's rounding looks like.
+
+    Returns:
+        The root mean square of the error, and its bound; the largest element's where that one is exceeded.
+    """
+    value = exact(got)
+    if value.numel() == 0:
+        return Difference(0.0, 0.0, 0.0)
+    if not _finite_alike(value, eager):
+        return Difference(math.inf, eager.rms_bound, math.inf, NOT_FINITE, right=False)
+    if eager.settled is not None:
+        value = value.where(eager.settled, 0)
+    error = (value - eager.truth).abs()
+    root, top, size = rms(error), largest(error), rms(eager.truth)
+    kind = dense(got).dtype
+    distance = ulps(value.to(kind), eager.truth.to(kind)) if kind.is_floating_point else top
+    is_zero = size > 0 and not bool(value.any())
+    if is_zero and not eager.is_noise and bool(eager.eager.any()):
+        return Difference(root, eager.mean_square, distance, "all zeros", right=False)
+    if root <= eager.rms_bound and not top <= eager.largest_bound:
+        return Difference(top, eager.largest_bound, distance, "the largest element", right=False)
+    note = ZERO_TOO if is_zero and not eager.is_noise else _noise(size, eager)
+    return Difference(root, eager.rms_bound, distance, note, right=root <= eager.rms_bound)
+
+
+def _finite_alike(value: Tensor, eager: Arithmetic) -> bool:
+    """Whether NaNs and infinities are eager's own; where samples disagree about them, anything goes."""
+    if eager.settled is None:
+        return bool(value.isfinite().all())
+    odd = ~eager.eager.isfinite()
+    return bool((same(value, eager.eager) | ~odd).all()) and bool(value[eager.settled].isfinite().all())
+
+
+def _noise(size: float, eager: Arithmetic) -> str:
+    if size > eager.rms_bound or max(size, eager.mean_square) == 0:
+        return eager.note
+    return NOISE if eager.is_noise else HIDDEN
+
+
+def _norm(values: Sequence[float]) -> float:
+    return math.sqrt(sum(value * value for value in values) / len(values))

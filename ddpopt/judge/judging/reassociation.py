@@ -1,0 +1,241 @@
+"""Which parameters may have gradients of another association behind cuts, proved from graph and plan.
+
+Invariant: a parameter that is not named here has its gradient computed, bit by bit, as without cuts; and a
+plan proves nothing of a graph that it was not made for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx, nn
+from torch.nn.parallel.distributed import _find_tensors
+from torch.utils import _pytree as pytree
+
+from ddpopt.errors import UsageError
+from ddpopt.graph.effects import mutated_inputs
+from ddpopt.graph.nodes import body_nodes, example_value, requires_grad, storages
+from ddpopt.inline.compile import obstacle
+from ddpopt.judge.judging.association import reassociated_values
+from ddpopt.judge.judging.layouts import relaid_values
+from ddpopt.judge.judging.reference import Bench
+from ddpopt.judge.option_cases import set_extra
+from ddpopt.planning.capture import Capture, capture
+from ddpopt.planning.facts import ParamUse, gradient_carriers
+from ddpopt.planning.limits import DDP_ARGUMENTS_OF_LIMITS
+from ddpopt.planning.plan import Plan
+
+
+@dataclass(frozen=True)
+class Reassociated:
+    """What may be summed in another order than in eager.
+
+    Attributes:
+        why: in words.
+        values: names of the values whose gradients have contributions from several places, or come in another
+            layout.
+        reached: names of the parameters whose gradients are computed from those.
+        unproved: why nothing could be proved, in words; empty where something could.
+    """
+
+    why: str = ""
+    values: tuple[str, ...] = ()
+    reached: frozenset[str] = frozenset()
+    unproved: tuple[str, ...] = ()
+
+
+NOT_TRACED = "what may be summed in another order is not known: the model could not be traced outside of DDP"
+NOT_THIS_PLAN = (
+    "what may be summed in another order is not known: the graph that the plan was made for could not be "
+    "traced again outside of DDP"
+)
+NO_LAYOUTS = (
+    "which gradients cross a cut in another layout is not known: a graph of the model could not be run on "
+    "fake tensors"
+)
+
+
+def reassociated(bench: Bench, mode: str, plan: Plan | None) -> Reassociated:
+    """Trace a subject's model and find what a mode may re-associate.
+
+    Args:
+        bench: whose subject is meant.
+        mode: name of the mode: torch's optimizer and ddpopt's split cut graphs; inline, and so ``auto``, cuts
+            those that cannot be compiled inline.
+        plan: ddpopt's plan in force, if there is one.
+
+    Returns:
+        Values and parameters; none if the mode computes bit by bit what eager does, or if nothing can be
+        proved, as where the model cannot be traced outside of its DDP module.
+    """
+    try:
+        traced = [_traced(bench, model) for model in _variants(bench.subject.adapted.model)]
+    except UsageError:
+        return Reassociated(unproved=(NOT_TRACED,))
+    if bench.subject.option.forwards > 1:
+        return together([_of_forwards(one) for one in traced])
+    if mode in ("ddpopt-split", "ddpopt-inline") and plan is not None:
+        return _of_plan(traced, plan, every_graph=mode == "ddpopt-split", symbolic=_sizes_change(bench))
+    if mode == "torch":
+        return together([_of_any_cuts(one, symbolic=_sizes_change(bench)) for one in traced])
+    return Reassociated()
+
+
+def _traced(bench: Bench, model: nn.Module) -> Capture:
+    """The graphs of a model, under the bucket limits that the plan was made for: graphs depend on them."""
+    case = bench.subject.adapted
+    args, kwargs = case.inputs(bench.rank, 0)
+    given = bench.subject.option.arguments(case, model)
+    limits = {name: value for name, value in given.items() if name in DDP_ARGUMENTS_OF_LIMITS}
+    return capture(model, *args, **kwargs, **limits)
+
+
+def _sizes_change(bench: Bench) -> bool:
+    """Whether shapes or integers differ among the inputs of the steps: Dynamo then makes symbols of sizes."""
+    inputs = (bench.subject.adapted.inputs(bench.rank, step) for step in range(bench.subject.steps))
+    return len({_sizes(given) for given in inputs}) > 1
+
+
+def _sizes(inputs: object) -> tuple[object, ...]:
+    """Touches a private name of torch 2.11 to 2.13, by which DDP finds tensors in dataclasses too."""
+    shapes = [tensor.shape for tensor in _find_tensors(inputs)]  # type: ignore[no-untyped-call]  # torch's
+    return (*shapes, *(leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, int)))
+
+
+def _variants(make: Callable[[], nn.Module]) -> Iterator[nn.Module]:
+    """The model, once for each way in which an option may have it run: its extra parameter used, or not."""
+    model = make()
+    yield model
+    if hasattr(model, "uses_extra"):
+        unused = make()
+        set_extra(unused, used=False)
+        yield unused
+
+
+def together(found: Sequence[Reassociated]) -> Reassociated:
+    """What any rank or graph may sum in another order: all ranks then judge alike."""
+    return Reassociated(
+        " and ".join(dict.fromkeys(one.why for one in found if one.why)),
+        tuple(dict.fromkeys(value for one in found for value in one.values)),
+        frozenset[str]().union(*(one.reached for one in found)),
+        tuple(dict.fromkeys(reason for one in found for reason in one.unproved)),
+    )
+
+
+def _of_plan(traced: Sequence[Capture], plan: Plan, *, every_graph: bool, symbolic: bool) -> Reassociated:
+    """What a plan's cuts move in the graphs that it was made for: in each, or where inline had to cut."""
+    cuts = [
+        [(every_graph or is_cut) and index in one.planned for index, is_cut in enumerate(_uninlined(one))]
+        for one in traced
+    ]
+    if not any(any(cut) for cut in cuts):
+        return Reassociated()
+    for one, cut in zip(traced, cuts, strict=True):
+        if _fits(one, plan):
+            return together([_of_sums(one, cut, plan), _of_layouts(one, cut, plan, symbolic=symbolic)])
+    return Reassociated(unproved=(NOT_THIS_PLAN,))
+
+
+def _of_sums(traced: Capture, cut: Sequence[bool], plan: Plan) -> Reassociated:
+    places = _places(traced)
+    pairs = enumerate(zip(traced.graphs, cut, strict=True))
+    moved = [
+        reassociated_values(graph.gm, plan, places[index]) if is_cut else ()
+        for index, (graph, is_cut) in pairs
+    ]
+    return _of_cuts("the cuts of the plan sum in another order", traced, moved)
+
+
+def _of_layouts(traced: Capture, cut: Sequence[bool], plan: Plan | None, *, symbolic: bool) -> Reassociated:
+    places = _places(traced)  # of no matter where there is no plan
+    pairs = enumerate(zip(traced.graphs, cut, strict=True))
+    moved = [
+        relaid_values(graph.gm, plan, places.get(index, 0), symbolic=symbolic) if is_cut else ()
+        for index, (graph, is_cut) in pairs
+    ]
+    whose = "torch's cuts" if plan is None else "the cuts of the plan"
+    why = f"gradients cross {whose} in another layout, so that sums over them have another order"
+    found = _of_cuts(why, traced, [names or () for names in moved])
+    return replace(found, unproved=(NO_LAYOUTS,)) if None in moved else found
+
+
+def _of_any_cuts(traced: Capture, *, symbolic: bool) -> Reassociated:
+    """What cuts move that nobody knows: they may be anywhere."""
+    repeated = [_repeated(graph.gm) for graph in traced.graphs]
+    sums = _of_cuts("torch's cuts may sum in another order", traced, repeated)
+    return together([sums, _of_layouts(traced, [True] * len(traced.graphs), None, symbolic=symbolic)])
+
+
+def _uninlined(traced: Capture) -> list[bool]:
+    """Which graphs cannot be compiled inline."""
+    pairs = zip(traced.graphs, traced.sources, strict=True)
+    return [obstacle(graph.gm, sources) is not None for graph, sources in pairs]
+
+
+def _fits(traced: Capture, plan: Plan) -> bool:
+    """Whether a plan divides just the nodes of the graphs that it is about."""
+    planned = Counter((segment.graph, name) for segment in plan.segments for name in segment.nodes)
+    graphs = [traced.graphs[index] for index in traced.planned]
+    nodes = ((place, node.name) for place, graph in enumerate(graphs) for node in body_nodes(graph.gm.graph))
+    return planned == Counter(nodes)
+
+
+def _places(traced: Capture) -> dict[int, int]:
+    """As which of the plan's graphs each graph counts that the plan is about."""
+    return {index: place for place, index in enumerate(traced.planned)}
+
+
+def _of_forwards(traced: Capture) -> Reassociated:
+    """Each of several compiled forwards sums over its own uses of a parameter first."""
+    uses = [use for of_graph in traced.uses for use in of_graph]
+    counts = Counter(use.spec.name for use in uses for _ in use.readers)
+    names = tuple(name for name, count in counts.items() if count > 1)
+    return Reassociated("each forward sums over its own uses first", names, frozenset(names))
+
+
+def _of_cuts(why: str, traced: Capture, moved: Sequence[Sequence[str]]) -> Reassociated:
+    values: list[str] = []
+    reached: set[str] = set()
+    for index, (graph, uses, names) in enumerate(zip(traced.graphs, traced.uses, moved, strict=True)):
+        if names:
+            # Gradients flow from later graphs into earlier ones.
+            reached |= {use.spec.name for earlier in traced.uses[:index] for use in earlier}
+            reached |= _behind(graph.gm.graph, uses, names)
+        values += names
+    return Reassociated(why if values else "", tuple(values), frozenset(reached))
+
+
+def _repeated(gm: fx.GraphModule) -> list[str]:
+    """Values that several operations read, each of which sends a gradient back, or that are returned too."""
+    readers = [*gradient_carriers(gm.graph), gm.graph.output_node()]
+    counts = Counter(source for node in readers for source in node.all_input_nodes)
+    return [node.name for node, count in counts.items() if count > 1 and requires_grad(example_value(node))]
+
+
+def _behind(graph: fx.Graph, uses: Sequence[ParamUse], moved: Sequence[str]) -> set[str]:
+    """The parameters read on the way to a value, or that are the value."""
+    ahead: dict[fx.Node, None] = {}
+    pending = [node for node in graph.nodes if node.name in moved]
+    own = [node for node in pending if node.op in ("placeholder", "get_attr")]
+    writers = _writers(graph)
+    while pending:
+        node = pending.pop()
+        if node not in ahead:
+            ahead[node] = None
+            pending += node.all_input_nodes
+            pending += [writer for storage in storages(node) for writer in writers.get(storage, ())]
+    places = {node: place for place, node in enumerate(body_nodes(graph))}
+    readers = {places[node] for node in ahead if node in places}
+    readers |= {places[user] for node in own for user in node.users if user in places}
+    return {use.spec.name for use in uses if readers.intersection(use.readers)}
+
+
+def _writers(graph: fx.Graph) -> dict[int, list[fx.Node]]:
+    """The nodes that write to each storage."""
+    found: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        for storage in dict.fromkeys(s for source in mutated_inputs(node) for s in storages(source)):
+            found.setdefault(storage, []).append(node)
+    return found

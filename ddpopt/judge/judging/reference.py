@@ -1,0 +1,376 @@
+"""What a mode is held against: eager DDP under the same option, and what its rounding looks like.
+
+Invariant: every collective of a reference is one that all ranks take part in, whatever failed on some: errors
+are exchanged before anything else is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddpopt.cases.case import Case
+from ddpopt.judge.compare import Difference, Sum, bitwise, communication, contribution, dense, exact
+from ddpopt.judge.judging.arithmetic import Arithmetic
+from ddpopt.judge.judging.autocasting import autocast_dtypes, coarsest
+from ddpopt.judge.judging.failing import Failure, failure_of, stalled, told
+from ddpopt.judge.judging.numbers import is_rounded, left_behind, plain
+from ddpopt.judge.judging.record import Record
+from ddpopt.judge.judging.rounding import SAMPLES, Lesson, perturbed, perturbed_state, widened
+from ddpopt.judge.judging.seen_buffers import SeenBuffers
+from ddpopt.judge.judging.structure import Peer, peer_of
+from ddpopt.judge.modes import LOCAL, Mode, mode
+from ddpopt.judge.option_cases import in_dtype
+from ddpopt.judge.options import Option
+from ddpopt.judge.parallel import Gradients, Named
+from ddpopt.judge.training import Course, Place, train, updated
+from ddpopt.ranks.group import Ranks
+
+COLLECTIVE_LIMIT_S = 20.0
+"""For small models. Elsewhere a rank may have to wait for as long as a peer compiles."""
+CALM_LIMIT_S = 300.0
+"""In the comparison's own group nothing goes wrong by a mode's fault: a rank may just be busy for long."""
+PATIENCE_S = 20.0
+"""How long a rank that is through with a run leaves its peers in collectives that it never enters."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is verified.
+
+    Attributes:
+        case: the case.
+        option: how DDP is used.
+        steps: how many steps are taken.
+        device: where.
+    """
+
+    case: Case
+    option: Option
+    steps: int
+    device: torch.device
+
+    @functools.cached_property
+    def adapted(self) -> Case:
+        """The case as the option changes it."""
+        return self.option.adapt(self.case)
+
+
+class Bench:
+    """Where one subject is run: on these ranks, each run with a process group of its own.
+
+    Args:
+        subject: what is run.
+        ranks: on which.
+        collective_limit_s: how long a rank waits for its peers in a collective of what is run.
+    """
+
+    def __init__(
+        self, subject: Subject, ranks: Ranks, collective_limit_s: float = COLLECTIVE_LIMIT_S
+    ) -> None:
+        self.subject = subject
+        self.ranks = ranks
+        self.collective_limit_s = collective_limit_s
+        self.members = subject.option.groups(ranks.size)
+        self.group_ranks = next(group for group in self.members if ranks.rank in group)
+        self.rank = self.group_ranks.index(ranks.rank)
+        self.size = len(self.group_ranks)
+        self.calm = self._new_group(max(collective_limit_s, CALM_LIMIT_S))
+        self.failures: list[Failure] = []
+        self.unevaluated = ""
+
+    def close(self) -> None:
+        """Give the comparison's own process group back."""
+        dist.destroy_process_group(self.calm)
+
+    def run(self, how: Mode, backend: Any, **more: Any) -> Record | None:
+        """Train in a mode.
+
+        Args:
+            how: the mode.
+            backend: Dynamo's.
+            more: for `ddpopt.judge.training.Course`, whose case may be another one.
+
+        Returns:
+            What happened; None if it failed on any rank: `failures` then says on which, and how.
+        """
+        subject = self.subject
+        adapted = more.pop("case", None) or subject.adapted
+        course = Course(
+            adapted,
+            subject.option.program,
+            backend,
+            functools.partial(subject.option.arguments, adapted),
+            subject.steps,
+            evaluate=how is not LOCAL and not self.unevaluated,
+            **more,
+        )
+        record, failure = None, None
+        # Compiled code may leave gradients off, which is its own fault and not that of what runs after it.
+        with _detail(subject.option.detail), warnings.catch_warnings(), torch.enable_grad():
+            warnings.simplefilter("ignore")
+            group = self._new_group(self.collective_limit_s)
+            try:
+                course = replace(course, case=subject.option.grouped(adapted, group))
+                record = train(course, how, Place(self.rank, self.size, group, subject.device))
+            except (Exception, SystemExit) as error:
+                failure = failure_of(self.ranks.rank, error)
+            finally:
+                with contextlib.suppress(Exception):
+                    dist.destroy_process_group(group)
+            # Peers learn of it from closed connections, so nothing may hold the group.
+            del course, group
+            if failure is not None:
+                gc.collect()
+        with _letting_go():
+            self.failures = [other for other in self.ranks.gather(failure) if other is not None]
+        return None if self.failures else record
+
+    def run_eager(self, **more: Any) -> Record | None:
+        """Train in eager DDP; where the model cannot be evaluated, without that, here and from then on."""
+        record = self.run(mode("eager"), None, **more)
+        if record is None and not self.stalled:
+            reason, self.unevaluated = told(self.failures), "not tried"
+            record = self.run(mode("eager"), None, **more)
+            self.unevaluated = reason
+        return record
+
+    @property
+    def stalled(self) -> str:
+        """How the last run failed by time alone; empty if it did not."""
+        return stalled(self.failures, self.members, self.collective_limit_s)
+
+    def peers(self, record: Record) -> list[Peer]:
+        """Every rank's summary of a run, in the group that trains together."""
+        found = self.ranks.gather((self.members.index(self.group_ranks), peer_of(self.rank, record)))
+        own = self.members.index(self.group_ranks)
+        return [peer for group, peer in found if group == own]
+
+    def sums(self, gradients: Gradients, like: Named) -> dict[str, Sum]:
+        """What the ranks of this group contribute to each gradient.
+
+        Args:
+            gradients: of this rank; None counts as zeros, and so does what has not as many elements as its
+                parameter, which would end the collective on all ranks: the structure finds it.
+            like: the parameters.
+
+        Returns:
+            A sum for each gradient, on the device of the model: one that the process group can send from.
+        """
+        shapes = {name: exact(like[name]).shape for name in gradients}
+        own = _flat([(shapes[name], gradient) for name, gradient in gradients.items()], self.subject.device)
+        dist.all_reduce(own, group=self.calm)
+        found, place = {}, 0
+        for name, shape in shapes.items():
+            total, magnitude, terms = own[:, place : place + shape.numel()].view(3, *shape)
+            found[name] = Sum(total, magnitude, self.size, terms)
+            place += shape.numel()
+        return found
+
+    def _new_group(self, limit_s: float) -> dist.ProcessGroup:
+        limit = timedelta(seconds=limit_s)
+        groups = [dist.new_group(members, timeout=limit) for members in self.members]
+        own: dist.ProcessGroup = groups[self.members.index(self.group_ranks)]
+        return own
+
+
+@contextlib.contextmanager
+def _letting_go() -> Iterator[None]:
+    """Close the connections of a run that has ended, unless the peers end soon too.
+
+    What they still wait for by then is never sent. Where all goes well nobody pays for the collection.
+    """
+    timer = threading.Timer(PATIENCE_S, gc.collect)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _flat(parts: Sequence[tuple[torch.Size, Tensor | None]], device: torch.device) -> Tensor:
+    """What this rank contributes to all gradients, one behind the other: totals, magnitudes, terms."""
+    values = [torch.zeros(3, 0, dtype=torch.float64, device=device)]
+    for shape, tensor in parts:
+        own = None if tensor is None else contribution(tensor).to(device)
+        if own is None or own[0].numel() != shape.numel():
+            own = contribution(torch.zeros(shape, device=device))
+        values.append(own.reshape(3, shape.numel()))
+    return torch.cat(values, dim=1)
+
+
+@contextlib.contextmanager
+def _detail(wanted: bool) -> Iterator[None]:
+    """Have c10d check each collective on all ranks, for groups that are made inside."""
+    if not wanted:
+        yield
+        return
+    c10d: Any = dist  # torch does not mark its re-exports
+    before = c10d.get_debug_level()
+    c10d.set_debug_level(c10d.DebugLevel.DETAIL)
+    try:
+        yield
+    finally:
+        c10d.set_debug_level(before)
+
+
+class Reference:
+    """Eager DDP's run of a subject, and all that is derived from it.
+
+    Attributes:
+        bench: where it ran.
+        eager: its record.
+        again: the record of the same once more, each step from the same state.
+        unstable: names of what was not the same once more, with the operation that is to blame.
+        written: names of parameters that something else than the optimizer writes to.
+        not_finite: names of what has NaN or infinity on this rank.
+        sums: for each step what the ranks contribute to each gradient; None where the reduced gradient is
+            no mean of what the model alone computes, or the model alone fails.
+        alone: the model's own run on this rank, from the states of the eager run.
+    """
+
+    def __init__(self, bench: Bench, eager: Record, again: Record) -> None:
+        self.bench = bench
+        self.eager = eager
+        self.again = again
+        self.unstable: dict[str, str] = {}
+        self.written = frozenset[str]().union(*bench.ranks.gather(_written(eager)))
+        self.not_finite = _not_finite(eager)
+        self.alone: Record | None = None
+        self.sums: list[dict[str, Sum]] | None = None
+        self._reductions: dict[tuple[int, str], Difference] = {}
+        self.eager_peers = bench.peers(eager)
+
+    @classmethod
+    def make(cls, bench: Bench) -> Reference | None:
+        """Run eager DDP twice, and the model alone.
+
+        Returns:
+            The reference; None if eager DDP fails here: `bench.failures` says how.
+        """
+        buffers = SeenBuffers()
+        eager = bench.run_eager(tamper=buffers.remember)
+        if eager is None:
+            return None
+        again = bench.run(mode("eager"), None, follow=eager.starts)
+        if again is None:
+            return None
+        made = cls(bench, eager, again)
+        made._find_unstable()
+        made._run_alone(buffers)
+        return made
+
+    def _find_unstable(self) -> None:
+        everywhere = self.bench.ranks.gather(_changed(self.eager, self.again))
+        names = sorted(set[str]().union(*everywhere))
+        if names:
+            from ddpopt.judge.judging.determinism import blame
+
+            bench = self.bench
+            culprit = blame(bench.subject.adapted, bench.rank, bench.subject.device)
+            self.unstable = dict.fromkeys(names, culprit)
+
+    def _run_alone(self, buffers: SeenBuffers) -> None:
+        option = self.bench.subject.option
+        if not option.local:
+            return
+        self.alone = self.bench.run(LOCAL, None, follow=self.eager.starts, tamper=buffers.show)
+        if self.alone is not None:
+            self.sums = [self.bench.sums(step.gradients, step.state) for step in self.alone.steps]
+
+    def terms(self, step: int, name: str) -> Sum:
+        """What the ranks contribute to a gradient; `sums` must be known."""
+        if self.sums is None:
+            raise RuntimeError(f"{name}: nobody knows what the ranks contribute; this is a bug in ddpopt")
+        return self.sums[step][name]
+
+    def reduction(self, step: int, name: str) -> Difference:
+        """L1 of eager's own gradient."""
+        if (step, name) not in self._reductions:
+            gradient, sent_as = self.eager.steps[step].gradients[name], self.bench.subject.option.comm_dtype
+            if gradient is None:
+                raise RuntimeError(f"{name}: eager has no gradient here; this is a bug in ddpopt")
+            self._reductions[step, name] = reduced(gradient, self.terms(step, name), sent_as, gradient)
+        return self._reductions[step, name]
+
+    @functools.cached_property
+    def graphs(self) -> list[int] | None:
+        """How many graphs Dynamo makes of the model alone, after each step; None if it fails."""
+        record = self.bench.run(LOCAL, "eager", follow=self.eager.starts)
+        return None if record is None else record.graphs_after
+
+    @functools.cached_property
+    def arithmetic(self) -> list[dict[str, Arithmetic]]:
+        """For each step what eager's rounding does to each number. A collective when first asked for."""
+        bench, eager, option = self.bench, self.eager, self.bench.subject.option
+        case, runs = bench.subject.adapted, [eager]
+        own = bench.ranks.gather(autocast_dtypes(case, bench.rank, bench.subject.device))
+        computes = option.computes or coarsest(dtype for dtypes in own for dtype in dtypes)
+        for number in range(1, SAMPLES):
+            follow = [perturbed_state(state, number, computes) for state in eager.starts]
+            moved = perturbed(case, number, computes)
+            run = bench.run(mode("eager"), None, case=moved, follow=follow)
+            if run is not None:
+                runs.append(run)
+        follow = [widened(state) for state in eager.starts]
+        truth = bench.run(mode("eager"), None, case=in_dtype(case, torch.float64), follow=follow)
+        lesson = Lesson(runs, truth, self.sums, option.comm_dtype, self.unstable, self.written)
+        return lesson.learned()
+
+
+def reduced(
+    gradient: Tensor, terms: Sum, sent_as: torch.dtype | None, eager: Tensor | None = None
+) -> Difference:
+    """L1 of a gradient that was sent in its own dtype, or was converted to another one and back."""
+    return communication(gradient, terms, sent_as, 0 if sent_as is None else 2, eager)
+
+
+def _changed(eager: Record, again: Record) -> set[str]:
+    """Names of what two runs do not agree on."""
+    found: set[str] = set()
+    for moment, same in zip(eager.moments, again.moments, strict=False):
+        first, second = left_behind(moment), left_behind(same)
+        both = first.keys() & second.keys()
+        found |= {plain(name) for name in first.keys() ^ second.keys()}
+        found |= {plain(name) for name in both if not _same(first[name][1], second[name][1])}
+        one, two = moment.state, same.state
+        found |= {name for name in one if not _same(one[name], two[name])}
+    return found
+
+
+def _written(eager: Record) -> set[str]:
+    """Names of parameters that are not what the optimizer makes of them."""
+    return {
+        name
+        for start, step in zip(eager.starts, eager.steps, strict=False)
+        for name, gradient in step.taken.items()
+        if not _same(step.state[name], updated(start[name], gradient))
+    }
+
+
+def _not_finite(eager: Record) -> tuple[str, ...]:
+    """Names of what has NaN or infinity in any step."""
+    found: dict[str, None] = {}
+    for moment in eager.moments:
+        for name, (_, tensor) in left_behind(moment).items():
+            if is_rounded(tensor) and not bool(dense(tensor).isfinite().all()):
+                found[name] = None
+    return tuple(found)
+
+
+def _same(left: Tensor, right: Tensor) -> bool:
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    return bool((left == right).all()) if not is_rounded(left) else bitwise(left, right).right

@@ -1,0 +1,163 @@
+"""Claims of L3 on what a run sent and compiled: buckets, collectives in order, graphs.
+
+Invariant: a collective that carries no bucket is one that eager DDP sends too, or an option explains it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import zip_longest
+
+from ddpopt.judge.judging.evidence import Broken, Evidence, Sent, words_of
+from ddpopt.observation.observe import Iteration
+
+
+def reduced_once(evidence: Evidence) -> Broken:
+    """Each bucket was sent once, in order."""
+    for index, iteration in enumerate(evidence.got.iterations or ()):
+        carried = [c.bucket for c in iteration.collectives if c.bucket is not None]
+        expected = [bucket.index for bucket in iteration.buckets]
+        if carried != expected and not evidence.option.missing:
+            yield (
+                f"backward {index}: buckets {carried} were reduced, expected {expected}: each once, in order",
+                _param_of(iteration, carried, expected),
+                None,
+            )
+
+
+def _param_of(iteration: Iteration, carried: Sequence[int], expected: Sequence[int]) -> str | None:
+    lost = [index for index in expected if carried.count(index) != 1]
+    return iteration.buckets[lost[0]].params[0] if lost else None
+
+
+def no_others(evidence: Evidence) -> Broken:
+    """Collectives that carry no bucket: the map of used parameters, what layers and hooks send."""
+    if evidence.option.missing or evidence.option.others:
+        return
+    pairs = zip(evidence.got.iterations or (), evidence.eager.iterations or (), strict=False)
+    for index, (got, eager) in enumerate(pairs):
+        more = Counter(_bucketless(got)) - Counter(_bucketless(eager))
+        if more:
+            words = ", ".join(f"{count} x {collective}" for collective, count in more.items())
+            yield f"backward {index}: {words}: no bucket, and eager DDP sends no such thing", None, None
+
+
+def _bucketless(iteration: Iteration) -> list[str]:
+    return [words_of(collective) for collective in iteration.collectives if collective.bucket is None]
+
+
+def same_order(evidence: Evidence) -> Broken:
+    """Collectives that ranks enter in another order never end, or mix up their data."""
+    if evidence.option.callbacks:
+        return
+    first = evidence.peers[0].collectives
+    for peer in evidence.peers[1:]:
+        pairs = zip_longest(peer.collectives, first, fillvalue=("nothing", None))
+        for index, (theirs, ours) in enumerate(pairs):
+            if not _meet(theirs, ours):
+                yield (
+                    f"collective {index}: rank {peer.rank} has {_named(theirs)}, rank 0 {_named(ours)}",
+                    None,
+                    None,
+                )
+                break
+
+
+def _meet(left: Sent, right: Sent) -> bool:
+    """Whether two ranks do the same; one that has no data left takes part in what it knows no bucket of."""
+    return left[0] == right[0] and (left[1] == right[1] or None in (left[1], right[1]))
+
+
+def _named(sent: Sent) -> str:
+    return sent[0] if sent[1] is None else f"{sent[0]}, bucket {sent[1]}"
+
+
+def synchronised(evidence: Evidence) -> Broken:
+    """Backwards were reduced where they should be, and nowhere else."""
+    if evidence.option.syncs is None or evidence.got.iterations is None:
+        return
+    expected = evidence.option.syncs * len(evidence.got.steps)
+    got = len(evidence.got.iterations)
+    if got != expected:
+        yield (
+            f"{got} backwards were reduced in {len(evidence.got.steps)} steps, expected {expected}",
+            None,
+            None,
+        )
+
+
+def _trains(evidence: Evidence) -> bool:
+    """Whether eager DDP has a gradient for anything that is sent."""
+    buckets = (bucket for iteration in evidence.got.iterations or () for bucket in iteration.buckets)
+    names = {name for bucket in buckets for name in bucket.params}
+    return any(step.gradients.get(name) is not None for step in evidence.eager.steps for name in names)
+
+
+def planned(evidence: Evidence) -> Broken:
+    """The reducer's buckets are the plan's; there is none where no gradient of a bucket is ever computed."""
+    got = evidence.got
+    if not got.planned or not got.iterations or not evidence.compiled:
+        return
+    if got.plan is None:
+        if _trains(evidence):
+            yield "ddpopt's plan is not in force: DDP went on with buckets of its own", None, None
+        return
+    planned = [bucket.params for bucket in got.plan.buckets]
+    for index, iteration in enumerate(got.iterations):
+        seen = [bucket.params for bucket in iteration.buckets]
+        if [frozenset(params) for params in seen] != [frozenset(params) for params in planned]:
+            yield f"backward {index}: the reducer has buckets {seen}, the plan {planned}", None, None
+
+
+def compiled(evidence: Evidence) -> Broken:
+    """A mode that does nothing is no mode."""
+    if not evidence.compiled:
+        return
+    if not evidence.got.graphs:
+        yield "nothing was compiled: Dynamo made no graph", None, None
+    if evidence.mode.captures_backward and evidence.got.captures == 0:
+        yield "compiled autograd captured no backward", None, None
+
+
+def same_graphs(evidence: Evidence) -> Broken:
+    """A rank that compiles alone keeps its peers waiting."""
+    if evidence.ranks_differ or not evidence.compiled:
+        return
+    first = evidence.peers[0].graphs
+    for peer in evidence.peers[1:]:
+        for step, (theirs, ours) in enumerate(zip(peer.graphs, first, strict=False)):
+            if theirs != ours:
+                yield (
+                    f"step {step}: rank {peer.rank} compiled {', '.join(theirs) or 'nothing'}, "
+                    f"rank 0 {', '.join(ours) or 'nothing'}",
+                    None,
+                    step,
+                )
+                break
+
+
+def as_alone(evidence: Evidence) -> Broken:
+    """Being data-parallel costs no graph."""
+    if evidence.alone is None or not evidence.compiled or not evidence.mode.observable:
+        return
+    if evidence.option.more_graphs:
+        return
+    for step, (got, alone) in enumerate(zip(evidence.got.graphs_after, evidence.alone, strict=False)):
+        if got != alone and evidence.got.graphs:
+            yield (
+                f"step {step}: {got} graphs were compiled by then, of the model alone {alone}",
+                None,
+                step,
+            )
+            return
+
+
+def same_buckets(evidence: Evidence) -> Broken:
+    """Ranks that disagree on buckets add up what does not belong together."""
+    first = evidence.peers[0].buckets
+    for peer in evidence.peers[1:]:
+        for index, (theirs, ours) in enumerate(zip(peer.buckets, first, strict=False)):
+            if theirs != ours:
+                yield f"backward {index}: rank {peer.rank} has buckets {theirs}, rank 0 {ours}", None, None
+                break

@@ -1,0 +1,180 @@
+"""L3, the structure: all that must hold of a run before its numbers mean anything.
+
+A table of claims, each one sentence and one small function. All are asked, and all findings are kept.
+Invariant: nothing here looks at how close two numbers are; None against a tensor is a finding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ddpopt.judge.judging import sent
+from ddpopt.judge.judging.evidence import Broken, Claim, Evidence, Peer, peer_of
+from ddpopt.judge.judging.record import Step, in_sight
+from ddpopt.judge.verdict import Finding
+from ddpopt.judge.visible import form_of, is_of_last_step
+
+__all__ = ["CLAIMS", "Evidence", "Peer", "peer_of", "structure"]
+
+
+def structure(evidence: Evidence, rank: int) -> list[Finding]:
+    """Ask every claim.
+
+    Args:
+        evidence: what is known of the run.
+        rank: of this process, for the findings.
+
+    Returns:
+        All that does not hold.
+    """
+    return [
+        Finding("L3", claim, message, rank=rank, step=step, parameter=parameter)
+        for claim, holds in CLAIMS
+        for message, parameter, step in holds(evidence)
+    ]
+
+
+def _steps(evidence: Evidence) -> Broken:
+    got, expected = len(evidence.got.steps), len(evidence.eager.steps)
+    if got != expected:
+        yield f"took {got} steps, eager DDP took {expected}", None, None
+
+
+def _presence(evidence: Evidence) -> Broken:
+    for step, (got, eager) in enumerate(zip(evidence.got.steps, evidence.eager.steps, strict=False)):
+        for name in sorted(got.gradients.keys() ^ eager.gradients.keys()):
+            where = "the mode" if name in got.gradients else "eager DDP"
+            yield f"only {where} trains {name}", name, step
+        for name, expected in eager.gradients.items():
+            present = got.gradients.get(name)
+            if (present is None) != (expected is None):
+                words = "is missing, eager DDP has one" if present is None else "is there, eager DDP has none"
+                yield f"step {step}: the gradient of {name} {words}", name, step
+
+
+def _form(evidence: Evidence) -> Broken:
+    with_strides = evidence.mode.gives == "module"
+    for step, (got, eager) in enumerate(zip(evidence.got.steps, evidence.eager.steps, strict=False)):
+        for name, expected in eager.gradients.items():
+            tensor = got.gradients.get(name)
+            if tensor is None or expected is None:
+                continue
+            has, wants = form_of(tensor, with_strides), form_of(expected, with_strides)
+            if has != wants:
+                yield f"step {step}: the gradient of {name} is {has}, in eager DDP {wants}", name, step
+
+
+def _others(evidence: Evidence) -> Broken:
+    """Parameters and buffers: their form, and integers, which know no rounding."""
+    for step, (got, eager) in _moments(evidence):
+        for name, wants in eager.state.items():
+            has = got.state.get(name)
+            if has is None or form_of(has, False) != form_of(wants, False):
+                form = "missing" if has is None else form_of(has, False)
+                yield f"step {step}: {name} is {form}, in eager DDP {form_of(wants, False)}", name, step
+            elif _counts_exactly(evidence, wants) and not torch.equal(has, wants):
+                yield f"step {step}: {name} holds other integers than in eager DDP", name, step
+
+
+def _counts_exactly(evidence: Evidence, tensor: Tensor) -> bool:
+    is_integer = not (tensor.is_floating_point() or tensor.is_complex())
+    return is_integer and evidence.mode.gives != "nothing"  # only DDP broadcasts buffers
+
+
+def _random(evidence: Evidence) -> Broken:
+    for step, (got, eager) in _moments(evidence):
+        if not torch.equal(got.random, eager.random):
+            yield f"step {step}: the random generator is in another state than after eager's step", None, step
+
+
+def _seen(evidence: Evidence) -> Broken:
+    """What a script can see that is no number: forms, None, counts."""
+    for step, (got, eager) in _moments(evidence):
+        for name in sorted(name for name in got.extras.keys() | eager.extras.keys() if in_sight(name, eager)):
+            has, wants = got.extras.get(name), eager.extras.get(name)
+            if not isinstance(has, Tensor) and not isinstance(wants, Tensor) and has != wants:
+                yield f"step {step}: {name}: {has!r}, in eager DDP {wants!r}", None, step
+
+
+def _memory(evidence: Evidence) -> Broken:
+    """Writing to one gradient must change no other, nor anything else that a script holds.
+
+    What eager DDP shares with its last step counts in any step: gradients that are views of buckets do,
+    except in the step in which DDP rebuilds its buckets.
+    """
+    moments = [eager for _, (_, eager) in _moments(evidence)]
+    lasting = {pair for eager in moments for pair in eager.sharing or () if any(map(is_of_last_step, pair))}
+    rewritten = {name for eager in moments for name in eager.written}
+    for step, (got, eager) in _moments(evidence):
+        if got.sharing is None or eager.sharing is None:
+            continue
+        for one, other in sorted(got.sharing - eager.sharing - lasting):
+            if not in_sight(one, eager) or not in_sight(other, eager):
+                continue
+            yield f"step {step}: {one} and {other} share memory; in eager DDP they do not", None, step
+        for name in sorted(set(got.written) - rewritten):
+            yield f"step {step} writes to the {name} of the step before; in eager DDP it does not", None, step
+
+
+def _moments(evidence: Evidence) -> Iterator[tuple[int, tuple[Step, Step]]]:
+    return enumerate(zip(evidence.got.moments, evidence.eager.moments, strict=False))
+
+
+def _agreement(evidence: Evidence) -> Broken:
+    got, eager = _unequal(evidence.peers), _unequal(evidence.eager_peers)
+    for step, names in enumerate(got):
+        allowed = eager[step] if step < len(eager) else {}
+        for name, ranks in names.items():
+            if name in allowed:
+                continue
+            if evidence.mode.gives == "nothing" and not _trained(evidence, name):
+                continue  # only DDP broadcasts buffers
+            yield (
+                f"step {step}: {name} differs between ranks 0 and {ranks[0]} after the step; "
+                "it does not under eager DDP",
+                name,
+                step,
+            )
+
+
+def _trained(evidence: Evidence, name: str) -> bool:
+    return bool(evidence.eager.steps) and name in evidence.eager.steps[0].gradients
+
+
+def _unequal(peers: Sequence[Peer]) -> list[dict[str, list[int]]]:
+    """For each step that all ranks took, what differs from the first rank's, and on which ranks."""
+    steps = min((len(peer.states) for peer in peers), default=0)
+    found: list[dict[str, list[int]]] = []
+    for step in range(steps):
+        first = peers[0].states[step]
+        differing: dict[str, list[int]] = {}
+        for peer in peers[1:]:
+            for name, digest in first.items():
+                if peer.states[step].get(name) != digest:
+                    differing.setdefault(name, []).append(peer.rank)
+        found.append(differing)
+    return found
+
+
+CLAIMS: tuple[tuple[str, Claim], ...] = (
+    ("as many steps as in eager DDP", _steps),
+    ("a gradient wherever eager DDP has one", _presence),
+    ("gradients of eager DDP's shape, dtype, strides and device", _form),
+    ("parameters and buffers of eager DDP's form, integers equal", _others),
+    ("the random generator as after eager's step", _random),
+    ("all that a script can see is of eager DDP's form, hooks run as often, and as early", _seen),
+    ("no two gradients share memory unless eager DDP's do, and none is written after its step", _memory),
+    ("parameters and buffers equal on all ranks where they are in eager DDP", _agreement),
+    ("the same buckets on every rank", sent.same_buckets),
+    ("every bucket reduced exactly once, in order", sent.reduced_once),
+    ("no collective in a backward but buckets and what eager DDP sends", sent.no_others),
+    ("the same collectives on every rank, in the same order", sent.same_order),
+    ("as many synchronised backwards as asked for, none under no_sync", sent.synchronised),
+    ("the reducer follows the plan", sent.planned),
+    ("something was compiled", sent.compiled),
+    ("the same graphs on every rank, step by step", sent.same_graphs),
+    ("as many graphs as of the model alone", sent.as_alone),
+)

@@ -1,0 +1,156 @@
+"""The ladder of a search: which stages there are, and how one that disagrees with eager does.
+
+Plain data that travels between the process that searches and its ranks. Invariant: a rung that could not be
+judged is no disagreement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ddpopt.cases.case import Case, resolve
+from ddpopt.judge.modes import LOCAL, mode
+from ddpopt.judge.option_cases import differing, in_dtype
+from ddpopt.judge.verdict import Finding, Rung, Status, Trial
+
+NUMBERS = ("L0", "L1", "L2")
+
+
+@dataclass(frozen=True)
+class Question:
+    """The trial that is looked into.
+
+    Attributes:
+        target: as on the command line.
+        option: name of its option.
+        mode: name of its mode.
+        backend: of Dynamo, as on the command line.
+        strategy: ddpopt's, in place of the mode's own.
+        steps: how many steps of training show it.
+        dtype: to compute in; None for the case's own.
+        ddp_kwargs: DDP's arguments, in place of the case's own.
+        rank: whose inputs a single process is to have.
+        structural: whether its structure alone is wrong. If not, a rung below it whose structure is wrong
+            shows something else.
+    """
+
+    target: str
+    option: str
+    mode: str
+    backend: str
+    strategy: str | None = None
+    steps: int = 3
+    dtype: str | None = None
+    ddp_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    rank: int = 0
+    structural: bool = True
+
+    def is_shown_by(self, stage: Stage, symptom: Symptom | None) -> bool:
+        """Whether a stage that disagrees so may be what was found; the trial's own stage always is."""
+        own = (stage.mode, stage.backend) == (self.mode, self.backend)
+        return symptom is not None and (own or self.structural or symptom != Symptom("structure"))
+
+    def case(self) -> Case:
+        """The case that was on trial."""
+        found = resolve(self.target)
+        if self.ddp_kwargs:
+            found = differing(found, self.ddp_kwargs)
+        return found if self.dtype is None else in_dtype(found, getattr(torch, self.dtype))
+
+    def case_of_rank(self) -> Case:
+        """The case with the inputs of a single rank, on whichever rank it runs."""
+        found = self.case()
+        return replace(found, inputs=lambda _, step: found.inputs(self.rank, step))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A rung to try.
+
+    Attributes:
+        mode: name of a mode; ``"local"`` for the model alone.
+        backend: of Dynamo, as on the command line.
+        ranks: on how many.
+    """
+
+    mode: str
+    backend: str
+    ranks: int = 1
+
+    @property
+    def name(self) -> str:
+        """For a person."""
+        if self.mode == LOCAL.name:
+            return f"{self.backend}, no DDP"
+        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        return f"{self.backend or 'not compiled'}, {self.mode} on {ranks}"
+
+
+@dataclass(frozen=True)
+class Symptom:
+    """How a stage disagrees, as far as two disagreements must be alike to count as the same.
+
+    Attributes:
+        kind: ``"run"`` it fails, ``"died"`` it takes its process down, ``"structure"`` or ``"numbers"``.
+        how: name of the exception, where it fails, or of the signal that ended the process.
+    """
+
+    kind: str
+    how: str = ""
+
+
+def symptom_of(trial: Trial) -> Symptom | None:
+    """How a trial disagrees with eager; None if it does not."""
+    if trial.status is not Status.WRONG:
+        return None
+    levels = {finding.level for finding in trial.findings}
+    if "run" in levels:
+        return Symptom("run", _failed(trial).message.partition(":")[0])
+    return Symptom("numbers") if levels & {*NUMBERS} else Symptom("structure")
+
+
+def _failed(trial: Trial) -> Finding:
+    return next(finding for finding in trial.findings if finding.level == "run")
+
+
+def rung_of(stage: Stage, trial: Trial) -> Rung:
+    """A trial in one line."""
+    if trial.status is Status.NOT_POSSIBLE:
+        return Rung(stage.name, agrees=True, detail=f"not possible: {trial.reason}")
+    if trial.status is Status.BROKEN:
+        return Rung(stage.name, agrees=True, detail=f"not judged: {trial.reason}")
+    if not trial.findings:
+        return Rung(stage.name, agrees=True)
+    worst = max(trial.findings, key=lambda finding: (finding.level == "run", _excess(finding)))
+    return Rung(stage.name, agrees=False, detail=f"{worst.level}: {worst.message}")
+
+
+def _excess(finding: Finding) -> float:
+    if finding.error is None or finding.bound is None:
+        return 0.0
+    return finding.error / finding.bound if finding.bound else float("inf")
+
+
+def ladder(backend: str) -> tuple[str, ...]:
+    """The backends from Dynamo's own upwards to one.
+
+    >>> ladder("aot_eager"), ladder("mine")
+    (('eager', 'aot_eager'), ('eager', 'aot_eager', 'mine'))
+    """
+    known = ("eager", "aot_eager", "inductor")
+    return known[: known.index(backend) + 1] if backend in known else (*known[:2], backend)
+
+
+def stages_of(question: Question, ranks: int) -> Iterator[Stage]:
+    """What to try on a number of ranks, from the lowest upwards."""
+    backends = ladder(question.backend) if question.backend else ()
+    modes = [LOCAL.name] if ranks == 1 else []
+    if question.backend and mode(question.mode).observable and question.mode != "whole":
+        modes.append("whole")
+    for name in [*modes, question.mode]:
+        for backend in backends or ("",):
+            yield Stage(name, backend, ranks)

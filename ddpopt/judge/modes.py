@@ -1,0 +1,266 @@
+"""The ways to run a data-parallel step that verification knows, one small function each.
+
+A mode takes a model and gives a `Parallel`: what to call, how its backward runs, and where its gradients are.
+Invariant: nothing outlives the ``with`` in which a mode runs, neither a setting of Dynamo nor a compiled
+frame; and without a backend every mode runs uncompiled, so that it can be told what only compiling breaks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo import compiled_autograd, trace_rules
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt.judge import sharded
+from ddpopt.judge.named import named
+from ddpopt.judge.parallel import Parallel, flags_of
+
+TRACED_FOR_GOOD = "torch.nn.parallel.distributed"
+Gives = Literal["nothing", "arguments", "module"]
+Wrap = Callable[["Setup"], Parallel]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a mode has to work with.
+
+    Attributes:
+        model: on its device already.
+        group: the ranks that train it together.
+        backend: of Dynamo: a name or a callable; None to compile nothing.
+        ddp_kwargs: for ``DistributedDataParallel``; empty for modes without one.
+        strategy: overrides the strategy of a mode of ddpopt's; None to keep it.
+    """
+
+    model: nn.Module
+    group: dist.ProcessGroup
+    backend: Any
+    ddp_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    strategy: str | None = None
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to run a data-parallel step.
+
+    Attributes:
+        name: as in ``--mode``.
+        about: one sentence.
+        gives: of DDP: ``"module"``: a DDP module; ``"arguments"``: takes DDP's arguments; ``"nothing"``.
+        wrap: makes the model data-parallel.
+        compiles: whether it compiles at all.
+        is_sharded: whether each rank holds a part of each parameter.
+        captures_backward: whether its backward has to be captured by compiled autograd.
+        observable: whether its collectives are those of DDP's C++ reducer.
+        optimize_ddp: Dynamo's setting of that name while it runs.
+        inductor: Inductor's settings while it runs.
+    """
+
+    name: str
+    about: str
+    gives: Gives
+    wrap: Wrap
+    compiles: bool = True
+    captures_backward: bool = False
+    is_sharded: bool = False
+    observable: bool = False
+    optimize_ddp: bool | str = False
+    inductor: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def fuses(self) -> bool:
+        """Whether Inductor is to fuse its all-reduces, which no other backend does."""
+        return bool(self.inductor.get("_fuse_ddp_communication"))
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Have Dynamo and Inductor as this mode needs them, from a clean start, and put all back.
+
+        Inductor draws random numbers as eager does: dropout could not be compared otherwise.
+        """
+        torch._dynamo.reset()
+        bucket_size = torch._inductor.config._fuse_ddp_bucket_size
+        try:
+            with (
+                torch._dynamo.config.patch(optimize_ddp=self.optimize_ddp),
+                torch._inductor.config.patch(
+                    {"fallback_random": True, "_fuse_ddp_bucket_size": bucket_size, **self.inductor}
+                ),
+            ):
+                yield
+        finally:
+            torch._dynamo.reset()
+            # DDP made for the Python reducer has Dynamo trace its frames from then on, for good; then a
+            # static graph no longer compiles.
+            if TRACED_FOR_GOOD in trace_rules.LEGACY_MOD_INLINELIST:
+                trace_rules.LEGACY_MOD_INLINELIST.remove(TRACED_FOR_GOOD)
+                trace_rules.get_legacy_mod_inlinelist.cache_clear()
+
+
+def _ddp(setup: Setup) -> DistributedDataParallel:
+    return DistributedDataParallel(setup.model, process_group=setup.group, **setup.ddp_kwargs)
+
+
+def _compiled(module: nn.Module, backend: Any) -> Any:
+    return module if backend is None else torch.compile(module, backend=backend)
+
+
+def eager_ddp(setup: Setup) -> Parallel:
+    """DDP as it is: the reference."""
+    ddp = _ddp(setup)
+    return Parallel(ddp, setup.model, ddp=ddp)
+
+
+def local(setup: Setup) -> Parallel:
+    """The model alone on each rank: its own gradients, which nobody reduces."""
+    return Parallel(_compiled(setup.model, setup.backend), setup.model)
+
+
+def manual(setup: Setup) -> Parallel:
+    """The model alone, and an all-reduce of every gradient after backward: the reference of the reference."""
+    own = Parallel(_compiled(setup.model, setup.backend), setup.model)
+    syncing = [True]
+    size = dist.get_world_size(setup.group)
+
+    def average() -> None:
+        if not syncing[0]:
+            return
+        for parameter in setup.model.parameters():
+            if not parameter.requires_grad:
+                continue
+            used = torch.tensor([parameter.grad is not None], dtype=torch.int32, device=parameter.device)
+            dist.all_reduce(used, group=setup.group)
+            if used.item() == 0:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = _averaged(parameter.grad, size, setup.group)
+
+    own.after_backward = average
+    own.no_sync = lambda: flags_of(syncing)
+    sharded.broadcast_state(setup)
+    return own
+
+
+def _averaged(gradient: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
+    """Divide first, as DDP does, so that two ranks agree with it bit by bit."""
+    mean = gradient.to_dense() if gradient.is_sparse else gradient.clone()
+    mean = mean.contiguous()
+    mean.div_(size)
+    dist.all_reduce(torch.view_as_real(mean) if mean.is_complex() else mean, group=group)
+    return mean
+
+
+def compiled_ddp(setup: Setup) -> Parallel:
+    """``torch.compile(DDP(model))``, under whatever setting of ``optimize_ddp`` is in force."""
+    ddp = _ddp(setup)
+    return Parallel(_compiled(ddp, setup.backend), setup.model, ddp=ddp)
+
+
+def python_reducer(setup: Setup) -> Parallel:
+    """DDP's Python reducer, with the backward captured by compiled autograd."""
+    parallel = compiled_ddp(setup)
+    if setup.backend is not None:
+        compiler = torch.compile(backend=setup.backend)
+        parallel.around_backward = lambda: compiled_autograd._enable(compiler, dynamic=False)
+    return parallel
+
+
+def ddpopt_with(strategy: str) -> Wrap:
+    """``ddpopt.compile`` with a strategy."""
+
+    def wrap(setup: Setup) -> Parallel:
+        from ddpopt.dynamo.backend import compile as ddpopt_compile  # heavy; other modes need none of it
+
+        ddp = _ddp(setup)
+        if setup.backend is None:
+            return Parallel(ddp, setup.model, ddp=ddp)
+        chosen: Any = setup.strategy or strategy
+        return Parallel(
+            ddpopt_compile(ddp, backend=setup.backend, strategy=chosen), setup.model, ddp=ddp, planned=True
+        )
+
+    return wrap
+
+
+_FUSED = {"_fuse_ddp_communication": True}
+_CAPTURED = {"captures_backward": True, "optimize_ddp": "python_reducer"}
+MODES: tuple[Mode, ...] = (
+    Mode("eager", "eager DDP: the reference", "module", eager_ddp, compiles=False, observable=True),
+    Mode("manual", "no DDP: an all-reduce of each gradient after backward", "nothing", manual),
+    Mode(
+        "torch",
+        "torch's DDPOptimizer",
+        "module",
+        compiled_ddp,
+        observable=True,
+        optimize_ddp="ddp_optimizer",
+    ),
+    Mode("whole", "no optimization: one graph under DDP", "module", compiled_ddp, observable=True),
+    Mode(
+        "python_reducer",
+        "Python reducer under compiled autograd, fusion off",
+        "module",
+        python_reducer,
+        inductor={"_fuse_ddp_communication": False, "_fuse_ddp_communication_passes": []},
+        **_CAPTURED,  # type: ignore[arg-type]  # names and values of fields
+    ),
+    Mode(
+        "python_reducer_concat",
+        "Python reducer under compiled autograd, gradients concatenated",
+        "module",
+        python_reducer,
+        inductor={
+            **_FUSED,
+            "_fuse_ddp_communication_passes": ["fuse_ddp_with_concat_op", "schedule_comm_wait"],
+        },
+        **_CAPTURED,  # type: ignore[arg-type]
+    ),
+    Mode(
+        "python_reducer_coalesced",
+        "Python reducer under compiled autograd, all-reduces coalesced",
+        "module",
+        python_reducer,
+        inductor={
+            **_FUSED,
+            "_fuse_ddp_communication_passes": ["fuse_ddp_with_coalesced_op", "schedule_comm_wait"],
+        },
+        **_CAPTURED,  # type: ignore[arg-type]
+    ),
+    Mode(
+        "ddpopt-split", "ddpopt: one segment for each bucket", "module", ddpopt_with("split"), observable=True
+    ),
+    Mode("ddpopt-inline", "ddpopt: one graph", "module", ddpopt_with("inline"), observable=True),
+    Mode("fully_shard", "FSDP2", "nothing", sharded.fully_sharded, is_sharded=True),
+    Mode("fsdp1", "FSDP1 with original parameters", "nothing", sharded.flat_sharded, is_sharded=True),
+    Mode("replicate", "replicate()", "arguments", sharded.replicated),
+)
+LOCAL = Mode("local", "the model alone, nothing reduced", "nothing", local)
+
+
+def mode(name: str, given_as: str = "mode") -> Mode:
+    """Return a mode by its name.
+
+    Args:
+        name: one of those in `MODES`.
+        given_as: as what the caller gave it, for the error.
+
+    Returns:
+        The mode.
+
+    Raises:
+        UsageError: there is no such mode.
+    """
+    return named(name, MODES, given_as)
+
+
+def mode_of(strategy: str) -> str:
+    """Name the mode that runs a strategy of ddpopt's; ``auto`` is the one that takes inline where it can."""
+    return "ddpopt-split" if strategy == "split" else "ddpopt-inline"

@@ -1,0 +1,202 @@
+"""What options change in a case: a parameter that is not always used, one that is frozen, a nested DDP.
+
+Invariant: the changed case is a case: equal arguments give equal tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt.cases.case import Case
+
+WIDTH = 8
+
+
+class WithExtra(nn.Module):
+    """A model, and beside it a parameter that is used or not."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.extra = nn.Parameter(torch.linspace(-1, 1, WIDTH))
+        self.uses_extra = True
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model's output, and a term of the loss."""
+        output = self.model(*args, **kwargs)
+        term = self.extra.square().sum() if self.uses_extra else None
+        return output, term
+
+
+class WithExchange(nn.Module):
+    """A model, then an expert whose rows go to the other ranks and back, used or not."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.extra = nn.Parameter(torch.randn(WIDTH, generator=generator))
+        self.model = model
+        self.expert = nn.Parameter(torch.randn(WIDTH, generator=generator))
+        self.uses_extra = True
+        self.size = 1
+        self.group_name: Any = ""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model's output, and a term of the loss. Without a group, nothing travels."""
+        output = self.model(*args, **kwargs)
+        rows = self.expert.expand(self.size, WIDTH) * (self.extra.sum() if self.uses_extra else 1.0)
+        if self.group_name:
+            rows = all_to_all_single_autograd(rows.contiguous(), None, None, self.group_name)
+        return output, rows.square().mean()
+
+
+def set_extra(model: nn.Module, used: bool) -> None:
+    """Say whether the extra parameter is used, where the model has one."""
+    if isinstance(model, (WithExtra, WithExchange)):
+        model.uses_extra = used
+
+
+def with_extra(case: Case) -> Case:
+    """Put a parameter beside the model."""
+    return _around(case, WithExtra)
+
+
+def all_to_all(case: Case) -> Case:
+    """Put an expert behind the model, whose rows travel."""
+    return _around(case, WithExchange)
+
+
+def exchanging_in(case: Case, group: dist.ProcessGroup) -> Case:
+    """Have an expert's rows travel in a process group."""
+
+    def exchanging() -> nn.Module:
+        model = case.model()
+        if isinstance(model, WithExchange):
+            model.size, model.group_name = dist.get_world_size(group), group.group_name
+        return model
+
+    return replace(case, model=exchanging)
+
+
+def _around(case: Case, kind: Callable[[nn.Module], nn.Module]) -> Case:
+    def loss(output: Any) -> Tensor:
+        own, term = output
+        total = case.loss(own)
+        return total if term is None else total + term.to(total.dtype)
+
+    return replace(case, model=lambda: kind(case.model()), loss=loss)
+
+
+def _ignore(model: nn.Module, names: list[str]) -> None:
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(  # type: ignore[no-untyped-call]
+        model, names
+    )
+
+
+def freezing_first(case: Case) -> Case:
+    """Freeze the first trainable parameter, if it is not the only one."""
+
+    def frozen() -> nn.Module:
+        model = case.model()
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if len(trained) > 1:
+            trained[0].requires_grad_(False)
+        return model
+
+    return replace(case, model=frozen)
+
+
+def ignoring_first(case: Case) -> Case:
+    """Have DDP ignore the first trainable parameter, if it is not the only one."""
+
+    def ignoring() -> nn.Module:
+        model = case.model()
+        names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        present = list(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+        if len(names) > 1:
+            _ignore(model, [*present, names[0]])
+        return model
+
+    return replace(case, model=ignoring)
+
+
+def delaying_last(model: nn.Module) -> dict[str, Any]:
+    """DDP's arguments by which the last trainable parameter is reduced once the first one is ready."""
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return {"delay_all_reduce_named_params": trained[-1:], "param_to_hook_all_reduce": trained[0][1]}
+
+
+def sync_batchnorm(case: Case) -> Case:
+    """Turn BatchNorm into SyncBatchNorm."""
+
+    def converted() -> nn.Module:
+        model: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(  # type: ignore[no-untyped-call]
+            case.model()
+        )
+        return model
+
+    return replace(case, model=converted)
+
+
+class Nested(nn.Module):
+    """A model that is a DDP module of its own, inside one whose other parameters another one reduces."""
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.inner = DistributedDataParallel(model, process_group=group)
+        dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
+        self.scale = nn.Parameter(torch.ones(WIDTH, dtype=dtypes[0] if dtypes else None))
+        ignored = [name for name, _ in self.named_parameters() if name.startswith("inner.")]
+        ignored += [name for name, _ in self.named_buffers()]
+        _ignore(self, ignored)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model's output, and a term of the loss."""
+        return self.inner(*args, **kwargs), self.scale.square().sum()
+
+
+def nested(case: Case, group: dist.ProcessGroup) -> Case:
+    """Put a DDP module into the model, which reduces in the same process group."""
+    return _around(case, lambda model: Nested(model, group))
+
+
+def in_dtype(case: Case, dtype: torch.dtype) -> Case:
+    """Have a case compute in another dtype: its parameters, its buffers and its inputs.
+
+    Complex numbers stay complex, and become wider where the dtype is; ``Module.to`` would take their real
+    parts.
+    """
+
+    def cast(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+            return value
+        wide = torch.promote_types(value.dtype, dtype) if value.is_complex() else dtype
+        is_leaf = value.is_leaf and value.requires_grad
+        return value.detach().to(wide).requires_grad_() if is_leaf else value.to(wide)
+
+    def model() -> nn.Module:
+        made: Any = case.model()  # torch types not what all of Module's own conversions go by
+        casted: nn.Module = made._apply(cast)
+        return casted
+
+    def inputs(rank: int, step: int) -> Any:
+        args, kwargs = case.inputs(rank, step)
+        return torch.utils._pytree.tree_map(cast, (args, dict(kwargs)))
+
+    return replace(case, model=model, inputs=inputs)
+
+
+def differing(case: Case, ddp_kwargs: Mapping[str, Any]) -> Case:
+    """Give a case other arguments for DDP, over its own; a cap takes the place of a list of caps."""
+    own = dict(case.ddp_kwargs)
+    if "bucket_cap_mb" in ddp_kwargs:
+        own.pop("bucket_cap_mb_list", None)
+    return replace(case, ddp_kwargs=own | dict(ddp_kwargs))

@@ -1,0 +1,359 @@
+"""The ways to use DDP that verification knows: its arguments, and what people do around its steps.
+
+Each option is a row of one table: what it changes in the case, DDP's arguments, how it has the model trained,
+and what may be asked of the result. Invariant: an option changes the reference as it changes the mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddpopt.cases.case import Case
+from ddpopt.judge import option_cases as cases
+from ddpopt.judge import option_steps as do
+from ddpopt.judge.modes import Gives
+from ddpopt.judge.named import named
+from ddpopt.judge.training import Program
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to use a data-parallel model.
+
+    Attributes:
+        name: as in ``--options``.
+        about: one sentence.
+        needs: what of DDP it needs: ``"nothing"``: any mode can; ``"arguments"``; ``"module"``.
+        ddp_kwargs: DDP's arguments, over the case's own.
+        program: how the model is trained.
+        adapt: makes another case of a case.
+        grouped: the same for one run, whose process group it is given.
+        for_model: DDP's arguments that name parameters of the model.
+        without: names of DDP's arguments that a case may have and this option does not go with.
+        local: whether the reduced gradient is the mean over ranks of what the model alone computes.
+        comm_dtype: in which gradients are sent, if not in their own dtype.
+        probes: whether one more step, which nothing reduces, may be asked for.
+        syncs: synchronised backwards per step; None where it is not the same for each rank and step.
+        more_graphs: whether ranks may compile more graphs than the model alone, and others than their peers.
+        missing: whether a bucket may go unsent, or in another size.
+        others: whether other modules send in the same backward too, in buckets of their own.
+        callbacks: whether collectives start in callbacks of others: which are seen is then up to chance, for
+            c10d runs some on threads of its own.
+        groups: from the world size to the groups of ranks that train together, where not all do together.
+        forwards: how many forwards one backward goes through.
+        computes: in which dtype operations round, if not in that of their parameters: uncompiled code then
+            keeps casts that compiled code makes anew, so they differ in their last bits.
+        by_layout: whether what is sent depends on the order of parameters in a bucket.
+        norms: whether a norm over all gradients is computed.
+        detail: whether c10d's checks of ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` are on.
+    """
+
+    name: str
+    about: str
+    needs: Gives = "nothing"
+    ddp_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    program: Program = field(default_factory=Program)
+    adapt: Callable[[Case], Case] = lambda case: case
+    grouped: Callable[[Case, dist.ProcessGroup], Case] = lambda case, _: case
+    for_model: Callable[[nn.Module], dict[str, Any]] = lambda _: {}
+    without: tuple[str, ...] = ()
+    local: bool = True
+    comm_dtype: torch.dtype | None = None
+    probes: bool = False
+    syncs: int | None = 1
+    more_graphs: bool = False
+    missing: bool = False
+    others: bool = False
+    callbacks: bool = False
+    groups: Callable[[int], list[list[int]]] = lambda size: [list(range(size))]
+    detail: bool = False
+    forwards: int = 1
+    computes: torch.dtype | None = None
+    by_layout: bool = False
+    norms: bool = False
+
+    def arguments(self, case: Case, model: nn.Module) -> dict[str, Any]:
+        """DDP's arguments for a model of a case under this option."""
+        own = {name: value for name, value in case.ddp_kwargs.items() if name not in self.without}
+        return own | dict(self.ddp_kwargs) | self.for_model(model)
+
+
+UNUSED = {"find_unused_parameters": True}
+CAPS = ("bucket_cap_mb", "bucket_cap_mb_list")
+OPTIONS: tuple[Option, ...] = (
+    Option("default", "nothing but the case's own arguments", probes=True),
+    Option("static_graph", "static_graph=True", "arguments", {"static_graph": True}),
+    Option("find_unused", "find_unused_parameters=True, all used", "arguments", UNUSED),
+    Option(
+        "unused_somewhere",
+        "a parameter that only some ranks use in a step",
+        "arguments",
+        UNUSED,
+        Program(before_step=do.use_extra_somewhere),
+        cases.with_extra,
+        more_graphs=True,
+    ),
+    Option(
+        "unused_skipped",
+        "a parameter that no rank ever uses, with skip_all_reduce_unused_params",
+        "arguments",
+        {**UNUSED, "skip_all_reduce_unused_params": True},
+        Program(before_step=do.use_extra_nowhere),
+        cases.with_extra,
+        missing=True,
+    ),
+    Option(
+        "static_unused",
+        "static_graph=True and a parameter that no rank uses",
+        "arguments",
+        {"static_graph": True},
+        Program(before_step=do.use_extra_nowhere),
+        cases.with_extra,
+    ),
+    Option(
+        "static_find_unused",
+        "the same with find_unused_parameters=True too",
+        "arguments",
+        {"static_graph": True, **UNUSED},
+        Program(before_step=do.use_extra_nowhere),
+        cases.with_extra,
+    ),
+    Option(
+        "accumulation",
+        "a micro-batch under no_sync, then one that is reduced",
+        program=Program(do.accumulate),
+        probes=True,
+    ),
+    Option(
+        "accumulation_static",
+        "the same with static_graph=True, from the second step on",
+        "arguments",
+        {"static_graph": True},
+        Program(do.accumulate_later),
+    ),
+    Option(
+        "forward_in_no_sync",
+        "a forward that syncs and one under no_sync, then one backward through both",
+        program=Program(do.mixed_forwards),
+        more_graphs=True,
+        forwards=2,
+    ),
+    Option("two_forwards", "two forwards before one backward", program=Program(do.two_forwards), forwards=2),
+    Option(
+        "zero_in_place",
+        "zero_grad(set_to_none=False)",
+        program=Program(keeps_gradients=True),
+        probes=True,
+    ),
+    Option(
+        "bucket_view",
+        "gradient_as_bucket_view=True",
+        "arguments",
+        {"gradient_as_bucket_view": True},
+        probes=True,
+    ),
+    Option(
+        "bucket_view_kept",
+        "gradient_as_bucket_view=True, accumulation, zero_grad(set_to_none=False)",
+        "arguments",
+        {"gradient_as_bucket_view": True},
+        Program(do.accumulate, keeps_gradients=True),
+    ),
+    Option("batched_copy", "batched_grad_copy=True", "arguments", {"batched_grad_copy": True}),
+    Option(
+        "cap_list",
+        "bucket_cap_mb_list=[1, 0.5]",
+        "arguments",
+        {"bucket_cap_mb_list": [1, 0.5]},
+        without=CAPS,
+    ),
+    Option("cap_small", "bucket_cap_mb=0.5", "arguments", {"bucket_cap_mb": 0.5}, without=CAPS),
+    Option("frozen", "the first parameter is frozen", adapt=cases.freezing_first),
+    Option(
+        "ignored",
+        "DDP is told to ignore the first parameter",
+        "arguments",
+        adapt=cases.ignoring_first,
+    ),
+    Option(
+        "delay_all_reduce",
+        "delay_all_reduce_named_params for the last parameter",
+        "arguments",
+        program=Program(do.reduce_delayed, keeps_gradients=True),
+        for_model=cases.delaying_last,
+        more_graphs=True,
+        missing=True,
+    ),
+    Option(
+        "hook_allreduce",
+        "the all-reduce communication hook",
+        "module",
+        program=Program(configure=do.hook_allreduce),
+    ),
+    Option(
+        "hook_fp16",
+        "the fp16 compression hook",
+        "module",
+        program=Program(configure=do.hook_fp16),
+        comm_dtype=torch.float16,
+    ),
+    Option(
+        "hook_bf16",
+        "the bf16 compression hook",
+        "module",
+        program=Program(configure=do.hook_bf16),
+        comm_dtype=torch.bfloat16,
+    ),
+    Option(
+        "hook_powersgd",
+        "PowerSGD of rank 1 with a single bucket",
+        "module",
+        {"bucket_cap_mb": 1000},
+        Program(configure=do.hook_powersgd),
+        without=CAPS,
+        local=False,
+        missing=True,
+        by_layout=True,
+        callbacks=True,
+    ),
+    Option(
+        "join",
+        "ranks with different numbers of steps, under join()",
+        "module",
+        program=Program(around=do.joining, steps=do.fewer_steps_later),
+        local=False,
+        syncs=None,
+    ),
+    Option(
+        "new_group",
+        "_update_process_group between two steps",
+        "module",
+        program=Program(around=do.giving_back, before_step=do.update_group),
+        missing=True,
+        syncs=None,
+    ),
+    Option(
+        "hooks_removed",
+        "the reducer's hooks are removed after the first step",
+        "module",
+        program=Program(before_step=do.remove_hooks_later),
+        local=False,
+        syncs=None,
+        missing=True,
+    ),
+    Option(
+        "finalized",
+        "the reducer says after each backward that it is done",
+        "module",
+        program=Program(do.check_finalized),
+    ),
+    Option(
+        "no_broadcast",
+        "broadcast_buffers=False",
+        "arguments",
+        {"broadcast_buffers": False},
+    ),
+    Option(
+        "tensor_hook",
+        "the user's hook on a parameter changes its gradient",
+        "arguments",
+        program=Program(configure=do.tensor_hook),
+    ),
+    Option(
+        "stepping_hook",
+        "a communication hook that steps the parameters of its bucket",
+        "module",
+        program=Program(configure=do.hook_stepping),
+        local=False,
+    ),
+    Option(
+        "saved_tensors",
+        "hooks on saved tensors that keep each in another dtype",
+        program=Program(around=do.saving_otherwise),
+    ),
+    Option(
+        "accumulated_hook",
+        "the user's post-accumulate hook on every parameter",
+        "arguments",
+        program=Program(configure=do.accumulated_hooks),
+    ),
+    Option(
+        "module_hooks",
+        "forward and backward hooks on modules",
+        program=Program(configure=do.module_hooks),
+        more_graphs=True,
+    ),
+    Option(
+        "autocast", "forward under bfloat16 autocast", program=Program(do.autocast), computes=torch.bfloat16
+    ),
+    Option(
+        "clipping", "clip_grad_norm_ after each backward", program=Program(finish_step=do.clip), norms=True
+    ),
+    Option("scaling", "the loss is scaled, and gradients unscaled", program=Program(do.scaled, do.unscale)),
+    Option("sync_batchnorm", "BatchNorm becomes SyncBatchNorm", adapt=cases.sync_batchnorm, local=False),
+    Option(
+        "nested", "a DDP module inside the model", "module", grouped=cases.nested, local=False, others=True
+    ),
+    Option(
+        "two_models",
+        "two DDP models in one process",
+        program=Program(do.both_models, configure=do.second_model),
+        more_graphs=True,
+        others=True,
+    ),
+    Option("subgroup", "the last of three ranks or more trains alone", groups=do.last_alone),
+    Option(
+        "train_eval",
+        "an evaluation between two steps",
+        program=Program(before_step=do.evaluate),
+        more_graphs=True,
+    ),
+    Option("debug_detail", "TORCH_DISTRIBUTED_DEBUG=DETAIL", detail=True),
+    Option(
+        "all_to_all",
+        "an all-to-all in the graph, and an expert that only some ranks use",
+        "arguments",
+        UNUSED,
+        Program(before_step=do.use_extra_somewhere),
+        cases.all_to_all,
+        grouped=cases.exchanging_in,
+        local=False,
+        more_graphs=True,
+    ),
+    Option(
+        "mixed_precision",
+        "DDP's own mixed_precision",
+        "arguments",
+        {"mixed_precision": do.half_precision()},
+        local=False,
+        computes=torch.bfloat16,
+    ),
+    Option(
+        "optimizer_in_backward",
+        "_apply_optimizer_in_backward",
+        "module",
+        program=Program(configure=do.optimizer_in_backward),
+    ),
+)
+
+
+def option(name: str, given_as: str = "options") -> Option:
+    """Return an option by its name.
+
+    Args:
+        name: one of those in `OPTIONS`.
+        given_as: as what the caller gave it, for the error.
+
+    Returns:
+        The option.
+
+    Raises:
+        UsageError: there is no such option.
+    """
+    return named(name, OPTIONS, given_as)

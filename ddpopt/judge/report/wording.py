@@ -1,0 +1,146 @@
+"""The words and the figures that all reports of a verdict share.
+
+Invariant: a report says nothing that these cannot say again from the verdict's JSON.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from ddpopt.judge.verdict import Finding, Location, Measured, Status, Trial, Verdict
+
+LEVELS = {
+    "L0": "L0 bitwise",
+    "L1": "L1 communication bound",
+    "L2": "L2 compiled arithmetic",
+    "L3": "L3 structure",
+    "run": "the step itself",
+}
+WORDS = {0: "RIGHT", 1: "WRONG", 3: "NOT JUDGED"}
+
+
+def level_name(level: str) -> str:
+    """A level's short name with its meaning.
+
+    >>> level_name("L0"), level_name("run")
+    ('L0 bitwise', 'the step itself')
+    """
+    return LEVELS.get(level, level)
+
+
+def count_of(number: int, noun: str) -> str:
+    """A number with its noun.
+
+    >>> count_of(1, "rank"), count_of(2, "rank")
+    ('1 rank', '2 ranks')
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def number(value: float | None) -> str:
+    """A figure as short as it can be read: whole numbers up to a million, else three digits.
+
+    >>> number(None), number(0.0), number(12.0), number(1.23456e-8), number(2**24), number(float("inf"))
+    ('-', '0', '12', '1.23e-08', '1.68e+07', 'inf')
+    """
+    if value is None:
+        return "-"
+    return str(int(value)) if abs(value) < 1e6 and value == int(value) else f"{value:.3g}"
+
+
+def tally(trials: Sequence[Trial]) -> str:
+    """How the trials ended.
+
+    Args:
+        trials: any number of them.
+
+    Returns:
+        For instance ``"3 trials ok"`` or ``"of 3 trials 2 ok, 1 wrong"``.
+    """
+    counts = Counter(trial.status for trial in trials)
+    ran = count_of(len(trials), "trial")
+    if len(counts) < 2:
+        return " ".join([ran, *counts]) if trials else "no trial ran"
+    return f"of {ran} {', '.join(f'{counts[status]} {status}' for status in Status if counts[status])}"
+
+
+def headline(verdict: Verdict) -> str:
+    """The verdict in one line.
+
+    Args:
+        verdict: what to sum up.
+
+    Returns:
+        For instance ``"WRONG: pkg:model on 2 ranks: 3 findings; of 2 trials 1 ok, 1 wrong"``.
+    """
+    return f"{WORDS[verdict.exit_code]}: {verdict.target} on {summary(verdict)}"
+
+
+def summary(verdict: Verdict) -> str:
+    """The headline after the target: ranks, findings and trials.
+
+    Args:
+        verdict: what to sum up.
+
+    Returns:
+        For instance ``"2 ranks: 3 findings; of 2 trials 1 ok, 1 wrong"``.
+    """
+    findings = count_of(len(verdict.findings), "finding") if verdict.findings else "no finding"
+    return f"{count_of(verdict.world_size, 'rank')}: {findings}; {tally(verdict.trials)}"
+
+
+def environment(verdict: Verdict) -> str:
+    """Versions and hardware in one line; empty if nothing is known."""
+    return "; ".join(f"{name} {value}" for name, value in verdict.environment.items())
+
+
+def sentence(finding: Finding) -> str:
+    """A finding's message, with its rank, step, parameter and bucket where the message leaves them out.
+
+    >>> sentence(Finding("L0", "bits", "w differs on rank 1", rank=1, step=0, parameter="w"))
+    'w differs on rank 1 (step 0)'
+    """
+    known = {
+        "parameter": finding.parameter,
+        "bucket": finding.bucket,
+        "rank": finding.rank,
+        "step": finding.step,
+    }
+    parts = [f"{noun} {value}" for noun, value in known.items() if value is not None]
+    if finding.parameter is not None and finding.parameter in finding.message:
+        parts = parts[1:]
+    missing = [part for part in parts if part not in finding.message]
+    return f"{finding.message} ({', '.join(missing)})" if missing else finding.message
+
+
+def share(measured: Measured) -> float:
+    """How much of its bound an error takes: above 1 is wrong, infinite where equality was missed.
+
+    >>> share(Measured("w", "L1", 0, 3.0, error=2.0, bound=4.0, rank=0, step=0))
+    0.5
+    >>> share(Measured("w", "L0", 0, 1.0, error=1e-9, bound=0.0, rank=0, step=0))
+    inf
+    """
+    if math.isnan(measured.error) or math.isnan(measured.bound):
+        return math.inf
+    if measured.bound > 0:
+        return measured.error / measured.bound
+    return 0.0 if measured.error == 0 else math.inf
+
+
+def worst_first(measured: Iterable[Measured]) -> list[Measured]:
+    """Sort by the share of the bound, then by ULPs, then by name; NaN is worst."""
+    return sorted(measured, key=lambda each: (-share(each), -_or_infinite(each.ulps), each.parameter))
+
+
+def _or_infinite(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def script_outcome(location: Location) -> str:
+    """What running the reproducing script showed."""
+    if location.reproduces:
+        return "run in a fresh interpreter, it shows the difference"
+    return "run in a fresh interpreter, it did not show the difference"

@@ -1,0 +1,124 @@
+"""The modes whose parameters are not a DDP module's: FSDP of both kinds, and ``replicate()``.
+
+Each compiles the model itself and wraps a shell around it: `fully_shard` of a compiled root compiles nothing,
+silently, because the hooks that gather its parameters run inside what would be compiled.
+
+Touches private names of torch 2.11 to 2.13: ``torch.distributed._composable.replicate``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ddpopt.judge.parallel import Parallel
+
+if TYPE_CHECKING:
+    from ddpopt.judge.modes import Setup
+
+
+class Shell(nn.Module):
+    """A module around the model, for what is attached to a root and is not to be compiled."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+        return self.inner(*args, **kwargs)
+
+
+def _shell(setup: Setup) -> Shell:
+    if setup.backend is not None:
+        setup.model.compile(backend=setup.backend)
+    return Shell(setup.model)
+
+
+def fully_sharded(setup: Setup) -> Parallel:
+    """FSDP2: every parameter a DTensor, sharded along its first dimension."""
+    broadcast_state(setup)
+    shell: Any = fully_shard(_shell(setup), mesh=_mesh(setup))
+
+    @contextlib.contextmanager
+    def no_sync() -> Iterator[None]:
+        shell.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            shell.set_requires_gradient_sync(True)
+
+    return Parallel(shell, setup.model, no_sync=no_sync, full=_full, write=_write_shard)
+
+
+def _mesh(setup: Setup) -> DeviceMesh:
+    """Lay a mesh over the ranks.
+
+    DTensor remembers meshes by their shape, and with them a process group that may be gone by the next run:
+    so it gets the default one, which stays.
+    """
+    kind = next(setup.model.parameters()).device.type
+    if dist.get_world_size(setup.group) == dist.get_world_size():
+        return init_device_mesh(kind, (dist.get_world_size(),))
+    return DeviceMesh.from_group(setup.group, kind)
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _write_shard(into: Tensor, tensor: Tensor) -> None:
+    if isinstance(into, DTensor):
+        tensor = distribute_tensor(tensor, into.device_mesh, into.placements)
+    into.copy_(tensor)
+
+
+def flat_sharded(setup: Setup) -> Parallel:
+    """FSDP1: one flat parameter for each wrapped module, the original ones views of it."""
+    broadcast_state(setup)
+    device = next(setup.model.parameters()).device
+    fsdp: Any = FullyShardedDataParallel(
+        _shell(setup), process_group=setup.group, use_orig_params=True, device_id=device
+    )
+
+    def whole() -> Any:
+        return FullyShardedDataParallel.summon_full_params(fsdp, with_grads=True, writeback=True)
+
+    return Parallel(fsdp, setup.model, no_sync=fsdp.no_sync, whole=whole, clip=fsdp.clip_grad_norm_)
+
+
+def replicated(setup: Setup) -> Parallel:
+    """``replicate()``: DDP's reducer, attached to a module instead of wrapped around it."""
+    from torch.distributed._composable.replicate import replicate
+
+    shell: Any = replicate(_shell(setup), process_group=setup.group, **setup.ddp_kwargs)
+
+    @contextlib.contextmanager
+    def no_sync() -> Iterator[None]:
+        shell.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            shell.set_requires_gradient_sync(True)
+
+    broadcast_state(setup)
+    return Parallel(shell, setup.model, no_sync=no_sync)
+
+
+def broadcast_state(setup: Setup) -> None:
+    """Start every rank from the first one's parameters, as DDP does."""
+    root = dist.get_global_rank(setup.group, 0)
+    with torch.no_grad():
+        for tensor in (*setup.model.parameters(), *setup.model.buffers()):
+            data = torch.view_as_real(tensor.data) if tensor.is_complex() else tensor.data
+            whole = data.contiguous()
+            dist.broadcast(whole, root, setup.group)
+            data.copy_(whole)

@@ -1,0 +1,246 @@
+"""What each rank does in a verification: all that was asked, one trial after the other.
+
+Invariant: all ranks judge the same trials in the same order, and rank 0 tells of each as it begins and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._C._dynamo.eval_frame import reset_code
+from torch._dynamo import eval_frame, guards, trace_rules
+from torch._functorch._aot_autograd import graph_compile
+
+from ddpopt.cases.case import Case, resolve
+from ddpopt.judge.judge import judge
+from ddpopt.judge.judging.reference import Bench, Reference, Subject
+from ddpopt.judge.modes import mode
+from ddpopt.judge.option_cases import in_dtype
+from ddpopt.judge.options import option
+from ddpopt.judge.parallel import nothing
+from ddpopt.judge.verdict import Status, Trial
+from ddpopt.ranks.group import Ranks
+
+STEPS = 3
+"""DDP rebuilds its buckets before the second step; the third is the first that all has settled in."""
+TRIAL_LIMIT_S = 300.0
+COLLECTIVE_SHARE = 0.8
+"""Of a trial's limit: a rank may wait for a peer that compiles for most of it, and has yet to say so."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One thing to verify: a case under an option, and the modes to judge there.
+
+    Attributes:
+        target: names the case in other processes, or is it.
+        option: name of the option.
+        modes: names of the modes.
+    """
+
+    target: str | Case
+    option: str
+    modes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What holds for all trials of a verification.
+
+    Attributes:
+        backend: of Dynamo: a name, or a callable.
+        strategy: of ddpopt's modes, in place of their own; None to keep that.
+        steps: how many steps of training.
+        dtype: name of the dtype to compute in; None for the case's own.
+        trial_limit_s: limit of one trial, and of eager's runs before the first one, in seconds.
+    """
+
+    backend: Any = "inductor"
+    strategy: str | None = None
+    steps: int = STEPS
+    dtype: str | None = None
+    trial_limit_s: float = TRIAL_LIMIT_S
+
+    @property
+    def collective_limit_s(self) -> float:
+        """How long a rank waits for its peers, in seconds."""
+        return COLLECTIVE_SHARE * self.trial_limit_s
+
+
+@dataclass(frozen=True)
+class Started:
+    """An event: a trial begins.
+
+    Attributes:
+        index: which one, of all that were asked for.
+        case: name of its case.
+        option: name of its option.
+        mode: name of its mode; empty while the reference runs.
+    """
+
+    index: int
+    case: str
+    option: str
+    mode: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """An event: a trial has ended.
+
+    Attributes:
+        index: which one, of all that were asked for.
+        trial: how.
+    """
+
+    index: int
+    trial: Trial
+
+
+def run_trials(
+    ranks: Ranks,
+    asked: Sequence[Asked],
+    settings: Settings,
+    done: Sequence[int],
+    before_each: Callable[[], None] = nothing,
+) -> list[Trial]:
+    """Judge everything that was asked and is not done; before each case and option something may be done."""
+    index = 0
+    trials: list[Trial] = []
+    for one in asked:
+        indices = range(index, index + len(one.modes))
+        index += len(one.modes)
+        left = [(i, name) for i, name in zip(indices, one.modes, strict=True) if i not in done]
+        if left:
+            before_each()
+            trials += _judged(ranks, one, settings, left)
+    return trials
+
+
+@contextlib.contextmanager
+def quickly() -> Iterator[None]:
+    """Spare a process of our own what costs a third of a trial and what nobody reads.
+
+    What is imported by now is no garbage; each run collects its own. Dynamo does not time its guards, puts
+    together no structured trace, and keeps its table of torch's functions when a process group is made. It
+    leaves alone the frames in which ``contextlib`` makes a context manager: DDP's forward makes one, and
+    Dynamo compiles three frames to find no tensor in them. AOTAutograd does not write its graphs down.
+    """
+    _load_compiler()
+    keep_for_good()
+    trace = logging.getLogger("torch.__trace")
+    with (
+        patch.object(trace, "handlers", []),
+        patch.object(guards, "profile_guard_manager", _untimed),
+        _unwritten(),
+        patch.object(trace_rules, "clear_lru_cache", _kept),
+        _left_alone(*_MAKING_CONTEXTS),
+    ):
+        yield
+
+
+def keep_for_good() -> None:
+    """Have the garbage collector look no more at what is there: modules, caches of Dynamo's."""
+    gc.collect()
+    gc.freeze()
+
+
+def _load_compiler() -> None:
+    """Import what the first compilation imports: it is no garbage either."""
+    compiled = torch.compile(lambda x: x * 2, backend="aot_eager")
+    compiled(torch.ones(2, requires_grad=True)).sum().backward()
+
+
+@contextlib.contextmanager
+def _unwritten() -> Iterator[None]:
+    """Have AOTAutograd write its graphs down for who set ``TORCH_LOGS`` alone; by itself it always does."""
+    if os.environ.get("TORCH_LOGS"):
+        yield
+        return
+    with (  # releases that do not write them so have no such functions
+        patch.object(graph_compile, "_log_joint_graph", lambda *_: None, create=True),
+        patch.object(graph_compile, "_log_fw_bw_graphs", lambda *_: (None, None), create=True),
+    ):
+        yield
+
+
+def _untimed(*_: object) -> float:
+    return 0.0
+
+
+def _kept() -> None:
+    """Clear nothing."""
+
+
+# In Python 3.11 and later: what a decorated function is, and what makes the object that it returns.
+_MAKING_CONTEXTS = (quickly.__code__, contextlib._GeneratorContextManager.__init__.__code__)
+
+
+@contextlib.contextmanager
+def _left_alone(*codes: CodeType) -> Iterator[None]:
+    """Have Dynamo run frames as they are, which still looks at what they call; for torch 2.11 to 2.13."""
+    for code in codes:
+        eval_frame.skip_code(code)
+    try:
+        yield
+    finally:
+        for code in codes:
+            reset_code(code)
+
+
+def run_trials_alone(
+    ranks: Ranks, asked: Sequence[Asked], settings: Settings, done: Sequence[int]
+) -> list[Trial]:
+    """The same in a process of our own.
+
+    Dynamo's caches grow with each trial, and each run has the garbage collector look through them.
+    """
+    with quickly():
+        return run_trials(ranks, asked, settings, done, keep_for_good)
+
+
+def _judged(
+    ranks: Ranks, asked: Asked, settings: Settings, left: Sequence[tuple[int, str]]
+) -> Iterator[Trial]:
+    """Judge the modes of one case under one option."""
+    case = _case(asked, settings)
+    subject = Subject(case, option(asked.option), settings.steps, ranks.device)
+    ranks.emit(Started(left[0][0], case.name, asked.option, ""))
+    with contextlib.ExitStack() as benches:
+        with ranks.limited(settings.trial_limit_s, f"{case.name}: eager DDP / {asked.option}"):
+            bench = Bench(subject, ranks, settings.collective_limit_s)
+            benches.callback(bench.close)
+            reference = Reference.make(bench)
+        for index, name in left:
+            ranks.emit(Started(index, case.name, asked.option, name))
+            with ranks.limited(settings.trial_limit_s, f"{case.name}: {name} / {asked.option}"):
+                if reference is None:
+                    trial = _impossible(case, asked.option, name, bench)
+                else:
+                    trial = judge(reference, mode(name), settings.backend, strategy=settings.strategy)
+            ranks.emit(Ended(index, trial))
+            yield trial
+
+
+def _case(asked: Asked, settings: Settings) -> Case:
+    case = resolve(asked.target)
+    return case if settings.dtype is None else in_dtype(case, getattr(torch, settings.dtype))
+
+
+def _impossible(case: Case, option_name: str, mode_name: str, bench: Bench) -> Trial:
+    """Of a mode that has nothing to be held against."""
+    if bench.stalled:
+        reason = f"eager DDP's own runs did not end: {bench.stalled}"
+        return Trial(case.name, mode_name, option_name, "", Status.BROKEN, reason)
+    own = [failure for failure in bench.failures if not failure.lost] or bench.failures
+    reason = f"eager DDP itself fails here: {'; '.join(dict.fromkeys(failure.text for failure in own))}"
+    return Trial(case.name, mode_name, option_name, "", Status.NOT_POSSIBLE, reason)

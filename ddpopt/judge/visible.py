@@ -1,0 +1,333 @@
+"""What a training script can see of a step, next to the parameters and their gradients.
+
+Outputs, inputs and their gradients, gradients of tensors outside of DDP, what modules and hooks keep, and
+which of all these share memory. Nothing is registered for that, so the program that runs is the user's.
+Invariant: equal programs see the same under the same names, whichever run of a process it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import re
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt.judge.compare import bitwise, raw_bytes
+
+Pairs = frozenset[tuple[str, str]]
+"""Names of what shares memory."""
+GRADIENT_OF = "gradient of "
+KEPT = "kept "
+OUTSIDE = "the tensor outside of DDP"
+ATTRIBUTE = "attribute "
+LAST = "the last step's "
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+DEPTH = 8
+"""Of containers in containers that are looked into."""
+PLAIN = (bool, int, float, complex, str, type(None))
+PASSED_OVER = (type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+
+
+def leaves(value: Any, name: str, depth: int = DEPTH) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors and plain values in containers and plain objects, each with its path.
+
+    >>> list(leaves({"a": [1, None]}, "output"))
+    [("output['a'][0]", 1), ("output['a'][1]", None)]
+    """
+    if isinstance(value, (Tensor, *PLAIN)):
+        yield name, value
+    elif depth > 0:
+        for part, entry in _parts(value):
+            yield from leaves(entry, name + part, depth - 1)
+
+
+def _parts(value: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        return [(f"[{key!r}]", value[key]) for key in value]
+    if isinstance(value, (list, tuple)):
+        return [(f"[{index}]", entry) for index, entry in enumerate(value)]
+    if isinstance(value, (nn.Module, functools.partial, *PASSED_OVER)) or _is_inner(value):
+        return []
+    return [(f".{key}", entry) for key, entry in getattr(value, "__dict__", {}).items()]
+
+
+def _is_inner(value: Any) -> bool:
+    """Whether a value is of no user's making: what torch and ddpopt keep for themselves."""
+    return type(value).__module__.startswith(("torch._", "torch.autograd", "torch.distributed", "ddpopt."))
+
+
+def held_by(function: Any, depth: int = DEPTH // 2) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors and plain values that a function of the user's can reach without its arguments."""
+    for name, value in _uses(function).items():
+        if isinstance(value, nn.Module):
+            yield from ((f"{name}.{path}", tensor) for path, tensor in value.named_buffers())
+        elif depth > 0 and (callable(value) and not isinstance(value, type)):
+            yield from held_by(value, depth - 1)
+        else:
+            yield from leaves(value, name)
+
+
+def _is_theirs(function: Any) -> bool:
+    """Whether a function is torch's or ddpopt's own."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return isinstance(function, types.FunctionType) and f"{function.__module__}.".startswith(
+        ("torch.", "ddpopt.")
+    )
+
+
+def _uses(function: Any) -> dict[str, Any]:
+    """What a function has of its own: bound arguments, its closure and defaults, globals of its module."""
+    if _is_theirs(function):
+        return {}
+    if isinstance(function, functools.partial):
+        given = {str(place): value for place, value in enumerate(function.args)}
+        return {"function": function.func, **given, **function.keywords}
+    if isinstance(function, types.MethodType):
+        return {"self": function.__self__, "function": function.__func__}
+    if not isinstance(function, types.FunctionType):  # list.append, an object that can be called
+        return {"self": getattr(function, "__self__", function)}
+    code, known = function.__code__, function.__globals__
+    used = {name: known[name] for name in code.co_names if name in known}
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # of a variable that has no value yet
+            used[name] = cell.cell_contents
+    defaults = {f"default {place}": value for place, value in enumerate(function.__defaults__ or ())}
+    return used | defaults | dict(function.__kwdefaults__ or {})
+
+
+def reached(loss: Tensor) -> list[Tensor]:
+    """List the leaves that a loss sends gradients to, as its graph has them."""
+    found: dict[int, Tensor] = {}
+    pending, seen = [loss.grad_fn], set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found[id(leaf)] = leaf
+        pending += [source for source, _ in reversed(node.next_functions)]
+    if loss.grad_fn is None and loss.requires_grad:
+        found[id(loss)] = loss
+    return list(found.values())
+
+
+def form_of(tensor: Tensor, with_strides: bool = True) -> str:
+    """Put dtype, shape, strides and device into words."""
+    layout = "" if tensor.layout is torch.strided else f", {tensor.layout}"
+    strides = ""
+    if with_strides and tensor.layout is torch.strided and tensor.numel():
+        # the stride of a dimension that has a single element means nothing
+        used = [stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+        strides = f", strides {tuple(used)}"
+    return f"{tensor.dtype} {tuple(tensor.shape)}{strides} on {tensor.device}{layout}"
+
+
+def is_of_last_step(name: str) -> bool:
+    """Whether a name of what shares memory is that of a result of the step before."""
+    return name.startswith(LAST)
+
+
+def sharing(tensors: Mapping[str, Tensor]) -> Pairs:
+    """Find what shares memory.
+
+    Args:
+        tensors: by name.
+
+    Returns:
+        Pairs of names whose spans of bytes overlap, each in the order of the names.
+    """
+    pairs: set[tuple[str, str]] = set()
+    active: list[tuple[int, str]] = []
+    spans = (span for name, tensor in tensors.items() for span in _spans(name, tensor))
+    for start, end, name in sorted(spans):
+        active = [(last, other) for last, other in active if last > start]
+        pairs |= {(min(name, other), max(name, other)) for _, other in active if other != name}
+        active.append((end, name))
+    return frozenset(pairs)
+
+
+def _spans(name: str, tensor: Tensor) -> Iterator[tuple[int, int, str]]:
+    """The bytes of a tensor; none of what has no memory of its own, like a sharded one."""
+    if tensor.is_sparse:
+        tensor = tensor._values()
+    plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
+    if plain and tensor.device.type != "meta" and tensor.numel():
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        start = tensor.data_ptr()
+        yield start, start + (last + 1) * tensor.element_size(), name
+
+
+class Sight:
+    """What one step of one run shows. It is told of each forward, and looks around before and after a step.
+
+    Args:
+        functions: of the case, which may use tensors outside of DDP and keep what they see.
+        models: by the words in front of their names: their parameters are not outside of DDP, and their
+            modules may keep what they see.
+    """
+
+    def __init__(self, functions: Sequence[Any], models: Mapping[str, nn.Module]) -> None:
+        self._functions = functions
+        self._models = models
+        self._inputs: dict[str, Tensor] = {}
+        self._outputs: dict[str, Tensor] = {}
+        self._outside: dict[int, Tensor] = {}
+        self._cleared: dict[int, Tensor] = {}
+        self._held: dict[str, Any] = {}
+        self._last: dict[str, tuple[Tensor, Tensor]] = {}
+        self._forwards = 0
+
+    def before_step(self, *, keep: bool) -> None:
+        """Forget the last step's forwards, clear gradients of tensors outside, and note what is kept."""
+        self._inputs, self._outputs, self._outside, self._forwards = {}, {}, {}, 0
+        for tensor in self._cleared.values():
+            _clear(tensor, keep=keep)
+        self._held = dict(self._keepers())
+
+    def calls(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Note the arguments of a forward."""
+        self._forwards += 1
+        for name, value in (*enumerate(args), *kwargs.items()):
+            for path, leaf in leaves(value, f"input {name}{self._which}"):
+                if isinstance(leaf, Tensor):
+                    self._inputs[path] = leaf
+                    self._clear_once(leaf)
+
+    def returns(self, output: Any) -> dict[str, Any]:
+        """Note the output of a forward; return its values and their form."""
+        name = f"output{self._which}"
+        found: dict[str, Any] = {f"type of {name}": type(output).__name__}
+        for path, leaf in leaves(output, name):
+            found[path] = _as_tensor(leaf)
+            if isinstance(leaf, Tensor):
+                self._outputs[path] = leaf
+                needs = "requires grad" if leaf.requires_grad else "requires no grad"
+                found[f"form of {path}"] = f"{form_of(leaf)}, {needs}"
+        return found
+
+    @property
+    def _which(self) -> str:
+        return f" of forward {self._forwards}" if self._forwards > 1 else ""
+
+    def reach(self, loss: Tensor) -> None:
+        """Note the leaves outside of DDP that a loss sends gradients to."""
+        known = self._parameters() | {id(tensor) for tensor in self._inputs.values()}
+        for leaf in reached(loss):
+            if id(leaf) not in known:
+                self._outside[id(leaf)] = leaf
+                self._clear_once(leaf)
+
+    def _clear_once(self, tensor: Tensor) -> None:
+        """Clear the gradient that an earlier run left."""
+        if tensor.is_leaf and tensor.requires_grad and id(tensor) not in self._cleared:
+            self._cleared[id(tensor)] = tensor
+            tensor.grad = None
+
+    def _parameters(self) -> set[int]:
+        return {id(parameter) for model in self._models.values() for parameter in model.parameters()}
+
+    def after_step(self) -> dict[str, Any]:
+        """Return all that is there to see after the backward, by name."""
+        found = {f"{path} after the step": _as_tensor(tensor) for path, tensor in self._inputs.items()}
+        for name, tensor in self._leaves():
+            found[f"{GRADIENT_OF}{name}"] = _as_tensor(tensor.grad)
+            if tensor.grad is not None:
+                found[f"form of the {GRADIENT_OF}{name}"] = form_of(tensor.grad)
+        return found | {f"{KEPT}{name}": _as_tensor(value) for name, value in self._kept()}
+
+    def settings(self, device: torch.device) -> dict[str, str]:
+        """Tell what code may leave switched that a script reads."""
+        modes = sorted({part.training for model in self._models.values() for part in model.modules()})
+        autocast, dtype = torch.is_autocast_enabled(device.type), torch.get_default_dtype()
+        words = f"gradients {torch.is_grad_enabled()}, autocast {autocast}, default {dtype}, training {modes}"
+        return {"torch's settings": words}
+
+    def memory(self) -> tuple[Pairs, tuple[str, ...]]:
+        """Tell what shares memory, and what a script kept of the last step that has been written since."""
+        seen = self._inputs | self._outputs | dict(self._leaves())
+        for prefix, model in self._models.items():
+            seen |= {f"{prefix}{name}": tensor for name, tensor in model.named_parameters()}
+            seen |= {f"buffer {prefix}{name}": tensor for name, tensor in model.named_buffers()}
+        leaf_gradients = ((name, tensor.grad) for name, tensor in seen.items() if tensor.is_leaf)
+        results = {f"{GRADIENT_OF}{name}": grad for name, grad in leaf_gradients if grad is not None}
+        results |= self._outputs
+        kept = {f"{KEPT}{name}": value for name, value in self._kept() if isinstance(value, Tensor)}
+        last = {f"{LAST}{name}": tensor for name, (tensor, _) in self._last.items()}
+        written = (name for name, (now, then) in self._last.items() if not bitwise(now, then).right)
+        found = sharing(seen | results | kept | last), tuple(sorted(written))
+        self._last = {name: (tensor, tensor.detach().clone()) for name, tensor in results.items()}
+        return found
+
+    def _leaves(self) -> Iterator[tuple[str, Tensor]]:
+        """Inputs that are leaves, and tensors outside of DDP, by names that do not depend on the run."""
+        yield from ((name, t) for name, t in self._inputs.items() if t.is_leaf and t.requires_grad)
+        counts: dict[str, int] = {}
+        for tensor in self._outside.values():
+            # graphs of compiled code have leaves of their own, and list all in another order
+            digest = hashlib.blake2b(raw_bytes(tensor), digest_size=3).hexdigest()
+            name = f"{OUTSIDE} of shape {tuple(tensor.shape)}, digest {digest}"
+            counts[name] = counts.get(name, 0) + 1
+            yield name if counts[name] == 1 else f"{name}, number {counts[name]}", tensor
+
+    def _keepers(self) -> Iterator[tuple[str, Any]]:
+        """What modules have as attributes, and what hooks and the case's functions hold on to.
+
+        A DDP module's attributes are its own business.
+        """
+        for prefix, model in self._models.items():
+            for path, module in model.named_modules():
+                for name, value in (
+                    () if isinstance(module, DistributedDataParallel) else vars(module).items()
+                ):
+                    if name not in OF_EVERY_MODULE and isinstance(value, (Tensor, *PLAIN, list, dict, tuple)):
+                        yield from leaves(value, f"{ATTRIBUTE}{prefix}{path}.{name}")
+            for hook in _hooks(model):
+                yield from ((f"by a hook: {name}", value) for name, value in held_by(hook))
+        for function in self._functions:
+            yield from ((f"by the case: {name}", value) for name, value in held_by(function))
+
+    def _kept(self) -> Iterator[tuple[str, Any]]:
+        """What came since the step began, and tensors from before, which may have been written."""
+        parameters, counts = self._parameters(), dict[str, int]()
+        for name, value in self._keepers():
+            if name not in self._held or self._held[name] is not value:
+                if not name.startswith(ATTRIBUTE):  # a list outside of the model grows from run to run
+                    base = re.sub(r"\[\d+\]", "", name)
+                    counts[base] = counts.get(base, 0) + 1
+                    name = f"{base}, number {counts[base]}"
+                yield name, value
+            elif isinstance(value, Tensor) and "[" not in name and id(value) not in parameters:
+                yield name, value
+
+
+def _hooks(model: nn.Module) -> Iterator[Any]:
+    """The hooks on a model's modules and parameters."""
+    for module in model.modules():
+        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+            yield from vars(module).get(name, {}).values()
+    for parameter in model.parameters():
+        yield from (parameter._backward_hooks or {}).values()
+        yield from (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
+
+
+def _clear(tensor: Tensor, *, keep: bool) -> None:
+    if keep and tensor.grad is not None:
+        tensor.grad.detach().zero_()
+    else:
+        tensor.grad = None
+
+
+def _as_tensor(value: Any) -> Any:
+    """A number as one that is judged like all others; a string or None as it is."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return torch.tensor(value, dtype=torch.float64) if isinstance(value, (int, float)) else value

@@ -1,0 +1,128 @@
+"""Noting every collective that a block of code launches, without changing what it does.
+
+Collectives are operators of torch's dispatcher, so a dispatch mode sees them: those of DDP's reducer, which
+C++ launches from inside backward, as well as those that Python or compiled code launches.
+
+Invariant: the mode passes every operator on as it is. Dynamo compiles under it as without it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ddpopt.ddp.engine import NO_TASK, task_id
+from ddpopt.inline.handover import hand_over
+
+__all__ = ["Launch", "LaunchMode"]
+
+NAMESPACES = ("c10d", "_c10d_functional")
+# Waiting is no launch.
+NOT_COLLECTIVES = ("wait_tensor",)
+# What these operators call the tensors that they send (schemas of torch 2.11 to 2.13).
+SENT = ("tensors", "input_tensors", "input_tensor", "inputs", "input")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One collective, as it was launched.
+
+    Attributes:
+        op: ``"allreduce"``, ``"broadcast"``, …: the operator's name without underscores at its ends.
+        numel: elements that this rank sends.
+        nbytes: bytes that this rank sends.
+        dtype: of the first tensor, for instance ``"float32"``; empty if there is none.
+        in_backward: whether it was launched from inside a backward.
+    """
+
+    op: str
+    numel: int
+    nbytes: int
+    dtype: str
+    in_backward: bool
+
+
+class LaunchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
+    """Reports the collectives of one process group, and every operator that runs outside of backward.
+
+    Args:
+        group_name: the group's name; collectives of other groups are not reported.
+        on_launch: called after each launch, in the order of launches, by the thread that launched.
+        on_forward: called for each other operator that runs outside of backward.
+    """
+
+    # Otherwise a higher-order operator (checkpoint, flex attention) refuses to run under this mode.
+    supports_higher_order_operators = True
+
+    def __init__(
+        self, group_name: str, on_launch: Callable[[Launch], None], on_forward: Callable[[], None]
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # of torch
+        self._group_name = group_name
+        self._on_launch = on_launch
+        self._on_forward = on_forward
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Tell Dynamo that compiling need not be skipped for this mode's sake."""
+        return True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Tell Dynamo that this mode need not see what runs while it compiles."""
+        return True
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run the operator, and report it."""
+        del types
+        if func is torch.ops.ddpopt.hand_over.default and type(args[0][0]) is Tensor:  # not while tracing
+            with self:  # what the reducer launches from inside this operator is to be seen too
+                return hand_over(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "namespace", "") in NAMESPACES:
+            self._note(func, args, kwargs or {})
+        elif task_id() == NO_TASK:
+            self._on_forward()
+        return result
+
+    def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        op = func._schema.name.partition("::")[2].strip("_")
+        names = [argument.name for argument in func._schema.arguments]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if op in NOT_COLLECTIVES or _group_name(given) != self._group_name:
+            return
+        sent = [tensor for name in SENT for tensor in _tensors(given.get(name))]
+        self._on_launch(
+            Launch(
+                op=op,
+                numel=sum(tensor.numel() for tensor in sent),
+                nbytes=sum(tensor.numel() * tensor.element_size() for tensor in sent),
+                dtype=str(sent[0].dtype).removeprefix("torch.") if sent else "",
+                in_backward=task_id() != NO_TASK,
+            )
+        )
+
+
+def _group_name(arguments: Mapping[str, Any]) -> str:
+    if "group_name" in arguments:
+        return str(arguments["group_name"])
+    boxed = arguments.get("process_group")
+    # Private, the same in torch 2.11 to 2.13: operators carry groups as TorchScript objects.
+    return "" if boxed is None else str(torch._C._distributed_c10d.ProcessGroup.unbox(boxed).group_name)
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _tensors(entry)

@@ -1,0 +1,259 @@
+"""What really happens in a block of training: buckets, collectives in order, compiled graphs.
+
+Nothing is registered with the DDP module (a communication hook could never be taken back). Collectives are
+seen by a dispatch mode; which parameters a bucket holds is asked of the running reducer itself; and each
+bucket is then matched with a collective of its size, so that neither is believed alone.
+
+Invariant: the block runs as it would without being observed, and afterwards all is as it was.
+"""
+
+import weakref
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from ddpopt.ddp.engine import NO_TASK, task_id
+from ddpopt.ddp.fit import ddp_module
+from ddpopt.ddp.reduced import running_reducer
+from ddpopt.ddp.reducer_buckets import ObservedBucket, running_buckets
+from ddpopt.errors import UsageError
+from ddpopt.observation.compilations import Compilations
+from ddpopt.observation.launches import Launch, LaunchMode
+from ddpopt.planning.bucket_rule import specs_from_ddp
+
+__all__ = ["Collective", "Iteration", "Observation", "ObservedBucket", "observe"]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective on the module's process group.
+
+    Attributes:
+        op: ``"allreduce"``, ``"broadcast"``, …
+        nbytes: bytes that this rank sent; for a sparse gradient, those of the dense one.
+        dtype: of what was sent, for instance ``"float32"``; empty for a barrier.
+        bucket: index of the bucket that it carried; None if it carried something else, or a communication
+            hook sent the bucket in another size.
+    """
+
+    op: str
+    nbytes: int
+    dtype: str
+    bucket: int | None
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One backward that launched collectives.
+
+    Attributes:
+        buckets: those that the reducer had then; empty if that is no longer known (the reducer was replaced
+            more than once in the block).
+        collectives: what the backward launched, in order.
+    """
+
+    buckets: tuple[ObservedBucket, ...]
+    collectives: tuple[Collective, ...]
+
+    @property
+    def unmatched(self) -> tuple[int, ...]:
+        """Buckets for which no collective of their size was seen.
+
+        Empty unless a communication hook sends something else, or unused buckets were skipped.
+        """
+        matched = [collective.bucket for collective in self.collectives]
+        return tuple(bucket.index for bucket in self.buckets if bucket.index not in matched)
+
+
+def observe(ddp: nn.Module) -> "Observation":
+    """Observe what a DDP module does in a ``with`` block.
+
+    Args:
+        ddp: the DDP module, or what ``torch.compile`` made of it.
+
+    Returns:
+        A context manager that gives itself; read its properties after the block, or inside of it between
+        backwards. It can be entered once.
+
+    Raises:
+        UsageError: ``ddp`` is no DDP module, or has an option that leaves no buckets.
+    """
+    return Observation(ddp_module(ddp))
+
+
+@dataclass
+class _Backward:
+    """One backward so far: what it launched, and under which reducer."""
+
+    reducer: "weakref.ReferenceType[Any]"
+    rebuilds: int
+    launches: list[int] = field(default_factory=list)
+    tasks: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """The buckets of one reducer at one time."""
+
+    reducer: "weakref.ReferenceType[Any]"
+    rebuilds: int
+    buckets: tuple[ObservedBucket, ...]
+
+
+class Observation:
+    """What was seen; made by :func:`observe`."""
+
+    def __init__(self, ddp: Any) -> None:
+        self._ddp = ddp
+        self._mode: LaunchMode | None = None
+        self._compilations = Compilations()
+        self._launches: list[Launch] = []
+        self._backwards: list[_Backward] = []
+        self._open: _Backward | None = None
+        self._rebuilds = 0
+        self._snapshots: list[_Snapshot] = []
+        self._hooked = False
+        self._active = False
+        self._parameter_count = len(specs_from_ddp(ddp))
+
+    def __enter__(self) -> "Observation":
+        if self._mode is not None:
+            raise UsageError("this observation was already used; call ddpopt.observe(ddp) for each block")
+        self._active = True
+        self._refresh()
+        self._mode = LaunchMode(str(self._ddp.process_group.group_name), self._launched, self._close)
+        self._compilations.start()
+        self._mode.__enter__()  # type: ignore[no-untyped-call]  # of torch
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._mode is not None:
+            self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # of torch
+        self._compilations.stop()
+        self._refresh()
+        self._active = False
+
+    @property
+    def buckets(self) -> tuple[ObservedBucket, ...]:
+        """The buckets of the last backward that was synchronised; empty if there was none."""
+        iterations = self.iterations
+        return iterations[-1].buckets if iterations else ()
+
+    @property
+    def iterations(self) -> tuple[Iteration, ...]:
+        """One entry for each backward that was synchronised, in order."""
+        self._refresh()
+        collectives = self.collectives
+        return tuple(
+            Iteration(
+                buckets=snapshot.buckets if (snapshot := self._snapshot_of(backward)) else (),
+                collectives=tuple(collectives[index] for index in backward.launches),
+            )
+            for backward in self._backwards
+        )
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Every collective on the module's process group, in the order in which they were launched."""
+        self._refresh()
+        carried: dict[int, int] = {}
+        for backward in self._backwards:
+            carried.update(self._carried(backward))
+        return tuple(
+            Collective(launch.op, launch.nbytes, launch.dtype, carried.get(index))
+            for index, launch in enumerate(self._launches)
+        )
+
+    @property
+    def graphs(self) -> tuple[str, ...]:
+        """The graphs that Dynamo compiled, by its compile ids (``"0/0"``), in order.
+
+        ``torch._dynamo.reset()`` inside the block ends the observation of graphs.
+        """
+        return tuple(self._compilations.graphs)
+
+    # ------------------------------------------------------------------------------------------ taking notes
+
+    def _launched(self, launch: Launch) -> None:
+        if launch.in_backward:
+            backward = self._current_backward()
+            backward.launches.append(len(self._launches))
+        elif (launch.op, launch.dtype, launch.numel) == ("broadcast", "int32", self._parameter_count + 1):
+            # Rank 0's ready order, which the reducer sends before it rebuilds its buckets: parameter indices
+            # and a count. A broadcast of the user's that looks alike does no harm: the buckets then turn out
+            # to be the same before and after it.
+            self._rebuilds += 1
+        self._launches.append(launch)
+
+    def _current_backward(self) -> _Backward:
+        # A reentrant backward (checkpointing) runs inside another one under a number of its own. No operator
+        # outside of backward comes between the two, but one does between two iterations.
+        task = task_id()
+        current = self._open
+        if current is None or (task not in current.tasks and self._is_complete(current)):
+            current = self._open = _Backward(weakref.ref(running_reducer(self._ddp)), self._rebuilds)
+            self._backwards.append(current)
+        current.tasks.append(task)
+        return current
+
+    def _close(self) -> None:
+        self._open = None
+
+    def _is_complete(self, backward: _Backward) -> bool:
+        snapshot = self._snapshot_of(backward)
+        return snapshot is not None and len(self._carried(backward)) == len(snapshot.buckets)
+
+    # ----------------------------------------------------------------------------------- drawing conclusions
+
+    def _refresh(self) -> None:
+        # After the block the reducer may go on to other buckets. And in a backward this thread may hold the
+        # reducer's lock, which both the buckets and the log are read under.
+        if not self._active or task_id() != NO_TASK:
+            return
+        self._hooked = bool(self._ddp._get_ddp_logging_data().get("comm_hook"))
+        reducer = weakref.ref(running_reducer(self._ddp))
+        if not any(s.reducer is reducer and s.rebuilds == self._rebuilds for s in self._snapshots):
+            self._snapshots.append(_Snapshot(reducer, self._rebuilds, running_buckets(self._ddp)))
+
+    def _snapshot_of(self, backward: _Backward) -> _Snapshot | None:
+        return self._find(backward.reducer, backward.rebuilds)
+
+    def _find(self, reducer: "weakref.ReferenceType[Any]", rebuilds: int) -> _Snapshot | None:
+        # An object has one reference of this kind: comparing these tells reducers apart that are gone.
+        snapshots = [snapshot for snapshot in self._snapshots if snapshot.reducer is reducer]
+        before = [snapshot for snapshot in snapshots if snapshot.rebuilds <= rebuilds][-1:]
+        after = [snapshot for snapshot in snapshots if snapshot.rebuilds >= rebuilds][:1]
+        known = bool(before and after) and before[0].buckets == after[0].buckets
+        return before[0] if known else None
+
+    def _carried(self, backward: _Backward) -> dict[int, int]:
+        """Which launch carried which bucket: buckets go out in order, each in one all-reduce of its size."""
+        snapshot = self._snapshot_of(backward)
+        carried: dict[int, int] = {}
+        if snapshot is None:
+            return carried
+        place = 0
+        for index in backward.launches:
+            for bucket in snapshot.buckets[place:]:
+                if _fits(self._launches[index], bucket, self._hooked):
+                    carried[index] = bucket.index
+                    place = bucket.index + 1
+                    break
+        return carried
+
+
+REAL_OF = {"complex64": "float32", "complex128": "float64"}
+"""Complex gradients are sent as pairs of real numbers."""
+
+
+def _fits(launch: Launch, bucket: ObservedBucket, hooked: bool) -> bool:
+    if bucket.dtype in REAL_OF and (launch.numel, launch.dtype) == (2 * bucket.numel, REAL_OF[bucket.dtype]):
+        return launch.op == "allreduce" or hooked
+    # A hook may send the bucket's elements in another type.
+    return launch.numel == bucket.numel and (
+        hooked or (launch.op, launch.dtype) == ("allreduce", bucket.dtype)
+    )

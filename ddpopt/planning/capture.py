@@ -1,0 +1,223 @@
+"""Plan a model without running it: trace with Dynamo on fake tensors and read the plan off its graphs.
+
+Invariant: no process group, no accelerator, no weight copied; the caller's model, and torch's global state,
+stay as they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import copyreg
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+from torch.autograd.graph import get_gradient_edge
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+
+from ddpopt.errors import UsageError
+from ddpopt.planning.bucket_rule import (
+    BucketConfig,
+    ParamSpec,
+    specs_from_ddp,
+    specs_from_module,
+    trainable_specs,
+)
+from ddpopt.planning.eager_reads import noting_reads
+from ddpopt.planning.expand_calls import Planned
+from ddpopt.planning.facts import ParamUse, collect, parameter_sources
+from ddpopt.planning.join import join_plans, telling
+from ddpopt.planning.limits import DDP_ARGUMENTS_OF_LIMITS, DDP_ARGUMENTS_WITHOUT_EFFECT_ON_LIMITS
+from ddpopt.planning.plan import Plan
+from ddpopt.planning.regions import plan_region
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A model's graphs, as a compile would see them, and what DDP would reduce.
+
+    Attributes:
+        graphs: each graph with its facts and its own plan, in forward order; a parameter belongs to the first
+            graph that reads it, for its gradient is complete only there.
+        specs: every parameter that DDP reduces, in the order of the reducer's list.
+        config: DDP's bucket limits.
+        sources: for each graph, which of its nodes bring which parameters into it.
+        uses: for each graph, the trainable parameters that it reads, those too that DDP leaves alone.
+        read_before: for each graph, the parameters from which its inputs are computed.
+    """
+
+    graphs: tuple[Planned, ...]
+    specs: tuple[ParamSpec, ...]
+    config: BucketConfig
+    sources: tuple[dict[fx.Node, dict[str, str]], ...]
+    uses: tuple[tuple[ParamUse, ...], ...]
+    read_before: tuple[frozenset[str], ...]
+
+    @functools.cached_property
+    def planned(self) -> tuple[int, ...]:
+        """Which graphs the plan is about: those that complete a gradient, or tell of reads before them."""
+        return telling([graph.plan for graph in self.graphs], self.read_before)
+
+    def plan(self) -> Plan:
+        """The plan that ddpopt follows; it counts the graphs that it is about, in forward order."""
+        plans = [self.graphs[index].plan for index in self.planned]
+        return join_plans(plans, self.specs, self.config, [self.read_before[i] for i in self.planned])
+
+
+def plan(model: nn.Module, *inputs: Any, **kwargs: Any) -> Plan:
+    """Plan a model's buckets, segments and cuts.
+
+    Args:
+        model: a module, or a DDP module, whose own bucket options then hold. Parameters may be real, fake
+            or on the meta device.
+        inputs: the positional arguments of its forward.
+        kwargs: DDP's own arguments (``bucket_cap_mb=25``, ``bucket_cap_mb_list``,
+            ``find_unused_parameters``, ``static_graph``, …); everything else goes to the model's forward.
+
+    Returns:
+        The plan, equal on every rank and in every process for equal arguments.
+
+    Raises:
+        UsageError: an argument cannot be used, or the model cannot be traced.
+    """
+    return capture(model, *inputs, **kwargs).plan()
+
+
+def capture(model: nn.Module, *inputs: Any, **kwargs: Any) -> Capture:
+    """Trace `model` on fake tensors; arguments as for `plan`."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model: expected a torch.nn.Module, got {model!r}")
+    known = (*DDP_ARGUMENTS_OF_LIMITS, *DDP_ARGUMENTS_WITHOUT_EFFECT_ON_LIMITS)
+    ddp_kwargs = {key: kwargs.pop(key) for key in known if key in kwargs}
+    if not isinstance(model, nn.parallel.DistributedDataParallel):
+        config, specs = BucketConfig.from_kwargs(**ddp_kwargs), specs_from_module(model)
+        return _trace(model, specs, config, inputs, kwargs)
+    if ddp_kwargs:
+        raise UsageError(
+            f"model: a DDP module brings its own options, but {sorted(ddp_kwargs)} were given too; "
+            "leave them out, or pass the module inside (ddp.module)"
+        )
+    config, specs = BucketConfig.from_ddp(model), specs_from_ddp(model)
+    return _trace(model.module, specs, config, inputs, kwargs)
+
+
+@torch.inference_mode(mode=False)
+@torch.enable_grad()  # a plan is one for training, wherever it is made
+def _trace(
+    model: nn.Module,
+    specs: Sequence[ParamSpec],
+    config: BucketConfig,
+    inputs: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Capture:
+    # a module compiled before it was wrapped is traced as the module that it was; its names stay
+    inner = getattr(model, "_orig_mod", model)
+    mode = fake_mode(inner)
+    memo: dict[int, Any] = {}
+    fake, fake_inputs, fake_kwargs = fake_copy(mode, (inner, inputs, dict(kwargs)), memo)
+    named = dict(model.named_parameters(remove_duplicate=False))
+    by_id = {id(memo[id(named[spec.name])]): spec for spec in specs}
+    trained = {id(memo[id(named[spec.name])]): spec for spec in trainable_specs(model)}
+    graphs: list[Planned] = []
+    sources: list[dict[fx.Node, dict[str, str]]] = []
+    uses: list[tuple[ParamUse, ...]] = []
+    read_before: list[set[str]] = []
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Callable[..., Any]:
+        taken = frozenset(name for graph in graphs for s in graph.plan.segments for name in s.params)
+        graphs.append(plan_region(gm, example_inputs, by_id, taken, config, graph=len(graphs)))
+        sources.append(parameter_sources(graphs[-1].gm, example_inputs, by_id))
+        all_reduced = trained.keys() == by_id.keys()
+        facts = graphs[-1].facts if all_reduced else collect(graphs[-1].gm, example_inputs, trained)
+        uses.append(facts.params)
+        read_before.append(set())
+        return noting_reads(gm.forward, by_id, read_before[-1])
+
+    step = torch.compile(_Traced(fake), backend=backend, **_isolated())  # type: ignore[call-overload]
+    with mode, private_dynamo(), torch.inference_mode(mode=False), torch.enable_grad():
+        try:
+            step(*fake_inputs, **fake_kwargs)
+        except Exception as error:
+            raise UsageError(
+                f"model: {type(inner).__name__} could not be traced on fake tensors: "
+                f"{type(error).__name__}: {error}\nCheck that model(*inputs) runs in eager."
+            ) from error
+    before = tuple(map(frozenset, read_before))
+    return Capture(tuple(graphs), tuple(specs), config, tuple(sources), tuple(uses), before)
+
+
+class _Traced(nn.Module):
+    """Calls a model from a frame that Dynamo traces: it skips the frames of torch.nn's own modules."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
+def fake_mode(model: nn.Module) -> FakeTensorMode:
+    """The fake mode that a model's parameters are in already, or a new one."""
+    for tensor in model.parameters():
+        if isinstance(tensor, FakeTensor):
+            return tensor.fake_mode
+    return FakeTensorMode(shape_env=ShapeEnv())  # nested tensors have a size that is a symbol
+
+
+def fake_copy(mode: FakeTensorMode, value: tuple[nn.Module, Any, Any], memo: dict[int, Any]) -> Any:
+    """Copy a model and its inputs with fake tensors for real ones; aliases stay aliases."""
+    model, *inputs = value
+    for tensor in (*model.parameters(), *model.buffers(), *pytree.tree_leaves(inputs)):
+        if isinstance(tensor, torch.Tensor):
+            memo.setdefault(id(tensor), _fake(mode, tensor))
+    # the autograd nodes that a model keeps, so that hooks on them live, are shared: they cannot be copied
+    with FakeCopyMode(mode), patch.dict(copyreg.dispatch_table, {accumulate_grad(): str}):
+        try:
+            return copy.deepcopy(value, memo)
+        except TypeError as error:
+            raise UsageError(
+                f"model: {type(model).__name__} could not be copied: {error}\n"
+                "Give the object that cannot be copied a __deepcopy__, or attach it after planning."
+            ) from error
+
+
+def accumulate_grad() -> type:
+    """The class of the autograd nodes that accumulate gradients, which torch does not export."""
+    return type(get_gradient_edge(torch.empty(0, requires_grad=True, device="cpu")).node)
+
+
+def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, FakeTensor):
+        return tensor
+    if tensor.device.type != "meta":
+        return mode.from_tensor(tensor, static_shapes=True)
+    # a meta model runs as a CPU model would: its forward may create tensors on the default device
+    with mode:
+        fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(fake, tensor.requires_grad)
+    return fake.requires_grad_(tensor.requires_grad)
+
+
+def _isolated() -> dict[str, bool]:
+    """Keep these graphs out of the caller's recompile limit, where torch can (2.13)."""
+    name = "isolate_recompiles"
+    return {name: True} if name in inspect.signature(torch.compile).parameters else {}
+
+
+@contextlib.contextmanager
+def private_dynamo() -> Iterator[None]:
+    """Let this trace neither meet nor leave limits and settings of the caller's own compilations."""
+    with torch._dynamo.config.patch(
+        optimize_ddp=False, recompile_limit=2**16, accumulated_recompile_limit=2**16
+    ):
+        yield

@@ -1,0 +1,262 @@
+"""Write a composite call out as the operations that it consists of, where a bucket ends inside it.
+
+``multi_head_attention_forward``, ``lstm_cell`` or ``multi_dot`` is one node of Dynamo's graph and reads
+several weights. In eager their gradients complete one after the other, and a bucket that ends between them
+leaves before the rest of the call's backward. A cut can only do the same if there is a place for it.
+
+A call is opened by tracing it on the example values of its arguments, below autograd: what comes out are
+the very operations that autograd would record, so nothing changes in what is computed.
+
+Invariant: a graph in which nothing is to be opened comes back as the same object.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import free_symbols
+from torch.utils import _pytree as pytree
+
+from ddpopt.graph.nodes import AUTOCAST, MISSING, body_nodes, example_value, module_like, with_values
+from ddpopt.planning.bucket_rule import ParamSpec
+from ddpopt.planning.divide_checkpoints import divide_regions, write_out_idle_regions
+from ddpopt.planning.facts import BIAS, GraphFacts, collect, several_weights
+from ddpopt.planning.plan import Plan
+
+logger = logging.getLogger("ddpopt")
+
+Decide = Callable[[GraphFacts], Plan]
+"""Makes a plan from facts."""
+
+
+class Planned(NamedTuple):
+    """A graph as planned, with its facts and its plan.
+
+    Attributes:
+        gm: the graph, perhaps with calls opened.
+        facts: read off `gm`.
+        plan: made from them.
+        completed: parameters whose gradients an earlier graph completes, though this one may read them.
+    """
+
+    gm: fx.GraphModule
+    facts: GraphFacts
+    plan: Plan
+    completed: frozenset[str] = frozenset()
+
+
+def plan_and_open(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[object],
+    specs: Mapping[int, ParamSpec],
+    decide: Decide,
+    facts: GraphFacts | None = None,
+) -> Planned:
+    """Plan a graph, and open the calls inside which its buckets end, until none is worth it.
+
+    Args:
+        gm: the graph; it is left as it is.
+        example_inputs: one value for each of its placeholders.
+        specs: what DDP reduces, by ``id`` of the parameter.
+        decide: makes the plan from the facts.
+        facts: those of `gm`, where they have been read off already.
+
+    Returns:
+        The graph that the plan is for (`gm` itself if nothing was opened), its facts and the plan.
+    """
+    if facts is None:
+        facts = collect(gm, example_inputs, specs)
+    planned = Planned(gm, facts, decide(facts))
+    while (opened := open_calls(planned.gm, planned.facts, planned.plan)) is not planned.gm:
+        replanned = _plan(opened, example_inputs, specs, decide)
+        if _trained(replanned.facts) != _trained(planned.facts):
+            logger.warning("ddpopt: calls stay closed: opened, other parameters would get a gradient")
+            break
+        planned = replanned
+    while True:
+        gm = divide_regions(planned.gm, lambda g: _cuts(g, example_inputs, specs, decide))
+        if gm is planned.gm and planned.plan.cuts:
+            gm = write_out_idle_regions(gm)
+        if gm is planned.gm:
+            return planned
+        planned = _plan(gm, example_inputs, specs, decide)
+
+
+def _plan(
+    gm: fx.GraphModule, example_inputs: Sequence[object], specs: Mapping[int, ParamSpec], decide: Decide
+) -> Planned:
+    facts = collect(gm, example_inputs, specs)
+    return Planned(gm, facts, decide(facts))
+
+
+def _trained(facts: GraphFacts) -> set[str]:
+    return {use.spec.name for use in facts.params if use.is_read}
+
+
+def _cuts(
+    gm: fx.GraphModule, example_inputs: Sequence[object], specs: Mapping[int, ParamSpec], decide: Decide
+) -> list[str]:
+    return [cut.before for cut in _plan(gm, example_inputs, specs, decide).plan.cuts]
+
+
+def open_calls(gm: fx.GraphModule, facts: GraphFacts, plan: Plan) -> fx.GraphModule:
+    """Open the calls in which a bucket of `plan` ends while other gradients of the call still follow.
+
+    Args:
+        gm: a graph, with an example value on each node; it is left as it is.
+        facts: read off `gm`.
+        plan: made from `facts`.
+
+    Returns:
+        A new module; or `gm` itself if no call is worth opening.
+    """
+    wanted = _calls_where_buckets_end(facts, plan)
+    opened: dict[fx.Node, fx.GraphModule] = {}
+    atomic: set[object] = set()
+    for node, spans in _with_autocast(gm.graph) if wanted else ():
+        if node.name in wanted and node.target not in atomic and _can_trace(node):
+            traced = _trace(node, spans)
+            if traced is not None and _separates_weights(node, traced):
+                opened[node] = traced
+            else:
+                atomic.add(node.target)
+    return _inline(gm, opened) if opened else gm
+
+
+def _calls_where_buckets_end(facts: GraphFacts, plan: Plan) -> frozenset[str]:
+    """Names of the nodes at which a bucket ends and the gradients of two weights or more complete."""
+    position = {use.spec.name: use.completes_at for use in facts.params}
+    sizes: dict[int, list[int]] = {}
+    for use in facts.params:
+        sizes.setdefault(use.completes_at, []).append(use.spec.nbytes)
+    read = [[position[name] for name in bucket.params if name in position] for bucket in plan.buckets]
+    ends = {min(positions) for positions in read if positions}
+    return frozenset(facts.nodes[end] for end in ends if several_weights(sizes[end]))
+
+
+def _with_autocast(graph: fx.Graph) -> Iterator[tuple[fx.Node, tuple[fx.Node, ...]]]:
+    """Each body node, with the autocast spans that are open around it."""
+    enter, leave = AUTOCAST
+    spans: tuple[fx.Node, ...] = ()
+    for node in body_nodes(graph):
+        if node.target is enter:
+            spans = (*spans, node)
+        elif node.target is leave:
+            spans = tuple(span for span in spans if span is not node.args[0])
+        yield node, spans
+
+
+def _can_trace(node: fx.Node) -> bool:
+    """Whether a call is a plain function of tensors of fixed shape."""
+    if node.op not in ("call_function", "call_method") or isinstance(node.target, HigherOrderOperator):
+        return False
+    values = [example_value(source) for source in node.all_input_nodes]
+    leaves = pytree.tree_leaves(values)
+    fake = all(isinstance(leaf, FakeTensor) and not free_symbols(leaf) for leaf in leaves)
+    return fake and not any(source.op == "get_attr" for source in node.all_input_nodes)
+
+
+def _trace(node: fx.Node, spans: Sequence[fx.Node]) -> fx.GraphModule | None:
+    """The operations of one call as a graph over its input nodes; None if it cannot be traced alone."""
+    sources = node.all_input_nodes
+
+    def call(*values: object) -> object:
+        given = dict(zip(sources, values, strict=True))
+        args, kwargs = with_values((node.args, node.kwargs), given.__getitem__)
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        return node.target(*args, **kwargs)  # type: ignore[operator]  # a call_function's target is callable
+
+    with _settings(spans):
+        try:
+            traced = make_fx(call)(*(example_value(source) for source in sources))
+        except Exception:  # whatever it is, the call as a whole is still right: it only stays closed
+            logger.info("ddpopt: %s cannot be opened", node.name, exc_info=True)
+            return None
+    traced.graph.eliminate_dead_code()
+    constants = traced.graph.find_nodes(op="get_attr")
+    return None if constants else traced
+
+
+@contextlib.contextmanager
+def _settings(spans: Sequence[fx.Node]) -> Iterator[None]:
+    """The state in which a node inside `spans` runs; weights are cast anew by each node that reads them."""
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with contextlib.ExitStack() as stack:
+            for span in spans:
+                device, dtype, enabled, _ = span.args
+                stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))  # type: ignore[arg-type]
+            stack.enter_context(torch.enable_grad())
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+
+
+def _separates_weights(node: fx.Node, traced: fx.GraphModule) -> bool:
+    """Whether the weights that `node` reads are read by different operations once it is written out."""
+    order = {inner: index for index, inner in enumerate(traced.graph.nodes)}
+    inputs = dict(zip(node.all_input_nodes, traced.graph.find_nodes(op="placeholder"), strict=True))
+    values = {source: example_value(source) for source in inputs if source.op == "placeholder"}
+    sizes = {
+        source: value.numel() * value.element_size()
+        for source, value in values.items()
+        if isinstance(value, torch.Tensor) and value.requires_grad and inputs[source].users
+    }
+    weights = [source for source, size in sizes.items() if size * BIAS > max(sizes.values())]
+    return len({min(order[user] for user in inputs[source].users) for source in weights}) > 1
+
+
+def _inline(gm: fx.GraphModule, opened: Mapping[fx.Node, fx.GraphModule]) -> fx.GraphModule:
+    """A copy of `gm` with the operations of each opened call in its place."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, Any] = {}
+    for node in gm.graph.nodes:
+        if node in opened:
+            copies[node] = _write_out(node, opened[node], graph, copies)
+        elif _is_element(node, opened):
+            copies[node] = copies[node.args[0]][node.args[1]]
+        else:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            if hasattr(node, "_dynamo_source"):
+                copies[node]._dynamo_source = node._dynamo_source
+    return module_like(gm, graph)
+
+
+def _is_element(node: fx.Node, opened: Mapping[fx.Node, fx.GraphModule]) -> bool:
+    """Whether a node picks an item of what an opened call returns; a tensor is indexed as ever."""
+    base = node.args[0] if node.target is operator.getitem else None
+    return isinstance(base, fx.Node) and base in opened and isinstance(example_value(base), (tuple, list))
+
+
+def _write_out(
+    node: fx.Node, traced: fx.GraphModule, graph: fx.Graph, copies: Mapping[fx.Node, Any]
+) -> fx.node.Argument:
+    """Add the operations of an opened call to `graph`; what the call returned, as nodes."""
+    inputs = dict(zip(traced.graph.find_nodes(op="placeholder"), node.all_input_nodes, strict=True))
+    inner: dict[fx.Node, fx.Node] = {placeholder: copies[source] for placeholder, source in inputs.items()}
+    mode = next(v.fake_mode for v in map(example_value, inputs.values()) if isinstance(v, FakeTensor))
+    for step in body_nodes(traced.graph):
+        inner[step] = copied = graph.node_copy(step, inner.__getitem__)
+        copied.meta = {**node.meta, "example_value": MISSING}
+        args, kwargs = with_values((copied.args, copied.kwargs), example_value)
+        with mode, torch.enable_grad():
+            copied.meta["example_value"] = step.target(*args, **kwargs)  # type: ignore[operator]
+    returned = traced.graph.output_node().args[0]
+    # what follows knows the call's values, and its views share their storages
+    for leaf, value in zip(
+        pytree.tree_leaves(returned), pytree.tree_leaves(example_value(node)), strict=True
+    ):
+        if isinstance(leaf, fx.Node) and leaf.op != "placeholder":
+            inner[leaf].meta["example_value"] = value
+    return fx.map_arg(returned, inner.__getitem__)

@@ -1,0 +1,232 @@
+"""What a forward graph says about its parameters: who reads which, and where a cut is possible.
+
+Facts are read off the graph and off the example values that Dynamo left on its nodes; nothing is run.
+Positions count the *body* of a graph: all nodes but placeholders, attributes and the output.
+
+Invariant: each trainable parameter appears once, at its own byte size, wherever and however often the
+graph reads it. A reader counts only if gradient flows through it: not under ``no_grad``, not through
+``detach``, not into a value that reaches no output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from ddpopt.graph.aliases import first_names, passes_on_input, returned_input, tensors_of
+from ddpopt.graph.effects import detaches, mutated_inputs
+from ddpopt.graph.nodes import GRAD_MODE, SOURCES, body_nodes, example_value, fetch, requires_grad, storages
+from ddpopt.planning.bucket_rule import ParamSpec
+from ddpopt.planning.cut_points import blocked_positions
+
+BIAS = 64
+"""A parameter this many times smaller than another one of the same call is not worth a cut of its own."""
+
+
+@dataclass(frozen=True)
+class ParamUse:
+    """A trainable parameter, and where in the graph its gradient becomes complete.
+
+    Attributes:
+        spec: name, bytes, dtype, device as DDP counts them.
+        readers: body positions of the nodes whose backward contributes to its gradient, ascending.
+        assumed_at: for a parameter that the graph does not read, the body position at which it is taken to
+            be ready.
+    """
+
+    spec: ParamSpec
+    readers: tuple[int, ...]
+    assumed_at: int = 0
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the graph reads it at all."""
+        return bool(self.readers)
+
+    @property
+    def completes_at(self) -> int:
+        """Body position of the earliest reader: its backward is the last to contribute."""
+        return self.readers[0] if self.readers else self.assumed_at
+
+
+@dataclass(frozen=True)
+class GraphFacts:
+    """All that planning needs to know of one graph.
+
+    Attributes:
+        nodes: names of the body nodes, in graph order.
+        params: the trainable parameters read by the graph, in the order of the reducer's list.
+        blocked: for each body position, why no cut may lie right before it, or None if one may.
+    """
+
+    nodes: tuple[str, ...]
+    params: tuple[ParamUse, ...]
+    blocked: tuple[str | None, ...]
+
+
+def several_weights(sizes: Sequence[int]) -> bool:
+    """Whether parameters of these sizes are more than one weight and its biases."""
+    largest = max(sizes, default=0)
+    return sum(size * BIAS > largest for size in sizes) > 1
+
+
+def collect(
+    gm: fx.GraphModule, example_inputs: Sequence[object], specs: Mapping[int, ParamSpec]
+) -> GraphFacts:
+    """Read the facts off one graph, in time linear in its nodes.
+
+    Args:
+        gm: a forward graph as Dynamo hands it to a backend.
+        example_inputs: one value for each placeholder; parameters are recognised by identity.
+        specs: what DDP reduces, by ``id`` of the parameter, in the order of the reducer's list.
+
+    Returns:
+        The facts; parameters that DDP does not reduce (frozen, ignored) are not among them.
+    """
+    body = body_nodes(gm.graph)
+    readers: dict[str, list[int]] = {spec.name: [] for spec in specs.values()}
+    sources = parameter_sources(gm, example_inputs, specs)
+    carries = gradient_carriers(gm.graph)
+    first = first_names(body)
+    for position, node in enumerate(body):
+        if node not in carries:
+            continue
+        read = [first.get(source, source) for source in node.all_input_nodes]
+        held = [node, *(source for source in read if source.op in SOURCES)]
+        names = [name for source in held for name in sources.get(source, {}).values()]
+        for name in dict.fromkeys(names):
+            readers[name].append(position)
+    uses = tuple(ParamUse(s, tuple(readers[s.name])) for s in specs.values() if readers[s.name])
+    return GraphFacts(tuple(node.name for node in body), uses, blocked_positions(gm.graph, body))
+
+
+def parameter_sources(
+    gm: fx.GraphModule, example_inputs: Sequence[object], specs: Mapping[int, ParamSpec]
+) -> dict[fx.Node, dict[str, str]]:
+    """Which nodes bring which parameters into the graph.
+
+    Args:
+        gm: the graph.
+        example_inputs: one value for each placeholder.
+        specs: what DDP reduces, by ``id`` of the parameter.
+
+    Returns:
+        For each placeholder, attribute or module call that holds parameters that are not frozen: their names,
+        by what the graph calls them: the node's name, or ``"<node>.<name in the module>"``.
+    """
+    values = iter(example_inputs)
+    found: dict[fx.Node, dict[str, str]] = {}
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            held = {node.name: next(values, None)}
+        elif node.op in ("get_attr", "call_module"):
+            held = _held(node, fetch(gm, str(node.target)))
+        else:
+            continue
+        names = {label: specs[id(v)].name for label, v in held.items() if id(v) in specs and requires_grad(v)}
+        if names:
+            found[node] = names
+    return found
+
+
+def parameter_names(
+    gm: fx.GraphModule, example_inputs: Sequence[object], specs: Mapping[int, ParamSpec]
+) -> dict[str, str]:
+    """The parameters that the graph reads, by what the graph calls them; as in `parameter_sources`."""
+    sources = parameter_sources(gm, example_inputs, specs)
+    return {label: name for names in sources.values() for label, name in names.items()}
+
+
+def _held(node: fx.Node, value: object) -> dict[str, object]:
+    if isinstance(value, torch.nn.Module):
+        return {f"{node.name}.{name}": param for name, param in value.named_parameters()}
+    return {node.name: value}
+
+
+def gradient_carriers(graph: fx.Graph) -> dict[fx.Node, None]:
+    """The nodes whose backward runs: their result requires grad and reaches an output.
+
+    It may also reach one by being written into a tensor that a carrier behind it reads by any of its views,
+    or that outlives the graph. What is written without gradient, as running statistics are, passes none on;
+    but who reads what a write returns, reads what was written to.
+
+    A node without an example value counts as carrying gradient: that can only delay a bucket, never
+    send it too early. So does one whose tensor is detached in place behind it.
+    """
+    carriers: dict[fx.Node, None] = {}
+    off = _without_grad_mode(graph)
+    outliving = (node for node in graph.nodes if node.op in SOURCES or node.op == "output")
+    awaited = {key for node in outliving for held in (node, *node.all_input_nodes) for key in storages(held)}
+    handing_on: dict[fx.Node, None] = {}
+    detached: set[int] = set()
+
+    def is_trained(node: fx.Node) -> bool:
+        given_up = bool(detached) and not detached.isdisjoint(tensors_of([node]))
+        return given_up or requires_grad(example_value(node))
+
+    def is_awaited(written: fx.Node) -> bool:
+        own = storages(written)
+        return is_trained(written) and (not own or not awaited.isdisjoint(own))
+
+    for node in reversed(graph.nodes):
+        if detaches(node):
+            detached.update(tensors_of(node.all_input_nodes))
+            continue
+        if node.op in (*SOURCES, "output") or not is_trained(node):
+            continue
+        used = any(user.op == "output" or user in carriers or user in handing_on for user in node.users)
+        if node in off:
+            if used and returned_input(node) is not None:
+                handing_on[node] = None
+            continue
+        if used or any(map(is_awaited, mutated_inputs(node))):
+            carriers[node] = None
+            awaited.update(key for source in node.all_input_nodes for key in storages(source))
+    return carriers
+
+
+def _without_grad_mode(graph: fx.Graph) -> dict[fx.Node, None]:
+    """The nodes under ``no_grad``, but for those that return an input as it is.
+
+    Tracing says of a view of a parameter that it requires grad even there.
+    """
+    found: dict[fx.Node, None] = {}
+    enabled = True
+    for node in graph.nodes:
+        if node.target is GRAD_MODE:
+            enabled = bool(node.args[0])
+        elif not enabled and not passes_on_input(node):
+            found[node] = None
+    return found
+
+
+def with_unread(facts: GraphFacts, specs: Sequence[ParamSpec], done: frozenset[str]) -> GraphFacts:
+    """Facts that also place the parameters which no graph reads.
+
+    Such a parameter may be unused, or used on another rank only. It is taken to be ready just before the
+    parameter registered in front of it, as DDP assumes for its initial buckets, so it holds up nothing
+    that is ready earlier.
+
+    Args:
+        facts: read off the model's only graph, or its last one.
+        specs: every parameter that DDP reduces, in registration order.
+        done: parameters that complete in earlier graphs.
+
+    Returns:
+        The same facts with more parameters; one registered in front of all that the graph reads is left out.
+    """
+    own = {use.spec.name: use for use in facts.params}
+    uses: list[ParamUse] = []
+    place: int | None = None
+    for spec in specs:
+        if spec.name in own:
+            place = own[spec.name].completes_at
+            uses.append(own[spec.name])
+        elif spec.name in done:
+            place = None
+        elif place is not None:
+            uses.append(ParamUse(spec, (), assumed_at=place))
+    return replace(facts, params=tuple(uses))

@@ -1,0 +1,189 @@
+"""The plan: which gradients travel in which all-reduce, and where the graph is cut for it.
+
+A plan is data. It is decided in `ddpopt.planning.planner`, applied in `ddpopt.split.partition` (to graphs)
+and `ddpopt.ddp.impose` (to the reducer), and judged in `ddpopt.proof`. It holds names only, so it can be
+compared between ranks, stored, and read by a person.
+
+Invariant: frozen; equal inputs give equal plans, and equal plans give equal fingerprints, on every rank,
+process and platform.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from ddpopt.errors import UsageError
+
+Policy = Literal["plan", "ddp"]
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The gradients that leave in one all-reduce.
+
+    Attributes:
+        index: position in reduction order; bucket 0 is ready first in backward.
+        params: names as in ``module.named_parameters()``, in ready order.
+        nbytes: sum of ``numel * element_size`` over `params`.
+        dtype: for instance ``"float32"``.
+        device: for instance ``"cpu"`` or ``"cuda:0"``.
+        segment: index of the segment whose backward completes this bucket.
+        reason: why the bucket ends where it ends, for a person.
+    """
+
+    index: int
+    params: tuple[str, ...]
+    nbytes: int
+    dtype: str
+    device: str
+    segment: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A piece of a forward graph that is compiled on its own.
+
+    Attributes:
+        index: position in forward order, over all graphs of the model.
+        graph: which of the graphs that the plan is about it is cut from, in forward order.
+        nodes: names of its nodes in graph order, without placeholders, attributes and output.
+        params: parameters whose gradients are complete once this segment's backward has run.
+        buckets: indices of the buckets that this segment's backward completes.
+    """
+
+    index: int
+    graph: int
+    nodes: tuple[str, ...]
+    params: tuple[str, ...]
+    buckets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The boundary between two segments.
+
+    Attributes:
+        graph: which graph is cut.
+        before: name of the node that opens the later segment.
+        reason: which bucket asked for the cut, and why just there.
+    """
+
+    graph: int
+    before: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The frozen decision: buckets, segments, cuts, and a reason for each.
+
+    Attributes:
+        buckets: in the order in which they are reduced.
+        segments: in forward order.
+        cuts: in forward order; one fewer than segments in each graph.
+        unread: trainable parameters that no graph reads; each still stands in a bucket.
+        policy: ``"plan"`` if the buckets were decided here and DDP follows,
+            ``"ddp"`` if the buckets were given and only the cuts were decided.
+    """
+
+    buckets: tuple[Bucket, ...]
+    segments: tuple[Segment, ...]
+    cuts: tuple[Cut, ...]
+    unread: tuple[str, ...] = ()
+    policy: Policy = "plan"
+
+    @property
+    def fingerprint(self) -> str:
+        """Sixteen hex digits that are equal exactly when two ranks would reduce and cut alike.
+
+        Device indices differ between ranks, so devices count by order of first appearance; and node names
+        differ with the frame that Dynamo starts from, so of nodes only the number counts.
+        """
+        devices: dict[str, str] = {}
+        for bucket in self.buckets:
+            kind = bucket.device.partition(":")[0]
+            devices.setdefault(bucket.device, f"{kind}#{len(devices)}")
+        content = [
+            self.policy,
+            [[list(b.params), b.nbytes, b.dtype, devices[b.device], b.segment] for b in self.buckets],
+            [[s.graph, len(s.nodes), list(s.params)] for s in self.segments],
+        ]
+        text = json.dumps(content, separators=(",", ":"), ensure_ascii=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def spread(self) -> int:
+        """How many buckets wait on more than one segment."""
+        return sum(len(self.segments_of(bucket)) > 1 for bucket in self.buckets)
+
+    def segments_of(self, bucket: Bucket) -> tuple[int, ...]:
+        """Indices of the segments in which the gradients of `bucket` become complete, ascending."""
+        members = frozenset(bucket.params)
+        return tuple(s.index for s in self.segments if not members.isdisjoint(s.params))
+
+    def to_json(self) -> str:
+        """The plan as JSON text; `from_json` gives back an equal plan."""
+        document = {"ddpopt_plan": FORMAT, "fingerprint": self.fingerprint, **asdict(self)}
+        return json.dumps(document, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read a plan that `to_json` wrote.
+
+        Raises:
+            UsageError: `text` is not such a document, or its fingerprint does not match its content.
+        """
+        document = _document(text)
+        try:
+            plan = cls(
+                buckets=tuple(_bucket(row) for row in document["buckets"]),
+                segments=tuple(_segment(row) for row in document["segments"]),
+                cuts=tuple(Cut(**row) for row in document["cuts"]),
+                unread=tuple(document["unread"]),
+                policy=document["policy"],
+            )
+            found, stated = plan.fingerprint, document["fingerprint"]
+        except (KeyError, TypeError, AttributeError) as error:
+            problem = f"lacks {error}" if isinstance(error, KeyError) else f"is malformed: {error}"
+            raise UsageError(
+                f"a plan as Plan.to_json() writes it was expected; this one {problem}"
+            ) from error
+        if found != stated:
+            raise UsageError(
+                f"the plan's content has fingerprint {found!r} but the document says {stated!r}: "
+                "it was edited after Plan.to_json() wrote it; write it again"
+            )
+        return plan
+
+
+def cut_reason(bucket: int, reason: str) -> str:
+    """Why a graph is cut: which bucket is complete there, and why it ends there."""
+    return f"bucket {bucket} is complete: {reason}"
+
+
+def _document(text: str) -> Mapping[str, Any]:
+    try:
+        document = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UsageError(
+            f"a plan as Plan.to_json() writes it was expected; this is no JSON: {error}"
+        ) from error
+    if not isinstance(document, dict) or document.get("ddpopt_plan") != FORMAT:
+        found = document.get("ddpopt_plan") if isinstance(document, dict) else type(document).__name__
+        raise UsageError(f"a JSON object with ddpopt_plan={FORMAT} was expected; found {found!r}")
+    return document
+
+
+def _bucket(row: Mapping[str, Any]) -> Bucket:
+    return Bucket(**{**row, "params": tuple(row["params"])})
+
+
+def _segment(row: Mapping[str, Any]) -> Segment:
+    return Segment(**{**row, **{key: tuple(row[key]) for key in ("nodes", "params", "buckets")}})

@@ -1,0 +1,226 @@
+"""How ranks fail, which of them failed of themselves, and the words for it.
+
+When one rank fails, its peers fail as well: in a collective that it left, or because they were ended. A
+report that shows only the first exit, or all failures alike, sends its reader to the wrong rank.
+
+Plain data, without torch. Invariant: wherever a rank failed, there is at least one culprit.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ddpopt.errors import InfrastructureError
+
+__all__ = ["Kind", "RankFailure", "RanksFailed", "culprits"]
+
+Kind = Literal["raised", "died", "stalled", "ended"]
+
+SHOWN_STACK_LINES = 40
+SHOWN_OUTPUT_LINES = 20
+
+# What an exception in a collective says when a peer left, or never came. Gloo raises a bare RuntimeError.
+PEER_SIGNS = (
+    "gloo/transport/",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "torch.distributed.DistBackendError",
+    "torch.distributed.DistNetworkError",
+    "torch.distributed.DistStoreError",
+    "ddpopt.ranks.exchange.PeersMissing",
+)
+# Files whose innermost frame waits for a peer.
+WAITING_FILES = ("/torch/distributed/", "/ddpopt/ranks/exchange.py")
+# What NCCL's watchdog prints before it aborts the process.
+WATCHDOG_SIGN = "Watchdog caught collective operation timeout"
+THREAD = re.compile(r"^(Thread|Current thread) 0x[0-9a-f]+", re.MULTILINE)
+FRAME = re.compile(r'^  File "(?P<path>[^"]*)", line \d+ in (?P<function>.*)$', re.MULTILINE)
+
+NEXT_STEPS = {
+    "SIGKILL": "SIGKILL mostly means that the machine ran out of memory: look for 'Killed process' in dmesg.",
+    "SIGSEGV": "It crashed inside native code: run the call above in one process, under a debugger.",
+}
+COMPARE = "Compare the collectives in the stacks: every rank must enter the same ones in the same order."
+RAISE_LIMIT = (
+    "The innermost call stands first in each stack. If it is only slow, raise the limit: of 'ddpopt verify' "
+    "--trial-timeout, and --timeout for all of it."
+)
+LEFT_EARLY = "Something ended that process before its task returned: look for os._exit."
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """How one rank failed.
+
+    Attributes:
+        rank: its number.
+        kind: ``"raised"`` an exception; ``"died"`` without one; ``"stalled"`` until a limit had passed; or
+            was ``"ended"``, in the midst of its work, because a peer had failed.
+        what: the piece of work it was in, or the last thing it is known to have done.
+        exit_code: of its process, negative for a signal; None if it is not known.
+        signal: name of the signal that ended it, for instance ``"SIGKILL"``; empty if none did.
+        stack: the traceback of the exception, or the stacks of all threads, innermost frame first; empty if
+            the process could write none.
+        output: what it had printed.
+    """
+
+    rank: int
+    kind: Kind
+    what: str
+    exit_code: int | None = None
+    signal: str = ""
+    stack: str = ""
+    output: str = ""
+
+    @property
+    def waits_for_peers(self) -> bool:
+        """Whether this is what a peer's failure looks like from here: a collective without that peer."""
+        if self.kind == "raised":
+            return any(sign in self.stack for sign in PEER_SIGNS)
+        if self.kind == "died":
+            return WATCHDOG_SIGN in self.output
+        innermost = _innermost_path(self.stack)
+        return any(part in innermost for part in WAITING_FILES)
+
+
+def _innermost_path(stacks: str) -> str:
+    """The file in which the main thread is, in stacks as faulthandler writes them."""
+    for stack in stacks.split("\n\n"):
+        frames = list(FRAME.finditer(stack))
+        if frames and frames[-1]["function"] == "<module>":
+            return frames[0]["path"]
+    return ""
+
+
+def culprits(failures: Sequence[RankFailure]) -> tuple[RankFailure, ...]:
+    """Find the ranks that failed of themselves.
+
+    Args:
+        failures: one for each rank that did not return a value.
+
+    Returns:
+        The ranks that raised, died or stalled elsewhere than in a collective. Without any, those that were
+        ended elsewhere than in a collective: they kept their peers waiting. Without any of these either, all
+        of them: each waits for another.
+    """
+    alone = [failure for failure in failures if not failure.waits_for_peers]
+    of_themselves = [failure for failure in alone if failure.kind != "ended"]
+    return tuple(of_themselves or alone or failures)
+
+
+class RanksFailed(InfrastructureError):
+    """At least one of the ranks that were started returned no value.
+
+    Attributes:
+        failures: of each rank that returned no value, by rank.
+        culprits: those that failed of themselves; the others only felt it.
+        exit_code: 1 if nothing happened but exceptions, 3 if a rank died or stalled.
+        of_time_alone: whether nothing happened but that limits passed.
+    """
+
+    def __init__(self, failures: Sequence[RankFailure], size: int) -> None:
+        self.failures = tuple(sorted(failures, key=lambda failure: failure.rank))
+        self.culprits = culprits(self.failures)
+        only_raised = all(one.kind == "raised" and not one.waits_for_peers for one in self.culprits)
+        self.exit_code = 1 if only_raised else 3
+        self.of_time_alone = all(
+            one.kind in ("stalled", "ended") or one.waits_for_peers for one in self.culprits
+        )
+        super().__init__(_message(self.failures, self.culprits, size))
+
+
+def _message(failures: Sequence[RankFailure], guilty: Sequence[RankFailure], size: int) -> str:
+    others = [failure for failure in failures if failure not in guilty]
+    parts = [_headline(failures, guilty, size)]
+    parts += _accounts(guilty, _how)
+    parts += _accounts(others, _how_with_others)
+    return "\n".join(parts + _advice(guilty))
+
+
+def _headline(failures: Sequence[RankFailure], guilty: Sequence[RankFailure], size: int) -> str:
+    head = f"expected a value from each of {size} ranks, got none from {_ranks(failures)}"
+    if len(guilty) < len(failures):
+        return f"{head}; it began with {_ranks(guilty)}"
+    if all(failure.waits_for_peers for failure in guilty):
+        return f"{head}: in a collective that others did not enter"
+    return head
+
+
+def _ranks(failures: Sequence[RankFailure]) -> str:
+    """Name ranks.
+
+    >>> _ranks([RankFailure(0, "died", "")]), _ranks([RankFailure(n, "died", "") for n in (0, 2)])
+    ('rank 0', 'ranks 0, 2')
+    """
+    numbers = ", ".join(str(failure.rank) for failure in failures)
+    return f"rank{'s' if len(failures) != 1 else ''} {numbers}"
+
+
+def _accounts(failures: Sequence[RankFailure], how: Callable[[RankFailure], str]) -> list[str]:
+    """What became of ranks; those that have the same to tell tell it together."""
+    ranks: dict[str, list[RankFailure]] = {}
+    for failure in failures:
+        ranks.setdefault(f"{how(failure)} in {failure.what!r}:\n{_evidence(failure)}", []).append(failure)
+    return [f"{_ranks(group)} {account}" for account, group in ranks.items()]
+
+
+def _evidence(failure: RankFailure) -> str:
+    parts = []
+    if failure.stack:
+        parts.append(_quote(THREAD.sub("Thread", failure.stack), SHOWN_STACK_LINES))
+    if failure.output.strip():
+        parts += ["  printed:", _quote(failure.output, SHOWN_OUTPUT_LINES)]
+    return "\n".join(parts) or "    (no stack, no output)"
+
+
+def _how(failure: RankFailure) -> str:
+    match failure.kind:
+        case "raised":
+            return "raised an exception"
+        case "died":
+            return (
+                f"died of {failure.signal}" if failure.signal else f"ended with exit code {failure.exit_code}"
+            )
+        case "stalled":
+            return "stalled: passed its limit"
+        case "ended":
+            return "kept its peers waiting until it was ended"
+
+
+def _how_with_others(failure: RankFailure) -> str:
+    match failure.kind:
+        case "raised":
+            return "failed with it, by an exception"
+        case "stalled":
+            return "waited for it beyond the limit"
+        case "ended":
+            return "was ended then"
+        case "died":
+            return f"failed with it: {_how(failure)}"
+
+
+def _died_of(failure: RankFailure, signal: str) -> bool:
+    return failure.kind == "died" and failure.signal == signal
+
+
+def _quote(text: str, at_most: int) -> str:
+    lines = text.strip("\n").splitlines()
+    shown = lines[-at_most:]
+    if len(shown) < len(lines):
+        shown.insert(0, f"... ({len(lines) - at_most} lines above)")
+    return textwrap.indent("\n".join(shown), "    ")
+
+
+def _advice(guilty: Sequence[RankFailure]) -> list[str]:
+    advice = [text for signal, text in NEXT_STEPS.items() if any(_died_of(one, signal) for one in guilty)]
+    if any(failure.waits_for_peers for failure in guilty):
+        advice.append(COMPARE)
+    elif any(failure.kind in ("stalled", "ended") for failure in guilty):
+        advice.append(RAISE_LIMIT)
+    elif any(failure.kind == "died" and failure.exit_code == 0 for failure in guilty):
+        advice.append(LEFT_EARLY)
+    return advice

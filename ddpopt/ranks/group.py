@@ -1,0 +1,201 @@
+"""The ranks that a verification runs on: those of torchrun where there are any, else ranks of its own.
+
+`launch` starts ranks on this machine and brings back what a task returned on each; `joined` takes the ranks
+that exist, on one node or on several. A task sees no difference.
+
+Invariant: no task waits for good. What passes its limit is ended, with its stacks written.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+from ddpopt.errors import UsageError
+from ddpopt.ranks.exchange import Exchange, default_exchange
+from ddpopt.ranks.limits import Limits
+from ddpopt.ranks.start import launch
+
+__all__ = ["Ranks", "joined", "launch", "under_torchrun"]
+
+COLLECTIVE_LIMIT_S = 300.0
+LEAVING_LIMIT_S = 30.0
+
+
+def _drop(event: object) -> None:
+    """Where nobody listens."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """One process's view of the ranks that it works with.
+
+    Attributes:
+        rank: this process's number.
+        size: how many there are.
+        device: where this rank's model belongs.
+        backend: of the default process group: ``"gloo"``, or ``"nccl"`` where each rank has a GPU.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    backend: str
+    _exchange: Exchange = field(repr=False, compare=False)
+    _limits: Limits = field(default_factory=Limits, repr=False, compare=False)
+    _send: Callable[[object], None] = field(default=_drop, repr=False, compare=False)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Give every rank's value to every rank; each rank must call it.
+
+        It uses no process group, so it works whatever became of one.
+
+        Args:
+            value: anything that cloudpickle can pickle.
+
+        Returns:
+            The values, by rank.
+
+        Raises:
+            InfrastructureError: a rank left, or did not come in time.
+        """
+        # Pickled here because the classes of a user's script are known to cloudpickle only.
+        return [cloudpickle.loads(data) for data in self._exchange.gather(cloudpickle.dumps(value))]
+
+    def leave(self) -> None:
+        """Tell the other ranks that this one failed, so that none waits for what it would have given."""
+        self._exchange.leave()
+
+    def emit(self, event: object) -> None:
+        """Tell whoever follows the run something, at once and in order; on rank 0 only.
+
+        Args:
+            event: anything that cloudpickle can pickle.
+        """
+        if self.rank == 0:
+            self._send(event)
+
+    def limited(self, seconds: float, what: str) -> AbstractContextManager[None]:
+        """Put a hard limit on a piece of work; limits may be nested.
+
+        At the limit the stacks of all threads are written for the report, and this process ends.
+
+        Args:
+            seconds: the limit.
+            what: what the block does, for the report.
+
+        Returns:
+            A context manager around that work.
+        """
+        return self._limits.limited(seconds, what)
+
+
+def under_torchrun() -> bool:
+    """Tell whether torchrun started this process as a rank.
+
+    Returns:
+        False also where another launcher did.
+    """
+    return dist.is_torchelastic_launched()
+
+
+@contextmanager
+def joined(
+    *, on_event: Callable[[object], None] | None = None, timeout_s: float = COLLECTIVE_LIMIT_S
+) -> Iterator[Ranks]:
+    """Join the ranks that exist: those of the default process group, or else torchrun's. Each must call it.
+
+    A group that exists is used and left alone. Otherwise one is made, and destroyed at the end; an exception
+    is written to standard error before that, since leaving a group may take the process down.
+
+    Args:
+        on_event: gets what rank 0 emits, on rank 0.
+        timeout_s: limit of each gather, and of each collective of a group that is made here.
+
+    Yields:
+        This process's view of the ranks.
+
+    Raises:
+        UsageError: if there is neither a group nor torchrun.
+    """
+    limits = Limits(announce=_announce)
+    send = on_event if on_event is not None else _drop
+    if dist.is_initialized():
+        with _telling_peers(_view(limits, send, timeout_s)) as ranks:
+            yield ranks
+        return
+    if not under_torchrun():
+        raise UsageError(
+            "expected ranks to join, got neither torchrun's environment nor a default process group. Start "
+            "this with 'torchrun --nproc-per-node N', or use launch()."
+        )
+    excepthook = sys.excepthook  # which torch replaces for good when it makes a group
+    _make_group(timeout_s)
+    ranks = _view(limits, send, timeout_s)
+    # torchrun ends the peers of a rank that failed: they say where they were.
+    faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
+    try:
+        with _telling_peers(ranks):
+            yield ranks
+    except BaseException:
+        _tell(f"rank {ranks.rank} failed:\n{traceback.format_exc()}")
+        raise
+    finally:
+        faulthandler.unregister(signal.SIGTERM)
+        sys.excepthook = excepthook
+        if dist.is_initialized():
+            with ranks.limited(LEAVING_LIMIT_S, "leaving the process group"):
+                dist.destroy_process_group()
+
+
+@contextmanager
+def _telling_peers(ranks: Ranks) -> Iterator[Ranks]:
+    """Have no peer wait for this rank if it fails."""
+    try:
+        yield ranks
+    except BaseException:
+        with suppress(Exception):  # the store may be gone; what failed first is what counts
+            ranks.leave()
+        raise
+
+
+def _make_group(timeout_s: float) -> None:
+    local_size, local_rank = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
+    backend = "gloo"
+    if torch.cuda.is_available() and torch.cuda.device_count() >= local_size:
+        backend = "nccl"
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+
+
+def _view(limits: Limits, send: Callable[[object], None], timeout_s: float) -> Ranks:
+    backend: str = dist.get_backend()
+    on_gpu = "nccl" in backend or (backend == "undefined" and torch.cuda.is_available())
+    if backend == "undefined" or ":" in backend:  # one for each kind of device
+        backend = "nccl" if on_gpu else "gloo"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    exchange = default_exchange(timeout_s)
+    return Ranks(dist.get_rank(), dist.get_world_size(), device, backend, exchange, limits, send)
+
+
+def _announce(seconds: float, what: str, stacks: str) -> None:
+    """Say which limit has passed on which rank, in one piece: all ranks write to one terminal."""
+    rank, size = os.environ.get("RANK", "?"), os.environ.get("WORLD_SIZE", "?")
+    _tell(f"rank {rank} of {size} stalled: {what!r} did not end within {seconds:g} s\n{stacks}")
+
+
+def _tell(words: str) -> None:
+    sys.stderr.write(words)
+    sys.stderr.flush()

@@ -1,0 +1,301 @@
+"""Who lives in which segment, and what has to cross the cuts between them.
+
+A layout is worked out once for a graph and its cuts; `ddpopt.split.partition` then writes the segments by it.
+
+Invariant: what crosses a cut is a tensor or a symbol, named by the node that makes it and the path into that
+node's value; linear in the nodes of the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_symbols
+from torch.utils import _pytree as pytree
+
+from ddpopt.graph.aliases import first_names, is_view, reads_value, tensors_of, viewed_input
+from ddpopt.graph.effects import mutated_inputs
+from ddpopt.graph.nodes import (
+    AUTOCAST,
+    GRAD_MODE,
+    MISSING,
+    body_nodes,
+    example_value,
+    requires_grad,
+    storages,
+    storages_of,
+)
+from ddpopt.planning.facts import gradient_carriers
+
+ENTER_AUTOCAST, EXIT_AUTOCAST = AUTOCAST
+Path = tuple[int, ...]
+"""Where a leaf lies in a nested tuple value."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor or symbol inside the value of a node: the node, and the path into its value."""
+
+    node: fx.Node
+    path: Path = ()
+
+    @property
+    def value(self) -> object:
+        """The example value of the leaf."""
+        value = example_value(self.node)
+        for index in self.path:
+            value = value[index]  # type: ignore[index]  # a path only ever leads through tuples
+        return value
+
+    @property
+    def name(self) -> str:
+        """What a placeholder for the leaf is called."""
+        return "_of_".join([*(f"item_{index}" for index in reversed(self.path)), self.node.name])
+
+
+@dataclass
+class Layout:
+    """Who lives where: the segment of each body node, and what each segment hands to later ones."""
+
+    segments: list[list[fx.Node]]
+    home: dict[fx.Node, int]
+    exports: list[dict[Leaf, None]]
+    binders: dict[sympy.Symbol, fx.Node]
+    states: list[State]
+    mutations: dict[int, set[int]]
+    carriers: Mapping[fx.Node, None]
+    sources: Mapping[fx.Node, fx.Node]
+    grad_modes: Mapping[fx.Node, bool]
+    severed: Mapping[fx.Node, None]
+
+    @classmethod
+    def of(cls, graph: fx.Graph, openers: Sequence[str]) -> Layout:
+        """The layout of a graph that is cut in front of the nodes named `openers`."""
+        opening = {name: index + 1 for index, name in enumerate(openers)}
+        segments: list[list[fx.Node]] = [[] for _ in range(len(openers) + 1)]
+        home: dict[fx.Node, int] = {}
+        states = [State()]
+        grad_modes: dict[fx.Node, bool] = {}
+        state, current = State(), 0
+        for node in body_nodes(graph):
+            if node.name in opening:
+                current = opening[node.name]
+                states.append(state)
+            segments[current].append(node)
+            home[node] = current
+            grad_modes[node] = state.grad_enabled
+            state = state.after(node)
+        layout = cls(
+            segments,
+            home,
+            exports=[{} for _ in segments],
+            binders=_symbol_binders(graph),
+            states=states,
+            mutations=_mutations(home),
+            carriers=gradient_carriers(graph),
+            sources=_returned_sources(home),
+            grad_modes=grad_modes,
+            severed=_severed_views(grad_modes),
+        )
+        for node in graph.output_node().all_input_nodes:
+            for leaf in _leaves(layout.source(node)):
+                layout.export(leaf)
+        return layout
+
+    def source(self, node: fx.Node) -> fx.Node:
+        """The node that brings in the tensor of `node`: another one if `node` writes to it and returns it.
+
+        Only that tensor crosses a cut. AOTAutograd takes a graph's outputs for one another where an input
+        that it writes to comes out again, behind a view of another output.
+        """
+        return self.sources.get(node, node)
+
+    def export(self, leaf: Leaf) -> None:
+        """Have the segment that computes `leaf` hand it out."""
+        if leaf.node in self.home:
+            self.exports[self.home[leaf.node]].setdefault(leaf)
+
+    def is_echoed(self, node: fx.Node) -> bool:
+        """Whether a node is computed again in each segment that reads it.
+
+        AOTAutograd takes no symbolic float or bool as an input of a graph with a backward; what they are
+        computed from (sizes, the tensors behind float arguments) it does take. A view of a tensor that is
+        written to has to be a view of what the reading segment gets. And a view taken without gradient, were
+        it handed out, AOTAutograd would make anew from its base, with gradient.
+        """
+        if node.op == "placeholder":
+            return False
+        if node in self.severed or isinstance(example_value(node), (torch.SymFloat, torch.SymBool)):
+            return True
+        return not self.mutations.keys().isdisjoint(storages(node)) and viewed_input(node) is not None
+
+    def is_mutated_in(self, leaf: Leaf, index: int) -> bool:
+        """Whether a node of segment `index` writes to the storage of `leaf`."""
+        return any(index in self.mutations.get(key, ()) for key in storages_of(leaf.value))
+
+    def detached(self, inputs: Iterable[Leaf], index: int) -> list[Leaf]:
+        """Inputs of the graph that require grad, but through which segment `index` sends no gradient.
+
+        Autograd would wait for the backward of every segment that has a parameter for an input, and so
+        hold back the bucket of a parameter that an early segment only reads under ``no_grad``.
+        """
+        sources = [leaf for leaf in inputs if leaf.node.op == "placeholder" and requires_grad(leaf.value)]
+        carried = self._carried(index)
+        return [leaf for leaf in sources if leaf.node not in carried and isinstance(leaf.value, torch.Tensor)]
+
+    def _carried(self, index: int) -> dict[fx.Node, None]:
+        """What segment `index` sends gradient to, also through what it computes again."""
+        found: dict[fx.Node, None] = {}
+        pending = [node for node in self.segments[index] if node in self.carriers]
+        while pending:
+            for source in map(self.source, pending.pop().all_input_nodes):
+                if source not in found and source in self.carriers and self.is_echoed(source):
+                    pending.append(source)
+                found[source] = None
+        return found
+
+    def shielded(self, inputs: Iterable[Leaf], index: int) -> list[Leaf]:
+        """Inputs that segment `index` must get a copy of, because a later segment writes to them.
+
+        A compiled segment may keep an input for its backward that the eager program would not have kept,
+        and autograd would then refuse the write.
+        """
+        if not self.mutations:
+            return []
+        return [leaf for leaf in inputs if any(self._is_kept(k, index) for k in storages_of(leaf.value))]
+
+    def _is_kept(self, storage: int, index: int) -> bool:
+        later = max(self.mutations.get(storage, ()), default=-1) > index
+        return later and any(reads_value(node, storage) for node in self.segments[index])
+
+
+def _mutations(home: Mapping[fx.Node, int]) -> dict[int, set[int]]:
+    """For each storage that is written to: the segments that do."""
+    found: dict[int, set[int]] = {}
+    for node, index in home.items():
+        for key in (key for source in mutated_inputs(node) for key in storages(source)):
+            found.setdefault(key, set()).add(index)
+    return found
+
+
+@dataclass(frozen=True)
+class State:
+    """Global state that nodes of the graph switch: open autocast spans, and grad mode."""
+
+    autocast: tuple[fx.Node, ...] = ()
+    grad_enabled: bool = True
+
+    def after(self, node: fx.Node) -> State:
+        """The state behind `node`."""
+        if node.target is ENTER_AUTOCAST:
+            return State((*self.autocast, node), self.grad_enabled)
+        if node.target is EXIT_AUTOCAST:
+            return State(tuple(n for n in self.autocast if n is not node.args[0]), self.grad_enabled)
+        if node.target is GRAD_MODE:
+            return State(self.autocast, bool(node.args[0]))
+        return self
+
+
+def _symbol_binders(graph: fx.Graph) -> dict[sympy.Symbol, fx.Node]:
+    """For each symbol, the node whose value is just that symbol."""
+    binders: dict[sympy.Symbol, fx.Node] = {}
+    for node in graph.nodes:
+        value = example_value(node)
+        if isinstance(value, torch.SymInt) and isinstance(value.node.expr, sympy.Symbol):
+            binders.setdefault(value.node.expr, node)
+    return binders
+
+
+def _returned_sources(nodes: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """For each of `nodes`, in order, that returns what it writes to: the node that brought the tensor in.
+
+    A view that the graph returns is left out: it is handed out as it is behind the write.
+    """
+    found: dict[fx.Node, fx.Node] = {}
+    for node, first in first_names(nodes).items():
+        if viewed_input(first) is None or all(user.op != "output" for user in node.users):
+            found[node] = first
+    return found
+
+
+def _severed_views(grad_modes: Mapping[fx.Node, bool]) -> dict[fx.Node, None]:
+    """The views through which no gradient reaches their base, though torch says that they require grad.
+
+    Args:
+        grad_modes: for each body node, in order, whether it runs with gradient.
+    """
+    found: dict[fx.Node, None] = {}
+    for node, enabled in grad_modes.items():
+        of_severed = not found.keys().isdisjoint(node.all_input_nodes)
+        if (of_severed or (not enabled and _makes_trained(node))) and is_view(node):
+            found[node] = None
+    return found
+
+
+def _makes_trained(node: fx.Node) -> bool:
+    """Whether a node returns a tensor that requires grad and is none of its inputs."""
+    given = tensors_of(node.all_input_nodes)
+    return any(key not in given and requires_grad(value) for key, value in tensors_of([node]).items())
+
+
+def _leaves(node: fx.Node) -> list[Leaf]:
+    """The tensors and symbols in a node's value; the node itself where its value is not known."""
+    if node.op == "placeholder":
+        return [Leaf(node)]
+    found: list[Leaf] = []
+
+    def visit(value: object, path: Path) -> None:
+        if isinstance(value, (tuple, list)):
+            for index, item in enumerate(value):
+                visit(item, (*path, index))
+        elif not is_constant(value):
+            found.append(Leaf(node, path))
+
+    visit(example_value(node), ())
+    return found
+
+
+def is_constant(value: object) -> bool:
+    """Whether tracing fixed this value, so that it can be written down in place of the node."""
+    return value is not MISSING and not isinstance(
+        value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+    )
+
+
+def inputs_of(nodes: Sequence[fx.Node], layout: Layout, index: int) -> list[Leaf]:
+    """What a segment reads from outside, in order of first use; symbols of shapes first."""
+    leaves: dict[Leaf, None] = {}
+    symbols: dict[sympy.Symbol, None] = {}
+    for node in nodes:
+        for source in node.all_input_nodes:
+            leaves.update(dict.fromkeys(_crossing(source, layout, index)))
+    if layout.binders:  # a graph of static shapes has none, and is spared the search
+        values = [*map(example_value, nodes), *(leaf.value for leaf in leaves)]
+        symbols.update(dict.fromkeys(s for value in values for s in _free_symbols(value)))
+    bound = [Leaf(layout.binders[s]) for s in sorted(symbols, key=str) if s in layout.binders]
+    outside = [leaf for leaf in bound if layout.home.get(leaf.node, -1) < index]  # not one bound further on
+    return list(dict.fromkeys([*outside, *leaves]))
+
+
+def _crossing(node: fx.Node, layout: Layout, index: int) -> Iterator[Leaf]:
+    """The leaves that segment `index` needs as inputs in order to read `node`."""
+    if layout.home.get(node) == index:
+        return
+    node = layout.source(node)
+    if node.op == "get_attr" or node.target is ENTER_AUTOCAST:
+        return
+    if not layout.is_echoed(node):
+        yield from _leaves(node)
+        return
+    for source in node.all_input_nodes:
+        yield from _crossing(source, layout, index)
+
+
+def _free_symbols(value: object) -> Iterator[sympy.Symbol]:
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, (torch.Tensor, torch.SymInt, torch.SymFloat)):
+            yield from free_symbols(leaf)

@@ -1,0 +1,233 @@
+"""Cut a graph into segments: (GraphModule, Plan) -> stitched GraphModule.
+
+The stitched module has the inputs and outputs of the original and calls one submodule a segment. Values
+cross a cut as inputs and outputs of segments. Example values, stack traces, sources and checkpoint policies
+move along with their nodes, so nothing is copied deeply and nothing is run to learn a shape.
+
+What crosses a cut is always a tensor or a symbol: a tuple crosses as its elements, and a constant that was
+known while tracing is written into the segment that reads it. Spans of autocast and of grad mode that a
+cut falls into are closed at its near side and opened again at its far side.
+
+Invariant: linear in the nodes of the graph; the program stays the same (`ddpopt.proof` proves it).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from ddpopt.graph.nodes import GRAD_MODE, example_value, module_like, unwritten_module
+from ddpopt.planning.plan import Plan
+from ddpopt.split.layout import EXIT_AUTOCAST, Layout, Leaf, Path, State, inputs_of, is_constant
+
+Reader = Callable[[fx.Node], fx.node.Argument]
+"""What a copied node reads in place of an original one."""
+
+
+def segment_name(index: int) -> str:
+    """Name of the submodule of the stitched module that holds segment `index` of its graph."""
+    return f"segment_{index}"
+
+
+def partition(gm: fx.GraphModule, plan: Plan, graph: int = 0) -> fx.GraphModule:
+    """Cut `gm` where `plan` says.
+
+    Args:
+        gm: the graph that the plan was made for; it is left as it is.
+        plan: cuts name the node that opens each later segment.
+        graph: which of the plan's graphs `gm` is.
+
+    Returns:
+        A new module that calls ``segment_0``, ``segment_1``, … and shares parameters and attributes
+        with `gm`; or `gm` itself if the plan has no cut in it.
+    """
+    openers = [cut.before for cut in plan.cuts if cut.graph == graph]
+    if not openers:
+        return gm
+    layout = Layout.of(gm.graph, openers)
+    segments = [_build_segment(layout, index) for index in range(len(openers) + 1)]
+    return _stitch(gm, layout, segments)
+
+
+# --- one segment ---------------------------------------------------------------------------------
+
+
+@dataclass
+class _Segment:
+    """A segment under construction."""
+
+    graph: fx.Graph
+    state: State
+    inputs: dict[Leaf, fx.Node] = field(default_factory=dict)
+    copies: dict[fx.Node, fx.node.Argument] = field(default_factory=dict)
+
+
+def _build_segment(layout: Layout, index: int) -> _Segment:
+    segment = _Segment(fx.Graph(), layout.states[index])
+    nodes = layout.segments[index]
+    for leaf in inputs_of(nodes, layout, index):
+        layout.export(leaf)
+        segment.inputs[leaf] = _placeholder(segment.graph, leaf)
+    read = _reader(segment, layout)
+    _enter(segment, read)
+    for node in _echoed(nodes, layout):
+        read(node)  # in front of all, for a reader may stand inside a transform of torch.func
+    for node in nodes:
+        segment.copies[node] = segment.graph.node_copy(node, read)
+        segment.state = segment.state.after(node)
+    if index + 1 < len(layout.states):
+        _leave(segment, layout.states[index + 1], read)
+    return segment
+
+
+def _placeholder(graph: fx.Graph, leaf: Leaf) -> fx.Node:
+    node = graph.placeholder(leaf.name)
+    node.meta = dict(leaf.node.meta) if not leaf.path else {"example_value": leaf.value}
+    # AOTAutograd reads the source of each input; a value from an earlier segment has none
+    node._dynamo_source = getattr(leaf.node, "_dynamo_source", None)
+    return node
+
+
+def _reader(segment: _Segment, layout: Layout) -> Reader:
+    """How a node of this segment reads another node."""
+
+    def read(node: fx.Node) -> fx.node.Argument:
+        if node not in segment.copies:
+            node = layout.source(node)  # what a node of another segment returns comes in as what it wrote to
+        if node not in segment.copies:
+            if node.op == "get_attr":
+                segment.copies[node] = segment.graph.node_copy(node, read)
+            elif layout.is_echoed(node):
+                segment.copies[node] = _echo(segment, node, layout.grad_modes[node], read)
+            else:
+                segment.copies[node] = _rebuild(node, segment.inputs)
+        return segment.copies[node]
+
+    return read
+
+
+def _echoed(nodes: Sequence[fx.Node], layout: Layout) -> Iterator[fx.Node]:
+    """What nodes of one segment read of others and is computed again."""
+    for node in nodes:
+        for source in node.all_input_nodes:
+            if layout.home.get(source) != layout.home[node] and layout.is_echoed(layout.source(source)):
+                yield source
+
+
+def _echo(segment: _Segment, node: fx.Node, grad_enabled: bool, read: Reader) -> fx.Node:
+    """Compute a node of an earlier segment once more, in the grad mode in which the graph computes it."""
+    arguments = {source: read(source) for source in node.all_input_nodes}
+    here = segment.state.grad_enabled
+    if here != grad_enabled:
+        segment.graph.create_node("call_function", GRAD_MODE, (grad_enabled,), name="echoed_grad_mode")
+    copied = segment.graph.node_copy(node, arguments.__getitem__)
+    if here != grad_enabled:
+        segment.graph.create_node("call_function", GRAD_MODE, (here,), name="resumed_grad_mode")
+    return copied
+
+
+def _rebuild(node: fx.Node, leaves: Mapping[Leaf, fx.Node]) -> fx.node.Argument:
+    """The value of a node from outside: a node for each tensor in it, literals for its constants."""
+
+    def build(value: object, path: Path) -> fx.node.Argument:
+        if isinstance(value, (tuple, list)):
+            items = [build(item, (*path, index)) for index, item in enumerate(value)]
+            return items if isinstance(value, list) else tuple(items)
+        if is_constant(value):
+            return value  # type: ignore[return-value]  # `ddpopt.planning.cut_points` lets only literals cross
+        return leaves[Leaf(node, path)]
+
+    if node.op == "placeholder":
+        return leaves[Leaf(node)]
+    return build(example_value(node), ())
+
+
+def _enter(segment: _Segment, read: Reader) -> None:
+    """Open the spans that the cut in front of this segment falls into."""
+    for node in segment.state.autocast:
+        segment.copies[node] = segment.graph.node_copy(node, read)
+    if not segment.state.grad_enabled:
+        segment.graph.create_node("call_function", GRAD_MODE, (False,), name="resumed_grad_mode")
+
+
+def _leave(segment: _Segment, state: State, read: Reader) -> None:
+    """Close the spans that the cut behind this segment falls into."""
+    if not state.grad_enabled:
+        segment.graph.create_node("call_function", GRAD_MODE, (True,), name="suspended_grad_mode")
+    for node in reversed(state.autocast):
+        name = f"suspended_{node.name}"
+        segment.graph.create_node("call_function", EXIT_AUTOCAST, (read(node),), name=name)
+
+
+def _finish(gm: fx.GraphModule, segment: _Segment, exports: Iterable[Leaf]) -> fx.GraphModule:
+    """Hand out `exports` and make the segment a module that Dynamo's backends take for a graph of its own."""
+    outputs = [_pick(segment.graph, segment.copies[leaf.node], leaf.path) for leaf in exports]
+    segment.graph.output(tuple(outputs))
+    return module_like(gm, segment.graph, make=unwritten_module)
+
+
+def _pick(graph: fx.Graph, value: fx.node.Argument, path: Path) -> fx.node.Argument:
+    for index in path:
+        value = graph.call_function(operator.getitem, (value, index))
+    return value
+
+
+# --- the whole -----------------------------------------------------------------------------------
+
+
+def _copy(node: fx.Node, method: str) -> fx.Node:
+    """What a segment gets in place of a tensor itself."""
+    copied = node.graph.call_method(method, (node,))
+    with torch.enable_grad():  # a clone of a sparse view is dense, so its layout has to be asked for
+        copied.meta["example_value"] = getattr(example_value(node), method)()
+    return copied
+
+
+def _leaf(node: fx.Node) -> fx.Node:
+    """What stands in place of a tensor that no gradient is sent to: one that still requires grad.
+
+    Which kernels a matrix product takes, and so its last bits, depends on whether its operands require grad.
+    """
+    return _copy(_copy(node, "detach"), "requires_grad_")
+
+
+def _stitch(gm: fx.GraphModule, layout: Layout, segments: Sequence[_Segment]) -> fx.GraphModule:
+    """A module that calls the segments one after the other."""
+    modules = {
+        segment_name(index): _finish(gm, segment, layout.exports[index])
+        for index, segment in enumerate(segments)
+    }
+    graph = fx.Graph()
+    values: dict[Leaf, fx.Node] = {}
+    copies: dict[fx.Node, fx.node.Argument] = {}
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            values[Leaf(node)] = copied = graph.node_copy(node)
+            copied._dynamo_source = getattr(node, "_dynamo_source", None)
+    for index, segment in enumerate(segments):
+        shields = {leaf: _copy(values[leaf], "clone") for leaf in layout.shielded(segment.inputs, index)}
+        detached = {leaf: _leaf(values[leaf]) for leaf in layout.detached(segment.inputs, index)}
+        given = {leaf: values[leaf] for leaf in segment.inputs} | shields | detached
+        call = graph.call_module(segment_name(index), tuple(given.values()))
+        for leaf, shield in shields.items():
+            if layout.is_mutated_in(leaf, index):
+                graph.call_method("copy_", (values[leaf], shield))
+        for position, leaf in enumerate(layout.exports[index]):
+            values[leaf] = graph.call_function(operator.getitem, (call, position))
+            values[leaf].meta["example_value"] = leaf.value
+
+    def read(node: fx.Node) -> fx.node.Argument:
+        node = layout.source(node)
+        if node in layout.severed and node not in copies:
+            handed_out = {leaf: value for leaf, value in values.items() if leaf.node is node}
+            copies[node] = _rebuild(node, {leaf: _leaf(value) for leaf, value in handed_out.items()})
+        elif node not in copies:
+            copies[node] = graph.node_copy(node) if node.op == "get_attr" else _rebuild(node, values)
+        return copies[node]
+
+    graph.node_copy(gm.graph.output_node(), read)
+    return module_like(gm, graph, modules)

@@ -1,0 +1,166 @@
+"""Compile the segments of a stitched module, each distinct one once.
+
+Every segment is compiled with tracing metadata of its own: AOTAutograd compiles a backward only when it
+first runs, and then reads the metadata that its forward left (pytorch#160745).
+
+Invariant: the stitched module computes the same as before; twins share one compilation, unless the backend
+ties compiled code to the addresses of its inputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import traceback
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.output_graph import GraphCompileReason
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+from ddpopt.graph.nodes import example_value, write_code
+from ddpopt.split.twins import signature
+
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+CompilerFn = Callable[..., Callable[..., Any]]
+"""A Dynamo backend: ``(gm, example_inputs) -> callable``."""
+
+
+@dataclass(frozen=True)
+class CompiledSegments:
+    """What compiling the segments of one graph came to.
+
+    Attributes:
+        call: runs the whole graph; returns a tuple.
+        segments: how many segments the graph has.
+        distinct: how many of them were compiled.
+    """
+
+    call: Callable[..., Any]
+    segments: int
+    distinct: int
+
+
+def compile_segments(
+    stitched: fx.GraphModule,
+    example_inputs: Sequence[object],
+    compiler: CompilerFn,
+    reasons: Sequence[str | None],
+    *,
+    share: bool,
+) -> CompiledSegments:
+    """Compile every segment and put the compiled code in its place.
+
+    Args:
+        stitched: what `ddpopt.split.partition.partition` returned; its segments are replaced.
+        example_inputs: one value for each placeholder of the stitched module.
+        compiler: the backend for each segment.
+        reasons: for each segment, why the graph was cut in front of it (for ``torch._dynamo.explain``); None
+            for the first one, which keeps the graph's own.
+        share: whether twins may share compiled code.
+
+    Returns:
+        The callable, and how many compilations it took.
+    """
+    compiled: dict[Hashable, Callable[..., Any]] = {}
+    values: dict[fx.Node, object] = dict(
+        zip(stitched.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
+    )
+    calls = stitched.graph.find_nodes(op="call_module")
+    calls.sort()
+    for node, reason in zip(calls, reasons, strict=True):
+        name = str(node.target)
+        segment: fx.GraphModule = getattr(stitched, name)
+        inputs = [values[n] if n in values else example_value(n) for n in node.all_input_nodes]
+        key: Hashable = _key(segment, inputs) if share else object()
+        if key not in compiled:
+            if reason is not None:
+                segment.compile_subgraph_reason = _cut_reason(reason)  # type: ignore[assignment]
+            write_code(segment)
+            with own_tracing_context(), _own_floats(segment):
+                compiled[key] = compiler(segment, [_for_backend(value) for value in inputs])
+        delattr(stitched, name)
+        setattr(stitched, name, compiled[key])
+    return CompiledSegments(stitched.forward, len(calls), len(compiled))
+
+
+def _for_backend(value: object) -> object:
+    """A value from tracing as one that backends take for their own.
+
+    Dynamo traces under one fake mode and gives its backends another. AOTAutograd would move the value over
+    by itself, but asks each tensor for its gradient as it does, and warns if the tensor is no leaf.
+    """
+    context = TracingContext.try_get()
+    mode = context.fake_mode if context is not None else None
+    if mode is None or not isinstance(value, FakeTensor) or value.fake_mode is mode:
+        return value
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+        return mode.from_tensor(value)
+
+
+def _key(segment: fx.GraphModule, inputs: Sequence[object]) -> Hashable:
+    """Equal for twins; a segment without a signature is equal to itself alone."""
+    found = signature(segment, inputs)
+    return object() if found is None else found
+
+
+@contextlib.contextmanager
+def own_tracing_context() -> Iterator[None]:
+    """Give what is compiled inside tracing metadata of its own, sharing fake mode, symbols and guards.
+
+    Touches private parts of torch 2.11 to 2.13: ``torch._guards._TLS`` and the fields below.
+    """
+    parent = TracingContext.try_get()
+    if parent is None:
+        yield
+        return
+    child = copy.copy(parent)
+    for name in ("fw_metadata", "aot_graph_name", "params_flat", "params_flat_unwrap_subclasses",
+                 "params_unwrapped_to_flat_index", "output_strides", "ddp_optimizer_ctx"):  # fmt: skip
+        setattr(child, name, None)
+    torch._guards._TLS.tracing_context = child
+    try:
+        yield
+    finally:
+        torch._guards._TLS.tracing_context = parent
+
+
+@contextlib.contextmanager
+def _own_floats(segment: fx.GraphModule) -> Iterator[None]:
+    """Hide the floats of the graph that a segment does not read while it is compiled.
+
+    AOTAutograd turns a float that may change into a tensor. Each one that it does not meet it takes for one
+    that tracing has found to be constant: Dynamo would trace anew, and again for each value of that float.
+    Touches a private part of torch 2.11 to 2.13, the values that ``ShapeEnv`` knows its symbols by.
+    """
+    context = TracingContext.try_get()
+    mode = context.fake_mode if context is not None else None
+    if mode is None or mode.shape_env is None:
+        yield
+        return
+    known: dict[Any, Any] = getattr(mode.shape_env, "backed_var_to_val", {})
+    bodies = [module for module in segment.modules() if isinstance(module, fx.GraphModule)]
+    values = pytree.tree_leaves([example_value(node) for body in bodies for node in body.graph.nodes])
+    scalars = [value for value in values if isinstance(value, SYMBOLIC)]
+    # as it was traced: a number that a guard has fixed since then has no symbols any more
+    read = {symbol for scalar in scalars for symbol in scalar.node._expr.free_symbols}
+    hidden = {s: v for s, v in known.items() if symbol_is_type(s, SymT.FLOAT) and s not in read}
+    for symbol in hidden:
+        del known[symbol]
+    try:
+        yield
+    finally:
+        known.update(hidden)
+
+
+def _cut_reason(reason: str) -> GraphCompileReason:
+    frame = traceback.FrameSummary(__file__, 0, "ddpopt")
+    return GraphCompileReason(f"ddpopt cuts here so that DDP can overlap: {reason}", [frame])

@@ -1,0 +1,125 @@
+"""When two segments are twins: one compilation serves both.
+
+A signature holds everything that a compiler may look at: operations, literals, the layout of each input,
+which inputs share storage, and the policies of checkpointing. Parameters are inputs, so two layers of one
+kind have one signature. Values that belong to one graph alone (a constant tensor, a submodule) enter by
+identity, so segments that hold different ones are never twins.
+
+Invariant: equal signatures mean interchangeable compiled code. Where that cannot be known, there is no
+signature.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Iterable, Sequence
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ddpopt.graph.nodes import example_value, fetch
+
+POLICIES = ("recompute", "ac_graph_id", "custom", "has_backward_hook", "partitioner_tag", "autocast")
+"""Node metadata that changes what a compiler makes of a node."""
+
+ORDINARY = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
+LITERALS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
+
+
+def signature(segment: fx.GraphModule, inputs: Sequence[object]) -> Hashable | None:
+    """What a compiler sees of a segment, as a value that can be compared.
+
+    Args:
+        segment: the segment before compilation.
+        inputs: the example inputs that it would be compiled with, one for each placeholder.
+
+    Returns:
+        A hashable value, equal for twins; None if this segment must be compiled for itself.
+    """
+    layouts = [_layout(value) for value in inputs]
+    if any(layout is None for layout in layouts):
+        return None
+    return (tuple(layouts), _aliasing(inputs), _program(segment))
+
+
+def _program(gm: fx.GraphModule) -> Hashable:
+    number = {node: index for index, node in enumerate(gm.graph.nodes)}
+    rows = []
+    for node in gm.graph.nodes:
+        target = node.target if node.op in ("call_function", "call_method") else _held(gm, node)
+        policies = tuple((key, repr(node.meta[key])) for key in POLICIES if key in node.meta)
+        rows.append((node.op, target, _frozen(node.args, number), _frozen(node.kwargs, number), policies))
+    return tuple(rows)
+
+
+def _held(gm: fx.GraphModule, node: fx.Node) -> Hashable:
+    """What an attribute or submodule stands for: its program if it is a graph, else its identity."""
+    if node.op not in ("get_attr", "call_module"):
+        return None
+    value = fetch(gm, str(node.target))
+    if isinstance(value, fx.GraphModule) and not any(True for _ in value.parameters()):
+        meta = tuple(_layout(example_value(n)) for n in value.graph.nodes if n.op == "placeholder")
+        return ("graph", meta, _policy(value), _program(value))
+    return ("object", id(value))
+
+
+def _policy(body: fx.GraphModule) -> Hashable:
+    """What a checkpointed body is to save, by the identity of the function that says so."""
+    policy = body.meta.get("_checkpoint_context_fn")
+    if isinstance(policy, functools.partial) and not policy.keywords:
+        return (policy.func, *map(id, policy.args))
+    return id(policy)
+
+
+def _frozen(value: object, number: dict[fx.Node, int]) -> Hashable:
+    """Arguments as a hashable value that tells 1 from True and a list from a tuple."""
+    if isinstance(value, fx.Node):
+        return ("node", number[value])
+    if isinstance(value, (list, tuple)):
+        return (type(value).__name__, *(_frozen(item, number) for item in value))
+    if isinstance(value, dict):
+        return ("dict", *((key, _frozen(item, number)) for key, item in value.items()))
+    if isinstance(value, slice):
+        return ("slice", *(_frozen(part, number) for part in (value.start, value.stop, value.step)))
+    if isinstance(value, LITERALS):
+        return (type(value).__name__, repr(value))
+    return ("object", id(value))
+
+
+def _layout(value: object) -> Hashable | None:
+    """All that is static about one input; None for what cannot be compared."""
+    if isinstance(value, torch.Tensor):
+        if type(value) not in ORDINARY or value.layout != torch.strided:
+            return None
+        parameter = isinstance(value, torch.nn.Parameter)
+        return (
+            "tensor",
+            parameter,
+            value.dtype,
+            str(value.device),
+            _exact(value.shape),
+            _exact(value.stride()),
+            _exact([value.storage_offset()]),
+            value.requires_grad,
+            value.is_leaf,
+            value.is_conj(),
+            value.is_neg(),
+            getattr(value, "_dynamo_static_input_type", None),
+        )
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return (type(value).__name__, str(value.node.expr))
+    return (type(value).__name__, repr(value)) if isinstance(value, LITERALS) else None
+
+
+def _exact(numbers: Iterable[int | torch.SymInt]) -> tuple[Hashable, ...]:
+    return tuple(str(n.node.expr) if isinstance(n, torch.SymInt) else n for n in numbers)
+
+
+def _aliasing(inputs: Sequence[object]) -> tuple[int, ...]:
+    """For each input, the first input with the same storage: views of one storage are no strangers."""
+    first: dict[int, int] = {}
+    return tuple(
+        first.setdefault(value.untyped_storage()._cdata, index) if isinstance(value, torch.Tensor) else index
+        for index, value in enumerate(inputs)
+    )

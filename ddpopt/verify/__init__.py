@@ -1,1 +1,0 @@
-"""The verification suite: any data-parallel mode, held against eager DDP."""

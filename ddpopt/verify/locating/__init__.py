@@ -1,6 +1,0 @@
-"""Where a wrong step is wrong; `ddpopt.verify.locate` is the way in.
-
-`rungs` is the ladder of stages that a `search` climbs, `narrow` the bisection, and `pieces` compiles the
-part that it chose; `events` is what ranks tell of it. `scripting` writes a script (with `segment_code`),
-and `reproduction` runs it.
-"""

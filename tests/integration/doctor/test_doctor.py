@@ -1,0 +1,401 @@
+"""The doctor's reports: of models with one ailment each, and of a healthy one."""
+
+import json
+import linecache
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import distributed as dist
+from torch import nn
+from typer.testing import CliRunner
+
+from ddpopt.cases import corpus
+from ddpopt.cases.case import Call, Case
+from ddpopt.cli.app import app
+from ddpopt.doctor import Diagnosis, diagnose
+from ddpopt.doctor.diagnosis import Weight
+from ddpopt.doctor.recompiles import step_for
+from ddpopt.errors import DdpoptError, UsageError
+
+
+class Breaking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        y: torch.Tensor = self.second(x)
+        return y
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x)
+        if y.mean() > 100:
+            y = y / 2
+        return y
+
+
+class BreakingInLoop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            torch._dynamo.graph_break()
+        return x
+
+
+class Skipping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.Linear(8, 8)
+        self.sometimes = nn.Linear(8, 8)
+        self.never = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, skip: bool = False) -> torch.Tensor:
+        x = self.always(x)
+        return x if skip else self.sometimes(x)
+
+
+class Healthy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x)
+        return y
+
+
+class Penalised(nn.Module):
+    """Compiled code has no second derivative, which the loss below asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layer(x).sin(), x
+
+
+def penalty(output: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    y, x = output
+    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return slope.square().sum()
+
+
+def case_of(model: Callable[[], nn.Module], inputs: Callable[[int, int], Call] | None = None) -> Case:
+    return Case(
+        name=getattr(model, "__name__", "model"),
+        model=model,
+        inputs=inputs or (lambda rank, step: ((torch.ones(4, 8),), {})),
+        about="made for a test",
+    )
+
+
+@cache
+def diagnosed(name: str, backend: str = "eager") -> Diagnosis:
+    return diagnose(corpus.case(name), backend=backend)
+
+
+def topics(diagnosis: Diagnosis) -> list[tuple[str, str]]:
+    return [(finding.weight.value, finding.topic) for finding in diagnosis.problems]
+
+
+# ------------------------------------------------------------------------------------------- healthy
+
+
+def test_of_a_healthy_model_it_says_that_there_is_nothing_to_do() -> None:
+    diagnosis = diagnose(case_of(Healthy), backend="eager")
+    assert not diagnosis.problems
+    assert_expected_inline(
+        "\n\n".join(str(diagnosis).split("\n\n")[1:4]),
+        """\
+Nothing to do: nothing was found that costs overlap or compile time.
+
+Graph breaks in the model: none.
+
+Recompiles of the model: none.""",
+    )
+    assert (diagnosis.unused, diagnosis.overcounted) == ((), ())
+
+
+# ------------------------------------------------------------------------------------------- graph breaks
+
+
+def test_a_graph_break_has_its_reason_its_line_and_dynamos_hint() -> None:
+    diagnosis = diagnose(case_of(Breaking), backend="eager")
+    (found,) = diagnosis.breaks
+    assert (found.reason, found.file) == ("Call to `torch._dynamo.graph_break()`", __file__)
+    assert linecache.getline(__file__, found.line).strip() == found.code == "torch._dynamo.graph_break()"
+    assert found.hints == ("Remove the `torch._dynamo.graph_break()` call.",)
+    assert not found.abandons
+    ((weight, topic),) = topics(diagnosis)
+    assert (weight, topic) == ("slow", "graph break")
+    (finding,) = diagnosis.problems
+    assert finding.step.startswith("Remove the `torch._dynamo.graph_break()` call. See https://")
+    assert f"{__file__}:{found.line}" in finding.what
+
+
+def test_a_branch_on_a_tensor_is_called_so_and_has_a_way_out() -> None:
+    (found,) = diagnose(case_of(Branching), backend="eager").breaks
+    assert found.reason == "Python branches on the value of a tensor"
+    assert found.code == "if y.mean() > 100:"
+    assert "torch.where" in found.hints[0]
+
+
+def test_a_break_in_a_loop_says_which_function_runs_in_eager_and_why() -> None:
+    (found,) = diagnose(case_of(BreakingInLoop), backend="eager").breaks
+    assert (found.abandons, found.because) == ("forward", "graph break in loop")
+    assert found.code == "torch._dynamo.graph_break()"
+
+
+# ------------------------------------------------------------------------------------------- recompiles
+
+
+def test_a_recompile_has_its_guard_its_step_and_the_dimension_to_mark() -> None:
+    growing = case_of(Healthy, lambda rank, step: ((torch.ones(4 + step, 8),), {}))
+    diagnosis = diagnose(growing, backend="eager", steps=4)
+    (again,) = diagnosis.recompiles  # Dynamo takes the size for dynamic after the first change
+    assert again.guard == "tensor 'x' size mismatch at index 0. expected 4, actual 5"
+    assert (again.function, again.file, again.step) == ("forward()", __file__, 1)
+    (finding,) = (found for found in diagnosis.problems if found.topic == "recompile")
+    assert "torch._dynamo.mark_dynamic(x, 0)" in finding.step
+
+
+@pytest.mark.parametrize(
+    ("guard", "start"),
+    [
+        ("tensor 'x' size mismatch at index 1. expected 4, actual 5", "Mark that dimension"),
+        ("tensor 'x' dtype mismatch. expected Float, actual Half", "Cast inputs to one dtype"),
+        ("self.calls == 3", "An attribute that the model reads changed."),
+        ("___stack2 == -0.25", "The value was made before a graph break"),
+        ("scale == 1.0", "A Python value that the model gets changed."),
+        ("GLOBAL_STATE changed: grad_mode", "Grad mode, autocast"),
+        ("___check_obj_id(self.mask, 140), type=<class 'object'>", "An object that the model reads"),
+    ],
+)
+def test_each_kind_of_guard_has_a_step_of_its_own(guard: str, start: str) -> None:
+    assert step_for(guard).startswith(start)
+
+
+def test_marking_the_dimension_keeps_the_guard() -> None:
+    def marked(rank: int, step: int) -> Call:
+        x = torch.ones(4 + step, 8)
+        torch._dynamo.mark_dynamic(x, 0)
+        return (x,), {}
+
+    assert diagnose(case_of(Healthy, marked), backend="eager", steps=3).recompiles == ()
+
+
+# ------------------------------------------------------------------------------------------- parameters
+
+
+def test_an_unused_parameter_is_wrong_until_ddp_is_told() -> None:
+    diagnosis = diagnose(case_of(Skipping), backend="eager")
+    assert [(unused.name, unused.always) for unused in diagnosis.unused] == [
+        ("never.weight", True),
+        ("never.bias", True),
+    ]
+    assert topics(diagnosis) == [("wrong", "run"), ("wrong", "parameters")]
+    told = diagnose(case_of(Skipping), {"static_graph": True}, backend="eager")
+    assert topics(told) == [("slow", "parameters")]
+
+
+def test_compiled_modes_run_with_the_option_that_is_missing() -> None:
+    at_times = case_of(Skipping, lambda rank, step: ((torch.ones(4, 8), step == 1), {}))
+    diagnosis = diagnose(at_times, {"static_graph": True}, backend="eager")
+    assert [alignment.mode for alignment in diagnosis.alignments] == ["torch's DDPOptimizer", "ddpopt"]
+    wrong = [finding for finding in diagnosis.problems if finding.weight is Weight.WRONG]
+    assert [finding.topic for finding in wrong] == ["run", "parameters"]
+    assert wrong[1].step.startswith("Freeze") or "in place of static_graph=True" in wrong[1].step
+
+
+def test_a_parameter_that_some_steps_leave_out_names_rank_and_step() -> None:
+    at_times = case_of(Skipping, lambda rank, step: ((torch.ones(4, 8), step == 1), {}))
+    diagnosis = diagnose(at_times, backend="eager")
+    by_name = {unused.name: unused for unused in diagnosis.unused}
+    assert by_name["sometimes.weight"].missing == ((0, 1), (1, 1))
+    assert not by_name["sometimes.weight"].always
+
+
+def test_tied_weights_are_counted_once_for_each_reader() -> None:
+    (over,) = diagnosed("tied").overcounted
+    assert (over.name, over.times, over.storage_bytes) == ("layers.0.weight", 2, over.nbytes)
+
+
+def test_views_of_a_flat_storage_are_counted_at_its_whole_size() -> None:
+    diagnosis = diagnosed("flat_storage")
+    model = corpus.case("flat_storage").model()
+    whole = next(model.parameters()).untyped_storage().nbytes()
+    assert {over.storage_bytes for over in diagnosis.overcounted} == {whole}
+    assert {over.name for over in diagnosis.overcounted} == {name for name, _ in model.named_parameters()}
+    assert any("at the size of the storage" in finding.what for finding in diagnosis.problems)
+
+
+# ------------------------------------------------------------------------------------------- buckets and time
+
+
+def test_buckets_are_the_running_reducers_and_wait_on_torchs_segments() -> None:
+    theirs, ours = diagnosed("linear8", "aot_eager").alignments
+    assert [bucket.segments for bucket in theirs.buckets] == [
+        (7,), (6, 7), (5, 6), (4, 5), (3, 4), (2, 3), (1, 2), (0, 1), (0,),
+    ]  # fmt: skip
+    assert (theirs.segments, theirs.early, theirs.spread) == (8, 7, 7)
+    assert ours.inline
+    assert [bucket.params[0] for bucket in ours.buckets] == [f"layers.{n}.bias" for n in range(7, -1, -1)]
+
+
+def test_phases_add_up_and_pieces_are_named_by_their_parameters() -> None:
+    theirs, ours = diagnosed("linear8", "aot_eager").compile_times
+    assert [piece.params for piece in theirs.segments] == [
+        (f"layers.{n}.weight", f"layers.{n}.bias") for n in range(8)
+    ]
+    assert all(piece.forward_s > 0 and piece.backward_s for piece in theirs.segments)
+    assert (theirs.graphs, ours.graphs, len(ours.segments)) == (1, 1, 1)
+    forward = sum(piece.forward_s for piece in theirs.segments)
+    phases = dict(theirs.phases)
+    assert phases["AOTAutograd"] == pytest.approx(forward)
+    assert theirs.total_s == pytest.approx(sum(phases.values()))
+
+
+def test_a_crash_of_torchs_optimizer_is_reported_and_ddpopt_runs() -> None:
+    diagnosis = diagnosed("cap_below_1")
+    (finding,) = diagnosis.problems
+    assert (finding.topic, finding.weight) == ("run", Weight.WRONG)
+    assert "First bucket should be smaller/equal to other buckets" in finding.what
+    assert [alignment.mode for alignment in diagnosis.alignments] == ["ddpopt"]
+
+
+def test_no_finding_proposes_what_fails_too() -> None:
+    case = case_of(Penalised, lambda rank, step: ((torch.ones(4, 8, requires_grad=True),), {}))
+    diagnosis = diagnose(
+        replace(case, loss=penalty, ddp_kwargs={"find_unused_parameters": True}), backend="aot_eager"
+    )
+    theirs, ours = (finding for finding in diagnosis.problems if finding.topic == "run")
+    assert "Under torch's DDPOptimizer step 0 fails: " in theirs.what
+    assert "Under ddpopt step 0 fails: " in ours.what
+    assert theirs.step == "Set torch._dynamo.config.optimize_ddp = False, without overlap."
+    assert ours.step == "Please report this to ddpopt, with the model."
+
+
+def test_a_module_that_dynamo_steps_over_is_not_compiled_at_all() -> None:
+    diagnosis = diagnose(case_of(lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU())), backend="eager")
+    (finding,) = diagnosis.problems
+    assert finding.what.startswith("Under torch's DDPOptimizer nothing of the model is compiled")
+    assert [time.graphs for time in diagnosis.compile_times] == [0, 1]
+
+
+# ------------------------------------------------------------------------------------------- options
+
+
+def test_options_that_disable_overlap_are_found_in_a_run() -> None:
+    settings = {"optimize_ddp": False, "suppress_errors": True}
+    with torch._dynamo.config.patch(settings):
+        diagnosis = diagnose(
+            corpus.case("linear8"), {"bucket_cap_mb": 100, "find_unused_parameters": True}, backend="eager"
+        )
+        assert torch._dynamo.config.optimize_ddp is False
+    said = " ".join(finding.what for finding in diagnosis.problems if finding.topic == "options")
+    assert "find_unused_parameters=True, but every parameter got a gradient" in said
+    assert "optimize_ddp is False" in said
+    assert "suppress_errors is True" in said
+    assert "All gradients, 32.031 MiB, are one bucket" in said
+
+
+# ------------------------------------------------------------------------------------------- the report
+
+
+def test_no_line_is_longer_than_80_columns_and_all_is_ascii() -> None:
+    for diagnosis in (diagnosed("linear8", "aot_eager"), diagnosed("flat_storage"), diagnosed("tied")):
+        text = str(diagnosis)
+        assert max(len(line) for line in text.splitlines()) <= 80
+        assert text.isascii()
+
+
+def test_json_holds_all_that_is_shown() -> None:
+    diagnosis = diagnosed("tied")
+    document = json.loads(diagnosis.to_json())
+    assert document["ddpopt_diagnosis"] == 1
+    assert [finding["what"] for finding in document["findings"]] == [f.what for f in diagnosis.findings]
+    assert document["overcounted"][0]["name"] == "layers.0.weight"
+
+
+def test_the_process_group_of_the_caller_is_used_and_kept(one_rank_group: None) -> None:
+    group: Any = dist.group.WORLD
+    diagnose(case_of(Healthy), backend="eager", steps=2, ranks=1)
+    assert dist.group.WORLD is group
+
+
+def test_without_a_process_group_there_is_none_afterwards() -> None:
+    diagnose(case_of(Healthy), backend="eager", steps=2, ranks=1)
+    assert not dist.is_initialized()
+
+
+def test_a_model_that_fails_in_eager_is_wrong() -> None:
+    with pytest.raises(DdpoptError) as caught:
+        diagnose(case_of(Healthy, lambda rank, step: ((torch.ones(4, 7),), {})))
+    assert caught.value.exit_code == 1
+    assert_expected_inline(
+        str(caught.value),
+        """\
+Healthy: expected the model to run in eager, without DDP, but with the inputs of rank 0, step 0 it ended in \
+RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x7 and 8x8); make that step run first""",
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"backend": "nosuch"}, "backend: expected the name of a Dynamo backend, got 'nosuch'; known are "),
+        ({"steps": 1}, "steps: expected at least 2, for DDP rebuilds its buckets before the second, got 1"),
+        ({"ranks": 0}, "ranks: expected at least 1, got 0"),
+        ({"ddp_kwargs": {"bucket_cap_mb": -1}}, "bucket_cap_mb: expected a positive finite number of MiB"),
+    ],
+)
+def test_an_argument_that_cannot_be_used_is_a_usage_error(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        diagnose(case_of(Healthy), **arguments)
+    assert str(caught.value).startswith(message)
+
+
+# ------------------------------------------------------------------------------------------- the command
+
+
+def test_the_command_prints_the_report_on_stdout_and_progress_on_stderr(tmp_path: Path) -> None:
+    file = tmp_path / "diagnosis.json"
+    result = CliRunner().invoke(
+        app, ["doctor", "cap_5", "--backend", "eager", "--steps", "2", "--json", str(file)]
+    )
+    assert result.exit_code == 0
+    assert result.stdout.startswith("Linears: 2 steps in each mode on one rank, backend eager, torch ")
+    assert [line for line in result.stderr.splitlines() if line.startswith("ddpopt: ")] == [
+        "ddpopt: eager, without DDP",
+        "ddpopt: compile something small with eager",
+        "ddpopt: eager DDP",
+        "ddpopt: torch's DDPOptimizer, eager",
+        "ddpopt: ddpopt, eager",
+    ]
+    assert json.loads(file.read_text(encoding="utf-8"))["steps"] == 2
+
+
+def test_an_unknown_backend_exits_with_2() -> None:
+    result = CliRunner().invoke(app, ["doctor", "cap_5", "--backend", "nosuch"])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("ddpopt: error: backend: expected the name of a Dynamo backend")

@@ -1,0 +1,166 @@
+"""What Dynamo writes down while it compiles, and that reading it leaves no trace."""
+
+import copy
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpopt.dynamo.backend
+from ddpopt.cases import corpus
+from ddpopt.cases.case import Case
+from ddpopt.doctor import dynamo
+from ddpopt.doctor.dynamo import Notes, cold_caches, is_machinery, taking_notes
+from ddpopt.doctor.trial import EAGER, OURS, TORCH, run_trial
+
+
+def halves(x: torch.Tensor, count: int) -> torch.Tensor:
+    x = x * count
+    torch._dynamo.graph_break()
+    return x / 2
+
+
+def compiled_notes(function: Callable[..., torch.Tensor], *calls: tuple[Any, ...]) -> Notes:
+    with taking_notes() as notes:
+        step = torch.compile(function, backend="aot_eager")
+        for arguments in calls:
+            notes.begin_step()
+            step(*arguments).sum().backward()  # type: ignore[no-untyped-call]  # of torch
+    return notes
+
+
+def leaf() -> torch.Tensor:
+    return torch.ones(3, requires_grad=True)
+
+
+def test_the_private_names_of_torch_are_where_they_are_looked_for() -> None:
+    utils = torch._dynamo.utils
+    for name in dynamo._FILLED:
+        assert isinstance(getattr(utils, name), list | dict), name
+    assert callable(utils.get_compilation_metrics)
+    assert list(utils._compilation_metrics) == utils.get_compilation_metrics()
+    fields = set(utils.CompilationMetrics.__dataclass_fields__)
+    needed = """compile_id co_name co_filename co_firstlineno recompile_reason fail_reason is_forward
+        duration_us fail_user_frame_filename fail_user_frame_lineno backward_cumulative_compile_time_us
+        aot_autograd_cumulative_compile_time_us inductor_cumulative_compile_time_us"""
+    assert set(needed.split()) <= fields
+    handler = torch._dynamo.callback.callback_handler
+    assert isinstance(handler.start_callbacks, list)
+    assert isinstance(handler.end_callbacks, list)
+    assert DistributedDataParallel._active_ddp_module is None
+
+
+def test_a_compiled_function_leaves_frames_breaks_timers_and_graphs() -> None:
+    notes = compiled_notes(halves, (leaf(), 1))
+    forward = [frame for frame in notes.frames if not frame.backward]
+    assert [frame.function.startswith(("halves", "torch_dynamo_resume_in_halves")) for frame in forward]
+    assert len(forward) == 2
+    assert [frame.file for frame in forward] == [__file__] * 2
+    assert notes.graphs == 2
+    (stop,) = notes.stops
+    assert stop.reason.startswith("Call to `torch._dynamo.graph_break()`")
+    assert (stop.stack[-1].filename, stop.stack[-1].name) == (__file__, "halves")
+    assert {"OutputGraph.call_user_compiler", "create_aot_dispatcher_function"} <= set(notes.seconds)
+    assert all(frame.total_s >= frame.backend_s > 0 for frame in forward)
+
+
+def test_a_recompilation_names_its_guard_and_its_step() -> None:
+    notes = compiled_notes(halves, (leaf(), 1), (leaf(), 1), (leaf(), 7))
+    again = [frame for frame in notes.frames if frame.recompiled]
+    assert [frame.step for frame in again] == [2]
+    assert again[0].recompiled.startswith("0/0: count == 1 ")
+    assert {frame.step for frame in notes.frames if not frame.recompiled} == {0}
+
+
+def test_frames_of_ddp_are_told_from_those_of_a_model() -> None:
+    assert is_machinery(str(torch.nn.parallel.distributed.__file__))
+    assert is_machinery(str(ddpopt.dynamo.backend.__file__))
+    assert not is_machinery(str(torch.nn.modules.linear.__file__))
+    assert not is_machinery(str(corpus.scalars.__file__))
+    assert not is_machinery(__file__)
+
+
+def test_notes_leave_dynamo_as_it_was() -> None:
+    utils = torch._dynamo.utils
+    utils.counters["mine"]["kept"] = 3
+    handler = torch._dynamo.callback.callback_handler
+    handler.register_start_callback(print)
+    before = {name: copy.deepcopy(getattr(utils, name)) for name in ("counters", "compilation_time_metrics")}
+    metrics = utils._compilation_metrics
+    try:
+        with taking_notes():
+            assert "mine" not in utils.counters
+            torch.compile(halves, backend="eager")(leaf(), 1)
+            assert utils.get_compilation_metrics()
+        assert {name: getattr(utils, name) for name in before} == before
+        assert utils._compilation_metrics is metrics
+        assert handler.start_callbacks[-1] is print
+    finally:
+        del utils.counters["mine"]
+        handler.remove_start_callback(print)
+
+
+def test_notes_are_taken_and_state_is_restored_after_an_error() -> None:
+    metrics = torch._dynamo.utils._compilation_metrics
+
+    class ExpectedError(Exception):
+        pass
+
+    def fail(*_: object) -> Callable[..., Any]:
+        raise ExpectedError
+
+    with pytest.raises(BackendCompilerFailed, match="ExpectedError"), taking_notes() as notes:
+        torch.compile(halves, backend=fail)(leaf(), 1)
+    assert [frame.function for frame in notes.frames] == ["halves"]
+    assert torch._dynamo.utils._compilation_metrics is metrics
+
+
+def test_caches_are_empty_inside_and_the_callers_own_afterwards() -> None:
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    with cold_caches():
+        inside = os.environ["TORCHINDUCTOR_CACHE_DIR"]
+        assert inside != before
+    assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == before
+    assert not os.path.exists(inside)
+
+
+def fails_in_step_1() -> Case:
+    return Case(
+        name="fails",
+        model=lambda: nn.Linear(4, 4),
+        inputs=lambda rank, step: ((torch.ones(2, 4 + step),), {}),
+        about="its second input does not fit",
+    )
+
+
+@pytest.mark.parametrize("mode", [EAGER, TORCH, OURS])
+def test_a_trial_that_fails_says_where_and_leaves_nothing_behind(mode: str, one_rank_group: None) -> None:
+    logger = ddpopt.dynamo.backend.logger
+    logged = logger.level, logger.propagate, list(logger.handlers), logging.root.level
+    config = torch._dynamo.config.save_config_portable()
+    state, filters = torch.get_rng_state(), list(warnings.filters)
+    trial = run_trial(fails_in_step_1(), mode, {}, "eager", 2)
+    assert (trial.failed_step, trial.buckets) == (1, ())
+    cause = "shapes cannot be multiplied" if mode != OURS else "must have same reduction dim"
+    assert cause in trial.failure
+    assert "\n" not in trial.failure
+    assert torch._dynamo.config.save_config_portable() == config
+    assert (logger.level, logger.propagate, list(logger.handlers), logging.root.level) == logged
+    assert torch.equal(torch.get_rng_state(), state)
+    assert list(warnings.filters) == filters
+    assert DistributedDataParallel._active_ddp_module is None
+    assert dist.is_initialized()
+
+
+def test_ddpopt_says_itself_whether_it_compiled_inline(one_rank_group: None) -> None:
+    case = corpus.case("linear8")
+    assert run_trial(case, OURS, case.ddp_kwargs, "aot_eager", 2).inline
+    assert not run_trial(case, TORCH, case.ddp_kwargs, "aot_eager", 2).inline

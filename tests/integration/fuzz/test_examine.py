@@ -1,0 +1,165 @@
+"""Judging one model: the cheapest look that decides, and whose failure it is."""
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch._dynamo import register_backend
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._functorch.compilers import nop
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt.fuzz.cases import FoundCase, task_of
+from ddpopt.fuzz.examine import examine
+from ddpopt.fuzz.questions import Answer, Kind, Setting
+from ddpopt.fuzz.signatures import ROUNDING, Signature
+from ddpopt.judge.judging.reference import Bench
+from ddpopt.ranks.group import Ranks, joined
+from ddpopt.testing.drawn import DrawnModel, step
+from tests.unit.rehearsing import one_rank_group
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
+FAILURE = Signature("error", "AssertionError", "distributed.py in __init__")
+# torch's optimizer takes no cap below 1 MiB
+CASE = FoundCase(
+    DrawnModel(width=4, cap_bytes=1),
+    "torch-ddp-optimizer",
+    Setting("eager", steps=1, lowers_limit=False),
+    FAILURE,
+)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with one_rank_group(tmp_path_factory.mktemp("group")), joined(timeout_s=60) as made:
+        yield made
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The modes that are run, in order."""
+    found: list[str] = []
+    run = Bench.run
+
+    def noted(bench: Bench, how: Any, backend: Any, **more: Any) -> Any:
+        found.append(how.name)
+        return run(bench, how, backend, **more)
+
+    monkeypatch.setattr(Bench, "run", noted)
+    return found
+
+
+def answered(ranks: Ranks, case: FoundCase, *, sought: Signature | None) -> Answer:
+    (answer,) = examine(ranks, replace(case.task, sought=sought), lambda _: None)
+    return answer
+
+
+def test_a_model_that_is_right_takes_one_run_of_eager_and_one_of_the_mode(
+    ranks: Ranks, runs: list[str]
+) -> None:
+    case = replace(CASE, setting=replace(CASE.setting, lowers_limit=True))
+    assert answered(ranks, case, sought=None).kind is Kind.OK
+    assert runs == ["eager", "torch"]
+
+
+def test_a_model_that_writes_to_its_parameters_needs_no_second_look(ranks: Ranks, runs: list[str]) -> None:
+    writing = DrawnModel((step("decayed"),), width=4, cap_bytes=1)
+    (answer,) = examine(ranks, task_of(writing, ("ddpopt-split",), Setting("eager", steps=2)), lambda _: None)
+    assert answer.kind is Kind.OK
+    assert runs == ["eager", "ddpopt-split"]
+
+
+def test_an_exception_is_held_against_the_backend_alone_and_needs_no_second_look(
+    ranks: Ranks, runs: list[str]
+) -> None:
+    answer = answered(ranks, CASE, sought=None)
+    assert (answer.kind, answer.signature) == (Kind.WRONG, FAILURE)
+    assert CASE.fails_so(answer)
+    assert runs == ["eager", "torch", "whole"]
+    assert DistributedDataParallel._active_ddp_module is None
+
+
+@pytest.mark.parametrize(
+    "sought", [replace(FAILURE, what="KeyError"), Signature("L0", "loss"), Signature("death", "SIGSEGV")]
+)
+def test_a_failure_that_cannot_be_the_one_that_is_sought_is_told_at_first_sight(
+    sought: Signature, ranks: Ranks, runs: list[str]
+) -> None:
+    answer = answered(ranks, CASE, sought=sought)
+    assert (answer.kind, answer.signature) == (Kind.WRONG, FAILURE)
+    assert runs == ["eager", "torch"]
+
+
+def test_the_failure_that_is_sought_is_looked_at_in_full(ranks: Ranks, runs: list[str]) -> None:
+    assert CASE.fails_so(answered(ranks, CASE, sought=FAILURE))
+    assert runs == ["eager", "torch", "whole"]
+
+
+def test_what_torch_leaves_open_when_it_fails_inside_a_transform_fails_nothing_else(ranks: Ranks) -> None:
+    inside = DrawnModel((step("transformed", by="grad"),), width=4, cap_bytes=1)
+    task = task_of(inside, ("torch-ddp-optimizer", "ddpopt-split"), Setting("aot_eager", steps=1))
+    torchs, ours = examine(ranks, task, lambda _: None)
+    assert torchs.signature == Signature(
+        "error", "NotImplementedError", "collect_metadata_analysis.py in inner"
+    )
+    assert ours.kind is Kind.OK
+
+
+ROUNDED = DrawnModel((step("recurrence", cell="GRUCell"),), width=16, cap_bytes=1)
+
+
+def _rounded(gm: fx.GraphModule, _: object) -> Any:
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default):
+        node.target = _product
+    gm.recompile()
+    return make_boxed_func(gm.forward)
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    made = torch.mm(left, right)
+    return torch.nextafter(made, made + 1)
+
+
+@pytest.fixture
+def rounding(monkeypatch: pytest.MonkeyPatch) -> Setting:
+    """A backend whose backward is off by a unit in the last place, where equality is asked for."""
+    name = "rounds_otherwise"
+    if name not in torch.compiler.list_backends():
+        register_backend(aot_autograd(fw_compiler=nop, bw_compiler=_rounded), name)
+    for module in ("ddpopt.fuzz.examine", "ddpopt.judge.judge"):
+        monkeypatch.setattr(importlib.import_module(module), "EXACT", (name,))
+    return Setting(name)
+
+
+def test_a_backend_that_only_rounds_otherwise_is_one_failure_whatever_the_parameter(
+    ranks: Ranks, rounding: Setting
+) -> None:
+    task = task_of(ROUNDED, ("whole", "ddpopt-inline"), rounding)
+    for answer in examine(ranks, task, lambda _: None):
+        assert (answer.kind, answer.signature) == (Kind.BACKEND, ROUNDING)
+
+
+def test_a_mode_that_is_wrong_beyond_the_rounding_of_its_backend_is_wrong(
+    ranks: Ranks, rounding: Setting
+) -> None:
+    # torch's optimizer changes the parameter too late; the last bits of the cell differ in any mode
+    both = replace(ROUNDED, steps=(step("decayed"), *ROUNDED.steps))
+    task = task_of(both, ("torch-ddp-optimizer", "ddpopt-split"), rounding)
+    torchs, ours = examine(ranks, task, lambda _: None)
+    assert (torchs.kind, torchs.signature and torchs.signature.kind) == (Kind.WRONG, "L0")
+    assert torchs.signature != ROUNDING
+    assert (ours.kind, ours.signature) == (Kind.BACKEND, ROUNDING)
+
+
+def test_the_graphs_of_a_plan_are_found_behind_one_that_trains_nothing(ranks: Ranks) -> None:
+    # the weight's gradient is a sum of four, put together in another order behind the cut: no fault
+    silent_first = (step("running"), step("graph_break"))
+    reread = (step("transformed", layer="again"), step("transformed", layer="tied"))
+    drawn = DrawnModel((*silent_first, *reread), width=4, cap_bytes=1)
+    (answer,) = examine(ranks, task_of(drawn, ("ddpopt-split",), Setting()), lambda _: None)
+    assert answer.kind is Kind.OK, answer.detail

@@ -1,0 +1,134 @@
+"""The failures that were found: each is told in full, and ddpopt gets its model right, bit by bit."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddpopt.fuzz.asking import as_scripted
+from ddpopt.fuzz.cases import FoundCase, task_of
+from ddpopt.fuzz.examine import examine
+from ddpopt.fuzz.questions import Kind, Setting
+from ddpopt.fuzz.scripting import GRAPHS, script_of
+from ddpopt.fuzz.signatures import ROUNDING, Signature
+from ddpopt.judge.locating.reproduction import shows
+from ddpopt.ranks.group import Ranks, joined
+from ddpopt.testing.drawn import DrawnModel, Step, step
+from tests.found import FOLDER, found_cases
+from tests.unit.rehearsing import one_rank_group
+
+OURS = ("ddpopt-split", "ddpopt-inline")
+EACH = pytest.mark.parametrize("case", found_cases(), ids=lambda case: case.stem)
+EACH_DIVIDED, EACH_UNDIVIDED = (
+    pytest.mark.parametrize(
+        "case",
+        [case for case in found_cases() if case.fails_undivided is undivided],
+        ids=lambda case: case.stem,
+    )
+    for undivided in (False, True)
+)
+TORCHS = [case for case in found_cases() if case.is_torchs]
+EACH_OF_TORCHS = pytest.mark.parametrize("case", TORCHS, ids=lambda case: case.stem)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with one_rank_group(tmp_path_factory.mktemp("group")), joined(timeout_s=60) as made:
+        yield made
+
+
+def test_there_are_some_and_their_files_are_named_for_what_fails() -> None:
+    names = [file.stem for file in sorted(FOLDER.glob("*.json"))]
+    assert names
+    assert names == [case.stem for case in found_cases()]
+
+
+def test_the_page_on_fuzzing_lists_all_of_them() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "fuzzing.md").read_text()
+    listed = re.findall(r"^\| `([a-z0-9-]+-[0-9a-f]{6})` \|", page, re.MULTILINE)
+    assert sorted(listed) == [case.stem for case in found_cases()]
+
+
+@EACH
+def test_a_failure_says_what_fails_where_and_why(case: FoundCase) -> None:
+    assert case.about.endswith(".")
+    assert re.fullmatch(r"\d+\.\d+\.\d+", case.torch)
+    assert case.signature.what.partition(" (")[0] in case.detail or case.signature.kind not in (
+        "error",
+        "death",
+    )
+
+
+@EACH_DIVIDED
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+def test_ddpopt_gets_the_model_right_bit_by_bit_in_both_strategies(case: FoundCase, ranks: Ranks) -> None:
+    answers = examine(ranks, task_of(case.model, OURS, Setting("aot_eager")), lambda _: None)
+    wrong = [a for a in answers if a.kind is not Kind.OK and not a.detail.startswith("nothing was judged")]
+    assert not wrong
+    assert [answer.mode for answer in answers] == [*OURS]
+
+
+@EACH_UNDIVIDED
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+def test_what_torch_gets_wrong_in_one_piece_is_not_blamed_on_ddpopt(
+    case: FoundCase, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # torch's partitioner leaves files where it fails
+    if torch.__version__.partition("+")[0] != case.torch:
+        pytest.skip(f"seen with torch {case.torch}")
+    answers = examine(ranks, task_of(case.model, OURS, Setting("aot_eager")), lambda _: None)
+    if case.signature == ROUNDING and all(answer.kind is Kind.OK for answer in answers):
+        pytest.skip("with this processor's kernels AOTAutograd's sums have the last bits of eager's")
+    assert [(answer.mode, answer.kind) for answer in answers] == [(name, Kind.BACKEND) for name in OURS]
+
+
+BASE_AND_VIEW = DrawnModel(
+    steps=(
+        step("conv1d"),
+        step("submodule", body=(step("scale"), step("embedding", 5))),
+        step("conv", 1),
+    ),
+    width=4,
+    cap_bytes=1,
+)
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+def test_what_crosses_beside_a_view_of_it_is_known_to_be_summed_in_another_order(ranks: Ranks) -> None:
+    answers = examine(ranks, task_of(BASE_AND_VIEW, OURS, Setting("aot_eager")), lambda _: None)
+    assert [(answer.mode, answer.kind) for answer in answers] == [(name, Kind.OK) for name in OURS]
+
+
+@pytest.mark.parametrize(
+    ("steps", "exit_code"), [((step("linear"),), 0), ((step("scale", of="float"), step("empty", 1)), 1)]
+)
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+def test_a_script_counts_graphs_where_that_is_the_claim(
+    steps: tuple[Step, ...], exit_code: int, ranks: Ranks, fresh_dynamo: None
+) -> None:
+    if exit_code and not torch.__version__.startswith("2.13.0"):
+        pytest.skip("what AOTAutograd compiles anew was seen with torch 2.13.0")
+    model = DrawnModel(steps=steps, width=4, cap_bytes=2**20)
+    case = FoundCase(model, "whole", Setting("inductor"), Signature("L3", GRAPHS), Kind.BACKEND)
+    scope: dict[str, Any] = {}
+    with torch._dynamo.config.patch(optimize_ddp=False), torch._inductor.config.patch(fallback_random=True):
+        exec(script_of(case, "x.py"), scope)
+        assert scope["main"]() == exit_code
+
+
+@EACH_OF_TORCHS
+@pytest.mark.nightly
+def test_the_script_shows_the_failure_where_torch_has_it(case: FoundCase, tmp_path: Path) -> None:
+    if torch.__version__.partition("+")[0] != case.torch:
+        pytest.skip(f"seen with torch {case.torch}")
+    script = tmp_path / f"{case.stem}.py"
+    death = case.signature.what if case.signature.kind == "death" else ""
+
+    def shown(candidate: FoundCase) -> bool:
+        script.write_text(script_of(candidate, script.name))
+        return shows(script, candidate.setting.nproc, 250, death=death)
+
+    assert any(map(shown, as_scripted(case)))

@@ -1,0 +1,52 @@
+"""``ddpopt verify`` as people run it, on ranks that it starts: its exit codes, and what it writes."""
+
+from pathlib import Path
+
+import pytest
+
+from ddpopt.judge.verdict import Verdict
+from tests.shop import run, write_shop
+
+pytestmark = pytest.mark.timeout(240)
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_shop(tmp_path)
+
+
+@pytest.mark.nightly
+def test_a_right_model_ends_with_0_and_writes_every_report(folder: Path) -> None:
+    names = {"--json": "v.json", "--junit": "v.xml", "--html": "v.html"}
+    files = [part for pair in names.items() for part in pair]
+    done = run(folder, "shop:small", "--backend", "aot_eager", "--options", "default,accumulation", *files)
+    assert done.returncode == 0, done.stderr
+    assert "RIGHT: shop:small on 2 ranks" in done.stdout
+    verdict = Verdict.from_json((folder / "v.json").read_text())
+    assert [trial.option for trial in verdict.trials] == ["default", "accumulation"]
+    assert all((folder / name).stat().st_size > 100 for name in names.values())
+
+
+@pytest.mark.nightly
+def test_a_model_of_the_transformers_library_is_right() -> None:
+    done = run(ROOT, "examples.transformers_gpt2:make", "--backend", "aot_eager")
+    assert done.returncode == 0, done.stderr
+    assert "RIGHT: examples.transformers_gpt2:make on 2 ranks" in done.stdout
+
+
+def test_a_backend_that_is_wrong_ends_with_1_and_is_located(folder: Path) -> None:
+    done = run(folder, "shop:small", "--backend", "doubling", "--json", "v.json")
+    assert done.returncode == 1, done.stderr
+    verdict = Verdict.from_json((folder / "v.json").read_text())
+    assert {finding.level for finding in verdict.findings} >= {"L2"}
+    assert verdict.location is not None
+    assert not all(rung.agrees for rung in verdict.location.rungs)
+
+
+@pytest.mark.nightly
+def test_a_model_that_fails_in_eager_ends_with_3_and_its_error(folder: Path) -> None:
+    done = run(folder, "shop:failing", "--backend", "eager")
+    assert done.returncode == 3, done.stderr
+    assert "ValueError: this model cannot run" in " ".join((done.stdout + done.stderr).split())

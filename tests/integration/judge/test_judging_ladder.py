@@ -1,0 +1,418 @@
+"""ddpopt.judge.judging.ladder: every number is judged at the level that its rules name."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddpopt.errors import UnsupportedError
+from ddpopt.judge.judge import judge
+from ddpopt.judge.judging import ladder as under_test
+from ddpopt.judge.judging.ladder import NOT_FINITE, OTHER_BUFFERS, OTHER_STARTS, Ladder
+from ddpopt.judge.judging.numbers import FINAL, LOSS, PARAMETER, SEEN, left_behind, plain
+from ddpopt.judge.judging.reassociation import Reassociated
+from ddpopt.judge.judging.record import Record
+from ddpopt.judge.judging.reference import Bench, Reference, Subject
+from ddpopt.judge.judging.sheet import Sheet
+from ddpopt.judge.matrix import CASES
+from ddpopt.judge.modes import mode
+from ddpopt.judge.options import option
+from ddpopt.judge.parallel import Parallel
+from ddpopt.judge.verdict import Status
+from ddpopt.ranks.group import joined
+from tests.multigpu.single import single_rank
+
+NAME = "layers.1.weight"
+OTHER = "layers.0.bias"
+NORMED = CASES[2]
+
+
+@pytest.fixture(scope="module")
+def clipped() -> Iterator[Reference]:
+    """Eager runs of a model with buffers, whose gradients are clipped."""
+    with single_rank(), joined() as ranks:
+        bench = Bench(Subject(NORMED, option("clipping"), 2, ranks.device), ranks)
+        reference = Reference.make(bench)
+        assert reference is not None
+        _ = reference.arithmetic
+        yield reference
+        bench.close()
+
+
+def climb(
+    reference: Reference,
+    record: Record,
+    *,
+    exact: bool = True,
+    ordered: bool = True,
+    how: str = "whole",
+    again: Callable[[], Record | None] = lambda: None,
+) -> Sheet:
+    return Ladder(reference, mode(how), exact=exact, ordered=ordered, run_again=again).climb(record)
+
+
+def changed(record: Record, step: int = 1, **changes: Any) -> Record:
+    """The same run with something else in one step, each of which starts from eager's state."""
+    steps = list(record.steps)
+    steps[step] = replace(steps[step], **changes)
+    return replace(record, steps=steps)
+
+
+def scaled(loss: Tensor | None, by: float) -> Tensor:
+    assert loss is not None
+    return loss * by
+
+
+def next_up(tensor: Tensor) -> Tensor:
+    return torch.nextafter(tensor, torch.full_like(tensor, torch.inf))
+
+
+def wrong_of(sheet: Sheet) -> set[tuple[str, str]]:
+    return {(item.measured.level, item.measured.parameter) for item in sheet.judged if not item.right}
+
+
+WAYS = {
+    "two ranks": (True, True),
+    "three ranks": (True, False),
+    "Inductor": (False, True),
+    "Inductor on three ranks": (False, False),
+}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+def test_every_number_that_a_step_leaves_is_judged_and_a_right_run_passes(
+    clipped: Reference, way: tuple[bool, bool]
+) -> None:
+    sheet = climb(clipped, clipped.again, exact=way[0], ordered=way[1])
+    judged = {(item.measured.step, item.measured.parameter) for item in sheet.judged}
+    left = {(step, name) for step, one in enumerate(clipped.eager.moments) for name in left_behind(one)}
+    assert judged == left
+    assert sheet.findings == []
+    assert wrong_of(sheet) == set()
+
+
+def damaged_gradients(record: Record, kind: str) -> dict[str, Any]:
+    step = record.steps[1]
+    values = step.final if kind == "final" else step.gradients
+    gradient = values[NAME]
+    assert gradient is not None
+    return {kind: {**values, NAME: gradient * 1.01}}
+
+
+def damaged(record: Record, what: str) -> dict[str, Any]:
+    step = record.steps[1]
+    if what in ("gradients", "final"):
+        return damaged_gradients(record, what)
+    if what == "loss":
+        return {"loss": scaled(step.loss, 1.01)}
+    if what == "norm":
+        return {"extras": {**step.extras, "norm": step.extras["norm"] * 1.01}}
+    return {"state": {**step.state, what: step.state[what] * 1.01}}
+
+
+DAMAGE = {
+    "gradients": ({"L0", "L1"}, {"L1"}, {"L2"}, NAME),
+    "final": ({"L0"}, {"L2"}, {"L2"}, FINAL + NAME),
+    "loss": ({"L0"}, {"L0"}, {"L2"}, LOSS),
+    "norm": ({"L0"}, {"L2"}, {"L2"}, SEEN + "norm"),
+    "norm.running_mean": ({"L0"}, {"L0"}, {"L2"}, "buffer norm.running_mean"),
+    NAME: ({"L0"}, {"L0"}, {"L0"}, PARAMETER + NAME),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_whatever_is_wrong_is_found_in_every_way_to_judge(clipped: Reference, what: str) -> None:
+    *expected, name = DAMAGE[what]
+    record = changed(clipped.again, **damaged(clipped.again, what))
+    for (exact, ordered), levels in zip(((True, True), (True, False), (False, True)), expected, strict=True):
+        wrong = wrong_of(climb(clipped, record, exact=exact, ordered=ordered))
+        assert {level for level, parameter in wrong if parameter == name} == levels
+
+
+def test_a_parameter_that_is_one_ulp_off_is_found_wherever_its_gradient_is_judged(clipped: Reference) -> None:
+    state = clipped.again.steps[1].state
+    record = changed(clipped.again, state={**state, NAME: next_up(state[NAME])})
+    for exact, ordered in WAYS.values():
+        assert wrong_of(climb(clipped, record, exact=exact, ordered=ordered)) == {("L0", PARAMETER + NAME)}
+
+
+def test_a_parameter_without_a_gradient_has_to_stay(clipped: Reference) -> None:
+    step = clipped.eager.steps[1]
+    none: dict[str, Any] = {
+        "gradients": {**step.gradients, NAME: None},
+        "final": {**step.final, NAME: None},
+    }
+    kept = {**step.state, NAME: clipped.eager.starts[1][NAME]}
+    eager = changed(clipped.eager, **none, state=kept)
+    reference = standing_in(clipped, eager=eager)
+    right = changed(clipped.again, **none, state=kept)
+    assert wrong_of(climb(reference, right)) == set()
+    moved = changed(clipped.again, **none)
+    assert wrong_of(climb(reference, moved)) == {("L0", PARAMETER + NAME)}
+
+
+def standing_in(reference: Reference, **changes: Any) -> Any:
+    """A reference like another one."""
+    names = (
+        "bench",
+        "eager",
+        "eager_peers",
+        "sums",
+        "alone",
+        "unstable",
+        "written",
+        "not_finite",
+        "arithmetic",
+    )
+    known = {name: getattr(reference, name) for name in names}
+    methods = {"terms": reference.terms, "reduction": reference.reduction}
+    return SimpleNamespace(**{**known, **methods, **changes})
+
+
+def test_what_an_option_leaves_on_one_side_only_is_a_finding(clipped: Reference) -> None:
+    left = {name: value for name, value in clipped.again.steps[1].extras.items() if name != "norm"}
+    sheet = climb(clipped, changed(clipped.again, extras=left))
+    assert [finding.message for finding in sheet.findings] == [
+        "step 1: the norm is missing, in eager DDP torch.float32 ()"
+    ]
+
+
+def test_what_eager_does_not_reproduce_is_judged_by_its_own_spread(clipped: Reference) -> None:
+    noisy = standing_in(clipped, unstable={NAME: "an operation"})
+    gradient = clipped.again.steps[1].gradients[NAME]
+    assert gradient is not None
+    for factor, wrong in ((1 + 2**-22, set()), (1.01, {("L2", NAME)})):
+        gradients = {**clipped.again.steps[1].gradients, NAME: gradient * factor}
+        sheet = climb(noisy, changed(clipped.again, gradients=gradients))
+        assert wrong_of(sheet) == wrong
+        assert sheet.notes[0].startswith(
+            f"eager itself does not reproduce {NAME}: an operation; judged at L2"
+        )
+
+
+def test_nan_in_eager_is_named_and_asked_for_in_the_same_places(clipped: Reference) -> None:
+    gradient = clipped.eager.steps[1].gradients[NAME]
+    assert gradient is not None
+    broken = gradient.clone()
+    broken[0, 0] = torch.nan
+    gradients = {**clipped.eager.steps[1].gradients, NAME: broken}
+    reference = standing_in(
+        clipped, eager=changed(clipped.eager, gradients=gradients), not_finite=(NAME,), sums=None
+    )
+    sheet = climb(reference, changed(clipped.again, gradients=gradients))
+    assert sheet.about[NOT_FINITE] == {NAME: None}
+    assert wrong_of(sheet) == set()
+    assert wrong_of(climb(reference, clipped.again)) == {("L0", NAME)}
+
+
+def test_without_ddp_buffers_are_compared_on_the_first_rank_and_named_on_others(clipped: Reference) -> None:
+    state = clipped.again.steps[1].state
+    buffer = "norm.running_mean"
+    record = changed(clipped.again, state={**state, buffer: next_up(state[buffer])})
+    assert wrong_of(climb(clipped, record, how="manual")) == {("L0", f"buffer {buffer}")}
+    bench = SimpleNamespace(rank=1, ranks=clipped.bench.ranks, subject=clipped.bench.subject, unevaluated="")
+    peers = [*clipped.eager_peers, *clipped.eager_peers]
+    sheet = climb(standing_in(clipped, bench=bench, eager_peers=peers), record, how="manual")
+    assert wrong_of(sheet) == set()
+    assert set(sheet.about[OTHER_BUFFERS]) == {"buffer norm.running_mean", "buffer norm.running_var"}
+
+
+def evaluating(record: Record, factor: float) -> Record:
+    """The same run, with an evaluation in its second step."""
+    extras = {**record.steps[1].extras, "evaluated": torch.ones(3) * factor}
+    return changed(record, extras=extras)
+
+
+@pytest.mark.parametrize(
+    ("rank", "how", "buffers", "left_out"),
+    [
+        (1, "manual", b"other", True),
+        (1, "manual", b"same", False),
+        (0, "manual", b"other", False),
+        (1, "whole", b"other", False),
+    ],
+)
+def test_what_saw_buffers_that_only_ddp_broadcasts_is_compared_on_the_first_rank_and_named_on_others(
+    clipped: Reference, rank: int, how: str, buffers: bytes, left_out: bool
+) -> None:
+    states = clipped.eager_peers[0].states
+    first = replace(clipped.eager_peers[0], states=({**states[0], "norm.running_mean": b"same"}, states[1]))
+    other = replace(first, states=({**states[0], "norm.running_mean": buffers}, states[1]))
+    bench = SimpleNamespace(
+        rank=rank, ranks=clipped.bench.ranks, subject=clipped.bench.subject, unevaluated=""
+    )
+    peers = [first, other] if rank else [other, first]
+    reference = standing_in(clipped, eager=evaluating(clipped.eager, 1), bench=bench, eager_peers=peers)
+    sheet = climb(reference, evaluating(clipped.again, 1.01), how=how)
+    assert wrong_of(sheet) == (set() if left_out else {("L0", "the evaluated")})
+    assert ("the evaluated" in sheet.about.get(OTHER_BUFFERS, {})) == left_out
+
+
+# ----------------------------------------------------------------------------- another order of summation
+
+
+def moves(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    found = Reassociated("the cuts sum in another order", ("value",), frozenset(names))
+    monkeypatch.setattr(under_test, "reassociated", lambda *_: found)
+
+
+def with_gradient(record: Record, factor: float, step: int) -> Record:
+    gradients = record.steps[step].gradients
+    gradient = gradients[NAME]
+    assert gradient is not None
+    return changed(record, step, gradients={**gradients, NAME: gradient * factor})
+
+
+def test_after_another_order_of_summation_all_steps_are_judged_in_a_run_from_eagers_states(
+    clipped: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moves(monkeypatch, NAME)
+    parted = replace(with_gradient(clipped.again, 1 + 2**-22, 0), follow=None)
+    followed = with_gradient(clipped.again, 1 + 2**-22, 0)
+    sheet = climb(clipped, parted, again=lambda: followed)
+    assert wrong_of(sheet) == set()
+    assert {item.measured.step for item in sheet.judged if item.measured.parameter == NAME} == {0, 1}
+    assert sheet.notes[-1].startswith(
+        "the cuts sum in another order, hence judged at L2: the gradients of value"
+    )
+    for wrong in (
+        with_gradient(followed, 1.01, 1),
+        changed(followed, loss=scaled(followed.steps[1].loss, 1.01)),
+    ):
+        assert wrong_of(climb(clipped, parted, again=lambda wrong=wrong: wrong))  # type: ignore[misc]  # bound now
+
+
+@pytest.mark.parametrize("lost", ["loss", "other gradient", "parameter", "left by the option"])
+def test_what_no_order_explains_is_kept_though_it_does_not_happen_again(
+    clipped: Reference, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    moves(monkeypatch, NAME)
+    followed = with_gradient(clipped.again, 1 + 2**-22, 0)
+    step = followed.steps[0]
+    other = step.gradients[OTHER]
+    assert other is not None
+    changes: dict[str, dict[str, Any]] = {
+        "loss": {"loss": scaled(step.loss, 1.01)},
+        "other gradient": {"gradients": {**step.gradients, OTHER: other * 1.01}},
+        "parameter": {"state": {**step.state, OTHER: next_up(step.state[OTHER])}},
+        "left by the option": {"extras": {n: value for n, value in step.extras.items() if n != "norm"}},
+    }
+    parted = replace(changed(followed, 0, **changes[lost]), follow=None)
+    sheet = climb(clipped, parted, again=lambda: followed)
+    assert {
+        "loss": wrong_of(sheet) == {("L0", LOSS)},
+        "other gradient": wrong_of(sheet) == {("L0", OTHER), ("L1", OTHER)},
+        "parameter": wrong_of(sheet) == {("L0", PARAMETER + OTHER)},
+        "left by the option": [f.message for f in sheet.findings]
+        == ["step 0: the norm is missing, in eager DDP torch.float32 ()"],
+    }[lost]
+
+
+def test_a_run_from_eagers_states_that_fails_is_a_finding(
+    clipped: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moves(monkeypatch, NAME)
+    bench = SimpleNamespace(
+        unevaluated="",
+        rank=0,
+        ranks=clipped.bench.ranks,
+        subject=clipped.bench.subject,
+        failures=[SimpleNamespace(rank=0, text="RuntimeError: no")],
+        stalled="",
+    )
+    parted = replace(with_gradient(clipped.again, 1 + 2**-22, 0), follow=None)
+    sheet = climb(standing_in(clipped, bench=bench), parted)
+    assert [finding.message for finding in sheet.findings] == [
+        "run again from eager's states it fails: RuntimeError: no"
+    ]
+
+
+@pytest.mark.parametrize("loss", [1.0, 1.01])
+def test_where_a_run_from_eagers_states_only_took_too_long_what_no_order_explains_is_all_that_is_wrong(
+    clipped: Reference, monkeypatch: pytest.MonkeyPatch, loss: float
+) -> None:
+    moves(monkeypatch, NAME)
+    bench = SimpleNamespace(
+        unevaluated="",
+        rank=0,
+        ranks=clipped.bench.ranks,
+        subject=clipped.bench.subject,
+        failures=[],
+        stalled="all waited",
+    )
+    parted = with_gradient(clipped.again, 1 + 2**-22, 0)
+    parted = replace(changed(parted, 0, loss=scaled(parted.steps[0].loss, loss)), follow=None)
+    ladder = Ladder(
+        standing_in(clipped, bench=bench), mode("whole"), exact=True, ordered=True, run_again=lambda: None
+    )
+    sheet = ladder.climb(parted)
+    assert ladder.stalled == "all waited"
+    assert (sheet.findings, wrong_of(sheet)) == ([], set() if loss == 1.0 else {("L0", LOSS)})
+
+
+def test_a_difference_that_no_order_explains_stays_a_finding(
+    clipped: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moves(monkeypatch, OTHER)
+    sheet = climb(clipped, with_gradient(clipped.again, 1 + 2**-22, 0))
+    assert ("L0", NAME) in wrong_of(sheet)
+    assert "L2" not in sheet.levels
+
+
+def test_what_later_steps_get_wrong_after_an_unexplained_difference_is_left_out(
+    clipped: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moves(monkeypatch)
+    record = with_gradient(with_gradient(clipped.again, 1.01, 0), 1.01, 1)
+    state = {**record.steps[0].state, NAME: record.steps[0].state[NAME] * 1.01}
+    record = replace(changed(record, 0, state=state), follow=None)
+    sheet = climb(clipped, record)
+    assert {item.measured.step for item in sheet.judged if not item.right} == {0}
+    assert OTHER_STARTS in sheet.notes
+
+
+def test_from_three_ranks_on_another_order_of_summation_is_excused_too(
+    clipped: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = with_gradient(clipped.again, 1 + 2**-20, 0)
+    moves(monkeypatch)
+    assert wrong_of(climb(clipped, record, ordered=False)) == {("L1", NAME)}
+    moves(monkeypatch, NAME)
+    assert wrong_of(climb(clipped, record, ordered=False)) == set()
+    worse = with_gradient(clipped.again, 1.01, 0)
+    assert wrong_of(climb(clipped, worse, ordered=False)) == {("L2", NAME)}
+
+
+# --------------------------------------------------------------------------------------- from end to end
+
+
+def test_a_trial_names_every_number_of_the_last_step(clipped: Reference) -> None:
+    trial = judge(clipped, mode("whole"), "eager")
+    assert (trial.status, trial.findings) == (Status.OK, ())
+    last = left_behind(clipped.eager.moments[1]).keys() | left_behind(clipped.eager.moments[2]).keys()
+    assert {seen.parameter for seen in trial.measured} == last
+    assert {plain(seen.parameter) for seen in trial.measured} >= set(clipped.eager.steps[1].state) - {
+        "norm.num_batches_tracked"
+    }
+
+
+def test_a_backend_that_returns_no_output_is_wrong_and_not_a_refusal(clipped: Reference) -> None:
+    def losing(gm: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        return lambda *args: [None for _ in gm.forward(*args)]
+
+    trial = judge(clipped, mode("whole"), losing)
+    assert (trial.status, [found.level for found in trial.findings]) == (Status.WRONG, ["run"])
+    assert "expected a floating-point tensor in the model's output" in trial.findings[0].message
+
+
+def test_what_ddpopt_does_not_support_is_refused_by_its_name(clipped: Reference) -> None:
+    def refusing(_: object) -> Parallel:
+        raise UnsupportedError("no buckets to plan")
+
+    trial = judge(clipped, replace(mode("whole"), wrap=refusing), "eager")
+    assert trial.status is Status.NOT_POSSIBLE
+    assert trial.reason.startswith("refused: rank 0: UnsupportedError: no buckets to plan")

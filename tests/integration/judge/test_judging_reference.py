@@ -1,0 +1,167 @@
+"""ddpopt.judge.judging.reference: what eager does twice, what ranks contribute, where that is summed."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddpopt.cases.case import Case
+from ddpopt.judge.judge import NO_GRADIENTS, judge
+from ddpopt.judge.judging.reference import Bench, Reference, Subject
+from ddpopt.judge.modes import mode
+from ddpopt.judge.options import option
+from ddpopt.judge.verdict import Status
+from ddpopt.ranks.group import Ranks, joined
+from tests.multigpu.single import single_rank
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with single_rank(), joined() as found:
+        yield found
+
+
+class Small(nn.Module):
+    """Two layers; what happens between them is up to the case."""
+
+    def __init__(self, between: Callable[["Small", Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 4)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        output: Tensor = self.last(self.between(self, hidden))
+        return output
+
+
+Between = Callable[[Any, Tensor], Tensor]
+
+
+def reference_of(ranks: Ranks, between: Between, chosen: str = "default") -> Reference:
+    case = Case("small", lambda: Small(between), lambda rank, step: ((torch.ones(2, 4),), {}), "small")
+    bench = Bench(Subject(case, option(chosen), 2, ranks.device), ranks)
+    found = Reference.make(bench)
+    assert found is not None
+    bench.close()
+    return found
+
+
+def test_a_model_that_repeats_is_stable_finite_and_written_to_by_the_optimizer_alone(ranks: Ranks) -> None:
+    found = reference_of(ranks, lambda model, x: x.relu(), "clipping")
+    assert (found.unstable, found.written, found.not_finite) == ({}, frozenset(), ())
+
+
+def test_a_loss_that_does_not_repeat_is_seen(ranks: Ranks) -> None:
+    def noisy(model: Any, x: Tensor) -> Tensor:
+        free = torch.Generator()
+        free.seed()
+        return x + torch.rand(4, generator=free)
+
+    found = reference_of(ranks, noisy)
+    assert {"the loss", "last.weight", "first.weight"} <= set(found.unstable)
+
+
+def test_an_evaluation_may_not_repeat_either(ranks: Ranks) -> None:
+    def noisy_in_evaluation(model: Any, x: Tensor) -> Tensor:
+        free = torch.Generator()
+        free.seed()
+        return x if model.training else x * torch.rand(4, generator=free)
+
+    found = reference_of(ranks, noisy_in_evaluation)
+    assert set(found.unstable) == {"the evaluation's output"}
+
+
+def test_a_model_that_cannot_be_evaluated_is_trained_all_the_same(ranks: Ranks) -> None:
+    def training_alone(model: Any, x: Tensor) -> Tensor:
+        if not model.training:
+            raise RuntimeError("no evaluation here")
+        return x
+
+    found = reference_of(ranks, training_alone)
+    assert "no evaluation here" in found.bench.unevaluated
+    assert (len(found.eager.steps), found.eager.evaluation) == (2, None)
+
+
+def test_where_no_gradient_is_a_number_nothing_is_judged_right(ranks: Ranks) -> None:
+    reference = reference_of(ranks, lambda _, x: x * float("nan"))
+    trial = judge(reference, mode("eager"), None)
+    assert (trial.status, trial.reason) == (Status.NOT_POSSIBLE, NO_GRADIENTS)
+
+
+def test_a_parameter_that_the_forward_writes_to_is_told_from_the_others(ranks: Ranks) -> None:
+    def scaling(model: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            model.first.bias.mul_(0.5)
+        return x
+
+    assert reference_of(ranks, scaling).written == {"first.bias"}
+
+
+def test_what_is_not_finite_in_eager_is_named(ranks: Ranks) -> None:
+    found = reference_of(ranks, lambda model, x: x * float("inf"))
+    assert "the loss" in found.not_finite
+    assert "last.weight" in found.not_finite
+    assert "parameter last.weight" in found.not_finite
+
+
+def test_sums_are_sent_from_the_device_of_the_model(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = []
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: sent.append(tensor.device.type))
+    case = Case("small", lambda: Small(lambda model, x: x), lambda rank, step: ((), {}), "small")
+    bench = Bench(Subject(case, option("default"), 1, torch.device("meta")), ranks)
+    gradient = torch.ones(2, 3, device="meta")
+    sums = bench.sums({"w": gradient, "none": None}, {"w": gradient, "none": gradient})
+    bench.close()
+    assert sent == ["meta"]
+    assert {name: (sum_.total.shape, sum_.total.device.type) for name, sum_ in sums.items()} == {
+        "w": ((2, 3), "meta"),
+        "none": ((2, 3), "meta"),
+    }
+
+
+def test_sums_count_none_and_what_has_lost_elements_as_zeros(ranks: Ranks) -> None:
+    case = Case("small", lambda: Small(lambda model, x: x), lambda rank, step: ((), {}), "small")
+    bench = Bench(Subject(case, option("default"), 1, ranks.device), ranks)
+    like = {name: torch.zeros(2, 2) for name in ("whole", "none", "cut")}
+    sums = bench.sums({"whole": -torch.ones(2, 2), "none": None, "cut": torch.ones(3)}, like)
+    bench.close()
+    assert sums["whole"].total.tolist() == [[-1, -1], [-1, -1]]
+    assert sums["whole"].magnitude.tolist() == [[1, 1], [1, 1]]
+    assert sums["none"].magnitude.tolist() == sums["cut"].magnitude.tolist() == [[0, 0], [0, 0]]
+
+
+def test_sums_count_each_time_that_a_row_of_a_sparse_gradient_is_held(ranks: Ranks) -> None:
+    case = Case("small", lambda: Small(lambda model, x: x), lambda rank, step: ((), {}), "small")
+    bench = Bench(Subject(case, option("default"), 1, ranks.device), ranks)
+    table = torch.sparse_coo_tensor(
+        torch.tensor([[1, 1]]), torch.tensor([[1.0], [-(2**-30)]]), (3, 1), check_invariants=True
+    )
+    sums = bench.sums(
+        {"table": table, "dense": torch.ones(2)}, {"table": torch.zeros(3, 1), "dense": torch.ones(2)}
+    )
+    bench.close()
+    assert sums["table"].total.flatten().tolist() == [0, 1 - 2**-30, 0]
+    assert sums["table"].magnitude.flatten().tolist() == [0, 1 + 2**-30, 0]
+    assert {name: one.terms.flatten().tolist() for name, one in sums.items() if one.terms is not None} == {
+        "table": [0, 2, 0],
+        "dense": [1, 1],
+    }
+
+
+def test_a_run_that_leaves_gradients_off_does_not_disturb_the_next_one(ranks: Ranks) -> None:
+    def leaving_them_off(model: Any, x: Tensor) -> Tensor:
+        torch.set_grad_enabled(False)
+        return x
+
+    case = Case("off", lambda: Small(leaving_them_off), lambda rank, step: ((torch.ones(2, 4),), {}), "off")
+    bench = Bench(Subject(case, option("default"), 2, ranks.device), ranks)
+    assert Reference.make(bench) is None
+    bench.close()
+    assert torch.is_grad_enabled()
+    assert reference_of(ranks, lambda model, x: x.relu()).unstable == {}

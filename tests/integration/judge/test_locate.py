@@ -1,0 +1,231 @@
+"""Looking where a trial goes wrong, from the process that started the ranks; it starts ranks of its own."""
+
+import os
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from ddpopt.cli.verify import _to_locate
+from ddpopt.judge import locate as located
+from ddpopt.judge.locate import LATE_S, Known, _ending, _late, locate
+from ddpopt.judge.locating.events import Chose, Memory, Tried, Trying
+from ddpopt.judge.locating.pieces import Piece
+from ddpopt.judge.locating.reproduction import Draft
+from ddpopt.judge.locating.rungs import Question, Stage, Symptom
+from ddpopt.judge.locating.scripting import Author
+from ddpopt.judge.verdict import Finding, Rung, Status, Trial, Verdict
+from ddpopt.ranks.failures import RankFailure
+from ddpopt.ranks.group import Ranks, joined
+
+MODULE = "tests.unit.miscompiled"
+
+
+def wrong(mode: str, backend: str) -> Trial:
+    finding = Finding("L2", "as right as eager, as far as rounding goes", "off", rank=0, step=0)
+    return Trial("case", mode, "default", backend, Status.WRONG, findings=(finding,))
+
+
+def broken(backend: str) -> Trial:
+    return Trial("case", "whole", "default", backend, Status.BROKEN, "rank 0 died of SIGSEGV")
+
+
+@pytest.fixture
+def top_rung_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing below is tried: each stage costs seconds."""
+
+    def stages(question: Question, ranks: int) -> Iterator[Stage]:
+        yield Stage("local" if ranks == 1 else question.mode, question.backend, ranks)
+
+    monkeypatch.setattr(located, "stages_of", stages)
+
+
+@pytest.mark.nightly
+def test_what_a_single_rank_does_not_show_is_located_on_two_and_shown_under_torchrun(
+    tmp_path: Path, top_rung_alone: None
+) -> None:
+    settings = (
+        torch._dynamo.config.optimize_ddp,
+        torch.random.get_rng_state().sum(),
+        torch.is_grad_enabled(),
+    )
+    found = locate(f"{MODULE}:short", wrong("whole", "wrong_on_rank_1"), tmp_path / "shown.py", limit_s=400)
+    assert [rung.name for rung in found.rungs if not rung.agrees] == ["wrong_on_rank_1, whole on 2 ranks"]
+    assert found.layer.endswith("under DDP together with the backend wrong_on_rank_1, with 2 ranks")
+    assert [segment.partition(" (")[0] for segment in found.segments] == ["graph 0, segment 1 of 2: tanh"]
+    assert (found.script, found.reproduces) == ("shown.py", True)
+    assert "torchrun --nproc-per-node 2" in found.note
+    assert not dist.is_initialized()
+    after = (torch._dynamo.config.optimize_ddp, torch.random.get_rng_state().sum(), torch.is_grad_enabled())
+    assert settings == after
+
+
+@pytest.mark.nightly
+def test_a_backend_that_takes_its_ranks_down_is_located_as_any_other(
+    tmp_path: Path, top_rung_alone: None
+) -> None:
+    found = locate(f"{MODULE}:short", broken("dying_on_tanh"), tmp_path / "shown.py", nproc=1, limit_s=400)
+    assert [(rung.name, rung.detail) for rung in found.rungs] == [
+        ("dying_on_tanh, no DDP", "rank 0 died of SIGSEGV")
+    ]
+    assert found.layer == "the backend dying_on_tanh"
+    assert [segment.partition(" (")[0] for segment in found.segments] == ["graph 0, segment 1 of 2: tanh"]
+    assert (found.script, found.reproduces) == ("shown.py", True)
+    assert found.note == "the script runs the segment alone, without DDP and without ddpopt"
+
+
+STAGE = Stage("local", "mine")
+DIED = RankFailure(0, "died", "a task", -11, "SIGSEGV")
+STALLED = RankFailure(0, "stalled", "a task", -9, "SIGKILL")
+
+
+def test_a_rank_that_dies_while_the_ladder_is_climbed_is_what_that_rung_does() -> None:
+    known = Known()
+    known.hear(Trying(STAGE))
+    assert known.survive(DIED, 1)
+    assert known.rungs == [Rung("mine, no DDP", agrees=False, detail="rank 0 died of SIGSEGV")]
+    assert known.memory == Memory(STAGE, {(None, False): Symptom("died", "SIGSEGV")})
+
+
+def test_a_rank_that_dies_over_a_choice_of_pieces_is_an_answer_about_that_choice() -> None:
+    known = Known()
+    known.hear(Tried(STAGE, Rung("mine, no DDP", agrees=False), Symptom("numbers")))
+    known.hear(Chose(None, False, Symptom("numbers")))
+    known.hear(Trying(STAGE, (Piece(0, 1),), True))
+    assert known.survive(DIED, 1)
+    assert len(known.rungs) == 1
+    assert known.memory.choices == {
+        (None, False): Symptom("numbers"),
+        ((Piece(0, 1),), True): Symptom("died", "SIGSEGV"),
+    }
+
+
+def test_a_rank_that_raised_fails_by_that_exception_and_did_not_die() -> None:
+    known = Known()
+    known.hear(Trying(STAGE))
+    assert known.survive(RankFailure(0, "raised", "a task", 1, stack="Traceback\nKeyError: 'x'"), 1)
+    assert known.symptom == Symptom("run", "KeyError")
+
+
+def test_ranks_that_die_between_two_tries_or_stall_end_the_search_with_a_note() -> None:
+    between, late = Known(), Known()
+    assert not between.survive(DIED, 2)
+    assert between.notes == ["the search on 2 rank(s) ended early: rank 0 died of SIGSEGV: without a word"]
+    late.hear(Trying(STAGE))
+    assert not late.survive(STALLED, 1)
+    assert late.notes == ["the time was over before the search ended while mine, no DDP was tried"]
+
+
+def test_on_torchruns_ranks_all_of_them_are_searched_if_one_of_our_own_shows_nothing(
+    tmp_path: Path, one_rank_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+    ranks_of_three = replace(next(iter(_joined_ranks())), size=3)
+    monkeypatch.setattr(Ranks, "gather", lambda self, value: [value])
+    monkeypatch.setattr(located, "under_torchrun", lambda: True)
+    monkeypatch.setattr(located, "joined", lambda **_: nullcontext(ranks_of_three))
+    monkeypatch.setattr(located, "_in_ranks", lambda *_: asked.append(["one of our own"]))
+    monkeypatch.setattr(located, "search", lambda _, __, stages, *___: asked.append([s.name for s in stages]))
+    found = locate(f"{MODULE}:short", wrong("whole", "eager"), tmp_path / "shown.py", nproc=3)
+    assert asked == [["one of our own"], ["eager, whole on 3 ranks"]]
+    assert found.layer == "none was found: the difference did not appear again"
+
+
+def _joined_ranks() -> Iterator[Ranks]:
+    with joined() as ranks:
+        yield ranks
+
+
+def test_what_does_not_appear_again_is_said_to_be_gone_and_no_script_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "shown.py"
+    monkeypatch.setattr(located, "_in_ranks", lambda *_: None)
+    found = locate(f"{MODULE}:short", wrong("whole", "aot_eager"), script, nproc=1)
+    assert found.layer == "none was found: the difference did not appear again"
+    assert found.note == "no script was written, for there is nothing that it could show"
+    assert (found.segments, found.script, found.reproduces) == ((), "", False)
+    assert not script.exists()
+
+
+@pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (1, "cpu"), (2, "cuda")])
+def test_what_ran_where_nobody_chose_is_searched_where_it_ran(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, device: str
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(located, "_in_ranks", lambda *arguments: asked.append(arguments[2:4]))
+    locate(f"{MODULE}:short", wrong("whole", "eager"), tmp_path / "shown.py", nproc=2)
+    assert asked == [(1, device), (2, device)]
+
+
+@pytest.mark.parametrize("tensors", [{}, {"x": torch.ones(1)}], ids=["the script", "what it reads"])
+def test_a_script_that_cannot_be_written_is_a_note_beside_the_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensors: dict[str, torch.Tensor]
+) -> None:
+    def found_wrong(known: Known, *_: object) -> None:
+        known.hear(Tried(STAGE, Rung("mine, no DDP", agrees=False), Symptom("numbers")))
+
+    script = tmp_path / "shown.py"
+    (script.with_suffix(".pt") if tensors else script).mkdir()
+    monkeypatch.setattr(located, "_in_ranks", found_wrong)
+    monkeypatch.setattr(Author, "drafts", lambda *_: [Draft("the model", "raise SystemExit(1)", tensors)])
+    found = locate(f"{MODULE}:short", wrong("whole", "eager"), script, nproc=1)
+    assert (found.layer, found.script) == ("the backend mine", "")
+    assert found.note == f"no script could be written or run: {script}: Is a directory"
+
+
+def test_ranks_that_cannot_be_started_are_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(located, "launch", full)
+    found = locate(f"{MODULE}:short", wrong("whole", "eager"), tmp_path / "shown.py", nproc=1)
+    assert found.layer == "none was found before the search ended"
+    assert found.note.startswith("the search on 1 rank(s) ended early: [Errno 28] No space left on device; ")
+
+
+def test_rank_0_of_torchruns_tells_what_is_known_at_the_limit_and_its_peers_end_later(
+    monkeypatch: pytest.MonkeyPatch, one_rank_group: None
+) -> None:
+    told = Event()
+    later: list[float] = []
+
+    def limited(_: Ranks, seconds: float, __: str) -> nullcontext[None]:
+        later.append(seconds)
+        return nullcontext()
+
+    first = next(iter(_joined_ranks()))
+    monkeypatch.setattr(os, "_exit", lambda _: None)
+    with _ending(first, 0.02, told.set):
+        assert told.wait(10.0)
+    monkeypatch.setattr(Ranks, "limited", limited)
+    with _ending(replace(first, rank=1), 0.02, told.clear):
+        assert later == [0.02 + LATE_S]
+    assert told.is_set()
+
+
+def test_what_is_known_at_the_limit_names_the_try_that_did_not_end() -> None:
+    known = Known()
+    known.hear(Trying(STAGE))
+    found = _late(known, "whole")
+    assert found.layer == "none was found before the search ended"
+    assert found.note.startswith(
+        "the time was over before the search ended while mine, no DDP was tried, so torchrun's ranks were"
+    )
+    known.hear(Tried(STAGE, Rung("mine, no DDP", agrees=False), Symptom("numbers")))
+    assert _late(known, "whole").layer == "the backend mine"
+
+
+def test_what_is_located_is_the_first_that_is_wrong_or_else_the_first_that_took_its_ranks_down() -> None:
+    fine = Trial("case", "whole", "default", "eager", Status.OK)
+    untried = replace(broken("mine"), reason="not tried again: on case rank 0 died")
+    assert _to_locate(Verdict("case", 2, (fine, broken("a"), wrong("torch", "b")))) == wrong("torch", "b")
+    assert _to_locate(Verdict("case", 2, (fine, untried, broken("a")))) == broken("a")
+    assert _to_locate(Verdict("case", 2, (fine, untried))) is None

@@ -1,0 +1,188 @@
+"""The search on one rank: which rung is wrong, and what must be compiled for it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ddpopt.judge.locate import layer_of
+from ddpopt.judge.locating.events import Blamed, Memory, Tried
+from ddpopt.judge.locating.pieces import Piece
+from ddpopt.judge.locating.rungs import Question, Stage, Symptom, ladder, stages_of
+from ddpopt.judge.locating.search import Search, search
+from ddpopt.judge.locating.segment_code import Code
+from ddpopt.ranks.group import joined
+
+MODULE = "tests.unit.miscompiled"
+
+
+@pytest.fixture
+def searching(one_rank_group: None, fresh_dynamo: None) -> Callable[..., list[object]]:
+    def run(
+        target: str, mode: str, backend: str, *stages: Stage, memory: Memory | None = None
+    ) -> list[object]:
+        question = Question(target, "default", mode, backend, steps=1)
+        events: list[object] = []
+        with joined(on_event=events.append) as ranks:
+            search(ranks, question, stages or tuple(stages_of(question, 1)), 600.0, memory or Memory())
+        c10d: Any = dist  # private: torch counts its groups nowhere else
+        assert len(c10d.distributed_c10d._world.pg_map) == 1, "a process group is left behind"
+        return events
+
+    return run
+
+
+Searching = Callable[..., list[object]]
+
+
+def blamed(events: list[object]) -> Blamed:
+    found = events[-1]
+    assert isinstance(found, Blamed)
+    return found
+
+
+def segments(events: list[object]) -> list[str]:
+    return [segment.partition(" (")[0] for segment in blamed(events).segments]
+
+
+def rungs(events: list[object]) -> dict[str, bool]:
+    return {event.rung.name: event.rung.agrees for event in events if isinstance(event, Tried)}
+
+
+@pytest.mark.parametrize(
+    ("backend", "guilty"),
+    [
+        ("losing_bias", ["graph 0, segments 2 to 3 of 8: linear"]),
+        pytest.param("crossing_two", ["graph 0, segments 5 to 7 of 8: tanh"], marks=pytest.mark.nightly),
+        pytest.param(
+            "remembering",
+            ["graph 0, segment 3 of 8: sigmoid", "graph 0, segment 5 of 8: tanh"],
+            marks=pytest.mark.nightly,
+        ),
+        ("refusing_tanh", ["graph 0, segment 5 of 8: tanh"]),
+    ],
+)
+def test_the_segments_that_a_backend_gets_wrong_are_found(
+    searching: Searching, backend: str, guilty: list[str]
+) -> None:
+    events = searching(f"{MODULE}:stages", "ddpopt-inline", backend, Stage("local", backend))
+    assert segments(events) == guilty
+    assert isinstance(blamed(events).code, Code)
+    assert blamed(events).note == ""
+
+
+def test_a_graph_that_its_mode_does_not_cut_is_cut_for_the_search_and_the_note_says_so(
+    searching: Searching,
+) -> None:
+    events = searching(
+        f"{MODULE}:short", "ddpopt-inline", "scaling_tanh", Stage("ddpopt-inline", "scaling_tanh")
+    )
+    assert segments(events) == ["graph 0, segment 2 of 3: tanh"]
+    assert blamed(events).note == (
+        "the segments were cut for this search alone; ddpopt-inline compiles each graph whole"
+    )
+
+
+def test_what_took_its_ranks_down_before_is_not_tried_again(searching: Searching) -> None:
+    stage, died = Stage("local", "dying_on_tanh"), Symptom("died", "SIGSEGV")
+    memory = Memory(stage, {(None, False): died, ((Piece(0, 1),), False): died})
+    events = searching(f"{MODULE}:short", "whole", "dying_on_tanh", stage, memory=memory)
+    assert segments(events) == ["graph 0, segment 1 of 2: tanh"]
+    assert blamed(events).symptom == died
+    assert isinstance(blamed(events).code, Code)
+
+
+def test_a_model_that_is_wrong_from_aot_on_is_told_from_one_that_dynamo_breaks(searching: Searching) -> None:
+    events = searching(f"{MODULE}:aliased", "whole", "aot_eager")
+    assert rungs(events) == {"eager, no DDP": True, "aot_eager, no DDP": False}
+    assert any("add_" in segment for segment in segments(events))
+
+
+def test_segments_that_are_wrong_only_once_the_mode_has_cut_are_found_among_its_own(
+    searching: Searching,
+) -> None:
+    own = Stage("ddpopt-split", "wrong_apart")
+    events = searching(f"{MODULE}:CUT", "ddpopt-split", "wrong_apart", Stage("whole", "wrong_apart"), own)
+    assert rungs(events) == {
+        "wrong_apart, whole on 1 rank": True,
+        "wrong_apart, ddpopt-split on 1 rank": False,
+    }
+    (guilty,) = segments(events)
+    assert guilty.startswith("compiled segment 2 of 5: ")
+
+
+def test_what_fails_though_nothing_is_compiled_has_no_segment_to_blame(searching: Searching) -> None:
+    events = searching("cap_below_1", "torch", "eager", Stage("whole", "eager"), Stage("torch", "eager"))
+    assert rungs(events) == {"eager, whole on 1 rank": True, "eager, torch on 1 rank": False}
+    assert segments(events) == []
+    assert blamed(events).note == "the difference appears though no piece is compiled"
+
+
+def test_a_model_that_is_right_ends_without_a_blame(searching: Searching) -> None:
+    events = searching(f"{MODULE}:stages", "whole", "aot_eager")
+    assert list(rungs(events).values()) == [True] * 4
+    assert not any(isinstance(event, Blamed) for event in events)
+
+
+def test_without_time_the_whole_is_blamed_and_the_note_says_so(
+    one_rank_group: None, fresh_dynamo: None
+) -> None:
+    question = Question(f"{MODULE}:stages", "default", "whole", "scaling_tanh", steps=1)
+    events: list[object] = []
+    with joined(on_event=events.append) as ranks:
+        Search(ranks, question, lambda: 0.0).narrow(Stage("local", "scaling_tanh"))
+    (whole,) = segments(events)
+    assert whole.startswith("graph 0, segments 0 to 7 of 8: ")
+    assert blamed(events).note == "the search ended early, after 0 tries: fewer segments may do"
+
+
+def test_the_best_so_far_is_told_before_the_search_has_ended(searching: Searching) -> None:
+    events = searching(f"{MODULE}:short", "whole", "scaling_tanh", Stage("local", "scaling_tanh"))
+    told = [event for event in events if isinstance(event, Blamed)]
+    assert [len(event.segments) for event in told] == [1] * len(told)
+    assert [event.note.startswith("the search ended early") for event in told] == [True, True, False, False]
+
+
+def test_the_ladder_ends_with_the_backend_on_trial() -> None:
+    assert ladder("inductor") == ("eager", "aot_eager", "inductor")
+    assert ladder("eager") == ("eager",)
+    assert ladder("mine") == ("eager", "aot_eager", "mine")
+
+
+def test_the_model_alone_comes_first_and_the_mode_on_trial_last() -> None:
+    question = Question("x", "default", "torch", "aot_eager")
+    assert [stage.name for stage in stages_of(question, 1)] == [
+        "eager, no DDP", "aot_eager, no DDP", "eager, whole on 1 rank", "aot_eager, whole on 1 rank",
+        "eager, torch on 1 rank", "aot_eager, torch on 1 rank",
+    ]  # fmt: skip
+    assert next(stages_of(question, 2)) == Stage("whole", "eager", 2)
+
+
+@pytest.mark.parametrize(
+    ("stage", "symptom", "layer"),
+    [
+        (Stage("local", "eager"), Symptom("numbers"), "Dynamo (torch.compile, backend eager)"),
+        (Stage("local", "aot_eager"), Symptom("numbers"), "AOTAutograd (backend aot_eager)"),
+        (Stage("local", "mine"), Symptom("structure"), "the backend mine (in structure alone)"),
+        (
+            Stage("torch", "eager"),
+            Symptom("run", "AssertionError"),
+            "the data-parallel mode torch (torch's DDPOptimizer) under DDP, one rank suffices",
+        ),
+        (
+            Stage("whole", "eager", 2),
+            Symptom("structure"),
+            "torch.compile of a DDP module, before torch comes into it: Dynamo (torch.compile, backend "
+            "eager), with 2 ranks (in structure alone)",
+        ),
+        (
+            Stage("torch", "inductor", 2),
+            Symptom("numbers"),
+            "the data-parallel mode torch (torch's DDPOptimizer) under DDP together with Inductor (backend "
+            "inductor), with 2 ranks",
+        ),
+    ],
+)
+def test_a_layer_is_named_by_what_its_rung_adds(stage: Stage, symptom: Symptom, layer: str) -> None:
+    assert layer_of(stage, symptom, "torch") == layer

@@ -1,0 +1,243 @@
+"""Cases, and the targets that name them."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddpopt.cases import corpus
+from ddpopt.errors import UsageError
+from ddpopt.testing import Case, mean_square, resolve, step_seed
+
+# ------------------------------------------------------------------------------------------------ names
+
+
+def test_names_are_unique() -> None:
+    names = [case.name for case in corpus.cases()]
+    assert len(set(names)) == len(names)
+
+
+def test_every_case_says_in_one_line_what_it_exercises() -> None:
+    abouts = [case.about for case in corpus.cases()]
+    assert [about for about in abouts if not about or "\n" in about or about.endswith(".")] == []
+
+
+def test_tags_are_those_that_the_corpus_explains() -> None:
+    assert corpus.__doc__ is not None
+    tags = [tag for case in corpus.cases() for tag in case.tags]
+    assert [tag for tag in tags if f"``{tag}``" not in corpus.__doc__] == []
+
+
+def test_an_unknown_case_is_answered_with_the_names_that_exist() -> None:
+    with pytest.raises(UsageError) as caught:
+        corpus.case("gtp")
+    names = ", ".join(case.name for case in corpus.cases())
+    assert str(caught.value) == f"expected the name of a case in the corpus, got 'gtp'; there are: {names}"
+
+
+# ------------------------------------------------------------------------------------------------ loss
+
+
+def test_the_default_loss_is_the_mean_over_all_elements_of_all_floating_outputs() -> None:
+    output = {"a": torch.tensor([1.0, 2.0]), "b": [torch.tensor([3 + 4j]), None, 7, torch.tensor([100])]}
+    assert mean_square(output).item() == (1 + 4 + 9 + 16) / 4  # a complex element is two real ones
+
+
+def test_the_default_loss_sums_half_precision_in_float32() -> None:
+    assert mean_square(torch.full((4,), 300.0, dtype=torch.float16)).item() == 90000.0
+
+
+def test_the_default_loss_refuses_an_output_without_floats() -> None:
+    with pytest.raises(UsageError) as caught:
+        mean_square({"ids": torch.tensor([1])})
+    assert str(caught.value) == (
+        "expected a floating-point tensor in the model's output, got dict without one; "
+        "return one, or give the case a loss"
+    )
+
+
+def test_a_step_draws_the_same_dropout_again() -> None:
+    case = corpus.case("dropout")
+    model = case.model()
+    assert torch.equal(case.step(model, 1, 3), case.step(model, 1, 3))
+
+
+# --------------------------------------------------------------------------------------------- targets
+
+
+def pair() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return nn.Linear(3, 2), (torch.randn(4, 3),)
+
+
+def triple() -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Tensor]]:
+    return nn.Bilinear(3, 3, 2), (torch.randn(4, 3),), {"input2": torch.randn(4, 3)}
+
+
+def keywords() -> tuple[nn.Module, dict[str, Tensor]]:
+    return nn.Linear(3, 2), {"input": torch.randn(4, 3)}
+
+
+def single() -> tuple[nn.Module, Tensor]:
+    return nn.Linear(3, 2), torch.randn(4, 3)
+
+
+def whole_case() -> Case:
+    return corpus.case("gpt")
+
+
+def weight_gradients(case: Case, rank: int) -> list[Tensor]:
+    """Run forward and backward of a new model in eager."""
+    model = case.model()
+    case.step(model, rank, 0).backward()  # type: ignore[no-untyped-call]  # as in torch
+    return [
+        param.grad for name, param in model.named_parameters() if "weight" in name and param.grad is not None
+    ]
+
+
+@pytest.mark.parametrize("factory", [pair, triple, keywords, single])
+def test_a_factory_becomes_a_case_that_repeats_and_differs_per_rank(factory: Callable[[], object]) -> None:
+    case = resolve(factory)
+    first, again, other = (weight_gradients(case, rank) for rank in (0, 0, 1))
+    assert all(map(torch.equal, first, again))
+    assert not any(map(torch.equal, first, other))
+
+
+def test_a_factory_leaves_the_default_generator_alone() -> None:
+    before = torch.random.get_rng_state()
+    case = resolve(pair)
+    case.model()
+    case.inputs(1, 1)
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_a_case_and_what_leads_to_a_case_resolve_to_it() -> None:
+    gpt = corpus.case("gpt")
+    assert resolve(gpt) is gpt
+    assert resolve(whole_case).name == "gpt"
+    assert resolve("gpt").name == "gpt"
+
+
+def test_a_target_is_named_as_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "import torch\ndef make():\n    return torch.nn.Linear(2, 2), torch.ones(1, 2)\n"
+    (tmp_path / "models_of_mine.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    case = resolve("models_of_mine:make")
+    assert case.name == "models_of_mine:make"
+    assert case.about == "made by models_of_mine:make"
+
+
+def returns_model() -> nn.Module:
+    return nn.Linear(1, 1)
+
+
+def returns_swapped() -> tuple[Tensor, nn.Module]:
+    return torch.ones(1), nn.Linear(1, 1)
+
+
+def returns_list_of_kwargs() -> tuple[nn.Module, tuple[()], list[int]]:
+    return nn.Linear(1, 1), (), [1]
+
+
+def raises() -> object:
+    raise ValueError("no such size: 0")
+
+
+def leaves() -> Any:
+    sys.exit(0)
+
+
+def line_of(function: Any) -> int:
+    line: int = function.__code__.co_firstlineno
+    return line
+
+
+MODEL_LEAVES = Case("leaving", leaves, lambda rank, step: ((), {}), "its model ends the process")
+HERE = __name__
+RETURNS = "expected it to return (model, inputs), (model, args, kwargs) or a ddpopt.testing.Case"
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (3, "expected a target that is a string, a Case or a callable, got 3"),
+        (returns_model, f"target '{HERE}:returns_model': {RETURNS}, got Linear"),
+        (returns_swapped, f"target '{HERE}:returns_swapped': {RETURNS}, got (Tensor, Linear)"),
+        (
+            returns_list_of_kwargs,
+            f"target '{HERE}:returns_list_of_kwargs': {RETURNS}, got (Linear, tuple, list)",
+        ),
+        (
+            raises,
+            f"target '{HERE}:raises': calling it without arguments failed: ValueError: no such size: 0 "
+            f"({__file__}:{line_of(raises) + 1})",
+        ),
+        (
+            leaves,
+            f"target '{HERE}:leaves': calling it without arguments failed: SystemExit: 0 "
+            f"({__file__}:{line_of(leaves) + 1})",
+        ),
+        (
+            f"{HERE}:MODEL_LEAVES",
+            f"target '{HERE}:MODEL_LEAVES': making its model failed: SystemExit: 0 "
+            f"({__file__}:{line_of(leaves) + 1})",
+        ),
+        (
+            "ddpopt.testing:",
+            "expected a target like 'package.module:name', got 'ddpopt.testing:'; "
+            "give 'package.module:name', or the name of a case in ddpopt.cases.corpus",
+        ),
+        (
+            "no_such_package.models:make",
+            "target 'no_such_package.models:make': there is no module 'no_such_package'; "
+            "install it, or add the directory that holds it to PYTHONPATH",
+        ),
+        (
+            "ddpopt.testing.models:make",
+            "target 'ddpopt.testing.models:make': there is no module 'ddpopt.testing.models'; "
+            "install it, or add the directory that holds it to PYTHONPATH",
+        ),
+        (
+            "ddpopt.testing:make",
+            "target 'ddpopt.testing:make': module 'ddpopt.testing' has no attribute 'make'",
+        ),
+        (
+            "ddpopt.cases.corpus.decoders:CASES",
+            "target 'ddpopt.cases.corpus.decoders:CASES': expected a Case or a callable without arguments, "
+            "got tuple; make it a function that returns "
+            "(model, inputs), (model, args, kwargs) or a ddpopt.testing.Case",
+        ),
+    ],
+)
+def test_a_target_that_cannot_be_used_is_answered_with_what_to_do(target: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        resolve(target)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import no_such_package", "ModuleNotFoundError: No module named 'no_such_package'"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("import sys; sys.exit(0)", "SystemExit: 0"),
+    ],
+)
+def test_a_module_that_fails_to_import_is_told_from_one_that_is_missing(
+    source: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_models.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UsageError) as caught:
+        resolve("broken_models:make")
+    failed = f"target 'broken_models:make': importing 'broken_models' failed: {message}"
+    assert str(caught.value) == f"{failed} ({tmp_path / 'broken_models.py'}:1)"
+    assert caught.value.__cause__ is not None
+
+
+def test_seeds_do_not_collide_between_ranks_and_steps() -> None:
+    seeds = [step_seed(rank, step) for rank in range(64) for step in range(64)]
+    assert len(set(seeds)) == len(seeds)

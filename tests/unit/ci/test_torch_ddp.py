@@ -1,0 +1,112 @@
+"""ci.torch_ddp.table: what the runs of torch's own tests amount to."""
+
+import re
+from pathlib import Path
+
+import expecttest
+
+from ci.torch_ddp.__main__ import ACCEPTED
+from ci.torch_ddp.table import Accepted, Ending, Job, Outcome, judged, only_by_us, table, unaccepted
+
+ROOT = Path(__file__).parents[3]
+ENDINGS: dict[str, Ending] = {".": "passed", "F": "failed", "s": "skipped", "t": "timed out"}
+WORDS = ("eager", "whole graph", "DDPOptimizer", "split", "inline")
+
+
+def runs(test: str, letters: str, small: bool = False, builds: bool = True) -> dict[Job, Outcome]:
+    """How `test` ended in eager and in each mode, one letter for each; a space for none."""
+    pairs = zip(WORDS, letters, strict=True)
+    return {
+        Job(test, mode, small): Outcome(
+            ENDINGS[letter], builds, message="" if letter == "." else f"{mode}\nno | way"
+        )
+        for mode, letter in pairs
+        if letter != " "
+    }
+
+
+def test_only_tests_that_build_ddp_and_pass_in_eager_are_judged() -> None:
+    outcomes = runs("b", ".....") | runs("a", ".FFFF") | runs("c", "F....") | runs("d", "s....")
+    outcomes |= runs("e", ".....", builds=False) | runs("f", ".....", small=True)
+    assert judged(outcomes, small=False) == ["a", "b"]
+    assert judged(outcomes, small=True) == ["f"]
+
+
+def test_a_test_that_one_way_of_torchs_passes_is_failed_only_by_us() -> None:
+    outcomes = runs("a", "...F.") | runs("b", ".F..t") | runs("c", "..FFF") | runs("d", ".FFFF")
+    assert only_by_us(outcomes, small=False) == {"a": ["split"], "b": ["inline"], "c": ["split", "inline"]}
+
+
+def test_what_eager_fails_or_nobody_compared_is_not_failed_only_by_us() -> None:
+    assert only_by_us(runs("a", "F..FF") | runs("b", ".  FF") | runs("c", "..  ."), small=False) == {}
+
+
+def test_a_reason_accepts_a_test_with_all_caps_and_nothing_else() -> None:
+    outcomes = runs("a", "...F.") | runs("a", "...FF", small=True) | runs("b", "....F", small=True)
+    assert unaccepted(outcomes, {}) == ["a", "b"]
+    assert unaccepted(outcomes, {"a": Accepted("no | way", "so.")}) == ["b"]
+    assert unaccepted(outcomes, {"a": Accepted("", "so."), "b": Accepted("", "so.")}) == []
+
+
+def test_a_reason_does_not_accept_another_failure_of_the_same_test() -> None:
+    outcomes = runs("a", "...FF")
+    assert unaccepted(outcomes, {"a": Accepted("split", "so.")}) == ["a"]
+    assert unaccepted(outcomes | runs("a", "...F."), {"a": Accepted("split", "so.")}) == []
+
+
+def test_reasons_are_for_tests_that_torch_has_and_are_sentences() -> None:
+    import torch
+
+    suite = Path(torch.__file__).parent / "testing/_internal/distributed/distributed_test.py"
+    names = re.findall(r"def (test_\w+)\(", suite.read_text())
+    for test, accepted in ACCEPTED.items():
+        assert test in names
+        assert accepted.where
+        assert accepted.reason.endswith(".")
+
+
+def test_the_nightly_job_runs_torchs_tests() -> None:
+    assert "-m ci.torch_ddp" in (ROOT / "ci" / "nightly.sh").read_text()
+
+
+class Tables(expecttest.TestCase):
+    def test_the_tables_show_counts_then_failures_then_reasons(self) -> None:
+        outcomes = runs("test_a", ".....") | runs("test_b", "..FF.") | runs("test_c", "...tF", small=True)
+        outcomes |= runs("test_d", ".F.F.") | runs("test_e", "F....")
+        self.assertExpectedInline(
+            table(outcomes, {"test_d": Accepted("no", "nobody wants it.")}, 0.5),
+            """\
+| caps | mode | passed | failed | failed only by us | passed, but nothing was compiled |
+| --- | --- | ---: | ---: | ---: | ---: |
+| the test's | eager | 3 | 0 |  |  |
+| the test's | whole graph | 2 | 1 |  | 0 |
+| the test's | DDPOptimizer | 2 | 1 |  | 0 |
+| the test's | split | 1 | 2 | 2 | 0 |
+| the test's | inline | 3 | 0 | 0 | 0 |
+| 0.5 MiB | eager | 1 | 0 |  |  |
+| 0.5 MiB | whole graph | 1 | 0 |  | 0 |
+| 0.5 MiB | DDPOptimizer | 1 | 0 |  | 0 |
+| 0.5 MiB | split | 0 | 1 | 1 | 0 |
+| 0.5 MiB | inline | 0 | 1 | 1 | 0 |
+
+| caps | failed | by | only by us | why |
+| --- | --- | --- | --- | --- |
+| the test's | `test_b` | DDPOptimizer, split | **yes** | split: no \\| way |
+| the test's | `test_d` | whole graph, split | accepted | split: no \\| way |
+| 0.5 MiB | `test_c` | split, inline | **yes** | split: no \\| way |
+
+- `test_d` is failed only by us because nobody wants it.""",
+        )
+
+    def test_without_a_failure_there_are_only_counts(self) -> None:
+        self.assertExpectedInline(
+            table(runs("test_a", "....."), {}, 0.5),
+            """\
+| caps | mode | passed | failed | failed only by us | passed, but nothing was compiled |
+| --- | --- | ---: | ---: | ---: | ---: |
+| the test's | eager | 1 | 0 |  |  |
+| the test's | whole graph | 1 | 0 |  | 0 |
+| the test's | DDPOptimizer | 1 | 0 |  | 0 |
+| the test's | split | 1 | 0 | 0 | 0 |
+| the test's | inline | 1 | 0 | 0 | 0 |""",
+        )

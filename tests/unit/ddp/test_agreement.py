@@ -1,0 +1,201 @@
+"""ddpopt.ddp.agreement: texts of several ranks, here several threads over one store."""
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ddpopt.ddp import agreement
+from ddpopt.ddp.agreement import agree, announce
+from ddpopt.errors import InfrastructureError
+from tests.multigpu.single import single_rank
+
+c10d: Any = dist  # torch does not mark its re-exports
+
+
+@dataclass(frozen=True)
+class Member:
+    """As much of a process group as agreement looks at."""
+
+    index: int
+    count: int
+    store: Any
+
+    def rank(self) -> int:
+        return self.index
+
+    def size(self) -> int:
+        return self.count
+
+
+@pytest.fixture
+def members(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[Any]]:
+    monkeypatch.setattr(agreement, "_group_store", lambda member: member.store)
+    monkeypatch.setattr(dist, "get_backend", lambda _: "gloo")
+
+    def make(count: int) -> list[Any]:
+        store = c10d.HashStore()
+        return [Member(index, count, store) for index in range(count)]
+
+    return make
+
+
+def outcomes(actions: Sequence[Callable[[], object]]) -> list[object]:
+    """What each action returned or raised, run at the same time."""
+
+    def outcome(action: Callable[[], object]) -> object:
+        try:
+            return action()
+        except InfrastructureError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(actions)) as pool:
+        return list(pool.map(outcome, actions))
+
+
+def calls(members: Sequence[Any], payloads: Sequence[str], **options: Any) -> list[Callable[[], object]]:
+    return [
+        functools.partial(agree, member, "test", payload, **options)
+        for member, payload in zip(members, payloads, strict=True)
+    ]
+
+
+def seconds(count: float) -> dict[str, Any]:
+    return {"timeout": timedelta(seconds=count)}
+
+
+def test_every_rank_learns_every_text_in_rank_order(members: Callable[[int], list[Any]]) -> None:
+    texts = ["b", "a", "b", "c"]
+    assert outcomes(calls(members(4), texts)) == [("b", "a", "b", "c")] * 4
+
+
+def test_calls_in_a_row_do_not_mix(members: Callable[[int], list[Any]]) -> None:
+    group = members(3)
+
+    def several(member: Any) -> list[tuple[str, ...]]:
+        # Ranks run at different speeds; a fast one is never a call ahead of what a slow one still reads.
+        texts = []
+        for number in range(20):
+            time.sleep(0.001 * ((member.rank() + number) % 3))
+            texts.append(agree(member, "test", f"{number}"))
+        return texts
+
+    expected = [(f"{number}",) * 3 for number in range(20)]
+    assert outcomes([functools.partial(several, member) for member in group]) == [expected] * 3
+
+
+def test_calls_about_different_things_do_not_mix(members: Callable[[int], list[Any]]) -> None:
+    first, second = members(2)
+
+    def both(member: Any, order: Sequence[str]) -> dict[str, tuple[str, ...]]:
+        with ThreadPoolExecutor(2) as pool:
+            return dict(zip(order, pool.map(lambda what: agree(member, what, what), order), strict=True))
+
+    expected = {"x": ("x", "x"), "y": ("y", "y")}
+    assert outcomes([lambda: both(first, "xy"), lambda: both(second, "yx")]) == [expected, expected]
+
+
+def test_what_no_rank_reads_any_more_is_deleted(members: Callable[[int], list[Any]]) -> None:
+    group = members(2)
+    for number in range(3):
+        outcomes(calls(group, [f"{number}"] * 2))
+    before = group[0].store.num_keys()
+    for number in range(10):
+        outcomes(calls(group, [f"{number}"] * 2))
+    assert group[0].store.num_keys() == before
+
+
+def test_a_missing_rank_is_named(members: Callable[[int], list[Any]]) -> None:
+    group = members(4)
+    present = [group[0], group[2]]
+    assert (
+        outcomes(calls(present, ["a", "a"], **seconds(0.2)))
+        == [
+            "test: no answer from rank 1, 3 of 4 within 0.2 s. Every rank of the process group must make "
+            "this call: look in the missing rank's log for what stopped it, or allow more time with timeout="
+        ]
+        * 2
+    )
+
+
+def test_a_rank_that_comes_too_late_raises_too(members: Callable[[int], list[Any]]) -> None:
+    early, late = members(2)
+    first = outcomes(calls([early], ["a"], **seconds(0.1)))
+    second = outcomes(calls([late], ["a"], **seconds(0.1)))
+    assert isinstance(first[0], str)
+    assert second == [
+        "test: rank 1 answered after another rank had given up waiting. Let the ranks make this call at "
+        "about the same time, or allow more time with timeout="
+    ]
+
+
+def test_after_a_failure_the_next_call_works(members: Callable[[int], list[Any]]) -> None:
+    early, late = members(2)
+    outcomes(calls([early], ["a"], **seconds(0.1)))
+    outcomes(calls([late], ["a"], **seconds(0.1)))
+    assert outcomes(calls([early, late], ["b", "c"])) == [("b", "c")] * 2
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.0995, 0.1, 0.1005])
+def test_either_all_ranks_agree_or_all_raise(members: Callable[[int], list[Any]], delay_s: float) -> None:
+    """The last rank comes just when the others give up."""
+    for _ in range(5):
+        first, second, last = members(3)
+        punctual = calls([first, second], ["a", "a"], **seconds(0.1))
+
+        def arrive(last: Any = last) -> object:
+            threading.Event().wait(delay_s)
+            return agree(last, "test", "a", **seconds(0.1))
+
+        kinds = {type(outcome) for outcome in outcomes([*punctual, arrive])}
+        assert len(kinds) == 1
+
+
+def test_who_announces_a_failure_does_not_wait_and_is_heard(members: Callable[[int], list[Any]]) -> None:
+    first, second = members(2)
+    announce(first, "test", "failed")
+    assert agree(second, "test", "fine") == ("failed", "fine")
+
+
+def test_a_store_that_is_gone_is_an_infrastructure_error(
+    members: Callable[[int], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(member: object) -> None:
+        del member
+        raise dist.DistNetworkError("connection reset")
+
+    (member, _) = members(2)
+    monkeypatch.setattr(agreement, "_group_store", gone)
+    with pytest.raises(InfrastructureError) as caught:
+        agree(member, "test", "a")
+    assert str(caught.value) == (
+        "test: the process group's key-value store failed (connection reset). Most often the rank that holds "
+        "it, rank 0, has ended: look in its log for the reason"
+    )
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    with single_rank():
+        yield
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_group_of_one_agrees_with_itself_without_a_store() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    assert agree(group, "test", "a") == ("a",)
+
+
+@pytest.mark.usefixtures("alone")
+def test_torch_keeps_a_store_for_each_process_group() -> None:
+    """Names the private function that agreement relies on."""
+    group = dist.new_group([0])
+    assert isinstance(agreement._group_store(group), c10d.Store)

@@ -1,0 +1,268 @@
+"""ddpopt.ddp.fit: every reason why a plan's buckets cannot be given to a module, in its exact words."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import expecttest
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt.ddp.fit import ddp_module, require_between_iterations, require_fit
+from ddpopt.errors import DdpoptError, PlanMismatchError, UsageError
+from ddpopt.planning.bucket_rule import specs_from_ddp
+from ddpopt.planning.plan import Bucket, Plan
+from tests.multigpu.models import arbitrary_plan, plan_of
+from tests.multigpu.single import single_rank
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    with single_rank():
+        yield
+
+
+class Model(nn.Module):
+    """A tied parameter, a frozen one, a sparse one and one of another type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(3, 2, sparse=True)
+        self.first = nn.Linear(2, 2, bias=False)
+        self.tied = nn.Linear(2, 2, bias=False)
+        self.tied.weight = self.first.weight
+        self.frozen = nn.Linear(2, 2, bias=False).requires_grad_(False)
+        self.wide = nn.Linear(2, 2, bias=False).double()
+        self.last = nn.Linear(2, 2)
+
+
+def refusal(kind: type[DdpoptError], action: Callable[[], object]) -> str:
+    with pytest.raises(kind) as caught:
+        action()
+    return str(caught.value)
+
+
+def said_against(action: Callable[[], object]) -> str:
+    """What an action is refused with; empty if it is not."""
+    try:
+        action()
+    except DdpoptError as error:
+        return str(error)
+    return ""
+
+
+def planned(*buckets: Sequence[str], nbytes: int = 16, dtype: str = "float32") -> Plan:
+    return Plan(
+        tuple(Bucket(i, tuple(names), nbytes, dtype, "cpu", 0, "test") for i, names in enumerate(buckets)),
+        (),
+        (),
+    )
+
+
+def misfit(model: nn.Module, plan: Plan) -> str:
+    ddp = DistributedDataParallel(model)
+    return refusal(PlanMismatchError, lambda: require_fit(ddp, plan))
+
+
+def test_every_partition_of_the_parameters_fits() -> None:
+    ddp = DistributedDataParallel(Model())
+    plans = [arbitrary_plan(ddp, seed) for seed in range(10)]
+    assert [said_against(partial(require_fit, ddp, plan)) for plan in plans] == [""] * 10
+    assert len({plan.fingerprint for plan in plans}) > 5
+
+
+def test_everything_that_is_wrong_with_the_names_is_said_at_once() -> None:
+    text = misfit(
+        Model(),
+        planned(
+            ["first.weight"],
+            ["nowhere", "last.bias"],
+            [],
+            ["tied.weight"],
+            ["frozen.weight"],
+            ["first.weight"],
+        ),
+    )
+    expecttest.assert_expected_inline(
+        text,
+        """\
+the plan does not fit the DDP module, 8 problem(s):
+  - 'first.weight' stands 2 times, in buckets 0, 5
+  - bucket 1: 'nowhere' is no parameter of the module
+  - bucket 3: 'tied.weight' is another name of 'first.weight'; use that one
+  - bucket 4: 'frozen.weight' is frozen, so DDP does not reduce it
+  - 'table.weight' stands in no bucket
+  - 'wide.weight' stands in no bucket
+  - 'last.weight' stands in no bucket
+  - bucket 2 is empty
+Nothing was changed. Make the plan from this module: ddpopt.plan(ddp_module, *inputs)""",
+    )
+
+
+def test_what_cannot_share_a_bucket_is_named() -> None:
+    text = misfit(
+        Model(), planned(["table.weight", "first.weight", "wide.weight"], ["last.weight", "last.bias"])
+    )
+    expecttest.assert_expected_inline(
+        text,
+        """\
+the plan does not fit the DDP module, 3 problem(s):
+  - bucket 0 mixes float32 on cpu ('first.weight') with float64 on cpu ('wide.weight')
+  - bucket 0 holds 'table.weight' beside others, but its gradient is sparse
+  - bucket 1 is planned as 16 bytes of float32, but its parameters are 24 bytes of float32
+Nothing was changed. Make the plan from this module: ddpopt.plan(ddp_module, *inputs)""",
+    )
+
+
+def test_an_ignored_parameter_belongs_to_no_bucket() -> None:
+    model = Model()
+    wrapper: Any = DistributedDataParallel
+    wrapper._set_params_and_buffers_to_ignore_for_model(model, ["last.bias"])
+    specs = {spec.name: spec for spec in specs_from_ddp(DistributedDataParallel(model))}
+    plan = plan_of([[spec] for spec in specs.values()])
+    with_ignored = Plan((*plan.buckets, Bucket(5, ("last.bias",), 8, "float32", "cpu", 0, "test")), (), ())
+    expecttest.assert_expected_inline(
+        misfit(model, with_ignored),
+        """\
+the plan does not fit the DDP module, 1 problem(s):
+  - bucket 4: 'last.bias' is ignored by DDP (parameters_to_ignore)
+Nothing was changed. Make the plan from this module: ddpopt.plan(ddp_module, *inputs)""",
+    )
+
+
+def test_a_plan_of_a_model_of_another_size_does_not_fit() -> None:
+    text = misfit(nn.Linear(2, 2, bias=False), planned(["weight"], nbytes=8, dtype="bfloat16"))
+    expecttest.assert_expected_inline(
+        text,
+        """\
+the plan does not fit the DDP module, 1 problem(s):
+  - bucket 0 is planned as 8 bytes of bfloat16, but its parameters are 16 bytes of float32
+Nothing was changed. Make the plan from this module: ddpopt.plan(ddp_module, *inputs)""",
+    )
+
+
+def test_a_foreign_plan_does_not_flood_the_screen() -> None:
+    text = misfit(nn.Linear(2, 2, bias=False), planned(*([f"layer{i}"] for i in range(50))))
+    assert len(text.splitlines()) == 23
+    assert "  - and 31 more" in text.splitlines()
+
+
+def test_only_ddp_modules_have_buckets() -> None:
+    assert refusal(UsageError, lambda: ddp_module(nn.Linear(1, 1))) == (
+        "expected a DistributedDataParallel module, got 'Linear': only DDP has buckets to plan; wrap the "
+        "model first"
+    )
+
+
+def test_a_compiled_ddp_module_is_a_ddp_module() -> None:
+    ddp = DistributedDataParallel(nn.Linear(1, 1))
+    compiled = torch.compile(ddp, backend="eager")
+    assert isinstance(compiled, nn.Module)
+    assert ddp_module(compiled) is ddp
+
+
+def test_options_that_leave_no_buckets_to_plan_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    ddp: Any = DistributedDataParallel(nn.Linear(1, 1))
+    monkeypatch.setattr(ddp, "mixed_precision", object())
+    monkeypatch.setattr(ddp, "_use_python_reducer", True)
+    monkeypatch.setattr(ddp, "_delay_all_reduce_all_params", True)
+    assert refusal(UsageError, lambda: ddp_module(ddp)) == (
+        "this DDP module's buckets cannot be planned:\n"
+        "  - it was built under torch._dynamo.config.optimize_ddp='python_reducer', which reduces without "
+        "buckets; set another value before building it\n"
+        "  - delay_all_reduce_named_params holds all its parameters, so that none is left for buckets; leave "
+        "some out\n"
+        "  - mixed_precision ties hooks to the buckets that DDP made; use torch.autocast instead"
+    )
+
+
+# -------------------------------------------------------------------------------------------- at which moment
+
+
+def output_of(ddp: DistributedDataParallel) -> torch.Tensor:
+    output: torch.Tensor = ddp(torch.ones(1, 2)).sum()
+    return output
+
+
+def backward(output: torch.Tensor) -> None:
+    torch.autograd.backward(output)
+
+
+def linear(**arguments: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(nn.Linear(2, 2), **arguments)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
+def test_between_iterations_is_a_good_moment(arguments: dict[str, Any]) -> None:
+    ddp = linear(**arguments)
+    said = []
+    for _ in range(15):  # DDP's log is sampled from the tenth iteration on
+        said.append(said_against(partial(require_between_iterations, ddp)))
+        backward(output_of(ddp))
+        said.append(said_against(partial(require_between_iterations, ddp)))  # gradients still there
+        ddp.zero_grad()
+    with torch.no_grad():
+        ddp(torch.ones(1, 2))
+    said.append(said_against(partial(require_between_iterations, ddp)))
+    assert said == [""] * 31
+
+
+@pytest.mark.parametrize("arguments", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
+@pytest.mark.parametrize("iterations", [0, 1, 15])
+def test_between_forward_and_backward_is_a_bad_moment(iterations: int, arguments: dict[str, Any]) -> None:
+    ddp = linear(**arguments)
+    for _ in range(iterations):
+        backward(output_of(ddp))
+        ddp.zero_grad()
+    output = output_of(ddp)
+    text = refusal(UsageError, lambda: require_between_iterations(ddp))
+    backward(output)
+    require_between_iterations(ddp)
+    assert text == (
+        "the buckets cannot change now: the module's last synchronised forward had no backward yet; run its "
+        "backward first, or run forwards that have none under torch.no_grad()"
+    )
+
+
+def test_inside_a_forward_is_a_bad_moment() -> None:
+    ddp = linear()
+    texts = []
+
+    def during(*_: object) -> None:
+        texts.append(refusal(UsageError, lambda: require_between_iterations(ddp)))
+
+    handle = ddp.module.register_forward_hook(during)
+    output_of(ddp)
+    handle.remove()
+    assert texts == [
+        "the buckets cannot change now: the module's forward is running; call this before or after it"
+    ]
+
+
+def test_inside_a_backward_is_a_bad_moment() -> None:
+    ddp = linear()
+    texts = []
+
+    def during(*_: object) -> None:
+        texts.append(refusal(UsageError, lambda: require_between_iterations(ddp)))
+
+    handle = next(ddp.module.parameters()).register_hook(during)
+    backward(output_of(ddp))
+    handle.remove()
+    assert texts == ["the buckets cannot change now: a backward is running; call this outside of it"]
+
+
+def test_while_unused_parameters_are_noted_under_no_sync_is_a_bad_moment() -> None:
+    ddp = linear(find_unused_parameters=True)
+    with ddp.no_sync():
+        backward(output_of(ddp))
+    text = refusal(UsageError, lambda: require_between_iterations(ddp))
+    ddp.zero_grad()
+    require_between_iterations(ddp)
+    assert text == (
+        "the buckets cannot change now: under no_sync() the reducer notes which parameters were used, and a "
+        "new reducer would not know; call this before the first of the accumulated backwards, or after "
+        "zero_grad()"
+    )

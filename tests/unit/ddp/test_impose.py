@@ -1,0 +1,109 @@
+"""ddpopt.impose in one process: what changes in the module, and what does not."""
+
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt.ddp.impose import impose, imposed_plan
+from ddpopt.errors import PlanMismatchError, UsageError
+from ddpopt.planning.plan import Plan
+from tests.multigpu.models import Tower, arbitrary_plan, gradients_of, same
+from tests.multigpu.single import single_rank
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    with single_rank():
+        yield
+
+
+def wrapped(**arguments: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(Tower(), **arguments)
+
+
+def step(module: Any) -> None:
+    torch.autograd.backward(module(torch.ones(2, 6)).sum())
+
+
+def test_the_imposed_plan_can_be_asked_for() -> None:
+    ddp = wrapped()
+    assert imposed_plan(ddp) is None
+    plan = arbitrary_plan(ddp, 1)
+    impose(ddp, plan)
+    assert imposed_plan(ddp) == plan
+    assert imposed_plan(Tower()) is None
+
+
+def test_a_plan_that_travelled_as_text_can_be_imposed() -> None:
+    ddp = wrapped()
+    plan = Plan.from_json(arbitrary_plan(ddp, 1).to_json())
+    impose(ddp, plan)
+    step(ddp)
+    assert imposed_plan(ddp) == plan
+
+
+def test_a_compiled_module_can_be_given_a_plan() -> None:
+    ddp = wrapped()
+    compiled: Any = torch.compile(ddp, backend="eager")
+    plan = arbitrary_plan(ddp, 1)
+    impose(compiled, plan)
+    step(compiled)
+    assert imposed_plan(compiled) == imposed_plan(ddp) == plan
+
+
+def test_a_plan_that_does_not_fit_changes_nothing() -> None:
+    ddp: Any = wrapped()
+    before = ddp.reducer, ddp.logger
+    with pytest.raises(PlanMismatchError):
+        impose(ddp, Plan((), (), ()))
+    assert (ddp.reducer, ddp.logger) == before
+    step(ddp)
+
+
+def test_a_bad_moment_changes_nothing() -> None:
+    ddp: Any = wrapped()
+    plan = arbitrary_plan(ddp, 1)
+    output = ddp(torch.ones(2, 6)).sum()
+    before = ddp.reducer, ddp.logger
+    with pytest.raises(UsageError):
+        impose(ddp, plan)
+    assert (ddp.reducer, ddp.logger) == before
+    torch.autograd.backward(output)
+    impose(ddp, plan)
+
+
+def test_the_state_of_the_module_is_untouched() -> None:
+    ddp = wrapped()
+    step(ddp)
+    state, gradients = {k: v.clone() for k, v in ddp.state_dict().items()}, gradients_of(ddp)
+    impose(ddp, arbitrary_plan(ddp, 1))
+    after = ddp.state_dict()
+    assert list(after) == list(state)
+    assert all(torch.equal(after[name], state[name]) for name in state)
+    assert same([gradients_of(ddp)], [gradients])
+
+
+@pytest.mark.parametrize("arguments", [{}, {"static_graph": True}])
+def test_copies_and_pickles_have_ddps_own_buckets_again(arguments: dict[str, Any]) -> None:
+    ddp = wrapped(**arguments)
+    impose(ddp, arbitrary_plan(ddp, 1))
+    for copied in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
+        assert imposed_plan(copied) is None
+        step(copied)
+    step(ddp)
+
+
+def test_gradients_that_are_views_of_the_old_buckets_keep_their_values() -> None:
+    ddp = wrapped(gradient_as_bucket_view=True)
+    step(ddp)
+    before = gradients_of(ddp)
+    impose(ddp, arbitrary_plan(ddp, 1))
+    assert same([gradients_of(ddp)], [before])
+    ddp.zero_grad(set_to_none=False)
+    step(ddp)
+    assert same([gradients_of(ddp)], [before])

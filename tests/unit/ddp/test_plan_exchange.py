@@ -1,0 +1,81 @@
+"""ddpopt.ddp.plan_exchange: what differs between the ranks' plans, in words."""
+
+from collections.abc import Iterator
+from datetime import timedelta
+
+import expecttest
+import pytest
+import torch.distributed as dist
+
+from ddpopt.ddp.plan_exchange import exchange_plans, plan_difference, same_buckets
+from ddpopt.planning.plan import Bucket, Plan
+from tests.multigpu.single import single_rank
+
+
+def plan(*buckets: str, device: str = "cpu") -> Plan:
+    """A plan of parameters with one-letter names."""
+    return Plan(
+        tuple(Bucket(i, tuple(b), 4, "float32", device, 0, "test") for i, b in enumerate(buckets)), (), ()
+    )
+
+
+def test_the_difference_names_ranks_and_parameters_bucket_by_bucket() -> None:
+    plans = [plan("ab", "cd", "e"), plan("ab", "dc", "e"), plan("ab", "cd", "e"), plan("ab", "cde")]
+    expecttest.assert_expected_inline(
+        plan_difference(plans),
+        """\
+  bucket 1: ranks 0, 2: c, d; rank 1: d, c; rank 3: c, d, e
+  bucket 2: ranks 0, 1, 2: e; rank 3: no such bucket""",
+    )
+
+
+def test_long_differences_are_cut_short() -> None:
+    left = [f"{letter}0" for letter in "abcdefghijkl"]
+    plans = [plan(*left), plan(*(name[::-1] for name in left)), plan("abcdefghi")]
+    expecttest.assert_expected_inline(
+        plan_difference(plans),
+        """\
+  bucket 0: rank 0: a, 0; rank 1: 0, a; rank 2: a, b, c, d, e, f, and 3 more
+  bucket 1: rank 0: b, 0; rank 1: 0, b; rank 2: no such bucket
+  bucket 2: rank 0: c, 0; rank 1: 0, c; rank 2: no such bucket
+  bucket 3: rank 0: d, 0; rank 1: 0, d; rank 2: no such bucket
+  bucket 4: rank 0: e, 0; rank 1: 0, e; rank 2: no such bucket
+  bucket 5: rank 0: f, 0; rank 1: 0, f; rank 2: no such bucket
+  bucket 6: rank 0: g, 0; rank 1: 0, g; rank 2: no such bucket
+  bucket 7: rank 0: h, 0; rank 1: 0, h; rank 2: no such bucket
+  and 4 more buckets""",
+    )
+
+
+def test_ranks_without_a_plan_are_named() -> None:
+    assert plan_difference([None, plan("a"), None]) == "  no plan on ranks 0, 2, one on the others"
+
+
+def test_plans_are_the_same_where_only_the_device_differs() -> None:
+    assert same_buckets([plan("ab", device="cuda:0"), plan("ab", device="cuda:1")])
+    assert not same_buckets([plan("ab"), plan("ba")])
+    assert not same_buckets([plan("a", "b"), plan("b", "a")])
+    assert not same_buckets([plan("ab"), None])
+    assert same_buckets([None, None])
+
+
+@pytest.fixture
+def alone() -> Iterator[dist.ProcessGroup]:
+    with single_rank():
+        group = dist.group.WORLD
+        assert group is not None
+        yield group
+
+
+def test_one_rank_gets_its_own_plan_back(alone: dist.ProcessGroup) -> None:
+    own = plan("ab")
+    assert exchange_plans(alone, "test", lambda: own, timedelta(seconds=1))[0] is own
+    assert exchange_plans(alone, "test", lambda: None, timedelta(seconds=1)) == (None,)
+
+
+def test_an_error_of_ones_own_is_raised_as_it_is(alone: dist.ProcessGroup) -> None:
+    def decide() -> Plan:
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        exchange_plans(alone, "test", decide, timedelta(seconds=1))

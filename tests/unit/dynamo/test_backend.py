@@ -1,0 +1,925 @@
+"""The three ways in, on one rank: each cuts at the plan's buckets, trains as eager DDP, leaves no trace."""
+
+import copy
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+from unittest.mock import create_autospec
+
+import pytest
+import torch
+import torch._dynamo.backends.registry
+import torch._inductor.compile_fx as compile_fx
+from torch import Tensor, fx, nn
+from torch._dynamo.backends import distributed
+from torch._dynamo.backends.distributed import DDPOptimizer
+from torch.distributed._composable.replicate import replicate
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import ddpopt
+import ddpopt.dynamo.backend
+from ddpopt.ddp.impose import impose, imposed_plan
+from ddpopt.dynamo.backend import DdpoptBackend, Strategy
+from ddpopt.errors import CertificateError, UsageError
+from ddpopt.observation.observe import observe
+from ddpopt.planning.expand_calls import Planned
+from ddpopt.planning.plan import Plan
+from ddpopt.planning.regions import plan_for_ddp
+from ddpopt.split.partition import partition
+from tests.unit.tracing import Recorder
+
+pytestmark = [
+    pytest.mark.usefixtures("one_rank_group", "fresh_dynamo"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+WIDTH = 16
+LAYER_BYTES = 4 * WIDTH * (WIDTH + 1)
+ONE_LAYER_MB = LAYER_BYTES / 2**20
+Wrap = Callable[[DistributedDataParallel, Any], Callable[..., Any]]
+
+
+class Net(nn.Module):
+    """Four linear layers with an activation each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+class Broken(Net):
+    """The same with a graph break in the middle."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third, fourth = self.layers
+        x = second(first(x).relu()).relu()
+        torch._dynamo.graph_break()
+        out: Tensor = fourth(third(x).relu()).relu()
+        return out
+
+
+class Images(nn.Module):
+    """Convolutions in channels-last order, of which the last result is returned transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
+        self.norm = nn.BatchNorm2d(4)
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # not in stubs
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        first, second, third = self.layers
+        x = self.norm(first(x)).relu()
+        y = second(x).relu()
+        return third(y).transpose(1, 2), y
+
+
+class Sizes(Net):
+    """The batch size takes part in shapes and in arithmetic between the layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        for layer in self.layers:
+            x = layer(x).view(rows, 2, -1).flip(1).reshape(rows, -1).tanh() / rows
+        return x
+
+
+class Noise(Net):
+    """Dropout after every layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = nn.functional.dropout(layer(x), 0.5, self.training)
+        return x
+
+
+def seeded(factory: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return factory()
+
+
+def ddp_of(factory: Callable[[], nn.Module] = Net, **kwargs: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(seeded(factory), **{"bucket_cap_mb": ONE_LAYER_MB, **kwargs})
+
+
+def rows(count: int = 3, seed: int = 1) -> Tensor:
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(output: Any) -> Tensor:
+    outputs = output if isinstance(output, tuple) else (output,)
+    return torch.stack([tensor.square().sum() for tensor in outputs]).sum()
+
+
+def step(call: Callable[..., Any], model: nn.Module, x: Tensor, *numbers: float) -> list[Tensor]:
+    """Output and gradients of one training step."""
+    model.zero_grad()
+    torch.manual_seed(5)
+    output = call(x, *numbers)
+    loss_of(output).backward()  # type: ignore[no-untyped-call]  # of torch
+    outputs = list(output) if isinstance(output, tuple) else [output]
+    return [*outputs, *(cast(Tensor, parameter.grad) for parameter in model.parameters())]
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    pairs = zip(left, right, strict=True)
+    return all(torch.equal(a, b) and a.stride() == b.stride() for a, b in pairs)
+
+
+def plan_in_force(ddp: DistributedDataParallel) -> Plan:
+    plan = imposed_plan(ddp)
+    assert plan is not None
+    return plan
+
+
+def layers_of(plan: Plan) -> list[str]:
+    """The layers whose parameters each bucket holds."""
+    return [" ".join(dict.fromkeys(name.rpartition(".")[0] for name in b.params)) for b in plan.buckets]
+
+
+FOUR_LAYERS = ["layers.3", "layers.2", "layers.1", "layers.0"]
+
+
+# -------------------------------------------------------------------------------------- the ways in
+
+
+def by_compile(ddp: DistributedDataParallel, backend: Any) -> Callable[..., Any]:
+    return cast(Callable[..., Any], ddpopt.compile(ddp, backend=backend, strategy="split"))
+
+
+def by_backend(ddp: DistributedDataParallel, backend: Any) -> Callable[..., Any]:
+    return torch.compile(ddp, backend=DdpoptBackend(backend, strategy="split"))
+
+
+def by_replacing(ddp: DistributedDataParallel, backend: Any) -> Callable[..., Any]:
+    compiled = torch.compile(ddp, backend=backend)
+
+    def call(*inputs: Any) -> Any:
+        with ddpopt.replacing_ddp_optimizer():
+            return compiled(*inputs)
+
+    return call
+
+
+WAYS: list[Wrap] = [by_compile, by_backend, by_replacing]
+every_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+
+
+@every_way
+def test_each_way_in_cuts_at_the_buckets_and_has_ddp_follow(way: Wrap) -> None:
+    ddp, recorder = ddp_of(), Recorder()
+    step(way(ddp, recorder), ddp, rows())
+    plan = plan_in_force(ddp)
+    assert layers_of(plan) == FOUR_LAYERS
+    assert [segment.params for segment in plan.segments] == [
+        (f"layers.{i}.weight", f"layers.{i}.bias") for i in range(4)
+    ]
+    assert recorder.calls == 2  # the first layer, whose input needs no gradient; and three twins
+
+
+@every_way
+def test_each_way_in_trains_as_eager_ddp_does_bit_by_bit(way: Wrap) -> None:
+    eager, ddp = ddp_of(Noise), ddp_of(Noise)
+    call = way(ddp, "aot_eager")
+    for seed in range(3):
+        x = rows(seed=seed)
+        assert same(step(call, ddp, x), step(eager, eager, x))
+
+
+def test_ddp_reduces_exactly_the_planned_buckets_at_every_iteration() -> None:
+    ddp = ddp_of()
+    call = ddpopt.compile(ddp, backend="eager", strategy="split")
+    with observe(ddp) as observed:
+        for _ in range(3):
+            step(call, ddp, rows())
+    plan = plan_in_force(ddp)
+    expected = [(bucket.params, bucket.nbytes) for bucket in plan.buckets]
+    assert len(observed.iterations) == 3
+    for iteration in observed.iterations:
+        assert [(bucket.params, bucket.nbytes) for bucket in iteration.buckets] == expected
+        assert [c.nbytes for c in iteration.collectives if c.bucket is not None] == [LAYER_BYTES] * 4
+
+
+@pytest.mark.parametrize("factory", [Net, Broken])
+def test_the_plan_in_force_is_the_one_that_was_foretold(factory: Callable[[], nn.Module]) -> None:
+    ddp = ddp_of(factory)
+    foretold = ddpopt.plan(ddp, rows())
+    step(ddpopt.compile(ddp, backend="eager", strategy="split"), ddp, rows())
+    assert plan_in_force(ddp).buckets == foretold.buckets
+    assert plan_in_force(ddp).fingerprint == foretold.fingerprint
+
+
+def test_the_entry_point_compiles_with_inductor() -> None:
+    found: Any = torch._dynamo.backends.registry.lookup_backend("ddpopt")
+    assert found is ddpopt.dynamo.backend.ddpopt_backend
+    assert found.compiler is torch._dynamo.backends.registry.lookup_backend("inductor")
+    assert "ddpopt" in torch.compiler.list_backends()
+
+
+def test_nothing_is_split_twice_at_dynamos_default_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("torch's DDPOptimizer was built")
+
+    assert torch._dynamo.config.optimize_ddp is True
+    monkeypatch.setattr(DDPOptimizer, "__init__", refuse)
+    for way in WAYS:
+        torch._dynamo.reset()
+        ddp = ddp_of()
+        step(way(ddp, "eager"), ddp, rows())
+
+
+def test_without_ddpopt_torchs_optimizer_is_built_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[DDPOptimizer] = []
+    original: Any = DDPOptimizer.__init__
+
+    def counted(self: DDPOptimizer, *args: Any, **kwargs: Any) -> None:
+        built.append(self)
+        original(self, *args, **kwargs)
+
+    monkeypatch.setattr(DDPOptimizer, "__init__", counted)
+    ddp = ddp_of(bucket_cap_mb=25)
+    step(torch.compile(ddp, backend="eager"), ddp, rows())
+    assert built
+    assert imposed_plan(ddp) is None
+
+
+def test_a_module_compiled_before_it_is_wrapped_is_cut_too() -> None:
+    recorder = Recorder()
+    eager = ddp_of()
+    inner = torch.compile(seeded(Net), backend=DdpoptBackend(recorder, strategy="split"))
+    ddp = DistributedDataParallel(inner, bucket_cap_mb=ONE_LAYER_MB)
+    assert same(step(ddp, ddp, rows()), step(eager, eager, rows()))
+    assert layers_of(plan_in_force(ddp)) == [f"_orig_mod.{name}" for name in FOUR_LAYERS]
+    assert recorder.calls == 2
+
+
+def sequential() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+
+def test_a_sequential_under_ddp_is_compiled_and_cut() -> None:
+    # torch.compile alone compiles nothing here: pytorch#140416
+    ddp, eager, recorder = ddp_of(sequential), ddp_of(sequential), Recorder()
+    call = ddpopt.compile(ddp, backend=recorder, strategy="split")
+    assert same(step(call, ddp, rows()), step(eager, eager, rows()))
+    assert layers_of(plan_in_force(ddp)) == ["3", "2", "1", "0"]
+    assert recorder.calls == 2
+
+
+def test_a_compiled_sequential_can_still_be_copied() -> None:
+    ddp = ddp_of(sequential)
+    ddpopt.compile(ddp, backend="eager", strategy="split")
+    twin = copy.deepcopy(ddp.module)
+    assert torch.equal(twin(rows()), ddp.module(rows()))
+
+
+class PassedOn(Net):
+    """What comes out of ``no_grad`` as it is still gets its gradient; a view taken there does not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.get_parameter("layers.0.weight")
+        with torch.no_grad():
+            same, frozen = weight.contiguous(), self.get_parameter("layers.2.weight").t()
+        x = nn.functional.linear(x, same).tanh()
+        with torch.no_grad():
+            x, turned = x.contiguous(), x.t()
+        for layer in self.layers:
+            x = layer(x).tanh() @ frozen
+        return x + turned.sum()
+
+
+class PassedOnOpened(nn.Module):
+    """The same behind calls that are written out, and a view taken without gradient is returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        first, second, third = self.layers
+        x = self.attention(x[None], x[None], x[None], need_weights=False)[0]
+        with torch.no_grad():
+            same, seen = x.contiguous(), x[0].t()
+        x = second(first(same))
+        with torch.no_grad():
+            same, turned = x.contiguous(), x[0].t()
+        return third(same) + turned.sum() + x, seen
+
+
+@pytest.mark.parametrize("layers", [1 / 64, 0.3, 1, 2])
+def test_what_no_grad_returns_of_an_opened_call_has_its_gradient(layers: float) -> None:
+    options = {"bucket_cap_mb": ONE_LAYER_MB * layers}
+    ddp, eager = ddp_of(PassedOnOpened, **options), ddp_of(PassedOnOpened, **options)
+    compiled = ddpopt.compile(ddp, backend="aot_eager", strategy="split")
+    found, expected = step(compiled, ddp, rows()), step(eager, eager, rows())
+    assert len(plan_in_force(ddp).segments) > 2
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("strategy", ["split", "inline"])
+def test_a_forward_without_gradient_may_turn_it_on(strategy: Strategy) -> None:
+    ddp, eager = ddp_of(), ddp_of()
+    layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(model: nn.Module) -> Callable[[Tensor], Tensor]:
+        def call(x: Tensor) -> Tensor:
+            with torch.no_grad():
+                out: Tensor = model(x)
+            return out
+
+        return call
+
+    for model in (ddp.module, eager.module):
+        model.forward = torch.enable_grad()(model.forward)
+        model.register_module("layer", layer)
+    compiled = ddpopt.compile(ddp, backend="aot_eager", strategy=strategy)
+    assert torch.equal(forward(compiled)(rows()), forward(eager)(rows()))
+
+
+@pytest.mark.parametrize("strategy", ["split", "inline"])
+def test_what_no_grad_returns_as_it_is_has_its_gradient_and_views_have_none(strategy: Strategy) -> None:
+    options = {"bucket_cap_mb": ONE_LAYER_MB / 64}
+    ddp, eager = ddp_of(PassedOn, **options), ddp_of(PassedOn, **options)
+    compiled = ddpopt.compile(ddp, backend="aot_eager", strategy=strategy)
+    assert same(step(compiled, ddp, rows()), step(eager, eager, rows()))
+
+
+def test_each_region_of_a_model_with_graph_breaks_is_planned_for_its_own_parameters() -> None:
+    ddp, eager, recorder = ddp_of(Broken), ddp_of(Broken), Recorder()
+    assert same(
+        step(ddpopt.compile(ddp, backend=recorder, strategy="split"), ddp, rows()), step(eager, eager, rows())
+    )
+    plan = plan_in_force(ddp)
+    assert layers_of(plan) == FOUR_LAYERS
+    assert plan.spread == 0
+    assert [(segment.graph, segment.params) for segment in plan.segments] == [
+        (index // 2, (f"layers.{index}.weight", f"layers.{index}.bias")) for index in range(4)
+    ]
+    assert recorder.calls == 3  # the second region's two are twins
+
+
+def test_garbage_is_not_collected_while_a_graph_is_compiled() -> None:
+    collecting: list[bool] = []
+
+    def compiler(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        collecting.append(gc.isenabled())
+        return gm.forward
+
+    ddp = ddp_of()
+    step(ddpopt.compile(ddp, backend=compiler, strategy="split"), ddp, rows())
+    assert set(collecting) == {False}
+    assert gc.isenabled()
+
+
+def test_garbage_is_collected_again_after_a_compiler_has_failed() -> None:
+    def compiler(*_: Any) -> Callable[..., Any]:
+        raise ZeroDivisionError
+
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed):
+        ddpopt.compile(ddp_of(), backend=compiler)(rows())
+    assert gc.isenabled()
+
+
+def test_replicate_is_cut_like_ddp() -> None:
+    model, eager, recorder = seeded(Net), seeded(Net), Recorder()
+    replicate(model, bucket_cap_mb=ONE_LAYER_MB)
+    call = torch.compile(model, backend=DdpoptBackend(recorder, strategy="split"))
+    assert same(step(call, model, rows()), step(eager, eager, rows()))
+    assert recorder.calls == 2
+
+
+def test_the_compiled_module_has_the_attributes_of_the_ddp_module() -> None:
+    ddp = ddp_of()
+    compiled = ddpopt.compile(ddp, backend="eager", strategy="split")
+    assert compiled.module is ddp.module
+    assert compiled.bucket_bytes_cap == ddp.bucket_bytes_cap
+    with compiled.no_sync():
+        assert not ddp.require_backward_grad_sync
+
+
+def test_options_reach_torch_compile() -> None:
+    ddp = ddp_of(Broken)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        ddpopt.compile(ddp, backend="eager", strategy="split", fullgraph=True)(rows())
+
+
+def test_options_of_the_backend_reach_it_once_for_each_distinct_segment() -> None:
+    seen: list[Any] = []
+
+    def compiler(gm: fx.GraphModule, _: Any, **options: Any) -> Callable[..., Any]:
+        seen.append(options)
+        return gm.forward
+
+    ddp = ddp_of()
+    step(
+        torch.compile(ddp, backend=DdpoptBackend(compiler, strategy="split"), options={"depth": 3}),
+        ddp,
+        rows(),
+    )
+    assert seen == [{"options": {"depth": 3}}] * 2
+
+
+@pytest.fixture
+def config_patches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What Inductor is called with; its signature is Inductor's own, and what it compiles runs in eager."""
+    seen: list[dict[str, Any]] = []
+    inductor = create_autospec(compile_fx.compile_fx)
+
+    def compile_eager(gm: fx.GraphModule, _: Any, **arguments: Any) -> Callable[..., Any]:
+        seen.append(arguments.get("config_patches") or {})
+        return gm.forward
+
+    inductor.side_effect = compile_eager
+    monkeypatch.setattr(compile_fx, "compile_fx", inductor)
+    return seen
+
+
+def by_name(ddp: DistributedDataParallel, **options: Any) -> Callable[..., Any]:
+    return torch.compile(ddp, backend="ddpopt", **options)
+
+
+@pytest.mark.parametrize("way", [ddpopt.compile, by_name])
+@pytest.mark.parametrize(
+    ("options", "meant"),
+    [
+        ({"mode": "default"}, {}),
+        ({"mode": "max-autotune-no-cudagraphs"}, {"max_autotune": True, "coordinate_descent_tuning": True}),
+        ({"mode": "reduce-overhead"}, {"triton.cudagraphs": True}),
+        ({"options": {"epilogue-fusion": False}}, {"epilogue_fusion": False}),
+    ],
+)
+def test_mode_and_options_mean_what_they_mean_to_inductor(
+    way: Callable[..., Any], options: Any, meant: dict[str, Any], config_patches: list[dict[str, Any]]
+) -> None:
+    ddp = ddp_of()
+    step(way(ddp, **options), ddp, rows())
+    assert config_patches
+    assert all(patches.items() >= meant.items() for patches in config_patches)
+
+
+def test_what_inductor_does_not_know_is_refused_with_torchs_own_words() -> None:
+    with pytest.raises(RuntimeError, match="Unexpected optimization option speed, known options are"):
+        ddpopt.compile(ddp_of(), options={"speed": True})
+    with pytest.raises(RuntimeError, match="Unrecognized mode=fast, should be one of"):
+        ddpopt.compile(ddp_of(), mode="fast")
+
+
+def test_what_is_torch_compiles_own_among_the_options_stays_torchs() -> None:
+    asked: list[Any] = []
+
+    def keep_all(guards: Any) -> list[bool]:
+        asked.extend(guards)
+        return [True] * len(guards)
+
+    ddp = ddp_of(sequential)
+    step(ddpopt.compile(ddp, backend="eager", options={"guard_filter_fn": keep_all}), ddp, rows())
+    assert asked
+
+
+# ------------------------------------------------------------------------------------- what is compiled
+
+
+class CompiledByClass(Net):
+    """A module whose class says how its calls are compiled."""
+
+    @property
+    def _compiled_call_impl(self) -> Callable[..., Any]:  # type: ignore[override]
+        return torch.compile(self._call_impl, backend="aot_eager")
+
+
+def compiled_in_place() -> nn.Module:
+    model = seeded(Net)
+    model.compile(backend="aot_eager")
+    return model
+
+
+INNER: dict[str, Callable[[], nn.Module]] = {
+    "compiled by its class": CompiledByClass,
+    "compiled in place": compiled_in_place,
+    "compiled already": lambda: cast(nn.Module, torch.compile(seeded(Net), backend="aot_eager")),
+    "scripted": lambda: torch.jit.trace(seeded(Net), rows()),  # type: ignore[no-untyped-call]  # of torch
+    "a DDP module": lambda: ddp_of(),
+    "a DDP module of a sequential": lambda: ddp_of(sequential),
+    "a module with one inside": lambda: nn.Sequential(ddp_of(), nn.Linear(WIDTH, WIDTH)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.*deprecated:DeprecationWarning")
+@pytest.mark.parametrize("strategy", ["split", "inline"])
+@pytest.mark.parametrize("inner", INNER)
+def test_whatever_the_module_inside_is_it_trains_as_in_eager(inner: str, strategy: Strategy) -> None:
+    def trained(wrap: Callable[[Any], Any]) -> list[list[Tensor]]:
+        ddp = ddp_of(lambda: seeded(INNER[inner]))
+        call = wrap(ddp)
+        return [step(call, ddp, rows(seed=number)) for number in range(2)]
+
+    with torch._dynamo.config.patch(optimize_ddp=False):  # which fails at caps below 1 MiB
+        eager = trained(lambda ddp: ddp)
+    torch._dynamo.reset()
+    found = trained(lambda ddp: ddpopt.compile(ddp, backend="aot_eager", strategy=strategy))
+    assert all(map(same, found, eager))
+
+
+@pytest.mark.parametrize("strategy", ["split", "inline"])
+@pytest.mark.parametrize("factory", [Net, lambda: ddp_of(), lambda: sequential()])
+def test_fullgraph_is_about_the_module_inside(factory: Callable[[], nn.Module], strategy: Strategy) -> None:
+    recorder = Recorder()
+    eager, ddp = ddp_of(factory), ddp_of(factory)
+    call = ddpopt.compile(ddp, backend=recorder, strategy=strategy, fullgraph=True)
+    for number in range(2):
+        assert same(step(call, ddp, rows(seed=number)), step(eager, eager, rows(seed=number)))
+    assert recorder.calls
+
+
+# ---------------------------------------------------------------------------------------- explain
+
+
+def test_explain_names_ddpopt_as_the_reason_for_its_breaks() -> None:
+    ddp = ddp_of()
+    with ddpopt.replacing_ddp_optimizer():
+        found = torch._dynamo.explain(ddp)(rows())
+    reasons = [reason.reason for reason in found.break_reasons]
+    assert found.graph_break_count == len(reasons) == found.graph_count - 1
+    assert all(reason.startswith("ddpopt cuts here so that DDP can overlap: bucket ") for reason in reasons)
+
+
+# ------------------------------------------------------------------------------------- whose buckets
+
+
+def test_with_ddps_own_buckets_the_reducer_is_left_alone() -> None:
+    ddp, recorder = ddp_of(), Recorder()
+    reducer = ddp.reducer
+    call = ddpopt.compile(ddp, backend=recorder, strategy="split", buckets="ddp")
+    for _ in range(3):
+        step(call, ddp, rows())
+    assert ddp.reducer is reducer
+    assert imposed_plan(ddp) is None
+    assert recorder.calls > 1
+
+
+KNOWN = pytest.mark.xfail(strict=True, reason="within a segment, gradients arrive in the order of its inputs")
+
+
+@pytest.mark.parametrize("layers", [pytest.param(0.3, marks=KNOWN), 1, pytest.param(1.5, marks=KNOWN), 2])
+def test_ddp_rebuilds_its_own_buckets_where_the_cuts_foretold(
+    layers: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[Plan] = []
+
+    def noted(*arguments: Any) -> Planned:
+        planned = plan_for_ddp(*arguments)
+        plans.append(planned.plan)
+        return planned
+
+    monkeypatch.setattr(ddpopt.dynamo.backend, "plan_for_ddp", noted)
+    ddp = ddp_of(bucket_cap_mb=layers * ONE_LAYER_MB)
+    call = ddpopt.compile(ddp, backend="aot_eager", strategy="split", buckets="ddp")
+    with observe(ddp) as observed:
+        for _ in range(3):
+            step(call, ddp, rows())
+    assert [sorted(bucket.params) for bucket in observed.buckets] == [
+        sorted(b.params) for b in plans[0].buckets
+    ]
+
+
+def test_a_plan_that_is_in_force_already_is_followed() -> None:
+    ddp, recorder = ddp_of(), Recorder()
+    plan = ddpopt.plan(seeded(Net), rows(), bucket_cap_mb=2 * ONE_LAYER_MB)
+    impose(ddp, plan)
+    step(ddpopt.compile(ddp, backend=recorder, strategy="split"), ddp, rows())
+    assert plan_in_force(ddp) == plan
+    assert recorder.calls == len(plan.segments) == 2
+
+
+class Attention(nn.Module):
+    """Holds a composite call, which is traced while it is planned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.attention(x, x, x, need_weights=False)[0]  # type: ignore[no-any-return]  # of torch
+
+
+@pytest.mark.parametrize("strategy", ["split", "inline"])
+def test_the_first_forward_may_run_inside_a_checkpoint(strategy: Any) -> None:
+    eager, ddp = ddp_of(Attention), ddp_of(Attention)
+    compiled = ddpopt.compile(ddp, backend="aot_eager", strategy=strategy)
+
+    def recomputed(model: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda x: checkpoint(model, x, use_reentrant=False)
+
+    for _ in range(2):
+        assert same(step(recomputed(compiled), ddp, rows()), step(recomputed(eager), eager, rows()))
+
+
+# --------------------------------------------------------------------------------- compiled only as needed
+
+
+def graphs_compiled() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+@pytest.mark.parametrize("factory", [Net, Sizes])
+def test_a_batch_size_that_varies_costs_one_recompilation(factory: Callable[[], nn.Module]) -> None:
+    ddp, eager = ddp_of(factory), ddp_of(factory)
+    call = ddpopt.compile(ddp, backend="aot_eager", strategy="split")
+    for count in (3, 6, 9, 6, 3):
+        assert same(step(call, ddp, rows(count)), step(eager, eager, rows(count)))
+    assert graphs_compiled() <= 2
+
+
+class Scaled(Net):
+    """Two segments read a number each, the others none."""
+
+    def forward(self, x: Tensor, first: float = 1.0, last: float = 1.0) -> Tensor:
+        layers = list(self.layers)
+        x = layers[0](x).relu()
+        x = layers[1](x).relu() * first
+        out: Tensor = layers[3](layers[2](x).relu() * (last / 4)).relu()
+        return out
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+def test_numbers_that_change_at_each_step_and_few_segments_read_cost_one_recompilation(backend: str) -> None:
+    eager = ddp_of(Scaled)
+    compiled = ddpopt.compile(ddp := ddp_of(Scaled), backend=backend, strategy="split")
+    for number in range(5):
+        numbers = (1 + number / 8, 2 - number / 4)
+        expected = step(eager, eager, rows(), *numbers)
+        torch.testing.assert_close(step(compiled, ddp, rows(), *numbers), expected)
+    assert graphs_compiled() == 2
+
+
+class Bounded(Net):
+    """A number is read inside a checkpoint, and another one where it cannot be turned into a tensor."""
+
+    def forward(self, x: Tensor, bound: float = 1.0, slope: float = 1.0) -> Tensor:
+        layers = list(self.layers)
+        x = layers[1](layers[0](x).relu())
+        x = checkpoint(lambda x, bound: layers[2](x).clamp(max=bound), x, bound, use_reentrant=False)
+        return nn.functional.leaky_relu(layers[3](x), slope / 4)
+
+
+def test_numbers_that_cannot_become_tensors_are_constants_of_the_compiled_code() -> None:
+    eager = ddp_of(Bounded)
+    compiled = ddpopt.compile(ddp := ddp_of(Bounded), backend="aot_eager", strategy="split")
+    for number in range(4):
+        numbers = (0.25 + number / 8, 1 - number / 4)
+        assert same(step(compiled, ddp, rows(), *numbers), step(eager, eager, rows(), *numbers))
+    assert graphs_compiled() == 4
+
+
+def test_later_graphs_are_cut_where_the_buckets_in_force_complete() -> None:
+    ddp, recorder = ddp_of(), Recorder()
+    call = ddpopt.compile(ddp, backend=recorder, strategy="split")
+    step(call, ddp, rows(3))
+    plan, calls = plan_in_force(ddp), recorder.calls
+    step(call, ddp, rows(6))
+    assert plan_in_force(ddp) is plan
+    assert recorder.calls == 2 * calls
+
+
+class Trained(Net):
+    """Batch norm and dropout: train and eval differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = nn.functional.dropout(self.norm(layer(x)).relu(), 0.5, self.training)
+        return x
+
+
+def test_train_eval_train_gives_what_eager_gives_and_returns_to_compiled_code() -> None:
+    ddp, eager = ddp_of(Trained), ddp_of(Trained)
+    call = ddpopt.compile(ddp, backend="aot_eager", strategy="split")
+    for _ in range(2):
+        assert same(step(call, ddp, rows()), step(eager, eager, rows()))
+        for module in (ddp, eager):
+            module.train(mode=False)  # type: ignore[no-untyped-call]  # of torch
+        with torch.no_grad():
+            assert torch.equal(call(rows()), eager(rows()))
+        for module in (ddp, eager):
+            module.train()  # type: ignore[no-untyped-call]  # of torch
+    assert graphs_compiled() == 2
+    assert all(map(torch.equal, ddp.buffers(), eager.buffers()))
+
+
+def test_a_first_forward_without_gradient_plans_nothing_for_good() -> None:
+    ddp, eager = ddp_of(), ddp_of()
+    call = ddpopt.compile(ddp, backend="eager", strategy="split")
+    with torch.no_grad():
+        call(rows())
+    assert same(step(call, ddp, rows()), step(eager, eager, rows()))
+    assert layers_of(plan_in_force(ddp)) == FOUR_LAYERS
+
+
+def test_channels_last_and_transposed_outputs_keep_their_strides() -> None:
+    cap = {"bucket_cap_mb": 4 * 4 * 9 * 4 / 2**20}
+    ddp, eager = ddp_of(Images, **cap), ddp_of(Images, **cap)
+    x = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(1))
+    x = x.to(memory_format=torch.channels_last)
+    call = ddpopt.compile(ddp, backend="aot_eager", strategy="split")
+    for _ in range(2):
+        assert same(step(call, ddp, x), step(eager, eager, x))
+    assert len(plan_in_force(ddp).segments) == 3
+
+
+@pytest.mark.parametrize(
+    ("compiler", "options", "calls"),
+    [
+        ("recorder", {}, 2),
+        ("recorder", {"options": {"triton.cudagraphs": True}}, 4),
+        ("recorder", {"mode": "reduce-overhead"}, 4),
+        ("cudagraphs_like", {}, 4),
+    ],
+)
+def test_code_that_is_tied_to_addresses_is_not_shared(
+    compiler: str, options: dict[str, Any], calls: int
+) -> None:
+    recorder = Recorder()
+
+    def tied(gm: fx.GraphModule, inputs: Any, **_: Any) -> Callable[..., Any]:
+        return recorder(gm, inputs)
+
+    tied.__name__ = compiler
+    ddp = ddp_of()
+    step(torch.compile(ddp, backend=DdpoptBackend(tied, strategy="split"), **options), ddp, rows())
+    assert recorder.calls == calls
+
+
+# ------------------------------------------------------------------------------------ never silent
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
+    """What ddpopt logs at INFO, also what it had said before."""
+    ddpopt.dynamo.backend._say_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="ddpopt"):
+        yield lambda: [record.getMessage() for record in caplog.records if record.name == "ddpopt"]
+
+
+def test_a_graph_outside_of_ddp_is_compiled_whole_and_says_so_once(said: Callable[[], list[str]]) -> None:
+    recorder = Recorder()
+    for _ in range(2):
+        torch._dynamo.reset()
+        torch.compile(seeded(Net), backend=DdpoptBackend(recorder))(rows())
+    assert [len(gm.graph.find_nodes(op="call_method", target="relu")) for gm in recorder.graphs] == [4, 4]
+    assert said() == ["ddpopt: no DistributedDataParallel forward is running; the graph is compiled whole"]
+
+
+def test_a_single_bucket_is_compiled_whole_and_says_so(said: Callable[[], list[str]]) -> None:
+    ddp, recorder = ddp_of(bucket_cap_mb=25), Recorder()
+    step(ddpopt.compile(ddp, backend=recorder, strategy="split"), ddp, rows())
+    assert recorder.calls == 1
+    assert said() == ["ddpopt: a graph is compiled whole: it has a single bucket"]
+
+
+def test_a_graph_that_trains_nothing_is_compiled_whole_and_says_so(said: Callable[[], list[str]]) -> None:
+    ddp = ddp_of()
+    with torch.no_grad():
+        ddpopt.compile(ddp, backend="eager", strategy="split")(rows())
+    assert said() == ["ddpopt: a graph is compiled whole: nothing in it is trained"]
+
+
+def test_a_cut_graph_says_into_how_many_segments(said: Callable[[], list[str]]) -> None:
+    ddp = ddp_of()
+    step(ddpopt.compile(ddp, backend="eager", strategy="split"), ddp, rows())
+    assert said() == ["ddpopt: 4 buckets, 4 segments, 2 of them distinct"]
+
+
+# ------------------------------------------------------------------------------------ never wrong
+
+
+def test_a_cut_that_is_not_the_same_program_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut_badly(gm: fx.GraphModule, plan: Plan) -> fx.GraphModule:
+        stitched = partition(gm, plan)
+        segment = cast(fx.GraphModule, stitched.get_submodule("segment_1"))
+        relu = next(iter(segment.graph.find_nodes(op="call_method")))
+        relu.target = "tanh"
+        return stitched
+
+    monkeypatch.setattr(ddpopt.dynamo.backend, "partition", cut_badly)
+    ddp, recorder = ddp_of(), Recorder()
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
+        ddpopt.compile(ddp, backend=recorder, strategy="split")(rows())
+    assert isinstance(caught.value.inner_exception, CertificateError)
+    assert recorder.calls == 0
+
+
+def test_a_module_whose_compilation_failed_still_trains_in_eager() -> None:
+    def failing(*_: Any) -> Callable[..., Any]:
+        raise RuntimeError("no such operator")
+
+    ddp, eager = ddp_of(), ddp_of()
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="no such operator"):
+        ddpopt.compile(ddp, backend=failing, strategy="split")(rows())
+    assert DistributedDataParallel._active_ddp_module is None
+    for _ in range(3):
+        assert same(step(ddp, ddp, rows()), step(eager, eager, rows()))
+
+
+def dynamo_state() -> dict[str, Any]:
+    """All settings of Dynamo and AOTAutograd, and what else ddpopt might touch."""
+    configs = (torch._dynamo.config, torch._functorch.config)
+    settings = {f"{c.__name__}.{key}": value for c in configs for key, value in c.get_config_copy().items()}
+    return {
+        **settings,
+        "optimizer": (distributed.DDPOptimizer, dict(vars(DDPOptimizer))),
+        "tracing context": torch._guards.TracingContext.try_get(),
+        "active module": DistributedDataParallel._active_ddp_module,
+        "grad": torch.is_grad_enabled(),
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()),
+        "backends": torch.compiler.list_backends(exclude_tags=()),
+    }
+
+
+@every_way
+def test_no_global_of_torch_is_changed(way: Wrap) -> None:
+    before = dynamo_state()
+    ddp = ddp_of()
+    call = way(ddp, "aot_eager")
+    step(call, ddp, rows())
+    if way is by_backend:  # a backend that lives may be met again at any time
+        del call
+        torch._dynamo.reset()
+        gc.collect()
+    assert dynamo_state() == before
+
+
+def test_replacing_leaves_nothing_behind_when_the_block_raises() -> None:
+    before = dynamo_state()
+    with pytest.raises(ZeroDivisionError), ddpopt.replacing_ddp_optimizer():
+        _ = 1 / 0
+    assert dynamo_state() == before
+
+
+def test_behind_the_block_torchs_optimizer_is_built_again() -> None:
+    with ddpopt.replacing_ddp_optimizer():
+        pass
+    ddp = ddp_of(bucket_cap_mb=25)
+    step(torch.compile(ddp, backend="eager"), ddp, rows())
+    assert imposed_plan(ddp) is None
+
+
+# --------------------------------------------------------------------------------------- usage errors
+
+
+def refusal(**arguments: Any) -> str:
+    given = {"ddp_model": ddp_of(), **arguments}
+    with pytest.raises(UsageError) as caught:
+        ddpopt.compile(given.pop("ddp_model"), **given)
+    return str(caught.value)
+
+
+def test_a_module_that_is_no_ddp_module_is_refused() -> None:
+    assert refusal(ddp_model=nn.Linear(2, 2)) == (
+        "ddp_model: expected a DistributedDataParallel module, got Linear; "
+        "wrap the model first: ddpopt.compile(DistributedDataParallel(model))"
+    )
+
+
+def test_an_unknown_strategy_is_refused() -> None:
+    assert refusal(strategy="cut") == "strategy: expected 'split', 'inline' or 'auto', got 'cut'"
+
+
+def test_an_unknown_choice_of_buckets_is_refused() -> None:
+    assert refusal(buckets="mine") == "buckets: expected 'plan' or 'ddp', got 'mine'"
+    with pytest.raises(UsageError, match=r"^buckets: expected 'plan' or 'ddp', got 'mine'$"):
+        DdpoptBackend("eager", buckets=cast(Any, "mine"))
+    with (
+        pytest.raises(UsageError, match=r"^buckets: "),
+        ddpopt.replacing_ddp_optimizer(buckets=cast(Any, "mine")),
+    ):
+        pass
+
+
+def test_an_unknown_backend_is_refused_with_the_names_that_there_are() -> None:
+    message = refusal(backend="indcutor")
+    assert message.startswith("backend: expected the name of a Dynamo backend, got 'indcutor'; known are ")
+    assert {"inductor", "aot_eager", "eager"} <= set(message.partition("known are ")[2].split(", "))
+
+
+def test_a_backend_that_is_neither_name_nor_callable_is_refused() -> None:
+    assert refusal(backend=3) == "backend: expected a name or a callable (gm, example_inputs), got 3"
+
+
+def test_a_refused_module_is_left_as_it_was() -> None:
+    ddp = ddp_of(sequential)
+    before = ddp.reducer, ddp.logger, ddp.module._compiled_call_impl
+    for arguments in ({"strategy": "cut"}, {"buckets": "mine"}, {"backend": 3}):
+        refusal(ddp_model=ddp, **arguments)
+    assert (ddp.reducer, ddp.logger, ddp.module._compiled_call_impl) == before

@@ -1,0 +1,122 @@
+"""The one hook in Dynamo: it is asked at the right moment, changes only what it must, and goes away again."""
+
+import gc
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch._dynamo import convert_frame
+from torch._dynamo.backends import distributed
+from torch._dynamo.backends.distributed import DDPOptimizer
+
+import ddpopt.dynamo.backend
+from ddpopt.dynamo import hook
+
+MIB = 2**20
+
+
+def backend(*_: Any) -> Callable[..., Any]:
+    raise AssertionError("nothing is compiled here")
+
+
+def other(*_: Any) -> Callable[..., Any]:
+    raise AssertionError("nothing is compiled here")
+
+
+def built(compiler: Any) -> Any:
+    """What Dynamo gets where it would build torch's optimizer around a backend."""
+    return distributed.DDPOptimizer(bucket_bytes_cap=MIB, backend_compile_fn=compiler)
+
+
+def globals_of_torch() -> tuple[dict[str, Any], dict[str, Any]]:
+    return dict(vars(distributed)), dict(vars(DDPOptimizer))
+
+
+def test_a_backend_that_is_not_chosen_gets_torchs_optimizer() -> None:
+    with hook.replacing(lambda _: None):
+        optimizer = built(backend)
+    assert type(optimizer) is DDPOptimizer
+    assert (optimizer.bucket_bytes_cap, optimizer.backend_compile_fn) == (MIB, backend)
+
+
+def test_what_is_chosen_compiles_in_place_of_torchs_optimizer() -> None:
+    with hook.replacing(lambda _: other):
+        optimizer = built(backend)
+    assert not isinstance(optimizer, DDPOptimizer)
+    assert optimizer.compile_fn is other
+
+
+def test_the_chooser_is_asked_about_the_backend_that_is_compiling() -> None:
+    asked: list[Any] = []
+    with hook.replacing(asked.append):
+        built(backend)
+        distributed.DDPOptimizer(MIB, other)
+    assert asked == [backend, other]
+
+
+def test_what_is_chosen_skips_the_checks_of_torchs_optimizer() -> None:
+    # torch's own asserts that the first bucket is the smaller one, and so fails for caps below 1 MiB
+    arguments: dict[str, Any] = {
+        "bucket_bytes_cap": 1,
+        "backend_compile_fn": backend,
+        "first_bucket_cap": MIB,
+    }
+    with pytest.raises(AssertionError):
+        DDPOptimizer(**arguments)
+    with hook.replacing(lambda _: other):
+        assert distributed.DDPOptimizer(**arguments).compile_fn is other
+
+
+def test_the_hook_is_gone_behind_the_block() -> None:
+    before = globals_of_torch()
+    with hook.replacing(lambda _: other):
+        assert distributed.DDPOptimizer is not DDPOptimizer
+    assert globals_of_torch() == before
+
+
+def test_the_hook_is_gone_behind_a_block_that_raises() -> None:
+    before = globals_of_torch()
+    with pytest.raises(ZeroDivisionError), hook.replacing(lambda _: other):
+        _ = 1 / 0
+    assert globals_of_torch() == before
+
+
+def test_of_nested_blocks_the_inner_one_is_asked_first() -> None:
+    with hook.replacing(lambda _: other), hook.replacing(lambda c: c if c is backend else None):
+        assert built(backend).compile_fn is backend
+        assert built(other).compile_fn is other
+
+
+def test_choosers_may_leave_in_any_order() -> None:
+    before = globals_of_torch()
+    first, second = hook.install(lambda _: other), hook.install(lambda _: None)
+    first()
+    first()
+    assert type(built(backend)) is DDPOptimizer
+    second()
+    assert globals_of_torch() == before
+
+
+def test_ddpopts_own_backends_are_never_split_by_torch_and_others_are_left_to_it() -> None:
+    own = ddpopt.dynamo.backend.DdpoptBackend("eager")
+    assert built(own).compile_fn is own
+    assert type(built(backend)) is DDPOptimizer
+    assert type(built("inductor")) is DDPOptimizer
+
+
+def test_with_the_last_backend_of_ddpopts_the_hook_is_gone() -> None:
+    before = len(hook._choosers)
+    own = ddpopt.dynamo.backend.DdpoptBackend("eager")
+    assert len(hook._choosers) == before + 1
+    del own
+    gc.collect()
+    assert len(hook._choosers) == before
+
+
+def test_dynamo_still_builds_the_class_that_is_hooked() -> None:
+    # private, torch 2.11 to 2.13: if this fails, so does ddpopt.dynamo.hook
+    source = inspect.getsource(convert_frame)
+    assert "DDPOptimizer(" in source
+    assert "backend_compile_fn=" in source
+    assert ".compile_fn" in source

@@ -1,0 +1,127 @@
+"""Steps rehearsed on fake tensors: their ready order is that of reducers that run; they leave no trace."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt.explanation.explain import explain
+from tests.unit.rehearsing import WIDTH, Linears, one_rank_group, params, rows, running_buckets
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with one_rank_group(tmp_path_factory.mktemp("group")):
+        yield
+
+
+def tied() -> nn.Module:
+    model = Linears(layers=6, order=(0, 1, 2, 3, 1, 4, 5))
+    model.layers[5].weight = model.layers[0].weight
+    return model
+
+
+class TwoDtypes(nn.Module):
+    """Layers of two dtypes in turn, each with a graph break in front."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Linear(WIDTH, WIDTH, dtype=dtype) for dtype in (torch.float32, torch.float64) * 3
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            torch._dynamo.graph_break()
+            x = layer(x.to(next(layer.parameters()).dtype)).tanh()
+        return x
+
+
+ROWS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "cap list": (Linears, {"bucket_cap_mb_list": [0.1, 0.03]}),
+    "static graph with unused parameters": (
+        lambda: Linears(layers=4, order=(0, 1, 3)),
+        {"bucket_cap_mb": 0.07, "static_graph": True},
+    ),
+    "tied and read twice": (tied, {"bucket_cap_mb": 0.1}),
+    "two dtypes and graph breaks": (TwoDtypes, {"bucket_cap_mb": 0.1}),
+    "nothing but torch's own modules": (
+        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)),
+        {"bucket_cap_mb": 0.01},
+    ),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_running_reducer_has_the_buckets_that_eager_training_is_said_to_have(row: str) -> None:
+    make, ddp_kwargs = ROWS[row]
+    ddp = DistributedDataParallel(make(), **ddp_kwargs)
+    predicted = params(explain(ddp, rows()).ddp.buckets)
+    assert predicted == running_buckets(ddp, ddp, rows())
+    assert len(predicted) > 1
+
+
+def test_a_ddp_module_and_its_arguments_are_explained_alike() -> None:
+    ddp = DistributedDataParallel(Linears(), bucket_cap_mb=0.07)
+    assert explain(ddp, rows()) == explain(Linears(), rows(), bucket_cap_mb=0.07)
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer, draws random numbers, and on request has a backward that fails."""
+
+    def __init__(self, refuses: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.refuses = refuses
+        self.calls: Tensor
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = nn.functional.dropout(self.linear(x))
+        if self.refuses:
+            y.register_hook(_refuse)  # type: ignore[no-untyped-call]  # of torch
+        return y
+
+
+def _refuse(gradient: Tensor) -> None:
+    raise RuntimeError(f"no gradient of {tuple(gradient.shape)} here")
+
+
+def test_the_model_and_the_default_generator_are_left_as_they_were() -> None:
+    model = Counting()
+    before = torch.random.get_rng_state()
+    explain(model, torch.ones(2, 8))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert model.calls == 0
+    assert [param.grad for param in model.parameters()] == [None, None]
+    assert model.linear.weight._post_accumulate_grad_hooks is None
+
+
+def test_fake_parameters_of_the_caller_keep_their_gradients() -> None:
+    with FakeTensorMode():
+        model, x = nn.Linear(8, 8), torch.ones(2, 8)
+        model.weight.grad = gradient = torch.ones(8, 8)
+    explain(model, x)
+    assert model.weight.grad is gradient
+    assert model.bias.grad is None
+    assert not model.weight._post_accumulate_grad_hooks
+
+
+def test_no_gradient_mode_of_the_caller_does_not_matter() -> None:
+    expected = explain(Linears(), rows())
+    with torch.no_grad():
+        assert explain(Linears(), rows()) == expected
+
+
+def test_a_backward_that_fails_on_fake_tensors_leaves_the_plan_and_says_so() -> None:
+    explanation = explain(Counting(refuses=True), torch.ones(2, 8))
+    assert explanation.ddp.note == (
+        "ready order taken from ddpopt's plan: eager backward fails on fake tensors "
+        "(no gradient of (2, 8) here)"
+    )
+    assert params(explanation.ddp.buckets) == [bucket.params for bucket in explanation.plan.buckets]

@@ -1,0 +1,64 @@
+"""Plain tables: their layout, and that nothing but the arguments decides it."""
+
+import pytest
+from expecttest import assert_expected_inline
+
+from ddpopt.explanation.tables import WIDTH, Column, Noted, mib, names, paragraph, table
+
+COLUMNS = [Column("bucket", "right"), Column("gradients", fills=True)]
+
+
+def test_a_remark_stands_below_its_cell_indented() -> None:
+    rows = [(0, Noted("layers.7.weight", "it is large enough by itself")), (10, "layers.0.weight")]
+    assert_expected_inline(
+        table(COLUMNS, rows),
+        """\
+bucket  gradients
+--------------------------------------
+     0  layers.7.weight
+          it is large enough by itself
+    10  layers.0.weight""",
+    )
+
+
+def test_a_cell_that_fills_wraps_between_names() -> None:
+    lines = table(COLUMNS, [(0, ", ".join(f"layers.{index}.weight" for index in range(6)))]).splitlines()
+    assert max(map(len, lines)) <= WIDTH
+    assert all(line.endswith((",", "weight")) for line in lines[2:])
+
+
+def test_a_name_longer_than_a_line_is_folded_and_not_cut_off() -> None:
+    name = "a" * 200
+    lines = table(COLUMNS, [(0, name)]).splitlines()
+    assert max(map(len, lines)) <= WIDTH
+    assert "".join(line[8:] for line in lines[2:]) == name
+
+
+def test_what_looks_like_markup_or_an_emoji_is_shown_as_it_is() -> None:
+    assert "[bold]w[/bold] :smile:" in table(COLUMNS, [(0, "[bold]w[/bold] :smile:")])
+
+
+@pytest.mark.parametrize(("variable", "value"), [("FORCE_COLOR", "1"), ("COLUMNS", "20"), ("TERM", "dumb")])
+def test_the_terminal_does_not_matter(variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [(0, "layers.0.weight " * 8)]
+    plain = table(COLUMNS, rows)
+    monkeypatch.setenv(variable, value)
+    assert table(COLUMNS, rows) == plain
+    assert plain.isascii()
+
+
+def test_a_long_list_of_names_shows_its_ends_and_its_length() -> None:
+    assert names(["w"] * 4) == "w, w, w, w"
+    assert names([f"w{index}" for index in range(100)]) == "w0, w1, ..., w99 (100)"
+    assert names([]) == "-"
+
+
+def test_sizes_have_three_decimals() -> None:
+    assert [mib(0), mib(2**20), mib(25 * 2**20 + 2**10)] == ["0.000", "1.000", "25.001"]
+
+
+def test_later_lines_of_a_paragraph_are_indented() -> None:
+    first, *rest = paragraph("word " * 40, indent="  ").splitlines()
+    assert first.startswith("word")
+    assert rest
+    assert all(line.startswith("  word") for line in rest)

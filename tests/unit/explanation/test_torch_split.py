@@ -1,0 +1,61 @@
+"""torch's DDPOptimizer on fake tensors: the buckets under it are those of reducers that run under it."""
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import fields
+
+import pytest
+import torch
+from torch._dynamo.backends import distributed as torchs
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt.dynamo import hook
+from ddpopt.dynamo.backend import replacing_ddp_optimizer
+from ddpopt.explanation.explain import explain
+from tests.unit.rehearsing import Linears, explained, one_rank_group, params, rows, running_buckets
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with one_rank_group(tmp_path_factory.mktemp("group")):
+        yield
+
+
+def test_a_running_reducer_has_the_buckets_that_torchs_split_is_said_to_give() -> None:
+    model = Linears(512, 3, order=(0, 1, 2, 1))  # in more than one segment, and one weight read in two
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1)
+    explanation = explain(ddp, rows(512))
+    torch._dynamo.reset()
+    running = running_buckets(ddp, torch.compile(ddp, backend="aot_eager"), rows(512))
+    assert len(explanation.torch.segments) > 1
+    assert params(explanation.torch.buckets) == running != params(explanation.ddp.buckets)
+
+
+def test_torchs_optimizer_is_explained_as_torch_wrote_it_even_while_it_is_replaced() -> None:
+    expected = explain(Linears(), rows())
+    with replacing_ddp_optimizer():
+        assert explain(Linears(), rows()) == expected
+    assert expected.torch.segments[0].counted
+
+
+def test_torchs_optimizer_has_the_private_names_that_we_use() -> None:
+    built_with = inspect.signature(hook.DDPOptimizer.__init__).parameters
+    assert {"bucket_bytes_cap", "backend_compile_fn"} <= set(built_with)
+    assert list(inspect.signature(hook.DDPOptimizer.compile_fn).parameters)[1:3] == ["gm", "example_inputs"]
+    assert {"size", "params", "param_ids"} <= {field.name for field in fields(torchs.Bucket)}
+
+
+def test_parameters_that_ddp_ignores_are_counted_by_torchs_optimizer() -> None:
+    explanation = explained("ignored")
+    assert explanation.torch.alien == tuple(
+        f"layers.{index}.{kind}" for index in (5, 2) for kind in ("weight", "bias")
+    )
+    assert not {name for bucket in explanation.ddp.buckets for name in bucket.params} & set(
+        explanation.torch.alien
+    )
+
+
+def test_views_of_one_storage_are_counted_whole_by_torchs_optimizer() -> None:
+    explanation = explained("flat_storage")
+    held = sum(bucket.nbytes for bucket in explanation.plan.buckets)
+    assert [segment.counted_bytes // held for segment in explanation.torch.segments] == [2, 6, 6, 2]

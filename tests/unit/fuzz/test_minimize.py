@@ -1,0 +1,200 @@
+"""Making a failure small: by the same failure alone, cheap ways first, in few tries."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpopt.errors import UsageError, VerificationError
+from ddpopt.fuzz import asking
+from ddpopt.fuzz.asking import confirmed, write_script
+from ddpopt.fuzz.cases import FoundCase
+from ddpopt.fuzz.minimize import Minimized, SoFar, minimized
+from ddpopt.fuzz.questions import Answer, Kind, Setting, Task
+from ddpopt.fuzz.scripting import script_of
+from ddpopt.fuzz.shrinking import smaller, weight
+from ddpopt.fuzz.signatures import Signature
+from ddpopt.fuzz.sizes import size_of
+from ddpopt.fuzz.text import minimized_text
+from ddpopt.testing.drawn import DrawnModel, step
+
+FAILURE = Signature("error", "KeyError", "graph.py in find")
+OTHER = Signature("error", "IndexError", "graph.py in find")
+NOISE = (step("linear", 1), step("in_place", 2, by="item"), step("batch_norm2d"), step("scale", 2))
+CASE = FoundCase(
+    DrawnModel(
+        steps=(*NOISE, step("residual", body=(step("gain", 1), step("conv1d"))), *NOISE, step("product", 3)),
+        outputs=(step("earlier"),),
+        takes="dict",
+        batches=(2, 3),
+        width=16,
+        cap_bytes=1024,
+        joined=False,
+        seed=7,
+    ),
+    "torch-ddp-optimizer",
+    Setting("inductor", nproc=2),
+    FAILURE,
+)
+
+
+def blocks(case: FoundCase) -> set[str]:
+    return {each.block for each in case.model.all_steps()}
+
+
+class Asked:
+    """Fails as told where a model has some blocks, otherwise where it lacks one of them; keeps count."""
+
+    def __init__(self, *needed: str, also: Callable[[FoundCase], bool] = lambda _: True) -> None:
+        self.needed = set(needed)
+        self.also = also
+        self.cases: list[FoundCase] = []
+
+    def __call__(self, case: FoundCase) -> Answer:
+        self.cases.append(case)
+        if self.needed <= blocks(case) and self.also(case):
+            return Answer(case.mode, Kind.WRONG, FAILURE)
+        if self.needed & blocks(case):
+            return Answer(case.mode, Kind.WRONG, OTHER)
+        return Answer(case.mode, Kind.OK)
+
+
+def test_what_is_left_is_what_the_failure_needs() -> None:
+    found = minimized(CASE, Asked("gain", "product"))
+    assert found.case.model == DrawnModel(
+        steps=(step("gain", 0), step("product")), width=4, cap_bytes=2**20, batches=(2,)
+    )
+    assert found.case.setting == Setting("eager", nproc=1, steps=1)
+    assert found.ended
+    assert (found.after.ops, found.after.lines) < (found.before.ops, found.before.lines)
+    assert found.after.nbytes < found.before.nbytes
+
+
+def test_a_step_that_reads_far_back_reads_the_same_where_those_between_go() -> None:
+    layers = (step("gain"), *(step("linear") for _ in range(5)), step("halved", 5))
+
+    def reads_the_gain(case: FoundCase) -> bool:
+        names = [each.block for each in case.model.steps]
+        return names[-1] == "halved" and names[-2 - case.model.steps[-1].reads[0]] == "gain"
+
+    found = minimized(
+        replace(CASE, model=DrawnModel(steps=layers)), Asked("gain", "halved", also=reads_the_gain)
+    )
+    assert found.case.model.steps == (step("gain"), step("halved"))
+
+
+def test_what_fails_in_another_way_is_left_and_counted() -> None:
+    asked = Asked("gain", "product")
+    found = minimized(CASE, asked)
+    others = [case for case in asked.cases if len(blocks(case) & {"gain", "product"}) == 1]
+    assert found.drifted == {f"wrong: {OTHER}": len(others)}
+    assert others
+
+
+def test_a_case_that_fails_in_another_way_is_refused_with_both_failures() -> None:
+    with pytest.raises(UsageError) as caught:
+        minimized(replace(CASE, torch="2.12.0"), lambda case: Answer(case.mode, Kind.WRONG, OTHER))
+    assert str(caught.value) == (
+        "expected a case that fails as it says: error: KeyError in graph.py in find; here it comes to: "
+        "wrong: error: IndexError in graph.py in find. It was found with torch 2.12.0"
+    )
+    with pytest.raises(UsageError, match="here it comes to: ok"):
+        minimized(CASE, lambda case: Answer(case.mode, Kind.OK))
+
+
+def test_what_the_failure_needs_of_the_setting_is_kept() -> None:
+    def needs(case: FoundCase) -> bool:
+        return case.setting.nproc == 2 and case.setting.backend != "eager" and case.setting.steps > 1
+
+    found = minimized(CASE, Asked("gain", also=needs))
+    assert found.case.setting == Setting("aot_eager", nproc=2, steps=2)
+
+
+def test_all_but_the_first_tries_are_made_in_the_cheapest_setting() -> None:
+    asked = Asked("gain")
+    minimized(CASE, asked)
+    settings = [case.setting for case in asked.cases]
+    assert settings[4:] == [Setting("eager", nproc=1, steps=1)] * len(settings[4:])
+
+
+def test_many_steps_go_at_once() -> None:
+    many = replace(CASE, model=DrawnModel(steps=(*(NOISE * 30), step("gain"))))
+    asked = Asked("gain")
+    found = minimized(many, asked)
+    assert blocks(found.case) == {"gain"}
+    assert len(asked.cases) <= 25  # of 121 steps
+
+
+def test_a_search_that_runs_out_of_tries_says_so_and_keeps_what_it_has() -> None:
+    asked = Asked("gain", "product")
+    found = minimized(CASE, asked, tries=6)
+    assert not found.ended
+    assert found.tries == 6
+    assert len(asked.cases) == 7  # the first one is the case itself
+    assert blocks(found.case) >= {"gain", "product"}
+
+
+def test_a_search_tells_how_far_it_is_after_each_model() -> None:
+    told: list[SoFar] = []
+    found = minimized(CASE, Asked("gain", "product"), tell=told.append)
+    assert [one.tries for one in told] == list(range(1, found.tries + 1))
+    assert told[-1].drifted == sum(found.drifted.values())
+    weights = [weight(one.case.model) for one in told]
+    assert weights == sorted(weights, reverse=True)
+
+
+def test_each_candidate_is_smaller_so_that_a_search_comes_to_an_end() -> None:
+    candidates = list(smaller(CASE.model))
+    assert all(weight(each) < weight(CASE.model) for each in candidates)
+    assert len(set(map(repr, candidates))) == len(candidates) > 50
+    assert list(smaller(DrawnModel(width=4, cap_bytes=2**20))) == []
+
+
+class Elsewhere:
+    """In a worker's place: a fresh process, where a model fails in another way."""
+
+    def __init__(self, nproc: int, limit_s: float) -> None:
+        self.tasks: list[Task] = []
+
+    def ask(self, task: Task) -> Iterator[Answer | None]:
+        yield None
+        yield Answer(task.modes[0], Kind.WRONG, OTHER)
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def test_what_fails_in_another_way_in_a_fresh_process_is_refused_with_both_failures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(asking, "Worker", Elsewhere)
+    with pytest.raises(VerificationError) as caught:
+        confirmed(CASE)
+    assert str(caught.value) == (
+        "refused: in a fresh interpreter the smallest model comes to: wrong: error: IndexError in graph.py "
+        "in find; asked for: error: KeyError in graph.py in find"
+    )
+
+
+@pytest.mark.parametrize(
+    ("needed", "told"), [(1, "interpreter"), (2, "with 2 steps"), (4, "DOES NOT SHOW IT")]
+)
+def test_a_script_runs_the_fewest_steps_that_show_the_failure_and_says_how_many(
+    needed: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = FoundCase(DrawnModel((step("linear"),)), "whole", Setting(steps=1), FAILURE, Kind.BACKEND)
+
+    def shows(file: Path, *_: Any, **__: Any) -> bool:
+        return any(f"range({steps})" in file.read_text() for steps in range(needed, 4))
+
+    monkeypatch.setattr(asking.Asking, "__call__", lambda *_: Answer("whole", Kind.BACKEND, FAILURE))
+    monkeypatch.setattr(asking, "shows_in_fresh_interpreter", shows)
+    script = tmp_path / "x.py"
+    ran, reproduces = write_script(case, script, 60.0)
+    assert (reproduces, ran.setting.steps) == (needed <= 3, needed if needed <= 3 else 1)
+    assert script.read_text() == script_of(ran, "x.py")
+    size = size_of(case.model)
+    text = minimized_text(Minimized(case, case, size, size, 1, ended=True), "x.py", ran, reproduces)
+    assert told in text.splitlines()[-1]

@@ -1,0 +1,131 @@
+"""Telling failures apart: equal ones have one signature, whatever the line, the size or the machine."""
+
+import pytest
+
+from ddpopt.errors import CertificateError
+from ddpopt.fuzz.examine import beyond_rounding, min_signature, own_findings
+from ddpopt.fuzz.signatures import Signature, of_death, of_error, of_finding
+from ddpopt.judge.verdict import Finding, Status, Trial
+
+STACK = """\
+Fatal Python error: Segmentation fault
+
+Thread 0x01 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 331 in wait
+
+Current thread 0x02 (most recent call first):
+  File "/somewhere/torch/_ops.py", line 841 in __call__
+  File "/elsewhere/worker.py", line 3 in serve
+"""
+
+
+unproved = f"CertificateError: {CertificateError(('grad state: one: not it', 'one bucket: two'))}"
+
+
+def error(text: str) -> Finding:
+    return Finding("run", "the step runs", text)
+
+
+def unequal(level: str, parameter: str) -> Finding:
+    return Finding(level, "equal", "off by 1", parameter=parameter)
+
+
+@pytest.mark.parametrize(
+    ("text", "signature"),
+    [
+        ("KeyError: 'h3' (graph.py:12 in find)", "error: KeyError in graph.py in find"),
+        (
+            "BackendCompilerFailed: backend='aot_eager' raised: AttributeError: 'float' object (x.py:1 in f)",
+            "error: AttributeError in x.py in f",
+        ),
+        ("InternalTorchDynamoError: IndexError: 3 (y.py:9 in g)", "error: IndexError in y.py in g"),
+        (
+            "TorchRuntimeError: fake: got RuntimeError('size') (z.py:2 in h)",
+            "error: RuntimeError in z.py in h",
+        ),
+        (
+            "ValueError: no (<drawn_0123456789ab>:7 in forward)",
+            "error: ValueError in the model in forward",
+        ),
+        (
+            f"NotImplementedError: no storage (c{'a2' * 25}z.py:224 in call)",
+            "error: NotImplementedError in the compiled code in call",
+        ),
+        (
+            "RuntimeError: no storage (<eval_with_key>.27:10 in forward)",
+            "error: RuntimeError in the compiled code in forward",
+        ),
+        ("ValueError: no", "error: ValueError"),
+        (
+            f"BackendCompilerFailed: backend='ddpopt' raised: {unproved} (certificate.py:69 in certify)",
+            "error: CertificateError (grad state) in certificate.py in certify",
+        ),
+    ],
+)
+def test_an_exception_is_told_by_what_was_raised_first_and_its_innermost_frame(
+    text: str, signature: str
+) -> None:
+    assert str(of_error(text)) == signature
+
+
+def test_a_line_number_is_no_part_of_a_signature() -> None:
+    assert of_error("KeyError: 1 (graph.py:12 in find)") == of_error("KeyError: 2 (graph.py:99 in find)")
+
+
+def test_the_number_of_a_step_is_no_part_of_a_signature() -> None:
+    found = [of_finding(unequal("L0", name)) for name in ("linear3.weight", "block2.linear14b.weight")]
+    assert found == [Signature("L0", "gradient", "linear.weight")] * 2
+    assert of_finding(unequal("L0", "the loss")) == Signature("L0", "loss")
+    assert of_finding(unequal("L0", "buffer norm1.running_mean")) == Signature(
+        "L0", "buffer", "norm.running_mean"
+    )
+
+
+def test_a_death_is_told_by_the_innermost_frame_of_the_thread_that_died() -> None:
+    assert str(of_death("SIGSEGV", STACK)) == "death: SIGSEGV in _ops.py in __call__"
+    assert str(of_death("SIGKILL", "")) == "death: SIGKILL"
+
+
+def test_an_error_matters_more_than_a_number() -> None:
+    assert min_signature([unequal("L0", "w"), error("KeyError: 1 (a.py:1 in f)")]).what == "KeyError"
+
+
+@pytest.mark.parametrize(
+    ("found", "whole", "own"),
+    [
+        ([unequal("L0", "w")], [], 1),
+        # which number is the first to differ depends on the cuts
+        ([unequal("L0", "w")], [unequal("L0", "the loss")], 0),
+        ([error("KeyError: 1 (a.py:1 in f)")], [unequal("L0", "w")], 1),
+        ([error("KeyError: 1 (a.py:1 in f)")], [error("KeyError: 2 (a.py:3 in f)")], 0),
+        ([error("KeyError: 1 (a.py:1 in f)")], [error("ValueError: 2 (b.py:3 in g)")], 1),
+        ([unequal("L0", "w")], [error("ValueError: 2 (b.py:3 in g)")], 0),
+        ([Finding("L3", "as many steps", "2")], [unequal("L0", "w")], 1),
+        ([Finding("L3", "as many steps", "2")], [error("ValueError: 2 (b.py:3 in g)")], 0),
+    ],
+)
+def test_a_failure_counts_against_a_mode_only_where_the_backend_alone_is_right(
+    found: list[Finding], whole: list[Finding], own: int
+) -> None:
+    assert len(own_findings(found, whole)) == own
+
+
+@pytest.mark.parametrize(
+    ("roughly", "status", "left"),
+    [
+        ([], Status.OK, []),
+        ([unequal("L2", "b")], Status.WRONG, ["b"]),
+        # what follows the first step that differs is judged by the second look alone
+        ([unequal("L2", "c")], Status.WRONG, ["c"]),
+        ([Finding("L3", "as many steps", "2")], Status.WRONG, []),
+        # it ran another way than before: nothing is known
+        ([error("KeyError: 1 (a.py:1 in f)")], Status.WRONG, ["a", "b"]),
+        ([], Status.BROKEN, ["a", "b"]),
+    ],
+)
+def test_what_is_as_right_as_eager_is_rounding(
+    roughly: list[Finding], status: Status, left: list[str]
+) -> None:
+    found = [unequal("L0", "a"), unequal("L0", "b")]
+    trial = Trial("case", "whole", "default", "aot_eager", status, findings=tuple(roughly))
+    assert [finding.parameter for finding in beyond_rounding(found, trial)] == left

@@ -1,0 +1,424 @@
+"""Strategy inline at compile time: what becomes of a graph, and which graphs are split instead."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.fx.traceback as fx_traceback
+from expecttest import assert_expected_inline
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.graph_capture_wrappers import set_partitioner_tag_must_be_in_backward
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.two_tensor import TwoTensor
+
+import ddpopt
+from ddpopt.errors import HandOverError
+from ddpopt.inline.compile import obstacle, together
+from ddpopt.inline.handover import COPIED, _kept_in_backward, _owners_of_one
+from ddpopt.planning.bucket_rule import ParamSpec
+from ddpopt.planning.facts import GraphFacts, ParamUse
+from ddpopt.planning.plan import Bucket
+
+pytestmark = pytest.mark.usefixtures("one_rank_group", "fresh_dynamo")
+
+HAND_OVER = torch.ops.ddpopt.hand_over.default
+CAP_MB = 4 * 8 * 8 / 2**20
+"""One weight a bucket."""
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).relu())  # type: ignore[no-any-return]  # of torch
+
+
+class Compiler:
+    """AOTAutograd with compilers that keep the graphs they are given."""
+
+    def __init__(self) -> None:
+        self.captured: list[fx.GraphModule] = []
+        self.forwards: list[fx.GraphModule] = []
+        self.backwards: list[fx.GraphModule] = []
+        self._compile = aot_autograd(
+            fw_compiler=self._keep(self.forwards), bw_compiler=self._keep(self.backwards)
+        )
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        self.captured.append(gm)
+        compiled: Callable[..., Any] = self._compile(gm, example_inputs)
+        return compiled
+
+    @staticmethod
+    def _keep(graphs: list[fx.GraphModule]) -> Callable[..., Any]:
+        def compiler(gm: fx.GraphModule, _: Sequence[Any]) -> Any:
+            graphs.append(gm)
+            return make_boxed_func(gm.forward)
+
+        return compiler
+
+
+def train(model: nn.Module, backend: Any, strategy: Any = "inline", **options: Any) -> nn.Module:
+    ddp = DistributedDataParallel(model, bucket_cap_mb=CAP_MB)
+    torch.autograd.backward(ddpopt.compile(ddp, backend=backend, strategy=strategy, **options)(rows()).sum())
+    return model
+
+
+def rows() -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+
+
+def body(gm: fx.GraphModule) -> str:
+    """A graph's calls, in order, each with the nodes it reads."""
+    calls = (node for node in gm.graph.nodes if node.op.startswith("call"))
+    return "\n".join(f"{node.name}({', '.join(n.name for n in node.all_input_nodes)})" for node in calls)
+
+
+def handed_over(backward: fx.GraphModule) -> int:
+    """How many gradients a compiled backward hands over."""
+    calls: Any = backward.graph.find_nodes(op="call_function", target=HAND_OVER)
+    return sum(len(call.args[0]) for call in calls)
+
+
+# ------------------------------------------------------------------------------------------ the graphs
+
+
+def test_the_forward_graph_lends_the_parameters_of_each_bucket_together() -> None:
+    compiler = Compiler()
+    train(Two(), compiler)
+    (graph,) = compiler.captured
+    assert_expected_inline(
+        body(graph).replace("l_self_modules_", ""),
+        """\
+lend(last_parameters_bias_, last_parameters_weight_, token_0)
+getitem(lend)
+getitem_1(lend)
+lend_1(first_parameters_bias_, first_parameters_weight_, token_1)
+getitem_2(lend_1)
+getitem_3(lend_1)
+linear(l_x_, getitem_3, getitem_2)
+relu(linear)
+linear_1(relu, getitem_1, getitem)""",
+    )
+
+
+def test_the_backward_graph_hands_a_buckets_gradients_over_where_the_last_completes() -> None:
+    compiler = Compiler()
+    train(Two(), compiler)
+    (graph,) = compiler.backwards
+    assert_expected_inline(
+        body(graph),
+        """\
+t_2(t_1)
+mm(tangents_1, t_2)
+t_3(tangents_1)
+mm_1(t_3, relu)
+t_4(mm_1)
+sum_1(tangents_1)
+view(sum_1)
+t_5(t_4)
+hand_over(view, t_5)
+detach_5(detach_4)
+threshold_backward(mm, detach_5)
+t_6(threshold_backward)
+mm_2(t_6, primals_3)
+t_7(mm_2)
+sum_2(threshold_backward)
+view_1(sum_2)
+t_8(t_7)
+hand_over_1(view_1, t_8)""",
+    )
+
+
+def test_where_ddp_fills_its_buckets_itself_each_gradient_is_handed_over_alone() -> None:
+    compiler = Compiler()
+    train(Two(), compiler, buckets="ddp")
+    (graph,) = compiler.backwards
+    assert handed_over(graph) == len(graph.graph.find_nodes(op="call_function", target=HAND_OVER)) == 4
+
+
+def test_the_backward_graph_returns_no_gradient_of_a_parameter() -> None:
+    compiler = Compiler()
+    train(Two(), compiler)
+    (graph,) = compiler.backwards
+    results = graph.graph.output_node().all_input_nodes
+    assert [tuple(node.meta["val"].shape) for node in results] == [(0,)] * 2
+
+
+def grouped(*uses: tuple[str, int, dict[str, Any]], buckets: Sequence[str]) -> str:
+    """How parameters go together, each given by its name, where it completes, and what is special about it.
+
+    A bucket is a word of which each letter is a parameter.
+    """
+    graph = fx.Graph()
+    nodes = {graph.placeholder(name): {name: name} for name, _, _ in uses}
+    usual = {"nbytes": 4, "dtype": "f", "device": "cpu"}
+    specs = {name: ParamSpec(name, **{**usual, **special}) for name, _, special in uses}
+    facts = GraphFacts((), tuple(ParamUse(specs[name], (at,)) for name, at, _ in uses), ())
+    decided = [Bucket(index, tuple(word), 4, "f", "cpu", 0, "") for index, word in enumerate(buckets)]
+    groups = together([*nodes], nodes, facts, decided)
+    return " ".join("".join(node.name for node in group) for group in groups)
+
+
+def test_gradients_go_together_up_to_the_end_of_a_bucket_in_the_order_in_which_they_complete() -> None:
+    use: list[tuple[str, int, dict[str, Any]]] = [(name, at, {}) for at, name in enumerate("edcba")]
+    assert grouped(*use, buckets=["abc", "de"]) == "abc de"
+    assert grouped(*use, buckets=["abcde"]) == "abcde"
+    assert grouped(*use, buckets=[*"abcde"]) == "a b c d e"
+    # buckets of two dtypes that fill in turns: both may be open while one of them ends
+    assert grouped(*use, buckets=["ac", "bde"]) == "abc de"
+    assert grouped(*use, buckets=["ace", "bd"]) == "abcd e"
+
+
+def test_of_gradients_that_complete_in_one_place_the_smaller_goes_first() -> None:
+    large, small = {"nbytes": 64}, {"nbytes": 8}
+    assert grouped(("w", 0, large), ("b", 0, small), buckets=["bw"]) == "bw"
+    use = [("w", 0, large), ("x", 0, large), ("b", 0, small), ("c", 0, small)]
+    assert grouped(*use, buckets=["cx", "bw"]) == "cx bw"
+
+
+def test_what_is_in_no_bucket_is_left_out() -> None:
+    assert grouped(("b", 0, {}), ("a", 1, {}), buckets=["b"]) == "b"
+
+
+def test_sparse_gradients_and_those_of_another_device_are_handed_over_apart() -> None:
+    dense: dict[str, Any] = {}
+    sparse, far = {"sparse": True}, {"device": "cuda:0"}
+    assert grouped(("c", 0, dense), ("b", 1, sparse), ("a", 2, dense), buckets=["b", "ac"]) == "a b c"
+    assert grouped(("c", 0, dense), ("b", 1, far), ("a", 2, far), buckets=["ab", "c"]) == "ab c"
+    assert grouped(("c", 0, far), ("b", 1, dense), ("a", 2, far), buckets=["b", "ac"]) == "a b c"
+
+
+# ------------------------------------------------------------------------------- which graphs are split
+
+
+class Writes(Two):
+    """Writes to a parameter that its graph reads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.first.weight.mul_(0.5)
+        return super().forward(x)
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[tuple[int, str]]]]:
+    ddpopt.dynamo.backend._say_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="ddpopt"):
+        yield lambda: [(r.levelno, r.getMessage()) for r in caplog.records if r.name == "ddpopt"]
+
+
+def test_auto_is_the_default_and_compiles_one_graph_inline() -> None:
+    compiler = Compiler()
+    ddp = DistributedDataParallel(Two(), bucket_cap_mb=CAP_MB)
+    torch.autograd.backward(ddpopt.compile(ddp, backend=compiler)(rows()).sum())
+    assert len(compiler.captured) == len(compiler.backwards) == 1
+    assert len(compiler.backwards[0].graph.find_nodes(op="call_function", target=HAND_OVER)) == 2
+
+
+@pytest.mark.parametrize(("strategy", "level"), [("inline", logging.WARNING), ("auto", logging.INFO)])
+def test_a_graph_that_writes_to_a_parameter_is_split_and_says_why(
+    strategy: str, level: int, said: Callable[[], list[tuple[int, str]]]
+) -> None:
+    compiler, eager = Compiler(), Writes()
+    model = train(Writes(), compiler, strategy)
+    torch.autograd.backward(DistributedDataParallel(eager)(rows()).sum())
+    pairs = zip(model.parameters(), eager.parameters(), strict=True)
+    assert all(p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad) for p, q in pairs)
+    assert len(compiler.captured) == 2
+    assert said()[0] == (
+        level,
+        "ddpopt: a graph is split and not compiled inline: "
+        "parameter 'first.weight' is written to in the graph",
+    )
+
+
+def test_code_for_cuda_graphs_is_split_and_says_why(said: Callable[[], list[tuple[int, str]]]) -> None:
+    graphs: list[fx.GraphModule] = []
+
+    def cudagraphs(gm: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        graphs.append(gm)
+        return gm.forward
+
+    train(Two(), cudagraphs)
+    assert len(graphs) == 2
+    assert said()[0] == (
+        logging.WARNING,
+        "ddpopt: a graph is split and not compiled inline: CUDA graphs replay a backward without Python",
+    )
+
+
+def test_a_single_bucket_is_compiled_as_it_is() -> None:
+    compiler = Compiler()
+    ddp = DistributedDataParallel(Two())
+    torch.autograd.backward(ddpopt.compile(ddp, backend=compiler, strategy="inline")(rows()).sum())
+    assert not compiler.backwards[0].graph.find_nodes(op="call_function", target=HAND_OVER)
+
+
+# ------------------------------------------------------------------------------ the memory of gradients
+
+
+class Sums(nn.Module):
+    """Two biases whose gradients are one tensor, that of the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Parameter(torch.ones(4, 8)), nn.Parameter(torch.ones(4, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.one + self.two
+
+
+class SumsOfViews(Sums):
+    """The gradients are views of the output's, made in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (self.one.view(-1) + self.two.view(-1)).view(4, 8)
+
+
+@pytest.mark.parametrize("kind", [Sums, SumsOfViews])
+def test_no_two_gradients_share_memory_and_none_the_callers(kind: type[Sums]) -> None:
+    model = kind()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=CAP_MB / 2)
+    out = ddpopt.compile(ddp, backend="aot_eager", strategy="inline")(rows())
+    out.retain_grad()
+    given = torch.ones_like(out)
+    out.backward(given)
+    tensors = [given, out.grad, *(p.grad for p in model.parameters())]
+    own = {t.untyped_storage().data_ptr() for t in tensors[2:]}
+    assert len(own) == 2
+    assert own.isdisjoint(t.untyped_storage().data_ptr() for t in tensors[:2])
+
+
+def test_several_backwards_at_once_give_eagers_gradients() -> None:
+    def batched(call: Any, model: nn.Module) -> tuple[Tensor, ...]:
+        out = call(rows())
+        directions = torch.randn(3, *out.shape, generator=torch.Generator().manual_seed(2))
+        return torch.autograd.grad(out, [*model.parameters()], directions, is_grads_batched=True)
+
+    model, eager = Two(), Two()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=CAP_MB)
+    found = batched(ddpopt.compile(ddp, backend="aot_eager", strategy="inline"), model)
+    for a, b in zip(found, batched(eager, eager), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+class ViewLeaves(Two):
+    """The first graph gives the second one a view of a weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.last.weight.t()
+        hidden = self.first(x).relu()
+        torch._dynamo.graph_break()
+        return hidden @ weight + self.last.bias  # type: ignore[no-any-return]  # of torch
+
+
+def test_a_weight_of_which_a_view_leaves_the_graph_is_not_lent() -> None:
+    compiler = Compiler()
+    model, eager = train(ViewLeaves(), compiler), ViewLeaves()
+    torch.autograd.backward(eager(rows()).sum())
+    pairs = zip(model.parameters(), eager.parameters(), strict=True)
+    assert all(p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad) for p, q in pairs)
+    assert sorted(map(handed_over, compiler.backwards)) == [1, 2]
+
+
+def test_who_owns_a_tensor_is_measured_without_the_modes_that_are_active() -> None:
+    outside = [_owners_of_one(False), _owners_of_one(True)]
+    _owners_of_one.cache_clear()
+    with ddpopt.observe(DistributedDataParallel(Two())):
+        inside = [_owners_of_one(False), _owners_of_one(True)]
+    assert inside == outside
+    assert outside[0] != outside[1]
+    for elsewhere in (torch.inference_mode, torch._C._AutoDispatchBelowADInplaceOrView):
+        _owners_of_one.cache_clear()
+        with elsewhere():
+            assert [_owners_of_one(False), _owners_of_one(True)] == outside
+
+
+def test_a_parameter_that_is_frozen_later_is_left_out() -> None:
+    def step(call: Callable[..., Tensor], model: nn.Module) -> list[Tensor | None]:
+        model.zero_grad()
+        torch.autograd.backward(call(rows()).sum())
+        return [parameter.grad for parameter in model.parameters()]
+
+    for strategy in ("split", "inline"):
+        torch._dynamo.reset()
+        eager, model = Two(), Two()
+        ddp = DistributedDataParallel(model, bucket_cap_mb=CAP_MB, find_unused_parameters=True)
+        compiled = ddpopt.compile(ddp, backend="aot_eager", strategy=cast(Any, strategy))
+        step(compiled, model)
+        for either in (eager, model):
+            either.first.weight.requires_grad_(False)
+        expected, found = step(eager, eager), step(compiled, model)
+        assert expected[0] is found[0] is None
+        pairs = zip(expected[1:], found[1:], strict=True)
+        assert all(a is not None and b is not None and torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_parameter_that_is_thawed_later_is_trained() -> None:
+    torch._dynamo.reset()
+    model, eager = Two(), Two()
+    model.first.weight.requires_grad_(False)
+    call = ddpopt.compile(DistributedDataParallel(model, bucket_cap_mb=CAP_MB), backend="aot_eager")
+    torch.autograd.backward(call(rows()).sum())
+    model.first.weight.requires_grad_(True)
+    model.zero_grad()
+    torch.autograd.backward(call(rows()).sum())
+    torch.autograd.backward(eager(rows()).sum())
+    pairs = zip(model.parameters(), eager.parameters(), strict=True)
+    assert all(p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad) for p, q in pairs)
+
+
+def test_what_is_marked_as_torch_marks_it_stays_in_the_backward() -> None:
+    with fx_traceback.preserve_node_meta():
+        with set_partitioner_tag_must_be_in_backward():
+            marked = {**fx_traceback.current_meta}
+        with _kept_in_backward():
+            assert fx_traceback.current_meta == marked
+        assert fx_traceback.current_meta == {**marked, "partitioner_tag": None}
+
+
+def test_a_gradient_outside_of_any_backward_is_refused() -> None:
+    with pytest.raises(
+        HandOverError, match=r"input 3 of a compiled graph has a gradient, but no backward of"
+    ):
+        HAND_OVER([torch.ones(2)], [3], [COPIED])
+
+
+@pytest.mark.parametrize(
+    ("op", "value", "reason"),
+    [
+        ("get_attr", torch.ones(2), "parameter 'w' is no input of the graph but an attribute of it"),
+        (
+            "placeholder",
+            torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
+            "parameter 'w' is a NestedTensor, a tensor made of others",
+        ),
+    ],
+)
+def test_what_cannot_be_lent_is_named(op: str, value: Tensor, reason: str) -> None:
+    graph = fx.Graph()
+    node = graph.create_node(op, "w")
+    node.meta["example_value"] = value
+    graph.output(node)
+    gm = fx.GraphModule({"w": value}, graph)
+    assert obstacle(gm, {node: {"w": "w"}}) == reason
+
+
+@pytest.mark.parametrize("made_of_others", [True, False])
+def test_a_graph_whose_gradients_may_be_made_of_others_is_not_compiled_inline(made_of_others: bool) -> None:
+    graph = fx.Graph()
+    node = graph.placeholder("x")
+    value = torch.ones(2)
+    node.meta["example_value"] = TwoTensor(value, value) if made_of_others else value  # type: ignore[no-untyped-call]  # of torch
+    graph.output(node)
+    reason = "'x' is a TwoTensor, a tensor made of others" if made_of_others else None
+    assert obstacle(fx.GraphModule({}, graph), {}) == reason

@@ -1,0 +1,38 @@
+"""What ``--backend`` may name."""
+
+import re
+
+import pytest
+
+from ddpopt.errors import UsageError
+from ddpopt.judge.backends import backend_of
+from tests.unit import miscompiled
+
+
+def test_a_function_is_found_by_its_module_and_name() -> None:
+    assert backend_of("tests.unit.miscompiled:halving_tanh") is miscompiled.halving_tanh
+
+
+def test_a_name_of_dynamos_stays_a_name() -> None:
+    assert backend_of("aot_eager") == "aot_eager"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "no_such_module:compiler",
+            "got 'no_such_module:compiler', which cannot be imported: ModuleNotFound",
+        ),
+        ("tests.unit.miscompiled:nothing", "which cannot be imported: AttributeError"),
+        (":compiler", "got ':compiler', which cannot be imported: ValueError"),
+        ("tests.unit.miscompiled:", "which cannot be imported: AttributeError"),
+        ("tests.unit.miscompiled:WIDTH", "expected a callable (gm, example_inputs), got "),
+    ],
+)
+def test_what_is_no_backend_is_refused_with_the_way_to_name_one(name: str, message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)) as caught:
+        backend_of(name)
+    assert str(caught.value).endswith(
+        "give 'package.module:function', or the name of a backend that is registered"
+    )

@@ -1,0 +1,225 @@
+"""ddpopt.judge.compare: what passes is what rounding can do, and nothing else."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import permutations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ddpopt.judge.compare import (
+    Sum,
+    bitwise,
+    communication,
+    communication_bound,
+    contribution,
+    exact,
+    ulps,
+)
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_neighbours_are_one_ulp_apart(dtype: torch.dtype) -> None:
+    values = drawn(0, 100, dtype=dtype)
+    above = torch.nextafter(values, torch.full_like(values, math.inf))
+    assert ulps(values, above) == 1.0
+    assert ulps(above, values) == 1.0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_two_zeros_are_no_ulp_apart_and_the_smallest_numbers_two(dtype: torch.dtype) -> None:
+    zero = torch.zeros((), dtype=dtype)
+    small = torch.nextafter(zero, torch.ones((), dtype=dtype))
+    assert ulps(zero, -zero) == 0.0
+    assert ulps(small, -small) == 2.0
+
+
+def test_far_apart_in_float64_is_far() -> None:
+    largest = torch.tensor(torch.finfo(torch.float64).max, dtype=torch.float64)
+    assert ulps(largest, -largest) > 2.0**63
+
+
+def test_nan_against_a_number_is_infinitely_far_and_against_nan_not() -> None:
+    nan, one = torch.tensor([math.nan]), torch.tensor([1.0])
+    assert ulps(nan, one) == math.inf
+    assert ulps(nan, nan) == 0.0
+
+
+def test_bitwise_takes_equal_nans_and_zeros_of_either_sign() -> None:
+    left = torch.tensor([0.0, math.nan, math.inf])
+    assert bitwise(left, torch.tensor([-0.0, math.nan, math.inf])).right
+    assert not bitwise(left, torch.tensor([0.0, 0.0, math.inf])).right
+
+
+def test_bitwise_says_how_far_off_one_ulp_is() -> None:
+    one = torch.tensor([1.0, 2.0])
+    moved = torch.tensor([1.0, 2.0 + 2**-22])
+    assert (bitwise(moved, one).error, bitwise(moved, one).ulps) == (2**-22, 1.0)
+
+
+def test_sparse_and_complex_gradients_are_compared_too() -> None:
+    sparse = torch.eye(3).to_sparse()
+    assert bitwise(sparse, torch.eye(3).to_sparse()).right
+    assert not bitwise(torch.tensor([1 + 1j]), torch.tensor([1 + 2j])).right
+
+
+# ------------------------------------------------------------------------------------------------- L1
+
+
+def mean_over_ranks(parts: list[Tensor], order: tuple[int, ...]) -> Tensor:
+    total = torch.zeros_like(parts[0])
+    scaled = [part * torch.tensor(1 / len(parts), dtype=part.dtype) for part in parts]
+    for index in order:
+        total = total + scaled[index]
+    return total
+
+
+def sum_of(parts: list[Tensor]) -> Sum:
+    wide = [part.double() for part in parts]
+    return Sum(torch.stack(wide).sum(0), torch.stack(wide).abs().sum(0), len(parts))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_every_order_of_summation_is_within_the_bound(dtype: torch.dtype, ranks: int) -> None:
+    parts = [drawn(seed, 50, dtype=dtype) for seed in range(ranks)]
+    for order in permutations(range(ranks)):
+        assert communication(mean_over_ranks(parts, order), sum_of(parts)).right
+
+
+@given(st.integers(1, 6), st.integers(0, 2**20), st.sampled_from([1.0, 1e-30, 1e-40, 1e20]))
+def test_sums_of_any_size_are_within_the_bound(ranks: int, seed: int, scale: float) -> None:
+    parts = [drawn(seed + rank, 20) * scale for rank in range(ranks)]
+    assert communication(mean_over_ranks(parts, tuple(range(ranks))), sum_of(parts)).right
+
+
+def test_the_bound_is_a_few_roundings_of_the_magnitudes() -> None:
+    parts = [drawn(seed, 50) for seed in range(3)]
+    terms = sum_of(parts)
+    assert bool((communication_bound(terms, torch.float32) < 5 * 2**-24 * terms.magnitude / 3).all())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda parts: parts[0],
+        lambda parts: parts[0] + parts[1] + parts[2],
+        lambda parts: torch.zeros_like(parts[0]),
+        lambda parts: (parts[0] + parts[1]) / 3,
+        lambda parts: torch.stack(parts).mean(0).to(torch.bfloat16).float(),
+        lambda parts: torch.stack(parts).mean(0) * (1 + 2**-19),
+    ],
+    ids=["own", "sum", "zeros", "one lost", "half precision", "thirty-two roundings off"],
+)
+def test_what_is_no_mean_over_ranks_is_outside_of_the_bound(wrong: Callable[[list[Tensor]], Tensor]) -> None:
+    parts = [drawn(seed, 50) for seed in range(3)]
+    assert not communication(wrong(parts), sum_of(parts)).right
+
+
+def test_a_lost_subnormal_is_rounding_and_a_lost_small_number_is_not() -> None:
+    tiny = [torch.full((3,), 1e-45), torch.full((3,), 1e-45)]
+    small = [torch.full((3,), 1e-30), torch.full((3,), 1e-30)]
+    zeros = torch.zeros(3)
+    assert communication(zeros, sum_of(tiny)).right
+    assert not communication(zeros, sum_of(small)).right
+
+
+def test_nan_at_the_places_of_the_mean_is_equal_and_elsewhere_wrong() -> None:
+    parts = [drawn(seed, 50) for seed in range(3)]
+    parts[1][7] = math.nan
+    right = mean_over_ranks(parts, (2, 0, 1))
+    assert communication(right, sum_of(parts)).right
+    for wrong in (right.nan_to_num(), right.clone().index_fill_(0, torch.tensor([8]), math.nan)):
+        found = communication(wrong, sum_of(parts))
+        assert not found.right
+        assert found.error == math.inf
+
+
+def test_what_eager_itself_overflows_is_asked_for_in_the_same_places() -> None:
+    parts = [torch.full((4,), 3e4, dtype=torch.float16)] * 3
+    parts[0] = torch.tensor([3e4, 1, 1, 1], dtype=torch.float16)
+    eager = torch.tensor([math.inf, 2e4, 2e4, 2e4], dtype=torch.float16)
+    terms = sum_of(parts)
+    assert not communication(eager, terms).right
+    assert communication(eager, terms, eager=eager).right
+    assert not communication(-eager, terms, eager=eager).right
+    assert not communication(torch.full_like(eager, 2e4), terms, eager=eager).right
+
+
+def test_empty_gradients_pass() -> None:
+    assert communication(torch.zeros(0), Sum(torch.zeros(0), torch.zeros(0), 2)).right
+
+
+def test_a_gradient_that_is_sent_in_a_finer_dtype_is_rounded_once_more_as_it_comes_back() -> None:
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(1000, generator=generator).bfloat16() for _ in range(2)]
+    sent = [part.half() / 2 for part in parts]
+    back = (sent[0] + sent[1]).bfloat16()
+    assert communication(back, sum_of(parts), torch.float16, casts=2).right
+    assert not communication(back * 1.02, sum_of(parts), torch.float16, casts=2).right
+
+
+# ------------------------------------------------------------------------------- sparse, with repeated rows
+
+
+def sparse(rows: list[int], values: Tensor, size: tuple[int, ...]) -> Tensor:
+    return torch.sparse_coo_tensor(torch.tensor([rows]), values, size, check_invariants=True)
+
+
+def sum_over(parts: list[Tensor]) -> Sum:
+    total, magnitude, terms = torch.stack([contribution(part) for part in parts]).sum(0)
+    return Sum(total, magnitude, len(parts), terms)
+
+
+def test_repeated_rows_are_added_in_float64() -> None:
+    table = sparse([1, 1, 0], torch.tensor([[1.0], [2**-30], [3.0]]), (3, 1))
+    assert exact(table).tolist() == [[3.0], [1 + 2**-30], [0.0]]
+    pairs = sparse([0, 0], torch.tensor([1 + 1j, 2**-30]), (2,))
+    assert exact(pairs).tolist() == [[1 + 2**-30, 1.0], [0.0, 0.0]]
+
+
+def test_each_repetition_of_a_row_is_a_term_of_its_own() -> None:
+    table = sparse([1, 1, 0], torch.tensor([[1.0], [-1.0], [3.0]]), (3, 1))
+    total, magnitude, terms = contribution(table)
+    assert total.flatten().tolist() == [3, 0, 0]
+    assert magnitude.flatten().tolist() == [3, 2, 0]
+    assert terms.flatten().tolist() == [1, 2, 0]
+    assert contribution(sparse([0, 0], torch.tensor([3 - 4j, 0j]), (1,))).tolist() == [
+        [[3.0, -4.0]],
+        [[3.0, 4.0]],
+        [[2.0, 2.0]],
+    ]
+
+
+def test_a_dense_gradient_is_one_term() -> None:
+    assert contribution(torch.tensor([2.0, -3.0])).tolist() == [[2, -3], [2, 3], [1, 1]]
+
+
+def test_the_bound_is_that_of_the_sum_of_all_rows() -> None:
+    count = 2**11
+    values = drawn(0, 2 * count).abs().sort(descending=True).values
+    parts = [sparse([0] * count, part, (2,)) for part in values.view(2, count)]
+    mean = torch.zeros(2)
+    for value in values:  # one after the other, as nobody would
+        mean[0] += value / 2
+    assert not communication(mean, replace(sum_over(parts), terms=None)).right
+    assert communication(mean, sum_over(parts)).right
+
+
+def test_a_lost_row_is_outside_of_the_bound() -> None:
+    values = drawn(0, 6).abs() + 1
+    parts = [sparse([0, 1, 1], values[:3], (2,)), sparse([1, 0, 1], values[3:], (2,))]
+    mean = (parts[0].to_dense() + parts[1].to_dense()) / 2
+    assert communication(mean, sum_over(parts)).right
+    mean[1] -= values[5] / 2
+    assert not communication(mean, sum_over(parts)).right

@@ -1,0 +1,198 @@
+"""ddpopt.judge.judging.arithmetic: a compiled number may be as wrong as eager's own, and zeros are none."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddpopt.judge.compare import NOT_FINITE, Sum
+from ddpopt.judge.judging.arithmetic import (
+    HIDDEN,
+    NOISE,
+    ZERO_TOO,
+    arithmetic,
+    arithmetic_of,
+    centred_factor,
+    tail_factor,
+)
+
+
+def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def samples_of(truth: Tensor, noise: float, count: int = 8) -> list[Tensor]:
+    return [(truth + noise * drawn(seed + 1, *truth.shape).double()).float() for seed in range(count)]
+
+
+def test_the_factor_is_students_quantile() -> None:
+    # tables: t of one degree of freedom at 0.975 is 12.706, of ten at 0.995 is 3.169
+    assert tail_factor(1, 0.05) == pytest.approx(12.706, abs=1e-3)
+    assert tail_factor(10, 0.01) == pytest.approx(3.169, abs=1e-3)
+
+
+def test_one_more_sample_of_the_same_kind_passes() -> None:
+    truth = drawn(0, 200).double()
+    known = arithmetic_of(samples_of(truth, 1e-7), truth)
+    for seed in range(50, 80):
+        assert arithmetic((truth + 1e-7 * drawn(seed, 200).double()).float(), known).right
+
+
+def test_a_hundred_times_the_noise_does_not_pass() -> None:
+    truth = drawn(0, 200).double()
+    known = arithmetic_of(samples_of(truth, 1e-7), truth)
+    assert not arithmetic((truth + 1e-5 * drawn(9, 200).double()).float(), known).right
+
+
+def test_zeros_never_pass_where_the_truth_is_tiny_but_no_noise() -> None:
+    truth = 1e-6 * drawn(0, 200).double()
+    known = arithmetic_of(samples_of(truth, 1e-13), truth)
+    assert not arithmetic(torch.zeros(200), known).right
+
+
+def test_zeros_do_not_pass_where_the_truth_is_just_above_the_noise() -> None:
+    truth = drawn(0, 200).double()
+    known = arithmetic_of(samples_of(truth, 0.5), truth)
+    found = arithmetic(torch.zeros(200), known)
+    assert not found.right
+    assert found.note == "all zeros"
+
+
+def test_a_gradient_that_is_zero_in_theory_never_fails() -> None:
+    truth = 1e-17 * drawn(0, 64).double()
+    known = arithmetic_of(samples_of(truth, 1e-8), truth)
+    noise = arithmetic((3e-8 * drawn(99, 64).double()).float(), known)
+    assert noise.right
+    assert noise.note == NOISE
+    assert arithmetic(torch.zeros(64), known).right
+
+
+def test_one_wrong_element_among_many_is_seen() -> None:
+    truth = drawn(0, 100_000).double()
+    known = arithmetic_of(samples_of(truth, 1e-7), truth)
+    got = truth.float()
+    got[77] = 0
+    assert not arithmetic(got, known).right
+
+
+def test_nan_does_not_pass() -> None:
+    truth = drawn(0, 10).double()
+    known = arithmetic_of(samples_of(truth, 1e-7), truth)
+    got = truth.float()
+    got[0] = math.nan
+    assert not arithmetic(got, known).right
+
+
+def test_a_float64_run_that_took_another_path_is_not_believed() -> None:
+    truth = drawn(0, 100).double()
+    known = arithmetic_of(samples_of(truth, 1e-7), truth * drawn(1, 100).sign().double())
+    assert known.note == "float64 takes another path through this model"
+    assert arithmetic(truth.float(), known).right
+    assert not arithmetic(truth.float() * 1.001, known).right
+
+
+def test_without_a_float64_run_the_mean_of_the_samples_is_the_truth() -> None:
+    truth = drawn(0, 100).double()
+    known = arithmetic_of(samples_of(truth, 1e-7), None)
+    assert known.note == "no float64 reference"
+    assert arithmetic(truth.float(), known).right
+    assert not arithmetic(truth.float() * 1.001, known).right
+
+
+def test_an_exact_gradient_may_be_off_by_its_own_rounding_alone() -> None:
+    truth = torch.ones(10, dtype=torch.float64)
+    known = arithmetic_of([torch.ones(10)] * 8, truth)
+    assert arithmetic(torch.nextafter(torch.ones(10), torch.zeros(10)), known).right
+    assert not arithmetic(torch.full((10,), 1 + 2**-20), known).right
+
+
+def test_the_factor_around_the_samples_own_mean_is_that_of_a_prediction_interval() -> None:
+    # tables: t of seven degrees of freedom at 0.975 is 2.365
+    assert centred_factor(8, 0.05) == pytest.approx(2.365 * math.sqrt(9 / 7), abs=1e-3)
+    assert centred_factor(1) == math.inf
+
+
+def test_one_more_sample_exceeds_the_factor_around_the_mean_as_often_as_asked() -> None:
+    draws = drawn(0, 20_000, 9).double()
+    samples, more = draws[:, :8], draws[:, 8]
+    centre = samples.mean(1)
+    spread = (samples - centre[:, None]).square().mean(1).sqrt()
+    exceeded = ((more - centre).abs() > centred_factor(8, 0.05) * spread).double().mean()
+    assert float(exceeded) == pytest.approx(0.05, abs=0.005)
+
+
+def test_what_rounding_may_hide_passes_with_a_note() -> None:
+    truth = drawn(0, 200).double()
+    known = arithmetic_of(samples_of(truth, 0.5), truth)
+    found = arithmetic((-truth).float(), known)
+    assert found.right
+    assert found.note == HIDDEN
+    assert arithmetic(truth.float(), arithmetic_of(samples_of(truth, 1e-7), truth)).note == ""
+
+
+def test_what_is_zero_without_any_noise_is_not_called_noise() -> None:
+    known = arithmetic_of([torch.zeros(5)] * 8, torch.zeros(5))
+    assert arithmetic(torch.zeros(5), known).note == ""
+    assert not arithmetic(torch.full((5,), 1e-30), known).right
+
+
+def test_what_is_zero_may_be_the_smallest_number_instead() -> None:
+    known = arithmetic_of([torch.zeros(5)] * 8, torch.zeros(5))
+    assert arithmetic(torch.full((5,), 1e-45), known).right
+
+
+def test_terms_that_cancel_may_leave_their_rounding() -> None:
+    terms = Sum(torch.zeros(5), torch.full((5,), 2e-3), 2)
+    known = arithmetic_of([torch.zeros(5)] * 8, torch.zeros(5), terms)
+    assert arithmetic(torch.full((5,), 1e-11), known).right
+    assert not arithmetic(torch.full((5,), 1e-8), known).right
+
+
+def test_a_mean_that_is_sent_in_half_precision_is_rounded_to_it() -> None:
+    truth = drawn(0, 50).double()
+    terms = Sum(2 * truth, 2 * truth.abs(), 2)
+    sent = truth.to(torch.float16).float()
+    samples = samples_of(truth, 1e-7)
+    assert arithmetic(sent, arithmetic_of(samples, truth, terms, torch.float16)).right
+    assert not arithmetic(sent, arithmetic_of(samples, truth, terms)).right
+
+
+def test_zeros_pass_where_eager_has_zeros_too_and_that_is_noted() -> None:
+    truth = torch.full((50,), 2e-7, dtype=torch.float64)
+    neighbours = [truth.to(torch.float16)] * 7
+    zeros = torch.zeros(50, dtype=torch.float16)
+    found = arithmetic(zeros, arithmetic_of([zeros, *neighbours], truth))
+    assert (found.right, found.note) == (True, ZERO_TOO)
+    assert not arithmetic(zeros, arithmetic_of([*neighbours, zeros], truth)).right
+
+
+def test_nan_in_eager_is_asked_for_in_the_same_places() -> None:
+    truth = drawn(0, 50).double()
+    samples = samples_of(truth, 1e-7)
+    for sample in samples:
+        sample[3], sample[4] = math.nan, math.inf
+    known = arithmetic_of(samples, truth)
+    right = truth.float()
+    right[3], right[4] = math.nan, math.inf
+    assert arithmetic(right, known).right
+    for wrong in (truth.float(), right.nan_to_num(), right.roll(1)):
+        assert arithmetic(wrong, known).note == NOT_FINITE
+        assert not arithmetic(wrong, known).right
+    right[5] += 1
+    assert not arithmetic(right, known).right
+
+
+def test_where_only_some_eager_runs_overflow_nothing_is_asked() -> None:
+    truth = drawn(0, 50).double()
+    samples = samples_of(truth, 1e-7)
+    samples[4][3] = math.inf
+    known = arithmetic_of(samples, truth)
+    for value in (0.0, math.inf):
+        got = truth.float()
+        got[3] = value
+        assert arithmetic(got, known).right
+
+
+def test_empty_numbers_pass() -> None:
+    assert arithmetic(torch.zeros(0), arithmetic_of([torch.zeros(0)], torch.zeros(0))).right

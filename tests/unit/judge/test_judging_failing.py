@@ -1,0 +1,83 @@
+"""ddpopt.judge.judging.failing: what ranks say of a failure, and whether time alone is to blame."""
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ddpopt.errors import UnsupportedError, UsageError
+from ddpopt.judge.judging.failing import Failure, failure_of, in_words, stalled
+
+PAIR = [(0, 1)]
+TIMED_OUT = failure_of(0, RuntimeError("[/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 9000ms"))
+LEFT = failure_of(1, RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:4"))
+RAISED = failure_of(1, ValueError("no good"))
+
+
+def test_a_peer_that_only_came_too_late_is_no_failure_of_the_mode_and_the_flag_is_named() -> None:
+    assert_expected_inline(
+        stalled([TIMED_OUT, LEFT], PAIR, 9),
+        """\
+no rank failed of itself: each waited for another in a collective, for up to 9 s (rank 0: RuntimeError: \
+[/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 9000ms; rank 1: RuntimeError: \
+[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:4). If a rank compiles for longer than \
+that, raise the limit of a trial (--trial-timeout); if not, their collectives are not the same ones in the \
+same order""",
+    )
+
+
+class PassingOn(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("within", [contextlib.nullcontext(), PassingOn()])  # type: ignore[no-untyped-call]  # of torch
+def test_an_operator_that_refuses_is_told_by_who_called_it(
+    within: contextlib.AbstractContextManager[object],
+) -> None:
+    lazy = torch.ones(2, dtype=torch.complex64).conj()
+    with pytest.raises(RuntimeError) as caught, within:
+        torch.ops.aten.view_as_real.default(lazy)
+    words = in_words(caught.value)
+    assert words.startswith("RuntimeError: view_as_real doesn't work on unresolved conjugated tensors.")
+    assert words.endswith("in test_an_operator_that_refuses_is_told_by_who_called_it)")
+    assert Path(__file__).name in words
+
+
+def test_code_of_fx_is_told_without_where_it_comes_from() -> None:
+    code = compile("raise ValueError('no')", "<eval_with_key>.3 from /a/proxy_tensor.py:9 in wrapped", "exec")
+    with pytest.raises(ValueError, match="no") as caught:
+        exec(code)
+    assert in_words(caught.value) == "ValueError: no (<eval_with_key>.3:1 in <module>)"
+
+
+def test_an_exception_that_was_never_raised_has_no_frame() -> None:
+    assert in_words(ValueError("no\n  good")) == "ValueError: no good"
+
+
+def test_where_a_rank_raised_its_peers_only_felt_it() -> None:
+    assert stalled([TIMED_OUT, RAISED], PAIR, 9) == ""
+
+
+def test_where_a_rank_got_through_its_peers_waited_for_what_it_never_sent() -> None:
+    assert stalled([TIMED_OUT], PAIR, 9) == ""
+
+
+def test_a_group_that_waited_is_seen_beside_one_that_got_through() -> None:
+    third = Failure(2, TIMED_OUT.text, refused=False, lost=True)
+    assert stalled([third, Failure(3, LEFT.text, False, True)], [(0, 1), (2, 3)], 9)
+    assert stalled([TIMED_OUT, third], [(0, 1), (2, 3)], 9) == ""
+
+
+def test_a_rank_without_peers_waits_for_nobody() -> None:
+    assert stalled([TIMED_OUT], [(0,)], 9) == ""
+    assert stalled([], PAIR, 9) == ""
+
+
+def test_only_what_ddpopt_says_it_does_not_do_is_a_refusal() -> None:
+    assert failure_of(0, UnsupportedError("no")).refused
+    assert not failure_of(0, UsageError("no tensor in the output")).refused

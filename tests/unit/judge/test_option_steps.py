@@ -1,0 +1,82 @@
+"""ddpopt.judge.option_steps and option_cases: options keep to process groups of their own."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ddpopt.judge.judging.record import Record
+from ddpopt.judge.judging.reference import Bench, Subject
+from ddpopt.judge.matrix import CASES
+from ddpopt.judge.modes import mode
+from ddpopt.judge.option_steps import _KEPT as KEPT
+from ddpopt.judge.option_steps import LATE
+from ddpopt.judge.options import option
+from ddpopt.observation.launches import Launch, LaunchMode
+from ddpopt.ranks.group import Ranks, joined
+from tests.multigpu.single import single_rank
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with single_rank(), joined() as ranks:
+        yield ranks
+
+
+def run_eager(name: str, ranks: Ranks) -> Record:
+    return run(name, ranks, "eager", None)
+
+
+def run(name: str, ranks: Ranks, how: str, backend: str | None) -> Record:
+    bench = Bench(Subject(CASES[0], option(name), 3, ranks.device), ranks)
+    record = bench.run(mode(how), backend)
+    bench.close()
+    assert record is not None, bench.failures
+    return record
+
+
+@pytest.mark.parametrize(
+    ("name", "sent"), [("default", "allreduce"), ("nested", "allreduce"), ("all_to_all", "all_to_all_single")]
+)
+def test_what_a_run_sends_it_sends_in_a_group_of_its_own(name: str, sent: str, ranks: Ranks) -> None:
+    launches: list[Launch] = []
+    c10d: Any = dist  # torch does not mark its re-exports
+    with LaunchMode(str(c10d.group.WORLD.group_name), launches.append, lambda: None):
+        record = run_eager(name, ranks)
+    assert launches == []
+    assert sent in {collective.op for collective in record.collectives}
+
+
+def test_the_group_that_training_went_on_with_is_given_back(ranks: Ranks) -> None:
+    def groups() -> int:
+        return len(dist.distributed_c10d._world.pg_map)
+
+    before = groups()
+    run_eager("new_group", ranks)
+    assert groups() == before
+
+
+def test_the_group_that_powersgd_sends_in_outlives_the_run(ranks: Ranks) -> None:
+    before = len(KEPT)
+    run_eager("hook_powersgd", ranks)
+    assert len(KEPT) == before + 1
+
+
+def test_powersgd_with_a_bucket_for_each_dtype_is_refused_before_ranks_wait_for_one_another(
+    ranks: Ranks,
+) -> None:
+    mixed = next(case for case in CASES if case.name == "mixed")
+    bench = Bench(Subject(mixed, option("hook_powersgd"), 3, ranks.device), ranks)
+    assert bench.run(mode("eager"), None) is None
+    bench.close()
+    (failure,) = bench.failures
+    assert "expected gradients of one dtype, got torch.bfloat16, torch.float32" in failure.text
+
+
+@pytest.mark.parametrize(("how", "backend", "late"), [("eager", None, False), ("whole", "aot_eager", True)])
+def test_a_delayed_gradient_that_comes_after_its_all_reduce_is_told_from_one_that_does_not(
+    how: str, backend: str | None, late: bool, ranks: Ranks
+) -> None:
+    record = run("delay_all_reduce", ranks, how, backend)
+    assert [step.extras[LATE] for step in record.steps] == [late] * 3

@@ -1,0 +1,238 @@
+"""The HTML page as a document: well formed, with the whole verdict in it, loading and trusting nothing."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from ddpopt.judge.report.html import DETAILED, ERRORS, html_page
+from ddpopt.judge.verdict import Finding, Location, Measured, Rung, SeenBucket, Status, Trial, Verdict
+from tests.unit.verdicts import (
+    BUCKETS,
+    all_kinds,
+    broken_trial,
+    impossible_trial,
+    location,
+    matrix,
+    measured,
+    ok_trial,
+    verdict,
+    wrong_trial,
+)
+
+VOID = {"meta", "input", "br", "link", "img"}
+NASTY = (
+    """</style></script><script>alert("1")</script><b onload='x'>&amp; {{ 7 * 7 }} {% raw %} \N{SNOWMAN}"""
+)
+
+
+class Page(HTMLParser):
+    """A page as a list of elements, each with its attributes and its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str], list[str]]] = []
+        self.open: list[tuple[str, dict[str, str], list[str]]] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, {name: value or "" for name, value in attrs}, []))
+        if tag not in VOID:
+            self.open.append(self.elements[-1])
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open[-1][0] == tag, f"</{tag}> closes <{self.open[-1][0]}>"
+        self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        for _, _, text in self.open:
+            text.append(data)
+
+    def found(self, tag: str, **wanted: str) -> Iterator[str]:
+        """The text of elements with these attributes (``class_`` for one of its classes)."""
+        for name, attributes, text in self.elements:
+            classes = attributes.get("class", "").split()
+            if name == tag and all(
+                value in classes if key == "class_" else attributes.get(key) == value
+                for key, value in wanted.items()
+            ):
+                yield " ".join("".join(text).split())
+
+    def attributes(self, tag: str, name: str) -> list[str]:
+        return [
+            attributes[name] for found, attributes, _ in self.elements if found == tag and name in attributes
+        ]
+
+
+EVERY = [
+    verdict(),
+    verdict(ok_trial()),
+    verdict(wrong_trial(), location=location()),
+    verdict(broken_trial()),
+    verdict(impossible_trial()),
+    all_kinds(),
+    matrix(options=3),
+]
+
+
+@pytest.mark.parametrize("made", EVERY)
+def test_every_element_is_closed_and_every_link_leads_somewhere(made: Verdict) -> None:
+    page = Page(html_page(made))
+    assert page.open == []
+    ids = [attributes["id"] for _, attributes, _ in page.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert {href.removeprefix("#") for href in page.attributes("a", "href")} <= set(ids)
+
+
+@pytest.mark.parametrize("made", EVERY)
+def test_the_page_refers_to_no_other_file(made: Verdict) -> None:
+    text = html_page(made)
+    page = Page(text)
+    assert not {tag for tag, _, _ in page.elements} & {"link", "img", "iframe", "object", "embed", "base"}
+    assert not any(name in attributes for _, attributes, _ in page.elements for name in ("src", "action"))
+    assert "url(" not in text
+    assert "@import" not in text
+    assert "default-src 'none'" in text
+
+
+@pytest.mark.parametrize(
+    ("made", "word"), [(EVERY[1], "RIGHT"), (EVERY[2], "WRONG"), (EVERY[3], "NOT JUDGED")]
+)
+def test_the_headline_is_the_verdict(made: Verdict, word: str) -> None:
+    page = Page(html_page(made))
+    assert list(page.found("p", class_="word")) == [word]
+    assert list(page.found("h1")) == [made.target]
+    assert list(page.found("header", class_=f"exit-{made.exit_code}"))
+
+
+def nasty() -> Verdict:
+    finding = Finding(NASTY, NASTY, f"{NASTY}\nsecond line", parameter=NASTY, bucket=0, ulps=float("nan"))
+    trial = Trial(
+        *(NASTY, NASTY, NASTY, NASTY, Status.WRONG, NASTY, (finding,), (NASTY,), (NASTY,)),
+        measured=(Measured(NASTY, NASTY, 0, float("inf"), float("nan"), 0.0, 0, 0),),
+        buckets=(SeenBucket(0, (NASTY,) * 9, 4, NASTY),),
+    )
+    place = Location((Rung(NASTY, agrees=False, detail=NASTY),), NASTY, (NASTY,), NASTY, note=NASTY)
+    made = verdict(trial, replace(impossible_trial(), reason=NASTY), location=place, target=NASTY)
+    return replace(made, environment={NASTY: NASTY})
+
+
+def test_every_text_is_escaped_and_shown_as_it_is() -> None:
+    page = Page(html_page(nasty()))
+    assert page.open == []
+    assert {tag for tag, _, _ in page.elements}.isdisjoint({"b"})
+    assert len(list(page.found("script"))) == 1
+    assert not any("onload" in attributes for _, attributes, _ in page.elements)
+    shown = " ".join(NASTY.split())
+    assert list(page.found("h1")) == [shown]
+    assert "".join(page.elements[0][2]).count(NASTY) >= 20
+
+
+def test_a_bucket_is_as_long_as_its_share_of_the_largest_and_coloured_by_its_verdict() -> None:
+    buckets = (*BUCKETS, SeenBucket(2, ("unseen",), 2**19, "float32"))
+    page = Page(html_page(verdict(replace(wrong_trial(), buckets=buckets))))
+    widths = [style for style in page.attributes("div", "style") if style.startswith("width")]
+    assert widths[:3] == ["width: 100.00%", "width: 25.00%", "width: 12.50%"]
+    for state, index in (("ok", "0"), ("wrong", "1"), ("unjudged", "2")):
+        (text,) = page.found("div", class_=state)
+        assert text.startswith(index)
+    assert list(page.found("code", class_="wrong")) == ["layers.0.weight"]
+
+
+def test_a_bucket_that_a_finding_names_by_its_number_is_wrong() -> None:
+    finding = Finding("L3", "claim", "bucket 0 is sent twice", bucket=0)
+    page = Page(html_page(verdict(replace(wrong_trial(), findings=(finding,)))))
+    (text,) = page.found("div", class_="wrong")
+    assert text.startswith("0")
+
+
+def test_buckets_without_bytes_have_no_length() -> None:
+    page = Page(html_page(verdict(replace(ok_trial(), buckets=(SeenBucket(0, ("w",), 0, "float32"),)))))
+    assert "width: 0.00%" in page.attributes("div", "style")
+
+
+@pytest.mark.parametrize(
+    ("error", "bound", "percent", "wrong"),
+    [
+        (0.0, 0.0, 0.0, False),
+        (0.0, 1.0, 0.0, False),
+        (1e-9, 1.0, 1.0, False),  # below the scale, but there
+        (1e-3, 1.0, 33.33, False),
+        (1.0, 1.0, 66.67, False),
+        (10.0, 1.0, 77.78, True),
+        (1e9, 1.0, 100.0, True),
+        (1e-9, 0.0, 100.0, True),
+        (float("nan"), 1.0, 100.0, True),
+        (float("inf"), 1.0, 100.0, True),
+    ],
+)
+def test_an_error_is_a_bar_on_a_logarithmic_scale(
+    error: float, bound: float, percent: float, wrong: bool
+) -> None:
+    entry = Measured("w", "L1", None, 0.0, error, bound, 0, 0)
+    page = Page(html_page(verdict(replace(ok_trial(), buckets=(), measured=(entry,)))))
+    assert f"width: {percent:.2f}%" in page.attributes("div", "style")
+    assert len(list(page.found("tr", class_="wrong"))) == wrong
+
+
+def test_the_errors_left_out_are_counted() -> None:
+    entries = tuple(entry for index in range(ERRORS) for entry in measured(f"w{index}", 0, error=1e-9))
+    page = Page(html_page(verdict(replace(ok_trial(), measured=entries))))
+    assert f"{ERRORS} of {2 * ERRORS}; the JSON has all." in list(page.found("p", class_="aside"))
+    assert len(list(page.found("tr", class_="wrong"))) == ERRORS
+
+
+def test_of_many_trials_the_wrong_ones_are_detailed() -> None:
+    page = Page(html_page(matrix(options=12)))
+    details = list(page.found("details", class_="trial"))
+    assert len(details) == 12
+    assert all(text.startswith("wrong") for text in details)
+    few = Page(html_page(matrix(options=12, cases=["linears"], modes=["eager", "torch"])))
+    texts = list(few.found("details", class_="trial"))
+    assert len(texts) == DETAILED
+    assert [text.split()[0] for text in texts] == ["wrong"] * 2 + ["ok"] * 22
+
+
+def test_no_more_trials_are_detailed_than_fit() -> None:
+    trials = [wrong_trial(option=str(index)) for index in range(DETAILED + 3)]
+    page = Page(html_page(verdict(*trials)))
+    assert len(list(page.found("details", class_="trial"))) == DETAILED
+    assert f"Of {DETAILED} trials, the wrong ones; the JSON has all." in list(page.found("p", class_="aside"))
+
+
+def test_every_trial_has_a_row_and_a_cell_that_leads_to_it() -> None:
+    made = matrix(options=4)
+    page = Page(html_page(made))
+    assert page.attributes("td", "data-trial") == [str(index) for index in _by_case(made)]
+    assert page.attributes("tr", "id") == [f"t{index}" for index in range(len(made.trials))]
+
+
+def _by_case(made: Verdict) -> list[int]:
+    cases = list(dict.fromkeys(trial.case for trial in made.trials))
+    return sorted(range(len(made.trials)), key=lambda index: cases.index(made.trials[index].case))
+
+
+def test_the_ladder_shows_every_rung_and_what_the_script_did() -> None:
+    page = Page(html_page(verdict(wrong_trial(), location=location())))
+    assert list(page.found("li", class_="ok")) == ["eager, DDP agrees", "aot_eager, no DDP agrees"]
+    assert list(page.found("li", class_="wrong")) == ["aot_eager, DDP differs layers.0.weight, 512 ULPs"]
+    (text,) = page.found("section", id="location")
+    assert "repro_linears.py (run in a fresh interpreter, it shows the difference)" in text
+
+
+def test_one_trial_has_neither_filter_nor_script() -> None:
+    page = Page(html_page(verdict(ok_trial())))
+    assert not list(page.found("form"))
+    assert not list(page.found("script"))
+
+
+def test_the_largest_verdict_is_a_page_that_a_browser_can_hold() -> None:
+    assert len(html_page(matrix())) < 3 * 2**20
+
+
+def test_the_page_does_not_change_from_run_to_run() -> None:
+    assert html_page(all_kinds()) == html_page(all_kinds())
+    assert not re.search("0x[0-9a-f]{6}", html_page(all_kinds()))

@@ -1,0 +1,124 @@
+"""The grids of a verdict: every trial has its place, and reasons that are alike are one reason."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from ddpopt.judge.report.matrix import OK, letter_of, mark_of, overview
+from ddpopt.judge.verdict import Status, Trial
+from tests.unit.verdicts import (
+    CASES,
+    MODES,
+    all_kinds,
+    broken_trial,
+    impossible_trial,
+    matrix,
+    ok_trial,
+    verdict,
+    wrong_trial,
+)
+
+
+def test_every_trial_has_a_place() -> None:
+    made = matrix()
+    cells = [cell for grid in overview(made).grids for _, row in grid.rows for cell in row]
+    assert Counter(id(cell.trial) for cell in cells if cell) == Counter(map(id, made.trials))
+
+
+def test_every_trial_that_is_not_ok_has_one_reason_and_its_mark() -> None:
+    view = overview(matrix())
+    marks = {id(trial): reason.mark for reason in view.reasons for trial in reason.trials}
+    assert len(marks) == sum(len(reason.trials) for reason in view.reasons)
+    for _, row in (row for grid in view.grids for row in grid.rows):
+        for cell in filter(None, row):
+            assert cell.mark == marks.get(id(cell.trial), OK)
+            assert (cell.mark == OK) == (cell.trial.status is Status.OK)
+
+
+def test_what_is_wrong_comes_first_then_what_broke_then_what_is_not_possible() -> None:
+    made = verdict(impossible_trial(), broken_trial(), wrong_trial(), ok_trial())
+    assert [reason.mark for reason in overview(made).reasons] == ["W1", "B1", "n1"]
+
+
+def test_reasons_that_differ_in_a_number_or_an_address_are_one() -> None:
+    trials = [
+        replace(broken_trial(option=str(port)), reason=f"port {port} is taken, <Store at 0x7f{port:x}>")
+        for port in range(29500, 29503)
+    ]
+    (reason,) = overview(verdict(*trials)).reasons
+    assert reason.text == "port 29500 is taken, <Store at 0x7f733c>"
+    assert len(reason.trials) == 3
+
+
+def test_wrong_trials_are_alike_if_the_same_claims_do_not_hold() -> None:
+    one, other = wrong_trial(option="one"), wrong_trial(option="other")
+    less = replace(wrong_trial(option="less"), findings=wrong_trial().findings[:1])
+    turned = replace(other, option="turned", findings=other.findings[::-1])
+    reasons = overview(verdict(one, less, other, turned)).reasons
+    assert [[trial.option for trial in reason.trials] for reason in reasons] == [
+        ["one", "other", "turned"],
+        ["less"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("modes", "options", "cases", "axes"),
+    [
+        (MODES, 3, CASES, ("option", "mode", "case")),
+        (MODES, 3, CASES[:1], ("option", "mode", "case")),
+        (MODES, 1, CASES, ("case", "mode", "option")),
+        (MODES[:1], 9, CASES, ("option", "case", "mode")),
+        (MODES[:1], 3, CASES, ("case", "option", "mode")),
+        (MODES, 1, CASES[:1], ("mode", "option", "case")),
+    ],
+)
+def test_a_coordinate_with_one_value_takes_no_axis(
+    modes: tuple[str, ...], options: int, cases: tuple[str, ...], axes: tuple[str, str, str]
+) -> None:
+    view = overview(matrix(modes, options, cases))
+    assert (view.down, view.across, view.grids[0].title.split()[0]) == axes
+    assert len(view.grids) == (len(cases) if axes[2] == "case" else 1)
+
+
+def test_what_was_not_possible_stands_in_the_column_of_its_mode_though_it_knows_no_backend() -> None:
+    made = verdict(ok_trial(mode="torch"), impossible_trial(mode="torch"))
+    assert overview(made).columns == ("torch, aot_eager",)
+
+
+def test_two_backends_of_a_mode_are_two_columns() -> None:
+    made = verdict(ok_trial(), replace(ok_trial(), backend="inductor"), ok_trial(option="join"))
+    view = overview(made)
+    assert view.columns == ("ddpopt-inline, aot_eager", "ddpopt-inline, inductor")
+    assert [list(map(mark_of, row)) for _, row in view.grids[0].rows] == [["ok", "ok"], ["ok", "."]]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_of_two_trials_in_one_place_the_worse_is_shown(turned: bool) -> None:
+    trials: list[Trial] = [ok_trial(), replace(ok_trial(), status=Status.WRONG)]
+    ((_, (cell,)),) = overview(verdict(*(trials[::-1] if turned else trials))).grids[0].rows
+    assert mark_of(cell) == "W1"
+
+
+def test_a_column_gives_its_trials_over_all_grids() -> None:
+    made = matrix(options=2)
+    column = overview(made).column("replicate, aot_eager")
+    assert [trial for trial in made.trials if trial.mode == "replicate"] == column
+
+
+def test_a_verdict_without_trials_has_no_grid() -> None:
+    view = overview(verdict())
+    assert (view.columns, view.grids, view.reasons) == ((), (), ())
+
+
+def test_letters_go_on_after_z() -> None:
+    indices = (0, 25, 26, 51, 52, 701, 702)
+    assert list(map(letter_of, indices)) == ["a", "z", "aa", "az", "ba", "zz", "aaa"]
+
+
+def test_all_findings_of_a_reason_name_their_trial() -> None:
+    (reason, *_) = overview(all_kinds()).reasons
+    assert [(trial.mode, finding.level) for trial, finding in reason.findings] == [
+        ("ddpopt-split", "L0"),
+        ("ddpopt-split", "L3"),
+    ]

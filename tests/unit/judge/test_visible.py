@@ -1,0 +1,136 @@
+"""ddpopt.judge.visible: what a script can see of a step, under names that do not depend on the run."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddpopt.judge.visible import Sight, held_by, leaves, reached, sharing
+
+KEPT: list[Tensor] = []
+
+
+@dataclass
+class Result:
+    """An output of a type of its own."""
+
+    first: Tensor
+    count: int
+
+
+def test_tensors_are_found_in_containers_and_in_objects() -> None:
+    value = {"a": [torch.ones(1)], "b": Result(torch.zeros(2), 3)}
+    assert [name for name, _ in leaves(value, "output")] == [
+        "output['a'][0]",
+        "output['b'].first",
+        "output['b'].count",
+    ]
+
+
+def test_what_overlaps_shares_memory_and_neighbours_do_not() -> None:
+    flat = torch.zeros(8)
+    tensors = {"left": flat[:5], "right": flat[4:], "half": flat[:4], "other": torch.zeros(8)}
+    assert sharing(tensors) == {("left", "right"), ("half", "left")}
+
+
+def test_a_column_shares_memory_with_its_matrix_and_an_empty_tensor_with_nothing() -> None:
+    matrix = torch.zeros(3, 3)
+    assert sharing({"column": matrix[:, 1], "matrix": matrix, "none": matrix[:0]}) == {("column", "matrix")}
+
+
+def test_all_leaves_of_a_loss_are_reached() -> None:
+    one, two = (torch.ones(2, requires_grad=True) for _ in range(2))
+    unused = torch.ones(2, requires_grad=True)
+    found = reached((one * two + one + unused.detach()).sum())
+    assert {id(tensor) for tensor in found} == {id(one), id(two)}
+
+
+def keeping() -> Callable[[Tensor], None]:
+    kept: list[Tensor] = []
+    return kept.append
+
+
+def test_what_a_function_holds_is_found_wherever_it_holds_it() -> None:
+    prompt, scale = torch.ones(3), torch.ones(2)
+
+    def loss(output: Tensor, by: Tensor = scale) -> Tensor:
+        return output * prompt * by
+
+    def of_globals(gradient: Tensor) -> None:
+        KEPT.append(gradient)
+
+    KEPT[:] = [torch.zeros(1)]
+    append = keeping()
+    append(torch.ones(4))
+    for function, held in ((loss, [prompt, scale]), (of_globals, KEPT), (partial(loss, by=prompt), [prompt])):
+        assert {id(tensor) for tensor in held} <= {id(value) for _, value in held_by(function)}
+    assert [value.shape for _, value in held_by(append)] == [(4,)]
+
+
+class Keeping(nn.Module):
+    """Keeps its output as an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = self.layer(x)
+        return self.last
+
+
+def seen(model: nn.Module, hook: Any, prompt: Tensor, steps: int = 1) -> list[dict[str, Any]]:
+    """What steps of a run show whose loss reads a tensor outside, and whose hook keeps gradients."""
+    weight: Any = next(model.parameters())
+    weight.register_hook(hook)
+    sight, found = Sight((), {"": model}), []
+    for _ in range(steps):
+        model.zero_grad()
+        sight.before_step(keep=False)
+        x = torch.ones(1, 2, requires_grad=True)
+        sight.calls((x,), {})
+        output = sight.returns(result := model(x))
+        loss = (result * prompt).sum()
+        sight.reach(loss)
+        torch.autograd.backward(loss)
+        found.append({**output, **sight.after_step(), "memory": sight.memory()})
+    return found
+
+
+def test_a_step_shows_outputs_gradients_outside_and_what_is_kept() -> None:
+    prompt, kept = torch.ones(2, requires_grad=True), list[Tensor]()
+    (step,) = seen(Keeping(), kept.append, prompt)
+    names = {name for name in step if not name.startswith(("form", "type", "memory"))}
+    outside = {
+        name for name in names if name.startswith("gradient of the tensor outside of DDP of shape (2,)")
+    }
+    assert len(outside) == 1
+    assert names - outside == {
+        "output",
+        "input 0 after the step",
+        "gradient of input 0",
+        "kept attribute .last",
+        "kept by a hook: self, number 1",
+    }
+    assert step["form of output"] == "torch.float32 (1, 2), strides (0, 1) on cpu, requires grad"
+
+
+def test_names_are_the_same_in_each_run_though_lists_grow() -> None:
+    prompt, kept = torch.ones(2, requires_grad=True), list[Tensor]()
+    runs = [seen(Keeping(), kept.append, prompt, steps=2) for _ in range(2)]
+    assert [step.keys() for step in runs[0]] == [step.keys() for step in runs[1]]
+    assert len(kept) == 4
+
+
+def test_a_gradient_that_the_next_step_writes_to_is_told() -> None:
+    memory = torch.zeros(2, 2)
+    prompt = torch.ones(2, requires_grad=True)
+    first, second = seen(Keeping(), lambda gradient: memory.copy_(gradient).view(2, 2), prompt, steps=2)
+    assert first["memory"][1] == ()
+    shared, written = second["memory"]
+    assert ("gradient of layer.weight", "the last step's gradient of layer.weight") in shared
+    assert written == ()  # the same numbers

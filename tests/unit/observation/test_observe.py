@@ -1,0 +1,424 @@
+"""ddpopt.observe and ddpopt.observation.launches: what is seen, and that seeing changes nothing."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import permutations
+from typing import Any
+
+import expecttest
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from ddpopt.ddp.deferral import defer
+from ddpopt.ddp.impose import impose
+from ddpopt.errors import UsageError
+from ddpopt.observation.observe import Observation, observe
+from ddpopt.planning.bucket_rule import specs_from_ddp
+from ddpopt.planning.plan import Plan
+from tests.multigpu.models import Tower, arbitrary_plan, plan_of
+from tests.multigpu.single import single_rank
+
+c10d: Any = dist  # torch does not mark its re-exports
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    with single_rank():
+        yield
+    torch._dynamo.reset()
+
+
+class Pair(nn.Module):
+    """Two layers; one bucket each under a cap of 100 bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+        self.register_buffer("count", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.second(torch.relu(self.first(x)))
+        return result
+
+
+def pair(**arguments: Any) -> Any:
+    return DistributedDataParallel(Pair(), bucket_cap_mb=100 / 2**20, **arguments)
+
+
+def step(ddp: Any, **arguments: Any) -> None:
+    torch.autograd.backward(ddp(torch.ones(2, 6), **arguments).sum())
+
+
+def shown(seen: Observation) -> str:
+    """Everything that was seen, as text."""
+    lines = []
+    for number, iteration in enumerate(seen.iterations):
+        lines.append(f"iteration {number}, not sent: {iteration.unmatched}")
+        lines += [f"  bucket {b.index}: {' '.join(b.params)}, {b.nbytes} bytes" for b in iteration.buckets]
+    lines += [f"{c.op} of {c.nbytes} bytes of {c.dtype}: bucket {c.bucket}" for c in seen.collectives]
+    return "\n".join(lines)
+
+
+def planned(plan: Plan) -> list[tuple[Any, ...]]:
+    return [(b.index, b.params, b.nbytes, b.dtype, b.device) for b in plan.buckets]
+
+
+def observed(seen: Observation) -> list[list[tuple[Any, ...]]]:
+    return [
+        [(b.index, b.params, b.nbytes, b.dtype, b.device) for b in iteration.buckets]
+        for iteration in seen.iterations
+    ]
+
+
+def test_plain_ddp_is_seen_to_rebuild_its_buckets() -> None:
+    ddp = pair()
+    with observe(ddp) as seen:
+        step(ddp)
+        step(ddp)
+    expecttest.assert_expected_inline(
+        shown(seen),
+        """\
+iteration 0, not sent: ()
+  bucket 0: first.weight first.bias second.weight second.bias, 336 bytes
+iteration 1, not sent: ()
+  bucket 0: second.bias second.weight, 168 bytes
+  bucket 1: first.bias first.weight, 168 bytes
+broadcast of 12 bytes of float32: bucket None
+allreduce of 336 bytes of float32: bucket 0
+broadcast of 20 bytes of int32: bucket None
+broadcast of 8 bytes of int32: bucket None
+broadcast of 12 bytes of float32: bucket None
+allreduce of 168 bytes of float32: bucket 0
+allreduce of 168 bytes of float32: bucket 1""",
+    )
+
+
+MODES: list[dict[str, Any]] = [
+    {},
+    {"static_graph": True},
+    {"find_unused_parameters": True},
+    {"gradient_as_bucket_view": True},
+]
+
+
+@pytest.mark.parametrize("arguments", MODES)
+@pytest.mark.parametrize("way", ["impose", "defer"])
+def test_a_plans_buckets_are_seen_at_every_iteration(way: str, arguments: dict[str, Any]) -> None:
+    ddp: Any = DistributedDataParallel(Tower(mixed=True), **arguments)
+    plan = arbitrary_plan(ddp, 1)
+    if way == "impose":
+        impose(ddp, plan)
+    else:
+        defer(ddp, lambda: plan)
+    with observe(ddp) as seen:
+        for _ in range(4):
+            step(ddp)
+    assert observed(seen) == [planned(plan)] * 4
+    assert [iteration.unmatched for iteration in seen.iterations] == [()] * 4
+    assert seen.buckets == seen.iterations[-1].buckets
+
+
+def test_a_plan_imposed_inside_the_block_is_seen_from_then_on() -> None:
+    ddp = pair()
+    plan = arbitrary_plan(ddp, 1)
+    with observe(ddp) as seen:
+        step(ddp)
+        impose(ddp, plan)
+        step(ddp)
+    assert [len(iteration.buckets) for iteration in seen.iterations] == [1, len(plan.buckets)]
+    assert observed(seen)[1] == planned(plan)
+    assert [iteration.unmatched for iteration in seen.iterations] == [(), ()]
+
+
+def test_steps_under_no_sync_launch_nothing() -> None:
+    ddp = pair()
+    impose(ddp, arbitrary_plan(ddp, 1))
+    with observe(ddp) as seen:
+        with ddp.no_sync():
+            step(ddp)
+            step(ddp)
+        assert (seen.iterations, seen.buckets) == ((), ())
+        step(ddp)
+    assert len(seen.iterations) == 1
+
+
+def test_sparse_gradients_are_seen_before_the_first_backward_and_after() -> None:
+    model = nn.Sequential(nn.Embedding(5, 6, sparse=True), nn.Linear(6, 6))
+    for give in (False, True):
+        ddp: Any = DistributedDataParallel(model)
+        plan = arbitrary_plan(ddp, 3)
+        if give:
+            impose(ddp, plan)
+        with observe(ddp) as seen:
+            for _ in range(3):
+                torch.autograd.backward(ddp(torch.tensor([1, 2])).sum())
+        assert [iteration.unmatched for iteration in seen.iterations] == [()] * 3
+        assert all(iteration.buckets for iteration in seen.iterations)
+        if give:
+            assert observed(seen) == [planned(plan)] * 3
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_backward_inside_a_backward_is_part_of_it(reentrant: bool) -> None:
+    class Checkpointed(Pair):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = torch.relu(self.first(x))
+            result: Tensor = checkpoint(self.second, hidden, use_reentrant=reentrant)
+            return result
+
+    ddp: Any = DistributedDataParallel(Checkpointed())
+    plan = plan_of([[spec] for spec in reversed(specs_from_ddp(ddp))])
+    impose(ddp, plan)
+    with observe(ddp) as seen:
+        step(ddp)
+        step(ddp)
+    assert observed(seen) == [planned(plan)] * 2
+    assert [iteration.unmatched for iteration in seen.iterations] == [()] * 2
+
+
+def test_iterations_are_told_apart_where_compiled_code_shows_no_operators(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Observation, "_close", lambda _: None)
+    ddp = pair()
+    plan = arbitrary_plan(ddp, 1)
+    impose(ddp, plan)
+    with observe(ddp) as seen:
+        step(ddp)
+        step(ddp)
+    assert observed(seen) == [planned(plan)] * 2
+
+
+def test_a_hook_that_sends_another_type_is_matched_by_size() -> None:
+    ddp = pair()
+    ddp._register_builtin_comm_hook(c10d.BuiltinCommHookType.FP16_COMPRESS)
+    with observe(ddp) as seen:
+        step(ddp)
+    assert [(c.dtype, c.bucket) for c in seen.collectives if c.op == "allreduce"] == [("float16", 0)]
+
+
+class Spectrum(nn.Module):
+    """As many bytes of complex numbers as of two kinds of real ones, each to stand in a bucket of its own."""
+
+    def __init__(self, dtype: torch.dtype = torch.complex64) -> None:
+        super().__init__()
+        self.pairs = nn.Parameter(torch.ones(6, dtype=dtype))
+        self.floats = nn.Parameter(torch.ones(6 * dtype.itemsize // 4))
+        self.doubles = nn.Parameter(torch.ones(6 * dtype.itemsize // 8, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total: Tensor = self.pairs.abs().sum() + self.floats.sum() + self.doubles.sum()
+        return x.sum() * total
+
+
+def spectrum(order: Sequence[str], dtype: torch.dtype = torch.complex64) -> Any:
+    """Under DDP, with one bucket for each of these parameters, in this order; the others are frozen."""
+    model = Spectrum(dtype)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in order)
+    ddp: Any = DistributedDataParallel(model)
+    specs = {spec.name: spec for spec in specs_from_ddp(ddp)}
+    impose(ddp, plan_of([[specs[name]] for name in order]))
+    return ddp
+
+
+@pytest.mark.parametrize(("dtype", "sent_as"), [(torch.complex64, "float32"), (torch.complex128, "float64")])
+@pytest.mark.parametrize("order", list(permutations(("pairs", "floats", "doubles"))), ids=" ".join)
+def test_a_complex_bucket_is_seen_where_it_stands_though_it_is_sent_as_pairs_of_real_numbers(
+    order: Sequence[str], dtype: torch.dtype, sent_as: str
+) -> None:
+    ddp = spectrum(order, dtype)
+    with observe(ddp) as seen:
+        step(ddp)
+    sent = {"pairs": sent_as, "floats": "float32", "doubles": "float64"}
+    assert [(c.op, c.nbytes, c.dtype, c.bucket) for c in seen.collectives] == [
+        ("allreduce", 6 * dtype.itemsize, sent[name], index) for index, name in enumerate(order)
+    ]
+    assert seen.iterations[0].unmatched == ()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(torch.ones(6, dtype=torch.float64), id="as many bytes, of another type"),
+        pytest.param(torch.ones(6), id="as many real numbers as the bucket has complex ones"),
+        pytest.param(torch.ones(12, dtype=torch.float16), id="as many numbers as are sent, of another type"),
+    ],
+)
+def test_what_is_not_as_many_pairs_of_the_same_type_is_not_taken_for_a_complex_bucket(other: Tensor) -> None:
+    ddp = spectrum(("pairs", "floats"))
+    # runs before the reducer's own hook, so before the complex bucket is sent
+    ddp.module.pairs.register_hook(lambda _: dist.all_reduce(other.clone()))
+    with observe(ddp) as seen:
+        step(ddp)
+    sent = [(c.nbytes, c.bucket) for c in seen.collectives]
+    assert sent == [(other.nbytes, None), (48, 0), (48, 1)]
+
+
+def test_a_bucket_that_is_sent_in_another_size_is_marked() -> None:
+    def half(state: object, bucket: Any) -> torch.futures.Future[Tensor]:
+        del state
+        dist.all_reduce(bucket.buffer()[:5].clone())
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    half.__annotations__.clear()
+    ddp = pair()
+    ddp.register_comm_hook(None, half)
+    with observe(ddp) as seen:
+        step(ddp)
+    assert seen.iterations[0].unmatched == (0,)
+    assert [c.bucket for c in seen.iterations[0].collectives] == [None]
+
+
+def test_collectives_of_the_users_own_are_listed_in_order_and_those_of_other_groups_are_not() -> None:
+    ddp = pair()
+    other = dist.new_group([0])
+    with observe(ddp) as seen:
+        dist.broadcast(torch.ones(7, dtype=torch.float64), 0)
+        dist.all_reduce(torch.ones(3), group=other)
+        step(ddp)
+        dist.barrier()
+    assert [(c.op, c.nbytes, c.bucket) for c in seen.collectives] == [
+        ("broadcast", 56, None),
+        ("broadcast", 12, None),  # DDP's own, of the buffer
+        ("allreduce", 336, 0),
+        ("barrier", 0, None),
+    ]
+
+
+def test_a_broadcast_of_the_users_that_looks_like_a_rebuild_does_no_harm() -> None:
+    ddp: Any = DistributedDataParallel(Tower())
+    plan = arbitrary_plan(ddp, 1)
+    impose(ddp, plan)
+    lookalike = torch.zeros(len(specs_from_ddp(ddp)) + 1, dtype=torch.int32)
+    with observe(ddp) as seen:
+        for _ in range(3):
+            dist.broadcast(lookalike, 0)
+            step(ddp)
+            dist.broadcast(lookalike, 0)
+    assert observed(seen) == [planned(plan)] * 3
+
+
+def backend_that_counts(counts: list[int]) -> Callable[..., Any]:
+    def backend(gm: torch.fx.GraphModule, example_inputs: list[Tensor]) -> Any:
+        del example_inputs
+        counts.append(len(gm.graph.nodes))
+        return gm.forward
+
+    return backend
+
+
+def test_compilation_is_seen_and_happens_as_without_observing() -> None:
+    counts: list[int] = []
+    ddp: Any = DistributedDataParallel(Pair())
+    compiled: Any = torch.compile(ddp, backend=backend_that_counts(counts))
+    with observe(compiled) as first:
+        step(compiled)
+        step(compiled)
+    with observe(ddp) as second:
+        step(compiled)
+    assert (len(counts), len(first.graphs), len(second.graphs)) == (1, 1, 0)
+    assert len(second.iterations) == 1
+
+
+def test_what_was_compiled_before_runs_on_inside_the_block() -> None:
+    counts: list[int] = []
+    compiled: Any = torch.compile(DistributedDataParallel(Pair()), backend=backend_that_counts(counts))
+    step(compiled)
+    with observe(compiled) as seen:
+        step(compiled)
+    assert (len(counts), seen.graphs) == (1, ())
+
+
+def test_higher_order_operators_run_inside_the_block() -> None:
+    ddp = pair()
+
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    def halve(x: Tensor) -> Tensor:
+        return x / 2
+
+    with observe(ddp):
+        chosen = torch.cond(torch.tensor(True), double, halve, (torch.ones(2),))
+    assert torch.equal(chosen, torch.full((2,), 2.0))
+
+
+def state(ddp: Any) -> list[object]:
+    """Modes and callbacks of torch, attributes and hooks of the module."""
+    handler = torch._dynamo.callback.callback_handler
+    torchs = [torch._C._len_torch_dispatch_stack(), len(handler.start_callbacks), len(handler.end_callbacks)]
+    hooks = [len(v) for name, v in sorted(ddp.__dict__.items()) if name.endswith("hooks")]
+    return [torchs, hooks, sorted(ddp.__dict__), ddp.reducer, ddp.logger]
+
+
+@pytest.mark.parametrize("moment", ["forward", "backward", "never"])
+def test_everything_is_as_before_after_the_block(moment: str) -> None:
+    ddp = pair()
+    step(ddp)
+    before = state(ddp)
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    if moment == "forward":
+        ddp.module.register_forward_hook(fail)
+    if moment == "backward":
+        ddp.module.second.weight.register_hook(fail)
+    try:
+        with observe(ddp) as seen:
+            step(ddp)
+    except ZeroDivisionError:
+        pass
+    assert state(ddp) == before
+    assert isinstance(seen.collectives, tuple)
+
+
+def test_resetting_dynamo_inside_the_block_does_no_harm() -> None:
+    ddp = pair()
+    with observe(ddp) as seen:
+        torch._dynamo.reset()
+        step(ddp)
+    assert len(seen.iterations) == 1
+
+
+def test_gradients_are_bitwise_those_of_an_unobserved_run() -> None:
+    torch.manual_seed(0)
+    left, right = pair(), pair()
+    right.load_state_dict(left.state_dict())
+    for _ in range(3):
+        step(left)
+        with observe(right):
+            step(right)
+    for ours, theirs in zip(left.parameters(), right.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_what_happens_after_the_block_is_not_told() -> None:
+    ddp = pair()
+    with observe(ddp) as seen:
+        step(ddp)
+    before = shown(seen)
+    step(ddp)
+    step(ddp)
+    assert shown(seen) == before
+
+
+def test_an_observation_is_used_once() -> None:
+    ddp = pair()
+    seen = observe(ddp)
+    with seen:
+        pass
+    with pytest.raises(UsageError, match="already used"), seen:
+        pass
+
+
+def test_only_ddp_modules_can_be_observed() -> None:
+    with pytest.raises(UsageError):
+        observe(Pair())

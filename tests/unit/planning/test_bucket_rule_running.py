@@ -1,0 +1,325 @@
+"""Our buckets against those of reducers that run: one rank, gloo, real DDP modules with each option."""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt.planning.bucket_rule import (
+    BucketConfig,
+    ParamSpec,
+    initial_buckets,
+    rebuilt_buckets,
+    specs_from_ddp,
+    specs_from_module,
+)
+
+WIDTH = 256  # a weight of 256 KiB and a bias of 1 KiB
+KIB = 2**10
+
+pytestmark = [
+    pytest.mark.usefixtures("one_rank_group"),
+    pytest.mark.filterwarnings("ignore:You passed find_unused_parameters=true:UserWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def one_rank_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = tmp_path_factory.mktemp("group") / "store"
+    dist.init_process_group("gloo", init_method=store.as_uri(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+# ------------------------------------------------------------------------------------------ models
+
+
+def linears(count: int = 6) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(count)))
+
+
+def with_frozen_layer() -> nn.Module:
+    model = linears()
+    model.get_submodule("2").requires_grad_(False)
+    return model
+
+
+def ignoring(model: nn.Module, *names: str) -> nn.Module:
+    untyped: Any = DistributedDataParallel
+    untyped._set_params_and_buffers_to_ignore_for_model(model, names)
+    return model
+
+
+def with_ignored_layer() -> nn.Module:
+    return ignoring(linears(), "1.weight", "4.bias")
+
+
+class RootParameters(nn.Module):
+    """Parameters of the root module itself, one of them never read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.unused = nn.Linear(WIDTH, WIDTH)
+        self.empty = nn.Parameter(torch.ones(0))
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.first(x) * self.scale)
+        return y + self.empty.sum()
+
+
+def with_ignored_root_parameter() -> nn.Module:
+    return ignoring(RootParameters(), "scale", "first.weight", "unused.weight", "unused.bias")
+
+
+def with_marker_alone() -> nn.Module:
+    model = linears()
+    for param in model.get_submodule("1").parameters():
+        vars(param)["_ddp_ignored"] = True
+    return model
+
+
+class Tied(nn.Module):
+    """Three layers share one weight, and one more weight has two names in one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [nn.Linear(WIDTH, WIDTH) for _ in range(5)]
+        blocks[2].weight = blocks[4].weight = blocks[0].weight
+        self.blocks = nn.ModuleList(blocks)
+        self.again = blocks[1].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x @ self.again
+
+
+def with_tied_weight_ignored_under_one_name() -> nn.Module:
+    return ignoring(Tied(), "blocks.0.weight")
+
+
+class FlatStorage(nn.Module):
+    """All weights are slices of one storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        flat = torch.randn(4, WIDTH, WIDTH) / WIDTH
+        self.weights = nn.ParameterList(nn.Parameter(weight) for weight in flat)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = x @ weight
+        return x
+
+
+class MixedDtypes(nn.Module):
+    """Layers of three dtypes in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        dtypes = (torch.float32, torch.bfloat16, torch.float64) * 3
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=dtype) for dtype in dtypes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x.to(next(layer.parameters()).dtype)))
+        return x
+
+
+class SparseEmbeddings(nn.Module):
+    """Two sparse tables, by index and by bag, and a dense one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users = nn.Embedding(64, WIDTH, sparse=True)
+        self.items = nn.Embedding(64, WIDTH)
+        self.tags = nn.EmbeddingBag(64, WIDTH, sparse=True)
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.arange(len(x))
+        y: Tensor = self.head(x + self.users(rows) + self.items(rows) + self.tags(rows[:, None]))
+        return y
+
+
+# --------------------------------------------------------------------------- what a reducer does
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a DDP module did in four steps.
+
+    Buckets are tuples of the reducer's parameter indices; `rebuilt` is None if it never rebuilt.
+    """
+
+    specs: tuple[ParamSpec, ...]
+    config: BucketConfig
+    initial_bytes: tuple[int, ...]
+    rebuilt: tuple[tuple[int, ...], ...] | None
+    rebuilt_bytes: tuple[int, ...]
+    ready_order: tuple[int, ...]
+
+
+@dataclass
+class ReadyOrder:
+    """Notes the order in which the gradients of a module complete, backward by backward."""
+
+    steps: list[list[str]] = field(default_factory=list)
+
+    def watch(self, module: nn.Module) -> None:
+        param: Any  # torch leaves the hook's registration untyped
+        for name, param in module.named_parameters():
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(partial(self._note, name))
+
+    def _note(self, name: str, _: Tensor) -> None:
+        self.steps[-1].append(name)
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", text))
+
+
+def observe(ddp: Any) -> Observed:
+    specs, config = specs_from_ddp(ddp), BucketConfig.from_ddp(ddp)
+    ready = ReadyOrder()
+    ready.watch(ddp.module)
+    for _ in range(4):
+        ready.steps.append([])
+        ddp(torch.ones(4, WIDTH)).float().square().mean().backward()
+    log: dict[str, Any] = ddp._get_ddp_logging_data()
+    rebuilt = log.get("rebuilt_per_bucket_param_indices", "")
+    indices = {spec.name: index for index, spec in enumerate(specs)}
+    order = [indices[name] for name in ready.steps[1 if config.static_graph else 0] if name in indices]
+    return Observed(
+        specs=specs,
+        config=config,
+        initial_bytes=numbers(log["bucket_sizes"]),
+        rebuilt=tuple(map(numbers, rebuilt.split(","))) if rebuilt else None,
+        rebuilt_bytes=numbers(log.get("rebuilt_bucket_sizes", "")),
+        ready_order=(*order, *(index for index in range(len(specs)) if index not in order)),
+    )
+
+
+def predicted_rebuild(observed: Observed) -> tuple[tuple[int, ...], ...]:
+    order = observed.ready_order
+    buckets = rebuilt_buckets([observed.specs[index] for index in order], observed.config)
+    return tuple(tuple(order[place] for place in bucket) for bucket in buckets)
+
+
+def sizes(specs: Sequence[ParamSpec], buckets: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    return tuple(sum(specs[index].nbytes for index in bucket) for bucket in buckets)
+
+
+ROWS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "default cap": (linears, {}),
+    "explicit cap": (linears, {"bucket_cap_mb": 1}),
+    "explicit cap as large as the default": (linears, {"bucket_cap_mb": 25}),
+    "cap below 1 MiB": (linears, {"bucket_cap_mb": 0.3}),
+    "cap below every parameter": (linears, {"bucket_cap_mb": 1e-6}),
+    "cap list": (linears, {"bucket_cap_mb_list": [0.5, 0.25, 0.125]}),
+    "cap list and unused parameters": (
+        linears,
+        {"bucket_cap_mb_list": [0.5, 0.25], "find_unused_parameters": True},
+    ),
+    "cap list and static graph": (linears, {"bucket_cap_mb_list": [0.5, 0.25], "static_graph": True}),
+    "default cap and unused parameters": (RootParameters, {"find_unused_parameters": True}),
+    "explicit cap and unused parameters": (
+        RootParameters,
+        {"bucket_cap_mb": 0.3, "find_unused_parameters": True},
+    ),
+    "static graph": (linears, {"bucket_cap_mb": 0.3, "static_graph": True}),
+    "static graph with unused parameters": (RootParameters, {"bucket_cap_mb": 0.1, "static_graph": True}),
+    "static graph in unused parameter mode": (
+        RootParameters,
+        {"bucket_cap_mb": 0.1, "static_graph": True, "find_unused_parameters": True},
+    ),
+    "static graph with tied weights": (Tied, {"bucket_cap_mb": 0.3, "static_graph": True}),
+    "gradient as bucket view": (linears, {"bucket_cap_mb": 0.3, "gradient_as_bucket_view": True}),
+    "frozen layer": (with_frozen_layer, {"bucket_cap_mb": 0.3}),
+    "ignored parameters": (with_ignored_layer, {"bucket_cap_mb": 0.3}),
+    "ignored parameter of the root": (with_ignored_root_parameter, {"bucket_cap_mb": 0.1}),
+    "marker of ignored parameters alone": (with_marker_alone, {"bucket_cap_mb": 0.3}),
+    "tied weights": (Tied, {"bucket_cap_mb": 0.3}),
+    "tied weight ignored under one name": (
+        with_tied_weight_ignored_under_one_name,
+        {"bucket_cap_mb": 0.3},
+    ),
+    "views of one storage": (FlatStorage, {"bucket_cap_mb": 0.3}),
+    "three dtypes": (MixedDtypes, {"bucket_cap_mb": 0.3}),
+    "three dtypes, all open at the end": (MixedDtypes, {"bucket_cap_mb": 25}),
+    "three dtypes and a cap list": (MixedDtypes, {"bucket_cap_mb_list": [0.5, 0.125, 1]}),
+    "three dtypes and unused parameters": (MixedDtypes, {"find_unused_parameters": True}),
+    "sparse embeddings": (SparseEmbeddings, {"bucket_cap_mb": 0.1}),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_running_reducer_has_the_buckets_we_predict(row: str) -> None:
+    make, arguments = ROWS[row]
+    observed = observe(DistributedDataParallel(make(), **arguments))
+    assert observed.config == BucketConfig.from_kwargs(**arguments)
+    assert observed.initial_bytes == sizes(observed.specs, initial_buckets(observed.specs, observed.config))
+    expected = predicted_rebuild(observed) if observed.config.rebuilds else None
+    assert observed.rebuilt == expected
+    assert observed.rebuilt_bytes == sizes(observed.specs, expected or ())
+
+
+@pytest.mark.parametrize("arguments", [{}, {"bucket_cap_mb_list": [0.5, 0.25, 0.125]}])
+def test_a_running_reducer_can_be_asked_for_a_small_last_bucket(
+    arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DDP_SET_LAST_BUCKET_CAP", "1")
+    observed = observe(DistributedDataParallel(linears(), **arguments))
+    assert observed.config.small_last_bucket
+    assert observed.rebuilt == predicted_rebuild(observed)
+
+
+@pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="DDP itself raises a TypeError when it broadcasts delayed parameters"
+)
+def test_parameters_whose_all_reduce_is_delayed_stand_in_no_bucket() -> None:
+    model = linears()
+    delayed = [(name, param) for name, param in model.named_parameters() if name.startswith(("1.", "2."))]
+    ddp = DistributedDataParallel(
+        model,
+        bucket_cap_mb=0.3,
+        delay_all_reduce_named_params=delayed,
+        param_to_hook_all_reduce=model.get_parameter("0.weight"),
+    )
+    observed = observe(ddp)
+    assert observed.specs == specs_from_module(model, ignored=[name for name, _ in delayed])
+    assert observed.rebuilt == predicted_rebuild(observed)
+    assert not {"1.weight", "2.bias"} & {spec.name for spec in observed.specs}
+
+
+def test_a_first_bucket_that_the_user_tuned_is_read_from_the_ddp_module(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 300 * KIB)
+    observed = observe(DistributedDataParallel(linears()))
+    assert observed.config.rebuilt_limits == (300 * KIB, 25 * 2**20)
+    assert observed.rebuilt == predicted_rebuild(observed)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_our_parameters_are_the_reducers_in_its_own_order(row: str) -> None:
+    make, arguments = ROWS[row]
+    ddp: Any = DistributedDataParallel(make(), **arguments)
+    params, sparse = ddp._build_params_for_reducer()
+    specs = specs_from_ddp(ddp)
+    named = dict(ddp.module.named_parameters())
+    assert [named[spec.name] is param for spec, param in zip(specs, params, strict=True)] == [True] * len(
+        specs
+    )
+    assert [spec.sparse for spec in specs] == sparse

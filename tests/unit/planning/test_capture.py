@@ -1,0 +1,343 @@
+"""Planning a model reads it off fake tensors: nothing runs, nothing is copied, nothing is left behind."""
+
+import copy
+import copyreg
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpopt
+from ddpopt.errors import UsageError
+from ddpopt.planning.capture import capture
+from ddpopt.planning.plan import Plan
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+WIDTH = 128
+LAYER_BYTES = 4 * WIDTH * (WIDTH + 1)
+LAYER_MB = LAYER_BYTES / 2**20
+
+
+class Net(nn.Module):
+    """Three layers, batch norm, dropout, and an optional argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.norm = nn.BatchNorm1d(WIDTH, affine=False)
+
+    def forward(self, x: Tensor, layers: int = 3) -> Tensor:
+        for layer in list(self.layers)[:layers]:
+            x = nn.functional.dropout(self.norm(layer(x)), 0.5, self.training)
+        return x
+
+
+class Broken(nn.Module):
+    """Two layers with a graph break between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        y: Tensor = self.second(x)
+        return y
+
+
+class Ragged(nn.Module):
+    """Two layers on a nested tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.arange(len(x) + 1)
+        parts = torch.nested.nested_tensor_from_jagged(x, ends)
+        y: Tensor = self.second(self.first(parts)).values()
+        return y
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def rows(count: int = 4) -> Tensor:
+    return torch.ones(count, WIDTH)
+
+
+def layers(plan: Plan) -> list[str]:
+    found = [dict.fromkeys(name.split(".")[1] for name in bucket.params) for bucket in plan.buckets]
+    return [" ".join(numbers) for numbers in found]
+
+
+def planned(model: nn.Module | None = None, **kwargs: Any) -> Plan:
+    return ddpopt.plan(net() if model is None else model, rows(), bucket_cap_mb=LAYER_MB, **kwargs)
+
+
+# ------------------------------------------------------------------------------------- what is planned
+
+
+def test_layers_on_a_nested_tensor_whose_size_is_a_symbol_are_planned() -> None:
+    plan = ddpopt.plan(Ragged(), rows(), bucket_cap_mb=LAYER_MB)
+    assert [bucket.params for bucket in plan.buckets] == [
+        ("second.bias", "second.weight"),
+        ("first.bias", "first.weight"),
+    ]
+
+
+def test_a_plan_holds_every_parameter_in_ready_order() -> None:
+    plan = planned()
+    assert layers(plan) == ["2", "1", "0"]
+    assert [bucket.nbytes for bucket in plan.buckets] == [LAYER_BYTES] * 3
+    assert [segment.params for segment in plan.segments] == [
+        (f"layers.{index}.weight", f"layers.{index}.bias") for index in range(3)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"bucket_cap_mb": 2 * LAYER_MB}, ["2 1", "0"]),
+        ({"bucket_cap_mb_list": [2 * LAYER_MB, LAYER_MB]}, ["2 1", "0"]),
+        ({"bucket_cap_mb_list": [LAYER_MB, 2 * LAYER_MB]}, ["2", "1 0"]),
+        ({}, ["2 1 0"]),
+    ],
+    ids=str,
+)
+def test_the_arguments_are_ddps_own(arguments: dict[str, Any], expected: list[str]) -> None:
+    assert layers(ddpopt.plan(net(), rows(), **arguments)) == expected
+
+
+def test_arguments_of_ddp_that_change_no_bucket_are_taken_too() -> None:
+    assert planned(gradient_as_bucket_view=True, broadcast_buffers=False) == planned()
+
+
+def test_all_other_keywords_go_to_the_models_forward() -> None:
+    plan = planned(layers=2)
+    assert plan.unread == ("layers.2.weight", "layers.2.bias")
+
+
+def test_each_graph_of_a_model_with_a_graph_break_is_captured() -> None:
+    found = capture(Broken(), rows(), bucket_cap_mb=LAYER_MB)
+    assert [[use.spec.name for use in g.facts.params if use.is_read] for g in found.graphs] == [
+        ["first.weight", "first.bias"],
+        ["second.weight", "second.bias"],
+    ]
+    assert [segment.graph for segment in found.plan().segments] == [0, 1]
+
+
+def test_a_graph_that_trains_nothing_is_captured_and_has_no_part_in_the_plan() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen = nn.Buffer(torch.zeros(1))
+            self.inner = Broken()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen.add_(1)
+            x = x + self.seen
+            torch._dynamo.graph_break()
+            out: torch.Tensor = self.inner(x)
+            return out
+
+    found = capture(Counting(), rows(), bucket_cap_mb=LAYER_MB)
+    assert len(found.graphs) == 3
+    assert found.planned == (1, 2)
+    assert [segment.graph for segment in found.plan().segments] == [0, 1]
+
+
+def test_a_sequential_is_planned() -> None:
+    plan = ddpopt.plan(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), rows(), bucket_cap_mb=LAYER_MB
+    )
+    assert [bucket.params for bucket in plan.buckets] == [("1.bias", "1.weight"), ("0.bias", "0.weight")]
+
+
+def test_a_compiled_module_is_planned_under_the_names_that_ddp_sees() -> None:
+    plan = planned(torch.compile(net()))  # type: ignore[arg-type]  # torch.compile gives a module for one
+    assert plan.buckets[0].params == ("_orig_mod.layers.2.bias", "_orig_mod.layers.2.weight")
+    assert plan.unread == ()
+
+
+def test_ignored_and_frozen_parameters_stand_in_no_bucket() -> None:
+    model = net()
+    model.layers[0].requires_grad_(False)
+    vars(model)["_ddp_params_and_buffers_to_ignore"] = ["layers.1.weight", "layers.1.bias"]
+    assert layers(planned(model)) == ["2"]
+
+
+# ---------------------------------------------------------------------------------- under which conditions
+
+
+def same_decision(plan: Plan) -> bool:
+    """Whether buckets and cuts are those of the plain model; a meta model's buckets name its device."""
+    expected = planned()
+    return [(b.params, b.nbytes, b.segment) for b in plan.buckets] == [
+        (b.params, b.nbytes, b.segment) for b in expected.buckets
+    ] and [segment.nodes for segment in plan.segments] == [segment.nodes for segment in expected.segments]
+
+
+def test_a_meta_model_is_planned_on_real_and_on_meta_inputs() -> None:
+    with torch.device("meta"):
+        model = Net()
+    assert same_decision(planned(model))
+    assert same_decision(ddpopt.plan(model, rows().to("meta"), bucket_cap_mb=LAYER_MB))
+
+
+def test_a_fake_model_is_planned_on_real_and_on_fake_inputs() -> None:
+    with FakeTensorMode() as mode:
+        model, inputs = Net(), rows()
+    expected = planned()
+    assert planned(model) == expected
+    assert ddpopt.plan(model, inputs, bucket_cap_mb=LAYER_MB) == expected
+    with mode:
+        assert ddpopt.plan(model, inputs, bucket_cap_mb=LAYER_MB) == expected
+
+
+def test_a_model_far_larger_than_memory_is_planned() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(2**18, 2**18, bias=False) for _ in range(3)))
+    plan = ddpopt.plan(model, torch.empty(1, 2**18, device="meta"))
+    assert [bucket.nbytes for bucket in plan.buckets] == [2**38] * 3
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_plan_is_one_for_training_whatever_the_grad_mode(mode: Callable[[], Any]) -> None:
+    model, inputs, expected = net(), rows(), planned()
+    with mode():
+        assert ddpopt.plan(model, inputs, bucket_cap_mb=LAYER_MB) == expected
+
+
+def test_a_ddp_modules_own_options_hold(one_rank_group: None) -> None:
+    ddp = DistributedDataParallel(net(), bucket_cap_mb=2 * LAYER_MB)
+    assert layers(ddpopt.plan(ddp, rows())) == ["2 1", "0"]
+
+
+@pytest.mark.usefixtures("one_rank_group")
+def test_options_beside_those_of_a_ddp_module_are_refused() -> None:
+    ddp = DistributedDataParallel(net())
+    with pytest.raises(UsageError) as caught:
+        ddpopt.plan(ddp, rows(), static_graph=True, bucket_cap_mb=1)
+    assert str(caught.value) == (
+        "model: a DDP module brings its own options, but ['bucket_cap_mb', 'static_graph'] were given too; "
+        "leave them out, or pass the module inside (ddp.module)"
+    )
+
+
+# --------------------------------------------------------------------------------------------- errors
+
+
+def refusal(*arguments: Any, **kwargs: Any) -> str:
+    with pytest.raises(UsageError) as caught:
+        ddpopt.plan(*arguments, **kwargs)
+    return str(caught.value)
+
+
+def test_what_is_no_module_is_refused() -> None:
+    assert refusal(torch.relu, rows()).startswith(
+        "model: expected a torch.nn.Module, got <built-in method relu"
+    )
+
+
+def test_a_model_that_cannot_run_is_refused_with_its_own_error() -> None:
+    assert refusal(net()) == (
+        "model: Net could not be traced on fake tensors: "
+        "TypeError: Net.forward() missing 1 required positional argument: 'x'\n"
+        "Check that model(*inputs) runs in eager."
+    )
+
+
+def test_a_model_may_keep_an_autograd_node_so_that_its_hooks_live() -> None:
+    model = net()
+    model.__dict__["kept"] = node = get_gradient_edge(model.layers[0].get_parameter("weight")).node
+    assert planned(model) == planned(net())
+    assert type(node) not in copyreg.dispatch_table
+
+
+def test_a_model_that_cannot_be_copied_is_refused() -> None:
+    model = net()
+    model.__dict__["lock"] = threading.Lock()
+    assert refusal(model, rows()) == (
+        "model: Net could not be copied: cannot pickle '_thread.lock' object\n"
+        "Give the object that cannot be copied a __deepcopy__, or attach it after planning."
+    )
+
+
+def test_a_cap_that_is_no_size_is_refused() -> None:
+    assert refusal(net(), rows(), bucket_cap_mb=-1).startswith(
+        "bucket_cap_mb: expected a positive finite number"
+    )
+
+
+# ------------------------------------------------------------------------------------ nothing left behind
+
+
+def test_the_model_stays_as_it_was() -> None:
+    model = net()
+    model.layers[0].get_parameter("weight").grad = torch.ones(WIDTH, WIDTH)
+    before, identities = copy.deepcopy(model.state_dict()), [id(p) for p in model.parameters()]
+    planned(model)
+    assert all(map(torch.equal, model.state_dict().values(), before.values()))
+    assert [id(parameter) for parameter in model.parameters()] == identities
+    assert model.training
+    assert [parameter.grad is not None for parameter in model.parameters()] == [True] + [False] * 5
+
+
+def test_no_random_number_is_drawn() -> None:
+    model, before = net(), torch.random.get_rng_state()
+    planned(model)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_no_weight_is_copied() -> None:
+    model, inputs = net(), rows()
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
+        ddpopt.plan(model, inputs, bucket_cap_mb=LAYER_MB)
+    allocated = sum(max(event.self_cpu_memory_usage, 0) for event in profile.key_averages())
+    assert allocated < LAYER_BYTES
+
+
+def test_no_process_group_is_made() -> None:
+    planned()
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.skipif(
+    "isolate_recompiles" not in inspect.signature(torch.compile).parameters,
+    reason="this torch counts recompilations of a frame together, whoever asked for them",
+)
+def test_the_callers_own_compilations_find_their_limits_untouched() -> None:
+    model = Broken()
+    for _ in range(torch._dynamo.config.recompile_limit + 1):
+        ddpopt.plan(model, rows())
+    counter = CompileCounter()
+    torch.compile(model, backend=counter)(rows())
+    assert counter.frame_count == 2
+
+
+def test_dynamos_settings_stay_as_they_were_also_when_tracing_fails() -> None:
+    before = torch._dynamo.config.get_config_copy()
+    planned()
+    refusal(net())
+    assert torch._dynamo.config.get_config_copy() == before
+
+
+# ----------------------------------------------------------------------------------------- determinism
+
+
+def test_equal_models_have_equal_plans() -> None:
+    assert planned(net()) == planned(net())

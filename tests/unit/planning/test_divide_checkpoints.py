@@ -1,0 +1,141 @@
+"""a checkpointed region is divided where a bucket ends inside it, and nowhere else."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+from ddpopt.graph.nodes import example_value
+from ddpopt.planning.capture import capture
+from ddpopt.planning.divide_checkpoints import CHECKPOINT
+
+Body = Callable[["Region", Tensor], Tensor]
+
+
+class Region(nn.Module):
+    """Four layers in one checkpointed region."""
+
+    def __init__(self, body: Body) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = checkpoint(self.body, self, x, use_reentrant=False)
+        return output
+
+
+def plain(region: Region, x: Tensor) -> Tensor:
+    for layer in region.layers:
+        x = layer(x)
+    return x
+
+
+def under_autocast(region: Region, x: Tensor) -> Tensor:
+    x = region.layers[0](x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        x = region.layers[2](region.layers[1](x))
+    output: Tensor = region.layers[3](x.float())
+    return output
+
+
+def partly_without_grad(region: Region, x: Tensor) -> Tensor:
+    x = region.layers[1](region.layers[0](x))
+    with torch.no_grad():
+        scale = region.layers[2](x).sum()
+    output: Tensor = region.layers[3](x) * scale
+    return output
+
+
+def in_place(region: Region, x: Tensor) -> Tensor:
+    x = region.layers[0](x)
+    x += region.layers[1](torch.tanh(x + 1))
+    output: Tensor = region.layers[3](region.layers[2](x))
+    return output
+
+
+def by_a_share_of_the_batch(region: Region, x: Tensor) -> Tensor:
+    x = region.layers[0](x)
+    share = x.shape[0] / 4
+    for layer in region.layers[1:]:
+        x = layer(x) * share
+    return x
+
+
+def by_a_weight_of_its_share(region: Region, x: Tensor) -> Tensor:
+    share = x.shape[0] / 4
+    for layer in region.layers:
+        assert isinstance(layer, nn.Linear)
+        x = nn.functional.linear(x, layer.weight * share, layer.bias)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("body", "pieces"), [(plain, 4), (under_autocast, 3), (partly_without_grad, 3), (in_place, 3)]
+)
+def test_a_region_is_divided_between_spans_and_writes_where_buckets_end(body: Body, pieces: int) -> None:
+    captured = capture(Region(body), torch.ones(2, 8), bucket_cap_mb=8 * 9 * 4 / 2**20)
+    (graph,) = captured.graphs
+    assert len(graph.gm.graph.find_nodes(op="call_function", target=CHECKPOINT)) == pieces
+
+
+@pytest.mark.parametrize("body", [by_a_share_of_the_batch, by_a_weight_of_its_share])
+@pytest.mark.timeout(60)
+def test_a_symbolic_float_is_computed_again_in_each_piece(body: Body, fresh_dynamo: None) -> None:
+    with torch._dynamo.config.patch(assume_static_by_default=False):
+        captured = capture(Region(body), torch.ones(3, 8), bucket_cap_mb=8 * 9 * 4 / 2**20)
+    (graph,) = captured.graphs
+    pieces = graph.gm.graph.find_nodes(op="call_function", target=CHECKPOINT)
+    assert len(pieces) == 4
+    passed = [pytree.tree_leaves(example_value(source)) for p in pieces for source in (p, *p.all_input_nodes)]
+    assert any(isinstance(value, torch.SymInt) for values in passed for value in values)
+    assert all(example_value(piece) for piece in pieces)
+    assert not any(isinstance(value, torch.SymFloat) for values in passed for value in values)
+
+
+class Regions(nn.Module):
+    """Blocks of two layers, a checkpointed region each."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.parametrize("count", [3, 6, 9])
+@pytest.mark.parametrize("layers", [1.5, 2.5, 3.1, 4.3, 6.3, 6.9])
+def test_no_bucket_waits_for_more_than_the_layer_that_fills_it(count: int, layers: float) -> None:
+    layer = 4 * 8 * 9
+    plan = capture(Regions(count), torch.ones(2, 8), bucket_cap_mb=layers * layer / 2**20).plan()
+    assert max(bucket.nbytes for bucket in plan.buckets) <= layer * (int(layers) + 1)
+
+
+class Frozen(nn.Module):
+    """A checkpointed region that draws random numbers and trains nothing, in front of layers that train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(nn.functional.dropout, x, use_reentrant=False)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.parametrize(("layers", "regions"), [(1.0, 2), (9.0, 3)])
+def test_a_region_without_gradient_is_written_out_where_the_graph_is_cut(layers: float, regions: int) -> None:
+    captured = capture(Frozen(), torch.ones(2, 8), bucket_cap_mb=layers * 4 * 8 * 9 / 2**20)
+    (graph,) = captured.graphs
+    assert len(graph.gm.graph.find_nodes(op="call_function", target=CHECKPOINT)) == regions
+    assert [node for node in graph.gm.graph.find_nodes(op="get_attr") if not node.users] == []
+    sources = [n._dynamo_source for n in graph.gm.graph.find_nodes(op="placeholder")]
+    assert None not in sources

@@ -1,0 +1,236 @@
+"""What ordinary code reads between graphs is ready between them: eager DDP's own reducer says where."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import ddpopt
+from ddpopt.ddp.impose import imposed_plan
+from ddpopt.observation.observe import observe
+from ddpopt.planning.eager_reads import noting_reads
+from ddpopt.planning.join import BETWEEN
+from ddpopt.planning.regions import specs_by_id
+
+pytestmark = [
+    pytest.mark.usefixtures("one_rank_group", "fresh_dynamo"),
+    pytest.mark.filterwarnings("ignore:.*has no gradient:UserWarning"),
+]
+WIDTH = 16
+ONE_LAYER_MB = 4 * WIDTH * (WIDTH + 1) / 2**20
+
+
+class Scale(nn.Module):
+    """Scales columns, and is never compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # of torch
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Scaled(nn.Module):
+    """Four layers, and a scale in front of one of them or behind all; it is registered first or last."""
+
+    def __init__(self, places: tuple[int, ...], first: bool = False) -> None:
+        super().__init__()
+        if first:
+            self.scale = Scale()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        if not first:
+            self.scale = Scale()
+        self.places = places
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c, d = self.layers
+        x = a(self.scaled(0, x)).tanh()  # no loop: Dynamo leaves one with a break in it to Python
+        x = b(self.scaled(1, x)).tanh()
+        x = c(self.scaled(2, x)).tanh()
+        x = d(self.scaled(3, x)).tanh()
+        return self.scaled(4, x)
+
+    def scaled(self, place: int, x: Tensor) -> Tensor:
+        output: Tensor = self.scale(x) if place in self.places else x
+        return output
+
+
+class Recomputed(Scaled):
+    """The scale in front of the third layer is computed once more in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c, d = self.layers
+        x = checkpoint(self.scale, b(a(x).tanh()).tanh(), use_reentrant=False)
+        return d(c(x).tanh()).tanh()  # type: ignore[no-any-return]
+
+
+class Paramless(Scaled):
+    """A graph that trains nothing stands between two scales."""
+
+    def __init__(self, tail: bool) -> None:
+        super().__init__(())
+        self.other = Scale()
+        self.tail = tail
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c, d = self.layers
+        x = self.other(self.scale(b(a(x).tanh()).tanh()).tanh().square() + 1)
+        return x if self.tail else d(c(x).tanh()).tanh()
+
+
+class Tied(Scaled):
+    """The weight of the head is read in front of all layers, too, and there by no graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c, d = self.layers
+        x = d(c(b(a(self.scale(x)).tanh()).tanh()).tanh()).tanh()
+        return x * self.get_parameter("scale.weight")
+
+
+def rows() -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def step(call: Callable[[Tensor], Tensor], ddp: DistributedDataParallel) -> list[Tensor]:
+    ddp.zero_grad()
+    call(rows()).square().sum().backward()  # type: ignore[no-untyped-call]
+    return [parameter.grad.clone() for parameter in ddp.parameters() if parameter.grad is not None]
+
+
+def ddp_of(model: Callable[[], nn.Module]) -> DistributedDataParallel:
+    torch.manual_seed(0)
+    return DistributedDataParallel(model(), bucket_cap_mb=ONE_LAYER_MB)
+
+
+def rebuilt_by_ddp(model: Callable[[], nn.Module]) -> list[frozenset[str]]:
+    """The buckets of eager DDP, once it has seen in which order gradients come."""
+    ddp = ddp_of(model)
+    step(ddp, ddp)
+    with observe(ddp) as seen:
+        step(ddp, ddp)
+    (iteration,) = seen.iterations
+    return [frozenset(bucket.params) for bucket in iteration.buckets]
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "between, registered last": lambda: Scaled((2,)),
+    "between, registered first": lambda: Scaled((2,), first=True),
+    "in front of all, registered last": lambda: Scaled((0,)),
+    "behind all": lambda: Scaled((4,)),
+    "twice": lambda: Scaled((1, 3)),
+    "between and behind": lambda: Scaled((1, 4)),
+    "recomputed": lambda: Recomputed(()),
+    "beside a graph that trains nothing": lambda: Paramless(tail=False),
+    "tied": lambda: Tied(()),
+}
+
+
+@pytest.mark.parametrize("strategy", ["split", "inline"])
+@pytest.mark.parametrize("name", MODELS)
+def test_buckets_are_those_of_eager_ddp(name: str, strategy: Literal["split", "inline"]) -> None:
+    model = MODELS[name]
+    ddp, eager = ddp_of(model), ddp_of(model)
+    call = ddpopt.compile(ddp, backend="aot_eager", strategy=strategy)
+    with observe(ddp) as seen:
+        gradients = step(call, ddp)
+    torch.testing.assert_close(gradients, step(eager, eager), rtol=0, atol=0)
+    (iteration,) = seen.iterations
+    assert [frozenset(bucket.params) for bucket in iteration.buckets] == rebuilt_by_ddp(model)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_plan_made_without_running_has_the_same_buckets(name: str) -> None:
+    ddp = ddp_of(MODELS[name])
+    made = ddpopt.plan(ddp, rows())
+    step(ddpopt.compile(ddp, backend="eager", strategy="split"), ddp)
+    imposed = imposed_plan(ddp)
+    assert imposed is not None
+    assert [bucket.params for bucket in imposed.buckets] == [bucket.params for bucket in made.buckets]
+
+
+def test_a_bucket_of_these_alone_says_so() -> None:
+    ddp = DistributedDataParallel(Scaled((2,)), bucket_cap_mb=4 * WIDTH / 2**20)
+    plan = ddpopt.plan(ddp, rows())
+    (bucket,) = (bucket for bucket in plan.buckets if "scale.weight" in bucket.params)
+    assert (bucket.params, bucket.reason) == (("scale.weight",), BETWEEN)
+    assert plan.unread == ("scale.weight",)
+
+
+def test_a_forward_without_gradients_in_front_tells_nothing_and_spoils_nothing() -> None:
+    ddp = ddp_of(MODELS["between, registered last"])
+    call = ddpopt.compile(ddp, backend="eager", strategy="split")
+    with torch.no_grad():
+        call(rows())
+    step(call, ddp)
+    plan = imposed_plan(ddp)
+    assert plan is not None
+    assert [frozenset(b.params) for b in plan.buckets] == rebuilt_by_ddp(MODELS["between, registered last"])
+
+
+# ------------------------------------------------------------------------------------------ noting_reads
+
+
+def noted(ddp: DistributedDataParallel, *arguments: Any) -> set[str]:
+    found: set[str] = set()
+    assert noting_reads(lambda *given: given, specs_by_id(ddp), found)(*arguments) == arguments
+    return found
+
+
+def test_what_a_value_was_computed_from_is_noted_however_deep() -> None:
+    ddp = ddp_of(lambda: Scaled(()))
+    value = rows()
+    for _ in range(5000):
+        value = value * ddp.module.scale.weight
+    assert noted(ddp, 3, [value], None) == {"scale.weight"}
+
+
+def test_what_has_no_gradient_comes_from_nowhere() -> None:
+    ddp = ddp_of(lambda: Scaled(()))
+    weight = ddp.module.scale.weight
+    assert noted(ddp, weight, rows(), (rows() * weight).detach()) == set()
+
+
+def test_what_is_compiled_is_not_passed() -> None:
+    ddp = ddp_of(lambda: Scaled(()))
+    layer, scale = ddp.module.layers[0], ddp.module.scale
+    compiled: Any = torch.compile(layer, backend="aot_eager")
+    value = scale(compiled(rows()))
+    assert noted(ddp, value) == {"scale.weight"}
+
+
+class Named(torch.autograd.Function):
+    """Keeps a parameter under a name that the nodes which accumulate gradients have, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parameters: list[Tensor]) -> Tensor:
+        (ctx.variable,) = parameters
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] * 2, None
+
+
+def test_what_a_function_keeps_is_not_what_it_was_computed_from() -> None:
+    ddp = ddp_of(lambda: Scaled(()))
+    layer, scale = ddp.module.layers[0], ddp.module.scale
+    value = Named.apply(rows() * scale.weight, [layer.weight])  # type: ignore[no-untyped-call]
+    assert noted(ddp, value) == {"scale.weight"}
+
+
+def test_only_the_first_call_with_gradients_is_looked_at() -> None:
+    ddp, found = ddp_of(lambda: Scaled(())), set[str]()
+    layer, scale = ddp.module.layers[0], ddp.module.scale
+    run = noting_reads(lambda value: value, specs_by_id(ddp), found)
+    with torch.no_grad():
+        run(layer(rows()))
+    assert found == set()
+    run(scale(rows()))
+    run(layer(rows()))
+    assert found == {"scale.weight"}

@@ -1,0 +1,419 @@
+"""Who reads which parameter: each counted once, at its own size, wherever and however the graph reads it."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from ddpopt.graph.nodes import body_nodes
+from ddpopt.planning.bucket_rule import ParamSpec
+from ddpopt.planning.facts import collect, gradient_carriers, parameter_names, parameter_sources
+from ddpopt.testing.graph_builder import GraphBuilder
+from tests.unit.tracing import Traced, trace
+
+# Dynamo reads .grad of graph inputs that are no leaves, and makes an instance of a traced autograd function.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Detected that context_fn is passed to torch.utils.checkpoint"),
+]
+Forward = Callable[["Weights", Tensor], Tensor]
+
+
+class Weights(nn.Module):
+    """Two 4 x 4 weights `a` and `b` and a bias `c`; the forward is given."""
+
+    def __init__(self, forward: Forward) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.eye(4))
+        self.b = nn.Parameter(torch.eye(4))
+        self.c = nn.Parameter(torch.ones(4))
+        self.inner = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self, x)
+
+
+def traced(forward: Forward) -> Traced:
+    return trace(Weights(forward), torch.ones(2, 4))
+
+
+def read_by(forward: Forward) -> dict[str, str]:
+    return traced(forward).readers()
+
+
+# ------------------------------------------------------------------------------- where a reader may stand
+
+
+def keyword(m: Weights, x: Tensor) -> Tensor:
+    return F.linear(x, weight=m.a, bias=m.c)
+
+
+def in_a_list(m: Weights, x: Tensor) -> Tensor:
+    return x @ torch.cat([m.a, m.b])[:4]
+
+
+def in_a_nested_list(m: Weights, x: Tensor) -> Tensor:
+    return torch.einsum("bi,ij,jk->bk", [x, m.a, m.b])
+
+
+def in_a_dictionary(m: Weights, x: Tensor) -> Tensor:
+    layer = nn.Linear(4, 4)
+    result: Tensor = functional_call(layer, {"weight": m.a, "bias": m.c}, (x,))
+    return result
+
+
+def method_receiver(m: Weights, x: Tensor) -> Tensor:
+    return m.a.matmul(x.t())
+
+
+def method_argument(m: Weights, x: Tensor) -> Tensor:
+    return x.matmul(m.a).add(other=m.c)
+
+
+def through_a_view(m: Weights, x: Tensor) -> Tensor:
+    return x.mm(m.a.t())
+
+
+def through_a_slice(m: Weights, x: Tensor) -> Tensor:
+    return x.mm(m.a[:, :2])
+
+
+def through_a_cast(m: Weights, x: Tensor) -> Tensor:
+    return x.bfloat16().mm(m.a.bfloat16()).float()
+
+
+def tied(m: Weights, x: Tensor) -> Tensor:
+    return x.mm(m.a).tanh().mm(m.b).mm(m.a.t())
+
+
+def in_a_loop(m: Weights, x: Tensor) -> Tensor:
+    for _ in range(3):
+        x = torch.tanh(x @ m.a)
+    return x
+
+
+def under_checkpoint(m: Weights, x: Tensor) -> Tensor:
+    result: Tensor = checkpoint(lambda y: y.mm(m.a).tanh() + m.c, x, use_reentrant=False)
+    return result
+
+
+def save_all(*_args: object, **_kwargs: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE
+
+
+def under_selective_checkpoint(m: Weights, x: Tensor) -> Tensor:
+    contexts = partial(create_selective_checkpoint_contexts, save_all)
+    result: Tensor = checkpoint(lambda y: y.mm(m.a).tanh(), x, use_reentrant=False, context_fn=contexts)
+    return result
+
+
+def in_both_branches(m: Weights, x: Tensor) -> Tensor:
+    result: Tensor = torch.cond(x.sum() > 0, lambda y: y.mm(m.a), lambda y: y.mm(m.b) + m.c, (x,))
+    return result
+
+
+class Scaled(torch.autograd.Function):
+    """``x * scale`` with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, scale = ctx.saved_tensors
+        return gradient * scale, (gradient * x).sum(0)
+
+
+def in_an_autograd_function(m: Weights, x: Tensor) -> Tensor:
+    result: Tensor = Scaled.apply(x.mm(m.a), m.c)  # type: ignore[no-untyped-call]  # as in torch
+    return result
+
+
+def in_place(m: Weights, x: Tensor) -> Tensor:
+    y = x * 2
+    y.add_(m.c)
+    return y.relu()
+
+
+def in_a_setitem(m: Weights, x: Tensor) -> Tensor:
+    y = torch.zeros(2, 4)
+    y[0] = m.c
+    return y + x
+
+
+READERS: dict[Forward, dict[str, str]] = {
+    keyword: {"a": "linear", "c": "linear"},
+    in_a_list: {"a": "cat", "b": "cat"},
+    in_a_nested_list: {"a": "einsum", "b": "einsum"},
+    in_a_dictionary: {"a": "result", "c": "result"},
+    method_receiver: {"a": "matmul"},
+    method_argument: {"a": "matmul", "c": "add"},
+    through_a_view: {"a": "t"},
+    through_a_slice: {"a": "getitem"},
+    through_a_cast: {"a": "bfloat16_1"},
+    tied: {"a": "mm t", "b": "mm_1"},
+    in_a_loop: {"a": "matmul matmul_1 matmul_2"},
+    under_checkpoint: {"a": "tag_activation_checkpoint", "c": "tag_activation_checkpoint"},
+    under_selective_checkpoint: {"a": "tag_activation_checkpoint"},
+    in_both_branches: {"a": "cond", "b": "cond", "c": "cond"},
+    in_an_autograd_function: {"a": "arg", "c": "autograd_function_apply"},
+    in_place: {"c": "add_"},
+    in_a_setitem: {"c": "setitem"},
+}
+
+
+@pytest.mark.parametrize("forward", READERS, ids=lambda forward: forward.__name__)
+def test_a_parameter_is_found_wherever_it_is_read(forward: Forward) -> None:
+    assert read_by(forward) == READERS[forward]
+
+
+def test_a_parameter_that_flex_attention_captures_is_an_operand() -> None:
+    # Written by hand: flex attention has no backward on the CPU, so Dynamo refuses to trace it there.
+    builder = GraphBuilder(batch=2, width=4)
+    weight = builder.parameter("attention", "bias", 4)
+    x = builder.method("view", builder.x, 1, 1, 2, 4)
+
+    def flex_attention(q: Tensor, _k: Tensor, _v: Tensor, *_: Any, score_mod_other_buffers: Any) -> Tensor:
+        return torch.mul(q, score_mod_other_buffers[0])
+
+    scored = builder.call(flex_attention, x, x, x, None, (), 1.0, {}, score_mod_other_buffers=(weight,))
+    graph = builder.finish(scored)
+    parameter = graph.example_values[1]
+    spec = ParamSpec("attention.bias", 16, "float32", "cpu")
+    facts = collect(graph.gm, graph.example_values, {id(parameter): spec})
+    assert [facts.nodes[use.completes_at] for use in facts.params] == [scored.name]
+
+
+# ----------------------------------------------------------------------- modules that the graph calls
+
+
+class Net(nn.Module):
+    """What Dynamo inlines, and fx's own tracer does not: calls of modules, and attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.scale = nn.Parameter(torch.ones(4))
+        self.register_buffer("shift", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift = self.get_buffer("shift")
+        first, second = self.layers
+        y: Tensor = second(first(x) * self.scale + shift)
+        return y
+
+
+def test_module_calls_and_attributes_read_their_parameters() -> None:
+    net = Net()
+    graph = Traced(net, fx.symbolic_trace(net), [torch.ones(2, 4)])
+    assert graph.readers() == {
+        "scale": "mul",
+        "layers.0.weight": "layers_0",
+        "layers.0.bias": "layers_0",
+        "layers.1.weight": "layers_1",
+        "layers.1.bias": "layers_1",
+    }
+
+
+def test_each_parameter_is_known_by_what_the_graph_calls_it() -> None:
+    net = Net()
+    gm = fx.symbolic_trace(net)
+    graph = Traced(net, gm, [torch.ones(2, 4)])
+    assert parameter_names(gm, graph.inputs, graph.specs) == {
+        "layers_0.weight": "layers.0.weight",
+        "layers_0.bias": "layers.0.bias",
+        "scale": "scale",
+        "layers_1.weight": "layers.1.weight",
+        "layers_1.bias": "layers.1.bias",
+    }
+    nodes = [node.name for node in parameter_sources(gm, graph.inputs, graph.specs)]
+    assert nodes == ["layers_0", "scale", "layers_1"]
+
+
+def test_a_placeholder_is_recognised_by_its_value_and_not_by_its_name() -> None:
+    graph = traced(keyword)
+    names = parameter_names(graph.gm, graph.inputs, graph.specs)
+    assert sorted(names.values()) == ["a", "c"]
+    strangers = [value.clone() for value in graph.inputs]
+    assert parameter_names(graph.gm, strangers, graph.specs) == {}
+
+
+# ------------------------------------------------------------------------------- counted once, at its size
+
+
+def test_a_parameter_is_counted_once_at_its_own_byte_size() -> None:
+    facts = traced(tied).facts
+    assert [(use.spec.name, use.spec.nbytes) for use in facts.params] == [("a", 64), ("b", 64)]
+    assert [use.completes_at for use in facts.params] == [0, 2]
+
+
+def test_parameters_that_share_one_storage_are_counted_at_their_own_sizes() -> None:
+    flat = torch.zeros(20)
+    model = Weights(lambda m, x: x.mm(m.a) + m.c)
+    model.a = nn.Parameter(flat[:16].view(4, 4))
+    model.c = nn.Parameter(flat[16:])
+    facts = trace(model, torch.ones(2, 4)).facts
+    assert [(use.spec.name, use.spec.nbytes) for use in facts.params] == [("a", 64), ("c", 16)]
+
+
+def test_a_parameter_with_two_names_goes_by_its_first() -> None:
+    model = Weights(lambda m, x: x.mm(m.a).mm(m.b))
+    model.b = model.a
+    assert trace(model, torch.ones(2, 4)).readers() == {"a": "mm mm_1"}
+
+
+def test_a_module_called_twice_is_complete_at_its_first_call() -> None:
+    layer = nn.Linear(4, 4)
+    graph = trace(nn.Sequential(layer, nn.Tanh(), layer), torch.ones(2, 4))
+    facts = graph.facts
+    assert {facts.nodes[use.completes_at] for use in facts.params} == {facts.nodes[0]}
+
+
+def test_parameters_stand_in_the_order_of_the_reducers_list() -> None:
+    facts = traced(lambda m, x: (x + m.c).mm(m.b).mm(m.a)).facts
+    assert [use.spec.name for use in facts.params] == ["a", "b", "c"]
+
+
+def test_a_parameter_is_read_under_the_name_of_what_wrote_to_it_too() -> None:
+    def forward(m: Weights, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scaled = m.a.mul_(0.5).add_(1.0)
+        return x.mm(m.b).mm(scaled)
+
+    assert read_by(forward)["a"] == "mm_1"
+
+
+def test_a_parameter_that_comes_out_of_no_grad_as_it_is_keeps_its_gradient() -> None:
+    def forward(m: Weights, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            same = m.a.contiguous()
+            turned = m.b.t()
+        return x.mm(same).mm(turned) + m.c
+
+    assert read_by(forward) == {"a": "same", "c": "add"}
+
+
+# ------------------------------------------------------------------------------------ what does not count
+
+
+def without_grad_first(m: Weights, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = m.a.abs().max()
+    return x.mm(m.b).mm(m.a) / scale
+
+
+def detached_first(m: Weights, x: Tensor) -> Tensor:
+    return (x.mm(m.a.detach()) + m.c).mm(m.a)
+
+
+def read_by_what_nobody_uses(m: Weights, x: Tensor) -> Tensor:
+    x.mm(m.a).tanh()
+    return x.mm(m.b).mm(m.a)
+
+
+def into_integers(m: Weights, x: Tensor) -> Tensor:
+    return x.mm(m.a)[m.c.argsort()[:2] // 2]
+
+
+WITHOUT_GRADIENT: dict[Forward, dict[str, str]] = {
+    without_grad_first: {"a": "mm_1", "b": "mm"},
+    detached_first: {"a": "mm_1", "c": "add"},
+    read_by_what_nobody_uses: {"a": "mm_2", "b": "mm_1"},
+    into_integers: {"a": "mm"},
+}
+
+
+@pytest.mark.parametrize("forward", WITHOUT_GRADIENT, ids=lambda forward: forward.__name__)
+def test_a_reader_without_gradient_does_not_count(forward: Forward) -> None:
+    assert read_by(forward) == WITHOUT_GRADIENT[forward]
+
+
+@pytest.mark.parametrize("how", ["frozen", "ignored", "not the module's"])
+def test_a_parameter_that_ddp_does_not_reduce_is_not_among_the_facts(how: str) -> None:
+    stray = nn.Parameter(torch.eye(4))
+    model = Weights(lambda m, x: x.mm(m.a).mm(stray).mm(m.b))
+    if how == "frozen":
+        model.b.requires_grad_(False)
+    elif how == "ignored":
+        vars(model)["_ddp_params_and_buffers_to_ignore"] = [".b"]
+    expected = {"a": "mm"} if how != "not the module's" else {"a": "mm", "b": "mm_2"}
+    assert trace(model, torch.ones(2, 4)).readers() == expected
+
+
+def test_under_no_grad_nothing_is_trained() -> None:
+    with torch.no_grad():
+        assert read_by(keyword) == {}
+
+
+# ------------------------------------------------------------------------------------------- carriers
+
+
+def test_a_node_carries_gradient_if_its_result_requires_it_and_is_used_or_written() -> None:
+    builder = GraphBuilder(batch=2, width=4)
+    weight = builder.parameter("layer", "weight", 4, 4)
+    plain = builder.method("sin", builder.x)
+    used = builder.call(torch.mm, plain, weight)
+    dead = builder.method("cos", used)
+    written = builder.call(torch.mul, plain, 2.0)
+    write = builder.method("add_", written, used)
+    gm = builder.finish(builder.method("relu", written)).gm
+    carriers = [node for node in body_nodes(gm.graph) if node in gradient_carriers(gm.graph)]
+    assert [node.name for node in carriers] == [used.name, written.name, write.name, "relu"]
+    assert dead not in carriers
+
+
+def test_what_only_updates_running_statistics_carries_no_gradient() -> None:
+    builder = GraphBuilder(batch=4, width=4)
+    weight = builder.parameter("norm", "weight", 4)
+    mean, variance = (builder.buffer("norm", role, 4) for role in ("mean", "variance"))
+    used = builder.call(torch.mul, builder.x, weight)
+    dead = builder.call(F.batch_norm, used, mean, variance, weight, None, True)
+    gm = builder.finish(builder.method("relu", used)).gm
+    assert [node.name for node in gradient_carriers(gm.graph)] == ["relu", used.name]
+    assert dead not in gradient_carriers(gm.graph)
+
+
+@pytest.mark.parametrize("read", ["nothing", "the tensor", "a view", "the caller"])
+def test_a_write_carries_gradient_if_what_is_written_to_is_read_behind_it(read: str) -> None:
+    builder = GraphBuilder(batch=2, width=4)
+    weight = builder.parameter("layer", "weight", 4, 4)
+    used = builder.call(torch.mm, builder.x, weight)
+    base = builder.x if read == "the caller" else builder.method("cos", builder.x)
+    view = builder.method("t", base)
+    write = builder.method("add_", base, builder.method("sin", used))
+    last = {"the tensor": base, "a view": view}.get(read, used)
+    gm = builder.finish(builder.method("relu", last)).gm
+    assert (write in gradient_carriers(gm.graph)) is (read != "nothing")
+
+
+def test_a_reader_in_a_batch_of_vmap_counts() -> None:
+    assert read_by(lambda m, x: torch.vmap(lambda row: row @ m.a)(x) @ m.b) == {
+        "a": "batched_outputs",
+        "b": "matmul_1",
+    }
+
+
+def test_a_node_of_unknown_value_counts_as_carrying_gradient() -> None:
+    graph = fx.Graph()
+    weight = graph.placeholder("weight")
+    unknown = graph.call_function(torch.sin, (weight,))
+    graph.output((unknown,))
+    parameter = nn.Parameter(torch.ones(2))
+    spec = ParamSpec("weight", 8, "float32", "cpu")
+    facts = collect(fx.GraphModule(nn.Module(), graph), [parameter], {id(parameter): spec})
+    assert [use.readers for use in facts.params] == [(0,)]
+
+
+def test_facts_name_the_body_and_where_it_may_be_cut() -> None:
+    facts = traced(tied).facts
+    assert facts.nodes == ("mm", "tanh", "mm_1", "t", "mm_2")
+    assert facts.blocked == (None,) * 5

@@ -1,0 +1,173 @@
+"""A plan is data: it can be compared, stored and read back, and nothing can change it."""
+
+import json
+from dataclasses import FrozenInstanceError, replace
+from typing import Any
+
+import pytest
+
+from ddpopt.errors import UsageError
+from ddpopt.planning.plan import Bucket, Cut, Plan, Segment
+
+PLAN = Plan(
+    buckets=(
+        Bucket(0, ("head.bias", "head.weight"), 80, "float32", "cpu", 1, "head.weight brings it to 80 bytes"),
+        Bucket(1, ("body.weight",), 64, "float32", "cpu", 0, "backward ends here"),
+    ),
+    segments=(
+        Segment(0, 0, ("linear", "relu"), ("body.weight",), (1,)),
+        Segment(1, 0, ("linear_1",), ("head.weight", "head.bias"), (0,)),
+    ),
+    cuts=(Cut(0, "linear_1", "bucket 0 is complete"),),
+    unread=("spare",),
+)
+
+
+def with_bucket(plan: Plan, index: int, **changes: Any) -> Plan:
+    buckets = tuple(replace(b, **changes) if b.index == index else b for b in plan.buckets)
+    return replace(plan, buckets=buckets)
+
+
+# ------------------------------------------------------------------------------------------ JSON
+
+
+def test_a_plan_read_back_equals_the_plan_that_was_written() -> None:
+    assert Plan.from_json(PLAN.to_json()) == PLAN
+
+
+def test_an_empty_plan_survives_the_round_trip() -> None:
+    empty = Plan((), (), (), ("a.weight",), "ddp")
+    assert Plan.from_json(empty.to_json()) == empty
+
+
+def test_the_json_names_format_fingerprint_and_every_reason() -> None:
+    document = json.loads(PLAN.to_json())
+    assert document["ddpopt_plan"] == 1
+    assert document["fingerprint"] == PLAN.fingerprint
+    assert [bucket["reason"] for bucket in document["buckets"]] == [b.reason for b in PLAN.buckets]
+    assert document["cuts"] == [{"graph": 0, "before": "linear_1", "reason": "bucket 0 is complete"}]
+
+
+def edited(**changes: Any) -> str:
+    document = json.loads(PLAN.to_json()) | changes
+    return json.dumps({key: value for key, value in document.items() if value is not ...})
+
+
+def refusal(text: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        Plan.from_json(text)
+    return str(caught.value)
+
+
+def test_text_that_is_no_json_is_refused() -> None:
+    assert refusal("buckets:") == (
+        "a plan as Plan.to_json() writes it was expected; this is no JSON: "
+        "Expecting value: line 1 column 1 (char 0)"
+    )
+
+
+def test_json_of_something_else_is_refused() -> None:
+    assert refusal("[1, 2]") == "a JSON object with ddpopt_plan=1 was expected; found 'list'"
+    assert refusal('{"buckets": []}') == "a JSON object with ddpopt_plan=1 was expected; found None"
+
+
+def test_a_plan_of_another_format_is_refused() -> None:
+    assert refusal(edited(ddpopt_plan=2)) == "a JSON object with ddpopt_plan=1 was expected; found 2"
+
+
+@pytest.mark.parametrize("key", ["buckets", "segments", "cuts", "unread", "policy", "fingerprint"])
+def test_a_plan_that_lacks_a_part_is_refused_by_its_name(key: str) -> None:
+    assert refusal(edited(**{key: ...})) == (
+        f"a plan as Plan.to_json() writes it was expected; this one lacks {key!r}"
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"buckets": 3},
+        {"buckets": [3]},
+        {"buckets": [{"index": 0}]},
+        {"cuts": [{"graph": 0, "after": "linear", "reason": ""}]},
+        {"buckets": [{**json.loads(PLAN.to_json())["buckets"][0], "device": None}]},
+    ],
+    ids=repr,
+)
+def test_a_malformed_part_is_a_usage_error(changes: dict[str, Any]) -> None:
+    assert "Plan.to_json()" in refusal(edited(**changes))
+
+
+def test_a_plan_that_was_edited_after_it_was_written_is_refused() -> None:
+    document = json.loads(PLAN.to_json())
+    document["buckets"][0]["params"].reverse()
+    assert refusal(json.dumps(document)) == (
+        "the plan's content has fingerprint 'f0014d0adc476150' but the document says '26e68ea9facd4576': "
+        "it was edited after Plan.to_json() wrote it; write it again"
+    )
+
+
+# ----------------------------------------------------------------------------------- fingerprint
+
+
+def test_the_fingerprint_is_the_same_in_every_process_and_on_every_platform() -> None:
+    # Pinned: hash seeds, platforms and Python versions may not enter. A new FORMAT may change it.
+    assert PLAN.fingerprint == "26e68ea9facd4576"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(PLAN, policy="ddp"),
+        with_bucket(PLAN, 0, params=("head.weight", "head.bias")),
+        with_bucket(PLAN, 0, nbytes=81),
+        with_bucket(PLAN, 0, dtype="bfloat16"),
+        with_bucket(PLAN, 0, segment=0),
+        with_bucket(PLAN, 0, device="cuda:0"),
+        replace(PLAN, buckets=PLAN.buckets[:1]),
+        replace(PLAN, segments=PLAN.segments[:1]),
+        replace(PLAN, segments=(replace(PLAN.segments[0], nodes=("linear",)), PLAN.segments[1])),
+        replace(PLAN, segments=(replace(PLAN.segments[0], graph=1), PLAN.segments[1])),
+    ],
+)
+def test_the_fingerprint_differs_where_two_ranks_would_reduce_or_cut_differently(other: Plan) -> None:
+    assert other.fingerprint != PLAN.fingerprint
+
+
+def test_reasons_do_not_enter_the_fingerprint() -> None:
+    assert with_bucket(PLAN, 0, reason="another word").fingerprint == PLAN.fingerprint
+
+
+def test_ranks_that_use_different_devices_have_one_fingerprint() -> None:
+    first, second = (
+        with_bucket(with_bucket(PLAN, 0, device=device), 1, device=device) for device in ("cuda:0", "cuda:1")
+    )
+    assert first.fingerprint == second.fingerprint
+
+
+def test_one_device_and_two_devices_have_different_fingerprints() -> None:
+    one = with_bucket(with_bucket(PLAN, 0, device="cuda:0"), 1, device="cuda:0")
+    assert with_bucket(one, 1, device="cuda:1").fingerprint != one.fingerprint
+
+
+# --------------------------------------------------------------------------- segments and buckets
+
+
+def test_a_bucket_names_every_segment_in_which_its_gradients_complete() -> None:
+    across = with_bucket(PLAN, 0, params=("head.weight", "body.weight"))
+    assert PLAN.segments_of(PLAN.buckets[0]) == (1,)
+    assert across.segments_of(across.buckets[0]) == (0, 1)
+
+
+def test_spread_counts_the_buckets_that_wait_on_several_segments() -> None:
+    assert PLAN.spread == 0
+    assert with_bucket(PLAN, 0, params=("head.weight", "body.weight")).spread == 1
+
+
+@pytest.mark.parametrize("part", [PLAN, PLAN.buckets[0], PLAN.segments[0], PLAN.cuts[0]])
+def test_no_part_of_a_plan_can_be_changed(part: object) -> None:
+    with pytest.raises(FrozenInstanceError):
+        part.reason = "mine"  # type: ignore[attr-defined]  # the point of the test
+
+
+def test_equal_plans_hash_alike() -> None:
+    assert len({PLAN, Plan.from_json(PLAN.to_json())}) == 1

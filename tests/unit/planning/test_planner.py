@@ -1,0 +1,388 @@
+"""Buckets and cuts from facts that are written by hand: DDP's rule, and where it meets the graph."""
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+from expecttest import assert_expected_inline
+
+from ddpopt.planning.bucket_rule import BucketConfig, ParamSpec, rebuilt_buckets
+from ddpopt.planning.facts import GraphFacts, ParamUse
+from ddpopt.planning.plan import Plan
+from ddpopt.planning.planner import plan_for_buckets, plan_graph
+
+CAP_100 = BucketConfig(cap_bytes=100, first_bucket_bytes=100)
+Use = tuple[int, int] | ParamUse
+"""(bytes, body position of the only reader), or the whole use."""
+
+
+def spec(
+    name: str, nbytes: int, dtype: str = "float32", device: str = "cpu", sparse: bool = False
+) -> ParamSpec:
+    return ParamSpec(name, nbytes, dtype, device, sparse)
+
+
+def use(name: str, nbytes: int, *readers: int, dtype: str = "float32", sparse: bool = False) -> ParamUse:
+    return ParamUse(spec(name, nbytes, dtype, sparse=sparse), readers)
+
+
+def facts(nodes: int, uses: Sequence[ParamUse], blocked: Mapping[int, str] | None = None) -> GraphFacts:
+    """Body nodes n0, n1, …; `blocked` says why a cut before a position is not possible."""
+    why = blocked or {}
+    names = tuple(f"n{position}" for position in range(nodes))
+    return GraphFacts(names, tuple(uses), tuple(why.get(position) for position in range(nodes)))
+
+
+def chain(*sizes: int) -> GraphFacts:
+    """One node for each parameter p0, p1, …, in forward order."""
+    return facts(len(sizes), [use(f"p{i}", nbytes, i) for i, nbytes in enumerate(sizes)])
+
+
+def buckets(plan: Plan) -> list[str]:
+    return [" ".join(bucket.params) for bucket in plan.buckets]
+
+
+def cuts(plan: Plan) -> list[str]:
+    return [cut.before for cut in plan.cuts]
+
+
+def planned(given: GraphFacts, config: BucketConfig = CAP_100) -> tuple[list[str], list[str]]:
+    plan = plan_graph(given, config)
+    assert_whole(plan, given)
+    return buckets(plan), cuts(plan)
+
+
+def assert_whole(plan: Plan, given: GraphFacts) -> None:
+    """Every parameter in one bucket, every node in one segment, each bucket complete within its segment."""
+    names = [name for bucket in plan.buckets for name in bucket.params]
+    assert sorted(names) == sorted(u.spec.name for u in given.params)
+    assert tuple(name for segment in plan.segments for name in segment.nodes) == given.nodes
+    assert [cut.before for cut in plan.cuts] == [segment.nodes[0] for segment in plan.segments[1:]]
+    for bucket in plan.buckets:
+        assert plan.segments_of(bucket) == (bucket.segment,)
+        assert bucket.index in plan.segments[bucket.segment].buckets
+
+
+# ------------------------------------------------------------------------------------- the bucket rule
+
+
+def test_buckets_stand_in_the_order_in_which_backward_completes_them() -> None:
+    assert planned(chain(100, 100, 100)) == (["p2", "p1", "p0"], ["n1", "n2"])
+
+
+def test_a_bucket_closes_after_the_tensor_that_fills_it() -> None:
+    assert planned(chain(50, 60, 30, 60, 20)) == (["p4 p3 p2", "p1 p0"], ["n2"])
+
+
+def test_a_bucket_of_exactly_the_limit_is_full() -> None:
+    assert planned(chain(40, 60, 60, 40)) == (["p3 p2", "p1 p0"], ["n2"])
+
+
+def test_one_byte_below_the_limit_is_not_full() -> None:
+    assert planned(chain(40, 60, 59, 40)) == (["p3 p2 p1", "p0"], ["n1"])
+
+
+def test_the_first_bucket_has_a_limit_of_its_own() -> None:
+    config = BucketConfig(cap_bytes=100, first_bucket_bytes=10)
+    assert planned(chain(50, 50, 50, 50, 10), config) == (["p4", "p3 p2", "p1 p0"], ["n2", "n4"])
+
+
+def test_the_last_limit_of_a_list_repeats() -> None:
+    config = BucketConfig(cap_bytes=60, first_bucket_bytes=60, cap_bytes_list=(60, 20))
+    assert planned(chain(*[20] * 6), config) == (["p5 p4 p3", "p2", "p1", "p0"], ["n1", "n2", "n3"])
+
+
+def test_a_dtype_fills_a_bucket_and_walks_the_limits_of_its_own() -> None:
+    config = BucketConfig(cap_bytes=100, first_bucket_bytes=20)
+    uses = [use(f"h{i}", 20, i, dtype="bfloat16") for i in range(3)]
+    uses += [use("f0", 100, 3), use("f1", 20, 4)]
+    assert planned(facts(5, uses), config)[0] == ["f1", "f0", "h2", "h1 h0"]
+
+
+def test_a_sparse_gradient_travels_alone_and_fills_nothing() -> None:
+    uses = [use("a", 60, 0), use("table", 900, 1, sparse=True), use("b", 60, 2)]
+    assert planned(facts(3, uses)) == (["table", "b", "a"], ["n1"])
+
+
+# -------------------------------------------------------------------------------------- one node, many
+
+
+def test_gradients_of_one_node_go_smaller_first() -> None:
+    uses = [use("weight", 100, 1), use("bias", 4, 1), use("before", 100, 0)]
+    assert planned(facts(2, uses)) == (["bias weight", "before"], ["n1"])
+
+
+def test_what_is_left_of_a_node_joins_the_bucket_that_closed_at_it() -> None:
+    uses = [use("a", 70, 1), use("b", 70, 1), use("c", 80, 1), use("before", 100, 0)]
+    assert planned(facts(2, uses)) == (["a b c", "before"], ["n1"])
+
+
+def test_one_node_may_fill_several_buckets() -> None:
+    uses = [*(use(f"p{i}", 100 + i, 1) for i in range(3)), use("before", 100, 0)]
+    assert planned(facts(2, uses)) == (["p0", "p1", "p2", "before"], ["n1"])
+
+
+def test_a_cut_leaves_no_bucket_of_another_dtype_open_across_it() -> None:
+    halves = [use("half", 10, 2, dtype="bfloat16"), use("first half", 10, 0, dtype="bfloat16")]
+    uses = [*halves, use("full", 100, 1), use("before", 100, 0)]
+    assert planned(facts(3, uses)) == (["full", "half", "first half", "before"], ["n1"])
+
+
+def test_a_bucket_closes_before_it_is_full_where_all_dtypes_need_fewer_buckets_so() -> None:
+    ready = (4, "bfloat16"), (3, "float32"), (2, "bfloat16"), (2, "float32"), (3, "bfloat16"), (1, "float32")
+    last = len(ready) - 1
+    uses = [use(f"{n} {d}", n, last - place, dtype=d) for place, (n, d) in enumerate(ready)]
+    plan = plan_graph(facts(6, uses), BucketConfig(cap_bytes=6, first_bucket_bytes=6))
+    assert [bucket.params for bucket in plan.buckets] == [
+        ("4 bfloat16",),
+        ("2 bfloat16", "3 bfloat16"),
+        ("3 float32", "2 float32"),
+        ("1 float32",),
+    ]
+    assert plan.buckets[0].reason == "closed later, the buckets of all dtypes together would be more"
+
+
+def test_the_last_gradient_of_a_dtype_does_not_wait_for_the_end_of_backward() -> None:
+    uses = [use("half", 10, 2, dtype="bfloat16"), use("full", 100, 1), use("before", 100, 0)]
+    assert planned(facts(3, uses)) == (["half", "full", "before"], ["n1", "n2"])
+
+
+def test_a_bucket_closed_for_a_cut_of_another_dtype_uses_up_its_limit() -> None:
+    config = BucketConfig(cap_bytes=100, first_bucket_bytes=20)
+    uses = [use("half", 10, 3, dtype="bfloat16"), use("full", 20, 2)]
+    uses += [use("half_2", 20, 1, dtype="bfloat16"), use("half_3", 20, 0, dtype="bfloat16")]
+    assert planned(facts(4, uses), config) == (["full", "half", "half_2 half_3"], ["n2"])
+
+
+# ------------------------------------------------------------------------------------- where cuts lie
+
+
+def test_a_cut_lies_right_before_the_reader_that_completes_the_bucket() -> None:
+    uses = [use("first", 100, 1), use("second", 100, 4)]
+    assert planned(facts(7, uses)) == (["second", "first"], ["n4"])
+
+
+def test_a_shared_parameter_is_complete_after_its_earliest_reader() -> None:
+    uses = [use("a", 100, 1), use("shared", 100, 0, 3), use("b", 100, 2)]
+    assert planned(facts(4, uses)) == (["b", "a", "shared"], ["n1", "n2"])
+
+
+def test_parameter_free_nodes_before_the_first_and_after_the_last_reader_open_no_segment() -> None:
+    plan = plan_graph(facts(9, [use("a", 100, 3), use("b", 100, 5)]), CAP_100)
+    assert [segment.nodes for segment in plan.segments] == [
+        ("n0", "n1", "n2", "n3", "n4"),
+        ("n5", "n6", "n7", "n8"),
+    ]
+
+
+def test_no_cut_is_made_where_no_gradient_is_left_to_wait_for() -> None:
+    uses = [use("a", 100, 2), use("b", 100, 2)]
+    assert planned(facts(4, uses)) == (["a", "b"], [])
+
+
+def test_a_cut_moves_to_the_front_of_the_nodes_that_cannot_be_parted() -> None:
+    blocked = {2: "a stream", 3: "a stream"}
+    assert planned(facts(5, [use(f"p{i}", 100, i) for i in range(5)], blocked)) == (
+        ["p4", "p3", "p2", "p1", "p0"],
+        ["n1", "n4"],
+    )
+
+
+def test_within_nodes_that_cannot_be_parted_the_latest_reader_still_goes_first() -> None:
+    blocked = {2: "a stream", 3: "a stream"}
+    uses = [use("early", 10, 1), use("late", 90, 3), use("before", 100, 0)]
+    assert planned(facts(4, uses, blocked)) == (["late early", "before"], ["n1"])
+
+
+def test_a_graph_that_cannot_be_cut_is_one_segment() -> None:
+    blocked = dict.fromkeys(range(4), "a transform")
+    plan = plan_graph(facts(4, [use(f"p{i}", 100, i) for i in range(4)], blocked), CAP_100)
+    assert (buckets(plan), plan.cuts, len(plan.segments)) == (["p3", "p2", "p1", "p0"], (), 1)
+
+
+def test_a_graph_that_reads_no_parameter_is_one_segment_without_buckets() -> None:
+    plan = plan_graph(facts(3, []), CAP_100)
+    assert (plan.buckets, plan.cuts, len(plan.segments)) == ((), (), 1)
+
+
+def test_an_empty_graph_has_an_empty_segment() -> None:
+    plan = plan_graph(facts(0, []), CAP_100)
+    assert [segment.nodes for segment in plan.segments] == [()]
+
+
+# ---------------------------------------------------------------------------------- what a plan says
+
+
+def test_a_bucket_adds_up_the_bytes_of_its_parameters() -> None:
+    plan = plan_graph(chain(50, 60, 30), CAP_100)
+    assert [bucket.nbytes for bucket in plan.buckets] == [140]
+
+
+def test_a_segment_names_the_parameters_that_complete_in_it() -> None:
+    plan = plan_graph(facts(2, [use("tied", 100, 0, 1), use("a", 100, 1)]), CAP_100)
+    assert [segment.params for segment in plan.segments] == [("tied",), ("a",)]
+
+
+def test_every_bucket_and_cut_says_why_for_a_person() -> None:
+    uses = [
+        use("table", 9, 0, sparse=True),
+        use("a", 100, 0),
+        use("h", 8, 2, dtype="bfloat16"),
+        use("b", 100, 1),
+    ]
+    plan = plan_graph(facts(3, uses), CAP_100)
+    text = [f"bucket {b.index}: {b.reason}" for b in plan.buckets]
+    text += [f"cut before {cut.before}: {cut.reason}" for cut in plan.cuts]
+    assert_expected_inline(
+        "\n".join(text),
+        """\
+bucket 0: no gradient is left to add
+bucket 1: b brings it to 100 bytes, at or over the limit of 100
+bucket 2: table has a sparse gradient and travels alone
+bucket 3: a brings it to 100 bytes, at or over the limit of 100
+cut before n1: bucket 1 is complete: b brings it to 100 bytes, at or over the limit of 100
+cut before n2: bucket 0 is complete: no gradient is left to add""",
+    )
+
+
+def test_the_number_of_the_graph_stands_in_cuts_and_segments() -> None:
+    plan = plan_graph(chain(100, 100), CAP_100, graph=3)
+    assert [cut.graph for cut in plan.cuts] == [3]
+    assert [segment.graph for segment in plan.segments] == [3, 3]
+
+
+def test_equal_facts_give_equal_plans() -> None:
+    assert plan_graph(chain(40, 60, 60), CAP_100) == plan_graph(chain(40, 60, 60), CAP_100)
+
+
+# --------------------------------------------------------------------------- gradients of later graphs
+
+
+def test_what_a_later_graph_leaves_open_counts_for_the_first_bucket() -> None:
+    plan = plan_graph(chain(50, 50, 50, 50), CAP_100, ahead=[spec("later", 60)])
+    assert buckets(plan) == ["p3", "p2 p1", "p0"]
+
+
+def test_full_buckets_of_a_later_graph_use_up_limits_but_carry_nothing() -> None:
+    config = BucketConfig(cap_bytes=100, first_bucket_bytes=20)
+    plan = plan_graph(chain(50, 50), config, ahead=[spec("later", 30)])
+    assert buckets(plan) == ["p1 p0"]
+
+
+def test_a_later_sparse_gradient_carries_nothing() -> None:
+    plan = plan_graph(chain(50, 50), CAP_100, ahead=[spec("later", 90, sparse=True)])
+    assert buckets(plan) == ["p1 p0"]
+
+
+# ------------------------------------------------------------------------------- buckets that are given
+
+
+def given_buckets(given: GraphFacts, *names: str) -> Plan:
+    specs = {u.spec.name: u.spec for u in given.params}
+    lists = [[specs.get(name, spec(name, 1)) for name in bucket.split()] for bucket in names]
+    return plan_for_buckets(given, lists)
+
+
+def test_given_buckets_are_kept_and_cut_where_they_complete() -> None:
+    plan = given_buckets(chain(10, 10, 10, 10), "p3", "p2 p1", "p0")
+    assert (buckets(plan), cuts(plan), plan.policy) == (["p3", "p2 p1", "p0"], ["n1", "n3"], "ddp")
+
+
+def test_a_given_bucket_may_wait_on_several_segments() -> None:
+    plan = given_buckets(chain(10, 10, 10, 10), "p2", "p3 p1", "p0")
+    assert cuts(plan) == ["n1", "n2"]
+    assert plan.segments_of(plan.buckets[1]) == (1, 2)
+
+
+def test_a_given_bucket_waits_for_those_before_it() -> None:
+    plan = given_buckets(chain(10, 10, 10), "p1", "p2", "p0")
+    assert [bucket.segment for bucket in plan.buckets] == [1, 1, 0]
+    assert cuts(plan) == ["n1"]
+
+
+def test_given_parameters_that_the_graph_does_not_read_are_left_out() -> None:
+    plan = given_buckets(chain(10, 10), "elsewhere", "p1 other", "p0")
+    assert buckets(plan) == ["p1", "p0"]
+
+
+@pytest.mark.parametrize("sizes", [(100, 100, 100), (50, 60, 30, 60, 20), (10, 200, 10)])
+def test_with_one_parameter_a_node_our_buckets_are_ddps(sizes: tuple[int, ...]) -> None:
+    given = chain(*sizes)
+    ready = [u.spec for u in reversed(given.params)]
+    by_ddp = [" ".join(ready[i].name for i in bucket) for bucket in rebuilt_buckets(ready, CAP_100)]
+    assert planned(given)[0] == by_ddp
+
+
+# ------------------------------------------------------------------------------------- repeated blocks
+
+
+def layers(count: int, *sizes: int) -> GraphFacts:
+    """`count` equal layers with one node for each size, between parameters that no layer has."""
+    return chain(3, *(sizes * count), 7, 8)
+
+
+def distinct(bucket_sizes: Sequence[Sequence[int]]) -> int:
+    return len({tuple(sizes) for sizes in bucket_sizes})
+
+
+def test_a_nearly_full_bucket_closes_where_a_repeated_block_ends() -> None:
+    plan = plan_graph(layers(8, 60, 15, 20), CAP_100)
+    first, *of_layers, last = plan.buckets
+    assert (first.nbytes, last.params) == (8 + 7 + 20 + 15 + 60, ("p0",))
+    assert {bucket.nbytes for bucket in of_layers} == {95}
+    assert of_layers[0].reason == (
+        "p19 brings it to 95 bytes, nearly the limit of 100, and ends a block that the graph repeats"
+    )
+
+
+def test_a_bucket_below_nine_tenths_of_the_limit_waits_for_the_next_block() -> None:
+    assert {bucket.nbytes for bucket in plan_graph(layers(8, 54, 15, 20), CAP_100).buckets[1:-1]} != {89}
+
+
+def test_ends_of_blocks_leave_few_distinct_segments() -> None:
+    given = layers(24, 60, 15, 20)
+    size = {u.spec.name: u.spec.nbytes for u in given.params}
+    ready = [u.spec for u in reversed(given.params)]
+    by_rule = [[ready[i].nbytes for i in bucket] for bucket in rebuilt_buckets(ready, CAP_100)]
+    ours = [[size[name] for name in bucket.params] for bucket in plan_graph(given, CAP_100).buckets]
+    assert distinct(ours) == 3 < distinct(by_rule)
+
+
+def test_what_only_looks_like_a_few_blocks_keeps_ddps_own_rule() -> None:
+    few = layers(3, 60, 15, 20)
+    ready = [u.spec for u in reversed(few.params)]
+    by_ddp = [" ".join(ready[i].name for i in bucket) for bucket in rebuilt_buckets(ready, CAP_100)]
+    assert buckets(plan_graph(few, CAP_100)) == by_ddp
+
+
+def test_one_more_byte_of_cap_never_adds_a_bucket_where_blocks_repeat() -> None:
+    for sizes in ((60, 15, 20), (20, 70, 5), (5, 5, 40, 40)):
+        counts = [
+            len(plan_graph(layers(12, *sizes), BucketConfig(cap, cap)).buckets) for cap in range(20, 400)
+        ]
+        assert counts == sorted(counts, reverse=True)
+
+
+def atoms(count: int, *sizes: int) -> GraphFacts:
+    """`count` equal nodes that read parameters of all these sizes each, as checkpointed regions do."""
+    uses = [use(f"p{i}.{j}", nbytes, i) for i in range(count) for j, nbytes in enumerate(sizes)]
+    return facts(count, uses)
+
+
+def test_a_nearly_full_bucket_does_not_wait_for_all_the_weights_of_the_next_atom() -> None:
+    assert [bucket.nbytes for bucket in plan_graph(atoms(7, 16, 15), CAP_100).buckets] == [93, 93, 31]
+
+
+@pytest.mark.parametrize("given", [atoms(5, 16, 15), atoms(7, 31), atoms(200, 6400, 100)])
+def test_in_few_atoms_and_those_of_one_weight_only_a_full_bucket_closes(given: GraphFacts) -> None:
+    cap = 3 * sum(u.spec.nbytes for u in given.params if u.completes_at == 0) + 2
+    *closed, _ = plan_graph(given, BucketConfig(cap, cap)).buckets
+    assert closed
+    assert all(bucket.nbytes > cap for bucket in closed)
+
+
+def test_one_more_byte_of_cap_never_adds_a_bucket_where_atoms_repeat() -> None:
+    for sizes in ((60, 15, 20), (16, 15), (40, 40)):
+        counts = [
+            len(plan_graph(atoms(12, *sizes), BucketConfig(cap, cap)).buckets) for cap in range(20, 400)
+        ]
+        assert counts == sorted(counts, reverse=True)

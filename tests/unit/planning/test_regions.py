@@ -1,0 +1,222 @@
+"""A model's graphs are planned as they come, each for its own parameters, and joined into one plan."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt.dynamo.backend import cut
+from ddpopt.planning.plan import Plan
+from ddpopt.planning.regions import (
+    Regions,
+    ends_in_break,
+    frame_of,
+    plan_for_ddp,
+    plan_for_imposed,
+    specs_by_id,
+)
+from tests.unit.tracing import Traced, trace_all
+
+pytestmark = [
+    pytest.mark.usefixtures("one_rank_group", "fresh_dynamo"),
+    pytest.mark.filterwarnings("ignore:You passed find_unused_parameters=true:UserWarning"),
+]
+WIDTH = 128  # wide enough for a bias to be small beside its weight
+LAYER_MB = 4 * WIDTH * (WIDTH + 1) / 2**20
+
+
+class Net(nn.Module):
+    """Layers that run in a given order, with a graph break in front of each place in `breaks`."""
+
+    def __init__(self, order: tuple[int, ...] = (0, 1, 2, 3), breaks: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.order, self.breaks = order, breaks
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c, d = (self.layers[index] for index in self.order)
+        x = b(a(x).relu()).relu()
+        if self.breaks:
+            torch._dynamo.graph_break()
+        out: Tensor = d(c(x).relu()).relu()
+        return out
+
+
+def rows(count: int = 2) -> Tensor:
+    return torch.ones(count, WIDTH)
+
+
+def setting(model: nn.Module, **kwargs: Any) -> tuple[DistributedDataParallel, list[Traced]]:
+    """A model under DDP, and its graphs."""
+    ddp = DistributedDataParallel(model, **{"bucket_cap_mb": LAYER_MB, **kwargs})
+    return ddp, trace_all(model, rows())
+
+
+def joined(ddp: DistributedDataParallel, graphs: list[Traced]) -> Plan:
+    regions = Regions(ddp)
+    for graph in graphs:
+        regions.add(graph.gm, graph.inputs)
+    plan = regions.joined()
+    assert plan is not None
+    return plan
+
+
+def layers(plan: Plan) -> list[str]:
+    """The layers whose parameters each bucket holds, in the order in which they are ready."""
+    found = [dict.fromkeys(name.split(".")[1] for name in bucket.params) for bucket in plan.buckets]
+    return [" ".join(numbers) for numbers in found]
+
+
+def test_the_plan_of_a_single_graph_holds_all_parameters() -> None:
+    plan = joined(*setting(Net()))
+    assert layers(plan) == ["3", "2", "1", "0"]
+    assert len(plan.segments) == 4
+
+
+def test_each_graph_is_planned_for_its_own_parameters() -> None:
+    ddp, graphs = setting(Net(breaks=(2,)))
+    regions = Regions(ddp)
+    plans = [regions.add(graph.gm, graph.inputs).plan for graph in graphs]
+    assert [layers(plan) for plan in plans] == [["1", "0"], ["3", "2"]]
+    whole = regions.joined()
+    assert whole is not None
+    assert layers(whole) == ["3", "2", "1", "0"]
+    assert [segment.graph for segment in whole.segments] == [0, 0, 1, 1]
+
+
+def test_a_parameter_of_two_graphs_completes_in_the_first() -> None:
+    ddp, graphs = setting(Net(order=(0, 1, 2, 0), breaks=(2,)))
+    regions = Regions(ddp)
+    plans = [regions.add(graph.gm, graph.inputs).plan for graph in graphs]
+    assert layers(plans[0]) == ["1", "0"]
+    assert "0" not in " ".join(layers(plans[1])).split()
+
+
+def test_buckets_end_where_they_would_without_the_graph_break() -> None:
+    model = Net()
+    whole = joined(*setting(model, bucket_cap_mb=1.5 * LAYER_MB))
+    parted = joined(*setting(Net(breaks=(2,)), bucket_cap_mb=1.5 * LAYER_MB))
+    assert layers(whole) == ["3 2", "1 0"]
+    assert layers(parted) == ["3 2", "1 0"]
+
+
+def test_a_recompilation_takes_the_place_of_the_graph_that_it_replaces() -> None:
+    model = Net()
+    ddp, first = setting(model)
+    model.order = (3, 2, 1, 0)
+    second = trace_all(model, rows())
+    assert layers(joined(ddp, [*first, *second])) == ["0", "1", "2", "3"]
+    assert joined(ddp, [*first, *second]) == joined(ddp, second)
+
+
+def test_as_long_as_no_graph_trains_anything_there_is_no_plan() -> None:
+    ddp = DistributedDataParallel(Net())
+    regions = Regions(ddp)
+    assert regions.joined() is None
+    with torch.no_grad():
+        (graph,) = trace_all(ddp.module, rows())
+    assert regions.add(graph.gm, graph.inputs).plan.buckets == ()
+    assert regions.joined() is None
+
+
+def test_a_graph_without_gradient_before_the_first_trained_one_changes_nothing() -> None:
+    model = Net()
+    ddp, graphs = setting(model)
+    expected = joined(ddp, graphs)
+    with torch.no_grad():
+        (untrained,) = trace_all(model, rows())
+    assert joined(ddp, [untrained, *graphs]) == expected
+
+
+def test_a_parameter_that_no_graph_reads_stands_in_the_plan() -> None:
+    plan = joined(*setting(Net(order=(0, 1, 3, 3))))
+    assert plan.unread == ("layers.2.weight", "layers.2.bias")
+    assert sorted(name for bucket in plan.buckets for name in bucket.params) == sorted(
+        f"layers.{index}.{kind}" for index in range(4) for kind in ("weight", "bias")
+    )
+    assert plan.spread == 0
+
+
+def test_in_unused_parameter_mode_the_graph_is_cut_where_ddps_initial_buckets_are_launched() -> None:
+    plan = joined(*setting(Net(order=(3, 2, 1, 0)), find_unused_parameters=True))
+    # registered last, and so reduced first, is the layer whose gradient is complete last
+    assert len(plan.segments) == 1
+    assert sorted(layers(plan)) == ["0", "1", "2", "3"]
+    in_order = joined(*setting(Net(), find_unused_parameters=True))
+    assert layers(in_order) == ["3", "2", "1", "0"]
+    assert len(in_order.segments) == 4
+
+
+def test_what_completes_in_a_later_graph_stands_in_its_plan_though_ddp_launches_it_later() -> None:
+    model = Net(order=(1, 2, 0, 3), breaks=(2,))
+    ddp, graphs = setting(model, find_unused_parameters=True)
+    regions = Regions(ddp)
+    planned = [regions.add(graph.gm, graph.inputs) for graph in graphs]
+    # DDP has layer 0 wait for layers 2 and 1, which stand before it in the order of registration
+    assert [layers(each.plan) for each in planned] == [["2", "1"], ["3", "0"]]
+    assert [len(each.plan.segments) for each in planned] == [2, 2]
+    for each, graph in zip(planned, graphs, strict=True):
+        assert cut(each, graph.inputs, ddp) is not each.gm
+    whole = regions.joined()
+    assert whole is not None
+    assert layers(whole) == ["3", "0", "2", "1"]
+
+
+# ---------------------------------------------------------------------------------- buckets that are given
+
+
+def test_for_ddps_own_buckets_the_graph_is_cut_where_they_complete() -> None:
+    ddp, (graph,) = setting(Net(order=(2, 0, 3, 1)), bucket_cap_mb=2 * LAYER_MB)
+    plan = plan_for_ddp(ddp, graph.gm, graph.inputs).plan
+    assert layers(plan) == ["1 3", "0 2"]
+    assert [cut.before for cut in plan.cuts] == [graph.facts.nodes[4]]
+    assert plan.policy == "ddp"
+
+
+def test_a_later_graph_is_cut_where_the_buckets_in_force_complete() -> None:
+    ddp, (graph,) = setting(Net())
+    imposed = joined(ddp, [graph])
+    again = plan_for_imposed(ddp, imposed, graph.gm, graph.inputs).plan
+    assert [cut.before for cut in again.cuts] == [cut.before for cut in imposed.cuts]
+    assert [set(bucket.params) for bucket in again.buckets] == [
+        set(bucket.params) for bucket in imposed.buckets
+    ]
+
+
+def test_a_later_graph_that_reads_less_is_cut_for_what_it_reads() -> None:
+    ddp, (graph,) = setting(Net())
+    imposed = joined(ddp, [graph])
+    (other,) = trace_all(ddp.module.get_submodule("layers.3"), rows())
+    (partial_graph,) = trace_all(nn.Sequential(ddp.module.layers[1], ddp.module.layers[2]), rows())
+    assert layers(plan_for_imposed(ddp, imposed, other.gm, other.inputs).plan) == ["3"]
+    assert layers(plan_for_imposed(ddp, imposed, partial_graph.gm, partial_graph.inputs).plan) == ["2", "1"]
+
+
+# ------------------------------------------------------------------------------------------ small parts
+
+
+def test_parameters_are_known_by_identity_in_the_reducers_order() -> None:
+    model = Net()
+    model.layers[3].weight = model.layers[0].weight
+    model.layers[1].requires_grad_(False)
+    ddp = DistributedDataParallel(model)
+    specs = specs_by_id(ddp)
+    names = ["layers.0.weight", "layers.0.bias", "layers.2.weight", "layers.2.bias", "layers.3.bias"]
+    assert [spec.name for spec in specs.values()] == names
+    assert list(specs) == [id(model.get_parameter(name)) for name in names]
+
+
+def test_graphs_know_whether_the_forward_goes_on_behind_them() -> None:
+    first, second = trace_all(Net(breaks=(2,)), rows())
+    assert ends_in_break(first.gm)
+    assert not ends_in_break(second.gm)
+    assert not ends_in_break(torch.fx.symbolic_trace(nn.Linear(2, 2)))
+
+
+def test_graphs_of_one_frame_are_known_by_it() -> None:
+    first, second = trace_all(Net(breaks=(2,)), rows())
+    assert frame_of(first.gm) is not None
+    assert frame_of(first.gm) != frame_of(second.gm)
+    assert frame_of(torch.fx.symbolic_trace(nn.Linear(2, 2))) is None

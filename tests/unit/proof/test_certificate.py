@@ -1,0 +1,280 @@
+"""The certificate passes a right cut, and rejects every way of getting it wrong."""
+
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import TestCase
+from torch.fx import GraphModule
+
+import ddpopt.proof
+from ddpopt.errors import CertificateError
+from ddpopt.planning.plan import Cut, Segment
+from ddpopt.proof.certificate import INVARIANTS, certify
+from tests.unit import memory_mutants, plan_mutants, program_mutants, stories
+from tests.unit.stitching import Piece, Ref, Row, Story, refs
+from tests.unit.stories import GRAD, Mutant, story
+
+TABLES = (program_mutants.MUTANTS, memory_mutants.MUTANTS, plan_mutants.MUTANTS)
+
+
+def report(told: Story) -> str:
+    """The violations, wrapped to the width of this file."""
+    return "\n".join(textwrap.fill(v, 100, subsequent_indent="    ") for v in violations(told))
+
+
+def violations(told: Story, graph: int = 0) -> tuple[str, ...]:
+    return violations_of(told.original(), told.stitched(), told, graph)
+
+
+def violations_of(
+    original: GraphModule, stitched: GraphModule, told: Story, graph: int = 0
+) -> tuple[str, ...]:
+    try:
+        certify(original, stitched, told.plan, told.names, graph)
+    except CertificateError as error:
+        return error.violations
+    return ()
+
+
+def mutants() -> Iterator[tuple[str, Mutant]]:
+    for table in TABLES:
+        yield from ((invariant, mutant) for invariant, rows in table.items() for mutant in rows)
+
+
+@pytest.mark.parametrize("told", [story, *stories.SMALL])
+def test_a_right_cut_is_certified(told: Callable[[], Story]) -> None:
+    assert violations(told()) == ()
+
+
+@pytest.mark.parametrize(
+    ("invariant", "mutant"), list(mutants()), ids=lambda v: v if isinstance(v, str) else v.claim
+)
+def test_a_broken_cut_is_rejected_by_the_invariant_that_it_breaks(invariant: str, mutant: Mutant) -> None:
+    told = mutant.told()
+    mutant.breaks(told)
+    found = violations(told)
+    assert any(v.startswith(f"{invariant}: ") and mutant.says in v for v in found), "\n".join(found)
+
+
+def test_every_invariant_has_a_mutant_and_every_mutant_an_invariant() -> None:
+    broken = {invariant for invariant, _ in mutants()}
+    assert broken == {row.name for row in INVARIANTS}
+
+
+def test_every_invariant_is_one_sentence() -> None:
+    sentences = [row.check.__doc__ or "" for row in INVARIANTS]
+    assert [s for s in sentences if s.count("\n") or not s.endswith(".") or ". " in s] == []
+
+
+class TestMessages(TestCase):
+    def test_all_violations_are_raised_at_once_and_name_the_place(self) -> None:
+        told = story()
+        program_mutants.drop(told)
+        plan_mutants.spread_bucket(told)
+        with pytest.raises(CertificateError) as caught:
+            certify(told.original(), told.stitched(), told.plan, told.names)
+        self.assertExpectedInline(
+            str(caught.value),
+            """\
+the cut graph is not the program it was cut from; 5 violation(s):
+  - nodes: node drop1 stands in no segment
+  - calls: segment 1, node parts: args[0]: expected drop1, found lin1
+  - random order: expected drop1, found wrapped (segment 2, node wrapped)
+  - planned nodes: segment 1: expected drop1, found close
+  - bucket segment: bucket 1: layer.b2 completes in segment 2 (read by lin2), the bucket in 1
+This is a bug in ddpopt: please report it with the graph (TORCH_LOGS=graph_code).""",
+        )
+
+    def test_a_span_that_is_not_entered_again_is_named_with_its_arguments(self) -> None:
+        told = story()
+        program_mutants.forget_span(told)
+        self.assertExpectedInline(
+            report(told),
+            """\
+nodes: node close stands in no segment
+state: segment 1, node lin1: expected autocast('cpu', torch.bfloat16, True, None) and grad mode on,
+    found no autocast and grad mode on
+state: segment 1, node drop1: expected autocast('cpu', torch.bfloat16, True, None) and grad mode on,
+    found no autocast and grad mode on
+planned nodes: segment 1: expected close, found parts""",
+        )
+
+    def test_swapped_writes_are_named_with_their_storage(self) -> None:
+        told = story()
+        program_mutants.swap(0, "count", "view")(told)
+        self.assertExpectedInline(
+            report(told),
+            """\
+order: segment 0, node count: runs after view, which the original runs later
+mutation order: the storage of buf: expected count, found view (segment 0, node view)
+planned nodes: segment 0: expected count, found view""",
+        )
+
+    def test_a_cut_that_falls_apart_altogether_still_gets_a_report(self) -> None:
+        told = story()
+        told.pieces = [Piece({}, [], {"total": 0, "inside": 1, "twice": 2, "pick": 3, "read": 4})]
+        self.assertExpectedInline(
+            "\n".join(violations(told)[:4]),
+            """\
+nodes: node enter stands in no segment
+nodes: node lin0 stands in no segment
+nodes: node drop0 stands in no segment
+nodes: node count stands in no segment""",
+        )
+
+
+def story_in_one_segment() -> Story:
+    told = story()
+    names = tuple(told.names.values())
+    nodes = tuple(name for segment in told.plan.segments for name in segment.nodes)
+    bucket = replace(told.plan.buckets[0], params=names, segment=0)
+    told.replan(buckets=(bucket,), segments=(Segment(0, 0, nodes, names, (0,)),), cuts=())
+    return told
+
+
+def test_a_graph_that_is_not_cut_is_certified_as_it_is() -> None:
+    told = story_in_one_segment()
+    gm = told.original()
+    assert violations_of(gm, gm, told) == ()
+
+
+def test_a_graph_that_is_not_cut_still_has_to_be_all_of_the_planned_segment() -> None:
+    told = story_in_one_segment()
+    gm = told.original()
+    told.resegment(0, nodes=told.plan.segments[0].nodes[:-1])
+    assert violations_of(gm, gm, told) == ("planned nodes: segment 0: expected its end, found inside",)
+
+
+def test_a_graph_that_is_not_cut_still_has_to_keep_the_plan() -> None:
+    told = story()
+    gm = told.original()
+    with pytest.raises(CertificateError, match="planned cuts: cut 0: expected before lin1"):
+        certify(gm, gm, told.plan, told.names)
+
+
+def behind_another_graph(told: Story) -> Story:
+    """The same program as the second graph of a model, whose first graph is one segment."""
+    first = Segment(0, 0, ("other",), ("first",), (3,))
+    segments = [replace(s, index=s.index + 1, graph=1) for s in told.plan.segments]
+    buckets = [replace(b, segment=b.segment + 1) for b in told.plan.buckets]
+    last = replace(buckets[0], index=3, segment=0, params=("first",))
+    cuts = tuple(replace(cut, graph=1) for cut in told.plan.cuts)
+    told.replan(segments=(first, *segments), buckets=(*buckets, last), cuts=cuts)
+    return told
+
+
+def test_the_second_graph_of_a_plan_is_certified_on_its_own() -> None:
+    assert violations(behind_another_graph(story()), graph=1) == ()
+
+
+def test_a_parameter_that_an_earlier_graph_completes_may_be_read_again() -> None:
+    told = behind_another_graph(story())
+    told.rebucket(2, params=())
+    told.rebucket(3, params=("first", "layer.w0"))
+    told.resegment(0, params=("first", "layer.w0"))
+    told.resegment(1, params=())
+    assert violations(told, graph=1) == ()
+
+
+def test_a_parameter_that_a_later_graph_is_said_to_complete_may_not_be_read() -> None:
+    told = story()
+    later = Segment(3, 1, (), (), ())
+    told.replan(segments=(*told.plan.segments, later), cuts=(*told.plan.cuts, Cut(1, "other", "")))
+    told.rebucket(0, segment=3)
+    told.resegment(2, buckets=())
+    assert violations(told) == (
+        "bucket segment: bucket 0: layer.w2 completes in segment 2 (read by lin2), the bucket in 3",
+        "bucket segment: bucket 0: layer.b2 completes in segment 2 (read by lin2), the bucket in 3",
+    )
+
+
+def test_buckets_of_ddp_may_wait_on_several_segments() -> None:
+    told = story()
+    first, second, third = told.plan.buckets
+    first = replace(first, params=("layer.w2", "layer.w1"), segment=1)
+    second = replace(second, params=("layer.b2",), segment=1)  # complete in 2, sent behind the first
+    told.replan(policy="ddp", buckets=(first, second, third))
+    told.resegment(1, buckets=(0, 1))
+    told.resegment(2, buckets=())
+    assert violations(told) == ()
+
+
+@pytest.mark.parametrize(
+    "early",
+    [
+        [Row("look", "detach", refs("w"))],
+        [Row("off", GRAD, (False,)), Row("look", "sum", refs("w")), Row("on", GRAD, (True,))],
+        [Row("look", "sum", refs("w"))],
+        [Row("look", torch.argmax, refs("w"))],
+        [Row("look", "sin", refs("w")), Row("more", "add_", (*refs("look"), 1))],
+    ],
+    ids=["detached", "without grad mode", "read by nobody", "integer", "written for nobody"],
+)
+def test_a_reader_that_no_gradient_passes_does_not_complete_a_parameter(early: list[Row]) -> None:
+    assert violations(stories.early_reader_without_gradient(*early)) == ()
+
+
+def chain(length: int, pieces: int) -> Story:
+    """A long program: a linear layer a node, cut into equal pieces."""
+    per = length // pieces
+    given = stories.weights(" ".join(f"w{n}" for n in range(length)))
+    rows = [Row(f"n{n}", F.linear, (Ref(f"n{n - 1}" if n else "x"), Ref(f"w{n}"))) for n in range(length)]
+    told = stories.cut_in_two(given, rows[:per], rows[per:], f"n{per - 1}", params=("", ""))
+    told.pieces = [
+        Piece(
+            {row.args[i].name: row.args[i] for row in part for i in (0, 1) if row is part[0] or i},
+            part,
+            {part[-1].name: Ref(part[-1].name)},
+        )
+        for part in (rows[start : start + per] for start in range(0, length, per))
+    ]
+    told.result = told.output
+    segments = [
+        Segment(
+            n,
+            0,
+            tuple(row.name for row in piece.rows),
+            tuple(r.args[1].name for r in piece.rows),
+            (pieces - 1 - n,),
+        )
+        for n, piece in enumerate(told.pieces)
+    ]
+    any_bucket = stories.plan().buckets[0]
+    buckets = [
+        replace(any_bucket, index=n, params=segment.params, segment=segment.index)
+        for n, segment in enumerate(reversed(segments))
+    ]
+    cuts = tuple(Cut(0, segment.nodes[0], "") for segment in segments[1:])
+    told.replan(segments=tuple(segments), buckets=tuple(buckets), cuts=cuts)
+    told.names = {f"w{n}": f"w{n}" for n in range(length)}
+    return told
+
+
+def calls_to_certify(told: Story) -> int:
+    """How many calls of functions, and items of generators, the certificate takes."""
+    original, stitched, count = told.original(), told.stitched(), 0
+    folder = str(Path(ddpopt.proof.__file__).parent)
+
+    def count_call(frame: FrameType, event: str, _: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call") and frame.f_code.co_filename.startswith(folder)
+
+    sys.setprofile(count_call)
+    try:
+        certify(original, stitched, told.plan, told.names)
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_work_grows_with_the_nodes_and_not_faster() -> None:
+    few, many = calls_to_certify(chain(100, 10)), calls_to_certify(chain(1000, 100))
+    assert few > 100
+    assert many < 10.5 * few

@@ -1,0 +1,189 @@
+"""Which rank is to blame, and the words of the report."""
+
+from dataclasses import replace
+
+import pytest
+from expecttest import assert_expected_inline
+
+from ddpopt.ranks.failures import RankFailure, RanksFailed, culprits
+
+IN_A_COLLECTIVE = """\
+Thread 0x00007f1 (most recent call first):
+  File "/lib/threading.py", line 324 in wait
+  File "/lib/threading.py", line 1002 in _bootstrap
+
+Current thread 0x00007f2 (most recent call first):
+  File "/site/torch/distributed/distributed_c10d.py", line 3252 in all_reduce
+  File "/home/me/train.py", line 12 in step
+  File "<string>", line 1 in <module>
+"""
+IN_A_STEP = """\
+Thread 0x00007f1 (most recent call first):
+  File "/site/torch/distributed/elastic/timer.py", line 10 in run
+  File "/lib/threading.py", line 1002 in _bootstrap
+
+Thread 0x00007f2 (most recent call first):
+  File "/home/me/train.py", line 30 in step
+  File "<string>", line 1 in <module>
+"""
+VALUE_ERROR = """\
+Traceback (most recent call last):
+  File "/home/me/train.py", line 12, in step
+    raise ValueError("no good")
+ValueError: no good
+"""
+PEER_LEFT = """\
+Traceback (most recent call last):
+  File "/home/me/train.py", line 14, in step
+    dist.barrier()
+RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer
+"""
+TIMED_OUT = """\
+Traceback (most recent call last):
+  File "/home/me/train.py", line 14, in step
+    dist.barrier()
+RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 900ms
+"""
+
+raised = RankFailure(0, "raised", "step 2", exit_code=1, stack=VALUE_ERROR)
+left_behind = RankFailure(1, "raised", "step 2", exit_code=1, stack=PEER_LEFT)
+timed_out = RankFailure(2, "raised", "step 2", exit_code=1, stack=TIMED_OUT)
+killed = RankFailure(3, "died", "step 2", exit_code=-9, signal="SIGKILL", output="last words")
+stalled = RankFailure(4, "stalled", "step 2", exit_code=1, stack=IN_A_STEP)
+waiting = RankFailure(5, "stalled", "step 2", exit_code=1, stack=IN_A_COLLECTIVE)
+ended = RankFailure(6, "ended", "step 2", exit_code=-15, signal="SIGTERM", stack=IN_A_STEP)
+ended_waiting = replace(ended, rank=7, stack=IN_A_COLLECTIVE)
+watchdog = RankFailure(
+    8, "died", "step 2", exit_code=-6, signal="SIGABRT", output="Watchdog caught collective operation timeout"
+)
+
+
+@pytest.mark.parametrize(
+    ("failures", "expected", "exit_code"),
+    [
+        ([raised], [0], 1),
+        ([raised, replace(raised, rank=1)], [0, 1], 1),
+        ([raised, left_behind], [0], 1),
+        ([raised, ended], [0], 1),
+        ([raised, killed], [0, 3], 3),
+        ([left_behind, killed], [3], 3),
+        ([stalled, waiting, left_behind], [4], 3),
+        ([stalled, watchdog], [4], 3),
+        # It kept its peer waiting until the peer's collective gave up.
+        ([timed_out, ended], [6], 3),
+        # Each waits for another.
+        ([timed_out, ended_waiting], [2, 7], 3),
+        ([waiting, ended_waiting, watchdog], [5, 7, 8], 3),
+        # Its peers had all returned.
+        ([left_behind], [1], 3),
+    ],
+)
+def test_culprits_are_those_that_failed_of_themselves(
+    failures: list[RankFailure], expected: list[int], exit_code: int
+) -> None:
+    assert [failure.rank for failure in culprits(failures)] == expected
+    assert RanksFailed(failures, size=9).exit_code == exit_code
+
+
+@pytest.mark.parametrize(
+    ("failures", "of_time_alone"),
+    [
+        ([stalled, waiting], True),
+        ([timed_out, ended], True),
+        ([waiting, watchdog], True),
+        ([killed, waiting], False),
+        ([raised, left_behind], False),
+    ],
+)
+def test_limits_that_passed_are_told_from_ranks_that_died_or_raised(
+    failures: list[RankFailure], of_time_alone: bool
+) -> None:
+    assert RanksFailed(failures, size=9).of_time_alone == of_time_alone
+
+
+def test_failures_stand_in_the_order_of_ranks() -> None:
+    assert RanksFailed([killed, raised, left_behind], size=4).failures == (raised, left_behind, killed)
+
+
+def test_the_report_begins_with_the_culprit_and_shows_what_its_peers_met() -> None:
+    assert_expected_inline(
+        str(RanksFailed([left_behind, killed, ended_waiting], size=8)),
+        """\
+expected a value from each of 8 ranks, got none from ranks 1, 3, 7; it began with rank 3
+rank 3 died of SIGKILL in 'step 2':
+  printed:
+    last words
+rank 1 failed with it, by an exception in 'step 2':
+    Traceback (most recent call last):
+      File "/home/me/train.py", line 14, in step
+        dist.barrier()
+    RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer
+rank 7 was ended then in 'step 2':
+    Thread (most recent call first):
+      File "/lib/threading.py", line 324 in wait
+      File "/lib/threading.py", line 1002 in _bootstrap
+
+    Thread (most recent call first):
+      File "/site/torch/distributed/distributed_c10d.py", line 3252 in all_reduce
+      File "/home/me/train.py", line 12 in step
+      File "<string>", line 1 in <module>
+SIGKILL mostly means that the machine ran out of memory: look for 'Killed process' in dmesg.""",
+    )
+
+
+def test_ranks_that_have_the_same_to_tell_tell_it_together() -> None:
+    error = RanksFailed([replace(raised, rank=rank) for rank in range(3)], size=3)
+    assert_expected_inline(
+        str(error),
+        """\
+expected a value from each of 3 ranks, got none from ranks 0, 1, 2
+ranks 0, 1, 2 raised an exception in 'step 2':
+    Traceback (most recent call last):
+      File "/home/me/train.py", line 12, in step
+        raise ValueError("no good")
+    ValueError: no good""",
+    )
+
+
+def test_ranks_that_wait_for_each_other_are_told_to_compare_their_collectives() -> None:
+    first, *_, last = str(RanksFailed([waiting, ended_waiting], size=8)).splitlines()
+    assert first == (
+        "expected a value from each of 8 ranks, got none from ranks 5, 7: "
+        "in a collective that others did not enter"
+    )
+    assert last == (
+        "Compare the collectives in the stacks: every rank must enter the same ones in the same order."
+    )
+
+
+@pytest.mark.parametrize(
+    ("failure", "how", "advice"),
+    [
+        (stalled, "stalled: passed its limit", "--trial-timeout, and --timeout for all of it."),
+        (ended, "kept its peers waiting until it was ended", "--trial-timeout, and --timeout for all of it."),
+        (replace(killed, exit_code=0, signal=""), "ended with exit code 0", "look for os._exit."),
+        (replace(killed, signal="SIGSEGV"), "died of SIGSEGV", "under a debugger."),
+    ],
+)
+def test_each_kind_of_failure_has_its_words_and_its_next_step(
+    failure: RankFailure, how: str, advice: str
+) -> None:
+    text = str(RanksFailed([failure], size=9))
+    assert f"\nrank {failure.rank} {how} in 'step 2':\n" in text
+    assert text.endswith(advice)
+
+
+def test_what_we_killed_ourselves_is_not_blamed_on_memory() -> None:
+    stopped = RankFailure(0, "stalled", "step 2", exit_code=-9, signal="SIGKILL")
+    text = str(RanksFailed([stopped], size=1))
+    assert "    (no stack, no output)\n" in text
+    assert "memory" not in text
+
+
+def test_long_stacks_and_outputs_are_cut_to_their_ends() -> None:
+    long = replace(raised, stack="frame\n" * 50 + "the error\n", output="line\n" * 30 + "the end\n")
+    lines = str(RanksFailed([long], size=1)).splitlines()
+    assert lines[2:4] == ["    ... (11 lines above)", "    frame"]
+    assert "    the error" in lines
+    assert lines[-1] == "    the end"
+    assert lines[-21] == "    ... (11 lines above)"

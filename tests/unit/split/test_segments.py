@@ -1,0 +1,246 @@
+"""Each distinct segment is compiled once, with tracing metadata of its own, and computes what it computed."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.debugging import aot_eager
+from torch._guards import TracingContext
+from torch.utils import _pytree as pytree
+
+from ddpopt.graph.nodes import body_nodes
+from ddpopt.planning.cut_points import blocked_positions
+from ddpopt.split.partition import partition
+from ddpopt.split.segments import CompiledSegments, CompilerFn, compile_segments, own_tracing_context
+from ddpopt.testing.graph_builder import GraphBuilder, SmallGraph
+from tests.unit.snippets import SNIPPETS, Snippet
+from tests.unit.tracing import Recorder, cut_before
+
+# What Dynamo and AOTAutograd do to tensors that are no leaves.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)
+
+
+def layers(*widths: int) -> SmallGraph:
+    """One linear map and one activation for each width, which is the layer's output."""
+    builder = GraphBuilder(batch=2, width=4)
+    value, inputs = builder.x, 4
+    for index, width in enumerate(widths):
+        weight = builder.parameter(f"layers.{index}", "weight", inputs, width)
+        value = builder.method("tanh", builder.call(torch.mm, value, weight))
+        inputs = width
+    return builder.finish(value)
+
+
+def compiled(graph: SmallGraph, compiler: CompilerFn, *, share: bool = True) -> CompiledSegments:
+    """A graph of `layers`, cut in front of each layer but the first."""
+    openers = [node.name for node in body_nodes(graph.gm.graph) if node.target is torch.mm][1:]
+    stitched = partition(graph.gm, cut_before(graph.gm, *openers))
+    reasons = [None, *(f"reason {index}" for index, _ in enumerate(openers, 1))]
+    return compile_segments(stitched, graph.example_values, compiler, reasons, share=share)
+
+
+# --------------------------------------------------------------------------------------------- counting
+
+
+def test_each_distinct_segment_is_compiled_once_and_shared_by_its_twins() -> None:
+    recorder = Recorder()
+    result = compiled(layers(4, 4, 4, 8, 4), recorder)
+    # the first one's input requires no gradient, so it is nobody's twin
+    assert (result.segments, result.distinct, recorder.calls) == (5, 4, 4)
+
+
+def test_segments_that_must_not_share_are_all_compiled() -> None:
+    recorder = Recorder()
+    result = compiled(layers(4, 4, 4), recorder, share=False)
+    assert (result.segments, result.distinct, recorder.calls) == (3, 3, 3)
+
+
+def test_a_segment_that_cannot_be_compared_is_compiled_for_itself() -> None:
+    graph = layers(4, 4, 4)
+    for node in graph.gm.graph.find_nodes(op="placeholder"):
+        node.meta["example_value"] = object()
+    recorder = Recorder()
+    strangers: Any = tuple(object() for _ in graph.example_values)
+    assert compiled(graph._replace(example_values=strangers), recorder).distinct == 3
+
+
+def test_code_is_written_once_for_each_distinct_segment_and_once_for_the_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written: list[fx.Graph] = []
+    write = fx.Graph.python_code
+
+    def counted(graph: fx.Graph, *args: Any, **kwargs: Any) -> Any:
+        written.append(graph)
+        return write(graph, *args, **kwargs)
+
+    monkeypatch.setattr(fx.Graph, "python_code", counted)
+    kept: list[Callable[..., Any]] = []
+
+    def compiler(gm: fx.GraphModule, _: Sequence[object]) -> Callable[..., Any]:
+        kept.append(gm.forward)  # as torch's "eager" backend does
+        return gm.forward
+
+    result = compiled(layers(4, 4, 4, 8, 4), compiler)
+    assert (result.segments, len(kept), len(written)) == (5, 4, 4 + 1)
+
+
+def test_segments_are_compiled_in_forward_order_on_their_own_inputs() -> None:
+    recorder = Recorder()
+    compiled(layers(8, 16, 32), recorder)
+    assert [[tuple(value.shape) for value in inputs] for inputs in recorder.inputs] == [
+        [(2, 4), (4, 8)],
+        [(2, 8), (8, 16)],
+        [(2, 16), (16, 32)],
+    ]
+
+
+def test_the_inputs_of_the_graph_are_handed_on_as_they_are() -> None:
+    graph, recorder = layers(8, 16), Recorder()
+    compiled(graph, recorder)
+    assert recorder.inputs[0][0] is graph.example_values[0]
+    assert recorder.inputs[1][1] is graph.example_values[2]
+
+
+def test_a_segment_says_why_the_graph_was_cut_in_front_of_it() -> None:
+    recorder, graph = Recorder(), layers(8, 16)
+    vars(graph.gm)["compile_subgraph_reason"] = "the graph's own"
+    compiled(graph, recorder)
+    first, second = (cast(Any, gm.compile_subgraph_reason) for gm in recorder.graphs)
+    assert first == "the graph's own"
+    assert second.reason == "ddpopt cuts here so that DDP can overlap: reason 1"
+    assert second.user_stack[0].name == "ddpopt"
+
+
+def test_the_compiled_code_takes_the_place_of_the_segments() -> None:
+    ran: list[str] = []
+
+    def compiler(gm: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        def run(*values: Any) -> Any:
+            ran.append("segment")
+            return gm(*values)
+
+        return run
+
+    graph = layers(4, 4, 4)
+    result = compiled(graph, compiler)
+    inputs = [torch.randn(value.shape) for value in graph.example_values]
+    assert torch.equal(result.call(*inputs)[0], graph.gm(*inputs)[0])
+    assert ran == ["segment"] * 3
+
+
+# ------------------------------------------------------------------------------------ tracing metadata
+
+
+@dataclass
+class ContextRecorder:
+    """A backend that notes the tracing metadata under which it is called."""
+
+    contexts: list[TracingContext | None] = field(default_factory=list)
+
+    def __call__(self, gm: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        context = TracingContext.try_get()
+        if context is not None:
+            assert context.fw_metadata is None
+            context.fw_metadata = f"metadata of compilation {len(self.contexts)}"  # type: ignore[assignment]
+        self.contexts.append(context)
+        return gm.forward
+
+
+def test_every_compilation_has_tracing_metadata_of_its_own() -> None:
+    recorder, parent = ContextRecorder(), TracingContext(None)
+    with torch._guards.tracing(parent):
+        compiled(layers(8, 16, 32), recorder)
+        assert TracingContext.get() is parent
+    assert len({id(context) for context in [parent, *recorder.contexts]}) == 4
+    assert parent.fw_metadata is None
+
+
+def test_what_a_compilation_must_share_with_the_others_is_shared() -> None:
+    parent = TracingContext(None)
+    with torch._guards.tracing(parent), own_tracing_context():
+        child = TracingContext.get()
+        for name in ("fake_mode", "guards_context", "module_context", "global_context", "tensor_to_context"):
+            assert getattr(child, name) is getattr(parent, name)
+
+
+def test_the_tracing_metadata_comes_back_when_a_compilation_fails() -> None:
+    def failing(*_: Any) -> Callable[..., Any]:
+        raise RuntimeError("no such operator")
+
+    parent = TracingContext(None)
+    with torch._guards.tracing(parent):
+        with pytest.raises(RuntimeError, match="no such operator"):
+            compiled(layers(4, 8), failing)
+        assert TracingContext.get() is parent
+
+
+def test_without_tracing_metadata_there_is_none_to_separate() -> None:
+    with own_tracing_context():
+        assert TracingContext.try_get() is None
+
+
+def test_the_fields_that_a_compilation_fills_are_those_of_this_torch() -> None:
+    assert set(vars(TracingContext(None))) >= {
+        "fw_metadata", "aot_graph_name", "params_flat", "params_flat_unwrap_subclasses",
+        "params_unwrapped_to_flat_index", "output_strides", "ddp_optimizer_ctx",
+    }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------- compiled for real
+
+
+def cutting_everywhere(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """A Dynamo backend that cuts a graph wherever it can be cut and compiles the pieces with aot_eager."""
+    body = body_nodes(gm.graph)
+    blocked = blocked_positions(gm.graph, body)
+    openers = [node.name for node, why in zip(body[1:], blocked[1:], strict=True) if why is None]
+    if not openers:
+        return aot_eager(gm, inputs)
+    stitched = partition(gm, cut_before(gm, *openers))
+    reasons = [None, *("asked for" for _ in openers)]
+    return compile_segments(stitched, inputs, aot_eager, reasons, share=True).call
+
+
+def two_steps(snippet: Snippet, wrap: Callable[[nn.Module], Callable[..., Any]]) -> list[Any]:
+    """Outputs, gradients, buffers and inputs after two steps of a snippet."""
+    model = snippet.model()
+    call, inputs = wrap(model), snippet.inputs()
+    leaves: list[Any] = []
+    for _ in range(2):
+        outputs = [leaf for leaf in pytree.tree_leaves(call(*inputs)) if isinstance(leaf, Tensor)]
+        losses = [leaf.square().sum() for leaf in outputs if leaf.requires_grad]
+        torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]  # of torch
+        leaves += outputs
+    return [*leaves, *(p.grad for p in model.parameters()), *model.buffers(), *inputs]
+
+
+COMPILED = (
+    "chunks", "recurrence", "nested_autocast", "grad_mode_spans", "random_numbers", "in_place",
+    "mutated_views", "views_without_grad", "mutated_views_without_grad",
+    "inputs_that_no_grad_returns", "written_without_grad", "outputs_without_grad", "mutated_input", "buffers",
+    "complex_numbers", "checkpoints", "data_dependent_size", "dynamic_sizes", "dynamic_float",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_segments_compiled_one_by_one_train_as_the_eager_model_does(name: str) -> None:
+    torch._dynamo.reset()
+    snippet = SNIPPETS[name]
+    expected = two_steps(snippet, lambda model: model)
+    capture = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
+    with torch._dynamo.config.patch(capture):
+        found = two_steps(
+            snippet, lambda m: torch.compile(m, backend=cutting_everywhere, dynamic=snippet.dynamic)
+        )
+    pairs = list(zip(expected, found, strict=True))
+    assert [i for i, (a, b) in enumerate(pairs) if isinstance(a, Tensor) and not same(a, b)] == []
+
+
+def same(left: Tensor, right: object) -> bool:
+    return isinstance(right, Tensor) and left.stride() == right.stride() and torch.equal(left, right)

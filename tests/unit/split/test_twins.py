@@ -1,0 +1,262 @@
+"""Segments are twins exactly when one compilation may serve both."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ddpopt.split.twins import signature
+from ddpopt.testing.graph_builder import GraphBuilder, SmallGraph
+from tests.unit.tracing import trace
+
+Change = Callable[[fx.GraphModule], None]
+
+
+def layer(
+    name: str = "layer",
+    *,
+    alpha: float | int | bool = 1.0,
+    width: int = 4,
+    batch: int = 2,
+    activation: Any = torch.tanh,
+    trainable: bool = True,
+) -> SmallGraph:
+    """A linear layer, an activation, and a sum with a literal."""
+    builder = GraphBuilder(batch=batch, width=width)
+    weight = builder.parameter(name, "weight", width, width, trainable=trainable)
+    bias = builder.parameter(name, "bias", width)
+    linear = builder.call(F.linear, builder.x, weight, bias=bias)
+    return builder.finish(builder.call(torch.add, builder.call(activation, linear), alpha))
+
+
+def of(graph: SmallGraph) -> object:
+    return signature(graph.gm, graph.example_values)
+
+
+def test_two_layers_of_one_kind_are_twins() -> None:
+    assert of(layer("layers.0")) == of(layer("layers.1"))
+    assert len({of(layer("layers.0")), of(layer("layers.1"))}) == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        layer(alpha=2.0),
+        layer(alpha=1),
+        layer(alpha=True),
+        layer(width=8),
+        layer(batch=3),
+        layer(activation=torch.relu),
+        layer(trainable=False),
+    ],
+    ids=["constant", "int for float", "bool for float", "width", "batch", "operation", "frozen"],
+)
+def test_segments_that_compute_differently_are_no_twins(other: SmallGraph) -> None:
+    assert of(other) != of(layer())
+
+
+def test_minus_zero_is_no_twin_of_zero() -> None:
+    assert of(layer(alpha=-0.0)) != of(layer(alpha=0.0))
+
+
+# ---------------------------------------------------------------------------------------------- inputs
+
+
+class Same(nn.Module):
+    """Adds two inputs."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+
+SUM = fx.symbolic_trace(Same())
+
+
+def sums(*inputs: object) -> object:
+    return signature(SUM, inputs)
+
+
+def plain() -> Tensor:
+    return torch.ones(4, 4)
+
+
+INPUTS: dict[str, Callable[[], Tensor]] = {
+    "parameter": lambda: nn.Parameter(plain(), requires_grad=False),
+    "dtype": lambda: plain().double(),
+    "shape": lambda: torch.ones(2, 8),
+    "strides": lambda: torch.ones(4, 4).t().contiguous().t(),
+    "offset": lambda: torch.ones(5, 4)[1:],
+    "gradient": lambda: plain().requires_grad_(),
+    "non-leaf": lambda: plain().requires_grad_() * 1,
+    "conjugate": lambda: plain().to(torch.complex64).conj(),
+    "device": lambda: torch.ones(4, 4, device="meta"),
+}
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+def test_inputs_of_another_layout_make_no_twins(kind: str) -> None:
+    reference = plain().to(torch.complex64) if kind == "conjugate" else plain()
+    reference = plain().requires_grad_() if kind == "non-leaf" else reference
+    assert sums(INPUTS[kind](), plain()) != sums(reference, plain())
+    assert sums(INPUTS[kind](), plain()) == sums(INPUTS[kind](), plain())
+
+
+def test_strangers_are_no_twins_of_views_of_one_storage() -> None:
+    shared = torch.ones(8, 4)
+    upper, lower = shared[:4], shared[4:]
+    stranger = torch.ones(8, 4)[4:]
+    assert sums(upper, lower) != sums(upper, stranger)
+    assert sums(upper, upper) != sums(upper, stranger)
+
+
+def test_inputs_that_alias_alike_are_twins() -> None:
+    first, second = torch.ones(4, 4), torch.ones(4, 4)
+    assert sums(first, first) == sums(second, second)
+
+
+def test_numbers_enter_with_value_and_type() -> None:
+    assert sums(plain(), 1) == sums(plain(), 1)
+    assert len({sums(plain(), number) for number in (1, 1.0, True, 2)}) == 4
+
+
+@pytest.mark.parametrize("other", [torch.ones(4, 4).to_sparse(), object()], ids=["sparse", "object"])
+def test_what_cannot_be_compared_is_nobodys_twin(other: object) -> None:
+    assert sums(plain(), other) is None
+
+
+def test_a_tensor_subclass_is_nobodys_twin() -> None:
+    class Mine(Tensor):
+        pass
+
+    assert sums(plain(), plain().as_subclass(Mine)) is None
+
+
+def test_fake_tensors_are_as_good_as_real_ones() -> None:
+    mode = FakeTensorMode()
+    fakes = [mode.from_tensor(plain()) for _ in range(2)]
+    assert sums(*fakes) == sums(*(mode.from_tensor(plain()) for _ in range(2)))
+    assert sums(*fakes) is not None
+
+
+def symbolic_layers() -> list[object]:
+    """The signatures of a matmul at two batch sizes that are symbols, and of one at the first again."""
+    graph = trace(Same(), torch.ones(3, 4), torch.ones(3, 4), dynamic=True)
+    other = trace(Same(), torch.ones(3, 4), torch.ones(1, 4), dynamic=True)
+    return [signature(g.gm, [n.meta["example_value"] for n in g.gm.graph.find_nodes(op="placeholder")])
+            for g in (graph, other)]  # fmt: skip
+
+
+def test_symbols_enter_by_their_expression() -> None:
+    first, other = symbolic_layers()
+    assert first != other
+    assert first is not None
+
+
+# ------------------------------------------------------------------------------------ what a graph holds
+
+
+def with_constant(value: Tensor) -> SmallGraph:
+    builder = GraphBuilder(batch=2, width=4)
+    return builder.finish(builder.call(torch.add, builder.x, builder.constant(value)))
+
+
+def test_segments_that_hold_different_tensors_are_no_twins() -> None:
+    shared = torch.ones(4)
+    assert of(with_constant(torch.ones(4))) != of(with_constant(torch.ones(4)))
+    assert of(with_constant(shared)) == of(with_constant(shared))
+
+
+def calling(body: nn.Module) -> SmallGraph:
+    """A segment that hands a body to an operator, as checkpointing does."""
+    builder = GraphBuilder(batch=2, width=4)
+    graph = builder.finish(builder.method("sin", builder.x))
+    graph.gm.add_module("body", body)
+    node = next(n for n in graph.gm.graph.nodes if n.op == "call_method")
+    with graph.gm.graph.inserting_before(node):
+        held = graph.gm.graph.get_attr("body")
+    node.args = (node.args[0], held)
+    return graph
+
+
+def body_of(function: Callable[[Tensor], Tensor]) -> fx.GraphModule:
+    return fx.symbolic_trace(function)
+
+
+def test_bodies_of_operators_are_compared_by_their_program() -> None:
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    def triple(x: Tensor) -> Tensor:
+        return x * 3
+
+    assert of(calling(body_of(double))) == of(calling(body_of(double)))
+    assert of(calling(body_of(double))) != of(calling(body_of(triple)))
+
+
+def test_modules_that_are_no_graphs_enter_by_identity() -> None:
+    module = nn.Linear(4, 4)
+    assert of(calling(module)) == of(calling(module))
+    assert of(calling(module)) != of(calling(nn.Linear(4, 4)))
+
+
+def checkpointed(policy: Callable[[], object] | None) -> object:
+    body = body_of(lambda x: torch.sin(x))
+    body.meta["_checkpoint_context_fn"] = policy
+    return of(calling(body))
+
+
+def test_bodies_under_other_checkpoint_policies_are_no_twins() -> None:
+    def save_all(*_: object) -> None: ...
+
+    def save_none(*_: object) -> None: ...
+
+    assert checkpointed(save_all) == checkpointed(save_all)
+    assert checkpointed(partial(save_all, 1)) == checkpointed(partial(save_all, 1))
+    others = [save_none, None, partial(save_all, 1), partial(save_all, 2), partial(save_none, 1)]
+    assert len({checkpointed(policy) for policy in (save_all, *others)}) == 6
+
+
+@pytest.mark.parametrize(
+    "key", ["recompute", "ac_graph_id", "custom", "has_backward_hook", "partitioner_tag"]
+)
+def test_policies_of_nodes_tell_segments_apart(key: str) -> None:
+    first, second, third = layer(), layer(), layer()
+    for graph, value in ((first, 1), (second, 2), (third, 1)):
+        next(iter(reversed(graph.gm.graph.nodes))).prev.meta[key] = value
+    assert of(first) != of(second)
+    assert of(first) == of(third)
+
+
+def test_stack_traces_do_not_tell_segments_apart() -> None:
+    first, second = layer(), layer()
+    for node in second.gm.graph.nodes:
+        node.meta["stack_trace"] = "elsewhere"
+    assert of(first) == of(second)
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        ([0, 1], (0, 1)),
+        (slice(0, 2), slice(0, 3)),
+        ({"a": 1}, {"b": 1}),
+        ({"a": 1}, {"a": 2}),
+        (torch.float32, torch.float64),
+        ("a", b"a"),
+    ],
+    ids=repr,
+)
+def test_literals_tell_segments_apart(left: object, right: object) -> None:
+    def calling_with(literal: Any) -> object:
+        builder = GraphBuilder(batch=2, width=4)
+        graph = builder.finish(builder.method("sin", builder.x))
+        next(n for n in graph.gm.graph.nodes if n.op == "call_method").kwargs = {"literal": literal}
+        return of(graph)
+
+    assert calling_with(left) != calling_with(right)
+    assert calling_with(left) == calling_with(left)

@@ -1,0 +1,110 @@
+"""One outcome for one test on several ranks."""
+
+from typing import Literal
+
+import pytest
+from _pytest.reports import TestReport
+
+from ddpopt.testing.rank_reports import from_text, merge, to_text, trimmed
+
+STACKS = """\
+Fatal Python error: Aborted
+
+Thread 0x00007f48d07286c0 (most recent call first):
+  File "/somewhere/ddpopt/ranks/limits.py", line 111 in _end
+  File "/python/threading.py", line 1401 in run
+
+Current thread 0x00007f48f1019b80 (most recent call first):
+  File "/suite/test_a.py", line 10 in test_stall
+  File "/site-packages/_pytest/python.py", line 187 in pytest_pyfunc_call
+  File "/site-packages/pluggy/_callers.py", line 121 in _multicall
+  File "/somewhere/ddpopt/testing/pooled_rank.py", line 80 in run
+  File "<frozen runpy>", line 88 in _run_code
+
+Extension modules: numpy._core, torch._C (total: 2)
+"""
+TRIMMED = """\
+Fatal Python error: Aborted
+
+Current thread 0x00007f48f1019b80 (most recent call first):
+  File "/suite/test_a.py", line 10 in test_stall
+
+"""
+Outcome = Literal["passed", "failed", "skipped"]
+
+
+def report(
+    outcome: Outcome, when: Literal["setup", "call", "teardown"] = "call", why: str = "", stop: float = 0
+) -> TestReport:
+    return TestReport("test_a.py::test", ("test_a.py", 0, "test"), {}, outcome, why or None, when, stop=stop)
+
+
+def merged(*reports_of: list[TestReport]) -> dict[str, tuple[str, str]]:
+    return {str(one.when): (one.outcome, one.longreprtext) for one in merge(reports_of)}
+
+
+def test_a_test_that_passes_everywhere_passes() -> None:
+    assert merged([report("passed")], [report("passed")]) == {"call": ("passed", "")}
+
+
+def test_a_failure_on_one_rank_fails_the_test_with_its_words() -> None:
+    got = merged([report("passed")], [report("failed", why="boom")])
+    assert got == {"call": ("failed", "[rank 1] call failed:\nboom")}
+
+
+def test_who_failed_first_is_shown_first() -> None:
+    got = merged([report("failed", why="no peer", stop=2)], [report("failed", why="boom", stop=1)])
+    assert got["call"][1] == "[rank 1] call failed:\nboom\n\n[rank 0] call failed:\nno peer"
+
+
+def test_what_ranks_tell_alike_is_told_once() -> None:
+    whys = ("same", "other", "same")
+    got = merged(*([report("failed", why=why, stop=stop)] for stop, why in enumerate(whys)))
+    assert got["call"][1] == "[rank 0, 2] call failed:\nsame\n\n[rank 1] call failed:\nother"
+
+
+def test_after_a_failed_setup_on_one_rank_there_is_no_call() -> None:
+    got = merged(
+        [report("passed", "setup"), report("passed"), report("passed", "teardown")],
+        [report("failed", "setup", "boom"), report("passed", "teardown")],
+    )
+    assert {when: outcome for when, (outcome, _) in got.items()} == {"setup": "failed", "teardown": "passed"}
+
+
+def test_a_skip_on_some_ranks_only_is_a_failure() -> None:
+    got = merged([report("passed", "setup"), report("passed")], [report("skipped", "setup")])
+    assert got["call"] == (
+        "failed",
+        "expected that all ranks run a test, or none; rank(s) 1 of 2 skipped it. Let the reason for a skip "
+        "be the same on every rank.",
+    )
+
+
+def test_a_skip_on_all_ranks_is_a_skip() -> None:
+    assert merged(*[[report("skipped", "setup", "not today")]] * 2) == {"setup": ("skipped", "not today")}
+
+
+def test_an_expected_failure_is_no_skip() -> None:
+    expected = report("skipped")
+    expected.wasxfail = "known"
+    assert merged([report("passed")], [expected]) == {"call": ("passed", "")}
+
+
+def test_reports_travel_as_text(pytestconfig: pytest.Config) -> None:
+    sent = [report("passed", "setup"), report("failed", why="boom")]
+    got = from_text(pytestconfig, to_text(pytestconfig, sent))
+    assert [(one.when, one.outcome, one.longreprtext) for one in got] == [
+        ("setup", "passed", ""),
+        ("call", "failed", "boom"),
+    ]
+
+
+def test_a_skips_place_survives_the_journey(pytestconfig: pytest.Config) -> None:
+    skipped = report("skipped", "setup")
+    skipped.longrepr = ("test_a.py", 3, "Skipped: not today")
+    (got,) = from_text(pytestconfig, to_text(pytestconfig, [skipped]))
+    assert got.longrepr == ("test_a.py", 3, "Skipped: not today")
+
+
+def test_stacks_are_shown_without_what_lies_under_every_test() -> None:
+    assert trimmed(STACKS) == TRIMMED
