@@ -166,15 +166,13 @@ def compile_inline(
         given = [*arguments]
         groups = [{position: given[position] for position in group} for group in positions]
         tokens = Call(active_module(), groups).open_gate()
-        for position in flat:
-            given[position] = given[position].detach()
         return compiled(*given, *tokens)
 
     return run
 
 
 def _detached(value: Any) -> Tensor:
-    """The example value of an input that is given in the place of a parameter."""
+    """The example value of a parameter for a graph that is to send it no gradient."""
     context = TracingContext.try_get()
     mode = context.fake_mode if context is not None else None
     if mode is not None and not isinstance(value, FakeTensor):
