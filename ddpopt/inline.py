@@ -22,7 +22,7 @@ from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ddpopt.deferred import active_module
-from ddpopt.facts import GraphFacts, gradient_carriers
+from ddpopt.facts import GraphFacts, gradient_carriers, late_reads
 from ddpopt.graph.effects import mutated_inputs
 from ddpopt.graphs import body_nodes, example_value, module_like, storages
 from ddpopt.handover import Call, empty_token, lend
@@ -70,28 +70,8 @@ def lendable(gm: fx.GraphModule, sources: Sources) -> list[fx.Node]:
     from.
     """
     leaving = {storage for node in gm.graph.output_node().all_input_nodes for storage in storages(node)}
-    late = _read_late(gm.graph, sources)
+    late = late_reads(body_nodes(gm.graph), sources, gradient_carriers(gm.graph))
     return [node for node in sources if leaving.isdisjoint(storages(node)) and node not in late]
-
-
-def _read_late(graph: fx.Graph, sources: Sources) -> set[fx.Node]:
-    """The parameters that backward may read after their gradients are complete.
-
-    Such a backward is that of a node before the first that passes gradient to the parameter. It reads what
-    was computed from the parameter without gradient, and may have to compute it again.
-    """
-    carriers = gradient_carriers(graph)
-    made_of: dict[fx.Node, frozenset[fx.Node]] = {node: frozenset({node}) for node in sources}
-    complete: set[fx.Node] = set()
-    late: set[fx.Node] = set()
-    for node in body_nodes(graph):
-        read = frozenset[fx.Node]().union(*(made_of.get(source, ()) for source in node.all_input_nodes))
-        if node in carriers:
-            complete.update(source for source in node.all_input_nodes if source in sources)
-            late |= read - complete
-        else:
-            made_of[node] = read
-    return late
 
 
 def together(
