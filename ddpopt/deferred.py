@@ -32,6 +32,7 @@ from ddpopt.imposable import ACCUMULATES, accumulates, ddp_module, require_fit
 from ddpopt.plan import Plan
 from ddpopt.plan_exchange import exchange_plans, plan_difference, same_buckets
 from ddpopt.planned_reducer import install, outside_dynamo
+from ddpopt.ready_hooks import ready_hooks
 from ddpopt.reduced import as_built, running_reducer
 
 __all__ = ["active_module", "defer"]
@@ -165,6 +166,8 @@ class Deferral:
 
     def _install(self, ddp: Any, plan: Plan, joined: bool) -> None:
         install(ddp, plan)
+        if self._noting:  # users' hooks go where those that noted were: in front of the new reducer's
+            ready_hooks(ddp).take_over()
         if joined:
             return
         ddp.reducer.prepare_for_forward()
