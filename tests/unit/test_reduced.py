@@ -1,5 +1,6 @@
 """ddpopt.reduced: a reducer's parameters are those that DDP was built with, whatever became of them."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -126,7 +127,7 @@ def test_asking_leaves_every_flag_as_it_was_whatever_happens_meanwhile() -> None
     ddp = ddp_of()
     freeze(ddp.module.layers[1])
     before = [parameter.requires_grad for parameter in ddp.parameters()]
-    with pytest.raises(ZeroDivisionError), as_built(ddp):
+    with contextlib.suppress(ZeroDivisionError), as_built(ddp):
         freeze(ddp.module)
         raise ZeroDivisionError
     assert [parameter.requires_grad for parameter in ddp.parameters()] == before
