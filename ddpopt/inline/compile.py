@@ -22,7 +22,7 @@ from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ddpopt.ddp.deferral import active_module
-from ddpopt.graph.effects import mutated_inputs
+from ddpopt.graph.effects import is_known, mutated_inputs
 from ddpopt.graph.nodes import body_nodes, example_value, module_like, storages
 from ddpopt.inline.handover import Call, empty_token, lend
 from ddpopt.planning.facts import GraphFacts, gradient_carriers, late_reads
@@ -59,7 +59,12 @@ def obstacle(gm: fx.GraphModule, sources: Sources) -> str | None:
         for written in mutated_inputs(node):
             for storage in storages(written):
                 if storage in held:
-                    return f"parameter {held[storage]!r} is written to in the graph"
+                    verb = (
+                        "is written to in the graph"
+                        if is_known(node)
+                        else f"may be written to by {node.name!r}"
+                    )
+                    return f"parameter {held[storage]!r} {verb}"
     return None
 
 
