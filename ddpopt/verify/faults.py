@@ -239,6 +239,8 @@ FAULTS: tuple[Fault, ...] = (
     _wire("a rank's contribution is lost", wires.through(wires.contribution_lost)),
     _tiny("a bucket is off by one ULP", "communication", wires.through(wires.next_up)),
     _wire("nothing is reduced", wires.hooks_removed, ("L3",)),
+    _wire("something else is sent", wires.sending(lambda trainer: trainer.place.group), ("L3",)),
+    _wire("something else is sent in another group", wires.sending(lambda _: None), ("L3",)),
     _wire("no_sync is ignored", wires.no_sync_ignored, ("L3",), option="accumulation"),
     _wire("buffers are not broadcast", wires.buffers_not_broadcast, ("L0",), "normed", "default"),
     replace(_wire("a rank's parameters drift", wires.drifting_rank, ("L3",)), carriers=last_rank),

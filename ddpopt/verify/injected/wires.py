@@ -124,6 +124,22 @@ def next_up(mean: Tensor, own: Tensor, group: dist.ProcessGroup) -> Tensor:
     return code.next_up(mean)
 
 
+def sending(group_of: Callable[[Trainer], dist.ProcessGroup | None]) -> Tamper:
+    """Have an all-reduce before each forward that nobody asked for."""
+
+    def tamper(trainer: Trainer, site: Site) -> None:
+        call = trainer.parallel.call
+
+        def sends(*args: Any, **kwargs: Any) -> Any:
+            dist.all_reduce(torch.zeros(1, device=trainer.place.device), group=group_of(trainer))
+            site.mark()
+            return call(*args, **kwargs)
+
+        trainer.parallel.call = sends
+
+    return tamper
+
+
 def hooks_removed(trainer: Trainer, site: Site) -> None:
     """Take the reducer out of the backward, once it is there for good."""
     original = trainer.parallel.around_backward

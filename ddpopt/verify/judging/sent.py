@@ -11,6 +11,7 @@ from itertools import zip_longest
 
 from ddpopt.observe import Iteration
 from ddpopt.verify.judging.evidence import Broken, Evidence, Sent, words_of
+from ddpopt.verify.judging.record import Record
 
 
 def reduced_once(evidence: Evidence) -> Broken:
@@ -35,16 +36,15 @@ def no_others(evidence: Evidence) -> Broken:
     """Collectives that carry no bucket: the map of used parameters, what layers and hooks send."""
     if evidence.option.missing or evidence.option.others:
         return
-    pairs = zip(evidence.got.iterations or (), evidence.eager.iterations or (), strict=False)
-    for index, (got, eager) in enumerate(pairs):
-        more = Counter(_bucketless(got)) - Counter(_bucketless(eager))
-        if more:
-            words = ", ".join(f"{count} x {collective}" for collective, count in more.items())
-            yield f"backward {index}: {words}: no bucket, and eager DDP sends no such thing", None, None
+    more = Counter(_bucketless(evidence.got)) - Counter(_bucketless(evidence.eager))
+    if more:
+        words = ", ".join(f"{count} x {collective}" for collective, count in more.items())
+        yield f"sent {words} more than eager DDP does, and none of them a bucket", None, None
 
 
-def _bucketless(iteration: Iteration) -> list[str]:
-    return [words_of(collective) for collective in iteration.collectives if collective.bucket is None]
+def _bucketless(record: Record) -> list[str]:
+    own = [words_of(collective) for collective in record.collectives if collective.bucket is None]
+    return [*own, *(f"{words_of(collective)} in another group" for collective in record.elsewhere)]
 
 
 def same_order(evidence: Evidence) -> Broken:
