@@ -233,11 +233,11 @@ FAULTS: tuple[Fault, ...] = (
     _wire("a bucket is scaled by N", wires.through(wires.scaled_by_size)),
     _wire("a bucket is not averaged", wires.through(wires.summed)),
     _wire("a bucket is another rank's", wires.through(wires.from_first_rank)),
-    _wire("a bucket is that of the last step", wires.through(wires.Stale)),
-    _wire("a bucket is cast to bfloat16 on the way", wires.through(wires.halved)),
+    _wire("a bucket is that of the last step", wires.on_mean(code.Stale)),
+    _wire("a bucket is cast to bfloat16 on the way", wires.on_mean(code.halved)),
     _wire("a parameter in a bucket is not reduced", wires.through(wires.partly_reduced)),
     _wire("a rank's contribution is lost", wires.through(wires.contribution_lost)),
-    _tiny("a bucket is off by one ULP", "communication", wires.through(wires.next_up)),
+    _tiny("a bucket is off by one ULP", "communication", wires.on_mean(code.next_up)),
     _wire("nothing is reduced", wires.hooks_removed, ("L3",)),
     _wire("something else is sent", wires.sending(lambda trainer: trainer.place.group), ("L3",)),
     _wire("something else is sent in another group", wires.sending(lambda _: None), ("L3",)),
@@ -250,7 +250,7 @@ PLACEBOS: tuple[Fault, ...] = (
     replace(_cut("a partition", graphs.as_it_is)[0], seen_by=()),
     replace(_code("a gradient", code.on_gradient(code.same))[0], seen_by=()),
     replace(_code("a gradient", code.on_gradient(code.same))[1], seen_by=()),
-    _wire("a bucket", wires.through(wires.same), ()),
+    _wire("a bucket", wires.on_mean(code.same), ()),
     Fault("metadata", "compiled code", (), mode="ddpopt-split", case="weight_norm", backend="reusing"),
 )
 """The ways in which faults are put in, with nothing wrong in them: they must raise nothing."""

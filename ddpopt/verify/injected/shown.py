@@ -202,19 +202,6 @@ def _after(trainer: Trainer, site: Site, act: Callable[[Tensor, Tensor], Any]) -
     after_backward(trainer, look)
 
 
-def on_model(act: Callable[[Any], Any]) -> Tamper:
-    """Do something with the model after each backward."""
-
-    def tamper(trainer: Trainer, site: Site) -> None:
-        def acting() -> None:
-            act(trainer.parallel.model)
-            site.mark()
-
-        after_backward(trainer, acting)
-
-    return tamper
-
-
 def outside(trainer: Trainer) -> Tensor:
     """The tensor outside of DDP that the case's loss reads."""
     loss: Any = trainer.case.loss
@@ -222,17 +209,20 @@ def outside(trainer: Trainer) -> Tensor:
     return found
 
 
-def on_outside(act: Callable[[Tensor], Any]) -> Tamper:
-    """Do something with the tensor outside of DDP after each backward."""
+def on_model(act: Callable[[Any], Any], find: Callable[[Trainer], Any] | None = None) -> Tamper:
+    """Do something after each backward with the model, or with what is found."""
 
     def tamper(trainer: Trainer, site: Site) -> None:
         def acting() -> None:
-            act(outside(trainer))
+            act(trainer.parallel.model if find is None else find(trainer))
             site.mark()
 
         after_backward(trainer, acting)
 
     return tamper
+
+
+on_outside = partial(on_model, find=outside)
 
 
 def scaled(value: Any, by: float = 1.01) -> Any:
