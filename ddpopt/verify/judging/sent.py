@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from ddpopt.observe import Iteration
+from ddpopt.observe import Collective, Iteration
 from ddpopt.verify.judging.evidence import Broken, Evidence, Sent, words_of
 from ddpopt.verify.judging.record import Record
 
@@ -43,8 +43,13 @@ def no_others(evidence: Evidence) -> Broken:
 
 
 def _bucketless(record: Record) -> list[str]:
+    """What carried no bucket; but for the order and the sizes that a reducer sends when it rebuilds them."""
+    layouts = [[len(bucket.params) for bucket in one.buckets] for one in record.iterations or ()]
+    numbers = {number for counts in layouts for number in (sum(counts) + 1, len(counts))}
+    rebuilding = {words_of(Collective("broadcast", 4 * number, "int32", None)) for number in numbers}
     own = [words_of(collective) for collective in record.collectives if collective.bucket is None]
-    return [*own, *(f"{words_of(collective)} in another group" for collective in record.elsewhere)]
+    others = [f"{words_of(collective)} in another group" for collective in record.elsewhere]
+    return [*(words for words in own if words not in rebuilding), *others]
 
 
 def same_order(evidence: Evidence) -> Broken:
