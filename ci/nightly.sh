@@ -16,8 +16,6 @@ reports=${NIGHTLY_REPORTS:-nightly-reports}
 mkdir -p "$reports"
 pytest=("$VENV/bin/python" -m pytest -n auto --maxprocesses 8)
 
-# Without a browser its tests fail and say so; all others shall run.
-ci/browser.sh || true
 step "long tests" "${pytest[@]}" --nightly tests/unit tests/integration ddpopt tests/multigpu
 step "drawn examples" env HYPOTHESIS_PROFILE=nightly timeout "${PROPERTY_LIMIT:-4h}" \
   "${pytest[@]}" --nightly --timeout 14400 tests/property
