@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ddpopt.errors import UsageError
-from ddpopt.fuzz.questions import STANDALONE, WHOLE, Answer, Kind, Setting, Task, modes_named
+from ddpopt.fuzz.questions import MODES, STANDALONE, WHOLE, Answer, Kind, Setting, Task
 from ddpopt.fuzz.reading import read_model
 from ddpopt.fuzz.signatures import Signature
 from ddpopt.testing.drawn import DrawnModel
@@ -117,7 +117,8 @@ class FoundCase:
             data.pop("features")
             model, setting = read_model(data.pop("model")), Setting(**data.pop("setting"))
             signature, kind = Signature(**data.pop("signature")), Kind(data.pop("kind"))
-            modes_named([data["mode"]])
+            if data["mode"] not in MODES:
+                raise ValueError(f"expected a mode of {', '.join(MODES)}, got {data['mode']!r}")
             case = FoundCase(model=model, setting=setting, signature=signature, kind=kind, **data)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             words = f"{type(error).__name__}: {error}"

@@ -141,9 +141,9 @@ def self_test(
         InfrastructureError: no ranks could be had.
     """
     if under_torchrun():
-        raise UsageError("--self-test starts ranks of its own: run it without torchrun, with --nproc N")
+        raise UsageError("the self-test starts ranks of its own: run it without torchrun, with --nproc N")
     if nproc < 2:
-        raise UsageError(f"--self-test: expected --nproc 2 or more, for ranks to disagree, got {nproc}")
+        raise UsageError(f"nproc: expected 2 or more, for ranks to disagree, got {nproc}")
     shown = [fault for fault in faults if fault.shows_on(nproc)]
     found = _Faults(shown, nproc, on_event).run()
     taken = clean_runs() if clean is None else clean

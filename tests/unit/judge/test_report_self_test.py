@@ -6,9 +6,7 @@ from expecttest import TestCase
 from junitparser import JUnitXml
 
 from ddpopt.judge.injected.trials import Found
-from ddpopt.judge.report.html import html_page
 from ddpopt.judge.report.junit import junit_xml
-from ddpopt.judge.report.markdown import step_summary
 from ddpopt.judge.report.self_test import self_test_text
 from ddpopt.judge.self_test import SelfTest
 from tests.unit.verdicts import impossible_trial, ok_trial, verdict
@@ -114,11 +112,3 @@ def test_junit_has_a_test_for_each_fault_and_each_clean_run() -> None:
     assert failed["m / no_sync is ignored, b"] == [
         "self-test: every fault is put in, and found: not injected: StopIteration"
     ]
-
-
-def test_the_page_and_the_summary_name_what_is_wrong_and_nothing_where_all_is_right() -> None:
-    for show in (html_page, step_summary):
-        assert "RIGHT" in show(RIGHT.as_verdict())
-        assert "WRONG" in show(WRONG.as_verdict())
-        assert "overlooked by L1" in show(WRONG.as_verdict())
-        assert "no\\_sync is ignored" in show(WRONG.as_verdict()).replace("no_sync", "no\\_sync")

@@ -183,7 +183,7 @@ def test_a_fault_that_nobody_found_fails_the_self_test_and_its_verdict() -> None
 
 
 def test_ranks_that_cannot_disagree_are_refused() -> None:
-    with pytest.raises(UsageError, match="expected --nproc 2 or more, for ranks to disagree, got 1"):
+    with pytest.raises(UsageError, match="expected 2 or more, for ranks to disagree, got 1"):
         self_test(1)
 
 

@@ -1,0 +1,1 @@
+"""The test of the verification itself: ``make self-test``."""
