@@ -1,6 +1,6 @@
 """Bugs in what cuts a graph, each put in for a moment; the properties have to find every one.
 
-Some are those that verification puts in itself (`ddpopt.judge.injected.graphs`), some are what an optimizer
+Some are those that verification puts in itself (`tests.selftest.graphs`), some are what an optimizer
 of graphs might do to segments, and some are slips in one line of partition, layout or facts.
 
     python -m tests.property.seeded_bugs
@@ -26,8 +26,6 @@ from hypothesis import strategies as st
 from torch import fx
 
 from ddpopt.graph.nodes import GRAD_MODE, body_nodes
-from ddpopt.judge.injected import graphs as injected
-from ddpopt.judge.injected.sites import NotInjected
 from ddpopt.planning.plan import Plan
 from ddpopt.split import partition
 from ddpopt.split.layout import ENTER_AUTOCAST, EXIT_AUTOCAST, Layout, State
@@ -35,6 +33,8 @@ from ddpopt.testing.graph_builder import SmallGraph
 from ddpopt.testing.profiles import EXAMPLES
 from ddpopt.testing.strategies import graphs
 from tests.property import drawn_graphs, test_partition
+from tests.selftest import graphs as injected
+from tests.selftest.sites import NotInjected
 
 Bug = Callable[[], AbstractContextManager[Any]]
 Change = Callable[[fx.GraphModule], None]

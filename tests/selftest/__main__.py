@@ -4,12 +4,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from ddpopt.judge.faults import FAULTS
-from ddpopt.judge.injected.clean_runs import MODES, clean_runs
 from ddpopt.judge.report.progress import StatusLine, counting
-from ddpopt.judge.report.self_test import self_test_text
-from ddpopt.judge.self_test import self_test
 from ddpopt.judge.trials import Started
+from tests.selftest.clean_runs import MODES, clean_runs
+from tests.selftest.faults import FAULTS
+from tests.selftest.self_test import self_test
+from tests.selftest.text import self_test_text
 
 
 def main() -> int:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from ddpopt.judge.faults import FAULTS, Fault
-from ddpopt.judge.injected.clean_runs import CleanRun
-from ddpopt.judge.injected.sites import Site
-from ddpopt.judge.self_test import self_test
 from ddpopt.judge.training import Trainer
 from ddpopt.judge.trials import Asked
 from ddpopt.judge.verdict import Status, Verdict
+from tests.selftest.clean_runs import CleanRun
+from tests.selftest.faults import FAULTS, Fault
+from tests.selftest.self_test import self_test
+from tests.selftest.sites import Site
 from tests.shop import run, write_shop
 
 pytestmark = pytest.mark.timeout(240)

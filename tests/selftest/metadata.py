@@ -20,8 +20,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func as boxed
 from torch._guards import TracingContext
 
-from ddpopt.judge.injected.sites import Site
 from ddpopt.split import segments
+from tests.selftest.sites import Site
 
 
 def shared_metadata(site: Site) -> AbstractContextManager[Any]:

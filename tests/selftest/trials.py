@@ -14,12 +14,6 @@ from typing import Any
 
 from ddpopt.cases import corpus
 from ddpopt.errors import CertificateError, DdpoptError, PlanMismatchError
-from ddpopt.judge.faults import Fault
-from ddpopt.judge.injected.clean_runs import rounding
-from ddpopt.judge.injected.defects import case_of
-from ddpopt.judge.injected.metadata import reusing
-from ddpopt.judge.injected.shown import shown_case
-from ddpopt.judge.injected.sites import Site
 from ddpopt.judge.judge import judge
 from ddpopt.judge.judging.failing import Failure
 from ddpopt.judge.judging.reference import COLLECTIVE_LIMIT_S, Bench, Reference, Subject
@@ -30,6 +24,12 @@ from ddpopt.judge.parallel import nothing
 from ddpopt.judge.trials import STEPS
 from ddpopt.judge.verdict import Status, Trial
 from ddpopt.ranks.group import Ranks
+from tests.selftest.clean_runs import rounding
+from tests.selftest.defects import case_of
+from tests.selftest.faults import Fault
+from tests.selftest.metadata import reusing
+from tests.selftest.shown import shown_case
+from tests.selftest.sites import Site
 
 REFUSALS: dict[type[DdpoptError], str] = {CertificateError: "certificate", PlanMismatchError: "agreement"}
 """Errors that ddpopt itself raises before anything is compared, and whose business each is."""

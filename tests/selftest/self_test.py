@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from ddpopt.errors import UsageError
-from ddpopt.judge.faults import FAULTS, Fault
-from ddpopt.judge.injected.clean_runs import CleanRun, clean_runs
-from ddpopt.judge.injected.trials import BACKENDS, Found, died, try_fault
 from ddpopt.judge.runner import verify_all
 from ddpopt.judge.trials import Ended, Settings, Started, quickly
 from ddpopt.judge.verdict import Finding, Status, Trial, Verdict
 from ddpopt.ranks.failures import RanksFailed
 from ddpopt.ranks.group import Ranks, launch, under_torchrun
+from tests.selftest.clean_runs import CleanRun, clean_runs
+from tests.selftest.faults import FAULTS, Fault
+from tests.selftest.trials import BACKENDS, Found, died, try_fault
 
 FAULT_LIMIT_S = 60.0
 RUN_LIMIT_S = 1800.0

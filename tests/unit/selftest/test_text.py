@@ -1,14 +1,14 @@
-"""ddpopt.judge.report.self_test: who found which fault, what each level overlooked, and the other reports."""
+"""tests.selftest.text: who found which fault, what each level overlooked, and JUnit."""
 
 from dataclasses import replace
 
 from expecttest import TestCase
 from junitparser import JUnitXml
 
-from ddpopt.judge.injected.trials import Found
 from ddpopt.judge.report.junit import junit_xml
-from ddpopt.judge.report.self_test import self_test_text
-from ddpopt.judge.self_test import SelfTest
+from tests.selftest.self_test import SelfTest
+from tests.selftest.text import self_test_text
+from tests.selftest.trials import Found
 from tests.unit.verdicts import impossible_trial, ok_trial, verdict
 
 PLAN = Found(

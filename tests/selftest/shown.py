@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ddpopt.cases.case import Call, Case, mean_square, step_seed
-from ddpopt.judge.injected.codes import Change
-from ddpopt.judge.injected.sites import Site, Tamper, after_backward
 from ddpopt.judge.training import Trainer
+from tests.selftest.codes import Change
+from tests.selftest.sites import Site, Tamper, after_backward
 
 WIDTH, ROWS = 8, 4
 

@@ -12,10 +12,10 @@ import torch
 from torch import fx
 
 from ddpopt.dynamo import backend
-from ddpopt.judge.injected.sites import Inject, NotInjected, Site, first
 from ddpopt.planning.plan import Plan
 from ddpopt.proof.certificate import certify
 from ddpopt.split.partition import partition
+from tests.selftest.sites import Inject, NotInjected, Site, first
 
 Change = Callable[[fx.GraphModule], None]
 """Edits a stitched module in place."""

@@ -1,4 +1,4 @@
-"""ddpopt.judge.self_test: what counts as found, and what does not."""
+"""tests.selftest.self_test: what counts as found, and what does not."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,20 +11,20 @@ from torch import Tensor, nn
 
 from ddpopt.cases import corpus
 from ddpopt.errors import CertificateError, PlanMismatchError, UsageError
-from ddpopt.judge.faults import FAULTS, PLACEBOS, Fault
-from ddpopt.judge.injected import codes as code
-from ddpopt.judge.injected import plans
-from ddpopt.judge.injected.clean_runs import AT_LEAST, MODES, clean_runs
-from ddpopt.judge.injected.defects import DEFECTS
-from ddpopt.judge.injected.shown import shown_case
-from ddpopt.judge.injected.sites import NotInjected, Site, first, last_rank, second_rank
-from ddpopt.judge.injected.trials import died, found_out
 from ddpopt.judge.judging.failing import Failure, failure_of
 from ddpopt.judge.matrix import CASES
 from ddpopt.judge.modes import mode
 from ddpopt.judge.options import option
-from ddpopt.judge.self_test import SelfTest, marked_in, self_test
 from ddpopt.judge.verdict import Finding, Status, Trial, Verdict
+from tests.selftest import codes as code
+from tests.selftest import plans
+from tests.selftest.clean_runs import AT_LEAST, MODES, clean_runs
+from tests.selftest.defects import DEFECTS
+from tests.selftest.faults import FAULTS, PLACEBOS, Fault
+from tests.selftest.self_test import SelfTest, marked_in, self_test
+from tests.selftest.shown import shown_case
+from tests.selftest.sites import NotInjected, Site, first, last_rank, second_rank
+from tests.selftest.trials import died, found_out
 from tests.unit.verdicts import broken_trial, impossible_trial, ok_trial, wrong_trial
 
 ZEROED = next(fault for fault in FAULTS if fault.name == "a gradient is zeroed")

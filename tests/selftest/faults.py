@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ddpopt.judge.injected import codes as code
-from ddpopt.judge.injected import defects, graphs, plans, shown, wires
-from ddpopt.judge.injected.metadata import shared_metadata
-from ddpopt.judge.injected.sites import (
+from tests.selftest import codes as code
+from tests.selftest import defects, graphs, plans, shown, wires
+from tests.selftest.metadata import shared_metadata
+from tests.selftest.sites import (
     Carriers,
     Inject,
     Tamper,

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from ddpopt.judge.injected import codes as code
-from ddpopt.judge.injected.sites import Site, Tamper, after_backward, weight
 from ddpopt.judge.training import Trainer
+from tests.selftest import codes as code
+from tests.selftest.sites import Site, Tamper, after_backward, weight
 
 Change = Callable[[Tensor, Tensor, dist.ProcessGroup], Tensor]
 """From the mean over ranks, this rank's own gradients and the group to what is received."""

@@ -20,8 +20,8 @@ from ddpopt.cases.case import Case
 from ddpopt.ddp.ready_hooks import ReadyHooks
 from ddpopt.graph import effects
 from ddpopt.inline import handover
-from ddpopt.judge.injected.sites import Inject, Site
 from ddpopt.testing.drawn import DrawnModel, step
+from tests.selftest.sites import Inject, Site
 
 
 @dataclass(frozen=True)

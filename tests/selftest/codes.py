@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpopt.judge.injected.sites import Site, Tamper, after_backward, first, weight
 from ddpopt.judge.option_steps import accumulated_hooks
 from ddpopt.judge.training import Trainer
+from tests.selftest.sites import Site, Tamper, after_backward, first, weight
 
 Change = Callable[[Tensor], Tensor]
 

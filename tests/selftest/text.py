@@ -10,8 +10,8 @@ from ddpopt.explanation.tables import Column, Noted, paragraph, table
 from ddpopt.judge.report.wording import count_of
 
 if TYPE_CHECKING:
-    from ddpopt.judge.injected.trials import Found
-    from ddpopt.judge.self_test import SelfTest
+    from tests.selftest.self_test import SelfTest
+    from tests.selftest.trials import Found
 
 REPORTERS = {
     "certificate": "the proof that a cut graph is the same program",
