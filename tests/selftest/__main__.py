@@ -2,34 +2,56 @@
 
 import argparse
 import sys
+from fnmatch import fnmatchcase
 from pathlib import Path
 
+from ddpopt.errors import DdpoptError, UsageError
 from ddpopt.judge.report.progress import StatusLine, counting
 from ddpopt.judge.trials import Started
-from tests.selftest.clean_runs import MODES, clean_runs
+from tests.selftest.clean_runs import clean_runs
 from tests.selftest.faults import FAULTS
-from tests.selftest.self_test import self_test
+from tests.selftest.self_test import SelfTest, self_test
 from tests.selftest.text import self_test_text
 
 
-def main() -> int:
-    """Run it, and return the exit code: 0 if every fault was found and no clean run raised anything."""
+def main(arguments: list[str] | None = None) -> int:
+    """Run it, and return the exit code.
+
+    0 if every fault was found and no clean run raised anything, 1 if not, 2 for arguments that cannot be
+    used, 3 if there were no ranks.
+    """
     parser = argparse.ArgumentParser(prog="python -m tests.selftest", description=__doc__)
     parser.add_argument("--nproc", type=int, default=2, help="number of ranks (default: 2)")
     parser.add_argument("--json", type=Path, help="write JSON to this file")
-    given = parser.parse_args()
+    parser.add_argument(
+        "--faults", metavar="PATTERN", help='such as "a bucket *": these alone, no clean runs'
+    )
+    given = parser.parse_args(arguments)
+    try:
+        result = _run(given.nproc, given.faults)
+    except DdpoptError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    if given.json:
+        given.json.write_text(f"{result.to_json()}\n", encoding="utf-8")
+    sys.stdout.write(f"{self_test_text(result)}\n")
+    return 0 if result else 1
+
+
+def _run(nproc: int, pattern: str | None) -> SelfTest:
+    faults = [fault for fault in FAULTS if fnmatchcase(fault.name, pattern or "*")]
+    if not faults:
+        raise UsageError(f"--faults: expected a pattern that some name matches, got {pattern!r}")
+    clean = {} if pattern else clean_runs()
+    total = len(faults) + sum(len(asked.modes) for runs in clean.values() for asked in runs)
     with StatusLine("starting ranks") as line:
-        begin = counting(line, len(FAULTS) + len(clean_runs()) * len(MODES))
+        begin = counting(line, total)
 
         def hear(event: object) -> None:
             if isinstance(event, Started) and event.mode:
                 begin(f"{event.case}: {event.mode} / {event.option}")
 
-        result = self_test(given.nproc, on_event=hear)
-    if given.json:
-        given.json.write_text(f"{result.to_json()}\n", encoding="utf-8")
-    sys.stdout.write(f"{self_test_text(result)}\n")
-    return result.as_verdict().exit_code
+        return self_test(nproc, faults=faults, clean=clean, on_event=hear)
 
 
 if __name__ == "__main__":

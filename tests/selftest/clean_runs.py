@@ -7,8 +7,7 @@ that is judged by arithmetic; and a few with Inductor itself. Invariant: each is
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +16,8 @@ from torch._dynamo.backends.registry import lookup_backend
 from ddpopt.cases import corpus
 from ddpopt.judge.trials import Asked
 
+CleanRuns = Mapping[str, Sequence[Asked]]
+"""What to verify, by backend: ``"aot_eager"``, ``"rounding"`` or ``"inductor"``."""
 AT_LEAST = 200
 MODES = ("ddpopt-split", "ddpopt-inline")
 WITH_INDUCTOR = ("tied", "buffers", "frozen")
@@ -53,45 +54,23 @@ OPTIONS = (
 )
 
 
-@dataclass(frozen=True)
-class CleanRun:
-    """A case under an option, in both strategies.
-
-    Attributes:
-        asked: what to verify.
-        backend: ``"aot_eager"``, ``"rounding"`` or ``"inductor"``.
-    """
-
-    asked: Asked
-    backend: str
-
-
 def rounding(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
     """Compile like aot_eager, but be judged like a backend that may round otherwise."""
     return lookup_backend("aot_eager")(gm, list(example_inputs))
 
 
-def clean_runs(at_least: int = AT_LEAST) -> list[CleanRun]:
-    """List the clean runs.
-
-    Args:
-        at_least: how many; beside all cases, options are gone through until there are enough.
-
-    Returns:
-        The runs, those of one backend after those of another.
-    """
-    runs = [_run(case.name) for case in corpus.cases()]
-    others = [_run(case, backend="rounding") for case in WITH_ROUNDING]
-    others += [_run(case, backend="inductor") for case in WITH_INDUCTOR]
+def clean_runs() -> CleanRuns:
+    """All cases, and as many pairs of a case and an option as it takes to have enough."""
     pairs = (
         (UNDER_OPTIONS[(place + shift) % len(UNDER_OPTIONS)], option)
         for shift in range(len(UNDER_OPTIONS))
         for place, option in enumerate(OPTIONS)
     )
-    missing = -(-at_least // len(MODES)) - len(runs) - len(others)
-    runs += [_run(*pair) for pair in itertools.islice(pairs, max(0, missing))]
-    return [*runs, *others]
-
-
-def _run(case: str, option: str = "default", backend: str = "aot_eager") -> CleanRun:
-    return CleanRun(Asked(case, option, MODES), backend)
+    plain = [(case.name, "default") for case in corpus.cases()]
+    missing = AT_LEAST // len(MODES) - len(plain) - len(WITH_ROUNDING) - len(WITH_INDUCTOR)
+    exact = [*plain, *itertools.islice(pairs, max(0, missing))]
+    return {
+        "aot_eager": [Asked(case, option, MODES) for case, option in exact],
+        "rounding": [Asked(case, "default", MODES) for case in WITH_ROUNDING],
+        "inductor": [Asked(case, "default", MODES) for case in WITH_INDUCTOR],
+    }

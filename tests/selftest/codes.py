@@ -45,39 +45,9 @@ class Stale:
         return gradient if last is None else last
 
 
-def same(gradient: Tensor) -> Tensor:
-    """The gradient itself: no fault, but the way that faults are put in."""
-    return gradient.clone()
-
-
-def zeroed(gradient: Tensor) -> Tensor:
-    """All zeros."""
-    return torch.zeros_like(gradient)
-
-
-def doubled(gradient: Tensor) -> Tensor:
-    """Twice the gradient."""
-    return gradient * 2
-
-
-def negated(gradient: Tensor) -> Tensor:
-    """The other sign."""
-    return -gradient
-
-
-def transposed(gradient: Tensor) -> Tensor:
-    """Rows for columns."""
-    return gradient.t().contiguous()
-
-
 def halved(gradient: Tensor) -> Tensor:
     """Rounded to half precision."""
     return gradient.to(torch.bfloat16).to(gradient.dtype)
-
-
-def rolled(gradient: Tensor) -> Tensor:
-    """Each row one place further down."""
-    return gradient.roll(1, 0)
 
 
 def holed(gradient: Tensor) -> Tensor:

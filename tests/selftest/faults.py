@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
+
 from tests.selftest import codes as code
 from tests.selftest import defects, graphs, plans, shown, wires
 from tests.selftest.metadata import shared_metadata
@@ -120,14 +122,6 @@ def _strict(name: str, tamper: Tamper, option: str = "default") -> Fault:
     return Fault(name, "compiled code", ("L3",), tamper=tamper, option=option)
 
 
-def _shown(faults: shown.Faults) -> tuple[Fault, ...]:
-    """What a script sees next to the gradients of parameters."""
-    return tuple(
-        Fault(name, "compiled code", (level,), tamper=tamper, case="shown", reduced=False)
-        for name, (level, tamper) in faults.items()
-    )
-
-
 def _forgotten(defect: defects.Defect) -> Fault:
     """A defect that plan and proof share, so that numbers have to show it."""
     return Fault(
@@ -200,17 +194,17 @@ FAULTS: tuple[Fault, ...] = (
         case="weight_norm",
         backend="reusing",
     ),
-    *_code("a gradient is zeroed", code.on_gradient(code.zeroed)),
-    *_code("a gradient is doubled", code.on_gradient(code.doubled)),
-    *_code("a gradient is negated", code.on_gradient(code.negated)),
-    *_code("a gradient is transposed", code.on_gradient(code.transposed)),
+    *_code("a gradient is zeroed", code.on_gradient(torch.zeros_like)),
+    *_code("a gradient is doubled", code.on_gradient(lambda g: g * 2)),
+    *_code("a gradient is negated", code.on_gradient(torch.neg)),
+    *_code("a gradient is transposed", code.on_gradient(lambda g: g.t().contiguous())),
     *_code("a gradient is that of the last step", code.on_gradient(code.Stale)),
     *(
         replace(fault, carriers=later_ranks)
         for fault in _code("a gradient is another rank's", code.from_first_rank)
     ),
     *_code("a gradient is cast to bfloat16 and back", code.on_gradient(code.halved)),
-    *_code("rows of a gradient are rolled", code.on_gradient(code.rolled)),
+    *_code("rows of a gradient are rolled", code.on_gradient(lambda g: g.roll(1, 0))),
     *_code("one element of a gradient is zero", code.on_gradient(code.holed)),
     *_code("one element of a gradient is NaN", code.on_gradient(code.poisoned)),
     *_code("two gradients are swapped", code.swapped_gradients),
@@ -225,13 +219,14 @@ FAULTS: tuple[Fault, ...] = (
     _strict("a hook runs twice", code.hook_twice, "accumulated_hook"),
     _strict("a gradient has other strides", code.restrided_gradient),
     _strict("a graph is compiled anew in each step", code.recompiling),
-    *_shown(shown.OUTPUTS),
-    *_shown(shown.GRADIENTS),
-    *_shown(shown.AROUND),
-    _wire("a bucket is not reduced", wires.through(wires.not_reduced)),
+    *(
+        Fault(name, "compiled code", (level,), tamper=tamper, case="shown", reduced=False)
+        for name, (level, tamper) in shown.FAULTS.items()
+    ),
+    _wire("a bucket is not reduced", wires.through(lambda mean, own, group: own)),
     _wire("a bucket is reduced twice", wires.through(wires.reduced_twice)),
-    _wire("a bucket is scaled by N", wires.through(wires.scaled_by_size)),
-    _wire("a bucket is not averaged", wires.through(wires.summed)),
+    _wire("a bucket is scaled by N", wires.through(lambda mean, own, group: mean * group.size() ** 2)),
+    _wire("a bucket is not averaged", wires.through(lambda mean, own, group: mean * group.size())),
     _wire("a bucket is another rank's", wires.through(wires.from_first_rank)),
     _wire("a bucket is that of the last step", wires.on_mean(code.Stale)),
     _wire("a bucket is cast to bfloat16 on the way", wires.on_mean(code.halved)),
@@ -248,9 +243,9 @@ FAULTS: tuple[Fault, ...] = (
 PLACEBOS: tuple[Fault, ...] = (
     replace(_plan("the reducer's buckets", plans.bucketing(list)), seen_by=()),
     replace(_cut("a partition", graphs.as_it_is)[0], seen_by=()),
-    replace(_code("a gradient", code.on_gradient(code.same))[0], seen_by=()),
-    replace(_code("a gradient", code.on_gradient(code.same))[1], seen_by=()),
-    _wire("a bucket", wires.on_mean(code.same), ()),
+    replace(_code("a gradient", code.on_gradient(torch.clone))[0], seen_by=()),
+    replace(_code("a gradient", code.on_gradient(torch.clone))[1], seen_by=()),
+    _wire("a bucket", wires.on_mean(torch.clone), ()),
     Fault("metadata", "compiled code", (), mode="ddpopt-split", case="weight_norm", backend="reusing"),
 )
 """The ways in which faults are put in, with nothing wrong in them: they must raise nothing."""

@@ -48,12 +48,10 @@ def reusing(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
 
 
 def _as_it_is(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    del example_inputs
     return boxed(gm.forward)
 
 
 def _overwriting(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    del example_inputs
     metadata: Any = TracingContext.get().fw_metadata
     free = list(metadata.bw_donated_idxs or ())
 

@@ -76,7 +76,6 @@ Tell = Callable[[Trainer], bool]
 
 def always(trainer: Trainer) -> bool:
     """In each step."""
-    del trainer
     return True
 
 
@@ -87,13 +86,11 @@ def in_last_step(trainer: Trainer) -> bool:
 
 def in_evaluation(trainer: Trainer) -> bool:
     """Where no gradients are computed."""
-    del trainer
     return not torch.is_grad_enabled()
 
 
 def in_inference(trainer: Trainer) -> bool:
     """Under inference mode alone."""
-    del trainer
     return torch.is_inference_mode_enabled()
 
 
@@ -262,9 +259,8 @@ def keep(change: Callable[[Tensor], Any], model: Any) -> None:
     model.kept[:] = [change(gradient) for gradient in model.kept]
 
 
-Faults = dict[str, tuple[str, Tamper]]
-"""What is wrong: who has to find it, and how it is put in."""
-OUTPUTS: Faults = {
+FAULTS: dict[str, tuple[str, Tamper]] = {
+    # in what the model returns
     "an output that the loss does not read": ("L0", on_output(1, scaled)),
     "an output in the last step": ("L0", on_output(1, scaled, in_last_step)),
     "a row of an output": ("L0", on_output(1, lambda t: torch.cat([t[:1] * 2, t[1:]]))),
@@ -281,9 +277,7 @@ OUTPUTS: Faults = {
     "inference mode": ("L0", on_output(0, scaled, in_inference)),
     "evaluation": ("L0", on_output(0, scaled, in_evaluation)),
     "a small error in evaluation": ("L0", on_output(0, partial(scaled, by=1 + 1e-6), in_evaluation)),
-}
-"""In what the model returns."""
-GRADIENTS: Faults = {
+    # in gradients that are no parameter's of DDP's, or in whose memory they lie
     "the gradient of an input": ("L0", on_input_gradient(scaled)),
     "the gradient of an input, zero": ("L0", on_input_gradient(torch.zeros_like)),
     "the gradient of an input, in another order": ("L0", on_input_gradient(lambda g: g.flip(0))),
@@ -296,9 +290,7 @@ GRADIENTS: Faults = {
     "the gradient of an ignored parameter": ("L0", on_model(lambda m: larger_gradient(m.scale))),
     "the gradient of a tensor outside of DDP": ("L0", on_outside(larger_gradient)),
     "the gradient outside of DDP, missing": ("L3", on_outside(lambda t: setattr(t, "grad", None))),
-}
-"""In gradients that are no parameter's of DDP's, or in whose memory they lie."""
-AROUND: Faults = {
+    # in what else a script can see
     "what a hook saw": ("L0", on_model(partial(keep, scaled))),
     "a hook saw None": ("L3", on_model(partial(keep, lambda _: None))),
     "a hook did not run": ("L3", on_model(lambda model: model.kept.clear())),
@@ -321,4 +313,4 @@ AROUND: Faults = {
     ),
     "whether a model trains": ("L3", on_model(lambda model: model.norm.eval())),
 }
-"""In what else a script can see."""
+"""What is wrong: who has to find it, and how it is put in."""

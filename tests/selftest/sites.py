@@ -84,13 +84,11 @@ def later_ranks(size: int) -> range:
 
 def no_change(site: Site) -> AbstractContextManager[Any]:
     """Replace nothing."""
-    del site
     return contextlib.nullcontext()
 
 
 def untouched(trainer: Trainer, site: Site) -> None:
     """Leave a trainer as it is."""
-    del trainer, site
 
 
 def first(items: Iterable[Item], what: str) -> Item:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from ddpopt.explanation.tables import Column, Noted, paragraph, table
 from ddpopt.judge.report.wording import count_of
-
-if TYPE_CHECKING:
-    from tests.selftest.self_test import SelfTest
-    from tests.selftest.trials import Found
+from tests.selftest.self_test import SelfTest
+from tests.selftest.trials import Found
 
 REPORTERS = {
     "certificate": "the proof that a cut graph is the same program",
@@ -104,7 +101,7 @@ def _totals(result: SelfTest) -> Iterator[str]:
     backends = Counter(trial.backend or "not run" for trial in result.clean.trials)
     kinds = ", ".join(f"{count} {backend}" for backend, count in backends.items())
     yield paragraph(
-        f"{result.clean_runs} of {count_of(result.clean_asked, 'clean run')} raised nothing"
+        f"{result.clean_runs} of {count_of(len(result.clean.trials), 'clean run')} raised nothing"
         f"{f' ({kinds})' if kinds else ''}"
     )
 

@@ -55,41 +55,20 @@ def on_mean(change: "code.Change | type[code.Stale]") -> Tamper:
     return tamper
 
 
-def not_reduced(mean: Tensor, own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's own."""
-    del mean, group
-    return own
-
-
 def reduced_twice(mean: Tensor, own: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of the means."""
-    del own
     dist.all_reduce(mean, group=group)
     return mean
 
 
-def scaled_by_size(mean: Tensor, own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Multiplied where it is to be divided."""
-    del own
-    return mean * dist.get_world_size(group) ** 2
-
-
-def summed(mean: Tensor, own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum in place of the mean."""
-    del own
-    return mean * dist.get_world_size(group)
-
-
 def from_first_rank(mean: Tensor, own: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The first rank's own, on all ranks."""
-    del mean
     dist.broadcast(own, dist.get_global_rank(group, 0), group)
     return own
 
 
 def partly_reduced(mean: Tensor, own: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's own at the end of the bucket."""
-    del group
     place = mean.numel() - 8
     return torch.cat([mean[:place], own[place:]])
 

@@ -1,11 +1,9 @@
-"""tests.selftest.text: who found which fault, what each level overlooked, and JUnit."""
+"""tests.selftest.text: who found which fault, and what each level overlooked."""
 
 from dataclasses import replace
 
 from expecttest import TestCase
-from junitparser import JUnitXml
 
-from ddpopt.judge.report.junit import junit_xml
 from tests.selftest.self_test import SelfTest
 from tests.selftest.text import self_test_text
 from tests.selftest.trials import Found
@@ -102,13 +100,3 @@ left out, for on 3 ranks it is rounding: a bucket is off by one ULP
 
 def test_no_line_is_wider_than_a_terminal() -> None:
     assert max(map(len, self_test_text(WRONG).splitlines())) <= 80
-
-
-def test_junit_has_a_test_for_each_fault_and_each_clean_run() -> None:
-    suites = JUnitXml.fromstring(junit_xml(WRONG.as_verdict()).encode())
-    failed = {test.name: [each.message for each in test.result] for suite in suites for test in suite}
-    assert len(failed) == 6
-    assert failed["ddpopt-inline / two buckets are swapped, aot_eager"] == []
-    assert failed["m / no_sync is ignored, b"] == [
-        "self-test: every fault is put in, and found: not injected: StopIteration"
-    ]
