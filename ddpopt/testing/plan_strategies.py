@@ -63,7 +63,7 @@ def _facts(params: Specs) -> GraphFacts:
 def mutations(plan: Plan) -> st.SearchStrategy[Mutation]:
     """Draw a plan that breaks one promise of `plan`.
 
-    Whatever was cut as `plan` says, `certify` must reject it beside the mutation.
+    Whatever was cut as `plan` says, `certify` must reject it together with the mutation.
     What was done is reported as a Hypothesis event.
 
     Args:

@@ -47,7 +47,7 @@ def test_a_report_that_torch_passes_names_no_failure(case: Case, report: Report)
 
 def test_the_page_of_reports_is_that_of_the_corpus() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), (
-        "docs/reports.md is not what the corpus says; write it anew: "
+        "docs/reports.md is not what the corpus says; write it again: "
         "python -m ddpopt.cases.reports_page > docs/reports.md"
     )
 
