@@ -16,10 +16,10 @@ from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from ddpopt.errors import UsageError
 from ddpopt.planning.bucket_rule import BucketConfig, ParamSpec
 from ddpopt.planning.plan import Plan
-from ddpopt.testing import strategies
-from ddpopt.testing.graph_builder import SmallGraph, is_trained, real_inputs
 from ddpopt.testing.profiles import share
-from ddpopt.testing.strategies import bucket_configs, graph_features, graphs, parameter_lists, plans
+from tests.graph_builder import SmallGraph, is_trained, real_inputs
+from tests.property import strategies
+from tests.property.strategies import bucket_configs, graph_features, graphs, parameter_lists, plans
 
 
 def leaves(value: object) -> Iterator[object]:

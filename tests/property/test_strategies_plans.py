@@ -14,12 +14,12 @@ from ddpopt.planning.plan import Plan
 from ddpopt.planning.planner import plan_graph
 from ddpopt.proof.certificate import certify
 from ddpopt.split.partition import partition
-from ddpopt.testing import plan_strategies
-from ddpopt.testing.graph_builder import SmallGraph
-from ddpopt.testing.plan_strategies import MUTATIONS, Mutation, all_mutations, plan_of
 from ddpopt.testing.profiles import share
-from ddpopt.testing.strategies import graphs, mutations, plans
+from tests.graph_builder import SmallGraph
+from tests.property import plan_strategies
 from tests.property.drawn_graphs import small_configs
+from tests.property.plan_strategies import MUTATIONS, Mutation, all_mutations, mutations, plan_of
+from tests.property.strategies import graphs, plans
 
 
 @share(0.4)

@@ -14,8 +14,8 @@ from torch._functorch.autograd_function import autograd_function_apply
 from torch._higher_order_ops.cond import cond_op
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 
-from ddpopt.testing.graph_builder import GraphBuilder
-from ddpopt.testing.graph_sketch import Sketch, without_grad
+from tests.graph_builder import GraphBuilder
+from tests.property.graph_sketch import Sketch, without_grad
 
 
 def _layer_of(builder: GraphBuilder, *given: fx.Node) -> tuple[fx.Node]:

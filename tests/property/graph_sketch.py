@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from hypothesis import strategies as st
 from torch import fx
 
-from ddpopt.testing.graph_builder import GraphBuilder
+from tests.graph_builder import GraphBuilder
 
 
 class Sketch:

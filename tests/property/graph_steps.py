@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import fx
 from torch.torch_version import TorchVersion
 
-from ddpopt.testing.graph_bodies import checkpoint, cond, custom_function
-from ddpopt.testing.graph_sketch import Sketch, without_grad
+from tests.property.graph_bodies import checkpoint, cond, custom_function
+from tests.property.graph_sketch import Sketch, without_grad
 
 _ACTIVATIONS: tuple[Callable[..., Any], ...] = (F.relu, F.gelu, torch.tanh)
 
