@@ -6,12 +6,13 @@ Invariant: a script for a fault of torch's imports nothing but torch and the sta
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
-from ddpopt.fuzz.cases import FoundCase
+from ddpopt.fuzz.cases import FoundCase, write_whole
 from ddpopt.fuzz.questions import MODES
 from ddpopt.judge.judge import EXACT
 from ddpopt.judge.locating.reproduction import REACHED, command_of
@@ -24,6 +25,14 @@ GRADIENTS, GRAPHS = "a gradient wherever eager DDP has one", "as many graphs as 
 """Claims of structure that a script can show without ddpopt."""
 IMPORTS = ("import ", "from ")
 SECTIONS = ("\n\ndef run_step(", "\n\nDDP_KWARGS =", "\n\nif __name__")
+
+
+def save(case: FoundCase, folder: Path) -> None:
+    """Write a case, and a script that shows it, into a folder."""
+    file = folder / f"{case.stem}.json"
+    script = file.with_suffix(".py")
+    write_whole(script, script_of(case, script.name))
+    write_whole(file, case.to_json())
 
 
 def script_of(case: FoundCase, name: str) -> str:
