@@ -42,35 +42,6 @@ LOOKUPS = {
     "embedding": "F.embedding({ids}, {t}, max_norm=0.5)",
     "bag": "F.embedding_bag({ids}[:, None], {t}, max_norm=0.5)",
 }
-_FUNCTION = """\
-class {name}(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, t):
-        t.mul_(0.9){marked}
-        return x * 1.0{more}
-
-    @staticmethod
-    def backward(ctx, gradient, *_):
-        return gradient, None"""
-_DECORATED = """\
-@{decorator}
-def {name}(x, t):
-    t.mul_(0.9)
-    return x * 1.0"""
-_SHRINK = """\
-@torch.library.custom_op("drawn::shrink", mutates_args=("x",))
-def shrink(x: torch.Tensor) -> None:
-    x.mul_(0.9)"""
-_MARKED = "\n        ctx.mark_dirty(t)\n        ctx.mark_non_differentiable(t)"
-HELPERS = {
-    "Writing": _FUNCTION.format(name="Writing", marked="", more=""),
-    "Marking": _FUNCTION.format(name="Marking", marked=_MARKED, more=", t"),
-    "allowed": _DECORATED.format(decorator="torch.compiler.allow_in_graph", name="allowed"),
-    "traced": _DECORATED.format(decorator="torch._dynamo.nonstrict_trace", name="traced"),
-    "region": _DECORATED.format(decorator="torch.compiler.nested_compile_region", name="region"),
-    "shrink": _SHRINK,
-    "checkpoint": "from torch.utils.checkpoint import checkpoint",
-}
 INSIDE = {
     "function": ("Writing", "{y} = Writing.apply({y}, {t})"),
     "dirty": ("Marking", "{y} = Marking.apply({y}, {t})[0]"),
@@ -165,5 +136,5 @@ def looked_up(w: Writer, x: str, *, by: str, body: Body, **options: str) -> str:
 def written_inside(w: Writer, x: str, *, by: str, body: Body, **options: str) -> str:
     """Write in a body of another kind: a checkpoint, a function of autograd's, an operator."""
     helper, lines = INSIDE[by]
-    w.helper(helper, HELPERS[helper])
+    w.helper(helper)
     return _around(w, x, body, options, f"{w.width}", _lines(w, lines))
