@@ -20,7 +20,6 @@ from ddpopt.errors import UsageError
 from ddpopt.fuzz.questions import STANDALONE, WHOLE, Answer, Kind, Setting, Task, modes_named
 from ddpopt.fuzz.signatures import Signature
 from ddpopt.testing.drawn import DrawnModel, step
-from ddpopt.testing.drawn.model import TAGS
 
 VERSION = 1
 
@@ -148,8 +147,7 @@ class FoundCase:
 
 def task_of(model: DrawnModel, modes: tuple[str, ...], setting: Setting) -> Task:
     """Ask a model in some modes."""
-    tags = tuple(sorted({TAGS[feature] for feature in model.features if feature in TAGS}))
-    return Task(model.source, tags, model.cap_bytes, modes, setting, training=model.training)
+    return Task(model.source, model.tags, model.cap_bytes, modes, setting, training=model.training)
 
 
 _CALLS: dict[str, Callable[..., Any]] = {"DrawnModel": DrawnModel, "step": step}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ddpopt.errors import UsageError
 from ddpopt.testing.drawn import BLOCKS, Block, DrawnModel, Step, known_features, step
-from ddpopt.testing.drawn.forms import CHOICES, PLAIN
+from ddpopt.testing.drawn.forms import CHOICES, FORMS, PLAIN
 
 Features = frozenset[str]
 
@@ -57,50 +57,35 @@ def models(
     return model
 
 
-def chosen_features(
-    known: Features, features: Iterable[str] | None, without: Iterable[str], what: str
-) -> tuple[Features, Features]:
-    """The features that may occur, all of `known` by default, and those that may not.
-
-    Raises:
-        UsageError: one of them is not known; `what` says of what they are the names.
-    """
-    given, refused = known if features is None else frozenset(features), frozenset(without)
+def _allowed(features: Iterable[str] | None, without: Iterable[str]) -> Features:
+    known, refused = known_features(), frozenset(without)
+    given = known if features is None else frozenset(features)
     unknown = sorted((given | refused) - known)
     if unknown:
         raise UsageError(
-            f"expected names of {what}, got {', '.join(map(repr, unknown))}; "
-            f"there are: {', '.join(sorted(known))}"
+            f"expected names of features, got {', '.join(map(repr, unknown))}; there are: "
+            f"{', '.join(sorted(known))}"
         )
-    return given, refused
-
-
-def _allowed(features: Iterable[str] | None, without: Iterable[str]) -> Features:
-    given, refused = chosen_features(known_features(), features, without, "features")
-    if features is None:
-        return given - refused
     found = given - refused
-    for feature in sorted(found):
+    for feature in sorted(found) if features is not None else ():
         found |= _needed(feature, found, refused)
     return found
 
 
 def _needed(feature: str, given: Features, refused: Features) -> Features:
     """What a feature cannot do without, besides what is given: of several ways the shortest."""
-    ways = [way - given for way in _ways(feature) if not way & refused]
-    if not ways:
-        needed = " or ".join(sorted({", ".join(sorted(way & refused)) for way in _ways(feature)}))
-        raise UsageError(
-            f"expected what {feature!r} cannot do without, but {needed} is left out; allow it, or leave "
-            f"{feature!r} out, too"
-        )
-    return min(ways, key=len)
+    ways = list(_ways(feature))
+    possible = [way - given for way in ways if not way & refused]
+    if not possible:
+        needed = " or ".join(sorted({", ".join(sorted(way & refused)) for way in ways}))
+        raise UsageError(f"{feature!r} needs {needed}, which is left out; allow it, or leave {feature!r} out")
+    return min(possible, key=len)
 
 
 def _ways(feature: str) -> Iterator[Features]:
     """The sets of features with which a model can have this one."""
-    if not any(feature in block.features | block.optional for block in BLOCKS.values()):
-        yield frozenset({feature})  # of how inputs and outputs are passed
+    if feature in FORMS:
+        yield frozenset({feature})
     for block in BLOCKS.values():
         outer = {"several-outputs"} if block.place == "output" else set()
         for name, choices in block.options.items():

@@ -27,8 +27,7 @@ from tests.property.drawn_graphs import (
     prove,
     small_configs,
 )
-from tests.property.graph_sketch import Sketch
-from tests.property.graph_steps import STEPS, Step
+from tests.property.graph_steps import STEPS, Sketch, Step
 
 ROUNDS = 6
 """How often the smaller graph repeats its steps; the larger one does so twice as often."""

@@ -42,6 +42,13 @@ TRAININGS: Mapping[str, Feature] = {
 """Options of `ddpopt.judge.options` under which a model may be trained."""
 CHOICES = {"takes": TAKES, "returns": RETURNS, "leaves": LEAVES, "loss": LOSSES, "training": TRAININGS}
 """For each field that names a form its choices, the simplest first, with the feature that each brings."""
+FORMS = frozenset(
+    {
+        *("dynamic-batch", "several-outputs"),
+        *(feature for choices in CHOICES.values() for feature in choices.values() if feature is not None),
+    }
+)
+"""The features of models that no block brings."""
 PLAIN = 3
 """How many times as often as others the first choice is drawn."""
 LEAF_CODE = {

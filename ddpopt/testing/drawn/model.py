@@ -12,22 +12,18 @@ from functools import cached_property
 
 from ddpopt.cases.case import Case
 from ddpopt.errors import UsageError
-from ddpopt.testing.drawn.forms import CHOICES
+from ddpopt.testing.drawn.forms import CHOICES, FORMS
 from ddpopt.testing.drawn.printing import write_model
 from ddpopt.testing.drawn.program import Program
 from ddpopt.testing.drawn.registry import BLOCKS, Step, find_block
 
 TAGS = {
     "graph-break": "breaks",
-    "buffer-update": "buffers",
-    "norm-with-buffers": "buffers",
+    **dict.fromkeys(("buffer-update", "norm-with-buffers"), "buffers"),
     "dynamic-batch": "dynamic",
-    "checkpoint": "higher_order",
-    "cond": "higher_order",
+    **dict.fromkeys(("checkpoint", "cond"), "higher_order"),
     "ignored-parameter": "ignored",
-    "in-place": "mutation",
-    "in-place-view": "mutation",
-    "input-mutation": "mutation",
+    **dict.fromkeys(("in-place", "in-place-view", "input-mutation"), "mutation"),
     "dropout": "random",
     "sparse-embedding": "sparse",
     "unused-parameter": "unused",
@@ -117,7 +113,12 @@ class DrawnModel:
 
     def case(self) -> Case:
         """Make a case, tagged with what a runner wants to know; one step of it is run."""
-        return self.program.case(tuple(sorted({TAGS[f] for f in self.features if f in TAGS})))
+        return self.program.case(self.tags)
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """What a runner of cases wants to know of the model."""
+        return tuple(sorted({TAGS[feature] for feature in self.features if feature in TAGS}))
 
     def all_steps(self) -> Iterator[Step]:
         """Every step, with those in bodies, and every output."""
@@ -127,6 +128,5 @@ class DrawnModel:
 
 def known_features() -> frozenset[str]:
     """Every feature that a model can have, those of blocks that users registered included."""
-    forms = (feature for choices in CHOICES.values() for feature in choices.values() if feature)
     brought = (block.features | block.optional for block in BLOCKS.values())
-    return frozenset({"dynamic-batch", "several-outputs", *forms}).union(*brought)
+    return FORMS.union(*brought)

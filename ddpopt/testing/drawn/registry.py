@@ -129,15 +129,17 @@ Write = Callable[..., str]
 
 def register_block(
     *features: str,
+    name: str = "",
     takes: str | Sequence[str] = "rows",
     gives: str = "rows",
     options: Mapping[str, Choices] | None = None,
     **traits: Any,
 ) -> Callable[[Write], Write]:
-    """Register a function as a block, under its own name.
+    """Register a function as a block.
 
     Args:
         *features: names of what it brings; new names become features of their own.
+        name: of the block; by default the function's own.
         takes: the kind of value that it reads, or one for each of several.
         gives: the kind that it makes.
         options: for each option its choices, the simplest first; a mapping gives choices features.
@@ -152,14 +154,14 @@ def register_block(
 
     def register(write: Write) -> Write:
         block = Block(
-            name=write.__name__,
+            name=name or write.__name__,
             write=write,
             features=frozenset(features),
             takes=(takes,) if isinstance(takes, str) else tuple(takes),
             gives=gives,
             options={
-                name: choices if isinstance(choices, Mapping) else dict.fromkeys(choices)
-                for name, choices in (options or {}).items()
+                option: choices if isinstance(choices, Mapping) else dict.fromkeys(choices)
+                for option, choices in (options or {}).items()
             },
             **traits,
         )
