@@ -58,7 +58,7 @@ def script_of(case: FoundCase, name: str) -> str:
     cap = case.model.cap_bytes
     samples = not symptom and case.setting.backend not in EXACT
     imports, definitions = _definitions(case.model.source, whole=not alone)
-    given = {
+    given: dict[str, Any] = {
         "headline": _headline(case),
         "about": _about(case),
         "torch_version": case.torch or torch.__version__,
@@ -73,34 +73,26 @@ def script_of(case: FoundCase, name: str) -> str:
         "source": definitions,
         "steps": case.setting.steps,
     }
-    return (
-        _rendered("model.jinja", given | _alone(case, samples))
-        if alone
-        else _rendered("judged.jinja", given | _judged(case))
-    )
-
-
-def _alone(case: FoundCase, samples: bool) -> dict[str, Any]:
-    return {
-        "mode_of_ddp": MODES[case.owner_mode],
-        "call": "make_inputs",
-        "ddp_kwargs": dict(case.model.program.module.DDP_KWARGS),
-        "learning_rate": LEARNING_RATE,
-        "dtype": "",
-        "exact": not samples,
-        "samples": samples,
-        "tells_floats": samples,
-        **factors(),
-    }
-
-
-def _judged(case: FoundCase) -> dict[str, Any]:
-    return {
-        "name": case.stem,
-        "tags": case.task.tags,
-        "mode": MODES[case.owner_mode],
-        "training": case.model.training,
-    }
+    if alone:
+        given |= {
+            "mode_of_ddp": MODES[case.owner_mode],
+            "call": "make_inputs",
+            "ddp_kwargs": dict(case.model.program.module.DDP_KWARGS),
+            "learning_rate": LEARNING_RATE,
+            "dtype": "",
+            "exact": not samples,
+            "samples": samples,
+            "tells_floats": samples,
+            **factors(),
+        }
+    else:
+        given |= {
+            "name": case.stem,
+            "tags": case.model.tags,
+            "mode": MODES[case.owner_mode],
+            "training": case.model.training,
+        }
+    return _rendered("model.jinja" if alone else "judged.jinja", given)
 
 
 def _headline(case: FoundCase) -> str:
