@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpopt.cases.case import Case
-from ddpopt.cases.corpus.draws import rows, seeded
+from ddpopt.cases.corpus.draws import arrays, seeded
 from ddpopt.errors import UsageError
 from ddpopt.judge.modes import MODES
 from ddpopt.judge.options import OPTIONS
@@ -104,7 +104,7 @@ def _case(name: str, model: type[nn.Module], about: str) -> Case:
     return Case(
         name=name,
         model=partial(seeded, model),
-        inputs=partial(rows, batch=BATCH, width=WIDTH),
+        inputs=partial(arrays, shape=(BATCH, WIDTH)),
         about=about,
     )
 

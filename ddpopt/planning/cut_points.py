@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ddpopt.graph.aliases import first_names, is_view, reads_value, viewed_input
 from ddpopt.graph.effects import is_known, mutated_inputs, reads_memory, redescribes
-from ddpopt.graph.nodes import AUTOCAST, GRAD_MODE, example_value, requires_grad, storages
+from ddpopt.graph.nodes import AUTOCAST, GRAD_MODE, SOURCES, example_value, requires_grad, storages
 
 CROSSABLE = (
     torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool, str, type(None),
@@ -58,6 +58,7 @@ def blocked_positions(
         *_view_spans(body, position),
         *_alias_spans(graph, position, len(body)),
         *_copy_spans(graph, position),
+        *_kept_spans(graph, position),
     ]
     blocked: list[str | None] = [None] * len(body)
     filled = 0
@@ -230,6 +231,24 @@ def _copy_spans(graph: fx.Graph, position: Mapping[fx.Node, int]) -> Iterator[Sp
         for key in [key for key in read if key in uncopied and reads_value(node, key)]:
             why = f"{uncopied.pop(key).name!r} is written to later, and no copy could take its place here"
             yield Span(index + 1, mutated[key], why)
+
+
+def _kept_spans(graph: fx.Graph, position: Mapping[fx.Node, int]) -> Iterator[Span]:
+    """From the making of a tensor that is read and later written to, to the last write.
+
+    A segment that is given a tensor, reads it and then writes to it may keep it for its backward, which then
+    reads what was written: torch 2.13 takes a graph's inputs for values that do not change.
+    """
+    mutated = _written(position)
+    given = {key for node in graph.nodes if node.op in SOURCES for key in storages(node)}
+    made: dict[int, int] = {}
+    for node, index in position.items() if mutated else ():
+        for key in (key for key in storages(node) if key in mutated and key not in given):
+            made.setdefault(key, index)
+        read = {key for source in node.all_input_nodes for key in storages(source)}
+        for key in (key for key in read if key in made and index < mutated[key]):
+            if reads_value(node, key):
+                yield Span(made[key] + 1, mutated[key], f"{node.name!r} reads what is written to later")
 
 
 def _uncopied(graph: fx.Graph, mutated: Container[int]) -> dict[int, fx.Node]:

@@ -91,14 +91,12 @@ def _trace_not_captured() -> Iterator[None]:
     """Keep torch's structured trace, thousands of lines, out of the log that pytest keeps of a test."""
     trace = logging.getLogger("torch.__trace")
     # pytest 9 also listens to loggers that do not propagate, and torch takes that for a wish to trace.
-    pytests = [handler for handler in trace.handlers if type(handler).__module__.startswith("_pytest.")]
-    for handler in pytests:
-        trace.removeHandler(handler)
+    handlers = trace.handlers
+    trace.handlers = [each for each in handlers if not type(each).__module__.startswith("_pytest.")]
     try:
         yield
     finally:
-        for handler in pytests:
-            trace.addHandler(handler)
+        trace.handlers = handlers
 
 
 def _call(inputs: Any, kwargs: Mapping[str, Any] | None, step: int) -> Call:
