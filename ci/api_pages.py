@@ -77,7 +77,7 @@ def _described(target: griffe.Object) -> Iterator[str]:
     """A heading, the docstring, and for a class its methods and properties."""
     yield f"## {target.name}"
     if isinstance(target, griffe.Function):
-        yield f"```python\n{_signature(target)}\n```"
+        yield f"```text\n{_signature(target)}\n```"  # the formatter reads python
     yield from _sections(target)
     for member in target.members.values() if isinstance(target, griffe.Class) else ():
         if member.docstring is not None and not member.name.startswith("_"):

@@ -52,7 +52,7 @@ def diagnose(
         backend: name of a Dynamo backend.
         steps: how many steps each mode runs, at least 2: DDP rebuilds its buckets before the second.
         ranks: the inputs of how many ranks to try for unused parameters.
-        tell: told what goes on, for it may take minutes.
+        tell: called with what is going on, since a run may take minutes.
 
     Returns:
         The diagnosis.
