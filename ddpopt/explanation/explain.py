@@ -32,7 +32,7 @@ NOTHING_COMPILED = (
 
 
 def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
-    """Explain a model's buckets and cuts, beside DDP's own buckets and torch's DDPOptimizer.
+    """Explain a model's buckets and cuts, next to DDP's own buckets and torch's DDPOptimizer.
 
     Args:
         model: a module, or a DDP module, whose own bucket options then hold. Parameters may be real, fake
