@@ -99,7 +99,7 @@ def _plan(
 
 
 def _trained(facts: GraphFacts) -> set[str]:
-    return {use.spec.name for use in facts.params if use.is_read}
+    return {use.spec.name for use in facts.params}
 
 
 def _cuts(

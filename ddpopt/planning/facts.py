@@ -11,7 +11,7 @@ graph reads it. A reader counts only if gradient flows through it: not under ``n
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -33,23 +33,15 @@ class ParamUse:
     Attributes:
         spec: name, bytes, dtype, device as DDP counts them.
         readers: body positions of the nodes whose backward contributes to its gradient, ascending.
-        assumed_at: for a parameter that the graph does not read, the body position at which it is taken to
-            be ready.
     """
 
     spec: ParamSpec
     readers: tuple[int, ...]
-    assumed_at: int = 0
-
-    @property
-    def is_read(self) -> bool:
-        """Whether the graph reads it at all."""
-        return bool(self.readers)
 
     @property
     def completes_at(self) -> int:
         """Body position of the earliest reader: its backward is the last to contribute."""
-        return self.readers[0] if self.readers else self.assumed_at
+        return self.readers[0]
 
 
 @dataclass(frozen=True)
@@ -201,32 +193,3 @@ def _without_grad_mode(graph: fx.Graph) -> dict[fx.Node, None]:
         elif not enabled and not passes_on_input(node):
             found[node] = None
     return found
-
-
-def with_unread(facts: GraphFacts, specs: Sequence[ParamSpec], done: frozenset[str]) -> GraphFacts:
-    """Facts that also place the parameters which no graph reads.
-
-    Such a parameter may be unused, or used on another rank only. It is taken to be ready just before the
-    parameter registered in front of it, as DDP assumes for its initial buckets, so it holds up nothing
-    that is ready earlier.
-
-    Args:
-        facts: read off the model's only graph, or its last one.
-        specs: every parameter that DDP reduces, in registration order.
-        done: parameters that complete in earlier graphs.
-
-    Returns:
-        The same facts with more parameters; one registered in front of all that the graph reads is left out.
-    """
-    own = {use.spec.name: use for use in facts.params}
-    uses: list[ParamUse] = []
-    place: int | None = None
-    for spec in specs:
-        if spec.name in own:
-            place = own[spec.name].completes_at
-            uses.append(own[spec.name])
-        elif spec.name in done:
-            place = None
-        elif place is not None:
-            uses.append(ParamUse(spec, (), assumed_at=place))
-    return replace(facts, params=tuple(uses))

@@ -130,9 +130,7 @@ def _parts(
     for plan, in_front in zip(reversed(plans), reversed(between), strict=True):
         offset -= len(plan.segments)
         for bucket in plan.buckets:
-            # where a later graph follows, what this one does not read may be read there
-            left_out = elsewhere | set(plan.unread if len(plans) > 1 else ())
-            members = tuple(by_name[name] for name in bucket.params if name not in left_out)
+            members = tuple(by_name[name] for name in bucket.params if name not in elsewhere)
             if not members:
                 continue
             nbytes = sum(spec.nbytes for spec in members)

@@ -5,8 +5,7 @@ All gradients that complete within one atom leave its backward together, so thei
 smaller ones first, for then DDP's rule closes a bucket on the last of them wherever sizes allow. A bucket
 that closes within an atom asks for a cut right before that atom; whatever else of the atom is then still
 open is closed with it. So each bucket is complete once the backward of a single segment has run, as early
-as the eager run would have it, and the following bucket starts clean. Buckets of several dtypes close
-sooner still where that makes them fewer (`ddpopt.planning.fewest`).
+as the eager run would have it, and the following bucket starts clean.
 
 Where the graph repeats itself, a bucket that is nearly full closes at the end of the repeated block already:
 cuts then fall at the same place of one layer and the next, and the segments between them are twins. A block
@@ -29,12 +28,15 @@ from typing import NamedTuple
 
 from ddpopt.planning.bucket_rule import BucketConfig, ParamSpec
 from ddpopt.planning.facts import GraphFacts, ParamUse, several_weights
-from ddpopt.planning.fewest import NEARLY_FULL, First, Key, early_ends
 from ddpopt.planning.plan import Bucket, Cut, Plan, Policy, Segment, cut_reason
 from ddpopt.planning.repeats import block_ends
 
 Group = tuple[int, list[ParamUse]]
 """The body position where an atom starts, and the parameters that complete in it, in ready order."""
+Key = tuple[str, str]
+"""What may not mix in a bucket: (dtype, device)."""
+NEARLY_FULL = 0.9
+"""The share of its limit at which a bucket closes where a repeated block ends."""
 
 
 def plan_graph(
@@ -58,59 +60,9 @@ def plan_graph(
     filler.pass_over(ahead)
     groups = list(_by_atom(facts, _atoms(facts)))
     ends = block_ends(_shapes(groups, len(facts.nodes)), alone=_Shape.has_several_weights)
-    specs = [[use.spec for use in uses] for _, uses in groups]
-    early = early_ends(specs, filler.first_buckets(), filler.limit, ends)
     for index, (start, uses) in enumerate(groups):
-        follows = index + 1 < len(groups)
-        filler.fill(start, uses, cut_follows=follows, block_ends=index in ends, all_close=index in early)
+        filler.fill(start, uses, cut_follows=index + 1 < len(groups), block_ends=index in ends)
     return _assemble(facts, filler.finish(0), graph, "plan")
-
-
-def plan_ahead_of(
-    facts: GraphFacts, buckets: Sequence[Sequence[ParamSpec]], cap_bytes: int, graph: int = 0
-) -> Plan:
-    """Plan one graph so that no gradient leaves later than in buckets that are not in ready order.
-
-    In unused-parameter mode DDP keeps its initial buckets, filled in the order of registration. The graph
-    is cut wherever one of them would be launched, and what completes in between makes up the buckets. What
-    DDP would launch only with an earlier graph, but completes here, needs no cut and leaves here too.
-
-    Args:
-        facts: what the graph reads, and where it can be cut.
-        buckets: those that DDP would launch before or during this graph's backward, in reduction order.
-        cap_bytes: size at which a bucket closes.
-        graph: which of the model's graphs this is, in forward order.
-
-    Returns:
-        A plan whose every bucket completes within one segment (policy ``"plan"``).
-    """
-    launches = _launches(facts, buckets)
-    given = {spec.name for bucket in buckets for spec in bucket}
-    late = [use for use in facts.params if use.is_read and use.spec.name not in given]
-    launches += [_Draft(sorted(late, key=lambda use: -use.completes_at))] if late else []
-    starts = sorted({0, *(draft.start for draft in launches if draft.start < len(facts.nodes))})
-    pieces: dict[int, list[list[ParamUse]]] = {start: [] for start in reversed(starts)}
-    for draft in launches:
-        for start, uses in _by_segment(draft, starts).items():
-            pieces[start].append(uses)
-    drafts: list[_Draft] = []
-    for start, uses_of_bucket in pieces.items():
-        for read, group in itertools.groupby(uses_of_bucket, key=lambda uses: any(u.is_read for u in uses)):
-            filler = _Filler((cap_bytes,))  # what is unused here leaves at once, in buckets of its own
-            for uses in group if read else [list(itertools.chain(*group))]:
-                filler.fill(start, uses, cut_follows=False)
-            drafts.extend(filler.finish(start))
-    return _assemble(facts, drafts, graph, "plan")
-
-
-def _by_segment(draft: _Draft, starts: Sequence[int]) -> dict[int, list[ParamUse]]:
-    """A bucket's parameters by the start of the segment that completes them; unread ones with the last."""
-    last = starts[bisect.bisect_right(starts, draft.start) - 1]
-    found: dict[int, list[ParamUse]] = {}
-    for use in draft.members:
-        start = starts[bisect.bisect_right(starts, use.completes_at) - 1] if use.is_read else last
-        found.setdefault(start, []).append(use)
-    return found
 
 
 def plan_for_buckets(
@@ -139,13 +91,10 @@ def _launches(facts: GraphFacts, buckets: Sequence[Sequence[ParamSpec]]) -> list
     launch = len(facts.nodes)
     for bucket in buckets:
         members = [uses[spec.name] for spec in bucket if spec.name in uses]
-        read = [use for use in members if use.is_read]
-        if read:
-            last = min(read, key=lambda use: use.completes_at)
+        if members:
+            last = min(members, key=lambda use: use.completes_at)
             launch = min(launch, atoms[bisect.bisect_right(atoms, last.completes_at) - 1])
             drafts.append(_Draft(members, launch, f"DDP's own bucket; {last.spec.name} completes it"))
-        elif members:  # what is unused is ready as soon as backward starts
-            drafts.append(_Draft(members, launch, "DDP's own bucket; the graph reads none of it"))
     return drafts
 
 
@@ -187,26 +136,9 @@ class _Filler:
             if self._carried[key] >= self._limit(key):
                 self._next_limit(key)
 
-    @property
-    def limit(self) -> int:
-        """Of all buckets in the end, in bytes."""
-        return self._limits[-1]
-
-    def first_buckets(self) -> dict[Key, First]:
-        """The limit of the bucket that each key fills first, where one limit is all that follows."""
-        if len(self._limits) > 2:
-            return {}
-        return {key: First(self._limit(key), self._carried.get(key, 0)) for key in self._missing}
-
     def fill(
-        self,
-        start: int,
-        uses: Sequence[ParamUse],
-        *,
-        cut_follows: bool,
-        block_ends: bool = False,
-        all_close: bool = False,
-    ) -> bool:
+        self, start: int, uses: Sequence[ParamUse], *, cut_follows: bool, block_ends: bool = False
+    ) -> None:
         """Take in the gradients that complete in one atom.
 
         Args:
@@ -214,10 +146,6 @@ class _Filler:
             uses: the atom's gradients, in the order of filling.
             cut_follows: whether the graph may be cut between this atom and the next one to fill.
             block_ends: whether a repeated block ends with this atom.
-            all_close: whether all buckets close with this atom, full or not.
-
-        Returns:
-            Whether a bucket closed.
         """
         before = len(self._closed)
         last_closed: dict[Key, _Draft] = {}
@@ -238,12 +166,8 @@ class _Filler:
                 self._close(self._open.pop(key), start, "no gradient is left to add")
         if block_ends:
             self._close_nearly_full(start)
-        if all_close:
-            self._close_all(start)
-        closed = len(self._closed) > before
-        if cut_follows and closed:
+        if cut_follows and len(self._closed) > before:
             self._settle(start, last_closed)
-        return closed
 
     def finish(self, start: int) -> list[_Draft]:
         """Close what is still open; all buckets, in the order in which they were closed."""
@@ -259,12 +183,6 @@ class _Filler:
                 last = draft.members[-1].spec
                 self._close(self._open.pop(key), start, _nearly_filled(last, draft.nbytes, filled, limit))
                 self._next_limit(key)
-
-    def _close_all(self, start: int) -> None:
-        for key, draft in self._open.items():
-            self._close(draft, start, "closed later, the buckets of all dtypes together would be more")
-            self._next_limit(key)
-        self._open = {}
 
     def _settle(self, start: int, last_closed: Mapping[Key, _Draft]) -> None:
         """The graph is cut next to this atom: leave no bucket open across the cut."""
@@ -313,13 +231,10 @@ def _by_atom(facts: GraphFacts, atoms: Sequence[int]) -> Iterator[Group]:
     def start_of(use: ParamUse) -> int:
         return atoms[bisect.bisect_right(atoms, use.completes_at) - 1]
 
-    def readiness(numbered: tuple[int, ParamUse]) -> tuple[int, int, bool, int]:
-        index, use = numbered
-        # registered later, so ready earlier: what no graph reads comes first, in reverse
-        return -start_of(use), -use.completes_at, use.is_read, use.spec.nbytes if use.is_read else -index
+    def readiness(use: ParamUse) -> tuple[int, int]:
+        return -use.completes_at, use.spec.nbytes
 
-    ordered = [use for _, use in sorted(enumerate(facts.params), key=readiness)]
-    for start, uses in itertools.groupby(ordered, key=start_of):
+    for start, uses in itertools.groupby(sorted(facts.params, key=readiness), key=start_of):
         yield start, list(uses)
 
 
@@ -327,7 +242,7 @@ class _Shape(NamedTuple):
     """What tells one group from another where names do not count: how long its code is, and its gradients."""
 
     nodes: int
-    gradients: tuple[tuple[int, str, bool, bool], ...]
+    gradients: tuple[tuple[int, str, bool], ...]
 
     def has_several_weights(self) -> bool:
         """Whether a bucket that needs only some of these gradients waits for all of them."""
@@ -337,10 +252,7 @@ class _Shape(NamedTuple):
 def _shapes(groups: Sequence[Group], body: int) -> list[_Shape]:
     ends = [body, *(start for start, _ in groups)]
     return [
-        _Shape(
-            end - start,
-            tuple((use.spec.nbytes, use.spec.dtype, use.spec.sparse, use.is_read) for use in uses),
-        )
+        _Shape(end - start, tuple((use.spec.nbytes, use.spec.dtype, use.spec.sparse) for use in uses))
         for end, (start, uses) in zip(ends, groups, strict=False)
     ]
 
@@ -358,8 +270,7 @@ def _assemble(facts: GraphFacts, drafts: Sequence[_Draft], graph: int, policy: P
         for index, draft in enumerate(drafts)
     )
     cuts = tuple(Cut(graph, facts.nodes[start], reasons[start]) for start in starts[1:])
-    unread = tuple(use.spec.name for use in facts.params if not use.is_read)
-    return Plan(buckets, _segments(facts, starts, buckets, graph), cuts, unread, policy)
+    return Plan(buckets, _segments(facts, starts, buckets, graph), cuts, policy=policy)
 
 
 def _bucket(index: int, members: Sequence[ParamUse], segment: int, reason: str) -> Bucket:
@@ -374,7 +285,7 @@ def _segments(
 ) -> tuple[Segment, ...]:
     ends = [*starts[1:], len(facts.nodes)]
     params: list[list[str]] = [[] for _ in starts]
-    for use in (use for use in facts.params if use.is_read):
+    for use in facts.params:
         params[bisect.bisect_right(starts, use.completes_at) - 1].append(use.spec.name)
     completed: list[list[int]] = [[] for _ in starts]
     for bucket in buckets:

@@ -10,7 +10,6 @@ Invariant: no parameter completes in two graphs; its gradient is complete in the
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,16 +20,15 @@ from torch import fx, nn
 from ddpopt.planning.bucket_rule import (
     BucketConfig,
     ParamSpec,
-    initial_buckets,
     rebuilt_buckets,
     specs_from_ddp,
 )
 from ddpopt.planning.eager_reads import noting_reads
 from ddpopt.planning.expand_calls import Planned, plan_and_open
-from ddpopt.planning.facts import GraphFacts, collect, with_unread
+from ddpopt.planning.facts import GraphFacts, collect
 from ddpopt.planning.join import join_plans, telling
 from ddpopt.planning.plan import Plan
-from ddpopt.planning.planner import plan_ahead_of, plan_for_buckets, plan_graph
+from ddpopt.planning.planner import plan_for_buckets, plan_graph
 
 
 @dataclass(frozen=True)
@@ -138,17 +136,10 @@ def plan_region(
         The graph, perhaps with calls opened, its facts and its plan.
     """
     registered = tuple(specs.values())
-    initial = ([registered[i] for i in bucket] for bucket in initial_buckets(registered, config))
-    # a bucket that waits for an earlier graph is launched there, and so are all that follow it
-    launched = list(itertools.takewhile(lambda bucket: taken.isdisjoint(s.name for s in bucket), initial))
 
     def decide(facts: GraphFacts) -> Plan:
         own = tuple(use for use in facts.params if use.spec.name not in taken)
         facts = replace(facts, params=own)
-        if not ends_in_break(gm):
-            facts = with_unread(facts, registered, taken)
-        if not config.rebuilds:
-            return plan_ahead_of(facts, launched, config.cap_bytes, graph)
         done = taken.union(use.spec.name for use in facts.params)
         later = [spec for spec in registered if spec.name not in done] if ends_in_break(gm) else []
         return plan_graph(facts, config, graph, ahead=later[::-1])

@@ -133,7 +133,7 @@ def test_all_other_keywords_go_to_the_models_forward() -> None:
 
 def test_each_graph_of_a_model_with_a_graph_break_is_captured() -> None:
     found = capture(Broken(), rows(), bucket_cap_mb=LAYER_MB)
-    assert [[use.spec.name for use in g.facts.params if use.is_read] for g in found.graphs] == [
+    assert [[use.spec.name for use in g.facts.params] for g in found.graphs] == [
         ["first.weight", "first.bias"],
         ["second.weight", "second.bias"],
     ]

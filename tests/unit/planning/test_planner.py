@@ -127,20 +127,6 @@ def test_a_cut_leaves_no_bucket_of_another_dtype_open_across_it() -> None:
     assert planned(facts(3, uses)) == (["full", "half", "first half", "before"], ["n1"])
 
 
-def test_a_bucket_closes_before_it_is_full_where_all_dtypes_need_fewer_buckets_so() -> None:
-    ready = (4, "bfloat16"), (3, "float32"), (2, "bfloat16"), (2, "float32"), (3, "bfloat16"), (1, "float32")
-    last = len(ready) - 1
-    uses = [use(f"{n} {d}", n, last - place, dtype=d) for place, (n, d) in enumerate(ready)]
-    plan = plan_graph(facts(6, uses), BucketConfig(cap_bytes=6, first_bucket_bytes=6))
-    assert [bucket.params for bucket in plan.buckets] == [
-        ("4 bfloat16",),
-        ("2 bfloat16", "3 bfloat16"),
-        ("3 float32", "2 float32"),
-        ("1 float32",),
-    ]
-    assert plan.buckets[0].reason == "closed later, the buckets of all dtypes together would be more"
-
-
 def test_the_last_gradient_of_a_dtype_does_not_wait_for_the_end_of_backward() -> None:
     uses = [use("half", 10, 2, dtype="bfloat16"), use("full", 100, 1), use("before", 100, 0)]
     assert planned(facts(3, uses)) == (["half", "full", "before"], ["n1", "n2"])
@@ -354,14 +340,6 @@ def test_what_only_looks_like_a_few_blocks_keeps_ddps_own_rule() -> None:
     assert buckets(plan_graph(few, CAP_100)) == by_ddp
 
 
-def test_one_more_byte_of_cap_never_adds_a_bucket_where_blocks_repeat() -> None:
-    for sizes in ((60, 15, 20), (20, 70, 5), (5, 5, 40, 40)):
-        counts = [
-            len(plan_graph(layers(12, *sizes), BucketConfig(cap, cap)).buckets) for cap in range(20, 400)
-        ]
-        assert counts == sorted(counts, reverse=True)
-
-
 def atoms(count: int, *sizes: int) -> GraphFacts:
     """`count` equal nodes that read parameters of all these sizes each, as checkpointed regions do."""
     uses = [use(f"p{i}.{j}", nbytes, i) for i in range(count) for j, nbytes in enumerate(sizes)]
@@ -378,11 +356,3 @@ def test_in_few_atoms_and_those_of_one_weight_only_a_full_bucket_closes(given: G
     *closed, _ = plan_graph(given, BucketConfig(cap, cap)).buckets
     assert closed
     assert all(bucket.nbytes > cap for bucket in closed)
-
-
-def test_one_more_byte_of_cap_never_adds_a_bucket_where_atoms_repeat() -> None:
-    for sizes in ((60, 15, 20), (16, 15), (40, 40)):
-        counts = [
-            len(plan_graph(atoms(12, *sizes), BucketConfig(cap, cap)).buckets) for cap in range(20, 400)
-        ]
-        assert counts == sorted(counts, reverse=True)

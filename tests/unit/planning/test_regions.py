@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.dynamo.backend import cut
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.regions import (
     Regions,
@@ -137,31 +136,6 @@ def test_a_parameter_that_no_graph_reads_stands_in_the_plan() -> None:
         f"layers.{index}.{kind}" for index in range(4) for kind in ("weight", "bias")
     )
     assert plan.spread == 0
-
-
-def test_in_unused_parameter_mode_the_graph_is_cut_where_ddps_initial_buckets_are_launched() -> None:
-    plan = joined(*setting(Net(order=(3, 2, 1, 0)), find_unused_parameters=True))
-    # registered last, and so reduced first, is the layer whose gradient is complete last
-    assert len(plan.segments) == 1
-    assert sorted(layers(plan)) == ["0", "1", "2", "3"]
-    in_order = joined(*setting(Net(), find_unused_parameters=True))
-    assert layers(in_order) == ["3", "2", "1", "0"]
-    assert len(in_order.segments) == 4
-
-
-def test_what_completes_in_a_later_graph_stands_in_its_plan_though_ddp_launches_it_later() -> None:
-    model = Net(order=(1, 2, 0, 3), breaks=(2,))
-    ddp, graphs = setting(model, find_unused_parameters=True)
-    regions = Regions(ddp)
-    planned = [regions.add(graph.gm, graph.inputs) for graph in graphs]
-    # DDP has layer 0 wait for layers 2 and 1, which stand before it in the order of registration
-    assert [layers(each.plan) for each in planned] == [["2", "1"], ["3", "0"]]
-    assert [len(each.plan.segments) for each in planned] == [2, 2]
-    for each, graph in zip(planned, graphs, strict=True):
-        assert cut(each, graph.inputs, ddp) is not each.gm
-    whole = regions.joined()
-    assert whole is not None
-    assert layers(whole) == ["3", "0", "2", "1"]
 
 
 # ---------------------------------------------------------------------------------- buckets that are given
