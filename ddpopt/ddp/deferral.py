@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.ddp.fit import ACCUMULATES, accumulates, ddp_module, require_fit
 from ddpopt.ddp.plan_exchange import exchange_plans, plan_difference, same_buckets
+from ddpopt.ddp.ready_hooks import ready_hooks
 from ddpopt.ddp.reduced import as_built, running_reducer
 from ddpopt.ddp.reducer import install, outside_dynamo
 from ddpopt.errors import UnsupportedError
@@ -165,6 +166,8 @@ class Deferral:
 
     def _install(self, ddp: Any, plan: Plan, joined: bool) -> None:
         install(ddp, plan)
+        if self._noting:  # users' hooks go where those that noted were: in front of the new reducer's
+            ready_hooks(ddp).take_over()
         if joined:
             return
         ddp.reducer.prepare_for_forward()

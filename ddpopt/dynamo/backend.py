@@ -191,7 +191,9 @@ class DdpoptBackend:
         held_parameters(ddp)  # raises where one was replaced, perhaps since the graph before
         if ddp not in self._regions:
             self._regions[ddp] = Regions(ddp)
-        if not isinstance(ddp.logger, PendingLogger):
+        if ddp.static_graph and ddp._static_graph_delay_allreduce_enqueued:  # True once it had a backward
+            _say_once("DDP keeps its buckets: a static graph's first backward settles what is reduced")
+        elif not isinstance(ddp.logger, PendingLogger):
             defer(ddp, self._regions[ddp].joined)
         return self._regions[ddp]
 

@@ -46,7 +46,7 @@ LAST_WORDS_S = 1.0
 # What is not the task's in stacks of faulthandler's: its headline, which counts from the last time that a
 # limit was set, its list of modules, and our frames.
 OWN_LINES = re.compile(
-    r'^(Timeout \(.*\)!|Extension modules: .*|  File ".*/verify/launch/process\.py", line \d+ in .*)\n',
+    r'^(Timeout \(.*\)!|Extension modules: .*|  File ".*/ranks/process\.py", line \d+ in .*)\n',
     re.MULTILINE,
 )
 

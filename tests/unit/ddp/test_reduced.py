@@ -15,6 +15,7 @@ from ddpopt.ddp.reduced import as_built, held_parameters
 from ddpopt.dynamo.backend import Strategy
 from ddpopt.errors import UnsupportedError
 from ddpopt.planning.bucket_rule import specs_from_ddp
+from tests.multigpu.models import same
 
 pytestmark = pytest.mark.usefixtures("one_rank_group", "fresh_dynamo")
 WIDTH = 16
@@ -239,6 +240,23 @@ def test_a_module_whose_parameters_changed_trains_as_eager_ddp_does(story: Say, 
     assert [gradient is None for gradient in found] == [gradient is None for gradient in eager]
     for mine, theirs in zip(found, eager, strict=True):
         assert mine is None or theirs is None or torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("strategy", ["split", "inline"])
+@pytest.mark.parametrize("times", [0, 1])
+def test_a_static_graph_reduces_what_its_first_backward_reached(strategy: Strategy, times: int) -> None:
+    def told(wrap: Callable[[Any], Any]) -> list[Tensor | None]:
+        ddp = ddp_of(static_graph=True)
+        ddp.register_comm_hook(None, sevenfold)
+        call = wrap(ddp)
+        freeze(ddp.module)
+        found = [gradient for _ in range(times) for gradient in attack(call)]
+        freeze(ddp.module, frozen=False)
+        return [*found, *steps(ddp, call, 3)]
+
+    eager = told(lambda ddp: ddp)
+    found = told(lambda ddp: ddpopt.compile(ddp, backend="aot_eager", strategy=strategy))
+    assert same([found], [eager])
 
 
 def test_what_eager_ddp_refuses_is_refused_too() -> None:
