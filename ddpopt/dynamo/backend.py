@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.ddp.deferral import PendingLogger, active_module
 from ddpopt.ddp.impose import defer, imposed_plan
-from ddpopt.ddp.reduced import held_parameters
 from ddpopt.ddp.reducer import outside_dynamo
 from ddpopt.dynamo import hook
 from ddpopt.dynamo.quiet import compiling, undisturbed
@@ -34,6 +33,7 @@ from ddpopt.judge.judging.association import reassociated_values
 from ddpopt.planning.expand_calls import Planned
 from ddpopt.planning.facts import parameter_names, parameter_sources
 from ddpopt.planning.plan import Plan
+from ddpopt.planning.reduced import held_parameters
 from ddpopt.planning.regions import Regions, ends_in_break, plan_for_ddp, plan_for_imposed, specs_by_id
 from ddpopt.proof.certificate import certify
 from ddpopt.split.partition import partition

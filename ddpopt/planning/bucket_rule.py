@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ddpopt.ddp.reduced import as_built
 from ddpopt.errors import UsageError
 from ddpopt.planning.bucket_order import hash_table_order
 from ddpopt.planning.limits import BucketConfig
+from ddpopt.planning.reduced import as_built
 
 __all__ = [
     "BucketConfig",
