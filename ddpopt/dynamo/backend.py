@@ -26,7 +26,8 @@ from ddpopt.ddp.reducer import outside_dynamo
 from ddpopt.dynamo import hook
 from ddpopt.dynamo.quiet import compiling, undisturbed
 from ddpopt.errors import UnsupportedError, UsageError
-from ddpopt.graph.nodes import begins_without_grad
+from ddpopt.graph.nodes import CompilerFn
+from ddpopt.graph.state import begins_without_grad
 from ddpopt.inline.compile import Sources, compile_inline, lendable, obstacle, together
 from ddpopt.inline.inductor import in_order, is_inductor
 from ddpopt.judge.judging.association import reassociated_values
@@ -37,7 +38,7 @@ from ddpopt.planning.reduced import held_parameters
 from ddpopt.planning.regions import Regions, ends_in_break, plan_for_ddp, plan_for_imposed, specs_by_id
 from ddpopt.proof.certificate import certify
 from ddpopt.split.partition import partition
-from ddpopt.split.segments import CompiledSegments, CompilerFn, compile_segments
+from ddpopt.split.segments import CompiledSegments, compile_segments
 
 Buckets = Literal["plan", "ddp"]
 Strategy = Literal["split", "inline", "auto"]

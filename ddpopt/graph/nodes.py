@@ -17,14 +17,8 @@ from torch.utils import _pytree as pytree
 SOURCES = ("placeholder", "get_attr")
 """Node kinds that bring a value into a graph and compute nothing."""
 
-AUTOCAST = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
-GRAD_MODE = torch._C._set_grad_enabled
-
-
-def begins_without_grad(graph: fx.Graph) -> bool:
-    """Whether `graph` is called under ``no_grad`` and turns gradient on: Dynamo writes down changes only."""
-    switches = (bool(node.args[0]) for node in graph.nodes if node.target is GRAD_MODE)
-    return next(switches, False)
+CompilerFn = Callable[..., Callable[..., Any]]
+"""A Dynamo backend: ``(gm, example_inputs) -> callable``; some take options."""
 
 
 class Missing:

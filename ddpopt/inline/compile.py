@@ -23,11 +23,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ddpopt.ddp.deferral import active_module
 from ddpopt.graph.effects import mutated_inputs
-from ddpopt.graph.nodes import body_nodes, example_value, module_like, storages
+from ddpopt.graph.nodes import CompilerFn, body_nodes, example_value, module_like, storages
 from ddpopt.inline.handover import Call, empty_token, lend
 from ddpopt.planning.facts import GraphFacts, gradient_carriers, late_reads
 from ddpopt.planning.plan import Bucket
-from ddpopt.split.segments import CompilerFn
 
 Sources = Mapping[fx.Node, Mapping[str, str]]
 """What `ddpopt.planning.facts.parameter_sources` says of a graph."""

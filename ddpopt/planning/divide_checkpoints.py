@@ -23,8 +23,8 @@ from torch import fx
 
 from ddpopt.graph.effects import mutated_inputs
 from ddpopt.graph.nodes import SOURCES, body_nodes, example_value, fetch, module_like, storages
+from ddpopt.graph.state import State, states
 from ddpopt.planning.facts import gradient_carriers
-from ddpopt.split.layout import State
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 Argument = Any
@@ -86,13 +86,12 @@ def _places(body: fx.GraphModule) -> dict[fx.Node, fx.Node]:
     found: dict[fx.Node, fx.Node] = {}
     unwritten = _unwritten(body.graph)
     unread = _unread(body.graph)
-    state, opener, begun = State(), None, False
-    for node in body_nodes(body.graph):
+    opener, begun = None, False
+    for node, state in states(body.graph):
         if state == State():
             opener = node if begun and node in unwritten and node in unread else None
         if opener is not None:
             found[node] = opener
-        state = state.after(node)
         begun |= not isinstance(example_value(node), (torch.SymInt, torch.SymFloat, torch.SymBool))
     return found
 

@@ -26,7 +26,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils import _pytree as pytree
 
-from ddpopt.graph.nodes import AUTOCAST, MISSING, body_nodes, example_value, module_like, with_values
+from ddpopt.graph.nodes import MISSING, body_nodes, example_value, module_like, with_values
+from ddpopt.graph.state import State, states
 from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.divide_checkpoints import divide_regions, write_out_idle_regions
 from ddpopt.planning.facts import BIAS, GraphFacts, collect, several_weights
@@ -122,9 +123,9 @@ def open_calls(gm: fx.GraphModule, facts: GraphFacts, plan: Plan) -> fx.GraphMod
     wanted = _calls_where_buckets_end(facts, plan)
     opened: dict[fx.Node, fx.GraphModule] = {}
     atomic: set[object] = set()
-    for node, spans in _with_autocast(gm.graph) if wanted else ():
+    for node, state in states(gm.graph) if wanted else ():
         if node.name in wanted and node.target not in atomic and _can_trace(node):
-            traced = _trace(node, spans)
+            traced = _trace(node, state)
             if traced is not None and _separates_weights(node, traced):
                 opened[node] = traced
             else:
@@ -143,18 +144,6 @@ def _calls_where_buckets_end(facts: GraphFacts, plan: Plan) -> frozenset[str]:
     return frozenset(facts.nodes[end] for end in ends if several_weights(sizes[end]))
 
 
-def _with_autocast(graph: fx.Graph) -> Iterator[tuple[fx.Node, tuple[fx.Node, ...]]]:
-    """Each body node, with the autocast spans that are open around it."""
-    enter, leave = AUTOCAST
-    spans: tuple[fx.Node, ...] = ()
-    for node in body_nodes(graph):
-        if node.target is enter:
-            spans = (*spans, node)
-        elif node.target is leave:
-            spans = tuple(span for span in spans if span is not node.args[0])
-        yield node, spans
-
-
 def _can_trace(node: fx.Node) -> bool:
     """Whether a call is a plain function of tensors of fixed shape."""
     if node.op not in ("call_function", "call_method") or isinstance(node.target, HigherOrderOperator):
@@ -165,7 +154,7 @@ def _can_trace(node: fx.Node) -> bool:
     return fake and not any(source.op == "get_attr" for source in node.all_input_nodes)
 
 
-def _trace(node: fx.Node, spans: Sequence[fx.Node]) -> fx.GraphModule | None:
+def _trace(node: fx.Node, state: State) -> fx.GraphModule | None:
     """The operations of one call as a graph over its input nodes; None if it cannot be traced alone."""
     sources = node.all_input_nodes
 
@@ -176,7 +165,7 @@ def _trace(node: fx.Node, spans: Sequence[fx.Node]) -> fx.GraphModule | None:
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         return node.target(*args, **kwargs)  # type: ignore[operator]  # a call_function's target is callable
 
-    with _settings(spans):
+    with _settings(state):
         try:
             traced = make_fx(call)(*(example_value(source) for source in sources))
         except Exception:  # whatever it is, the call as a whole is still right: it only stays closed
@@ -188,13 +177,13 @@ def _trace(node: fx.Node, spans: Sequence[fx.Node]) -> fx.GraphModule | None:
 
 
 @contextlib.contextmanager
-def _settings(spans: Sequence[fx.Node]) -> Iterator[None]:
-    """The state in which a node inside `spans` runs; weights are cast anew by each node that reads them."""
+def _settings(state: State) -> Iterator[None]:
+    """Autocast as in `state`; each node that reads a weight casts it again."""
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
         with contextlib.ExitStack() as stack:
-            for span in spans:
+            for span in state.autocast:
                 device, dtype, enabled, _ = span.args
                 stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))  # type: ignore[arg-type]
             stack.enter_context(torch.enable_grad())

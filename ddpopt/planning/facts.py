@@ -18,7 +18,8 @@ from torch import fx
 
 from ddpopt.graph.aliases import first_names, passes_on_input, returned_input, tensors_of
 from ddpopt.graph.effects import detaches, mutated_inputs
-from ddpopt.graph.nodes import GRAD_MODE, SOURCES, body_nodes, example_value, fetch, requires_grad, storages
+from ddpopt.graph.nodes import SOURCES, body_nodes, example_value, fetch, requires_grad, storages
+from ddpopt.graph.state import states
 from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.cut_points import Span, blocked_positions
 
@@ -190,14 +191,8 @@ def _without_grad_mode(graph: fx.Graph) -> dict[fx.Node, None]:
 
     Tracing says of a view of a parameter that it requires grad even there.
     """
-    found: dict[fx.Node, None] = {}
-    enabled = True
-    for node in graph.nodes:
-        if node.target is GRAD_MODE:
-            enabled = bool(node.args[0])
-        elif not enabled and not passes_on_input(node):
-            found[node] = None
-    return found
+    ran = ((node, state.grad_enabled) for node, state in states(graph))
+    return {node: None for node, enabled in ran if not enabled and not passes_on_input(node)}
 
 
 def late_reads(
