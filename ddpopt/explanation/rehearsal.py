@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.capture import fake_copy, fake_mode, private_dynamo
@@ -38,6 +39,13 @@ class Step:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     loss: Loss
+
+
+def sum_of_squares(output: object) -> Tensor:
+    """A loss of every tensor in an output that requires grad."""
+    leaves = (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
+    squares = [leaf.abs().double().square().sum() for leaf in leaves if leaf.requires_grad]
+    return torch.stack(squares).sum()
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ class Tally:
         segments: how many segments run in a forward.
         buckets: how many buckets DDP reduces.
         spread: how many of them wait on more than one segment.
-        early: how many are sent before the last segment's backward has run; the others hide behind nothing.
+        early: how many are sent before backward ends; nothing overlaps with the others.
         unseen: parameters that DDP reduces and the split does not count.
         recounted: parameters counted more than once.
     """
@@ -107,6 +107,7 @@ class Explanation:
         model: name of the model's class.
         config: DDP's bucket limits and modes.
         plan: ddpopt's plan.
+        inline: whether its graphs stay whole, and gradients leave from inside their backward.
         ddp: DDP's own buckets in eager training.
         torch: torch's DDPOptimizer.
     """
@@ -114,6 +115,7 @@ class Explanation:
     model: str
     config: BucketConfig
     plan: Plan
+    inline: bool
     ddp: OwnBuckets
     torch: TorchSplit
 
@@ -129,7 +131,7 @@ class Explanation:
             segments=len(plan.segments),
             buckets=len(plan.buckets),
             spread=plan.spread,
-            early=_early(waits),
+            early=len(waits) - 1 if self.inline and waits else _early(waits),
             unseen=len(plan.unread),
             recounted=0,
         )
@@ -159,6 +161,7 @@ class Explanation:
             "config": asdict(self.config),
             "summary": {"ddpopt": asdict(self.plan_tally), "torch": asdict(self.torch_tally)},
             "plan": json.loads(self.plan.to_json()),
+            "inline": self.inline,
             "ddp": asdict(self.ddp),
             "torch": asdict(self.torch),
         }

@@ -18,7 +18,7 @@ ROWS = {
     "segments": "segments",
     "buckets": "buckets that DDP reduces",
     "spread": "  that wait on more than one segment",
-    "early": "  that leave before the last segment's backward",
+    "early": "  that leave before backward ends",
     "unseen": "parameters that it does not see",
     "recounted": "parameters that it counts more than once",
 }
@@ -37,7 +37,7 @@ def render(explanation: Explanation) -> str:
         [
             _title(explanation),
             _summary(explanation),
-            *_plan(explanation.plan),
+            *_plan(explanation.plan, inline=explanation.inline),
             *_ddp(explanation),
             *_torch(explanation.torch),
         ]
@@ -78,7 +78,7 @@ def _count(number: int | None) -> str:
     return "-" if number is None else str(number)
 
 
-def _plan(plan: Plan) -> Iterator[str]:
+def _plan(plan: Plan, *, inline: bool) -> Iterator[str]:
     buckets = [
         (b.index, b.segment, mib(b.nbytes), b.dtype, Noted(names(b.params), b.reason)) for b in plan.buckets
     ]
@@ -92,7 +92,10 @@ def _plan(plan: Plan) -> Iterator[str]:
         ],
         buckets,
     )
-    yield "ddpopt's segments, in the order of backward\n" + _segments(plan)
+    if inline:
+        yield paragraph("No graph is cut: each bucket leaves from inside the backward.", "  ")
+    else:
+        yield "ddpopt's segments, in the order of backward\n" + _segments(plan)
     if plan.unread:
         yield paragraph(f"No compiled graph reads {names(plan.unread)}.", "  ")
 

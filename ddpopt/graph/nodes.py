@@ -21,6 +21,9 @@ CompilerFn = Callable[..., Callable[..., Any]]
 """A Dynamo backend: ``(gm, example_inputs) -> callable``; some take options."""
 
 
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+
+
 class Missing:
     """Stands where a node carries no example value: nothing is known of what it returns."""
 
@@ -41,6 +44,15 @@ def example_value(node: fx.Node) -> object:
 def fetch(gm: fx.GraphModule, target: str) -> object:
     """The attribute of `gm` at a dotted path."""
     return functools.reduce(getattr, target.split("."), gm)
+
+
+def checkpointed(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
+    """The body of a checkpointed region, whose placeholders stand for ``node.args[1:]``; None for others."""
+    holder = node.args[0] if node.target is CHECKPOINT else None
+    if not isinstance(holder, fx.Node) or not all(isinstance(arg, fx.Node) for arg in node.args):
+        return None
+    body = fetch(gm, str(holder.target))
+    return body if isinstance(body, fx.GraphModule) else None
 
 
 def with_values(arguments: Any, value_of: Callable[[fx.Node], object]) -> Any:

@@ -39,20 +39,12 @@ Decide = Callable[[GraphFacts], Plan]
 """Makes a plan from facts."""
 
 
-class Planned(NamedTuple):
-    """A graph as planned, with its facts and its plan.
-
-    Attributes:
-        gm: the graph, perhaps with calls opened.
-        facts: read off `gm`.
-        plan: made from them.
-        completed: parameters whose gradients an earlier graph completes, though this one may read them.
-    """
+class Opened(NamedTuple):
+    """A graph to be cut, perhaps with calls opened, the facts read off it, and the plan made from them."""
 
     gm: fx.GraphModule
     facts: GraphFacts
     plan: Plan
-    completed: frozenset[str] = frozenset()
 
 
 def plan_and_open(
@@ -60,8 +52,8 @@ def plan_and_open(
     example_inputs: Sequence[object],
     specs: Mapping[int, ParamSpec],
     decide: Decide,
-    facts: GraphFacts | None = None,
-) -> Planned:
+    facts: GraphFacts,
+) -> Opened:
     """Plan a graph, and open the calls inside which its buckets end, until none is worth it.
 
     Args:
@@ -69,44 +61,37 @@ def plan_and_open(
         example_inputs: one value for each of its placeholders.
         specs: what DDP reduces, by ``id`` of the parameter.
         decide: makes the plan from the facts.
-        facts: those of `gm`, where they have been read off already.
+        facts: those of `gm`.
 
     Returns:
         The graph that the plan is for (`gm` itself if nothing was opened), its facts and the plan.
     """
-    if facts is None:
-        facts = collect(gm, example_inputs, specs)
-    planned = Planned(gm, facts, decide(facts))
-    while (opened := open_calls(planned.gm, planned.facts, planned.plan)) is not planned.gm:
-        replanned = _plan(opened, example_inputs, specs, decide)
-        if _trained(replanned.facts) != _trained(planned.facts):
-            logger.warning("ddpopt: calls stay closed: opened, other parameters would get a gradient")
+
+    def planned(graph: fx.GraphModule) -> Opened:
+        facts = collect(graph, example_inputs, specs)
+        return Opened(graph, facts, decide(facts))
+
+    best = Opened(gm, facts, decide(facts))
+    while (opened := open_calls(*best)) is not best.gm:
+        again = planned(opened)
+        if _trained(again.facts) != _trained(facts):
+            logger.warning(
+                "ddpopt: not expanding composite calls: expanding them would change which parameters get "
+                "gradients"
+            )
             break
-        planned = replanned
+        best = again
     while True:
-        gm = divide_regions(planned.gm, lambda g: _cuts(g, example_inputs, specs, decide))
-        if gm is planned.gm and planned.plan.cuts:
+        gm = divide_regions(best.gm, lambda graph: [cut.before for cut in planned(graph).plan.cuts])
+        if gm is best.gm and best.plan.cuts:
             gm = write_out_idle_regions(gm)
-        if gm is planned.gm:
-            return planned
-        planned = _plan(gm, example_inputs, specs, decide)
-
-
-def _plan(
-    gm: fx.GraphModule, example_inputs: Sequence[object], specs: Mapping[int, ParamSpec], decide: Decide
-) -> Planned:
-    facts = collect(gm, example_inputs, specs)
-    return Planned(gm, facts, decide(facts))
+        if gm is best.gm:
+            return best
+        best = planned(gm)
 
 
 def _trained(facts: GraphFacts) -> set[str]:
     return {use.spec.name for use in facts.params}
-
-
-def _cuts(
-    gm: fx.GraphModule, example_inputs: Sequence[object], specs: Mapping[int, ParamSpec], decide: Decide
-) -> list[str]:
-    return [cut.before for cut in _plan(gm, example_inputs, specs, decide).plan.cuts]
 
 
 def open_calls(gm: fx.GraphModule, facts: GraphFacts, plan: Plan) -> fx.GraphModule:

@@ -18,7 +18,15 @@ from torch import fx
 
 from ddpopt.graph.aliases import first_names, passes_on_input, returned_input, tensors_of
 from ddpopt.graph.effects import detaches, mutated_inputs
-from ddpopt.graph.nodes import SOURCES, body_nodes, example_value, fetch, requires_grad, storages
+from ddpopt.graph.nodes import (
+    SOURCES,
+    body_nodes,
+    checkpointed,
+    example_value,
+    fetch,
+    requires_grad,
+    storages,
+)
 from ddpopt.graph.state import states
 from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.cut_points import Span, blocked_positions
@@ -35,10 +43,12 @@ class ParamUse:
     Attributes:
         spec: name, bytes, dtype, device as DDP counts them.
         readers: body positions of the nodes whose backward contributes to its gradient, ascending.
+        inside: where the first reader is a checkpointed region: the place in its body that reads it first.
     """
 
     spec: ParamSpec
     readers: tuple[int, ...]
+    inside: int = 0
 
     @property
     def completes_at(self) -> int:
@@ -59,6 +69,15 @@ class GraphFacts:
     nodes: tuple[str, ...]
     params: tuple[ParamUse, ...]
     blocked: tuple[str | None, ...]
+
+    @property
+    def ready(self) -> list[ParamSpec]:
+        """The parameters in the order in which their gradients become complete, the smaller ones first."""
+
+        def readiness(use: ParamUse) -> tuple[int, int, int]:
+            return -use.completes_at, -use.inside, use.spec.nbytes
+
+        return [use.spec for use in sorted(self.params, key=readiness)]
 
 
 def several_weights(sizes: Sequence[int]) -> bool:
@@ -93,12 +112,35 @@ def collect(
         names = [name for source in held for name in sources.get(source, {}).values()]
         for name in dict.fromkeys(names):
             readers[name].append(position)
-    uses = tuple(ParamUse(s, tuple(readers[s.name])) for s in specs.values() if readers[s.name])
+    inside = _places_inside(gm, body, sources)
+    uses = tuple(
+        ParamUse(spec, tuple(readers[spec.name]), inside.get((spec.name, readers[spec.name][0]), 0))
+        for spec in specs.values()
+        if readers[spec.name]
+    )
     late = (
         Span(first + 1, last, _LATE.format(body[first].name, node.name))
         for node, (first, last) in late_reads(body, sources, carries).items()
     )
     return GraphFacts(tuple(node.name for node in body), uses, blocked_positions(gm.graph, body, late))
+
+
+def _places_inside(
+    gm: fx.GraphModule, body: Sequence[fx.Node], sources: Mapping[fx.Node, Mapping[str, str]]
+) -> dict[tuple[str, int], int]:
+    """For each parameter and checkpointed region that reads it: which node of the region reads it first."""
+    found: dict[tuple[str, int], int] = {}
+    for position, node in enumerate(body):
+        inner = checkpointed(gm, node)
+        if inner is None:
+            continue
+        place = {step: index for index, step in enumerate(inner.graph.nodes)}
+        operands = zip(inner.graph.find_nodes(op="placeholder"), node.args[1:], strict=True)
+        for operand, source in operands:
+            first = min((place[user] for user in operand.users), default=0)
+            names = sources.get(source, {}) if isinstance(source, fx.Node) else {}
+            found.update(dict.fromkeys(((name, position) for name in names.values()), first))
+    return found
 
 
 def parameter_sources(

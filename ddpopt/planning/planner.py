@@ -39,48 +39,60 @@ NEARLY_FULL = 0.9
 """The share of its limit at which a bucket closes where a repeated block ends."""
 
 
-def plan_graph(
-    facts: GraphFacts, config: BucketConfig, graph: int = 0, ahead: Sequence[ParamSpec] = ()
-) -> Plan:
-    """Plan one graph: buckets over the parameters that it reads, and cuts where they complete.
+def plan_graph(facts: GraphFacts, config: BucketConfig) -> Plan:
+    """Plan one graph that is cut: buckets over the parameters that it reads, and cuts where they complete.
 
     Args:
         facts: what the graph reads, and where it can be cut.
         config: DDP's bucket limits, in bytes.
-        graph: which of the model's graphs this is, in forward order.
-        ahead: parameters of later graphs, in ready order as far as it can be foretold. What they leave in an
-            open bucket counts for the first bucket here, so that buckets end where they would in one
-            graph; they stand in no bucket of this plan.
 
     Returns:
         A plan whose every bucket completes within one segment (policy ``"plan"``).
     """
     dense = (use.spec for use in facts.params if not use.spec.sparse)
     filler = _Filler(config.rebuilt_limits, Counter((spec.dtype, spec.device) for spec in dense))
-    filler.pass_over(ahead)
     groups = list(_by_atom(facts, _atoms(facts)))
     ends = block_ends(_shapes(groups, len(facts.nodes)), alone=_Shape.has_several_weights)
     for index, (start, uses) in enumerate(groups):
         filler.fill(start, uses, cut_follows=index + 1 < len(groups), block_ends=index in ends)
-    return _assemble(facts, filler.finish(0), graph, "plan")
+    return _assemble(facts, filler.finish(0), "plan")
+
+
+def plan_whole(facts: GraphFacts, buckets: Sequence[Bucket] = ()) -> Plan:
+    """Plan one graph that stays whole, for buckets that are decided for all graphs together.
+
+    Args:
+        facts: what the graph reads.
+        buckets: in reduction order; parameters that this graph does not read are left out.
+
+    Returns:
+        A plan of one segment (policy ``"plan"``).
+    """
+    uses = {use.spec.name: use for use in facts.params}
+    pairs = (([uses[name] for name in b.params if name in uses], b.reason) for b in buckets)
+    return _assemble(facts, [_Draft(own, 0, reason) for own, reason in pairs if own], "plan")
 
 
 def plan_for_buckets(
-    facts: GraphFacts, buckets: Sequence[Sequence[ParamSpec]], graph: int = 0, policy: Policy = "ddp"
+    facts: GraphFacts, buckets: Sequence[Sequence[ParamSpec]], *, whole: bool = False
 ) -> Plan:
-    """Cut one graph where buckets that are already decided become complete.
+    """Plan one graph for the buckets that the reducer has: it is cut where they become complete.
 
     Args:
         facts: what the graph reads, and where it can be cut.
         buckets: the reducer's buckets in reduction order; parameters that this graph does not read are
             left out of the plan.
-        graph: which of the model's graphs this is, in forward order.
-        policy: whose buckets these are.
+        whole: whether the graph stays whole.
 
     Returns:
-        A plan in which a bucket may wait on several segments, for its order is not ours to choose.
+        A plan in which a bucket may wait on several segments, for its order is not ours to choose (policy
+        ``"ddp"``).
     """
-    return _assemble(facts, _launches(facts, buckets), graph, policy)
+    drafts = _launches(facts, buckets)
+    if whole:
+        for draft in drafts:
+            draft.start = 0
+    return _assemble(facts, drafts, "ddp")
 
 
 def _launches(facts: GraphFacts, buckets: Sequence[Sequence[ParamSpec]]) -> list[_Draft]:
@@ -94,7 +106,7 @@ def _launches(facts: GraphFacts, buckets: Sequence[Sequence[ParamSpec]]) -> list
         if members:
             last = min(members, key=lambda use: use.completes_at)
             launch = min(launch, atoms[bisect.bisect_right(atoms, last.completes_at) - 1])
-            drafts.append(_Draft(members, launch, f"DDP's own bucket; {last.spec.name} completes it"))
+            drafts.append(_Draft(members, launch, f"the reducer's own bucket; {last.spec.name} completes it"))
     return drafts
 
 
@@ -120,21 +132,12 @@ class _Filler:
     Each (dtype, device) fills its own open bucket and walks its own way along the list of limits.
     """
 
-    def __init__(self, limits: Sequence[int], expected: Mapping[Key, int] | None = None) -> None:
+    def __init__(self, limits: Sequence[int], expected: Mapping[Key, int]) -> None:
         self._limits = limits
-        self._missing = dict(expected or {})
+        self._missing = dict(expected)
         self._used: dict[Key, int] = {}
         self._open: dict[Key, _Draft] = {}
         self._closed: list[_Draft] = []
-        self._carried: dict[Key, int] = {}
-
-    def pass_over(self, specs: Sequence[ParamSpec]) -> None:
-        """Count gradients that stand in other plans' buckets; the size of what stays open is carried on."""
-        for spec in specs:
-            key = (spec.dtype, spec.device)
-            self._carried[key] = 0 if spec.sparse else self._carried.get(key, 0) + spec.nbytes
-            if self._carried[key] >= self._limit(key):
-                self._next_limit(key)
 
     def fill(
         self, start: int, uses: Sequence[ParamUse], *, cut_follows: bool, block_ends: bool = False
@@ -156,11 +159,11 @@ class _Filler:
                 continue
             draft = self._open.setdefault(key, _Draft())
             draft.add(use)
-            self._missing[key] = self._missing.get(key, 0) - 1
-            filled = draft.nbytes + self._carried.get(key, 0)
-            if filled >= (limit := self._limit(key)):
+            self._missing[key] -= 1
+            if draft.nbytes >= (limit := self._limit(key)):
                 last_closed[key] = draft
-                self._close(self._open.pop(key), start, _filled(use.spec, draft.nbytes, filled, limit))
+                reason = f"{use.spec.name} brings it to {draft.nbytes} bytes, at or over the limit of {limit}"
+                self._close(self._open.pop(key), start, reason)
                 self._next_limit(key)
             elif self._missing[key] == 0:  # nothing will ever fill it, so it need not wait for backward's end
                 self._close(self._open.pop(key), start, "no gradient is left to add")
@@ -178,10 +181,10 @@ class _Filler:
 
     def _close_nearly_full(self, start: int) -> None:
         for key, draft in list(self._open.items()):
-            filled, limit = draft.nbytes + self._carried.get(key, 0), self._limit(key)
-            if filled >= NEARLY_FULL * limit:
-                last = draft.members[-1].spec
-                self._close(self._open.pop(key), start, _nearly_filled(last, draft.nbytes, filled, limit))
+            limit, last = self._limit(key), draft.members[-1].spec.name
+            if draft.nbytes >= NEARLY_FULL * limit:
+                near = f"{last} brings it to {draft.nbytes} bytes, nearly the limit of {limit}"
+                self._close(self._open.pop(key), start, f"{near}, and ends a block that the graph repeats")
                 self._next_limit(key)
 
     def _settle(self, start: int, last_closed: Mapping[Key, _Draft]) -> None:
@@ -201,23 +204,9 @@ class _Filler:
 
     def _next_limit(self, key: Key) -> None:
         self._used[key] = self._used.get(key, 0) + 1
-        self._carried[key] = 0
 
     def _limit(self, key: Key) -> int:
         return self._limits[min(self._used.get(key, 0), len(self._limits) - 1)]
-
-
-def _filled(spec: ParamSpec, nbytes: int, filled: int, limit: int) -> str:
-    return f"{spec.name} brings it to {_bytes(nbytes, filled)}, at or over the limit of {limit}"
-
-
-def _nearly_filled(spec: ParamSpec, nbytes: int, filled: int, limit: int) -> str:
-    near = f"{_bytes(nbytes, filled)}, nearly the limit of {limit}"
-    return f"{spec.name} brings it to {near}, and ends a block that the graph repeats"
-
-
-def _bytes(nbytes: int, filled: int) -> str:
-    return f"{nbytes} bytes, and {filled - nbytes} of later graphs" if filled > nbytes else f"{nbytes} bytes"
 
 
 def _atoms(facts: GraphFacts) -> list[int]:
@@ -257,7 +246,7 @@ def _shapes(groups: Sequence[Group], body: int) -> list[_Shape]:
     ]
 
 
-def _assemble(facts: GraphFacts, drafts: Sequence[_Draft], graph: int, policy: Policy) -> Plan:
+def _assemble(facts: GraphFacts, drafts: Sequence[_Draft], policy: Policy) -> Plan:
     """Number buckets and segments, and write down the cuts."""
     last = min((use.completes_at for use in facts.params), default=0)
     reasons: dict[int, str] = {}
@@ -266,23 +255,19 @@ def _assemble(facts: GraphFacts, drafts: Sequence[_Draft], graph: int, policy: P
             reasons.setdefault(draft.start, cut_reason(index, draft.reason))
     starts = [0, *sorted(reasons)]
     buckets = tuple(
-        _bucket(index, draft.members, bisect.bisect_right(starts, draft.start) - 1, draft.reason)
+        Bucket.of(
+            index,
+            [use.spec for use in draft.members],
+            bisect.bisect_right(starts, draft.start) - 1,
+            draft.reason,
+        )
         for index, draft in enumerate(drafts)
     )
-    cuts = tuple(Cut(graph, facts.nodes[start], reasons[start]) for start in starts[1:])
-    return Plan(buckets, _segments(facts, starts, buckets, graph), cuts, policy=policy)
+    cuts = tuple(Cut(0, facts.nodes[start], reasons[start]) for start in starts[1:])
+    return Plan(buckets, _segments(facts, starts, buckets), cuts, policy=policy)
 
 
-def _bucket(index: int, members: Sequence[ParamUse], segment: int, reason: str) -> Bucket:
-    specs = [use.spec for use in members]
-    names = tuple(spec.name for spec in specs)
-    nbytes = sum(spec.nbytes for spec in specs)
-    return Bucket(index, names, nbytes, specs[0].dtype, specs[0].device, segment, reason)
-
-
-def _segments(
-    facts: GraphFacts, starts: Sequence[int], buckets: Sequence[Bucket], graph: int
-) -> tuple[Segment, ...]:
+def _segments(facts: GraphFacts, starts: Sequence[int], buckets: Sequence[Bucket]) -> tuple[Segment, ...]:
     ends = [*starts[1:], len(facts.nodes)]
     params: list[list[str]] = [[] for _ in starts]
     for use in facts.params:
@@ -291,6 +276,6 @@ def _segments(
     for bucket in buckets:
         completed[bucket.segment].append(bucket.index)
     return tuple(
-        Segment(i, graph, facts.nodes[start:end], tuple(params[i]), tuple(completed[i]))
+        Segment(i, 0, facts.nodes[start:end], tuple(params[i]), tuple(completed[i]))
         for i, (start, end) in enumerate(zip(starts, ends, strict=True))
     )

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ddpopt.planning.bucket_rule import BucketConfig, ParamSpec, rebuilt_buckets
 from ddpopt.planning.facts import GraphFacts, ParamUse
-from ddpopt.planning.join import join_plans
+from ddpopt.planning.join import GraphPlan, join_plans
 from ddpopt.planning.plan import Bucket, Plan, Policy, Segment
 from ddpopt.planning.planner import plan_for_buckets, plan_graph
 
@@ -52,7 +52,7 @@ def plan_of(params: Specs, homes: tuple[int, ...], config: BucketConfig, policy:
         return plan_for_buckets(_facts(params), buckets)
     read = [tuple(p for p, home in zip(params, homes, strict=True) if home == graph) for graph in range(3)]
     captured = [own for own in read if own]
-    return join_plans([plan_graph(_facts(own), config, g) for g, own in enumerate(captured)], params, config)
+    return join_plans([GraphPlan(plan_graph(_facts(own), config)) for own in captured], params, config)
 
 
 def _facts(params: Specs) -> GraphFacts:

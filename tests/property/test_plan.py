@@ -13,9 +13,9 @@ import ddpopt
 from ddpopt.graph.effects import mutated_inputs
 from ddpopt.planning.bucket_rule import BucketConfig, ParamSpec, rebuilt_buckets
 from ddpopt.planning.facts import GraphFacts, ParamUse
-from ddpopt.planning.join import join_plans
+from ddpopt.planning.join import GraphPlan, join_plans
 from ddpopt.planning.plan import Plan
-from ddpopt.planning.planner import plan_for_buckets, plan_graph
+from ddpopt.planning.planner import plan_for_buckets, plan_graph, plan_whole
 from ddpopt.testing.drawn import DrawnModel
 from ddpopt.testing.graph_builder import SmallGraph, real_inputs
 from ddpopt.testing.profiles import share
@@ -191,14 +191,11 @@ def test_buckets_that_are_given_are_kept_as_they_are(graph: SmallGraph, config: 
 # ------------------------------------------------------------------------------------- several graphs
 
 
-def graph_of(specs: Sequence[ParamSpec], number: int, config: BucketConfig) -> Plan:
-    """The plan of a graph with one node for each parameter."""
-    return plan_graph(facts_of_specs(specs), config, number)
-
-
-def facts_of_specs(specs: Sequence[ParamSpec]) -> GraphFacts:
+def graph_of(specs: Sequence[ParamSpec], config: BucketConfig, *, whole: bool) -> GraphPlan:
+    """What is known of a graph with one node for each parameter."""
     uses = tuple(ParamUse(spec, (place,)) for place, spec in enumerate(specs))
-    return GraphFacts(tuple(s.name for s in specs), uses, (None,) * len(specs))
+    facts = GraphFacts(tuple(s.name for s in specs), uses, (None,) * len(specs))
+    return GraphPlan(plan_whole(facts), facts.ready) if whole else GraphPlan(plan_graph(facts, config))
 
 
 @share(1.5)
@@ -209,7 +206,9 @@ def test_every_parameter_of_a_model_stands_in_exactly_one_bucket_of_the_joined_p
     of_graph: Mapping[int, list[ParamSpec]] = {number: [] for number in range(4)}
     for spec in params:
         of_graph[random.randrange(4)].append(spec)  # those of graph 3 are read by none
-    plan = join_plans([graph_of(of_graph[n], n, config) for n in range(3)], params, config)
+    whole = [random.random() < 0.5 for _ in range(3)]
+    graphs = [graph_of(of_graph[n], config, whole=whole[n]) for n in range(3)]
+    plan = join_plans(graphs, params, config)
     assert sorted(names(plan)) == sorted(spec.name for spec in params)
     assert plan.unread == tuple(spec.name for spec in params if spec in of_graph[3])
     specs = {spec.name: spec for spec in params}
@@ -218,5 +217,8 @@ def test_every_parameter_of_a_model_stands_in_exactly_one_bucket_of_the_joined_p
             (bucket.dtype, bucket.device)
         }
         assert len(bucket.params) == 1 or not any(specs[name].sparse for name in bucket.params)
-    assert plan.spread == 0
+    if sum(whole) < 2:  # graphs that stay whole share buckets
+        assert plan.spread == 0
+    segments = [bucket.segment for bucket in plan.buckets]
+    assert segments == sorted(segments, reverse=True)
     assert Plan.from_json(plan.to_json()) == plan

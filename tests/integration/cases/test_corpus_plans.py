@@ -6,6 +6,7 @@ node that opens the later segment. A plan that changes shows here, and whoever c
 
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -54,7 +55,8 @@ def plans_of(family: ModuleType) -> str:
 def plan_of(case: Case) -> Plan:
     """The plan of a case, after a look at how many graphs Dynamo makes of it."""
     args, kwargs = case.inputs(0, 0)
-    captured = capture(case.model(), *args, **kwargs, **{"bucket_cap_mb": 1, **case.ddp_kwargs})
+    limits: dict[str, Any] = {"bucket_cap_mb": 1, **case.ddp_kwargs}
+    captured = capture(case.model(), *args, strategy="split", **kwargs, **limits)
     assert (case.name, len(captured.graphs)) == (case.name, case.graphs)
     return captured.plan()
 

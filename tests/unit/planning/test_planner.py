@@ -230,33 +230,8 @@ cut before n2: bucket 0 is complete: no gradient is left to add""",
     )
 
 
-def test_the_number_of_the_graph_stands_in_cuts_and_segments() -> None:
-    plan = plan_graph(chain(100, 100), CAP_100, graph=3)
-    assert [cut.graph for cut in plan.cuts] == [3]
-    assert [segment.graph for segment in plan.segments] == [3, 3]
-
-
 def test_equal_facts_give_equal_plans() -> None:
     assert plan_graph(chain(40, 60, 60), CAP_100) == plan_graph(chain(40, 60, 60), CAP_100)
-
-
-# --------------------------------------------------------------------------- gradients of later graphs
-
-
-def test_what_a_later_graph_leaves_open_counts_for_the_first_bucket() -> None:
-    plan = plan_graph(chain(50, 50, 50, 50), CAP_100, ahead=[spec("later", 60)])
-    assert buckets(plan) == ["p3", "p2 p1", "p0"]
-
-
-def test_full_buckets_of_a_later_graph_use_up_limits_but_carry_nothing() -> None:
-    config = BucketConfig(cap_bytes=100, first_bucket_bytes=20)
-    plan = plan_graph(chain(50, 50), config, ahead=[spec("later", 30)])
-    assert buckets(plan) == ["p1 p0"]
-
-
-def test_a_later_sparse_gradient_carries_nothing() -> None:
-    plan = plan_graph(chain(50, 50), CAP_100, ahead=[spec("later", 90, sparse=True)])
-    assert buckets(plan) == ["p1 p0"]
 
 
 # ------------------------------------------------------------------------------- buckets that are given

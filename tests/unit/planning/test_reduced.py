@@ -11,10 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.ddp.impose import impose, imposed_plan
-from ddpopt.dynamo.backend import Strategy
 from ddpopt.errors import UnsupportedError
 from ddpopt.planning.bucket_rule import specs_from_ddp
 from ddpopt.planning.reduced import as_built, held_parameters
+from ddpopt.planning.strategy import Strategy
 from tests.multigpu.models import same
 
 pytestmark = pytest.mark.usefixtures("one_rank_group", "fresh_dynamo")
