@@ -77,6 +77,7 @@ class Deferral:
     Attributes:
         reducer: the module's own reducer.
         logger: the module's own logger.
+        decide: gives the plan.
     """
 
     def __init__(self, ddp: Any, decide: Callable[[], Plan | None]) -> None:
@@ -84,7 +85,7 @@ class Deferral:
         self.reducer: Any = running_reducer(ddp)
         self.logger: Any = before.logger if before else ddp.logger
         self._ddp = weakref.ref(ddp)
-        self._decide = decide
+        self.decide = decide
         self._work_handle: tuple[Any, bool] | None = None
         self._used: set[int] = before._used if before else set()
         self._noting: list[Any] = before._noting if before else []
@@ -141,7 +142,7 @@ class Deferral:
         self.reducer = self.logger = None
 
         def decide() -> Plan | None:
-            plan = None if joined else self._decide()
+            plan = None if joined else self.decide()
             try:
                 if plan is not None:
                     require_fit(ddp, plan)

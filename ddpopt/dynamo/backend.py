@@ -197,10 +197,11 @@ class DdpoptBackend:
         held_parameters(ddp)  # raises where one was replaced, perhaps since the graph before
         if ddp not in self._regions:
             self._regions[ddp] = Regions.of(ddp)
+        joined = self._regions[ddp].joined
         if ddp.static_graph and ddp._static_graph_delay_allreduce_enqueued:  # True once it had a backward
             _say_once("DDP keeps its buckets: a static graph's first backward settles what is reduced")
-        elif not isinstance(ddp.logger, PendingLogger):
-            defer(ddp, self._regions[ddp].joined)
+        elif not (isinstance(ddp.logger, PendingLogger) and ddp.logger.deferral.decide == joined):
+            defer(ddp, joined)
         return self._regions[ddp]
 
 

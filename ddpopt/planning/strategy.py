@@ -12,7 +12,7 @@ from torch import fx
 from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ddpopt.graph.effects import mutated_inputs
+from ddpopt.graph.effects import is_known, mutated_inputs
 from ddpopt.graph.nodes import example_value, storages
 
 Strategy = Literal["split", "inline", "auto"]
@@ -46,5 +46,10 @@ def why_not_inline(gm: fx.GraphModule, sources: Sources) -> str | None:
         for written in mutated_inputs(node):
             for storage in storages(written):
                 if storage in held:
-                    return f"parameter {held[storage]!r} is written to in the graph"
+                    verb = (
+                        "is written to in the graph"
+                        if is_known(node)
+                        else f"may be written to by {node.name!r}"
+                    )
+                    return f"parameter {held[storage]!r} {verb}"
     return None

@@ -1,5 +1,6 @@
 """A reducer's parameters are those that DDP was built with, whatever became of them."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -120,6 +121,26 @@ def test_before_the_first_backward_of_a_sparse_gradient_the_log_must_tell() -> N
     freeze(part.layer)
     with pytest.raises(UnsupportedError, match=r"DDP was built with 2 parameters, some of which have been"):
         specs_from_ddp(ddp)
+
+
+def test_asking_leaves_every_flag_as_it_was_whatever_happens_meanwhile() -> None:
+    ddp = ddp_of()
+    freeze(ddp.module.layers[1])
+    before = [parameter.requires_grad for parameter in ddp.parameters()]
+    with contextlib.suppress(ZeroDivisionError), as_built(ddp):
+        freeze(ddp.module)
+        raise ZeroDivisionError
+    assert [parameter.requires_grad for parameter in ddp.parameters()] == before
+
+
+def test_integers_are_never_trained() -> None:
+    net = Sparse()
+    net.register_parameter("count", nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False))
+    ddp = DistributedDataParallel(net)
+    freeze(net)
+    assert names(ddp) == ["table.weight", "layer.weight", "layer.bias"]
+    with as_built(ddp):
+        assert {id(p) for p in net.parameters() if p.requires_grad} == set(map(id, held_parameters(ddp)))
 
 
 # ------------------------------------------------------------------------------ trained as eager DDP does
