@@ -22,7 +22,7 @@ import ddpopt.dynamo.backend
 from ddpopt.cases.case import Case
 from ddpopt.ddp.reducer_buckets import ObservedBucket, running_buckets
 from ddpopt.doctor.dynamo import Notes, cold_caches, taking_notes
-from ddpopt.explanation.generators import generators_kept
+from ddpopt.explanation.rehearsal import generators_kept
 
 EAGER, TORCH, OURS = "eager DDP", "torch's DDPOptimizer", "ddpopt"
 

@@ -12,8 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ddpopt.explanation.generators import generators_kept
-from ddpopt.explanation.rehearsal import Loss, Rehearsal, Step, call, sum_of_squares
+from ddpopt.explanation.rehearsal import Loss, Rehearsal, Step, call, generators_kept, sum_of_squares
 from ddpopt.explanation.result import Explanation, OwnBucket, OwnBuckets, TorchSplit
 from ddpopt.explanation.torch_split import TorchRun, TorchSegment, run_torch_split
 from ddpopt.planning.bucket_rule import ParamSpec, initial_buckets, rebuilt_buckets

@@ -124,3 +124,11 @@ def _note(order: list[str], name: str, _: Tensor) -> None:
 def call(step: Step) -> Any:
     """Call a step's model as it is; a `forward` for :meth:`Rehearsal.ready_order`."""
     return step.model(*step.args, **step.kwargs)
+
+
+@contextlib.contextmanager
+def generators_kept() -> Iterator[None]:
+    """Leave torch's generators, of the CPU and of each GPU in use, as they were found."""
+    in_use = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]  # of torch
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if in_use else ()):
+        yield
