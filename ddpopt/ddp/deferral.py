@@ -30,10 +30,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt.ddp.fit import ACCUMULATES, accumulates, ddp_module, require_fit
 from ddpopt.ddp.plan_exchange import exchange_plans, plan_difference, same_buckets
 from ddpopt.ddp.ready_hooks import ready_hooks
-from ddpopt.ddp.reduced import as_built, running_reducer
 from ddpopt.ddp.reducer import install, outside_dynamo
 from ddpopt.errors import UnsupportedError
 from ddpopt.planning.plan import Plan
+from ddpopt.planning.reduced import as_built, running_reducer
 
 __all__ = ["active_module", "defer"]
 

@@ -25,8 +25,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.ddp.engine import task_id
-from ddpopt.ddp.reduced import as_built, held_parameters, running_reducer
 from ddpopt.errors import HandOverError, UnsupportedError
+from ddpopt.planning.reduced import as_built, held_parameters, running_reducer
 
 __all__ = ["ReadyHooks", "ready_hooks", "registered"]
 

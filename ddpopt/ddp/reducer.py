@@ -20,9 +20,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.ddp.ready_hooks import ready_hooks, registered
-from ddpopt.ddp.reduced import as_built
 from ddpopt.planning.bucket_rule import specs_from_ddp
 from ddpopt.planning.plan import Plan
+from ddpopt.planning.reduced import as_built
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Reducer

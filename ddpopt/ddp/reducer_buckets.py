@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from ddpopt.ddp.impose import imposed_plan
-from ddpopt.ddp.reduced import bucket_members, running_reducer
 from ddpopt.planning.bucket_rule import initial_buckets, specs_from_ddp
 from ddpopt.planning.limits import BucketConfig
+from ddpopt.planning.reduced import bucket_members, running_reducer
 
 __all__ = ["ObservedBucket", "running_buckets"]
 

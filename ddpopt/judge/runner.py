@@ -17,7 +17,7 @@ import ddpopt
 from ddpopt.cases.case import Case, resolve
 from ddpopt.dynamo.backend import find_compiler
 from ddpopt.errors import UsageError
-from ddpopt.explanation.generators import generators_kept
+from ddpopt.explanation.rehearsal import generators_kept
 from ddpopt.judge.modes import mode, mode_of
 from ddpopt.judge.options import option
 from ddpopt.judge.trials import STEPS, TRIAL_LIMIT_S, Asked, Ended, Settings, Started, run_trials

@@ -19,7 +19,8 @@ from torch.utils import _pytree as pytree
 
 from ddpopt.graph.aliases import first_names, is_view, reads_value, viewed_input
 from ddpopt.graph.effects import is_known, mutated_inputs, reads_memory, redescribes
-from ddpopt.graph.nodes import AUTOCAST, GRAD_MODE, SOURCES, example_value, requires_grad, storages
+from ddpopt.graph.nodes import SOURCES, example_value, requires_grad, storages
+from ddpopt.graph.state import AUTOCAST, GRAD_MODE
 
 CROSSABLE = (
     torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool, str, type(None),
