@@ -48,7 +48,7 @@ def assert_ddp_equal(  # noqa: PLR0913  # all that a data-parallel step is made 
             start from the weights of rank 0.
         inputs: this rank's arguments, the same in every step: a tuple or list of positional arguments, a
             mapping of keyword arguments, or the only argument. Or a function that gives them for a step.
-        kwargs: this rank's keyword arguments besides, the same in every step.
+        kwargs: more keyword arguments of this rank, the same in every step.
         loss: from the model's output to a scalar; by default the mean of squares of all it returned.
         strategy: ddpopt's: ``"split"``, ``"inline"`` or ``"auto"``.
         backend: of Dynamo, underneath: a name, or a callable ``(gm, example_inputs)``.
