@@ -117,7 +117,7 @@ def _about(case: FoundCase) -> list[str]:
 
 
 def _imports(symptom: str, alone: bool, samples: bool, ranks: int) -> list[str]:
-    """What the script needs besides what the model does."""
+    """What the script imports, in addition to the model."""
     found = ["import sys", "import torch", *(["import os"] if ranks > 1 else [])]
     if not alone:
         return [

@@ -72,7 +72,7 @@ class Block:
         takes: the kinds that it reads.
         gives: the kind that it makes.
         options: for each option its choices, the simplest first, with the feature that each brings.
-        body: ``"any"`` steps may stand in its body, or only ``"pure"`` ones, or all but those that ``breaks``
+        body: ``"any"`` steps may be in its body, or only ``"pure"`` ones, or all but those that ``breaks``
             (``"unbroken"``); empty if it has none.
         pure: whether running it twice is the same as once: no buffer, no input is changed.
         breaks: whether Dynamo ends its graph here; it gives up on a function where that is inside a loop.
