@@ -1,4 +1,4 @@
-"""torch.compile and DistributedDataParallel agree on gradient buckets, and it is proved that they do.
+"""Make torch.compile and DistributedDataParallel agree on gradient buckets, and check the gradients.
 
 The public names are imported when they are first used: pytest loads this package in every run of an
 environment where it is installed (`ddpopt.testing.plugin`), and torch takes seconds to import.

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ddpopt.cases.report_of_case import Report
 from ddpopt.errors import UsageError
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -78,7 +77,6 @@ class Case:
         graphs: how many graphs Dynamo captures in the first step of a compiled run.
         unused: trainable parameters that get no gradient on at least one rank.
         ranks_differ: whether ranks run different graphs: they use other parameters, or see other sizes.
-        report: the public report against PyTorch that this case reproduces, if it stems from one.
     """
 
     name: str
@@ -91,7 +89,6 @@ class Case:
     graphs: int = 1
     unused: tuple[str, ...] = ()
     ranks_differ: bool = False
-    report: Report | None = None
 
     def step(self, model: Callable[..., Any], rank: int, step: int) -> Tensor:
         """Run one forward and return its loss, ready for ``backward()``.

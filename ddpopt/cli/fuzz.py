@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 import typer
 
 from ddpopt.errors import UsageError
-from ddpopt.fuzz.storing import write_whole
 from ddpopt.fuzz.text import fuzz_text, progress_line
 from ddpopt.judge.report.passing_line import PassingLine
 
@@ -81,9 +80,9 @@ def run(request: Request) -> int:
     """
     require_hypothesis()
     # heavy, and not needed to refuse an argument
-    from ddpopt.fuzz.campaign import Campaign, Limits
+    from ddpopt.fuzz.campaign import Campaign, Limits, open_database
+    from ddpopt.fuzz.cases import write_whole
     from ddpopt.fuzz.journal import Journal
-    from ddpopt.fuzz.shared import open_database
     from ddpopt.testing.drawn import known_features
 
     plan = planned(request)
@@ -100,7 +99,7 @@ def run(request: Request) -> int:
     write_whole(folder / SUMMARY, f"{summary.to_json()}\n")
     typer.echo(fuzz_text(summary, str(journal.cases), known_features()))
     if not request.minutes and not request.examples:
-        typer.echo(f"to go on: repeat the command with --out {request.out}", err=True)
+        typer.echo(f"to resume: repeat the command with --out {request.out}", err=True)
     return int(summary.distinct > 0)
 
 

@@ -15,11 +15,10 @@ import typer
 
 from ddpopt.cli.fuzz import import_blocks, require_hypothesis
 from ddpopt.errors import UsageError, VerificationError
-from ddpopt.fuzz.storing import write_whole
 from ddpopt.judge.report.passing_line import PassingLine
 
 if TYPE_CHECKING:
-    from ddpopt.fuzz.minimize import SoFar
+    from ddpopt.fuzz.minimize import Minimized
 
 
 def minimize(
@@ -44,7 +43,7 @@ def minimize(
     """
     require_hypothesis()
     from ddpopt.fuzz.asking import Asking, confirmed, write_script
-    from ddpopt.fuzz.cases import FoundCase
+    from ddpopt.fuzz.cases import FoundCase, write_whole
     from ddpopt.fuzz.minimize import minimized
     from ddpopt.fuzz.text import minimized_text
 
@@ -70,7 +69,7 @@ def minimize(
     return 0 if reproduces else VerificationError.exit_code
 
 
-def _tell(progress: PassingLine, found: SoFar) -> None:
+def _tell(progress: PassingLine, found: Minimized) -> None:
     from ddpopt.fuzz.text import searching_line
 
     progress.show(lambda: searching_line(found))

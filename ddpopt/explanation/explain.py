@@ -47,7 +47,7 @@ class Explained(Protocol):
 
 
 def explain(model: nn.Module, *inputs: Any, strategy: Strategy = "auto", **kwargs: Any) -> Explanation:
-    """Explain a model's buckets and cuts, with DDP's own buckets and torch's DDPOptimizer to compare.
+    """Explain a model's buckets and cuts, next to DDP's own buckets and torch's DDPOptimizer.
 
     Args:
         model: a module, or a DDP module, whose own bucket options then hold. Parameters may be real, fake

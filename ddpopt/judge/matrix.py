@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpopt.cases.case import Case
-from ddpopt.cases.corpus.draws import rows, seeded
+from ddpopt.cases.corpus.draws import arrays, seeded
 from ddpopt.errors import UsageError
 from ddpopt.judge.modes import MODES
 from ddpopt.judge.options import OPTIONS
@@ -48,7 +48,7 @@ class Tied(Plain):
 
 
 class Normed(Plain):
-    """BatchNorm behind the layers: buffers, and a bias whose gradient is zero but for rounding."""
+    """BatchNorm after the layers: buffers, and a bias whose gradient is zero but for rounding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def _case(name: str, model: type[nn.Module], about: str) -> Case:
     return Case(
         name=name,
         model=partial(seeded, model),
-        inputs=partial(rows, batch=BATCH, width=WIDTH),
+        inputs=partial(arrays, shape=(BATCH, WIDTH)),
         about=about,
     )
 

@@ -96,7 +96,7 @@ class Plan:
         buckets: in the order in which they are reduced.
         segments: in forward order.
         cuts: in forward order; one fewer than segments in each graph.
-        unread: trainable parameters that no graph reads; each still stands in a bucket.
+        unread: trainable parameters that no graph reads; each is still in a bucket.
         policy: ``"plan"`` if the buckets were decided here and DDP follows,
             ``"ddp"`` if the buckets were given and only the cuts were decided.
     """

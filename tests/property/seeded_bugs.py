@@ -32,10 +32,10 @@ from ddpopt.judge.injected.sites import NotInjected
 from ddpopt.planning.plan import Plan
 from ddpopt.split import partition
 from ddpopt.split.layout import Layout
-from ddpopt.testing.graph_builder import SmallGraph
 from ddpopt.testing.profiles import EXAMPLES
-from ddpopt.testing.strategies import graphs
+from tests.graph_builder import SmallGraph
 from tests.property import drawn_graphs, test_partition
+from tests.property.strategies import graphs
 
 Bug = Callable[[], AbstractContextManager[Any]]
 Change = Callable[[fx.GraphModule], None]

@@ -13,10 +13,10 @@ from ddpopt.planning.facts import GraphFacts, parameter_sources
 from ddpopt.planning.plan import Bucket
 from ddpopt.planning.planner import plan_graph
 from ddpopt.planning.strategy import Sources, why_not_inline
-from ddpopt.testing.graph_builder import SmallGraph, real_inputs
 from ddpopt.testing.profiles import share
-from ddpopt.testing.strategies import graphs
+from tests.graph_builder import SmallGraph, real_inputs
 from tests.property.drawn_graphs import facts_of, small_configs
+from tests.property.strategies import graphs
 from tests.unit.effects import Effects
 
 

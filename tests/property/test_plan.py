@@ -17,15 +17,16 @@ from ddpopt.planning.join import GraphPlan, join_plans
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.planner import plan_for_buckets, plan_graph, plan_whole
 from ddpopt.testing.drawn import DrawnModel
-from ddpopt.testing.graph_builder import SmallGraph, real_inputs
 from ddpopt.testing.profiles import share
-from ddpopt.testing.strategies import bucket_configs, graphs, models, parameter_lists
+from ddpopt.testing.strategies import models
+from tests.graph_builder import SmallGraph, real_inputs
 from tests.property.drawn_graphs import (
     facts_of,
     small_configs,
 )
 from tests.property.same_graph import renamed, reordered, retraced
 from tests.property.stepping import where_torch_compiles
+from tests.property.strategies import bucket_configs, graphs, parameter_lists
 
 
 def names(plan: Plan) -> list[str]:

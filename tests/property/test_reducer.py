@@ -19,8 +19,8 @@ from ddpopt.planning.bucket_rule import (
     rebuilt_buckets,
 )
 from ddpopt.testing.profiles import share
-from ddpopt.testing.strategies import bucket_configs, parameter_lists
 from tests.property.examples import with_parameters_of_the_corpus
+from tests.property.strategies import bucket_configs, parameter_lists
 
 Buckets = tuple[tuple[int, ...], ...]
 

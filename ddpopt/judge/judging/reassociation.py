@@ -1,4 +1,4 @@
-"""Which parameters may have gradients of another association behind cuts, proved from graph and plan.
+"""Which parameters may have gradients of another association because of cuts, proved from graph and plan.
 
 Invariant: a parameter that is not named here has its gradient computed, bit by bit, as without cuts; and a
 plan proves nothing of a graph that it was not made for.

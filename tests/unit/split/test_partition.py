@@ -14,7 +14,7 @@ from ddpopt.graph.nodes import body_nodes
 from ddpopt.planning.cut_points import blocked_positions
 from ddpopt.proof.certificate import certify
 from ddpopt.split.partition import partition, segment_name
-from ddpopt.testing.graph_builder import GraphBuilder, real_inputs
+from tests.graph_builder import GraphBuilder, real_inputs
 from tests.unit.effects import Effects, identical
 from tests.unit.snippets import SNIPPETS, Model, copied
 from tests.unit.tracing import Traced, cut_before, trace, trace_all, written_segments

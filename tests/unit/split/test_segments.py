@@ -15,7 +15,7 @@ from ddpopt.graph.nodes import CompilerFn, body_nodes
 from ddpopt.planning.cut_points import blocked_positions
 from ddpopt.split.partition import partition
 from ddpopt.split.segments import CompiledSegments, compile_segments, own_tracing_context
-from ddpopt.testing.graph_builder import GraphBuilder, SmallGraph
+from tests.graph_builder import GraphBuilder, SmallGraph
 from tests.unit.snippets import SNIPPETS, Snippet
 from tests.unit.tracing import Recorder, cut_before
 

@@ -1,23 +1,71 @@
 """The steps that drawn forward graphs are made of: each adds a few nodes and returns the value they make.
 
 Invariant: a step leaves a graph that runs forward and backward. To that end a step mutates only what no other
-node has read yet (or what autograd does not save), and hands it on only after the mutation.
+node has read yet (or what autograd does not save), and hands it on only after the mutation: a value that may
+be read is never mutated any more.
 """
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import fx
+from torch._functorch.autograd_function import autograd_function_apply
+from torch._higher_order_ops.cond import cond_op
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch.torch_version import TorchVersion
 
-from ddpopt.testing.graph_bodies import checkpoint, cond, custom_function
-from ddpopt.testing.graph_sketch import Sketch, without_grad
+from tests.graph_builder import GraphBuilder
+
+
+class Sketch:
+    """A graph under construction, and the values, (batch, width) in float32, that its next node may read."""
+
+    def __init__(self, draw: st.DrawFn, builder: GraphBuilder) -> None:
+        self.draw = draw
+        self.builder = builder
+        self.values = [builder.x]
+        self.pending: list[tuple[fx.Node, int]] = []
+        self.weights: list[fx.Node] = []
+        self._layers = 0
+
+    def layer(self) -> str:
+        """The path of the next layer in the model."""
+        self._layers += 1
+        return f"layers.{self._layers - 1}"
+
+    def value(self) -> fx.Node:
+        """One of the values there are, more often one of the latest: else most of the graph would be dead."""
+        return self.draw(st.sampled_from((*reversed(self.values), *self.values[-2:])))
+
+    def weight(self) -> fx.Node:
+        """A (width, width) parameter: new and trainable as a rule, else tied or frozen."""
+        kind = self.draw(st.sampled_from(("new", "new", "tied", "frozen")))
+        if kind == "tied" and self.weights:
+            return self.draw(st.sampled_from(self.weights))
+        width = self.builder.width
+        node = self.builder.parameter(self.layer(), "weight", width, width, trainable=kind != "frozen")
+        self.weights.append(node)
+        return node
+
+    def vector(self, role: str = "bias") -> fx.Node:
+        """A new (width,) parameter."""
+        return self.builder.parameter(self.layer(), role, self.builder.width)
+
+
+@contextlib.contextmanager
+def without_grad(builder: GraphBuilder) -> Iterator[None]:
+    """Let what is added meanwhile run without gradients."""
+    builder.set_grad_enabled(False)
+    yield
+    builder.set_grad_enabled(True)
+
 
 _ACTIVATIONS: tuple[Callable[..., Any], ...] = (F.relu, F.gelu, torch.tanh)
 
@@ -240,6 +288,74 @@ def _counted_buffer(sketch: Sketch) -> fx.Node:
     between = sketch.builder.call(operator.add, sketch.value(), count)
     sketch.builder.method("mul_", count, 0.5)
     return between
+
+
+# Steps with graphs of their own: a body is added to the module, and the step is a call with it.
+
+
+def _layer_of(builder: GraphBuilder, *given: fx.Node) -> tuple[fx.Node]:
+    return (builder.call(torch.tanh, builder.call(torch._C._nn.linear, *given)),)
+
+
+def _product_of(builder: GraphBuilder, value: fx.Node, weight: fx.Node) -> tuple[fx.Node]:
+    return (builder.call(operator.matmul, value, weight),)
+
+
+def checkpoint(sketch: Sketch) -> fx.Node:
+    """A layer whose values the backward computes again."""
+    builder, given = sketch.builder, (sketch.value(), sketch.weight(), sketch.vector())
+    body = builder.subgraph("wrap_body", dict(zip("xwb", given, strict=True)), _layer_of)
+    results = builder.call_like(
+        lambda _, value, weight, bias: (value @ weight + bias,),
+        tag_activation_checkpoint,
+        *(body, *given),
+        use_reentrant=False,
+    )
+    return builder.call(operator.getitem, results, 0)
+
+
+def cond(sketch: Sketch) -> fx.Node:
+    """One of two branches, by the sign of a value's sum."""
+    builder, given = sketch.builder, (sketch.value(), sketch.weight())
+    named = dict(zip("xw", given, strict=True))
+    bodies = [builder.subgraph(f"cond_{name}", named, body) for name, body in _BRANCHES.items()]
+    positive = builder.call(operator.gt, builder.method("sum", given[0]), 0)
+    results = builder.call_like(
+        lambda _, _true, _false, operands: (operands[0] @ operands[1],), cond_op, positive, *bodies, given
+    )
+    return builder.call(operator.getitem, results, 0)
+
+
+_BRANCHES: Mapping[str, Callable[..., tuple[fx.Node]]] = {"true": _layer_of, "false": _product_of}
+
+
+def custom_function(sketch: Sketch) -> fx.Node:
+    """A matrix product whose gradients a body of its own computes, as torch 2.13's Dynamo writes it."""
+    builder, (value, weight) = sketch.builder, (sketch.value(), sketch.weight())
+
+    def forward(inner: GraphBuilder, *given: fx.Node) -> tuple[tuple[fx.Node, ...], ...]:
+        with without_grad(inner):
+            product = _product_of(inner, *given)
+        return product, given
+
+    def backward(inner: GraphBuilder, gradient: fx.Node, *saved: fx.Node) -> tuple[fx.Node, ...]:
+        with without_grad(inner):
+            turned, weight = (inner.method("t", each) for each in saved)
+            factors = ((gradient, weight), (turned, gradient))
+            return tuple(inner.call(operator.matmul, *pair) for pair in factors)
+
+    bodies = (
+        builder.subgraph("fwd_body", {"x": value, "w": weight}, forward),
+        builder.subgraph("bwd_body", {"gradient": value, "x": value, "w": weight}, backward),
+    )
+    results = builder.call_like(
+        lambda _forward, _backward, value, weight: (value @ weight,),
+        autograd_function_apply,
+        *(*bodies, value, weight),
+        non_differentiable_idx=[],
+        saved_for_backward_idx=[0, 1],
+    )
+    return builder.call(operator.getitem, results, 0)
 
 
 Step = Callable[[Sketch], fx.Node | None]

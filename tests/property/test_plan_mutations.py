@@ -1,92 +1,27 @@
-"""Drawing plans, and breaking them: what a certificate must accept, and what it must reject.
-
-Invariant: a plan keeps its promises; a mutation of it breaks one, whatever the graph that it was made for.
-"""
+"""Whatever was cut as a plan says, the certificate rejects every plan that breaks one promise of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
-from hypothesis import event
-from hypothesis import strategies as st
+import pytest
+from hypothesis import given
 
-from ddpopt.planning.bucket_rule import BucketConfig, ParamSpec, rebuilt_buckets
-from ddpopt.planning.facts import GraphFacts, ParamUse
-from ddpopt.planning.join import GraphPlan, join_plans
-from ddpopt.planning.plan import Bucket, Plan, Policy, Segment
-from ddpopt.planning.planner import plan_for_buckets, plan_graph
-
-Specs = tuple[ParamSpec, ...]
-
-
-class Mutation(NamedTuple):
-    """A plan that breaks a promise.
-
-    Attributes:
-        name: what was done to it.
-        plan: the broken plan.
-    """
-
-    name: str
-    plan: Plan
-
-
-def plan_of(params: Specs, homes: tuple[int, ...], config: BucketConfig, policy: Policy) -> Plan:
-    """Plan graphs of which each node reads one parameter.
-
-    Args:
-        params: the parameters of the model, in the reducer's order.
-        homes: for each the number of the graph that reads it; graph 3 is never captured.
-        config: the limits.
-        policy: by ``"ddp"`` the buckets are DDP's own, and one graph reads every parameter.
-
-    Returns:
-        The plan of the whole model.
-    """
-    if policy == "ddp":
-        ready = params[::-1]
-        buckets = [[ready[place] for place in bucket] for bucket in rebuilt_buckets(ready, config)]
-        return plan_for_buckets(_facts(params), buckets)
-    read = [tuple(p for p, home in zip(params, homes, strict=True) if home == graph) for graph in range(3)]
-    captured = [own for own in read if own]
-    return join_plans([GraphPlan(plan_graph(_facts(own), config)) for own in captured], params, config)
-
-
-def _facts(params: Specs) -> GraphFacts:
-    uses = tuple(ParamUse(spec, (place,)) for place, spec in enumerate(params))
-    return GraphFacts(tuple(f"node_{place}" for place in range(len(params))), uses, (None,) * len(params))
-
-
-def mutations(plan: Plan) -> st.SearchStrategy[Mutation]:
-    """Draw a plan that breaks one promise of `plan`.
-
-    Whatever was cut as `plan` says, `certify` must reject it beside the mutation.
-    What was done is reported as a Hypothesis event.
-
-    Args:
-        plan: a plan of one graph.
-
-    Returns:
-        A strategy for mutations; there is always one.
-    """
-    found: dict[str, list[Mutation]] = {}
-    for mutation in all_mutations(plan):
-        found.setdefault(mutation.name, []).append(mutation)
-    return st.sampled_from(list(found.values())).flatmap(st.sampled_from).map(_reported)
-
-
-def _reported(mutation: Mutation) -> Mutation:
-    event(f"mutation: {mutation.name}")
-    return mutation
-
-
-def all_mutations(plan: Plan) -> list[Mutation]:
-    """Every mutation of a plan that :func:`mutations` may draw."""
-    return [Mutation(name, broken) for name, mutate in MUTATIONS.items() for broken in mutate(plan)]
-
+from ddpopt.errors import CertificateError
+from ddpopt.planning.bucket_rule import BucketConfig
+from ddpopt.planning.facts import collect, parameter_names
+from ddpopt.planning.plan import Bucket, Plan, Segment
+from ddpopt.planning.planner import plan_graph
+from ddpopt.proof.certificate import certify
+from ddpopt.split.partition import partition
+from ddpopt.testing.profiles import share
+from tests.graph_builder import SmallGraph
+from tests.property.drawn_graphs import small_configs
+from tests.property.strategies import graphs
 
 Broken = Iterator[Plan]
 
@@ -207,3 +142,20 @@ MUTATIONS: Mapping[str, Callable[[Plan], Broken]] = {
     "a bucket not listed": _bucket_not_listed,
 }
 """For each way to break a plan, what yields every plan that is broken so."""
+
+
+@share(0.4)
+@given(graphs(), small_configs())
+def test_every_mutation_of_a_plan_is_rejected(graph: SmallGraph, config: BucketConfig) -> None:
+    specs = graph.specs()
+    plan = plan_graph(collect(graph.gm, graph.example_values, specs), config)
+    names = parameter_names(graph.gm, graph.example_values, specs)
+    judge = partial(certify, graph.gm, partition(graph.gm, plan), names=names)
+    judge(plan=plan)
+    for name, mutate in MUTATIONS.items():
+        for broken in mutate(plan):
+            try:
+                judge(plan=broken)
+            except CertificateError:
+                continue
+            pytest.fail(f"accepted with {name}: {broken}")
