@@ -63,8 +63,8 @@ class Found(NamedTuple):
 def edited(change: Change) -> Bug:
     """Change each module that partition makes."""
 
-    def changed(gm: fx.GraphModule, plan: Plan, graph: int = 0) -> fx.GraphModule:
-        stitched = partition.partition(gm, plan, graph)
+    def changed(gm: fx.GraphModule, plan: Plan) -> fx.GraphModule:
+        stitched = partition.partition(gm, plan)
         if stitched is not gm:
             try:
                 change(stitched)
