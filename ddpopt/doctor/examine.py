@@ -59,7 +59,7 @@ def diagnose(
 
     Raises:
         UsageError: an argument cannot be used.
-        DdpoptError: the model fails in eager, without DDP.
+        NotJudgedError: the model fails in eager, without DDP.
     """
     kwargs = dict(case.ddp_kwargs if ddp_kwargs is None else ddp_kwargs)
     _require_usable(backend, steps, ranks, kwargs)
