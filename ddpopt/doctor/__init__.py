@@ -1,4 +1,4 @@
-"""Diagnose a data-parallel model: run it compiled, and say what is in the way of overlap and what to do."""
+"""Diagnose a data-parallel model: run it compiled, and say what prevents overlap and what to do."""
 
 from ddpopt.doctor.diagnosis import Diagnosis
 from ddpopt.doctor.examine import diagnose
