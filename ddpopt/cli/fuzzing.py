@@ -198,9 +198,8 @@ def minimize(  # one for each option of the command line
     """
     _import_blocks(blocks)
     from ddpopt.fuzz.asking import Asking, confirmed, write_script
-    from ddpopt.fuzz.cases import FoundCase
+    from ddpopt.fuzz.cases import FoundCase, write_whole
     from ddpopt.fuzz.minimize import minimized
-    from ddpopt.fuzz.storing import write_whole
     from ddpopt.fuzz.text import minimized_text, searching_line
     from ddpopt.fuzz.workers import PATIENCE
 
