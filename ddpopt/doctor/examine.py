@@ -26,7 +26,7 @@ from ddpopt.doctor.timings import compile_time, time_findings
 from ddpopt.doctor.trial import EAGER, OURS, TORCH, Trial, run_trial, warm_up
 from ddpopt.errors import UsageError
 from ddpopt.explanation.explain import explain_case
-from ddpopt.explanation.generators import generators_kept
+from ddpopt.explanation.rehearsal import generators_kept
 from ddpopt.explanation.result import Explanation
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.testing.ranks import one_rank

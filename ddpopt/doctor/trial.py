@@ -17,11 +17,12 @@ from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import ddpopt.dynamo.api
 import ddpopt.dynamo.backend
 from ddpopt.cases.case import Case
 from ddpopt.ddp.reducer_buckets import ObservedBucket, running_buckets
 from ddpopt.doctor.dynamo import Notes, cold_caches, taking_notes
-from ddpopt.explanation.generators import generators_kept
+from ddpopt.explanation.rehearsal import generators_kept
 
 EAGER, TORCH, OURS = "eager DDP", "torch's DDPOptimizer", "ddpopt"
 
@@ -108,7 +109,7 @@ def _with_torch(ddp: DistributedDataParallel, backend: str) -> Callable[..., Any
 
 
 def _with_ddpopt(ddp: DistributedDataParallel, backend: str) -> Callable[..., Any]:
-    compiled: Callable[..., Any] = ddpopt.dynamo.backend.compile(ddp, backend=backend)
+    compiled: Callable[..., Any] = ddpopt.dynamo.api.compile(ddp, backend=backend)
     return compiled
 
 

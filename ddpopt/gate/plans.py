@@ -26,6 +26,6 @@ def plan_figures(case: Case) -> PlanFigures:
     """
     args, kwargs = case.inputs(0, 0)
     with torch.enable_grad():
-        plan = capture(case.model(), *args, **kwargs, **case.ddp_kwargs).plan()
+        plan = capture(case.model(), *args, strategy="split", **kwargs, **case.ddp_kwargs).plan()
     rows = tuple(BucketRow(bucket.params, bucket.nbytes, bucket.dtype) for bucket in plan.buckets)
     return PlanFigures(plan.fingerprint, len(plan.segments), rows, plan.unread)

@@ -48,7 +48,7 @@ class Tied(Plain):
 
 
 class Normed(Plain):
-    """BatchNorm behind the layers: buffers, and a bias whose gradient is zero but for rounding."""
+    """BatchNorm after the layers: buffers, and a bias whose gradient is zero but for rounding."""
 
     def __init__(self) -> None:
         super().__init__()

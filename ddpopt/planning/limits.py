@@ -11,7 +11,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -85,6 +85,11 @@ class BucketConfig:
     def rebuilt_limits(self) -> tuple[int, ...]:
         """Limits in bytes of the rebuilt buckets, first to close first; the last one repeats."""
         return self.cap_bytes_list or (self.first_bucket_bytes, self.cap_bytes)
+
+    @property
+    def after_the_first(self) -> "BucketConfig":
+        """The same limits where the first buckets are filled already."""
+        return replace(self, first_bucket_bytes=self.cap_bytes, cap_bytes_list=self.cap_bytes_list[-1:])
 
     @classmethod
     def from_kwargs(

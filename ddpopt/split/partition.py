@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from ddpopt.graph.nodes import GRAD_MODE, example_value, module_like, unwritten_module
+from ddpopt.graph.nodes import example_value, module_like, unwritten_module
+from ddpopt.graph.state import EXIT_AUTOCAST, GRAD_MODE, State
 from ddpopt.planning.plan import Plan
-from ddpopt.split.layout import EXIT_AUTOCAST, Layout, Leaf, Path, State, inputs_of, is_constant
+from ddpopt.split.layout import Layout, Leaf, Path, inputs_of, is_constant
 
 Reader = Callable[[fx.Node], fx.node.Argument]
 """What a copied node reads in place of an original one."""

@@ -25,12 +25,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
-from ddpopt.graph.nodes import example_value, write_code
+from ddpopt.graph.nodes import CompilerFn, example_value, write_code
 from ddpopt.split.twins import signature
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-CompilerFn = Callable[..., Callable[..., Any]]
-"""A Dynamo backend: ``(gm, example_inputs) -> callable``."""
 
 
 @dataclass(frozen=True)

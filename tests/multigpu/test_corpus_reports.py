@@ -12,7 +12,8 @@ import torch
 import ddpopt
 from ddpopt.cases import corpus
 from ddpopt.cases.case import Case
-from ddpopt.dynamo.backend import DdpoptBackend, Strategy
+from ddpopt.dynamo.backend import DdpoptBackend
+from ddpopt.planning.strategy import Strategy
 from ddpopt.testing.ranks import Ranks
 from tests.multigpu.reported import Compile, Outcome, passes, run, sentence
 from tests.multigpu.turns import in_turn

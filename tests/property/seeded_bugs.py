@@ -25,12 +25,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from ddpopt.graph.nodes import GRAD_MODE, body_nodes
+from ddpopt.graph.nodes import body_nodes
+from ddpopt.graph.state import ENTER_AUTOCAST, EXIT_AUTOCAST, GRAD_MODE, State
 from ddpopt.judge.injected import graphs as injected
 from ddpopt.judge.injected.sites import NotInjected
 from ddpopt.planning.plan import Plan
 from ddpopt.split import partition
-from ddpopt.split.layout import ENTER_AUTOCAST, EXIT_AUTOCAST, Layout, State
+from ddpopt.split.layout import Layout
 from ddpopt.testing.profiles import EXAMPLES
 from tests.graph_builder import SmallGraph
 from tests.property import drawn_graphs, test_partition

@@ -270,9 +270,16 @@ def by_data_in_a_body(model: Between, h: Tensor, _: Tensor) -> Tensor:
     return written
 
 
+def read_and_written_in_one_segment(model: Between, h: Tensor, given: Tensor) -> Tensor:
+    right = given * 1
+    h = torch.sin(model.layer(2, model.layer(1, h)) + right)
+    right.mul_(0.5)
+    return h
+
+
 BODIES = (
     detached_in_place, strided, columns, view_by_tensor, broadcast, batch, float_in_region, bool_in_region,
-    by_data, by_data_in_a_body,
+    by_data, by_data_in_a_body, read_and_written_in_one_segment,
 )  # fmt: skip
 
 

@@ -268,7 +268,7 @@ class Clock:
 
 @pytest.mark.parametrize(
     ("slowed", "modes", "what"),
-    [("certify", (), "planning"), ("obstacle", ("ddpopt-inline",), "compile, ddpopt-inline")],
+    [("certify", (), "planning"), ("lendable", ("ddpopt-inline",), "compile, ddpopt-inline")],
     ids=["planning", "compiling"],
 )
 def test_time_that_grows_out_of_its_band(

@@ -55,7 +55,7 @@ def test_a_gradient_that_crosses_a_cut_in_another_layout_is_summed_in_order_or_n
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.5)
     step = ddpopt.compile(ddp, backend="aot_eager", strategy="split")
     step(x).square().mean().backward()
-    captured = capture(Transposed(), x, bucket_cap_mb=0.5)
+    captured = capture(Transposed(), x, strategy="split", bucket_cap_mb=0.5)
     gm, plan = captured.graphs[0].gm, captured.plan()
     named = reassociated_values(gm, plan) or relaid_values(gm, plan)
     same = [

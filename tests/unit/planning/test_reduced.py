@@ -1,4 +1,4 @@
-"""ddpopt.ddp.reduced: a reducer's parameters are those that DDP was built with, whatever became of them."""
+"""A reducer's parameters are those that DDP was built with, whatever became of them."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -12,10 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.ddp.impose import impose, imposed_plan
-from ddpopt.ddp.reduced import as_built, held_parameters
-from ddpopt.dynamo.backend import Strategy
 from ddpopt.errors import UnsupportedError
 from ddpopt.planning.bucket_rule import specs_from_ddp
+from ddpopt.planning.reduced import as_built, held_parameters
+from ddpopt.planning.strategy import Strategy
 from tests.multigpu.models import same
 
 pytestmark = pytest.mark.usefixtures("one_rank_group", "fresh_dynamo")

@@ -42,7 +42,7 @@ def as_built(ddp: Any) -> Iterator[None]:
     """Inside this block those parameters require grad that the module's reducer holds, and no others.
 
     Raises:
-        UnsupportedError: what it holds cannot be told, or is no longer in the module.
+        UnsupportedError: what it holds cannot be determined, or is no longer in the module.
     """
     held = {id(parameter) for parameter in held_parameters(ddp)}
     before = [(parameter, parameter.requires_grad) for parameter in ddp.module.parameters()]
