@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 
 from ddpopt.doctor.text import render
+from ddpopt.errors import VerificationError
 
 FORMAT = 1
 
@@ -256,6 +257,12 @@ class Diagnosis:
     def problems(self) -> Sequence[Finding]:
         """The findings that call for something to be done."""
         return tuple(finding for finding in self.findings if finding.weight is not Weight.NOTE)
+
+    @property
+    def exit_code(self) -> int:
+        """1 if a step fails, or would train something else; else 0."""
+        wrong = any(finding.weight is Weight.WRONG for finding in self.findings)
+        return VerificationError.exit_code if wrong else 0
 
     def to_json(self) -> str:
         """The diagnosis as JSON text."""

@@ -52,14 +52,14 @@ def diagnose(
         backend: name of a Dynamo backend.
         steps: how many steps each mode runs, at least 2: DDP rebuilds its buckets before the second.
         ranks: the inputs of how many ranks to try for unused parameters.
-        tell: told what goes on, for it may take minutes.
+        tell: called with what is going on, since a run may take minutes.
 
     Returns:
         The diagnosis.
 
     Raises:
         UsageError: an argument cannot be used.
-        DdpoptError: the model fails in eager, without DDP.
+        NotJudgedError: the model fails in eager, without DDP.
     """
     kwargs = dict(case.ddp_kwargs if ddp_kwargs is None else ddp_kwargs)
     _require_usable(backend, steps, ranks, kwargs)

@@ -13,7 +13,7 @@ from torch import nn
 from ddpopt.cases.case import Case
 from ddpopt.doctor.diagnosis import Finding, Unused, Weight
 from ddpopt.doctor.trial import one_line, undisturbed
-from ddpopt.errors import DdpoptError
+from ddpopt.errors import NotJudgedError
 from ddpopt.explanation.tables import names
 
 
@@ -30,7 +30,7 @@ def find_unused(case: Case, ranks: int, steps: int, tell: Callable[[str], None])
         The parameters that some backward gave no gradient, in the order of ``named_parameters()``.
 
     Raises:
-        DdpoptError: the model fails in eager.
+        NotJudgedError: the model fails in eager.
     """
     tell("eager, without DDP")
     missing: dict[str, list[tuple[int, int]]] = {}
@@ -49,7 +49,7 @@ def _without_gradient(case: Case, model: nn.Module, rank: int, step: int) -> Ite
     try:
         case.step(model, rank, step).backward()  # type: ignore[no-untyped-call]  # of torch
     except Exception as error:
-        raise DdpoptError(
+        raise NotJudgedError(
             f"{case.name}: expected the model to run in eager, without DDP, but with the inputs of rank "
             f"{rank}, step {step} it ended in {one_line(error)}; make that step run first"
         ) from error

@@ -17,7 +17,7 @@ from ddpopt.explanation.result import Explanation, OwnBucket, OwnBuckets, TorchS
 from ddpopt.explanation.torch_split import TorchRun, TorchSegment, run_torch_split
 from ddpopt.planning.bucket_rule import ParamSpec, initial_buckets, rebuilt_buckets
 from ddpopt.planning.capture import Capture, capture
-from ddpopt.planning.limits import DDP_ARGUMENTS_OF_LIMITS, DDP_ARGUMENTS_WITHOUT_EFFECT_ON_LIMITS
+from ddpopt.planning.limits import DDP_ARGUMENTS
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.strategy import Strategy
 
@@ -67,8 +67,7 @@ def explain(model: nn.Module, *inputs: Any, strategy: Strategy = "auto", **kwarg
     """
     with torch.enable_grad():
         captured = capture(model, *inputs, strategy=strategy, **kwargs)
-    of_ddp = (*DDP_ARGUMENTS_OF_LIMITS, *DDP_ARGUMENTS_WITHOUT_EFFECT_ON_LIMITS)
-    forward_kwargs = {key: value for key, value in kwargs.items() if key not in of_ddp}
+    forward_kwargs = {key: value for key, value in kwargs.items() if key not in DDP_ARGUMENTS}
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     return _explain(captured, Step(inner, inputs, forward_kwargs, sum_of_squares))
 

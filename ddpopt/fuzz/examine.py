@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.fuzz.questions import MODES, WHOLE, Answer, Kind, Setting, Task
+from ddpopt.fuzz.questions import WHOLE, Answer, Kind, Setting, Task
 from ddpopt.fuzz.signatures import ROUNDING, Signature, may_be, of_error, of_finding, signature_of
 from ddpopt.judge.backends import backend_of
 from ddpopt.judge.judge import EXACT, judge
@@ -152,7 +152,7 @@ class _Examination:
     def _judged(self, reference: Reference | None, name: str) -> Trial:
         if reference is None:
             return Trial("", name, "", "", Status.NOT_POSSIBLE, "eager DDP fails when it is run again")
-        return judge(reference, mode(MODES[name]), self.backend)
+        return judge(reference, mode(name), self.backend)
 
     def _blamed(self, name: str, trial: Trial, reference: Reference | None) -> Answer:
         """Say whose failure it is."""
@@ -191,7 +191,7 @@ class _Examination:
             reference = self._full()
             if reference is None:
                 return list(found)
-            self._roughly[name] = judge(reference, mode(MODES[name]), self.backend, exact=False)
+            self._roughly[name] = judge(reference, mode(name), self.backend, exact=False)
         return beyond_rounding(found, self._roughly[name])
 
 

@@ -33,7 +33,7 @@ from ddpopt.planning.bucket_rule import (
 )
 from ddpopt.planning.facts import ParamUse, collect
 from ddpopt.planning.join import join_plans
-from ddpopt.planning.limits import DDP_ARGUMENTS_OF_LIMITS, DDP_ARGUMENTS_WITHOUT_EFFECT_ON_LIMITS
+from ddpopt.planning.limits import DDP_ARGUMENTS
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.regions import Planned, Regions
 from ddpopt.planning.strategy import Strategy
@@ -100,8 +100,7 @@ def capture(model: nn.Module, *inputs: Any, strategy: Strategy = "auto", **kwarg
     require_choice("strategy", strategy, Strategy)
     if not isinstance(model, nn.Module):
         raise UsageError(f"model: expected a torch.nn.Module, got {model!r}")
-    known = (*DDP_ARGUMENTS_OF_LIMITS, *DDP_ARGUMENTS_WITHOUT_EFFECT_ON_LIMITS)
-    ddp_kwargs = {key: kwargs.pop(key) for key in known if key in kwargs}
+    ddp_kwargs = {key: kwargs.pop(key) for key in DDP_ARGUMENTS if key in kwargs}
     if not isinstance(model, nn.parallel.DistributedDataParallel):
         config, specs = BucketConfig.from_kwargs(**ddp_kwargs), specs_from_module(model)
         return _trace(model, specs, config, strategy, inputs, kwargs)

@@ -14,9 +14,9 @@ comes back as the same object.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import fx
@@ -32,11 +32,10 @@ from ddpopt.graph.nodes import (
     module_like,
     storages,
 )
+from ddpopt.graph.rewriting import Argument, Copies, rewritten
 from ddpopt.graph.state import State, states
 from ddpopt.planning.facts import gradient_carriers
 
-Argument = Any
-"""What stands for a value in a copied graph: a node, or a tuple of them."""
 _NUMBERS = (torch.SymFloat, torch.SymBool)
 
 
@@ -63,7 +62,12 @@ def divide_regions(
             region, node = inner[name]
             if node in places[region]:
                 openers.setdefault(region, {})[places[region][node]] = None
-    return _divide(gm, regions, openers) if openers else gm
+    held: dict[str, object] = {}
+    writers = {
+        region: functools.partial(_write_pieces, regions[region], nodes, held)
+        for region, nodes in openers.items()
+    }
+    return rewritten(gm, writers, held) if openers else gm
 
 
 def write_out_idle_regions(gm: fx.GraphModule) -> fx.GraphModule:
@@ -146,65 +150,31 @@ def _write_out(
     gm: fx.GraphModule, regions: Mapping[fx.Node, fx.GraphModule]
 ) -> tuple[fx.GraphModule, dict[str, tuple[fx.Node, fx.Node]]]:
     """`gm` with the nodes of each region in its place; and for each such node, whose it is."""
-    graph = fx.Graph()
-    copies: dict[fx.Node, Argument] = {}
     inner: dict[str, tuple[fx.Node, fx.Node]] = {}
     held: dict[str, object] = {}
-    bodies = {region.args[0] for region in regions}
-    for node in gm.graph.nodes:
-        if node in bodies and regions.keys() >= node.users.keys():
-            continue
-        if node in regions:
-            body = regions[node]
-            values = _operands(body, node, copies)
-            for step in (n for n in body.graph.nodes if n.op not in ("placeholder", "output")):
-                values[step] = copied = graph.node_copy(step, values.__getitem__)
-                copied.meta["example_value"] = step.meta.get("example_value")
-                if step.op == "get_attr":
-                    copied.target = f"{node.name}_{step.target}".replace(".", "_")
-                    held[copied.target] = fetch(body, str(step.target))
-                inner[copied.name] = (node, step)
-            copies[node] = fx.map_arg(body.graph.output_node().args[0], values.__getitem__)
-        elif node.target is operator.getitem and node.args[0] in regions:
-            copies[node] = copies[node.args[0]][node.args[1]]
-        else:
-            copies[node] = _copy(node, graph, copies)
-    return module_like(gm, graph, held), inner
 
+    def write(region: fx.Node, graph: fx.Graph, copies: Copies) -> Argument:
+        body = regions[region]
+        values = _operands(body, region, copies)
+        for step in (n for n in body.graph.nodes if n.op not in ("placeholder", "output")):
+            values[step] = copied = graph.node_copy(step, values.__getitem__)
+            copied.meta["example_value"] = step.meta.get("example_value")
+            if step.op == "get_attr":
+                copied.target = f"{region.name}_{step.target}".replace(".", "_")
+                held[copied.target] = fetch(body, str(step.target))
+            inner[copied.name] = (region, step)
+        return fx.map_arg(body.graph.output_node().args[0], values.__getitem__)
 
-def _divide(
-    gm: fx.GraphModule,
-    regions: Mapping[fx.Node, fx.GraphModule],
-    openers: Mapping[fx.Node, Iterable[fx.Node]],
-) -> fx.GraphModule:
-    graph = fx.Graph()
-    copies: dict[fx.Node, Argument] = {}
-    held: dict[str, object] = {}
-    for node in gm.graph.nodes:
-        if node in openers:
-            copies[node] = _write_pieces(regions[node], node, openers[node], graph, copies, held)
-        elif node.target is operator.getitem and node.args[0] in openers:
-            copies[node] = copies[node.args[0]][node.args[1]]
-        else:
-            copies[node] = _copy(node, graph, copies)
-    return module_like(gm, graph, held)
-
-
-def _copy(node: fx.Node, graph: fx.Graph, copies: Mapping[fx.Node, Argument]) -> fx.Node:
-    """A node as it is, with the source that Dynamo left on it: ``node_copy`` forgets that."""
-    copied = graph.node_copy(node, copies.__getitem__)
-    if hasattr(node, "_dynamo_source"):
-        copied._dynamo_source = node._dynamo_source
-    return copied
+    return rewritten(gm, dict.fromkeys(regions, write), held), inner
 
 
 def _write_pieces(
     body: fx.GraphModule,
-    region: fx.Node,
     openers: Iterable[fx.Node],
-    graph: fx.Graph,
-    copies: Mapping[fx.Node, Argument],
     held: dict[str, object],
+    region: fx.Node,
+    graph: fx.Graph,
+    copies: Copies,
 ) -> Argument:
     """Add one checkpointed call for each piece of a region to `graph`; what the region returns."""
     values = _operands(body, region, copies)
@@ -225,9 +195,7 @@ def _write_pieces(
     return fx.map_arg(body.graph.output_node().args[0], values.__getitem__)
 
 
-def _operands(
-    body: fx.GraphModule, region: fx.Node, copies: Mapping[fx.Node, Argument]
-) -> dict[fx.Node, Argument]:
+def _operands(body: fx.GraphModule, region: fx.Node, copies: Copies) -> dict[fx.Node, Argument]:
     """What stands for each placeholder of a region's body."""
     operands = [copies[arg] for arg in region.args[1:] if isinstance(arg, fx.Node)]
     return dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))

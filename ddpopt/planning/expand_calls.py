@@ -13,10 +13,10 @@ Invariant: a graph in which nothing is to be opened comes back as the same objec
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -26,11 +26,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils import _pytree as pytree
 
-from ddpopt.graph.nodes import MISSING, body_nodes, example_value, module_like, with_values
+from ddpopt.graph.nodes import MISSING, body_nodes, example_value, with_values
+from ddpopt.graph.rewriting import Argument, Copies, rewritten
 from ddpopt.graph.state import State, states
 from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.divide_checkpoints import divide_regions, write_out_idle_regions
-from ddpopt.planning.facts import BIAS, GraphFacts, collect, several_weights
+from ddpopt.planning.facts import NEGLIGIBLE_RATIO, GraphFacts, collect, has_multiple_weights
 from ddpopt.planning.plan import Plan
 
 logger = logging.getLogger("ddpopt")
@@ -115,7 +116,8 @@ def open_calls(gm: fx.GraphModule, facts: GraphFacts, plan: Plan) -> fx.GraphMod
                 opened[node] = traced
             else:
                 atomic.add(node.target)
-    return _inline(gm, opened) if opened else gm
+    writers = {node: functools.partial(_write_out, traced) for node, traced in opened.items()}
+    return rewritten(gm, writers) if opened else gm
 
 
 def _calls_where_buckets_end(facts: GraphFacts, plan: Plan) -> frozenset[str]:
@@ -126,7 +128,7 @@ def _calls_where_buckets_end(facts: GraphFacts, plan: Plan) -> frozenset[str]:
         sizes.setdefault(use.completes_at, []).append(use.spec.nbytes)
     read = [[position[name] for name in bucket.params if name in position] for bucket in plan.buckets]
     ends = {min(positions) for positions in read if positions}
-    return frozenset(facts.nodes[end] for end in ends if several_weights(sizes[end]))
+    return frozenset(facts.nodes[end] for end in ends if has_multiple_weights(sizes[end]))
 
 
 def _can_trace(node: fx.Node) -> bool:
@@ -187,35 +189,11 @@ def _separates_weights(node: fx.Node, traced: fx.GraphModule) -> bool:
         for source, value in values.items()
         if isinstance(value, torch.Tensor) and value.requires_grad and inputs[source].users
     }
-    weights = [source for source, size in sizes.items() if size * BIAS > max(sizes.values())]
+    weights = [source for source, size in sizes.items() if size * NEGLIGIBLE_RATIO > max(sizes.values())]
     return len({min(order[user] for user in inputs[source].users) for source in weights}) > 1
 
 
-def _inline(gm: fx.GraphModule, opened: Mapping[fx.Node, fx.GraphModule]) -> fx.GraphModule:
-    """A copy of `gm` with the operations of each opened call in its place."""
-    graph = fx.Graph()
-    copies: dict[fx.Node, Any] = {}
-    for node in gm.graph.nodes:
-        if node in opened:
-            copies[node] = _write_out(node, opened[node], graph, copies)
-        elif _is_element(node, opened):
-            copies[node] = copies[node.args[0]][node.args[1]]
-        else:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-            if hasattr(node, "_dynamo_source"):
-                copies[node]._dynamo_source = node._dynamo_source
-    return module_like(gm, graph)
-
-
-def _is_element(node: fx.Node, opened: Mapping[fx.Node, fx.GraphModule]) -> bool:
-    """Whether a node picks an item of what an opened call returns; a tensor is indexed as ever."""
-    base = node.args[0] if node.target is operator.getitem else None
-    return isinstance(base, fx.Node) and base in opened and isinstance(example_value(base), (tuple, list))
-
-
-def _write_out(
-    node: fx.Node, traced: fx.GraphModule, graph: fx.Graph, copies: Mapping[fx.Node, Any]
-) -> fx.node.Argument:
+def _write_out(traced: fx.GraphModule, node: fx.Node, graph: fx.Graph, copies: Copies) -> Argument:
     """Add the operations of an opened call to `graph`; what the call returned, as nodes."""
     inputs = dict(zip(traced.graph.find_nodes(op="placeholder"), node.all_input_nodes, strict=True))
     inner: dict[fx.Node, fx.Node] = {placeholder: copies[source] for placeholder, source in inputs.items()}

@@ -32,7 +32,7 @@ from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.cut_points import Span, blocked_positions
 
 _LATE = "the backward of {!r} may read {!r}, which may change once its gradient has left"
-BIAS = 64
+NEGLIGIBLE_RATIO = 64
 """A parameter this many times smaller than another one of the same call is not worth a cut of its own."""
 
 
@@ -80,10 +80,10 @@ class GraphFacts:
         return [use.spec for use in sorted(self.params, key=readiness)]
 
 
-def several_weights(sizes: Sequence[int]) -> bool:
+def has_multiple_weights(sizes: Sequence[int]) -> bool:
     """Whether parameters of these sizes are more than one weight and its biases."""
     largest = max(sizes, default=0)
-    return sum(size * BIAS > largest for size in sizes) > 1
+    return sum(size * NEGLIGIBLE_RATIO > largest for size in sizes) > 1
 
 
 def collect(

@@ -7,6 +7,7 @@ Source: ``torch/nn/parallel/distributed.py`` (torch 2.11 to 2.13).
 """
 
 import importlib
+import inspect
 import math
 import os
 import sys
@@ -16,31 +17,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ddpopt.errors import UsageError
+from ddpopt.errors import UsageError, did_you_mean
 
 MIB = 2**20
 DEFAULT_CAP_MB = 25
 # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES, which planning may not import.
 DEFAULT_FIRST_BUCKET_BYTES = MIB
 
-# Arguments of DistributedDataParallel.__init__ (torch 2.11 to 2.13) that leave the limits as they are.
-DDP_ARGUMENTS_WITHOUT_EFFECT_ON_LIMITS = (
-    "device_ids",
-    "output_device",
-    "dim",
-    "broadcast_buffers",
-    "init_sync",
-    "process_group",
-    "check_reduction",
-    "gradient_as_bucket_view",
-    "delay_all_reduce_named_params",
-    "param_to_hook_all_reduce",
-    "mixed_precision",
-    "device_mesh",
-    "skip_all_reduce_unused_params",
-    "forward_sync_buffers",
-    "batched_grad_copy",
-)
+DDP_ARGUMENTS = tuple(inspect.signature(nn.parallel.DistributedDataParallel).parameters)[1:]
+"""Names of the arguments of DistributedDataParallel, without the module."""
 DDP_ARGUMENTS_OF_LIMITS = ("bucket_cap_mb", "bucket_cap_mb_list", "find_unused_parameters", "static_graph")
 
 
@@ -185,12 +170,12 @@ def _last_bucket_is_small() -> bool:
 
 
 def _require_ddp_arguments(arguments: Mapping[str, object]) -> None:
-    unknown = sorted(name for name in arguments if name not in DDP_ARGUMENTS_WITHOUT_EFFECT_ON_LIMITS)
+    unknown = sorted(name for name in arguments if name not in DDP_ARGUMENTS)
     if unknown:
-        known = ", ".join(sorted(DDP_ARGUMENTS_OF_LIMITS + DDP_ARGUMENTS_WITHOUT_EFFECT_ON_LIMITS))
+        known = sorted(DDP_ARGUMENTS)
         raise UsageError(
             f"expected arguments of DistributedDataParallel, got {', '.join(map(repr, unknown))}; "
-            f"use the names that DDP knows: {known}"
+            f"use the names that DDP knows: {', '.join(known)}{did_you_mean(unknown[0], known)}"
         )
 
 

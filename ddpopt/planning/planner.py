@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ddpopt.planning.bucket_rule import BucketConfig, ParamSpec
-from ddpopt.planning.facts import GraphFacts, ParamUse, several_weights
+from ddpopt.planning.facts import GraphFacts, ParamUse, has_multiple_weights
 from ddpopt.planning.plan import Bucket, Cut, Plan, Policy, Segment, cut_reason
 from ddpopt.planning.repeats import block_ends
 
@@ -52,7 +52,7 @@ def plan_graph(facts: GraphFacts, config: BucketConfig) -> Plan:
     dense = (use.spec for use in facts.params if not use.spec.sparse)
     filler = _Filler(config.rebuilt_limits, Counter((spec.dtype, spec.device) for spec in dense))
     groups = list(_by_atom(facts, _atoms(facts)))
-    ends = block_ends(_shapes(groups, len(facts.nodes)), alone=_Shape.has_several_weights)
+    ends = block_ends(_shapes(groups, len(facts.nodes)), alone=_Shape.has_multiple_weights)
     for index, (start, uses) in enumerate(groups):
         filler.fill(start, uses, cut_follows=index + 1 < len(groups), block_ends=index in ends)
     return _assemble(facts, filler.finish(0), "plan")
@@ -233,9 +233,9 @@ class _Shape(NamedTuple):
     nodes: int
     gradients: tuple[tuple[int, str, bool], ...]
 
-    def has_several_weights(self) -> bool:
+    def has_multiple_weights(self) -> bool:
         """Whether a bucket that needs only some of these gradients waits for all of them."""
-        return several_weights([nbytes for nbytes, *_ in self.gradients])
+        return has_multiple_weights([nbytes for nbytes, *_ in self.gradients])
 
 
 def _shapes(groups: Sequence[Group], body: int) -> list[_Shape]:

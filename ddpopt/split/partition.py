@@ -34,19 +34,18 @@ def segment_name(index: int) -> str:
     return f"segment_{index}"
 
 
-def partition(gm: fx.GraphModule, plan: Plan, graph: int = 0) -> fx.GraphModule:
+def partition(gm: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     """Cut `gm` where `plan` says.
 
     Args:
         gm: the graph that the plan was made for; it is left as it is.
         plan: cuts name the node that opens each later segment.
-        graph: which of the plan's graphs `gm` is.
 
     Returns:
         A new module that calls ``segment_0``, ``segment_1``, … and shares parameters and attributes
         with `gm`; or `gm` itself if the plan has no cut in it.
     """
-    openers = [cut.before for cut in plan.cuts if cut.graph == graph]
+    openers = [cut.before for cut in plan.cuts]
     if not openers:
         return gm
     layout = Layout.of(gm.graph, openers)

@@ -138,7 +138,7 @@ def register_block(
     """Register a function as a block.
 
     Args:
-        *features: names of what it brings; new names become features of their own.
+        *features: names of what it brings; new names become new features.
         name: of the block; by default the function's own.
         takes: the kind of value that it reads, or one for each of several.
         gives: the kind that it makes.

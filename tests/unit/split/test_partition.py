@@ -88,12 +88,6 @@ def test_a_plan_without_cuts_gives_the_graph_itself_back() -> None:
     assert partition(graph.gm, cut_before(graph.gm)) is graph.gm
 
 
-def test_cuts_of_other_graphs_are_none_of_its_business() -> None:
-    (graph,) = graphs_of("residual")
-    plan = cut_before(graph.gm, possible_cuts(graph.gm)[0])
-    assert partition(graph.gm, plan, graph=1) is graph.gm
-
-
 def test_the_original_is_left_as_it_is() -> None:
     (graph,) = graphs_of("mutated_views")
     text, nodes = str(graph.gm.graph), list(graph.gm.graph.nodes)
