@@ -4,8 +4,6 @@ Invariant: a user's mistake ends in one of these, never in a bare assert or a tr
 Each message says what was expected, what came, where, and what to do next.
 """
 
-from typing import Any, get_args
-
 
 class DdpoptError(Exception):
     """Root of all errors of this package.
@@ -60,11 +58,3 @@ class InfrastructureError(DdpoptError):
 
 class VerificationError(DdpoptError):
     """A verification found something wrong; the message has every finding."""
-
-
-def require_choice(argument: str, value: str, choice: Any) -> None:
-    """Raise UsageError unless `value` is one of the words of a ``Literal``."""
-    words = get_args(choice)
-    if value not in words:
-        *others, last = map(repr, words)
-        raise UsageError(f"{argument}: expected {', '.join(others)} or {last}, got {value!r}")
