@@ -5,7 +5,7 @@
 #   make check    format, lint, types
 #
 # Variables: PYTHON (3.11 or newer), VENV, TORCH_VERSION (2.11 to 2.13), RANKS, PYTEST_ARGS, DEMO_ARGS, BENCH_ARGS,
-# GATE_ARGS.
+# GATE_ARGS, SELF_TEST_ARGS.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -33,7 +33,7 @@ CODE := ddpopt tests benchmarks examples ci conftest.py
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help environment-test environment-dev gate demo test unit integration property doctest multigpu nightly torchrun check fix bench bench-alignment bench-planning bench-fuzzing bench-compile bench-step api wheel wheel-test clean
+.PHONY: help environment-test environment-dev gate self-test demo test unit integration property doctest multigpu nightly torchrun check fix bench bench-alignment bench-planning bench-fuzzing bench-compile bench-step api wheel wheel-test clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -88,7 +88,10 @@ multigpu: $(TEST_STAMP) ## tests/multigpu only; starts its own ranks
 nightly: $(TEST_STAMP) ## all tests, also the long ones
 	$(BIN)/python -m pytest $(ALL_CORES) --nightly tests/unit tests/integration tests/property ddpopt tests/multigpu $(PYTEST_ARGS)
 
-gate: $(TEST_STAMP) ## hold plans, graphs, margins, ratios and numbers of tests against ci/baseline.json
+self-test: $(TEST_STAMP) ## put faults in, and count which the verification finds (an hour)
+	$(BIN)/python -m tests.selftest $(SELF_TEST_ARGS)
+
+gate: $(TEST_STAMP) ## compare plans, graphs, collectives, overlap and verdicts with ci/baseline.json
 	$(BIN)/ddpopt gate --baseline ci/baseline.json $(GATE_ARGS)
 
 torchrun: $(TEST_STAMP) ## tests/multigpu on the ranks of one torchrun (RANKS=2)

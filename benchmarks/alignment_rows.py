@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from benchmarks.alignment_run import Buckets, Outcome
 from benchmarks.lanes import Lost
-from ddpopt.gate.potential import Measurement, ratio_to_eager
+from ddpopt.gate.overlap import Measurement, ratio_to_eager
 
 ASKED = 0.98
 JUDGED = frozenset({"split", "inline"})

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 from benchmarks.group import process_group
 from ddpopt.ddp.impose import imposed_plan
-from ddpopt.gate.potential import Measurement, measure
+from ddpopt.gate.overlap import Measurement, measure
 from ddpopt.testing import Case, resolve
 
 OWN_CAP = "own"

@@ -20,11 +20,12 @@ DATA = (
     "ddpopt.planning.plan.Cut",
     "ddpopt.judge.verdict.Finding",
 )
+DRAWN = tuple(f"ddpopt.testing.drawn.{name}" for name in ("register_block", "register_kind", "Block", "Kind"))
 PAGES = {
     "functions": ("The functions of `ddpopt`", ("ddpopt.*",)),
     "classes": ("The classes of `ddpopt`", ("ddpopt.*", *DATA)),
     "testing": ("`ddpopt.testing`", ("ddpopt.testing.*",)),
-    "strategies": ("`ddpopt.testing.strategies`", ("ddpopt.testing.strategies.*",)),
+    "strategies": ("Drawn models", ("ddpopt.testing.strategies.models", *DRAWN)),
     "doctor": ("`ddpopt.doctor`", ("ddpopt.doctor.*",)),
     "errors": ("Errors", ("ddpopt.errors.*",)),
 }
@@ -76,7 +77,7 @@ def _described(target: griffe.Object) -> Iterator[str]:
     """A heading, the docstring, and for a class its methods and properties."""
     yield f"## {target.name}"
     if isinstance(target, griffe.Function):
-        yield f"```python\n{_signature(target)}\n```"
+        yield f"```text\n{_signature(target)}\n```"  # the formatter reads python
     yield from _sections(target)
     for member in target.members.values() if isinstance(target, griffe.Class) else ():
         if member.docstring is not None and not member.name.startswith("_"):

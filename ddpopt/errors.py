@@ -4,13 +4,28 @@ Invariant: a user's mistake ends in one of these, never in a bare assert or a tr
 Each message says what was expected, what came, where, and what to do next.
 """
 
+import difflib
+from collections.abc import Iterable
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Say which known names are like one that is not known; empty if none is.
+
+    >>> did_you_mean("toch", ["eager", "torch"])
+    "; did you mean 'torch'?"
+    >>> did_you_mean("x", ["eager", "torch"])
+    ''
+    """
+    near = difflib.get_close_matches(name, list(known))
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+
 
 class DdpoptError(Exception):
     """Root of all errors of this package.
 
     Attributes:
         exit_code: what the ``ddpopt`` command exits with when this error reaches it
-            (0 right, 1 the program under test is wrong, 2 usage, 3 infrastructure).
+            (0 right, 1 the program under test is wrong, 2 usage, 3 not judged).
     """
 
     exit_code = 1
@@ -50,10 +65,14 @@ class HandOverError(DdpoptError):
     """A gradient that was handed to DDP from inside a backward turned out not to be the whole of it."""
 
 
-class InfrastructureError(DdpoptError):
-    """A rank died, a rendezvous failed, or a peer did not answer in time."""
+class NotJudgedError(DdpoptError):
+    """Nothing could be judged: eager itself fails, or there is nothing to compare."""
 
     exit_code = 3
+
+
+class InfrastructureError(NotJudgedError):
+    """A rank died, a rendezvous failed, or a peer did not answer in time."""
 
 
 class VerificationError(DdpoptError):

@@ -5,6 +5,7 @@ page. ``torch_says`` is what was measured with torch 2.13, never what was expect
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -14,34 +15,30 @@ from typing import Any
 from ddpopt.cases import corpus
 from ddpopt.cases.case import Case
 
-WITHOUT_CASE = {
-    104088: "a regression of nightly builds of June 2023 on GPUs, under compile, AMP and DDP. It was closed "
-    "without a reproduction, and says nothing of what was wrong; the case of 111794, `autocast`, holds the "
-    "same three together",
-}
+WITHOUT_CASE = {104088: "a regression of nightly builds on GPUs, closed without a reproduction"}
 """Reports on the list that have no case, and why."""
 ANSWERS = {
     "compiled": "compiled",
     "one piece": "one piece (inline)",
-    "overlap": "at least half of the buckets during backward",
-    "aligned": "all buckets but the last during backward",
+    "overlap": "at least half early",
+    "aligned": "all but the last early",
     "recompiles": "nothing compiled after the second step",
     "products": "no product computed again that was to be kept",
 }
 """What a report may ask for besides eager DDP's gradients, as the page puts it."""
 HEAD = """\
-# Public reports, and what becomes of them
+# Public reports against compiled DDP
 
-Each row is a report against PyTorch (an issue or a pull request in pytorch/pytorch), the case of the corpus \
-that reproduces it on CPU and gloo, what torch 2.13's own optimizer does with that case today, and what \
-ddpopt does. `tests/multigpu/test_corpus_reports.py` and `test_compile.py` run both, and hold every word of \
-the last three columns. `python -m tests.reports` writes this page from `tests/data/reports.json`.
+Each row is an issue or pull request in pytorch/pytorch, and the case of the corpus that reproduces it on \
+CPU and gloo. **wrong** means that the case still fails or loses its overlap with torch 2.13's optimizer. \
+ddpopt is right on all of them; the last column says what the multi-rank tests check besides gradients. \
+`python -m tests.reports` writes this page from `tests/data/reports.json`.
 
-A *piece* is a graph that is compiled on its own; a bucket is sent *during backward* if it leaves before the \
-last compiled backward ends. Where a report cannot run here as it was, the row says what is missing.
+A *piece* is a graph that is compiled on its own. A bucket is *early* if it is sent before the last compiled \
+backward ends.
 
-| report | what happened upstream | case | right today? | torch 2.13's optimizer | ddpopt |
-|---|---|---|---|---|---|
+| report, case | what happened upstream | torch 2.13 | ddpopt |
+|---|---|---|---|
 """
 
 
@@ -78,13 +75,15 @@ class Report:
         terms = [f"`{name}={value!r}`" for name, value in self.settings.items()]
         terms += [] if self.backend == "aot_eager" else [self.backend]
         terms += [] if self.wrap == "DDP" else [self.wrap]
+        torch_says = self.torch_says.replace(", gradients as eager", "").replace("compiles ", "")
+        torch_says = re.sub(r"sends (\d+ of \d+) buckets during backward", r"\1 early", torch_says)
         cells = (
-            _link(self.number),
+            f"{_link(self.number)} `{self.case}`",
             f"{self.upstream}." + (f" *Here: {self.nearest}.*" if self.nearest else ""),
-            f"`{self.case}`",
-            "yes" if self.torch_passes else "**no**",
-            self.torch_says + (f" ({', '.join(terms)})" if terms else ""),
-            ", ".join(["gradients as eager", *(ANSWERS[ask] for ask in self.asks)]),
+            ("" if self.torch_passes else "**wrong**: ")
+            + torch_says
+            + (f" ({', '.join(terms)})" if terms else ""),
+            ", ".join(ANSWERS[ask] for ask in self.asks),
         )
         return f"| {' | '.join(cells)} |"
 

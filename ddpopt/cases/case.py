@@ -220,7 +220,7 @@ def _case_from_factory(name: str, factory: Callable[[], object]) -> Case:
 
 
 def _tried(name: str, case: Case) -> Case:
-    """A case whose model and inputs can be made: what is wrong with them is told before ranks are started."""
+    """A case whose model and inputs can be made: what is wrong with them is reported before ranks start."""
     _call(name, case.model, 0, "making its model")
     _call(name, partial(case.inputs, 0, 0), 0, "making its inputs for rank 0, step 0")
     return case

@@ -1,16 +1,19 @@
-"""The ``ddpopt`` command.
+"""The ``ddpopt`` command: what each of its commands takes, and which part of the package does the work.
 
-Exit codes: 0 right, 1 the program under test is wrong, 2 usage, 3 infrastructure. An error of ours is printed
-to stderr, without a traceback, and exits with its own code.
+Exit codes: 0 right, 1 the program under test is wrong, 2 usage, 3 not judged. An error of ours is printed to
+stderr, without a traceback, and exits with its own code. What is heavy is imported inside the commands, so
+that help needs no torch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json as json_module
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -30,20 +33,19 @@ class _Group(TyperGroup):
             typer.echo(f"ddpopt: error: {error}", err=True)
             raise typer.Exit(error.exit_code) from error
         except SystemExit as error:  # of the target's code: it must not end as if all were right
-            typer.echo(f"ddpopt: error: {_ended(error)}", err=True)
+            from ddpopt.cases.case import users_line  # heavy, and loaded by then
+
+            ended = (
+                f"the target ended the process: sys.exit({error.code!r}){users_line(error)}; have it return"
+            )
+            typer.echo(f"ddpopt: error: {ended}", err=True)
             raise typer.Exit(UsageError.exit_code) from error
-
-
-def _ended(error: SystemExit) -> str:
-    from ddpopt.cases.case import users_line  # heavy, and loaded by then
-
-    return f"the target ended the process: sys.exit({error.code!r}){users_line(error)}; have it return"
 
 
 app = typer.Typer(
     cls=_Group,
     help="Make torch.compile and DistributedDataParallel agree on gradient buckets.",
-    epilog="Exit codes: 0 right, 1 the program under test is wrong, 2 usage, 3 infrastructure.",
+    epilog="Exit codes: 0 right, 1 the program under test is wrong, 2 usage, 3 not judged.",
     no_args_is_help=True,
     add_completion=False,
     # plain help and plain errors, the same in every terminal and every log
@@ -68,165 +70,156 @@ def _options(
 
 
 @app.command(short_help="Show the plan, DDP's own buckets, and torch's DDPOptimizer.")
-def explain(
-    target: given.Target,
-    bucket_cap_mb: given.CapMb = None,
-    bucket_cap_mb_list: given.CapMbList = None,
-    find_unused_parameters: given.FindUnused = None,
-    static_graph: given.StaticGraph = None,
-    json: given.Json = None,
-) -> None:
+def explain(target: given.Target, ddp: given.Ddp = None, json: given.Json = None) -> None:
     """Show ddpopt's plan, DDP's own buckets, and what torch's DDPOptimizer does.
 
-    Nothing is trained: no process group and no GPU is needed. A case's own DDP arguments hold unless an
-    option takes their place.
+    Nothing is trained: no process group and no GPU is needed.
     """
-    # heavy, and not needed to print help or the version of a broken installation
     from ddpopt.cases.case import resolve
     from ddpopt.explanation.explain import explain_case
+    from ddpopt.judge.option_cases import differing
+    from ddpopt.judge.report.files import require_writable, show
 
-    asked = given.ddp_arguments(bucket_cap_mb, bucket_cap_mb_list, find_unused_parameters, static_graph)
-    case = resolve(target)
-    _show(explain_case(case, given.overriding(case.ddp_kwargs, asked)), json)
+    require_writable(json)
+    case = differing(resolve(target), given.ddp_arguments(ddp or ()))
+    explanation = explain_case(case, case.ddp_kwargs)
+    show(str(explanation), explanation.to_json(), json)
 
 
-@app.command(short_help="Say what is in the way of overlap, and what to do about it.")
-def doctor(  # noqa: PLR0913  # one for each option of the command line
+@app.command(short_help="Find what prevents overlap, and say what to do about it.")
+def doctor(  # one for each option of the command line
     target: given.Target,
-    backend: given.TrialBackend = "inductor",
-    steps: given.TrialSteps = 3,
-    ranks: given.TrialRanks = 2,
-    bucket_cap_mb: given.CapMb = None,
-    bucket_cap_mb_list: given.CapMbList = None,
-    find_unused_parameters: given.FindUnused = None,
-    static_graph: given.StaticGraph = None,
+    nproc: given.Nproc = given.NPROC,
+    backend: given.Backend = given.BACKEND,
+    steps: given.Steps = given.STEPS,
+    ddp: given.Ddp = None,
     json: given.Json = None,
 ) -> None:
-    """Run a model under DDP, eager and compiled, and say what is in the way of overlap.
+    """Run a model under DDP, eager and compiled, and say what prevents overlap.
 
     Graph breaks, recompiles, compile time, buckets, unused parameters and options, each with the next step
-    to take. It runs in this process alone, on a process group of one rank. With inductor it may take minutes,
-    for nothing is taken from a cache; '--backend aot_eager' is quick.
+    to take. It runs in this process alone, with the inputs of --nproc ranks. Exit code 1 if a step fails or
+    would train something else.
     """
     from ddpopt.cases.case import resolve
-    from ddpopt.cli.validation import require_writable
     from ddpopt.doctor import diagnose
+    from ddpopt.judge.option_cases import differing
+    from ddpopt.judge.report.files import require_writable, show
 
-    require_writable("--json", json)
-    asked = given.ddp_arguments(bucket_cap_mb, bucket_cap_mb_list, find_unused_parameters, static_graph)
-    case = resolve(target)
+    require_writable(json)
+    case = differing(resolve(target), given.ddp_arguments(ddp or ()))
     with contextlib.redirect_stdout(sys.stderr):  # what the model prints is no part of the report
         diagnosis = diagnose(
             case,
-            given.overriding(case.ddp_kwargs, asked),
             backend=backend,
             steps=steps,
-            ranks=ranks,
+            ranks=nproc,
             tell=lambda doing: typer.echo(f"ddpopt: {doing}", err=True),
         )
-    _show(diagnosis, json)
+    show(str(diagnosis), diagnosis.to_json(), json)
+    raise typer.Exit(diagnosis.exit_code)
 
 
 @app.command(short_help="Compare a compiled data-parallel step with eager DDP.")
 def verify(  # noqa: PLR0913  # one for each option of the command line
-    context: typer.Context,
-    target: given.TargetIfAny = None,
-    nproc: given.Nproc = 2,
-    strategy: given.Strategy = "auto",
-    backend: given.BackendIfAny = None,
+    target: given.Target,
+    nproc: given.Nproc = given.NPROC,
+    backend: given.Backend = given.BACKEND,
     mode: given.Modes = None,
     options: given.Options = None,
-    steps: given.Steps = 3,
+    steps: given.Steps = given.STEPS,
     dtype: given.Dtype = None,
     device: given.Device = None,
-    timeout: given.Limit = 3600.0,
-    trial_timeout: given.TrialLimit = 300.0,
-    bucket_cap_mb: given.CapMb = None,
-    bucket_cap_mb_list: given.CapMbList = None,
-    find_unused_parameters: given.FindUnused = None,
-    static_graph: given.StaticGraph = None,
-    matrix: given.Matrix = False,
-    self_test: given.SelfTest = False,
+    timeout: given.Timeout = given.TIMEOUT_S,
+    ddp: given.Ddp = None,
     locate: given.Locate = True,
-    locate_timeout: given.LocateLimit = 120.0,
-    reproduction: given.Reproduction = None,
     json: given.Json = None,
-    junit: given.Junit = None,
-    html: given.Html = None,
-    github: given.Github = False,
+    report: given.Reports = None,
 ) -> None:
     """Train a model for some steps in eager DDP and compiled, and compare everything.
 
     Gradients, buckets, collectives, buffers, random numbers and the number of compilations, on every rank.
     Tolerances are derived and not guessed. Whatever is wrong is named by parameter, bucket, rank and level.
     """
-    from ddpopt.cli import verify as cli_verify
-    from ddpopt.cli.validation import require_heeded
+    from ddpopt.cli.verification import Verification
+    from ddpopt.judge.report.files import require_writable
 
-    asked = given.ddp_arguments(bucket_cap_mb, bucket_cap_mb_list, find_unused_parameters, static_graph)
-    _require_one_of(target is not None, matrix, self_test)
-    files = cli_verify.Files(json, junit, html, github)
-    if self_test:
-        raise typer.Exit(cli_verify.self_test(nproc, files, _given(context)))
-    require_heeded(_given(context))
-    request = cli_verify.Request(
-        target=target,
-        nproc=nproc,
-        strategy=strategy,
-        backend=backend or ("eager" if matrix else "inductor"),
-        modes=mode,
-        options=options,
-        steps=steps,
-        dtype=dtype,
-        device=device,
-        limit_s=timeout,
-        trial_limit_s=trial_timeout,
-        locate=locate,
-        locate_limit_s=locate_timeout,
-        reproduction=reproduction,
-        ddp_kwargs=asked,
+    given.require_positive(timeout=timeout)
+    require_writable(json, report or ())
+    verification = Verification(
+        nproc, backend, mode, options, steps, timeout, json, tuple(report or ()), dtype, device
     )
-    raise typer.Exit(cli_verify.run(request, files).exit_code)
+    raise typer.Exit(verification.of_target(target, given.ddp_arguments(ddp or ()), locate=locate))
 
 
-@app.command(short_help="Compare plans, runs and ratios with a baseline.")
-def gate(  # noqa: PLR0913  # one for each option of the command line
-    baseline: given.BaselineFile,
-    targets: given.TargetsIfAny = None,
-    update: given.Update = False,
-    only: given.Only = None,
-    mode: given.GateModes = None,
-    backend: given.GateBackend = None,
-    nproc: given.GateNproc = None,
-    steps: given.GateSteps = None,
-    device: given.GateDevice = None,
-    timed: given.Timed = None,
-    tests: given.Collected = None,
+@app.command(short_help="Verify every mode under every option on six small cases.")
+def matrix(  # one for each option of the command line
+    nproc: given.Nproc = given.NPROC,
+    backend: given.Backend = given.BACKEND,
+    mode: given.Modes = None,
+    options: given.Options = None,
+    steps: given.Steps = given.STEPS,
+    timeout: given.Timeout = given.TIMEOUT_S,
     json: given.Json = None,
-    github: given.Github = False,
+    report: given.Reports = None,
 ) -> None:
-    """Compare plans, graphs, collectives, margins, ratios and numbers of tests with a baseline.
+    """Verify modes under options on six small cases; by default all modes and all options.
 
-    Whatever moved is told: from what, to what, for which case. What is measured, and how, stands in the
-    baseline; the options below are for writing it with --update. Without one, the corpus is measured on two
-    ranks with aot_eager, in both of ddpopt's modes.
+    With '--backend eager' it takes minutes.
     """
-    from ddpopt.cli import gate as cli_gate
+    from ddpopt.cli.verification import Verification
+    from ddpopt.judge.report.files import require_writable
 
-    request = cli_gate.Request(
-        baseline=Path(baseline),
-        update=update,
-        only=cli_gate.words(only),
-        targets=tuple(targets) if targets else None,
-        modes=cli_gate.words(mode),
-        backend=backend,
-        nproc=nproc,
-        steps=steps,
-        device=device,
-        timed=cli_gate.words(timed),
-        collected=cli_gate.words(tests),
+    given.require_positive(timeout=timeout)
+    require_writable(json, report or ())
+    verification = Verification(
+        nproc, backend, mode or "all", options or "all", steps, timeout, json, tuple(report or ())
     )
-    raise typer.Exit(cli_gate.run(request, json, github))
+    raise typer.Exit(verification.of_matrix())
+
+
+@app.command(short_help="Compare plans and runs with a baseline.")
+def gate(  # noqa: PLR0913  # one for each option of the command line
+    context: typer.Context,
+    baseline: given.BaselineFile,
+    targets: given.Targets = None,
+    update: given.Update = False,
+    nproc: given.Nproc = given.NPROC,
+    backend: given.Backend = given.BACKEND,
+    mode: given.Modes = None,
+    steps: given.Steps = given.STEPS,
+    device: given.Device = None,
+    json: given.Json = None,
+    report: given.Reports = None,
+) -> None:
+    """Compare plans, graphs, collectives, overlap and verdicts with a baseline.
+
+    Every change is reported: from what, to what, for which case. What is measured, and how, is in the
+    baseline; --update writes it, with new targets and the options that are given.
+    """
+    from ddpopt.gate.gate import gate as compare
+    from ddpopt.judge.modes import MODES
+    from ddpopt.judge.report.files import require_writable, show, write_reports
+    from ddpopt.judge.report.progress import StatusLine
+
+    require_writable(json, report or ())
+    asked: dict[str, Any] = {"nproc": nproc, "backend": backend, "steps": steps, "device": device}
+    asked = {name: value for name, value in asked.items() if _is_given(context, name)}
+    if mode is not None:
+        asked["modes"] = given.chosen(mode, [known.name for known in MODES], "--mode")
+    with StatusLine("starting ranks") as line:
+        comparison, written = compare(
+            Path(baseline),
+            targets or (),
+            asked,
+            update=update,
+            begin=lambda name, total: line.show(lambda: f"{name}, one of {total} cases"),
+        )
+    write_reports(report or (), comparison.as_verdict(), comparison.headline, str(comparison))
+    show(str(comparison), comparison.to_json(), json)
+    if written:
+        typer.echo(f"ddpopt: {written}", err=True)
+    raise typer.Exit(0 if comparison.updates else comparison.exit_code)
 
 
 @app.command(short_help="Draw models, and search for one that a mode gets wrong.")
@@ -234,38 +227,29 @@ def fuzz(  # noqa: PLR0913  # one for each option of the command line
     minutes: given.Minutes = None,
     examples: given.Examples = None,
     seed: given.Seed = 0,
-    mode: given.FuzzedModes = None,
-    backend: given.ExactBackend = "aot_eager",
-    nproc: given.FuzzRanks = 1,
+    mode: given.Modes = None,
+    backend: given.Backend = given.BACKEND,
+    nproc: given.Nproc = given.NPROC,
     workers: given.Workers = 1,
     out: given.Out = "ddpopt-fuzz",
     database: given.Database = None,
     without: given.Without = None,
     blocks: given.Blocks = None,
-    limit: given.ModelLimit = 120.0,
+    timeout: given.Timeout = given.TIMEOUT_S,
+    json: given.Json = None,
 ) -> None:
     """Draw models, and run each in eager DDP and in some modes, until time is up.
 
     Each new failure is written at once, as a case and a script. The same seed gives the same run; --out of a
-    run that was interrupted goes on where it stopped.
+    run that was interrupted resumes it. Exit code 1 if a mode failed.
     """
-    from ddpopt.cli import fuzz as cli_fuzz
+    from ddpopt.cli import fuzzing
+    from ddpopt.judge.report.files import require_writable
 
-    request = cli_fuzz.Request(
-        minutes,
-        examples,
-        seed,
-        mode or cli_fuzz.MODES,
-        backend,
-        nproc,
-        workers,
-        out,
-        database,
-        without,
-        blocks or (),
-        limit,
-    )
-    raise typer.Exit(cli_fuzz.run(request))
+    given.require_positive(minutes=minutes, examples=examples, nproc=nproc, workers=workers, timeout=timeout)
+    require_writable(json)
+    plan = fuzzing.planned(seed, mode, backend, nproc, workers, without, tuple(blocks or ()))
+    raise typer.Exit(fuzzing.fuzz(plan, minutes, examples, timeout, out, database, json))
 
 
 @app.command(short_help="Make a model that fails small, and write a script that shows it.")
@@ -273,81 +257,56 @@ def minimize(
     case: given.CaseFile,
     out: given.Script = None,
     tries: given.Tries = 400,
-    minutes: given.SearchMinutes = None,
+    minutes: given.Minutes = None,
     blocks: given.Blocks = None,
-    limit: given.ModelLimit = 120.0,
+    timeout: given.Timeout = given.TIMEOUT_S,
+    json: given.Json = None,
 ) -> None:
     """Make a model that 'ddpopt fuzz' found small, with the same failure.
 
     What fails in another way is left alone. The script needs torch alone where the fault is torch's own.
+    Exit code 0 if the script shows the failure, 1 if it does not, 3 if CASE does not fail here.
     """
-    from ddpopt.cli import minimize as cli_minimize
+    from ddpopt.cli import fuzzing
+    from ddpopt.judge.report.files import require_writable
 
-    raise typer.Exit(cli_minimize.minimize(case, out, tries, minutes, limit, blocks or ()))
+    given.require_positive(tries=tries, minutes=minutes, timeout=timeout)
+    require_writable(json)
+    raise typer.Exit(fuzzing.minimize(case, out, tries, minutes, timeout, blocks or (), json))
 
 
 @app.command(short_help="List the modes and options that 'verify' knows.")
 def modes() -> None:
-    """List the modes and options that 'ddpopt verify' knows."""
-    from ddpopt.explanation.tables import Column, table
+    """List the modes and options that 'ddpopt verify' and 'ddpopt matrix' know."""
     from ddpopt.judge.modes import MODES
     from ddpopt.judge.options import OPTIONS
 
-    for title, rows in (("mode", MODES), ("option", OPTIONS)):
-        columns = [Column(title), Column("about", fills=True)]
-        typer.echo(table(columns, [(row.name, row.about) for row in rows]))
-        typer.echo()
+    typer.echo(f"{_listed('mode', MODES)}\n\n{_listed('option', OPTIONS)}")
 
 
 @app.command(short_help="List the cases of the corpus.")
-def cases() -> None:
+def cases(json: given.Json = None) -> None:
     """List the cases of the corpus, each of which is a TARGET."""
     from ddpopt.cases import corpus
+    from ddpopt.judge.report.files import require_writable, show
+
+    require_writable(json)
+    found = corpus.cases()
+    data = json_module.dumps({case.name: case.about for case in found}, indent=2)
+    show(_listed("case", found), data, json)
+
+
+def _listed(title: str, rows: Iterable[Any]) -> str:
+    """A table of what has a name, with one sentence about each."""
     from ddpopt.explanation.tables import Column, table
 
-    columns = [Column("case"), Column("about", fills=True)]
-    typer.echo(table(columns, [(case.name, case.about) for case in corpus.cases()]))
+    return table([Column(title), Column("about", fills=True)], [(row.name, row.about) for row in rows])
 
 
-class _Report(Protocol):
-    """What a command shows: ``str()`` is the text for people."""
-
-    def to_json(self) -> str:
-        """Return the report as JSON."""
-
-
-def _show(report: _Report, json: str | None) -> None:
-    """Print a report, and write it as JSON: to stdout in place of the text."""
-    if json is not None:
-        _write(json, report.to_json())
-    if json != given.STDOUT:
-        typer.echo(str(report))
-
-
-def _given(context: typer.Context) -> list[str]:
-    """The parameters that stand on the command line."""
-    sources = ((name, context.get_parameter_source(name)) for name in context.params)
-    return [name for name, source in sources if source is not None and source.name == "COMMANDLINE"]
-
-
-def _require_one_of(*wholes: bool) -> None:
-    if sum(wholes) != 1:
-        raise UsageError(
-            f"expected one of TARGET, --matrix and --self-test, got {sum(wholes) or 'none'} of them; "
-            "see 'ddpopt verify --help'"
-        )
-
-
-def _write(file: str, text: str) -> None:
-    if file == given.STDOUT:
-        typer.echo(text)
-        return
-    try:
-        Path(file).write_text(f"{text}\n", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(
-            f"--json: cannot write {file!r}: {error.strerror}; name a file that can be"
-        ) from error
+def _is_given(context: typer.Context, name: str) -> bool:
+    """Whether a parameter was given on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def main() -> None:

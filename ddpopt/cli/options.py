@@ -1,25 +1,25 @@
 """The arguments and options of the command line: how each is spelled, typed and explained.
 
-They stand apart from the commands, so that a command reads as what it does, and an option that several
-commands have is the same in all of them.
-
-Invariant: an option that is not given leaves what holds without it: its default is None, or stands in the
-command's own signature.
+Invariant: an option that several commands have means the same in all of them, and has the same default.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import math
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 import typer
 
-from ddpopt.errors import UsageError
+from ddpopt.errors import UsageError, did_you_mean
 
-STDOUT = "-"
 NAMES = "A,B,..."
-
-# ------------------------------------------------------------------------------------------------- of several
+BACKEND = "aot_eager"
+NPROC = 2
+STEPS = 3
+TIMEOUT_S = 300.0
+"""Inductor may take minutes to compile a large model."""
 
 Target = Annotated[
     str,
@@ -30,47 +30,59 @@ Target = Annotated[
         show_default=False,
     ),
 ]
-CapMb = Annotated[float | None, typer.Option(help="DDP's bucket_cap_mb, in MiB.", show_default=False)]
-CapMbList = Annotated[
-    str | None, typer.Option(metavar=NAMES, help="DDP's bucket_cap_mb_list, in MiB.", show_default=False)
+Targets = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="TARGET",
+        help="As for 'ddpopt explain', or 'corpus' for all cases; by default those of the baseline.",
+        show_default=False,
+    ),
 ]
-FindUnused = Annotated[bool | None, typer.Option(help="As DDP's own argument.", show_default=False)]
-StaticGraph = Annotated[bool | None, typer.Option(help="As DDP's own argument.", show_default=False)]
+CaseFile = Annotated[
+    str, typer.Argument(metavar="CASE", help="A case that 'ddpopt fuzz' wrote.", show_default=False)
+]
+Ddp = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--ddp",
+        metavar="KEY=VALUE",
+        help="An argument of DistributedDataParallel, such as bucket_cap_mb=0.5, static_graph=true or "
+        "bucket_cap_mb_list=3,1; repeatable. It overrides the target's own.",
+        show_default=False,
+    ),
+]
 Json = Annotated[
     str | None,
     typer.Option(
         "--json",
         metavar="FILE",
-        help="Write JSON to FILE beside the text, or to stdout in its place ('-').",
+        help="Write JSON to FILE, or with '-' to stdout, without the text.",
         show_default=False,
     ),
 ]
-
-# -------------------------------------------------------------------------------------------------- of doctor
-
-TrialBackend = Annotated[str, typer.Option(help="Name of a Dynamo backend.")]
-TrialSteps = Annotated[int, typer.Option(help="Steps that each mode runs, at least 2.")]
-TrialRanks = Annotated[int, typer.Option(help="Inputs of how many ranks are tried in eager.")]
-
-# -------------------------------------------------------------------------------------------------- of verify
-
-TargetIfAny = Annotated[
-    str | None, typer.Argument(metavar="[TARGET]", help="As for 'ddpopt explain'.", show_default=False)
-]
-Nproc = Annotated[int, typer.Option(help="Ranks to start; under torchrun, its ranks are used.")]
-Strategy = Annotated[str, typer.Option(help="ddpopt's: split, inline or auto.")]
-BackendIfAny = Annotated[
-    str | None,
+Reports = Annotated[
+    list[str] | None,
     typer.Option(
-        help="Name of a Dynamo backend. By default inductor; for the matrix eager, which takes minutes.",
+        "--report",
+        metavar="FILE",
+        help="Write a report: .xml for JUnit, .html for a page, .md for GitHub; repeatable.",
         show_default=False,
+    ),
+]
+Nproc = Annotated[int, typer.Option(help="Number of ranks; under torchrun, its ranks are used.")]
+Backend = Annotated[
+    str,
+    typer.Option(
+        help="Dynamo backend: a name, or package.module:function. aot_eager is compared bit by bit; inductor "
+        "also runs generated code, and takes longer."
     ),
 ]
 Modes = Annotated[
     str | None,
     typer.Option(
+        "--mode",
         metavar=NAMES,
-        help="Modes to judge, or 'all': see 'ddpopt modes'. By default ddpopt's.",
+        help="Modes to run, or 'all' (see 'ddpopt modes'). By default ddpopt's own; of the matrix all.",
         show_default=False,
     ),
 ]
@@ -78,201 +90,132 @@ Options = Annotated[
     str | None,
     typer.Option(
         metavar=NAMES,
-        help="Ways to use DDP, or 'all': see 'ddpopt modes'. By default none but the target's own.",
+        help="Ways to use DDP, or 'all' (see 'ddpopt modes'). By default 'default'; of the matrix all.",
         show_default=False,
     ),
 ]
-Steps = Annotated[int, typer.Option(help="Steps of training; DDP has settled by the third.")]
+Steps = Annotated[int, typer.Option(help="Training steps; DDP rebuilds its buckets before the second.")]
 Dtype = Annotated[str | None, typer.Option(help="Compute in this dtype, like bfloat16.", show_default=False)]
 Device = Annotated[
     str | None, typer.Option(help="cpu or cuda; by default cuda if each rank has a GPU.", show_default=False)
 ]
-Limit = Annotated[float, typer.Option(help="Limit of the whole run, in seconds.")]
-TrialLimit = Annotated[
-    float,
-    typer.Option(
-        "--trial-timeout", help="Limit of one trial, and of eager DDP's runs before it, in seconds."
-    ),
+Timeout = Annotated[
+    float, typer.Option(help="Seconds that one trial, which is one mode of one case, may take.")
 ]
-LocateLimit = Annotated[
-    float, typer.Option("--locate-timeout", help="Limit of looking where it goes wrong, in seconds.")
-]
-Matrix = Annotated[
-    bool, typer.Option("--matrix", help="Judge every mode under every option on six small cases.")
-]
-SelfTest = Annotated[bool, typer.Option("--self-test", help="Put faults in, and count which are found.")]
-Locate = Annotated[bool, typer.Option(help="If something is wrong, look where.")]
-Reproduction = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE",
-        help="Where to write the script that shows it. By default ddpopt_reproduction.py.",
-        show_default=False,
-    ),
-]
-Junit = Annotated[str | None, typer.Option(metavar="FILE", help="Write JUnit XML.", show_default=False)]
-Html = Annotated[str | None, typer.Option(metavar="FILE", help="Write a page.", show_default=False)]
-Github = Annotated[
-    bool, typer.Option("--github", help="Write annotations and a step summary for GitHub Actions.")
-]
-
-# ---------------------------------------------------------------------------------------------------- of gate
-
-TargetsIfAny = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[TARGET]...",
-        help="As for 'ddpopt explain', or 'corpus' for every case of it. By default the baseline's own.",
-        show_default=False,
-    ),
+Locate = Annotated[
+    bool, typer.Option(help="If something is wrong, find out where, and write ddpopt_reproduction.py.")
 ]
 BaselineFile = Annotated[
     str, typer.Option("--baseline", metavar="FILE", help="What to compare with.", show_default=False)
 ]
 Update = Annotated[
-    bool, typer.Option("--update", help="Write the baseline, for review, and its settings from the options.")
+    bool, typer.Option("--update", help="Write what changed, and the options given, to the baseline.")
 ]
-Only = Annotated[
-    str | None,
-    typer.Option(metavar=NAMES, help="Look at these of the baseline's targets alone.", show_default=False),
-]
-GateModes = Annotated[
-    str | None,
-    typer.Option("--mode", metavar=NAMES, help="Modes to measure: see 'ddpopt modes'.", show_default=False),
-]
-GateBackend = Annotated[str | None, typer.Option(help="Name of a Dynamo backend.", show_default=False)]
-GateNproc = Annotated[int | None, typer.Option(help="Ranks to start.", show_default=False)]
-GateSteps = Annotated[int | None, typer.Option(help="Steps of training.", show_default=False)]
-GateDevice = Annotated[str | None, typer.Option(help="cpu or cuda.", show_default=False)]
-Timed = Annotated[
-    str | None,
-    typer.Option(
-        metavar=NAMES,
-        help="Targets whose planning and compile time is held against torch's. By default all, up to three.",
-        show_default=False,
-    ),
-]
-Collected = Annotated[
-    str | None,
-    typer.Option("--tests", metavar=NAMES, help="Folders whose tests pytest counts.", show_default=False),
-]
-
-# ---------------------------------------------------------------------------------------------------- of fuzz
-
 Minutes = Annotated[
-    float | None, typer.Option(help="How long; without a limit until Ctrl-C.", show_default=False)
+    float | None, typer.Option(help="How long to search; without a limit until it ends.", show_default=False)
 ]
 Examples = Annotated[
     int | None, typer.Option(help="Models of the whole campaign, earlier runs included.", show_default=False)
 ]
-Seed = Annotated[int, typer.Option(help="Of all draws.")]
-FuzzedModes = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--mode",
-        metavar=NAMES,
-        help="torch-ddp-optimizer, ddpopt-split, ddpopt-inline or whole; by default the first three.",
-        show_default=False,
-    ),
-]
-ExactBackend = Annotated[str, typer.Option(help="Name of a Dynamo backend; inductor takes seconds a model.")]
-FuzzRanks = Annotated[int, typer.Option("--nproc", help="Ranks of each worker.")]
-Workers = Annotated[int, typer.Option(help="Workers, each with models of its own.")]
-Out = Annotated[str, typer.Option(metavar="DIR", help="Folder of the campaign; one that exists goes on.")]
-Database = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DIR|redis://...",
-        help="Hypothesis's database to share failures in; further ones, with commas between, are only read.",
-        show_default=False,
-    ),
-]
-Without = Annotated[
-    str | None, typer.Option(metavar=NAMES, help="Features that are not to be drawn.", show_default=False)
-]
-Blocks = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="MODULE",
-        help="Import this module, which registers blocks of your own; may be given several times.",
-        show_default=False,
-    ),
-]
-ModelLimit = Annotated[
-    float,
-    typer.Option(
-        help="Limit of one mode of one model, in seconds of the processor; by the clock five times."
-    ),
-]
-
-CaseFile = Annotated[
-    str, typer.Argument(metavar="CASE", help="A case that 'ddpopt fuzz' wrote.", show_default=False)
+Seed = Annotated[int, typer.Option(help="Random seed.")]
+Workers = Annotated[int, typer.Option(help="Workers, each with models and ranks of its own.")]
+Out = Annotated[
+    str, typer.Option(metavar="DIR", help="Folder of the campaign; an existing campaign is resumed.")
 ]
 Script = Annotated[
     str | None,
     typer.Option(
         "--out",
         metavar="FILE.py",
-        help="Where to write the script, with the small case beside it; by default beside CASE.",
+        help="Script to write, with the small case next to it; by default next to CASE.",
+        show_default=False,
+    ),
+]
+Database = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIR|redis://...",
+        help="Hypothesis's database in which to share failures; further ones, after commas, are only read.",
+        show_default=False,
+    ),
+]
+Without = Annotated[str | None, typer.Option(metavar=NAMES, help="Features to exclude.", show_default=False)]
+Blocks = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="MODULE",
+        help="Import a module that registers blocks of your own; repeatable.",
         show_default=False,
     ),
 ]
 Tries = Annotated[int, typer.Option(help="How many models may be tried.")]
-SearchMinutes = Annotated[
-    float | None, typer.Option("--minutes", help="How long the search may take.", show_default=False)
-]
 
 
-def ddp_arguments(
-    bucket_cap_mb: float | None,
-    bucket_cap_mb_list: str | None,
-    find_unused_parameters: bool | None,
-    static_graph: bool | None,
-) -> dict[str, Any]:
-    """Collect those of DDP's arguments that were given.
+def ddp_arguments(given: Sequence[str]) -> dict[str, Any]:
+    """Read DDP's arguments.
 
     Args:
-        bucket_cap_mb: in MiB.
-        bucket_cap_mb_list: numbers of MiB with commas between.
-        find_unused_parameters: as DDP's own.
-        static_graph: as DDP's own.
+        given: each as ``key=value``.
 
     Returns:
-        DDP's arguments, without those that are None.
+        The arguments of ``DistributedDataParallel``.
 
     Raises:
-        UsageError: ``bucket_cap_mb_list`` is something else.
+        UsageError: one is something else, or none that DDP knows.
     """
-    options = {
-        "bucket_cap_mb": bucket_cap_mb,
-        "bucket_cap_mb_list": _numbers(bucket_cap_mb_list),
-        "find_unused_parameters": find_unused_parameters,
-        "static_graph": static_graph,
-    }
-    return {name: value for name, value in options.items() if value is not None}
+    from ddpopt.planning.limits import BucketConfig  # imports torch
+
+    found = dict(map(_ddp_argument, given))
+    BucketConfig.from_kwargs(**found)
+    return found
 
 
-def overriding(own: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Put the arguments that were given in the place of a case's own.
-
-    Args:
-        own: the case's arguments for DDP.
-        asked: those that were given.
-
-    Returns:
-        The arguments to pass to DDP.
-    """
-    # DDP lets the list win, and the user asked for the cap
-    hidden = ("bucket_cap_mb_list",) if "bucket_cap_mb" in asked else ()
-    return {name: value for name, value in own.items() if name not in hidden} | dict(asked)
-
-
-def _numbers(text: str | None) -> list[float] | None:
-    if text is None:
-        return None
+def _ddp_argument(given: str) -> tuple[str, Any]:
+    key, equals, text = given.partition("=")
     try:
-        return [float(part) for part in text.split(",")]
+        if not equals:
+            raise ValueError(given)
+        is_list = "," in text and not text.startswith("[")
+        return key, json.loads(f"[{text}]" if is_list else text.lower())
     except ValueError as error:
         raise UsageError(
-            f"--bucket-cap-mb-list: expected numbers with commas between, like 3,1,1, got {text!r}"
+            "--ddp: expected KEY=VALUE where VALUE is a number, true, false, or numbers with commas between, "
+            f"got {given!r}"
         ) from error
+
+
+def chosen(text: str | None, known: Iterable[str], option: str) -> tuple[str, ...]:
+    """Read a list of names with commas between; ``all`` is all that are known.
+
+    Args:
+        text: what was given; None if nothing.
+        known: all names.
+        option: of the command line, for the error.
+
+    Returns:
+        The names, each once; empty if nothing was given.
+
+    Raises:
+        UsageError: a name is not known.
+    """
+    names = list(known)
+    if text is None or text == "all":
+        return tuple(names) if text else ()
+    found = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    for name in found:
+        if name not in names:
+            raise UsageError(
+                f"{option}: expected one of {', '.join(names)}, got {name!r}{did_you_mean(name, names)}"
+            )
+    return found
+
+
+def require_positive(**numbers: float | None) -> None:
+    """Refuse limits at which nothing could be done, or that never end.
+
+    Raises:
+        UsageError: one is not a positive finite number.
+    """
+    for name, number in numbers.items():
+        if number is not None and not 0 < number < math.inf:
+            raise UsageError(f"--{name}: expected a positive number, got {number!r}")

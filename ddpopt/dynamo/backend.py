@@ -21,7 +21,7 @@ from ddpopt.ddp.deferral import PendingLogger, active_module
 from ddpopt.ddp.impose import defer, imposed_plan
 from ddpopt.dynamo import hook
 from ddpopt.dynamo.quiet import compiling, undisturbed
-from ddpopt.errors import UnsupportedError, UsageError
+from ddpopt.errors import UnsupportedError, UsageError, did_you_mean
 from ddpopt.graph.nodes import CompilerFn
 from ddpopt.graph.state import begins_without_grad
 from ddpopt.inline.compile import compile_inline, lendable, together
@@ -228,9 +228,10 @@ def find_compiler(compiler: str | CompilerFn) -> CompilerFn:
         try:
             return lookup_backend(compiler)
         except Exception as error:
+            known = torch.compiler.list_backends(exclude_tags=())
             raise UsageError(
-                f"backend: expected the name of a Dynamo backend, got {compiler!r}; "
-                f"known are {', '.join(torch.compiler.list_backends(exclude_tags=()))}"
+                f"backend: expected the name of a Dynamo backend, got {compiler!r}; known are "
+                f"{', '.join(known)}{did_you_mean(compiler, known)}"
             ) from error
     if not callable(compiler):
         raise UsageError(f"backend: expected a name or a callable (gm, example_inputs), got {compiler!r}")

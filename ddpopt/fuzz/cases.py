@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpopt.errors import UsageError
-from ddpopt.fuzz.questions import STANDALONE, WHOLE, Answer, Kind, Setting, Task, modes_named
+from ddpopt.fuzz.questions import MODES, STANDALONE, WHOLE, Answer, Kind, Setting, Task
 from ddpopt.fuzz.signatures import Signature
 from ddpopt.testing.drawn import DrawnModel, step
 
@@ -120,7 +120,8 @@ class FoundCase:
             data.pop("features")
             model, setting = read_model(data.pop("model")), Setting(**data.pop("setting"))
             signature, kind = Signature(**data.pop("signature")), Kind(data.pop("kind"))
-            modes_named([data["mode"]])
+            if data["mode"] not in MODES:
+                raise ValueError(f"expected a mode of {', '.join(MODES)}, got {data['mode']!r}")
             case = FoundCase(model=model, setting=setting, signature=signature, kind=kind, **data)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             words = f"{type(error).__name__}: {error}"

@@ -124,7 +124,7 @@ class Journal:
         self._file.close()
 
     def next_place(self, worker: int) -> int:
-        """Where a worker goes on."""
+        """The place from which a worker resumes."""
         return max((entry.place for entry in self.entries if entry.worker == worker), default=-1) + 1
 
     def add(self, entry: Entry) -> None:

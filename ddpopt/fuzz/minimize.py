@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ddpopt.errors import UsageError
+from ddpopt.errors import NotJudgedError
 from ddpopt.fuzz.cases import FoundCase
 from ddpopt.fuzz.questions import Answer
 from ddpopt.judge.locating.narrow import narrowed
@@ -84,12 +84,12 @@ def minimized(
         The smallest case that was found.
 
     Raises:
-        UsageError: the case does not fail as it says.
+        NotJudgedError: the case does not fail as it says.
     """
     search = _Search(case, ask, tries, None if seconds is None else time.monotonic() + seconds, tell)
     first = ask(case)
     if not case.fails_so(first):
-        raise UsageError(
+        raise NotJudgedError(
             f"expected a case that fails as it says: {case.signature}; here it comes to: {first}. "
             f"It was found with torch {case.torch or 'of a release that it does not name'}"
         )

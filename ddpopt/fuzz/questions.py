@@ -5,18 +5,16 @@ Invariant: plain data, which travels to worker processes and into JSON, and need
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ddpopt.errors import UsageError
 from ddpopt.fuzz.signatures import Signature
 
-TORCH = "torch-ddp-optimizer"
+TORCH = "torch"
 WHOLE = "whole"
 """The mode that compiles without any optimizer: what it gets wrong is the backend's own."""
-MODES = {TORCH: "torch", WHOLE: "whole", "ddpopt-split": "ddpopt-split", "ddpopt-inline": "ddpopt-inline"}
-"""For each mode that can be fuzzed its name in `ddpopt.judge.modes`."""
+MODES = (TORCH, WHOLE, "ddpopt-split", "ddpopt-inline")
+"""The modes of `ddpopt.judge.modes` that can be fuzzed."""
 STANDALONE = (TORCH, WHOLE)
 """Modes whose faults are torch's own."""
 STEPS = 3
@@ -65,7 +63,7 @@ class Task:
         modes: names of modes, of `MODES`.
         setting: how it is run.
         training: name of the option of verification that it is trained under.
-        sought: the only failure that is of interest; another one is told as it shows at first. None if all
+        sought: the only failure that is of interest; another one is reported as first seen. None if all
             are.
     """
 
@@ -96,27 +94,3 @@ class Answer:
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.signature}" if self.signature is not None else str(self.kind)
-
-
-def modes_named(names: Sequence[str]) -> tuple[str, ...]:
-    """Check names of modes.
-
-    Args:
-        names: as on the command line, each perhaps several with commas between.
-
-    Returns:
-        The names, each once.
-
-    Raises:
-        UsageError: there is no such mode, or none is named.
-
-    >>> modes_named(["ddpopt-split,whole", "whole"])
-    ('ddpopt-split', 'whole')
-    """
-    found = tuple(dict.fromkeys(part.strip() for name in names for part in name.split(",")))
-    for name in found:
-        if name not in MODES:
-            raise UsageError(f"--mode: expected one of {', '.join(MODES)}, got {name!r}")
-    if not found:
-        raise UsageError(f"--mode: expected at least one of {', '.join(MODES)}, got none")
-    return found

@@ -13,7 +13,6 @@ import torch
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
 from ddpopt.fuzz.cases import FoundCase, write_whole
-from ddpopt.fuzz.questions import MODES
 from ddpopt.judge.judge import EXACT
 from ddpopt.judge.locating.reproduction import REACHED, command_of
 from ddpopt.judge.locating.scripting import factors, grouped, spaced
@@ -54,7 +53,7 @@ def script_of(case: FoundCase, name: str) -> str:
         and case.model.training == "default"
         and (kind != "L3" or case.signature.what in (GRADIENTS, GRAPHS))
     )
-    limit = case.owner_mode == "torch-ddp-optimizer" and case.setting.lowers_limit
+    limit = case.owner_mode == "torch" and case.setting.lowers_limit
     cap = case.model.cap_bytes
     samples = not symptom and case.setting.backend not in EXACT
     imports, definitions = _definitions(case.model.source, whole=not alone)
@@ -75,7 +74,7 @@ def script_of(case: FoundCase, name: str) -> str:
     }
     if alone:
         given |= {
-            "mode_of_ddp": MODES[case.owner_mode],
+            "mode_of_ddp": case.owner_mode,
             "call": "make_inputs",
             "ddp_kwargs": dict(case.model.program.module.DDP_KWARGS),
             "learning_rate": LEARNING_RATE,
@@ -89,7 +88,7 @@ def script_of(case: FoundCase, name: str) -> str:
         given |= {
             "name": case.stem,
             "tags": case.model.tags,
-            "mode": MODES[case.owner_mode],
+            "mode": case.owner_mode,
             "training": case.model.training,
         }
     return _rendered("model.jinja" if alone else "judged.jinja", given)
@@ -97,7 +96,7 @@ def script_of(case: FoundCase, name: str) -> str:
 
 def _headline(case: FoundCase) -> str:
     who = {
-        "torch-ddp-optimizer": "torch.compile of a DDP module, with torch's DDPOptimizer,",
+        "torch": "torch.compile of a DDP module, with torch's DDPOptimizer,",
         "whole": "torch.compile of a DDP module, without any optimizer,",
     }.get(case.owner_mode, f"The data-parallel mode {case.mode}")
     match case.signature.kind:
@@ -117,7 +116,7 @@ def _about(case: FoundCase) -> list[str]:
 
 
 def _imports(symptom: str, alone: bool, samples: bool, ranks: int) -> list[str]:
-    """What the script needs besides what the model does."""
+    """What the script imports, in addition to the model."""
     found = ["import sys", "import torch", *(["import os"] if ranks > 1 else [])]
     if not alone:
         return [

@@ -1,26 +1,55 @@
 """The baseline: a file under version control that says what a commit must leave as it was.
 
-Plans and graphs are Dynamo's and differ between releases of torch, so figures stand under the release that
-they were measured with, and several may stand beside each other.
+Plans and graphs are Dynamo's and differ between releases of torch, so figures belong to the release that they
+were measured with, and a file may hold those of several.
 
-Invariant: equal figures give equal text, keys sorted, so that a diff shows what moved and nothing else.
+Invariant: equal figures give equal text, keys sorted, so that a diff shows what changed and nothing else.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ddpopt.cases.corpus import cases
 from ddpopt.errors import UsageError
-from ddpopt.gate.bands import Bands
-from ddpopt.gate.figures import Figures
-from ddpopt.gate.measuring import Settings
 
-FORMAT = 1
+FORMAT = 2
 KEY = "ddpopt_gate"
+CORPUS = "corpus"
+Figure = str | int | float | list[str]
+Figures = Mapping[str, Mapping[str, Mapping[str, Figure]]]
+"""By case, and by ``"plan"`` or the name of a mode, what was measured."""
+
+
+def named(targets: Sequence[str]) -> tuple[str, ...]:
+    """Every target once, by its own name: ``"corpus"`` is every case that ships."""
+    each = ([case.name for case in cases()] if target == CORPUS else [target] for target in targets)
+    return tuple(dict.fromkeys(name for names in each for name in names))
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """What is measured, and how; kept in the baseline, so that two runs measure the same.
+
+    Attributes:
+        targets: as on the command line.
+        modes: names of the modes.
+        backend: of Dynamo.
+        nproc: how many ranks.
+        steps: of training.
+        device: ``"cpu"`` or ``"cuda"``; None for a GPU for each rank where there are enough.
+    """
+
+    targets: tuple[str, ...] = ()
+    modes: tuple[str, ...] = ("ddpopt-split", "ddpopt-inline")
+    backend: str = "aot_eager"
+    nproc: int = 2
+    steps: int = 3
+    device: str | None = None
 
 
 @dataclass(frozen=True)
@@ -29,14 +58,10 @@ class Baseline:
 
     Attributes:
         settings: what is measured, and how.
-        bands: how far a figure may stray.
-        tests: by folder, how many tests pytest collects, with any release of torch.
         measured: by release of torch (``"torch 2.13"``) the figures.
     """
 
-    settings: Settings
-    bands: Bands = field(default_factory=Bands)
-    tests: Mapping[str, int] = field(default_factory=dict)
+    settings: Measuring = field(default_factory=Measuring)
     measured: Mapping[str, Figures] = field(default_factory=dict)
 
     def figures(self, release: str, file: Path) -> Figures:
@@ -44,7 +69,7 @@ class Baseline:
 
         Args:
             release: as `release_of` names it.
-            file: where the baseline stands, for the message.
+            file: the baseline's, for the message.
 
         Raises:
             UsageError: there are none.
@@ -54,24 +79,17 @@ class Baseline:
             raise UsageError(
                 f"{file}: expected figures of {release}, which runs here, found {known}. Plans and graphs "
                 f"differ between releases of torch: install one that is there, or run 'ddpopt gate "
-                f"--baseline {file} --update' under {release}, which puts its figures beside the others"
+                f"--baseline {file} --update' under {release}, which adds its figures"
             )
-        return replace(self.measured[release], tests=self.tests)
+        return self.measured[release]
 
     def with_figures(self, release: str, figures: Figures) -> Baseline:
         """The baseline with other figures of one release; those of others stay."""
-        measured = {**self.measured, release: replace(figures, tests={})}
-        return replace(self, tests=dict(figures.tests), measured=measured)
+        return replace(self, measured={**self.measured, release: figures})
 
     def to_text(self) -> str:
         """What to write to the file."""
-        data = {
-            KEY: FORMAT,
-            "settings": self.settings.to_data(),
-            "bands": asdict(self.bands),
-            "tests": dict(self.tests),
-            "measured": {release: figures.to_data() for release, figures in self.measured.items()},
-        }
+        data = {KEY: FORMAT, "settings": asdict(self.settings), "measured": self.measured}
         return json.dumps(data, indent=1, sort_keys=True, allow_nan=False) + "\n"
 
 
@@ -88,7 +106,7 @@ def read(file: Path) -> Baseline | None:
     """Read a baseline.
 
     Args:
-        file: where it stands.
+        file: where it is.
 
     Returns:
         The baseline; None if there is no such file.
@@ -98,29 +116,20 @@ def read(file: Path) -> Baseline | None:
     """
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
+        if data[KEY] != FORMAT:
+            raise ValueError(f"{KEY} is {data[KEY]!r} and not {FORMAT}")
+        settings: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in data["settings"].items()
+        }
+        return Baseline(Measuring(**settings), data["measured"])
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{file}: expected a baseline that 'ddpopt gate' wrote: {error}") from error
-    if not isinstance(data, dict) or data.get(KEY) != FORMAT:
-        found = data.get(KEY) if isinstance(data, dict) else type(data).__name__
-        raise UsageError(f"{file}: expected a JSON object with {KEY}={FORMAT}, found {found!r}")
-    try:
-        return _from_data(data)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(
-            f"{file}: expected a baseline as 'ddpopt gate --update' writes it, got another: "
-            f"{type(error).__name__}: {error}"
+            f"{file}: expected a baseline that this 'ddpopt gate --update' wrote: "
+            f"{type(error).__name__}: {error}; write it again under another name, and compare the two"
         ) from error
-
-
-def _from_data(data: Mapping[str, Any]) -> Baseline:
-    return Baseline(
-        Settings.from_data(data["settings"]),
-        Bands(**data["bands"]),
-        data["tests"],
-        {release: Figures.from_data(found, {}) for release, found in data["measured"].items()},
-    )
 
 
 def write(baseline: Baseline, file: Path) -> bool:
@@ -131,7 +140,7 @@ def write(baseline: Baseline, file: Path) -> bool:
         file: where to.
 
     Returns:
-        Whether the file is another one now.
+        Whether the file has changed.
 
     Raises:
         UsageError: the file cannot be written.
@@ -142,7 +151,5 @@ def write(baseline: Baseline, file: Path) -> bool:
             return False
         file.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UsageError(
-            f"--baseline: cannot write {str(file)!r}: {error.strerror}; name a file that can be"
-        ) from error
+        raise UsageError(f"--baseline: cannot write {str(file)!r}: {error.strerror}; name another") from error
     return True

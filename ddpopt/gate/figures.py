@@ -1,144 +1,237 @@
-"""What the gate compares, as data: plans, runs, ratios and numbers of tests.
+"""What the gate measures of a case, on the ranks that are there: its plan, and each mode.
 
-Plain data, without torch. Invariant: what `to_data` gives, `from_data` reads back as equal figures, and equal
-figures give equal text.
+Two runs of each mode. In the first nothing is registered with DDP, so its graphs and collectives are those of
+a user's training; verification judges it. The second has a communication hook that sees each bucket leave.
+
+Invariant: whatever a mode does, all ranks take part in the same collectives, and give the same figures.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+import contextlib
+import gc
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
-Ratio = float | str
-"""A figure of ours as a share of torch's in the same run; a word where torch has none."""
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from ddpopt.cases.case import Case, step_seed
+from ddpopt.dynamo.backend import find_compiler
+from ddpopt.errors import UsageError
+from ddpopt.explanation.tables import mib
+from ddpopt.gate.baseline import Figure, Measuring
+from ddpopt.gate.overlap import measure, ratio_to_eager
+from ddpopt.judge.judge import EXACT, judge
+from ddpopt.judge.judging.record import Record
+from ddpopt.judge.judging.reference import Bench, Reference, Subject
+from ddpopt.judge.modes import Mode, Setup, mode
+from ddpopt.judge.options import option
+from ddpopt.judge.training import Trainer, on_device
+from ddpopt.judge.verdict import Status, Trial
+from ddpopt.planning.capture import capture
+from ddpopt.ranks.group import Ranks
+
+COLLECTIVE_LIMIT_S = 60.0
+DIGITS = 3
+PLAN = "plan"
+OK = "ok"
+FAILURE, VERDICT, OVERLAP = "failure", "verdict", "overlap, as a share of eager DDP's"
 
 
-@dataclass(frozen=True)
-class BucketRow:
-    """A bucket of a plan.
+def failures(figures: Mapping[str, Mapping[str, Figure]]) -> list[str]:
+    """What keeps a case's figures from going into a baseline."""
+    found = []
+    for place, measured in figures.items():
+        for name, value in measured.items():
+            fails = name == FAILURE or (name == VERDICT and value != OK)
+            if fails or (name == OVERLAP and isinstance(value, str)):
+                found.append(f"{place}: {name}: {value}")
+    return found
 
-    Attributes:
-        params: names of its parameters, in ready order.
-        nbytes: its size.
-        dtype: of its elements.
+
+def case_figures(
+    case: Case, settings: Measuring, backend: Any, ranks: Ranks
+) -> dict[str, Mapping[str, Figure]]:
+    """Plan a case, and run it in every mode. A collective of all ranks.
+
+    Args:
+        case: the case, with DDP's arguments of its own.
+        settings: modes and steps.
+        backend: of Dynamo: a name or a callable.
+        ranks: the ranks that are there.
+
+    Returns:
+        The figures of its plan and of each mode; what fails says so in place of them.
+    """
+    plans = ranks.gather(plan_figures(case))
+    plan = plans[0]
+    if any(other != plan for other in plans):
+        prints = [each.get("fingerprint") for each in plans]
+        plan = {FAILURE: f"ranks plan differently: fingerprints {prints}"}
+    return {PLAN: plan, **_mode_figures(case, settings, backend, ranks)}
+
+
+def plan_figures(case: Case) -> dict[str, Figure]:
+    """A case's plan, made as `ddpopt.plan` makes it, from the inputs of rank 0's first step."""
+    args, kwargs = case.inputs(0, 0)
+    try:
+        with torch.enable_grad():
+            plan = capture(case.model(), *args, **kwargs, **case.ddp_kwargs).plan()
+    except UsageError as error:
+        return {FAILURE: f"it cannot be planned: {error}"}
+    buckets: dict[str, Figure] = {
+        f"bucket {index}": [f"{mib(bucket.nbytes)} MiB {bucket.dtype}", *bucket.params]
+        for index, bucket in enumerate(plan.buckets)
+    }
+    return {
+        "fingerprint": plan.fingerprint,
+        "segments": len(plan.segments),
+        "unread parameters": list(plan.unread),
+        **buckets,
+    }
+
+
+def _mode_figures(
+    case: Case, settings: Measuring, backend: Any, ranks: Ranks
+) -> dict[str, Mapping[str, Figure]]:
+    bench = Bench(Subject(case, option("default"), settings.steps, ranks.device), ranks)
+    with contextlib.closing(bench):
+        reference = Reference.make(bench)
+        if reference is None:
+            texts = "; ".join(dict.fromkeys(failure.text for failure in bench.failures))
+            return {name: {VERDICT: f"eager DDP itself fails: {texts}"} for name in settings.modes}
+        eager = _overlap(case, mode("eager"), None, ranks)
+        return {name: _of_mode(mode(name), reference, backend, eager, case, ranks) for name in settings.modes}
+
+
+def _of_mode(
+    how: Mode, reference: Reference, backend: Any, eager: _Overlap, case: Case, ranks: Ranks
+) -> dict[str, Figure]:
+    trainers: list[Trainer] = []
+    trial = judge(reference, how, backend, tamper=trainers.append, exact=backend in EXACT)
+    finished = [one.record for one in trainers if len(one.record.steps) == reference.bench.subject.steps]
+    verdict: dict[str, Figure] = {VERDICT: _verdict(trial)}
+    if any(ranks.gather(not finished or not trial.measured)):
+        return verdict
+    own = _overlap(case, how, backend, ranks)
+    return {
+        **verdict,
+        "levels": list(trial.levels),
+        **_run_figures(finished[0]),
+        "compiled by the backend": own[1],
+        OVERLAP: _ratio(own[0], eager[0], ranks),
+    }
+
+
+def _verdict(trial: Trial) -> str:
+    if trial.status is Status.OK:
+        return OK
+    said = [f"{finding.level}: {finding.message}" for finding in trial.findings[:3]]
+    return f"{trial.status}: {trial.reason or '; '.join(said)}"
+
+
+def _run_figures(record: Record) -> dict[str, Figure]:
+    iterations = record.iterations or ()
+    everything = Counter(collective.op for collective in record.collectives)
+    inside = [Counter(collective.op for collective in one.collectives) for one in iterations]
+    first = [compile_id for compile_id in record.graphs if compile_id.endswith("/0")]
+    return {
+        "graphs": len(first),
+        "recompiles": len(record.graphs) - len(first),
+        "collectives of a backward": _counts(inside[-1] if inside else Counter()),
+        "collectives outside of backwards": _counts(everything - sum(inside, Counter())),
+        "planned = observed buckets": "yes" if _is_aligned(record) else "no",
+    }
+
+
+def _counts(counts: Counter[str]) -> str:
+    return ", ".join(f"{counts[op]} {op}" for op in sorted(counts)) or "none"
+
+
+def _is_aligned(record: Record) -> bool:
+    """Whether every backward reduced the planned buckets; with no plan in force, a single one."""
+    seen = [[frozenset(bucket.params) for bucket in one.buckets] for one in record.iterations or ()]
+    if record.plan is None:
+        return all(len(buckets) <= 1 for buckets in seen)
+    planned = [frozenset(bucket.params) for bucket in record.plan.buckets]
+    return bool(seen) and all(buckets == planned for buckets in seen)
+
+
+# --------------------------------------------------------------------------------------------------- overlap
+
+_Overlap = tuple[float | str, int]
+"""A mode's overlap potential, or how measuring it failed; and how often the backend was asked to compile."""
+
+
+def _ratio(own: float | str, eager: float | str, ranks: Ranks) -> float | str:
+    """The lowest of all ranks; where measuring failed, how."""
+    if isinstance(own, str):
+        return own
+    if isinstance(eager, str):
+        return f"eager DDP: {eager}"
+    lowest: float = min(ranks.gather(round(ratio_to_eager(own, eager), DIGITS)))
+    return lowest
+
+
+class Counted:
+    """A backend that counts how often it is asked in the first step; recompilations come later.
+
+    Args:
+        backend: what is asked.
     """
 
-    params: tuple[str, ...]
-    nbytes: int
-    dtype: str
+    def __init__(self, backend: Callable[..., Any]) -> None:
+        self.calls = 0
+        self.counts = True
+        self._backend = backend
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
+        """Compile."""
+        self.calls += self.counts
+        return self._backend(gm, example_inputs, **options)
 
 
-@dataclass(frozen=True)
-class PlanFigures:
-    """A case's plan.
-
-    Attributes:
-        fingerprint: ``Plan.fingerprint``.
-        segments: how many segments it cuts.
-        buckets: in the order in which they are reduced.
-        unread: trainable parameters that no graph reads.
-    """
-
-    fingerprint: str
-    segments: int
-    buckets: tuple[BucketRow, ...]
-    unread: tuple[str, ...] = ()
-
-    @staticmethod
-    def from_data(data: Mapping[str, Any]) -> PlanFigures:
-        """Read what ``asdict`` gave, by way of JSON."""
-        rows = (BucketRow(tuple(row["params"]), row["nbytes"], row["dtype"]) for row in data["buckets"])
-        return PlanFigures(data["fingerprint"], data["segments"], tuple(rows), tuple(data["unread"]))
+def _overlap(case: Case, how: Mode, backend: Any, ranks: Ranks) -> _Overlap:
+    """Run a mode with a communication hook; the first failure of any rank where there is one."""
+    failure, counted, potential = "", Counted(find_compiler(backend or "eager")), 0.0
+    try:
+        with warnings.catch_warnings(), how.running(), _fresh_group() as group:
+            warnings.simplefilter("ignore")
+            potential = _measured(case, how, counted, group, ranks)
+    except Exception as error:  # every rank says how it went, so that none waits for one that failed
+        failure = f"rank {ranks.rank}: {type(error).__name__}: {error}"
+    said = [text for text in ranks.gather(failure) if text]
+    return (said[0] if said else potential), counted.calls
 
 
-@dataclass(frozen=True)
-class ModeFigures:
-    """What one mode did with a case.
+def _measured(case: Case, how: Mode, counted: Counted, group: dist.ProcessGroup, ranks: Ranks) -> float:
+    """In a frame of its own, with which all that holds the group goes."""
+    torch.manual_seed(step_seed(0, 0))
+    backend = counted if how.compiles else None
+    parallel = how.wrap(Setup(case.model().to(ranks.device), group, backend, case.ddp_kwargs))
+    if parallel.ddp is None:
+        raise RuntimeError(f"{how.name} has no DDP module; this is a bug in ddpopt")
 
-    Attributes:
-        graphs: how many graphs Dynamo compiled, recompilations aside.
-        recompiles: how many it compiled again, over all steps.
-        compiled: what the backend was asked to compile in the first step: graphs, or distinct segments.
-        backward: collectives of the last backward, by operator.
-        outside: collectives between backwards, over all steps, by operator.
-        aligned: whether each backward reduced exactly the planned buckets.
-        potential: overlap potential as a ratio to eager DDP's.
-        margins: for each level of the ladder, the worst distance as a share of its bound.
-    """
+    def loss(step: int) -> torch.Tensor:
+        counted.counts = step == 0
+        torch.manual_seed(step_seed(ranks.rank, step))
+        args, kwargs = on_device(case.inputs(ranks.rank, step), ranks.device)
+        return case.loss(parallel.call(*args, **kwargs))
 
-    graphs: int
-    recompiles: int
-    compiled: int
-    backward: Mapping[str, int]
-    outside: Mapping[str, int]
-    aligned: bool
-    potential: float
-    margins: Mapping[str, float]
-
-    def to_data(self) -> dict[str, Any]:
-        """Values for JSON, which has no infinity."""
-        margins = {level: _finite(share) for level, share in self.margins.items()}
-        return asdict(self) | {"margins": margins, "potential": _finite(self.potential)}
-
-    @staticmethod
-    def from_data(data: Mapping[str, Any]) -> ModeFigures:
-        """Read what `to_data` gave, by way of JSON."""
-        margins = {level: float(share) for level, share in data["margins"].items()}
-        return ModeFigures(**{**data, "potential": float(data["potential"]), "margins": margins})
+    return measure(parallel.ddp, loss).potential
 
 
-@dataclass(frozen=True)
-class CaseFigures:
-    """A case.
-
-    Attributes:
-        plan: its plan.
-        modes: by mode, what that did.
-    """
-
-    plan: PlanFigures
-    modes: Mapping[str, ModeFigures]
-
-
-@dataclass(frozen=True)
-class Figures:
-    """All that one run measured, or that a baseline keeps.
-
-    Attributes:
-        cases: by target.
-        ratios: by target: planning and compile time of ours as shares of torch's.
-        tests: by folder, how many tests pytest collects.
-    """
-
-    cases: Mapping[str, CaseFigures] = field(default_factory=dict)
-    ratios: Mapping[str, Mapping[str, Ratio]] = field(default_factory=dict)
-    tests: Mapping[str, int] = field(default_factory=dict)
-
-    def to_data(self) -> dict[str, Any]:
-        """Values for JSON, without the numbers of tests."""
-        cases = {
-            name: {
-                "plan": asdict(case.plan),
-                "modes": {mode: found.to_data() for mode, found in case.modes.items()},
-            }
-            for name, case in self.cases.items()
-        }
-        return {"cases": cases, "ratios": {name: dict(found) for name, found in self.ratios.items()}}
-
-    @staticmethod
-    def from_data(data: Mapping[str, Any], tests: Mapping[str, int]) -> Figures:
-        """Read what `to_data` gave, by way of JSON."""
-        cases = {
-            name: CaseFigures(
-                PlanFigures.from_data(case["plan"]),
-                {mode: ModeFigures.from_data(found) for mode, found in case["modes"].items()},
-            )
-            for name, case in data["cases"].items()
-        }
-        return Figures(cases, data["ratios"], tests)
-
-
-def _finite(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
+@contextlib.contextmanager
+def _fresh_group() -> Iterator[dist.ProcessGroup]:
+    """A process group of all ranks, for the time of a block."""
+    group: Any = dist.new_group(timeout=timedelta(seconds=COLLECTIVE_LIMIT_S))
+    try:
+        yield group
+    finally:
+        gc.collect()  # reducers go before their process group
+        dist.destroy_process_group(group)

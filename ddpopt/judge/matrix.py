@@ -1,4 +1,4 @@
-"""The matrix: every mode, under every option, on six small cases.
+"""The cases of the matrix, which is every mode under every option.
 
 The cases are as small as DDP's default limits allow: more than 1 MiB of parameters, so that there are two
 buckets and every mode has something to get wrong. Invariant: they are cases like those of the corpus.
@@ -6,7 +6,6 @@ buckets and every mode has something to get wrong. Invariant: they are cases lik
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -14,10 +13,6 @@ from torch import Tensor, nn
 
 from ddpopt.cases.case import Case
 from ddpopt.cases.corpus.draws import arrays, seeded
-from ddpopt.errors import UsageError
-from ddpopt.judge.modes import MODES
-from ddpopt.judge.options import OPTIONS
-from ddpopt.judge.trials import Asked
 
 WIDTH = 512
 BATCH = 8
@@ -117,45 +112,3 @@ CASES: tuple[Case, ...] = (
     _case("mixed", Mixed, "two dtypes"),
     _case("writing", Writing, "an activation and a buffer that are changed in place"),
 )
-
-
-def matrix(
-    cases: Sequence[Case] = CASES, modes: Sequence[str] = (), options: Sequence[str] = ()
-) -> list[Asked]:
-    """List what the matrix asks.
-
-    Args:
-        cases: the cases.
-        modes: names of modes; all by default.
-        options: names of options; all by default.
-
-    Returns:
-        One entry for each case and option.
-    """
-    names = tuple(modes) or tuple(mode.name for mode in MODES)
-    chosen = tuple(options) or tuple(option.name for option in OPTIONS)
-    return [Asked(case, option, names) for case in cases for option in chosen]
-
-
-def words(text: str | None, known: Sequence[str], given_as: str) -> tuple[str, ...]:
-    """Read a list of names with commas between; ``all`` is all that are known.
-
-    Args:
-        text: what was given; None if nothing.
-        known: all names.
-        given_as: the option of the command line, for the error.
-
-    Returns:
-        The names; empty if nothing was given.
-
-    Raises:
-        UsageError: a name is empty.
-    """
-    if text is None:
-        return ()
-    if text == "all":
-        return tuple(known)
-    names = tuple(part.strip() for part in text.split(","))
-    if not all(names):
-        raise UsageError(f"{given_as}: expected names with commas between, got {text!r}")
-    return names

@@ -6,7 +6,7 @@ Invariant: a name that is not known is an error that lists all that are.
 from collections.abc import Iterable
 from typing import Protocol, TypeVar
 
-from ddpopt.errors import UsageError
+from ddpopt.errors import UsageError, did_you_mean
 
 __all__ = ["Named", "named"]
 
@@ -38,5 +38,7 @@ def named(name: str, known: Iterable[N], given_as: str) -> N:
     """
     by_name = {candidate.name: candidate for candidate in known}
     if name not in by_name:
-        raise UsageError(f"{given_as}: expected one of {', '.join(by_name)}, got {name!r}")
+        raise UsageError(
+            f"{given_as}: expected one of {', '.join(by_name)}, got {name!r}{did_you_mean(name, by_name)}"
+        )
     return by_name[name]

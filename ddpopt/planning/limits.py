@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ddpopt.errors import UsageError
+from ddpopt.errors import UsageError, did_you_mean
 
 MIB = 2**20
 DEFAULT_CAP_MB = 25
@@ -172,10 +172,10 @@ def _last_bucket_is_small() -> bool:
 def _require_ddp_arguments(arguments: Mapping[str, object]) -> None:
     unknown = sorted(name for name in arguments if name not in DDP_ARGUMENTS)
     if unknown:
-        known = ", ".join(sorted(DDP_ARGUMENTS))
+        known = sorted(DDP_ARGUMENTS)
         raise UsageError(
             f"expected arguments of DistributedDataParallel, got {', '.join(map(repr, unknown))}; "
-            f"use the names that DDP knows: {known}"
+            f"use the names that DDP knows: {', '.join(known)}{did_you_mean(unknown[0], known)}"
         )
 
 

@@ -46,8 +46,8 @@ NEXT_STEPS = {
 }
 COMPARE = "Compare the collectives in the stacks: every rank must enter the same ones in the same order."
 RAISE_LIMIT = (
-    "The innermost call stands first in each stack. If it is only slow, raise the limit: of 'ddpopt verify' "
-    "--trial-timeout, and --timeout for all of it."
+    "The innermost call is first in each stack. If it is only slow, raise the limit: of 'ddpopt verify' "
+    "--timeout."
 )
 LEFT_EARLY = "Something ended that process before its task returned: look for os._exit."
 

@@ -96,7 +96,7 @@ def _lost_with_eager(
     status, reason = Status.NOT_POSSIBLE, f"eager DDP itself fails here, on {began.case}: {_in_short(failed)}"
     if failed.of_time_alone:
         told = f"eager DDP did not come to an end, on {began.case}: {_in_short(failed)}"
-        status, reason = Status.BROKEN, f"{told}. If it is only slow, raise --trial-timeout."
+        status, reason = Status.BROKEN, f"{told}. If it is only slow, raise --timeout."
     for index, trial in enumerate(trials):
         if trial.option != began.option or index < began.index:
             continue

@@ -2,7 +2,7 @@
 
 ``dev`` is for whoever writes code: few examples, new ones each time. ``ci`` draws the same on every run, so
 that a red build is red for its author too. ``nightly`` draws new ones for hours, and keeps what failed in a
-database that several machines may share. A test says how many examples it is worth beside the others, in
+database that several machines may share. A test says how many examples it is worth compared to others, in
 shares of the profile's, so that one word makes a whole suite longer or shorter.
 
 Invariant: no profile has a deadline. Drawn examples compile graphs and start ranks, and the first one pays

@@ -1,4 +1,4 @@
-"""Tests of whole parts: they train or judge models from end to end, or need an interpreter or a browser."""
+"""Tests of whole parts: they train or judge models from end to end, or need an interpreter of their own."""
 
 import pytest
 

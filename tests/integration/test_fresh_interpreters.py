@@ -23,7 +23,7 @@ DRAWN = DrawnModel(
     takes="dict",
     batches=(2, 3),
 )
-WITHOUT_TORCH = ("testing.plugin", "report.verdict", "report.junit", "report.github", "report.html")
+WITHOUT_TORCH = ("testing.plugin", "judge.report.text", "judge.report.junit", "judge.report.html", "cli.app")
 LIGHT = f"""
 import sys
 import ddpopt
@@ -51,8 +51,8 @@ def test_another_process_finds_the_target_in_its_directory_and_makes_the_same_pl
         "ddpopt",
         "explain",
         "mine:make",
-        "--bucket-cap-mb",
-        "0.05",
+        "--ddp",
+        "bucket_cap_mb=0.05",
         "--json",
         "-",
     ]

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from ddpopt.cases import corpus
 from ddpopt.cases.case import Case
 from ddpopt.cases.corpus.draws import arrays, seeded
-from ddpopt.judge.faults import FAULTS, PLACEBOS, Fault
-from ddpopt.judge.injected.trials import judge_fault, try_fault, unbroken
 from ddpopt.judge.judge import judge
 from ddpopt.judge.judging import reference as reference_module
 from ddpopt.judge.judging.reference import Bench, Reference, Subject
@@ -28,6 +26,8 @@ from ddpopt.judge.trials import Asked, Settings, run_trials
 from ddpopt.judge.verdict import Status, Trial
 from ddpopt.ranks.group import joined
 from tests.multigpu.turns import in_turn, number_of_ranks
+from tests.selftest.faults import FAULTS, PLACEBOS, Fault
+from tests.selftest.trials import judge_fault, try_fault, unbroken
 
 BOTH = ("ddpopt-split", "ddpopt-inline")
 PLAIN, TIED, NORMED = CASES[0], CASES[1], CASES[2]

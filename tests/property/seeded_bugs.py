@@ -1,6 +1,6 @@
 """Bugs in what cuts a graph, each put in for a moment; the properties have to find every one.
 
-Some are those that verification puts in itself (`ddpopt.judge.injected.graphs`), some are what an optimizer
+Some are those that verification puts in itself (`tests.selftest.graphs`), some are what an optimizer
 of graphs might do to segments, and some are slips in one line of partition, layout or facts.
 
     python -m tests.property.seeded_bugs
@@ -27,8 +27,6 @@ from torch import fx
 
 from ddpopt.graph.nodes import body_nodes
 from ddpopt.graph.state import ENTER_AUTOCAST, EXIT_AUTOCAST, GRAD_MODE, State
-from ddpopt.judge.injected import graphs as injected
-from ddpopt.judge.injected.sites import NotInjected
 from ddpopt.planning.plan import Plan
 from ddpopt.split import partition
 from ddpopt.split.layout import Layout
@@ -36,6 +34,8 @@ from ddpopt.testing.profiles import EXAMPLES
 from tests.graph_builder import SmallGraph
 from tests.property import drawn_graphs, test_partition
 from tests.property.strategies import graphs
+from tests.selftest import graphs as injected
+from tests.selftest.sites import NotInjected
 
 Bug = Callable[[], AbstractContextManager[Any]]
 Change = Callable[[fx.GraphModule], None]

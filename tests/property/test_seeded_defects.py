@@ -12,10 +12,10 @@ from ddpopt.fuzz.cases import task_of
 from ddpopt.fuzz.examine import examine
 from ddpopt.fuzz.questions import Kind, Setting
 from ddpopt.fuzz.stream import Source
-from ddpopt.judge.injected.defects import DEFECTS, Defect
-from ddpopt.judge.injected.sites import Site
 from ddpopt.ranks.group import Ranks, joined
 from ddpopt.testing.drawn import DrawnModel
+from tests.selftest.defects import DEFECTS, Defect
+from tests.selftest.sites import Site
 from tests.unit.rehearsing import one_rank_group
 
 A_MINUTE = 100

@@ -32,7 +32,7 @@ from ddpopt.cases.corpus import (
     sparse,
     vision,
 )
-from ddpopt.errors import UsageError
+from ddpopt.errors import UsageError, did_you_mean
 
 __all__ = ["case", "cases"]
 
@@ -64,8 +64,10 @@ def case(name: str) -> Case:
     Raises:
         UsageError: if there is no such case.
     """
-    for candidate in cases():
-        if candidate.name == name:
-            return candidate
-    names = ", ".join(candidate.name for candidate in cases())
-    raise UsageError(f"expected the name of a case in the corpus, got {name!r}; there are: {names}")
+    by_name = {candidate.name: candidate for candidate in cases()}
+    if name not in by_name:
+        raise UsageError(
+            f"expected the name of a case in the corpus, got {name!r}; there are: {', '.join(by_name)}"
+            f"{did_you_mean(name, by_name)}"
+        )
+    return by_name[name]

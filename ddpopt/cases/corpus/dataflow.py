@@ -112,7 +112,7 @@ class RunningBuffers(Layers):
             y = layer(x)
             self.means[index].lerp_(y.detach().mean(0), 0.1)
             self.calls.add_(1)
-            # A sum, not a quotient: torch 2.13 computes a saved value anew from the buffer as it is later
+            # A sum, not a quotient: torch 2.13 recomputes a saved value from the buffer as it is later
             # (pytorch#197039), so that gradients of a quotient are wrong even without any cut.
             x = x + (y - self.means[index].clone()).tanh() + self.calls.clone() / 64
         return x

@@ -50,7 +50,7 @@ class RankExperts(nn.Module):
 
 
 class RankExpertsStack(nn.Module):
-    """Layers of experts with a linear layer in front of each."""
+    """Layers of experts with a linear layer before each."""
 
     def __init__(self, dim: int, hidden: int, experts: int, layers: int) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ def residual(x: Tensor, layers: nn.ModuleList) -> Tensor:
         layers: that map ``dim`` to ``dim``.
 
     Returns:
-        The stream behind the last layer, of the same shape.
+        The stream after the last layer, of the same shape.
     """
     for layer in layers:
         x = x + layer(x).tanh()

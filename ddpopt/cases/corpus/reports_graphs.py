@@ -1,4 +1,4 @@
-"""Public reports about what stands in a graph: constants, calls of ``forward``, operators, strides."""
+"""Public reports about what is in a graph: constants, calls of ``forward``, operators, strides."""
 
 from functools import partial
 

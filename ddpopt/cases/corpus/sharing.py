@@ -1,4 +1,4 @@
-"""Parameters read in several places, and parameters read nowhere, frozen, or none of DDP's business."""
+"""Parameters read in several places, and parameters read nowhere, frozen, or ignored by DDP."""
 
 from functools import partial
 
@@ -46,7 +46,7 @@ def frozen(dim: int, layers: int) -> nn.Module:
 
 
 def ignored(dim: int, layers: int) -> nn.Module:
-    """Build layers of which two are marked as none of DDP's business: their gradients stay local."""
+    """Build layers of which two are marked to be ignored by DDP: their gradients stay local."""
     model = Residuals(dim, layers)
     names = [f"layers.{index}.{kind}" for index in (2, 5) for kind in ("weight", "bias")]
     # The only way that DDP offers, underscore and all; in torch 2.11 to 2.13 it has no annotations.
@@ -67,7 +67,7 @@ CASES = (
         partial(Residuals, order=(0, 1, 2, 3, 1, 4, 5, 6, 7, 3)),
         "two modules that run twice each, with others between",
     ),
-    rows_case("frozen", frozen, "frozen layers among trainable ones: they stand in no bucket", layers=11),
+    rows_case("frozen", frozen, "frozen layers among trainable ones: they are in no bucket", layers=11),
     rows_case(
         "ignored",
         ignored,

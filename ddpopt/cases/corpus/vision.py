@@ -60,7 +60,7 @@ class ResNet(nn.Module):
 
 
 class ViT(nn.Module):
-    """A convolution cuts the image in patches; a learned token in front of them carries the answer."""
+    """A convolution cuts the image in patches; a learned token before them carries the answer."""
 
     def __init__(self, side: int, patch: int, dim: int, heads: int, layers: int, classes: int) -> None:
         super().__init__()

@@ -129,5 +129,5 @@ def stalled(failures: Sequence[Failure], groups: Sequence[Sequence[int]], limit_
     return (
         f"no rank failed of itself: each waited for another in a collective, for up to {limit_s:g} s "
         f"({told(failures)}). If a rank compiles for longer than that, raise the limit of a trial "
-        "(--trial-timeout); if not, their collectives are not the same ones in the same order"
+        "(--timeout); if not, their collectives are not the same ones in the same order"
     )

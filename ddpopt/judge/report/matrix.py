@@ -1,16 +1,17 @@
-"""A verdict as grids of short marks, and the numbered reasons that the marks point to.
+"""A verdict of several trials as grids of short marks, and the numbered reasons that the marks point to.
 
-Thousands of trials fit a page this way, and a reason that many of them share is told once. Plain data: text,
-Markdown and HTML differ only in how they draw it. Invariant: every trial has a place in a grid, and every
-trial that is not ok belongs to exactly one reason.
+Thousands of trials fit a page this way, and a reason that many of them share is given once. Invariant: every
+trial has a place in a grid, and every trial that is not ok belongs to exactly one reason.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from ddpopt.explanation.tables import Column, paragraph, table
 from ddpopt.judge.verdict import Finding, Status, Trial, Verdict
 
 LETTERS = {Status.WRONG: "W", Status.BROKEN: "B", Status.NOT_POSSIBLE: "n"}
@@ -27,7 +28,7 @@ class Reason:
     """Why some trials are not ok.
 
     Attributes:
-        mark: ``"W1"``, ``"B1"``, ``"n1"``, …: what stands in the grids.
+        mark: ``"W1"``, ``"B1"``, ``"n1"``, …: what the grids show.
         status: of all its trials.
         text: why it was not possible, or what broke, as the first trial has it; empty if claims say it.
         claims: level and claim of what does not hold, each once.
@@ -56,11 +57,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Grid:
-    """Trials over two of their coordinates.
+    """The trials of one case, or of all cases where there is one option.
 
     Attributes:
-        title: name and value of the third coordinate.
-        rows: for each row its name and one cell for each column; None where nothing ran.
+        title: the case, or the option.
+        rows: for each option or case its name and one cell for each mode; None where nothing ran.
     """
 
     title: str
@@ -72,31 +73,22 @@ class Overview:
     """All trials of a verdict.
 
     Attributes:
-        down: what rows are: ``"option"``, ``"case"`` or ``"mode"``.
-        across: what columns are.
-        columns: their names, the same in all grids.
+        down: what rows are: ``"option"``, or ``"case"`` where there is one option.
+        columns: the modes, with their backends; the same in all grids.
         grids: one for each value of the third coordinate.
         reasons: what is wrong first, then what broke, then what is not possible.
     """
 
     down: str
-    across: str
     columns: tuple[str, ...]
     grids: tuple[Grid, ...]
     reasons: tuple[Reason, ...]
 
-    def column(self, name: str) -> list[Trial]:
-        """The trials in a column, over all grids."""
-        place = self.columns.index(name)
-        cells = [cells[place] for grid in self.grids for _, cells in grid.rows]
-        return [cell.trial for cell in cells if cell is not None]
-
 
 def overview(verdict: Verdict) -> Overview:
-    """Arrange all trials.
+    """Arrange all trials: modes across, options down, and one grid for each case.
 
-    A grid has modes across and options down, one grid for each case. Where a coordinate has one value only,
-    the others take its place, the longer one down.
+    Where there is one option, cases take its place.
 
     Args:
         verdict: with any number of trials.
@@ -104,21 +96,46 @@ def overview(verdict: Verdict) -> Overview:
     Returns:
         The grids and their reasons.
     """
-    reasons = _reasons(verdict.trials)
+    trials = verdict.trials
+    reasons = _reasons(trials)
     marks = {id(trial): reason.mark for reason in reasons for trial in reason.trials}
-    cells = [Cell(marks.get(id(trial), OK), trial) for trial in verdict.trials]
-    coordinates = _coordinates(verdict.trials)
-    values = {name: tuple(dict.fromkeys(map(of, verdict.trials))) for name, of in coordinates.items()}
-    down, across, apart = _axes(*(len(values[name]) for name in ("case", "option", "mode")))
-    grids = _grids(cells, values[across], apart, *(coordinates[axis] for axis in (down, across, apart)))
-    return Overview(down, across, values[across], grids, reasons)
+    backends: dict[str, set[str]] = {}
+    for trial in trials:
+        backends.setdefault(trial.mode, set()).update([trial.backend] if trial.backend else [])
+    down, apart = ("option", "case") if len({trial.option for trial in trials}) > 1 else ("case", "option")
+    columns: dict[str, None] = {}
+    grids: dict[str, dict[str, dict[str, Cell]]] = {}
+    for trial in trials:
+        column = _column(trial, backends[trial.mode])
+        columns[column] = None
+        row = grids.setdefault(getattr(trial, apart), {}).setdefault(getattr(trial, down), {})
+        if column not in row or row[column].mark == OK:  # of a trial that ran twice, the worse end
+            row[column] = Cell(marks.get(id(trial), OK), trial)
+    return Overview(
+        down,
+        tuple(columns),
+        tuple(
+            Grid(
+                f"{apart} {title}", tuple((name, tuple(map(row.get, columns))) for name, row in rows.items())
+            )
+            for title, rows in grids.items()
+        ),
+        reasons,
+    )
+
+
+def _column(trial: Trial, backends: set[str]) -> str:
+    """A mode with its backend; a trial that knows none belongs to the only one that its mode has."""
+    backend = next(iter(backends)) if len(backends) == 1 else trial.backend
+    return f"{trial.mode}, {backend}" if backend else trial.mode
 
 
 def _reasons(trials: Iterable[Trial]) -> tuple[Reason, ...]:
     alike: dict[tuple[object, ...], list[Trial]] = {}
     for trial in trials:
         if trial.status is not Status.OK:
-            alike.setdefault(_reason_key(trial), []).append(trial)
+            key = trial.status, VARYING.sub("#", trial.reason), frozenset(_claims(trial))
+            alike.setdefault(key, []).append(trial)
     reasons = []
     for status, letter in LETTERS.items():
         groups = [group for group in alike.values() if group[0].status is status]
@@ -128,82 +145,36 @@ def _reasons(trials: Iterable[Trial]) -> tuple[Reason, ...]:
     return tuple(reasons)
 
 
-def _reason_key(trial: Trial) -> tuple[object, ...]:
-    return trial.status, VARYING.sub("#", trial.reason), frozenset(_claims(trial))
-
-
 def _claims(trial: Trial) -> tuple[tuple[str, str], ...]:
     return tuple(dict.fromkeys((finding.level, finding.claim) for finding in trial.findings))
 
 
-Coordinate = Callable[[Trial], str]
+def matrix_text(view: Overview) -> Iterator[str]:
+    """Draw the grids.
 
+    Args:
+        view: of a verdict.
 
-def _coordinates(trials: Iterable[Trial]) -> dict[str, Coordinate]:
-    """How trials are told apart; one that knows no backend stands in the column of its mode all the same."""
-    backends: dict[str, dict[str, None]] = {}
-    for trial in trials:
-        if trial.backend:
-            backends.setdefault(trial.mode, {})[trial.backend] = None
-
-    def mode(trial: Trial) -> str:
-        known = list(backends.get(trial.mode, ()))
-        backend = known[0] if len(known) == 1 else trial.backend
-        return f"{trial.mode}, {backend}" if backend else trial.mode
-
-    return {"option": lambda trial: trial.option, "mode": mode, "case": lambda trial: trial.case}
-
-
-def _axes(cases: int, options: int, modes: int) -> tuple[str, str, str]:
-    """Which coordinate goes down, which across, and which makes a grid of its own."""
-    if cases <= 1 and options <= 1:
-        return "mode", "option", "case"
-    if cases > 1 and options == 1:
-        return "case", "mode", "option"
-    if modes == 1 and cases > 1:
-        return ("case", "option", "mode") if cases > options else ("option", "case", "mode")
-    return "option", "mode", "case"
-
-
-def _grids(
-    cells: list[Cell],
-    columns: tuple[str, ...],
-    name_apart: str,
-    down: Coordinate,
-    across: Coordinate,
-    apart: Coordinate,
-) -> tuple[Grid, ...]:
-    grids: dict[str, dict[str, dict[str, Cell]]] = {}
-    for cell in cells:
-        row = grids.setdefault(apart(cell.trial), {}).setdefault(down(cell.trial), {})
-        row[across(cell.trial)] = _graver(row.get(across(cell.trial)), cell)
-    return tuple(
-        Grid(
-            f"{name_apart} {title}",
-            tuple((row, tuple(map(found.get, columns))) for row, found in rows.items()),
-        )
-        for title, rows in grids.items()
-    )
-
-
-def _graver(earlier: Cell | None, cell: Cell) -> Cell:
-    """A trial that was run twice shows the worse of its ends."""
-    order = [Status.OK, Status.NOT_POSSIBLE, Status.BROKEN, Status.WRONG]
-    if earlier is None:
-        return cell
-    return max(earlier, cell, key=lambda each: order.index(each.trial.status))
-
-
-def letter_of(index: int) -> str:
-    """Name a column whose own name is too long for a header: a, b and so on.
-
-    >>> letter_of(0), letter_of(25), letter_of(26)
-    ('a', 'z', 'aa')
+    Yields:
+        Which letter is which mode and how its trials ended, each grid, and what the marks mean.
     """
-    head, last = divmod(index, 26)
-    return (letter_of(head - 1) if head else "") + chr(ord("a") + last)
-
-
-def mark_of(cell: Cell | None) -> str:
-    """What stands in a cell."""
-    return cell.mark if cell else NOT_RUN
+    letters = [chr(ord("a") + index) for index in range(len(view.columns))]
+    ends: list[Counter[Status]] = [Counter() for _ in letters]
+    for grid in view.grids:
+        for _, cells in grid.rows:
+            for counter, cell in zip(ends, cells, strict=True):
+                counter.update([cell.trial.status] if cell else [])
+    rows = [
+        (letter, name, *(counter[status] or "-" for status in Status))
+        for letter, name, counter in zip(letters, view.columns, ends, strict=True)
+    ]
+    columns = [Column("", "right"), Column("mode", fills=True)]
+    yield table([*columns, *(Column(status, "right") for status in Status)], rows)
+    for grid in view.grids:
+        marks = [(name, *(cell.mark if cell else NOT_RUN for cell in cells)) for name, cells in grid.rows]
+        columns = [Column(view.down, fills=True), *(Column(letter, "right") for letter in letters)]
+        yield f"{grid.title}\n{table(columns, marks)}"
+    if view.reasons:
+        letters_used = {reason.status: LETTERS[reason.status] for reason in view.reasons}
+        meanings = ", ".join(f"{letter} {status}" for status, letter in letters_used.items())
+        yield paragraph(f"{meanings}, with the number of the reason below; {NOT_RUN} did not run", "  ")

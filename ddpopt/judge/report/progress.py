@@ -1,76 +1,72 @@
-"""Showing how far a verification has come: a bar in a terminal, a line now and then elsewhere.
+"""How something long goes: one line that changes in a terminal, a line now and then elsewhere.
 
-Invariant: everything goes to stderr, so that stdout holds the result alone.
+Invariant: it writes to stderr alone, and what it says for good is never overwritten.
 """
 
 from __future__ import annotations
 
-import sys
 import time
-from types import TracebackType
+from collections.abc import Callable
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 QUIET_S = 10.0
-"""Where there is no terminal: seconds between two lines."""
+"""Without a terminal: seconds between two lines."""
+BUSY_S = 0.2
+"""In a terminal: seconds between two updates."""
 
 
-class TrialProgress:
-    """Trials that begin and end.
+class StatusLine:
+    """A line on stderr, shown inside a ``with``.
 
     Args:
-        total: how many there will be.
+        first: what it says at first, in a terminal.
+        quiet_s: seconds between two lines where there is no terminal.
     """
 
-    def __init__(self, total: int) -> None:
-        self._total = total
-        self._done = 0
+    def __init__(self, first: str, quiet_s: float = QUIET_S) -> None:
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._status = self._console.status(first) if self._console.is_terminal else None
+        self._pause_s = quiet_s if self._status is None else BUSY_S
         self._said = time.monotonic()
-        console = Console(stderr=True)
-        self._bar: Progress | None = None
-        if console.is_terminal:
-            self._bar = Progress(
-                TextColumn("{task.description}", markup=False),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                console=console,
-                transient=True,
-            )
-            self._task = self._bar.add_task("starting ranks", total=total)
 
     def __enter__(self) -> Self:
-        if self._bar is not None:
-            self._bar.start()
+        if self._status is not None:
+            self._status.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
 
-    def began(self, what: str) -> None:
-        """Say what runs now.
+    def show(self, line: Callable[[], str]) -> None:
+        """Show how it goes, unless that was done a moment ago; only then is the line made."""
+        if time.monotonic() - self._said < self._pause_s:
+            return
+        self._said = time.monotonic()
+        if self._status is not None:
+            self._status.update(line())
+        else:
+            self.say(line())
 
-        Args:
-            what: the trial, in a few words.
-        """
-        if self._bar is not None:
-            self._bar.update(self._task, description=what)
+    def say(self, line: str) -> None:
+        """Write a line that stays."""
+        self._console.print(line, markup=False)
 
-    def ended(self, what: str) -> None:
-        """Count a trial.
 
-        Args:
-            what: the trial and how it ended, in a few words.
-        """
-        self._done += 1
-        if self._bar is not None:
-            self._bar.advance(self._task)
-        elif self._done == self._total or time.monotonic() - self._said >= QUIET_S:
-            self._said = time.monotonic()
-            sys.stderr.write(f"{self._done} of {self._total}: {what}\n")
-            sys.stderr.flush()
+def counting(line: StatusLine, total: int) -> Callable[[str], None]:
+    """Return what shows each of `total` pieces of work as it begins.
+
+    Args:
+        line: where.
+        total: how many there will be.
+    """
+    begun = 0
+
+    def begin(what: str) -> None:
+        nonlocal begun
+        begun += 1
+        line.show(lambda: f"{begun} of {total}: {what}")
+
+    return begin

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from ddpopt.judge.verdict import Finding, Location, Measured, Status, Trial, Verdict
+from ddpopt.judge.verdict import Finding, Location, Measured, Status, Verdict
 
 LEVELS = {
     "L0": "L0 bitwise",
@@ -50,22 +50,6 @@ def number(value: float | None) -> str:
     return str(int(value)) if abs(value) < 1e6 and value == int(value) else f"{value:.3g}"
 
 
-def tally(trials: Sequence[Trial]) -> str:
-    """How the trials ended.
-
-    Args:
-        trials: any number of them.
-
-    Returns:
-        For instance ``"3 trials ok"`` or ``"of 3 trials 2 ok, 1 wrong"``.
-    """
-    counts = Counter(trial.status for trial in trials)
-    ran = count_of(len(trials), "trial")
-    if len(counts) < 2:
-        return " ".join([ran, *counts]) if trials else "no trial ran"
-    return f"of {ran} {', '.join(f'{counts[status]} {status}' for status in Status if counts[status])}"
-
-
 def headline(verdict: Verdict) -> str:
     """The verdict in one line.
 
@@ -79,7 +63,7 @@ def headline(verdict: Verdict) -> str:
 
 
 def summary(verdict: Verdict) -> str:
-    """The headline after the target: ranks, findings and trials.
+    """The headline after the target: ranks, findings, and how the trials ended.
 
     Args:
         verdict: what to sum up.
@@ -87,8 +71,15 @@ def summary(verdict: Verdict) -> str:
     Returns:
         For instance ``"2 ranks: 3 findings; of 2 trials 1 ok, 1 wrong"``.
     """
-    findings = count_of(len(verdict.findings), "finding") if verdict.findings else "no finding"
-    return f"{count_of(verdict.world_size, 'rank')}: {findings}; {tally(verdict.trials)}"
+    findings = count_of(len(verdict.findings), "finding") if verdict.findings else "no findings"
+    counts = Counter(trial.status for trial in verdict.trials)
+    ends = [f"{counts[status]} {status}" for status in Status if counts[status]]
+    trials = count_of(len(verdict.trials), "trial")
+    if len(ends) > 1:
+        trials = f"of {trials} {', '.join(ends)}"
+    elif ends:
+        trials = f"{trials} {next(iter(counts))}"
+    return f"{count_of(verdict.world_size, 'rank')}: {findings}; {trials}"
 
 
 def environment(verdict: Verdict) -> str:
@@ -132,15 +123,14 @@ def share(measured: Measured) -> float:
 
 def worst_first(measured: Iterable[Measured]) -> list[Measured]:
     """Sort by the share of the bound, then by ULPs, then by name; NaN is worst."""
-    return sorted(measured, key=lambda each: (-share(each), -_or_infinite(each.ulps), each.parameter))
 
+    def badness(one: Measured) -> tuple[float, float, str]:
+        return -share(one), -math.inf if math.isnan(one.ulps) else -one.ulps, one.parameter
 
-def _or_infinite(value: float) -> float:
-    return math.inf if math.isnan(value) else value
+    return sorted(measured, key=badness)
 
 
 def script_outcome(location: Location) -> str:
     """What running the reproducing script showed."""
-    if location.reproduces:
-        return "run in a fresh interpreter, it shows the difference"
-    return "run in a fresh interpreter, it did not show the difference"
+    outcome = "it shows the difference" if location.reproduces else "it did not show the difference"
+    return f"run in a fresh interpreter, {outcome}"

@@ -72,7 +72,7 @@ class Block:
         takes: the kinds that it reads.
         gives: the kind that it makes.
         options: for each option its choices, the simplest first, with the feature that each brings.
-        body: ``"any"`` steps may stand in its body, or only ``"pure"`` ones, or all but those that ``breaks``
+        body: ``"any"`` steps may be in its body, or only ``"pure"`` ones, or all but those that ``breaks``
             (``"unbroken"``); empty if it has none.
         pure: whether running it twice is the same as once: no buffer, no input is changed.
         breaks: whether Dynamo ends its graph here; it gives up on a function where that is inside a loop.
@@ -138,7 +138,7 @@ def register_block(
     """Register a function as a block.
 
     Args:
-        *features: names of what it brings; new names become features of their own.
+        *features: names of what it brings; new names become new features.
         name: of the block; by default the function's own.
         takes: the kind of value that it reads, or one for each of several.
         gives: the kind that it makes.

@@ -116,7 +116,7 @@ class Scope:
 
 
 def unreached(values: Sequence[Value]) -> list[Value]:
-    """The values in front of the last to which no gradient comes back."""
+    """The values before the last to which no gradient comes back."""
     return [value for value in values[:-1] if value.differentiable and not value.read]
 
 

@@ -23,7 +23,7 @@ from ddpopt.fuzz.signatures import Signature
 from ddpopt.fuzz.stream import Source, drawn_block
 from ddpopt.testing.drawn import DrawnModel
 
-MODES = ("torch-ddp-optimizer", "ddpopt-split")
+MODES = ("torch", "ddpopt-split")
 PLAN = Plan(3, 0, 2, MODES, "aot_eager", 1, ("cond",), (), "2.13.0", "5f")
 
 

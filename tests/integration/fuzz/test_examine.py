@@ -28,7 +28,7 @@ FAILURE = Signature("error", "AssertionError", "distributed.py in __init__")
 # torch's optimizer takes no cap below 1 MiB
 CASE = FoundCase(
     DrawnModel(width=4, cap_bytes=1),
-    "torch-ddp-optimizer",
+    "torch",
     Setting("eager", steps=1, lowers_limit=False),
     FAILURE,
 )
@@ -102,7 +102,7 @@ def test_the_failure_that_is_sought_is_looked_at_in_full(ranks: Ranks, runs: lis
 
 def test_what_torch_leaves_open_when_it_fails_inside_a_transform_fails_nothing_else(ranks: Ranks) -> None:
     inside = DrawnModel((step("transformed", by="grad"),), width=4, cap_bytes=1)
-    task = task_of(inside, ("torch-ddp-optimizer", "ddpopt-split"), Setting("aot_eager", steps=1))
+    task = task_of(inside, ("torch", "ddpopt-split"), Setting("aot_eager", steps=1))
     torchs, ours = examine(ranks, task, lambda _: None)
     assert torchs.signature == Signature(
         "error", "NotImplementedError", "collect_metadata_analysis.py in inner"
@@ -149,7 +149,7 @@ def test_a_mode_that_is_wrong_beyond_the_rounding_of_its_backend_is_wrong(
 ) -> None:
     # torch's optimizer changes the parameter too late; the last bits of the cell differ in any mode
     both = replace(ROUNDED, steps=(step("decayed"), *ROUNDED.steps))
-    task = task_of(both, ("torch-ddp-optimizer", "ddpopt-split"), rounding)
+    task = task_of(both, ("torch", "ddpopt-split"), rounding)
     torchs, ours = examine(ranks, task, lambda _: None)
     assert (torchs.kind, torchs.signature and torchs.signature.kind) == (Kind.WRONG, "L0")
     assert torchs.signature != ROUNDING

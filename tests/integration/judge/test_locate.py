@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from ddpopt.cli.verify import _to_locate
 from ddpopt.judge import locate as located
 from ddpopt.judge.locate import LATE_S, Known, _ending, _late, locate
+from ddpopt.judge.located import to_locate
 from ddpopt.judge.locating.events import Chose, Memory, Tried, Trying
 from ddpopt.judge.locating.pieces import Piece
 from ddpopt.judge.locating.reproduction import Draft
@@ -226,6 +226,6 @@ def test_what_is_known_at_the_limit_names_the_try_that_did_not_end() -> None:
 def test_what_is_located_is_the_first_that_is_wrong_or_else_the_first_that_took_its_ranks_down() -> None:
     fine = Trial("case", "whole", "default", "eager", Status.OK)
     untried = replace(broken("mine"), reason="not tried again: on case rank 0 died")
-    assert _to_locate(Verdict("case", 2, (fine, broken("a"), wrong("torch", "b")))) == wrong("torch", "b")
-    assert _to_locate(Verdict("case", 2, (fine, untried, broken("a")))) == broken("a")
-    assert _to_locate(Verdict("case", 2, (fine, untried))) is None
+    assert to_locate(Verdict("case", 2, (fine, broken("a"), wrong("torch", "b")))) == wrong("torch", "b")
+    assert to_locate(Verdict("case", 2, (fine, untried, broken("a")))) == broken("a")
+    assert to_locate(Verdict("case", 2, (fine, untried))) is None

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from ddpopt.judge.faults import FAULTS, Fault
-from ddpopt.judge.injected.clean_runs import CleanRun
-from ddpopt.judge.injected.sites import Site
-from ddpopt.judge.self_test import self_test
 from ddpopt.judge.training import Trainer
 from ddpopt.judge.trials import Asked
 from ddpopt.judge.verdict import Status, Verdict
+from tests.selftest.clean_runs import CleanRun
+from tests.selftest.faults import FAULTS, Fault
+from tests.selftest.self_test import self_test
+from tests.selftest.sites import Site
 from tests.shop import run, write_shop
 
 pytestmark = pytest.mark.timeout(240)
@@ -33,19 +33,18 @@ def test_a_killed_rank_ends_with_3_and_its_name(folder: Path) -> None:
 
 
 def test_under_torchrun_its_ranks_are_used_and_one_of_them_reports(folder: Path) -> None:
-    names = {"--json": "v.json", "--junit": "v.xml", "--html": "v.html"}
-    files = [part for pair in names.items() for part in pair]
-    done = run(folder, "shop:small", "--backend", "aot_eager", *files, torchrun=True)
+    files = ["--json", "v.json", "--report", "v.xml", "--report", "v.html"]
+    done = run(folder, "shop:small", *files, torchrun=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("RIGHT: shop:small on 2 ranks") == 1
-    assert all((folder / name).stat().st_size > 100 for name in names.values())
+    assert all((folder / name).stat().st_size > 100 for name in ("v.json", "v.xml", "v.html"))
 
 
 @pytest.mark.nightly
 def test_a_search_that_does_not_end_on_torchruns_ranks_ends_at_its_limit_with_every_report(
     folder: Path,
 ) -> None:
-    files = ["--json", "v.json", "--html", "v.html", "--locate-timeout", "60"]
+    files = ["--json", "v.json", "--report", "v.html"]
     done = run(folder, "shop:net", "--backend", "stuck", *files, torchrun=True)
     assert done.returncode == 1, done.stderr
     verdict = Verdict.from_json((folder / "v.json").read_text())

@@ -9,14 +9,16 @@ from torch import nn
 from benchmarks.alignment_rows import Cell, Row, difference, row, summary
 from benchmarks.alignment_run import Buckets, Outcome, caps_of, ddp_arguments
 from benchmarks.lanes import Lost
-from ddpopt.gate.potential import Launch, Measurement
+from ddpopt.gate.overlap import BucketLaunch, Measurement
 from ddpopt.testing import Case
 
 PLANNED: Buckets = (("b",), ("a",))
 
 
 def measurement(potential: float, *buckets: Buckets) -> Measurement:
-    seen = tuple(tuple(Launch(params, 4, 0) for params in iteration) for iteration in buckets or (PLANNED,))
+    seen = tuple(
+        tuple(BucketLaunch(params, 4, 0) for params in iteration) for iteration in buckets or (PLANNED,)
+    )
     return Measurement(potential, 100, seen)
 
 

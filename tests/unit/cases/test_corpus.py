@@ -36,7 +36,9 @@ def test_an_unknown_case_is_answered_with_the_names_that_exist() -> None:
     with pytest.raises(UsageError) as caught:
         corpus.case("gtp")
     names = ", ".join(case.name for case in corpus.cases())
-    assert str(caught.value) == f"expected the name of a case in the corpus, got 'gtp'; there are: {names}"
+    assert str(caught.value) == (
+        f"expected the name of a case in the corpus, got 'gtp'; there are: {names}; did you mean 'gpt'?"
+    )
 
 
 # ------------------------------------------------------------------------------------------------ loss

@@ -6,19 +6,19 @@ import pytest
 from typer.testing import CliRunner
 
 from ddpopt.cli import app as cli
-from ddpopt.cli.fuzz import Request, planned
+from ddpopt.cli.fuzzing import planned
 from ddpopt.fuzz.cases import FoundCase
 from ddpopt.fuzz.minimize import Minimized
 from ddpopt.fuzz.questions import Setting
 from ddpopt.fuzz.signatures import Signature
 from ddpopt.fuzz.text import searching_line
 from ddpopt.fuzz.workers import Worker
-from ddpopt.judge.report.passing_line import PassingLine
+from ddpopt.judge.report.progress import StatusLine
 from ddpopt.testing.drawn import DrawnModel, step
 
 CASE = FoundCase(
     DrawnModel(steps=(step("residual", body=(step("linear"),)),)),
-    "torch-ddp-optimizer",
+    "torch",
     Setting(),
     Signature("error", "KeyError", "graph.py in find"),
 )
@@ -46,14 +46,15 @@ def unstarted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     [
         ("fuzz --minutes 0", "--minutes: expected a positive number, got 0.0"),
         ("fuzz --minutes nan", "--minutes: expected a positive number, got nan"),
-        ("fuzz --limit inf", "--limit: expected a positive number, got inf"),
+        ("fuzz --timeout inf", "--timeout: expected a positive number, got inf"),
         ("fuzz --examples -1", "--examples: expected a positive number, got -1"),
         ("fuzz --nproc 0", "--nproc: expected a positive number, got 0"),
         ("fuzz --workers 0", "--workers: expected a positive number, got 0"),
-        ("fuzz --limit 0", "--limit: expected a positive number, got 0.0"),
-        ("fuzz --mode eager", "--mode: expected one of torch-ddp-optimizer, whole,"),
+        ("fuzz --timeout 0", "--timeout: expected a positive number, got 0.0"),
+        ("fuzz --mode eager", "--mode: expected one of torch, whole,"),
         ("fuzz --backend fast", "backend: expected the name of a Dynamo backend, got 'fast'"),
-        ("fuzz --without loops", "--without: expected names of features, got loops; there are: "),
+        ("fuzz --without loops", "--without: expected one of "),
+        ("fuzz --without droput", "got 'droput'; did you mean 'dropout'?"),
         ("fuzz --blocks no.such", "--blocks: importing 'no.such' failed: ModuleNotFoundError: No module"),
         ("fuzz --out case.json/x", "--out: cannot write to 'case.json/x': Not a directory"),
         ("fuzz --database http://x", "--database: expected a folder or redis://host:port/number, got 'http:"),
@@ -89,11 +90,8 @@ def test_what_cannot_be_run_ends_with_2_and_says_why_before_a_worker_starts(
 
 
 def test_a_number_of_this_process_among_several_is_part_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    request = Request(
-        1, None, 5, ("whole,ddpopt-split",), "aot_eager", 1, 2, "x", None, "cond, dropout", (), 9
-    )
     monkeypatch.setenv("RANK", "3")
-    plan = planned(request)
+    plan = planned(5, "whole,ddpopt-split", "aot_eager", 1, 2, "cond, dropout", ())
     assert (plan.seed, plan.shard, plan.workers) == (5, 3, 2)
     assert plan.modes == ("whole", "ddpopt-split")
     assert plan.without == ("cond", "dropout")
@@ -115,14 +113,14 @@ def test_without_a_terminal_a_line_is_written_now_and_then_and_made_only_then(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = 0.0
-    monkeypatch.setattr("ddpopt.judge.report.passing_line.time.monotonic", lambda: now)
+    monkeypatch.setattr("ddpopt.judge.report.progress.time.monotonic", lambda: now)
     made: list[float] = []
 
     def line() -> str:
         made.append(now)
         return f"at {now:g} [not markup] {'x' * 100}"
 
-    with PassingLine("at first", quiet_s=10) as shown:
+    with StatusLine("at first", quiet_s=10) as shown:
         for second in range(25):
             now = float(second)
             shown.show(line)

@@ -1,4 +1,4 @@
-"""ddpopt.cli.verify: what it refuses before it starts ranks, and which process writes the reports."""
+"""``ddpopt verify`` and ``matrix``: what they ask for, what they refuse, and which process writes reports."""
 
 import importlib
 import json
@@ -11,8 +11,12 @@ import pytest
 from typer.testing import CliRunner
 
 from ddpopt.cli import app as cli
-from ddpopt.cli.verify import is_first
 from ddpopt.errors import InfrastructureError
+from ddpopt.judge.located import is_first
+from ddpopt.judge.matrix import CASES
+from ddpopt.judge.modes import MODES
+from ddpopt.judge.options import OPTIONS
+from ddpopt.judge.trials import Asked, Settings
 from ddpopt.judge.verdict import Location, Verdict
 from ddpopt.ranks.agent import Agent
 from tests.unit.verdicts import verdict, wrong_trial
@@ -30,25 +34,16 @@ def no_model():
 """
 
 
-@pytest.fixture
-def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    monkeypatch.setenv("RANK", "1")
-    return monkeypatch
-
-
-def test_a_process_that_torchrun_did_not_start_writes_its_reports_whatever_its_rank(
-    environment: pytest.MonkeyPatch,
-) -> None:
-    assert is_first()
-
-
-@pytest.mark.parametrize(("rank", "writes"), [("0", True), ("1", False)])
+@pytest.mark.parametrize(
+    ("under_torchrun", "rank", "writes"), [(False, "1", True), (True, "0", True), (True, "1", False)]
+)
 def test_under_torchrun_the_first_rank_alone_writes(
-    rank: str, writes: bool, environment: pytest.MonkeyPatch
+    under_torchrun: bool, rank: str, writes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environment.setenv("TORCHELASTIC_RUN_ID", "some")
-    environment.setenv("RANK", rank)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if under_torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "some")
+    monkeypatch.setenv("RANK", rank)
     assert is_first() is writes
 
 
@@ -57,19 +52,20 @@ def test_under_torchrun_the_first_rank_alone_writes(
     [
         (["shop:nothing"], "module 'shop' has no attribute 'nothing'"),
         (["shop:no_model"], "expected it to return (model, inputs)"),
-        (["shop:small", "--mode", "ddpopt"], "--mode: expected one of eager, manual"),
+        (["shop:small", "--mode", "ddpopt-inlin"], "--mode: expected one of eager, manual"),
+        (["shop:small", "--mode", "ddpopt-inlin"], "got 'ddpopt-inlin'; did you mean 'ddpopt-inline'"),
+        (["shop:small", "--mode", ","], "--mode: expected one of eager, manual"),
+        (["shop:small", "--options", "defalt"], "got 'defalt'; did you mean 'default'?"),
+        (["shop:small", "--backend", "inducktor"], "did you mean 'inductor'?"),
+        (["shop:small", "--ddp", "bucket_cap=1"], "did you mean 'bucket_cap_mb'"),
         (["shop:small", "--nproc", "0"], "nproc: expected a positive number, got 0"),
         (["shop:small", "--json", "no/such/folder/v.json"], "--json: cannot write"),
-        (["shop:small", "--reproduction", "no/such/folder/r.py"], "--reproduction: cannot write"),
-        (["shop:small", "--options", "default,"], "--options: expected names with commas between"),
-        (["shop:small", "--mode", ","], "--mode: expected names with commas between, got ','"),
-        (["shop:small", "--options", "none"], "--options: expected one of default, static_graph"),
-        (["shop:small", "--timeout", "0"], "--timeout: expected a positive number of seconds, got 0.0"),
-        (["shop:small", "--trial-timeout", "-1"], "--trial-timeout: expected a positive number of seconds"),
-        (["shop:small", "--locate-timeout", "nan"], "--locate-timeout: expected a positive number of"),
-        ([], "expected one of TARGET, --matrix and --self-test, got none of them"),
+        (["shop:small", "--report", "no/such/folder/v.xml"], "--report: cannot write"),
+        (["shop:small", "--report", "v.txt"], "expected a file name that ends in .xml, .html, .md"),
+        (["shop:small", "--timeout", "0"], "--timeout: expected a positive number, got 0.0"),
+        (["shop:small", "--timeout", "nan"], "--timeout: expected a positive number, got nan"),
     ],
-    ids=lambda value: "" if not isinstance(value, list) else " ".join(value) or "nothing",
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_cannot_be_judged_ends_with_2_and_says_why_before_ranks_are_started(
     arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -86,64 +82,99 @@ def test_what_cannot_be_judged_ends_with_2_and_says_why_before_ranks_are_started
     assert words in " ".join(result.stderr.split())
 
 
+WRONG = verdict(wrong_trial())
+
+
 @pytest.fixture
-def judged_wrong(monkeypatch: pytest.MonkeyPatch) -> Verdict:
-    """What every verification gives, in place of running any."""
-    wrong = verdict(wrong_trial())
-    monkeypatch.setattr(importlib.import_module("ddpopt.judge.runner"), "verify_all", lambda *_, **__: wrong)
-    return wrong
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is asked for, in place of verifying anything; every verdict is wrong, and located nowhere."""
+    received: list[Any] = []
+
+    def verify_all(title: str, asked: list[Asked], settings: Settings, **others: Any) -> Verdict:
+        del title
+        others.pop("on_event")
+        received.append((asked, settings, others))
+        return WRONG
+
+    def locate(*arguments: Any, **keywords: Any) -> Location:
+        del keywords["on_late"]
+        received.append((arguments, keywords))
+        return Location((), "found")
+
+    module = importlib.import_module("ddpopt.cli.verification")
+    monkeypatch.setattr(module, "verify_all", verify_all)
+    monkeypatch.setattr(module, "locate", locate)
+    return received
 
 
-def verify(*arguments: str) -> Any:  # the type of the runner's results moves with typer's versions
-    return CliRunner().invoke(cli.app, ["verify", "tied", *arguments], prog_name="ddpopt")
+def run(*arguments: str) -> Any:  # the type of the runner's results moves with typer's versions
+    return CliRunner().invoke(cli.app, arguments, prog_name="ddpopt")
+
+
+def test_each_option_of_verify_is_what_is_asked_for(asked: list[Any]) -> None:
+    words = "--nproc 3 --backend eager --mode torch,whole --options default,join --steps 5 --dtype bfloat16"
+    result = run("verify", "tied", *words.split(), "--device", "cpu", "--timeout", "7", "--no-locate")
+    assert result.exit_code == 1
+    assert asked == [
+        (
+            [Asked("tied", option, ("torch", "whole")) for option in ("default", "join")],
+            Settings("eager", None, 5, "bfloat16", 7.0),
+            {"nproc": 3, "device": "cpu", "limit_s": 7.0 * 6},
+        )
+    ]
+
+
+def test_verify_without_options_asks_for_ddpopts_own_choice_and_looks_where_it_goes_wrong(
+    asked: list[Any],
+) -> None:
+    result = run("verify", "tied", "--ddp", "bucket_cap_mb=2")
+    assert "looking where it goes wrong" in result.stderr
+    ((one,), settings, _), (arguments, keywords) = asked
+    assert (one.modes, one.option, one.target.ddp_kwargs) == (
+        ("ddpopt-inline",),
+        "default",
+        {"bucket_cap_mb": 2},
+    )
+    assert settings == Settings("aot_eager", "auto", 3, None, 300.0)
+    assert arguments == ("tied", wrong_trial(), Path("ddpopt_reproduction.py"))
+    assert (keywords["nproc"], keywords["ddp_kwargs"]) == (2, {"bucket_cap_mb": 2})
+
+
+def test_the_matrix_asks_for_every_mode_under_every_option_on_six_cases(asked: list[Any]) -> None:
+    run("matrix")
+    ((found, settings, _),) = asked
+    assert len(CASES) == 6
+    assert sum(len(one.modes) for one in found) == len(MODES) * len(OPTIONS) * len(CASES)
+    assert settings.strategy is None
 
 
 @pytest.mark.parametrize(
     "error", [OSError(28, "No space left on device"), InfrastructureError("no rank could be started")]
 )
 def test_a_search_that_fails_leaves_every_report_with_a_note_why(
-    error: Exception, judged_wrong: Verdict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception, asked: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(importlib.import_module("ddpopt.judge.locate"), "locate", failing)
-    files = {option: tmp_path / option for option in ("--json", "--junit", "--html")}
-    result = verify(*(part for option, file in files.items() for part in (option, str(file))))
+    monkeypatch.setattr(importlib.import_module("ddpopt.cli.verification"), "locate", failing)
+    summary = tmp_path / "summary"
+    summary.write_text("before\n")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
+    reports = [tmp_path / "v.xml", tmp_path / "v.html", tmp_path / "v.md", summary]
+    words = [word for file in reports for word in ("--report", str(file))]
+    result = run("verify", "tied", "--json", str(tmp_path / "v.json"), *words)
     assert result.exit_code == 1, result.output
     location = Location((), "none was found: the search failed", note=str(error))
-    assert Verdict.from_json(files["--json"].read_text()) == replace(judged_wrong, location=location)
-    assert all(file.stat().st_size > 100 for file in files.values())
+    assert Verdict.from_json((tmp_path / "v.json").read_text()) == replace(WRONG, location=location)
+    assert "<testsuites" in reports[0].read_text()
+    assert "<!DOCTYPE html>" in reports[1].read_text()
+    assert reports[2].read_text().startswith("## :x: WRONG: pkg.module:model on 2 ranks")
+    assert summary.read_text() == f"before\n{reports[2].read_text()}"
     assert str(error).rpartition("] ")[2] in " ".join(result.stdout.split())
 
 
-def test_a_search_gets_its_limit_and_trials_get_theirs(
-    judged_wrong: Verdict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[Any] = []
-
-    def verified(_: str, __: object, settings: Any, **___: object) -> Verdict:
-        seen.append(settings.trial_limit_s)
-        return judged_wrong
-
-    def located(*arguments: Any, **keywords: Any) -> Location:
-        seen.extend((arguments[2], keywords["limit_s"]))
-        return Location((), "found")
-
-    monkeypatch.setattr(importlib.import_module("ddpopt.judge.runner"), "verify_all", verified)
-    monkeypatch.setattr(importlib.import_module("ddpopt.judge.locate"), "locate", located)
-    verify("--trial-timeout", "7", "--locate-timeout", "5")
-    assert seen == [7.0, Path("ddpopt_reproduction.py"), 5.0]
-
-
-def test_annotations_do_not_stand_in_the_json_on_stdout(
-    judged_wrong: Verdict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
-    result = verify("--no-locate", "--json", "-", "--github")
-    assert Verdict.from_json(result.stdout) == judged_wrong
-    assert json.loads(result.stdout)
-    assert "::error title=" in result.stderr
-    told = verify("--no-locate", "--github")
-    assert "::error title=" in told.stdout
-    assert "::error" not in told.stderr
+def test_json_on_stdout_is_json_alone(asked: list[Any]) -> None:
+    result = run("verify", "tied", "--no-locate", "--json", "-")
+    assert Verdict.from_json(result.stdout) == WRONG
+    assert json.loads(result.stdout)["right"] is False

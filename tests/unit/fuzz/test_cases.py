@@ -11,7 +11,7 @@ import torch
 from ddpopt.errors import UsageError
 from ddpopt.fuzz.asking import as_scripted
 from ddpopt.fuzz.cases import FoundCase, read_model
-from ddpopt.fuzz.questions import Kind, Setting, modes_named
+from ddpopt.fuzz.questions import Kind, Setting
 from ddpopt.fuzz.scripting import script_of
 from ddpopt.fuzz.signatures import Signature
 from ddpopt.testing.drawn import DrawnModel, step
@@ -23,7 +23,7 @@ MODEL = DrawnModel(
     cap_bytes=1,
     joined=False,
 )
-CASE = FoundCase(MODEL, "torch-ddp-optimizer", Setting(nproc=2), Signature("error", "KeyError", "a.py in f"))
+CASE = FoundCase(MODEL, "torch", Setting(nproc=2), Signature("error", "KeyError", "a.py in f"))
 
 
 def imports(script: str) -> set[str]:
@@ -97,11 +97,9 @@ def test_the_script_of_a_fault_of_ddpopts_has_ddpopt_judge() -> None:
     assert "options=['clipping']" in script_of(trained, "x.py")
 
 
-def test_modes_are_looked_up() -> None:
-    with pytest.raises(UsageError, match=r"--mode: expected one of torch-ddp-optimizer, .*, got 'fast'"):
-        modes_named(["whole,fast"])
-    with pytest.raises(UsageError, match="at least one"):
-        modes_named([])
+def test_a_case_of_a_mode_that_is_not_known_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"expected a mode of torch, .*, got 'fast'"):
+        FoundCase.from_json(replace(CASE, mode="fast").to_json())
 
 
 def test_a_script_may_run_more_steps_than_show_it_to_verification() -> None:

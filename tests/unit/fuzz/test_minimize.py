@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ddpopt.errors import UsageError, VerificationError
+from ddpopt.errors import NotJudgedError, VerificationError
 from ddpopt.fuzz import asking
 from ddpopt.fuzz.asking import confirmed, write_script
 from ddpopt.fuzz.cases import FoundCase
@@ -32,7 +32,7 @@ CASE = FoundCase(
         joined=False,
         seed=7,
     ),
-    "torch-ddp-optimizer",
+    "torch",
     Setting("inductor", nproc=2),
     FAILURE,
 )
@@ -90,13 +90,13 @@ def test_what_fails_in_another_way_is_left_and_counted() -> None:
 
 
 def test_a_case_that_fails_in_another_way_is_refused_with_both_failures() -> None:
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(NotJudgedError) as caught:
         minimized(replace(CASE, torch="2.12.0"), lambda case: Answer(case.mode, Kind.WRONG, OTHER))
     assert str(caught.value) == (
         "expected a case that fails as it says: error: KeyError in graph.py in find; here it comes to: "
         "wrong: error: IndexError in graph.py in find. It was found with torch 2.12.0"
     )
-    with pytest.raises(UsageError, match="here it comes to: ok"):
+    with pytest.raises(NotJudgedError, match="here it comes to: ok"):
         minimized(CASE, lambda case: Answer(case.mode, Kind.OK))
 
 

@@ -8,7 +8,6 @@ from expecttest import TestCase
 
 import ddpopt
 from ddpopt.errors import UsageError
-from ddpopt.judge.matrix import CASES, matrix, words
 from ddpopt.judge.modes import MODES
 from ddpopt.judge.options import OPTIONS
 from ddpopt.judge.runner import _waits_s
@@ -24,7 +23,7 @@ class TestMessages(TestCase):
     def test_a_mode_that_does_not_exist(self) -> None:
         message = self.refused(mode="ddpopt")
         assert message.startswith("mode: expected one of eager, manual, torch, whole, ")
-        assert message.endswith("got 'ddpopt'")
+        assert message.endswith("got 'ddpopt'; did you mean 'ddpopt-split' or 'ddpopt-inline'?")
 
     def test_an_option_that_does_not_exist(self) -> None:
         message = self.refused(options="no_synch")
@@ -81,20 +80,6 @@ def test_the_limit_of_a_trial_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch)
 def test_ranks_that_exist_wait_for_each_other_longer_than_a_trial_may_take() -> None:
     assert _waits_s(Settings(trial_limit_s=7.0)) == 300
     assert _waits_s(Settings(trial_limit_s=900.0)) == 900
-
-
-def test_names_come_with_commas_between_and_all_is_all() -> None:
-    assert words(None, ["a"], "--mode") == ()
-    assert words("all", ["a", "b"], "--mode") == ("a", "b")
-    assert words("a, b", [], "--mode") == ("a", "b")
-    with pytest.raises(UsageError, match="--mode: expected names with commas between, got 'a,,b'"):
-        words("a,,b", [], "--mode")
-
-
-def test_the_matrix_asks_for_every_mode_under_every_option_on_six_cases() -> None:
-    asked = matrix()
-    assert len(CASES) == 6
-    assert sum(len(one.modes) for one in asked) == len(MODES) * len(OPTIONS) * len(CASES)
 
 
 def test_names_of_modes_and_options_are_unique() -> None:

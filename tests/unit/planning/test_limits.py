@@ -131,7 +131,8 @@ def test_arguments_of_ddp_without_effect_on_limits_are_taken() -> None:
             "batched_grad_copy, broadcast_buffers, bucket_cap_mb, bucket_cap_mb_list, check_reduction, "
             "delay_all_reduce_named_params, device_ids, device_mesh, dim, find_unused_parameters, "
             "forward_sync_buffers, gradient_as_bucket_view, init_sync, mixed_precision, output_device, "
-            "param_to_hook_all_reduce, process_group, skip_all_reduce_unused_params, static_graph",
+            "param_to_hook_all_reduce, process_group, skip_all_reduce_unused_params, static_graph; "
+            "did you mean 'bucket_cap_mb' or 'bucket_cap_mb_list'?",
         ),
     ],
     ids=lambda value: str(value)[:40],

@@ -159,8 +159,8 @@ def test_ranks_that_wait_for_each_other_are_told_to_compare_their_collectives() 
 @pytest.mark.parametrize(
     ("failure", "how", "advice"),
     [
-        (stalled, "stalled: passed its limit", "--trial-timeout, and --timeout for all of it."),
-        (ended, "kept its peers waiting until it was ended", "--trial-timeout, and --timeout for all of it."),
+        (stalled, "stalled: passed its limit", "--timeout."),
+        (ended, "kept its peers waiting until it was ended", "--timeout."),
         (replace(killed, exit_code=0, signal=""), "ended with exit code 0", "look for os._exit."),
         (replace(killed, signal="SIGSEGV"), "died of SIGSEGV", "under a debugger."),
     ],

@@ -66,7 +66,7 @@ def test_where_eager_itself_only_took_too_long_nothing_was_judged_and_the_limit_
         (
             Status.BROKEN,
             'eager DDP did not come to an end, on tied: rank 1 stalled, in slow.py", line 3 in f. '
-            "If it is only slow, raise --trial-timeout.",
+            "If it is only slow, raise --timeout.",
         ),
     )
 

@@ -1,0 +1,226 @@
+"""``ddpopt fuzz`` and ``ddpopt minimize``: read the arguments, show how it goes, write what came of it.
+
+Invariant: every argument is checked before a worker starts, and a campaign that is interrupted writes its
+summary too.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from ddpopt.cli.options import chosen
+from ddpopt.errors import UsageError, VerificationError
+from ddpopt.judge.report.files import show
+from ddpopt.judge.report.progress import StatusLine
+
+if TYPE_CHECKING:
+    from ddpopt.fuzz.campaign import Campaign
+    from ddpopt.fuzz.cases import FoundCase
+    from ddpopt.fuzz.journal import Plan
+
+SUMMARY = "summary.json"
+OWN = ("ddpopt-split", "ddpopt-inline")
+"""The modes that are fuzzed where none is named."""
+
+
+def planned(  # one for each option of the command line
+    seed: int,
+    mode: str | None,
+    backend: str,
+    nproc: int,
+    workers: int,
+    without: str | None,
+    blocks: Sequence[str],
+) -> Plan:
+    """Check what was asked for.
+
+    Args:
+        seed: of all draws.
+        mode: names of modes with commas between; None for ddpopt's own.
+        backend: of Dynamo.
+        nproc: ranks of each worker.
+        workers: how many.
+        without: features that are not drawn, with commas between.
+        blocks: modules that register blocks.
+
+    Returns:
+        The plan of the campaign.
+
+    Raises:
+        UsageError: an argument cannot be used.
+    """
+    _import_blocks(blocks)
+    import torch
+
+    from ddpopt.dynamo.backend import find_compiler
+    from ddpopt.fuzz.journal import Plan
+    from ddpopt.fuzz.questions import MODES
+    from ddpopt.fuzz.stream import Source, fingerprint, shard_of
+    from ddpopt.judge.backends import backend_of
+    from ddpopt.testing.drawn import known_features
+
+    modes = chosen(mode, MODES, "--mode") or OWN
+    find_compiler(backend_of(backend))
+    left_out = chosen(without, sorted(known_features()), "--without")
+    shard = shard_of()
+    return Plan(
+        seed,
+        shard,
+        workers,
+        modes,
+        backend,
+        nproc,
+        left_out,
+        tuple(blocks),
+        torch.__version__.partition("+")[0],
+        fingerprint(Source(seed, shard, 0, left_out)),
+    )
+
+
+def _import_blocks(modules: Sequence[str]) -> None:
+    """Import what registers blocks of the user's own (`ddpopt.testing.drawn.register_block`)."""
+    try:
+        from ddpopt.testing.drawn.registry import BLOCKS
+    except ImportError as error:
+        raise UsageError("drawing models takes Hypothesis; 'pip install hypothesis'") from error
+    for name in modules:
+        before = len(BLOCKS)
+        known = name in sys.modules
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            raise UsageError(
+                f"--blocks: importing {name!r} failed: {type(error).__name__}: {error}; expected the name of "
+                "a module, as 'import' takes it, looked for in the current folder too"
+            ) from error
+        if len(BLOCKS) == before and not known:
+            raise UsageError(
+                f"--blocks: {name!r} registers no block; expected a module that calls "
+                "ddpopt.testing.drawn.register_block"
+            )
+
+
+def fuzz(  # one for each option of the command line
+    plan: Plan,
+    minutes: float | None,
+    examples: int | None,
+    timeout_s: float,
+    out: str,
+    database: str | None,
+    json: str | None,
+) -> int:
+    """Run a campaign, or resume it.
+
+    Args:
+        plan: of the campaign.
+        minutes: how long; None for no limit.
+        examples: how many models; None for no limit.
+        timeout_s: limit of one mode of one model, in seconds.
+        out: folder of the campaign.
+        database: shared with other machines.
+        json: file for JSON.
+
+    Returns:
+        The exit code: 1 if a mode failed.
+
+    Raises:
+        UsageError: a folder or a database cannot be used.
+        InfrastructureError: no worker could be had.
+    """
+    from ddpopt.fuzz.campaign import Campaign, Limits, open_database
+    from ddpopt.fuzz.cases import write_whole
+    from ddpopt.fuzz.journal import Journal
+    from ddpopt.fuzz.text import fuzz_text
+    from ddpopt.fuzz.workers import PATIENCE
+    from ddpopt.testing.drawn import known_features
+
+    # one folder for each process, where several run together
+    shards = int(os.environ.get("WORLD_SIZE") or os.environ.get("PYTEST_XDIST_WORKER_COUNT") or 1)
+    folder = Path(out) / f"shard-{plan.shard}" if shards > 1 else Path(out)
+    limits = Limits(None if minutes is None else minutes * 60, examples, timeout_s / PATIENCE)
+    with Journal(folder, plan) as journal:
+        campaign = Campaign(journal, plan, limits, open_database(database))
+        with StatusLine("starting workers") as line:
+            campaign.tell = functools.partial(_tell, campaign, line, len(known_features()))
+            summary = campaign.run()
+    write_whole(folder / SUMMARY, f"{summary.to_json()}\n")
+    show(fuzz_text(summary, str(journal.cases), known_features()), summary.to_json(), json)
+    if not minutes and not examples:
+        typer.echo(f"to resume: repeat the command with --out {out}", err=True)
+    return VerificationError.exit_code if summary.distinct else 0
+
+
+def _tell(campaign: Campaign, line: StatusLine, features: int, new: tuple[FoundCase, ...]) -> None:
+    """Show what came of a model."""
+    from ddpopt.fuzz.text import progress_line
+
+    for case in new:
+        script = campaign.journal.cases / f"{case.stem}.py"
+        line.say(f"new: {case.owner}: {case.signature} ({script})")
+    line.show(lambda: progress_line(campaign.summary(), features))
+
+
+def minimize(  # one for each option of the command line
+    file: str,
+    out: str | None,
+    tries: int,
+    minutes: float | None,
+    timeout_s: float,
+    blocks: Sequence[str],
+    json: str | None,
+) -> int:
+    """Make a case small, and write the script that shows it.
+
+    Args:
+        file: the case.
+        out: where the script goes, with the small case next to it; by default next to the case.
+        tries: how many models may be tried.
+        minutes: how long the search may take; None for no limit.
+        timeout_s: limit of one model, in seconds.
+        blocks: modules that register blocks.
+        json: file for the small case as JSON.
+
+    Returns:
+        The exit code: 0 if the script shows the failure in a fresh interpreter, else 1.
+
+    Raises:
+        UsageError: the case cannot be read.
+        NotJudgedError: it does not fail as it says.
+        VerificationError: the smallest model fails in another way in a fresh interpreter.
+    """
+    _import_blocks(blocks)
+    from ddpopt.fuzz.asking import Asking, confirmed, write_script
+    from ddpopt.fuzz.cases import FoundCase, write_whole
+    from ddpopt.fuzz.minimize import minimized
+    from ddpopt.fuzz.text import minimized_text, searching_line
+    from ddpopt.fuzz.workers import PATIENCE
+
+    case = FoundCase.read(Path(file))
+    script = Path(out) if out is not None else Path(file).with_suffix(".small.py")
+    if script.suffix != ".py" or not script.absolute().parent.is_dir():
+        raise UsageError(f"--out: expected the name of a Python file in a folder that exists, got {out!r}")
+    small = script.with_suffix(".json")
+    if small.absolute() == Path(file).absolute():
+        raise UsageError(f"--out: {out!r} would put the small case in place of {file!r}; name another file")
+    seconds, limit_s = None if minutes is None else minutes * 60, timeout_s / PATIENCE
+    with StatusLine(f"looking for a smaller model: {case.signature}") as line, Asking(limit_s) as ask:
+        result = minimized(
+            case,
+            ask,
+            tries=tries,
+            seconds=seconds,
+            tell=lambda found: line.show(lambda: searching_line(found)),
+        )
+    confirmed(result.case, limit_s)
+    write_whole(small, result.case.to_json())
+    ran, reproduces = write_script(result.case, script, limit_s)
+    show(minimized_text(result, script.name, ran, reproduces), result.case.to_json(), json)
+    return 0 if reproduces else VerificationError.exit_code

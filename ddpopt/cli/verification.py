@@ -1,0 +1,138 @@
+"""``ddpopt verify`` and ``ddpopt matrix``: from names to what the judge is asked, and its reports.
+
+Invariant: every name is looked up before a rank is started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from ddpopt.cases.case import resolve
+from ddpopt.cli.options import chosen
+from ddpopt.judge.backends import backend_of
+from ddpopt.judge.locate import locate
+from ddpopt.judge.located import Late, is_first, verify_and_locate
+from ddpopt.judge.matrix import CASES
+from ddpopt.judge.modes import MODES, mode_of
+from ddpopt.judge.option_cases import differing
+from ddpopt.judge.options import OPTIONS
+from ddpopt.judge.report.files import show, write_reports
+from ddpopt.judge.report.progress import StatusLine, counting
+from ddpopt.judge.report.text import verdict_text
+from ddpopt.judge.report.wording import headline
+from ddpopt.judge.runner import OPTIONS_BY_DEFAULT, checked, verify_all
+from ddpopt.judge.trials import Asked, Settings, Started
+from ddpopt.judge.verdict import Location, Trial, Verdict
+
+REPRODUCTION = "ddpopt_reproduction.py"
+"""Where the script goes that shows what is wrong."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What the command line asks for, in its own words.
+
+    Attributes:
+        nproc: how many ranks.
+        backend: of Dynamo.
+        modes: names with commas between, ``all``, or None for ddpopt's own.
+        options: the same for ways to use DDP; None for none but the target's own.
+        steps: of training.
+        timeout_s: limit of one trial, in seconds.
+        json: file for JSON.
+        reports: files for reports.
+        dtype: to compute in.
+        device: where.
+    """
+
+    nproc: int
+    backend: str
+    modes: str | None
+    options: str | None
+    steps: int
+    timeout_s: float
+    json: str | None
+    reports: tuple[str, ...]
+    dtype: str | None = None
+    device: str | None = None
+
+    def of_target(self, target: str, ddp_kwargs: Mapping[str, Any], *, locate: bool) -> int:
+        """Verify one target, and look where it goes wrong if that is asked for.
+
+        Returns:
+            The exit code.
+        """
+        case = resolve(target)
+        asked = self._asked([differing(case, ddp_kwargs) if ddp_kwargs else target])
+        search = partial(self._locate, target, ddp_kwargs) if locate else None
+        return self._run(case.name, asked, search)
+
+    def of_matrix(self) -> int:
+        """Verify the matrix's own cases, and return the exit code."""
+        return self._run(f"{len(CASES)} cases", self._asked(CASES), None)
+
+    @property
+    def _settings(self) -> Settings:
+        strategy = None if self.modes else "auto"
+        return Settings(backend_of(self.backend), strategy, self.steps, self.dtype, self.timeout_s)
+
+    def _asked(self, cases: Sequence[Any]) -> list[Asked]:
+        modes = chosen(self.modes, [known.name for known in MODES], "--mode") or (mode_of("auto"),)
+        options = chosen(self.options, [known.name for known in OPTIONS], "--options")
+        asked = [Asked(case, name, modes) for case in cases for name in options or OPTIONS_BY_DEFAULT]
+        checked(asked, self._settings, self.nproc)
+        return asked
+
+    def _run(
+        self, title: str, asked: list[Asked], search: Callable[[Trial, int, Late], Location] | None
+    ) -> int:
+        def verify() -> Verdict:
+            trials = sum(len(one.modes) for one in asked)
+            with StatusLine("starting ranks") as line:
+                begin = counting(line, trials)
+
+                def hear(event: object) -> None:
+                    if isinstance(event, Started) and event.mode:
+                        begin(f"{event.case}: {event.mode} / {event.option}")
+
+                return verify_all(
+                    title,
+                    asked,
+                    self._settings,
+                    nproc=self.nproc,
+                    device=self.device,
+                    limit_s=self.timeout_s * (trials + len(asked)),
+                    on_event=hear,
+                )
+
+        return verify_and_locate(verify, search, self._report).exit_code
+
+    def _locate(
+        self, target: str, ddp_kwargs: Mapping[str, Any], trial: Trial, ranks: int, late: Late
+    ) -> Location:
+        if is_first():
+            typer.echo(f"looking where it goes wrong: {trial.name}", err=True)
+        return locate(
+            target,
+            trial,
+            Path(REPRODUCTION),
+            nproc=ranks,
+            steps=self.steps,
+            strategy=self._settings.strategy,
+            dtype=self.dtype,
+            device=self.device,
+            backend=self.backend,
+            ddp_kwargs=ddp_kwargs,
+            on_late=late,
+        )
+
+    def _report(self, verdict: Verdict) -> None:
+        text = verdict_text(verdict)
+        write_reports(self.reports, verdict, headline(verdict), text)
+        show(text, verdict.to_json(), self.json)

@@ -1,0 +1,145 @@
+"""A run of the gate: what is to be measured, on ranks that are started for it, and what becomes of it.
+
+Invariant: a baseline is only written where that is asked for, and from a run in which nothing failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddpopt.cases.case import resolve
+from ddpopt.errors import UsageError
+from ddpopt.gate.baseline import Baseline, Figures, Measuring, named, read, release_of, write
+from ddpopt.gate.comparison import Comparison, changes
+from ddpopt.gate.figures import case_figures, failures
+from ddpopt.judge.backends import backend_of
+from ddpopt.judge.modes import mode
+from ddpopt.judge.runner import checked
+from ddpopt.judge.trials import Settings, keep_for_good, quickly
+from ddpopt.ranks.group import Ranks, launch
+
+CASE_LIMIT_S = 900.0
+RUN_LIMIT_S = 7200.0
+
+
+def gate(
+    file: Path,
+    targets: Sequence[str],
+    given: Mapping[str, Any],
+    *,
+    update: bool,
+    begin: Callable[[str, int], None],
+) -> tuple[Comparison, str]:
+    """Measure, compare with the baseline, and write it if that is asked for.
+
+    Args:
+        file: the baseline.
+        targets: what to measure; empty for all of the baseline. With `update` new ones are added to it.
+        given: fields of `Measuring` that are asked for.
+        update: whether to write the baseline.
+        begin: called with each case as it begins, and how many there are.
+
+    Returns:
+        The comparison, and what became of the file; empty if it was not to be written.
+
+    Raises:
+        UsageError: an argument or the baseline cannot be used.
+        InfrastructureError: a rank died, or none could be had.
+    """
+    release = release_of(torch.__version__)
+    kept = read(file)
+    settings = settings_of(kept, file, named(targets), given, update=update)
+    before = kept.measured.get(release, {}) if kept and update else {}
+    if kept and not update:
+        before = kept.figures(release, file)
+    whole = not targets or (kept is not None and replace(kept.settings, targets=settings.targets) != settings)
+    due = settings.targets if whole else named(targets)
+    now = _measure(settings, due, lambda name: begin(name, len(due)))
+    left_out = tuple(name for name in settings.targets if name not in due)
+    old = {name: case for name, case in before.items() if whole or name in due}
+    comparison = Comparison(
+        str(file), release, settings.nproc, now, changes(old, now), left_out, updates=update
+    )
+    if not update:
+        return comparison, ""
+    failed = [f"{name}, {said}" for name, case in now.items() for said in failures(case)]
+    if failed or not now:
+        said = "\n  ".join(failed) or "nothing was measured"
+        return replace(comparison, updates=False), f"{file} was not written:\n  {said}"
+    merged = now if whole else {**before, **now}
+    changed = write(replace(kept or Baseline(), settings=settings).with_figures(release, merged), file)
+    return comparison, f"{'wrote' if changed else 'nothing to change in'} {file}"
+
+
+def settings_of(
+    kept: Baseline | None, file: Path, targets: Sequence[str], given: Mapping[str, Any], *, update: bool
+) -> Measuring:
+    """What to measure: the baseline's own settings, and with `update` those that are given.
+
+    Raises:
+        UsageError: there is no baseline, or a setting differs from the baseline's, or is of no use.
+    """
+    if kept is None and not update:
+        raise UsageError(
+            f"--baseline: there is no file {str(file)!r} to compare with; write it with --update"
+        )
+    own = kept.settings if kept else Measuring()
+    for name, value in given.items():
+        if not update and value != getattr(own, name):
+            raise UsageError(
+                f"--{name.removesuffix('s') if name == 'modes' else name}: the baseline was measured with "
+                f"{getattr(own, name)!r}, got {value!r}; leave the option out, or write the baseline with "
+                "--update"
+            )
+    strangers = [name for name in targets if name not in own.targets]
+    if strangers and not update:
+        raise UsageError(
+            f"expected targets of the baseline, got {', '.join(map(repr, strangers))}; add them with --update"
+        )
+    settings = replace(own, targets=(*own.targets, *strangers), **given)
+    checked([], Settings(backend_of(settings.backend), None, settings.steps), settings.nproc)
+    for name in settings.modes:
+        if not mode(name, "--mode").observable:
+            raise UsageError(f"--mode: expected modes that have DDP's reducer, got {name!r}")
+    for name in settings.targets:
+        resolve(name)
+    return settings
+
+
+def _measure(settings: Measuring, due: Sequence[str], begin: Callable[[str], None]) -> Figures:
+    """What rank 0 saw of each case, on ranks of our own."""
+    if not due:
+        return {}
+
+    def hear(event: object) -> None:
+        if isinstance(event, str):
+            begin(event)
+
+    launched = launch(
+        _on_rank,
+        settings,
+        due,
+        nproc=settings.nproc,
+        limit_s=RUN_LIMIT_S,
+        device=settings.device,
+        on_event=hear,
+    )
+    figures: Figures = launched[0]
+    return figures
+
+
+def _on_rank(ranks: Ranks, settings: Measuring, due: Sequence[str]) -> Figures:
+    backend = backend_of(settings.backend)
+    found = {}
+    with quickly():
+        for name in due:
+            ranks.emit(name)
+            keep_for_good()
+            with ranks.limited(CASE_LIMIT_S, f"the gate: {name}"):
+                found[name] = case_figures(resolve(name), settings, backend, ranks)
+    return found

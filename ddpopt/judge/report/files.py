@@ -1,0 +1,92 @@
+"""The files that a report goes to: JSON, and others by their suffix.
+
+Invariant: whether each file can be written is known before anything runs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ddpopt.errors import UsageError
+from ddpopt.judge.verdict import Verdict
+
+STDOUT = "-"
+SUFFIXES = (".xml", ".html", ".md")
+SUMMARY = "GITHUB_STEP_SUMMARY"
+"""The variable in which GitHub Actions names the file of a step's summary, which has no suffix."""
+
+
+def require_writable(json: str | None, reports: Sequence[str] = ()) -> None:
+    """Fail before minutes of work, not after.
+
+    Args:
+        json: where JSON goes; None for nowhere.
+        reports: where reports go.
+
+    Raises:
+        UsageError: a file cannot be written, or its suffix is not that of a report.
+    """
+    for file in reports:
+        if _suffix(file) not in SUFFIXES:
+            raise UsageError(
+                f"--report: expected a file name that ends in {', '.join(SUFFIXES)} (JUnit XML, a page, "
+                f"GitHub's Markdown), got {file!r}; JSON goes to --json FILE"
+            )
+    options = [("--report", file) for file in reports]
+    options += [("--json", json)] if json is not None and json != STDOUT else []
+    for option, file in options:
+        folder = Path(file).absolute().parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(file).is_dir():
+            raise UsageError(
+                f"{option}: cannot write {file!r}; name a file in a folder that can be written to"
+            )
+
+
+def _suffix(file: str) -> str:
+    return ".md" if file == os.environ.get(SUMMARY) else Path(file).suffix
+
+
+def show(text: str, data: str, json: str | None) -> None:
+    """Print a result, and write it as JSON.
+
+    Args:
+        text: the result for people.
+        data: the same as JSON.
+        json: file for `data`; ``-`` for stdout, in place of the text; None for nowhere.
+    """
+    if json is not None and json != STDOUT:
+        Path(json).write_text(f"{data}\n", encoding="utf-8")
+    sys.stdout.write(f"{data if json == STDOUT else text}\n")
+
+
+def write_reports(files: Sequence[str], verdict: Verdict, headline: str, text: str) -> None:
+    """Write the reports that were asked for.
+
+    Args:
+        files: where to. To the file that GitHub names for a step's summary the report is appended.
+        verdict: what was found.
+        headline: the same in one line.
+        text: the same for people.
+    """
+    for file in files:
+        page = _page(_suffix(file), verdict, headline, text)
+        with Path(file).open("a" if file == os.environ.get(SUMMARY) else "w", encoding="utf-8") as out:
+            out.write(f"{page}\n")
+
+
+def _page(suffix: str, verdict: Verdict, headline: str, text: str) -> str:
+    # each takes a library of its own, which the others do not need
+    if suffix == ".xml":
+        from ddpopt.judge.report.junit import junit_xml
+
+        return junit_xml(verdict)
+    if suffix == ".html":
+        from ddpopt.judge.report.html import html_page
+
+        return html_page(verdict)
+    from ddpopt.judge.report.markdown import step_summary
+
+    return step_summary(headline, text, verdict.exit_code)

@@ -1,0 +1,253 @@
+"""Faults in compiled code: gradients, buffers and random numbers that are not what the program computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddpopt.judge.option_steps import accumulated_hooks
+from ddpopt.judge.training import Trainer
+from tests.selftest.sites import Site, Tamper, after_backward, first, weight
+
+Change = Callable[[Tensor], Tensor]
+
+
+def on_gradient(change: Change | type[Stale]) -> Tamper:
+    """Have a weight receive another gradient than the backward computed."""
+
+    def tamper(trainer: Trainer, site: Site) -> None:
+        parameter: Any = weight(trainer)  # torch types its hooks not
+        received = change() if isinstance(change, type) else change
+
+        def hook(gradient: Tensor) -> Tensor:
+            changed = received(gradient)
+            site.mark_unless_equal(changed, gradient)
+            return changed
+
+        parameter.register_hook(hook)
+
+    return tamper
+
+
+class Stale:
+    """The gradient of the step before."""
+
+    def __init__(self) -> None:
+        self._last: Tensor | None = None
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        """Return the last gradient, and keep this one."""
+        last, self._last = self._last, gradient.clone()
+        return gradient if last is None else last
+
+
+def same(gradient: Tensor) -> Tensor:
+    """The gradient itself: no fault, but the way that faults are put in."""
+    return gradient.clone()
+
+
+def zeroed(gradient: Tensor) -> Tensor:
+    """All zeros."""
+    return torch.zeros_like(gradient)
+
+
+def doubled(gradient: Tensor) -> Tensor:
+    """Twice the gradient."""
+    return gradient * 2
+
+
+def negated(gradient: Tensor) -> Tensor:
+    """The other sign."""
+    return -gradient
+
+
+def transposed(gradient: Tensor) -> Tensor:
+    """Rows for columns."""
+    return gradient.t().contiguous()
+
+
+def halved(gradient: Tensor) -> Tensor:
+    """Rounded to half precision."""
+    return gradient.to(torch.bfloat16).to(gradient.dtype)
+
+
+def rolled(gradient: Tensor) -> Tensor:
+    """Each row one place further down."""
+    return gradient.roll(1, 0)
+
+
+def holed(gradient: Tensor) -> Tensor:
+    """The largest element lost."""
+    changed = gradient.clone()
+    changed.view(-1)[gradient.abs().argmax()] = 0
+    return changed
+
+
+def poisoned(gradient: Tensor) -> Tensor:
+    """One element not a number."""
+    changed = gradient.clone()
+    changed.view(-1)[0] = float("nan")
+    return changed
+
+
+def next_up(gradient: Tensor) -> Tensor:
+    """The largest element one unit in the last place further."""
+    changed = gradient.clone()
+    place = gradient.abs().argmax()
+    flat = changed.view(-1)
+    flat[place] = torch.nextafter(flat[place], torch.tensor(float("inf"), dtype=gradient.dtype))
+    return changed
+
+
+def from_first_rank(trainer: Trainer, site: Site) -> None:
+    """Have a weight receive the gradient that the first rank computed, before anything is reduced."""
+    parameter: Any = weight(trainer)  # torch types its hooks not
+    group = trainer.place.group
+
+    def hook(gradient: Tensor) -> Tensor:
+        theirs = gradient.clone()
+        dist.broadcast(theirs, dist.get_global_rank(group, 0), group)
+        site.mark_unless_equal(theirs, gradient)
+        return theirs
+
+    parameter.register_hook(hook)
+
+
+def swapped_gradients(trainer: Trainer, site: Site) -> None:
+    """Give two weights each other's gradient."""
+    one, two = weight(trainer, 0), weight(trainer, 1)
+
+    def swap() -> None:
+        if one.grad is not None and two.grad is not None:
+            site.mark_unless_equal(one.grad, two.grad)
+        one.grad, two.grad = two.grad, one.grad
+
+    after_backward(trainer, swap)
+
+
+def missing_gradient(trainer: Trainer, site: Site) -> None:
+    """Take a gradient away."""
+    parameter = weight(trainer)
+
+    def take() -> None:
+        if parameter.grad is not None:
+            parameter.grad = None
+            site.mark()
+
+    after_backward(trainer, take)
+
+
+def reshaped_gradient(trainer: Trainer, site: Site) -> None:
+    """Record a gradient as a vector."""
+    gradients = trainer.parallel.gradients
+
+    def flat() -> Any:
+        found = gradients()
+        matrices = ((name, value) for name, value in found.items() if value is not None and value.dim() == 2)
+        name, value = first(matrices, "the gradient of a matrix")
+        site.mark()
+        return found | {name: value.flatten()}
+
+    trainer.parallel.gradients = flat  # type: ignore[method-assign]  # for this run alone
+
+
+def restrided_gradient(trainer: Trainer, site: Site) -> None:
+    """Give a weight's gradient the strides of its transpose."""
+    parameter = weight(trainer)
+
+    def restride() -> None:
+        if parameter.grad is not None:
+            before = parameter.grad.stride()
+            parameter.grad = parameter.grad.t().contiguous().t()
+            if parameter.grad.stride() != before:
+                site.mark()
+
+    after_backward(trainer, restride)
+
+
+def moved_parameter(trainer: Trainer, site: Site) -> None:
+    """Move a weight by one unit in the last place."""
+    parameter = weight(trainer)
+
+    def move() -> None:
+        with torch.no_grad():
+            moved = next_up(parameter)
+            site.mark_unless_equal(moved, parameter)
+            parameter.copy_(moved)
+
+    after_backward(trainer, move)
+
+
+def stale_buffer(trainer: Trainer, site: Site) -> None:
+    """Put a floating-point buffer back after each backward."""
+    buffers = (buffer for buffer in trainer.parallel.model.buffers() if buffer.is_floating_point())
+    _put_back(trainer, first(buffers, "a buffer of floating-point numbers"), site)
+
+
+def stale_counter(trainer: Trainer, site: Site) -> None:
+    """Put a buffer of integers back after each backward."""
+    buffers = (buffer for buffer in trainer.parallel.model.buffers() if not buffer.is_floating_point())
+    _put_back(trainer, first(buffers, "a buffer of integers"), site)
+
+
+def _put_back(trainer: Trainer, buffer: Tensor, site: Site) -> None:
+    before = buffer.clone()
+
+    def put_back() -> None:
+        site.mark_unless_equal(before, buffer)
+        buffer.copy_(before)
+
+    after_backward(trainer, put_back)
+
+
+def replayed_random(trainer: Trainer, site: Site) -> None:
+    """Have each forward draw the random numbers of the first."""
+    call = trainer.parallel.call
+    states: list[Tensor] = []
+
+    def replaying(*args: Any, **kwargs: Any) -> Any:
+        states.append(torch.random.get_rng_state())
+        site.mark_unless_equal(states[0], states[-1])
+        torch.random.set_rng_state(states[0])
+        return call(*args, **kwargs)
+
+    trainer.parallel.call = replaying
+
+
+def counted_twice(trainer: Trainer, site: Site) -> None:
+    """Add the gradient of a weight once more after each backward that is not reduced."""
+    parameter = weight(trainer)
+
+    def add() -> None:
+        ddp = trainer.ddp
+        if parameter.grad is not None and ddp is not None and not ddp.require_backward_grad_sync:
+            once = parameter.grad.clone()
+            parameter.grad.add_(once)
+            site.mark_unless_equal(parameter.grad, once)
+
+    after_backward(trainer, add)
+
+
+def hook_twice(trainer: Trainer, site: Site) -> None:
+    """Have the user's hooks run twice for each gradient, which they count."""
+    accumulated_hooks(trainer)
+
+    def look() -> None:
+        if any(count == 2 for name, count in trainer.extras.items() if name.startswith("accumulated ")):
+            site.mark()
+
+    after_backward(trainer, look)
+
+
+def recompiling(trainer: Trainer, site: Site) -> None:
+    """Forget compiled code after each step."""
+
+    def forget() -> None:
+        torch._dynamo.reset_code_caches()
+        site.mark()
+
+    after_backward(trainer, forget)

@@ -1,0 +1,198 @@
+"""Defects put back into ddpopt: what nobody knows that a node writes, and memory taken without a proof.
+
+Each goes in at the one place that all ask: the table of what a node writes, or the call that receives a
+gradient. So plan and proof are mistaken together, and only what is computed can show it; a drawn model does.
+Invariant: nothing but the named kind of write, or of gradient, is treated otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+from torch import Tensor, fx
+from torch._ops import HigherOrderOperator, OpOverload
+
+from ddpopt.cases.case import Case
+from ddpopt.ddp.ready_hooks import ReadyHooks
+from ddpopt.graph import effects
+from ddpopt.inline import handover
+from ddpopt.testing.drawn import DrawnModel, step
+from tests.selftest.sites import Inject, Site
+
+
+@dataclass(frozen=True)
+class Defect:
+    """A defect, and what shows it.
+
+    Attributes:
+        name: unique.
+        mode: in which it shows.
+        inject: puts it in.
+        shown_by: the smallest model that shows it.
+        seen_by: who has to find it, as for a fault.
+        trace: what the source of a model has that may show it: a regular expression.
+    """
+
+    name: str
+    mode: str
+    inject: Inject
+    shown_by: DrawnModel
+    seen_by: tuple[str, ...]
+    trace: str
+
+
+def forgetting(forgotten: Callable[[fx.Node], bool]) -> Inject:
+    """Have nobody know what some nodes write."""
+
+    @contextlib.contextmanager
+    def inject(site: Site) -> Iterator[None]:
+        known = effects._mutated
+
+        def forgetful(node: fx.Node) -> Iterator[fx.Node]:
+            written = list(known(node))
+            if written and forgotten(node):
+                site.mark()
+                return iter(())
+            return iter(written)
+
+        with patch.object(effects, "_mutated", forgetful):
+            yield
+
+    return inject
+
+
+@contextlib.contextmanager
+def taking(site: Site) -> Iterator[None]:
+    """Take the memory of every gradient that would be copied."""
+    receive = handover.Call.receive
+
+    def take(self: handover.Call, slot: int, gradient: Tensor, treatment: int, gate: Any) -> None:
+        if treatment == handover.COPIED:
+            site.mark()
+            treatment = handover.TAKEN
+        receive(self, slot, gradient, treatment, gate)
+
+    with patch.object(handover.Call, "receive", take), patch.object(handover, "_is_alone", lambda _: True):
+        yield
+
+
+@contextlib.contextmanager
+def unhooked(site: Site) -> Iterator[None]:
+    """Hand over the gradients of parameters that users have hooked."""
+    hooked = ReadyHooks.is_hooked
+    own = handover._is_hooked
+
+    def overlooked(was: bool) -> bool:
+        if was:
+            site.mark()
+        return False
+
+    with (
+        patch.object(ReadyHooks, "is_hooked", lambda self, place: overlooked(hooked(self, place))),
+        patch.object(handover, "_is_hooked", lambda parameter: overlooked(own(parameter))),
+    ):
+        yield
+
+
+def _name(node: fx.Node) -> str:
+    target: Any = node.target
+    return target if isinstance(target, str) else getattr(target, "__name__", type(target).__name__)
+
+
+def _is_numpy(node: fx.Node) -> bool:
+    return "numpy" in type(node.target).__name__
+
+
+def _written(block: str, by: str) -> DrawnModel:
+    return DrawnModel(steps=(step(block, by=by),), width=4, cap_bytes=1)
+
+
+def _forgets(what: str, forgotten: Callable[[fx.Node], bool], shown_by: DrawnModel, trace: str) -> Defect:
+    name = f"nobody knows what {what} write"
+    return Defect(name, "ddpopt-split", forgetting(forgotten), shown_by, ("L0",), trace)
+
+
+def _takes(what: str, shown_by: DrawnModel, trace: str) -> Defect:
+    return Defect(f"a gradient is taken that {what}", "ddpopt-inline", taking, shown_by, ("L3",), trace)
+
+
+_LINEAR = step("linear")
+DEFECTS: tuple[Defect, ...] = (
+    _forgets(
+        "methods that end in _",
+        lambda node: node.op == "call_method" and _name(node).endswith("_") and "__" not in _name(node),
+        _written("written", "add_"),
+        r"t\d+\.(add|mul)_\(",
+    ),
+    _forgets(
+        "methods of Python's operators",
+        lambda node: node.op == "call_method" and _name(node).startswith("__"),
+        _written("written", "imul"),
+        r"__imul__",
+    ),
+    _forgets(
+        "Python's operators",
+        lambda node: not _is_numpy(node) and _name(node) in ("iadd", "setitem"),
+        _written("written", "operator"),
+        r"t\d+ \+= |t\d+\[.*\] = ",
+    ),
+    _forgets(
+        "functions that are told to",
+        lambda node: "out" in node.kwargs or bool(node.kwargs.get("inplace")),
+        _written("written_by_function", "out"),
+        r"out=t\d|inplace=True",
+    ),
+    _forgets("arrays of NumPy", _is_numpy, _written("written", "numpy"), r"\.numpy\(\)"),
+    _forgets(
+        "norms",
+        lambda node: "norm" in _name(node),
+        _written("statistics", "native"),
+        r"(batch|instance)_norm\(",
+    ),
+    _forgets(
+        "lookups", lambda node: "embedding" in _name(node), _written("looked_up", "embedding"), r"max_norm="
+    ),
+    _forgets(
+        "bodies",
+        lambda node: isinstance(node.target, HigherOrderOperator),
+        _written("written_inside", "function"),
+        r"Writing\.apply|Marking\.apply|checkpoint\(inside",
+    ),
+    _forgets(
+        "functions that Dynamo does not look into",
+        lambda node: not effects.is_known(node),
+        _written("written_inside", "allow_in_graph"),
+        r"= (allowed|traced)\(",
+    ),
+    _forgets(
+        "operators of the user",
+        lambda node: isinstance(node.target, OpOverload) and node.target.namespace == "drawn",
+        _written("written_inside", "operator"),
+        r"shrink\(t",
+    ),
+    _takes("an input has, too", DrawnModel(steps=(step("added", to="input"), _LINEAR)), r"prompt\d"),
+    _takes("eager code hands on", DrawnModel(steps=(step("from_outside"), _LINEAR)), r"outside\("),
+    _takes("the user made", DrawnModel(steps=(step("returned"), _LINEAR)), r"Returned(Saved|Cloned)\.apply"),
+    _takes(
+        "comes from the user, who gives it again",
+        DrawnModel(steps=(_LINEAR, step("added")), loss="given", training="accumulation", cap_bytes=1),
+        r"(?s)self\.rows\d.*Given\.apply",
+    ),
+    Defect(
+        "a hook is not waited for",
+        "ddpopt-inline",
+        unhooked,
+        DrawnModel(steps=(step("hooked"), _LINEAR)),
+        ("run",),
+        r"hook_(changed|node|accumulated)\(self",
+    ),
+)
+
+
+def case_of(name: str) -> Case | None:
+    """The case that shows a defect; None if there is no defect of this name."""
+    return next((replace(each.shown_by.case(), name=name) for each in DEFECTS if each.name == name), None)

@@ -1,0 +1,256 @@
+"""Faults that are put in by hand, to learn whether verification finds them.
+
+Four layers: the plan that the reducer follows, the partition of the graph, the compiled code, and
+communication. Each fault is a small function that changes a running training, in memory and for one run.
+Invariant: a fault changes nothing but the run that it is put into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from tests.selftest import codes as code
+from tests.selftest import defects, graphs, plans, shown, wires
+from tests.selftest.metadata import shared_metadata
+from tests.selftest.sites import (
+    Carriers,
+    Inject,
+    Tamper,
+    every_rank,
+    last_rank,
+    later_ranks,
+    no_change,
+    second_rank,
+    untouched,
+)
+
+Layer = Literal["plan", "partition", "compiled code", "communication"]
+NUMBERS = ("L0", "L1", "L2")
+"""Whoever compares numbers: L0 where equality is asked for, L1 and L2 where rounding is allowed."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault, and where to put it.
+
+    Attributes:
+        name: unique.
+        layer: what it breaks.
+        seen_by: who may claim to have found it: ``"L0"`` to ``"L3"``; ``"certificate"``: ddpopt refuses the
+            graph; ``"agreement"``: ddpopt refuses the ranks' plans; ``"run"``: the step fails; ``"ranks"``:
+            a rank dies or stalls.
+        inject: from the rank's site to a context that holds while the mode runs: something of ddpopt's is
+            replaced.
+        tamper: changes the trainer once the model is data-parallel.
+        carriers: the ranks on which broken code has to run.
+        mode: the mode that it is put into.
+        case: name of the case that shows it, of the matrix or of the corpus.
+        option: the option that shows it.
+        backend: ``"aot_eager"``; ``"rounding"`` for one that is held to L2; ``"reusing"`` for one that
+            reuses memory as Inductor does.
+        tiny: whether it moves a number by one unit in the last place, which is rounding on three ranks.
+        reduced: whether the wrong numbers are sums over ranks: of these equality is asked on two ranks alone.
+    """
+
+    name: str
+    layer: Layer
+    seen_by: tuple[str, ...]
+    inject: Inject = no_change
+    tamper: Tamper = untouched
+    carriers: Carriers = every_rank
+    mode: str = "ddpopt-inline"
+    case: str = "plain"
+    option: str = "default"
+    backend: str = "aot_eager"
+    tiny: bool = False
+    reduced: bool = True
+
+    def due(self, levels: Iterable[str], size: int) -> tuple[str, ...]:
+        """Those that have to find it, where these levels were applied on so many ranks.
+
+        L0 has to where equality is asked for: of reduced gradients on two ranks, of all else on any. L1
+        holds what is received against what was sent, so it has to find faults in communication; of other
+        wrong gradients it has to hear only where nothing else compares them.
+        """
+        applied = {*levels, "certificate", "agreement"}
+        if (size > 2 and self.reduced) or self.backend == "rounding":
+            applied -= {"L0"}
+        if self.layer != "communication" and not applied.isdisjoint(("L0", "L2")):
+            applied -= {"L1"}
+        return tuple(name for name in self.seen_by if name in applied)
+
+    def shows_on(self, size: int) -> bool:
+        """Whether so many ranks can show it."""
+        return size == 2 or (size > 2 and not self.tiny)
+
+
+def _plan(name: str, inject: Inject, seen_by: str = "L3", mode: str = "ddpopt-inline") -> Fault:
+    return Fault(name, "plan", (seen_by,), inject, mode=mode)
+
+
+def _cut(
+    name: str, change: graphs.Change, case: str = "plain", seen_by: tuple[str, ...] = NUMBERS
+) -> tuple[Fault, Fault]:
+    """A wrong partition: as it comes, and without the certificate, so that the numbers must show it."""
+    proved = Fault(
+        name, "partition", ("certificate",), graphs.cutting(change), mode="ddpopt-split", case=case
+    )
+    unproved = graphs.cutting(change, certified=False)
+    return proved, replace(proved, name=f"{name}, uncertified", seen_by=seen_by, inject=unproved)
+
+
+def _code(
+    name: str,
+    tamper: Tamper,
+    case: str = "plain",
+    option: str = "default",
+    seen_by: tuple[str, ...] = NUMBERS,
+    *,
+    reduced: bool = True,
+) -> tuple[Fault, Fault]:
+    """Wrong numbers: where equality is asked for, and where rounding is allowed."""
+    exact = Fault(name, "compiled code", seen_by, tamper=tamper, case=case, option=option, reduced=reduced)
+    rounded = f"{name}, where rounding is allowed"
+    return exact, replace(exact, name=rounded, mode="ddpopt-split", backend="rounding")
+
+
+def _strict(name: str, tamper: Tamper, option: str = "default") -> Fault:
+    return Fault(name, "compiled code", ("L3",), tamper=tamper, option=option)
+
+
+def _shown(faults: shown.Faults) -> tuple[Fault, ...]:
+    """What a script sees next to the gradients of parameters."""
+    return tuple(
+        Fault(name, "compiled code", (level,), tamper=tamper, case="shown", reduced=False)
+        for name, (level, tamper) in faults.items()
+    )
+
+
+def _forgotten(defect: defects.Defect) -> Fault:
+    """A defect that plan and proof share, so that numbers have to show it."""
+    return Fault(
+        defect.name,
+        "partition",
+        defect.seen_by,
+        defect.inject,
+        mode=defect.mode,
+        case=defect.name,
+        option=defect.shown_by.training,
+        reduced=False,
+    )
+
+
+def _tiny(name: str, layer: Layer, tamper: Tamper) -> Fault:
+    return Fault(name, layer, ("L0",), tamper=tamper, tiny=True)
+
+
+def _wire(
+    name: str,
+    tamper: Tamper,
+    seen_by: tuple[str, ...] = NUMBERS,
+    case: str = "plain",
+    option: str = "bucket_view",
+) -> Fault:
+    """Wrong communication; under an option whose gradients L1 holds against what each rank computed alone."""
+    return Fault(name, "communication", seen_by, tamper=tamper, case=case, option=option)
+
+
+FAULTS: tuple[Fault, ...] = (
+    _plan("two buckets are swapped", plans.bucketing(plans.swapped)),
+    _plan("a parameter is one bucket late", plans.bucketing(plans.late), mode="ddpopt-split"),
+    _plan("a bucket is dropped", plans.bucketing(plans.dropped), "run"),
+    _plan("a bucket is doubled", plans.bucketing(plans.doubled), "run"),
+    _plan("all parameters are in one bucket", plans.bucketing(plans.merged), mode="ddpopt-split"),
+    Fault(
+        "one rank has another plan",
+        "plan",
+        ("agreement",),
+        tamper=plans.other_plan_on_one_rank,
+        carriers=second_rank,
+    ),
+    replace(
+        _plan("one rank's plan does not fit its model", plans.unfit_plan_on_one_rank, "agreement"),
+        carriers=second_rank,
+    ),
+    replace(
+        _plan("one rank's reducer has other buckets", plans.bucketing(plans.late, second_rank)),
+        seen_by=("L3", "run", "ranks"),
+        carriers=second_rank,
+    ),
+    _plan("no plan is in force", plans.no_plan),
+    *_cut("a segment reads what the one before it read", graphs.skipped_segment, seen_by=(*NUMBERS, "run")),
+    *_cut("two segments swap their parameters", graphs.swapped_parameters),
+    *_cut("a tied contribution is lost", graphs.lost_contribution, "tied"),
+    *_cut("no gradient crosses a cut", graphs.detached_crossing, seen_by=(*NUMBERS, "run")),
+    *_cut("what crosses a cut is cast to bfloat16 and back", graphs.rounded_crossing),
+    *_cut("a mutation is lost", graphs.lost_mutation, "writing"),
+    *_cut("a mutation runs at the end of its segment", graphs.late_mutation, "writing"),
+    *_cut("a mutation is moved across a cut", graphs.moved_mutation, "writing"),
+    *_cut("a mutation runs twice", graphs.repeated_mutation, "writing"),
+    *_cut("segments run in another order", graphs.swapped_segments),
+    *map(_forgotten, defects.DEFECTS),
+    Fault(
+        "a segment has the metadata of another one",
+        "compiled code",
+        ("L0",),
+        shared_metadata,
+        mode="ddpopt-split",
+        case="weight_norm",
+        backend="reusing",
+    ),
+    *_code("a gradient is zeroed", code.on_gradient(code.zeroed)),
+    *_code("a gradient is doubled", code.on_gradient(code.doubled)),
+    *_code("a gradient is negated", code.on_gradient(code.negated)),
+    *_code("a gradient is transposed", code.on_gradient(code.transposed)),
+    *_code("a gradient is that of the last step", code.on_gradient(code.Stale)),
+    *(
+        replace(fault, carriers=later_ranks)
+        for fault in _code("a gradient is another rank's", code.from_first_rank)
+    ),
+    *_code("a gradient is cast to bfloat16 and back", code.on_gradient(code.halved)),
+    *_code("rows of a gradient are rolled", code.on_gradient(code.rolled)),
+    *_code("one element of a gradient is zero", code.on_gradient(code.holed)),
+    *_code("one element of a gradient is NaN", code.on_gradient(code.poisoned)),
+    *_code("two gradients are swapped", code.swapped_gradients),
+    *_code("a gradient is missing", code.missing_gradient, seen_by=("L3",)),
+    *_code("a gradient has lost a dimension", code.reshaped_gradient, seen_by=("L3",)),
+    *_code("a buffer is not updated", code.stale_buffer, "normed", reduced=False),
+    *_code("a counter is not updated", code.stale_counter, "normed", seen_by=("L3",)),
+    *_code("random numbers are replayed", code.replayed_random, "noisy"),
+    *_code("a micro-batch is counted twice", code.counted_twice, option="accumulation"),
+    _tiny("a gradient is off by one ULP", "compiled code", code.on_gradient(code.next_up)),
+    _tiny("a parameter is off by one ULP", "compiled code", code.moved_parameter),
+    _strict("a hook runs twice", code.hook_twice, "accumulated_hook"),
+    _strict("a gradient has other strides", code.restrided_gradient),
+    _strict("a graph is compiled again in each step", code.recompiling),
+    *_shown(shown.OUTPUTS),
+    *_shown(shown.GRADIENTS),
+    *_shown(shown.AROUND),
+    _wire("a bucket is not reduced", wires.through(wires.not_reduced)),
+    _wire("a bucket is reduced twice", wires.through(wires.reduced_twice)),
+    _wire("a bucket is scaled by N", wires.through(wires.scaled_by_size)),
+    _wire("a bucket is not averaged", wires.through(wires.summed)),
+    _wire("a bucket is another rank's", wires.through(wires.from_first_rank)),
+    _wire("a bucket is that of the last step", wires.on_mean(code.Stale)),
+    _wire("a bucket is cast to bfloat16 on the way", wires.on_mean(code.halved)),
+    _wire("a parameter in a bucket is not reduced", wires.through(wires.partly_reduced)),
+    _wire("a rank's contribution is lost", wires.through(wires.contribution_lost)),
+    _tiny("a bucket is off by one ULP", "communication", wires.on_mean(code.next_up)),
+    _wire("nothing is reduced", wires.hooks_removed, ("L3",)),
+    _wire("something else is sent", wires.sending(lambda trainer: trainer.place.group), ("L3",)),
+    _wire("something else is sent in another group", wires.sending(lambda _: None), ("L3",)),
+    _wire("no_sync is ignored", wires.no_sync_ignored, ("L3",), option="accumulation"),
+    _wire("buffers are not broadcast", wires.buffers_not_broadcast, ("L0",), "normed", "default"),
+    replace(_wire("a rank's parameters drift", wires.drifting_rank, ("L3",)), carriers=last_rank),
+)
+PLACEBOS: tuple[Fault, ...] = (
+    replace(_plan("the reducer's buckets", plans.bucketing(list)), seen_by=()),
+    replace(_cut("a partition", graphs.as_it_is)[0], seen_by=()),
+    replace(_code("a gradient", code.on_gradient(code.same))[0], seen_by=()),
+    replace(_code("a gradient", code.on_gradient(code.same))[1], seen_by=()),
+    _wire("a bucket", wires.on_mean(code.same), ()),
+    Fault("metadata", "compiled code", (), mode="ddpopt-split", case="weight_norm", backend="reusing"),
+)
+"""The ways in which faults are put in, with nothing wrong in them: they must raise nothing."""

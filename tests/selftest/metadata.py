@@ -1,0 +1,67 @@
+"""A fault in tracing metadata: each segment's backward finds what another segment's forward left.
+
+AOTAutograd compiles a backward when it first runs. Inductor then asks the tracing metadata which of its
+inputs nobody needs any more, and reuses their memory (pytorch#160745). Here `reusing` does so at once, so
+that it takes no Inductor to see it. Invariant: with the metadata of its own forward, `reusing` computes what
+aot_eager does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func as boxed
+from torch._guards import TracingContext
+
+from ddpopt.split import segments
+from tests.selftest.sites import Site
+
+
+def shared_metadata(site: Site) -> AbstractContextManager[Any]:
+    """Have all segments of a graph leave their tracing metadata in one place, the last one's on top."""
+
+    @contextlib.contextmanager
+    def shared() -> Iterator[None]:
+        context = TracingContext.get()
+        before = context.fw_metadata
+        yield
+        if before is not None and context.fw_metadata is not before:
+            site.mark()
+
+    return patch.object(segments, "own_tracing_context", shared)
+
+
+def reusing(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+    """Compile like aot_eager, but overwrite what the metadata gives away, as soon as a backward has read it.
+
+    Touches private parts of torch 2.11 to 2.13: ``fw_metadata.bw_donated_idxs`` of a tracing context.
+    """
+    compiler = aot_autograd(fw_compiler=_as_it_is, bw_compiler=_overwriting)
+    return compiler(gm, list(example_inputs))
+
+
+def _as_it_is(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    del example_inputs
+    return boxed(gm.forward)
+
+
+def _overwriting(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    del example_inputs
+    metadata: Any = TracingContext.get().fw_metadata
+    free = list(metadata.bw_donated_idxs or ())
+
+    def run(*inputs: Any) -> Any:
+        results = gm.forward(*inputs)
+        with torch.no_grad():
+            for place in free:
+                inputs[place].zero_()
+        return results
+
+    return boxed(run)

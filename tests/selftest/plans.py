@@ -1,0 +1,124 @@
+"""Faults in the plan: the reducer has other buckets than the plan says."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+from ddpopt.ddp import reducer as planned_reducer
+from ddpopt.ddp.impose import impose
+from ddpopt.dynamo import backend
+from ddpopt.judge.training import Trainer
+from ddpopt.planning.bucket_rule import specs_from_ddp
+from ddpopt.planning.plan import Bucket, Plan
+from ddpopt.planning.regions import Regions
+from tests.selftest.sites import Inject, NotInjected, Site, every_rank
+
+Indices = list[list[int]]
+
+
+def bucketing(change: Callable[[Indices], Indices], carriers: Callable[[int], range] = every_rank) -> Inject:
+    """Give the reducer other buckets than those of the plan."""
+
+    def inject(site: Site) -> AbstractContextManager[Any]:
+        original = planned_reducer._reducer_arguments
+
+        def changed(ddp: Any, plan: Plan) -> dict[str, Any]:
+            arguments = original(ddp, plan)
+            planned = arguments["bucket_indices"]
+            _require_two(planned)
+            indices = change(planned)
+            limits = arguments["per_bucket_size_limits"]
+            if indices != planned:
+                site.mark()
+            return arguments | {
+                "bucket_indices": indices,
+                "per_bucket_size_limits": (limits * len(indices))[: len(indices)],
+            }
+
+        if site.rank not in carriers(site.size):
+            return contextlib.nullcontext()
+        return patch.object(planned_reducer, "_reducer_arguments", changed)
+
+    return inject
+
+
+def _require_two(buckets: object) -> None:
+    if not isinstance(buckets, (list, tuple)) or len(buckets) < 2:
+        raise NotInjected(f"expected a plan of two buckets, got {buckets!r}; put the fault into another case")
+
+
+def swapped(indices: Indices) -> Indices:
+    """Swap the first two buckets."""
+    return [indices[1], indices[0], *indices[2:]]
+
+
+def late(indices: Indices) -> Indices:
+    """Move the last parameter of the first bucket to the second one."""
+    return [indices[0][:-1], [indices[0][-1], *indices[1]], *indices[2:]]
+
+
+def dropped(indices: Indices) -> Indices:
+    """Leave out the last bucket."""
+    return indices[:-1]
+
+
+def doubled(indices: Indices) -> Indices:
+    """Have the first bucket twice."""
+    return [indices[0], *indices]
+
+
+def merged(indices: Indices) -> Indices:
+    """Have one bucket of everything."""
+    return [[index for bucket in indices for index in bucket]]
+
+
+def other_plan_on_one_rank(trainer: Trainer, site: Site) -> None:
+    """Impose a plan that fits the module, but on the second rank in another order."""
+    specs = specs_from_ddp(trainer.ddp)
+    _require_two(specs)
+    if site.rank == 1:
+        specs = specs[::-1]
+        site.mark()
+    buckets = (
+        Bucket(place, (spec.name,), spec.nbytes, spec.dtype, spec.device, 0, "put in by hand")
+        for place, spec in enumerate(specs)
+    )
+    impose(trainer.ddp, Plan(tuple(buckets), (), ()))
+
+
+@contextlib.contextmanager
+def unfit_plan_on_one_rank(site: Site) -> Iterator[None]:
+    """Have the second rank plan a parameter one bucket later, but leave the sizes of the buckets alone."""
+    if site.rank != 1:
+        yield
+        return
+    original = Regions.joined
+
+    def joined(self: Regions) -> Plan | None:
+        plan = original(self)
+        if plan is None:
+            return None
+        _require_two(plan.buckets)
+        former, latter, *others = plan.buckets
+        *kept, moved = former.params
+        changed = (replace(former, params=tuple(kept)), replace(latter, params=(moved, *latter.params)))
+        site.mark()
+        return replace(plan, buckets=(*changed, *others))
+
+    with patch.object(Regions, "joined", joined):
+        yield
+
+
+def no_plan(site: Site) -> AbstractContextManager[Any]:
+    """Never tell the reducer of the plan."""
+
+    def ignored(*_: Any) -> None:
+        """Leave DDP's own buckets in force."""
+        site.mark()
+
+    return patch.object(backend, "defer", ignored)

@@ -1,0 +1,223 @@
+"""Who judges the judge: every fault must be put in and found, and clean runs must raise nothing.
+
+Invariant: everything that was asked for is counted: a fault that could not be put in, or that took its ranks
+down before it ran, is no fault found, and a clean run that was not possible is not clean.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ddpopt.errors import UsageError
+from ddpopt.judge.runner import verify_all
+from ddpopt.judge.trials import Ended, Settings, Started, quickly
+from ddpopt.judge.verdict import Finding, Status, Trial, Verdict
+from ddpopt.ranks.failures import RanksFailed
+from ddpopt.ranks.group import Ranks, launch, under_torchrun
+from tests.selftest.clean_runs import CleanRun, clean_runs
+from tests.selftest.faults import FAULTS, Fault
+from tests.selftest.trials import BACKENDS, Found, died, try_fault
+
+FAULT_LIMIT_S = 60.0
+RUN_LIMIT_S = 1800.0
+
+
+@dataclass(frozen=True)
+class Tried(Ended):
+    """An event: a fault has been tried.
+
+    Attributes:
+        found: what became of it.
+    """
+
+    found: Found
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """How good the verification is.
+
+    Attributes:
+        found: one entry for each fault.
+        clean: the verdict over clean runs.
+        world_size: how many ranks there were.
+        left_out: names of faults that so many ranks cannot show.
+    """
+
+    found: tuple[Found, ...]
+    clean: Verdict
+    world_size: int = field(default=2)
+    left_out: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        faultless = not any(found.complaint for found in self.found)
+        return faultless and self.clean_runs == self.clean_asked
+
+    def to_json(self) -> str:
+        """Return faults, what found them, and the clean runs as a JSON object."""
+        data = asdict(self) | {"right": bool(self), "clean_runs": self.clean_runs}
+        data["clean"] = json.loads(self.clean.to_json())
+        return json.dumps(data, indent=2)
+
+    @property
+    def missed(self) -> tuple[Found, ...]:
+        """The faults that were put in and that nobody found."""
+        return tuple(found for found in self.found if found.injected and not found.by)
+
+    @property
+    def not_injected(self) -> tuple[Found, ...]:
+        """The faults that could not be put in, or not on all ranks."""
+        return tuple(found for found in self.found if not found.injected)
+
+    @property
+    def clean_asked(self) -> int:
+        """How many clean runs were asked for."""
+        return len(self.clean.trials)
+
+    @property
+    def clean_runs(self) -> int:
+        """How many clean runs ended, with nothing found."""
+        return sum(trial.status is Status.OK for trial in self.clean.trials)
+
+    def as_verdict(self) -> Verdict:
+        """Return the same as a verdict, for reports that know no other thing.
+
+        Returns:
+            A trial for each fault, and the clean runs; true where the self-test is.
+        """
+        trials = (*map(_as_trial, self.found), *map(_required, self.clean.trials))
+        return replace(self.clean, target="self-test", trials=trials)
+
+
+def _as_trial(found: Found) -> Trial:
+    findings = (Finding("self-test", "every fault is put in, and found", found.complaint),)
+    return Trial(
+        f"faults in the {found.layer}",
+        found.mode,
+        found.fault,
+        found.backend,
+        Status.WRONG if found.complaint else Status.OK,
+        findings=findings if found.complaint else (),
+        notes=(f"found by {', '.join(found.by)}: {found.message}",) if found.by else (),
+    )
+
+
+def _required(trial: Trial) -> Trial:
+    """A clean run that was not possible: elsewhere that is no fault, here it is."""
+    if trial.status is not Status.NOT_POSSIBLE:
+        return trial
+    finding = Finding("self-test", "every clean run is possible", trial.reason)
+    return replace(trial, status=Status.WRONG, reason="", findings=(finding,))
+
+
+Progress = Callable[[Started | Ended], None]
+
+
+def self_test(
+    nproc: int = 2,
+    *,
+    faults: Sequence[Fault] = FAULTS,
+    clean: Sequence[CleanRun] | None = None,
+    on_event: Progress = lambda _: None,
+) -> SelfTest:
+    """Put every fault in, and take clean runs over the corpus.
+
+    Args:
+        nproc: how many ranks to start.
+        faults: the faults.
+        clean: the clean runs; by default those of `clean_runs`.
+        on_event: told of each trial as it begins and ends.
+
+    Returns:
+        What was found.
+
+    Raises:
+        UsageError: there are too few ranks to disagree, or torchrun has started some already.
+        InfrastructureError: no ranks could be had.
+    """
+    if under_torchrun():
+        raise UsageError("the self-test starts ranks of its own: run it without torchrun, with --nproc N")
+    if nproc < 2:
+        raise UsageError(f"nproc: expected 2 or more, for ranks to disagree, got {nproc}")
+    shown = [fault for fault in faults if fault.shows_on(nproc)]
+    found = _Faults(shown, nproc, on_event).run()
+    taken = clean_runs() if clean is None else clean
+    left_out = tuple(fault.name for fault in faults if fault not in shown)
+    return SelfTest(tuple(found), _clean(taken, nproc, on_event), nproc, left_out)
+
+
+def _clean(taken: Sequence[CleanRun], nproc: int, on_event: Progress) -> Verdict:
+    """All clean runs, those of one backend after those of another."""
+    verdicts = []
+    for backend in dict.fromkeys(run.backend for run in taken):
+        asked = [run.asked for run in taken if run.backend == backend]
+        settings = Settings(BACKENDS.get(backend, backend))
+        verdicts.append(
+            verify_all("clean runs", asked, settings, nproc=nproc, device="cpu", on_event=on_event)
+        )
+    if not verdicts:
+        return Verdict("clean runs", nproc, ())
+    return replace(verdicts[0], trials=tuple(trial for one in verdicts for trial in one.trials))
+
+
+class _Faults:
+    """All faults, one after the other, in ranks that are started anew where a fault took them down."""
+
+    def __init__(self, faults: Sequence[Fault], nproc: int, on_event: Progress) -> None:
+        self._faults = faults
+        self._nproc = nproc
+        self._tell = on_event
+        self._done: dict[int, Found] = {}
+        self._running: Started | None = None
+
+    def run(self) -> list[Found]:
+        with tempfile.TemporaryDirectory(prefix="ddpopt-faults-") as folder:
+            while len(self._done) < len(self._faults):
+                self._launch(Path(folder))
+        return [self._done[index] for index in range(len(self._faults))]
+
+    def _launch(self, marks: Path) -> None:
+        task = (_on_rank, self._faults, tuple(self._done), marks)
+        try:
+            launch(*task, nproc=self._nproc, limit_s=RUN_LIMIT_S, device="cpu", on_event=self._note)
+        except RanksFailed as failed:
+            if self._running is None:
+                raise
+            index = self._running.index
+            self._running = None
+            words = str(failed).splitlines()[0]
+            found = died(self._faults[index], marked_in(marks, index, self._nproc), words)
+            self._done[index] = found
+            self._tell(Ended(index, _as_trial(found)))
+
+    def _note(self, event: Any) -> None:
+        self._running = None if isinstance(event, Tried) else event
+        if isinstance(event, Tried):
+            self._done[event.index] = event.found
+        self._tell(event)
+
+
+def _mark(marks: Path, index: int, rank: int) -> Path:
+    """The file that says that a fault has run on a rank: it is there even if the rank did not live."""
+    return marks / f"{index}-{rank}"
+
+
+def marked_in(marks: Path, index: int, size: int) -> list[bool]:
+    """Whether a fault has run, by rank."""
+    return [_mark(marks, index, rank).exists() for rank in range(size)]
+
+
+def _on_rank(ranks: Ranks, faults: Sequence[Fault], done: Sequence[int], marks: Path) -> None:
+    with quickly():
+        for index, fault in enumerate(faults):
+            if index in done:
+                continue
+            ranks.emit(Started(index, fault.case, fault.option, fault.name))
+            with ranks.limited(FAULT_LIMIT_S, fault.name):
+                trial, found = try_fault(ranks, fault, _mark(marks, index, ranks.rank).touch)
+            ranks.emit(Tried(index, trial, found))

@@ -1,0 +1,190 @@
+"""One fault, put in and judged: whether it was put in at all, and who found it.
+
+Invariant: a fault counts as found only if its broken code ran on every rank that is to carry it, and somebody
+reported it whose business it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ddpopt.cases import corpus
+from ddpopt.errors import CertificateError, DdpoptError, PlanMismatchError
+from ddpopt.judge.judge import judge
+from ddpopt.judge.judging.failing import Failure
+from ddpopt.judge.judging.reference import COLLECTIVE_LIMIT_S, Bench, Reference, Subject
+from ddpopt.judge.matrix import CASES
+from ddpopt.judge.modes import mode
+from ddpopt.judge.options import option
+from ddpopt.judge.parallel import nothing
+from ddpopt.judge.trials import STEPS
+from ddpopt.judge.verdict import Status, Trial
+from ddpopt.ranks.group import Ranks
+from tests.selftest.clean_runs import rounding
+from tests.selftest.defects import case_of
+from tests.selftest.faults import Fault
+from tests.selftest.metadata import reusing
+from tests.selftest.shown import shown_case
+from tests.selftest.sites import Site
+
+REFUSALS: dict[type[DdpoptError], str] = {CertificateError: "certificate", PlanMismatchError: "agreement"}
+"""Errors that ddpopt itself raises before anything is compared, and whose business each is."""
+BACKENDS: dict[str, Any] = {"aot_eager": "aot_eager", "rounding": rounding, "reusing": reusing}
+
+
+@dataclass(frozen=True)
+class Found:
+    """What became of one fault.
+
+    Attributes:
+        fault: its name.
+        layer: what it breaks.
+        injected: whether its broken code ran on every rank that is to carry it.
+        by: who found it, of those whose business it is; empty if nobody did.
+        due: who was there and had to find it.
+        message: the first thing said of it.
+        mode: the mode that it was put into.
+        backend: the backend underneath.
+    """
+
+    fault: str
+    layer: str
+    injected: bool
+    by: tuple[str, ...]
+    due: tuple[str, ...]
+    message: str
+    mode: str = ""
+    backend: str = ""
+
+    @property
+    def overlooked_by(self) -> tuple[str, ...]:
+        """Who had to find it, and did not."""
+        return tuple(level for level in self.due if level not in self.by)
+
+    @property
+    def complaint(self) -> str:
+        """What is wrong with the verification, or with the fault; empty if nothing is."""
+        if not self.injected:
+            return f"not injected: {self.message}"
+        if not self.by:
+            return f"not found: {self.message or 'nothing was said of it'}"
+        return f"overlooked by {', '.join(self.overlooked_by)}" if self.overlooked_by else ""
+
+
+def try_fault(ranks: Ranks, fault: Fault, note: Callable[[], None] = nothing) -> tuple[Trial, Found]:
+    """Judge a mode with a fault in it; a collective of all ranks.
+
+    Args:
+        ranks: the ranks.
+        fault: the fault.
+        note: told when the broken code has run on this rank.
+
+    Returns:
+        The trial, and what became of the fault; the same on all ranks.
+    """
+    with unbroken(ranks, fault.case, fault.option) as reference:
+        return judge_fault(reference, fault, note)
+
+
+@contextlib.contextmanager
+def unbroken(ranks: Ranks, case_name: str, option_name: str) -> Iterator[Reference]:
+    """Run eager DDP, which all faults of one case under one option may share; a collective of all ranks.
+
+    Args:
+        ranks: the ranks.
+        case_name: of the matrix or of the corpus.
+        option_name: the option.
+
+    Yields:
+        What the faults are held against.
+    """
+    own = (*CASES, shown_case())
+    case = next((case for case in own if case.name == case_name), None)
+    case = case or case_of(case_name) or corpus.case(case_name)
+    bench = Bench(Subject(case, option(option_name), STEPS, ranks.device), ranks, COLLECTIVE_LIMIT_S)
+    try:
+        reference = Reference.make(bench)
+        if reference is None:
+            raise RuntimeError(f"eager DDP itself failed: {bench.failures}")
+        yield reference
+    finally:
+        bench.close()
+
+
+def judge_fault(
+    reference: Reference, fault: Fault, note: Callable[[], None] = nothing
+) -> tuple[Trial, Found]:
+    """Judge a mode with a fault in it, held against what is there already.
+
+    Args:
+        reference: of the fault's case and option.
+        fault: the fault.
+        note: told when the broken code has run on this rank.
+
+    Returns:
+        As `try_fault`.
+    """
+    bench, ranks = reference.bench, reference.bench.ranks
+    site = Site(ranks.rank, ranks.size, note)
+    exact = True if fault.backend == "reusing" else None
+    # what is derived from eager is derived before anything is broken
+    _ = (reference.graphs, reference.arithmetic if fault.backend == "rounding" else None)
+    tamper = partial(_tampered, fault, site)
+    with fault.inject(site):
+        trial = judge(reference, mode(fault.mode), BACKENDS[fault.backend], tamper=tamper, exact=exact)
+    return trial, found_out(fault, trial, bench.failures, ranks.gather(site.marked))
+
+
+def _tampered(fault: Fault, site: Site, trainer: Any) -> None:
+    fault.tamper(trainer, site)
+
+
+def found_out(fault: Fault, trial: Trial, failures: Sequence[Failure], marked: Sequence[bool]) -> Found:
+    """Tell what became of a fault.
+
+    Args:
+        fault: the fault.
+        trial: what verification said.
+        failures: how the run failed, if it did.
+        marked: whether the broken code has run, by rank.
+
+    Returns:
+        Found by whoever said something that is theirs to say; by nobody if it was not injected.
+    """
+    said = [finding.message for finding in trial.findings] or [trial.reason]
+    reporters = [_reporter(failure) for failure in failures] or [found.level for found in trial.findings]
+    if trial.status is Status.BROKEN:
+        reporters = ["ranks"]
+    elif trial.status is not Status.WRONG:
+        reporters = []
+    return _sum_up(fault, marked, reporters, trial.levels, said[0])
+
+
+def died(fault: Fault, marked: Sequence[bool], words: str) -> Found:
+    """Tell what became of a fault that took the ranks down.
+
+    Args:
+        fault: the fault.
+        marked: whether the broken code has run, by rank.
+        words: what was said of the ranks.
+    """
+    return _sum_up(fault, marked, ["ranks"], (), words)
+
+
+def _reporter(failure: Failure) -> str:
+    """Who reports an exception: ddpopt's own are about something certain, all others about the step."""
+    names = [REFUSALS.get(kind, "another refusal") for kind in failure.own]
+    return names[0] if names else "run"
+
+
+def _sum_up(
+    fault: Fault, marked: Sequence[bool], reporters: Sequence[str], levels: Sequence[str], words: str
+) -> Found:
+    injected = bool(marked) and all(marked[rank] for rank in fault.carriers(len(marked)))
+    by = tuple(dict.fromkeys(name for name in reporters if injected and name in fault.seen_by))
+    due = fault.due(levels, len(marked))
+    return Found(fault.name, fault.layer, injected, by, due, words, fault.mode, fault.backend)

@@ -1,0 +1,62 @@
+"""docs/cli.md has every command and every option, as the commands themselves describe them."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from typer.main import get_command
+
+from ddpopt.cli import app as cli
+
+PAGE = Path(__file__).parents[3] / "docs" / "cli.md"
+TABLES = re.compile(r"(?<=<!-- generated -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
+OWN = {("minimize", "out")}
+"""A file in place of a folder."""
+
+
+def options() -> dict[str, dict[str, Any]]:
+    """By command and by name its options, without ``--help``."""
+    command: Any = get_command(cli.app)
+    return {
+        name: {each.name: each for each in one.params if each.param_type_name == "option"}
+        for name, one in command.commands.items()
+    }
+
+
+def tables() -> str:
+    command: Any = get_command(cli.app)
+    lines = ["| command | does |", "|---|---|"]
+    lines += [f"| `{name}` | {one.short_help} |" for name, one in command.commands.items()]
+    lines += ["", "| option | of | default | meaning |", "|---|---|---|---|"]
+    by_text: dict[tuple[str, str, str], list[str]] = {}
+    for name, known in options().items():
+        for each in known.values():
+            spelled = " / ".join([*each.opts, *each.secondary_opts])
+            value = f"{spelled} {each.metavar}" if each.metavar and each.metavar not in spelled else spelled
+            default = "" if each.default is None or each.default is False else f"`{each.default}`"
+            by_text.setdefault((value, default, each.help), []).append(name)
+    lines += [
+        f"| `{option}` | {', '.join(names)} | {default} | {about} |".replace("|redis", "\\|redis")
+        for (option, default, about), names in by_text.items()
+    ]
+    return "\n".join(lines)
+
+
+def test_the_page_has_every_command_and_every_option() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    if os.environ.get("EXPECTTEST_ACCEPT"):
+        page = TABLES.sub(lambda _: tables(), page)
+        PAGE.write_text(page, encoding="utf-8")
+    assert TABLES.findall(page) == [tables()]
+    assert len(page.split()) <= 1200
+
+
+def test_an_option_means_the_same_in_every_command() -> None:
+    seen: dict[str, tuple[object, ...]] = {}
+    for command, known in options().items():
+        assert command != "verify" or len(known) <= 12
+        for name, option in known.items():
+            if (command, name) not in OWN:
+                what = (option.opts, option.help, option.default, option.metavar)
+                assert seen.setdefault(name, what) == what, (command, name)

@@ -1,0 +1,180 @@
+"""``ddpopt gate``: what it takes, what it refuses, what it writes, and its exit codes."""
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ddpopt.cli import app as cli
+from ddpopt.errors import InfrastructureError
+from ddpopt.gate.baseline import Baseline, Figures, Measuring, read, release_of, write
+from tests.unit.gate_figures import CASE, FIGURES, with_mode
+
+HERE = release_of(torch.__version__)
+SETTINGS = Measuring(("gpt", "tied"), modes=("ddpopt-inline",))
+module: Any = importlib.import_module("ddpopt.gate.gate")
+
+
+def run(*args: str) -> Any:  # the type of the runner's results moves with typer's versions
+    return CliRunner().invoke(cli.app, ["gate", *args], prog_name="ddpopt")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A baseline of two cases."""
+    file = tmp_path / "baseline.json"
+    write(Baseline(SETTINGS).with_figures(HERE, FIGURES), file)
+    return file
+
+
+def measuring(monkeypatch: pytest.MonkeyPatch, figures: Figures) -> list[tuple[Measuring, tuple[str, ...]]]:
+    """Have a run measure these figures; notes what it is asked for."""
+    asked: list[tuple[Measuring, tuple[str, ...]]] = []
+
+    def measure(settings: Measuring, due: tuple[str, ...], _: object) -> Figures:
+        asked.append((settings, due))
+        return {name: figures[name] for name in due if name in figures}
+
+    monkeypatch.setattr(module, "_measure", measure)
+    return asked
+
+
+def test_the_same_figures_pass(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = measuring(monkeypatch, FIGURES)
+    result = run("--baseline", str(file))
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.startswith("UNCHANGED; 2 cases against")
+    assert asked == [(SETTINGS, ("gpt", "tied"))]
+
+
+def test_a_change_fails_in_every_report_and_leaves_the_baseline_alone(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = file.read_text()
+    reports = [file.parent / name for name in ("gate.xml", "gate.html", "gate.md")]
+    words = [word for report in reports for word in ("--report", str(report))]
+    measuring(monkeypatch, with_mode(graphs=2))
+    result = run("--baseline", str(file), "--json", "-", *words)
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["passes"] is False
+    assert all("graphs: 1 before, 2 now" in report.read_text() for report in reports)
+    assert "gpt, ddpopt-inline\n  graphs: 1 before, 2 now" in run("--baseline", str(file)).stdout
+    assert file.read_text() == before
+
+
+def test_update_writes_what_changed_and_says_so(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = with_mode(graphs=2)
+    measuring(monkeypatch, changed)
+    result = run("--baseline", str(file), "--update")
+    assert (result.exit_code, result.stderr) == (0, f"ddpopt: wrote {file}\n")
+    assert "graphs: 1 before, 2 now" in result.stdout
+    assert "If that is meant" not in result.stdout
+    kept = read(file)
+    assert kept is not None
+    assert kept.figures(HERE, file) == changed
+    assert run("--baseline", str(file), "--update").stderr == f"ddpopt: nothing to change in {file}\n"
+
+
+def test_no_baseline_is_made_of_a_run_that_is_wrong(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = file.read_text()
+    measuring(monkeypatch, with_mode(verdict="wrong: L0: a gradient"))
+    result = run("--baseline", str(file), "--update")
+    assert result.exit_code == 1
+    assert "verdict: ok before, wrong: L0: a gradient now" in result.stdout
+    assert f"{file} was not written:\n  gpt, ddpopt-inline: verdict: wrong: L0: a gradient" in result.stderr
+    assert file.read_text() == before
+
+
+def test_no_baseline_is_made_of_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measuring(monkeypatch, {})
+    assert run("gpt", "--baseline", str(tmp_path / "b.json"), "--update").exit_code == 3
+    assert not (tmp_path / "b.json").exists()
+
+
+def test_a_new_baseline_keeps_what_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "b.json"
+    asked = measuring(monkeypatch, FIGURES)
+    words = "gpt tied --update --mode ddpopt-split --backend eager --nproc 3 --steps 4 --baseline"
+    assert run(*words.split(), str(file)).exit_code == 0
+    kept = read(file)
+    assert kept is not None
+    settings = Measuring(("gpt", "tied"), ("ddpopt-split",), "eager", nproc=3, steps=4)
+    assert kept.settings == asked[0][0] == settings
+
+
+def test_targets_alone_are_measured_and_the_others_are_named(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = measuring(monkeypatch, FIGURES)
+    result = run("tied", "--baseline", str(file))
+    assert result.exit_code == 0
+    assert "Not compared: gpt" in result.stdout
+    assert asked[0][1] == ("tied",)
+
+
+def test_update_adds_targets_and_leaves_the_rest(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = measuring(monkeypatch, {**FIGURES, "linear8": CASE})
+    assert run("linear8", "--baseline", str(file), "--update").exit_code == 0
+    assert asked[0][1] == ("linear8",)
+    kept = read(file)
+    assert kept is not None
+    assert kept.settings.targets == ("gpt", "tied", "linear8")
+    assert kept.figures(HERE, file) == {**FIGURES, "linear8": CASE}
+
+
+def test_other_settings_measure_every_target(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = measuring(monkeypatch, FIGURES)
+    run("tied", "--baseline", str(file), "--update", "--nproc", "3")
+    assert asked[0][1] == ("gpt", "tied")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--nproc", "3"], "--nproc: the baseline was measured with 2, got 3"),
+        (["--mode", "torch"], "--mode: the baseline was measured with ('ddpopt-inline',), got ('torch',)"),
+        (["resnet"], "expected targets of the baseline, got 'resnet'; add them with --update"),
+        (["nobody", "--update"], "expected the name of a case in the corpus, got 'nobody'"),
+        (["--update", "--mode", "fsdp1"], "--mode: expected modes that have DDP's reducer, got 'fsdp1'"),
+        (["--update", "--mode", "toch"], "got 'toch'; did you mean 'torch'?"),
+        (["--update", "--backend", "none"], "expected the name of a Dynamo backend, got 'none'"),
+        (["--update", "--nproc", "0"], "nproc: expected a positive number, got 0"),
+        (["--json", "no/such/folder/x"], "--json: cannot write 'no/such/folder/x'"),
+        (["--report", "x.csv"], "--report: expected a file name that ends in .xml"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_before_a_rank_is_started(
+    arguments: list[str], said: str, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = measuring(monkeypatch, FIGURES)
+    result = run("--baseline", str(file), *arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert asked == []
+
+
+def test_a_baseline_that_is_not_there_is_no_reason_to_pass(tmp_path: Path) -> None:
+    result = run("--baseline", str(tmp_path / "none.json"))
+    assert result.exit_code == 2
+    assert "to compare with; write it with --update" in result.stderr
+
+
+def test_a_baseline_of_another_release_of_torch_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "b.json"
+    write(Baseline(SETTINGS).with_figures("torch 1.0", FIGURES), file)
+    result = run("--baseline", str(file))
+    assert result.exit_code == 2
+    assert f"expected figures of {HERE}, which runs here, found torch 1.0" in result.stderr
+
+
+def test_ranks_that_cannot_be_had_are_no_verdict(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise InfrastructureError("rank 1 died")
+
+    monkeypatch.setattr(module, "_measure", fail)
+    result = run("--baseline", str(file))
+    assert (result.exit_code, result.stderr) == (3, "ddpopt: error: rank 1 died\n")

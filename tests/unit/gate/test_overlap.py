@@ -1,0 +1,129 @@
+"""Tests of `ddpopt.gate.overlap`: the measure without a clock."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.group import single_rank
+from ddpopt.gate.overlap import (
+    WARMUP_ITERATIONS,
+    BucketLaunch,
+    FlopCount,
+    Recorder,
+    measure,
+    overlap_potential,
+    ratio_to_eager,
+)
+
+CAP_OF_ONE_LAYER_MB = 64 * 64 * 4 / 2**20
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of one."""
+    with single_rank():
+        yield
+
+
+def layers(count: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(count)))
+
+
+class Scale(nn.Module):
+    """One weight of any dtype; torch warns where a ready-made module becomes complex."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.1, 1.0, 16).to(dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x
+
+
+@pytest.mark.parametrize(
+    ("launches", "flops", "potential"),
+    [
+        ([(10, 0), (5, 0)], 100, 1.0),  # all before the backward
+        ([(10, 100)], 100, 0.0),  # all after it
+        ([(30, 0), (10, 100)], 100, 0.75),  # buckets weigh by their bytes
+        ([], 100, 0.0),
+        ([(8, 0)], 0, 0.0),
+    ],
+)
+def test_the_potential_is_the_share_of_the_backward_that_is_left(
+    launches: list[tuple[int, int]], flops: int, potential: float
+) -> None:
+    sent = [BucketLaunch((str(index),), *launch) for index, launch in enumerate(launches)]
+    assert overlap_potential(sent, flops) == potential
+
+
+def test_where_eager_has_no_potential_nothing_can_be_lost() -> None:
+    assert ratio_to_eager(0.0, 0.0) == 1.0
+    assert ratio_to_eager(0.2, 0.4) == 0.5
+
+
+def test_the_count_is_that_of_the_formulas() -> None:
+    with FlopCount() as count:
+        torch.ones(2, 3) @ torch.ones(3, 5)
+    assert count.total == 2 * 2 * 3 * 5
+
+
+def test_attention_on_the_cpu_counts_too() -> None:
+    q, k, v = (torch.randn(1, 2, 8, 4, requires_grad=True) for _ in range(3))
+    attended = nn.functional.scaled_dot_product_attention(q, k, v).sum()
+    with FlopCount() as count:
+        attended.backward()  # type: ignore[no-untyped-call]
+    # Five products of (8, 4) with (4, 8) for each of two heads: the scores again, and four gradients.
+    assert count.total == 5 * 2 * (2 * 8 * 8 * 4)
+
+
+@pytest.mark.usefixtures("alone")
+def test_eager_ddp_has_the_potential_of_its_layers() -> None:
+    ddp = DistributedDataParallel(layers(4), bucket_cap_mb=CAP_OF_ONE_LAYER_MB)
+    measured = measure(ddp, lambda _: ddp(torch.ones(8, 64)).sum())
+    # Two equal products a layer, but one in the first, whose input needs no gradient: 7, of which a layer's
+    # own are done when its bucket leaves.
+    product = 2 * 8 * 64 * 64
+    assert measured.flops == 7 * product
+    assert [launch.flops_before // product for launch in measured.iterations[-1]] == [2, 4, 6, 7]
+    assert measured.potential == (5 + 3 + 1 + 0) / (4 * 7)
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_buckets_of_every_iteration_are_seen_by_name() -> None:
+    ddp = DistributedDataParallel(layers(3), bucket_cap_mb=CAP_OF_ONE_LAYER_MB)
+    measured = measure(ddp, lambda _: ddp(torch.ones(8, 64)).sum())
+    rebuilt = (("2.weight",), ("1.weight",), ("0.weight",))
+    assert measured.buckets == ((("0.weight", "1.weight", "2.weight"),), *[rebuilt] * WARMUP_ITERATIONS)
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_static_graph_is_measured_after_its_late_rebuild() -> None:
+    ddp = DistributedDataParallel(layers(3), bucket_cap_mb=CAP_OF_ONE_LAYER_MB, static_graph=True)
+    measured = measure(ddp, lambda _: ddp(torch.ones(8, 64)).sum())
+    assert [len(buckets) for buckets in measured.buckets[-2:]] == [3, 3]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_the_hook_gives_the_gradients_of_ddp(dtype: torch.dtype) -> None:
+    gradients = []
+    for hooked in (False, True):
+        ddp = DistributedDataParallel(Scale(dtype))
+        if hooked:
+            Recorder(ddp).begin()
+        ddp(torch.full((16,), 0.3, dtype=dtype)).abs().sum().backward()
+        gradients.append(ddp.module.weight.grad)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_sparse_gradient_has_the_bytes_of_its_parameter() -> None:
+    ddp = DistributedDataParallel(nn.Embedding(10, 4, sparse=True))
+    measured = measure(ddp, lambda _: ddp(torch.tensor([1, 1, 3])).sum())
+    assert [launch.nbytes for launch in measured.iterations[-1]] == [160]
+    assert (measured.flops, measured.potential) == (0, 0.0)

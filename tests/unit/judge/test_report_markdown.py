@@ -1,0 +1,30 @@
+"""A step's summary on GitHub: what a reader of the page sees."""
+
+import html
+
+from hypothesis import given
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
+
+from ddpopt.judge.report.markdown import AT_MOST, step_summary
+
+
+def rendered(text: str) -> str:
+    return str(MarkdownIt("commonmark").enable(["table", "strikethrough"]).render(text))
+
+
+@given(st.text(alphabet="ab`~#*_|<>&[]() \n", min_size=1), st.text(alphabet="ab`*_|<&[] ", min_size=1))
+def test_a_reader_sees_title_and_text_as_they_are(text: str, title: str) -> None:
+    page = rendered(step_summary(f"x{title}x", text, 0))
+    heading = " ".join(f"x{title}x".split())
+    assert f"{html.escape(heading, quote=False)}</h2>" in page
+    assert page.endswith(
+        f'<pre><code class="language-text">{html.escape(text, quote=False)}\n</code></pre>\n'
+    )
+    assert page.count("<h2>") == 1
+
+
+def test_a_text_that_github_would_not_take_is_cut_and_says_so() -> None:
+    page = step_summary("RIGHT", "line\n" * AT_MOST, 0)
+    assert len(page) < AT_MOST + 200
+    assert "... (the JSON has the rest)" in page

@@ -1,0 +1,321 @@
+"""The text of a verdict: in full for one trial, as grids for many, and the verdict last."""
+
+from dataclasses import replace
+
+import pytest
+from expecttest import assert_expected_inline
+
+from ddpopt.explanation.tables import WIDTH
+from ddpopt.judge.report.text import LINES, verdict_text
+from ddpopt.judge.report.wording import headline, number, sentence, share, worst_first
+from ddpopt.judge.verdict import Finding, Measured, Verdict
+from tests.unit.verdicts import (
+    CASES,
+    MODES,
+    all_kinds,
+    broken_trial,
+    impossible_trial,
+    location,
+    matrix,
+    ok_trial,
+    verdict,
+    wrong_trial,
+)
+
+EVERY = [
+    verdict(),
+    verdict(ok_trial()),
+    verdict(wrong_trial(), location=location()),
+    verdict(broken_trial()),
+    verdict(impossible_trial()),
+    all_kinds(),
+    matrix(options=3),
+    matrix(MODES[:1], 40, CASES),
+]
+
+
+def test_one_right_trial() -> None:
+    assert_expected_inline(
+        verdict_text(verdict(ok_trial())),
+        """\
+torch 2.13.0; ddpopt 0.1.0; python 3.11.2; device cpu; platform Linux
+
+pkg.module:model: ddpopt-inline / default, aot_eager: ok
+judged by L3 structure, L0 bitwise, L1 communication bound; 1 graph compiled;
+  1.2 s
+
+level  parameters  the worst of them       ULPs  error  bound
+-------------------------------------------------------------
+L0              4  all equal, bit for bit     0      0      0
+L1              4  layers.0.bias              1  1e-08  4e-08
+                     rank 1, step 2
+
+bucket    MiB  dtype    error/bound  gradients
+-------------------------------------------------------------------
+     0  4.000  float32         0.25  layers.1.weight, layers.1.bias
+     1  1.000  float32         0.25  layers.0.weight, layers.0.bias
+
+notes
+  - L2 needs Inductor, so it was not applied
+
+RIGHT: pkg.module:model on 2 ranks: no findings; 1 trial ok""",
+    )
+
+
+def test_one_wrong_trial_says_what_and_where() -> None:
+    assert_expected_inline(
+        verdict_text(verdict(wrong_trial(), location=location())),
+        """\
+torch 2.13.0; ddpopt 0.1.0; python 3.11.2; device cpu; platform Linux
+
+pkg.module:model: ddpopt-split / default, aot_eager: wrong
+judged by L3 structure, L0 bitwise, L1 communication bound; 1 graph compiled;
+  1.2 s
+
+L0 bitwise does not hold: an aot_eager gradient equals eager's in every bit.
+  - layers.0.weight: expected eager's gradient, got one that is 512 ULPs away at
+    [3, 4] (bucket 1, rank 1, step 2)
+
+L3 structure does not hold: every planned bucket is reduced exactly once per
+  backward.
+  - bucket 1 was reduced 2 times in step 2 of rank 0, expected 1
+
+level  parameters  the worst of them  ULPs  error  bound
+--------------------------------------------------------
+L0              4  layers.0.weight     512  3e-05      0
+                     rank 1, step 2
+L1              4  layers.0.bias         1  1e-08  4e-08
+                     rank 1, step 2
+
+bucket    MiB  dtype    error/bound  gradients
+-------------------------------------------------------------------
+     0  4.000  float32         0.25  layers.1.weight, layers.1.bias
+     1  1.000  float32          inf  layers.0.weight, layers.0.bias
+
+notes
+  - L2 needs Inductor, so it was not applied
+
+where it goes wrong
+tried              result   seen
+-----------------------------------------------------
+eager, DDP         agrees
+aot_eager, no DDP  agrees
+aot_eager, DDP     DIFFERS  layers.0.weight, 512 ULPs
+The lowest layer that is wrong: what ddpopt does around the compiled code.
+The smallest set of compiled segments that shows it:
+  - graph 0, segment 1: linear, relu
+Script: repro_linears.py (run in a fresh interpreter, it shows the difference)
+
+WRONG: pkg.module:model on 2 ranks: 2 findings; 1 trial wrong""",
+    )
+
+
+def test_one_broken_trial_keeps_the_lines_of_its_stack() -> None:
+    assert_expected_inline(
+        verdict_text(verdict(broken_trial())),
+        """\
+torch 2.13.0; ddpopt 0.1.0; python 3.11.2; device cpu; platform Linux
+
+pkg.module:model: torch / default, aot_eager: broken
+0 graphs compiled; 30.0 s
+
+  rank 1 died with signal 9
+  File "model.py", line 7, in forward
+    return self.layer(x)
+
+NOT JUDGED: pkg.module:model on 2 ranks: no findings; 1 trial broken""",
+    )
+
+
+def test_trials_of_every_kind() -> None:
+    assert_expected_inline(
+        verdict_text(all_kinds()),
+        """\
+torch 2.13.0; ddpopt 0.1.0; python 3.11.2; device cpu; platform Linux
+
+   mode                      ok  wrong  not possible  broken
+------------------------------------------------------------
+a  ddpopt-inline, aot_eager   1      -             -       -
+b  ddpopt-split, aot_eager    -      1             -       -
+c  torch, aot_eager           -      -             -       1
+d  eager                      -      -             1       -
+
+case pkg.module:model
+option    a   b   c   d
+-----------------------
+default  ok  W1  B1   .
+mixed     .   .   .  n1
+
+W wrong, B broken, n not possible, with the number of the reason below; . did
+  not run
+
+W1: wrong, 1 trial
+    L0 bitwise does not hold: an aot_eager gradient equals eager's in every bit.
+    L3 structure does not hold: every planned bucket is reduced exactly once per
+    backward.
+    - pkg.module:model: ddpopt-split / default, aot_eager: layers.0.weight:
+      expected eager's gradient, got one that is 512 ULPs away at [3, 4] (bucket
+      1, rank 1, step 2)
+    - and 1 finding more, all in the JSON
+
+B1: broken, 1 trial
+    rank 1 died with signal 9
+    File "model.py", line 7, in forward
+      return self.layer(x)
+
+n1: not possible, 1 trial
+    eager itself cannot: RuntimeError: cpu backend doesn't support events
+
+notes
+  - L2 needs Inductor, so it was not applied (2 trials)
+
+where it goes wrong
+tried              result   seen
+-----------------------------------------------------
+eager, DDP         agrees
+aot_eager, no DDP  agrees
+aot_eager, DDP     DIFFERS  layers.0.weight, 512 ULPs
+The lowest layer that is wrong: what ddpopt does around the compiled code.
+The smallest set of compiled segments that shows it:
+  - graph 0, segment 1: linear, relu
+Script: repro_linears.py (run in a fresh interpreter, it shows the difference)
+
+WRONG: pkg.module:model on 2 ranks: 2 findings; of 4 trials 1 ok, 1 wrong, 1 not
+  possible, 1 broken""",
+    )
+
+
+def test_modes_by_options_by_cases() -> None:
+    assert_expected_inline(
+        verdict_text(matrix(options=3, cases=CASES[:2])),
+        """\
+torch 2.13.0; ddpopt 0.1.0; python 3.11.2; device cpu; platform Linux
+
+   mode                                 ok  wrong  not possible  broken
+-----------------------------------------------------------------------
+a  eager                                 6      -             -       -
+b  manual                                6      -             -       -
+c  torch, aot_eager                      4      2             -       -
+d  whole, aot_eager                      6      -             -       -
+e  python-reducer, aot_eager             4      -             2       -
+f  python-reducer-concat, aot_eager      4      -             2       -
+g  python-reducer-coalesced, aot_eager   4      -             2       -
+h  ddpopt-split, aot_eager               6      -             -       -
+i  ddpopt-inline, aot_eager              6      -             -       -
+j  fully-shard, aot_eager                6      -             -       -
+k  fsdp1, aot_eager                      6      -             -       -
+l  replicate, aot_eager                  6      -             -       -
+
+case linears
+option                  a   b   c   d   e   f   g   h   i   j   k   l
+---------------------------------------------------------------------
+option_00_with_a_name  ok  ok  W1  ok  ok  ok  ok  ok  ok  ok  ok  ok
+option_01_with_a_name  ok  ok  ok  ok  n1  n2  n3  ok  ok  ok  ok  ok
+option_02_with_a_name  ok  ok  ok  ok  ok  ok  ok  ok  ok  ok  ok  ok
+
+case gpt
+option                  a   b   c   d   e   f   g   h   i   j   k   l
+---------------------------------------------------------------------
+option_00_with_a_name  ok  ok  W1  ok  ok  ok  ok  ok  ok  ok  ok  ok
+option_01_with_a_name  ok  ok  ok  ok  n1  n2  n3  ok  ok  ok  ok  ok
+option_02_with_a_name  ok  ok  ok  ok  ok  ok  ok  ok  ok  ok  ok  ok
+
+W wrong, n not possible, with the number of the reason below; . did not run
+
+W1: wrong, 2 trials
+    L0 bitwise does not hold: an aot_eager gradient equals eager's in every bit.
+    L3 structure does not hold: every planned bucket is reduced exactly once per
+    backward.
+    - linears: torch / option_00_with_a_name, aot_eager: layers.0.weight:
+      expected eager's gradient, got one that is 512 ULPs away at [3, 4] (bucket
+      1, rank 1, step 2)
+    - gpt: torch / option_00_with_a_name, aot_eager: layers.0.weight: expected
+      eager's gradient, got one that is 512 ULPs away at [3, 4] (bucket 1, rank
+      1, step 2)
+    - and 2 findings more, all in the JSON
+
+n1: not possible, 2 trials
+    python-reducer has no such option
+
+n2: not possible, 2 trials
+    python-reducer-concat has no such option
+
+n3: not possible, 2 trials
+    python-reducer-coalesced has no such option
+
+notes
+  - L2 needs Inductor, so it was not applied (66 trials)
+
+WRONG: matrix on 2 ranks: 4 findings; of 72 trials 64 ok, 2 wrong, 6 not
+  possible""",
+    )
+
+
+@pytest.mark.parametrize("made", EVERY)
+def test_every_line_fits_and_the_last_paragraph_is_the_verdict(made: Verdict) -> None:
+    text = verdict_text(made)
+    assert max(map(len, text.splitlines())) <= WIDTH
+    assert text.isascii()
+    assert " ".join(text.split("\n\n")[-1].split()) == headline(made)
+
+
+def test_2520_trials_take_few_lines() -> None:
+    lines = verdict_text(matrix()).splitlines()
+    assert len(lines) < 6 * (35 + 5) + 60
+
+
+def test_of_a_reason_as_long_as_the_stacks_of_all_ranks_the_rest_is_counted() -> None:
+    reason = "\n".join(f"line {index}" for index in range(LINES + 7))
+    text = verdict_text(verdict(replace(broken_trial(), reason=reason)))
+    assert f"line {LINES}\n  ... 6 lines more, all in the JSON" in text
+
+
+def test_findings_that_are_left_out_are_counted() -> None:
+    finding = wrong_trial().findings[0]
+    many = replace(wrong_trial(), findings=(finding,) * 30)
+    assert "and 22 findings more, all in the JSON" in verdict_text(verdict(many))
+    assert "and 29 findings more, all in the JSON" in verdict_text(verdict(many, ok_trial()))
+
+
+def test_a_script_that_shows_nothing_is_not_praised() -> None:
+    text = verdict_text(verdict(wrong_trial(), location=replace(location(), reproduces=False)))
+    assert "it did not show the difference" in " ".join(text.split())
+
+
+def test_a_location_without_a_script_says_why() -> None:
+    bare = replace(location(), script="", segments=(), note="it takes two ranks to see it")
+    text = verdict_text(verdict(wrong_trial(), location=bare))
+    assert "it takes two ranks to see it" in text
+    assert "Script" not in text
+    assert "segments" not in text
+
+
+def test_a_sentence_adds_the_place_that_the_message_leaves_out() -> None:
+    finding = Finding("L1", "claim", "it differs", rank=1, step=0, parameter="w", bucket=2)
+    assert sentence(finding) == "it differs (parameter w, bucket 2, rank 1, step 0)"
+    assert (
+        sentence(replace(finding, message="w differs in step 0")) == "w differs in step 0 (bucket 2, rank 1)"
+    )
+
+
+def test_the_worst_error_is_the_one_that_takes_most_of_its_bound() -> None:
+    def at(name: str, error: float, bound: float, ulps: float = 1.0) -> Measured:
+        return Measured(name, "L1", None, ulps, error, bound, 0, 0)
+
+    nan, inf = float("nan"), float("inf")
+    entries = [
+        at("near", 9, 10),
+        at("far", 1, 10),
+        at("equal", 0, 0),
+        at("missed", 1e-30, 0),
+        at("nan", nan, 1),
+    ]
+    assert [entry.parameter for entry in worst_first(entries)] == ["missed", "nan", "near", "far", "equal"]
+    assert [share(entry) for entry in entries] == [0.9, 0.1, 0.0, inf, inf]
+    ties = [at("b", 1, 1), at("a", 1, 1), at("c", 1, 1, ulps=nan)]
+    assert [entry.parameter for entry in worst_first(ties)] == ["c", "a", "b"]
+
+
+def test_figures_are_short() -> None:
+    values = [None, 0.0, 3.0, 999999.0, 1e6, 0.1234567, float("inf"), float("-inf"), float("nan")]
+    assert list(map(number, values)) == ["-", "0", "3", "999999", "1e+06", "0.123", "inf", "-inf", "nan"]
