@@ -6,7 +6,6 @@ Each message says what was expected, what came, where, and what to do next.
 
 import difflib
 from collections.abc import Iterable
-from typing import Any, get_args
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -78,11 +77,3 @@ class InfrastructureError(NotJudgedError):
 
 class VerificationError(DdpoptError):
     """A verification found something wrong; the message has every finding."""
-
-
-def require_choice(argument: str, value: str, choice: Any) -> None:
-    """Raise UsageError unless `value` is one of the words of a ``Literal``."""
-    words = get_args(choice)
-    if value not in words:
-        *others, last = map(repr, words)
-        raise UsageError(f"{argument}: expected {', '.join(others)} or {last}, got {value!r}")

@@ -20,9 +20,9 @@ from ddpopt.ddp.impose import imposed_plan
 from ddpopt.ddp.reducer import outside_dynamo
 from ddpopt.dynamo import hook
 from ddpopt.dynamo.backend import Buckets, DdpoptBackend, RegionsByModule, configured, is_ddpopt
-from ddpopt.errors import UnsupportedError, UsageError, require_choice
+from ddpopt.errors import UnsupportedError, UsageError
 from ddpopt.graph.nodes import CompilerFn
-from ddpopt.planning.strategy import Strategy
+from ddpopt.planning.strategy import Strategy, require_choice
 
 TORCHS_OPTIONS = ("guard_filter_fn", "use_aoti")
 """Names in ``options`` that are for ``torch.compile`` itself."""

@@ -21,7 +21,7 @@ from ddpopt.ddp.deferral import PendingLogger, active_module
 from ddpopt.ddp.impose import defer, imposed_plan
 from ddpopt.dynamo import hook
 from ddpopt.dynamo.quiet import compiling, undisturbed
-from ddpopt.errors import UnsupportedError, UsageError, did_you_mean, require_choice
+from ddpopt.errors import UnsupportedError, UsageError, did_you_mean
 from ddpopt.graph.nodes import CompilerFn
 from ddpopt.graph.state import begins_without_grad
 from ddpopt.inline.compile import compile_inline, lendable, together
@@ -36,7 +36,7 @@ from ddpopt.planning.regions import (
     plan_for_imposed,
     specs_by_id,
 )
-from ddpopt.planning.strategy import Strategy
+from ddpopt.planning.strategy import Strategy, require_choice
 from ddpopt.proof.certificate import certify
 from ddpopt.split.partition import partition
 from ddpopt.split.segments import compile_segments

@@ -23,7 +23,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-from ddpopt.errors import UsageError, require_choice
+from ddpopt.errors import UsageError
 from ddpopt.planning.bucket_rule import (
     BucketConfig,
     ParamSpec,
@@ -36,7 +36,7 @@ from ddpopt.planning.join import join_plans
 from ddpopt.planning.limits import DDP_ARGUMENTS
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.regions import Planned, Regions
-from ddpopt.planning.strategy import Strategy
+from ddpopt.planning.strategy import Strategy, require_choice
 
 
 @dataclass(frozen=True)

@@ -6,18 +6,27 @@ Invariant: the same graph gives the same answer in `ddpopt.plan` and when it is 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from torch import fx
 from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ddpopt.errors import UsageError
 from ddpopt.graph.effects import is_known, mutated_inputs
 from ddpopt.graph.nodes import example_value, storages
 
 Strategy = Literal["split", "inline", "auto"]
 Sources = Mapping[fx.Node, Mapping[str, str]]
 """What `ddpopt.planning.facts.parameter_sources` says of a graph."""
+
+
+def require_choice(argument: str, value: str, choice: Any) -> None:
+    """Raise UsageError unless `value` is one of the words of a ``Literal``."""
+    words = get_args(choice)
+    if value not in words:
+        *others, last = map(repr, words)
+        raise UsageError(f"{argument}: expected {', '.join(others)} or {last}, got {value!r}")
 
 
 def why_not_inline(gm: fx.GraphModule, sources: Sources) -> str | None:
