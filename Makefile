@@ -33,7 +33,7 @@ CODE := ddpopt tests benchmarks examples ci conftest.py
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help environment-test environment-dev gate self-test demo test unit integration property doctest multigpu nightly torchrun check fix bench bench-alignment bench-planning bench-fuzzing bench-compile bench-step wheel wheel-test clean
+.PHONY: help environment-test environment-dev gate self-test demo test unit integration property doctest multigpu nightly torchrun check fix bench bench-alignment bench-planning bench-fuzzing bench-compile bench-step api wheel wheel-test clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -127,6 +127,9 @@ bench-compile: $(TEST_STAMP) ## uncached, cold and warm start of a training scri
 
 bench-step: $(TEST_STAMP) ## step time of each mode over emulated links of 1 and 10 Gbit/s (as root)
 	$(BIN)/python -m benchmarks.step $(BENCH_ARGS)
+
+api: $(TEST_STAMP) ## write docs/api/ from the docstrings
+	$(BIN)/python -m ci.api_pages
 
 wheel: $(DEV_STAMP) ## build the wheel into dist/
 	rm -rf dist

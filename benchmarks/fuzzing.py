@@ -33,7 +33,7 @@ from ddpopt.planning.facts import collect, parameter_names
 from ddpopt.planning.planner import plan_graph
 from ddpopt.proof.certificate import certify
 from ddpopt.split.partition import partition
-from ddpopt.testing.graph_builder import SmallGraph
+from tests.graph_builder import SmallGraph
 
 GRAPHS_ASKED = 100.0
 MODELS_ASKED = 3.0
@@ -109,7 +109,7 @@ def _judge_graphs(count: int, number: int, start: threading.Barrier) -> float:
     # Heavy, and not needed to read the command line.
     from hypothesis import HealthCheck, Phase, given, seed, settings
 
-    from ddpopt.testing.strategies import graphs
+    from tests.property.strategies import graphs
 
     def judge(amount: int) -> None:
         drawn = settings(

@@ -6,7 +6,7 @@ is the lowest and the highest over rounds; for step times it is the quartiles.
 
 ``--store NAME`` keeps the summary, without the single timings, as ``summary-NAME.json`` in the same folder,
 which the repository keeps; what was not measured anew stays there as it is, with the conditions that it was
-measured in. ``--markdown`` writes the tables of all stored summaries into docs/benchmarks.md.
+measured in. docs/benchmarks.md is an extract of them.
 
 Exit code 0: all that is asked held; 1: something did not, or was not measured; 2: a file cannot be read.
 """
@@ -24,14 +24,14 @@ from pathlib import Path
 from rich.table import Table
 
 from benchmarks.report import wide_console
-from benchmarks.summary_markdown import CLAIMS, claim_cells, markdown, replaced
 from benchmarks.summary_readers import READERS
-from benchmarks.summary_sections import Section, missing, sections_of
+from benchmarks.summary_sections import Claim, Section, missing, sections_of
 from ddpopt.errors import UsageError
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
+CLAIMS = ("where", "figure", "found", "spread", "at the limit", "asked", "held")
 
 
 def read(results: Path, kept: Sequence[Section] = ()) -> tuple[Section, ...]:
@@ -73,6 +73,20 @@ def stored(results: Path) -> dict[str, tuple[Section, ...]]:
     }
 
 
+def claim_cells(claim: Claim) -> tuple[str, ...]:
+    """A claim as the cells of a row under `CLAIMS`."""
+    spread = "–" if claim.spread is None else f"{_number(claim.spread[0])} – {_number(claim.spread[1])}"
+    held = claim.remark or ("yes" if claim.held else "no")
+    return (claim.case, claim.what, _number(claim.found), spread, _number(claim.limit), claim.asked, held)
+
+
+def _number(value: float | None) -> str:
+    """A count as it is, a ratio with three decimals."""
+    if value is None:
+        return "–"
+    return str(value) if isinstance(value, int) else f"{value:.3f}"
+
+
 def table(sections: Sequence[Section]) -> Table:
     """All claims, a row each."""
     result = Table(title="Ratios of one run each; what they would be at the physical limit; what is asked")
@@ -104,9 +118,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if asked.store:
             text = json.dumps([asdict(section) for section in sections], indent=1, ensure_ascii=False)
             (asked.results / f"summary-{asked.store}.json").write_text(text + "\n", encoding="utf-8")
-        if asked.markdown:
-            page = replaced(asked.markdown.read_text(encoding="utf-8"), markdown(stored(asked.results)))
-            asked.markdown.write_text(page, encoding="utf-8")
     except (UsageError, OSError) as error:
         console.print(str(error), style="red", markup=False)
         return 2
@@ -123,14 +134,6 @@ def _parser() -> argparse.ArgumentParser:
         "--results", type=Path, default=RESULTS, metavar="DIR", help="where the JSON is (benchmarks/results)"
     )
     parser.add_argument("--store", type=_name, metavar="NAME", help="keep the summary: cpu, or a GPU's name")
-    parser.add_argument(
-        "--markdown",
-        type=Path,
-        nargs="?",
-        const=PAGE,
-        metavar="PAGE",
-        help="write the stored summaries into a page (docs/benchmarks.md)",
-    )
     return parser
 
 

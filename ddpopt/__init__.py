@@ -1,4 +1,4 @@
-"""torch.compile and DistributedDataParallel agree on gradient buckets, and it is proved that they do.
+"""Make torch.compile and DistributedDataParallel agree on gradient buckets, and check the gradients.
 
 The public names are imported when they are first used: pytest loads this package in every run of an
 environment where it is installed (`ddpopt.testing.plugin`), and torch takes seconds to import.
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ddpopt.ddp.impose import impose
-    from ddpopt.dynamo.backend import compile, replacing_ddp_optimizer
+    from ddpopt.dynamo.api import compile, replacing_ddp_optimizer
+    from ddpopt.dynamo.backend import DdpoptBackend
     from ddpopt.errors import DdpoptError
     from ddpopt.explanation.explain import explain
     from ddpopt.explanation.result import Explanation
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from ddpopt.planning.plan import Plan
 
 __all__ = [
+    "DdpoptBackend",
     "DdpoptError",
     "Explanation",
     "Plan",
@@ -35,16 +37,17 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
+    "DdpoptBackend": "dynamo.backend",
     "DdpoptError": "errors",
     "Explanation": "explanation.result",
     "Plan": "planning.plan",
     "Verdict": "judge.verdict",
-    "compile": "dynamo.backend",
+    "compile": "dynamo.api",
     "explain": "explanation.explain",
     "impose": "ddp.impose",
     "observe": "observation.observe",
     "plan": "planning.capture",
-    "replacing_ddp_optimizer": "dynamo.backend",
+    "replacing_ddp_optimizer": "dynamo.api",
     "verify": "judge.runner",
 }
 

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ddpopt.cases.report_of_case import Report
 from ddpopt.errors import UsageError
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -78,7 +77,6 @@ class Case:
         graphs: how many graphs Dynamo captures in the first step of a compiled run.
         unused: trainable parameters that get no gradient on at least one rank.
         ranks_differ: whether ranks run different graphs: they use other parameters, or see other sizes.
-        report: the public report against PyTorch that this case reproduces, if it stems from one.
     """
 
     name: str
@@ -91,7 +89,6 @@ class Case:
     graphs: int = 1
     unused: tuple[str, ...] = ()
     ranks_differ: bool = False
-    report: Report | None = None
 
     def step(self, model: Callable[..., Any], rank: int, step: int) -> Tensor:
         """Run one forward and return its loss, ready for ``backward()``.
@@ -223,7 +220,7 @@ def _case_from_factory(name: str, factory: Callable[[], object]) -> Case:
 
 
 def _tried(name: str, case: Case) -> Case:
-    """A case whose model and inputs can be made: what is wrong with them is told before ranks are started."""
+    """A case whose model and inputs can be made: what is wrong with them is reported before ranks start."""
     _call(name, case.model, 0, "making its model")
     _call(name, partial(case.inputs, 0, 0), 0, "making its inputs for rank 0, step 0")
     return case

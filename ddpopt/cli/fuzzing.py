@@ -135,10 +135,9 @@ def fuzz(  # one for each option of the command line
         UsageError: a folder or a database cannot be used.
         InfrastructureError: no worker could be had.
     """
-    from ddpopt.fuzz.campaign import Campaign, Limits
+    from ddpopt.fuzz.campaign import Campaign, Limits, open_database
+    from ddpopt.fuzz.cases import write_whole
     from ddpopt.fuzz.journal import Journal
-    from ddpopt.fuzz.shared import open_database
-    from ddpopt.fuzz.storing import write_whole
     from ddpopt.fuzz.text import fuzz_text
     from ddpopt.fuzz.workers import PATIENCE
     from ddpopt.testing.drawn import known_features
@@ -147,9 +146,8 @@ def fuzz(  # one for each option of the command line
     shards = int(os.environ.get("WORLD_SIZE") or os.environ.get("PYTEST_XDIST_WORKER_COUNT") or 1)
     folder = Path(out) / f"shard-{plan.shard}" if shards > 1 else Path(out)
     limits = Limits(None if minutes is None else minutes * 60, examples, timeout_s / PATIENCE)
-    shared = open_database(database)
     with Journal(folder, plan) as journal:
-        campaign = Campaign(journal, plan, limits, shared)
+        campaign = Campaign(journal, plan, limits, open_database(database))
         with StatusLine("starting workers") as line:
             campaign.tell = functools.partial(_tell, campaign, line, len(known_features()))
             summary = campaign.run()
@@ -200,9 +198,8 @@ def minimize(  # one for each option of the command line
     """
     _import_blocks(blocks)
     from ddpopt.fuzz.asking import Asking, confirmed, write_script
-    from ddpopt.fuzz.cases import FoundCase
+    from ddpopt.fuzz.cases import FoundCase, write_whole
     from ddpopt.fuzz.minimize import minimized
-    from ddpopt.fuzz.storing import write_whole
     from ddpopt.fuzz.text import minimized_text, searching_line
     from ddpopt.fuzz.workers import PATIENCE
 

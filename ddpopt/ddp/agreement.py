@@ -5,7 +5,7 @@ that leaves the group usable, works while other collectives are in flight (under
 backward half done), and is the same for every backend.
 
 Invariant: of the ranks that return, all return the same texts; and either all ranks return or all of them
-raise. A rank that comes after another one gave up is told so, and raises too.
+raise. A rank that arrives after another one gave up learns of it and raises too.
 """
 
 import hashlib

@@ -1,15 +1,15 @@
 """Imposing a plan that becomes known only while the module's first forward runs.
 
 The compiler meets a model's graphs one at a time, inside DDP's forward. The plan is complete when that
-forward is over, which DDP marks by a call of ``reducer.prepare_for_backward``. Until then two light stand-ins
-take the places of the module's reducer and logger:
+forward is over, which DDP marks by a call of ``reducer.prepare_for_backward``. Until then two
+light placeholders replace the module's reducer and logger:
 
 - the logger's is there all the time: DDP calls the logger right before each forward that will be
   synchronised, on entering ``join()``, and before a communication hook is registered;
 - the reducer's is there from then on, to see the call that ends the forward. C++ functions need not take it
   for a reducer, so it makes room while a communication hook is registered.
 
-Both vanish with the decision. DDP leaves reducer and logger out of copies and pickles, and so the stand-ins.
+Both vanish with the decision. DDP leaves reducer and logger, and so these, out of copies and pickles.
 
 Invariant: when a decision raises, the module has its own reducer and logger back.
 """
@@ -30,10 +30,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt.ddp.fit import ACCUMULATES, accumulates, ddp_module, require_fit
 from ddpopt.ddp.plan_exchange import exchange_plans, plan_difference, same_buckets
 from ddpopt.ddp.ready_hooks import ready_hooks
-from ddpopt.ddp.reduced import as_built, running_reducer
 from ddpopt.ddp.reducer import install, outside_dynamo
 from ddpopt.errors import UnsupportedError
 from ddpopt.planning.plan import Plan
+from ddpopt.planning.reduced import as_built, running_reducer
 
 __all__ = ["active_module", "defer"]
 
@@ -91,7 +91,7 @@ class Deferral:
         self._noting: list[Any] = before._noting if before else []
 
     def begin(self, armed: bool) -> None:
-        """Put the logger's stand-in in place, and the reducer's too if a forward is running."""
+        """Install the logger's placeholder, and the reducer's too if a forward is running."""
         ddp: Any = self._ddp()
         if ddp.find_unused_parameters and not ddp.static_graph and not self._noting:
             self._note_uses(ddp)
@@ -112,7 +112,7 @@ class Deferral:
             self._noting.append(node.register_hook(note))
 
     def arm(self) -> None:
-        """Put the reducer's stand-in in place: a forward begins."""
+        """Install the reducer's placeholder: a forward begins."""
         ddp: Any = self._ddp()
         ddp.reducer = PendingReducer(self)
 
@@ -126,10 +126,10 @@ class Deferral:
         self._work_handle = (work, use_static_world_size)
 
     def conclude(self, joined: bool) -> Any:
-        """Decide, agree and install; nothing stands in for anything afterwards.
+        """Decide, agree and install; no placeholder is left afterwards.
 
         Args:
-            joined: this rank has no inputs left, so it has no plan of its own.
+            joined: this rank has no inputs left, and so no plan.
 
         Returns:
             The reducer that is in force now.
@@ -138,7 +138,7 @@ class Deferral:
         ddp.reducer, ddp.logger = self.reducer, self.logger
         for handle in self._noting:
             handle.remove()
-        # Not to be kept alive by the stand-ins: DDP's frame still holds them while the new buckets are made.
+        # Not to be kept alive by the placeholders: DDP's frame holds them while the new buckets are made.
         self.reducer = self.logger = None
 
         def decide() -> Plan | None:
@@ -167,7 +167,7 @@ class Deferral:
 
     def _install(self, ddp: Any, plan: Plan, joined: bool) -> None:
         install(ddp, plan)
-        if self._noting:  # users' hooks go where those that noted were: in front of the new reducer's
+        if self._noting:  # users' hooks go where those that noted were: before the new reducer's
             ready_hooks(ddp).take_over()
         if joined:
             return

@@ -73,7 +73,7 @@ def running_backward() -> Backward | None:
     task = task_id()
     if task == NO_TASK:
         return None
-    for latest in _latest[:]:  # a copy: other threads may be in backwards of their own
+    for latest in _latest[:]:  # a copy: other threads may run their own backwards
         if latest.task == task:
             return latest
     for frame in _engine_calls():
@@ -120,7 +120,7 @@ def _engine_call(frame: FrameType | None) -> FrameType | None:
 
 
 def _edges_into_leaves(roots: list[Any]) -> Counter[int]:
-    """Count the edges into each node that has no edges of its own."""
+    """Count the edges into each node that has no edges itself."""
     seen = dict.fromkeys(roots)  # holds on to the nodes, so that each one keeps its id
     pending = [*seen]
     edges: Counter[int] = Counter(id(root) for root in roots if not root.next_functions)

@@ -1,6 +1,6 @@
 """Whether a plan's buckets can be given to a DDP module, checked before anything changes.
 
-The reducer's constructor accepts parameters that stand twice or nowhere, and fails much later.
+The reducer's constructor accepts parameters that appear twice or nowhere, and fails much later.
 
 Invariant: nothing is changed here, and an error shows everything that is wrong, not only what is wrong first.
 """
@@ -36,7 +36,7 @@ def ddp_module(module: nn.Module) -> DistributedDataParallel:
 
     Raises:
         UsageError: this is no DDP module.
-        UnsupportedError: it is one that does not reduce through a reducer of its own.
+        UnsupportedError: it does not reduce through its own reducer.
     """
     if not dist.is_available():
         raise UsageError("torch.distributed is not available in this build of torch; install one that has it")
@@ -60,7 +60,7 @@ def _unsupported(ddp: Any) -> Iterator[str]:
         )
     if ddp._delay_all_reduce_all_params:
         yield (
-            "delay_all_reduce_named_params holds all its parameters, so that none is left for buckets; "
+            "delay_all_reduce_named_params holds all its parameters, so none is left for buckets; "
             "leave some out"
         )
     if ddp.mixed_precision is not None:
@@ -148,8 +148,8 @@ def _problems(ddp: DistributedDataParallel, plan: Plan) -> Iterator[str]:
         if name not in specs:
             yield f"{_places(plan, name)}: {name!r} is {_what_it_is(ddp, name)}"
         if count > 1:
-            yield f"{name!r} stands {count} times, in {_places(plan, name)}"
-    yield from (f"{name!r} stands in no bucket" for name in specs if name not in planned)
+            yield f"{name!r} appears {count} times, in {_places(plan, name)}"
+    yield from (f"{name!r} is missing from every bucket" for name in specs if name not in planned)
     for bucket in plan.buckets:
         yield from _bucket_problems(bucket, [specs[name] for name in bucket.params if name in specs])
 
@@ -180,7 +180,7 @@ def _bucket_problems(bucket: Bucket, specs: list[ParamSpec]) -> Iterator[str]:
         yield f"{place} mixes {_listed(f'{kind} ({name!r})' for kind, name in kinds.items())}"
     if len(bucket.params) > 1:
         sparse = (spec.name for spec in specs if spec.sparse)
-        yield from (f"{place} holds {name!r} beside others, but its gradient is sparse" for name in sparse)
+        yield from (f"{place} holds {name!r} and others, but its gradient is sparse" for name in sparse)
     if len(specs) == len(bucket.params) and len(kinds) == 1:
         nbytes, dtype = sum(spec.nbytes for spec in specs), specs[0].dtype
         if (nbytes, dtype) != (bucket.nbytes, bucket.dtype):

@@ -13,10 +13,10 @@ from torch import nn
 from ddpopt.ddp.deferral import defer
 from ddpopt.ddp.fit import ddp_module, require_between_iterations, require_fit
 from ddpopt.ddp.plan_exchange import exchange_plans, plan_difference, same_buckets
-from ddpopt.ddp.reduced import running_reducer
 from ddpopt.ddp.reducer import PlannedReducer, install
 from ddpopt.errors import PlanMismatchError
 from ddpopt.planning.plan import Plan
+from ddpopt.planning.reduced import running_reducer
 
 __all__ = ["defer", "impose", "imposed_plan"]
 

@@ -1,8 +1,8 @@
 """Tell a reducer that a gradient is there, whether the engine or a compiled backward put it there.
 
 DDP's reducer hooks each parameter's AccumulateGrad node in C++. A gradient that was handed over from inside
-a compiled backward passes that node already; the engine visits it once more at the end, with nothing in
-its hands, and the reducer would count it twice. So the hooks are taken over by ones that know.
+a compiled backward passes that node already; the engine visits it once more at the end, without a
+gradient, and the reducer would count it twice. So these hooks are replaced.
 
 Invariant: in each backward the reducer hears of each parameter exactly as often as it would have otherwise.
 
@@ -25,8 +25,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.ddp.engine import task_id
-from ddpopt.ddp.reduced import as_built, held_parameters, running_reducer
 from ddpopt.errors import HandOverError, UnsupportedError
+from ddpopt.planning.reduced import as_built, held_parameters, running_reducer
 
 __all__ = ["ReadyHooks", "ready_hooks", "registered"]
 
@@ -94,7 +94,7 @@ class ReadyHooks:
         return bool(self._pre_hooks[place]) or len(self._hooks[place]) > 1
 
     def hand_over(self, place: int, parameter: Tensor, gradient: Tensor, alone: bool) -> None:
-        """Accumulate a gradient and tell the reducer, as the engine would at the end of this backward.
+        """Accumulate a gradient and notify the reducer, as the engine would at the end of this backward.
 
         Args:
             place: which of the reducer's parameters it belongs to.

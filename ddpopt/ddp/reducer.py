@@ -3,7 +3,7 @@
 DDP's reducer replaces its buckets once, in the order in which it saw gradients become ready. The reducer
 here starts with the plan's buckets and keeps them.
 
-Invariant: but for its buckets, the new reducer behaves as the one that DDP made: same options, same
+Invariant: except for its buckets, the new reducer behaves like the one that DDP made: same options, same
 communication hooks, same errors, same states between forward and backward.
 
 All private interfaces of DDP and its reducer that ddpopt writes to are used in this module, as they are in
@@ -20,9 +20,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.ddp.ready_hooks import ready_hooks, registered
-from ddpopt.ddp.reduced import as_built
 from ddpopt.planning.bucket_rule import specs_from_ddp
 from ddpopt.planning.plan import Plan
+from ddpopt.planning.reduced import as_built
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Reducer
@@ -91,7 +91,7 @@ class PlannedReducer(Reducer):
         return False
 
     def _remove_autograd_hooks(self) -> None:
-        # Others may tell this reducer of gradients in place of its own hooks (ddpopt.ddp.ready_hooks).
+        # Others may report gradients to this reducer instead of its own hooks (ddpopt.ddp.ready_hooks).
         self.is_removed = True
         super()._remove_autograd_hooks()
 
@@ -193,6 +193,6 @@ def _keep_hooks(ddp: Any, name: str) -> None:
         _c10d._register_builtin_comm_hook(ddp.reducer, kind)
     if name:
         ddp.logger._set_comm_hook_name(name)
-    # DDP tells its reducer of these optimizers at the first forward, and only then.
+    # DDP registers these optimizers with its reducer at the first forward, and only then.
     if ddp._lazy_init_ran and any(hasattr(p, "_in_backward_optimizers") for p in ddp._module_parameters):
         ddp.reducer._set_optimizer_in_backward()

@@ -1,6 +1,6 @@
 """The buckets that a DDP module's running reducer has, asked of the reducer itself.
 
-Invariant: asking changes nothing and takes no memory to speak of.
+Invariant: asking changes nothing and takes almost no memory.
 """
 
 from collections.abc import Sequence
@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from ddpopt.ddp.impose import imposed_plan
-from ddpopt.ddp.reduced import bucket_members, running_reducer
 from ddpopt.planning.bucket_rule import initial_buckets, specs_from_ddp
 from ddpopt.planning.limits import BucketConfig
+from ddpopt.planning.reduced import bucket_members, running_reducer
 
 __all__ = ["ObservedBucket", "running_buckets"]
 
@@ -68,7 +68,7 @@ def _observed(index: int, bucket: Sequence[tuple[str, Tensor]]) -> ObservedBucke
 
 
 def _foretold(ddp: Any) -> list[list[Tensor]]:
-    """The buckets of a reducer that does not tell them: it has not rebuilt them yet."""
+    """The buckets of a reducer that does not report them: it has not rebuilt them yet."""
     plan = imposed_plan(ddp)
     parameters = dict(ddp.module.named_parameters())
     if plan is not None:

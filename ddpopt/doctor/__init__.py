@@ -1,4 +1,8 @@
-"""Diagnose a data-parallel model: run it compiled, and say what is in the way of overlap and what to do."""
+"""Find what prevents overlap in a data-parallel model, and say what to do about it.
+
+In: a case. Out: a `Diagnosis`, each finding with the next step. Invariant: no setting, counter, generator or
+process group of torch stays changed.
+"""
 
 from ddpopt.doctor.diagnosis import Diagnosis
 from ddpopt.doctor.examine import diagnose

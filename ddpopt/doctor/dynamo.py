@@ -1,8 +1,8 @@
-"""What TorchDynamo writes down while it compiles: frames, graph breaks, failed guards, times by phase.
+"""What TorchDynamo writes down while it compiles: frames, graph breaks, failed guards, compile times.
 
 Touches private parts of torch 2.11 to 2.13, and nothing else in this package does: in
 ``torch._dynamo.utils`` the lists and dictionaries named in `_FILLED` and the deque ``_compilation_metrics``;
-``torch._dynamo.callback.callback_handler``; ``torch._inductor.utils.fresh_cache``; the attribute
+``torch._dynamo.callback.callback_handler``; the attribute
 ``DistributedDataParallel._active_ddp_module``.
 
 Invariant: after `taking_notes` all of these hold what they held before. Compiled code is dropped, as by
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 import traceback
 from collections import deque
 from collections.abc import Iterator
@@ -50,8 +49,6 @@ class Frame:
         failure: why Dynamo gave the frame up, so that it runs in eager; empty if it did not.
         failed_at: file and line where it gave up.
         total_s: seconds from start to end, the backend included.
-        backend_s: seconds in the backend.
-        inductor_s: seconds in Inductor.
         backward: whether this is the compilation of a backward.
         step: the step of training in which it was compiled.
     """
@@ -64,8 +61,6 @@ class Frame:
     failure: str
     failed_at: tuple[str, int]
     total_s: float
-    backend_s: float
-    inductor_s: float
     backward: bool
     step: int
 
@@ -95,14 +90,12 @@ class Notes:
     Attributes:
         frames: every attempt, in order.
         stops: every graph break of the model, in order.
-        seconds: for each of Dynamo's own timers, its measurements in order; timers nest.
         graphs: how many graphs were compiled.
         begun: how many frames had been compiled when each step began.
     """
 
     frames: tuple[Frame, ...] = ()
     stops: tuple[Stop, ...] = ()
-    seconds: dict[str, list[float]] = field(default_factory=dict)
     graphs: int = 0
     begun: list[int] = field(default_factory=list)
 
@@ -155,7 +148,6 @@ def _take_down(notes: Notes, utils: Any) -> None:
     )
     stops = (Stop(stop.reason, tuple(stop.user_stack)) for stop in utils.graph_break_reasons)
     notes.stops = tuple(stop for stop in stops if not all(is_machinery(f.filename) for f in stop.stack))
-    notes.seconds = {key: list(values) for key, values in utils.compilation_time_metrics.items()}
     notes.graphs = int(utils.counters["stats"]["unique_graphs"])
 
 
@@ -177,19 +169,9 @@ def _frame(metrics: Any, step: int) -> Frame:
         failure=metrics.fail_reason or "",
         failed_at=(metrics.fail_user_frame_filename or "", metrics.fail_user_frame_lineno or 0),
         total_s=(total or 0) * _MICROSECONDS,
-        backend_s=(metrics.aot_autograd_cumulative_compile_time_us or 0) * _MICROSECONDS,
-        inductor_s=(metrics.inductor_cumulative_compile_time_us or 0) * _MICROSECONDS,
         backward=backward,
         step=step,
     )
-
-
-def cold_caches() -> contextlib.AbstractContextManager[None]:
-    """Have Inductor compile everything afresh, so that no mode lives on what another one compiled."""
-    fresh: contextlib.AbstractContextManager[None] = importlib.import_module(
-        "torch._inductor.utils"
-    ).fresh_cache()
-    return fresh
 
 
 def _utils() -> Any:

@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 
 from ddpopt.cases.case import Case
-from ddpopt.doctor.diagnosis import Finding, Unused, Weight
-from ddpopt.doctor.trial import one_line, undisturbed
+from ddpopt.doctor.diagnosis import Advice, Unused, Weight
+from ddpopt.doctor.mode_run import one_line, undisturbed
 from ddpopt.errors import NotJudgedError
 from ddpopt.explanation.tables import names
 
@@ -60,7 +60,7 @@ def _without_gradient(case: Case, model: nn.Module, rank: int, step: int) -> Ite
 
 def unused_findings(
     unused: Sequence[Unused], ignored: Sequence[str], ddp_kwargs: Mapping[str, Any], steps: int
-) -> Iterator[Finding]:
+) -> Iterator[Advice]:
     """What unused parameters, and DDP's options about them, come to.
 
     Args:
@@ -78,30 +78,27 @@ def unused_findings(
     if sometimes:
         unsteady = any(_changes_with_step(parameter, steps) for parameter in sometimes)
         yield _sometimes(sometimes, unsteady=unsteady, static=static, searching=searching)
-    if searching and static:
-        yield Finding(
+    if searching and not static and not sometimes:
+        yield Advice(
             "options",
-            Weight.NOTE,
-            "find_unused_parameters=True has no effect beside static_graph=True, which finds unused "
-            "parameters in the first step.",
-            "Leave find_unused_parameters out.",
+            Weight.SLOW,
+            "find_unused_parameters=True, but every backward gave the same parameters a gradient. DDP "
+            "searches the autograd graph in each step for nothing, and never rebuilds its buckets in the "
+            "order in which gradients come.",
+            "Leave it out, and freeze parameters that get no gradient; or give DDP static_graph=True.",
         )
-    elif searching and not seen:
-        yield _in_vain()
-    elif searching and not sometimes:
-        yield _always_the_same()
 
 
-def _never(never: Sequence[str], *, handled: bool) -> Finding:
+def _never(never: Sequence[str], *, handled: bool) -> Advice:
     freeze = "Freeze them (parameter.requires_grad_(False)) or remove them from the model"
     if handled:
-        return Finding(
+        return Advice(
             "parameters",
             Weight.SLOW,
             f"No backward gave these a gradient: {names(never)}. DDP sends zeros for them in each step.",
             f"{freeze} before the model is wrapped.",
         )
-    return Finding(
+    return Advice(
         "parameters",
         Weight.WRONG,
         f"No backward gave these a gradient: {names(never)}. DDP waits for them, and raises in the second "
@@ -111,7 +108,7 @@ def _never(never: Sequence[str], *, handled: bool) -> Finding:
     )
 
 
-def _sometimes(sometimes: Sequence[Unused], *, unsteady: bool, static: bool, searching: bool) -> Finding:
+def _sometimes(sometimes: Sequence[Unused], *, unsteady: bool, static: bool, searching: bool) -> Advice:
     first = sometimes[0]
     rank, step = first.missing[0]
     what = (
@@ -121,36 +118,15 @@ def _sometimes(sometimes: Sequence[Unused], *, unsteady: bool, static: bool, sea
     if static and unsteady:
         what += " static_graph=True promises that each rank uses the same parameters in every step."
         take = "Give DDP find_unused_parameters=True in place of static_graph=True."
-        return Finding("parameters", Weight.WRONG, what, take)
+        return Advice("parameters", Weight.WRONG, what, take)
     if not static and not searching:
         what += " DDP waits for all of them, and raises in the step after one is left out."
         take = "Give DDP find_unused_parameters=True, or have every step use them, with a weight of zero."
-        return Finding("parameters", Weight.WRONG, what, take)
-    return Finding("parameters", Weight.NOTE, what, "None: DDP's options allow for it.")
+        return Advice("parameters", Weight.WRONG, what, take)
+    return Advice("parameters", Weight.NOTE, what, "None: DDP's options allow for it.")
 
 
 def _changes_with_step(parameter: Unused, steps: int) -> bool:
     """Whether some rank uses a parameter in one step and not in another."""
     ranks = [rank for rank, _ in parameter.missing]
     return any(ranks.count(rank) < steps for rank in ranks)
-
-
-def _in_vain() -> Finding:
-    return Finding(
-        "options",
-        Weight.SLOW,
-        "find_unused_parameters=True, but every parameter got a gradient in every backward that was tried. "
-        "DDP searches the autograd graph in each step for nothing, and never rebuilds its buckets in the "
-        "order in which gradients come.",
-        "Leave it out, unless other inputs leave parameters out.",
-    )
-
-
-def _always_the_same() -> Finding:
-    return Finding(
-        "options",
-        Weight.SLOW,
-        "find_unused_parameters=True, and every backward left out the same parameters. DDP searches the "
-        "autograd graph in each step, and never rebuilds its buckets in the order in which gradients come.",
-        "Give DDP static_graph=True in its place; or freeze these parameters, and leave it out.",
-    )

@@ -2,15 +2,15 @@
 
 DDP's own wrapper recompiles together with the model; only the model's frames are shown.
 
-Invariant: one entry for each compilation that replaced an earlier one, in order.
+Invariant: every compilation that replaced an earlier one is counted in one finding.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from ddpopt.doctor.diagnosis import Finding, Recompile, Weight
+from ddpopt.doctor.diagnosis import Advice, Weight
 from ddpopt.doctor.dynamo import Frame, Notes
 
 _RESUMED = re.compile(r"^torch_dynamo_resume_in_(\w+)_at_(\d+)$")
@@ -47,57 +47,36 @@ _ARGUMENT = (
 )
 
 
-def find_recompiles(notes: Notes) -> tuple[Recompile, ...]:
-    """The recompilations of the model's frames in one trial.
+def recompile_findings(notes: Notes) -> Iterator[Advice]:
+    """One finding for each function of the model and each guard that failed in one trial.
 
     Args:
         notes: what Dynamo wrote down in it.
-
-    Returns:
-        Them, in order.
     """
-    return tuple(_recompile(frame) for frame in notes.frames if frame.recompiled and not frame.is_ddps)
+    groups: dict[tuple[str, int, str], list[Frame]] = {}
+    for frame in notes.frames:
+        if frame.recompiled and not frame.is_ddps:
+            guard = re.sub(r"\d+", "#", _guard(frame.recompiled)[0])
+            groups.setdefault((frame.file, frame.line, guard), []).append(frame)
+    yield from map(_finding, groups.values())
 
 
-def _recompile(frame: Frame) -> Recompile:
-    guard, read_by = _guard(frame.recompiled)
-    return Recompile(
-        compile_id=frame.compile_id,
-        function=_function(frame.function),
-        file=frame.file,
-        line=frame.line,
-        guard=guard,
-        seconds=frame.total_s,
-        step=frame.step,
-        read_by=read_by,
-    )
-
-
-def recompile_findings(recompiles: Iterable[Recompile]) -> Iterator[Finding]:
-    """One finding for each function and failed guard."""
-    groups: dict[tuple[str, int, str], list[Recompile]] = {}
-    for again in recompiles:
-        key = again.file, again.line, re.sub(r"\d+", "#", again.guard)
-        groups.setdefault(key, []).append(again)
-    for same in groups.values():
-        yield _finding(same)
-
-
-def _finding(same: Sequence[Recompile]) -> Finding:
-    first, last = same[0], max(again.step for again in same)
+def _finding(same: Sequence[Frame]) -> Advice:
+    first, last = same[0], max(frame.step for frame in same)
+    guard, read_by = _guard(first.recompiled)
     times = "once" if len(same) == 1 else f"{len(same)} times"
-    seconds = sum(again.seconds for again in same)
+    seconds = sum(frame.total_s for frame in same)
     when = "in the first step" if last == 0 else f"the last time in step {last}"
     what = (
-        f"{first.function} ({first.file}:{first.line}) was compiled again {times}, {when}, which took "
-        f"{seconds:.1f} s, because this guard failed: {first.guard}."
+        f"{_function(first.function)} ({first.file}:{first.line}) was compiled again {times}, {when}, which "
+        f"took {seconds:.1f} s, because this guard failed: {guard}."
     )
-    line = f" The line: {first.read_by}" if first.read_by else ""
+    weight, cost = Weight.SLOW, "While one rank compiles, all others wait for it in their next all-reduce."
     if last == 0 and len(same) == 1:
-        what += " It is called in two ways in every step; the second compilation serves all later steps."
-        return Finding("recompile", Weight.NOTE, what + line, step_for(first.guard))
-    what += " While one rank compiles, all others wait for it in their next all-reduce."
-    return Finding("recompile", Weight.SLOW, what + line, step_for(first.guard))
+        weight = Weight.NOTE
+        cost = "It is called in two ways in every step; the second compilation serves all later steps."
+    line = f" The line: {read_by}" if read_by else ""
+    return Advice("recompile", weight, f"{what} {cost}{line}", step_for(guard))
 
 
 def step_for(guard: str) -> str:
@@ -115,7 +94,7 @@ def step_for(guard: str) -> str:
 
 
 def _guard(reason: str) -> tuple[str, str]:
-    """The guard without the compile id before it, and the line of the model that stands in a comment behind.
+    """The guard without the compile id before it, and the line of the model in the comment after it.
 
     >>> _guard("0/0: n == 3                # x = x * n  # model.py:7 in forward")
     ('n == 3', 'x = x * n')

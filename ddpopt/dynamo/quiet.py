@@ -19,7 +19,7 @@ _DAMAGED = ("_unsafe_view_ViewMeta", "resize__ViewMeta")
 
 
 @contextlib.contextmanager
-def without_collections() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Pause Python's garbage collector: what compiling makes stays, and each collection would walk all of it.
 
     On a graph of 6000 nodes collections take as long as planning itself, and grow as its square; of the time
@@ -46,7 +46,7 @@ def compiling() -> Iterator[None]:
     from torch._functorch._aot_autograd import collect_metadata_analysis
 
     remembered: Any = collect_metadata_analysis
-    with without_collections(), contextlib.ExitStack() as stack:
+    with gc_paused(), contextlib.ExitStack() as stack:
         if hasattr(remembered, "ViewMetaSequence"):
             stack.enter_context(patch.object(remembered, "ViewMetaSequence", _undamaged(remembered)))
         yield
@@ -71,7 +71,7 @@ def undisturbed() -> Iterator[None]:
     """
     forbidden = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
     hooks = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
-    with without_collections(), contextlib.nullcontext() if forbidden else hooks:
+    with gc_paused(), contextlib.nullcontext() if forbidden else hooks:
         yield
 
 

@@ -6,21 +6,20 @@ Everything is predicted on fake tensors: no process group, no accelerator, no co
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from ddpopt.cases.case import Case, mean_square
-from ddpopt.explanation.generators import generators_kept
-from ddpopt.explanation.rehearsal import Rehearsal, Step, call
+from ddpopt.explanation.rehearsal import Loss, Rehearsal, Step, call, generators_kept, sum_of_squares
 from ddpopt.explanation.result import Explanation, OwnBucket, OwnBuckets, TorchSplit
 from ddpopt.explanation.torch_split import TorchRun, TorchSegment, run_torch_split
 from ddpopt.planning.bucket_rule import ParamSpec, initial_buckets, rebuilt_buckets
 from ddpopt.planning.capture import Capture, capture
-from ddpopt.planning.limits import DDP_ARGUMENTS_OF_LIMITS, DDP_ARGUMENTS_WITHOUT_EFFECT_ON_LIMITS
+from ddpopt.planning.limits import DDP_ARGUMENTS
 from ddpopt.planning.plan import Plan
+from ddpopt.planning.strategy import Strategy
 
 FLOAT_CROSSES = (
     "a float crosses its cuts: backends built on AOTAutograd (inductor, aot_eager) fail "
@@ -31,38 +30,55 @@ NOTHING_COMPILED = (
 )
 
 
-def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
-    """Explain a model's buckets and cuts, beside DDP's own buckets and torch's DDPOptimizer.
+class Explained(Protocol):
+    """What `explain_case` asks of a case, as a ``ddpopt.testing.Case`` has it."""
+
+    @property
+    def model(self) -> Callable[[], nn.Module]:
+        """Makes the model."""
+
+    @property
+    def inputs(self) -> Callable[[int, int], tuple[tuple[Any, ...], dict[str, Any]]]:
+        """The arguments of its forward, by rank and step."""
+
+    @property
+    def loss(self) -> Loss:
+        """From the model's output to a scalar."""
+
+
+def explain(model: nn.Module, *inputs: Any, strategy: Strategy = "auto", **kwargs: Any) -> Explanation:
+    """Explain a model's buckets and cuts, next to DDP's own buckets and torch's DDPOptimizer.
 
     Args:
         model: a module, or a DDP module, whose own bucket options then hold. Parameters may be real, fake
             or on the meta device.
         inputs: the positional arguments of its forward.
+        strategy: as for `ddpopt.compile`.
         kwargs: DDP's own arguments (``bucket_cap_mb=25``, ``bucket_cap_mb_list``,
             ``find_unused_parameters``, ``static_graph``, …); everything else goes to the model's forward.
 
     Returns:
         The explanation; its ``str()`` is the table that ``ddpopt explain`` prints. The order in which
-        gradients complete is that of the loss which is the mean of squares over all outputs. torch's
+        gradients complete is that of the loss which is the sum of squares over all outputs. torch's
         optimizer runs over a backend that compiles nothing, so failures of a real one do not show.
 
     Raises:
         UsageError: an argument cannot be used, or the model cannot be traced.
     """
     with torch.enable_grad():
-        captured = capture(model, *inputs, **kwargs)
-    of_ddp = (*DDP_ARGUMENTS_OF_LIMITS, *DDP_ARGUMENTS_WITHOUT_EFFECT_ON_LIMITS)
-    forward_kwargs = {key: value for key, value in kwargs.items() if key not in of_ddp}
+        captured = capture(model, *inputs, strategy=strategy, **kwargs)
+    forward_kwargs = {key: value for key, value in kwargs.items() if key not in DDP_ARGUMENTS}
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    return _explain(captured, Step(inner, inputs, forward_kwargs, mean_square))
+    return _explain(captured, Step(inner, inputs, forward_kwargs, sum_of_squares))
 
 
-def explain_case(case: Case, ddp_kwargs: Mapping[str, Any]) -> Explanation:
+def explain_case(case: Explained, ddp_kwargs: Mapping[str, Any], strategy: Strategy = "auto") -> Explanation:
     """Explain a case with its own loss, and the inputs of rank 0's first step.
 
     Args:
         case: the case.
         ddp_kwargs: DDP's arguments, in place of the case's own.
+        strategy: as for `ddpopt.compile`.
 
     Returns:
         The explanation.
@@ -74,7 +90,7 @@ def explain_case(case: Case, ddp_kwargs: Mapping[str, Any]) -> Explanation:
         model = case.model()
         args, kwargs = case.inputs(0, 0)
         with torch.enable_grad():
-            captured = capture(model, *args, **kwargs, **ddp_kwargs)
+            captured = capture(model, *args, strategy=strategy, **kwargs, **ddp_kwargs)
         return _explain(captured, Step(model, args, kwargs, case.loss))
 
 
@@ -85,6 +101,7 @@ def _explain(captured: Capture, step: Step) -> Explanation:
         model=type(model).__name__,
         config=captured.config,
         plan=plan,
+        inline=all(captured.graphs[index].inline for index in captured.planned),
         ddp=_own_buckets(captured, plan, step),
         torch=_torch_split(captured, step),
     )

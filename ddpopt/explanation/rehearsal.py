@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.capture import fake_copy, fake_mode, private_dynamo
@@ -38,6 +39,13 @@ class Step:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     loss: Loss
+
+
+def sum_of_squares(output: object) -> Tensor:
+    """A loss of every tensor in an output that requires grad."""
+    leaves = (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
+    squares = [leaf.abs().double().square().sum() for leaf in leaves if leaf.requires_grad]
+    return torch.stack(squares).sum()
 
 
 @dataclass(frozen=True)
@@ -116,3 +124,11 @@ def _note(order: list[str], name: str, _: Tensor) -> None:
 def call(step: Step) -> Any:
     """Call a step's model as it is; a `forward` for :meth:`Rehearsal.ready_order`."""
     return step.model(*step.args, **step.kwargs)
+
+
+@contextlib.contextmanager
+def generators_kept() -> Iterator[None]:
+    """Leave torch's generators, of the CPU and of each GPU in use, as they were found."""
+    in_use = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]  # of torch
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if in_use else ()):
+        yield

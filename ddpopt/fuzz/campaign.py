@@ -15,22 +15,21 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from types import FrameType
 
 from hypothesis.database import ExampleDatabase, InMemoryExampleDatabase
 
+from ddpopt.errors import UsageError
 from ddpopt.fuzz.cases import FoundCase, task_of
-from ddpopt.fuzz.journal import Entry, Journal, Plan
+from ddpopt.fuzz.journal import Entry, Journal, Plan, Summary, summarized
 from ddpopt.fuzz.questions import TORCH, Answer, Kind, Setting
-from ddpopt.fuzz.scripting import script_of
-from ddpopt.fuzz.shared import share, shared
-from ddpopt.fuzz.storing import write_whole
+from ddpopt.fuzz.scripting import save
 from ddpopt.fuzz.stream import BLOCK, Source
-from ddpopt.fuzz.summary import Summary, summarized
 from ddpopt.fuzz.workers import Worker
 from ddpopt.testing.drawn import DrawnModel
+from ddpopt.testing.profiles import shared_database
 
+KEY = b"ddpopt fuzz 1"
+"""Of the cases in a database that machines share."""
 FROM_OTHERS = -1
 """The worker of models that come from the database."""
 PAUSE_S = 0.005
@@ -88,10 +87,6 @@ class _Turn:
     shared: str = ""
 
 
-class _Ended(Exception):
-    """Somebody wants the campaign to end."""
-
-
 class Campaign:
     """A campaign in a folder.
 
@@ -130,11 +125,11 @@ class Campaign:
         workers = [Worker(self.plan.nproc, self.limits.model_s) for _ in range(self.plan.workers)]
         lanes = [self._lane(number, worker) for number, worker in enumerate(workers)]
         try:
-            with _ending_in_order():
+            with _interrupted_by_sigterm():
                 while lanes and not self._is_over():
-                    lanes = [lane for lane in lanes if next(lane, _Ended) is not _Ended]
+                    lanes = [lane for lane in lanes if not next(lane, "ended")]
                     time.sleep(PAUSE_S)
-        except (_Ended, KeyboardInterrupt):
+        except KeyboardInterrupt:
             pass
         finally:
             for worker in workers:
@@ -197,26 +192,25 @@ class Campaign:
         if answer.kind not in (Kind.WRONG, Kind.BACKEND, Kind.BROKEN) or answer.signature is None:
             return None
         case = FoundCase(
-            turn.model,
-            answer.mode,
-            turn.setting,
-            answer.signature,
-            answer.kind,
-            answer.detail,
-            self.plan.torch,
-            turn.origin,
+            *(turn.model, answer.mode, turn.setting),
+            *(answer.signature, answer.kind, answer.detail),
+            *(self.plan.torch, turn.origin),
         )
         if case.key in self.known:
             return None
         self.known.add(case.key)
         save(case, self.journal.cases)
-        share(self.database, case)
+        self.database.save(KEY, case.to_json().encode())
         return case
 
     def _from_others(self, worker: Worker) -> Iterator[None]:
         """Judge what other machines found, which may fail here too."""
-        for case in shared(self.database):
-            digest = hashlib.sha256(case.to_json().encode()).hexdigest()[:12]
+        for data in sorted(self.database.fetch(KEY)):
+            digest = hashlib.sha256(data).hexdigest()[:12]
+            try:
+                case = FoundCase.from_json(data.decode())
+            except (UsageError, UnicodeDecodeError):
+                continue  # of another version
             ours = case.mode in self.plan.modes and case.setting.backend == self.plan.backend
             if digest in self.others or case.key in self.known or not ours:
                 continue
@@ -227,35 +221,29 @@ class Campaign:
             yield from self._judged(worker, turn)
 
 
-def save(case: FoundCase, folder: Path) -> Path:
-    """Write a case, and a script that shows it.
+def open_database(address: str | None) -> ExampleDatabase:
+    """Open what ``--database`` names; None keeps failures to this process.
 
-    Args:
-        case: what was found.
-        folder: where to.
-
-    Returns:
-        The case's file.
+    Raises:
+        UsageError: it is neither a folder nor a server, or does not answer.
     """
-    file = folder / f"{case.stem}.json"
-    script = file.with_suffix(".py")
-    write_whole(script, script_of(case, script.name))
-    write_whole(file, case.to_json())
-    return file
+    if address is None:
+        return InMemoryExampleDatabase()
+    database = shared_database(address, "--database")
+    try:
+        next(iter(database.fetch(KEY)), None)
+    except Exception as error:  # of Redis's client, or of the folder
+        raise UsageError(f"--database: {address!r} does not answer: {error}; name one that does") from error
+    return database
 
 
 @contextmanager
-def _ending_in_order() -> Iterator[None]:
+def _interrupted_by_sigterm() -> Iterator[None]:
     """Have SIGTERM end a campaign as Ctrl-C does; only the main thread hears of signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-
-    def end(number: int, frame: FrameType | None) -> None:
-        del number, frame
-        raise _Ended
-
-    before = signal.signal(signal.SIGTERM, end)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:

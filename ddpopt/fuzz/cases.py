@@ -1,22 +1,25 @@
 """What is kept of a failure: the model as a value, how it was run, and how it fails; a JSON file each.
 
+A case comes from another machine, a database or a mail: its model is read without running the text.
 Invariant: ``FoundCase.from_json(case.to_json()) == case``, and equal failures have equal file names.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
+import os
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ddpopt.errors import UsageError
 from ddpopt.fuzz.questions import MODES, STANDALONE, WHOLE, Answer, Kind, Setting, Task
-from ddpopt.fuzz.reading import read_model
 from ddpopt.fuzz.signatures import Signature
-from ddpopt.testing.drawn import DrawnModel
-from ddpopt.testing.drawn.model import TAGS
+from ddpopt.testing.drawn import DrawnModel, step
 
 VERSION = 1
 
@@ -93,7 +96,7 @@ class FoundCase:
         data = {
             "version": VERSION,
             **{name: value for name, value in vars(self).items() if name not in ("model", "setting")},
-            "signature": self.signature.to_json(),
+            "signature": asdict(self.signature),
             "setting": asdict(self.setting),
             "features": sorted(self.model.features),
             "model": repr(self.model),
@@ -145,5 +148,57 @@ class FoundCase:
 
 def task_of(model: DrawnModel, modes: tuple[str, ...], setting: Setting) -> Task:
     """Ask a model in some modes."""
-    tags = tuple(sorted({TAGS[feature] for feature in model.features if feature in TAGS}))
-    return Task(model.source, tags, model.cap_bytes, modes, setting, training=model.training)
+    return Task(model.source, model.tags, model.cap_bytes, modes, setting, training=model.training)
+
+
+_CALLS: dict[str, Callable[..., Any]] = {"DrawnModel": DrawnModel, "step": step}
+
+
+def read_model(text: str) -> DrawnModel:
+    """Read what ``repr`` wrote.
+
+    Args:
+        text: ``DrawnModel(...)``, made of ``step(...)`` and literals.
+
+    Returns:
+        An equal model.
+
+    Raises:
+        UsageError: the text is something else, or names a block that is not registered.
+    """
+    try:
+        found = _value(ast.parse(text, mode="eval").body)
+    except (SyntaxError, ValueError, TypeError) as error:
+        raise UsageError(f"expected the repr of a DrawnModel, got {text[:80]!r}: {error}") from error
+    if not isinstance(found, DrawnModel):
+        raise UsageError(f"expected the repr of a DrawnModel, got {text[:80]!r}")
+    return found
+
+
+def _value(node: ast.expr) -> Any:
+    match node:
+        case ast.Call(func=ast.Name(id=name)) if name in _CALLS:
+            keywords = {str(keyword.arg): _value(keyword.value) for keyword in node.keywords}
+            return _CALLS[name](*map(_value, node.args), **keywords)
+        case ast.Tuple(elts=items):
+            return tuple(map(_value, items))
+        case _:
+            return ast.literal_eval(node)
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a file in one step: a process that ends while it writes leaves the file as it was.
+
+    Args:
+        file: in a folder that exists.
+        text: written as UTF-8.
+
+    Raises:
+        OSError: the folder cannot be written to.
+    """
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)

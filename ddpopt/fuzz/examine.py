@@ -56,24 +56,21 @@ def examine(ranks: Ranks, task: Task, tell: Callable[[str], None]) -> list[Answe
     subject = Subject(case, option(task.training), task.setting.steps, ranks.device)
     with _limit_of(task), contextlib.closing(Bench(subject, ranks)) as bench:
         try:
-            return _answers(_Examination(bench, task.setting), task, tell)
+            examination = _Examination(bench, task.setting)
+            if examination.reference is None:
+                return _all(task, Kind.EAGER, bench.failures[0].text)
+            answers = []
+            for name in task.modes:
+                tell(name)
+                answers.append(_answer(examination, name, task.sought))
+                forget_failures()
+            return answers
         finally:
             forget_failures()
 
 
-def _answers(examination: _Examination, task: Task, tell: Callable[[str], None]) -> list[Answer]:
-    if examination.reference is None:
-        return _all(task, Kind.EAGER, examination.bench.failures[0].text)
-    answers = []
-    for name in task.modes:
-        tell(name)
-        answers.append(_answer(examination, name, task.sought))
-        forget_failures()
-    return answers
-
-
 def forget_failures() -> None:
-    """Undo what torch leaves behind where its optimizer fails, which would let later models fail too."""
+    """Undo the state that torch keeps after its optimizer fails, with which later models would fail too."""
     functorch: Any = torch._C._functorch  # private, for torch 2.11 to 2.13, as what follows
     autograd: Any = torch._C._autograd
     DistributedDataParallel._active_ddp_module = None
@@ -82,7 +79,7 @@ def forget_failures() -> None:
 
 
 def _answer(examination: _Examination, name: str, sought: Signature | None) -> Answer:
-    """Answer for one mode; a run that fails is told by verification, so what is raised here is its own."""
+    """Answer for one mode; verification reports a run that fails, so what is raised here is its own fault."""
     try:
         return examination.answer(name, sought)
     except Exception as error:
@@ -230,7 +227,7 @@ def beyond_rounding(found: Sequence[Finding], roughly: Trial) -> list[Finding]:
     """What of a mode's findings no rounding explains.
 
     Args:
-        found: what is wrong with it; no number is looked at behind the first step that differs from eager's.
+        found: what is wrong with it; no number is looked at after the first step that differs from eager's.
         roughly: the same mode, judged with rounding allowed for, as it is for compiled code, in all steps.
 
     Returns:

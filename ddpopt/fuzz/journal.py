@@ -1,21 +1,22 @@
-"""What a campaign writes down as it goes, so that one that was interrupted goes on and loses nothing.
+"""What a campaign writes down as it goes, so that an interrupted one loses nothing, and its counts.
 
-One line of JSON for each model, written as soon as it is judged. Invariant: a campaign's counts are a
+One line of JSON for each model, written as soon as it is judged. Invariant: a campaign's summary is a
 function of its journal; a last line that was cut short is as if it were not there.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 from ddpopt.errors import UsageError
+from ddpopt.fuzz.cases import write_whole
 from ddpopt.fuzz.questions import Answer, Kind
 from ddpopt.fuzz.signatures import Signature
-from ddpopt.fuzz.storing import write_whole
 
 LINES = "journal.jsonl"
 PLAN = "campaign.json"
@@ -74,11 +75,7 @@ class Entry:
 
     def to_line(self) -> str:
         """Return it as one line."""
-        answers = [
-            {"mode": a.mode, "kind": a.kind, "signature": a.signature and a.signature.to_json()}
-            for a in self.answers
-        ]
-        return json.dumps({**asdict(self), "answers": answers})
+        return json.dumps(asdict(replace(self, answers=tuple(replace(a, detail="") for a in self.answers))))
 
     @staticmethod
     def from_line(line: str) -> Entry:
@@ -86,9 +83,9 @@ class Entry:
         data: dict[str, Any] = json.loads(line)
         answers = tuple(
             Answer(a["mode"], Kind(a["kind"]), a["signature"] and Signature(**a["signature"]))
-            for a in data.pop("answers")
+            for a in data["answers"]
         )
-        return Entry(**{**data, "features": tuple(data["features"])}, answers=answers)
+        return Entry(**{**data, "features": tuple(data["features"]), "answers": answers})
 
 
 class Journal:
@@ -127,7 +124,7 @@ class Journal:
         self._file.close()
 
     def next_place(self, worker: int) -> int:
-        """Where a worker goes on."""
+        """The place from which a worker resumes."""
         return max((entry.place for entry in self.entries if entry.worker == worker), default=-1) + 1
 
     def add(self, entry: Entry) -> None:
@@ -138,27 +135,25 @@ class Journal:
 
     def _adopt(self, plan: Plan) -> None:
         file = self.folder / PLAN
-        ours = asdict(plan) | {
-            name: list(value) for name, value in vars(plan).items() if type(value) is tuple
-        }
+        text = json.dumps(asdict(plan), indent=2)
         if not file.exists():
-            write_whole(file, json.dumps(ours, indent=2))
-            return
+            write_whole(file, text)
         try:
-            theirs = dict(json.loads(file.read_text(encoding="utf-8")))
+            ours, theirs = json.loads(text), dict(json.loads(file.read_text(encoding="utf-8")))
         except (ValueError, TypeError) as error:
             raise UsageError(
                 f"--out: {str(file)!r} does not say which campaign it is of ({error}); remove it, or name "
                 "another folder"
             ) from error
-        differing = [name for name in ours if theirs.get(name) != ours[name]]
+        differing = [
+            f"{name}: {theirs.get(name)!r} there, {value!r} here"
+            for name, value in ours.items()
+            if theirs.get(name) != value
+        ]
         if differing:
-            words = "; ".join(
-                f"{name}: {theirs.get(name)!r} there, {ours[name]!r} here" for name in differing
-            )
             raise UsageError(
-                f"--out: {str(self.folder)!r} has another campaign ({words}); repeat its options to go on "
-                "with it, or name another folder"
+                f"--out: {str(self.folder)!r} has another campaign ({'; '.join(differing)}); repeat its "
+                "options to resume it, or name another folder"
             )
 
 
@@ -177,3 +172,96 @@ def _read(file: Path) -> Iterator[Entry]:
                 f"--out: line {number} of {str(file)!r} is none that a campaign wrote "
                 f"({type(error).__name__}: {error}); remove the line, or name another folder"
             ) from error
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A failure, and how often it was seen.
+
+    Attributes:
+        owner: the mode that it counts against, or ``"backend NAME"``.
+        signature: in words.
+        times: in how many models.
+        first: place of the first, as ``worker/place``.
+    """
+
+    owner: str
+    signature: str
+    times: int
+    first: str
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a campaign came to.
+
+    Attributes:
+        plan: what was run.
+        models: how many were judged.
+        seconds: how long, over all runs.
+        runs: how many runs.
+        kinds: for each mode how many models ended how.
+        features: for each feature in how many models it was.
+        failures: those of modes and of backends, the most frequent first.
+        refused: what was not judged, and why: ddpopt refused, eager failed, or the judge.
+    """
+
+    plan: Plan
+    models: int
+    seconds: float
+    runs: int
+    kinds: Mapping[str, Mapping[str, int]]
+    features: Mapping[str, int]
+    failures: tuple[Counted, ...]
+    refused: Mapping[str, int]
+
+    @property
+    def rate(self) -> float:
+        """Models in a second."""
+        return self.models / self.seconds if self.seconds else 0.0
+
+    @property
+    def distinct(self) -> int:
+        """Failures that count against a mode."""
+        return sum(not failure.owner.startswith("backend ") for failure in self.failures)
+
+    def to_json(self) -> str:
+        """Return it as a JSON object."""
+        return json.dumps({**asdict(self), "rate": round(self.rate, 3), "distinct": self.distinct}, indent=2)
+
+
+def summarized(plan: Plan, entries: Sequence[Entry]) -> Summary:
+    """Count what a journal has.
+
+    Args:
+        plan: of the campaign.
+        entries: in the order in which they were written.
+    """
+    ends: dict[int, float] = {}
+    kinds: dict[str, Counter[str]] = {mode: Counter() for mode in plan.modes}
+    times: Counter[tuple[str, str]] = Counter()
+    first: dict[tuple[str, str], str] = {}
+    refused: Counter[str] = Counter()
+    for entry in entries:
+        ends[entry.run] = max(ends.get(entry.run, 0.0), entry.at_s)
+        failures = set()
+        for answer in entry.answers:
+            kinds.setdefault(answer.mode, Counter())[answer.kind] += 1
+            if answer.kind in (Kind.WRONG, Kind.BACKEND):
+                owner = f"backend {plan.backend}" if answer.kind is Kind.BACKEND else answer.mode
+                failures.add((owner, str(answer.signature)))
+            elif answer.kind is not Kind.OK:
+                refused[f"{answer.mode}: {answer}"] += 1
+        for failure in sorted(failures):
+            times[failure] += 1
+            first.setdefault(failure, f"{entry.worker}/{entry.place}")
+    return Summary(
+        plan=plan,
+        models=len(entries),
+        seconds=round(sum(ends.values()), 1),
+        runs=len(ends),
+        kinds={mode: dict(counts) for mode, counts in kinds.items()},
+        features=dict(Counter(feature for entry in entries for feature in entry.features).most_common()),
+        failures=tuple(Counted(*key, count, first[key]) for key, count in times.most_common()),
+        refused=dict(refused.most_common()),
+    )

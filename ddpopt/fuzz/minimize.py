@@ -3,6 +3,9 @@
 First how it is run: as few steps and ranks as show it, a simpler backend, so that all that follows costs
 less. Then whole steps of the model, many at a time, by delta debugging; then one change after the other. What
 fails in another way is no smaller version of the failure: it is counted, and left.
+
+Any value is a valid model, so nothing here knows what a step does. Each candidate is strictly smaller by
+`weight`, so that taking one after the other comes to an end.
 Invariant: what comes out was seen to fail as what went in.
 """
 
@@ -10,58 +13,53 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ddpopt.errors import NotJudgedError
 from ddpopt.fuzz.cases import FoundCase
-from ddpopt.fuzz.questions import Answer, Setting
-from ddpopt.fuzz.shrinking import keeping, smaller
-from ddpopt.fuzz.sizes import Size, size_of
+from ddpopt.fuzz.questions import Answer
 from ddpopt.judge.locating.narrow import narrowed
-from ddpopt.testing.drawn import DrawnModel
+from ddpopt.testing.drawn import BLOCKS, DrawnModel, Step, step
+from ddpopt.testing.drawn.forms import CHOICES
 
 TRIES = 400
 BACKENDS = ("eager", "aot_eager")
 """From the simplest on."""
 Ask = Callable[[FoundCase], Answer]
+Steps = tuple[Step, ...]
 
-
-@dataclass(frozen=True)
-class SoFar:
-    """How far a search is.
-
-    Attributes:
-        case: the smallest so far.
-        tries: how many models were tried.
-        drifted: how many of them failed in another way.
-    """
-
-    case: FoundCase
-    tries: int
-    drifted: int
+_PLAIN = DrawnModel()
+_CHOSEN = (*CHOICES, "joined", "seed")
+"""Fields with a plain value."""
+_CAPS = (2**20, 1)
+"""One bucket for all, or one for each parameter: what lies between takes thought to read."""
+_PLAINER: Mapping[str, tuple[Any, ...]] = {
+    **{name: (getattr(_PLAIN, name),) for name in _CHOSEN},
+    "batches": ((2,), (2, 3)),
+    "width": (4, 8),
+    "cap_bytes": _CAPS,
+}
+"""For each field the values to try, the plainest first."""
 
 
 @dataclass(frozen=True)
 class Minimized:
-    """What a search came to.
+    """How far a search has come, or what it came to.
 
     Attributes:
         case: the smallest that was found to fail in the same way.
         given: what went in.
-        before: size of what went in.
-        after: size of what came out.
         tries: how many models were tried.
-        ended: whether nothing smaller fails so; else the search ran out of tries or time.
+        ended: whether nothing smaller fails so; else the search goes on, or ran out of tries or time.
         drifted: failures of another kind that were met and left, with how often.
     """
 
     case: FoundCase
     given: FoundCase
-    before: Size
-    after: Size
-    tries: int
-    ended: bool
+    tries: int = 0
+    ended: bool = False
     drifted: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -71,7 +69,7 @@ def minimized(
     *,
     tries: int = TRIES,
     seconds: float | None = None,
-    tell: Callable[[SoFar], None] = lambda _: None,
+    tell: Callable[[Minimized], None] = lambda _: None,
 ) -> Minimized:
     """Search for a small model that fails in the same way.
 
@@ -96,29 +94,18 @@ def minimized(
             f"It was found with torch {case.torch or 'of a release that it does not name'}"
         )
     search.run()
-    return Minimized(
-        search.case,
-        case,
-        size_of(case.model),
-        size_of(search.case.model),
-        search.tries,
-        search.ended,
-        dict(search.drifted),
-    )
+    return replace(search.found, ended=search.may_ask())
 
 
 class _Search:
     """What is known of one failure."""
 
     def __init__(
-        self, case: FoundCase, ask: Ask, tries: int, end: float | None, tell: Callable[[SoFar], None]
+        self, case: FoundCase, ask: Ask, tries: int, end: float | None, tell: Callable[[Minimized], None]
     ) -> None:
-        self.case = case
-        self.tries = 0
-        self.ended = False
-        self.drifted: Counter[str] = Counter()
+        self.found = Minimized(case, case)
         self._ask = ask
-        self._left = tries
+        self._tries = tries
         self._end = end
         self._tell = tell
         self._known: dict[FoundCase, bool] = {}
@@ -130,73 +117,175 @@ class _Search:
         while self._smaller_model():
             pass
         self._plainer_setting()
-        self.ended = self._left > 0 and not self._late()
+
+    def may_ask(self) -> bool:
+        """Whether tries and time are left."""
+        late = self._end is not None and time.monotonic() > self._end
+        return self.found.tries < self._tries and not late
 
     def _plainer_setting(self) -> None:
-        """Each setting that is plainer than what is there by then."""
-        for plainer in _PLAINER:
-            for setting in plainer(self.case.setting):
-                if self._shows(replace(self.case, setting=setting)):
+        """As few ranks and steps as show it, and the simplest backend."""
+        setting = self.found.case.setting
+        known = setting.backend in BACKENDS
+        plainer: dict[str, Sequence[Any]] = {
+            "nproc": range(1, setting.nproc),
+            "steps": range(1, setting.steps),
+            "backend": BACKENDS[: BACKENDS.index(setting.backend)] if known else BACKENDS,
+        }
+        for name, values in plainer.items():
+            for value in values:
+                setting = replace(self.found.case.setting, **{name: value})
+                if self._shows(replace(self.found.case, setting=setting)):
                     break
 
     def _fewer_steps(self) -> None:
         """Whole steps go first, many at a time."""
-        whole = self.case.model
+        whole = self.found.case.model
 
         def shows(places: tuple[int, ...]) -> bool:
-            return self._shows(self._with(replace(whole, steps=keeping(whole.steps, places))))
+            return self._shows_model(replace(whole, steps=keeping(whole.steps, places)))
 
-        narrowed(range(len(whole.steps)), shows, tries=self._left)
+        narrowed(range(len(whole.steps)), shows, tries=self._tries - self.found.tries)
 
     def _smaller_model(self) -> bool:
         """Make each change that still fails so; the next one is tried where the last one was made."""
-        place, before = 0, self.case
-        candidates = list(smaller(self.case.model))
+        place, before = 0, self.found.case
+        candidates = list(smaller(before.model))
         while place < len(candidates):
-            if self._shows(self._with(candidates[place])):
-                candidates = list(smaller(self.case.model))
+            if self._shows_model(candidates[place]):
+                candidates = list(smaller(self.found.case.model))
             else:
                 place += 1
-        return self.case != before
+        return self.found.case != before
 
-    def _with(self, model: DrawnModel) -> FoundCase:
-        return replace(self.case, model=model)
+    def _shows_model(self, model: DrawnModel) -> bool:
+        return self._shows(replace(self.found.case, model=model))
 
     def _shows(self, candidate: FoundCase) -> bool:
         """Whether a candidate fails in the same way, and is kept; not, where nothing may be asked now."""
-        if candidate in self._known:
-            return self._known[candidate]
-        if self._left <= 0 or self._late():
-            return False
-        self._left -= 1
-        self.tries += 1
+        if candidate in self._known or not self.may_ask():
+            return self._known.get(candidate, False)
         answer = self._ask(candidate)
-        right = candidate.fails_so(answer)
+        right = self._known[candidate] = candidate.fails_so(answer)
+        case, drifted = self.found.case, Counter(self.found.drifted)
         if not right and answer.signature is not None:
-            self.drifted[str(answer)] += 1
-        self._known[candidate] = right
-        self.case = candidate if right else self.case
-        self._tell(SoFar(self.case, self.tries, self.drifted.total()))
+            drifted[str(answer)] += 1
+        tries = self.found.tries + 1
+        self.found = replace(
+            self.found, case=candidate if right else case, tries=tries, drifted=dict(drifted)
+        )
+        self._tell(self.found)
         return right
 
-    def _late(self) -> bool:
-        return self._end is not None and time.monotonic() > self._end
+
+def weight(model: DrawnModel) -> tuple[float, ...]:
+    """How large a model is: steps first, then which they are, then sizes; smaller is better to read."""
+    steps = list(model.all_steps())
+    order = {name: place for place, name in enumerate(BLOCKS)}
+    return (
+        len(steps),
+        sum(order[each.block] for each in steps),
+        sum(value != _plain_choice(each, name) for each in steps for name, value in each.options),
+        sum(sum(each.reads) for each in steps),
+        sum(getattr(model, name) != getattr(_PLAIN, name) for name in _CHOSEN),
+        len(model.batches),
+        sum(model.batches),
+        model.width,
+        _CAPS.index(model.cap_bytes) if model.cap_bytes in _CAPS else len(_CAPS),
+    )
 
 
-def _fewer_steps(setting: Setting) -> Iterator[Setting]:
-    for steps in range(1, setting.steps):
-        yield replace(setting, steps=steps)
+def smaller(model: DrawnModel) -> Iterator[DrawnModel]:
+    """Each model that is smaller by one change, or by many at once; the most promising first."""
+    seen = {repr(model)}
+    for candidate in _candidates(model):
+        if repr(candidate) not in seen and weight(candidate) < weight(model):
+            seen.add(repr(candidate))
+            yield candidate
 
 
-def _fewer_ranks(setting: Setting) -> Iterator[Setting]:
-    for nproc in range(1, setting.nproc):
-        yield replace(setting, nproc=nproc)
+def keeping(steps: Sequence[Step], places: Sequence[int]) -> Steps:
+    """The steps at `places`, each of which reads what it has read before, as far as that is kept.
+
+    Steps within others, outputs, and reads that count round keep their numbers.
+    """
+    gone = set(range(len(steps))) - set(places)
+
+    def nearer(place: int, back: int) -> int:
+        return back - sum(other in gone for other in range(place - back, place))
+
+    return tuple(
+        replace(steps[place], reads=tuple(nearer(place, back) for back in steps[place].reads))
+        for place in places
+    )
 
 
-def _simpler_backend(setting: Setting) -> Iterator[Setting]:
-    known = setting.backend in BACKENDS
-    for backend in BACKENDS[: BACKENDS.index(setting.backend)] if known else BACKENDS:
-        yield replace(setting, backend=backend)
+def _candidates(model: DrawnModel) -> Iterator[DrawnModel]:
+    yield from _many_at_once(model)
+    places = range(len(model.steps))
+    for place in places:
+        yield replace(model, steps=keeping(model.steps, [other for other in places if other != place]))
+    yield from _with_each_step(model, _fewer)
+    for name, values in _PLAINER.items():
+        for value in values:
+            yield replace(model, **{name: value})
+    yield from _with_each_step(model, _simpler)
 
 
-_PLAINER: tuple[Callable[[Setting], Iterator[Setting]], ...] = (_fewer_ranks, _fewer_steps, _simpler_backend)
+def _many_at_once(model: DrawnModel) -> Iterator[DrawnModel]:
+    """What is plain but for its steps, and steps that are plain themselves."""
+    plain = replace(model, outputs=(), **{name: getattr(_PLAIN, name) for name in CHOICES})
+    steps = tuple(map(_with_plain_options, model.steps))
+    for cap in (*_CAPS, model.cap_bytes):
+        small = replace(plain, seed=_PLAIN.seed, batches=(2,), width=4, cap_bytes=cap)
+        yield replace(small, steps=steps)
+        yield small
+    yield replace(plain, steps=steps)
+    yield plain
+    yield replace(model, steps=steps)
+
+
+def _with_plain_options(each: Step) -> Step:
+    options = tuple((name, _plain_choice(each, name)) for name, _ in each.options)
+    return replace(each, options=options, body=tuple(map(_with_plain_options, each.body)))
+
+
+def _plain_choice(each: Step, option: str) -> Any:
+    return next(iter(BLOCKS[each.block].options[option]))
+
+
+def _with_each_step(model: DrawnModel, edits: Callable[[Step], Iterator[Steps]]) -> Iterator[DrawnModel]:
+    """Replace one step or output by each of its edits."""
+    for steps in _edited(model.steps, edits):
+        yield replace(model, steps=steps)
+    for outputs in _edited(model.outputs, edits):
+        yield replace(model, outputs=outputs)
+
+
+def _edited(steps: Steps, edits: Callable[[Step], Iterator[Steps]]) -> Iterator[Steps]:
+    for place, each in enumerate(steps):
+        before, after = steps[:place], steps[place + 1 :]
+        for other in edits(each):
+            yield (*before, *other, *after)
+        for body in _edited(each.body, edits):
+            yield (*before, replace(each, body=body), *after)
+
+
+def _fewer(each: Step) -> Iterator[Steps]:
+    """Nothing, the step without its body, or the body alone."""
+    yield ()
+    yield (replace(each, body=()),)
+    yield each.body
+
+
+def _simpler(each: Step) -> Iterator[Steps]:
+    """The step with simpler options or reads, or the simplest block in its place."""
+    yield (step(each.block, body=each.body),)
+    for option, _ in each.options:
+        plain = tuple((n, _plain_choice(each, n) if n == option else v) for n, v in each.options)
+        yield (replace(each, options=plain),)
+    for place in range(len(each.reads)):
+        yield (replace(each, reads=(*each.reads[:place], 0, *each.reads[place + 1 :])),)
+    if not each.body:
+        kind = BLOCKS[each.block].place
+        yield (step(next(name for name, other in BLOCKS.items() if other.place == kind)),)

@@ -63,7 +63,7 @@ class Task:
         modes: names of modes, of `MODES`.
         setting: how it is run.
         training: name of the option of verification that it is trained under.
-        sought: the only failure that is of interest; another one is told as it shows at first. None if all
+        sought: the only failure that is of interest; another one is reported as first seen. None if all
             are.
     """
 

@@ -6,12 +6,13 @@ Invariant: a script for a fault of torch's imports nothing but torch and the sta
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
-from ddpopt.fuzz.cases import FoundCase
+from ddpopt.fuzz.cases import FoundCase, write_whole
 from ddpopt.judge.judge import EXACT
 from ddpopt.judge.locating.reproduction import REACHED, command_of
 from ddpopt.judge.locating.scripting import factors, grouped, spaced
@@ -23,6 +24,14 @@ GRADIENTS, GRAPHS = "a gradient wherever eager DDP has one", "as many graphs as 
 """Claims of structure that a script can show without ddpopt."""
 IMPORTS = ("import ", "from ")
 SECTIONS = ("\n\ndef run_step(", "\n\nDDP_KWARGS =", "\n\nif __name__")
+
+
+def save(case: FoundCase, folder: Path) -> None:
+    """Write a case, and a script that shows it, into a folder."""
+    file = folder / f"{case.stem}.json"
+    script = file.with_suffix(".py")
+    write_whole(script, script_of(case, script.name))
+    write_whole(file, case.to_json())
 
 
 def script_of(case: FoundCase, name: str) -> str:
@@ -48,7 +57,7 @@ def script_of(case: FoundCase, name: str) -> str:
     cap = case.model.cap_bytes
     samples = not symptom and case.setting.backend not in EXACT
     imports, definitions = _definitions(case.model.source, whole=not alone)
-    given = {
+    given: dict[str, Any] = {
         "headline": _headline(case),
         "about": _about(case),
         "torch_version": case.torch or torch.__version__,
@@ -63,34 +72,26 @@ def script_of(case: FoundCase, name: str) -> str:
         "source": definitions,
         "steps": case.setting.steps,
     }
-    return (
-        _rendered("model.jinja", given | _alone(case, samples))
-        if alone
-        else _rendered("judged.jinja", given | _judged(case))
-    )
-
-
-def _alone(case: FoundCase, samples: bool) -> dict[str, Any]:
-    return {
-        "mode_of_ddp": case.owner_mode,
-        "call": "make_inputs",
-        "ddp_kwargs": dict(case.model.program.module.DDP_KWARGS),
-        "learning_rate": LEARNING_RATE,
-        "dtype": "",
-        "exact": not samples,
-        "samples": samples,
-        "tells_floats": samples,
-        **factors(),
-    }
-
-
-def _judged(case: FoundCase) -> dict[str, Any]:
-    return {
-        "name": case.stem,
-        "tags": case.task.tags,
-        "mode": case.owner_mode,
-        "training": case.model.training,
-    }
+    if alone:
+        given |= {
+            "mode_of_ddp": case.owner_mode,
+            "call": "make_inputs",
+            "ddp_kwargs": dict(case.model.program.module.DDP_KWARGS),
+            "learning_rate": LEARNING_RATE,
+            "dtype": "",
+            "exact": not samples,
+            "samples": samples,
+            "tells_floats": samples,
+            **factors(),
+        }
+    else:
+        given |= {
+            "name": case.stem,
+            "tags": case.model.tags,
+            "mode": case.owner_mode,
+            "training": case.model.training,
+        }
+    return _rendered("model.jinja" if alone else "judged.jinja", given)
 
 
 def _headline(case: FoundCase) -> str:
@@ -115,7 +116,7 @@ def _about(case: FoundCase) -> list[str]:
 
 
 def _imports(symptom: str, alone: bool, samples: bool, ranks: int) -> list[str]:
-    """What the script needs besides what the model does."""
+    """What the script imports, in addition to the model."""
     found = ["import sys", "import torch", *(["import os"] if ranks > 1 else [])]
     if not alone:
         return [

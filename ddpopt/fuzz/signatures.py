@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from ddpopt.judge.verdict import Finding, Trial
 
@@ -42,10 +42,6 @@ class Signature:
     def __str__(self) -> str:
         place = f" in {self.where}" if self.where else ""
         return f"{self.kind}: {self.what}{place}"
-
-    def to_json(self) -> dict[str, str]:
-        """Return it as a JSON object."""
-        return asdict(self)
 
 
 def signature_of(trial: Trial) -> Signature:

@@ -1,7 +1,7 @@
 """The sequence of models that a campaign judges, a block at a time.
 
 A block depends on its seed and number alone, never on a verdict or a database: so equal seeds give equal
-campaigns, and one that goes on draws its block again.
+campaigns, and one that is resumed draws its block again.
 Invariant: `drawn_block` is a function of its arguments.
 """
 
@@ -18,7 +18,7 @@ from ddpopt.testing.drawn import DrawnModel
 from ddpopt.testing.strategies import models
 
 RUN = 10
-"""Models that Hypothesis draws in one run: once ten were valid it goes on with variants of each."""
+"""Models that Hypothesis draws in one run: after ten valid ones it continues with variants of each."""
 SMALLEST = 2
 """The first of them are the simplest model there is, or nearly so: to have them once is enough."""
 BLOCK = RUN - SMALLEST

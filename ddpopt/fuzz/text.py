@@ -10,9 +10,8 @@ from ddpopt.judge.report.wording import count_of
 
 if TYPE_CHECKING:
     from ddpopt.fuzz.cases import FoundCase
-    from ddpopt.fuzz.minimize import Minimized, SoFar
-    from ddpopt.fuzz.sizes import Size
-    from ddpopt.fuzz.summary import Summary
+    from ddpopt.fuzz.journal import Summary
+    from ddpopt.fuzz.minimize import Minimized
 
 
 def fuzz_text(summary: Summary, cases: str, known_features: frozenset[str]) -> str:
@@ -26,10 +25,10 @@ def fuzz_text(summary: Summary, cases: str, known_features: frozenset[str]) -> s
     Returns:
         Lines of at most 80 columns.
     """
-    return "\n".join(_lines(summary, cases, known_features))
+    return "\n".join(_of_campaign(summary, cases, known_features))
 
 
-def _lines(summary: Summary, cases: str, known_features: frozenset[str]) -> Iterator[str]:
+def _of_campaign(summary: Summary, cases: str, known_features: frozenset[str]) -> Iterator[str]:
     plan = summary.plan
     yield paragraph(
         f"{count_of(summary.models, 'model')} in {summary.seconds:.0f} s ({summary.rate:.2f} a second): "
@@ -51,45 +50,37 @@ def _lines(summary: Summary, cases: str, known_features: frozenset[str]) -> Iter
         yield ""
     for what, times in summary.refused.items():
         yield paragraph(f"not judged, {times} times: {what}", "  ")
-    yield from _features(summary, known_features)
-    found = count_of(summary.distinct, "distinct failure")
+    missing = sorted(known_features - set(summary.features) - set(plan.without))
+    seen = f"{len(known_features & set(summary.features))} of {len(known_features)} features covered"
+    yield paragraph(f"{seen}; not yet: {', '.join(missing)}" if missing else seen, "  ")
+    kept = f"; cases and scripts in {cases}" if summary.failures else ""
+    yield paragraph(f"{_failures(summary)}{kept}")
+
+
+def _failures(summary: Summary) -> str:
     others = len(summary.failures) - summary.distinct
     more = f", {others} of the backend alone" if others else ""
-    kept = f"; cases and scripts in {cases}" if summary.failures else ""
-    yield paragraph(f"{found}{more}{kept}")
-
-
-def _features(summary: Summary, known_features: frozenset[str]) -> Iterator[str]:
-    missing = sorted(known_features - set(summary.features) - set(summary.plan.without))
-    seen = len(known_features & set(summary.features))
-    words = f"; not yet: {', '.join(missing)}" if missing else ""
-    yield paragraph(f"{seen} of {len(known_features)} features covered{words}", "  ")
+    return f"{count_of(summary.distinct, 'distinct failure')}{more}"
 
 
 def progress_line(summary: Summary, features: int) -> str:
     """How far a campaign is, in one line."""
-    failures = ", ".join(
-        (f"{summary.distinct} failures", *_others(summary)) if summary.failures else ("no failure",)
-    )
     return (
         f"{summary.models} models, {summary.rate:.2f} a second, "
-        f"{len(summary.features)} of {features} features, {failures}"
+        f"{len(summary.features)} of {features} features, {_failures(summary)}"
     )
 
 
-def _others(summary: Summary) -> Iterator[str]:
-    others = len(summary.failures) - summary.distinct
-    if others:
-        yield f"{others} of the backend"
-
-
-def searching_line(found: SoFar) -> str:
+def searching_line(found: Minimized) -> str:
     """How far a search for a small model is, in one line."""
     model, setting = found.case.model, found.case.setting
     steps = count_of(sum(1 for _ in model.all_steps()), "step")
-    how = f"{count_of(setting.nproc, 'rank')}, {setting.backend}"
-    drifted = f", {found.drifted} failed in another way" if found.drifted else ""
-    return f"{count_of(found.tries, 'model')} tried, down to {steps} at width {model.width}, {how}{drifted}"
+    drifted = sum(found.drifted.values())
+    others = f", {drifted} failed in another way" if drifted else ""
+    return (
+        f"{count_of(found.tries, 'model')} tried, down to {steps} at width {model.width}, "
+        f"{count_of(setting.nproc, 'rank')}, {setting.backend}{others}"
+    )
 
 
 def minimized_text(result: Minimized, script: str, ran: FoundCase, reproduces: bool) -> str:
@@ -107,31 +98,30 @@ def minimized_text(result: Minimized, script: str, ran: FoundCase, reproduces: b
     return "\n".join(_of_search(result, script, ran, reproduces))
 
 
-def _sized(name: str, case: FoundCase, size: Size) -> tuple[str | int, ...]:
-    setting = case.setting
-    model = (size.ops, size.parameters, size.nbytes, size.lines, case.model.cap_bytes)
-    return (name, *model, setting.nproc, setting.steps, setting.backend)
+def _sized(name: str, case: FoundCase) -> tuple[str | int, ...]:
+    model, setting = case.model, case.setting
+    parameters = sum(each.numel() for each in model.program.model().parameters())
+    lines = len(model.source.splitlines())
+    return (name, parameters, lines, model.cap_bytes, setting.nproc, setting.steps, setting.backend)
 
 
 def _of_search(result: Minimized, script: str, ran: FoundCase, reproduces: bool) -> Iterator[str]:
     yield paragraph(f"{result.case.owner}: {result.case.signature}")
     yield ""
-    titles = ("ops", "parameters", "bytes", "lines", "bucket cap", "ranks", "steps")
+    titles = ("parameters", "lines", "bucket cap", "ranks", "steps")
     columns = [Column(""), *(Column(title, "right") for title in titles), Column("backend")]
-    yield table(
-        columns, [_sized("before", result.given, result.before), _sized("after", result.case, result.after)]
-    )
+    yield table(columns, [_sized("before", result.given), _sized("after", result.case)])
     yield ""
     yield paragraph(repr(result.case.model), "  ")
     yield ""
-    ended = "nothing smaller fails so" if result.ended else "the search was ended before nothing was left"
+    ended = "nothing smaller fails so" if result.ended else "the search ran out of tries or time"
     yield paragraph(f"{count_of(result.tries, 'model')} tried; {ended}")
     for other, times in result.drifted.items():
         yield paragraph(f"left alone, {times} times, for it is another failure: {other}", "  ")
-    given, size = result.case.setting, ""
+    given, how = result.case.setting, ""
     if ran.setting.lowers_limit != given.lowers_limit:
-        size = f", at width {ran.model.width}, with torch's own limits"
+        how = f", at width {ran.model.width}, with torch's own limits"
     elif ran.setting.steps != given.steps:
-        size = f", with {ran.setting.steps} steps"
+        how = f", with {ran.setting.steps} steps"
     shows = "shows it in a fresh interpreter" if reproduces else "DOES NOT SHOW IT in a fresh interpreter"
-    yield paragraph(f"{script} {shows}{size}")
+    yield paragraph(f"{script} {shows}{how}")

@@ -17,14 +17,11 @@ from torch.utils import _pytree as pytree
 SOURCES = ("placeholder", "get_attr")
 """Node kinds that bring a value into a graph and compute nothing."""
 
-AUTOCAST = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
-GRAD_MODE = torch._C._set_grad_enabled
+CompilerFn = Callable[..., Callable[..., Any]]
+"""A Dynamo backend: ``(gm, example_inputs) -> callable``; some take options."""
 
 
-def begins_without_grad(graph: fx.Graph) -> bool:
-    """Whether `graph` is called under ``no_grad`` and turns gradient on: Dynamo writes down changes only."""
-    switches = (bool(node.args[0]) for node in graph.nodes if node.target is GRAD_MODE)
-    return next(switches, False)
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
 class Missing:
@@ -47,6 +44,15 @@ def example_value(node: fx.Node) -> object:
 def fetch(gm: fx.GraphModule, target: str) -> object:
     """The attribute of `gm` at a dotted path."""
     return functools.reduce(getattr, target.split("."), gm)
+
+
+def checkpointed(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
+    """The body of a checkpointed region, whose placeholders stand for ``node.args[1:]``; None for others."""
+    holder = node.args[0] if node.target is CHECKPOINT else None
+    if not isinstance(holder, fx.Node) or not all(isinstance(arg, fx.Node) for arg in node.args):
+        return None
+    body = fetch(gm, str(holder.target))
+    return body if isinstance(body, fx.GraphModule) else None
 
 
 def with_values(arguments: Any, value_of: Callable[[fx.Node], object]) -> Any:

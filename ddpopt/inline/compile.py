@@ -18,54 +18,13 @@ from typing import Any
 from torch import Tensor, fx
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nested._internal.nested_tensor import NestedTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ddpopt.ddp.deferral import active_module
-from ddpopt.graph.effects import is_known, mutated_inputs
-from ddpopt.graph.nodes import body_nodes, example_value, module_like, storages
+from ddpopt.graph.nodes import CompilerFn, body_nodes, example_value, module_like, storages
 from ddpopt.inline.handover import Call, empty_token, lend
 from ddpopt.planning.facts import GraphFacts, gradient_carriers, late_reads
 from ddpopt.planning.plan import Bucket
-from ddpopt.split.segments import CompilerFn
-
-Sources = Mapping[fx.Node, Mapping[str, str]]
-"""What `ddpopt.planning.facts.parameter_sources` says of a graph."""
-
-
-def obstacle(gm: fx.GraphModule, sources: Sources) -> str | None:
-    """Why a graph cannot be compiled inline.
-
-    Args:
-        gm: a forward graph as Dynamo hands it to a backend.
-        sources: which of its nodes bring which parameters into it.
-
-    Returns:
-        The reason, for the user; None if there is none.
-    """
-    held: dict[int, str] = {}
-    for node, names in sources.items():
-        name = next(iter(names.values()))
-        if node.op != "placeholder":
-            return f"parameter {name!r} is no input of the graph but an attribute of it"
-        held.update(dict.fromkeys(storages(node), name))
-    for node in gm.graph.nodes:
-        value = example_value(node)
-        nested = isinstance(value, NestedTensor) and node not in sources  # gives no nested gradients
-        if is_traceable_wrapper_subclass(value) and not nested:
-            known = [f"parameter {name!r}" for name in sources.get(node, {}).values()]
-            what = known[0] if known else repr(node.name)
-            return f"{what} is a {type(value).__name__}, a tensor made of others"
-        for written in mutated_inputs(node):
-            for storage in storages(written):
-                if storage in held:
-                    verb = (
-                        "is written to in the graph"
-                        if is_known(node)
-                        else f"may be written to by {node.name!r}"
-                    )
-                    return f"parameter {held[storage]!r} {verb}"
-    return None
+from ddpopt.planning.strategy import Sources
 
 
 def lendable(gm: fx.GraphModule, sources: Sources) -> list[fx.Node]:

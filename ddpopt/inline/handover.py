@@ -17,7 +17,7 @@ must hold; else the gradient waits until the compiled backward is over and takes
 - no other edge of the backward leads to the parameter, so that the gradient is all of it (not so for a
   weight that the loss reads too, after a graph break, or with two forwards before one backward);
 - nobody has hooked the parameter or its AccumulateGrad node; a user's hook runs once, at its usual time;
-- the backward creates no graph of its own, and DDP's forward has led here.
+- the backward creates no graph of its own and looks for no NaN, and DDP's forward has led here.
 
 Invariant: each gradient reaches its parameter exactly once, in memory that nothing else owns: it is copied,
 unless the compiler of the backward has proved that its code is done with that memory.
@@ -104,7 +104,7 @@ class Call:
         if hooks is None or not hooks.take_over():
             return {}
         backward = running_backward()
-        if backward is None or backward.creates_graph:
+        if backward is None or backward.creates_graph or _looks_for_nan():
             return {}
         places = {slot: hooks.places.get(id(parameter)) for slot, parameter in self._parameters.items()}
         return {
@@ -123,6 +123,11 @@ class Call:
 
 _OWN_EDGES = 2
 """To each parameter: the gate's, and one of the compiled code, which brings no gradient."""
+
+
+def _looks_for_nan() -> bool:
+    """Whether the engine looks at each gradient that it passes on, as ``detect_anomaly`` has it do."""
+    return torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
 
 
 def _is_hooked(parameter: Any) -> bool:

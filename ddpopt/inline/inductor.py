@@ -16,9 +16,9 @@ import sys
 
 import torch
 
+from ddpopt.graph.nodes import CompilerFn
 from ddpopt.inline import handover
 from ddpopt.inline.handover import lend
-from ddpopt.split.segments import CompilerFn
 
 
 def is_inductor(compiler: CompilerFn) -> bool:

@@ -1,6 +1,6 @@
 """Judging one mode against the reference: the run, what it is asked, and the trial that comes of it.
 
-Invariant: a trial is ok only if every number that eager leaves behind was judged at some level, or a note
+Invariant: a trial is ok only if every number that eager leaves was judged at some level, or a note
 names it and says why not; and all ranks return the same trial.
 """
 

@@ -140,7 +140,7 @@ def locate(  # noqa: PLR0913  # what a trial does not say of the verification th
     Args:
         target: what was verified.
         trial: a trial of it that is wrong.
-        script: where to write the script that shows it; what it needs goes beside it, with ``.pt``.
+        script: where to write the script that shows it; what it needs goes next to it, with ``.pt``.
         nproc: on how many ranks the trial ran.
         steps: how many steps it took.
         strategy: ddpopt's, in place of the mode's own.
@@ -149,7 +149,7 @@ def locate(  # noqa: PLR0913  # what a trial does not say of the verification th
         backend: as on the command line; None for the name that the trial has.
         ddp_kwargs: DDP's arguments, in place of the target's own.
         limit_s: seconds after which what is known is returned.
-        on_late: told what is known, on rank 0, when torchrun's ranks do not end in time. Then they are ended.
+        on_late: called with what is known, on rank 0, if torchrun's ranks do not end in time; then they end.
 
     Returns:
         The rungs that were tried, the layer, the segments and the script.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpopt.cases.case import Case
-from ddpopt.cases.corpus.draws import rows, seeded
+from ddpopt.cases.corpus.draws import arrays, seeded
 
 WIDTH = 512
 BATCH = 8
@@ -43,7 +43,7 @@ class Tied(Plain):
 
 
 class Normed(Plain):
-    """BatchNorm after the first layer: buffers, and a bias whose gradient is zero but for rounding."""
+    """BatchNorm after the layers: buffers, and a bias whose gradient is zero but for rounding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def _case(name: str, model: type[nn.Module], about: str) -> Case:
     return Case(
         name=name,
         model=partial(seeded, model),
-        inputs=partial(rows, batch=BATCH, width=WIDTH),
+        inputs=partial(arrays, shape=(BATCH, WIDTH)),
         about=about,
     )
 

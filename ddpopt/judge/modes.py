@@ -177,7 +177,7 @@ def ddpopt_with(strategy: str) -> Wrap:
     """``ddpopt.compile`` with a strategy."""
 
     def wrap(setup: Setup) -> Parallel:
-        from ddpopt.dynamo.backend import compile as ddpopt_compile  # heavy; other modes need none of it
+        from ddpopt.dynamo.api import compile as ddpopt_compile  # heavy; other modes need none of it
 
         ddp = _ddp(setup)
         if setup.backend is None:

@@ -21,7 +21,7 @@ WIDTH = 8
 
 
 class WithExtra(nn.Module):
-    """A model, and beside it a parameter that is used or not."""
+    """A model, and a further parameter that is used or not."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -65,12 +65,12 @@ def set_extra(model: nn.Module, used: bool) -> None:
 
 
 def with_extra(case: Case) -> Case:
-    """Put a parameter beside the model."""
+    """Add a parameter to the model."""
     return _around(case, WithExtra)
 
 
 def all_to_all(case: Case) -> Case:
-    """Put an expert behind the model, whose rows travel."""
+    """Add an expert after the model, whose rows travel."""
     return _around(case, WithExchange)
 
 

@@ -42,13 +42,13 @@ class Option:
         syncs: synchronised backwards per step; None where it is not the same for each rank and step.
         more_graphs: whether ranks may compile more graphs than the model alone, and others than their peers.
         missing: whether a bucket may go unsent, or in another size.
-        others: whether other modules send in the same backward too, in buckets of their own.
+        others: whether other modules send in the same backward too, in other buckets.
         callbacks: whether collectives start in callbacks of others: which are seen is then up to chance, for
-            c10d runs some on threads of its own.
+            c10d runs some on its own threads.
         groups: from the world size to the groups of ranks that train together, where not all do together.
         forwards: how many forwards one backward goes through.
         computes: in which dtype operations round, if not in that of their parameters: uncompiled code then
-            keeps casts that compiled code makes anew, so they differ in their last bits.
+            keeps casts that compiled code makes again, so they differ in their last bits.
         by_layout: whether what is sent depends on the order of parameters in a bucket.
         norms: whether a norm over all gradients is computed.
         detail: whether c10d's checks of ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` are on.
@@ -177,7 +177,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("frozen", "the first parameter is frozen", adapt=cases.freezing_first),
     Option(
         "ignored",
-        "DDP is told to ignore the first parameter",
+        "DDP ignores the first parameter",
         "arguments",
         adapt=cases.ignoring_first,
     ),

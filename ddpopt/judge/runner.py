@@ -17,7 +17,7 @@ import ddpopt
 from ddpopt.cases.case import Case, resolve
 from ddpopt.dynamo.backend import find_compiler
 from ddpopt.errors import UsageError
-from ddpopt.explanation.generators import generators_kept
+from ddpopt.explanation.rehearsal import generators_kept
 from ddpopt.judge.modes import mode, mode_of
 from ddpopt.judge.options import option
 from ddpopt.judge.trials import STEPS, TRIAL_LIMIT_S, Asked, Ended, Settings, Started, run_trials
@@ -63,7 +63,7 @@ def verify(  # noqa: PLR0913  # one for each thing that a user may choose
         limit_s: of the whole run, in seconds.
         trial_limit_s: of each trial, and of eager's runs under each option, in seconds. A trial compiles, and
             to judge compiled arithmetic it runs eager several times.
-        on_event: told of each trial as it begins and ends.
+        on_event: called for each trial as it begins and ends.
 
     Returns:
         The verdict: true if everything is right. What is wrong is in its findings, with level, parameter,

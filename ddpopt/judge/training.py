@@ -341,7 +341,7 @@ def _one_step(trainer: Trainer, program: Program) -> None:
 
 
 def _left(record: Record) -> dict[str, Any]:
-    """What the last step left behind, by the names that `Sight` gives it."""
+    """What the last step left, by the names that `Sight` gives it."""
     last = record.steps[-1:]
     gradients = {f"{GRADIENT_OF}{name}": grad for step in last for name, grad in step.gradients.items()}
     return gradients | {name: value for step in last for name, value in step.extras.items()}
@@ -375,7 +375,7 @@ def _evaluate(trainer: Trainer) -> None:
 
 @contextlib.contextmanager
 def _without_fast_path() -> Iterator[None]:
-    """Have attention compute in evaluation what compiled code computes, and not by a kernel of its own."""
+    """Have attention compute in evaluation what compiled code computes, and not by a special kernel."""
     enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

@@ -192,7 +192,7 @@ class Sight:
 
     Args:
         functions: of the case, which may use tensors outside of DDP and keep what they see.
-        models: by the words in front of their names: their parameters are not outside of DDP, and their
+        models: by the words before their names: their parameters are not outside of DDP, and their
             modules may keep what they see.
     """
 
@@ -290,7 +290,7 @@ class Sight:
         """Tell what shares memory, and what a script kept of the last step that has been written since.
 
         Args:
-            last: the values that the last step left behind, by name.
+            last: the values that the last step left, by name.
         """
         seen = self._inputs | self._outputs | dict(self._leaves())
         for prefix, model in self._models.items():
@@ -311,7 +311,7 @@ class Sight:
         yield from ((name, t) for name, t in self._inputs.items() if t.is_leaf and t.requires_grad)
         counts: dict[str, int] = {}
         for tensor in self._outside.values():
-            # graphs of compiled code have leaves of their own, and list all in another order
+            # graphs of compiled code have other leaves, and list all in another order
             digest = hashlib.blake2b(raw_bytes(tensor), digest_size=3).hexdigest()
             name = f"{OUTSIDE} of shape {tuple(tensor.shape)}, digest {digest}"
             counts[name] = counts.get(name, 0) + 1

@@ -16,12 +16,12 @@ from torch import nn
 
 from ddpopt.ddp.engine import NO_TASK, task_id
 from ddpopt.ddp.fit import ddp_module
-from ddpopt.ddp.reduced import running_reducer
 from ddpopt.ddp.reducer_buckets import ObservedBucket, running_buckets
 from ddpopt.errors import UsageError
 from ddpopt.observation.compilations import Compilations
 from ddpopt.observation.launches import Launch, LaunchMode
 from ddpopt.planning.bucket_rule import specs_from_ddp
+from ddpopt.planning.reduced import running_reducer
 
 __all__ = ["Collective", "Iteration", "Observation", "ObservedBucket", "observe"]
 

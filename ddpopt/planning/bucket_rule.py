@@ -1,30 +1,35 @@
-"""DDP's bucket rule as pure functions: which gradients travel in which all-reduce, and in which order.
+"""DDP's bucket rule: which gradients travel in which all-reduce, and in which order.
 
-The authority is the reducer that runs (``ddp._get_ddp_logging_data()``) and the function that it calls,
-``torch.distributed._compute_bucket_assignment_by_size``; the tests hold this module to both.
+The rule is torch's own function, ``torch.distributed._compute_bucket_assignment_by_size``, called as DDP and
+its reducer call it, on tensors that hold no memory.
 
-Invariant: equal parameters and equal limits give equal buckets, on every rank, process and platform. Nothing
-here needs a process group, and nothing here imports torch.distributed.
+Invariant: equal parameters and equal limits give equal buckets, on every rank and in every process. Nothing
+here needs a process group.
 
-Source of the rule: ``compute_bucket_assignment_by_size`` and ``Reducer::rebuild_buckets`` in
-``torch/csrc/distributed/c10d/reducer.cpp``; ``torch/nn/parallel/distributed.py`` (2.11 to 2.13).
+Source: ``Reducer::rebuild_buckets`` in ``torch/csrc/distributed/c10d/reducer.cpp``, and
+``torch/nn/parallel/distributed.py`` (2.11 to 2.13).
 """
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from ddpopt.ddp.reduced import as_built
 from ddpopt.errors import UsageError
-from ddpopt.planning.bucket_order import hash_table_order
 from ddpopt.planning.limits import BucketConfig
+from ddpopt.planning.reduced import as_built
 
 __all__ = [
     "BucketConfig",
     "ParamSpec",
+    "ReadyBucket",
     "assign_buckets",
     "initial_buckets",
+    "ready_buckets",
     "rebuilt_buckets",
     "specs_from_ddp",
     "specs_from_module",
@@ -50,13 +55,25 @@ class ParamSpec:
     sparse: bool = False
 
 
+class ReadyBucket(NamedTuple):
+    """A bucket of gradients that are numbered in the order of their readiness.
+
+    Attributes:
+        members: their numbers.
+        reason: why the bucket ends where it ends, for a person.
+    """
+
+    members: tuple[int, ...]
+    reason: str
+
+
 def assign_buckets(params: Sequence[ParamSpec], limits: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Fill buckets with parameters in the order given, by DDP's rule.
 
     A bucket closes after the tensor that brings its size to the limit or above. Each (dtype, device) has
     its own open bucket and walks its own iterator over the limits, whose last entry repeats. A sparse
-    gradient is a bucket of its own. The buckets stand in the order in which they close; those that are
-    still open at the end follow in the order of torch's hash table, see :mod:`ddpopt.planning.bucket_order`.
+    gradient is a bucket of its own. The buckets come in the order in which they close; those that are
+    still open at the end follow in the order of torch's hash table.
 
     Args:
         params: the parameters, in ready order for rebuilt buckets.
@@ -68,27 +85,32 @@ def assign_buckets(params: Sequence[ParamSpec], limits: Sequence[int]) -> tuple[
     Raises:
         UsageError: ``limits`` is empty.
     """
+    return tuple(members for members, _ in _assigned(params, limits))
+
+
+def _assigned(params: Sequence[ParamSpec], limits: Sequence[int]) -> list[tuple[tuple[int, ...], int]]:
+    """The buckets, each with the limit at which it closes; a sparse gradient's has 0."""
     if not limits:
         raise UsageError(
             "limits: expected at least one size in bytes, got none; use BucketConfig.rebuilt_limits"
         )
-    buckets: list[tuple[int, ...]] = []
-    open_buckets: dict[tuple[str, str], list[int]] = {}
-    sizes: dict[tuple[str, str], int] = {}
-    closed: dict[tuple[str, str], int] = {}
-    for index, param in enumerate(params):
-        if param.sparse:
-            buckets.append((index,))
-            continue
-        key = (param.dtype, param.device)
-        open_buckets.setdefault(key, []).append(index)
-        sizes[key] = sizes.get(key, 0) + param.nbytes
-        if sizes[key] >= limits[min(closed.get(key, 0), len(limits) - 1)]:
-            buckets.append(tuple(open_buckets[key]))
-            open_buckets[key], sizes[key] = [], 0
-            closed[key] = closed.get(key, 0) + 1
-    leftovers = (open_buckets[key] for key in hash_table_order(list(open_buckets)))
-    return (*buckets, *(tuple(leftover) for leftover in leftovers if leftover))
+    if not params:
+        return []
+    mode = FakeTensorMode()
+
+    @functools.cache
+    def tensor(nbytes: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+        meta = torch.empty(nbytes // dtype.itemsize, dtype=dtype, device="meta")
+        return FakeTensor(mode, meta, torch.device(device))
+
+    by_torch: Any = torch.distributed
+    buckets, closing = by_torch._compute_bucket_assignment_by_size(
+        [tensor(spec.nbytes, getattr(torch, spec.dtype), spec.device) for spec in params],
+        list(limits),
+        [spec.sparse for spec in params],
+        list(range(len(params))),
+    )
+    return [(tuple(members), limit) for members, limit in zip(buckets, closing, strict=True)]
 
 
 def initial_buckets(params: Sequence[ParamSpec], config: BucketConfig) -> tuple[tuple[int, ...], ...]:
@@ -120,11 +142,34 @@ def rebuilt_buckets(
     Returns:
         The buckets in the order in which they are reduced, each a tuple of indices into the ready order.
     """
+    return tuple(members for members, _ in _rebuilt(params_in_ready_order, config))
+
+
+def _rebuilt(ready: Sequence[ParamSpec], config: BucketConfig) -> list[tuple[tuple[int, ...], int]]:
     if not config.small_last_bucket:
-        return assign_buckets(params_in_ready_order, config.rebuilt_limits)
-    last = len(params_in_ready_order) - 1
-    buckets = assign_buckets(params_in_ready_order[::-1], config.rebuilt_limits)
-    return tuple(tuple(last - index for index in bucket) for bucket in reversed(buckets))
+        return _assigned(ready, config.rebuilt_limits)
+    last = len(ready) - 1
+    buckets = _assigned(ready[::-1], config.rebuilt_limits)
+    return [(tuple(last - index for index in members), limit) for members, limit in reversed(buckets)]
+
+
+def ready_buckets(ready: Sequence[ParamSpec], config: BucketConfig) -> list[ReadyBucket]:
+    """As `rebuilt_buckets`, but each bucket comes when its last gradient is ready, and is reduced then.
+
+    DDP appends what is still open at the end; by this order no bucket waits for one that is ready later.
+    """
+    buckets = sorted(_rebuilt(ready, config), key=lambda bucket: max(bucket[0]))
+    return [ReadyBucket(members, _reason(ready, members, limit)) for members, limit in buckets]
+
+
+def _reason(ready: Sequence[ParamSpec], members: tuple[int, ...], limit: int) -> str:
+    specs = [ready[index] for index in members]
+    nbytes, last = sum(spec.nbytes for spec in specs), specs[-1]
+    if last.sparse:
+        return f"{last.name} has a sparse gradient and travels alone"
+    if nbytes < limit:
+        return "no gradient is left to add"
+    return f"{last.name} brings it to {nbytes} bytes, at or over the limit of {limit}"
 
 
 def specs_from_ddp(ddp: nn.parallel.DistributedDataParallel) -> tuple[ParamSpec, ...]:

@@ -31,13 +31,12 @@ from ddpopt.planning.bucket_rule import (
     specs_from_module,
     trainable_specs,
 )
-from ddpopt.planning.eager_reads import noting_reads
-from ddpopt.planning.expand_calls import Planned
-from ddpopt.planning.facts import ParamUse, collect, parameter_sources
-from ddpopt.planning.join import join_plans, telling
-from ddpopt.planning.limits import DDP_ARGUMENTS_OF_LIMITS, DDP_ARGUMENTS_WITHOUT_EFFECT_ON_LIMITS
+from ddpopt.planning.facts import ParamUse, collect
+from ddpopt.planning.join import join_plans
+from ddpopt.planning.limits import DDP_ARGUMENTS
 from ddpopt.planning.plan import Plan
-from ddpopt.planning.regions import plan_region
+from ddpopt.planning.regions import Planned, Regions
+from ddpopt.planning.strategy import Strategy, require_choice
 
 
 @dataclass(frozen=True)
@@ -47,38 +46,43 @@ class Capture:
     Attributes:
         graphs: each graph with its facts and its own plan, in forward order; a parameter belongs to the first
             graph that reads it, for its gradient is complete only there.
-        specs: every parameter that DDP reduces, in the order of the reducer's list.
-        config: DDP's bucket limits.
-        sources: for each graph, which of its nodes bring which parameters into it.
+        regions: what planned them, with the parameters that DDP reduces and its bucket limits.
         uses: for each graph, the trainable parameters that it reads, those too that DDP leaves alone.
-        read_before: for each graph, the parameters from which its inputs are computed.
     """
 
     graphs: tuple[Planned, ...]
-    specs: tuple[ParamSpec, ...]
-    config: BucketConfig
-    sources: tuple[dict[fx.Node, dict[str, str]], ...]
+    regions: Regions
     uses: tuple[tuple[ParamUse, ...], ...]
-    read_before: tuple[frozenset[str], ...]
+
+    @property
+    def specs(self) -> tuple[ParamSpec, ...]:
+        """Every parameter that DDP reduces, in the order of the reducer's list."""
+        return tuple(self.regions.specs.values())
+
+    @property
+    def config(self) -> BucketConfig:
+        """DDP's bucket limits."""
+        return self.regions.config
 
     @functools.cached_property
     def planned(self) -> tuple[int, ...]:
         """Which graphs the plan is about: those that complete a gradient, or tell of reads before them."""
-        return telling([graph.plan for graph in self.graphs], self.read_before)
+        relevant = self.regions.relevant()
+        return tuple(index for index, graph in enumerate(self.graphs) if graph.region in relevant)
 
     def plan(self) -> Plan:
         """The plan that ddpopt follows; it counts the graphs that it is about, in forward order."""
-        plans = [self.graphs[index].plan for index in self.planned]
-        return join_plans(plans, self.specs, self.config, [self.read_before[i] for i in self.planned])
+        return self.regions.joined() or join_plans((), self.specs, self.config)
 
 
-def plan(model: nn.Module, *inputs: Any, **kwargs: Any) -> Plan:
-    """Plan a model's buckets, segments and cuts.
+def plan(model: nn.Module, *inputs: Any, strategy: Strategy = "auto", **kwargs: Any) -> Plan:
+    """Plan a model's buckets, segments and cuts: what `ddpopt.compile` with that strategy will do.
 
     Args:
         model: a module, or a DDP module, whose own bucket options then hold. Parameters may be real, fake
             or on the meta device.
         inputs: the positional arguments of its forward.
+        strategy: as for `ddpopt.compile`.
         kwargs: DDP's own arguments (``bucket_cap_mb=25``, ``bucket_cap_mb_list``,
             ``find_unused_parameters``, ``static_graph``, …); everything else goes to the model's forward.
 
@@ -88,25 +92,25 @@ def plan(model: nn.Module, *inputs: Any, **kwargs: Any) -> Plan:
     Raises:
         UsageError: an argument cannot be used, or the model cannot be traced.
     """
-    return capture(model, *inputs, **kwargs).plan()
+    return capture(model, *inputs, strategy=strategy, **kwargs).plan()
 
 
-def capture(model: nn.Module, *inputs: Any, **kwargs: Any) -> Capture:
+def capture(model: nn.Module, *inputs: Any, strategy: Strategy = "auto", **kwargs: Any) -> Capture:
     """Trace `model` on fake tensors; arguments as for `plan`."""
+    require_choice("strategy", strategy, Strategy)
     if not isinstance(model, nn.Module):
         raise UsageError(f"model: expected a torch.nn.Module, got {model!r}")
-    known = (*DDP_ARGUMENTS_OF_LIMITS, *DDP_ARGUMENTS_WITHOUT_EFFECT_ON_LIMITS)
-    ddp_kwargs = {key: kwargs.pop(key) for key in known if key in kwargs}
+    ddp_kwargs = {key: kwargs.pop(key) for key in DDP_ARGUMENTS if key in kwargs}
     if not isinstance(model, nn.parallel.DistributedDataParallel):
         config, specs = BucketConfig.from_kwargs(**ddp_kwargs), specs_from_module(model)
-        return _trace(model, specs, config, inputs, kwargs)
+        return _trace(model, specs, config, strategy, inputs, kwargs)
     if ddp_kwargs:
         raise UsageError(
-            f"model: a DDP module brings its own options, but {sorted(ddp_kwargs)} were given too; "
-            "leave them out, or pass the module inside (ddp.module)"
+            f"do not pass {', '.join(map(repr, sorted(ddp_kwargs)))} with a DDP module; it already has its "
+            "options. Leave them out, or pass the module inside (ddp.module)"
         )
     config, specs = BucketConfig.from_ddp(model), specs_from_ddp(model)
-    return _trace(model.module, specs, config, inputs, kwargs)
+    return _trace(model.module, specs, config, strategy, inputs, kwargs)
 
 
 @torch.inference_mode(mode=False)
@@ -115,6 +119,7 @@ def _trace(
     model: nn.Module,
     specs: Sequence[ParamSpec],
     config: BucketConfig,
+    strategy: Strategy,
     inputs: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Capture:
@@ -126,20 +131,17 @@ def _trace(
     named = dict(model.named_parameters(remove_duplicate=False))
     by_id = {id(memo[id(named[spec.name])]): spec for spec in specs}
     trained = {id(memo[id(named[spec.name])]): spec for spec in trainable_specs(model)}
+    regions = Regions(by_id, config)
     graphs: list[Planned] = []
-    sources: list[dict[fx.Node, dict[str, str]]] = []
     uses: list[tuple[ParamUse, ...]] = []
-    read_before: list[set[str]] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Callable[..., Any]:
-        taken = frozenset(name for graph in graphs for s in graph.plan.segments for name in s.params)
-        graphs.append(plan_region(gm, example_inputs, by_id, taken, config, graph=len(graphs)))
-        sources.append(parameter_sources(graphs[-1].gm, example_inputs, by_id))
+        planned = regions.add(gm, example_inputs, strategy)
+        graphs.append(planned)
         all_reduced = trained.keys() == by_id.keys()
-        facts = graphs[-1].facts if all_reduced else collect(graphs[-1].gm, example_inputs, trained)
+        facts = planned.facts if all_reduced else collect(planned.gm, example_inputs, trained)
         uses.append(facts.params)
-        read_before.append(set())
-        return noting_reads(gm.forward, by_id, read_before[-1])
+        return regions.with_read_tracking(planned, example_inputs, gm.forward)
 
     step = torch.compile(_Traced(fake), backend=backend, **_isolated())  # type: ignore[call-overload]
     with mode, private_dynamo(), torch.inference_mode(mode=False), torch.enable_grad():
@@ -150,8 +152,7 @@ def _trace(
                 f"model: {type(inner).__name__} could not be traced on fake tensors: "
                 f"{type(error).__name__}: {error}\nCheck that model(*inputs) runs in eager."
             ) from error
-    before = tuple(map(frozenset, read_before))
-    return Capture(tuple(graphs), tuple(specs), config, tuple(sources), tuple(uses), before)
+    return Capture(tuple(graphs), regions, tuple(uses))
 
 
 class _Traced(nn.Module):

@@ -19,7 +19,8 @@ from torch.utils import _pytree as pytree
 
 from ddpopt.graph.aliases import first_names, is_view, reads_value, viewed_input
 from ddpopt.graph.effects import is_known, mutated_inputs, reads_memory, redescribes
-from ddpopt.graph.nodes import AUTOCAST, GRAD_MODE, SOURCES, example_value, requires_grad, storages
+from ddpopt.graph.nodes import SOURCES, example_value, requires_grad, storages
+from ddpopt.graph.state import AUTOCAST, GRAD_MODE
 
 CROSSABLE = (
     torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool, str, type(None),
@@ -106,7 +107,7 @@ _HELD = (_is_reinterpreted, _is_lazy, _is_nested)
 def _setter_spans(body: Sequence[fx.Node]) -> Iterator[Span]:
     """Between two calls that set the same global state (sdpa kernels, deterministic mode, …).
 
-    What has spans of its own is left out, and what a functorch transform sets and resets within itself.
+    What has separate spans is left out, and what a functorch transform sets and resets within itself.
     """
     first: dict[object, int] = {}
     depth = 0
@@ -179,7 +180,7 @@ def _redescribed_spans(
 def _scalar_spans(body: Sequence[fx.Node], position: Mapping[fx.Node, int]) -> Iterator[Span]:
     """From a symbolic float or bool that is read off a tensor which is written to, to its last reader.
 
-    A segment that reads such a number makes it anew, and would read it off what the tensor holds by then.
+    A segment that reads such a number computes it again, from what the tensor holds by then.
     """
     scalars = [n for n in body if isinstance(example_value(n), (torch.SymFloat, torch.SymBool))]
     if not scalars:
@@ -222,7 +223,7 @@ def _last_view_use(node: fx.Node, position: Mapping[fx.Node, int]) -> int:
 def _copy_spans(graph: fx.Graph, position: Mapping[fx.Node, int]) -> Iterator[Span]:
     """From the first reader of a tensor that a copy cannot take the place of, to the last write to it.
 
-    A segment that reads what a later one writes to gets a copy, which lies in memory in a way of its own.
+    A segment that reads what a later one writes to gets a copy, whose memory layout may differ.
     """
     mutated = _written(position)
     uncopied = _uncopied(graph, mutated) if mutated else {}
@@ -252,7 +253,7 @@ def _kept_spans(graph: fx.Graph, position: Mapping[fx.Node, int]) -> Iterator[Sp
 
 
 def _uncopied(graph: fx.Graph, mutated: Container[int]) -> dict[int, fx.Node]:
-    """The storages whose place is looked at, or behind which lie tensors that are no views of one another."""
+    """The storages whose place is looked at, or that hold tensors that are no views of one another."""
     shown = {
         key for node in graph.nodes if reads_memory(node) for s in node.all_input_nodes for key in storages(s)
     }
@@ -288,14 +289,14 @@ def _written(nodes: Iterable[fx.Node]) -> dict[int, int]:
 
 
 def _last_use(node: fx.Node, position: Mapping[fx.Node, int]) -> int:
-    """Position of the last reader of a node; behind the last one if the graph returns it."""
+    """Position of the last reader of a node; after the last node if the graph returns it."""
     return max((position.get(user, len(position)) for user in node.users), default=-1)
 
 
 def _alias_spans(graph: fx.Graph, position: Mapping[fx.Node, int], end: int) -> Iterator[Span]:
     """Where two live names of one storage would cross a cut before that storage is mutated.
 
-    A single mutated value crosses well: the later segment mutates its input, and views are taken anew from
+    A single mutated value crosses well: the later segment mutates its input, and views are taken again from
     it. Two values that are one tensor (``y = x.add_(1)``, both read later) would arrive as strangers.
     """
     mutated: dict[int, int] = {}

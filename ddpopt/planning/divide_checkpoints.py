@@ -14,21 +14,28 @@ comes back as the same object.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import fx
 
 from ddpopt.graph.effects import mutated_inputs
-from ddpopt.graph.nodes import SOURCES, body_nodes, example_value, fetch, module_like, storages
+from ddpopt.graph.nodes import (
+    CHECKPOINT,
+    SOURCES,
+    body_nodes,
+    checkpointed,
+    example_value,
+    fetch,
+    module_like,
+    storages,
+)
+from ddpopt.graph.rewriting import Argument, Copies, rewritten
+from ddpopt.graph.state import State, states
 from ddpopt.planning.facts import gradient_carriers
-from ddpopt.split.layout import State
 
-CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
-Argument = Any
-"""What stands for a value in a copied graph: a node, or a tuple of them."""
 _NUMBERS = (torch.SymFloat, torch.SymBool)
 
 
@@ -44,18 +51,23 @@ def divide_regions(
     Returns:
         A new module; or `gm` itself if no cut would fall into a region.
     """
-    regions = [node for node in gm.graph.nodes if _is_region(node)]
+    regions = _regions(gm)
     if not regions:
         return gm
     written_out, inner = _write_out(gm, regions)
-    places = {region: _places(_body(gm, region)) for region in regions}
+    places = {region: _places(body) for region, body in regions.items()}
     openers: dict[fx.Node, dict[fx.Node, None]] = {}
     for name in find_cuts(written_out):
         if name in inner:
             region, node = inner[name]
             if node in places[region]:
                 openers.setdefault(region, {})[places[region][node]] = None
-    return _divide(gm, openers) if openers else gm
+    held: dict[str, object] = {}
+    writers = {
+        region: functools.partial(_write_pieces, regions[region], nodes, held)
+        for region, nodes in openers.items()
+    }
+    return rewritten(gm, writers, held) if openers else gm
 
 
 def write_out_idle_regions(gm: fx.GraphModule) -> fx.GraphModule:
@@ -67,9 +79,9 @@ def write_out_idle_regions(gm: fx.GraphModule) -> fx.GraphModule:
     Returns:
         A new module; or `gm` itself if it has no such region.
     """
-    regions = [node for node in gm.graph.nodes if _is_region(node)]
+    regions = _regions(gm)
     carriers = gradient_carriers(gm.graph) if regions else {}
-    idle = [region for region in regions if region not in carriers]
+    idle = {region: body for region, body in regions.items() if region not in carriers}
     return _write_out(gm, idle)[0] if idle else gm
 
 
@@ -86,13 +98,12 @@ def _places(body: fx.GraphModule) -> dict[fx.Node, fx.Node]:
     found: dict[fx.Node, fx.Node] = {}
     unwritten = _unwritten(body.graph)
     unread = _unread(body.graph)
-    state, opener, begun = State(), None, False
-    for node in body_nodes(body.graph):
+    opener, begun = None, False
+    for node, state in states(body.graph):
         if state == State():
             opener = node if begun and node in unwritten and node in unread else None
         if opener is not None:
             found[node] = opener
-        state = state.after(node)
         begun |= not isinstance(example_value(node), (torch.SymInt, torch.SymFloat, torch.SymBool))
     return found
 
@@ -129,82 +140,43 @@ def _unread(graph: fx.Graph) -> dict[fx.Node, None]:
     return found
 
 
-def _is_region(node: fx.Node) -> bool:
-    body = node.args[0] if node.target is CHECKPOINT else None
-    return isinstance(body, fx.Node) and all(isinstance(arg, fx.Node) for arg in node.args)
-
-
-def _body(gm: fx.GraphModule, region: fx.Node) -> fx.GraphModule:
-    holder = region.args[0]
-    assert isinstance(holder, fx.Node)  # `_is_region` saw to it
-    body = fetch(gm, str(holder.target))
-    assert isinstance(body, fx.GraphModule)
-    return body
+def _regions(gm: fx.GraphModule) -> dict[fx.Node, fx.GraphModule]:
+    """The checkpointed regions of a graph, with their bodies."""
+    bodies = ((node, checkpointed(gm, node)) for node in gm.graph.nodes)
+    return {node: body for node, body in bodies if body is not None}
 
 
 def _write_out(
-    gm: fx.GraphModule, regions: Sequence[fx.Node]
+    gm: fx.GraphModule, regions: Mapping[fx.Node, fx.GraphModule]
 ) -> tuple[fx.GraphModule, dict[str, tuple[fx.Node, fx.Node]]]:
     """`gm` with the nodes of each region in its place; and for each such node, whose it is."""
-    graph = fx.Graph()
-    copies: dict[fx.Node, Argument] = {}
     inner: dict[str, tuple[fx.Node, fx.Node]] = {}
     held: dict[str, object] = {}
-    chosen = dict.fromkeys(regions)
-    bodies = {region.args[0] for region in regions}
-    for node in gm.graph.nodes:
-        if node in bodies and chosen.keys() >= node.users.keys():
-            continue
-        if node in chosen:
-            body = _body(gm, node)
-            values = _operands(body, node, copies)
-            for step in (n for n in body.graph.nodes if n.op not in ("placeholder", "output")):
-                values[step] = copied = graph.node_copy(step, values.__getitem__)
-                copied.meta["example_value"] = step.meta.get("example_value")
-                if step.op == "get_attr":
-                    copied.target = f"{node.name}_{step.target}".replace(".", "_")
-                    held[copied.target] = fetch(body, str(step.target))
-                inner[copied.name] = (node, step)
-            copies[node] = fx.map_arg(body.graph.output_node().args[0], values.__getitem__)
-        elif node.target is operator.getitem and node.args[0] in chosen:
-            copies[node] = copies[node.args[0]][node.args[1]]
-        else:
-            copies[node] = _copy(node, graph, copies)
-    return module_like(gm, graph, held), inner
 
+    def write(region: fx.Node, graph: fx.Graph, copies: Copies) -> Argument:
+        body = regions[region]
+        values = _operands(body, region, copies)
+        for step in (n for n in body.graph.nodes if n.op not in ("placeholder", "output")):
+            values[step] = copied = graph.node_copy(step, values.__getitem__)
+            copied.meta["example_value"] = step.meta.get("example_value")
+            if step.op == "get_attr":
+                copied.target = f"{region.name}_{step.target}".replace(".", "_")
+                held[copied.target] = fetch(body, str(step.target))
+            inner[copied.name] = (region, step)
+        return fx.map_arg(body.graph.output_node().args[0], values.__getitem__)
 
-def _divide(gm: fx.GraphModule, openers: Mapping[fx.Node, Iterable[fx.Node]]) -> fx.GraphModule:
-    graph = fx.Graph()
-    copies: dict[fx.Node, Argument] = {}
-    held: dict[str, object] = {}
-    for node in gm.graph.nodes:
-        if node in openers:
-            copies[node] = _write_pieces(gm, node, openers[node], graph, copies, held)
-        elif node.target is operator.getitem and node.args[0] in openers:
-            copies[node] = copies[node.args[0]][node.args[1]]
-        else:
-            copies[node] = _copy(node, graph, copies)
-    return module_like(gm, graph, held)
-
-
-def _copy(node: fx.Node, graph: fx.Graph, copies: Mapping[fx.Node, Argument]) -> fx.Node:
-    """A node as it is, with the source that Dynamo left on it: ``node_copy`` forgets that."""
-    copied = graph.node_copy(node, copies.__getitem__)
-    if hasattr(node, "_dynamo_source"):
-        copied._dynamo_source = node._dynamo_source
-    return copied
+    return rewritten(gm, dict.fromkeys(regions, write), held), inner
 
 
 def _write_pieces(
-    gm: fx.GraphModule,
-    region: fx.Node,
+    body: fx.GraphModule,
     openers: Iterable[fx.Node],
-    graph: fx.Graph,
-    copies: Mapping[fx.Node, Argument],
     held: dict[str, object],
+    region: fx.Node,
+    graph: fx.Graph,
+    copies: Copies,
 ) -> Argument:
     """Add one checkpointed call for each piece of a region to `graph`; what the region returns."""
-    body = _body(gm, region)
     values = _operands(body, region, copies)
     pieces = [_with_scalars(nodes) for nodes in _pieces(body, openers)]
     for index, nodes in enumerate(pieces):
@@ -223,9 +195,7 @@ def _write_pieces(
     return fx.map_arg(body.graph.output_node().args[0], values.__getitem__)
 
 
-def _operands(
-    body: fx.GraphModule, region: fx.Node, copies: Mapping[fx.Node, Argument]
-) -> dict[fx.Node, Argument]:
+def _operands(body: fx.GraphModule, region: fx.Node, copies: Copies) -> dict[fx.Node, Argument]:
     """What stands for each placeholder of a region's body."""
     operands = [copies[arg] for arg in region.args[1:] if isinstance(arg, fx.Node)]
     return dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))

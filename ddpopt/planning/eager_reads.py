@@ -1,6 +1,6 @@
-"""Which parameters ordinary code reads in front of a compiled graph: in a graph break, or before all graphs.
+"""Which parameters ordinary code reads before a compiled graph: in a graph break, or before all graphs.
 
-Their gradients are complete behind those of the graph and before those of the graphs in front of it. No graph
+Their gradients are complete after those of the graph and before those of the graphs before it. No graph
 tells so, but what is given to the graph does: autograd has recorded what it was computed from.
 """
 
@@ -40,7 +40,7 @@ def noting_reads(
 def _leaves(values: Iterable[object]) -> dict[int, None]:
     """``id`` of each tensor into which a backward from `values` would accumulate a gradient.
 
-    What is compiled is not passed: what lies in front of it, its own inputs have told.
+    What is compiled is not passed: its own inputs show what lies before it.
     Touches names of torch 2.11 to 2.13, those of two sorts of nodes; another name costs time alone.
     """
     tensors = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor))

@@ -13,10 +13,10 @@ Invariant: a graph in which nothing is to be opened comes back as the same objec
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -26,10 +26,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils import _pytree as pytree
 
-from ddpopt.graph.nodes import AUTOCAST, MISSING, body_nodes, example_value, module_like, with_values
+from ddpopt.graph.nodes import MISSING, body_nodes, example_value, with_values
+from ddpopt.graph.rewriting import Argument, Copies, rewritten
+from ddpopt.graph.state import State, states
 from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.divide_checkpoints import divide_regions, write_out_idle_regions
-from ddpopt.planning.facts import BIAS, GraphFacts, collect, several_weights
+from ddpopt.planning.facts import NEGLIGIBLE_RATIO, GraphFacts, collect, has_multiple_weights
 from ddpopt.planning.plan import Plan
 
 logger = logging.getLogger("ddpopt")
@@ -38,20 +40,12 @@ Decide = Callable[[GraphFacts], Plan]
 """Makes a plan from facts."""
 
 
-class Planned(NamedTuple):
-    """A graph as planned, with its facts and its plan.
-
-    Attributes:
-        gm: the graph, perhaps with calls opened.
-        facts: read off `gm`.
-        plan: made from them.
-        completed: parameters whose gradients an earlier graph completes, though this one may read them.
-    """
+class Opened(NamedTuple):
+    """A graph to be cut, perhaps with calls opened, the facts read off it, and the plan made from them."""
 
     gm: fx.GraphModule
     facts: GraphFacts
     plan: Plan
-    completed: frozenset[str] = frozenset()
 
 
 def plan_and_open(
@@ -59,8 +53,8 @@ def plan_and_open(
     example_inputs: Sequence[object],
     specs: Mapping[int, ParamSpec],
     decide: Decide,
-    facts: GraphFacts | None = None,
-) -> Planned:
+    facts: GraphFacts,
+) -> Opened:
     """Plan a graph, and open the calls inside which its buckets end, until none is worth it.
 
     Args:
@@ -68,44 +62,37 @@ def plan_and_open(
         example_inputs: one value for each of its placeholders.
         specs: what DDP reduces, by ``id`` of the parameter.
         decide: makes the plan from the facts.
-        facts: those of `gm`, where they have been read off already.
+        facts: those of `gm`.
 
     Returns:
         The graph that the plan is for (`gm` itself if nothing was opened), its facts and the plan.
     """
-    if facts is None:
-        facts = collect(gm, example_inputs, specs)
-    planned = Planned(gm, facts, decide(facts))
-    while (opened := open_calls(planned.gm, planned.facts, planned.plan)) is not planned.gm:
-        replanned = _plan(opened, example_inputs, specs, decide)
-        if _trained(replanned.facts) != _trained(planned.facts):
-            logger.warning("ddpopt: calls stay closed: opened, other parameters would get a gradient")
+
+    def planned(graph: fx.GraphModule) -> Opened:
+        facts = collect(graph, example_inputs, specs)
+        return Opened(graph, facts, decide(facts))
+
+    best = Opened(gm, facts, decide(facts))
+    while (opened := open_calls(*best)) is not best.gm:
+        again = planned(opened)
+        if _trained(again.facts) != _trained(facts):
+            logger.warning(
+                "ddpopt: not expanding composite calls: expanding them would change which parameters get "
+                "gradients"
+            )
             break
-        planned = replanned
+        best = again
     while True:
-        gm = divide_regions(planned.gm, lambda g: _cuts(g, example_inputs, specs, decide))
-        if gm is planned.gm and planned.plan.cuts:
+        gm = divide_regions(best.gm, lambda graph: [cut.before for cut in planned(graph).plan.cuts])
+        if gm is best.gm and best.plan.cuts:
             gm = write_out_idle_regions(gm)
-        if gm is planned.gm:
-            return planned
-        planned = _plan(gm, example_inputs, specs, decide)
-
-
-def _plan(
-    gm: fx.GraphModule, example_inputs: Sequence[object], specs: Mapping[int, ParamSpec], decide: Decide
-) -> Planned:
-    facts = collect(gm, example_inputs, specs)
-    return Planned(gm, facts, decide(facts))
+        if gm is best.gm:
+            return best
+        best = planned(gm)
 
 
 def _trained(facts: GraphFacts) -> set[str]:
-    return {use.spec.name for use in facts.params if use.is_read}
-
-
-def _cuts(
-    gm: fx.GraphModule, example_inputs: Sequence[object], specs: Mapping[int, ParamSpec], decide: Decide
-) -> list[str]:
-    return [cut.before for cut in _plan(gm, example_inputs, specs, decide).plan.cuts]
+    return {use.spec.name for use in facts.params}
 
 
 def open_calls(gm: fx.GraphModule, facts: GraphFacts, plan: Plan) -> fx.GraphModule:
@@ -122,14 +109,15 @@ def open_calls(gm: fx.GraphModule, facts: GraphFacts, plan: Plan) -> fx.GraphMod
     wanted = _calls_where_buckets_end(facts, plan)
     opened: dict[fx.Node, fx.GraphModule] = {}
     atomic: set[object] = set()
-    for node, spans in _with_autocast(gm.graph) if wanted else ():
+    for node, state in states(gm.graph) if wanted else ():
         if node.name in wanted and node.target not in atomic and _can_trace(node):
-            traced = _trace(node, spans)
+            traced = _trace(node, state)
             if traced is not None and _separates_weights(node, traced):
                 opened[node] = traced
             else:
                 atomic.add(node.target)
-    return _inline(gm, opened) if opened else gm
+    writers = {node: functools.partial(_write_out, traced) for node, traced in opened.items()}
+    return rewritten(gm, writers) if opened else gm
 
 
 def _calls_where_buckets_end(facts: GraphFacts, plan: Plan) -> frozenset[str]:
@@ -140,19 +128,7 @@ def _calls_where_buckets_end(facts: GraphFacts, plan: Plan) -> frozenset[str]:
         sizes.setdefault(use.completes_at, []).append(use.spec.nbytes)
     read = [[position[name] for name in bucket.params if name in position] for bucket in plan.buckets]
     ends = {min(positions) for positions in read if positions}
-    return frozenset(facts.nodes[end] for end in ends if several_weights(sizes[end]))
-
-
-def _with_autocast(graph: fx.Graph) -> Iterator[tuple[fx.Node, tuple[fx.Node, ...]]]:
-    """Each body node, with the autocast spans that are open around it."""
-    enter, leave = AUTOCAST
-    spans: tuple[fx.Node, ...] = ()
-    for node in body_nodes(graph):
-        if node.target is enter:
-            spans = (*spans, node)
-        elif node.target is leave:
-            spans = tuple(span for span in spans if span is not node.args[0])
-        yield node, spans
+    return frozenset(facts.nodes[end] for end in ends if has_multiple_weights(sizes[end]))
 
 
 def _can_trace(node: fx.Node) -> bool:
@@ -165,7 +141,7 @@ def _can_trace(node: fx.Node) -> bool:
     return fake and not any(source.op == "get_attr" for source in node.all_input_nodes)
 
 
-def _trace(node: fx.Node, spans: Sequence[fx.Node]) -> fx.GraphModule | None:
+def _trace(node: fx.Node, state: State) -> fx.GraphModule | None:
     """The operations of one call as a graph over its input nodes; None if it cannot be traced alone."""
     sources = node.all_input_nodes
 
@@ -176,7 +152,7 @@ def _trace(node: fx.Node, spans: Sequence[fx.Node]) -> fx.GraphModule | None:
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         return node.target(*args, **kwargs)  # type: ignore[operator]  # a call_function's target is callable
 
-    with _settings(spans):
+    with _settings(state):
         try:
             traced = make_fx(call)(*(example_value(source) for source in sources))
         except Exception:  # whatever it is, the call as a whole is still right: it only stays closed
@@ -188,13 +164,13 @@ def _trace(node: fx.Node, spans: Sequence[fx.Node]) -> fx.GraphModule | None:
 
 
 @contextlib.contextmanager
-def _settings(spans: Sequence[fx.Node]) -> Iterator[None]:
-    """The state in which a node inside `spans` runs; weights are cast anew by each node that reads them."""
+def _settings(state: State) -> Iterator[None]:
+    """Autocast as in `state`; each node that reads a weight casts it again."""
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
         with contextlib.ExitStack() as stack:
-            for span in spans:
+            for span in state.autocast:
                 device, dtype, enabled, _ = span.args
                 stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))  # type: ignore[arg-type]
             stack.enter_context(torch.enable_grad())
@@ -213,35 +189,11 @@ def _separates_weights(node: fx.Node, traced: fx.GraphModule) -> bool:
         for source, value in values.items()
         if isinstance(value, torch.Tensor) and value.requires_grad and inputs[source].users
     }
-    weights = [source for source, size in sizes.items() if size * BIAS > max(sizes.values())]
+    weights = [source for source, size in sizes.items() if size * NEGLIGIBLE_RATIO > max(sizes.values())]
     return len({min(order[user] for user in inputs[source].users) for source in weights}) > 1
 
 
-def _inline(gm: fx.GraphModule, opened: Mapping[fx.Node, fx.GraphModule]) -> fx.GraphModule:
-    """A copy of `gm` with the operations of each opened call in its place."""
-    graph = fx.Graph()
-    copies: dict[fx.Node, Any] = {}
-    for node in gm.graph.nodes:
-        if node in opened:
-            copies[node] = _write_out(node, opened[node], graph, copies)
-        elif _is_element(node, opened):
-            copies[node] = copies[node.args[0]][node.args[1]]
-        else:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-            if hasattr(node, "_dynamo_source"):
-                copies[node]._dynamo_source = node._dynamo_source
-    return module_like(gm, graph)
-
-
-def _is_element(node: fx.Node, opened: Mapping[fx.Node, fx.GraphModule]) -> bool:
-    """Whether a node picks an item of what an opened call returns; a tensor is indexed as ever."""
-    base = node.args[0] if node.target is operator.getitem else None
-    return isinstance(base, fx.Node) and base in opened and isinstance(example_value(base), (tuple, list))
-
-
-def _write_out(
-    node: fx.Node, traced: fx.GraphModule, graph: fx.Graph, copies: Mapping[fx.Node, Any]
-) -> fx.node.Argument:
+def _write_out(traced: fx.GraphModule, node: fx.Node, graph: fx.Graph, copies: Copies) -> Argument:
     """Add the operations of an opened call to `graph`; what the call returned, as nodes."""
     inputs = dict(zip(traced.graph.find_nodes(op="placeholder"), node.all_input_nodes, strict=True))
     inner: dict[fx.Node, fx.Node] = {placeholder: copies[source] for placeholder, source in inputs.items()}

@@ -11,19 +11,28 @@ graph reads it. A reader counts only if gradient flows through it: not under ``n
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from ddpopt.graph.aliases import first_names, passes_on_input, returned_input, tensors_of
 from ddpopt.graph.effects import detaches, mutated_inputs
-from ddpopt.graph.nodes import GRAD_MODE, SOURCES, body_nodes, example_value, fetch, requires_grad, storages
+from ddpopt.graph.nodes import (
+    SOURCES,
+    body_nodes,
+    checkpointed,
+    example_value,
+    fetch,
+    requires_grad,
+    storages,
+)
+from ddpopt.graph.state import states
 from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.cut_points import Span, blocked_positions
 
 _LATE = "the backward of {!r} may read {!r}, which may change once its gradient has left"
-BIAS = 64
+NEGLIGIBLE_RATIO = 64
 """A parameter this many times smaller than another one of the same call is not worth a cut of its own."""
 
 
@@ -34,23 +43,17 @@ class ParamUse:
     Attributes:
         spec: name, bytes, dtype, device as DDP counts them.
         readers: body positions of the nodes whose backward contributes to its gradient, ascending.
-        assumed_at: for a parameter that the graph does not read, the body position at which it is taken to
-            be ready.
+        inside: where the first reader is a checkpointed region: the place in its body that reads it first.
     """
 
     spec: ParamSpec
     readers: tuple[int, ...]
-    assumed_at: int = 0
-
-    @property
-    def is_read(self) -> bool:
-        """Whether the graph reads it at all."""
-        return bool(self.readers)
+    inside: int = 0
 
     @property
     def completes_at(self) -> int:
         """Body position of the earliest reader: its backward is the last to contribute."""
-        return self.readers[0] if self.readers else self.assumed_at
+        return self.readers[0]
 
 
 @dataclass(frozen=True)
@@ -67,11 +70,20 @@ class GraphFacts:
     params: tuple[ParamUse, ...]
     blocked: tuple[str | None, ...]
 
+    @property
+    def ready(self) -> list[ParamSpec]:
+        """The parameters in the order in which their gradients become complete, the smaller ones first."""
 
-def several_weights(sizes: Sequence[int]) -> bool:
+        def readiness(use: ParamUse) -> tuple[int, int, int]:
+            return -use.completes_at, -use.inside, use.spec.nbytes
+
+        return [use.spec for use in sorted(self.params, key=readiness)]
+
+
+def has_multiple_weights(sizes: Sequence[int]) -> bool:
     """Whether parameters of these sizes are more than one weight and its biases."""
     largest = max(sizes, default=0)
-    return sum(size * BIAS > largest for size in sizes) > 1
+    return sum(size * NEGLIGIBLE_RATIO > largest for size in sizes) > 1
 
 
 def collect(
@@ -100,12 +112,35 @@ def collect(
         names = [name for source in held for name in sources.get(source, {}).values()]
         for name in dict.fromkeys(names):
             readers[name].append(position)
-    uses = tuple(ParamUse(s, tuple(readers[s.name])) for s in specs.values() if readers[s.name])
+    inside = _places_inside(gm, body, sources)
+    uses = tuple(
+        ParamUse(spec, tuple(readers[spec.name]), inside.get((spec.name, readers[spec.name][0]), 0))
+        for spec in specs.values()
+        if readers[spec.name]
+    )
     late = (
         Span(first + 1, last, _LATE.format(body[first].name, node.name))
         for node, (first, last) in late_reads(body, sources, carries).items()
     )
     return GraphFacts(tuple(node.name for node in body), uses, blocked_positions(gm.graph, body, late))
+
+
+def _places_inside(
+    gm: fx.GraphModule, body: Sequence[fx.Node], sources: Mapping[fx.Node, Mapping[str, str]]
+) -> dict[tuple[str, int], int]:
+    """For each parameter and checkpointed region that reads it: which node of the region reads it first."""
+    found: dict[tuple[str, int], int] = {}
+    for position, node in enumerate(body):
+        inner = checkpointed(gm, node)
+        if inner is None:
+            continue
+        place = {step: index for index, step in enumerate(inner.graph.nodes)}
+        operands = zip(inner.graph.find_nodes(op="placeholder"), node.args[1:], strict=True)
+        for operand, source in operands:
+            first = min((place[user] for user in operand.users), default=0)
+            names = sources.get(source, {}) if isinstance(source, fx.Node) else {}
+            found.update(dict.fromkeys(((name, position) for name in names.values()), first))
+    return found
 
 
 def parameter_sources(
@@ -198,14 +233,8 @@ def _without_grad_mode(graph: fx.Graph) -> dict[fx.Node, None]:
 
     Tracing says of a view of a parameter that it requires grad even there.
     """
-    found: dict[fx.Node, None] = {}
-    enabled = True
-    for node in graph.nodes:
-        if node.target is GRAD_MODE:
-            enabled = bool(node.args[0])
-        elif not enabled and not passes_on_input(node):
-            found[node] = None
-    return found
+    ran = ((node, state.grad_enabled) for node, state in states(graph))
+    return {node: None for node, enabled in ran if not enabled and not passes_on_input(node)}
 
 
 def late_reads(
@@ -238,32 +267,3 @@ def late_reads(
         for parameter in read:
             early.setdefault(parameter, position)
     return found
-
-
-def with_unread(facts: GraphFacts, specs: Sequence[ParamSpec], done: frozenset[str]) -> GraphFacts:
-    """Facts that also place the parameters which no graph reads.
-
-    Such a parameter may be unused, or used on another rank only. It is taken to be ready just before the
-    parameter registered in front of it, as DDP assumes for its initial buckets, so it holds up nothing
-    that is ready earlier.
-
-    Args:
-        facts: read off the model's only graph, or its last one.
-        specs: every parameter that DDP reduces, in registration order.
-        done: parameters that complete in earlier graphs.
-
-    Returns:
-        The same facts with more parameters; one registered in front of all that the graph reads is left out.
-    """
-    own = {use.spec.name: use for use in facts.params}
-    uses: list[ParamUse] = []
-    place: int | None = None
-    for spec in specs:
-        if spec.name in own:
-            place = own[spec.name].completes_at
-            uses.append(own[spec.name])
-        elif spec.name in done:
-            place = None
-        elif place is not None:
-            uses.append(ParamUse(spec, (), assumed_at=place))
-    return replace(facts, params=tuple(uses))

@@ -1,202 +1,152 @@
-"""The plan of a whole model: the plans of its graphs, one behind the other, and what no graph reads.
+"""The plan of a whole model, from what is known of its graphs.
 
-A model with graph breaks has several graphs, each planned for its own parameters. Backward runs them last
-to first, so the buckets of the last graph are reduced first.
+A model with graph breaks has several graphs. Backward runs them last to first, so the gradients of the last
+graph are ready first. The buckets of a graph that is cut are decided with its cuts; all other gradients
+fill buckets by DDP's own rule in the order of their readiness, whichever graph they come from.
 
-A parameter may be read by ordinary code in front of a graph, and by no graph in front of that code; then it
-is ready behind that graph's own. One that nobody is known to read may be unused, or used behind all graphs,
-or on another rank only. It is taken to be ready just before the parameter registered in front of it, as DDP
-assumes for its initial buckets.
+A parameter may be read by ordinary code before a graph, and by no graph before that code; then it is ready
+after that graph's own. One that nobody is known to read may be unused, or used after all graphs, or on
+another rank only. It is taken to be ready just before the parameter registered before it, as DDP assumes for
+its initial buckets.
 
-Invariant: every parameter that DDP reduces stands in exactly one bucket.
+Invariant: every parameter that DDP reduces is in exactly one bucket.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
-from ddpopt.planning.bucket_rule import BucketConfig, ParamSpec
+from ddpopt.planning.bucket_rule import BucketConfig, ParamSpec, ready_buckets
 from ddpopt.planning.plan import Bucket, Cut, Plan, Segment, cut_reason
 
+UNREAD = "no compiled graph reads these parameters; they are placed by their order of registration"
 
-def telling(plans: Sequence[Plan], read_before: Sequence[Collection[str]]) -> tuple[int, ...]:
-    """Which graphs the plan of the whole model is about.
 
-    Args:
-        plans: one for each graph, in forward order.
-        read_before: for each, the parameters from which its inputs were computed.
+class GraphPlan(NamedTuple):
+    """What the plan of the whole model needs to know of one graph.
 
-    Returns:
-        Places of those that complete a gradient, or that tell of reads before them.
+    Attributes:
+        plan: its segments; and its buckets, if it is cut.
+        ready: its gradients in the order of readiness, if it stays whole: their buckets are still to be made.
+        read_before: the parameters from which its inputs were computed, whoever read them.
     """
-    pairs = enumerate(zip(plans, read_before, strict=True))
-    return tuple(place for place, (plan, before) in pairs if before or any(s.params for s in plan.segments))
+
+    plan: Plan
+    ready: Sequence[ParamSpec] | None = None
+    read_before: Collection[str] = ()
+
+    @property
+    def params(self) -> frozenset[str]:
+        """The parameters whose gradients complete in this graph."""
+        return frozenset(name for segment in self.plan.segments for name in segment.params)
 
 
-def join_plans(
-    plans: Sequence[Plan],
-    specs: Sequence[ParamSpec],
-    config: BucketConfig,
-    read_before: Sequence[Collection[str]] = (),
-) -> Plan:
-    """Join the plans of a model's graphs into one.
+class _Part(NamedTuple):
+    """Gradients that are ready together: a bucket that a cut fixes, or a single gradient without a reason."""
+
+    specs: tuple[ParamSpec, ...]
+    segment: int | None
+    reason: str = ""
+
+
+def join_plans(graphs: Sequence[GraphPlan], specs: Sequence[ParamSpec], config: BucketConfig) -> Plan:
+    """Join what is known of a model's graphs into one plan.
 
     Args:
-        plans: one for each graph, in forward order; no parameter in two of them.
+        graphs: in forward order; no parameter completes in two of them.
         specs: every parameter that DDP reduces, in registration order.
-        config: DDP's bucket limits, for the parameters that no graph reads.
-        read_before: for each of `plans`, the parameters from which the inputs of its graph were computed,
-            whoever read them; empty if nothing is known.
+        config: DDP's bucket limits.
 
     Returns:
         A plan over all of `specs`.
     """
-    between = _read_between(plans, specs, read_before)
-    elsewhere = {spec.name for group in between for spec in group}
+    between = _read_between(graphs, specs)
+    elsewhere = frozenset(spec.name for group in between for spec in group)
     segments: list[Segment] = []
-    for graph, plan in enumerate(plans):
+    for number, (plan, *_) in enumerate(graphs):
         offset = len(segments)
         for segment in plan.segments:
             own = tuple(name for name in segment.params if name not in elsewhere)
-            segments.append(replace(segment, index=segment.index + offset, graph=graph, params=own))
-    joiner = _Joiner(config.rebuilt_limits)
-    for part in _parts(plans, specs, config.rebuilt_limits[-1], between, elsewhere):
-        joiner.add(part)
-    buckets = _numbered(joiner.finish())
+            segments.append(replace(segment, index=segment.index + offset, graph=number, params=own))
     read = {name for segment in segments for name in segment.params}
-    cuts = [replace(cut, graph=graph) for graph, plan in enumerate(plans) for cut in plan.cuts]
+    parts = _with_unread(list(_parts(graphs, specs, between, elsewhere)), specs)
+    buckets = _buckets(parts, config, read)
+    cuts = [replace(cut, graph=number) for number, (plan, *_) in enumerate(graphs) for cut in plan.cuts]
     return Plan(
         buckets=buckets,
         segments=_completed(segments, buckets),
         cuts=_renumbered(cuts, segments, buckets),
         unread=tuple(spec.name for spec in specs if spec.name not in read),
-        policy=plans[0].policy if plans else "plan",
+        policy=graphs[0].plan.policy if graphs else "plan",
     )
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Gradients that complete together: a graph's bucket, or one parameter that no graph reads."""
-
-    specs: tuple[ParamSpec, ...]
-    segment: int | None
-    full: bool
-    reason: str
-
-
-@dataclass
-class _Open:
-    """A bucket that is still being filled, from parts of one graph at most."""
-
-    specs: list[ParamSpec]
-    segment: int | None
-    reason: str
-
-    @property
-    def nbytes(self) -> int:
-        return sum(spec.nbytes for spec in self.specs)
-
-
-UNREAD = "no compiled graph reads these parameters; they are placed by their order of registration"
-BETWEEN = "no compiled graph reads these parameters first; code in front of one does"
-
-
-def _read_between(
-    plans: Sequence[Plan], specs: Sequence[ParamSpec], read_before: Sequence[Collection[str]]
-) -> list[list[ParamSpec]]:
-    """For each graph, what code in front of it reads and no earlier graph does, registered last first."""
-    graph_of = {name: g for g, plan in enumerate(plans) for s in plan.segments for name in s.params}
-    found: list[list[ParamSpec]] = [[] for _ in plans]
-    for graph, names in enumerate(read_before):
+def _read_between(graphs: Sequence[GraphPlan], specs: Sequence[ParamSpec]) -> list[list[ParamSpec]]:
+    """For each graph, what code before it reads and no earlier graph does, registered last first."""
+    graph_of = {name: number for number, graph in enumerate(graphs) for name in graph.params}
+    found: list[list[ParamSpec]] = [[] for _ in graphs]
+    for number, graph in enumerate(graphs):
         for spec in reversed(specs):
-            if spec.name in names and graph_of.get(spec.name, graph) >= graph:
-                found[graph].append(spec)
+            if spec.name in graph.read_before and graph_of.get(spec.name, number) >= number:
+                found[number].append(spec)
                 graph_of[spec.name] = -1
     return found
 
 
 def _parts(
-    plans: Sequence[Plan],
+    graphs: Sequence[GraphPlan],
     specs: Sequence[ParamSpec],
-    cap: int,
     between: Sequence[Sequence[ParamSpec]],
-    elsewhere: Set[str],
-) -> list[_Part]:
-    """Everything that has to stand in a bucket, in ready order; `elsewhere` are the names in `between`."""
+    elsewhere: Collection[str],
+) -> Iterator[_Part]:
+    """What is known to be read, in ready order; `elsewhere` are the names in `between`."""
     by_name = {spec.name: spec for spec in specs}
-    graph_parts: list[_Part] = []
-    offset = sum(len(plan.segments) for plan in plans)
-    for plan, in_front in zip(reversed(plans), reversed(between), strict=True):
-        offset -= len(plan.segments)
-        for bucket in plan.buckets:
-            # where a later graph follows, what this one does not read may be read there
-            left_out = elsewhere | set(plan.unread if len(plans) > 1 else ())
-            members = tuple(by_name[name] for name in bucket.params if name not in left_out)
-            if not members:
-                continue
-            nbytes = sum(spec.nbytes for spec in members)
-            whole = nbytes == bucket.nbytes and bucket is not plan.buckets[-1]
-            full = whole or nbytes >= cap or members[0].sparse
-            graph_parts.append(_Part(members, bucket.segment + offset, full, bucket.reason))
-        graph_parts.extend(_Part((spec,), None, spec.sparse, BETWEEN) for spec in in_front)
-    return _with_unread(graph_parts, specs)
+    first = sum(len(graph.plan.segments) for graph in graphs)
+    for (plan, ready, _), before in zip(reversed(graphs), reversed(between), strict=True):
+        first -= len(plan.segments)
+        if ready is not None:
+            yield from (_Part((spec,), first) for spec in ready if spec.name not in elsewhere)
+        else:
+            for bucket in plan.buckets:
+                own = tuple(by_name[name] for name in bucket.params if name not in elsewhere)
+                if own:
+                    yield _Part(own, first + bucket.segment, bucket.reason)
+        yield from (_Part((spec,), None) for spec in before)
 
 
 def _with_unread(parts: Sequence[_Part], specs: Sequence[ParamSpec]) -> list[_Part]:
-    """`parts` with every other parameter in front of the part that it is registered behind."""
+    """`parts` with every other parameter before the part with the parameter registered before it."""
     home = {spec.name: index for index, part in enumerate(parts) for spec in part.specs}
     before: list[list[_Part]] = [[] for _ in range(len(parts) + 1)]
     place = len(parts)  # registered before anything that is read: ready last
     for spec in specs:
         place = home.get(spec.name, place)
         if spec.name not in home:
-            before[place].insert(0, _Part((spec,), None, spec.sparse, UNREAD))
+            before[place].insert(0, _Part((spec,), None))
     merged: list[_Part] = []
     for part, run in zip(parts, before, strict=False):
         merged.extend((*run, part))
     return [*merged, *before[-1]]
 
 
-class _Joiner:
-    """DDP's rule over parts: what does not fill a bucket shares one with what comes next.
-
-    A bucket never holds parts of two graphs, for it would wait on a segment of each.
-    """
-
-    def __init__(self, limits: Sequence[int]) -> None:
-        self._limits = limits
-        self._open: dict[tuple[str, str], _Open] = {}
-        self.buckets: list[_Open] = []
-
-    def add(self, part: _Part) -> None:
-        key = (part.specs[0].dtype, part.specs[0].device)
-        opened = self._open.pop(key, None)
-        if opened is not None and (part.specs[0].sparse or None not in (opened.segment, part.segment)):
-            self.buckets.append(opened)
-            opened = None
-        bucket = _Open([*(opened.specs if opened else ()), *part.specs], part.segment, part.reason)
-        if bucket.segment is None and opened is not None:
-            bucket.segment, bucket.reason = opened.segment, opened.reason
-        if part.full or bucket.nbytes >= self._limits[min(len(self.buckets), len(self._limits) - 1)]:
-            self.buckets.append(bucket)
-        else:
-            self._open[key] = bucket
-
-    def finish(self) -> list[_Open]:
-        return [*self.buckets, *self._open.values()]
-
-
-def _numbered(joined: Sequence[_Open]) -> tuple[Bucket, ...]:
-    """Buckets with their numbers; what no graph reads counts to the segment that is ready next."""
-    rows: list[Bucket] = []
-    segment = 0
-    for index, bucket in reversed(list(enumerate(joined))):
-        segment = segment if bucket.segment is None else bucket.segment
-        names = tuple(spec.name for spec in bucket.specs)
-        first = bucket.specs[0]
-        rows.append(Bucket(index, names, bucket.nbytes, first.dtype, first.device, segment, bucket.reason))
-    return tuple(reversed(rows))
+def _buckets(parts: Sequence[_Part], config: BucketConfig, read: Collection[str]) -> tuple[Bucket, ...]:
+    """The buckets, in the order in which their last gradients are ready."""
+    loose = [place for place, part in enumerate(parts) if not part.reason]
+    rows = [(place, part.specs, part.reason) for place, part in enumerate(parts) if part.reason]
+    single = [parts[place].specs[0] for place in loose]
+    for members, reason in ready_buckets(single, config.after_the_first if rows else config):
+        specs = tuple(single[index] for index in members)
+        known = any(spec.name in read for spec in specs)
+        rows.append((loose[max(members)], specs, reason if known else UNREAD))
+    segments: list[int] = []  # what no graph reads counts to the segment that is ready next
+    for part in reversed(parts):
+        segments.append(part.segment if part.segment is not None else segments[-1] if segments else 0)
+    return tuple(
+        Bucket.of(index, specs, segments[-1 - place], reason)
+        for index, (place, specs, reason) in enumerate(sorted(rows, key=lambda row: row[0]))
+    )
 
 
 def _renumbered(

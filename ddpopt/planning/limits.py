@@ -7,11 +7,12 @@ Source: ``torch/nn/parallel/distributed.py`` (torch 2.11 to 2.13).
 """
 
 import importlib
+import inspect
 import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -23,24 +24,8 @@ DEFAULT_CAP_MB = 25
 # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES, which planning may not import.
 DEFAULT_FIRST_BUCKET_BYTES = MIB
 
-# Arguments of DistributedDataParallel.__init__ (torch 2.11 to 2.13) that leave the limits as they are.
-DDP_ARGUMENTS_WITHOUT_EFFECT_ON_LIMITS = (
-    "device_ids",
-    "output_device",
-    "dim",
-    "broadcast_buffers",
-    "init_sync",
-    "process_group",
-    "check_reduction",
-    "gradient_as_bucket_view",
-    "delay_all_reduce_named_params",
-    "param_to_hook_all_reduce",
-    "mixed_precision",
-    "device_mesh",
-    "skip_all_reduce_unused_params",
-    "forward_sync_buffers",
-    "batched_grad_copy",
-)
+DDP_ARGUMENTS = tuple(inspect.signature(nn.parallel.DistributedDataParallel).parameters)[1:]
+"""Names of the arguments of DistributedDataParallel, without the module."""
 DDP_ARGUMENTS_OF_LIMITS = ("bucket_cap_mb", "bucket_cap_mb_list", "find_unused_parameters", "static_graph")
 
 
@@ -85,6 +70,11 @@ class BucketConfig:
     def rebuilt_limits(self) -> tuple[int, ...]:
         """Limits in bytes of the rebuilt buckets, first to close first; the last one repeats."""
         return self.cap_bytes_list or (self.first_bucket_bytes, self.cap_bytes)
+
+    @property
+    def after_the_first(self) -> "BucketConfig":
+        """The same limits where the first buckets are filled already."""
+        return replace(self, first_bucket_bytes=self.cap_bytes, cap_bytes_list=self.cap_bytes_list[-1:])
 
     @classmethod
     def from_kwargs(
@@ -180,9 +170,9 @@ def _last_bucket_is_small() -> bool:
 
 
 def _require_ddp_arguments(arguments: Mapping[str, object]) -> None:
-    unknown = sorted(name for name in arguments if name not in DDP_ARGUMENTS_WITHOUT_EFFECT_ON_LIMITS)
+    unknown = sorted(name for name in arguments if name not in DDP_ARGUMENTS)
     if unknown:
-        known = sorted(DDP_ARGUMENTS_OF_LIMITS + DDP_ARGUMENTS_WITHOUT_EFFECT_ON_LIMITS)
+        known = sorted(DDP_ARGUMENTS)
         raise UsageError(
             f"expected arguments of DistributedDataParallel, got {', '.join(map(repr, unknown))}; "
             f"use the names that DDP knows: {', '.join(known)}{did_you_mean(unknown[0], known)}"

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from ddpopt.errors import UsageError
+from ddpopt.planning.bucket_rule import ParamSpec
 
 Policy = Literal["plan", "ddp"]
 
@@ -44,6 +45,13 @@ class Bucket:
     device: str
     segment: int
     reason: str
+
+    @classmethod
+    def of(cls, index: int, specs: Sequence[ParamSpec], segment: int, reason: str) -> Bucket:
+        """The bucket that holds these parameters, of one dtype and device."""
+        nbytes = sum(spec.nbytes for spec in specs)
+        names = tuple(spec.name for spec in specs)
+        return cls(index, names, nbytes, specs[0].dtype, specs[0].device, segment, reason)
 
 
 @dataclass(frozen=True)
@@ -88,7 +96,7 @@ class Plan:
         buckets: in the order in which they are reduced.
         segments: in forward order.
         cuts: in forward order; one fewer than segments in each graph.
-        unread: trainable parameters that no graph reads; each still stands in a bucket.
+        unread: trainable parameters that no graph reads; each is still in a bucket.
         policy: ``"plan"`` if the buckets were decided here and DDP follows,
             ``"ddp"`` if the buckets were given and only the cuts were decided.
     """

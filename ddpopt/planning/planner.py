@@ -5,8 +5,7 @@ All gradients that complete within one atom leave its backward together, so thei
 smaller ones first, for then DDP's rule closes a bucket on the last of them wherever sizes allow. A bucket
 that closes within an atom asks for a cut right before that atom; whatever else of the atom is then still
 open is closed with it. So each bucket is complete once the backward of a single segment has run, as early
-as the eager run would have it, and the following bucket starts clean. Buckets of several dtypes close
-sooner still where that makes them fewer (`ddpopt.planning.fewest`).
+as the eager run would have it, and the following bucket starts clean.
 
 Where the graph repeats itself, a bucket that is nearly full closes at the end of the repeated block already:
 cuts then fall at the same place of one layer and the next, and the segments between them are twins. A block
@@ -28,107 +27,72 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ddpopt.planning.bucket_rule import BucketConfig, ParamSpec
-from ddpopt.planning.facts import GraphFacts, ParamUse, several_weights
-from ddpopt.planning.fewest import NEARLY_FULL, First, Key, early_ends
+from ddpopt.planning.facts import GraphFacts, ParamUse, has_multiple_weights
 from ddpopt.planning.plan import Bucket, Cut, Plan, Policy, Segment, cut_reason
 from ddpopt.planning.repeats import block_ends
 
 Group = tuple[int, list[ParamUse]]
 """The body position where an atom starts, and the parameters that complete in it, in ready order."""
+Key = tuple[str, str]
+"""What may not mix in a bucket: (dtype, device)."""
+NEARLY_FULL = 0.9
+"""The share of its limit at which a bucket closes where a repeated block ends."""
 
 
-def plan_graph(
-    facts: GraphFacts, config: BucketConfig, graph: int = 0, ahead: Sequence[ParamSpec] = ()
-) -> Plan:
-    """Plan one graph: buckets over the parameters that it reads, and cuts where they complete.
+def plan_graph(facts: GraphFacts, config: BucketConfig) -> Plan:
+    """Plan one graph that is cut: buckets over the parameters that it reads, and cuts where they complete.
 
     Args:
         facts: what the graph reads, and where it can be cut.
         config: DDP's bucket limits, in bytes.
-        graph: which of the model's graphs this is, in forward order.
-        ahead: parameters of later graphs, in ready order as far as it can be foretold. What they leave in an
-            open bucket counts for the first bucket here, so that buckets end where they would in one
-            graph; they stand in no bucket of this plan.
 
     Returns:
         A plan whose every bucket completes within one segment (policy ``"plan"``).
     """
     dense = (use.spec for use in facts.params if not use.spec.sparse)
     filler = _Filler(config.rebuilt_limits, Counter((spec.dtype, spec.device) for spec in dense))
-    filler.pass_over(ahead)
     groups = list(_by_atom(facts, _atoms(facts)))
-    ends = block_ends(_shapes(groups, len(facts.nodes)), alone=_Shape.has_several_weights)
-    specs = [[use.spec for use in uses] for _, uses in groups]
-    early = early_ends(specs, filler.first_buckets(), filler.limit, ends)
+    ends = block_ends(_shapes(groups, len(facts.nodes)), alone=_Shape.has_multiple_weights)
     for index, (start, uses) in enumerate(groups):
-        follows = index + 1 < len(groups)
-        filler.fill(start, uses, cut_follows=follows, block_ends=index in ends, all_close=index in early)
-    return _assemble(facts, filler.finish(0), graph, "plan")
+        filler.fill(start, uses, cut_follows=index + 1 < len(groups), block_ends=index in ends)
+    return _assemble(facts, filler.finish(0), "plan")
 
 
-def plan_ahead_of(
-    facts: GraphFacts, buckets: Sequence[Sequence[ParamSpec]], cap_bytes: int, graph: int = 0
-) -> Plan:
-    """Plan one graph so that no gradient leaves later than in buckets that are not in ready order.
-
-    In unused-parameter mode DDP keeps its initial buckets, filled in the order of registration. The graph
-    is cut wherever one of them would be launched, and what completes in between makes up the buckets. What
-    DDP would launch only with an earlier graph, but completes here, needs no cut and leaves here too.
+def plan_whole(facts: GraphFacts, buckets: Sequence[Bucket] = ()) -> Plan:
+    """Plan one graph that stays whole, for buckets that are decided for all graphs together.
 
     Args:
-        facts: what the graph reads, and where it can be cut.
-        buckets: those that DDP would launch before or during this graph's backward, in reduction order.
-        cap_bytes: size at which a bucket closes.
-        graph: which of the model's graphs this is, in forward order.
+        facts: what the graph reads.
+        buckets: in reduction order; parameters that this graph does not read are left out.
 
     Returns:
-        A plan whose every bucket completes within one segment (policy ``"plan"``).
+        A plan of one segment (policy ``"plan"``).
     """
-    launches = _launches(facts, buckets)
-    given = {spec.name for bucket in buckets for spec in bucket}
-    late = [use for use in facts.params if use.is_read and use.spec.name not in given]
-    launches += [_Draft(sorted(late, key=lambda use: -use.completes_at))] if late else []
-    starts = sorted({0, *(draft.start for draft in launches if draft.start < len(facts.nodes))})
-    pieces: dict[int, list[list[ParamUse]]] = {start: [] for start in reversed(starts)}
-    for draft in launches:
-        for start, uses in _by_segment(draft, starts).items():
-            pieces[start].append(uses)
-    drafts: list[_Draft] = []
-    for start, uses_of_bucket in pieces.items():
-        for read, group in itertools.groupby(uses_of_bucket, key=lambda uses: any(u.is_read for u in uses)):
-            filler = _Filler((cap_bytes,))  # what is unused here leaves at once, in buckets of its own
-            for uses in group if read else [list(itertools.chain(*group))]:
-                filler.fill(start, uses, cut_follows=False)
-            drafts.extend(filler.finish(start))
-    return _assemble(facts, drafts, graph, "plan")
-
-
-def _by_segment(draft: _Draft, starts: Sequence[int]) -> dict[int, list[ParamUse]]:
-    """A bucket's parameters by the start of the segment that completes them; unread ones with the last."""
-    last = starts[bisect.bisect_right(starts, draft.start) - 1]
-    found: dict[int, list[ParamUse]] = {}
-    for use in draft.members:
-        start = starts[bisect.bisect_right(starts, use.completes_at) - 1] if use.is_read else last
-        found.setdefault(start, []).append(use)
-    return found
+    uses = {use.spec.name: use for use in facts.params}
+    pairs = (([uses[name] for name in b.params if name in uses], b.reason) for b in buckets)
+    return _assemble(facts, [_Draft(own, 0, reason) for own, reason in pairs if own], "plan")
 
 
 def plan_for_buckets(
-    facts: GraphFacts, buckets: Sequence[Sequence[ParamSpec]], graph: int = 0, policy: Policy = "ddp"
+    facts: GraphFacts, buckets: Sequence[Sequence[ParamSpec]], *, whole: bool = False
 ) -> Plan:
-    """Cut one graph where buckets that are already decided become complete.
+    """Plan one graph for the buckets that the reducer has: it is cut where they become complete.
 
     Args:
         facts: what the graph reads, and where it can be cut.
         buckets: the reducer's buckets in reduction order; parameters that this graph does not read are
             left out of the plan.
-        graph: which of the model's graphs this is, in forward order.
-        policy: whose buckets these are.
+        whole: whether the graph stays whole.
 
     Returns:
-        A plan in which a bucket may wait on several segments, for its order is not ours to choose.
+        A plan in which a bucket may wait on several segments, for its order is not ours to choose (policy
+        ``"ddp"``).
     """
-    return _assemble(facts, _launches(facts, buckets), graph, policy)
+    drafts = _launches(facts, buckets)
+    if whole:
+        for draft in drafts:
+            draft.start = 0
+    return _assemble(facts, drafts, "ddp")
 
 
 def _launches(facts: GraphFacts, buckets: Sequence[Sequence[ParamSpec]]) -> list[_Draft]:
@@ -139,13 +103,10 @@ def _launches(facts: GraphFacts, buckets: Sequence[Sequence[ParamSpec]]) -> list
     launch = len(facts.nodes)
     for bucket in buckets:
         members = [uses[spec.name] for spec in bucket if spec.name in uses]
-        read = [use for use in members if use.is_read]
-        if read:
-            last = min(read, key=lambda use: use.completes_at)
+        if members:
+            last = min(members, key=lambda use: use.completes_at)
             launch = min(launch, atoms[bisect.bisect_right(atoms, last.completes_at) - 1])
-            drafts.append(_Draft(members, launch, f"DDP's own bucket; {last.spec.name} completes it"))
-        elif members:  # what is unused is ready as soon as backward starts
-            drafts.append(_Draft(members, launch, "DDP's own bucket; the graph reads none of it"))
+            drafts.append(_Draft(members, launch, f"the reducer's own bucket; {last.spec.name} completes it"))
     return drafts
 
 
@@ -171,42 +132,16 @@ class _Filler:
     Each (dtype, device) fills its own open bucket and walks its own way along the list of limits.
     """
 
-    def __init__(self, limits: Sequence[int], expected: Mapping[Key, int] | None = None) -> None:
+    def __init__(self, limits: Sequence[int], expected: Mapping[Key, int]) -> None:
         self._limits = limits
-        self._missing = dict(expected or {})
+        self._missing = dict(expected)
         self._used: dict[Key, int] = {}
         self._open: dict[Key, _Draft] = {}
         self._closed: list[_Draft] = []
-        self._carried: dict[Key, int] = {}
-
-    def pass_over(self, specs: Sequence[ParamSpec]) -> None:
-        """Count gradients that stand in other plans' buckets; the size of what stays open is carried on."""
-        for spec in specs:
-            key = (spec.dtype, spec.device)
-            self._carried[key] = 0 if spec.sparse else self._carried.get(key, 0) + spec.nbytes
-            if self._carried[key] >= self._limit(key):
-                self._next_limit(key)
-
-    @property
-    def limit(self) -> int:
-        """Of all buckets in the end, in bytes."""
-        return self._limits[-1]
-
-    def first_buckets(self) -> dict[Key, First]:
-        """The limit of the bucket that each key fills first, where one limit is all that follows."""
-        if len(self._limits) > 2:
-            return {}
-        return {key: First(self._limit(key), self._carried.get(key, 0)) for key in self._missing}
 
     def fill(
-        self,
-        start: int,
-        uses: Sequence[ParamUse],
-        *,
-        cut_follows: bool,
-        block_ends: bool = False,
-        all_close: bool = False,
-    ) -> bool:
+        self, start: int, uses: Sequence[ParamUse], *, cut_follows: bool, block_ends: bool = False
+    ) -> None:
         """Take in the gradients that complete in one atom.
 
         Args:
@@ -214,10 +149,6 @@ class _Filler:
             uses: the atom's gradients, in the order of filling.
             cut_follows: whether the graph may be cut between this atom and the next one to fill.
             block_ends: whether a repeated block ends with this atom.
-            all_close: whether all buckets close with this atom, full or not.
-
-        Returns:
-            Whether a bucket closed.
         """
         before = len(self._closed)
         last_closed: dict[Key, _Draft] = {}
@@ -228,22 +159,18 @@ class _Filler:
                 continue
             draft = self._open.setdefault(key, _Draft())
             draft.add(use)
-            self._missing[key] = self._missing.get(key, 0) - 1
-            filled = draft.nbytes + self._carried.get(key, 0)
-            if filled >= (limit := self._limit(key)):
+            self._missing[key] -= 1
+            if draft.nbytes >= (limit := self._limit(key)):
                 last_closed[key] = draft
-                self._close(self._open.pop(key), start, _filled(use.spec, draft.nbytes, filled, limit))
+                reason = f"{use.spec.name} brings it to {draft.nbytes} bytes, at or over the limit of {limit}"
+                self._close(self._open.pop(key), start, reason)
                 self._next_limit(key)
             elif self._missing[key] == 0:  # nothing will ever fill it, so it need not wait for backward's end
                 self._close(self._open.pop(key), start, "no gradient is left to add")
         if block_ends:
             self._close_nearly_full(start)
-        if all_close:
-            self._close_all(start)
-        closed = len(self._closed) > before
-        if cut_follows and closed:
+        if cut_follows and len(self._closed) > before:
             self._settle(start, last_closed)
-        return closed
 
     def finish(self, start: int) -> list[_Draft]:
         """Close what is still open; all buckets, in the order in which they were closed."""
@@ -254,17 +181,11 @@ class _Filler:
 
     def _close_nearly_full(self, start: int) -> None:
         for key, draft in list(self._open.items()):
-            filled, limit = draft.nbytes + self._carried.get(key, 0), self._limit(key)
-            if filled >= NEARLY_FULL * limit:
-                last = draft.members[-1].spec
-                self._close(self._open.pop(key), start, _nearly_filled(last, draft.nbytes, filled, limit))
+            limit, last = self._limit(key), draft.members[-1].spec.name
+            if draft.nbytes >= NEARLY_FULL * limit:
+                near = f"{last} brings it to {draft.nbytes} bytes, nearly the limit of {limit}"
+                self._close(self._open.pop(key), start, f"{near}, and ends a block that the graph repeats")
                 self._next_limit(key)
-
-    def _close_all(self, start: int) -> None:
-        for key, draft in self._open.items():
-            self._close(draft, start, "closed later, the buckets of all dtypes together would be more")
-            self._next_limit(key)
-        self._open = {}
 
     def _settle(self, start: int, last_closed: Mapping[Key, _Draft]) -> None:
         """The graph is cut next to this atom: leave no bucket open across the cut."""
@@ -283,23 +204,9 @@ class _Filler:
 
     def _next_limit(self, key: Key) -> None:
         self._used[key] = self._used.get(key, 0) + 1
-        self._carried[key] = 0
 
     def _limit(self, key: Key) -> int:
         return self._limits[min(self._used.get(key, 0), len(self._limits) - 1)]
-
-
-def _filled(spec: ParamSpec, nbytes: int, filled: int, limit: int) -> str:
-    return f"{spec.name} brings it to {_bytes(nbytes, filled)}, at or over the limit of {limit}"
-
-
-def _nearly_filled(spec: ParamSpec, nbytes: int, filled: int, limit: int) -> str:
-    near = f"{_bytes(nbytes, filled)}, nearly the limit of {limit}"
-    return f"{spec.name} brings it to {near}, and ends a block that the graph repeats"
-
-
-def _bytes(nbytes: int, filled: int) -> str:
-    return f"{nbytes} bytes, and {filled - nbytes} of later graphs" if filled > nbytes else f"{nbytes} bytes"
 
 
 def _atoms(facts: GraphFacts) -> list[int]:
@@ -313,13 +220,10 @@ def _by_atom(facts: GraphFacts, atoms: Sequence[int]) -> Iterator[Group]:
     def start_of(use: ParamUse) -> int:
         return atoms[bisect.bisect_right(atoms, use.completes_at) - 1]
 
-    def readiness(numbered: tuple[int, ParamUse]) -> tuple[int, int, bool, int]:
-        index, use = numbered
-        # registered later, so ready earlier: what no graph reads comes first, in reverse
-        return -start_of(use), -use.completes_at, use.is_read, use.spec.nbytes if use.is_read else -index
+    def readiness(use: ParamUse) -> tuple[int, int]:
+        return -use.completes_at, use.spec.nbytes
 
-    ordered = [use for _, use in sorted(enumerate(facts.params), key=readiness)]
-    for start, uses in itertools.groupby(ordered, key=start_of):
+    for start, uses in itertools.groupby(sorted(facts.params, key=readiness), key=start_of):
         yield start, list(uses)
 
 
@@ -327,25 +231,22 @@ class _Shape(NamedTuple):
     """What tells one group from another where names do not count: how long its code is, and its gradients."""
 
     nodes: int
-    gradients: tuple[tuple[int, str, bool, bool], ...]
+    gradients: tuple[tuple[int, str, bool], ...]
 
-    def has_several_weights(self) -> bool:
+    def has_multiple_weights(self) -> bool:
         """Whether a bucket that needs only some of these gradients waits for all of them."""
-        return several_weights([nbytes for nbytes, *_ in self.gradients])
+        return has_multiple_weights([nbytes for nbytes, *_ in self.gradients])
 
 
 def _shapes(groups: Sequence[Group], body: int) -> list[_Shape]:
     ends = [body, *(start for start, _ in groups)]
     return [
-        _Shape(
-            end - start,
-            tuple((use.spec.nbytes, use.spec.dtype, use.spec.sparse, use.is_read) for use in uses),
-        )
+        _Shape(end - start, tuple((use.spec.nbytes, use.spec.dtype, use.spec.sparse) for use in uses))
         for end, (start, uses) in zip(ends, groups, strict=False)
     ]
 
 
-def _assemble(facts: GraphFacts, drafts: Sequence[_Draft], graph: int, policy: Policy) -> Plan:
+def _assemble(facts: GraphFacts, drafts: Sequence[_Draft], policy: Policy) -> Plan:
     """Number buckets and segments, and write down the cuts."""
     last = min((use.completes_at for use in facts.params), default=0)
     reasons: dict[int, str] = {}
@@ -354,32 +255,27 @@ def _assemble(facts: GraphFacts, drafts: Sequence[_Draft], graph: int, policy: P
             reasons.setdefault(draft.start, cut_reason(index, draft.reason))
     starts = [0, *sorted(reasons)]
     buckets = tuple(
-        _bucket(index, draft.members, bisect.bisect_right(starts, draft.start) - 1, draft.reason)
+        Bucket.of(
+            index,
+            [use.spec for use in draft.members],
+            bisect.bisect_right(starts, draft.start) - 1,
+            draft.reason,
+        )
         for index, draft in enumerate(drafts)
     )
-    cuts = tuple(Cut(graph, facts.nodes[start], reasons[start]) for start in starts[1:])
-    unread = tuple(use.spec.name for use in facts.params if not use.is_read)
-    return Plan(buckets, _segments(facts, starts, buckets, graph), cuts, unread, policy)
+    cuts = tuple(Cut(0, facts.nodes[start], reasons[start]) for start in starts[1:])
+    return Plan(buckets, _segments(facts, starts, buckets), cuts, policy=policy)
 
 
-def _bucket(index: int, members: Sequence[ParamUse], segment: int, reason: str) -> Bucket:
-    specs = [use.spec for use in members]
-    names = tuple(spec.name for spec in specs)
-    nbytes = sum(spec.nbytes for spec in specs)
-    return Bucket(index, names, nbytes, specs[0].dtype, specs[0].device, segment, reason)
-
-
-def _segments(
-    facts: GraphFacts, starts: Sequence[int], buckets: Sequence[Bucket], graph: int
-) -> tuple[Segment, ...]:
+def _segments(facts: GraphFacts, starts: Sequence[int], buckets: Sequence[Bucket]) -> tuple[Segment, ...]:
     ends = [*starts[1:], len(facts.nodes)]
     params: list[list[str]] = [[] for _ in starts]
-    for use in (use for use in facts.params if use.is_read):
+    for use in facts.params:
         params[bisect.bisect_right(starts, use.completes_at) - 1].append(use.spec.name)
     completed: list[list[int]] = [[] for _ in starts]
     for bucket in buckets:
         completed[bucket.segment].append(bucket.index)
     return tuple(
-        Segment(i, graph, facts.nodes[start:end], tuple(params[i]), tuple(completed[i]))
+        Segment(i, 0, facts.nodes[start:end], tuple(params[i]), tuple(completed[i]))
         for i, (start, end) in enumerate(zip(starts, ends, strict=True))
     )

@@ -1,71 +1,92 @@
-"""What the graphs of one DDP module have said so far.
+"""What the graphs of one model have said so far: live ones as they are compiled, or those of `ddpopt.plan`.
 
-A model with graph breaks reaches the backend one graph at a time, and each has to be cut before the next
-one is known. So each is planned for its own parameters, and when the first forward is over the plans are
-joined into one for the reducer. From then on the buckets are fixed; later graphs (another shape, eval mode)
-are cut where those buckets complete.
+A model with graph breaks reaches the backend one graph at a time, and each is compiled before the next one
+is known. A graph that is to be cut is planned for its own parameters; one that stays whole takes part in the
+buckets of all that is known. When the first forward is over, all is joined into one plan for the reducer.
+From then on the buckets are fixed; later graphs (another shape, eval mode) follow those buckets.
 
 Invariant: no parameter completes in two graphs; its gradient is complete in the first one that reads it.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
 
-from ddpopt.planning.bucket_rule import (
-    BucketConfig,
-    ParamSpec,
-    initial_buckets,
-    rebuilt_buckets,
-    specs_from_ddp,
-)
+from ddpopt.planning.bucket_rule import BucketConfig, ParamSpec, rebuilt_buckets, specs_from_ddp
 from ddpopt.planning.eager_reads import noting_reads
-from ddpopt.planning.expand_calls import Planned, plan_and_open
-from ddpopt.planning.facts import GraphFacts, collect, with_unread
-from ddpopt.planning.join import join_plans, telling
+from ddpopt.planning.expand_calls import plan_and_open
+from ddpopt.planning.facts import GraphFacts, collect, parameter_sources
+from ddpopt.planning.join import GraphPlan, join_plans
 from ddpopt.planning.plan import Plan
-from ddpopt.planning.planner import plan_ahead_of, plan_for_buckets, plan_graph
+from ddpopt.planning.planner import plan_for_buckets, plan_graph, plan_whole
+from ddpopt.planning.strategy import Sources, Strategy, why_not_inline
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Region:
-    """One compiled graph of a model.
+    """One graph of a model.
 
     Attributes:
-        frame: which frame it comes from.
-        plan: its own.
+        frame: the Python frame that it was traced from.
+        of_graph: what the plan of the whole model needs to know of it.
         read_before: the parameters from which its inputs were computed when it ran first.
     """
 
     frame: object
-    plan: Plan
-    read_before: set[str] = field(default_factory=set, compare=False)
+    of_graph: GraphPlan
+    read_before: set[str] = field(default_factory=set)
 
-    @property
-    def params(self) -> frozenset[str]:
-        """The parameters whose gradients complete in this graph."""
-        return frozenset(name for segment in self.plan.segments for name in segment.params)
+
+class Planned(NamedTuple):
+    """A graph as planned, with its facts and its plan.
+
+    Attributes:
+        gm: the graph, perhaps with calls opened if it is to be cut.
+        facts: read off `gm`.
+        plan: made from them.
+        sources: which nodes of `gm` bring which parameters into it.
+        why_split: why it is to be cut, if that was not asked for.
+        inline: whether it stays whole, and hands its gradients over from inside its backward.
+        completed: parameters whose gradients an earlier graph completes, though this one may read them.
+        region: as what it is known; None if it has no part in the plan of the whole model.
+    """
+
+    gm: fx.GraphModule
+    facts: GraphFacts
+    plan: Plan
+    sources: Sources
+    why_split: str | None = None
+    inline: bool = False
+    completed: frozenset[str] = frozenset()
+    region: Region | None = None
 
 
 class Regions:
-    """Plans one DDP module's graphs as they come, then the whole.
+    """Plans one model's graphs as they come, then the whole.
 
     Args:
-        ddp: the module whose graphs are compiled.
+        specs: what DDP reduces, by ``id`` of the parameter, in the order of the reducer's list.
+        config: DDP's bucket limits.
     """
 
-    def __init__(self, ddp: nn.parallel.DistributedDataParallel) -> None:
-        self.config = BucketConfig.from_ddp(ddp)
-        self.specs = specs_by_id(ddp)
+    def __init__(self, specs: Mapping[int, ParamSpec], config: BucketConfig) -> None:
+        self.config = config
+        self.specs = specs
         self._regions: list[Region] = []
 
-    def add(self, gm: fx.GraphModule, example_inputs: Sequence[object]) -> Planned:
+    @classmethod
+    def of(cls, ddp: nn.parallel.DistributedDataParallel) -> Regions:
+        """Those of a DDP module, of which no graph is known yet."""
+        return cls(specs_by_id(ddp), BucketConfig.from_ddp(ddp))
+
+    def add(
+        self, gm: fx.GraphModule, example_inputs: Sequence[object], strategy: Strategy = "auto"
+    ) -> Planned:
         """Plan one more graph of the current forward.
 
         A graph of the same frame that holds the same parameters is a recompilation, and takes the place
@@ -74,16 +95,31 @@ class Regions:
         frame = frame_of(gm)
         facts = collect(gm, example_inputs, self.specs)
         read = {use.spec.name for use in facts.params}
-        self._regions = [r for r in self._regions if not (r.frame == frame and r.params and r.params <= read)]
-        taken = frozenset[str]().union(*(region.params for region in self._regions))
-        planned = plan_region(gm, example_inputs, self.specs, taken, self.config, facts=facts)
-        self._regions.append(Region(frame, planned.plan))
-        return planned
+        self._regions = [
+            r for r in self._regions if r.frame != frame or not r.of_graph.params or r.of_graph.params - read
+        ]
+        taken = frozenset[str]().union(*(region.of_graph.params for region in self._regions))
+        region = Region(frame, GraphPlan(Plan((), (), ())))
+        # a later graph fills the first buckets
+        config = self.config.after_the_first if ends_in_break(gm) else self.config
 
-    def watching(
+        def decide(facts: GraphFacts, inline: bool) -> Plan:
+            facts = replace(facts, params=tuple(use for use in facts.params if use.spec.name not in taken))
+            if not inline:
+                return plan_graph(facts, config)
+            region.of_graph = GraphPlan(plan_whole(facts), facts.ready)
+            return plan_whole(facts, self._join([*self._regions, region]).buckets)
+
+        planned = _planned(gm, example_inputs, self.specs, strategy, facts, decide)
+        if not planned.inline:
+            region.of_graph = GraphPlan(planned.plan)
+        self._regions.append(region)
+        return planned._replace(completed=taken, region=region)
+
+    def with_read_tracking(
         self, planned: Planned, example_inputs: Sequence[object], run: Callable[..., Any]
     ) -> Callable[..., Any]:
-        """A callable like `run`, by which the joined plan knows what other code read in front of this graph.
+        """A callable like `run`, by which the joined plan knows what other code read before this graph.
 
         Args:
             planned: what `add` returned for a graph.
@@ -91,20 +127,43 @@ class Regions:
                 there is nothing to know.
             run: takes the graph's inputs.
         """
-        region = next((region for region in self._regions if region.plan is planned.plan), None)
         given = (v for v in example_inputs if isinstance(v, torch.Tensor) and id(v) not in self.specs)
-        if region is None or not any(value.requires_grad for value in given):
+        if planned.region is None or not any(value.requires_grad for value in given):
             return run
-        return noting_reads(run, self.specs, region.read_before)
+        return noting_reads(run, self.specs, planned.region.read_before)
+
+    def relevant(self) -> list[Region]:
+        """Those that the plan is about: they complete a gradient, or tell of reads before them."""
+        return [region for region in self._regions if region.of_graph.params or region.read_before]
 
     def joined(self) -> Plan | None:
         """The plan of the whole model, or None while no graph trains a parameter."""
-        if not any(region.params for region in self._regions):
+        if not any(region.of_graph.params for region in self._regions):
             return None
-        told = telling([r.plan for r in self._regions], [r.read_before for r in self._regions])
-        plans = [self._regions[place].plan for place in told]
-        read_before = [self._regions[place].read_before for place in told]
-        return join_plans(plans, tuple(self.specs.values()), self.config, read_before)
+        return self._join(self.relevant())
+
+    def _join(self, regions: Sequence[Region]) -> Plan:
+        graphs = [region.of_graph._replace(read_before=region.read_before) for region in regions]
+        return join_plans(graphs, tuple(self.specs.values()), self.config)
+
+
+def _planned(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[object],
+    specs: Mapping[int, ParamSpec],
+    strategy: Strategy,
+    facts: GraphFacts,
+    decide: Callable[[GraphFacts, bool], Plan],
+) -> Planned:
+    """Plan a graph by the strategy that fits it; `decide` is given facts, and whether it stays whole."""
+    sources = parameter_sources(gm, example_inputs, specs)
+    why = None if strategy == "split" else why_not_inline(gm, sources)
+    if strategy != "split" and why is None:
+        return Planned(gm, facts, decide(facts, True), sources, inline=True)
+    opened = plan_and_open(gm, example_inputs, specs, lambda facts: decide(facts, False), facts)
+    if opened.gm is not gm:
+        sources = parameter_sources(opened.gm, example_inputs, specs)
+    return Planned(*opened, sources, why)
 
 
 def specs_by_id(ddp: nn.parallel.DistributedDataParallel) -> dict[int, ParamSpec]:
@@ -114,63 +173,24 @@ def specs_by_id(ddp: nn.parallel.DistributedDataParallel) -> dict[int, ParamSpec
     return {ids[name]: spec for name, spec in by_name.items()}
 
 
-def plan_region(
+def plan_for_ddp(
+    ddp: nn.parallel.DistributedDataParallel,
     gm: fx.GraphModule,
     example_inputs: Sequence[object],
-    specs: Mapping[int, ParamSpec],
-    taken: frozenset[str],
-    config: BucketConfig,
-    graph: int = 0,
-    facts: GraphFacts | None = None,
+    strategy: Strategy = "auto",
 ) -> Planned:
-    """Plan one graph of a model that may have several.
-
-    Args:
-        gm: the graph.
-        example_inputs: one value for each of its placeholders.
-        specs: what DDP reduces, by ``id`` of the parameter, in the order of the reducer's list.
-        taken: parameters that complete in earlier graphs.
-        config: DDP's bucket limits.
-        graph: which of the model's graphs this is, in forward order.
-        facts: those of `gm`, where they have been read off already.
-
-    Returns:
-        The graph, perhaps with calls opened, its facts and its plan.
-    """
-    registered = tuple(specs.values())
-    initial = ([registered[i] for i in bucket] for bucket in initial_buckets(registered, config))
-    # a bucket that waits for an earlier graph is launched there, and so are all that follow it
-    launched = list(itertools.takewhile(lambda bucket: taken.isdisjoint(s.name for s in bucket), initial))
-
-    def decide(facts: GraphFacts) -> Plan:
-        own = tuple(use for use in facts.params if use.spec.name not in taken)
-        facts = replace(facts, params=own)
-        if not ends_in_break(gm):
-            facts = with_unread(facts, registered, taken)
-        if not config.rebuilds:
-            return plan_ahead_of(facts, launched, config.cap_bytes, graph)
-        done = taken.union(use.spec.name for use in facts.params)
-        later = [spec for spec in registered if spec.name not in done] if ends_in_break(gm) else []
-        return plan_graph(facts, config, graph, ahead=later[::-1])
-
-    return plan_and_open(gm, example_inputs, specs, decide, facts)._replace(completed=taken)
-
-
-def plan_for_ddp(
-    ddp: nn.parallel.DistributedDataParallel, gm: fx.GraphModule, example_inputs: Sequence[object]
-) -> Planned:
-    """Cut a graph where the buckets that DDP will rebuild by itself become complete.
+    """Plan a graph for the buckets that DDP will rebuild by itself.
 
     DDP fills its buckets in the order in which gradients arrive, which this graph's readers foretell.
     """
-    config = BucketConfig.from_ddp(ddp)
+    specs, config = specs_by_id(ddp), BucketConfig.from_ddp(ddp)
 
-    def decide(facts: GraphFacts) -> Plan:
+    def decide(facts: GraphFacts, inline: bool) -> Plan:
         ready = [use.spec for use in sorted(facts.params, key=lambda use: -use.completes_at)]
         buckets = [[ready[index] for index in bucket] for bucket in rebuilt_buckets(ready, config)]
-        return plan_for_buckets(facts, buckets)
+        return plan_for_buckets(facts, buckets, whole=inline)
 
-    return plan_and_open(gm, example_inputs, specs_by_id(ddp), decide)
+    return _planned(gm, example_inputs, specs, strategy, collect(gm, example_inputs, specs), decide)
 
 
 def plan_for_imposed(
@@ -178,13 +198,18 @@ def plan_for_imposed(
     imposed: Plan,
     gm: fx.GraphModule,
     example_inputs: Sequence[object],
+    strategy: Strategy = "auto",
 ) -> Planned:
-    """Cut a later graph of a module whose reducer already follows a plan."""
+    """Plan a later graph of a module whose reducer already follows a plan."""
     specs = specs_by_id(ddp)
     by_name = {spec.name: spec for spec in specs.values()}  # without what was replaced since
     kept = [[by_name[name] for name in bucket.params if name in by_name] for bucket in imposed.buckets]
     buckets = [bucket for bucket in kept if bucket]
-    return plan_and_open(gm, example_inputs, specs, lambda facts: plan_for_buckets(facts, buckets))
+
+    def decide(facts: GraphFacts, inline: bool) -> Plan:
+        return plan_for_buckets(facts, buckets, whole=inline)
+
+    return _planned(gm, example_inputs, specs, strategy, collect(gm, example_inputs, specs), decide)
 
 
 def ends_in_break(gm: fx.GraphModule) -> bool:

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 Entry = TypeVar("Entry", bound=Hashable)
 
-FEWEST = 6
+MIN_REPEATS = 6
 """Blocks in a row that make a repetition: with fewer there is little to share, and a cut moved is a cost."""
 
 
@@ -45,7 +45,7 @@ def block_ends(entries: Sequence[Entry], alone: Callable[[Entry], bool] = lambda
         while differs + period < len(entries) and entries[differs] == entries[differs + period]:
             differs += 1
         blocks = (differs - place) // period + 1
-        if blocks >= FEWEST and (period > 1 or alone(entries[place])):
+        if blocks >= MIN_REPEATS and (period > 1 or alone(entries[place])):
             found.update(range(place - 1, place + blocks * period, period))
             place += blocks * period
         else:

@@ -1,8 +1,8 @@
-"""What the certificate reads off graphs, and the invariants that it holds them to.
+"""Prove that a cut graph is the same program as the graph that it was cut from.
 
-`terms` says what a value is, `steps` what a program is.
-`recompose` inlines the segments again, and `evidence` gathers it all once. `program`, `memory` and `promises`
-hold the invariants; `ddpopt.proof.certificate` is the table of these.
+In: both graphs and the plan. Out: nothing, or a `CertificateError` with every violation. Invariant: nothing
+is shared with what plans or cuts a graph, except the table `ddpopt.graph.effects`.
 
-Invariant: nothing here is shared with what plans or cuts a graph, but the table `ddpopt.graph.effects`.
+`evidence` reads both graphs once: `terms` says what a value is, `steps` what a program is, and `recompose`
+inlines the segments again. `program`, `memory` and `promises` hold the invariants; `certificate` lists them.
 """

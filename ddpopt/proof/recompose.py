@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from ddpopt.proof.steps import Crossing, Original, Program, Span, State, Step, example_of, value_on
+from ddpopt.proof.steps import Crossing, OpenSpan, Original, Program, ProgramState, Step, example_of, value_on
 from ddpopt.proof.terms import ABSENT, Copy, Group, Held, Item, Made, Term, Unknown, group, leaves, show
 
 # torch 2.11 to 2.13: how Dynamo writes `torch.autocast` and `torch.no_grad` into its graphs.
@@ -38,7 +38,7 @@ def read_original(original: fx.GraphModule, segment: int) -> Original:
         Its program, and its values by name.
     """
     nodes = {node.name: node for node in original.graph.nodes}
-    begin = State(_grad_mode_outside(original.graph))
+    begin = ProgramState(_grad_mode_outside(original.graph))
     walk = _Walk(original, nodes, segment, begin)
     walk.run([Made(node.name) for node in walk.inputs])
     program = Program(tuple(walk.inputs), tuple(walk.steps), walk.result, {segment: walk.state})
@@ -82,7 +82,7 @@ class _Walk:
     """One graph on its way to steps; `nodes` are those of the original by name."""
 
     def __init__(
-        self, module: fx.GraphModule, nodes: Mapping[str, fx.Node], segment: int, state: State
+        self, module: fx.GraphModule, nodes: Mapping[str, fx.Node], segment: int, state: ProgramState
     ) -> None:
         self.module = module
         self.nodes = nodes
@@ -127,7 +127,7 @@ class _Walk:
         """Note the state behind a step."""
         autocast = self.state.autocast
         if step.callee is ENTER_AUTOCAST:
-            self.state = replace(self.state, autocast=(*autocast, Span(opener, _arguments(step))))
+            self.state = replace(self.state, autocast=(*autocast, OpenSpan(opener, _arguments(step))))
         elif step.callee is EXIT_AUTOCAST and autocast and autocast[-1].opener == _name_of(step.args[0]):
             self.state = replace(self.state, autocast=autocast[:-1])
         elif step.callee is SET_GRAD_MODE:
@@ -157,7 +157,7 @@ class _Walk:
         return group(argument, read)
 
 
-class _Segment(_Walk):
+class _Reading(_Walk):
     """One segment on its way to steps of the original.
 
     A node with the name of a node of the original is that node. What else there may be: switches of state
@@ -228,7 +228,7 @@ class _Stitched(_Walk):
         self.where = "the stitched module"
         self.original = original
         self.homes = homes
-        self.ends: dict[int, State] = {}
+        self.ends: dict[int, ProgramState] = {}
         self.crossings: list[Crossing] = []
         self.returns: dict[int, Term] = {}
         self.restored: list[tuple[int, Copy]] = []
@@ -257,7 +257,7 @@ class _Stitched(_Walk):
         return True
 
     def _inline(self, module: fx.GraphModule, arguments: Sequence[Term]) -> Term:
-        inner = _Segment(module, self.original, self.segment, self.homes.get(self.segment, ()))
+        inner = _Reading(module, self.original, self.segment, self.homes.get(self.segment, ()))
         copies = [term if isinstance(term, Copy) else None for term in arguments]
         terms = [term.of if isinstance(term, Copy) else term for term in arguments]
         inner.run(terms)

@@ -19,7 +19,7 @@ SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 """Numbers that tracing has only a symbol for."""
 
 
-class Span(NamedTuple):
+class OpenSpan(NamedTuple):
     """An open autocast span: the node that opened it, and its arguments."""
 
     opener: str
@@ -27,11 +27,11 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class State:
+class ProgramState:
     """Global state that nodes switch: grad mode, and the open autocast spans, outermost first."""
 
     grad_mode: bool
-    autocast: tuple[Span, ...] = ()
+    autocast: tuple[OpenSpan, ...] = ()
 
     def __str__(self) -> str:
         spans = " in ".join(f"autocast({span.arguments})" for span in reversed(self.autocast))
@@ -47,7 +47,7 @@ class Step:
     callee: object
     args: tuple[Term, ...]
     kwargs: Mapping[str, Term]
-    state: State
+    state: ProgramState
     reads: Mapping[fx.Node, Term]
 
     @property
@@ -95,7 +95,7 @@ class Program:
     inputs: tuple[fx.Node, ...]
     steps: tuple[Step, ...]
     result: Term
-    ends: Mapping[int, State]
+    ends: Mapping[int, ProgramState]
     repeats: tuple[Step, ...] = ()
     crossings: tuple[Crossing, ...] = ()
     returns: Mapping[int, Term] = field(default_factory=dict)
@@ -120,7 +120,7 @@ class Original:
     nodes: Mapping[str, fx.Node]
     terms: Mapping[str, Term]
     steps: Mapping[str, Step]
-    begin: State
+    begin: ProgramState
 
     def example(self, term: Term) -> object:
         """The example value that tracing left for a term, or `ABSENT`."""

@@ -19,19 +19,10 @@ from torch.utils import _pytree as pytree
 
 from ddpopt.graph.aliases import first_names, is_view, reads_value, tensors_of, viewed_input
 from ddpopt.graph.effects import mutated_inputs
-from ddpopt.graph.nodes import (
-    AUTOCAST,
-    GRAD_MODE,
-    MISSING,
-    body_nodes,
-    example_value,
-    requires_grad,
-    storages,
-    storages_of,
-)
+from ddpopt.graph.nodes import MISSING, example_value, requires_grad, storages, storages_of
+from ddpopt.graph.state import ENTER_AUTOCAST, State, states
 from ddpopt.planning.facts import gradient_carriers
 
-ENTER_AUTOCAST, EXIT_AUTOCAST = AUTOCAST
 Path = tuple[int, ...]
 """Where a leaf lies in a nested tuple value."""
 
@@ -78,23 +69,22 @@ class Layout:
         opening = {name: index + 1 for index, name in enumerate(openers)}
         segments: list[list[fx.Node]] = [[] for _ in range(len(openers) + 1)]
         home: dict[fx.Node, int] = {}
-        states = [State()]
+        entered = [State()]
         grad_modes: dict[fx.Node, bool] = {}
-        state, current = State(), 0
-        for node in body_nodes(graph):
+        current = 0
+        for node, state in states(graph):
             if node.name in opening:
                 current = opening[node.name]
-                states.append(state)
+                entered.append(state)
             segments[current].append(node)
             home[node] = current
             grad_modes[node] = state.grad_enabled
-            state = state.after(node)
         layout = cls(
             segments,
             home,
             exports=[{} for _ in segments],
             binders=_symbol_binders(graph),
-            states=states,
+            states=entered,
             mutations=_mutations(home),
             carriers=gradient_carriers(graph),
             sources=_returned_sources(home),
@@ -180,24 +170,6 @@ def _mutations(home: Mapping[fx.Node, int]) -> dict[int, set[int]]:
         for key in (key for source in mutated_inputs(node) for key in storages(source)):
             found.setdefault(key, set()).add(index)
     return found
-
-
-@dataclass(frozen=True)
-class State:
-    """Global state that nodes of the graph switch: open autocast spans, and grad mode."""
-
-    autocast: tuple[fx.Node, ...] = ()
-    grad_enabled: bool = True
-
-    def after(self, node: fx.Node) -> State:
-        """The state behind `node`."""
-        if node.target is ENTER_AUTOCAST:
-            return State((*self.autocast, node), self.grad_enabled)
-        if node.target is EXIT_AUTOCAST:
-            return State(tuple(n for n in self.autocast if n is not node.args[0]), self.grad_enabled)
-        if node.target is GRAD_MODE:
-            return State(self.autocast, bool(node.args[0]))
-        return self
 
 
 def _symbol_binders(graph: fx.Graph) -> dict[sympy.Symbol, fx.Node]:

@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from ddpopt.graph.nodes import GRAD_MODE, example_value, module_like, unwritten_module
+from ddpopt.graph.nodes import example_value, module_like, unwritten_module
+from ddpopt.graph.state import EXIT_AUTOCAST, GRAD_MODE, State
 from ddpopt.planning.plan import Plan
-from ddpopt.split.layout import EXIT_AUTOCAST, Layout, Leaf, Path, State, inputs_of, is_constant
+from ddpopt.split.layout import Layout, Leaf, Path, inputs_of, is_constant
 
 Reader = Callable[[fx.Node], fx.node.Argument]
 """What a copied node reads in place of an original one."""
@@ -33,19 +34,18 @@ def segment_name(index: int) -> str:
     return f"segment_{index}"
 
 
-def partition(gm: fx.GraphModule, plan: Plan, graph: int = 0) -> fx.GraphModule:
+def partition(gm: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     """Cut `gm` where `plan` says.
 
     Args:
         gm: the graph that the plan was made for; it is left as it is.
         plan: cuts name the node that opens each later segment.
-        graph: which of the plan's graphs `gm` is.
 
     Returns:
         A new module that calls ``segment_0``, ``segment_1``, … and shares parameters and attributes
         with `gm`; or `gm` itself if the plan has no cut in it.
     """
-    openers = [cut.before for cut in plan.cuts if cut.graph == graph]
+    openers = [cut.before for cut in plan.cuts]
     if not openers:
         return gm
     layout = Layout.of(gm.graph, openers)

@@ -25,12 +25,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
-from ddpopt.graph.nodes import example_value, write_code
+from ddpopt.graph.nodes import CompilerFn, example_value, requires_grad, write_code
 from ddpopt.split.twins import signature
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-CompilerFn = Callable[..., Callable[..., Any]]
-"""A Dynamo backend: ``(gm, example_inputs) -> callable``."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +86,10 @@ def compile_segments(
                 compiled[key] = compiler(segment, [_for_backend(value) for value in inputs])
         delattr(stitched, name)
         setattr(stitched, name, compiled[key])
+        # what is written with gradient requires it from then on; the example is that of the end of the trace
+        for n in node.all_input_nodes:
+            if n in values and requires_grad(example_value(n)) and not requires_grad(values[n]):
+                del values[n]
     return CompiledSegments(stitched.forward, len(calls), len(compiled))
 
 

@@ -1,6 +1,10 @@
-"""What people build tests of data-parallel models from: cases, the corpus of those that ship, and ranks.
+"""Test data-parallel models: cases, ranks for pytest, one assertion, and drawn models.
 
-Imported when first used, as pytest loads the plugin in this package where nobody may want torch.
+In: a test marked with ``world_size(n)``. Out: the test, run on `n` ranks. Invariant: a test passes only if it
+passes on every rank.
+
+Names are imported when they are first used: pytest loads the plugin in this package in every run of an
+environment where it is installed, and torch takes seconds to import.
 """
 
 from importlib import import_module

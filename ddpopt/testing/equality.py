@@ -48,7 +48,7 @@ def assert_ddp_equal(  # noqa: PLR0913  # all that a data-parallel step is made 
             start from the weights of rank 0.
         inputs: this rank's arguments, the same in every step: a tuple or list of positional arguments, a
             mapping of keyword arguments, or the only argument. Or a function that gives them for a step.
-        kwargs: this rank's keyword arguments besides, the same in every step.
+        kwargs: more keyword arguments of this rank, the same in every step.
         loss: from the model's output to a scalar; by default the mean of squares of all it returned.
         strategy: ddpopt's: ``"split"``, ``"inline"`` or ``"auto"``.
         backend: of Dynamo, underneath: a name, or a callable ``(gm, example_inputs)``.
@@ -91,14 +91,12 @@ def _trace_not_captured() -> Iterator[None]:
     """Keep torch's structured trace, thousands of lines, out of the log that pytest keeps of a test."""
     trace = logging.getLogger("torch.__trace")
     # pytest 9 also listens to loggers that do not propagate, and torch takes that for a wish to trace.
-    pytests = [handler for handler in trace.handlers if type(handler).__module__.startswith("_pytest.")]
-    for handler in pytests:
-        trace.removeHandler(handler)
+    handlers = trace.handlers
+    trace.handlers = [each for each in handlers if not type(each).__module__.startswith("_pytest.")]
     try:
         yield
     finally:
-        for handler in pytests:
-            trace.addHandler(handler)
+        trace.handlers = handlers
 
 
 def _call(inputs: Any, kwargs: Mapping[str, Any] | None, step: int) -> Call:

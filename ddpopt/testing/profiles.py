@@ -2,7 +2,7 @@
 
 ``dev`` is for whoever writes code: few examples, new ones each time. ``ci`` draws the same on every run, so
 that a red build is red for its author too. ``nightly`` draws new ones for hours, and keeps what failed in a
-database that several machines may share. A test says how many examples it is worth beside the others, in
+database that several machines may share. A test says how many examples it is worth compared to others, in
 shares of the profile's, so that one word makes a whole suite longer or shorter.
 
 Invariant: no profile has a deadline. Drawn examples compile graphs and start ranks, and the first one pays
@@ -32,10 +32,7 @@ _REDIS = ("redis://", "rediss://", "unix://")
 
 
 def register_profiles() -> None:
-    """Make ``dev``, ``ci`` and ``nightly`` known to Hypothesis; pytest's ``--hypothesis-profile`` takes them.
-
-    A database that ``DDPOPT_EXAMPLE_DATABASE`` names is opened when the first example is saved.
-    """
+    """Make the profiles known to Hypothesis, for pytest's ``--hypothesis-profile`` too."""
     patient = [HealthCheck.too_slow]  # it would judge the machine too
     base = settings(deadline=None, suppress_health_check=patient)
     settings.register_profile("dev", base, max_examples=EXAMPLES["dev"])
@@ -47,7 +44,7 @@ def register_profiles() -> None:
         base,
         max_examples=EXAMPLES["nightly"],
         derandomize=False,
-        database=shared_database(os.environ.get(DATABASE, "")),
+        database=shared_database(os.environ.get(DATABASE) or ".hypothesis/examples"),
         print_blob=True,
     )
 
@@ -101,23 +98,29 @@ def share(portion: float, *, at_least: int = 1) -> settings:
     return settings(default, max_examples=max(at_least, round(default.max_examples * portion)))
 
 
-def shared_database(address: str) -> ExampleDatabase:
-    """Open a database of examples.
+def shared_database(address: str, given_as: str = DATABASE) -> ExampleDatabase:
+    """Open a database of examples, which several machines may share.
 
     Args:
-        address: a folder, or ``redis://host:port/number``; empty for ``.hypothesis/examples``.
+        address: a folder, or ``redis://host:port/number``.
+        given_as: the option or variable that has the address, for errors.
 
     Raises:
-        UsageError: the address is a Redis server's, and the package ``redis`` is not installed.
+        UsageError: it is neither, or the package ``redis`` is not installed.
     """
+    folder = Path(address)
     if not address.startswith(_REDIS):
-        return DirectoryBasedExampleDatabase(Path(address or ".hypothesis/examples"))
+        if not address or "://" in address or (folder.exists() and not folder.is_dir()):
+            raise UsageError(f"{given_as}: expected a folder or redis://host:port/number, got {address!r}")
+        return DirectoryBasedExampleDatabase(folder)
     try:
         from hypothesis.extra.redis import RedisExampleDatabase
-        from redis import Redis  # type: ignore[import-not-found, unused-ignore]  # nobody else needs it
+        from redis import Redis  # type: ignore[import-not-found, unused-ignore]  # who wants it installs it
+
+        return RedisExampleDatabase(Redis.from_url(address))
     except ImportError as error:
         raise UsageError(
-            f"{DATABASE}: expected a folder, or a Redis server with the package redis installed, got "
-            f"{address!r}; run: pip install redis"
+            f"{given_as}: {address!r} needs a client for Redis; 'pip install redis', or name a folder"
         ) from error
-    return RedisExampleDatabase(Redis.from_url(address))
+    except ValueError as error:
+        raise UsageError(f"{given_as}: {address!r} is no address of a server: {error}") from error

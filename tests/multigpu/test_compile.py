@@ -15,10 +15,10 @@ import ddpopt
 from ddpopt.cases import corpus
 from ddpopt.cases.case import Case
 from ddpopt.ddp.impose import imposed_plan
-from ddpopt.dynamo.backend import Strategy
 from ddpopt.judge.judging.association import reassociated_values
 from ddpopt.judge.matrix import CASES
 from ddpopt.planning.capture import capture
+from ddpopt.planning.strategy import Strategy
 from ddpopt.testing.ranks import Ranks
 from tests.multigpu.models import hook_that_sees
 from tests.multigpu.turns import in_turn
@@ -98,7 +98,7 @@ def distance(a: Tensor | None, b: Tensor | None) -> float:
 
 def may_be_reassociated(case: Case, ranks: Ranks) -> bool:
     args, kwargs = case.inputs(ranks.rank, 0)
-    captured = capture(case.model(), *args, **kwargs, **arguments(case))
+    captured = capture(case.model(), *args, strategy="split", **kwargs, **arguments(case))
     graphs = enumerate(captured.graphs)
     return any(reassociated_values(graph.gm, graph.plan, index) for index, graph in graphs)
 

@@ -12,12 +12,12 @@ import torch
 import ddpopt
 from ddpopt.cases import corpus
 from ddpopt.cases.case import Case
-from ddpopt.cases.report_of_case import Report
-from ddpopt.cases.reports_page import reported_cases
-from ddpopt.dynamo.backend import DdpoptBackend, Strategy
+from ddpopt.dynamo.backend import DdpoptBackend
+from ddpopt.planning.strategy import Strategy
 from ddpopt.testing.ranks import Ranks
 from tests.multigpu.reported import Compile, Outcome, passes, run, sentence
 from tests.multigpu.turns import in_turn
+from tests.reports import Report, reported_cases
 
 STRATEGIES: tuple[Strategy, ...] = ("split", "inline")
 MEASURED = torch.__version__.startswith("2.13.")
@@ -84,8 +84,8 @@ def test_ddpopt_does_what_a_report_asks_for(
 
 def test_a_policy_that_is_not_asked_would_show_in_the_products_of_backward(ranks: Ranks) -> None:
     case, without = corpus.case("selective_checkpoint"), corpus.case("checkpoint")
-    assert case.report is not None
-    asked, forgot = run(case, case.report, ranks, None), run(without, case.report, ranks, None)
+    (report,) = (report for reported, report in reported_cases() if reported is case)
+    asked, forgot = run(case, report, ranks, None), run(without, report, ranks, None)
     both = ranks.gather((asked.products, forgot.products))
     assert all(0 < kept < computed_again for kept, computed_again in both)
 

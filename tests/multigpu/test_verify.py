@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ddpopt.cases import corpus
 from ddpopt.cases.case import Case
-from ddpopt.cases.corpus.draws import rows, seeded
+from ddpopt.cases.corpus.draws import arrays, seeded
 from ddpopt.judge.judge import judge
 from ddpopt.judge.judging import reference as reference_module
 from ddpopt.judge.judging.reference import Bench, Reference, Subject
@@ -66,7 +66,7 @@ class Small(nn.Module):
 SMALL = Case(
     name="small",
     model=partial(seeded, Small),
-    inputs=partial(rows, batch=8, width=SMALL_WIDTH),
+    inputs=partial(arrays, shape=(8, SMALL_WIDTH)),
     about="the plain case, with buckets below DDP's default limits: judging takes less time",
     ddp_kwargs={"bucket_cap_mb": SMALL_WIDTH**2 * 4 / 2**20},
 )

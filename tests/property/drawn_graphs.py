@@ -12,7 +12,7 @@ from ddpopt.planning.facts import GraphFacts, ParamUse, collect, parameter_names
 from ddpopt.planning.plan import Plan
 from ddpopt.proof.certificate import certify
 from ddpopt.split.partition import partition
-from ddpopt.testing.graph_builder import SmallGraph, real_inputs
+from tests.graph_builder import SmallGraph, real_inputs
 from tests.unit.effects import Effects
 from tests.unit.tracing import cut_before
 

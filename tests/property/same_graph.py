@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from ddpopt.graph.nodes import body_nodes
-from ddpopt.testing.graph_builder import SmallGraph, real_inputs
+from tests.graph_builder import SmallGraph, real_inputs
 from tests.property import naive
 
 

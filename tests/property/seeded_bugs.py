@@ -25,14 +25,15 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from ddpopt.graph.nodes import GRAD_MODE, body_nodes
+from ddpopt.graph.nodes import body_nodes
+from ddpopt.graph.state import ENTER_AUTOCAST, EXIT_AUTOCAST, GRAD_MODE, State
 from ddpopt.planning.plan import Plan
 from ddpopt.split import partition
-from ddpopt.split.layout import ENTER_AUTOCAST, EXIT_AUTOCAST, Layout, State
-from ddpopt.testing.graph_builder import SmallGraph
+from ddpopt.split.layout import Layout
 from ddpopt.testing.profiles import EXAMPLES
-from ddpopt.testing.strategies import graphs
+from tests.graph_builder import SmallGraph
 from tests.property import drawn_graphs, test_partition
+from tests.property.strategies import graphs
 from tests.selftest import graphs as injected
 from tests.selftest.sites import NotInjected
 
@@ -62,8 +63,8 @@ class Found(NamedTuple):
 def edited(change: Change) -> Bug:
     """Change each module that partition makes."""
 
-    def changed(gm: fx.GraphModule, plan: Plan, graph: int = 0) -> fx.GraphModule:
-        stitched = partition.partition(gm, plan, graph)
+    def changed(gm: fx.GraphModule, plan: Plan) -> fx.GraphModule:
+        stitched = partition.partition(gm, plan)
         if stitched is not gm:
             try:
                 change(stitched)

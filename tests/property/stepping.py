@@ -283,7 +283,7 @@ def relaid(drawn: DrawnModel) -> bool:
     args, kwargs = program.inputs(dist.get_rank(), 0)
     ddp_kwargs = program.module.DDP_KWARGS
     limits = {name: ddp_kwargs[name] for name in DDP_ARGUMENTS_OF_LIMITS if name in ddp_kwargs}
-    traced = capture(program.model(), *args, **kwargs, **limits)
+    traced = capture(program.model(), *args, strategy="split", **kwargs, **limits)
     plan, symbolic = traced.plan(), len(set(drawn.batches)) > 1
     planned = enumerate(traced.graphs[index] for index in traced.planned)
     return any(relaid_values(graph.gm, plan, place, symbolic=symbolic) for place, graph in planned)

@@ -7,6 +7,7 @@ import ddpopt
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.ddp.reducer_buckets import running_buckets
 from ddpopt.planning.bucket_rule import BucketConfig, initial_buckets, rebuilt_buckets, specs_from_ddp
+from ddpopt.planning.strategy import Strategy
 from ddpopt.testing.drawn import DrawnModel, step
 from ddpopt.testing.profiles import share
 from ddpopt.testing.strategies import models
@@ -76,12 +77,14 @@ NOT_COMPILED = DrawnModel(steps=(step("fourier", of="value"), step("graph_break"
 @example(NOT_COMPILED)
 @with_found_models_that_compile
 def test_the_reducer_has_the_buckets_that_were_planned(drawn: DrawnModel) -> None:
+    strategy: Strategy = "split" if len(drawn.steps) % 2 else "auto"
     with where_torch_compiles(drawn):
         torch._dynamo.reset()
         args, kwargs = drawn.program.inputs()
-        plan = ddpopt.plan(drawn.program.model(), *args, **kwargs, **drawn.program.module.DDP_KWARGS)
+        limits = drawn.program.module.DDP_KWARGS
+        plan = ddpopt.plan(drawn.program.model(), *args, strategy=strategy, **kwargs, **limits)
         torch._dynamo.reset()
-        run = Run(drawn, lambda ddp: ddpopt.compile(ddp, backend="eager", strategy="split"))
+        run = Run(drawn, lambda ddp: ddpopt.compile(ddp, backend="eager", strategy=strategy))
         train(run)
         sent = {spec.name for spec in specs_from_ddp(run.ddp)}
         if any(param.grad is not None for name, param in run.model.named_parameters() if name in sent):

@@ -6,16 +6,17 @@ from typing import Any
 from hypothesis import assume, given
 from torch import fx
 
-from ddpopt.inline.compile import Sources, compile_inline, lendable, obstacle, together
+from ddpopt.inline.compile import compile_inline, lendable, together
 from ddpopt.inline.handover import lend
 from ddpopt.planning.bucket_rule import BucketConfig
 from ddpopt.planning.facts import GraphFacts, parameter_sources
 from ddpopt.planning.plan import Bucket
 from ddpopt.planning.planner import plan_graph
-from ddpopt.testing.graph_builder import SmallGraph, real_inputs
+from ddpopt.planning.strategy import Sources, why_not_inline
 from ddpopt.testing.profiles import share
-from ddpopt.testing.strategies import graphs
+from tests.graph_builder import SmallGraph, real_inputs
 from tests.property.drawn_graphs import facts_of, small_configs
+from tests.property.strategies import graphs
 from tests.unit.effects import Effects
 
 
@@ -25,7 +26,7 @@ def test_a_graph_whose_parameters_are_lent_is_the_same_program(
     graph: SmallGraph, config: BucketConfig
 ) -> None:
     sources = parameter_sources(graph.gm, graph.example_values, graph.specs())
-    assume(obstacle(graph.gm, sources) is None)
+    assume(why_not_inline(graph.gm, sources) is None)
     lent = lendable(graph.gm, sources)
     edited: list[fx.GraphModule] = []
 

@@ -12,9 +12,8 @@ from ddpopt.planning.bucket_rule import BucketConfig
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.planner import plan_graph
 from ddpopt.split.partition import partition
-from ddpopt.testing.graph_builder import SmallGraph, real_inputs
 from ddpopt.testing.profiles import share
-from ddpopt.testing.strategies import graphs
+from tests.graph_builder import SmallGraph, real_inputs
 from tests.property import naive
 from tests.property.drawn_graphs import (
     assert_recomposes,
@@ -25,6 +24,7 @@ from tests.property.drawn_graphs import (
     small_configs,
 )
 from tests.property.partition_mutants import MUTANTS, Mutant
+from tests.property.strategies import graphs
 from tests.unit.effects import Effects
 from tests.unit.tracing import cut_before
 

@@ -2,9 +2,7 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from random import Random
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,26 +11,22 @@ from hypothesis import strategies as st
 
 import ddpopt
 from ddpopt.graph.effects import mutated_inputs
-from ddpopt.planning import planner
 from ddpopt.planning.bucket_rule import BucketConfig, ParamSpec, rebuilt_buckets
-from ddpopt.planning.facts import GraphFacts, ParamUse, with_unread
-from ddpopt.planning.join import join_plans
+from ddpopt.planning.facts import GraphFacts, ParamUse
+from ddpopt.planning.join import GraphPlan, join_plans
 from ddpopt.planning.plan import Plan
-from ddpopt.planning.planner import plan_for_buckets, plan_graph
+from ddpopt.planning.planner import plan_for_buckets, plan_graph, plan_whole
 from ddpopt.testing.drawn import DrawnModel
-from ddpopt.testing.graph_builder import SmallGraph, real_inputs
 from ddpopt.testing.profiles import share
-from ddpopt.testing.strategies import bucket_configs, graphs, models, parameter_lists
+from ddpopt.testing.strategies import models
+from tests.graph_builder import SmallGraph, real_inputs
 from tests.property.drawn_graphs import (
-    Gradient,
     facts_of,
-    facts_of_gradients,
-    interleaved_gradients,
     small_configs,
-    specs_of_gradients,
 )
 from tests.property.same_graph import renamed, reordered, retraced
 from tests.property.stepping import where_torch_compiles
+from tests.property.strategies import bucket_configs, graphs, parameter_lists
 
 
 def names(plan: Plan) -> list[str]:
@@ -161,87 +155,6 @@ def ready_order(facts: GraphFacts) -> list[list[str]]:
     return [sorted(together[start]) for start in sorted(together, reverse=True)]
 
 
-def with_one_more_byte(config: BucketConfig, *, of_the_first: bool) -> BucketConfig:
-    """Limits as of a cap that is larger by a byte; where DDP is given a cap, its first bucket has it, too."""
-    assert not config.cap_bytes_list  # which wins over the cap
-    more = replace(config, cap_bytes=config.cap_bytes + 1)
-    return replace(more, first_bucket_bytes=config.first_bucket_bytes + 1) if of_the_first else more
-
-
-def one_cap(config: BucketConfig) -> BucketConfig:
-    return replace(config, cap_bytes_list=())
-
-
-@share(1)
-@given(graphs(), small_configs().map(one_cap), st.booleans())
-def test_one_more_byte_of_cap_never_adds_a_bucket_to_a_graph(
-    graph: SmallGraph, config: BucketConfig, of_the_first: bool
-) -> None:
-    facts = facts_of(graph)
-    fewer = plan_graph(facts, with_one_more_byte(config, of_the_first=of_the_first))
-    assert len(fewer.buckets) <= len(plan_graph(facts, config).buckets)
-
-
-@share(3)
-@given(parameter_lists(), bucket_configs().map(one_cap), st.booleans())
-def test_one_more_byte_of_cap_never_adds_a_bucket_to_a_model(
-    params: tuple[ParamSpec, ...], config: BucketConfig, of_the_first: bool
-) -> None:
-    more = with_one_more_byte(config, of_the_first=of_the_first)
-    assert len(rebuilt_buckets(params, more)) <= len(rebuilt_buckets(params, config))
-    assert len(graph_of(params, 0, more).buckets) <= len(graph_of(params, 0, config).buckets)
-
-
-@share(1.5)
-@given(
-    parameter_lists(),
-    bucket_configs().map(one_cap),
-    st.booleans(),
-    st.floats(0, 1),
-    st.randoms(use_true_random=False),
-)
-def test_one_more_byte_of_cap_never_adds_a_bucket_to_a_model_of_one_graph_that_does_not_read_all(
-    params: tuple[ParamSpec, ...], config: BucketConfig, of_the_first: bool, share_read: float, random: Random
-) -> None:
-    read = [spec for spec in params if random.random() < share_read]
-    event("none is read" if not read else "all are read" if len(read) == len(params) else "some are read")
-    facts = with_unread(facts_of_specs(read), params, frozenset())
-    more = with_one_more_byte(config, of_the_first=of_the_first)
-    plan, other = (join_plans([plan_graph(facts, limits)], params, limits) for limits in (config, more))
-    assert len(other.buckets) <= len(plan.buckets)
-
-
-@share(3)
-@given(interleaved_gradients(), st.integers(2, 20), st.sampled_from((None, 5, 25)))
-def test_one_more_byte_of_cap_never_adds_a_bucket_to_interleaved_dtypes(
-    groups: list[list[Gradient]], cap: int, first: int | None
-) -> None:
-    facts, config = facts_of_gradients(groups), BucketConfig(cap_bytes=cap, first_bucket_bytes=first or cap)
-    more = with_one_more_byte(config, of_the_first=first is None)
-    assert len(plan_graph(facts, more).buckets) <= len(plan_graph(facts, config).buckets)
-
-
-@share(1)
-@given(
-    interleaved_gradients(),
-    st.integers(2, 20),
-    st.sampled_from((None, 5, 25)),
-    st.sets(st.integers(0, 7)),
-    st.just([]) | st.lists(st.tuples(st.integers(0, 9), st.just("float32"), st.just(False)), max_size=2),
-)
-def test_no_other_choice_of_early_ends_makes_fewer_buckets(
-    groups: list[list[Gradient]], cap: int, first: int | None, block_ends: set[int], later: list[Gradient]
-) -> None:
-    facts, config = facts_of_gradients(groups), BucketConfig(cap_bytes=cap, first_bucket_bytes=first or cap)
-    ahead = specs_of_gradients(later, "later.")
-    with patch.object(planner, "block_ends", return_value=frozenset(block_ends)):
-        planned = len(plan_graph(facts, config, ahead=ahead).buckets)
-        for number in range(len(groups)):
-            for ends in itertools.combinations(range(len(groups) - 1), number):
-                with patch.object(planner, "early_ends", return_value=frozenset(ends)):
-                    assert planned <= len(plan_graph(facts, config, ahead=ahead).buckets), ends
-
-
 @share(1.5)
 @given(graphs())
 def test_the_parameters_that_are_read_are_those_that_get_a_gradient(graph: SmallGraph) -> None:
@@ -279,14 +192,11 @@ def test_buckets_that_are_given_are_kept_as_they_are(graph: SmallGraph, config: 
 # ------------------------------------------------------------------------------------- several graphs
 
 
-def graph_of(specs: Sequence[ParamSpec], number: int, config: BucketConfig) -> Plan:
-    """The plan of a graph with one node for each parameter."""
-    return plan_graph(facts_of_specs(specs), config, number)
-
-
-def facts_of_specs(specs: Sequence[ParamSpec]) -> GraphFacts:
+def graph_of(specs: Sequence[ParamSpec], config: BucketConfig, *, whole: bool) -> GraphPlan:
+    """What is known of a graph with one node for each parameter."""
     uses = tuple(ParamUse(spec, (place,)) for place, spec in enumerate(specs))
-    return GraphFacts(tuple(s.name for s in specs), uses, (None,) * len(specs))
+    facts = GraphFacts(tuple(s.name for s in specs), uses, (None,) * len(specs))
+    return GraphPlan(plan_whole(facts), facts.ready) if whole else GraphPlan(plan_graph(facts, config))
 
 
 @share(1.5)
@@ -297,7 +207,9 @@ def test_every_parameter_of_a_model_stands_in_exactly_one_bucket_of_the_joined_p
     of_graph: Mapping[int, list[ParamSpec]] = {number: [] for number in range(4)}
     for spec in params:
         of_graph[random.randrange(4)].append(spec)  # those of graph 3 are read by none
-    plan = join_plans([graph_of(of_graph[n], n, config) for n in range(3)], params, config)
+    whole = [random.random() < 0.5 for _ in range(3)]
+    graphs = [graph_of(of_graph[n], config, whole=whole[n]) for n in range(3)]
+    plan = join_plans(graphs, params, config)
     assert sorted(names(plan)) == sorted(spec.name for spec in params)
     assert plan.unread == tuple(spec.name for spec in params if spec in of_graph[3])
     specs = {spec.name: spec for spec in params}
@@ -306,5 +218,8 @@ def test_every_parameter_of_a_model_stands_in_exactly_one_bucket_of_the_joined_p
             (bucket.dtype, bucket.device)
         }
         assert len(bucket.params) == 1 or not any(specs[name].sparse for name in bucket.params)
-    assert plan.spread == 0
+    if sum(whole) < 2:  # graphs that stay whole share buckets
+        assert plan.spread == 0
+    segments = [bucket.segment for bucket in plan.buckets]
+    assert segments == sorted(segments, reverse=True)
     assert Plan.from_json(plan.to_json()) == plan

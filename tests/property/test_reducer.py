@@ -4,30 +4,28 @@ import random
 from collections.abc import Sequence
 from functools import cache
 
-import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ddpopt.planning.bucket_order import DEVICE_TYPES, SCALAR_TYPES, hash_table_order
 from ddpopt.planning.bucket_rule import (
     BucketConfig,
     ParamSpec,
     assign_buckets,
     initial_buckets,
+    ready_buckets,
     rebuilt_buckets,
 )
 from ddpopt.testing.profiles import share
-from ddpopt.testing.strategies import bucket_configs, parameter_lists
 from tests.property.examples import with_parameters_of_the_corpus
+from tests.property.strategies import bucket_configs, parameter_lists
 
 Buckets = tuple[tuple[int, ...], ...]
 
 # A CUDA device without a GPU: only fake tensors have one. They hold no memory, so one mode serves all tests.
 FAKE_MODE = FakeTensorMode()
-EVERY_KEY = tuple((dtype, f"cuda:{index}") for dtype in SCALAR_TYPES for index in range(4))
 
 
 @cache
@@ -106,17 +104,13 @@ def test_a_bucket_stays_below_its_limit_until_its_last_parameter(
         assert sum(nbytes) >= limit or bucket[-1] == len(own) - 1
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @share(5)
-@given(st.lists(st.sampled_from(EVERY_KEY), min_size=1, max_size=40, unique=True))
-def test_open_buckets_are_appended_in_the_order_of_torchs_hash_table(keys: list[tuple[str, str]]) -> None:
-    params = [ParamSpec(f"{dtype}@{device}", 0, dtype, device) for dtype, device in keys]
-    by_torch = torch_buckets(params, [1], range(len(keys)))
-    assert hash_table_order(keys) == tuple(keys[index] for (index,) in by_torch)
-
-
-def test_the_numbers_of_device_types_are_torchs() -> None:
-    types = torch._C._autograd.DeviceType
-    numbers = {name.lower(): int(getattr(types, name)) for name in dir(types) if name[0].isupper()}
-    numbers["privateuseone"] = numbers["privateuse1"]
-    assert {name: numbers[name] for name in DEVICE_TYPES} == dict(DEVICE_TYPES)
+@given(parameter_lists(), bucket_configs())
+def test_ready_buckets_are_those_of_torch_in_the_order_in_which_they_are_ready(
+    params: tuple[ParamSpec, ...], config: BucketConfig
+) -> None:
+    found = ready_buckets(params, config)
+    assert sorted(members for members, _ in found) == sorted(rebuilt_buckets(params, config))
+    ends = [max(members) for members, _ in found]
+    assert ends == sorted(ends)
+    assert all(reason for _, reason in found)

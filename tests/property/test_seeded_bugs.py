@@ -7,9 +7,9 @@ from unittest.mock import patch
 import pytest
 from hypothesis import settings
 
-from ddpopt.testing import strategies
-from ddpopt.testing.strategies import graph_features
+from tests.property import strategies
 from tests.property.seeded_bugs import BUGS, CUT_ANYWHERE, CUT_AS_PLANNED, draw_only, look_for
+from tests.property.strategies import graph_features
 
 ENOUGH = 20
 LARGEST_MEDIAN_OPS = 6

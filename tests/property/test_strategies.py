@@ -1,25 +1,19 @@
 """What our strategies draw is valid: limits that DDP accepts, graphs that run, values that are true."""
 
 import operator
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, find, given, settings
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import fx, nn
-from torch._functorch.autograd_function import autograd_function_apply
-from torch._higher_order_ops.cond import cond_op
-from torch._higher_order_ops.wrap import tag_activation_checkpoint
 
-from ddpopt.errors import UsageError
-from ddpopt.planning.bucket_rule import BucketConfig, ParamSpec
-from ddpopt.planning.plan import Plan
-from ddpopt.testing import strategies
-from ddpopt.testing.graph_builder import SmallGraph, is_trained, real_inputs
+from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.testing.profiles import share
-from ddpopt.testing.strategies import bucket_configs, graph_features, graphs, parameter_lists, plans
+from tests.graph_builder import SmallGraph, is_trained, real_inputs
+from tests.property.strategies import graphs, parameter_lists
 
 
 def leaves(value: object) -> Iterator[object]:
@@ -84,39 +78,9 @@ def test_the_parameters_of_a_drawn_graph_are_placeholders_with_distinct_names(gr
     assert len(set(graph.param_placeholders.values())) == len(params)
 
 
-@share(0.5)
-@given(graphs())
-def test_real_inputs_are_equal_for_equal_seeds(graph: SmallGraph) -> None:
-    for first, second, promised in zip(
-        real_inputs(graph, 1), real_inputs(graph, 1), graph.example_values, strict=True
-    ):
-        assert same(first, second)
-        assert getattr(first, "requires_grad", False) == is_trained(promised)
-
-
-def same(first: object, second: object) -> bool:
-    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
-        return torch.equal(first, second)
-    return type(first) is int and first == second
-
-
-def calls(*targets: object) -> Callable[[SmallGraph], bool]:
-    return lambda graph: set(targets) <= {node.target for node in graph.gm.graph.nodes}
-
-
 def reads_a_parameter_twice(graph: SmallGraph) -> bool:
     nodes = (node for node in graph.gm.graph.nodes if node.name in graph.param_placeholders)
     return any(len(node.users) > 1 for node in nodes)
-
-
-def reads_a_parameter_within_a_list(graph: SmallGraph) -> bool:
-    nodes = (node for node in graph.gm.graph.nodes if node.target is torch.cat)
-    return any(item.name in graph.param_placeholders for node in nodes for item in node.args[0])
-
-
-def reads_a_parameter_by_keyword(graph: SmallGraph) -> bool:
-    nodes = (node for node in graph.gm.graph.nodes if "weight" in node.kwargs)
-    return any(node.kwargs["weight"].name in graph.param_placeholders for node in nodes)
 
 
 def freezes_a_parameter(graph: SmallGraph) -> bool:
@@ -137,65 +101,15 @@ def has_a_dead_span_without_grad(graph: SmallGraph) -> bool:
     )
 
 
-def returns_a_number(graph: SmallGraph) -> bool:
-    outputs: Any = graph.gm.graph.output_node().args[0]
-    return any(isinstance(node.meta["example_value"], int | torch.SymInt) for node in outputs)
-
-
-def tensors(graph: SmallGraph) -> list[torch.Tensor]:
-    return [value for value in graph.example_values if isinstance(value, torch.Tensor)]
-
-
 FEATURES: dict[str, Callable[[SmallGraph], bool]] = {
-    "parameter read by keyword": reads_a_parameter_by_keyword,
-    "parameter within a list": reads_a_parameter_within_a_list,
     "tied parameter": reads_a_parameter_twice,
     "frozen parameter": freezes_a_parameter,
     "item taken late": takes_an_item_late,
     "dead span without grad": has_a_dead_span_without_grad,
-    "autocast": calls(torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast),
-    "in-place sum": calls("add_"),
-    "in-place view": calls(operator.imul, "view"),
-    "mutated buffer": calls("lerp_"),
-    "dropout": calls(torch.nn.functional.dropout),
-    "size known as an int": calls("size", "reshape"),
     "everything alive": lambda graph: all(node.users or node.op == "output" for node in graph.gm.graph.nodes),
-    "strided convolution": lambda graph: any(
-        node.args[3:4] == ((2, 2),) for node in graph.gm.graph.nodes if node.target is torch.conv2d
-    ),
     "channels last": lambda graph: any("memory_format" in node.kwargs for node in graph.gm.graph.nodes),
-    "norm with buffers": calls(torch.nn.functional.batch_norm),
-    "embedding": calls(torch.nn.functional.embedding),
-    "complex parameter": lambda graph: any(value.is_complex() for value in tensors(graph)),
-    "parameter in bfloat16": lambda graph: torch.bfloat16 in {v.dtype for v in tensors(graph)},
-    "parameter of no dimension": lambda graph: any(value.dim() == 0 for value in tensors(graph)),
-    "parameter without elements": lambda graph: any(v.numel() == 0 for v in tensors(graph)),
-    "output that is a view": calls("unsqueeze"),
-    "output that is no tensor": returns_a_number,
-    "batch that is a symbol": lambda graph: len(tensors(graph)) < len(graph.example_values),
-    "checkpoint": calls(tag_activation_checkpoint),
-    "cond": calls(cond_op),
-    "attention": calls(torch.nn.functional.scaled_dot_product_attention),
-    "custom function": calls(autograd_function_apply),
-    "constant": lambda graph: any("_tensor_constant" in node.name for node in graph.gm.graph.nodes),
 }
-
-
-def test_each_feature_occurs_among_some_hundred_drawn_graphs() -> None:
-    missing = dict(FEATURES)
-    if "custom function" not in graph_features():
-        del missing["custom function"]
-
-    @settings(max_examples=400, derandomize=True, database=None)
-    @given(graphs())
-    def look(graph: SmallGraph) -> None:
-        for feature in [feature for feature, occurs in missing.items() if occurs(graph)]:
-            del missing[feature]
-
-    look()
-    assert not missing
-
-
+"""What a step may do; that each step is drawn is seen in `test_seeded_bugs`."""
 LISTS: dict[str, Callable[[tuple[ParamSpec, ...]], bool]] = {
     "several groups": lambda params: len({(param.dtype, param.device) for param in params}) >= 3,
     "a sparse gradient among dense ones": lambda params: {param.sparse for param in params} == {True, False},
@@ -204,63 +118,17 @@ LISTS: dict[str, Callable[[tuple[ParamSpec, ...]], bool]] = {
 }
 
 
-def test_each_feature_occurs_among_some_hundred_drawn_parameter_lists() -> None:
-    missing = dict(LISTS)
+@pytest.mark.parametrize(("drawn", "features"), [(graphs(), FEATURES), (parameter_lists(), LISTS)])
+def test_each_feature_occurs_among_some_hundred_draws(
+    drawn: st.SearchStrategy[Any], features: dict[str, Callable[[Any], bool]]
+) -> None:
+    missing = dict(features)
 
     @settings(max_examples=400, derandomize=True, database=None)
-    @given(parameter_lists())
-    def look(params: tuple[ParamSpec, ...]) -> None:
-        for feature in [feature for feature, occurs in missing.items() if occurs(params)]:
+    @given(drawn)
+    def look(value: Any) -> None:
+        for feature in [feature for feature, occurs in missing.items() if occurs(value)]:
             del missing[feature]
 
     look()
     assert not missing
-
-
-@pytest.fixture
-def reported(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """What strategies report to Hypothesis."""
-    found: Counter[str] = Counter()
-    monkeypatch.setattr(strategies, "event", lambda name: found.update([name]))
-    return found
-
-
-@pytest.mark.parametrize("feature", sorted(graph_features()))
-def test_each_feature_of_a_graph_can_be_switched_on_alone_and_off_alone(
-    feature: str, reported: Counter[str]
-) -> None:
-    few = settings(max_examples=20, database=None, derandomize=True, phases=[Phase.generate])
-
-    @few
-    @given(graphs(features={feature}))
-    def with_it(graph: SmallGraph) -> None:
-        graph.gm.graph.lint()
-
-    @few
-    @given(graphs(without={feature}))
-    def without_it(graph: SmallGraph) -> None:
-        graph.gm.graph.lint()
-
-    with_it()
-    assert {name.partition(": ")[2] for name in reported} == {feature}
-    reported.clear()
-    without_it()
-    assert feature not in {name.partition(": ")[2] for name in reported}
-
-
-def test_a_feature_that_no_graph_has_is_refused_by_name() -> None:
-    with pytest.raises(
-        UsageError, match=r"^expected names of a graph's features, got 'loop'; there are: act"
-    ):
-        find(graphs(without={"loop"}), lambda _: True)
-
-
-def test_lists_limits_and_plans_report_what_they_are(reported: Counter[str]) -> None:
-    @settings(max_examples=200, database=None, derandomize=True, phases=[Phase.generate])
-    @given(parameter_lists(), bucket_configs(), plans())
-    def look(params: tuple[ParamSpec, ...], config: BucketConfig, plan: Plan) -> None:
-        del params, config, plan
-
-    look()
-    sorts = Counter(name.partition(":")[0] for name in reported)
-    assert sorts == {"parameters": 6, "limits": 4, "plan": 6}, sorted(reported)

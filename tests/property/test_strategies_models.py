@@ -16,7 +16,7 @@ from hypothesis.statistics import collector
 from torch import Tensor, nn
 
 from ddpopt.errors import UsageError
-from ddpopt.testing import model_strategies
+from ddpopt.testing import strategies
 from ddpopt.testing.drawn import BLOCKS, DrawnModel, Step, known_features, step
 from ddpopt.testing.profiles import share
 from ddpopt.testing.strategies import models
@@ -106,7 +106,7 @@ def test_each_feature_and_choice_is_drawn_and_reported_and_no_draw_is_thrown_awa
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reported: Counter[str] = Counter()
-    monkeypatch.setattr(model_strategies, "event", lambda name: reported.update([name]))
+    monkeypatch.setattr(strategies, "event", lambda name: reported.update([name]))
     drawn_features: Counter[str] = Counter()
     choices: set[tuple[str, str, Any]] = set()
     endings: Counter[str] = Counter()
@@ -182,7 +182,7 @@ def test_each_feature_can_be_switched_on_alone_and_off_alone(feature: str) -> No
 
 
 def test_a_feature_without_what_it_needs_is_refused() -> None:
-    words = r"^expected what 'vmap' cannot do without, but matmul is left out; allow it, or leave 'vmap' out"
+    words = r"^'vmap' needs matmul, which is left out; allow it, or leave 'vmap' out"
     with pytest.raises(UsageError, match=words):
         find(models(features={"vmap"}, without={"matmul"}), lambda _: True)
 

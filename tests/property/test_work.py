@@ -15,10 +15,8 @@ from torch import fx
 from ddpopt.planning.bucket_rule import BucketConfig
 from ddpopt.planning.planner import plan_graph
 from ddpopt.split.partition import partition
-from ddpopt.testing.graph_builder import GraphBuilder, SmallGraph
-from ddpopt.testing.graph_sketch import Sketch
-from ddpopt.testing.graph_steps import STEPS, Step
 from ddpopt.testing.profiles import share
+from tests.graph_builder import GraphBuilder, SmallGraph
 from tests.property import naive
 from tests.property.drawn_graphs import (
     Gradient,
@@ -29,6 +27,7 @@ from tests.property.drawn_graphs import (
     prove,
     small_configs,
 )
+from tests.property.graph_steps import STEPS, Sketch, Step
 
 ROUNDS = 6
 """How often the smaller graph repeats its steps; the larger one does so twice as often."""

@@ -218,7 +218,7 @@ FAULTS: tuple[Fault, ...] = (
     _tiny("a parameter is off by one ULP", "compiled code", code.moved_parameter),
     _strict("a hook runs twice", code.hook_twice, "accumulated_hook"),
     _strict("a gradient has other strides", code.restrided_gradient),
-    _strict("a graph is compiled anew in each step", code.recompiling),
+    _strict("a graph is compiled again in each step", code.recompiling),
     *(
         Fault(name, "compiled code", (level,), tamper=tamper, case="shown", reduced=False)
         for name, (level, tamper) in shown.FAULTS.items()

@@ -40,7 +40,7 @@ def rows(width: int = WIDTH) -> Tensor:
 def explained(name: str) -> Explanation:
     """A case of the corpus, explained once for all tests."""
     case = corpus.case(name)
-    return explain_case(case, case.ddp_kwargs)
+    return explain_case(case, case.ddp_kwargs, "split")
 
 
 def params(buckets: tuple[OwnBucket, ...]) -> list[tuple[str, ...]]:

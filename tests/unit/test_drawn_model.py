@@ -224,7 +224,7 @@ ANY_MODEL: Any = DrawnModel
 REFUSED: dict[str, Callable[[], object]] = {
     "expected the name of a registered block, got 'konv'; import the module": lambda: step("konv"),
     "block 'linear': expected at most 1 numbers from 0 to read, got (0, 1)": lambda: step("linear", 0, 1),
-    "block 'conv1d': expected an option of its own (layer), got 'size'": lambda: step("conv1d", size=3),
+    "block 'conv1d': expected size to be one of no options, got 3": lambda: step("conv1d", size=3),
     "block 'linear': expected bias to be one of True, False, got 2": lambda: step("linear", bias=2),
     "block 'gain': expected no body, got (step('empty'),)": lambda: step("gain", body=(step("empty"),)),
     "block 'checkpointed': expected steps that may run twice in its body, got step('batch_norm')": lambda: (
@@ -233,30 +233,22 @@ REFUSED: dict[str, Callable[[], object]] = {
     "block 'repeat': expected steps that break no graph in its body, got step('graph_break')": lambda: step(
         "repeat", body=[step("residual", body=[step("graph_break")])]
     ),
-    "block 'residual': expected steps in its body, got the output step('other')": lambda: step(
+    "block 'residual': expected steps in its body, not outputs, got step('other')": lambda: step(
         "residual", body=[step("other")]
     ),
-    "expected each of the model's steps to be one, got step('other')": lambda: DrawnModel((step("other"),)),
-    "expected each of the model's outputs to be one, got step('gain')": lambda: DrawnModel(
-        outputs=(step("gain"),)
+    "expected steps to be a tuple of steps whose blocks are steps, got (step('other'),)": lambda: DrawnModel(
+        (step("other"),)
     ),
-    "expected a width that is a multiple of 4 and batches of at least 2 samples, got width=6, batches=(2,)": (
+    "expected outputs to be a tuple of steps whose blocks are outputs, got [": lambda: ANY_MODEL(
+        outputs=[step("other")]
+    ),
+    "expected a width that is a multiple of 4 and a cap of at least one byte, got width=6, cap": (
         lambda: DrawnModel(width=6)
     ),
-    "expected whole numbers, and at least one byte for a cap, got {'width': 8.0, 'seed': 'a'}": lambda: (
-        ANY_MODEL(width=8.0, seed="a")
-    ),
-    "expected whole numbers, and at least one byte for a cap, got {'cap_bytes': 0}": lambda: DrawnModel(
-        cap_bytes=0
-    ),
-    "expected steps to be a tuple of Steps, got [step('gain')]": lambda: ANY_MODEL(steps=[step("gain")]),
-    "expected steps to be a tuple of Steps, got (3,)": lambda: ANY_MODEL(steps=(3,)),
-    "expected batches to be a tuple of ints, got (2.5,)": lambda: ANY_MODEL(batches=(2.5,)),
-    "expected joined to be True or False, got 1": lambda: ANY_MODEL(joined=1),
+    "expected width to be of type int, got 8.0": lambda: ANY_MODEL(width=8.0),
+    "expected joined to be of type bool, got 1": lambda: ANY_MODEL(joined=1),
+    "expected batches to be a tuple of numbers from 2 on, got (2, 1)": lambda: DrawnModel(batches=(2, 1)),
     "expected training to be one of default, accumulation, two_forwards": lambda: DrawnModel(training="x"),
-    "expected takes to be one of positional, keyword, nested, dict, dataclass, got 'list'": lambda: (
-        DrawnModel(takes="list")
-    ),
 }
 
 
@@ -282,23 +274,16 @@ def test_the_block_of_the_documentation_can_be_registered_drawn_and_run() -> Non
 @pytest.mark.usefixtures("registry")
 def test_a_name_that_is_taken_and_a_kind_that_there_is_not_are_refused() -> None:
     register_kind(Kind("mine", "{x}", "{x}"))
-    taken = re.escape("expected a new name for a kind, got 'mine', which there is; rename it")
-    with pytest.raises(UsageError, match=f"^{taken}$"):
+    with pytest.raises(UsageError, match=r"^kind 'mine': expected a new name, got one that is taken; rename"):
         register_kind(Kind("mine", "{x}", "{x}"))
 
     def gain(_: Writer, x: str) -> str:
         return x
 
-    taken = re.escape("expected a new name for a block, got 'gain', which there is; rename it")
-    with pytest.raises(UsageError, match=f"^{taken}$"):
+    with pytest.raises(UsageError, match=r"^block 'gain': expected a new name, got one that is taken; ren"):
         register_block()(gain)
-    gain.__name__ = "other_gain"
-    unknown = re.escape("block 'other_gain': expected a kind of value, got 'yours'; there are: rows, tokens")
-    with pytest.raises(UsageError, match=f"^{unknown}"):
+    with pytest.raises(UsageError, match=r"^block 'gain': expected kinds of rows, .*, got \['yours'\]"):
         register_block(takes="yours")(gain)
-    word = re.escape("block 'other_gain': expected the choices of option 'to' to be literals, which a model")
-    with pytest.raises(UsageError, match=f"^{word}"):
-        register_block(options={"to": (torch.float64,)})(gain)
 
 
 def test_the_documentation_lists_every_feature() -> None:

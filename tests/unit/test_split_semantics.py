@@ -277,9 +277,21 @@ def read_and_written_in_one_segment(model: Between, h: Tensor, given: Tensor) ->
     return h
 
 
+def input_that_is_trained_from_then_on(model: Between, h: Tensor, given: Tensor) -> Tensor:
+    given.copy_(model.layer(1, h))
+    return model.layer(2, given)
+
+
+def made_before_it_is_trained(model: Between, h: Tensor, _: Tensor) -> Tensor:
+    zeros = torch.zeros(WIDTH, WIDTH)
+    zeros.copy_(model.layer(1, h))
+    return model.layer(2, zeros)
+
+
 BODIES = (
     detached_in_place, strided, columns, view_by_tensor, broadcast, batch, float_in_region, bool_in_region,
     by_data, by_data_in_a_body, read_and_written_in_one_segment,
+    input_that_is_trained_from_then_on, made_before_it_is_trained,
 )  # fmt: skip
 
 

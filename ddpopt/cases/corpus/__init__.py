@@ -37,30 +37,19 @@ from ddpopt.errors import UsageError, did_you_mean
 __all__ = ["case", "cases"]
 
 
+FAMILIES = (
+    *(decoders, encoders, vision, recurrent, experts, sparse, arguments, parameters, sharing, control),
+    *(dataflow, scalars, ddp_rows, reports_graphs, reports_shapes, reports_wrapping),
+)
+
+
 def cases() -> tuple[Case, ...]:
     """Return all cases, family by family.
 
     Returns:
         The cases, in an order that stays the same.
     """
-    return (
-        *decoders.CASES,
-        *encoders.CASES,
-        *vision.CASES,
-        *recurrent.CASES,
-        *experts.CASES,
-        *sparse.CASES,
-        *arguments.CASES,
-        *parameters.CASES,
-        *sharing.CASES,
-        *control.CASES,
-        *dataflow.CASES,
-        *scalars.CASES,
-        *ddp_rows.CASES,
-        *reports_graphs.CASES,
-        *reports_shapes.CASES,
-        *reports_wrapping.CASES,
-    )
+    return tuple(case for family in FAMILIES for case in family.CASES)
 
 
 def case(name: str) -> Case:

@@ -1,15 +1,11 @@
 """Parameters that reach an operator otherwise than as a plain positional argument."""
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from ddpopt.cases.case import Case
-from ddpopt.cases.corpus.draws import rows, seeded
-from ddpopt.cases.report_of_case import Report
+from ddpopt.cases.corpus.draws import rows_case
 
 
 class Weights(nn.Module):
@@ -22,7 +18,7 @@ class Weights(nn.Module):
 
 
 class KeywordArguments(Weights):
-    """Every parameter is a keyword argument."""
+    """Weights by keyword, which torch's optimizer does not see."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(batch, dim)`` to the same shape."""
@@ -32,7 +28,7 @@ class KeywordArguments(Weights):
 
 
 class ListArguments(Weights):
-    """Every weight stands in a list."""
+    """Weights inside lists, which torch's optimizer does not see."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(batch, dim)`` to the same shape; four weights a turn."""
@@ -47,7 +43,7 @@ class ListArguments(Weights):
 
 
 class DictArguments(Weights):
-    """One frozen layer lends its forward to a dictionary of parameters that belong to another module."""
+    """Weights in a dictionary, put into another module by torch.func.functional_call."""
 
     def __init__(self, dim: int, layers: int) -> None:
         super().__init__(dim, layers)
@@ -62,7 +58,7 @@ class DictArguments(Weights):
 
 
 class MethodArguments(Weights):
-    """Parameters are receivers and arguments of methods, through views and casts."""
+    """Weights as receivers and arguments of methods: transposed, sliced, cast before they are used."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(batch, dim)`` to the same shape; four weights a turn."""
@@ -78,36 +74,8 @@ class MethodArguments(Weights):
 
 
 CASES = (
-    Case(
-        name="keyword",
-        model=partial(seeded, KeywordArguments, dim=384, layers=8),
-        inputs=partial(rows, batch=32, width=384),
-        about="weights by keyword, which torch's optimizer does not see",
-        report=Report(
-            number=128034,
-            upstream="since modules are inlined, parameters are arguments of functions: positional ones "
-            "were made to count",
-            torch_passes=False,
-            torch_says="compiles 1 piece, sends 0 of 5 buckets during backward, gradients as eager",
-            asks=("overlap",),
-        ),
-    ),
-    Case(
-        name="list",
-        model=partial(seeded, ListArguments, dim=384, layers=8),
-        inputs=partial(rows, batch=32, width=384),
-        about="weights inside lists, which torch's optimizer does not see",
-    ),
-    Case(
-        name="dict",
-        model=partial(seeded, DictArguments, dim=384, layers=8),
-        inputs=partial(rows, batch=32, width=384),
-        about="weights in a dictionary, put into another module by torch.func.functional_call",
-    ),
-    Case(
-        name="methods",
-        model=partial(seeded, MethodArguments, dim=384, layers=8),
-        inputs=partial(rows, batch=32, width=384),
-        about="weights as receivers and arguments of methods: transposed, sliced, cast before they are used",
-    ),
+    rows_case("keyword", KeywordArguments),
+    rows_case("list", ListArguments),
+    rows_case("dict", DictArguments),
+    rows_case("methods", MethodArguments),
 )

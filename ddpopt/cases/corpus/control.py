@@ -8,22 +8,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ddpopt.cases.case import Case
-from ddpopt.cases.corpus.attention import FeedForward
-from ddpopt.cases.corpus.draws import rows, seeded
-from ddpopt.cases.report_of_case import Report
+from ddpopt.cases.corpus.draws import rows_case
+from ddpopt.cases.corpus.layers import FeedForward
 
 
 class Blocks(nn.Module):
     """Feed-forward blocks; what derives from it says under which mode they run."""
 
-    def __init__(self, dim: int, hidden: int, blocks: int) -> None:
+    def __init__(self, dim: int, layers: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(FeedForward(dim, hidden) for _ in range(blocks))
+        self.blocks = nn.ModuleList(FeedForward(dim, 4 * dim) for _ in range(layers))
 
 
 class AutocastSpan(Blocks):
-    """All blocks but the first and last run under bfloat16 autocast, of which one switches it off again."""
+    """A nested autocast span inside forward, longer than a bucket, so that cuts fall into it."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(batch, dim)`` to the same shape."""
@@ -39,7 +37,7 @@ class AutocastSpan(Blocks):
 
 
 class NoGradSpan(Blocks):
-    """Scales are taken from the blocks' weights without a gradient, before and between their real use."""
+    """Parameters read under no_grad before the reader that gives them their gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(batch, dim)`` to the same shape."""
@@ -53,7 +51,7 @@ class NoGradSpan(Blocks):
 
 
 class OwnBreak(Blocks):
-    """The forward has a graph break of its own in the middle."""
+    """A graph break of its own: each region is planned for its own parameters."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(batch, dim)`` to the same shape."""
@@ -65,14 +63,14 @@ class OwnBreak(Blocks):
 
 
 class ViewAcrossBreak(Blocks):
-    """A view of a weight is made in front of a graph break and read behind it."""
+    """A view of a weight crosses a graph break: autograd must find its way to the weight."""
 
-    def __init__(self, dim: int, hidden: int, blocks: int) -> None:
-        super().__init__(dim, hidden, blocks)
-        self.head = nn.Linear(dim, hidden, bias=False)
+    def __init__(self, dim: int, layers: int) -> None:
+        super().__init__(dim, layers)
+        self.head = nn.Linear(dim, 4 * dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``(batch, dim)`` to ``(batch, hidden)``."""
+        """Map ``(batch, dim)`` to ``(batch, 4 * dim)``."""
         weight = self.head.weight.t()
         half = len(self.blocks) // 2
         for block in self.blocks[:half]:
@@ -86,10 +84,8 @@ class ViewAcrossBreak(Blocks):
 class Checkpointed(Blocks):
     """Every block is recomputed in backward; a context function may say what is saved all the same."""
 
-    def __init__(
-        self, dim: int, hidden: int, blocks: int, context_fn: Callable[[], Any] | None = None
-    ) -> None:
-        super().__init__(dim, hidden, blocks)
+    def __init__(self, dim: int, layers: int, context_fn: Callable[[], Any] | None = None) -> None:
+        super().__init__(dim, layers)
         self.options: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -107,7 +103,7 @@ def save_products(_context: object, operator: object, *_args: object, **_kwargs:
 
 
 class Conditional(Blocks):
-    """Pairs of blocks of which the data choose one, both in the graph."""
+    """Branches of torch.cond over blocks: the parameters of both are operands of one node."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(batch, dim)`` to the same shape."""
@@ -135,7 +131,7 @@ class ScaledTanh(torch.autograd.Function):
 
 
 class CustomFunction(nn.Module):
-    """Every layer ends in an autograd function that takes a parameter."""
+    """An autograd function with a parameter among its arguments."""
 
     def __init__(self, dim: int, layers: int) -> None:
         super().__init__()
@@ -149,90 +145,26 @@ class CustomFunction(nn.Module):
         return x
 
 
+blocks_case = partial(rows_case, dim=160, batch=64)
 CASES = (
-    Case(
-        name="autocast",
-        model=partial(seeded, AutocastSpan, dim=160, hidden=640, blocks=5),
-        inputs=partial(rows, batch=64, width=160),
-        about="a nested autocast span inside forward, longer than a bucket, so that cuts fall into it",
-        report=Report(
-            number=111794,
-            upstream="a cut inside an autocast span left its end without its beginning: NotImplementedError",
-            torch_passes=True,
-            torch_says="compiles 4 pieces, sends 3 of 4 buckets during backward, gradients as eager",
-        ),
-    ),
-    Case(
-        name="no_grad",
-        model=partial(seeded, NoGradSpan, dim=160, hidden=640, blocks=5),
-        inputs=partial(rows, batch=64, width=160),
-        about="parameters read under no_grad before the reader that gives them their gradient",
-    ),
-    Case(
-        name="graph_break",
-        model=partial(seeded, OwnBreak, dim=160, hidden=640, blocks=6),
-        inputs=partial(rows, batch=64, width=160),
-        about="a graph break of its own: each region is planned for its own parameters",
-        tags=("breaks",),
-        graphs=2,
-    ),
-    Case(
-        name="view_across_break",
-        model=partial(seeded, ViewAcrossBreak, dim=160, hidden=640, blocks=6),
-        inputs=partial(rows, batch=64, width=160),
-        about="a view of a weight crosses a graph break: autograd must find its way to the weight",
-        tags=("breaks",),
-        graphs=2,
-    ),
-    Case(
-        name="checkpoint",
-        model=partial(seeded, Checkpointed, dim=160, hidden=640, blocks=6),
-        inputs=partial(rows, batch=64, width=160),
-        about="activation checkpointing of every block, whose parameters are operands of a higher-order op",
-        tags=("higher_order",),
-        report=Report(
-            number=104674,
-            upstream="checkpointing is a higher-order operator, which the optimizer refused, or put into "
-            "one bucket",
-            torch_passes=False,
-            torch_says="compiles 3 pieces, sends 2 of 5 buckets during backward, gradients as eager",
-            asks=("overlap",),
-        ),
-    ),
-    Case(
-        name="selective_checkpoint",
-        model=partial(
-            seeded,
-            Checkpointed,
-            dim=160,
-            hidden=640,
-            blocks=6,
-            context_fn=partial(create_selective_checkpoint_contexts, save_products),
-        ),
-        inputs=partial(rows, batch=64, width=160),
-        about="checkpointing that saves matrix products: policies in node metadata must survive a cut",
-        tags=("higher_order",),
-        report=Report(
-            number=178765,
-            upstream="copied metadata replaced the checkpoint's policy, which was then never asked",
-            torch_passes=True,
-            torch_says="compiles 3 pieces, sends 2 of 5 buckets during backward, gradients as eager, 0 "
-            "matrix products more than eager",
-            asks=("products",),
-        ),
-    ),
-    Case(
-        name="cond",
-        model=partial(seeded, Conditional, dim=160, hidden=640, blocks=6),
-        inputs=partial(rows, batch=64, width=160),
-        about="torch.cond over blocks: the parameters of both branches are operands of one node",
+    blocks_case("autocast", AutocastSpan, layers=5),
+    blocks_case("no_grad", NoGradSpan, layers=5),
+    blocks_case("graph_break", OwnBreak, layers=6, tags=("breaks",), graphs=2),
+    blocks_case("view_across_break", ViewAcrossBreak, layers=6, tags=("breaks",), graphs=2),
+    blocks_case(
+        "checkpoint",
+        Checkpointed,
+        "activation checkpointing of every block, whose parameters are operands of a higher-order op",
+        layers=6,
         tags=("higher_order",),
     ),
-    Case(
-        name="autograd_function",
-        model=partial(seeded, CustomFunction, dim=384, layers=8),
-        inputs=partial(rows, batch=32, width=384),
-        about="an autograd function with a parameter among its arguments",
+    blocks_case(
+        "selective_checkpoint",
+        partial(Checkpointed, context_fn=partial(create_selective_checkpoint_contexts, save_products)),
+        "checkpointing that saves matrix products: policies in node metadata must survive a cut",
+        layers=6,
         tags=("higher_order",),
     ),
+    blocks_case("cond", Conditional, layers=6, tags=("higher_order",)),
+    rows_case("autograd_function", CustomFunction, tags=("higher_order",)),
 )

@@ -7,14 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ddpopt.cases.case import Case
-from ddpopt.cases.corpus.draws import rows, seeded
+from ddpopt.cases.corpus.draws import arrays, rows_case
 from ddpopt.cases.corpus.layers import Layers
-from ddpopt.cases.report_of_case import Report
 
 
 class InPlace(Layers):
-    """One stream is updated in place in every layer."""
+    """A stream of activations that every layer updates in place."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(batch, dim)`` to the same shape, without changing the input."""
@@ -25,7 +23,7 @@ class InPlace(Layers):
 
 
 class ViewsInPlace(nn.Module):
-    """Two views of one tensor, taken once, are updated in place in turn; the tensor itself is the output."""
+    """Two views of one tensor are updated in place across layers, then the tensor itself is read."""
 
     def __init__(self, dim: int, layers: int) -> None:
         super().__init__()
@@ -45,7 +43,7 @@ class ViewsInPlace(nn.Module):
 
 
 class Dropouts(Layers):
-    """Dropout in three forms after every layer."""
+    """Three kinds of random numbers in every layer: their order must survive cuts."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(batch, dim)`` to the same shape."""
@@ -56,7 +54,7 @@ class Dropouts(Layers):
 
 
 class Transposed(nn.Module):
-    """Products from the left: values between layers and the output itself are not contiguous."""
+    """Non-contiguous values across cuts and as outputs."""
 
     def __init__(self, dim: int, layers: int) -> None:
         super().__init__()
@@ -70,7 +68,7 @@ class Transposed(nn.Module):
 
 
 class SeveralOutputs(Layers):
-    """The output is a nest of tensors from all depths and of things that are not tensors."""
+    """A dict of tensors from every depth, a view of one of them, an int, a string and None."""
 
     def forward(self, x: Tensor) -> dict[str, Any]:
         """Return the last value and all before it, with their number, their name and nothing."""
@@ -83,7 +81,7 @@ class SeveralOutputs(Layers):
 
 
 class Tuples(Layers):
-    """Operators that return tuples feed layers further on, item by item."""
+    """Items of tuples that the first layer's value was split into are read in every other layer."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(batch, dim)`` to the same shape."""
@@ -98,7 +96,7 @@ class Tuples(Layers):
 
 
 class RunningBuffers(Layers):
-    """Every layer subtracts a running mean that it updates first, and counts its calls."""
+    """Float and integer buffers that every layer updates and then reads."""
 
     means: Tensor
     calls: Tensor
@@ -114,66 +112,20 @@ class RunningBuffers(Layers):
             y = layer(x)
             self.means[index].lerp_(y.detach().mean(0), 0.1)
             self.calls.add_(1)
-            # A sum, not a quotient: torch 2.13 computes a saved value anew from the buffer as it is later
+            # A sum, not a quotient: torch 2.13 recomputes a saved value from the buffer as it is later
             # (pytorch#197039), so that gradients of a quotient are wrong even without any cut.
             x = x + (y - self.means[index].clone()).tanh() + self.calls.clone() / 64
         return x
 
 
 CASES = (
-    Case(
-        name="in_place",
-        model=partial(seeded, InPlace, dim=384, layers=8),
-        inputs=partial(rows, batch=32, width=384),
-        about="a stream of activations that every layer updates in place",
-        tags=("mutation",),
+    rows_case("in_place", InPlace, tags=("mutation",)),
+    rows_case(
+        "views_in_place", ViewsInPlace, dim=320, inputs=partial(arrays, shape=(32, 640)), tags=("mutation",)
     ),
-    Case(
-        name="views_in_place",
-        model=partial(seeded, ViewsInPlace, dim=320, layers=8),
-        inputs=partial(rows, batch=32, width=640),
-        about="two views of one tensor updated in place across layers, then the tensor itself is read",
-        tags=("mutation",),
-    ),
-    Case(
-        name="dropout",
-        model=partial(seeded, Dropouts, dim=384, layers=8),
-        inputs=partial(rows, batch=32, width=384),
-        about="three kinds of random numbers in every layer: their order must survive cuts",
-        tags=("random",),
-    ),
-    Case(
-        name="transposed",
-        model=partial(seeded, Transposed, dim=384, layers=8),
-        inputs=partial(rows, batch=32, width=384),
-        about="non-contiguous values across cuts and as outputs",
-        report=Report(
-            number=108235,
-            upstream="keep_output_stride=False would give later segments other strides than they were "
-            "compiled for",
-            torch_passes=True,
-            torch_says="compiles 4 pieces, sends 3 of 4 buckets during backward, gradients as eager",
-            backend="inductor",
-            settings={"_inductor.keep_output_stride": False},
-        ),
-    ),
-    Case(
-        name="several_outputs",
-        model=partial(seeded, SeveralOutputs, dim=384, layers=8),
-        inputs=partial(rows, batch=32, width=384),
-        about="a dict of tensors from every depth, a view of one of them, an int, a string and None",
-    ),
-    Case(
-        name="tuples",
-        model=partial(seeded, Tuples, dim=384, layers=8),
-        inputs=partial(rows, batch=32, width=384),
-        about="items of tuples that the first layer's value was split into are read in every other layer",
-    ),
-    Case(
-        name="buffers",
-        model=partial(seeded, RunningBuffers, dim=384, layers=8),
-        inputs=partial(rows, batch=32, width=384),
-        about="float and integer buffers that every layer updates and then reads",
-        tags=("buffers", "mutation"),
-    ),
+    rows_case("dropout", Dropouts, tags=("random",)),
+    rows_case("transposed", Transposed),
+    rows_case("several_outputs", SeveralOutputs),
+    rows_case("tuples", Tuples),
+    rows_case("buffers", RunningBuffers, tags=("buffers", "mutation")),
 )

@@ -7,26 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ddpopt.cases.case import Call, Case
-from ddpopt.cases.corpus.attention import FeedForward, SelfAttention, join_heads, split_heads
 from ddpopt.cases.corpus.draws import seeded, tokens
-from ddpopt.cases.report_of_case import Report
-
-
-class GPTBlock(nn.Module):
-    """Pre-norm block: causal attention and a GELU feed-forward, each added to the stream."""
-
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.norm_1 = nn.LayerNorm(dim)
-        self.attention = SelfAttention(dim, heads, causal=True)
-        self.norm_2 = nn.LayerNorm(dim)
-        self.feed_forward = FeedForward(dim, 4 * dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``(batch, length, dim)`` to the same shape."""
-        x = x + self.attention(self.norm_1(x))
-        out: Tensor = x + self.feed_forward(self.norm_2(x))
-        return out
+from ddpopt.cases.corpus.layers import PreNormBlock, join_heads, split_heads
 
 
 class GPT(nn.Module):
@@ -37,7 +19,7 @@ class GPT(nn.Module):
         self.embedding = nn.Embedding(vocabulary, dim)
         self.positions = nn.Embedding(length, dim)
         nn.init.normal_(self.embedding.weight, std=0.05)
-        self.blocks = nn.ModuleList(GPTBlock(dim, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(PreNormBlock(dim, heads, causal=True) for _ in range(layers))
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, vocabulary, bias=False)
         self.head.weight = self.embedding.weight
@@ -153,30 +135,11 @@ CASES = (
         model=partial(seeded, GPT, vocabulary=1024, length=32, dim=128, heads=4, layers=4),
         inputs=partial(sentences, vocabulary=1024, batch=4, length=32),
         about="decoder with learned positions whose head is tied to its embedding",
-        report=Report(
-            number=109774,
-            upstream="DDP's all-reduce was to be traced; with the model compiled inside DDP, gradients "
-            "stayed unsynchronised",
-            torch_passes=False,
-            torch_says="compiles 1 piece, sends 0 of 52 buckets during backward, gradients as eager",
-            asks=("overlap",),
-            settings={"_dynamo.optimize_ddp": "python_reducer"},
-            wrap="compiled inside",
-            nearest="backward is not captured by compiled autograd, so each gradient is reduced alone",
-        ),
     ),
     Case(
         name="llama",
         model=partial(seeded, Llama, vocabulary=512, length=32, dim=128, hidden=352, layers=4),
         inputs=partial(sentences, vocabulary=512, batch=4, length=32),
         about="decoder with RMSNorm, rotary buffers, grouped-query attention and SwiGLU",
-        report=Report(
-            number=169461,
-            upstream="composable replicate() did not make its DDP known to Dynamo, so nothing was split",
-            torch_passes=True,
-            torch_says="compiles 3 pieces, sends 2 of 4 buckets during backward, gradients as eager",
-            asks=("overlap",),
-            wrap="replicate",
-        ),
     ),
 )

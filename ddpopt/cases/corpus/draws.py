@@ -1,12 +1,13 @@
 """Where the corpus draws its weights and inputs from: nothing here reads or leaves a global random state."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ddpopt.cases.case import step_seed
+from ddpopt.cases.case import Call, Case, step_seed
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -69,16 +70,45 @@ def tokens(rank: int, step: int, vocabulary: int, *shape: int) -> Tensor:
     return torch.randint(vocabulary, shape, generator=generator(rank, step))
 
 
-def rows(rank: int, step: int, *, batch: int, width: int) -> tuple[tuple[Tensor], dict[str, Tensor]]:
-    """Draw the arguments of a model that takes one matrix; what most cases of plain layers use.
+def arrays(rank: int, step: int, *, shape: tuple[int, ...]) -> Call:
+    """Draw the arguments of a model that takes one array, such as a batch of rows, sentences or images.
 
     Args:
         rank: rank of the process.
         step: index of the training step, from 0.
-        batch: rows of the matrix.
-        width: columns of the matrix.
+        shape: the array's sizes, the batch first as a rule.
 
     Returns:
-        One positional argument of shape ``(batch, width)``, no keyword arguments.
+        One positional argument, no keyword arguments.
     """
-    return (normal(rank, step, batch, width),), {}
+    return (normal(rank, step, *shape),), {}
+
+
+def rows_case(
+    name: str,
+    build: Callable[..., nn.Module],
+    about: str = "",
+    *,
+    layers: int = 8,
+    dim: int = 384,
+    batch: int = 32,
+    **more: Any,
+) -> Case:
+    """Describe a case whose model takes one matrix, as most cases of plain layers do.
+
+    Args:
+        name: of the case.
+        build: makes the model, given `dim` and `layers`.
+        about: as in `Case`; by default the first line of `build`'s docstring.
+        layers: of the model.
+        dim: columns of the matrix.
+        batch: rows of the matrix.
+        **more: other fields of `Case`.
+
+    Returns:
+        The case.
+    """
+    told = about or (build.__doc__ or name).partition("\n")[0].rstrip(".")
+    inputs = more.pop("inputs", partial(arrays, shape=(batch, dim)))
+    model = partial(seeded, build, dim=dim, layers=layers)
+    return Case(name, model, inputs, about=told[0].lower() + told[1:], **more)

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ddpopt.cases.case import Call, Case
-from ddpopt.cases.corpus.attention import FeedForward, SelfAttention, join_heads, split_heads
 from ddpopt.cases.corpus.draws import seeded, tokens
-from ddpopt.cases.report_of_case import Report
+from ddpopt.cases.corpus.layers import FeedForward, SelfAttention, join_heads, split_heads
 
 
 class BERTBlock(nn.Module):
@@ -157,13 +156,6 @@ CASES = (
         inputs=partial(masked_sentences, vocabulary=512, batch=4, length=32),
         loss=itemgetter("loss"),
         about="encoder with padding mask, inputs by keyword, a tied head with its own bias, a dict as output",
-        report=Report(
-            number=93378,
-            upstream="RoBERTa under DDP ran out of memory when compiled, and broke its graphs",
-            torch_passes=True,
-            torch_says="compiles 4 pieces, sends 2 of 4 buckets during backward, gradients as eager",
-            nearest="a small BERT; its memory is not measured",
-        ),
     ),
     Case(
         name="t5",

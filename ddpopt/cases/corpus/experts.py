@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ddpopt.cases.case import Call, Case
-from ddpopt.cases.corpus.attention import FeedForward
-from ddpopt.cases.corpus.draws import normal, rows, seeded
+from ddpopt.cases.corpus.draws import normal, rows_case, seeded
+from ddpopt.cases.corpus.layers import FeedForward
 
 
 class StackedExperts(nn.Module):
@@ -50,7 +50,7 @@ class RankExperts(nn.Module):
 
 
 class RankExpertsStack(nn.Module):
-    """Layers of experts with a linear layer in front of each."""
+    """Layers of experts with a linear layer before each."""
 
     def __init__(self, dim: int, hidden: int, experts: int, layers: int) -> None:
         super().__init__()
@@ -86,11 +86,13 @@ def tokens_and_experts(rank: int, step: int, *, batch: int, width: int) -> Call:
 EXPERT_PARAMETERS = tuple(f"{layer}.{end}" for layer in ("up", "down") for end in ("weight", "bias"))
 
 CASES = (
-    Case(
-        name="experts",
-        model=partial(seeded, StackedExpertsStack, dim=128, hidden=192, experts=6, layers=3),
-        inputs=partial(rows, batch=64, width=128),
-        about="top-2 routing over experts stacked in one parameter: every expert is in every rank's graph",
+    rows_case(
+        "experts",
+        partial(StackedExpertsStack, hidden=192, experts=6),
+        "top-2 routing over experts stacked in one parameter: every expert is in every rank's graph",
+        layers=3,
+        batch=64,
+        dim=128,
     ),
     Case(
         name="experts_per_rank",

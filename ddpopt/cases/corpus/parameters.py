@@ -9,11 +9,11 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from ddpopt.cases.case import Case
-from ddpopt.cases.corpus.draws import rows, seeded
+from ddpopt.cases.corpus.draws import arrays, rows_case, seeded
 
 
 class MixedDtypes(nn.Module):
-    """Linear layers that alternate between float32 and bfloat16, as models with kept-in-float32 parts do."""
+    """Float32 and bfloat16 weights in turn: DDP buckets them apart."""
 
     def __init__(self, dim: int, layers: int) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Parametrized(nn.Module):
 
 
 class FlatStorage(nn.Module):
-    """All weights and biases are slices of one storage, as optimizers with flat buffers make them."""
+    """Parameters that are slices of one storage, each to be counted at its own size."""
 
     def __init__(self, dim: int, layers: int) -> None:
         super().__init__()
@@ -84,35 +84,25 @@ class ComplexLayers(nn.Module):
 
 
 CASES = (
-    Case(
-        name="mixed_dtypes",
-        model=partial(seeded, MixedDtypes, dim=384, layers=10),
-        inputs=partial(rows, batch=32, width=384),
-        about="float32 and bfloat16 weights in turn: DDP buckets them apart",
+    rows_case("mixed_dtypes", MixedDtypes, layers=10),
+    rows_case(
+        "weight_norm",
+        partial(Parametrized, "weight_norm"),
+        "weights computed from a magnitude and a direction at every reading (pytorch#113415)",
+        layers=7,
     ),
-    Case(
-        name="weight_norm",
-        model=partial(seeded, Parametrized, "weight_norm", dim=384, layers=7),
-        inputs=partial(rows, batch=32, width=384),
-        about="weights computed from a magnitude and a direction at every reading (pytorch#113415)",
-    ),
-    Case(
-        name="spectral_norm",
-        model=partial(seeded, Parametrized, "spectral_norm", dim=384, layers=7),
-        inputs=partial(rows, batch=32, width=384),
-        about="weights divided by a norm that a power iteration keeps in buffers (pytorch#113415)",
+    rows_case(
+        "spectral_norm",
+        partial(Parametrized, "spectral_norm"),
+        "weights divided by a norm that a power iteration keeps in buffers (pytorch#113415)",
+        layers=7,
         tags=("buffers",),
     ),
-    Case(
-        name="flat_storage",
-        model=partial(seeded, FlatStorage, dim=384, layers=8),
-        inputs=partial(rows, batch=32, width=384),
-        about="parameters that are slices of one storage, each to be counted at its own size",
-    ),
+    rows_case("flat_storage", FlatStorage),
     Case(
         name="complex",
         model=partial(seeded, ComplexLayers, widths=(512, 512, 512, 512)),
-        inputs=partial(rows, batch=32, width=512),
+        inputs=partial(arrays, shape=(32, 512)),
         about="complex weights, 8 bytes an element, between real ones",
     ),
 )

@@ -5,8 +5,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ddpopt.cases.case import Call, Case
-from ddpopt.cases.corpus.draws import normal, seeded
+from ddpopt.cases.case import Case
+from ddpopt.cases.corpus.draws import arrays, seeded
 
 
 class RNNLoop(nn.Module):
@@ -48,22 +48,17 @@ class LSTMLoop(nn.Module):
         return torch.stack(outputs)
 
 
-def sequences(rank: int, step: int, *, time: int, batch: int, width: int) -> Call:
-    """Draw one batch of sequences of vectors as the only argument."""
-    return (normal(rank, step, time, batch, width),), {}
-
-
 CASES = (
     Case(
         name="rnn_cell",
         model=partial(seeded, RNNLoop, dim=512),
-        inputs=partial(sequences, time=6, batch=8, width=512),
+        inputs=partial(arrays, shape=(6, 8, 512)),
         about="an RNN cell in a loop: torch's optimizer counts its weights once per use",
     ),
     Case(
         name="lstm_cell",
         model=partial(seeded, LSTMLoop, dim=240),
-        inputs=partial(sequences, time=6, batch=8, width=240),
+        inputs=partial(arrays, shape=(6, 8, 240)),
         about="two LSTM cells in turn over time: every weight is complete only near the start of forward",
     ),
 )

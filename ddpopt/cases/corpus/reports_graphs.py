@@ -1,4 +1,4 @@
-"""Public reports about what stands in a graph: constants, calls of ``forward``, operators, strides."""
+"""Public reports about what is in a graph: constants, calls of ``forward``, operators, strides."""
 
 from functools import partial
 
@@ -6,16 +6,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
-from ddpopt.cases.case import Call, Case
-from ddpopt.cases.corpus.attention import join_heads, split_heads
-from ddpopt.cases.corpus.draws import normal, rows, seeded
-from ddpopt.cases.corpus.layers import Layers, residual
+from ddpopt.cases.case import Case
+from ddpopt.cases.corpus.draws import arrays, rows_case, seeded
+from ddpopt.cases.corpus.layers import Layers, join_heads, residual, split_heads
 from ddpopt.cases.corpus.sharing import Residuals
-from ddpopt.cases.report_of_case import Report
 
 
 class WhereScalars(Layers):
-    """Between layers a tensor is made of two numbers and a condition, and another one of a range."""
+    """Tensors made of numbers between layers, torch.where(condition, 0.4, 1.0) (pytorch#92941)."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(batch, dim)`` to the same shape."""
@@ -70,7 +68,7 @@ class AlibiAttention(Layers):
 
 
 class Activations(nn.Module):
-    """Layers that keep other numbers of activations for backward, so that no two segments are alike."""
+    """Segments that keep different activations, of which Inductor reuses some (pytorch#160745)."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -100,96 +98,40 @@ class Convs(nn.Module):
         return x
 
 
-def sentences(rank: int, step: int, *, batch: int, length: int, width: int) -> Call:
-    """Draw sequences of vectors."""
-    return (normal(rank, step, batch, length, width),), {}
-
-
-def squares(rank: int, step: int, *, channels: int) -> Call:
-    """Draw two images of 6 x 6."""
-    return (normal(rank, step, 2, channels, 6, 6),), {}
-
-
 CASES = (
-    Case(
-        name="where_scalars",
-        model=partial(seeded, WhereScalars, dim=384, layers=6),
-        inputs=partial(rows, batch=8, width=384),
-        about="tensors made of numbers between layers, torch.where(condition, 0.4, 1.0) (pytorch#92941)",
-        report=Report(
-            number=92941,
-            upstream="numbers became real tensors while a segment ran on fake ones: compilation failed",
-            torch_passes=True,
-            torch_says="compiles 3 pieces, sends 2 of 4 buckets during backward, gradients as eager",
-        ),
-    ),
+    rows_case("where_scalars", WhereScalars, layers=6, batch=8),
     Case(
         name="forward_calls",
         model=partial(seeded, ForwardCalls, dim=320, heads=4, layers=5),
-        inputs=partial(sentences, batch=2, length=4, width=320),
+        inputs=partial(arrays, shape=(2, 4, 320)),
         about="layer.forward(x) instead of layer(x), and nn.MultiheadAttention (pytorch#111279)",
-        report=Report(
-            number=111279,
-            upstream="linear.forward(x) and MultiheadAttention are no module calls: the optimizer failed on "
-            "their nodes",
-            torch_passes=True,
-            torch_says="compiles 2 pieces, sends 1 of 4 buckets during backward, gradients as eager",
-        ),
     ),
     Case(
         name="flex_attention",
         model=partial(seeded, AlibiAttention, dim=384, heads=4, layers=6),
-        inputs=partial(sentences, batch=2, length=16, width=384),
+        inputs=partial(arrays, shape=(2, 16, 384)),
         about="flex attention with a captured buffer, over inputs that need no gradient (pytorch#137481)",
         tags=("higher_order",),
-        report=Report(
-            number=137481,
-            upstream="flex attention is a higher-order operator, which the optimizer refused",
-            torch_passes=True,
-            torch_says="compiles 3 pieces, sends 2 of 4 buckets during backward, gradients as eager",
-            nearest="without a backward through the attention, which torch has on GPUs only",
-        ),
     ),
-    Case(
-        name="static_twice",
-        model=partial(seeded, Residuals, dim=384, layers=6, order=(0, 1, 2, 1, 3, 4, 5, 3)),
-        inputs=partial(rows, batch=8, width=384),
-        about="static_graph with modules that run twice (pytorch#109261)",
+    rows_case(
+        "static_twice",
+        partial(Residuals, order=(0, 1, 2, 1, 3, 4, 5, 3)),
+        "static_graph with modules that run twice (pytorch#109261)",
+        layers=6,
+        batch=8,
         ddp_kwargs={"static_graph": True},
-        report=Report(
-            number=109261,
-            upstream="static_graph and the optimizer failed together, and nobody was warned",
-            torch_passes=True,
-            torch_says="compiles 4 pieces, sends 2 of 4 buckets during backward, gradients as eager",
-        ),
     ),
     Case(
         name="donated_buffers",
         model=partial(seeded, Activations, dim=512),
-        inputs=partial(rows, batch=8, width=512),
+        inputs=partial(arrays, shape=(8, 512)),
         about="segments that keep different activations, of which Inductor reuses some (pytorch#160745)",
         ddp_kwargs={"bucket_cap_mb": 1},
-        report=Report(
-            number=160745,
-            upstream="all lazily compiled backwards read the last segment's metadata, and reused buffers "
-            "still in use",
-            torch_passes=True,
-            torch_says="compiles 3 pieces, sends 2 of 4 buckets during backward, gradients as eager",
-            backend="inductor",
-        ),
     ),
     Case(
         name="conv_strides",
         model=partial(seeded, Convs, channels=128, layers=6),
-        inputs=partial(squares, channels=128),
+        inputs=partial(arrays, shape=(2, 128, 6, 6)),
         about="convolutions whose results Inductor gives other strides than eager (pytorch#113812)",
-        report=Report(
-            number=113812,
-            upstream="a segment's output had other strides under Inductor than the next segment was "
-            "compiled for",
-            torch_passes=True,
-            torch_says="compiles 3 pieces, sends 2 of 4 buckets during backward, gradients as eager",
-            backend="inductor",
-        ),
     ),
 )

@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 from ddpopt.cases.case import Call, Case
 from ddpopt.cases.corpus.draws import normal, seeded
 from ddpopt.cases.corpus.layers import Layers
-from ddpopt.cases.report_of_case import Report
 
 
 class PointwiseConv(nn.Conv2d):
@@ -95,15 +94,6 @@ CASES = (
         about="sequences that grow at every step: sizes stay symbolic across cuts (pytorch#140229)",
         ddp_kwargs={"bucket_cap_mb": 1},
         tags=("dynamic",),
-        report=Report(
-            number=140229,
-            upstream="every new length compiled again: strides between segments were taken for constants",
-            torch_passes=True,
-            torch_says="compiles 3 pieces, sends 2 of 4 buckets during backward, gradients as eager, "
-            "compiles 0 graphs after the second step",
-            asks=("recompiles",),
-            backend="inductor",
-        ),
     ),
     Case(
         name="checkpoint_sizes",
@@ -111,12 +101,6 @@ CASES = (
         inputs=partial(growing_images, channels=384),
         about="checkpointed 1 x 1 convolutions over images of changing size and stride (pytorch#118984)",
         tags=("dynamic", "higher_order"),
-        report=Report(
-            number=118984,
-            upstream="checkpointed convolutions failed when sizes changed",
-            torch_passes=True,
-            torch_says="compiles 3 pieces, sends 2 of 3 buckets during backward, gradients as eager",
-        ),
     ),
     Case(
         name="transposed_batch",
@@ -124,13 +108,6 @@ CASES = (
         inputs=partial(doubled_batches, length=384, width=8),
         about="a transposed value across cuts, and a batch that doubles after a step (pytorch#116292)",
         tags=("dynamic",),
-        report=Report(
-            number=116292,
-            upstream="segments were to be compiled at their first run, which then failed for other sizes",
-            torch_passes=True,
-            torch_says="compiles 3 pieces, sends 2 of 3 buckets during backward, gradients as eager",
-            nearest="compiled by aot_eager; strides under Inductor have cases of their own",
-        ),
     ),
     Case(
         name="uneven_ranks",
@@ -139,12 +116,5 @@ CASES = (
         about="a batch that changes on odd ranks alone: only they compile again (pytorch#130935)",
         tags=("dynamic",),
         ranks_differ=True,
-        report=Report(
-            number=130935,
-            upstream="ranks that see other sizes compile at other times; the setting that aligns them is "
-            "off by default",
-            torch_passes=True,
-            torch_says="compiles 3 pieces, sends 2 of 4 buckets during backward, gradients as eager",
-        ),
     ),
 )

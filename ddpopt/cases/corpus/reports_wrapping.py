@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn import functional as F
 
-from ddpopt.cases.case import Call, Case
-from ddpopt.cases.corpus.draws import normal, rows, seeded
+from ddpopt.cases.case import Case
+from ddpopt.cases.corpus.draws import arrays, rows_case, seeded
 from ddpopt.cases.corpus.layers import Layers, residual
-from ddpopt.cases.report_of_case import Report
 
 
 class UNet(nn.Module):
@@ -97,7 +96,7 @@ class SyncedNorm(nn.Module):
 
 
 class Normalized(Layers):
-    """Linear layers with a synchronised norm in the middle."""
+    """A norm that exchanges statistics between ranks, outside of the graph (pytorch#100239)."""
 
     def __init__(self, dim: int, layers: int) -> None:
         super().__init__(dim, layers)
@@ -115,7 +114,7 @@ class Normalized(Layers):
 
 
 class Towers(nn.Module):
-    """An inner module, such as a table of its own, and layers of the outer model after it."""
+    """A region after a part of the model that may have a DDP of its own (pytorch#178364)."""
 
     def __init__(self, dim: int, layers: int) -> None:
         super().__init__()
@@ -129,55 +128,14 @@ class Towers(nn.Module):
         return residual(x, self.layers)
 
 
-def pictures(rank: int, step: int) -> Call:
-    """Draw two images of 8 x 8."""
-    return (normal(rank, step, 2, 3, 8, 8),), {}
-
-
 CASES = (
     EvaluatedCase(
         name="evaluated",
         model=partial(seeded, UNet, channels=160),
-        inputs=pictures,
+        inputs=partial(arrays, shape=(2, 3, 8, 8)),
         about="evaluation without gradients between training steps (pytorch#128218)",
         tags=("random",),
-        report=Report(
-            number=128218,
-            upstream="evaluation after training crashed with mode='reduce-overhead'",
-            torch_passes=True,
-            torch_says="compiles 2 pieces, sends 1 of 2 buckets during backward, gradients as eager",
-            nearest="without CUDA graphs, which need a GPU",
-        ),
     ),
-    Case(
-        name="synced_norm",
-        model=partial(seeded, Normalized, dim=384, layers=6),
-        inputs=partial(rows, batch=8, width=384),
-        about="a norm that exchanges statistics between ranks, outside of the graph (pytorch#100239)",
-        tags=("breaks",),
-        graphs=2,
-        report=Report(
-            number=100239,
-            upstream="SyncBatchNorm under DDP failed to compile",
-            torch_passes=True,
-            torch_says="compiles 4 pieces, sends 2 of 4 buckets during backward, gradients as eager",
-            nearest="a norm of our own; torch's takes CUDA tensors only",
-        ),
-    ),
-    Case(
-        name="nested",
-        model=partial(seeded, Towers, dim=384, layers=6),
-        inputs=partial(rows, batch=8, width=384),
-        about="a region behind a part of the model that may stand in a DDP of its own (pytorch#178364)",
-        tags=("breaks",),
-        graphs=2,
-        report=Report(
-            number=178364,
-            upstream="the end of an inner DDP's forward hid the outer one, whose later graphs were not split",
-            torch_passes=True,
-            torch_says="compiles 3 pieces, sends 2 of 3 buckets during backward, gradients as eager",
-            asks=("overlap",),
-            wrap="nested",
-        ),
-    ),
+    rows_case("synced_norm", Normalized, layers=6, batch=8, tags=("breaks",), graphs=2),
+    rows_case("nested", Towers, layers=6, batch=8, tags=("breaks",), graphs=2),
 )

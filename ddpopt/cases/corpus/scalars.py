@@ -5,10 +5,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ddpopt.cases.case import Call, Case
-from ddpopt.cases.corpus.draws import normal, rows, seeded
+from ddpopt.cases.case import Call
+from ddpopt.cases.corpus.draws import normal, rows_case
 from ddpopt.cases.corpus.layers import Layers
-from ddpopt.cases.report_of_case import Report
 
 
 class StochasticDepth(nn.Module):
@@ -34,11 +33,14 @@ class StochasticDepth(nn.Module):
 
 
 class StochasticDepthStack(nn.Module):
-    """Blocks apart by graph breaks: one code object, compiled again for every other probability."""
+    """A float attribute that becomes a graph input and crosses a cut (pytorch#196227).
 
-    def __init__(self, dim: int, probabilities: tuple[float, ...]) -> None:
+    Graph breaks divide the blocks: one code object, compiled again for every other probability.
+    """
+
+    def __init__(self, dim: int, layers: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(StochasticDepth(dim, probability) for probability in probabilities)
+        self.blocks = nn.ModuleList(StochasticDepth(dim, place / 10) for place in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(batch, dim)`` to the same shape."""
@@ -49,7 +51,7 @@ class StochasticDepthStack(nn.Module):
 
 
 class ScalarArguments(Layers):
-    """A float and an int argument, and a size, are used in every layer."""
+    """Float and int arguments that change at every step, read in every layer (pytorch#134182)."""
 
     def forward(self, x: Tensor, scale: float, shift: int) -> Tensor:
         """Map ``(batch, dim)`` to the same shape."""
@@ -60,7 +62,7 @@ class ScalarArguments(Layers):
 
 
 class DynamicBatch(Layers):
-    """The batch size takes part in views, in new tensors and in arithmetic between layers."""
+    """A batch size that changes between steps and is read in every layer."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(batch, dim)`` to the same shape."""
@@ -82,40 +84,19 @@ def growing_rows(rank: int, step: int, *, batch: int, width: int) -> Call:
 
 
 CASES = (
-    Case(
-        name="stochastic_depth",
-        model=partial(seeded, StochasticDepthStack, dim=512, probabilities=(0.0, 0.1, 0.2)),
-        inputs=partial(rows, batch=32, width=512),
-        about="a float attribute that becomes a graph input and crosses a cut (pytorch#196227)",
+    rows_case(
+        "stochastic_depth",
+        StochasticDepthStack,
+        layers=3,
+        dim=512,
         ddp_kwargs={"bucket_cap_mb": 1},
         tags=("breaks", "random", "dynamic"),
         graphs=2,
-        report=Report(
-            number=196227,
-            upstream="a float that became a graph input and crossed a cut had no metadata: compilation "
-            "failed",
-            torch_passes=False,
-            torch_says="raises AttributeError: 'float' object has no attribute 'meta'",
-        ),
     ),
-    Case(
-        name="scalars",
-        model=partial(seeded, ScalarArguments, dim=384, layers=8),
-        inputs=partial(rows_and_scalars, batch=32, width=384),
-        about="float and int arguments that change at every step, read in every layer (pytorch#134182)",
-        tags=("dynamic",),
+    rows_case(
+        "scalars", ScalarArguments, inputs=partial(rows_and_scalars, batch=32, width=384), tags=("dynamic",)
     ),
-    Case(
-        name="dynamic_batch",
-        model=partial(seeded, DynamicBatch, dim=384, layers=8),
-        inputs=partial(growing_rows, batch=16, width=384),
-        about="a batch size that changes between steps and is read in every layer",
-        tags=("dynamic",),
-        report=Report(
-            number=111636,
-            upstream="a last batch of another size failed: symbolic sizes were not passed to the segments",
-            torch_passes=False,
-            torch_says="raises AssertionError: Node add_75 was invalid, but is output",
-        ),
+    rows_case(
+        "dynamic_batch", DynamicBatch, inputs=partial(growing_rows, batch=16, width=384), tags=("dynamic",)
     ),
 )

@@ -1,13 +1,11 @@
-"""Parameters read in several places, and parameters read nowhere, frozen, or none of DDP's business."""
+"""Parameters read in several places, and parameters read nowhere, frozen, or ignored by DDP."""
 
 from functools import partial
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.cases.case import Case
-from ddpopt.cases.corpus.draws import rows, seeded
-from ddpopt.cases.report_of_case import Report
+from ddpopt.cases.corpus.draws import rows_case
 
 
 class Residuals(nn.Module):
@@ -48,7 +46,7 @@ def frozen(dim: int, layers: int) -> nn.Module:
 
 
 def ignored(dim: int, layers: int) -> nn.Module:
-    """Build layers of which two are marked as none of DDP's business: their gradients stay local."""
+    """Build layers of which two are marked to be ignored by DDP: their gradients stay local."""
     model = Residuals(dim, layers)
     names = [f"layers.{index}.{kind}" for index in (2, 5) for kind in ("weight", "bias")]
     # The only way that DDP offers, underscore and all; in torch 2.11 to 2.13 it has no annotations.
@@ -57,84 +55,42 @@ def ignored(dim: int, layers: int) -> nn.Module:
 
 
 CASES = (
-    Case(
-        name="tied",
-        model=partial(seeded, tied, dim=384, layers=8),
-        inputs=partial(rows, batch=32, width=384),
-        about="first and last layer share a weight, which is complete last",
+    rows_case("tied", tied, "first and last layer share a weight, which is complete last"),
+    rows_case(
+        "shared_module",
+        shared_module,
+        "one module under two names, of which parameters have only the first",
+        layers=9,
     ),
-    Case(
-        name="shared_module",
-        model=partial(seeded, shared_module, dim=384, layers=9),
-        inputs=partial(rows, batch=32, width=384),
-        about="one module under two names, of which parameters have only the first",
+    rows_case(
+        "called_twice",
+        partial(Residuals, order=(0, 1, 2, 3, 1, 4, 5, 6, 7, 3)),
+        "two modules that run twice each, with others between",
     ),
-    Case(
-        name="called_twice",
-        model=partial(seeded, Residuals, dim=384, layers=8, order=(0, 1, 2, 3, 1, 4, 5, 6, 7, 3)),
-        inputs=partial(rows, batch=32, width=384),
-        about="two modules that run twice each, with others between",
-        report=Report(
-            number=147123,
-            upstream="the python_reducer setting silently fell back where forward was not compiled; now it "
-            "always holds",
-            torch_passes=False,
-            torch_says="compiles 1 piece, sends 0 of 16 buckets during backward, gradients as eager",
-            asks=("overlap",),
-            settings={"_dynamo.optimize_ddp": "python_reducer"},
-            nearest="backward is not captured by compiled autograd, so each gradient is reduced alone",
-        ),
-    ),
-    Case(
-        name="frozen",
-        model=partial(seeded, frozen, dim=384, layers=11),
-        inputs=partial(rows, batch=32, width=384),
-        about="frozen layers among trainable ones: they stand in no bucket",
-    ),
-    Case(
-        name="ignored",
-        model=partial(seeded, ignored, dim=384, layers=10),
-        inputs=partial(rows, batch=32, width=384),
-        about="parameters that DDP is told to ignore: trainable, read, but in no bucket and not reduced",
+    rows_case("frozen", frozen, "frozen layers among trainable ones: they are in no bucket", layers=11),
+    rows_case(
+        "ignored",
+        ignored,
+        "parameters that DDP is told to ignore: trainable, read, but in no bucket and not reduced",
+        layers=10,
         tags=("ignored",),
-        report=Report(
-            number=88460,
-            upstream="ignored parameters were counted; they are now known by a mark, which Dynamo's inputs "
-            "do not carry",
-            torch_passes=True,
-            torch_says="compiles 5 pieces, sends 3 of 5 buckets during backward, gradients as eager",
-        ),
     ),
-    Case(
-        name="unused",
-        model=partial(seeded, Residuals, dim=384, layers=9, order=(0, 1, 3, 4, 5, 6, 7, 8)),
-        inputs=partial(rows, batch=32, width=384),
-        about="a layer that never runs: in a bucket, in no graph",
+    rows_case(
+        "unused",
+        partial(Residuals, order=(0, 1, 3, 4, 5, 6, 7, 8)),
+        "a layer that never runs: in a bucket, in no graph",
+        layers=9,
         ddp_kwargs={"find_unused_parameters": True},
         tags=("unused",),
         unused=("layers.2.weight", "layers.2.bias"),
-        report=Report(
-            number=113809,
-            upstream="CUDA graphs and _DDPSink ran in two threads of autograd at once: assertions failed",
-            torch_passes=True,
-            torch_says="compiles 4 pieces, sends 3 of 5 buckets during backward, gradients as eager",
-            nearest="CUDA graphs need a GPU; what stays is the sink between DDP and the compiled graph",
-        ),
     ),
-    Case(
-        name="unused_static",
-        model=partial(seeded, Residuals, dim=384, layers=9, order=(0, 1, 3, 4, 5, 6, 7, 8)),
-        inputs=partial(rows, batch=32, width=384),
-        about="a layer that never runs, under static_graph, which finds out in the first iteration",
+    rows_case(
+        "unused_static",
+        partial(Residuals, order=(0, 1, 3, 4, 5, 6, 7, 8)),
+        "a layer that never runs, under static_graph, which finds out in the first iteration",
+        layers=9,
         ddp_kwargs={"static_graph": True},
         tags=("unused",),
         unused=("layers.2.weight", "layers.2.bias"),
-        report=Report(
-            number=93672,
-            upstream="static_graph had to be off under Dynamo: the tracing run was taken for the first "
-            "iteration",
-            torch_passes=True,
-            torch_says="compiles 4 pieces, sends 3 of 5 buckets during backward, gradients as eager",
-        ),
     ),
 )

@@ -17,7 +17,7 @@ def sparse_table(entries: int, dim: int) -> nn.EmbeddingBag:
 
 
 class Recommender(nn.Module):
-    """Sums of sparse embeddings beside a dense part, then their products and a tower of linear layers."""
+    """Sums of sparse embeddings and a dense part, then their products and a tower of linear layers."""
 
     def __init__(self, tables: int, entries: int, dim: int, hidden: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ CASES = (
         name="recommender",
         model=partial(seeded, Recommender, tables=3, entries=1000, dim=64, hidden=768),
         inputs=partial(features_and_ids, tables=3, entries=1000, batch=64, width=64),
-        about="sparse embedding gradients, which DDP reduces one by one, beside a dense tower",
+        about="sparse embedding gradients, which DDP reduces one by one, next to a dense tower",
         tags=("sparse",),
     ),
 )

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from ddpopt.cases.case import Call, Case
-from ddpopt.cases.corpus.attention import FeedForward, SelfAttention
-from ddpopt.cases.corpus.draws import normal, seeded
-from ddpopt.cases.report_of_case import Report
+from ddpopt.cases.corpus.draws import arrays, normal, seeded
+from ddpopt.cases.corpus.layers import PreNormBlock
 
 
 class ResidualBlock(nn.Module):
@@ -60,32 +59,15 @@ class ResNet(nn.Module):
         return logits
 
 
-class ViTBlock(nn.Module):
-    """Pre-norm block: full attention and a GELU feed-forward."""
-
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.norm_1 = nn.LayerNorm(dim)
-        self.attention = SelfAttention(dim, heads)
-        self.norm_2 = nn.LayerNorm(dim)
-        self.feed_forward = FeedForward(dim, 4 * dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``(batch, length, dim)`` to the same shape."""
-        x = x + self.attention(self.norm_1(x))
-        out: Tensor = x + self.feed_forward(self.norm_2(x))
-        return out
-
-
 class ViT(nn.Module):
-    """A convolution cuts the image in patches; a learned token in front of them carries the answer."""
+    """A convolution cuts the image in patches; a learned token before them carries the answer."""
 
     def __init__(self, side: int, patch: int, dim: int, heads: int, layers: int, classes: int) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, dim, patch, patch)
         self.token = nn.Parameter(torch.randn(1, 1, dim) * 0.02)
         self.positions = nn.Parameter(torch.randn(1, (side // patch) ** 2 + 1, dim) * 0.02)
-        self.blocks = nn.ModuleList(ViTBlock(dim, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(PreNormBlock(dim, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, classes)
 
@@ -105,11 +87,6 @@ def channels_last_resnet() -> nn.Module:
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]  # not in stubs
 
 
-def images(rank: int, step: int) -> Call:
-    """Draw eight images of 16 x 16."""
-    return (normal(rank, step, 8, 3, 16, 16),), {}
-
-
 def channels_last_images(rank: int, step: int) -> Call:
     """Draw four images of 16 x 16 in channels-last order."""
     return (normal(rank, step, 4, 3, 16, 16).to(memory_format=torch.channels_last),), {}
@@ -122,18 +99,11 @@ CASES = (
         inputs=channels_last_images,
         about="channels-last convolutions with BatchNorm, in-place ReLU and downsampling shortcuts",
         tags=("buffers",),
-        report=Report(
-            number=140395,
-            upstream="with mode='max-autotune' two ranks compiled a convolutional model for ever",
-            torch_passes=True,
-            torch_says="compiles 3 pieces, sends 2 of 3 buckets during backward, gradients as eager",
-            nearest="without autotuning, which tries out kernels of a GPU",
-        ),
     ),
     Case(
         name="vit",
         model=partial(seeded, ViT, side=16, patch=4, dim=128, heads=4, layers=5, classes=10),
-        inputs=images,
+        inputs=partial(arrays, shape=(8, 3, 16, 16)),
         about="vision transformer: a patch convolution, and parameters that are added and concatenated",
     ),
 )

@@ -1,4 +1,4 @@
-"""What one step left behind, and the rules and bounds by which `ddpopt.judge.judge` judges it.
+"""What one step left, and the rules and bounds by which `ddpopt.judge.judge` judges it.
 
 A `record` holds `numbers`, which `rules` give to levels. `ladder` judges them: by `ddpopt.judge.compare`,
 by `arithmetic`, which needs to know what `rounding` does, or as a `reassociation` that the plan proves,

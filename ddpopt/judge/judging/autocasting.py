@@ -1,6 +1,6 @@
 """In which dtype a model computes where it opens autocast itself.
 
-Autocast rounds operands to a coarser dtype in front of an operation. A compiler may leave out roundings that
+Autocast rounds operands to a coarser dtype before an operation. A compiler may leave out roundings that
 cancel, so what it computes differs from eager by roundings of that dtype and not of the data's own.
 
 Invariant: only looks; the default generators are left as they were.

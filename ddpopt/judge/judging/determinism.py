@@ -20,7 +20,7 @@ from ddpopt.judge.compare import raw_bytes
 from ddpopt.judge.training import on_device
 
 NOT_FOUND = "no single operation of one step of the model alone is to blame"
-NOT_RUN = "which operation is to blame cannot be told, for one step of the model alone cannot be watched"
+NOT_RUN = "the responsible operation is not known, because a step of the model alone cannot be watched"
 SHOWN_CHARACTERS = 200
 
 Call = tuple[str, str, str]

@@ -89,7 +89,7 @@ def _telling(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary
 
 
 def _own_errors(error: BaseException | None) -> Iterator[type[DdpoptError]]:
-    """Types of ddpopt's errors behind an exception: Dynamo wraps what its backends raise."""
+    """Types of ddpopt's errors that caused an exception: Dynamo wraps what its backends raise."""
     while error is not None:
         if isinstance(error, DdpoptError):
             yield type(error)

@@ -1,6 +1,6 @@
 """The numeric ladder: every number of a run held against eager DDP's, at the level that its rules name.
 
-Invariant: every number that eager leaves behind is judged at one level at least, or a remark names it with
+Invariant: every number that eager leaves is judged at one level at least, or a remark names it with
 the reason; and all ranks enter the same collectives.
 """
 

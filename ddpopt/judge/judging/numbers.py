@@ -1,6 +1,6 @@
-"""The numbers that a step leaves behind: each with a name, and with what it depends on.
+"""The numbers that a step leaves: each with a name, and with what it depends on.
 
-Invariant: whatever a step leaves behind is listed here, but for integers and counts, which the structure
+Invariant: whatever a step leaves is listed here, except integers and counts, which the structure
 (`ddpopt.judge.judging.structure`) compares as they are.
 """
 
@@ -39,7 +39,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Number:
-    """One number of one step, as it was left behind on two sides.
+    """One number of one step, as it was left on two sides.
 
     Attributes:
         step: index of the step.
@@ -73,7 +73,7 @@ def plain(name: str) -> str:
 
 
 def left_behind(one: Step) -> dict[str, tuple[Kind, Tensor]]:
-    """List what one step left behind, by name.
+    """List what one step left, by name.
 
     Args:
         one: the step, or the evaluation.

@@ -1,4 +1,4 @@
-"""Which parameters may have gradients of another association behind cuts, proved from graph and plan.
+"""Which parameters may have gradients of another association because of cuts, proved from graph and plan.
 
 Invariant: a parameter that is not named here has its gradient computed, bit by bit, as without cuts; and a
 plan proves nothing of a graph that it was not made for.
@@ -17,7 +17,6 @@ from torch.utils import _pytree as pytree
 from ddpopt.errors import UsageError
 from ddpopt.graph.effects import mutated_inputs
 from ddpopt.graph.nodes import body_nodes, example_value, requires_grad, storages
-from ddpopt.inline.compile import obstacle
 from ddpopt.judge.judging.association import reassociated_values
 from ddpopt.judge.judging.layouts import relaid_values
 from ddpopt.judge.judging.reference import Bench
@@ -26,6 +25,7 @@ from ddpopt.planning.capture import Capture, capture
 from ddpopt.planning.facts import ParamUse, gradient_carriers
 from ddpopt.planning.limits import DDP_ARGUMENTS_OF_LIMITS
 from ddpopt.planning.plan import Plan
+from ddpopt.planning.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -71,25 +71,26 @@ def reassociated(bench: Bench, mode: str, plan: Plan | None) -> Reassociated:
         proved, as where the model cannot be traced outside of its DDP module.
     """
     try:
-        traced = [_traced(bench, model) for model in _variants(bench.subject.adapted.model)]
+        strategy: Strategy = "inline" if mode == "ddpopt-inline" else "split"
+        traced = [_traced(bench, model, strategy) for model in _variants(bench.subject.adapted.model)]
     except UsageError:
         return Reassociated(unproved=(NOT_TRACED,))
     if bench.subject.option.forwards > 1:
         return together([_of_forwards(one) for one in traced])
     if mode in ("ddpopt-split", "ddpopt-inline") and plan is not None:
-        return _of_plan(traced, plan, every_graph=mode == "ddpopt-split", symbolic=_sizes_change(bench))
+        return _of_plan(traced, plan, symbolic=_sizes_change(bench))
     if mode == "torch":
         return together([_of_any_cuts(one, symbolic=_sizes_change(bench)) for one in traced])
     return Reassociated()
 
 
-def _traced(bench: Bench, model: nn.Module) -> Capture:
+def _traced(bench: Bench, model: nn.Module, strategy: Strategy) -> Capture:
     """The graphs of a model, under the bucket limits that the plan was made for: graphs depend on them."""
     case = bench.subject.adapted
     args, kwargs = case.inputs(bench.rank, 0)
     given = bench.subject.option.arguments(case, model)
     limits = {name: value for name, value in given.items() if name in DDP_ARGUMENTS_OF_LIMITS}
-    return capture(model, *args, **kwargs, **limits)
+    return capture(model, *args, strategy=strategy, **kwargs, **limits)
 
 
 def _sizes_change(bench: Bench) -> bool:
@@ -124,10 +125,10 @@ def together(found: Sequence[Reassociated]) -> Reassociated:
     )
 
 
-def _of_plan(traced: Sequence[Capture], plan: Plan, *, every_graph: bool, symbolic: bool) -> Reassociated:
+def _of_plan(traced: Sequence[Capture], plan: Plan, *, symbolic: bool) -> Reassociated:
     """What a plan's cuts move in the graphs that it was made for: in each, or where inline had to cut."""
     cuts = [
-        [(every_graph or is_cut) and index in one.planned for index, is_cut in enumerate(_uninlined(one))]
+        [not graph.inline and index in one.planned for index, graph in enumerate(one.graphs)]
         for one in traced
     ]
     if not any(any(cut) for cut in cuts):
@@ -166,12 +167,6 @@ def _of_any_cuts(traced: Capture, *, symbolic: bool) -> Reassociated:
     repeated = [_repeated(graph.gm) for graph in traced.graphs]
     sums = _of_cuts("torch's cuts may sum in another order", traced, repeated)
     return together([sums, _of_layouts(traced, [True] * len(traced.graphs), None, symbolic=symbolic)])
-
-
-def _uninlined(traced: Capture) -> list[bool]:
-    """Which graphs cannot be compiled inline."""
-    pairs = zip(traced.graphs, traced.sources, strict=True)
-    return [obstacle(graph.gm, sources) is not None for graph, sources in pairs]
 
 
 def _fits(traced: Capture, plan: Plan) -> bool:

@@ -1,4 +1,4 @@
-"""What a run of training leaves behind: plain data, which two modes must agree on.
+"""What a training run leaves: plain data, on which two modes must agree.
 
 Invariant: equal cases, options and modes give equal records, but for what a machine does not reproduce.
 """
@@ -19,7 +19,7 @@ from ddpopt.planning.plan import Plan
 
 @dataclass
 class Step:
-    """What one step left behind, or an evaluation after all of them, which has neither loss nor gradients.
+    """What one step left, or an evaluation after all steps, which has neither loss nor gradients.
 
     Attributes:
         loss: detached; the last one, where a step has several.
@@ -62,7 +62,7 @@ def in_sight(name: str, eager: Step) -> bool:
 
 @dataclass
 class Record:
-    """What a run left behind.
+    """What a run left.
 
     Attributes:
         start: parameters and buffers before the first step.
@@ -77,7 +77,7 @@ class Record:
         iterations: the synchronised backwards, where DDP's reducer could be observed.
         collectives: all that were sent on the DDP module's process group, in order, where they were observed.
         elsewhere: those sent on other process groups.
-        ignored: names of parameters and buffers that DDP was told to leave alone.
+        ignored: names of parameters and buffers that DDP ignores.
         planned: whether ddpopt's plan is to be in force.
         plan: ddpopt's plan in force at the end, if there is one.
         local: the gradients of one more step that nothing reduced, taken from the state before the last
@@ -101,7 +101,7 @@ class Record:
 
     @property
     def moments(self) -> list[Step]:
-        """The steps, and the evaluation behind them."""
+        """The steps, and the evaluation after them."""
         return [*self.steps, *([] if self.evaluation is None else [self.evaluation])]
 
     @property

@@ -83,7 +83,7 @@ def neighbour(value: Any, generator: torch.Generator, computes: torch.dtype | No
 
 
 def _digits(dtype: torch.dtype) -> int:
-    """Binary digits behind the point of a number's significand."""
+    """Binary digits after the point of a number's significand."""
     return round(-math.log2(torch.finfo(dtype).eps))
 
 

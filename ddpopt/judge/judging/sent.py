@@ -39,7 +39,7 @@ def no_others(evidence: Evidence) -> Broken:
     more = Counter(_bucketless(evidence.got)) - Counter(_bucketless(evidence.eager))
     if more:
         words = ", ".join(f"{count} x {collective}" for collective, count in more.items())
-        yield f"sent {words} more than eager DDP does, and none of them a bucket", None, None
+        yield f"sent {words} more than eager DDP does, and none is a bucket", None, None
 
 
 def _bucketless(record: Record) -> list[str]:

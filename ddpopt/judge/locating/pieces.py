@@ -20,12 +20,12 @@ import torch
 from torch import fx, nn
 from torch._dynamo import compiled_autograd
 
-from ddpopt.graph.nodes import body_nodes, example_value, fetch
+from ddpopt.graph.nodes import CompilerFn, body_nodes, example_value, fetch
 from ddpopt.inline.handover import lend
 from ddpopt.planning.cut_points import blocked_positions
 from ddpopt.planning.plan import Cut, Plan
 from ddpopt.split.partition import partition
-from ddpopt.split.segments import CompilerFn, compile_segments
+from ddpopt.split.segments import compile_segments
 
 SHOWN_OPERATIONS = 6
 WHOLE = -1

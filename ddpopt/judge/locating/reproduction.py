@@ -1,7 +1,7 @@
 """Scripts that show a difference by themselves, and running them to see that they do.
 
 A script is tried in a fresh interpreter. It counts as a reproduction only if it ends with 1 and says that the
-difference appears: a script that fails for a reason of its own does not. Invariant: what is left on disk is
+difference appears: a script that fails for another reason does not. Invariant: what is left on disk is
 the first script that showed the difference, or else the last one tried.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 APPEARS = "the difference appears"
 REACHED = "eager is done; compiled:"
-"""What a script says before it dies, if it does not die for a reason of its own."""
+"""What a script says before it dies, if it does not die for another reason."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Draft:
     Attributes:
         kind: what it runs: ``"the segment"``, ``"the model"`` or ``"the data-parallel step"``.
         text: its source code.
-        tensors: what it reads from the file beside it; empty if it has none.
+        tensors: what it reads from the file next to it; empty if it has none.
         ranks: how many processes it needs.
         death: name of the signal or exit code of which a process dies, if that is the difference.
     """
@@ -61,7 +61,7 @@ def write(script: Path, drafts: Sequence[Draft], time_left: Callable[[], float])
     """Write the first draft that shows the difference.
 
     Args:
-        script: where to; tensors go beside it, with the suffix ``.pt``.
+        script: where to; tensors go next to it, with the suffix ``.pt``.
         drafts: in order of preference.
         time_left: how much time is left for trying, in seconds.
 
@@ -89,7 +89,7 @@ def _about(draft: Draft) -> str:
     if draft.ranks > 1:
         parts.append(f"it needs {draft.ranks} ranks: {command_of(draft.ranks)}")
     if draft.tensors:
-        parts.append("it reads what it needs from the file beside it")
+        parts.append("it reads what it needs from the file next to it")
     return "; ".join(parts)
 
 

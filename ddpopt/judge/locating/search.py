@@ -121,7 +121,7 @@ class Search:
             self.trial(stage, recorder, exact=False)
             return replace(blamed, code=recorder.code())
         except NotWritable as error:
-            notes = [*filter(None, [blamed.note]), f"the segment has no code of its own: {error}"]
+            notes = [*filter(None, [blamed.note]), f"the segment has no source code: {error}"]
             return replace(blamed, note="; ".join(notes))
 
 

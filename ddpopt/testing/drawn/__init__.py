@@ -7,8 +7,16 @@ from importlib import import_module
 
 from ddpopt.testing.drawn.model import DrawnModel, known_features
 from ddpopt.testing.drawn.program import Program
-from ddpopt.testing.drawn.registry import BLOCKS, KINDS, Block, Kind, register_block, register_kind
-from ddpopt.testing.drawn.steps import Step, step
+from ddpopt.testing.drawn.registry import (
+    BLOCKS,
+    KINDS,
+    Block,
+    Kind,
+    Step,
+    register_block,
+    register_kind,
+    step,
+)
 from ddpopt.testing.drawn.writer import LAYER, Body, Writer
 
 __all__ = [

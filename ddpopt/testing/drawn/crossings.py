@@ -8,13 +8,13 @@ from ddpopt.testing.drawn.writer import LAYER, Body, Writer
 
 @register_block("towers", takes=())
 def tower(_: Writer) -> str:
-    """Begin again at the input: what follows does not depend on what is in front of it."""
+    """Begin again at the input: what follows does not depend on what came before."""
     return "x"
 
 
 @register_block("size", body="any", options={"of": ("shape", "ratio")})
 def measured(w: Writer, x: str, *, of: str, body: Body) -> str:
-    """Read a shape, or a fraction of a size, in front of the body, and use it behind."""
+    """Read a shape, or a fraction of a size, before the body, and use it after."""
     value = w.assign("v", x)
     if of == "shape":
         shape = w.assign("shape", f"{value}.shape")
@@ -25,7 +25,7 @@ def measured(w: Writer, x: str, *, of: str, body: Body) -> str:
 
 @register_block("in-place", body="any", options={"of": {"value": "in-place", "view": "in-place-view"}})
 def reshape_late(w: Writer, x: str, *, body: Body, of: str) -> str:
-    """Change the shape of a value in place behind the body, or of a view that is read behind it in front."""
+    """Change a shape in place: of a value after the body, or of a view before it that is read after it."""
     source = w.assign("i", x)
     base = w.assign("b", f"{source} * 0.5")
     if of == "view":
@@ -65,7 +65,7 @@ def ragged(w: Writer, x: str) -> str:
 
 @register_block("parameter-update", options={"read": ("parameter", "result")}, pure=False)
 def decayed(w: Writer, x: str, *, read: str) -> str:
-    """Change a parameter in place, and read a view of it, or of what changed it, behind another parameter."""
+    """Change a parameter in place, and read a view of it, or of the result, after another parameter."""
     weight = w.parameter(f"torch.randn({w.width}, {w.width}) / {w.width}")
     shift = w.parameter(f"torch.zeros({w.width})", "shift")
     with w.nested("with torch.no_grad():"):

@@ -5,41 +5,6 @@ from __future__ import annotations
 from ddpopt.testing.drawn.registry import register_block
 from ddpopt.testing.drawn.writer import Body, Writer
 
-_HALVED = """\
-class Halved(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.sin() / 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (x,) = ctx.saved_tensors
-        return gradient * x.cos() / 2"""
-
-_SCALED = """\
-class Scaled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, scale):
-        ctx.save_for_backward(x, scale)
-        return x * scale
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, scale = ctx.saved_tensors
-        return gradient * scale, (gradient * x).sum(0)"""
-_DECAYED = """\
-class Decayed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, scale):
-        ctx.save_for_backward(scale)
-        return x * scale
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (scale,) = ctx.saved_tensors
-        return gradient * scale, scale * 0.1"""
-
 
 @register_block(options={"of": ("relu", "tanh", "sigmoid")})
 def activation(_: Writer, x: str, *, of: str) -> str:
@@ -153,14 +118,13 @@ def running(w: Writer, x: str, *, of: str) -> str:
 @register_block("custom-function")
 def halved(w: Writer, x: str) -> str:
     """Call an autograd function of the model's own."""
-    return f"{w.helper('Halved', _HALVED)}.apply({x})"
+    return f"{w.helper('Halved')}.apply({x})"
 
 
 @register_block("custom-function", options={"scale": ("scaled", "decayed")})
 def scaled(w: Writer, x: str, *, scale: str) -> str:
     """Call an autograd function with a parameter, whose gradient comes of the loss or of itself alone."""
-    function = w.helper("Scaled", _SCALED) if scale == "scaled" else w.helper("Decayed", _DECAYED)
-    return f"{function}.apply({x}, {w.parameter(f'torch.ones({w.width})', 'scale')})"
+    return f"{w.helper(scale.capitalize())}.apply({x}, {w.parameter(f'torch.ones({w.width})', 'scale')})"
 
 
 @register_block("detach")

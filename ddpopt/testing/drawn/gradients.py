@@ -5,63 +5,14 @@ from __future__ import annotations
 from ddpopt.testing.drawn.registry import register_block
 from ddpopt.testing.drawn.writer import LAYER, Writer
 
-_RETURNED = """\
-class {name}(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, shift, kept):
-        ctx.save_for_backward(kept)
-        return x + shift
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, ctx.saved_tensors[0]{how}, None"""
-_BLANK = """\
-@torch.library.custom_op("drawn::blank", mutates_args=("x",))
-def blank(x: torch.Tensor) -> None:
-    x[:, 0] = 0.5"""
-_BLANKED = """\
-class Blanked(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        gradient = gradient.clone()
-        blank(gradient)
-        return gradient"""
-_OUTSIDE = """\
-@torch.compiler.disable
-def outside(parameter):
-    return parameter.view_as(parameter)"""
-_HOOKS = {
-    "changed": "parameter.register_hook(lambda gradient: gradient * 2)",
-    "kept": "parameter.register_hook(kept.append)",
-    "accumulated": """\
-def halve(each):
-            each.grad.mul_(0.5)
-
-        parameter.register_post_accumulate_grad_hook(halve)""",
-    "node": """\
-node = torch.autograd.graph.get_gradient_edge(parameter).node
-        node.register_prehook(lambda gradients: (gradients[0] * 2,))
-        kept.append(node)""",
-}
-"""What hooks do with the gradient of a parameter; what they keep lives as long as the model."""
-_HOOK = """\
-def hook_{on}(parameter, kept):
-    if parameter.requires_grad:
-        {registered}"""
-
 
 def _hooked(w: Writer, parameter: str, on: str) -> None:
     """Hook a parameter, as soon as it is made."""
-    hook = w.helper(f"hook_{on}", _HOOK.format(on=on, registered=_HOOKS[on]))
     kept = w.prepared("self.kept", "[]")
-    w.prepare(f"{hook}({parameter}, {kept})")
+    w.prepare(f"{w.helper(f'hook_{on}')}({parameter}, {kept})")
 
 
-@register_block("parameter-hook", rate=2, options={"on": tuple(_HOOKS)})
+@register_block("parameter-hook", rate=2, options={"on": ("changed", "kept", "accumulated", "node")})
 def hooked(w: Writer, x: str, *, on: str) -> str:
     """Add a parameter with a hook that changes or keeps its gradient."""
     shift = w.parameter(f"torch.randn({w.width})", "hooked")
@@ -108,7 +59,7 @@ def _as_large(w: Writer, to: str) -> str:
 @register_block("large-parameter", "graph-break", rate=2, options={"layer": LAYER}, pure=False, breaks=True)
 def from_outside(w: Writer, x: str) -> str:
     """Add a parameter to one that eager code hands in."""
-    w.helper("outside", _OUTSIDE)
+    w.helper("outside")
     own, other = (w.parameter(f"torch.randn({w.width})", role) for role in ("own", "foreign"))
     brought = w.assign("brought", f"outside({other})")
     return f"{x} + ({brought} + {own})"
@@ -122,8 +73,6 @@ def from_outside(w: Writer, x: str) -> str:
 )
 def returned(w: Writer, x: str, *, of: str, how: str) -> str:
     """Have a custom backward return what it was given as a gradient: a tensor of the user's own."""
-    name = f"Returned{how.capitalize()}"
-    function = w.helper(name, _RETURNED.format(name=name, how=".clone()" if how == "cloned" else ""))
     value = f"torch.randn({w.width})"
     shift = w.parameter(value, "shift")
     kept = {
@@ -132,7 +81,7 @@ def returned(w: Writer, x: str, *, of: str, how: str) -> str:
         "input": lambda: w.input(w.local("kept"), f"torch.randn({w.width}, generator=g)"),
         "itself": lambda: shift,
     }[of]()
-    return f"{function}.apply({x}, {shift}, {kept})"
+    return f"{w.helper(f'Returned{how.capitalize()}')}.apply({x}, {shift}, {kept})"
 
 
 @register_block(
@@ -146,8 +95,8 @@ def overwritten(w: Writer, x: str, *, by: str) -> str:
     value = w.assign("v", f"{x} * 1")
     place = "torch.tensor([0])"
     if by == "custom":
-        w.helper("blank", _BLANK)
-        w.line(f"{value} = {w.helper('Blanked', _BLANKED)}.apply({value})")
+        w.helper("blank")
+        w.line(f"{value} = {w.helper('Blanked')}.apply({value})")
     else:
         w.line(
             {

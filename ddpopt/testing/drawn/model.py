@@ -12,23 +12,18 @@ from functools import cached_property
 
 from ddpopt.cases.case import Case
 from ddpopt.errors import UsageError
-from ddpopt.testing.drawn.forms import CHOICES
+from ddpopt.testing.drawn.forms import CHOICES, FORMS
 from ddpopt.testing.drawn.printing import write_model
 from ddpopt.testing.drawn.program import Program
-from ddpopt.testing.drawn.registry import BLOCKS, find_block
-from ddpopt.testing.drawn.steps import Step
+from ddpopt.testing.drawn.registry import BLOCKS, Step, find_block
 
 TAGS = {
     "graph-break": "breaks",
-    "buffer-update": "buffers",
-    "norm-with-buffers": "buffers",
+    **dict.fromkeys(("buffer-update", "norm-with-buffers"), "buffers"),
     "dynamic-batch": "dynamic",
-    "checkpoint": "higher_order",
-    "cond": "higher_order",
+    **dict.fromkeys(("checkpoint", "cond"), "higher_order"),
     "ignored-parameter": "ignored",
-    "in-place": "mutation",
-    "in-place-view": "mutation",
-    "input-mutation": "mutation",
+    **dict.fromkeys(("in-place", "in-place-view", "input-mutation"), "mutation"),
     "dropout": "random",
     "sparse-embedding": "sparse",
     "unused-parameter": "unused",
@@ -73,30 +68,25 @@ class DrawnModel:
         for name, allowed in CHOICES.items():
             if (value := getattr(self, name)) not in allowed:
                 raise UsageError(f"expected {name} to be one of {', '.join(allowed)}, got {value!r}")
-        self._check_types()
-        if self.width < 4 or self.width % 4 or not self.batches or min(self.batches) < 2:
+        for name, kind in (("width", int), ("cap_bytes", int), ("seed", int), ("joined", bool)):
+            if type(value := getattr(self, name)) is not kind:
+                raise UsageError(f"expected {name} to be of type {kind.__name__}, got {value!r}")
+        for name, place in (("steps", "step"), ("outputs", "output")):
+            row = getattr(self, name)
+            if type(row) is not tuple or any(
+                type(each) is not Step or find_block(each.block).place != place for each in row
+            ):
+                raise UsageError(
+                    f"expected {name} to be a tuple of steps whose blocks are {name}, got {row!r}"
+                )
+        batches = self.batches
+        if type(batches) is not tuple or not batches or any(type(n) is not int or n < 2 for n in batches):
+            raise UsageError(f"expected batches to be a tuple of numbers from 2 on, got {batches!r}")
+        if self.width < 4 or self.width % 4 or self.cap_bytes < 1:
             raise UsageError(
-                "expected a width that is a multiple of 4 and batches of at least 2 samples, "
-                f"got width={self.width!r}, batches={self.batches!r}"
+                "expected a width that is a multiple of 4 and a cap of at least one byte, "
+                f"got width={self.width!r}, cap_bytes={self.cap_bytes!r}"
             )
-        for place, steps in (("step", self.steps), ("output", self.outputs)):
-            for misplaced in (s for s in steps if find_block(s.block).place != place):
-                raise UsageError(f"expected each of the model's {place}s to be one, got {misplaced!r}")
-
-    def _check_types(self) -> None:
-        """Raise UsageError where a field cannot be what it is annotated to be."""
-        numbers = {"width": self.width, "cap_bytes": self.cap_bytes, "seed": self.seed}
-        wrong = {name: value for name, value in numbers.items() if type(value) is not int}
-        if not wrong and self.cap_bytes < 1:
-            wrong = {"cap_bytes": self.cap_bytes}
-        if wrong:
-            raise UsageError(f"expected whole numbers, and at least one byte for a cap, got {wrong!r}")
-        rows = {"batches": (self.batches, int), "steps": (self.steps, Step), "outputs": (self.outputs, Step)}
-        for name, (row, kind) in rows.items():
-            if type(row) is not tuple or any(type(item) is not kind for item in row):
-                raise UsageError(f"expected {name} to be a tuple of {kind.__name__}s, got {row!r}")
-        if type(self.joined) is not bool:
-            raise UsageError(f"expected joined to be True or False, got {self.joined!r}")
 
     def __repr__(self) -> str:
         given = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
@@ -123,7 +113,12 @@ class DrawnModel:
 
     def case(self) -> Case:
         """Make a case, tagged with what a runner wants to know; one step of it is run."""
-        return self.program.case(tuple(sorted({TAGS[f] for f in self.features if f in TAGS})))
+        return self.program.case(self.tags)
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """What a runner of cases wants to know of the model."""
+        return tuple(sorted({TAGS[feature] for feature in self.features if feature in TAGS}))
 
     def all_steps(self) -> Iterator[Step]:
         """Every step, with those in bodies, and every output."""
@@ -133,11 +128,5 @@ class DrawnModel:
 
 def known_features() -> frozenset[str]:
     """Every feature that a model can have, those of blocks that users registered included."""
-    forms = {feature for choices in CHOICES.values() for feature in choices.values()}
-    choices = (c for block in BLOCKS.values() for c in block.options.values())
-    brought = {feature for each in choices for feature in each.values()}
-    named = frozenset().union(*(block.features for block in BLOCKS.values()))
-    return frozenset(f for f in named | brought | forms if f is not None) | {
-        "dynamic-batch",
-        "several-outputs",
-    }
+    brought = (block.features | block.optional for block in BLOCKS.values())
+    return FORMS.union(*brought)

@@ -5,11 +5,6 @@ from __future__ import annotations
 from ddpopt.testing.drawn.registry import register_block
 from ddpopt.testing.drawn.writer import LAYER, Writer
 
-_SYMMETRIC = """\
-class Symmetric(nn.Module):
-    def forward(self, weight):
-        return (weight + weight.t()) / 2"""
-
 
 @register_block("scalar-parameter", options={"layer": LAYER})
 def gain(w: Writer, x: str) -> str:
@@ -78,13 +73,9 @@ def parametrized(w: Writer, x: str, *, how: str) -> str:
     """Call a layer whose weight is computed from other parameters."""
     plain = f"nn.Linear({w.width}, {w.width})"
     if how == "weight_norm":
-        weight_norm = w.helper("weight_norm", "from torch.nn.utils.parametrizations import weight_norm")
-        return f"{w.module(f'{weight_norm}({plain})')}({x})"
-    register = w.helper(
-        "register_parametrization", "from torch.nn.utils.parametrize import register_parametrization"
-    )
-    symmetric = w.helper("Symmetric", _SYMMETRIC)
-    layer = w.module(f'{register}({plain}, "weight", {symmetric}())')
+        return f"{w.module(f'{w.helper(how)}({plain})')}({x})"
+    register = w.helper("register_parametrization")
+    layer = w.module(f'{register}({plain}, "weight", {w.helper("Symmetric")}())')
     return f"{layer}({x})"
 
 

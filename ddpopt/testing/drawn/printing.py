@@ -7,63 +7,17 @@ text, executed (`ddpopt.testing.drawn.program`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from importlib import resources
 from textwrap import fill, indent
 from typing import TYPE_CHECKING
 
-from ddpopt.testing.drawn.forms import CHOICES, LEAVES, LOSSES, RETURNS, TAKES
-from ddpopt.testing.drawn.page import INDENT
-from ddpopt.testing.drawn.scopes import ClassText
-from ddpopt.testing.drawn.writer import Writer
+from ddpopt.testing.drawn.forms import CHOICES, LEAF_CODE, LOSS_CODE, inputs_as, outputs_as
+from ddpopt.testing.drawn.writer import DEFINITIONS, INDENT, ClassText, Writer
 
 if TYPE_CHECKING:
     from ddpopt.testing.drawn.model import DrawnModel
 
-_MODULE = '''\
-"""{about}
-
-{value}
-"""
-
-{imports}
-
-
-{definitions}
-
-
-def make_model():
-    torch.manual_seed({seed}){forget}
-    return Model()
-
-
-def make_inputs(rank=0, step=0):
-    g = torch.Generator().manual_seed(65536 * step + rank)
-    batch = {batch}
-{inputs}{leaf}
-    return {call}
-
-
-def loss(output):
-    leaves = [leaf for leaf in tree_leaves({leaves}) if isinstance(leaf, torch.Tensor)]
-    leaves = [leaf for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
-    return sum({of_leaf} for leaf in leaves) / sum(leaf.numel() for leaf in leaves)
-
-
-def run_step(model, rank=0, step=0):
-    torch.manual_seed(65536 * step + rank)
-    args, kwargs = make_inputs(rank, step)
-    return loss(model(*args, **kwargs))
-
-
-DDP_KWARGS = {ddp_kwargs}
-
-if __name__ == "__main__":
-    model = make_model()
-    value = run_step(model)
-    value.backward()
-    print("loss", value.item())
-    for name, parameter in model.named_parameters():
-        print(name, parameter.grad)
-'''
+_MODULE = (resources.files(__package__) / "model.txt").read_text()
 
 
 def write_model(model: DrawnModel) -> tuple[str, frozenset[str]]:
@@ -93,19 +47,20 @@ def _forms(model: DrawnModel) -> set[str]:
 
 
 def _module(model: DrawnModel, writer: Writer, outputs: Sequence[str]) -> str:
-    takes, returns, names = TAKES[model.takes], RETURNS[model.returns], list(writer.inputs)
-    leaf, loss = LEAVES[model.leaves], LOSSES[model.loss]
+    takes, returned = inputs_as(model.takes, list(writer.inputs)), outputs_as(model.returns, outputs)
     root = writer.classes[0]
     if writer.ignored:
         root.init.append(f"self._ddp_params_and_buffers_to_ignore = {writer.ignored!r}")
-    root.forward[:0] = takes.opening(names)
-    root.forward.append(f"return {returns.result(outputs)}")
-    forms = (takes.definition(names), returns.definition(outputs), leaf.definition, loss.definition)
-    helpers = [*writer.helpers.values(), *forms]
-    signatures = [takes.signature(names), *(", ".join(inner.arguments) for inner in writer.classes[1:])]
+    root.forward[:0] = takes.opening
+    root.forward.append(f"return {returned.result}")
+    helpers = [*writer.helpers.values(), takes.definition, returned.definition]
+    helpers += [DEFINITIONS["halve"]] if model.leaves == "hooked" else []
+    helpers += [DEFINITIONS["GIVEN"], DEFINITIONS["Given"]] if model.loss == "given" else []
+    signatures = [takes.signature, *(", ".join(inner.arguments) for inner in writer.classes[1:])]
     classes = [_class(text, given) for text, given in zip(writer.classes, signatures, strict=True)]
     definitions = "\n\n\n".join([*filter(_is_definition, helpers), *reversed(classes)])
-    batches = model.batches
+    batches, leaf = model.batches, LEAF_CODE.get(model.leaves)
+    unused = {"find_unused_parameters": True} if "unused-parameter" in writer.features else {}
     return _MODULE.format(
         about=_filled(f"A model with {', '.join(sorted(writer.features)) or 'nothing but a layer'}."),
         value=_filled(repr(model)),
@@ -114,12 +69,12 @@ def _module(model: DrawnModel, writer: Writer, outputs: Sequence[str]) -> str:
         seed=model.seed,
         batch=batches[0] if len(batches) == 1 else f"{batches!r}[step % {len(batches)}]",
         inputs=indent("\n".join(f"{name} = {drawn}" for name, drawn in writer.inputs.items()), INDENT),
-        leaf=f"\n{INDENT}{leaf.code}" if leaf.code else "",
-        call=takes.call(names),
-        of_leaf=loss.code,
+        leaf=f"\n{INDENT}{leaf}" if leaf else "",
+        call=takes.call,
+        of_leaf=LOSS_CODE[model.loss],
         forget=f"\n{INDENT}GIVEN.clear()" if model.loss == "given" else "",
-        leaves=returns.leaves,
-        ddp_kwargs=_ddp_kwargs(model, writer),
+        leaves=returned.leaves,
+        ddp_kwargs={"bucket_cap_mb": model.cap_bytes / 2**20, **unused},
     )
 
 
@@ -154,8 +109,3 @@ def _class(text: ClassText, signature: str) -> str:
             *(indent(line, 2 * INDENT) for line in text.forward),
         ]
     )
-
-
-def _ddp_kwargs(model: DrawnModel, writer: Writer) -> dict[str, object]:
-    unused = {"find_unused_parameters": True} if "unused-parameter" in writer.features else {}
-    return {"bucket_cap_mb": model.cap_bytes / 2**20, **unused}

@@ -40,8 +40,22 @@ class Program:
 
     @property
     def module(self) -> ModuleType:
-        """The source, executed."""
-        return _executed(self)
+        """The source, executed as a module that imports can find: Dynamo imports what it inlines from."""
+        name = self.name
+        if name in sys.modules:
+            return sys.modules[name]
+        module = ModuleType(name)
+        file = module.__file__ = f"<{name}>"
+        sys.modules[name] = module  # before it runs: dataclasses looks its module up
+        exec(compile(self.source, file, "exec"), module.__dict__)
+        # Without a time of change an entry stays, so that tracebacks show the lines.
+        linecache.cache[file] = (len(self.source), None, self.source.splitlines(keepends=True), file)
+        _NAMES.append(name)
+        if len(_NAMES) > KEPT:
+            oldest = _NAMES.popleft()
+            sys.modules.pop(oldest, None)
+            linecache.cache.pop(f"<{oldest}>", None)
+        return module
 
     def model(self) -> nn.Module:
         """Build the model, with equal weights at every call; the default generator stays as it was."""
@@ -82,22 +96,3 @@ class Program:
             case.step(model, 0, 0).backward()  # type: ignore[no-untyped-call]  # of torch
         trained = ((name, param.grad) for name, param in model.named_parameters() if param.requires_grad)
         return replace(case, unused=tuple(name for name, grad in trained if grad is None))
-
-
-def _executed(program: Program) -> ModuleType:
-    """Execute a source, as a module that imports can find: Dynamo imports what it inlines functions from."""
-    name = program.name
-    if name in sys.modules:
-        return sys.modules[name]
-    module = ModuleType(name)
-    file = module.__file__ = f"<{name}>"
-    sys.modules[name] = module  # before it runs: dataclasses looks its module up
-    exec(compile(program.source, file, "exec"), module.__dict__)
-    # Without a time of change an entry stays, so that tracebacks show the lines.
-    linecache.cache[file] = (len(program.source), None, program.source.splitlines(keepends=True), file)
-    _NAMES.append(name)
-    if len(_NAMES) > KEPT:
-        oldest = _NAMES.popleft()
-        sys.modules.pop(oldest, None)
-        linecache.cache.pop(f"<{oldest}>", None)
-    return module

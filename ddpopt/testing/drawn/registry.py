@@ -1,18 +1,19 @@
 """What drawn models are made of: blocks that write a few lines of source, and the kinds of value they pass.
 
 A block says which kinds of value it reads and makes; a kind says how it is made from rows and made rows
-again. So every block follows every other, and a model needs no search for steps that fit.
+again. So every block follows every other, and a model needs no search for steps that fit. What a model does
+is a tree of steps, each a block with what it reads and its options.
 
-Invariant: a block is differentiable in all it reads, and in each parameter it makes, unless it says that it
-detaches; it changes in place only values that it made itself.
+Invariant: steps may be dropped, swapped and replaced at will, and the model stays valid, for a step reads
+what there is; ``eval(repr(step)) == step``. A block is differentiable in all it reads, and in each parameter
+it makes, unless it says that it detaches; it changes in place only values that it made itself.
 """
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from ddpopt.errors import UsageError
 
@@ -71,7 +72,7 @@ class Block:
         takes: the kinds that it reads.
         gives: the kind that it makes.
         options: for each option its choices, the simplest first, with the feature that each brings.
-        body: ``"any"`` steps may stand in its body, or only ``"pure"`` ones, or all but those that ``breaks``
+        body: ``"any"`` steps may be in its body, or only ``"pure"`` ones, or all but those that ``breaks``
             (``"unbroken"``); empty if it has none.
         pure: whether running it twice is the same as once: no buffer, no input is changed.
         breaks: whether Dynamo ends its graph here; it gives up on a function where that is inside a loop.
@@ -121,21 +122,24 @@ class Block:
 BLOCKS: dict[str, Block] = {}
 """Every registered block by its name, the simplest first: draws shrink toward the front."""
 
+Named = TypeVar("Named", Kind, Block)
 Choices = Mapping[Any, Feature] | Sequence[Any]
 Write = Callable[..., str]
 
 
 def register_block(
     *features: str,
+    name: str = "",
     takes: str | Sequence[str] = "rows",
     gives: str = "rows",
     options: Mapping[str, Choices] | None = None,
     **traits: Any,
 ) -> Callable[[Write], Write]:
-    """Register a function as a block, under its own name.
+    """Register a function as a block.
 
     Args:
-        *features: names of what it brings; new names become features of their own.
+        *features: names of what it brings; new names become new features.
+        name: of the block; by default the function's own.
         takes: the kind of value that it reads, or one for each of several.
         gives: the kind that it makes.
         options: for each option its choices, the simplest first; a mapping gives choices features.
@@ -150,48 +154,25 @@ def register_block(
 
     def register(write: Write) -> Write:
         block = Block(
-            name=write.__name__,
+            name=name or write.__name__,
             write=write,
             features=frozenset(features),
             takes=(takes,) if isinstance(takes, str) else tuple(takes),
             gives=gives,
-            options={name: _with_features(choices) for name, choices in (options or {}).items()},
+            options={
+                option: choices if isinstance(choices, Mapping) else dict.fromkeys(choices)
+                for option, choices in (options or {}).items()
+            },
             **traits,
         )
-        _check(block)
-        BLOCKS[block.name] = block
+        unknown = {*block.takes, block.gives} - KINDS.keys()
+        if unknown:
+            known = ", ".join(KINDS)
+            raise UsageError(f"block {block.name!r}: expected kinds of {known}, got {sorted(unknown)}")
+        _register(block, BLOCKS, "block")
         return write
 
     return register
-
-
-def _with_features(choices: Choices) -> Mapping[Any, Feature]:
-    return choices if isinstance(choices, Mapping) else dict.fromkeys(choices)
-
-
-def _check(block: Block) -> None:
-    if block.name in BLOCKS:
-        raise UsageError(f"expected a new name for a block, got {block.name!r}, which there is; rename it")
-    for kind in (*block.takes, block.gives):
-        if kind not in KINDS:
-            raise UsageError(
-                f"block {block.name!r}: expected a kind of value, got {kind!r}; there are: {', '.join(KINDS)}"
-            )
-
-    for name, choices in block.options.items():
-        for choice in choices:
-            if not _is_literal(choice):
-                raise UsageError(
-                    f"block {block.name!r}: expected the choices of option {name!r} to be literals, which a "
-                    f"model prints and reads again, got {choice!r}; give it a word"
-                )
-
-
-def _is_literal(choice: object) -> bool:
-    try:
-        return bool(ast.literal_eval(repr(choice)) == choice)
-    except (ValueError, SyntaxError):
-        return False
 
 
 def register_kind(kind: Kind) -> None:
@@ -200,9 +181,13 @@ def register_kind(kind: Kind) -> None:
     Raises:
         UsageError: if the name is taken.
     """
-    if kind.name in KINDS:
-        raise UsageError(f"expected a new name for a kind, got {kind.name!r}, which there is; rename it")
-    KINDS[kind.name] = kind
+    _register(kind, KINDS, "kind")
+
+
+def _register(new: Named, table: dict[str, Named], what: str) -> None:
+    if new.name in table:
+        raise UsageError(f"{what} {new.name!r}: expected a new name, got one that is taken; rename it")
+    table[new.name] = new
 
 
 def find_block(name: str) -> Block:
@@ -217,3 +202,77 @@ def find_block(name: str) -> Block:
             f"(on the command line: --blocks MODULE). There are: {', '.join(BLOCKS)}"
         )
     return BLOCKS[name]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A block in a model; :func:`step` makes one.
+
+    Attributes:
+        block: name of the block.
+        reads: for each operand, how many values back it stands: 0 is the latest. Counted round and round,
+            so that any number names a value.
+        options: the choice made for each option of the block.
+        body: the steps within.
+    """
+
+    block: str
+    reads: tuple[int, ...]
+    options: tuple[tuple[str, Any], ...]
+    body: tuple[Step, ...]
+
+    def __repr__(self) -> str:
+        block = find_block(self.block)
+        reads = () if self.reads == tuple(range(len(self.reads))) else self.reads
+        options = [f"{name}={v!r}" for name, v in self.options if v != next(iter(block.options[name]))]
+        body = [f"body={self.body!r}"] if self.body else []
+        return f"step({', '.join([repr(self.block), *map(repr, reads), *options, *body])})"
+
+    def all(self) -> Iterator[Step]:
+        """This step and all within."""
+        yield self
+        for inner in self.body:
+            yield from inner.all()
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What this step brings, without its body."""
+        return find_block(self.block).brought(dict(self.options))
+
+
+def step(block: str, *reads: int, body: Sequence[Step] = (), **options: Any) -> Step:
+    """Make a step.
+
+    Args:
+        block: name of a registered block.
+        *reads: for each operand, how many values back it stands; those left out are the latest, in turn.
+        body: the steps within, for a block that has a body.
+        **options: choices other than the first.
+
+    Raises:
+        UsageError: if there is no such block, or it does not take these arguments.
+    """
+    found = find_block(block)
+    operands = len(found.takes)
+    if len(reads) > operands or any(read < 0 for read in reads):
+        raise _unfit(block, f"at most {operands} numbers from 0 to read", reads)
+    for name, value in options.items():
+        choices = found.options.get(name, ())
+        if value not in choices:
+            raise _unfit(block, f"{name} to be one of {', '.join(map(repr, choices)) or 'no options'}", value)
+    if body and not found.body:
+        raise _unfit(block, "no body", body)
+    for inner in (inner for outer in body for inner in outer.all()):
+        other = find_block(inner.block)
+        if other.place != "step":
+            raise _unfit(block, "steps in its body, not outputs", inner)
+        if found.body == "pure" and not other.pure:
+            raise _unfit(block, "steps that may run twice in its body", inner)
+        if found.body == "unbroken" and other.breaks:
+            raise _unfit(block, "steps that break no graph in its body", inner)
+    chosen = tuple((name, options.get(name, next(iter(choices)))) for name, choices in found.options.items())
+    return Step(block, (*reads, *range(len(reads), operands)), chosen, tuple(body))
+
+
+def _unfit(block: str, expected: str, got: object) -> UsageError:
+    return UsageError(f"block {block!r}: expected {expected}, got {got!r}")

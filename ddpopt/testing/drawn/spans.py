@@ -58,11 +58,10 @@ def autocast(w: Writer, x: str, *, body: Body) -> str:
 @register_block("checkpoint", body="pure")
 def checkpointed(w: Writer, x: str, *, body: Body) -> str:
     """Run the body again in backward."""
-    checkpoint = w.helper("checkpoint", "from torch.utils.checkpoint import checkpoint")
     name = w.local("run")
     with w.nested(f"def {name}(x):"):
         w.line(f"return {body('x')}")
-    return f"{checkpoint}({name}, {x}, use_reentrant=False)"
+    return f"{w.helper('checkpoint')}({name}, {x}, use_reentrant=False)"
 
 
 @register_block(

@@ -1,45 +1,270 @@
 """Writing a drawn model step by step: what each reads, which parameters it trains, and what comes of it.
 
-Invariant: a parameter is made in the constructor of the class whose forward reads it; and each parameter that
-is trained reaches the last value, unless a step says otherwise.
+Invariant: each variable belongs to one step, so that none hides another; a parameter is made in the
+constructor of the class whose forward reads it; and each parameter that is trained reaches the last value,
+unless a step says otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import resources
+from typing import Any
 
-from ddpopt.testing.drawn.page import Page, Site
-from ddpopt.testing.drawn.registry import KINDS, find_block
-from ddpopt.testing.drawn.scopes import Value, joined, unreached
-from ddpopt.testing.drawn.steps import Step
+from ddpopt.testing.drawn.registry import KINDS, Step, find_block
 
+INDENT = "    "
 SHARING = {"again": "repeated-module", "tied": "tied-parameter"}
 """Choices that need an earlier layer of the same sort, with the feature that each brings."""
 LAYER = {"new": None, **SHARING, "frozen": "frozen-parameter", "ignored": "ignored-parameter"}
 """Choices of the option ``layer``, which says how the parameters of a block come about."""
+DEFINITIONS: dict[str, str] = {
+    re.findall(r"^(?:class |def |.*import )?(\w+)(?=[(:]| = |$)", text, re.MULTILINE)[0]: text
+    for text in (resources.files(__package__) / "definitions.txt").read_text().strip().split("\n\n\n")
+}
+"""What blocks define or import at module level, by its name."""
 
 Body = Callable[[str], str]
 """Writes the steps of a body, beginning with the value of an expression; returns one for their result."""
 
 
-class Writer(Page):
-    """Writes one model.
+@dataclass
+class Value:
+    """A value that steps may read.
 
     Attributes:
+        name: the variable.
+        kind: its form.
+        loose: whether autocast may have given it another dtype than its kind's.
+        differentiable: whether it may require a gradient.
+        read: whether a later value sends a gradient back to it.
+    """
+
+    name: str
+    kind: str = "rows"
+    loose: bool = False
+    differentiable: bool = False
+    read: bool = False
+
+    def as_kind(self, kind: str, width: int) -> str:
+        """An expression for this value in another form."""
+        exact = f"{self.name}.float()" if self.loose else self.name
+        if kind == self.kind:
+            return exact
+        sizes = {"width": width, "half": width // 2, "quarter": width // 4}
+        return KINDS[kind].from_rows.format(x=KINDS[self.kind].to_rows.format(x=exact, **sizes), **sizes)
+
+
+@dataclass
+class ClassText:
+    """A module class under construction.
+
+    Attributes:
+        name: of the class.
+        path: of its instance in the model, with a dot at its end; empty for the model itself.
+        arguments: of its forward.
+        init: lines of its constructor.
+        forward: lines of its forward.
+        layers: for each expression that made a layer, the layers and whether they are trained.
+    """
+
+    name: str
+    path: str = ""
+    arguments: list[str] = field(default_factory=lambda: ["x"])
+    init: list[str] = field(default_factory=list)
+    forward: list[str] = field(default_factory=list)
+    layers: dict[str, list[tuple[str, bool]]] = field(default_factory=dict)
+
+    def free_name(self, name: str) -> str:
+        """An expression for a new layer: `name` if no layer has it yet."""
+        taken = {made for layers in self.layers.values() for made, _ in layers}
+        free = f"self.{name}"
+        while free in taken:
+            free += "b"
+        return free
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Where lines go, and what they may read.
+
+    Attributes:
+        owners: the classes around, the innermost last.
+        values: what steps may read.
+        numbers: variables that hold Python numbers.
+        depth: of indentation.
+        grad: whether autograd records.
+        autocast: whether autocast may change dtypes.
+        frozen: whether new layers are made without gradients.
+    """
+
+    owners: tuple[ClassText, ...]
+    values: list[Value]
+    numbers: list[str] = field(default_factory=list)
+    depth: int = 0
+    grad: bool = True
+    autocast: bool = False
+    frozen: bool = False
+
+    @property
+    def owner(self) -> ClassText:
+        """The class whose forward is being written."""
+        return self.owners[-1]
+
+
+def unreached(values: Sequence[Value]) -> list[Value]:
+    """The values before the last to which no gradient comes back."""
+    return [value for value in values[:-1] if value.differentiable and not value.read]
+
+
+def joined(values: Sequence[Value], width: int) -> str:
+    """The sum of values, as rows."""
+    return " + ".join(value.as_kind("rows", width) for value in values)
+
+
+@dataclass
+class Site:
+    """The step that is being written.
+
+    Attributes:
+        number: its place among all steps; names end with it.
+        layer: how its parameters come about.
+        differentiable: whether what it reads may require a gradient.
+        missed: features that its options ask for and that are not possible.
+    """
+
+    number: int = 0
+    layer: str = "new"
+    differentiable: bool = False
+    missed: set[str] = field(default_factory=set)
+
+
+class Writer:
+    """Writes one model, and is what blocks write on.
+
+    Attributes:
+        width: elements of each sample.
+        half: columns of a token, and complex numbers in a row.
+        quarter: channels of an image.
+        batches: samples in each step, in turn.
+        returned: what the model returns besides its outputs.
+        classes: the classes so far, the model first.
+        helpers: definitions that they need at module level, by name.
+        inputs: for each input of the model the expression that draws it.
         features: what was brought in so far.
         ignored: paths of the parameters that DDP is to leave alone.
         reduced: whether DDP has a parameter to reduce.
     """
 
     def __init__(self, width: int, batches: Sequence[int] = (2,), *, joined: bool = True) -> None:
-        super().__init__(width, batches)
-        self._joined = joined
+        self.width, self.half, self.quarter = width, width // 2, width // 4
+        self.batches = batches
+        self.returned: list[str] = []
+        self.classes = [ClassText("Model")]
+        self.helpers: dict[str, str] = {}
+        self.inputs = {"x": f"torch.randn(batch, {width}, generator=g)"}
         self.features: set[str] = set()
         self.ignored: list[str] = []
         self.reduced = False
+        self._joined = joined
         self._steps = 0
         self._trained = 0
+        self._scope = Scope((self.classes[0],), [Value("x")])
+        self._site = Site()
+
+    def line(self, text: str) -> None:
+        """Write a line of forward."""
+        self._scope.owner.forward.append(INDENT * self._scope.depth + text)
+
+    def local(self, prefix: str) -> str:
+        """A variable that no other step uses."""
+        return f"{prefix}{self._site.number}"
+
+    def assign(self, prefix: str, expression: str) -> str:
+        """Write an assignment to a variable that no other step uses; returns it."""
+        name = self.local(prefix)
+        self.line(f"{name} = {expression}")
+        return name
+
+    @contextlib.contextmanager
+    def nested(self, header: str, **flags: Any) -> Iterator[None]:
+        """Write `header`, and indent what is written in the ``with``.
+
+        Args:
+            header: a line that ends with a colon; within a ``def`` only its own values can be read.
+            **flags: ``grad``, ``autocast`` or ``frozen``, as they are within.
+        """
+        self.line(header)
+        written = len(self._scope.owner.forward)
+        if header.startswith("def "):
+            flags |= {"values": [], "numbers": []}
+        with self._within(replace(self._scope, depth=self._scope.depth + 1, **flags)):
+            yield
+            if len(self._scope.owner.forward) == written:
+                self.line("pass")
+
+    @contextlib.contextmanager
+    def submodule(self) -> Iterator[ClassText]:
+        """Write the forward of a class of its own in the ``with``; it takes ``x``."""
+        outer = self._scope.owner
+        name = self.local("block")
+        inner = ClassText(self.local("Block"), f"{outer.path}{name}.")
+        self.classes.append(inner)
+        outer.init.append(f"self.{name} = {inner.name}()")
+        scope = replace(self._scope, owners=(*self._scope.owners, inner), values=[], numbers=[], depth=0)
+        with self._within(scope):
+            yield inner
+
+    @contextlib.contextmanager
+    def _within(self, scope: Scope) -> Iterator[None]:
+        outer, self._scope = self._scope, scope
+        yield
+        self._scope = outer
+
+    def helper(self, name: str, source: str = "") -> str:
+        """Define or import something at module level, once, by default one of `DEFINITIONS`; its name."""
+        self.helpers[name] = source or DEFINITIONS[name]
+        return name
+
+    def input(self, name: str, expression: str) -> str:
+        """Give the model one more input; `expression` may name ``batch``, ``step``, and generator ``g``."""
+        self.inputs[name] = expression
+        for owner in self._scope.owners:
+            if name not in owner.arguments:
+                owner.arguments.append(name)
+        return name
+
+    def number(self) -> str:
+        """A Python number: the latest that a step has kept, or an input."""
+        return self._scope.numbers[-1] if self._scope.numbers else self.input("scale", "0.5")
+
+    def keep_number(self, name: str) -> None:
+        """Let later steps read a variable that holds a small positive number."""
+        self._scope.numbers.append(name)
+
+    def prepared(self, prefix: str, expression: str) -> str:
+        """Assign to a variable of the constructor; returns it."""
+        name = self.local(prefix)
+        self.prepare(f"{name} = {expression}")
+        return name
+
+    def prepare(self, text: str) -> None:
+        """Write a line of the constructor."""
+        self._scope.owner.init.append(text)
+
+    def give_back(self, name: str) -> None:
+        """Have the model return a variable too, unless only a part of its forward knows it."""
+        if len(self._scope.owners) == 1 and not self._scope.depth:
+            self.returned.append(name)
+
+    def buffer(self, expression: str, prefix: str = "buffer") -> str:
+        """Make a buffer; returns an expression for it."""
+        name = self.local(prefix)
+        self._scope.owner.init.append(f'self.register_buffer("{name}", {expression})')
+        return f"self.{name}"
 
     def module(self, expression: str, weight: str = "weight") -> str:
         """Make a submodule, or take an earlier one where the step says so; returns an expression for it.

@@ -1,22 +1,19 @@
-"""Blocks that write to a buffer or an input in every way there is, between two layers and beside a view.
+"""Blocks that write to a buffer or an input in every way there is, between two layers.
 
 Each takes a view, calls a layer, writes to what the view is of, and reads the view for a second layer: so a
-cut between the layers has the view in front of it and the write behind.
+cut between the layers divides the view from the write.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from ddpopt.testing.drawn.registry import register_block
-from ddpopt.testing.drawn.writer import Body, Writer
+from ddpopt.testing.drawn.writer import DEFINITIONS, Body, Writer
 
-OPTIONS: Mapping[str, Any] = {
-    "of": {"buffer": "buffer-update", "input": "input-mutation"},
-    "read": {"view": None, "returned": "returned-view"},
-}
-"""What is written to, and whether the view of it is returned, too."""
 METHODS = {
     "add_": "{t}.add_(0.5)",
     "imul": "{t}.__imul__(0.9)",
@@ -31,139 +28,72 @@ FUNCTIONS = {
     "detach": "{t}.detach().mul_(0.9)",
 }
 STATISTICS = {
-    "F": "F.batch_norm({x}, {t}, {u}, training=True)",
-    "torch": "torch.batch_norm({x}, None, None, {t}, {u}, True, 0.1, 1e-1, False)",
-    "native": "torch.native_batch_norm({x}, None, None, {t}, {u}, True, 0.1, 1e-1)[0]",
-    "aten": "torch.ops.aten.batch_norm({x}, None, None, {t}, {u}, True, 0.1, 1e-1, False)",
-    "VF": "torch._VF.batch_norm({x}, None, None, {t}, {u}, True, 0.1, 1e-1, False)",
-    "instance": "torch.instance_norm({x}.t()[None], None, None, {t}, {u}, True, 0.1, 1e-1, False)[0].t()",
+    "F": "{y} = F.batch_norm({y}, {t}, {u}, training=True)",
+    "torch": "{y} = torch.batch_norm({y}, None, None, {t}, {u}, True, 0.1, 1e-1, False)",
+    "native": "{y} = torch.native_batch_norm({y}, None, None, {t}, {u}, True, 0.1, 1e-1)[0]",
+    "aten": "{y} = torch.ops.aten.batch_norm({y}, None, None, {t}, {u}, True, 0.1, 1e-1, False)",
+    "VF": "{y} = torch._VF.batch_norm({y}, None, None, {t}, {u}, True, 0.1, 1e-1, False)",
+    "instance": "{y} = {y}.t()[None]\n"
+    "{y} = torch.instance_norm({y}, None, None, {t}, {u}, True, 0.1, 1e-1, False)[0].t()",
 }
 LOOKUPS = {
-    "embedding": "F.embedding({ids}, {t}, max_norm=0.5)",
-    "bag": "F.embedding_bag({ids}[:, None], {t}, max_norm=0.5)",
-}
-_FUNCTION = """\
-class {name}(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, t):
-        t.mul_(0.9){marked}
-        return x * 1.0{more}
-
-    @staticmethod
-    def backward(ctx, gradient, *_):
-        return gradient, None"""
-_DECORATED = """\
-@{decorator}
-def {name}(x, t):
-    t.mul_(0.9)
-    return x * 1.0"""
-_SHRINK = """\
-@torch.library.custom_op("drawn::shrink", mutates_args=("x",))
-def shrink(x: torch.Tensor) -> None:
-    x.mul_(0.9)"""
-_MARKED = "\n        ctx.mark_dirty(t)\n        ctx.mark_non_differentiable(t)"
-HELPERS = {
-    "Writing": _FUNCTION.format(name="Writing", marked="", more=""),
-    "Marking": _FUNCTION.format(name="Marking", marked=_MARKED, more=", t"),
-    "allowed": _DECORATED.format(decorator="torch.compiler.allow_in_graph", name="allowed"),
-    "traced": _DECORATED.format(decorator="torch._dynamo.nonstrict_trace", name="traced"),
-    "region": _DECORATED.format(decorator="torch.compiler.nested_compile_region", name="region"),
-    "shrink": _SHRINK,
-    "checkpoint": "from torch.utils.checkpoint import checkpoint",
+    "embedding": "{y} = {y} + F.embedding({ids}, {t}, max_norm=0.5)",
+    "bag": "{y} = {y} + F.embedding_bag({ids}[:, None], {t}, max_norm=0.5)",
 }
 INSIDE = {
-    "function": ("Writing", "{y} = Writing.apply({y}, {t})"),
-    "dirty": ("Marking", "{y} = Marking.apply({y}, {t})[0]"),
-    "allow_in_graph": ("allowed", "{y} = allowed({y}, {t})"),
-    "nonstrict_trace": ("traced", "{y} = traced({y}, {t})"),
-    "region": ("region", "{y} = region({y}, {t})"),
-    "operator": ("shrink", "shrink({t})"),
-    "checkpoint": (
-        "checkpoint",
-        "def inside(x):\n    {t}.fill_(0.5)\n    return x.tanh()\n"
-        "{y} = checkpoint(inside, {y}, use_reentrant=False)",
-    ),
+    "function": "{y} = Writing.apply({y}, {t})",
+    "dirty": "{y} = Marking.apply({y}, {t})[0]",
+    "allow_in_graph": "{y} = allowed({y}, {t})",
+    "nonstrict_trace": "{y} = traced({y}, {t})",
+    "region": "{y} = region({y}, {t})",
+    "operator": "shrink({t})",
+    "checkpoint": "def inside(x):\n    {t}.fill_(0.5)\n    return x.tanh()\n"
+    "{y} = checkpoint(inside, {y}, use_reentrant=False)",
 }
-"""For each sort of body what is defined for it, and the lines that call it."""
+WAYS: Mapping[str, tuple[int, Mapping[str, str], tuple[str, ...]]] = {
+    "written": (8, METHODS, ()),
+    "written_by_function": (6, FUNCTIONS, ()),
+    "statistics": (4, STATISTICS, ("norm",)),
+    "looked_up": (3, LOOKUPS, ("embedding",)),
+    "written_inside": (6, INSIDE, ()),
+}
+"""For each block its rate, the lines that it may write, and what else it brings.
+
+The lines may name ``{y}``, a value of rows, which they may replace; ``{t}``, what they write to; ``{u}``, a
+buffer for a variance; ``{ids}``, rows of ``{t}``; and what is in `DEFINITIONS`.
+"""
 
 
-def _around(
-    w: Writer, x: str, body: Body, options: Mapping[str, str], shape: str, write: Callable[[str, str], None]
-) -> str:
-    """Take a view, run the body and a layer, write, and have another layer read what was written to.
-
-    Args:
-        w: the writer.
-        x: what the block reads.
-        body: its body.
-        options: of `OPTIONS`.
-        shape: of what is written to; its last dimension is a row.
-        write: given the value so far, and what to write to.
-    """
+def _write(ways: Mapping[str, str], w: Writer, x: str, *, by: str, of: str, read: str, body: Body) -> str:
+    """Take a view, run the body and a layer, write, and have another layer read what was written to."""
+    lines = ways[by]
     first, second = (w.module(f"nn.Linear({w.width}, {w.width})") for _ in range(2))
-    target = w.assign(
-        "t",
-        w.buffer(f"torch.rand({shape})")
-        if options["of"] == "buffer"
-        else w.input(w.local("extra"), f"torch.rand({shape}, generator=g)"),
-    )
-    view = w.assign("v", f"{target}.view(-1, {w.width})")
-    inner = w.assign("y", f"torch.tanh({first}({body(w.assign('i', x))}))")
-    write(inner, target)
-    if options["read"] == "returned":
+    made = f"torch.rand(5, {w.width}" if "{ids}" in lines else f"torch.rand({w.width}"
+    written = w.buffer(f"{made})") if of == "buffer" else w.input(w.local("extra"), f"{made}, generator=g)")
+    names = {"t": w.assign("t", written)}
+    view = w.assign("v", f"{names['t']}.view(-1, {w.width})")
+    names["y"] = w.assign("y", f"torch.tanh({first}({body(w.assign('i', x))}))")
+    if "{u}" in lines:
+        names["u"] = w.buffer(f"torch.ones({w.width})", "variance")
+    if "{ids}" in lines:
+        names["ids"] = w.input("ids", "torch.randint(5, (batch,), generator=g)")
+    for name in DEFINITIONS:
+        if re.search(rf"\b{name}\b", lines):
+            w.helper(name)
+    for line in lines.format(**names).splitlines():
+        w.line(line)
+    if read == "returned":
         w.give_back(view)
-    return f"{second}(torch.tanh({inner} + {view}.mean(0)))"
+    return f"{second}(torch.tanh({names['y']} + {view}.mean(0)))"
 
 
-@register_block("view-and-write", options={"by": tuple(METHODS), **OPTIONS}, body="any", pure=False, rate=8)
-def written(w: Writer, x: str, *, by: str, body: Body, **options: str) -> str:
-    """Write by a method, an operator or NumPy."""
-    return _around(w, x, body, options, f"{w.width}", _lines(w, METHODS[by]))
-
-
-@register_block("view-and-write", options={"by": tuple(FUNCTIONS), **OPTIONS}, body="any", pure=False, rate=6)
-def written_by_function(w: Writer, x: str, *, by: str, body: Body, **options: str) -> str:
-    """Write by a function, or through another alias."""
-    return _around(w, x, body, options, f"{w.width}", _lines(w, FUNCTIONS[by]))
-
-
-def _lines(w: Writer, template: str) -> Callable[[str, str], None]:
-    def write(y: str, t: str) -> None:
-        for line in template.format(x=y, y=y, t=t).splitlines():
-            w.line(line)
-
-    return write
-
-
-@register_block(
-    "view-and-write", "norm", options={"by": tuple(STATISTICS), **OPTIONS}, body="any", pure=False, rate=4
-)
-def statistics(w: Writer, x: str, *, by: str, body: Body, **options: str) -> str:
-    """Track statistics by a function, whose schema may mark no write."""
-    variance = w.buffer(f"torch.ones({w.width})", "variance")
-
-    def write(y: str, t: str) -> None:
-        w.line(f"{y} = {STATISTICS[by].format(x=y, t=t, u=variance)}")
-
-    return _around(w, x, body, options, f"{w.width}", write)
-
-
-@register_block(
-    "view-and-write", "embedding", options={"by": tuple(LOOKUPS), **OPTIONS}, body="any", pure=False, rate=3
-)
-def looked_up(w: Writer, x: str, *, by: str, body: Body, **options: str) -> str:
-    """Look rows up, which makes those that are too long shorter."""
-
-    def write(y: str, t: str) -> None:
-        ids = w.input("ids", "torch.randint(5, (batch,), generator=g)")
-        w.line(f"{y} = {y} + {LOOKUPS[by].format(ids=ids, t=t)}")
-
-    return _around(w, x, body, options, f"5, {w.width}", write)
-
-
-@register_block("view-and-write", options={"by": tuple(INSIDE), **OPTIONS}, body="any", pure=False, rate=6)
-def written_inside(w: Writer, x: str, *, by: str, body: Body, **options: str) -> str:
-    """Write in a body of another kind: a checkpoint, a function of autograd's, an operator."""
-    helper, lines = INSIDE[by]
-    w.helper(helper, HELPERS[helper])
-    return _around(w, x, body, options, f"{w.width}", _lines(w, lines))
+for _name, (_rate, _ways, _features) in WAYS.items():
+    _options: dict[str, Any] = {
+        "by": tuple(_ways),
+        "of": {"buffer": "buffer-update", "input": "input-mutation"},
+        "read": {"view": None, "returned": "returned-view"},
+    }
+    _block = register_block(
+        "view-and-write", *_features, name=_name, options=_options, body="any", pure=False, rate=_rate
+    )
+    _block(partial(_write, _ways))

@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -18,8 +17,8 @@ import ddpopt.dynamo.backend
 from ddpopt.cases import corpus
 from ddpopt.cases.case import Case
 from ddpopt.doctor import dynamo
-from ddpopt.doctor.dynamo import Notes, cold_caches, is_machinery, taking_notes
-from ddpopt.doctor.trial import EAGER, OURS, TORCH, run_trial
+from ddpopt.doctor.dynamo import Notes, is_machinery, taking_notes
+from ddpopt.doctor.mode_run import EAGER, OURS, TORCH, run_mode
 
 
 def halves(x: torch.Tensor, count: int) -> torch.Tensor:
@@ -50,7 +49,7 @@ def test_the_private_names_of_torch_are_where_they_are_looked_for() -> None:
     fields = set(utils.CompilationMetrics.__dataclass_fields__)
     needed = """compile_id co_name co_filename co_firstlineno recompile_reason fail_reason is_forward
         duration_us fail_user_frame_filename fail_user_frame_lineno backward_cumulative_compile_time_us
-        aot_autograd_cumulative_compile_time_us inductor_cumulative_compile_time_us"""
+        """
     assert set(needed.split()) <= fields
     handler = torch._dynamo.callback.callback_handler
     assert isinstance(handler.start_callbacks, list)
@@ -68,8 +67,7 @@ def test_a_compiled_function_leaves_frames_breaks_timers_and_graphs() -> None:
     (stop,) = notes.stops
     assert stop.reason.startswith("Call to `torch._dynamo.graph_break()`")
     assert (stop.stack[-1].filename, stop.stack[-1].name) == (__file__, "halves")
-    assert {"OutputGraph.call_user_compiler", "create_aot_dispatcher_function"} <= set(notes.seconds)
-    assert all(frame.total_s >= frame.backend_s > 0 for frame in forward)
+    assert all(frame.total_s > 0 for frame in forward)
 
 
 def test_a_recompilation_names_its_guard_and_its_step() -> None:
@@ -123,15 +121,6 @@ def test_notes_are_taken_and_state_is_restored_after_an_error() -> None:
     assert torch._dynamo.utils._compilation_metrics is metrics
 
 
-def test_caches_are_empty_inside_and_the_callers_own_afterwards() -> None:
-    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    with cold_caches():
-        inside = os.environ["TORCHINDUCTOR_CACHE_DIR"]
-        assert inside != before
-    assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == before
-    assert not os.path.exists(inside)
-
-
 def fails_in_step_1() -> Case:
     return Case(
         name="fails",
@@ -147,7 +136,7 @@ def test_a_trial_that_fails_says_where_and_leaves_nothing_behind(mode: str, one_
     logged = logger.level, logger.propagate, list(logger.handlers), logging.root.level
     config = torch._dynamo.config.save_config_portable()
     state, filters = torch.get_rng_state(), list(warnings.filters)
-    trial = run_trial(fails_in_step_1(), mode, {}, "eager", 2)
+    trial = run_mode(fails_in_step_1(), mode, {}, "eager", 2)
     assert (trial.failed_step, trial.buckets) == (1, ())
     cause = "shapes cannot be multiplied" if mode != OURS else "must have same reduction dim"
     assert cause in trial.failure
@@ -158,9 +147,3 @@ def test_a_trial_that_fails_says_where_and_leaves_nothing_behind(mode: str, one_
     assert list(warnings.filters) == filters
     assert DistributedDataParallel._active_ddp_module is None
     assert dist.is_initialized()
-
-
-def test_ddpopt_says_itself_whether_it_compiled_inline(one_rank_group: None) -> None:
-    case = corpus.case("linear8")
-    assert run_trial(case, OURS, case.ddp_kwargs, "aot_eager", 2).inline
-    assert not run_trial(case, TORCH, case.ddp_kwargs, "aot_eager", 2).inline

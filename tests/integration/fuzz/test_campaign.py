@@ -15,14 +15,12 @@ from hypothesis.database import ExampleDatabase, InMemoryExampleDatabase
 
 from ddpopt.errors import UsageError
 from ddpopt.fuzz import campaign
-from ddpopt.fuzz.campaign import Campaign, Limits
+from ddpopt.fuzz.campaign import KEY, Campaign, Limits, open_database
 from ddpopt.fuzz.cases import FoundCase
-from ddpopt.fuzz.journal import LINES, Entry, Journal, Plan
+from ddpopt.fuzz.journal import LINES, Entry, Journal, Plan, summarized
 from ddpopt.fuzz.questions import Answer, Kind, Setting, Task
-from ddpopt.fuzz.shared import open_database, share
 from ddpopt.fuzz.signatures import Signature
 from ddpopt.fuzz.stream import Source, drawn_block
-from ddpopt.fuzz.summary import summarized
 from ddpopt.testing.drawn import DrawnModel
 
 MODES = ("torch", "ddpopt-split")
@@ -190,7 +188,8 @@ def test_what_another_machine_found_is_judged_as_it_was_run_there(
     setting = Setting("aot_eager", 2, steps=5, lowers_limit=False)
     signature = Signature("error", "KeyError")
     case = FoundCase(DrawnModel(width=64, seed=17), MODES[0], setting, signature, origin="seed 5")
-    share(database := InMemoryExampleDatabase(), case)
+    database = InMemoryExampleDatabase()
+    database.save(KEY, case.to_json().encode())
     entries = run(tmp_path, 2, database=database)
     (entry,) = [entry for entry in entries if entry.worker == campaign.FROM_OTHERS]
     assert entry.shared

@@ -46,10 +46,10 @@ def test_there_are_some_and_their_files_are_named_for_what_fails() -> None:
     assert names == [case.stem for case in found_cases()]
 
 
-def test_the_page_on_fuzzing_lists_all_of_them() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "fuzzing.md").read_text()
-    listed = re.findall(r"^\| `([a-z0-9-]+-[0-9a-f]{6})` \|", page, re.MULTILINE)
-    assert sorted(listed) == [case.stem for case in found_cases()]
+def test_the_page_on_fuzzing_names_cases_that_there_are() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "fuzzing.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([a-z0-9-]+-[0-9a-f]{6})`", page))
+    assert named - {case.stem for case in found_cases()} == set()
 
 
 @EACH

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -122,8 +123,8 @@ def plan_of(chosen: Option, used: bool, case: Case = CASE) -> Plan:
     model = case.model()
     set_extra(model, used)
     args, _ = case.inputs(0, 0)
-    given = {"find_unused_parameters": True} if chosen.needs == "arguments" else {}
-    return ddpopt.plan(model, *args, **CAP, **given)
+    given: dict[str, Any] = {"find_unused_parameters": True} if chosen.needs == "arguments" else {}
+    return ddpopt.plan(model, *args, strategy="split", **{**CAP, **given})
 
 
 def test_a_cut_moves_what_is_read_on_both_of_its_sides(ranks: Ranks) -> None:

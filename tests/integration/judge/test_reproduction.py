@@ -73,7 +73,7 @@ def test_tensors_lie_beside_the_script_as_long_as_it_reads_them(tmp_path: Path) 
     script, beside = tmp_path / "shown.py", tmp_path / "shown.pt"
     saved = Draft("a segment", SHOWS, {"input x": torch.ones(2)})
     assert write(script, [saved], lambda: 30.0).note.endswith(
-        "it reads what it needs from the file beside it"
+        "it reads what it needs from the file next to it"
     )
     assert torch.equal(torch.load(beside)["input x"], torch.ones(2))
     write(script, [Draft("another", SHOWS)], lambda: 30.0)

@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.ddp.deferral import PendingLogger, PendingReducer, defer
 from ddpopt.ddp.impose import impose, imposed_plan
-from ddpopt.ddp.reduced import running_reducer
 from ddpopt.errors import PlanMismatchError, UsageError
 from ddpopt.planning.plan import Plan
+from ddpopt.planning.reduced import running_reducer
 from tests.multigpu.models import Tower, arbitrary_plan
 from tests.multigpu.single import single_rank
 

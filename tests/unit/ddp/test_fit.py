@@ -89,13 +89,13 @@ def test_everything_that_is_wrong_with_the_names_is_said_at_once() -> None:
         text,
         """\
 the plan does not fit the DDP module, 8 problem(s):
-  - 'first.weight' stands 2 times, in buckets 0, 5
+  - 'first.weight' appears 2 times, in buckets 0, 5
   - bucket 1: 'nowhere' is no parameter of the module
   - bucket 3: 'tied.weight' is another name of 'first.weight'; use that one
   - bucket 4: 'frozen.weight' is frozen, so DDP does not reduce it
-  - 'table.weight' stands in no bucket
-  - 'wide.weight' stands in no bucket
-  - 'last.weight' stands in no bucket
+  - 'table.weight' is missing from every bucket
+  - 'wide.weight' is missing from every bucket
+  - 'last.weight' is missing from every bucket
   - bucket 2 is empty
 Nothing was changed. Make the plan from this module: ddpopt.plan(ddp_module, *inputs)""",
     )
@@ -110,7 +110,7 @@ def test_what_cannot_share_a_bucket_is_named() -> None:
         """\
 the plan does not fit the DDP module, 3 problem(s):
   - bucket 0 mixes float32 on cpu ('first.weight') with float64 on cpu ('wide.weight')
-  - bucket 0 holds 'table.weight' beside others, but its gradient is sparse
+  - bucket 0 holds 'table.weight' and others, but its gradient is sparse
   - bucket 1 is planned as 16 bytes of float32, but its parameters are 24 bytes of float32
 Nothing was changed. Make the plan from this module: ddpopt.plan(ddp_module, *inputs)""",
     )
@@ -172,7 +172,7 @@ def test_options_that_leave_no_buckets_to_plan_are_refused(monkeypatch: pytest.M
         "this DDP module's buckets cannot be planned:\n"
         "  - it was built under torch._dynamo.config.optimize_ddp='python_reducer', which reduces without "
         "buckets; set another value before building it\n"
-        "  - delay_all_reduce_named_params holds all its parameters, so that none is left for buckets; leave "
+        "  - delay_all_reduce_named_params holds all its parameters, so none is left for buckets; leave "
         "some out\n"
         "  - mixed_precision ties hooks to the buckets that DDP made; use torch.autocast instead"
     )

@@ -22,12 +22,12 @@ from torch.utils.checkpoint import checkpoint
 import ddpopt
 import ddpopt.dynamo.backend
 from ddpopt.ddp.impose import impose, imposed_plan
-from ddpopt.dynamo.backend import DdpoptBackend, Strategy
+from ddpopt.dynamo.backend import DdpoptBackend
 from ddpopt.errors import CertificateError, UsageError
 from ddpopt.observation.observe import observe
-from ddpopt.planning.expand_calls import Planned
 from ddpopt.planning.plan import Plan
-from ddpopt.planning.regions import plan_for_ddp
+from ddpopt.planning.regions import Planned, plan_for_ddp
+from ddpopt.planning.strategy import Strategy
 from ddpopt.split.partition import partition
 from tests.unit.tracing import Recorder
 
@@ -207,11 +207,14 @@ def test_ddp_reduces_exactly_the_planned_buckets_at_every_iteration() -> None:
         assert [c.nbytes for c in iteration.collectives if c.bucket is not None] == [LAYER_BYTES] * 4
 
 
+@pytest.mark.parametrize("strategy", ["auto", "split"])
 @pytest.mark.parametrize("factory", [Net, Broken])
-def test_the_plan_in_force_is_the_one_that_was_foretold(factory: Callable[[], nn.Module]) -> None:
+def test_the_plan_in_force_is_the_one_that_was_foretold(
+    factory: Callable[[], nn.Module], strategy: Strategy
+) -> None:
     ddp = ddp_of(factory)
-    foretold = ddpopt.plan(ddp, rows())
-    step(ddpopt.compile(ddp, backend="eager", strategy="split"), ddp, rows())
+    foretold = ddpopt.plan(ddp, rows(), strategy=strategy)
+    step(ddpopt.compile(ddp, backend="eager", strategy=strategy), ddp, rows())
     assert plan_in_force(ddp).buckets == foretold.buckets
     assert plan_in_force(ddp).fingerprint == foretold.fingerprint
 
@@ -639,7 +642,7 @@ def test_ddp_rebuilds_its_own_buckets_where_the_cuts_foretold(
 
 def test_a_plan_that_is_in_force_already_is_followed() -> None:
     ddp, recorder = ddp_of(), Recorder()
-    plan = ddpopt.plan(seeded(Net), rows(), bucket_cap_mb=2 * ONE_LAYER_MB)
+    plan = ddpopt.plan(seeded(Net), rows(), strategy="split", bucket_cap_mb=2 * ONE_LAYER_MB)
     impose(ddp, plan)
     step(ddpopt.compile(ddp, backend=recorder, strategy="split"), ddp, rows())
     assert plan_in_force(ddp) == plan

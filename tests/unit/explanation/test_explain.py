@@ -31,14 +31,14 @@ def test_linear8_has_seven_of_nine_buckets_on_two_of_torchs_segments() -> None:
         """\
 Linears: 16 parameters, 32.031 MiB; buckets close at 4 MiB
 
-                                                 ddpopt  torch's DDPOptimizer
------------------------------------------------------------------------------
-segments                                              8                     8
-buckets that DDP reduces                              8                     9
-  that wait on more than one segment                  0                     7
-  that leave before the last segment's backward       7                     7
-parameters that it does not see                       0                     0
-parameters that it counts more than once              0                     0
+                                          ddpopt  torch's DDPOptimizer
+----------------------------------------------------------------------
+segments                                       8                     8
+buckets that DDP reduces                       8                     9
+  that wait on more than one segment           0                     7
+  that leave before backward ends              7                     7
+parameters that it does not see                0                     0
+parameters that it counts more than once       0                     0
 
 ddpopt's plan, in the order of reduction; fingerprint <hash>
 bucket  segment    MiB  dtype    gradients, and why the bucket ends there
@@ -125,14 +125,14 @@ def test_keyword_arguments_hide_all_parameters_from_torchs_optimizer() -> None:
         """\
 KeywordArguments: 16 parameters, 4.512 MiB; buckets close at 1, then 25 MiB
 
-                                                 ddpopt  torch's DDPOptimizer
------------------------------------------------------------------------------
-segments                                              2                     1
-buckets that DDP reduces                              2                     2
-  that wait on more than one segment                  0                     0
-  that leave before the last segment's backward       1                     0
-parameters that it does not see                       0                    16
-parameters that it counts more than once              0                     0
+                                          ddpopt  torch's DDPOptimizer
+----------------------------------------------------------------------
+segments                                       2                     1
+buckets that DDP reduces                       2                     2
+  that wait on more than one segment           0                     0
+  that leave before backward ends              1                     0
+parameters that it does not see                0                    16
+parameters that it counts more than once       0                     0
 
 ddpopt's plan, in the order of reduction; fingerprint <hash>
 bucket  segment    MiB  dtype    gradients, and why the bucket ends there
@@ -176,14 +176,14 @@ def test_a_tied_weight_is_counted_twice_by_torchs_optimizer() -> None:
         """\
 Residuals: 15 parameters, 3.949 MiB; buckets close at 1, then 25 MiB
 
-                                                 ddpopt  torch's DDPOptimizer
------------------------------------------------------------------------------
-segments                                              2                     2
-buckets that DDP reduces                              2                     2
-  that wait on more than one segment                  0                     1
-  that leave before the last segment's backward       1                     0
-parameters that it does not see                       0                     0
-parameters that it counts more than once              0                     1
+                                          ddpopt  torch's DDPOptimizer
+----------------------------------------------------------------------
+segments                                       2                     2
+buckets that DDP reduces                       2                     2
+  that wait on more than one segment           0                     1
+  that leave before backward ends              1                     0
+parameters that it does not see                0                     0
+parameters that it counts more than once       0                     1
 
 ddpopt's plan, in the order of reduction; fingerprint <hash>
 bucket  segment    MiB  dtype    gradients, and why the bucket ends there
@@ -235,14 +235,14 @@ def test_mixed_dtypes_stand_in_buckets_of_their_own() -> None:
         """\
 MixedDtypes: 20 parameters, 4.230 MiB; buckets close at 1, then 25 MiB
 
-                                                 ddpopt  torch's DDPOptimizer
------------------------------------------------------------------------------
-segments                                              3                     2
-buckets that DDP reduces                              5                     4
-  that wait on more than one segment                  0                     2
-  that leave before the last segment's backward       4                     0
-parameters that it does not see                       0                     0
-parameters that it counts more than once              0                     0
+                                          ddpopt  torch's DDPOptimizer
+----------------------------------------------------------------------
+segments                                       3                     2
+buckets that DDP reduces                       5                     4
+  that wait on more than one segment           0                     2
+  that leave before backward ends              4                     0
+parameters that it does not see                0                     0
+parameters that it counts more than once       0                     0
 
 ddpopt's plan, in the order of reduction; fingerprint <hash>
 bucket  segment    MiB  dtype     gradients, and why the bucket ends there
@@ -307,18 +307,18 @@ bucket  waits on    MiB  dtype     gradients
 
 def test_a_cap_below_one_mib_crashes_torchs_optimizer_and_the_rest_is_shown() -> None:
     assert_expected_inline(
-        text(explain(Linears(), rows(), bucket_cap_mb=0.06)),
+        text(explain(Linears(), rows(), strategy="split", bucket_cap_mb=0.06)),
         """\
 Linears: 6 parameters, 0.189 MiB; buckets close at 0.06 MiB
 
-                                                 ddpopt  torch's DDPOptimizer
------------------------------------------------------------------------------
-segments                                              3                     -
-buckets that DDP reduces                              3                     -
-  that wait on more than one segment                  0                     -
-  that leave before the last segment's backward       2                     -
-parameters that it does not see                       0                     -
-parameters that it counts more than once              0                     -
+                                          ddpopt  torch's DDPOptimizer
+----------------------------------------------------------------------
+segments                                       3                     -
+buckets that DDP reduces                       3                     -
+  that wait on more than one segment           0                     -
+  that leave before backward ends              2                     -
+parameters that it does not see                0                     -
+parameters that it counts more than once       0                     -
 torch's DDPOptimizer crashes: AssertionError: First bucket should be
   smaller/equal to other buckets to get comms warmed up ASAP
 
@@ -357,14 +357,14 @@ def test_a_bare_sequential_is_not_compiled_by_torch() -> None:
         """\
 Sequential: 16 parameters, 4.512 MiB; buckets close at 1, then 25 MiB
 
-                                                 ddpopt  torch's DDPOptimizer
------------------------------------------------------------------------------
-segments                                              2                     0
-buckets that DDP reduces                              2                     2
-  that wait on more than one segment                  0                     -
-  that leave before the last segment's backward       1                     -
-parameters that it does not see                       0                     -
-parameters that it counts more than once              0                     -
+                                          ddpopt  torch's DDPOptimizer
+----------------------------------------------------------------------
+segments                                       2                     0
+buckets that DDP reduces                       2                     2
+  that wait on more than one segment           0                     -
+  that leave before backward ends              1                     -
+parameters that it does not see                0                     -
+parameters that it counts more than once       0                     -
 
 ddpopt's plan, in the order of reduction; fingerprint <hash>
 bucket  segment    MiB  dtype    gradients, and why the bucket ends there
@@ -398,42 +398,35 @@ def test_a_graph_break_gives_each_graph_segments_of_its_own() -> None:
         """\
 OwnBreak: 24 parameters, 4.706 MiB; buckets close at 1, then 25 MiB
 
-                                                 ddpopt  torch's DDPOptimizer
------------------------------------------------------------------------------
-segments                                              4                     6
-buckets that DDP reduces                              5                     2
-  that wait on more than one segment                  0                     2
-  that leave before the last segment's backward       4                     1
-parameters that it does not see                      16                    16
-parameters that it counts more than once              0                     0
+                                          ddpopt  torch's DDPOptimizer
+----------------------------------------------------------------------
+segments                                       2                     6
+buckets that DDP reduces                       3                     2
+  that wait on more than one segment           0                     2
+  that leave before backward ends              2                     1
+parameters that it does not see               16                    16
+parameters that it counts more than once       0                     0
 
 ddpopt's plan, in the order of reduction; fingerprint <hash>
 bucket  segment    MiB  dtype    gradients, and why the bucket ends there
 --------------------------------------------------------------------------------
-     0        3  1.176  float32  blocks.5.down.bias, blocks.5.down.weight, ...,
-                                 blocks.4.down.weight (6)
+     0        1  3.137  float32  blocks.5.down.bias, blocks.5.down.weight, ...,
+                                 blocks.2.up.weight (16)
                                    no compiled graph reads these parameters;
                                    they are placed by their order of
                                    registration
-     1        3  2.353  float32  blocks.4.up.bias, blocks.4.up.weight, ...,
-                                 blocks.1.down.weight (12)
-                                   blocks.4.down.weight brings it to 1232640
-                                   bytes, at or over the limit of 1048576
-     2        2  0.393  float32  blocks.1.up.bias, blocks.1.up.weight
+     1        1  0.784  float32  blocks.1.down.bias, blocks.1.down.weight,
+                                 blocks.1.up.bias, blocks.1.up.weight
                                    no gradient is left to add
-     3        1  0.391  float32  blocks.0.down.bias, blocks.0.down.weight
-                                   blocks.4.down.weight brings it to 1232640
-                                   bytes, at or over the limit of 1048576
-     4        0  0.393  float32  blocks.0.up.bias, blocks.0.up.weight
+     2        0  0.784  float32  blocks.0.down.bias, blocks.0.down.weight,
+                                 blocks.0.up.bias, blocks.0.up.weight
                                    no gradient is left to add
 
 ddpopt's segments, in the order of backward
 segment  graph  from node  nodes  completes  why it is cut there
 ------------------------------------------------------------------
-      3      1  y              1  0, 1       bucket 0 is complete
-      2      1  linear         2  2          the graph starts here
-      1      0  y              1  3          bucket 3 is complete
-      0      0  linear         2  4          the graph starts here
+      1      1  linear         3  0, 1       the graph starts here
+      0      0  linear         3  2          the graph starts here
 
 No compiled graph reads blocks.2.up.weight, blocks.2.up.bias, ...,
   blocks.5.down.bias (16).

@@ -10,7 +10,7 @@ from torch._dynamo.backends import distributed as torchs
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.dynamo import hook
-from ddpopt.dynamo.backend import replacing_ddp_optimizer
+from ddpopt.dynamo.api import replacing_ddp_optimizer
 from ddpopt.explanation.explain import explain
 from tests.unit.rehearsing import Linears, explained, one_rank_group, params, rows, running_buckets
 

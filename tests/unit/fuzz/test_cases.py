@@ -10,9 +10,8 @@ import torch
 
 from ddpopt.errors import UsageError
 from ddpopt.fuzz.asking import as_scripted
-from ddpopt.fuzz.cases import FoundCase
+from ddpopt.fuzz.cases import FoundCase, read_model
 from ddpopt.fuzz.questions import Kind, Setting
-from ddpopt.fuzz.reading import read_model
 from ddpopt.fuzz.scripting import script_of
 from ddpopt.fuzz.signatures import Signature
 from ddpopt.testing.drawn import DrawnModel, step

@@ -74,6 +74,6 @@ def test_the_plan_is_beside_it_and_another_one_is_refused(tmp_path: Path) -> Non
     with pytest.raises(UsageError) as caught:
         Journal(tmp_path, other)
     assert str(caught.value) == (
-        f"--out: {str(tmp_path)!r} has another campaign (nproc: 1 there, 2 here); repeat its options to go "
-        "on with it, or name another folder"
+        f"--out: {str(tmp_path)!r} has another campaign (nproc: 1 there, 2 here); repeat its options to "
+        "resume it, or name another folder"
     )

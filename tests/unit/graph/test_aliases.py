@@ -7,7 +7,7 @@ from torch import fx
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 
 from ddpopt.graph.aliases import returned_input, viewed_input
-from ddpopt.testing.graph_builder import GraphBuilder
+from tests.graph_builder import GraphBuilder
 
 
 class Written(GraphBuilder):

@@ -13,7 +13,7 @@ from ddpopt.graph.nodes import (
     storages,
     storages_of,
 )
-from ddpopt.testing.graph_builder import GraphBuilder
+from tests.graph_builder import GraphBuilder
 
 
 def test_the_body_is_what_computes_in_graph_order() -> None:

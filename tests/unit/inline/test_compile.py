@@ -17,11 +17,12 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import ddpopt
 from ddpopt.errors import HandOverError
-from ddpopt.inline.compile import obstacle, together
+from ddpopt.inline.compile import together
 from ddpopt.inline.handover import COPIED, _kept_in_backward, _owners_of_one
 from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.facts import GraphFacts, ParamUse
 from ddpopt.planning.plan import Bucket
+from ddpopt.planning.strategy import why_not_inline
 
 pytestmark = pytest.mark.usefixtures("one_rank_group", "fresh_dynamo")
 
@@ -425,7 +426,7 @@ def test_what_cannot_be_lent_is_named(op: str, value: Tensor, reason: str) -> No
     node.meta["example_value"] = value
     graph.output(node)
     gm = fx.GraphModule({"w": value}, graph)
-    assert obstacle(gm, {node: {"w": "w"}}) == reason
+    assert why_not_inline(gm, {node: {"w": "w"}}) == reason
 
 
 @pytest.mark.parametrize("made_of_others", [True, False])
@@ -436,4 +437,4 @@ def test_a_graph_whose_gradients_may_be_made_of_others_is_not_compiled_inline(ma
     node.meta["example_value"] = TwoTensor(value, value) if made_of_others else value  # type: ignore[no-untyped-call]  # of torch
     graph.output(node)
     reason = "'x' is a TwoTensor, a tensor made of others" if made_of_others else None
-    assert obstacle(fx.GraphModule({}, graph), {}) == reason
+    assert why_not_inline(fx.GraphModule({}, graph), {}) == reason

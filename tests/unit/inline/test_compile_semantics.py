@@ -209,6 +209,21 @@ def test_double_backward_raises_torchs_own_error(shared: Twins) -> None:
     assert handed == []
 
 
+@pytest.mark.parametrize("check_nan", [True, False])
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
+def test_a_gradient_that_is_not_a_number_is_found_as_in_eager(shared: Twins, check_nan: bool) -> None:
+    def looking(call: Any, ddp: DistributedDataParallel) -> bool:
+        x = rows()
+        x[0, 0] = torch.inf  # only a weight's gradient is not a number
+        with torch.autograd.detect_anomaly(check_nan=check_nan), ddp.no_sync():
+            found = "nan values" in error_of(lambda: backward(loss(call(x))))
+        ddp.zero_grad()
+        return found
+
+    eager, inline, _ = shared.act(looking)
+    assert eager is inline is check_nan
+
+
 # torch warns of a reference cycle, which the test breaks again
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 @pytest.mark.usefixtures("keeping_graphs")

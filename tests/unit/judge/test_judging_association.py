@@ -163,7 +163,7 @@ def gradients_of_eager(join: Join) -> list[Tensor]:
 @pytest.mark.usefixtures("one_rank_group", "fresh_dynamo")
 @pytest.mark.parametrize("join", [*NAMED, *NOT_NAMED])
 def test_a_value_is_named_just_where_cuts_change_the_last_bits_of_a_gradient(join: Join) -> None:
-    captured = capture(Layers(join), inputs(), bucket_cap_mb=CAP_MB)
+    captured = capture(Layers(join), inputs(), strategy="split", bucket_cap_mb=CAP_MB)
     named = reassociated_values(captured.graphs[0].gm, captured.plan())
     same = [
         got is not None and torch.equal(got, eager)
@@ -183,7 +183,7 @@ def test_a_view_that_a_segment_was_given_is_named_for_the_views_of_it_there() ->
         inner = layers.last(inner + further.cos().view(-1, 96))
         return (inner + further.tanh().view(-1, 96) + view.sin().view(-1, 96),)
 
-    captured = capture(Layers(join), inputs(), bucket_cap_mb=CAP_MB)
+    captured = capture(Layers(join), inputs(), strategy="split", bucket_cap_mb=CAP_MB)
     assert reassociated_values(captured.graphs[0].gm, captured.plan()) == ("view",)
     pairs = zip(gradients_under_split(join), gradients_of_eager(join), strict=True)
     assert not all(got is not None and torch.equal(got, eager) for got, eager in pairs)
@@ -240,7 +240,7 @@ def an_input_is_read_in_the_first_segment_alone(layers: Layers, x: Tensor) -> Jo
     ],
 )
 def test_an_input_of_a_later_graph_is_named_where_a_view_of_it_crosses_a_cut(join: Join, moved: bool) -> None:
-    captured = capture(Layers(join), inputs(), bucket_cap_mb=CAP_MB)
+    captured = capture(Layers(join), inputs(), strategy="split", bucket_cap_mb=CAP_MB)
     plan = captured.plan()
     named = reassociated_values(captured.graphs[1].gm, plan, 1)
     same = [

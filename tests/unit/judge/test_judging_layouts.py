@@ -29,7 +29,7 @@ class Two(nn.Module):
 
 
 def named(between: Between, *, model: type[Two] = Two, symbolic: bool = False) -> tuple[str, ...] | None:
-    captured = capture(model(between), torch.randn(4, 64, 64), bucket_cap_mb=CAP_MB)
+    captured = capture(model(between), torch.randn(4, 64, 64), strategy="split", bucket_cap_mb=CAP_MB)
     assert len(captured.plan().segments) == 2
     return relaid_values(captured.graphs[0].gm, captured.plan(), symbolic=symbolic)
 
@@ -93,7 +93,7 @@ def test_the_gradient_of_a_value_is_that_of_what_it_was_changed_to() -> None:
 
 
 def test_of_a_graph_that_cannot_be_run_on_fakes_nothing_is_known() -> None:
-    captured = capture(Two(torch.sin), torch.randn(4, 64, 64), bucket_cap_mb=CAP_MB)
+    captured = capture(Two(torch.sin), torch.randn(4, 64, 64), strategy="split", bucket_cap_mb=CAP_MB)
     gm, plan = captured.graphs[0].gm, captured.plan()
     gm.graph.find_nodes(op="placeholder")[0].meta.clear()
     assert relaid_values(gm, plan) is None

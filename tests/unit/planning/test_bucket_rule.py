@@ -13,12 +13,12 @@ def params(*nbytes: int, dtype: str = "float32", device: str = "cpu") -> list[Pa
 
 
 def test_a_bucket_closes_after_the_tensor_that_fills_it() -> None:
-    assert assign_buckets(params(4, 6, 1), [10]) == ((0, 1), (2,))
-    assert assign_buckets(params(4, 5, 7, 1), [10]) == ((0, 1, 2), (3,))
+    assert assign_buckets(params(16, 24, 4), [40]) == ((0, 1), (2,))
+    assert assign_buckets(params(16, 20, 28, 4), [40]) == ((0, 1, 2), (3,))
 
 
 def test_the_last_limit_repeats() -> None:
-    assert assign_buckets(params(1, 2, 3, 4, 3, 2), [1, 5]) == ((0,), (1, 2), (3, 4), (5,))
+    assert assign_buckets(params(4, 8, 12, 16, 12, 8), [4, 20]) == ((0,), (1, 2), (3, 4), (5,))
 
 
 def test_each_dtype_and_device_fills_its_own_bucket_and_walks_its_own_limits() -> None:

@@ -85,14 +85,15 @@ def layers(plan: Plan) -> list[str]:
 
 
 def planned(model: nn.Module | None = None, **kwargs: Any) -> Plan:
-    return ddpopt.plan(net() if model is None else model, rows(), bucket_cap_mb=LAYER_MB, **kwargs)
+    given = net() if model is None else model
+    return ddpopt.plan(given, rows(), strategy="split", bucket_cap_mb=LAYER_MB, **kwargs)
 
 
 # ------------------------------------------------------------------------------------- what is planned
 
 
 def test_layers_on_a_nested_tensor_whose_size_is_a_symbol_are_planned() -> None:
-    plan = ddpopt.plan(Ragged(), rows(), bucket_cap_mb=LAYER_MB)
+    plan = ddpopt.plan(Ragged(), rows(), strategy="split", bucket_cap_mb=LAYER_MB)
     assert [bucket.params for bucket in plan.buckets] == [
         ("second.bias", "second.weight"),
         ("first.bias", "first.weight"),
@@ -132,8 +133,8 @@ def test_all_other_keywords_go_to_the_models_forward() -> None:
 
 
 def test_each_graph_of_a_model_with_a_graph_break_is_captured() -> None:
-    found = capture(Broken(), rows(), bucket_cap_mb=LAYER_MB)
-    assert [[use.spec.name for use in g.facts.params if use.is_read] for g in found.graphs] == [
+    found = capture(Broken(), rows(), strategy="split", bucket_cap_mb=LAYER_MB)
+    assert [[use.spec.name for use in g.facts.params] for g in found.graphs] == [
         ["first.weight", "first.bias"],
         ["second.weight", "second.bias"],
     ]
@@ -154,7 +155,7 @@ def test_a_graph_that_trains_nothing_is_captured_and_has_no_part_in_the_plan() -
             out: torch.Tensor = self.inner(x)
             return out
 
-    found = capture(Counting(), rows(), bucket_cap_mb=LAYER_MB)
+    found = capture(Counting(), rows(), strategy="split", bucket_cap_mb=LAYER_MB)
     assert len(found.graphs) == 3
     assert found.planned == (1, 2)
     assert [segment.graph for segment in found.plan().segments] == [0, 1]
@@ -171,6 +172,23 @@ def test_a_compiled_module_is_planned_under_the_names_that_ddp_sees() -> None:
     plan = planned(torch.compile(net()))  # type: ignore[arg-type]  # torch.compile gives a module for one
     assert plan.buckets[0].params == ("_orig_mod.layers.2.bias", "_orig_mod.layers.2.weight")
     assert plan.unread == ()
+
+
+def test_a_plan_is_what_compiling_with_that_strategy_will_do() -> None:
+    of_split, of_inline = planned(), ddpopt.plan(net(), rows(), bucket_cap_mb=LAYER_MB)
+    assert [b.params for b in of_split.buckets] == [b.params for b in of_inline.buckets]
+    assert (len(of_split.segments), len(of_inline.segments)) == (3, 1)
+    assert refusal(net(), rows(), strategy="splits") == (
+        "strategy: expected 'split', 'inline' or 'auto', got 'splits'"
+    )
+
+
+def test_a_plan_for_inline_expands_no_composite_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("work for the other strategy")
+
+    monkeypatch.setattr(ddpopt.planning.regions, "plan_and_open", refuse)
+    ddpopt.plan(net(), rows(), bucket_cap_mb=LAYER_MB)
 
 
 def test_ignored_and_frozen_parameters_stand_in_no_bucket() -> None:
@@ -195,7 +213,7 @@ def test_a_meta_model_is_planned_on_real_and_on_meta_inputs() -> None:
     with torch.device("meta"):
         model = Net()
     assert same_decision(planned(model))
-    assert same_decision(ddpopt.plan(model, rows().to("meta"), bucket_cap_mb=LAYER_MB))
+    assert same_decision(ddpopt.plan(model, rows().to("meta"), strategy="split", bucket_cap_mb=LAYER_MB))
 
 
 def test_a_fake_model_is_planned_on_real_and_on_fake_inputs() -> None:
@@ -203,9 +221,9 @@ def test_a_fake_model_is_planned_on_real_and_on_fake_inputs() -> None:
         model, inputs = Net(), rows()
     expected = planned()
     assert planned(model) == expected
-    assert ddpopt.plan(model, inputs, bucket_cap_mb=LAYER_MB) == expected
+    assert ddpopt.plan(model, inputs, strategy="split", bucket_cap_mb=LAYER_MB) == expected
     with mode:
-        assert ddpopt.plan(model, inputs, bucket_cap_mb=LAYER_MB) == expected
+        assert ddpopt.plan(model, inputs, strategy="split", bucket_cap_mb=LAYER_MB) == expected
 
 
 def test_a_model_far_larger_than_memory_is_planned() -> None:
@@ -219,7 +237,7 @@ def test_a_model_far_larger_than_memory_is_planned() -> None:
 def test_a_plan_is_one_for_training_whatever_the_grad_mode(mode: Callable[[], Any]) -> None:
     model, inputs, expected = net(), rows(), planned()
     with mode():
-        assert ddpopt.plan(model, inputs, bucket_cap_mb=LAYER_MB) == expected
+        assert ddpopt.plan(model, inputs, strategy="split", bucket_cap_mb=LAYER_MB) == expected
 
 
 def test_a_ddp_modules_own_options_hold(one_rank_group: None) -> None:
@@ -233,8 +251,8 @@ def test_options_beside_those_of_a_ddp_module_are_refused() -> None:
     with pytest.raises(UsageError) as caught:
         ddpopt.plan(ddp, rows(), static_graph=True, bucket_cap_mb=1)
     assert str(caught.value) == (
-        "model: a DDP module brings its own options, but ['bucket_cap_mb', 'static_graph'] were given too; "
-        "leave them out, or pass the module inside (ddp.module)"
+        "do not pass 'bucket_cap_mb', 'static_graph' with a DDP module; it already has its options. "
+        "Leave them out, or pass the module inside (ddp.module)"
     )
 
 
@@ -306,7 +324,7 @@ def test_no_random_number_is_drawn() -> None:
 def test_no_weight_is_copied() -> None:
     model, inputs = net(), rows()
     with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
-        ddpopt.plan(model, inputs, bucket_cap_mb=LAYER_MB)
+        ddpopt.plan(model, inputs, strategy="split", bucket_cap_mb=LAYER_MB)
     allocated = sum(max(event.self_cpu_memory_usage, 0) for event in profile.key_averages())
     assert allocated < LAYER_BYTES
 

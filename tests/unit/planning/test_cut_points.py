@@ -10,7 +10,7 @@ from torch._higher_order_ops.wrap import tag_activation_checkpoint
 
 from ddpopt.graph.nodes import body_nodes
 from ddpopt.planning.cut_points import blocked_positions
-from ddpopt.testing.graph_builder import GraphBuilder
+from tests.graph_builder import GraphBuilder
 
 
 def names(write: str, verb: str = "writes to") -> str:

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from ddpopt.graph.nodes import example_value
+from ddpopt.graph.nodes import CHECKPOINT, example_value
 from ddpopt.planning.capture import capture
-from ddpopt.planning.divide_checkpoints import CHECKPOINT
 
 Body = Callable[["Region", Tensor], Tensor]
 
@@ -77,7 +76,7 @@ def by_a_weight_of_its_share(region: Region, x: Tensor) -> Tensor:
     ("body", "pieces"), [(plain, 4), (under_autocast, 3), (partly_without_grad, 3), (in_place, 3)]
 )
 def test_a_region_is_divided_between_spans_and_writes_where_buckets_end(body: Body, pieces: int) -> None:
-    captured = capture(Region(body), torch.ones(2, 8), bucket_cap_mb=8 * 9 * 4 / 2**20)
+    captured = capture(Region(body), torch.ones(2, 8), strategy="split", bucket_cap_mb=8 * 9 * 4 / 2**20)
     (graph,) = captured.graphs
     assert len(graph.gm.graph.find_nodes(op="call_function", target=CHECKPOINT)) == pieces
 
@@ -86,7 +85,7 @@ def test_a_region_is_divided_between_spans_and_writes_where_buckets_end(body: Bo
 @pytest.mark.timeout(60)
 def test_a_symbolic_float_is_computed_again_in_each_piece(body: Body, fresh_dynamo: None) -> None:
     with torch._dynamo.config.patch(assume_static_by_default=False):
-        captured = capture(Region(body), torch.ones(3, 8), bucket_cap_mb=8 * 9 * 4 / 2**20)
+        captured = capture(Region(body), torch.ones(3, 8), strategy="split", bucket_cap_mb=8 * 9 * 4 / 2**20)
     (graph,) = captured.graphs
     pieces = graph.gm.graph.find_nodes(op="call_function", target=CHECKPOINT)
     assert len(pieces) == 4
@@ -113,7 +112,9 @@ class Regions(nn.Module):
 @pytest.mark.parametrize("layers", [1.5, 2.5, 3.1, 4.3, 6.3, 6.9])
 def test_no_bucket_waits_for_more_than_the_layer_that_fills_it(count: int, layers: float) -> None:
     layer = 4 * 8 * 9
-    plan = capture(Regions(count), torch.ones(2, 8), bucket_cap_mb=layers * layer / 2**20).plan()
+    plan = capture(
+        Regions(count), torch.ones(2, 8), strategy="split", bucket_cap_mb=layers * layer / 2**20
+    ).plan()
     assert max(bucket.nbytes for bucket in plan.buckets) <= layer * (int(layers) + 1)
 
 
@@ -133,7 +134,7 @@ class Frozen(nn.Module):
 
 @pytest.mark.parametrize(("layers", "regions"), [(1.0, 2), (9.0, 3)])
 def test_a_region_without_gradient_is_written_out_where_the_graph_is_cut(layers: float, regions: int) -> None:
-    captured = capture(Frozen(), torch.ones(2, 8), bucket_cap_mb=layers * 4 * 8 * 9 / 2**20)
+    captured = capture(Frozen(), torch.ones(2, 8), strategy="split", bucket_cap_mb=layers * 4 * 8 * 9 / 2**20)
     (graph,) = captured.graphs
     assert len(graph.gm.graph.find_nodes(op="call_function", target=CHECKPOINT)) == regions
     assert [node for node in graph.gm.graph.find_nodes(op="get_attr") if not node.users] == []

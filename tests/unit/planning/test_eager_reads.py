@@ -1,7 +1,7 @@
 """What ordinary code reads between graphs is ready between them: eager DDP's own reducer says where."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ import ddpopt
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.observation.observe import observe
 from ddpopt.planning.eager_reads import noting_reads
-from ddpopt.planning.join import BETWEEN
+from ddpopt.planning.join import UNREAD
 from ddpopt.planning.regions import specs_by_id
 
 pytestmark = [
@@ -131,12 +131,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("strategy", ["split", "inline"])
 @pytest.mark.parametrize("name", MODELS)
-def test_buckets_are_those_of_eager_ddp(name: str, strategy: Literal["split", "inline"]) -> None:
+def test_buckets_are_those_of_eager_ddp(name: str) -> None:
     model = MODELS[name]
     ddp, eager = ddp_of(model), ddp_of(model)
-    call = ddpopt.compile(ddp, backend="aot_eager", strategy=strategy)
+    call = ddpopt.compile(ddp, backend="aot_eager", strategy="inline")
     with observe(ddp) as seen:
         gradients = step(call, ddp)
     torch.testing.assert_close(gradients, step(eager, eager), rtol=0, atol=0)
@@ -147,7 +146,7 @@ def test_buckets_are_those_of_eager_ddp(name: str, strategy: Literal["split", "i
 @pytest.mark.parametrize("name", MODELS)
 def test_a_plan_made_without_running_has_the_same_buckets(name: str) -> None:
     ddp = ddp_of(MODELS[name])
-    made = ddpopt.plan(ddp, rows())
+    made = ddpopt.plan(ddp, rows(), strategy="split")
     step(ddpopt.compile(ddp, backend="eager", strategy="split"), ddp)
     imposed = imposed_plan(ddp)
     assert imposed is not None
@@ -158,13 +157,13 @@ def test_a_bucket_of_these_alone_says_so() -> None:
     ddp = DistributedDataParallel(Scaled((2,)), bucket_cap_mb=4 * WIDTH / 2**20)
     plan = ddpopt.plan(ddp, rows())
     (bucket,) = (bucket for bucket in plan.buckets if "scale.weight" in bucket.params)
-    assert (bucket.params, bucket.reason) == (("scale.weight",), BETWEEN)
+    assert (bucket.params, bucket.reason) == (("scale.weight",), UNREAD)
     assert plan.unread == ("scale.weight",)
 
 
 def test_a_forward_without_gradients_in_front_tells_nothing_and_spoils_nothing() -> None:
     ddp = ddp_of(MODELS["between, registered last"])
-    call = ddpopt.compile(ddp, backend="eager", strategy="split")
+    call = ddpopt.compile(ddp, backend="eager", strategy="inline")
     with torch.no_grad():
         call(rows())
     step(call, ddp)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from ddpopt.graph.nodes import body_nodes
 from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.facts import collect, gradient_carriers, parameter_names, parameter_sources
-from ddpopt.testing.graph_builder import GraphBuilder
+from tests.graph_builder import GraphBuilder
 from tests.unit.tracing import Traced, trace
 
 # Dynamo reads .grad of graph inputs that are no leaves, and makes an instance of a traced autograd function.

@@ -127,20 +127,6 @@ def test_a_cut_leaves_no_bucket_of_another_dtype_open_across_it() -> None:
     assert planned(facts(3, uses)) == (["full", "half", "first half", "before"], ["n1"])
 
 
-def test_a_bucket_closes_before_it_is_full_where_all_dtypes_need_fewer_buckets_so() -> None:
-    ready = (4, "bfloat16"), (3, "float32"), (2, "bfloat16"), (2, "float32"), (3, "bfloat16"), (1, "float32")
-    last = len(ready) - 1
-    uses = [use(f"{n} {d}", n, last - place, dtype=d) for place, (n, d) in enumerate(ready)]
-    plan = plan_graph(facts(6, uses), BucketConfig(cap_bytes=6, first_bucket_bytes=6))
-    assert [bucket.params for bucket in plan.buckets] == [
-        ("4 bfloat16",),
-        ("2 bfloat16", "3 bfloat16"),
-        ("3 float32", "2 float32"),
-        ("1 float32",),
-    ]
-    assert plan.buckets[0].reason == "closed later, the buckets of all dtypes together would be more"
-
-
 def test_the_last_gradient_of_a_dtype_does_not_wait_for_the_end_of_backward() -> None:
     uses = [use("half", 10, 2, dtype="bfloat16"), use("full", 100, 1), use("before", 100, 0)]
     assert planned(facts(3, uses)) == (["half", "full", "before"], ["n1", "n2"])
@@ -244,33 +230,8 @@ cut before n2: bucket 0 is complete: no gradient is left to add""",
     )
 
 
-def test_the_number_of_the_graph_stands_in_cuts_and_segments() -> None:
-    plan = plan_graph(chain(100, 100), CAP_100, graph=3)
-    assert [cut.graph for cut in plan.cuts] == [3]
-    assert [segment.graph for segment in plan.segments] == [3, 3]
-
-
 def test_equal_facts_give_equal_plans() -> None:
     assert plan_graph(chain(40, 60, 60), CAP_100) == plan_graph(chain(40, 60, 60), CAP_100)
-
-
-# --------------------------------------------------------------------------- gradients of later graphs
-
-
-def test_what_a_later_graph_leaves_open_counts_for_the_first_bucket() -> None:
-    plan = plan_graph(chain(50, 50, 50, 50), CAP_100, ahead=[spec("later", 60)])
-    assert buckets(plan) == ["p3", "p2 p1", "p0"]
-
-
-def test_full_buckets_of_a_later_graph_use_up_limits_but_carry_nothing() -> None:
-    config = BucketConfig(cap_bytes=100, first_bucket_bytes=20)
-    plan = plan_graph(chain(50, 50), config, ahead=[spec("later", 30)])
-    assert buckets(plan) == ["p1 p0"]
-
-
-def test_a_later_sparse_gradient_carries_nothing() -> None:
-    plan = plan_graph(chain(50, 50), CAP_100, ahead=[spec("later", 90, sparse=True)])
-    assert buckets(plan) == ["p1 p0"]
 
 
 # ------------------------------------------------------------------------------- buckets that are given
@@ -354,14 +315,6 @@ def test_what_only_looks_like_a_few_blocks_keeps_ddps_own_rule() -> None:
     assert buckets(plan_graph(few, CAP_100)) == by_ddp
 
 
-def test_one_more_byte_of_cap_never_adds_a_bucket_where_blocks_repeat() -> None:
-    for sizes in ((60, 15, 20), (20, 70, 5), (5, 5, 40, 40)):
-        counts = [
-            len(plan_graph(layers(12, *sizes), BucketConfig(cap, cap)).buckets) for cap in range(20, 400)
-        ]
-        assert counts == sorted(counts, reverse=True)
-
-
 def atoms(count: int, *sizes: int) -> GraphFacts:
     """`count` equal nodes that read parameters of all these sizes each, as checkpointed regions do."""
     uses = [use(f"p{i}.{j}", nbytes, i) for i in range(count) for j, nbytes in enumerate(sizes)]
@@ -378,11 +331,3 @@ def test_in_few_atoms_and_those_of_one_weight_only_a_full_bucket_closes(given: G
     *closed, _ = plan_graph(given, BucketConfig(cap, cap)).buckets
     assert closed
     assert all(bucket.nbytes > cap for bucket in closed)
-
-
-def test_one_more_byte_of_cap_never_adds_a_bucket_where_atoms_repeat() -> None:
-    for sizes in ((60, 15, 20), (16, 15), (40, 40)):
-        counts = [
-            len(plan_graph(atoms(12, *sizes), BucketConfig(cap, cap)).buckets) for cap in range(20, 400)
-        ]
-        assert counts == sorted(counts, reverse=True)

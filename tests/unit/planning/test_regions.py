@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.dynamo.backend import cut
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.regions import (
     Regions,
@@ -55,9 +54,9 @@ def setting(model: nn.Module, **kwargs: Any) -> tuple[DistributedDataParallel, l
 
 
 def joined(ddp: DistributedDataParallel, graphs: list[Traced]) -> Plan:
-    regions = Regions(ddp)
+    regions = Regions.of(ddp)
     for graph in graphs:
-        regions.add(graph.gm, graph.inputs)
+        regions.add(graph.gm, graph.inputs, "split")
     plan = regions.joined()
     assert plan is not None
     return plan
@@ -77,8 +76,8 @@ def test_the_plan_of_a_single_graph_holds_all_parameters() -> None:
 
 def test_each_graph_is_planned_for_its_own_parameters() -> None:
     ddp, graphs = setting(Net(breaks=(2,)))
-    regions = Regions(ddp)
-    plans = [regions.add(graph.gm, graph.inputs).plan for graph in graphs]
+    regions = Regions.of(ddp)
+    plans = [regions.add(graph.gm, graph.inputs, "split").plan for graph in graphs]
     assert [layers(plan) for plan in plans] == [["1", "0"], ["3", "2"]]
     whole = regions.joined()
     assert whole is not None
@@ -88,8 +87,8 @@ def test_each_graph_is_planned_for_its_own_parameters() -> None:
 
 def test_a_parameter_of_two_graphs_completes_in_the_first() -> None:
     ddp, graphs = setting(Net(order=(0, 1, 2, 0), breaks=(2,)))
-    regions = Regions(ddp)
-    plans = [regions.add(graph.gm, graph.inputs).plan for graph in graphs]
+    regions = Regions.of(ddp)
+    plans = [regions.add(graph.gm, graph.inputs, "split").plan for graph in graphs]
     assert layers(plans[0]) == ["1", "0"]
     assert "0" not in " ".join(layers(plans[1])).split()
 
@@ -113,11 +112,11 @@ def test_a_recompilation_takes_the_place_of_the_graph_that_it_replaces() -> None
 
 def test_as_long_as_no_graph_trains_anything_there_is_no_plan() -> None:
     ddp = DistributedDataParallel(Net())
-    regions = Regions(ddp)
+    regions = Regions.of(ddp)
     assert regions.joined() is None
     with torch.no_grad():
         (graph,) = trace_all(ddp.module, rows())
-    assert regions.add(graph.gm, graph.inputs).plan.buckets == ()
+    assert regions.add(graph.gm, graph.inputs, "split").plan.buckets == ()
     assert regions.joined() is None
 
 
@@ -139,37 +138,12 @@ def test_a_parameter_that_no_graph_reads_stands_in_the_plan() -> None:
     assert plan.spread == 0
 
 
-def test_in_unused_parameter_mode_the_graph_is_cut_where_ddps_initial_buckets_are_launched() -> None:
-    plan = joined(*setting(Net(order=(3, 2, 1, 0)), find_unused_parameters=True))
-    # registered last, and so reduced first, is the layer whose gradient is complete last
-    assert len(plan.segments) == 1
-    assert sorted(layers(plan)) == ["0", "1", "2", "3"]
-    in_order = joined(*setting(Net(), find_unused_parameters=True))
-    assert layers(in_order) == ["3", "2", "1", "0"]
-    assert len(in_order.segments) == 4
-
-
-def test_what_completes_in_a_later_graph_stands_in_its_plan_though_ddp_launches_it_later() -> None:
-    model = Net(order=(1, 2, 0, 3), breaks=(2,))
-    ddp, graphs = setting(model, find_unused_parameters=True)
-    regions = Regions(ddp)
-    planned = [regions.add(graph.gm, graph.inputs) for graph in graphs]
-    # DDP has layer 0 wait for layers 2 and 1, which stand before it in the order of registration
-    assert [layers(each.plan) for each in planned] == [["2", "1"], ["3", "0"]]
-    assert [len(each.plan.segments) for each in planned] == [2, 2]
-    for each, graph in zip(planned, graphs, strict=True):
-        assert cut(each, graph.inputs, ddp) is not each.gm
-    whole = regions.joined()
-    assert whole is not None
-    assert layers(whole) == ["3", "0", "2", "1"]
-
-
 # ---------------------------------------------------------------------------------- buckets that are given
 
 
 def test_for_ddps_own_buckets_the_graph_is_cut_where_they_complete() -> None:
     ddp, (graph,) = setting(Net(order=(2, 0, 3, 1)), bucket_cap_mb=2 * LAYER_MB)
-    plan = plan_for_ddp(ddp, graph.gm, graph.inputs).plan
+    plan = plan_for_ddp(ddp, graph.gm, graph.inputs, "split").plan
     assert layers(plan) == ["1 3", "0 2"]
     assert [cut.before for cut in plan.cuts] == [graph.facts.nodes[4]]
     assert plan.policy == "ddp"
@@ -178,7 +152,7 @@ def test_for_ddps_own_buckets_the_graph_is_cut_where_they_complete() -> None:
 def test_a_later_graph_is_cut_where_the_buckets_in_force_complete() -> None:
     ddp, (graph,) = setting(Net())
     imposed = joined(ddp, [graph])
-    again = plan_for_imposed(ddp, imposed, graph.gm, graph.inputs).plan
+    again = plan_for_imposed(ddp, imposed, graph.gm, graph.inputs, "split").plan
     assert [cut.before for cut in again.cuts] == [cut.before for cut in imposed.cuts]
     assert [set(bucket.params) for bucket in again.buckets] == [
         set(bucket.params) for bucket in imposed.buckets
@@ -189,9 +163,12 @@ def test_a_later_graph_that_reads_less_is_cut_for_what_it_reads() -> None:
     ddp, (graph,) = setting(Net())
     imposed = joined(ddp, [graph])
     (other,) = trace_all(ddp.module.get_submodule("layers.3"), rows())
-    (partial_graph,) = trace_all(nn.Sequential(ddp.module.layers[1], ddp.module.layers[2]), rows())
-    assert layers(plan_for_imposed(ddp, imposed, other.gm, other.inputs).plan) == ["3"]
-    assert layers(plan_for_imposed(ddp, imposed, partial_graph.gm, partial_graph.inputs).plan) == ["2", "1"]
+    (part,) = trace_all(nn.Sequential(ddp.module.layers[1], ddp.module.layers[2]), rows())
+    assert layers(plan_for_imposed(ddp, imposed, other.gm, other.inputs, "split").plan) == ["3"]
+    assert layers(plan_for_imposed(ddp, imposed, part.gm, part.inputs, "split").plan) == [
+        "2",
+        "1",
+    ]
 
 
 # ------------------------------------------------------------------------------------------ small parts

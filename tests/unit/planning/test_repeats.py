@@ -4,22 +4,22 @@ import itertools
 
 import pytest
 
-from ddpopt.planning.repeats import FEWEST, block_ends
+from ddpopt.planning.repeats import MIN_REPEATS, block_ends
 
 
 @pytest.mark.parametrize("period", [2, 3, 7])
 def test_a_block_ends_where_it_starts_anew(period: int) -> None:
     layer = list(range(period))
-    ends = sorted(block_ends(["head", *(layer * FEWEST), "tail"]))
-    assert ends == [period * number for number in range(FEWEST + 1)]
+    ends = sorted(block_ends(["head", *(layer * MIN_REPEATS), "tail"]))
+    assert ends == [period * number for number in range(MIN_REPEATS + 1)]
 
 
 def test_a_repetition_that_is_all_there_is_ends_with_the_last_entry() -> None:
-    assert sorted(block_ends("ab" * FEWEST)) == [2 * number - 1 for number in range(1, FEWEST + 1)]
+    assert sorted(block_ends("ab" * MIN_REPEATS)) == [2 * number - 1 for number in range(1, MIN_REPEATS + 1)]
 
 
 def test_too_few_blocks_are_no_repetition() -> None:
-    assert block_ends("xab" + "ab" * (FEWEST - 2) + "y") == frozenset()
+    assert block_ends("xab" + "ab" * (MIN_REPEATS - 2) + "y") == frozenset()
 
 
 def test_a_run_of_equal_entries_is_no_block() -> None:
@@ -27,20 +27,20 @@ def test_a_run_of_equal_entries_is_no_block() -> None:
 
 
 def test_a_run_of_entries_that_are_blocks_by_themselves_ends_everywhere() -> None:
-    ends = block_ends("-" + "a" * FEWEST + "b" * FEWEST, alone=lambda entry: entry == "a")
-    assert sorted(ends) == list(range(FEWEST + 1))
-    assert block_ends("a" * (FEWEST - 1), alone=lambda _: True) == frozenset()
+    ends = block_ends("-" + "a" * MIN_REPEATS + "b" * MIN_REPEATS, alone=lambda entry: entry == "a")
+    assert sorted(ends) == list(range(MIN_REPEATS + 1))
+    assert block_ends("a" * (MIN_REPEATS - 1), alone=lambda _: True) == frozenset()
 
 
 def test_what_repeats_within_a_block_does_not_hide_the_block() -> None:
-    ends = sorted(block_ends("h" + "qqqod" * (FEWEST + 1) + "t"))
-    assert len(ends) >= FEWEST
+    ends = sorted(block_ends("h" + "qqqod" * (MIN_REPEATS + 1) + "t"))
+    assert len(ends) >= MIN_REPEATS
     assert {b - a for a, b in itertools.pairwise(ends)} == {5}
 
 
 def test_several_repetitions_are_found_one_after_the_other() -> None:
-    ends = sorted(block_ends("ab" * FEWEST + "-" + "xyz" * FEWEST))
-    assert {2 * FEWEST - 1, 2 * FEWEST + 3 * FEWEST} <= set(ends)
+    ends = sorted(block_ends("ab" * MIN_REPEATS + "-" + "xyz" * MIN_REPEATS))
+    assert {2 * MIN_REPEATS - 1, 2 * MIN_REPEATS + 3 * MIN_REPEATS} <= set(ends)
 
 
 def test_nothing_repeats_in_nothing() -> None:

@@ -14,7 +14,7 @@ from ddpopt.graph.nodes import body_nodes
 from ddpopt.planning.cut_points import blocked_positions
 from ddpopt.proof.certificate import certify
 from ddpopt.split.partition import partition, segment_name
-from ddpopt.testing.graph_builder import GraphBuilder, real_inputs
+from tests.graph_builder import GraphBuilder, real_inputs
 from tests.unit.effects import Effects, identical
 from tests.unit.snippets import SNIPPETS, Model, copied
 from tests.unit.tracing import Traced, cut_before, trace, trace_all, written_segments
@@ -86,12 +86,6 @@ def test_a_graph_cut_at_any_one_place_computes_the_same_bit_by_bit(name: str) ->
 def test_a_plan_without_cuts_gives_the_graph_itself_back() -> None:
     (graph,) = graphs_of("residual")
     assert partition(graph.gm, cut_before(graph.gm)) is graph.gm
-
-
-def test_cuts_of_other_graphs_are_none_of_its_business() -> None:
-    (graph,) = graphs_of("residual")
-    plan = cut_before(graph.gm, possible_cuts(graph.gm)[0])
-    assert partition(graph.gm, plan, graph=1) is graph.gm
 
 
 def test_the_original_is_left_as_it_is() -> None:

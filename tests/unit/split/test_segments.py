@@ -11,11 +11,11 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch._guards import TracingContext
 from torch.utils import _pytree as pytree
 
-from ddpopt.graph.nodes import body_nodes
+from ddpopt.graph.nodes import CompilerFn, body_nodes
 from ddpopt.planning.cut_points import blocked_positions
 from ddpopt.split.partition import partition
-from ddpopt.split.segments import CompiledSegments, CompilerFn, compile_segments, own_tracing_context
-from ddpopt.testing.graph_builder import GraphBuilder, SmallGraph
+from ddpopt.split.segments import CompiledSegments, compile_segments, own_tracing_context
+from tests.graph_builder import GraphBuilder, SmallGraph
 from tests.unit.snippets import SNIPPETS, Snippet
 from tests.unit.tracing import Recorder, cut_before
 

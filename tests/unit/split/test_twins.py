@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ddpopt.split.twins import signature
-from ddpopt.testing.graph_builder import GraphBuilder, SmallGraph
+from tests.graph_builder import GraphBuilder, SmallGraph
 from tests.unit.tracing import trace
 
 Change = Callable[[fx.GraphModule], None]

@@ -62,5 +62,7 @@ def test_examples_that_failed_are_kept_in_the_folder_that_is_named(tmp_path: Pat
 
 def test_a_redis_server_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "redis", None)
-    with pytest.raises(UsageError, match=r"got 'redis://host:6379/0'; run: pip install redis$"):
+    with pytest.raises(
+        UsageError, match=r"'redis://host:6379/0' needs a client for Redis; 'pip install redis'"
+    ):
         shared_database("redis://host:6379/0")

@@ -1,0 +1,111 @@
+"""Run a case for real: a DDP module on a process group of one rank, in eager and compiled, for a few steps.
+
+Invariant: no setting of torch, no generator and no process group is left changed; a failure is a result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpopt.dynamo.api
+from ddpopt.cases.case import Case
+from ddpopt.ddp.reducer_buckets import ObservedBucket, running_buckets
+from ddpopt.doctor.dynamo import Notes, taking_notes
+from ddpopt.explanation.rehearsal import generators_kept
+
+EAGER, TORCH, OURS = "eager DDP", "torch's DDPOptimizer", "ddpopt"
+
+
+@dataclass(frozen=True)
+class ModeRun:
+    """One mode, run for a few steps.
+
+    Attributes:
+        mode: ``"eager DDP"``, ``"torch's DDPOptimizer"`` or ``"ddpopt"``.
+        notes: what Dynamo wrote down.
+        buckets: those of the running reducer after the last step; empty after a failure.
+        failure: the error that ended it, in one line; empty if all steps ran.
+        failed_step: the step that it ended, from 0.
+    """
+
+    mode: str
+    notes: Notes
+    buckets: tuple[ObservedBucket, ...] = ()
+    failure: str = ""
+    failed_step: int = 0
+
+
+def run_mode(case: Case, mode: str, ddp_kwargs: Mapping[str, Any], compiler: Any, steps: int) -> ModeRun:
+    """Run a case in one mode; needs a process group.
+
+    Args:
+        case: the case, with its own inputs for each step.
+        mode: one of `EAGER`, `TORCH` and `OURS`.
+        ddp_kwargs: DDP's arguments.
+        compiler: a Dynamo backend.
+        steps: how many steps of training to run, without an optimizer.
+
+    Returns:
+        What came of it.
+    """
+    settings = {"optimize_ddp": True, "suppress_errors": False, "disable": False}
+    with (
+        undisturbed(),
+        taking_notes() as notes,
+        torch._dynamo.config.patch(settings),
+    ):
+        buckets, failure, failed_step = _steps(case, _MODES[mode], ddp_kwargs, compiler, range(steps), notes)
+    return ModeRun(mode, notes, buckets, failure, failed_step)
+
+
+def _steps(
+    case: Case, wrap: Wrap, ddp_kwargs: Mapping[str, Any], compiler: Any, steps: range, notes: Notes
+) -> tuple[tuple[ObservedBucket, ...], str, int]:
+    done = 0
+    try:
+        ddp = DistributedDataParallel(case.model(), **ddp_kwargs)
+        step = wrap(ddp, compiler)
+        for done in steps:
+            notes.begin_step()
+            ddp.zero_grad()
+            case.step(step, dist.get_rank(), done).backward()  # type: ignore[no-untyped-call]  # of torch
+        return running_buckets(ddp), "", 0
+    except Exception as error:  # whatever it is, the user would have met it: it is what we report
+        return (), one_line(error), done
+
+
+def one_line(error: BaseException) -> str:
+    """An error in one line: its type, and the first two lines of its message."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return ": ".join([type(error).__name__, " ".join(lines[:2])]) if lines else type(error).__name__
+
+
+Wrap = Callable[[DistributedDataParallel, Any], Callable[..., Any]]
+
+
+_MODES: dict[str, Wrap] = {
+    EAGER: lambda ddp, _: ddp,
+    TORCH: lambda ddp, compiler: torch.compile(ddp, backend=compiler),
+    OURS: lambda ddp, compiler: ddpopt.dynamo.api.compile(ddp, backend=compiler),
+}
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Keep random generators, grad mode and warnings of the caller apart from what runs inside."""
+    with (
+        generators_kept(),
+        torch.inference_mode(mode=False),
+        torch.enable_grad(),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # what torch warns of is looked for, and reported, one by one
+        yield

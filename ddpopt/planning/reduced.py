@@ -1,0 +1,125 @@
+"""The parameters that a DDP module's reducer holds, which need not be those that can be trained now.
+
+DDP takes what requires grad when it is built, and keeps no list. Parameters may be frozen, thawed or replaced
+later: the reducer still waits for those that it was built with, and for no others. So the reducer is asked.
+
+Invariant: the answer is certain, or an error says why there is none; asking changes nothing.
+
+Touches private parts of torch 2.11 to 2.13: ``Reducer._get_zeros_like_grad_buckets`` and DDP's log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ddpopt.errors import UnsupportedError
+
+__all__ = ["as_built", "bucket_members", "held_parameters", "running_reducer"]
+
+
+def running_reducer(ddp: Any) -> Any:
+    """The reducer that a DDP module uses, seen through a pending `ddpopt.ddp.deferral.defer`.
+
+    Args:
+        ddp: the DDP module.
+
+    Returns:
+        Its ``torch.distributed.Reducer``; None if it has none.
+    """
+    reducer = getattr(ddp, "reducer", None)
+    deferral = getattr(reducer, "deferral", None)
+    return reducer if deferral is None else deferral.reducer
+
+
+@contextlib.contextmanager
+def as_built(ddp: Any) -> Iterator[None]:
+    """Inside this block those parameters require grad that the module's reducer holds, and no others.
+
+    Raises:
+        UnsupportedError: what it holds cannot be determined, or is no longer in the module.
+    """
+    held = {id(parameter) for parameter in held_parameters(ddp)}
+    before = [(parameter, parameter.requires_grad) for parameter in ddp.module.parameters()]
+    try:
+        for parameter, _ in before:
+            parameter.requires_grad_(id(parameter) in held)
+        yield
+    finally:
+        for parameter, required in before:
+            parameter.requires_grad_(required)
+
+
+def held_parameters(ddp: Any) -> list[Tensor]:
+    """The parameters that a DDP module's reducer holds, in no order; without a reducer, what it would hold.
+
+    Raises:
+        UnsupportedError: as for `as_built`.
+    """
+    reducer = running_reducer(ddp)
+    planned: list[Tensor] | None = getattr(reducer, "parameters", None)
+    if planned is not None:
+        return planned
+    if reducer is None:
+        return [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
+    members = bucket_members(reducer)
+    held = _by_the_log(ddp) if members is None else [tensor for bucket in members for tensor in bucket]
+    own = {id(parameter) for parameter in ddp.module.parameters()}
+    lost = sum(id(parameter) not in own for parameter in held)
+    if lost:
+        raise UnsupportedError(
+            f"the module has lost {lost} of the {len(held)} parameters that DDP was built with: others took "
+            "their places, and DDP reduces none of those. Build DDP after the last parameter was replaced"
+        )
+    return held
+
+
+def bucket_members(reducer: Any) -> list[list[Tensor]] | None:
+    """The parameters of each of a reducer's buckets, in the order in which they are reduced.
+
+    Args:
+        reducer: not to be asked from inside its communication hook, when it holds its lock.
+
+    Returns:
+        None where it cannot tell: a sparse gradient's bucket has no tensor before the first backward.
+    """
+    try:
+        with _NoMemory():  # type: ignore[no-untyped-call]  # of torch
+            return [bucket.parameters() for bucket in reducer._get_zeros_like_grad_buckets()]
+    except RuntimeError as error:
+        if "undefined Tensor" not in str(error):
+            raise
+        return None
+
+
+class _NoMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
+    """Gives zeros that take no memory: the reducer shows its buckets only with a tensor of zeros for each."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        if func is torch.ops.aten.zeros_like.default:
+            like: Tensor = args[0]
+            return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
+        return func(*args, **(kwargs or {}))
+
+
+def _by_the_log(ddp: Any) -> list[Tensor]:
+    """What a reducer holds that does not tell: all that can be trained, or all, if DDP has logged as many."""
+    log = ddp._get_ddp_logging_data()
+    counted = log["num_parameter_tensors"], log["total_parameter_size_bytes"]
+    ignored = {id(p) for name, p in ddp.module.named_parameters() if name in ddp.parameters_to_ignore}
+    trainable = (p for p in ddp.module.parameters() if p.is_floating_point() or p.is_complex())
+    every = [parameter for parameter in trainable if id(parameter) not in ignored]
+    for held in ([parameter for parameter in every if parameter.requires_grad], every):
+        if (len(held), sum(p.numel() * p.element_size() for p in held)) == counted:
+            return held
+    raise UnsupportedError(
+        f"DDP was built with {counted[0]} parameters, some of which have been frozen or thawed since; with "
+        "sparse gradients it does not tell which until its first backward. Freeze and thaw before building "
+        "DDP, or after its first step"
+    )

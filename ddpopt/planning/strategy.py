@@ -1,0 +1,64 @@
+"""How a graph is compiled so that its gradients leave during backward: decided before it is planned.
+
+Invariant: the same graph gives the same answer in `ddpopt.plan` and when it is compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from torch import fx
+from torch.nested._internal.nested_tensor import NestedTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ddpopt.errors import UsageError
+from ddpopt.graph.effects import is_known, mutated_inputs
+from ddpopt.graph.nodes import example_value, storages
+
+Strategy = Literal["split", "inline", "auto"]
+Sources = Mapping[fx.Node, Mapping[str, str]]
+"""What `ddpopt.planning.facts.parameter_sources` says of a graph."""
+
+
+def require_choice(argument: str, value: str, choice: Any) -> None:
+    """Raise UsageError unless `value` is one of the words of a ``Literal``."""
+    words = get_args(choice)
+    if value not in words:
+        *others, last = map(repr, words)
+        raise UsageError(f"{argument}: expected {', '.join(others)} or {last}, got {value!r}")
+
+
+def why_not_inline(gm: fx.GraphModule, sources: Sources) -> str | None:
+    """Why a graph cannot be compiled inline.
+
+    Args:
+        gm: a forward graph as Dynamo hands it to a backend.
+        sources: which of its nodes bring which parameters into it.
+
+    Returns:
+        The reason, for the user; None if there is none.
+    """
+    held: dict[int, str] = {}
+    for node, names in sources.items():
+        name = next(iter(names.values()))
+        if node.op != "placeholder":
+            return f"parameter {name!r} is no input of the graph but an attribute of it"
+        held.update(dict.fromkeys(storages(node), name))
+    for node in gm.graph.nodes:
+        value = example_value(node)
+        nested = isinstance(value, NestedTensor) and node not in sources  # gives no nested gradients
+        if is_traceable_wrapper_subclass(value) and not nested:
+            known = [f"parameter {name!r}" for name in sources.get(node, {}).values()]
+            what = known[0] if known else repr(node.name)
+            return f"{what} is a {type(value).__name__}, a tensor made of others"
+        for written in mutated_inputs(node):
+            for storage in storages(written):
+                if storage in held:
+                    verb = (
+                        "is written to in the graph"
+                        if is_known(node)
+                        else f"may be written to by {node.name!r}"
+                    )
+                    return f"parameter {held[storage]!r} {verb}"
+    return None

@@ -1,0 +1,423 @@
+"""The steps that drawn forward graphs are made of: each adds a few nodes and returns the value they make.
+
+Invariant: a step leaves a graph that runs forward and backward. To that end a step mutates only what no other
+node has read yet (or what autograd does not save), and hands it on only after the mutation: a value that may
+be read is never mutated any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies as st
+from torch import fx
+from torch._functorch.autograd_function import autograd_function_apply
+from torch._higher_order_ops.cond import cond_op
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
+from torch.torch_version import TorchVersion
+
+from tests.graph_builder import GraphBuilder
+
+
+class Sketch:
+    """A graph under construction, and the values, (batch, width) in float32, that its next node may read."""
+
+    def __init__(self, draw: st.DrawFn, builder: GraphBuilder) -> None:
+        self.draw = draw
+        self.builder = builder
+        self.values = [builder.x]
+        self.pending: list[tuple[fx.Node, int]] = []
+        self.weights: list[fx.Node] = []
+        self._layers = 0
+
+    def layer(self) -> str:
+        """The path of the next layer in the model."""
+        self._layers += 1
+        return f"layers.{self._layers - 1}"
+
+    def value(self) -> fx.Node:
+        """One of the values there are, more often one of the latest: else most of the graph would be dead."""
+        return self.draw(st.sampled_from((*reversed(self.values), *self.values[-2:])))
+
+    def weight(self) -> fx.Node:
+        """A (width, width) parameter: new and trainable as a rule, else tied or frozen."""
+        kind = self.draw(st.sampled_from(("new", "new", "tied", "frozen")))
+        if kind == "tied" and self.weights:
+            return self.draw(st.sampled_from(self.weights))
+        width = self.builder.width
+        node = self.builder.parameter(self.layer(), "weight", width, width, trainable=kind != "frozen")
+        self.weights.append(node)
+        return node
+
+    def vector(self, role: str = "bias") -> fx.Node:
+        """A new (width,) parameter."""
+        return self.builder.parameter(self.layer(), role, self.builder.width)
+
+
+@contextlib.contextmanager
+def without_grad(builder: GraphBuilder) -> Iterator[None]:
+    """Let what is added meanwhile run without gradients."""
+    builder.set_grad_enabled(False)
+    yield
+    builder.set_grad_enabled(True)
+
+
+_ACTIVATIONS: tuple[Callable[..., Any], ...] = (F.relu, F.gelu, torch.tanh)
+
+
+def _linear(sketch: Sketch) -> fx.Node:
+    return sketch.builder.call(torch._C._nn.linear, sketch.value(), sketch.weight(), sketch.vector())
+
+
+def _linear_by_keywords(sketch: Sketch) -> fx.Node:
+    return sketch.builder.call(torch._C._nn.linear, input=sketch.value(), weight=sketch.weight(), bias=None)
+
+
+def _matmul(sketch: Sketch) -> fx.Node:
+    transposed = sketch.builder.method("t", sketch.weight())
+    return sketch.builder.call(operator.matmul, sketch.value(), transposed)
+
+
+def _parameter_as_receiver(sketch: Sketch) -> fx.Node:
+    return sketch.builder.method("mul", sketch.vector("scale"), sketch.value())
+
+
+def _parameters_in_a_list(sketch: Sketch) -> fx.Node:
+    rows = sketch.builder.width // 2
+    halves = [sketch.builder.parameter(sketch.layer(), "half", rows, 2 * rows) for _ in range(2)]
+    joined = sketch.builder.call(torch.cat, halves, dim=0)
+    return sketch.builder.call(torch._C._nn.linear, sketch.value(), joined)
+
+
+def _add(sketch: Sketch) -> fx.Node:
+    return sketch.builder.call(torch.add, sketch.value(), sketch.value(), alpha=0.5)
+
+
+def _activation(sketch: Sketch) -> fx.Node:
+    activation = sketch.draw(st.sampled_from(_ACTIVATIONS))
+    return sketch.builder.call(activation, sketch.value())
+
+
+def _dropout(sketch: Sketch) -> fx.Node:
+    return sketch.builder.call(F.dropout, sketch.value(), p=0.5, training=True)
+
+
+def _mutated_sum(sketch: Sketch) -> fx.Node:
+    total = sketch.builder.call(operator.add, sketch.value(), sketch.value())
+    other = sketch.draw(st.sampled_from((_linear, _activation)))(sketch)
+    mutated = sketch.builder.method("add_", total, other)
+    return sketch.draw(st.sampled_from((total, mutated)))
+
+
+def _mutated_view(sketch: Sketch) -> fx.Node:
+    total = sketch.builder.call(operator.add, sketch.value(), 1.0)
+    row = sketch.builder.method("view", total, -1)
+    sketch.builder.call(operator.imul, row, 0.5)
+    return total
+
+
+def _reshaped_view(sketch: Sketch) -> fx.Node:
+    total = sketch.builder.call(operator.add, sketch.value(), 1.0)
+    view = sketch.builder.method("view", total, sketch.builder.width, sketch.builder.rows)
+    reshaped = sketch.builder.method("t_", view)
+    sketch.draw(st.sampled_from((_linear, _activation)))(sketch)
+    return sketch.builder.method("contiguous", sketch.draw(st.sampled_from((view, reshaped))))
+
+
+def _mutated_input(sketch: Sketch) -> fx.Node:
+    extra = sketch.builder.input(f"extra_{len(sketch.values)}", sketch.builder.batch, sketch.builder.width)
+    sketch.builder.method("add_", extra, 1.0)
+    return extra
+
+
+def _mutated_buffer(sketch: Sketch) -> fx.Node:
+    statistics = sketch.builder.buffer(sketch.layer(), "mean", sketch.builder.width)
+    before = sketch.builder.call(operator.add, sketch.value(), statistics)
+    mean = sketch.builder.method("mean", sketch.builder.method("detach", sketch.value()), 0)
+    sketch.builder.method("lerp_", statistics, mean, 0.1)
+    return before
+
+
+def _chunks(sketch: Sketch) -> fx.Node:
+    width = sketch.builder.width
+    wide = sketch.builder.parameter(sketch.layer(), "weight", 2 * width, width)
+    both = sketch.builder.call(torch._C._nn.linear, sketch.value(), wide)
+    chunks = sketch.builder.method("chunk", both, 2, -1)
+    sketch.pending.append((chunks, 1))
+    return sketch.builder.call(operator.getitem, chunks, 0)
+
+
+def _later_item(sketch: Sketch) -> fx.Node:
+    if not sketch.pending:
+        return _chunks(sketch)
+    return sketch.builder.call(operator.getitem, *sketch.pending.pop(0))
+
+
+def _views(sketch: Sketch) -> fx.Node:
+    builder = sketch.builder
+    value = sketch.value()
+    rows = builder.method("size", value, 0)
+    split = builder.method("view", value, rows, 2, -1)
+    swapped = builder.method("transpose", split, 1, 2)
+    return builder.method("reshape", swapped, (rows, builder.width))
+
+
+def _detached_parameter(sketch: Sketch) -> fx.Node:
+    detached = sketch.builder.method("detach", sketch.weight())
+    return sketch.builder.call(torch.mm, sketch.value(), detached)
+
+
+def _constant(sketch: Sketch) -> fx.Node:
+    constant = sketch.builder.constant(torch.ones(sketch.builder.width))
+    return sketch.builder.call(operator.mul, sketch.value(), constant)
+
+
+def _no_grad_span(sketch: Sketch) -> fx.Node | None:
+    with without_grad(sketch.builder):
+        inside = sketch.draw(st.sampled_from(_PURE_STEPS))(sketch) if sketch.draw(st.booleans()) else None
+    dead = sketch.draw(st.booleans())
+    return None if dead else inside
+
+
+def _autocast_span(sketch: Sketch) -> fx.Node:
+    handle = sketch.builder.enter_autocast()
+    inside = _linear(sketch)
+    sketch.builder.exit_autocast(handle)
+    return sketch.builder.method("float", inside)
+
+
+def _image(sketch: Sketch, *shape: int) -> fx.Node:
+    return sketch.builder.method("view", sketch.value(), sketch.builder.rows, *shape)
+
+
+def _rows(sketch: Sketch, value: fx.Node) -> fx.Node:
+    return sketch.builder.method("reshape", value, (sketch.builder.rows, sketch.builder.width))
+
+
+def _conv(sketch: Sketch) -> fx.Node:
+    image = _image(sketch, 1, 2, 2)
+    if sketch.draw(st.booleans()):
+        image = sketch.builder.method("contiguous", image, memory_format=torch.channels_last)
+    weight = sketch.builder.parameter(sketch.layer(), "weight", 1, 1, 3, 3)
+    return _rows(sketch, sketch.builder.call(torch.conv2d, image, weight, None, (1, 1), (1, 1)))
+
+
+def _strided_conv(sketch: Sketch) -> fx.Node:
+    weight = sketch.builder.parameter(sketch.layer(), "weight", sketch.builder.width, 1, 2, 2)
+    return _rows(sketch, sketch.builder.call(torch.conv2d, _image(sketch, 1, 2, 2), weight, None, (2, 2)))
+
+
+def _layer_norm(sketch: Sketch) -> fx.Node:
+    scale, shape = sketch.vector("weight"), (sketch.builder.width,)
+    return sketch.builder.call(F.layer_norm, sketch.value(), shape, scale, sketch.vector(), 0.1)
+
+
+def _batch_norm(sketch: Sketch) -> fx.Node:
+    layer = sketch.layer()
+    mean, var = (sketch.builder.buffer(layer, role, 1) for role in ("running_mean", "running_var"))
+    scale, shift = (sketch.builder.parameter(layer, role, 1) for role in ("weight", "bias"))
+    given = _image(sketch, 1, 2, 2), mean, var, scale, shift
+    normed = sketch.builder.call_like(
+        lambda images, _mean, _var, scale, shift, *_: images * scale + shift,
+        F.batch_norm,
+        *(*given, True, 0.1, 0.1),
+    )
+    return _rows(sketch, normed)
+
+
+def _embedding(sketch: Sketch) -> fx.Node:
+    table = sketch.builder.parameter(sketch.layer(), "weight", 3, sketch.builder.width)
+    ids = sketch.builder.input(f"ids_{len(sketch.values)}", sketch.builder.batch, dtype=torch.int64)
+    return sketch.builder.call(F.embedding, ids, table)
+
+
+def _attention(sketch: Sketch) -> fx.Node:
+    tokens = sketch.builder.method("unsqueeze", _linear(sketch), 0)
+    causal = sketch.draw(st.booleans())
+    # a sum has the same form, and is traced in a tenth of the time
+    mixed = sketch.builder.call_like(
+        lambda query, key, _: query + key,
+        F.scaled_dot_product_attention,
+        *(tokens, tokens, tokens),
+        is_causal=causal,
+    )
+    return sketch.builder.method("squeeze", mixed, 0)
+
+
+def _complex(sketch: Sketch) -> fx.Node:
+    pairs = sketch.builder.method("clone", _image(sketch, 2, 2), memory_format=torch.contiguous_format)
+    turn = sketch.builder.parameter(sketch.layer(), "turn", 2, dtype=torch.complex64)
+    turned = sketch.builder.call(operator.mul, sketch.builder.call(torch.view_as_complex, pairs), turn)
+    return _rows(sketch, sketch.builder.call(torch.view_as_real, turned))
+
+
+def _scalar_parameter(sketch: Sketch) -> fx.Node:
+    scale = sketch.builder.parameter(sketch.layer(), "scale")
+    return sketch.builder.call(operator.mul, sketch.value(), scale)
+
+
+def _empty_parameter(sketch: Sketch) -> fx.Node:
+    empty = sketch.builder.parameter(sketch.layer(), "empty", 0)
+    return sketch.builder.call(operator.add, sketch.value(), sketch.builder.method("sum", empty))
+
+
+def _low_precision(sketch: Sketch) -> fx.Node:
+    width = sketch.builder.width
+    weight = sketch.builder.parameter(sketch.layer(), "weight", width, width, dtype=torch.bfloat16)
+    low = sketch.builder.method("to", sketch.value(), torch.bfloat16)
+    return sketch.builder.method("float", sketch.builder.call(torch._C._nn.linear, low, weight))
+
+
+def _mutated_twice(sketch: Sketch) -> fx.Node:
+    total = sketch.builder.call(operator.add, sketch.value(), 1.0)
+    before = sketch.builder.call(operator.mul, total, 0.5)
+    sketch.builder.method("add_", total, _linear(sketch))
+    between = sketch.builder.call(operator.add, total, before)
+    sketch.builder.method("mul_", total, 0.5)
+    return sketch.builder.call(operator.add, between, total)
+
+
+def _counted_buffer(sketch: Sketch) -> fx.Node:
+    count = sketch.builder.buffer(sketch.layer(), "count")
+    sketch.builder.method("add_", count, 1.0)
+    between = sketch.builder.call(operator.add, sketch.value(), count)
+    sketch.builder.method("mul_", count, 0.5)
+    return between
+
+
+# Steps with graphs of their own: a body is added to the module, and the step is a call with it.
+
+
+def _layer_of(builder: GraphBuilder, *given: fx.Node) -> tuple[fx.Node]:
+    return (builder.call(torch.tanh, builder.call(torch._C._nn.linear, *given)),)
+
+
+def _product_of(builder: GraphBuilder, value: fx.Node, weight: fx.Node) -> tuple[fx.Node]:
+    return (builder.call(operator.matmul, value, weight),)
+
+
+def checkpoint(sketch: Sketch) -> fx.Node:
+    """A layer whose values the backward computes again."""
+    builder, given = sketch.builder, (sketch.value(), sketch.weight(), sketch.vector())
+    body = builder.subgraph("wrap_body", dict(zip("xwb", given, strict=True)), _layer_of)
+    results = builder.call_like(
+        lambda _, value, weight, bias: (value @ weight + bias,),
+        tag_activation_checkpoint,
+        *(body, *given),
+        use_reentrant=False,
+    )
+    return builder.call(operator.getitem, results, 0)
+
+
+def cond(sketch: Sketch) -> fx.Node:
+    """One of two branches, by the sign of a value's sum."""
+    builder, given = sketch.builder, (sketch.value(), sketch.weight())
+    named = dict(zip("xw", given, strict=True))
+    bodies = [builder.subgraph(f"cond_{name}", named, body) for name, body in _BRANCHES.items()]
+    positive = builder.call(operator.gt, builder.method("sum", given[0]), 0)
+    results = builder.call_like(
+        lambda _, _true, _false, operands: (operands[0] @ operands[1],), cond_op, positive, *bodies, given
+    )
+    return builder.call(operator.getitem, results, 0)
+
+
+_BRANCHES: Mapping[str, Callable[..., tuple[fx.Node]]] = {"true": _layer_of, "false": _product_of}
+
+
+def custom_function(sketch: Sketch) -> fx.Node:
+    """A matrix product whose gradients a body of its own computes, as torch 2.13's Dynamo writes it."""
+    builder, (value, weight) = sketch.builder, (sketch.value(), sketch.weight())
+
+    def forward(inner: GraphBuilder, *given: fx.Node) -> tuple[tuple[fx.Node, ...], ...]:
+        with without_grad(inner):
+            product = _product_of(inner, *given)
+        return product, given
+
+    def backward(inner: GraphBuilder, gradient: fx.Node, *saved: fx.Node) -> tuple[fx.Node, ...]:
+        with without_grad(inner):
+            turned, weight = (inner.method("t", each) for each in saved)
+            factors = ((gradient, weight), (turned, gradient))
+            return tuple(inner.call(operator.matmul, *pair) for pair in factors)
+
+    bodies = (
+        builder.subgraph("fwd_body", {"x": value, "w": weight}, forward),
+        builder.subgraph("bwd_body", {"gradient": value, "x": value, "w": weight}, backward),
+    )
+    results = builder.call_like(
+        lambda _forward, _backward, value, weight: (value @ weight,),
+        autograd_function_apply,
+        *(*bodies, value, weight),
+        non_differentiable_idx=[],
+        saved_for_backward_idx=[0, 1],
+    )
+    return builder.call(operator.getitem, results, 0)
+
+
+Step = Callable[[Sketch], fx.Node | None]
+_PURE_STEPS: tuple[Step, ...] = (
+    _linear,
+    _linear_by_keywords,
+    _matmul,
+    _parameter_as_receiver,
+    _parameters_in_a_list,
+    _add,
+    _activation,
+    _dropout,
+    _views,
+    _detached_parameter,
+    _constant,
+    _conv,
+    _strided_conv,
+    _layer_norm,
+    _embedding,
+    _attention,
+    checkpoint,
+    cond,
+    _complex,
+    _scalar_parameter,
+    _empty_parameter,
+    _low_precision,
+)
+STEPS: tuple[Step, ...] = (
+    *_PURE_STEPS,
+    _chunks,
+    _later_item,
+    _mutated_sum,
+    _mutated_view,
+    _reshaped_view,
+    _mutated_input,
+    _mutated_buffer,
+    _no_grad_span,
+    _autocast_span,
+    _batch_norm,
+    _mutated_twice,
+    _counted_buffer,
+    # before 2.13 Dynamo wrote such a call in another way
+    *([custom_function] if TorchVersion(torch.__version__) >= "2.13" else []),
+)
+
+
+def _value(sketch: Sketch) -> tuple[fx.Node, ...]:
+    return (sketch.draw(st.sampled_from(sketch.values)),)
+
+
+def _value_and_view(sketch: Sketch) -> tuple[fx.Node, ...]:
+    (value,) = _value(sketch)
+    return value, sketch.builder.method("unsqueeze", value, 0)
+
+
+def _view_of_input(sketch: Sketch) -> tuple[fx.Node, ...]:
+    return (sketch.builder.method("unsqueeze", sketch.builder.x, 0),)
+
+
+def _size(sketch: Sketch) -> tuple[fx.Node, ...]:
+    return (sketch.builder.method("size", sketch.value(), 0),)
+
+
+Output = Callable[[Sketch], tuple[fx.Node, ...]]
+OUTPUTS: tuple[Output, ...] = (_value, _value, _value_and_view, _view_of_input, _size)

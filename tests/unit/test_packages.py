@@ -1,0 +1,123 @@
+"""The picture of the packages in the README holds: who imports whom, in which sizes, under which names.
+
+Lazy and typing-only imports count too. Sets of exceptions may only shrink.
+"""
+
+import ast
+import io
+import tokenize
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import ddpopt
+
+ROOT = Path(ddpopt.__file__).parent
+CORE = "graph planning split proof inline ddp dynamo"
+EVERY = f"{CORE} observation explanation ranks cases judge testing fuzz doctor gate"
+MAY_IMPORT = {
+    "cases": "",
+    "ranks": "",
+    "graph": "",
+    "planning": "graph",
+    "split": "graph planning",
+    "proof": "graph planning",
+    "ddp": "graph planning",
+    "inline": "graph planning ddp",
+    "dynamo": "graph planning split proof inline ddp",
+    "observation": "planning inline ddp dynamo",  # inline: its operator is to be looked into
+    "explanation": "graph planning dynamo",
+    "judge": f"{CORE} observation explanation ranks cases",
+    "testing": f"{CORE} observation explanation ranks cases judge",
+    "fuzz": f"{CORE} observation explanation ranks cases judge testing",
+    "doctor": f"{CORE} observation explanation ranks cases judge testing",
+    "gate": f"{CORE} observation explanation ranks cases judge testing",
+    "cli": EVERY,
+    "__main__": "cli",
+}
+"""For each package those that it may import; all may import `ddpopt.errors` and `ddpopt.torch_private`."""
+WRONG_EDGES = {("ranks", "judge")}
+CYCLES = {"cases", "doctor", "judge", "testing"}
+"""Packages with a cycle inside them."""
+TOO_LONG = {"judge/training.py"}
+TOO_SHORT = {
+    "cases/corpus/draws.py",
+    "cases/corpus/layers.py",
+    "cases/report_of_case.py",
+    "fuzz/storing.py",
+    "fuzz/worker_process.py",
+    "gate/moved.py",
+    "gate/plans.py",
+    "judge/named.py",
+}
+TWICE = (
+    "Began Counted Evidence Finding Kind Launch Limits Measured Plan Program Recorder Request Seat Settings "
+    "Signature Site Step Trial Tried _Log _Run _Seen"
+)
+
+
+def module_name(path: Path) -> str:
+    return ".".join(("ddpopt", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+
+
+MODULES = {module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
+TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
+
+
+def imports(tree: ast.Module) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            found.update(name if name in MODULES else str(node.module) for name in inner)
+        elif isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+    return found & MODULES.keys()
+
+
+def package(name: str) -> str:
+    return name.split(".")[1] if "." in name else ""
+
+
+def code_lines(text: str) -> int:
+    tree = ast.parse(text)
+    documented = (n for n in ast.walk(tree) if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef))
+    docs = [n.body[0] for n in documented if ast.get_docstring(n, clean=False) is not None]
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    quiet = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+    lines = {n for t in tokens if t.type not in quiet and t.string for n in range(t.start[0], t.end[0] + 1)}
+    return len(lines - {n for d in docs for n in range(d.lineno, (d.end_lineno or 0) + 1)})
+
+
+def test_packages_import_those_below_them_alone() -> None:
+    allowed = {
+        (a, b) for a, names in MAY_IMPORT.items() for b in (a, "errors", "torch_private", *names.split())
+    }
+    edges = {(package(a), package(b)) for a, tree in TREES.items() for b in imports(tree)}
+    outside = {(a, "") for a in ("judge", "cli")}  # for the version
+    assert {(a, b) for a, b in edges - allowed - outside if a not in ("", "errors")} <= WRONG_EDGES
+
+
+@pytest.mark.parametrize("name", sorted(MAY_IMPORT.keys() - CYCLES))
+def test_no_module_imports_itself_on_a_way_around(name: str) -> None:
+    own = {
+        a: {b for b in imports(t) if package(b) == name} - {a} for a, t in TREES.items() if package(a) == name
+    }
+    try:
+        list(TopologicalSorter(own).static_order())
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_modules_are_of_a_size_to_read() -> None:
+    sizes = {path.relative_to(ROOT).as_posix(): code_lines(path.read_text()) for path in MODULES.values()}
+    long = {name for name, path in MODULES.items() if len(path.read_text().splitlines()) > 400}
+    assert {MODULES[name].relative_to(ROOT).as_posix() for name in long} <= TOO_LONG
+    short = {name for name, size in sizes.items() if size < 20 and not name.endswith("__.py")}
+    assert short <= TOO_SHORT
+
+
+def test_no_two_classes_have_one_name() -> None:
+    names = [n.name for tree in TREES.values() for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
+    assert {name for name in names if names.count(name) > 1} <= set(TWICE.split())
