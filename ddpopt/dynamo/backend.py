@@ -132,8 +132,8 @@ class DdpoptBackend:
         gm, sources = planned.gm, planned.sources
         completed = {name for segment in planned.plan.segments for name in segment.params}
         lent = [node for node in lendable(gm, sources) if completed.issuperset(sources[node].values())]
-        if self.buckets == "ddp" and imposed_plan(ddp) is None:
-            # DDP may fill its buckets again, in the order in which it hears of the gradients
+        if planned.reused or (self.buckets == "ddp" and imposed_plan(ddp) is None):
+            # where buckets end is not known: DDP may fill its own again, in the order in which gradients come
             groups = [[node] for node in lent]
         else:
             groups = together(lent, sources, planned.facts, planned.plan.buckets)

@@ -54,6 +54,8 @@ class Planned(NamedTuple):
         inline: whether it stays whole, and hands its gradients over from inside its backward.
         completed: parameters whose gradients an earlier graph completes, though this one may read them.
         region: as what it is known; None if it has no part in the plan of the whole model.
+        reused: whether parameters are left that no graph reads yet: its code may serve for them, too, as that
+            of one layer does for all where Dynamo compiles layer by layer.
     """
 
     gm: fx.GraphModule
@@ -64,6 +66,7 @@ class Planned(NamedTuple):
     inline: bool = False
     completed: frozenset[str] = frozenset()
     region: Region | None = None
+    reused: bool = False
 
 
 class Regions:
@@ -114,7 +117,9 @@ class Regions:
         if not planned.inline:
             region.of_graph = GraphPlan(planned.plan)
         self._regions.append(region)
-        return planned._replace(completed=taken, region=region)
+        known = taken | read
+        reused = any(spec.name not in known for spec in self.specs.values())
+        return planned._replace(completed=taken, region=region, reused=reused)
 
     def with_read_tracking(
         self, planned: Planned, example_inputs: Sequence[object], run: Callable[..., Any]

@@ -50,6 +50,7 @@ TOO_SHORT = {
     "gate/moved.py",
     "gate/plans.py",
     "judge/named.py",
+    "judge/report/markdown.py",
 }
 TWICE = (
     "Began Counted Evidence Finding Kind Launch Limits Measured Plan Program Recorder Request Seat Settings "

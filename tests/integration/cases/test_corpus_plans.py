@@ -7,6 +7,7 @@ node that opens the later segment. A plan that changes shows here, and whoever c
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,8 @@ def test_each_plan_is_of_a_case() -> None:
 def plan_of(case: Case) -> Plan:
     """The plan of a case, after a look at how many graphs Dynamo makes of it."""
     args, kwargs = case.inputs(0, 0)
-    captured = capture(case.model(), *args, **kwargs, **{"bucket_cap_mb": 1, **case.ddp_kwargs})
+    limits: dict[str, Any] = {"bucket_cap_mb": 1, **case.ddp_kwargs}
+    captured = capture(case.model(), *args, strategy="split", **kwargs, **limits)
     assert (case.name, len(captured.graphs)) == (case.name, case.graphs)
     return captured.plan()
 
