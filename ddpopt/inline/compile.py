@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, fx
+from torch._functorch import config as functorch_config
+from torch._functorch.compilers import nop
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -105,14 +107,26 @@ def compile_inline(
     values = [detached.get(node, value) for node, value in zip(inputs, example_inputs, strict=True)]
     tokens = [_token(detached[group[0]]) for group in groups]
     compiled = compiler(_edited(gm, groups, detached, tokens, positions), [*values, *tokens])
+    asserting = _asserts_gradients(compiler)
 
     def run(*arguments: Any) -> Any:
         given = [*arguments]
         groups = [{position: given[position] for position in group} for group in positions]
         tokens = Call(active_module(), groups).open_gate()
+        if asserting:
+            given = [given[p].detach() if p in flat else given[p] for p in range(len(given))]
         return compiled(*given, *tokens)
 
     return run
+
+
+def _asserts_gradients(compiler: Any) -> bool:
+    """Whether compiled code asserts which inputs require gradient, as AOTAutograd does when it is debugged.
+
+    It is given parameters without gradient then, whose gradients leave at the end of its backward.
+    """
+    arguments = getattr(compiler, "kwargs", {})
+    return bool(functorch_config.debug_assert or arguments.get("fw_compiler") is nop)
 
 
 def _detached(value: Any) -> Tensor:

@@ -364,13 +364,18 @@ def _evaluate(trainer: Trainer) -> None:
             with without_gradients():
                 for index in range(len(trainer.models)):
                     trainer.forward(model=index)
-            seen = trainer.extras | trainer.sight.after_step()
-            extras |= {f"{name}'s {what}": value for what, value in seen.items()}
+                seen = trainer.extras | trainer.sight.after_step()
+            extras |= {f"{name}'s {what}": _usable(value) for what, value in seen.items()}
     for part, training in zip(parts, modes, strict=True):
         part.training = training
     trained = record.steps[-1].gradients
     state = {name: tensor for name, tensor in trainer.state().items() if name not in trained}
     record.evaluation = Step(None, {}, state, random_state(trainer.place.device), extras)
+
+
+def _usable(value: Any) -> Any:
+    """A tensor of inference mode as one that may be used outside of it."""
+    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
 
 
 @contextlib.contextmanager

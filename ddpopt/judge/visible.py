@@ -148,7 +148,10 @@ def form_of(tensor: Tensor, with_strides: bool = True) -> str:
         used = [stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
         strides = f", strides {tuple(used)}"
     needs = ", requires grad" if tensor.requires_grad else ""
-    inference = ", of inference mode" if tensor.is_inference() else ""
+    # inside of inference mode, what compiled code returns is no such tensor everywhere
+    inference = (
+        ", of inference mode" if tensor.is_inference() and not torch.is_inference_mode_enabled() else ""
+    )
     return f"{tensor.dtype} {tuple(tensor.shape)}{strides} on {tensor.device}{layout}{needs}{inference}"
 
 
