@@ -200,9 +200,7 @@ Blocks = Annotated[
 ]
 ModelLimit = Annotated[
     float,
-    typer.Option(
-        help="Limit of one mode of one model, in seconds of the processor; by the clock five times."
-    ),
+    typer.Option(help="Limit of one mode of one model, in seconds."),
 ]
 
 CaseFile = Annotated[

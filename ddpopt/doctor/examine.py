@@ -29,7 +29,7 @@ from ddpopt.explanation.explain import explain_case
 from ddpopt.explanation.generators import generators_kept
 from ddpopt.explanation.result import Explanation
 from ddpopt.planning.limits import BucketConfig
-from ddpopt.testing.ranks import one_rank
+from ddpopt.ranks.group import one_rank
 
 
 def diagnose(

@@ -20,7 +20,8 @@ from ddpopt.gate.ratios import time_ratios
 from ddpopt.gate.runs import mode_figures
 from ddpopt.judge.backends import backend_of
 from ddpopt.judge.trials import keep_for_good, quickly
-from ddpopt.ranks.group import Ranks, launch
+from ddpopt.ranks.group import Ranks
+from ddpopt.ranks.pool import launch
 
 CORPUS = "corpus"
 CASE_LIMIT_S = 900.0

@@ -21,7 +21,8 @@ from ddpopt.judge.runner import verify_all
 from ddpopt.judge.trials import Ended, Settings, Started, quickly
 from ddpopt.judge.verdict import Finding, Status, Trial, Verdict
 from ddpopt.ranks.failures import RanksFailed
-from ddpopt.ranks.group import Ranks, launch, under_torchrun
+from ddpopt.ranks.group import Ranks, under_torchrun
+from ddpopt.ranks.pool import launch
 
 FAULT_LIMIT_S = 60.0
 RUN_LIMIT_S = 1800.0

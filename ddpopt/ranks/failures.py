@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ddpopt.errors import InfrastructureError
 
@@ -117,12 +117,16 @@ class RanksFailed(InfrastructureError):
 
     Attributes:
         failures: of each rank that returned no value, by rank.
+        values: of the others.
         culprits: those that failed of themselves; the others only felt it.
         exit_code: 1 if nothing happened but exceptions, 3 if a rank died or stalled.
         of_time_alone: whether nothing happened but that limits passed.
     """
 
-    def __init__(self, failures: Sequence[RankFailure], size: int) -> None:
+    def __init__(
+        self, failures: Sequence[RankFailure], size: int, values: Mapping[int, Any] | None = None
+    ) -> None:
+        self.values = dict(values or {})
         self.failures = tuple(sorted(failures, key=lambda failure: failure.rank))
         self.culprits = culprits(self.failures)
         only_raised = all(one.kind == "raised" and not one.waits_for_peers for one in self.culprits)

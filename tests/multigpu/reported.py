@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpopt.cases.case import Case
 from ddpopt.cases.report_of_case import Report
-from ddpopt.testing.ranks import Ranks
+from ddpopt.ranks.group import Ranks
 
 STEPS = 4
 # torch's optimizer fails at any smaller cap, whatever the model; that has a case of its own.

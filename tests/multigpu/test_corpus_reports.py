@@ -15,7 +15,7 @@ from ddpopt.cases.case import Case
 from ddpopt.cases.report_of_case import Report
 from ddpopt.cases.reports_page import reported_cases
 from ddpopt.dynamo.backend import DdpoptBackend, Strategy
-from ddpopt.testing.ranks import Ranks
+from ddpopt.ranks.group import Ranks
 from tests.multigpu.reported import Compile, Outcome, passes, run, sentence
 from tests.multigpu.turns import in_turn
 

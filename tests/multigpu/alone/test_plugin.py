@@ -16,8 +16,8 @@ from uuid import uuid4
 
 import pytest
 
+from ddpopt.ranks.environment import environment_of_no_rank
 from ddpopt.ranks.marked import marked
-from ddpopt.testing.rank_environment import environment_of_no_rank
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -14,8 +14,8 @@ __all__ = ["from_text", "lost", "merge", "to_text", "trimmed"]
 
 # The thread that keeps the time, frames of pytest's and of ours under every test, and a list of modules.
 UNDER_A_TEST = re.compile(
-    r'^((Current t|T)hread .*\n  File "[^"]*/launch/limits\.py", .*\n(  File .*\n)*\n?'
-    r'|  File "([^"]*/(_pytest|pytest|pluggy|ddpopt/testing)/|<frozen runpy>)[^"]*", line \d+ in .*\n?'
+    r'^((Current t|T)hread .*\n  File "[^"]*/ranks/limits\.py", .*\n(  File .*\n)*\n?'
+    r'|  File "([^"]*/(_pytest|pytest|pluggy|ddpopt/(testing|ranks))/|<frozen runpy>)[^"]*", line .*\n?'
     r"|Extension modules: .*\n?)",
     re.MULTILINE,
 )

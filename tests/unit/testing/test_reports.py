@@ -5,7 +5,7 @@ from typing import Literal
 import pytest
 from _pytest.reports import TestReport
 
-from ddpopt.testing.rank_reports import from_text, merge, to_text, trimmed
+from ddpopt.testing.reports import from_text, merge, to_text, trimmed
 
 STACKS = """\
 Fatal Python error: Aborted

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ddpopt.testing.rank_collection import ADVICE, difference, digest
+from ddpopt.testing.collection import ADVICE, difference, digest
 
 
 def lines(*names_of: list[str]) -> list[str]:

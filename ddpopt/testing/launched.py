@@ -22,12 +22,12 @@ import torch.distributed as dist
 from _pytest.reports import TestReport
 from _pytest.runner import runtestprotocol
 
+from ddpopt.ranks.environment import own_rank, own_size
+from ddpopt.ranks.group import gpu_for_each_rank
 from ddpopt.ranks.limits import Limits
-from ddpopt.testing.rank_collection import difference, digest
-from ddpopt.testing.rank_environment import own_rank, own_size
-from ddpopt.testing.rank_needs import needs_of
-from ddpopt.testing.rank_reports import from_text, lost, merge, to_text, trimmed
-from ddpopt.testing.ranks import Seat, gpu_for_each_rank
+from ddpopt.testing.collection import difference, digest
+from ddpopt.testing.needs import needs_of
+from ddpopt.testing.reports import from_text, lost, merge, to_text, trimmed
 
 __all__ = ["LaunchedRank"]
 
@@ -52,7 +52,7 @@ class LaunchedRank:
     """This process, as a rank that a launcher started.
 
     Attributes:
-        seat: where it stands in the test that runs.
+        on_gpu: whether each rank has a GPU of its own.
     """
 
     def __init__(self) -> None:
@@ -65,13 +65,12 @@ class LaunchedRank:
         self._told_to_end = threading.Event()
         self._in_test = False
         self._lost = False
-        self._on_gpu = False
+        self.on_gpu = False
 
     @property
-    def seat(self) -> Seat:
-        """Where this process stands in the test that runs."""
-        store = c10d.PrefixStore(f"group/{self._number}", self._store)
-        return Seat(store, own_rank(), own_size(), self._on_gpu)
+    def seat(self) -> tuple[Any, int, int]:
+        """The store of the test that runs, this rank's number, and how many there are."""
+        return c10d.PrefixStore(f"group/{self._number}", self._store), own_rank(), own_size()
 
     def require_equal_collection(self, session: pytest.Session) -> None:
         """Compare what all ranks have collected.
@@ -112,7 +111,7 @@ class LaunchedRank:
             present = self._exchange("present", "gpu" if gpu_for_each_rank() else "cpu", MEETING_LIMIT_S)
             if None in present:
                 return self._end(item, [[] if text else lost(item, LATE) for text in present])
-            self._on_gpu = set(present) == {"gpu"}
+            self.on_gpu = set(present) == {"gpu"}
             reports = self._run_here(item, nextitem)
             texts = self._exchange("reports", to_text(item.config, reports), needs_of(item).limit_s + GRACE_S)
             merged = [from_text(item.config, text) if text else lost(item, LOST) for text in texts]
