@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.ddp.fit import ACCUMULATES, accumulates, ddp_module, require_fit
 from ddpopt.ddp.plan_exchange import exchange_plans, plan_difference, same_buckets
+from ddpopt.ddp.ready_hooks import ready_hooks
 from ddpopt.ddp.reduced import as_built, running_reducer
 from ddpopt.ddp.reducer import install, outside_dynamo
 from ddpopt.errors import UnsupportedError
@@ -76,6 +77,7 @@ class Deferral:
     Attributes:
         reducer: the module's own reducer.
         logger: the module's own logger.
+        decide: gives the plan.
     """
 
     def __init__(self, ddp: Any, decide: Callable[[], Plan | None]) -> None:
@@ -83,7 +85,7 @@ class Deferral:
         self.reducer: Any = running_reducer(ddp)
         self.logger: Any = before.logger if before else ddp.logger
         self._ddp = weakref.ref(ddp)
-        self._decide = decide
+        self.decide = decide
         self._work_handle: tuple[Any, bool] | None = None
         self._used: set[int] = before._used if before else set()
         self._noting: list[Any] = before._noting if before else []
@@ -140,7 +142,7 @@ class Deferral:
         self.reducer = self.logger = None
 
         def decide() -> Plan | None:
-            plan = None if joined else self._decide()
+            plan = None if joined else self.decide()
             try:
                 if plan is not None:
                     require_fit(ddp, plan)
@@ -165,6 +167,8 @@ class Deferral:
 
     def _install(self, ddp: Any, plan: Plan, joined: bool) -> None:
         install(ddp, plan)
+        if self._noting:  # users' hooks go where those that noted were: in front of the new reducer's
+            ready_hooks(ddp).take_over()
         if joined:
             return
         ddp.reducer.prepare_for_forward()

@@ -45,15 +45,14 @@ def as_built(ddp: Any) -> Iterator[None]:
         UnsupportedError: what it holds cannot be told, or is no longer in the module.
     """
     held = {id(parameter) for parameter in held_parameters(ddp)}
-    now = [*ddp.module.parameters()]
-    changed = [parameter for parameter in now if parameter.requires_grad != (id(parameter) in held)]
+    before = [(parameter, parameter.requires_grad) for parameter in ddp.module.parameters()]
     try:
-        for parameter in changed:
-            parameter.requires_grad_(not parameter.requires_grad)
+        for parameter, _ in before:
+            parameter.requires_grad_(id(parameter) in held)
         yield
     finally:
-        for parameter in changed:
-            parameter.requires_grad_(not parameter.requires_grad)
+        for parameter, required in before:
+            parameter.requires_grad_(required)
 
 
 def held_parameters(ddp: Any) -> list[Tensor]:
@@ -114,7 +113,8 @@ def _by_the_log(ddp: Any) -> list[Tensor]:
     log = ddp._get_ddp_logging_data()
     counted = log["num_parameter_tensors"], log["total_parameter_size_bytes"]
     ignored = {id(p) for name, p in ddp.module.named_parameters() if name in ddp.parameters_to_ignore}
-    every = [parameter for parameter in ddp.module.parameters() if id(parameter) not in ignored]
+    trainable = (p for p in ddp.module.parameters() if p.is_floating_point() or p.is_complex())
+    every = [parameter for parameter in trainable if id(parameter) not in ignored]
     for held in ([parameter for parameter in every if parameter.requires_grad], every):
         if (len(held), sum(p.numel() * p.element_size() for p in held)) == counted:
             return held

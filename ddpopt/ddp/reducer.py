@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpopt.ddp.ready_hooks import ready_hooks, registered
 from ddpopt.ddp.reduced import as_built
 from ddpopt.planning.bucket_rule import specs_from_ddp
 from ddpopt.planning.plan import Plan
@@ -89,7 +91,7 @@ class PlannedReducer(Reducer):
         return False
 
     def _remove_autograd_hooks(self) -> None:
-        # Others may tell this reducer of gradients in place of its own hooks (ddpopt.inline.ready_hooks).
+        # Others may tell this reducer of gradients in place of its own hooks (ddpopt.ddp.ready_hooks).
         self.is_removed = True
         super()._remove_autograd_hooks()
 
@@ -125,6 +127,8 @@ def install(ddp: DistributedDataParallel, plan: Plan) -> None:
     module: Any = ddp  # its private attributes carry no types
     with as_built(ddp):  # C++ takes no parameter that is frozen
         arguments = _reducer_arguments(module, plan)
+        # with a reducer go the nodes that nothing else holds, and the hooks on them
+        leaves: list[Any] = [get_gradient_edge(parameter).node for parameter in arguments["params"]]
         noted = module._get_ddp_logging_data()
         module.reducer._remove_autograd_hooks()
         # The old buckets go before the new ones come: at the end of a forward there is no room for both.
@@ -138,6 +142,8 @@ def install(ddp: DistributedDataParallel, plan: Plan) -> None:
     if noted.get("join_uneven_inputs"):
         module.logger._set_uneven_input_join()
     _keep_hooks(module, str(noted.get("comm_hook", "")))
+    if any(registered(leaf.register_hook) for leaf in leaves):
+        ready_hooks(ddp).take_over()  # DDP's own reducer hears of a gradient before users' hooks do
 
 
 def _reducer_arguments(ddp: Any, plan: Plan) -> dict[str, Any]:

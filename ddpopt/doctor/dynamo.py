@@ -115,7 +115,7 @@ def is_machinery(file: str) -> bool:
     """Whether a source file belongs to DDP, to Dynamo or to ddpopt itself, and not to a model."""
     path = Path(file)
     if path.is_relative_to(_DDPOPT):
-        return not path.is_relative_to(_DDPOPT / "testing" / "corpus")
+        return not path.is_relative_to(_DDPOPT / "cases" / "corpus")
     own = (_TORCH / "_dynamo", _TORCH / "nn" / "parallel", _TORCH / "_compile.py")
     return path.name == "contextlib.py" or any(path.is_relative_to(part) for part in own)
 

@@ -13,11 +13,13 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, get_args
+from unittest.mock import patch
 
 import torch
 from torch import fx, nn
 from torch._dynamo import trace_rules
 from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.ddp.deferral import PendingLogger, active_module
@@ -191,8 +193,11 @@ class DdpoptBackend:
         held_parameters(ddp)  # raises where one was replaced, perhaps since the graph before
         if ddp not in self._regions:
             self._regions[ddp] = Regions(ddp)
-        if not isinstance(ddp.logger, PendingLogger):
-            defer(ddp, self._regions[ddp].joined)
+        joined = self._regions[ddp].joined
+        if ddp.static_graph and ddp._static_graph_delay_allreduce_enqueued:  # True once it had a backward
+            _say_once("DDP keeps its buckets: a static graph's first backward settles what is reduced")
+        elif not (isinstance(ddp.logger, PendingLogger) and ddp.logger.deferral.decide == joined):
+            defer(ddp, joined)
         return self._regions[ddp]
 
 
@@ -255,16 +260,32 @@ def compile(  # the public name, as in torch.compile
     inner = ddp_model.module
     while isinstance(inner, DistributedDataParallel):
         inner = inner.module
-    if (options.get("fullgraph") or _is_skipped(inner)) and not _is_compiled(inner):
-        _call_through(inner, compiled(_call_inside))
+    if options.get("fullgraph") and _is_compiled(inner):
+        raise UsageError(
+            "fullgraph: the module inside DDP is compiled already, so no break in it can be refused here; "
+            "pass fullgraph=True where it is compiled, or do not compile it"
+        )
+    through = (options.get("fullgraph") or _is_skipped(inner)) and not _is_compiled(inner)
+    inside = (inner, functools.partial(compiled(_call_inside), inner)) if through else None
     module = compiled(ddp_model, fullgraph=False)
     if module is not ddp_model:
         dynamo_backend.leave_to_torch()
-        module.forward = _uncut(module.forward)
+        module.forward = _uncut(module.forward, inside)
+        module.__dict__["_compile"] = functools.partial(
+            compile, backend=backend, strategy=strategy, buckets=buckets, **options
+        )
+        module.__class__ = _Compiled
     if buckets == "plan" and imposed_plan(ddp_model) is None:
         with contextlib.suppress(UnsupportedError):  # said when a graph comes
             dynamo_backend.follow(ddp_model)
     return module
+
+
+class _Compiled(OptimizedModule):
+    """What `compile` returns. A copy, also by pickle, is what `compile` returns for a copy of the module."""
+
+    def __reduce__(self) -> Any:
+        return self._compile, (self._orig_mod,)
 
 
 @contextlib.contextmanager
@@ -293,12 +314,21 @@ def replacing_ddp_optimizer(*, buckets: Buckets = "plan") -> Iterator[None]:
         yield
 
 
-def _uncut(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward`, in which torch cuts no graph, whoever compiles it: the reducer's buckets are a plan's."""
+def _uncut(
+    forward: Callable[..., Any], inside: tuple[nn.Module, Callable[..., Any]] | None
+) -> Callable[..., Any]:
+    """`forward`, in which torch cuts no graph, whoever compiles it: the reducer's buckets are a plan's.
+
+    Calls of the module `inside`, if there is one, go through what stands next to it, as after
+    ``module.compile()``.
+    """
 
     @outside_dynamo
     def uncut(*args: Any, **kwargs: Any) -> Any:
-        with hook.replacing(lambda compiler: compiler):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(hook.replacing(lambda compiler: compiler))
+            if inside is not None:
+                stack.enter_context(patch.object(inside[0], "_compiled_call_impl", inside[1]))
             return forward(*args, **kwargs)
 
     return uncut
@@ -306,10 +336,7 @@ def _uncut(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_compiled(module: Any) -> bool:
     """Whether calls of a module run code already that somebody else compiled."""
-    call = module._compiled_call_impl
-    return isinstance(module, torch._dynamo.OptimizedModule) or not (
-        call is None or isinstance(call, _Inside)
-    )
+    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
 
 
 def _is_skipped(module: nn.Module) -> bool:
@@ -320,15 +347,6 @@ def _is_skipped(module: nn.Module) -> bool:
     """
     code = getattr(inspect.getattr_static(type(module), "forward"), "__code__", None)
     return code is not None and trace_rules.check(code)
-
-
-def _call_through(module: nn.Module, compiled: Callable[..., Any]) -> None:
-    """Have calls of `module` go through `compiled`, as ``module.compile()`` does; copies do not."""
-    module._compiled_call_impl = _Inside(compiled, module)
-
-
-class _Inside(functools.partial[Any]):
-    """A call that `compile` put into a module: the next `compile` may put in another."""
 
 
 def _call_inside(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:

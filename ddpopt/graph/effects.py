@@ -57,7 +57,9 @@ UNMARKED: Mapping[str, tuple[str, ...]] = {
     "_resize_output": ("self",),
     "copyto": ("dst",),
     "fill_diagonal": ("a",),
+    "put": ("a",),
     "put_along_axis": ("arr",),
+    "shuffle": ("x",),
 }
 """What operators, and NumPy functions of torch, write to without saying so; `_written_by` has the others."""
 KINDS = (
@@ -69,6 +71,7 @@ NUMPY_METHODS = ("fill", "put", "resize", "sort")
 """NumPy's methods that write to their array, besides those that look like operators."""
 DRAWING_WORDS = (
     "dropout", "rand", "rng_state", "seed", "gumbel", "fractional_max_pool", "multi_head_attention",
+    "choice", "permutation", "shuffle",
 )  # fmt: skip
 
 
@@ -111,7 +114,11 @@ def redescribes(node: fx.Node) -> bool:
 
 def reads_memory(node: fx.Node) -> bool:
     """Whether `node` could tell a copy: by the memory around it, or by what autograd does not see written."""
-    return _name(node.target).startswith(("as_strided", "_get_data_attr"))
+    if _name(node.target).startswith(("as_strided", "_get_data_attr")):
+        return True
+    bodies = (body for source in node.all_input_nodes if (body := _body(source)) is not None)
+    graphs = (part.graph for body in bodies for part in body.modules() if isinstance(part, fx.GraphModule))
+    return any(_name(inner.target) == "_get_data_attr" for graph in graphs for inner in graph.nodes)
 
 
 def detaches(node: fx.Node) -> bool:
@@ -297,7 +304,8 @@ def _name(target: object) -> str:
     """What a target is called; of an operator's overload, what the operator is called."""
     if isinstance(target, OpOverload):
         target = target.overloadpacket
-    return target if isinstance(target, str) else getattr(target, "__name__", "")
+    name: str = target if isinstance(target, str) else getattr(target, "__name__", "")
+    return name.removeprefix("wrapped_")  # as Dynamo calls NumPy's functions
 
 
 def _any_draws(overloads: Iterable[OpOverload]) -> bool:

@@ -22,10 +22,10 @@ from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ddpopt.ddp.deferral import active_module
-from ddpopt.graph.effects import mutated_inputs
+from ddpopt.graph.effects import is_known, mutated_inputs
 from ddpopt.graph.nodes import body_nodes, example_value, module_like, storages
 from ddpopt.inline.handover import Call, empty_token, lend
-from ddpopt.planning.facts import GraphFacts, gradient_carriers
+from ddpopt.planning.facts import GraphFacts, gradient_carriers, late_reads
 from ddpopt.planning.plan import Bucket
 from ddpopt.split.segments import CompilerFn
 
@@ -59,7 +59,12 @@ def obstacle(gm: fx.GraphModule, sources: Sources) -> str | None:
         for written in mutated_inputs(node):
             for storage in storages(written):
                 if storage in held:
-                    return f"parameter {held[storage]!r} is written to in the graph"
+                    verb = (
+                        "is written to in the graph"
+                        if is_known(node)
+                        else f"may be written to by {node.name!r}"
+                    )
+                    return f"parameter {held[storage]!r} {verb}"
     return None
 
 
@@ -70,28 +75,8 @@ def lendable(gm: fx.GraphModule, sources: Sources) -> list[fx.Node]:
     from.
     """
     leaving = {storage for node in gm.graph.output_node().all_input_nodes for storage in storages(node)}
-    late = _read_late(gm.graph, sources)
+    late = late_reads(body_nodes(gm.graph), sources, gradient_carriers(gm.graph))
     return [node for node in sources if leaving.isdisjoint(storages(node)) and node not in late]
-
-
-def _read_late(graph: fx.Graph, sources: Sources) -> set[fx.Node]:
-    """The parameters that backward may read after their gradients are complete.
-
-    Such a backward is that of a node before the first that passes gradient to the parameter. It reads what
-    was computed from the parameter without gradient, and may have to compute it again.
-    """
-    carriers = gradient_carriers(graph)
-    made_of: dict[fx.Node, frozenset[fx.Node]] = {node: frozenset({node}) for node in sources}
-    complete: set[fx.Node] = set()
-    late: set[fx.Node] = set()
-    for node in body_nodes(graph):
-        read = frozenset[fx.Node]().union(*(made_of.get(source, ()) for source in node.all_input_nodes))
-        if node in carriers:
-            complete.update(source for source in node.all_input_nodes if source in sources)
-            late |= read - complete
-        else:
-            made_of[node] = read
-    return late
 
 
 def together(
@@ -166,15 +151,13 @@ def compile_inline(
         given = [*arguments]
         groups = [{position: given[position] for position in group} for group in positions]
         tokens = Call(active_module(), groups).open_gate()
-        for position in flat:
-            given[position] = given[position].detach()
         return compiled(*given, *tokens)
 
     return run
 
 
 def _detached(value: Any) -> Tensor:
-    """The example value of an input that is given in the place of a parameter."""
+    """The example value of a parameter for a graph that is to send it no gradient."""
     context = TracingContext.try_get()
     mode = context.fake_mode if context is not None else None
     if mode is not None and not isinstance(value, FakeTensor):

@@ -2,11 +2,12 @@
 
 A graph that takes part has calls of `lend` between its parameters and their readers, one for all those that
 DDP sends together. Its backward is the operator ``ddpopt::hand_over``, which autograd runs as soon as their
-gradients are complete, and which has the same place in the compiled backward. What the graph gets in a
-parameter's place is detached from it. Gradients that are not handed over leave through a gate, an autograd
-node around the compiled code whose edges lead to the parameters:
+gradients are complete, and which has the same place in the compiled backward. The graph is compiled for
+parameters that require no gradient, and is given the parameters themselves: its backward reads what they hold
+by then, and hooks on saved tensors see them, as with any compiled graph. Gradients that are not handed over
+leave through a gate, an autograd node around the compiled code whose edges lead to the parameters:
 
-    parameters ─────────── (detached) ──────────► lend ──► readers
+    parameters ────────── (no gradient) ────────► lend ──► readers
         └──► gate ──► token (an empty tensor) ──────┘
 
 Whether a gradient is handed over is decided in each backward, never when the graph is compiled. All of this
@@ -33,11 +34,12 @@ from typing import Any
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.ddp.engine import NO_TASK, running_backward, running_node, task_id, will_run
+from ddpopt.ddp.ready_hooks import ready_hooks
 from ddpopt.errors import HandOverError
-from ddpopt.inline.ready_hooks import ready_hooks
 
 __all__ = ["COPIED", "LATE", "TAKEN", "Call", "hand_over", "lend"]
 
@@ -114,9 +116,13 @@ class Call:
             and not _is_hooked(self._parameters[slot])
             and not _is_cast(self._parameters[slot])
             and _is_on_default_stream(self._parameters[slot])
-            and backward.leaf_edges.get(id(hooks.leaves[place])) == 1
+            and backward.leaf_edges.get(id(hooks.leaves[place])) == _OWN_EDGES
             and will_run(hooks.leaves[place])
         }
+
+
+_OWN_EDGES = 2
+"""To each parameter: the gate's, and one of the compiled code, which brings no gradient."""
 
 
 def _is_hooked(parameter: Any) -> bool:
@@ -183,7 +189,7 @@ class _Lend(torch.autograd.Function):
         # nothing is saved: hooks on saved tensors would see it
         ctx.set_materialize_grads(False)
         ctx.slots = slots
-        return tuple(parameter.detach() for parameter in parameters)
+        return tuple(map(_renamed, parameters))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -195,6 +201,17 @@ class _Lend(torch.autograd.Function):
                     [*complete.values()], [*complete], [COPIED] * len(complete)
                 )
         return token, *(None for _ in range(1 + len(gradients)))
+
+
+def _renamed(parameter: Tensor) -> Tensor:
+    """Another tensor of the same value; a trace takes it for the parameter, and notes nothing.
+
+    Were it noted, the view would be saved for backward, and not the parameter. Touches a private part of
+    torch 2.11 to 2.13: ``torch._subclasses.functional_tensor.FunctionalTensor``.
+    """
+    if isinstance(parameter, FunctionalTensor):
+        return FunctionalTensor.to_functional(parameter.from_functional())
+    return parameter.detach()
 
 
 @contextlib.contextmanager
@@ -223,7 +240,7 @@ def lend(parameters: Sequence[Tensor], token: Tensor, slots: Sequence[int]) -> t
     """What a graph reads in the place of some parameters.
 
     Args:
-        parameters: the parameters, detached.
+        parameters: the parameters.
         token: from the call's gate.
         slots: which of the graph's inputs these are, one for each.
 

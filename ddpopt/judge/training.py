@@ -26,7 +26,7 @@ from ddpopt.errors import UsageError
 from ddpopt.judge.judging.record import Record, Step
 from ddpopt.judge.modes import Mode, Setup
 from ddpopt.judge.parallel import Gradients, Named, Parallel
-from ddpopt.judge.visible import Sight
+from ddpopt.judge.visible import GRADIENT_OF, Sight
 from ddpopt.observation.compilations import Compilations
 from ddpopt.observation.observe import Observation, observe
 
@@ -257,10 +257,10 @@ def train(course: Course, mode: Mode, place: Place) -> Record:
                 if course.follow is not None:
                     trainer.load(course.follow[trainer.step])
                 _one_step(trainer, course.program)
-        if course.evaluate:
-            _evaluate(trainer)
         if course.probe:
             _probe(trainer, course.program)
+        if course.evaluate:
+            _evaluate(trainer)
         return trainer.record
 
 
@@ -296,6 +296,7 @@ def _watched(trainer: Trainer, mode: Mode) -> Iterator[None]:
     if observation is not None:
         record.iterations = observation.iterations
         record.collectives = observation.collectives
+        record.elsewhere = observation.elsewhere
         record.plan = imposed_plan(ddp)
 
 
@@ -315,7 +316,7 @@ def _one_step(trainer: Trainer, program: Program) -> None:
     program.take_step(trainer)
     random = random_state(trainer.place.device)
     trainer.extras |= trainer.sight.after_step() | trainer.sight.settings(trainer.place.device)
-    sharing, written = (None, ()) if trainer.ddp is None else trainer.sight.memory()
+    sharing, written = (None, ()) if trainer.ddp is None else trainer.sight.memory(_left(trainer.record))
     gradients, early = trainer.gradients(), set(trainer.extras)
     program.finish_step(trainer)
     final = trainer.gradients() if program.finishes else {}
@@ -339,27 +340,48 @@ def _one_step(trainer: Trainer, program: Program) -> None:
     )
 
 
+def _left(record: Record) -> dict[str, Any]:
+    """What the last step left behind, by the names that `Sight` gives it."""
+    last = record.steps[-1:]
+    gradients = {f"{GRADIENT_OF}{name}": grad for step in last for name, grad in step.gradients.items()}
+    return gradients | {name: value for step in last for name, value in step.extras.items()}
+
+
 def _evaluate(trainer: Trainer) -> None:
-    """Run the model once more on the last inputs, from where eager's last step ended."""
+    """Run the model twice more on the last inputs, from where eager's last step ended."""
     record = trainer.record
-    if record.follow is not None:
-        trainer.load(record.follow[len(record.steps)])
-    trainer.extras = {}
-    _clear_gradients(trainer, keep=False)
-    trainer.sight.before_step(keep=False)
+    trainer.load((record.follow or record.starts)[len(record.steps)])
     parts = [part for model in trainer.models for part in model.model.modules()]
     modes = [part.training for part in parts]
     for model in trainer.models:
         model.model.eval()
-    with torch.no_grad():
-        for index in range(len(trainer.models)):
-            trainer.forward(model=index)
+    extras: dict[str, Any] = {}
+    with _without_fast_path():
+        for name, without_gradients in (("evaluation", torch.no_grad), ("inference", torch.inference_mode)):
+            trainer.extras = {}
+            _clear_gradients(trainer, keep=False)
+            trainer.sight.before_step(keep=False)
+            with without_gradients():
+                for index in range(len(trainer.models)):
+                    trainer.forward(model=index)
+            seen = trainer.extras | trainer.sight.after_step()
+            extras |= {f"{name}'s {what}": value for what, value in seen.items()}
     for part, training in zip(parts, modes, strict=True):
         part.training = training
-    seen, trained = trainer.extras | trainer.sight.after_step(), record.steps[-1].gradients
-    extras = {f"evaluation's {name}": value for name, value in seen.items()}
+    trained = record.steps[-1].gradients
     state = {name: tensor for name, tensor in trainer.state().items() if name not in trained}
     record.evaluation = Step(None, {}, state, random_state(trainer.place.device), extras)
+
+
+@contextlib.contextmanager
+def _without_fast_path() -> Iterator[None]:
+    """Have attention compute in evaluation what compiled code computes, and not by a kernel of its own."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
 
 
 def random_state(device: torch.device) -> Tensor:
@@ -369,12 +391,14 @@ def random_state(device: torch.device) -> Tensor:
 
 
 def _probe(trainer: Trainer, program: Program) -> None:
-    record = trainer.record
+    record, ddp = trainer.record, trainer.ddp
     trainer.step = len(record.steps) - 1
     trainer.load(record.starts[trainer.step])
     _clear_gradients(trainer, keep=False)
+    broadcasts = ddp.require_forward_param_sync
     with trainer.no_sync():
         program.take_step(trainer)
+    ddp.require_forward_param_sync = broadcasts  # of buffers, before the next forward
     record.local = trainer.gradients()
 
 

@@ -10,11 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import pickle
+import random
 import re
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -41,14 +44,20 @@ def leaves(value: Any, name: str, depth: int = DEPTH) -> Iterator[tuple[str, Any
     >>> list(leaves({"a": [1, None]}, "output"))
     [("output['a'][0]", 1), ("output['a'][1]", None)]
     """
-    if isinstance(value, (Tensor, *PLAIN)):
-        yield name, value
-    elif depth > 0:
+    return (found for found in _walked(value, name, depth) if isinstance(found[1], (Tensor, *PLAIN)))
+
+
+def _walked(value: Any, name: str, depth: int = DEPTH) -> Iterator[tuple[str, Any]]:
+    """The same, each container before what is in it."""
+    yield name, value
+    if depth > 0:
         for part, entry in _parts(value):
-            yield from leaves(entry, name + part, depth - 1)
+            yield from _walked(entry, name + part, depth - 1)
 
 
 def _parts(value: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(value, (Tensor, *PLAIN)):
+        return []
     if isinstance(value, Mapping):
         return [(f"[{key!r}]", value[key]) for key in value]
     if isinstance(value, (list, tuple)):
@@ -120,15 +129,27 @@ def reached(loss: Tensor) -> list[Tensor]:
     return list(found.values())
 
 
+def _type_of(value: Any) -> str:
+    """Name a type, and the keys of a mapping in their order.
+
+    >>> _type_of({"a": 1, "b": 2})
+    "dict of 'a', 'b'"
+    """
+    keys = f" of {', '.join(map(repr, value))}" if isinstance(value, Mapping) else ""
+    return f"{type(value).__name__}{keys}"
+
+
 def form_of(tensor: Tensor, with_strides: bool = True) -> str:
-    """Put dtype, shape, strides and device into words."""
+    """Put dtype, shape, strides and device into words, and what autograd does with a tensor."""
     layout = "" if tensor.layout is torch.strided else f", {tensor.layout}"
     strides = ""
     if with_strides and tensor.layout is torch.strided and tensor.numel():
         # the stride of a dimension that has a single element means nothing
         used = [stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
         strides = f", strides {tuple(used)}"
-    return f"{tensor.dtype} {tuple(tensor.shape)}{strides} on {tensor.device}{layout}"
+    needs = ", requires grad" if tensor.requires_grad else ""
+    inference = ", of inference mode" if tensor.is_inference() else ""
+    return f"{tensor.dtype} {tuple(tensor.shape)}{strides} on {tensor.device}{layout}{needs}{inference}"
 
 
 def is_of_last_step(name: str) -> bool:
@@ -183,7 +204,9 @@ class Sight:
         self._outside: dict[int, Tensor] = {}
         self._cleared: dict[int, Tensor] = {}
         self._held: dict[str, Any] = {}
-        self._last: dict[str, tuple[Tensor, Tensor]] = {}
+        self._last: dict[str, Tensor] = {}
+        self._versions: dict[str, int] = {}
+        self._generators: dict[str, bytes] = {}
         self._forwards = 0
 
     def before_step(self, *, keep: bool) -> None:
@@ -192,6 +215,7 @@ class Sight:
         for tensor in self._cleared.values():
             _clear(tensor, keep=keep)
         self._held = dict(self._keepers())
+        self._generators = _generators()
 
     def calls(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Note the arguments of a forward."""
@@ -199,19 +223,18 @@ class Sight:
         for name, value in (*enumerate(args), *kwargs.items()):
             for path, leaf in leaves(value, f"input {name}{self._which}"):
                 if isinstance(leaf, Tensor):
-                    self._inputs[path] = leaf
+                    self._inputs[path], self._versions[path] = leaf, _version(leaf)
                     self._clear_once(leaf)
 
     def returns(self, output: Any) -> dict[str, Any]:
         """Note the output of a forward; return its values and their form."""
         name = f"output{self._which}"
-        found: dict[str, Any] = {f"type of {name}": type(output).__name__}
+        found: dict[str, Any] = {f"type of {path}": _type_of(value) for path, value in _walked(output, name)}
         for path, leaf in leaves(output, name):
             found[path] = _as_tensor(leaf)
             if isinstance(leaf, Tensor):
                 self._outputs[path] = leaf
-                needs = "requires grad" if leaf.requires_grad else "requires no grad"
-                found[f"form of {path}"] = f"{form_of(leaf)}, {needs}"
+                found[f"form of {path}"] = form_of(leaf)
         return found
 
     @property
@@ -238,6 +261,12 @@ class Sight:
     def after_step(self) -> dict[str, Any]:
         """Return all that is there to see after the backward, by name."""
         found = {f"{path} after the step": _as_tensor(tensor) for path, tensor in self._inputs.items()}
+        for path, tensor in self._inputs.items():
+            moved = _version(tensor) > self._versions[path]
+            found[f"version counter of {path}"] = "moved" if moved else "as it was"
+        gradients = [parameter.grad for model in self._models.values() for parameter in model.parameters()]
+        needing = sum(gradient is not None and gradient.requires_grad for gradient in gradients)
+        found["number of gradients that require gradients"] = str(needing)
         for name, tensor in self._leaves():
             found[f"{GRADIENT_OF}{name}"] = _as_tensor(tensor.grad)
             if tensor.grad is not None:
@@ -245,14 +274,24 @@ class Sight:
         return found | {f"{KEPT}{name}": _as_tensor(value) for name, value in self._kept()}
 
     def settings(self, device: torch.device) -> dict[str, str]:
-        """Tell what code may leave switched that a script reads."""
+        """Tell what code may leave switched, and which generators besides torch's have been drawn from."""
         modes = sorted({part.training for model in self._models.values() for part in model.modules()})
         autocast, dtype = torch.is_autocast_enabled(device.type), torch.get_default_dtype()
         words = f"gradients {torch.is_grad_enabled()}, autocast {autocast}, default {dtype}, training {modes}"
-        return {"torch's settings": words}
+        now = _generators()
+        drawn = ", ".join(name for name, state in self._generators.items() if now[name] != state)
+        anomaly = torch.is_anomaly_enabled()
+        return {
+            "state of torch's settings": f"{words}, anomaly detection {anomaly}",
+            "use of other generators": drawn or "none",
+        }
 
-    def memory(self) -> tuple[Pairs, tuple[str, ...]]:
-        """Tell what shares memory, and what a script kept of the last step that has been written since."""
+    def memory(self, last: Mapping[str, Any]) -> tuple[Pairs, tuple[str, ...]]:
+        """Tell what shares memory, and what a script kept of the last step that has been written since.
+
+        Args:
+            last: the values that the last step left behind, by name.
+        """
         seen = self._inputs | self._outputs | dict(self._leaves())
         for prefix, model in self._models.items():
             seen |= {f"{prefix}{name}": tensor for name, tensor in model.named_parameters()}
@@ -261,10 +300,10 @@ class Sight:
         results = {f"{GRADIENT_OF}{name}": grad for name, grad in leaf_gradients if grad is not None}
         results |= self._outputs
         kept = {f"{KEPT}{name}": value for name, value in self._kept() if isinstance(value, Tensor)}
-        last = {f"{LAST}{name}": tensor for name, (tensor, _) in self._last.items()}
-        written = (name for name, (now, then) in self._last.items() if not bitwise(now, then).right)
-        found = sharing(seen | results | kept | last), tuple(sorted(written))
-        self._last = {name: (tensor, tensor.detach().clone()) for name, tensor in results.items()}
+        older = {f"{LAST}{name}": tensor for name, tensor in self._last.items()}
+        written = (name for name, now in self._last.items() if not bitwise(now, last[name]).right)
+        found = sharing(seen | results | kept | older), tuple(sorted(written))
+        self._last = results
         return found
 
     def _leaves(self) -> Iterator[tuple[str, Tensor]]:
@@ -310,13 +349,22 @@ class Sight:
 
 
 def _hooks(model: nn.Module) -> Iterator[Any]:
-    """The hooks on a model's modules and parameters."""
+    """The hooks on a model's modules and parameters; torch lists none that are on nodes of autograd."""
     for module in model.modules():
         for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
             yield from vars(module).get(name, {}).values()
     for parameter in model.parameters():
         yield from (parameter._backward_hooks or {}).values()
         yield from (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _generators() -> dict[str, bytes]:
+    """The states of the generators that are not torch's."""
+    return {"Python's": pickle.dumps(random.getstate()), "NumPy's": pickle.dumps(np.random.get_state())}
 
 
 def _clear(tensor: Tensor, *, keep: bool) -> None:

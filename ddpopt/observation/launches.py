@@ -36,6 +36,7 @@ class Launch:
         nbytes: bytes that this rank sends.
         dtype: of the first tensor, for instance ``"float32"``; empty if there is none.
         in_backward: whether it was launched from inside a backward.
+        group: name of its process group.
     """
 
     op: str
@@ -43,13 +44,13 @@ class Launch:
     nbytes: int
     dtype: str
     in_backward: bool
+    group: str
 
 
 class LaunchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
-    """Reports the collectives of one process group, and every operator that runs outside of backward.
+    """Reports every collective, and every operator that runs outside of backward.
 
     Args:
-        group_name: the group's name; collectives of other groups are not reported.
         on_launch: called after each launch, in the order of launches, by the thread that launched.
         on_forward: called for each other operator that runs outside of backward.
     """
@@ -57,11 +58,8 @@ class LaunchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torc
     # Otherwise a higher-order operator (checkpoint, flex attention) refuses to run under this mode.
     supports_higher_order_operators = True
 
-    def __init__(
-        self, group_name: str, on_launch: Callable[[Launch], None], on_forward: Callable[[], None]
-    ) -> None:
+    def __init__(self, on_launch: Callable[[Launch], None], on_forward: Callable[[], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # of torch
-        self._group_name = group_name
         self._on_launch = on_launch
         self._on_forward = on_forward
 
@@ -98,7 +96,7 @@ class LaunchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torc
         op = func._schema.name.partition("::")[2].strip("_")
         names = [argument.name for argument in func._schema.arguments]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        if op in NOT_COLLECTIVES or _group_name(given) != self._group_name:
+        if op in NOT_COLLECTIVES or not _group_name(given):
             return
         sent = [tensor for name in SENT for tensor in _tensors(given.get(name))]
         self._on_launch(
@@ -108,6 +106,7 @@ class LaunchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torc
                 nbytes=sum(tensor.numel() * tensor.element_size() for tensor in sent),
                 dtype=str(sent[0].dtype).removeprefix("torch.") if sent else "",
                 in_backward=task_id() != NO_TASK,
+                group=_group_name(given),
             )
         )
 

@@ -110,6 +110,7 @@ class Observation:
         self._mode: LaunchMode | None = None
         self._compilations = Compilations()
         self._launches: list[Launch] = []
+        self._elsewhere: list[Launch] = []
         self._backwards: list[_Backward] = []
         self._open: _Backward | None = None
         self._rebuilds = 0
@@ -123,7 +124,7 @@ class Observation:
             raise UsageError("this observation was already used; call ddpopt.observe(ddp) for each block")
         self._active = True
         self._refresh()
-        self._mode = LaunchMode(str(self._ddp.process_group.group_name), self._launched, self._close)
+        self._mode = LaunchMode(self._launched, self._close)
         self._compilations.start()
         self._mode.__enter__()  # type: ignore[no-untyped-call]  # of torch
         return self
@@ -169,6 +170,11 @@ class Observation:
         )
 
     @property
+    def elsewhere(self) -> tuple[Collective, ...]:
+        """Every collective on another process group, in the order in which they were launched."""
+        return tuple(Collective(launch.op, launch.nbytes, launch.dtype, None) for launch in self._elsewhere)
+
+    @property
     def graphs(self) -> tuple[str, ...]:
         """The graphs that Dynamo compiled, by its compile ids (``"0/0"``), in order.
 
@@ -179,6 +185,9 @@ class Observation:
     # ------------------------------------------------------------------------------------------ taking notes
 
     def _launched(self, launch: Launch) -> None:
+        if launch.group != str(self._ddp.process_group.group_name):
+            self._elsewhere.append(launch)
+            return
         if launch.in_backward:
             backward = self._current_backward()
             backward.launches.append(len(self._launches))

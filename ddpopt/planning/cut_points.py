@@ -42,10 +42,13 @@ class Span:
     why: str
 
 
-def blocked_positions(graph: fx.Graph, body: Sequence[fx.Node]) -> tuple[str | None, ...]:
-    """For each body position, why no cut may lie right before it, or None."""
+def blocked_positions(
+    graph: fx.Graph, body: Sequence[fx.Node], others: Iterable[Span] = ()
+) -> tuple[str | None, ...]:
+    """For each body position, why no cut may lie right before it, or None; `others` are known already."""
     position = {node: index for index, node in enumerate(body)}
     spans = [
+        *others,
         *_uncrossable_spans(body, position),
         *_hookless_spans(body),
         *_setter_spans(body),

@@ -10,7 +10,7 @@ graph reads it. A reader counts only if gradient flows through it: not under ``n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,8 +20,9 @@ from ddpopt.graph.aliases import first_names, passes_on_input, returned_input, t
 from ddpopt.graph.effects import detaches, mutated_inputs
 from ddpopt.graph.nodes import GRAD_MODE, SOURCES, body_nodes, example_value, fetch, requires_grad, storages
 from ddpopt.planning.bucket_rule import ParamSpec
-from ddpopt.planning.cut_points import blocked_positions
+from ddpopt.planning.cut_points import Span, blocked_positions
 
+_LATE = "the backward of {!r} may read {!r}, which may change once its gradient has left"
 BIAS = 64
 """A parameter this many times smaller than another one of the same call is not worth a cut of its own."""
 
@@ -100,7 +101,11 @@ def collect(
         for name in dict.fromkeys(names):
             readers[name].append(position)
     uses = tuple(ParamUse(s, tuple(readers[s.name])) for s in specs.values() if readers[s.name])
-    return GraphFacts(tuple(node.name for node in body), uses, blocked_positions(gm.graph, body))
+    late = (
+        Span(first + 1, last, _LATE.format(body[first].name, node.name))
+        for node, (first, last) in late_reads(body, sources, carries).items()
+    )
+    return GraphFacts(tuple(node.name for node in body), uses, blocked_positions(gm.graph, body, late))
 
 
 def parameter_sources(
@@ -200,6 +205,38 @@ def _without_grad_mode(graph: fx.Graph) -> dict[fx.Node, None]:
             enabled = bool(node.args[0])
         elif not enabled and not passes_on_input(node):
             found[node] = None
+    return found
+
+
+def late_reads(
+    body: Sequence[fx.Node], sources: Container[fx.Node], carriers: Container[fx.Node]
+) -> dict[fx.Node, tuple[int, int]]:
+    """The parameters that backward may read after their gradients are complete.
+
+    Such a backward is that of a node in front of the first that passes gradient to the parameter. It reads
+    what was computed from the parameter without gradient, and may have to compute it again. An optimizer in a
+    communication hook changes a parameter as soon as its gradient is reduced.
+
+    Returns:
+        For each of `sources` that is such a parameter: the body positions of the first such node, and of the
+        one where the gradient completes.
+    """
+    made_of: dict[fx.Node, dict[fx.Node, None]] = {}
+    early: dict[fx.Node, int] = {}
+    found: dict[fx.Node, tuple[int, int]] = {}
+    complete: dict[fx.Node, None] = {}
+    for position, node in enumerate(body):
+        direct = [source for source in node.all_input_nodes if source in sources]
+        read = dict.fromkeys([*direct, *(p for s in node.all_input_nodes for p in made_of.get(s, ()))])
+        if node not in carriers:
+            made_of[node] = read
+            continue
+        for parameter in direct:
+            if parameter in early and parameter not in complete:
+                found[parameter] = early[parameter], position
+            complete[parameter] = None
+        for parameter in read:
+            early.setdefault(parameter, position)
     return found
 
 

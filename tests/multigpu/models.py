@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch does not mark its re-exports
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.inline.ready_hooks import ReadyHooks
+from ddpopt.ddp.ready_hooks import ReadyHooks
 from ddpopt.planning.bucket_rule import ParamSpec, specs_from_ddp
 from ddpopt.planning.plan import Bucket, Plan
 

@@ -83,6 +83,17 @@ class Normed(Net):
         return x
 
 
+class Scaling(Net):
+    """A parameter that eager autograd saves as it is, and no view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((WIDTH,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
 class Sums(Net):
     """Two parameters whose gradients are one and the same tensor, that of the output."""
 

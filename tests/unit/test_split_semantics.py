@@ -255,9 +255,24 @@ def by_data(model: Between, h: Tensor, _: Tensor) -> Tensor:
     return h
 
 
+class HalvingData(Halving):
+    """Writes to an argument so that autograd does not see it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, base: Tensor) -> Tensor:
+        base.data.mul_(0.5)
+        return x * 1
+
+
+def by_data_in_a_body(model: Between, h: Tensor, _: Tensor) -> Tensor:
+    h = model.layer(2, model.layer(1, h * model.own))
+    written: Tensor = HalvingData.apply(h, model.own)  # type: ignore[no-untyped-call]  # torch's own
+    return written
+
+
 BODIES = (
     detached_in_place, strided, columns, view_by_tensor, broadcast, batch, float_in_region, bool_in_region,
-    by_data,
+    by_data, by_data_in_a_body,
 )  # fmt: skip
 
 

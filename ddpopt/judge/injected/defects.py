@@ -17,9 +17,9 @@ from torch import Tensor, fx
 from torch._ops import HigherOrderOperator, OpOverload
 
 from ddpopt.cases.case import Case
+from ddpopt.ddp.ready_hooks import ReadyHooks
 from ddpopt.graph import effects
 from ddpopt.inline import handover
-from ddpopt.inline.ready_hooks import ReadyHooks
 from ddpopt.judge.injected.sites import Inject, Site
 from ddpopt.testing.drawn import DrawnModel, step
 

@@ -6,10 +6,12 @@ those alone finds nothing; but where a gradient lies in the wrong memory, its nu
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -40,11 +42,12 @@ class Shown(nn.Module):
     def _keep(self, gradient: Tensor) -> None:
         self.kept[:] = [gradient.clone()]
 
-    def forward(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Return what the loss reads, a value that it does not, a copy of an input, and a number."""
+    def forward(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+        """Return what the loss reads, a value that it does not, a copy of an input, a number, an input."""
         x = torch.tanh(self.first(left + right)) + self.one + self.other
         self.last = x.detach() + 1
-        return self.second(self.norm(x)) * self.scale, x.detach() * 2, left.detach().clone(), 3
+        read = self.second(self.norm(x)) * self.scale
+        return read, x.detach() * 2, left.detach().clone(), 3, right.detach()
 
 
 def shown_case() -> Case:
@@ -86,6 +89,12 @@ def in_evaluation(trainer: Trainer) -> bool:
     """Where no gradients are computed."""
     del trainer
     return not torch.is_grad_enabled()
+
+
+def in_inference(trainer: Trainer) -> bool:
+    """Under inference mode alone."""
+    del trainer
+    return torch.is_inference_mode_enabled()
 
 
 def on_output(place: int, change: Callable[[Any], Any], when: Tell = always) -> Tamper:
@@ -167,6 +176,11 @@ def writing_input(trainer: Trainer, site: Site) -> None:
     _after(trainer, site, lambda left, _: left.detach().mul_(1.01))
 
 
+def touching_input(trainer: Trainer, site: Site) -> None:
+    """Write to an input what is there."""
+    _after(trainer, site, lambda left, _: left.detach().mul_(1))
+
+
 def lost_input_gradient(trainer: Trainer, site: Site) -> None:
     """Take the gradient of an input away."""
     _after(trainer, site, lambda left, _: setattr(left, "grad", None))
@@ -188,19 +202,6 @@ def _after(trainer: Trainer, site: Site, act: Callable[[Tensor, Tensor], Any]) -
     after_backward(trainer, look)
 
 
-def on_model(act: Callable[[Any], Any]) -> Tamper:
-    """Do something with the model after each backward."""
-
-    def tamper(trainer: Trainer, site: Site) -> None:
-        def acting() -> None:
-            act(trainer.parallel.model)
-            site.mark()
-
-        after_backward(trainer, acting)
-
-    return tamper
-
-
 def outside(trainer: Trainer) -> Tensor:
     """The tensor outside of DDP that the case's loss reads."""
     loss: Any = trainer.case.loss
@@ -208,12 +209,12 @@ def outside(trainer: Trainer) -> Tensor:
     return found
 
 
-def on_outside(act: Callable[[Tensor], Any]) -> Tamper:
-    """Do something with the tensor outside of DDP after each backward."""
+def on_model(act: Callable[[Any], Any], find: Callable[[Trainer], Any] | None = None) -> Tamper:
+    """Do something after each backward with the model, or with what is found."""
 
     def tamper(trainer: Trainer, site: Site) -> None:
         def acting() -> None:
-            act(outside(trainer))
+            act(trainer.parallel.model if find is None else find(trainer))
             site.mark()
 
         after_backward(trainer, acting)
@@ -221,9 +222,18 @@ def on_outside(act: Callable[[Tensor], Any]) -> Tamper:
     return tamper
 
 
+on_outside = partial(on_model, find=outside)
+
+
 def scaled(value: Any, by: float = 1.01) -> Any:
     """A little larger."""
     return value * by
+
+
+def of_inference(tensor: Tensor) -> Tensor:
+    """A copy that autograd never takes."""
+    with torch.inference_mode():
+        return tensor.clone()
 
 
 def larger_gradient(tensor: Tensor) -> None:
@@ -265,6 +275,10 @@ OUTPUTS: Faults = {
     "None for an output": ("L3", on_output(1, lambda _: None)),
     "an output is another one": ("L3", on_output(0, lambda t: t.view(t.shape).detach())),
     "outputs of all steps in one memory": ("L3", on_output(1, InOneMemory())),
+    "an output that shares an input's memory no more": ("L3", on_output(4, Tensor.clone)),
+    "an output of inference mode": ("L3", on_output(1, of_inference)),
+    "the type of a number among the outputs": ("L3", on_output(3, float)),
+    "inference mode": ("L0", on_output(0, scaled, in_inference)),
     "evaluation": ("L0", on_output(0, scaled, in_evaluation)),
     "a small error in evaluation": ("L0", on_output(0, partial(scaled, by=1 + 1e-6), in_evaluation)),
 }
@@ -275,6 +289,7 @@ GRADIENTS: Faults = {
     "the gradient of an input, in another order": ("L0", on_input_gradient(lambda g: g.flip(0))),
     "the gradient of an input in the last step": ("L0", on_input_gradient(scaled, in_last_step)),
     "the gradient of an input, missing": ("L3", lost_input_gradient),
+    "a gradient that requires gradients": ("L3", on_model(lambda m: m.second.weight.grad.requires_grad_())),
     "gradients of two inputs in one memory": ("L3", inputs_in_one_memory),
     "gradients of two parameters in one memory": ("L3", on_model(share_gradients)),
     "gradients of all steps in one memory": ("L3", gradients_in_one_memory),
@@ -289,6 +304,13 @@ AROUND: Faults = {
     "a hook did not run": ("L3", on_model(lambda model: model.kept.clear())),
     "an attribute of a module": ("L0", on_model(lambda m: setattr(m, "last", m.last * 2))),
     "a write to an input": ("L0", writing_input),
+    "a write to an input of what is there": ("L3", touching_input),
+    "a parameter more": (
+        "L3",
+        on_model(lambda m: m.register_parameter("more", nn.Parameter(torch.ones(1), False))),
+    ),
+    "a draw of Python's random numbers": ("L3", during_call(lambda _: random.random())),
+    "a draw of NumPy's random numbers": ("L3", during_call(lambda _: np.random.rand())),
     "a draw of random numbers in evaluation": (
         "L3",
         during_call(lambda _: torch.rand(1), in_evaluation),

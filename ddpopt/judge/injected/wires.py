@@ -20,11 +20,10 @@ Change = Callable[[Tensor, Tensor, dist.ProcessGroup], Tensor]
 """From the mean over ranks, this rank's own gradients and the group to what is received."""
 
 
-def through(change: "Change | type[Stale]") -> Tamper:
+def through(received: Change) -> Tamper:
     """Have the first bucket received otherwise; by a communication hook."""
 
     def tamper(trainer: Trainer, site: Site) -> None:
-        received = change() if isinstance(change, type) else change
         group = trainer.place.group
 
         def hook(_: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
@@ -46,23 +45,14 @@ def through(change: "Change | type[Stale]") -> Tamper:
     return tamper
 
 
-class Stale:
-    """What was received a step before."""
+def on_mean(change: "code.Change | type[code.Stale]") -> Tamper:
+    """Have the first bucket received as a gradient is that compiled code gets wrong."""
 
-    def __init__(self) -> None:
-        self._last: Tensor | None = None
+    def tamper(trainer: Trainer, site: Site) -> None:
+        received = change() if isinstance(change, type) else change
+        through(lambda mean, *_: received(mean))(trainer, site)
 
-    def __call__(self, mean: Tensor, own: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Return the last mean, and keep this one."""
-        del own, group
-        last, self._last = self._last, mean.clone()
-        return mean if last is None else last
-
-
-def same(mean: Tensor, own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The mean itself: no fault, but the way that faults are put in."""
-    del own, group
-    return mean.clone()
+    return tamper
 
 
 def not_reduced(mean: Tensor, own: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -97,12 +87,6 @@ def from_first_rank(mean: Tensor, own: Tensor, group: dist.ProcessGroup) -> Tens
     return own
 
 
-def halved(mean: Tensor, own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Rounded to half precision."""
-    del own, group
-    return code.halved(mean)
-
-
 def partly_reduced(mean: Tensor, own: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's own at the end of the bucket."""
     del group
@@ -118,10 +102,20 @@ def contribution_lost(mean: Tensor, own: Tensor, group: dist.ProcessGroup) -> Te
     return mean - lost / size
 
 
-def next_up(mean: Tensor, own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The largest element one unit in the last place further."""
-    del own, group
-    return code.next_up(mean)
+def sending(group_of: Callable[[Trainer], dist.ProcessGroup | None]) -> Tamper:
+    """Have an all-reduce before each forward that nobody asked for."""
+
+    def tamper(trainer: Trainer, site: Site) -> None:
+        call = trainer.parallel.call
+
+        def sends(*args: Any, **kwargs: Any) -> Any:
+            dist.all_reduce(torch.zeros(1, device=trainer.place.device), group=group_of(trainer))
+            site.mark()
+            return call(*args, **kwargs)
+
+        trainer.parallel.call = sends
+
+    return tamper
 
 
 def hooks_removed(trainer: Trainer, site: Site) -> None:

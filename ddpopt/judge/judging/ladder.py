@@ -13,7 +13,7 @@ import torch
 
 from ddpopt.judge.compare import Difference, bitwise
 from ddpopt.judge.judging.arithmetic import arithmetic
-from ddpopt.judge.judging.numbers import BUFFER, LOSS, Kind, Number, pairs, unpaired
+from ddpopt.judge.judging.numbers import BUFFER, LOSS, Kind, Number, pairs
 from ddpopt.judge.judging.probe import buckets_of, probe, same_starts
 from ddpopt.judge.judging.reassociation import Reassociated, reassociated, together
 from ddpopt.judge.judging.record import Record
@@ -141,7 +141,6 @@ class Ladder:
     def _judged(self, record: Record, rules: Rules) -> Sheet:
         """Compare all numbers that both sides have, each at its levels."""
         sheet = Sheet()
-        sheet.findings += unpaired(record, self.reference.eager, self.ranks.rank)
         self._remark(sheet)
         if rules.need_rounding:
             _ = self.reference.arithmetic  # all ranks learn it together

@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from torch import Tensor
 
 from ddpopt.judge.compare import dense
-from ddpopt.judge.judging.record import Record, Step, in_sight
-from ddpopt.judge.verdict import Finding
+from ddpopt.judge.judging.record import Record, Step
 from ddpopt.judge.visible import GRADIENT_OF, KEPT
 
-LOSS = "the loss"
 BUFFER = "buffer "
 PARAMETER = "parameter "
 FINAL = "final gradient of "
 SEEN = "the "
-"""In front of what else a script can see of a step, and of what an option leaves behind."""
+"""In front of what else a script can see of a step: the loss, and what an option leaves behind."""
+LOSS = f"{SEEN}loss"
 
 
 class Kind(Enum):
@@ -82,14 +82,9 @@ def left_behind(one: Step) -> dict[str, tuple[Kind, Tensor]]:
         Each number with what it depends on; gradients that are None are left out.
     """
     found = {name: (Kind.GRADIENT, tensor) for name, tensor in one.gradients.items() if tensor is not None}
-    if one.loss is not None:
-        found[LOSS] = (Kind.FORWARD, one.loss)
-    for name, tensor in one.final.items():
-        if tensor is not None:
-            found[FINAL + name] = (Kind.FINISHED, tensor)
-    for name, extra in one.extras.items():
-        if isinstance(extra, Tensor):
-            found[SEEN + name] = (_kind(one, name), extra)
+    for name, value in seen(one).items():
+        if isinstance(value, Tensor):
+            found[name] = (_kind(one, name), value)
     for name, tensor in one.state.items():
         if name in one.gradients:
             found[PARAMETER + name] = (Kind.PARAMETER, tensor)
@@ -98,10 +93,18 @@ def left_behind(one: Step) -> dict[str, tuple[Kind, Tensor]]:
     return found
 
 
+def seen(one: Step) -> dict[str, Any]:
+    """List what a script can see of a step next to parameters, buffers and their gradients, by name."""
+    final = {FINAL + name: tensor for name, tensor in one.final.items()}
+    return final | {LOSS: one.loss} | {SEEN + name: value for name, value in one.extras.items()}
+
+
 def _kind(one: Step, name: str) -> Kind:
-    if name.startswith(GRADIENT_OF):
+    bare = name.removeprefix(SEEN)
+    if bare.startswith(GRADIENT_OF):
         return Kind.OWN
-    return Kind.FINISHED if name in one.late or name.startswith(KEPT) else Kind.FORWARD
+    is_late = bare in one.late or bare.startswith((KEPT, FINAL))
+    return Kind.FINISHED if is_late else Kind.FORWARD
 
 
 def is_rounded(tensor: Tensor) -> bool:
@@ -120,27 +123,3 @@ def pairs(record: Record, eager: Record) -> Iterator[Number]:
 
 def _alike(got: Tensor, expected: Tensor) -> bool:
     return dense(got).shape == dense(expected).shape and got.dtype == expected.dtype
-
-
-def unpaired(record: Record, eager: Record, rank: int) -> Iterator[Finding]:
-    """Yield what else a script can see on one side only, or in another form.
-
-    The structure looks at gradients, the loss, parameters and buffers itself.
-    """
-    for step, (got, expected) in enumerate(zip(record.moments, eager.moments, strict=False)):
-        mine, theirs = _besides(got), _besides(expected)
-        for name in sorted(mine.keys() | theirs.keys()):
-            has, wants = _form(mine.get(name)), _form(theirs.get(name))
-            if has != wants and in_sight(name, expected):
-                message = f"step {step}: {name} is {has}, in eager DDP {wants}"
-                claim = "what a script can see is of eager DDP's form"
-                yield Finding("L3", claim, message, rank=rank, step=step, parameter=plain(name))
-
-
-def _besides(one: Step) -> dict[str, Tensor]:
-    found = left_behind(one)
-    return {name: tensor for name, (_, tensor) in found.items() if name.startswith((FINAL, SEEN))}
-
-
-def _form(tensor: Tensor | None) -> str:
-    return "missing" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"

@@ -76,6 +76,7 @@ class Record:
         captures: how many backwards compiled autograd captured.
         iterations: the synchronised backwards, where DDP's reducer could be observed.
         collectives: all that were sent on the DDP module's process group, in order, where they were observed.
+        elsewhere: those sent on other process groups.
         ignored: names of parameters and buffers that DDP was told to leave alone.
         planned: whether ddpopt's plan is to be in force.
         plan: ddpopt's plan in force at the end, if there is one.
@@ -92,6 +93,7 @@ class Record:
     captures: int = 0
     iterations: tuple[Iteration, ...] | None = None
     collectives: tuple[Collective, ...] = ()
+    elsewhere: tuple[Collective, ...] = ()
     ignored: frozenset[str] = frozenset()
     planned: bool = False
     plan: Plan | None = None

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 from ddpopt.judge.judging.evidence import Broken, Evidence, Sent, words_of
-from ddpopt.observation.observe import Iteration
+from ddpopt.judge.judging.record import Record
+from ddpopt.observation.observe import Collective, Iteration
 
 
 def reduced_once(evidence: Evidence) -> Broken:
@@ -35,16 +36,20 @@ def no_others(evidence: Evidence) -> Broken:
     """Collectives that carry no bucket: the map of used parameters, what layers and hooks send."""
     if evidence.option.missing or evidence.option.others:
         return
-    pairs = zip(evidence.got.iterations or (), evidence.eager.iterations or (), strict=False)
-    for index, (got, eager) in enumerate(pairs):
-        more = Counter(_bucketless(got)) - Counter(_bucketless(eager))
-        if more:
-            words = ", ".join(f"{count} x {collective}" for collective, count in more.items())
-            yield f"backward {index}: {words}: no bucket, and eager DDP sends no such thing", None, None
+    more = Counter(_bucketless(evidence.got)) - Counter(_bucketless(evidence.eager))
+    if more:
+        words = ", ".join(f"{count} x {collective}" for collective, count in more.items())
+        yield f"sent {words} more than eager DDP does, and none of them a bucket", None, None
 
 
-def _bucketless(iteration: Iteration) -> list[str]:
-    return [words_of(collective) for collective in iteration.collectives if collective.bucket is None]
+def _bucketless(record: Record) -> list[str]:
+    """What carried no bucket; but for the order and the sizes that a reducer sends when it rebuilds them."""
+    layouts = [[len(bucket.params) for bucket in one.buckets] for one in record.iterations or ()]
+    numbers = {number for counts in layouts for number in (sum(counts) + 1, len(counts))}
+    rebuilding = {words_of(Collective("broadcast", 4 * number, "int32", None)) for number in numbers}
+    own = [words_of(collective) for collective in record.collectives if collective.bucket is None]
+    others = [f"{words_of(collective)} in another group" for collective in record.elsewhere]
+    return [*(words for words in own if words not in rebuilding), *others]
 
 
 def same_order(evidence: Evidence) -> Broken:

@@ -7,15 +7,17 @@ Invariant: nothing here looks at how close two numbers are; None against a tenso
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ddpopt.judge.judging import sent
 from ddpopt.judge.judging.evidence import Broken, Claim, Evidence, Peer, peer_of
+from ddpopt.judge.judging.numbers import FINAL, plain, seen
 from ddpopt.judge.judging.record import Step, in_sight
 from ddpopt.judge.verdict import Finding
-from ddpopt.judge.visible import form_of, is_of_last_step
+from ddpopt.judge.visible import GRADIENT_OF, form_of, is_of_last_step
 
 __all__ = ["CLAIMS", "Evidence", "Peer", "peer_of", "structure"]
 
@@ -70,11 +72,12 @@ def _form(evidence: Evidence) -> Broken:
 def _others(evidence: Evidence) -> Broken:
     """Parameters and buffers: their form, and integers, which know no rounding."""
     for step, (got, eager) in _moments(evidence):
-        for name, wants in eager.state.items():
-            has = got.state.get(name)
-            if has is None or form_of(has, False) != form_of(wants, False):
-                form = "missing" if has is None else form_of(has, False)
-                yield f"step {step}: {name} is {form}, in eager DDP {form_of(wants, False)}", name, step
+        for name in sorted(got.state.keys() | eager.state.keys()):
+            has, wants = got.state.get(name), eager.state.get(name)
+            if _words(has) != _words(wants):
+                yield f"step {step}: {name} is {_words(has)}, in eager DDP {_words(wants)}", name, step
+            elif has is None or wants is None:
+                continue
             elif _counts_exactly(evidence, wants) and not torch.equal(has, wants):
                 yield f"step {step}: {name} holds other integers than in eager DDP", name, step
 
@@ -91,12 +94,20 @@ def _random(evidence: Evidence) -> Broken:
 
 
 def _seen(evidence: Evidence) -> Broken:
-    """What a script can see that is no number: forms, None, counts."""
+    """What else a script can see: the form of each tensor; types, None and counts as they are."""
     for step, (got, eager) in _moments(evidence):
-        for name in sorted(name for name in got.extras.keys() | eager.extras.keys() if in_sight(name, eager)):
-            has, wants = got.extras.get(name), eager.extras.get(name)
-            if not isinstance(has, Tensor) and not isinstance(wants, Tensor) and has != wants:
-                yield f"step {step}: {name}: {has!r}, in eager DDP {wants!r}", None, step
+        mine, theirs = seen(got), seen(eager)
+        for name in sorted(mine.keys() | theirs.keys()):
+            has, wants = _words(mine.get(name)), _words(theirs.get(name))
+            if has != wants and in_sight(name, eager):
+                message = f"step {step}: {name} is {has}, in eager DDP {wants}"
+                yield message, plain(name) if name.startswith(FINAL) else None, step
+
+
+def _words(value: Any) -> str:
+    if value is None:
+        return "missing"
+    return form_of(value, False) if isinstance(value, Tensor) else str(value)
 
 
 def _memory(evidence: Evidence) -> Broken:
@@ -115,6 +126,9 @@ def _memory(evidence: Evidence) -> Broken:
             if not in_sight(one, eager) or not in_sight(other, eager):
                 continue
             yield f"step {step}: {one} and {other} share memory; in eager DDP they do not", None, step
+        for one, other in sorted(eager.sharing - got.sharing):
+            if not any(GRADIENT_OF in name or is_of_last_step(name) for name in (one, other)):
+                yield f"step {step}: {one} and {other} share no memory; in eager DDP they do", None, step
         for name in sorted(set(got.written) - rewritten):
             yield f"step {step} writes to the {name} of the step before; in eager DDP it does not", None, step
 
@@ -166,11 +180,14 @@ CLAIMS: tuple[tuple[str, Claim], ...] = (
     ("parameters and buffers of eager DDP's form, integers equal", _others),
     ("the random generator as after eager's step", _random),
     ("all that a script can see is of eager DDP's form, hooks run as often, and as early", _seen),
-    ("no two gradients share memory unless eager DDP's do, and none is written after its step", _memory),
+    (
+        "tensors share memory where eager DDP's do and nowhere else, and none is written after its step",
+        _memory,
+    ),
     ("parameters and buffers equal on all ranks where they are in eager DDP", _agreement),
     ("the same buckets on every rank", sent.same_buckets),
     ("every bucket reduced exactly once, in order", sent.reduced_once),
-    ("no collective in a backward but buckets and what eager DDP sends", sent.no_others),
+    ("no collective but buckets and what eager DDP sends", sent.no_others),
     ("the same collectives on every rank, in the same order", sent.same_order),
     ("as many synchronised backwards as asked for, none under no_sync", sent.synchronised),
     ("the reducer follows the plan", sent.planned),

@@ -404,14 +404,11 @@ autocast: 4 buckets in 4 segments
   cut 0: linear_4
   cut 0: y_3
 
-no_grad: 4 buckets in 4 segments
-  0 <- 3: 1203.8 KiB, blocks.4.down.bias .. 4 .. blocks.3.down.weight
-  1 <- 2: 1205.6 KiB, blocks.3.up.bias .. 4 .. blocks.2.up.weight
-  2 <- 1: 1203.8 KiB, blocks.1.down.bias .. 4 .. blocks.0.down.weight
-  3 <- 0: 402.5 KiB, blocks.0.up.bias blocks.0.up.weight
-  cut 0: y_1
-  cut 0: linear_10
-  cut 0: y_7
+no_grad: 3 buckets in 2 segments
+  0 <- 1: 1203.8 KiB, blocks.4.down.bias .. 4 .. blocks.3.down.weight
+  1 <- 1: 2008.8 KiB, blocks.3.up.bias .. 8 .. blocks.1.up.weight
+  2 <- 0: 803.1 KiB, blocks.0.down.bias blocks.0.down.weight blocks.0.up.bias blocks.0.up.weight
+  cut 0: truediv
 
 graph_break: 6 buckets in 4 segments
   0 <- 3: 1203.8 KiB, blocks.5.down.bias .. 4 .. blocks.4.down.weight

@@ -20,7 +20,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 import ddpopt
-from ddpopt.inline.ready_hooks import ReadyHooks
+from ddpopt.ddp.ready_hooks import ReadyHooks
 
 class Net(nn.Module):
     def __init__(self):

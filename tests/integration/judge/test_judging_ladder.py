@@ -173,14 +173,6 @@ def standing_in(reference: Reference, **changes: Any) -> Any:
     return SimpleNamespace(**{**known, **methods, **changes})
 
 
-def test_what_an_option_leaves_on_one_side_only_is_a_finding(clipped: Reference) -> None:
-    left = {name: value for name, value in clipped.again.steps[1].extras.items() if name != "norm"}
-    sheet = climb(clipped, changed(clipped.again, extras=left))
-    assert [finding.message for finding in sheet.findings] == [
-        "step 1: the norm is missing, in eager DDP torch.float32 ()"
-    ]
-
-
 def test_what_eager_does_not_reproduce_is_judged_by_its_own_spread(clipped: Reference) -> None:
     noisy = standing_in(clipped, unstable={NAME: "an operation"})
     gradient = clipped.again.steps[1].gradients[NAME]
@@ -286,7 +278,7 @@ def test_after_another_order_of_summation_all_steps_are_judged_in_a_run_from_eag
         assert wrong_of(climb(clipped, parted, again=lambda wrong=wrong: wrong))  # type: ignore[misc]  # bound now
 
 
-@pytest.mark.parametrize("lost", ["loss", "other gradient", "parameter", "left by the option"])
+@pytest.mark.parametrize("lost", ["loss", "other gradient", "parameter"])
 def test_what_no_order_explains_is_kept_though_it_does_not_happen_again(
     clipped: Reference, monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
@@ -299,7 +291,6 @@ def test_what_no_order_explains_is_kept_though_it_does_not_happen_again(
         "loss": {"loss": scaled(step.loss, 1.01)},
         "other gradient": {"gradients": {**step.gradients, OTHER: other * 1.01}},
         "parameter": {"state": {**step.state, OTHER: next_up(step.state[OTHER])}},
-        "left by the option": {"extras": {n: value for n, value in step.extras.items() if n != "norm"}},
     }
     parted = replace(changed(followed, 0, **changes[lost]), follow=None)
     sheet = climb(clipped, parted, again=lambda: followed)
@@ -307,8 +298,6 @@ def test_what_no_order_explains_is_kept_though_it_does_not_happen_again(
         "loss": wrong_of(sheet) == {("L0", LOSS)},
         "other gradient": wrong_of(sheet) == {("L0", OTHER), ("L1", OTHER)},
         "parameter": wrong_of(sheet) == {("L0", PARAMETER + OTHER)},
-        "left by the option": [f.message for f in sheet.findings]
-        == ["step 0: the norm is missing, in eager DDP torch.float32 ()"],
     }[lost]
 
 

@@ -9,7 +9,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from expecttest import assert_expected_inline
+from torch import nn
 from typer.testing import CliRunner
 
 import ddpopt
@@ -36,6 +38,21 @@ def make():
 
 def run(*args: str) -> Any:  # the type of the runner's results moves with typer's versions
     return CliRunner().invoke(cli.app, args, prog_name="ddpopt")
+
+
+class Leaving(nn.Module):
+    """Ends the process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        sys.exit(0)
+
+
+def leaving() -> tuple[nn.Module, torch.Tensor]:
+    return Leaving(), torch.ones(2)
 
 
 @pytest.fixture
@@ -389,3 +406,10 @@ def test_an_error_that_is_not_ours_keeps_its_traceback(
 
     monkeypatch.setattr(module, "explain_case", fail)
     assert isinstance(run("explain", "linear8").exception, ZeroDivisionError)
+
+
+def test_a_target_that_ends_the_process_does_not_end_it_as_if_all_were_right() -> None:
+    result = run("explain", f"{__name__}:leaving")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("ddpopt: error: the target ended the process: sys.exit(0)")
+    assert result.stderr.endswith("; have it return\n")

@@ -1,5 +1,6 @@
 """ddpopt.ddp.reduced: a reducer's parameters are those that DDP was built with, whatever became of them."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from ddpopt.ddp.reduced import as_built, held_parameters
 from ddpopt.dynamo.backend import Strategy
 from ddpopt.errors import UnsupportedError
 from ddpopt.planning.bucket_rule import specs_from_ddp
+from tests.multigpu.models import same
 
 pytestmark = pytest.mark.usefixtures("one_rank_group", "fresh_dynamo")
 WIDTH = 16
@@ -119,6 +121,26 @@ def test_before_the_first_backward_of_a_sparse_gradient_the_log_must_tell() -> N
     freeze(part.layer)
     with pytest.raises(UnsupportedError, match=r"DDP was built with 2 parameters, some of which have been"):
         specs_from_ddp(ddp)
+
+
+def test_asking_leaves_every_flag_as_it_was_whatever_happens_meanwhile() -> None:
+    ddp = ddp_of()
+    freeze(ddp.module.layers[1])
+    before = [parameter.requires_grad for parameter in ddp.parameters()]
+    with contextlib.suppress(ZeroDivisionError), as_built(ddp):
+        freeze(ddp.module)
+        raise ZeroDivisionError
+    assert [parameter.requires_grad for parameter in ddp.parameters()] == before
+
+
+def test_integers_are_never_trained() -> None:
+    net = Sparse()
+    net.register_parameter("count", nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False))
+    ddp = DistributedDataParallel(net)
+    freeze(net)
+    assert names(ddp) == ["table.weight", "layer.weight", "layer.bias"]
+    with as_built(ddp):
+        assert {id(p) for p in net.parameters() if p.requires_grad} == set(map(id, held_parameters(ddp)))
 
 
 # ------------------------------------------------------------------------------ trained as eager DDP does
@@ -239,6 +261,23 @@ def test_a_module_whose_parameters_changed_trains_as_eager_ddp_does(story: Say, 
     assert [gradient is None for gradient in found] == [gradient is None for gradient in eager]
     for mine, theirs in zip(found, eager, strict=True):
         assert mine is None or theirs is None or torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("strategy", ["split", "inline"])
+@pytest.mark.parametrize("times", [0, 1])
+def test_a_static_graph_reduces_what_its_first_backward_reached(strategy: Strategy, times: int) -> None:
+    def told(wrap: Callable[[Any], Any]) -> list[Tensor | None]:
+        ddp = ddp_of(static_graph=True)
+        ddp.register_comm_hook(None, sevenfold)
+        call = wrap(ddp)
+        freeze(ddp.module)
+        found = [gradient for _ in range(times) for gradient in attack(call)]
+        freeze(ddp.module, frozen=False)
+        return [*found, *steps(ddp, call, 3)]
+
+    eager = told(lambda ddp: ddp)
+    found = told(lambda ddp: ddpopt.compile(ddp, backend="aot_eager", strategy=strategy))
+    assert same([found], [eager])
 
 
 def test_what_eager_ddp_refuses_is_refused_too() -> None:

@@ -3,6 +3,7 @@
 import copy
 import gc
 import logging
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 from unittest.mock import create_autospec
@@ -536,6 +537,53 @@ def test_fullgraph_is_about_the_module_inside(factory: Callable[[], nn.Module], 
     for number in range(2):
         assert same(step(call, ddp, rows(seed=number)), step(eager, eager, rows(seed=number)))
     assert recorder.calls
+
+
+def test_a_module_whose_own_compilation_cannot_be_held_to_fullgraph_is_refused() -> None:
+    message = refusal(ddp_model=ddp_of(compiled_in_place), fullgraph=True)
+    assert message == (
+        "fullgraph: the module inside DDP is compiled already, so no break in it can be refused here; pass "
+        "fullgraph=True where it is compiled, or do not compile it"
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"fullgraph": True}], ids=str)
+def test_the_module_inside_is_left_as_it_was(options: dict[str, Any]) -> None:
+    ddp, recorder = ddp_of(sequential), Recorder()
+    before = dict(ddp.module.__dict__)
+    call = ddpopt.compile(ddp, backend=recorder, strategy="split", **options)
+    for _ in range(2):
+        step(call, ddp, rows())
+    assert ddp.module.__dict__ == before
+    distinct = recorder.calls
+    ddp.module(rows(7))
+    assert recorder.calls == distinct
+
+
+# ------------------------------------------------------------------------------------------ copies
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_of_two_that_are_compiled_from_one_module_either_may_be_used(used: int) -> None:
+    ddp = ddp_of()
+    calls = [ddpopt.compile(ddp, backend="aot_eager", strategy="split") for _ in range(2)]
+    step(calls[used], ddp, rows())
+    assert imposed_plan(ddp) is not None
+
+
+@pytest.mark.parametrize("strategy", ["split", "inline"])
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda call: pickle.loads(pickle.dumps(call))])
+@pytest.mark.parametrize("factory", [Net, lambda: sequential()])
+def test_a_copy_is_compiled_too(factory: Callable[[], nn.Module], copied: Any, strategy: Strategy) -> None:
+    eager, ddp = ddp_of(factory), ddp_of(factory)
+    call = copied(ddpopt.compile(ddp, backend="aot_eager", strategy=strategy))
+    for number in range(2):
+        with ddpopt.observe(call) as seen:
+            found = step(call, call._orig_mod, rows(seed=number))
+        assert same(found, step(eager, eager, rows(seed=number)))
+        assert [bucket.params for bucket in seen.buckets] == [
+            bucket.params for bucket in ddpopt.plan(eager, rows()).buckets
+        ]
 
 
 # ---------------------------------------------------------------------------------------- explain

@@ -109,6 +109,8 @@ MUTATING: dict[str, tuple[Write, str]] = {
     "numpy method": (function(dynamo.numpy_method_wrapper("__setitem__"), A, 0, 1), "x0"),
     "numpy sort": (function(dynamo.numpy_method_wrapper("sort"), A), "x0"),
     "numpy out": (function(dynamo.numpy_to_tensor_wrapper(numpy.add), A, B, C), "x2"),
+    "numpy put": (function(dynamo.numpy_to_tensor_wrapper(numpy.put), A, B, C), "x0"),
+    "numpy shuffle": (function(dynamo.numpy_to_tensor_wrapper(numpy.random.shuffle), A), "x0"),
     "numpy copyto": (function(dynamo.numpy_to_tensor_wrapper(numpy.copyto), A, B), "x0"),
     "a function of the user": (function(lambda *_: None, A, [B]), "x0 x1"),
     "a function that Dynamo makes": (function(dynamo.same, A, B), "x0 x1"),
@@ -278,6 +280,8 @@ DRAWING: dict[str, Write] = {
     "module": lambda graph, inputs: graph.call_module("layer", (inputs[0],)),
     "uniform_": method("uniform_", A),
     "exponential_": method("exponential_", A),
+    "numpy uniform": function(dynamo.numpy_to_tensor_wrapper(numpy.random.uniform), 0, 1, 3),
+    "numpy shuffle": function(dynamo.numpy_to_tensor_wrapper(numpy.random.shuffle), A),
 }
 
 

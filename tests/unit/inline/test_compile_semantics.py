@@ -11,13 +11,24 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd.graph import register_multi_grad_hook, save_on_cpu
+from torch.autograd.graph import register_multi_grad_hook, save_on_cpu, saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from tests.multigpu.models import same
 from tests.multigpu.single import single_rank
-from tests.unit.inline_twins import ALL, Raising, Twins, backward, error_of, loss, rows, train, without
+from tests.unit.inline_twins import (
+    ALL,
+    Raising,
+    Scaling,
+    Twins,
+    backward,
+    error_of,
+    loss,
+    rows,
+    train,
+    without,
+)
 
 STEPS = 3
 
@@ -292,6 +303,34 @@ def test_saved_tensors_may_be_moved_elsewhere(shared: Twins) -> None:
         backward(total)
 
     assert shared.act(moved)[2] == ALL
+
+
+def test_hooks_on_saved_tensors_meet_the_parameters_themselves() -> None:
+    def hooked(call: Any, ddp: DistributedDataParallel) -> int:
+        scale, seen = ddp.get_parameter("module.scale"), []
+
+        def pack(tensor: Tensor) -> Tensor:
+            seen.append(tensor is scale)
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            total = loss(call(rows()))
+        backward(total)
+        return sum(seen)
+
+    assert Twins(Scaling).act(hooked) == (1, 1, ["scale", *ALL])
+
+
+def test_a_backward_reads_what_a_parameter_was_given_since_the_forward() -> None:
+    def given(call: Any, ddp: DistributedDataParallel) -> None:
+        total = loss(call(rows()))
+        scale = ddp.get_parameter("module.scale")
+        scale.data = scale.data * 2
+        backward(total)
+
+    twins = Twins(Scaling)
+    for _ in range(2):
+        assert twins.act(given)[2] == ["scale", *ALL]
 
 
 def test_an_exception_in_the_loss_or_in_no_sync_leaves_ddp_as_eager_does(shared: Twins) -> None:

@@ -19,7 +19,7 @@ from tests.multigpu.single import single_rank
 
 NAME = "layers.1.weight"
 SEEN = "all that a script can see is of eager DDP's form, hooks run as often, and as early"
-MEMORY = "no two gradients share memory unless eager DDP's do, and none is written after its step"
+MEMORY = "tensors share memory where eager DDP's do and nowhere else, and none is written after its step"
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +137,10 @@ MUTANTS: dict[str, tuple[str, Callable[[Evidence], Evidence]]] = {
         "parameters and buffers of eager DDP's form, integers equal",
         lambda e: replace(e, got=changed_step(e.got, state={**e.got.steps[1].state, NAME: torch.zeros(1)})),
     ),
+    "a buffer more": (
+        "parameters and buffers of eager DDP's form, integers equal",
+        lambda e: replace(e, got=changed_step(e.got, state={**e.got.steps[1].state, "new": torch.zeros(1)})),
+    ),
     "random numbers drawn": (
         "the random generator as after eager's step",
         lambda e: replace(e, got=changed_step(e.got, random=e.got.steps[1].random.flip(0))),
@@ -156,6 +160,10 @@ MUTANTS: dict[str, tuple[str, Callable[[Evidence], Evidence]]] = {
         lambda e: replace(
             e, got=changed_step(e.got, sharing=frozenset({("gradient of a", "gradient of b")}))
         ),
+    ),
+    "outputs that share memory no more": (
+        MEMORY,
+        lambda e: replace(e, eager=changed_step(e.eager, sharing=frozenset({("output[0]", "output[1]")}))),
     ),
     "a gradient that the next step writes to": (
         MEMORY,
@@ -203,8 +211,8 @@ MUTANTS: dict[str, tuple[str, Callable[[Evidence], Evidence]]] = {
         with_second_peer(graphs=((), ("0/0",), ())),
     ),
     "a collective that is no bucket": (
-        "no collective in a backward but buckets and what eager DDP sends",
-        with_collectives([0, None, 1]),
+        "no collective but buckets and what eager DDP sends",
+        lambda e: replace(e, got=replace(e.got, elsewhere=(Collective("allreduce", 4, "float32", None),))),
     ),
     "a rank sends in another order": (
         "the same collectives on every rank, in the same order",
@@ -278,3 +286,27 @@ def test_a_rank_without_data_may_take_part_in_a_bucket_that_it_does_not_know(rig
     shadows = [replace(one, bucket=None) for one in right.got.collectives]
     peer = peer_of(1, replace(right.got, collectives=tuple(shadows)))
     assert claims_broken(replace(right, peers=[right.peers[0], peer])) == set()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"extras": {"norm": torch.ones(1)}}, "the norm is torch.float32 (1,) on cpu, in eager DDP missing"),
+        ({"extras": {"calls": 3}}, "the calls is 3, in eager DDP missing"),
+        (
+            {"loss": torch.tensor(1.0).double()},
+            "the loss is torch.float64 () on cpu, in eager DDP torch.float32 () on cpu",
+        ),
+        (
+            {"final": {"w": torch.ones(3)}},
+            "final gradient of w is torch.float32 (3,) on cpu, in eager DDP missing",
+        ),
+    ],
+)
+def test_what_has_no_counterpart_of_its_form_is_a_finding(
+    right: Evidence, changes: dict[str, Any], message: str
+) -> None:
+    extras = right.got.steps[1].extras | changes.pop("extras", {})
+    got = changed_step(right.got, extras=extras, **changes)
+    (finding,) = structure(replace(right, got=got), rank=1)
+    assert (finding.level, finding.rank, finding.message) == ("L3", 1, f"step 1: {message}")

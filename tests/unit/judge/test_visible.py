@@ -87,7 +87,7 @@ def seen(model: nn.Module, hook: Any, prompt: Tensor, steps: int = 1) -> list[di
     """What steps of a run show whose loss reads a tensor outside, and whose hook keeps gradients."""
     weight: Any = next(model.parameters())
     weight.register_hook(hook)
-    sight, found = Sight((), {"": model}), []
+    sight, found = Sight((), {"": model}), list[dict[str, Any]]()
     for _ in range(steps):
         model.zero_grad()
         sight.before_step(keep=False)
@@ -97,20 +97,24 @@ def seen(model: nn.Module, hook: Any, prompt: Tensor, steps: int = 1) -> list[di
         loss = (result * prompt).sum()
         sight.reach(loss)
         torch.autograd.backward(loss)
-        found.append({**output, **sight.after_step(), "memory": sight.memory()})
+        memory = sight.memory(found[-1] if found else {})
+        gradients = {f"gradient of {name}": p.grad for name, p in model.named_parameters()}
+        found.append({**output, **sight.after_step(), **gradients, "memory": memory})
     return found
 
 
 def test_a_step_shows_outputs_gradients_outside_and_what_is_kept() -> None:
     prompt, kept = torch.ones(2, requires_grad=True), list[Tensor]()
     (step,) = seen(Keeping(), kept.append, prompt)
-    names = {name for name in step if not name.startswith(("form", "type", "memory"))}
+    names = {name for name in step if not name.startswith(("form", "type", "memory", "version", "number"))}
     outside = {
         name for name in names if name.startswith("gradient of the tensor outside of DDP of shape (2,)")
     }
     assert len(outside) == 1
     assert names - outside == {
         "output",
+        "gradient of layer.weight",
+        "gradient of layer.bias",
         "input 0 after the step",
         "gradient of input 0",
         "kept attribute .last",
@@ -134,3 +138,14 @@ def test_a_gradient_that_the_next_step_writes_to_is_told() -> None:
     shared, written = second["memory"]
     assert ("gradient of layer.weight", "the last step's gradient of layer.weight") in shared
     assert written == ()  # the same numbers
+
+
+def test_types_in_an_output_are_told_and_the_order_of_its_keys() -> None:
+    sight = Sight((), {"": nn.Linear(1, 1)})
+    found = sight.returns({"b": [True], "a": ()})
+    assert {name: words for name, words in found.items() if name.startswith("type")} == {
+        "type of output": "dict of 'b', 'a'",
+        "type of output['b']": "list",
+        "type of output['b'][0]": "bool",
+        "type of output['a']": "tuple",
+    }

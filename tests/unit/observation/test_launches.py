@@ -24,9 +24,8 @@ class Notes(list[Launch]):
 
     others = 0
 
-    def mode(self, group: Any = None) -> LaunchMode:
-        group = group or dist.group.WORLD
-        return LaunchMode(str(group.group_name), self.append, self.note_other)
+    def mode(self) -> LaunchMode:
+        return LaunchMode(self.append, self.note_other)
 
     def note_other(self) -> None:
         self.others += 1
@@ -39,11 +38,12 @@ def test_collectives_are_noted_with_what_they_send() -> None:
         dist.broadcast(torch.ones(2, dtype=torch.float64), 0)
         dist.all_gather([torch.zeros(4, dtype=torch.int32)], torch.ones(4, dtype=torch.int32))
         dist.barrier()
+    world: Any = dist.group.WORLD
     assert notes == [
-        Launch("allreduce", 3, 12, "float32", in_backward=False),
-        Launch("broadcast", 2, 16, "float64", in_backward=False),
-        Launch("allgather", 4, 16, "int32", in_backward=False),
-        Launch("barrier", 0, 0, "", in_backward=False),
+        Launch("allreduce", 3, 12, "float32", in_backward=False, group=world.group_name),
+        Launch("broadcast", 2, 16, "float64", in_backward=False, group=world.group_name),
+        Launch("allgather", 4, 16, "int32", in_backward=False, group=world.group_name),
+        Launch("barrier", 0, 0, "", in_backward=False, group=world.group_name),
     ]
 
 
@@ -57,13 +57,17 @@ def test_functional_collectives_are_noted_once_and_waiting_is_not() -> None:
     assert [(launch.op, launch.numel) for launch in notes] == [("all_reduce", 3)]
 
 
-def test_other_groups_are_left_out() -> None:
+def test_a_launch_names_its_group() -> None:
     notes = Notes()
-    other = dist.new_group([0])
-    with notes.mode(other):
+    world: Any = dist.group.WORLD
+    other: Any = dist.new_group([0])
+    with notes.mode():
         dist.all_reduce(torch.ones(3))
         dist.all_reduce(torch.ones(4), group=other)
-    assert [launch.numel for launch in notes] == [4]
+    assert [(launch.numel, launch.group) for launch in notes] == [
+        (3, world.group_name),
+        (4, other.group_name),
+    ]
 
 
 def test_a_launch_knows_whether_it_was_inside_a_backward() -> None:

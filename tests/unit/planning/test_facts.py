@@ -417,3 +417,44 @@ def test_facts_name_the_body_and_where_it_may_be_cut() -> None:
     facts = traced(tied).facts
     assert facts.nodes == ("mm", "tanh", "mm_1", "t", "mm_2")
     assert facts.blocked == (None,) * 5
+
+
+# ------------------------------------------------------- what backward may read after its gradient has left
+
+
+def view_first(m: Weights, x: Tensor) -> Tensor:
+    return (x @ m.b @ m.a.detach()).relu() @ m.a
+
+
+def value_first(m: Weights, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = m.a.sin()
+    return (x @ m.b * scale[0]).relu() @ m.a
+
+
+def view_last(m: Weights, x: Tensor) -> Tensor:
+    return (x @ m.a).relu() @ m.a.detach() @ m.b
+
+
+def size_first(m: Weights, x: Tensor) -> Tensor:
+    return (x @ m.b * m.a.detach().numel()).relu() @ m.a
+
+
+@pytest.mark.parametrize(
+    ("forward", "kept"),
+    [
+        (view_first, ["relu", "matmul_2"]),
+        (value_first, ["relu", "matmul_1"]),
+        (view_last, []),
+        (size_first, []),
+    ],
+)
+def test_no_cut_parts_a_reader_without_gradient_from_the_reader_that_completes_it(
+    forward: Forward, kept: list[str]
+) -> None:
+    facts = traced(forward).facts
+    blocked = {name: why for name, why in zip(facts.nodes, facts.blocked, strict=True) if why is not None}
+    reader = {"view_first": "matmul_1", "value_first": "mul"}.get(forward.__name__, "")
+    parameter = "l_self_parameters_a_"
+    why = f"the backward of {reader!r} may read {parameter!r}, which may change once its gradient has left"
+    assert blocked == dict.fromkeys(kept, why)

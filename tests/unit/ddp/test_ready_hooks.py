@@ -1,4 +1,4 @@
-"""ddpopt.inline.ready_hooks: a reducer hears of each gradient once, whoever brings it."""
+"""ddpopt.ddp.ready_hooks: a reducer hears of each gradient once, whoever brings it."""
 
 import functools
 import gc
@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch does not mark its re-exports
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.ddp.impose import impose
+from ddpopt.ddp.ready_hooks import ReadyHooks, ready_hooks
 from ddpopt.errors import HandOverError
-from ddpopt.inline.ready_hooks import ReadyHooks, ready_hooks
 from tests.multigpu.models import Tower, arbitrary_plan, gradients_of, hook_that_sees, same
 from tests.multigpu.single import single_rank
 
@@ -291,3 +292,39 @@ def test_hooks_on_the_node_of_a_parameter_see_the_gradient_and_may_change_it(kin
     assert len(seen) == len(expected_seen) == 2
     assert all(map(torch.equal, seen, expected_seen))
     assert same([gradients], [expected])
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("strategy", ["split", "inline"])
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+@pytest.mark.parametrize("hooked_in", [0, 1])
+def test_a_hook_after_the_node_changes_what_ddp_has_taken_already(
+    strategy: Any, options: dict[str, Any], hooked_in: int
+) -> None:
+    def trained(compiled: bool) -> list[Tensor | None]:
+        model = Tower()
+        ddp = DistributedDataParallel(model, bucket_cap_mb=1e-4, **options)
+        ddp.register_comm_hook(None, hook_that_adds_one)
+        call: Any = ddpopt.compile(ddp, backend="aot_eager", strategy=strategy) if compiled else ddp
+        parameter = model.get_parameter(NAME)
+        found: list[Tensor | None] = []
+
+        def double(*_: object) -> None:
+            assert parameter.grad is not None
+            parameter.grad.mul_(2)
+
+        for number in range(3):
+            if number == hooked_in:
+                get_gradient_edge(parameter).node.register_hook(double)
+            ddp.zero_grad()
+            torch.autograd.backward(call(torch.ones(2, 6)).sum())
+            found += [None if g is None else g.clone() for g in gradients_of(model)]
+        return found
+
+    assert same([trained(True)], [trained(False)])
+
+
+def hook_that_adds_one(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer() + 1)
+    return future

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,10 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.ddp.engine import task_id
 from ddpopt.ddp.reduced import as_built, held_parameters, running_reducer
-from ddpopt.ddp.reducer import PlannedReducer
 from ddpopt.errors import HandOverError, UnsupportedError
 
-__all__ = ["ReadyHooks", "ready_hooks"]
+__all__ = ["ReadyHooks", "ready_hooks", "registered"]
 
 
 class ReadyHooks:
@@ -57,7 +57,6 @@ class ReadyHooks:
         self._handed_over: dict[int, int] = {}
         # a node keeps its hooks alive, and the reducer the node: nothing in a hook may keep either
         arrived = weakref.WeakMethod(self._arrived)
-        # all that is registered on a node is in one dictionary, which a handle leads to
         self._pre_hooks: list[Any] = []
         self._hooks: list[Any] = []
         for place, leaf in enumerate(self.leaves):
@@ -66,9 +65,7 @@ class ReadyHooks:
             # before those of the user's, as the reducer's own is, which DDP registers when it is built
             hooks.update([(number, hooks.pop(number)) for number in [*hooks] if number != handle.id])
             self._hooks.append(hooks)
-            handle = leaf.register_prehook(lambda _: None)
-            self._pre_hooks.append(handle.hooks_dict_ref())
-            handle.remove()
+            self._pre_hooks.append(registered(leaf.register_prehook))
 
     def take_over(self) -> bool:
         """Have the module's reducer hear of gradients from here alone.
@@ -127,7 +124,7 @@ class ReadyHooks:
 
     def _tell(self, place: int) -> None:
         reducer = self._reducer()
-        if reducer is not None and self._is_taken_over(reducer) and not _is_removed(reducer):
+        if reducer is not None and self._is_taken_over(reducer) and not getattr(reducer, "is_removed", False):
             reducer._autograd_hook(place)
 
     def _reducer(self) -> Any:
@@ -138,14 +135,17 @@ class ReadyHooks:
         return self._taken_over is not None and self._taken_over() is reducer
 
 
+def registered(register: Callable[[Callable[..., None]], Any]) -> Any:
+    """All that is registered on a node in this way: one dictionary, which any handle leads to."""
+    handle = register(lambda *_: None)
+    handle.remove()
+    return handle.hooks_dict_ref()
+
+
 def _remove_hooks(reducer: Any) -> None:
     """Take a reducer's own hooks away, without its noting that somebody wants it out of the backward."""
     c10d: Any = dist  # torch does not mark its re-exports
     c10d.Reducer._remove_autograd_hooks(reducer)
-
-
-def _is_removed(reducer: Any) -> bool:
-    return isinstance(reducer, PlannedReducer) and reducer.is_removed
 
 
 def _may_be_gradient_of(gradient: Tensor, parameter: Tensor) -> bool:
