@@ -182,7 +182,7 @@ def grouped(
     """
     backend = backend or ("nccl" if gpu_for_each_rank() else "gloo")
     if backend == "nccl":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
     where = {} if seat is None else dict(zip(("store", "rank", "world_size"), seat, strict=True))
     excepthook = sys.excepthook  # which torch replaces for good when it makes a group
     try:
@@ -193,6 +193,7 @@ def grouped(
     ranks = _view(limits or Limits(announce=_announce), send, timeout_s)
     try:
         with _telling_peers(ranks):
+            ranks.gather(None)  # gloo fails on a rank that still connects to one that has left already
             yield ranks
     finally:
         sys.excepthook = excepthook

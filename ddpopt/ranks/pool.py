@@ -31,7 +31,7 @@ from ddpopt.errors import InfrastructureError, UsageError
 from ddpopt.ranks.environment import environment_of_no_rank
 from ddpopt.ranks.failures import Kind, RankFailure, RanksFailed
 from ddpopt.ranks.marked import end_marked, guarded
-from ddpopt.ranks.process import Host, Seat, Task, serve_in_groups
+from ddpopt.ranks.process import Host, Task, pickled, serve_in_groups
 
 __all__ = ["OnEvent", "Pool", "launch"]
 
@@ -60,16 +60,12 @@ BOOT = (
 )
 
 
-def _ignore(event: object) -> None:
-    """Where nobody listens."""
-
-
 def launch(
     task: Callable[..., Value],
     *args: Any,
     nproc: int,
     limit_s: float,
-    on_event: OnEvent = _ignore,
+    on_event: OnEvent = lambda _: None,
     device: str | None = "cpu",
 ) -> list[Value]:
     """Run one task on ranks of its own, in new processes on this machine.
@@ -121,7 +117,7 @@ class Pool:
             raise UsageError(f"expected at least one rank, got {size!r}")
         self.size = size
         self._device = _checked_device(device, size)
-        self._host = host
+        self._host = cloudpickle.dumps(host)
         self._prefixes = prefixes or [()] * size
         self._ranks: list[_Rank] = []
         self._open = contextlib.ExitStack()
@@ -139,7 +135,7 @@ class Pool:
         return bool(self._ranks) and not any(rank.is_gone() for rank in self._ranks)
 
     def run(
-        self, task: Callable[..., Value], *args: Any, limit_s: float, on_event: OnEvent = _ignore
+        self, task: Callable[..., Value], *args: Any, limit_s: float, on_event: OnEvent = lambda _: None
     ) -> list[Value]:
         """Run a task to its end; see `submit` and `poll`."""
         try:
@@ -166,7 +162,7 @@ class Pool:
         """
         if not limit_s > 0:
             raise UsageError(f"expected limit_s > 0, got limit_s={limit_s!r}")
-        data = _dumped(task, args)
+        data = pickled((task, args), "a task and arguments", "Build inside the task what cannot travel.")
         self._end_at = self._deadline = time.monotonic() + limit_s
         if not self.is_running:
             self._start()
@@ -177,7 +173,7 @@ class Pool:
         for rank in self._ranks:
             rank.begin((str(file), self._deadline))
 
-    def poll(self, on_event: OnEvent = _ignore) -> list[Any] | None:
+    def poll(self, on_event: OnEvent = lambda _: None) -> list[Any] | None:
         """Look how far the task is, without waiting.
 
         Args:
@@ -197,7 +193,9 @@ class Pool:
                 self._press()
                 return None
             failures = [self._failure(rank) for rank in self._ranks if rank.value is None]
-            values = {rank.number: _loaded(rank.value) for rank in self._ranks if rank.value is not None}
+            values = {
+                rank.number: cloudpickle.loads(rank.value) for rank in self._ranks if rank.value is not None
+            }
             if failures:
                 raise RanksFailed(failures, self.size, values)
         except BaseException:
@@ -221,11 +219,16 @@ class Pool:
             c10d: Any = dist  # torch does not mark its re-exports
             self._store = c10d.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             stack.callback(self._end, mark)
-            environment = {"OMP_NUM_THREADS": "1"} | environment_of_no_rank() | {name: str(self._folder)}
+            size = str(self.size)
+            environment = {"OMP_NUM_THREADS": "1"} | environment_of_no_rank()
+            environment |= {name: str(self._folder), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
             try:
                 for number, prefix in enumerate(self._prefixes):
-                    seat = Seat(number, self.size, self._store.port, self._device, self._host)
-                    self._ranks.append(_Rank(seat, prefix, self._folder, environment))
+                    own = {"RANK": str(number), "LOCAL_RANK": str(number)}
+                    rank = _Rank(number, prefix, self._folder, environment | own)
+                    rank.send(sys.path)
+                    rank.send((self._store.port, self._device, self._host))
+                    self._ranks.append(rank)
             except OSError as error:
                 raise InfrastructureError(
                     f"expected to start {self.size} ranks on this machine, got {error!r}"
@@ -287,39 +290,36 @@ class _Rank:
     """
 
     def __init__(
-        self, seat: Seat, prefix: Sequence[str], folder: Path, environment: Mapping[str, str]
+        self, number: int, prefix: Sequence[str], folder: Path, environment: Mapping[str, str]
     ) -> None:
-        self.number = seat.rank
-        self.stacks = folder / f"rank-{seat.rank}.stacks"
-        self._log = folder / f"rank-{seat.rank}.output"
+        self.number = number
+        self.stacks = folder / f"rank-{number}.stacks"
+        self._log = folder / f"rank-{number}.output"
         self.pipe, theirs = Pipe()
-        own = {"RANK": seat.rank, "LOCAL_RANK": seat.rank, "WORLD_SIZE": seat.size}
-        own["LOCAL_WORLD_SIZE"] = seat.size
         # -P: no module of the working directory stands in for one of Python's; -u: last words are not lost.
         command = [*prefix, sys.executable, "-P", "-u", "-c", BOOT, str(theirs.fileno()), str(self.stacks)]
         with theirs, self._log.open("wb") as output:
             self.process = subprocess.Popen(
                 command,
-                env={**environment, **{name: str(number) for name, number in own.items()}},
+                env=environment,
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,  # Ctrl-C is for the process that holds the pool
             )
-        self._send(sys.path)
-        self._send(cloudpickle.dumps(seat))
         self.doing = "starting"
+        self.value: bytes | None = None
 
     def begin(self, task: Task) -> None:
         """Have it run a task."""
-        self.value: bytes | None = None
-        self.error = ""
+        self.value, self.error = None, ""
         self.has_ended = self.was_told_to_end = False
         self._read_before = self._log.stat().st_size
-        self._send(task)
+        self.send(task)
 
-    def _send(self, message: object) -> None:
+    def send(self, message: object) -> None:
+        """Send it something."""
         with contextlib.suppress(OSError):  # that it is gone is found when it is listened to
             self.pipe.send(message)
 
@@ -352,8 +352,9 @@ class _Rank:
 
     def output(self) -> str:
         """The end of what it has printed since its task began."""
-        printed = self._log.read_bytes()[self._read_before :]
-        return printed[-KEPT_OUTPUT_BYTES:].decode(errors="replace")
+        with self._log.open("rb") as file:
+            file.seek(max(self._read_before, self._log.stat().st_size - KEPT_OUTPUT_BYTES))
+            return file.read().decode(errors="replace")
 
 
 def _checked_device(device: str | None, size: int) -> str:
@@ -367,27 +368,6 @@ def _checked_device(device: str | None, size: int) -> str:
             f"expected a GPU for each of {size} ranks, found {gpus}; ask for fewer ranks, or for device 'cpu'"
         )
     return device
-
-
-def _dumped(task: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    try:
-        return bytes(cloudpickle.dumps((task, args)))
-    except Exception as error:
-        raise UsageError(
-            f"expected a task and arguments that can be pickled, got {task!r} with "
-            f"({', '.join(type(arg).__name__ for arg in args)}): {error}. "
-            "Build inside the task what cannot travel."
-        ) from error
-
-
-def _loaded(value: bytes) -> Any:
-    try:
-        return cloudpickle.loads(value)
-    except Exception as error:
-        raise UsageError(
-            f"expected a value that can be read here, got {error!r} from what the task returned. Let it "
-            "return objects whose classes the launching process can import."
-        ) from error
 
 
 def _text(path: Path) -> str:

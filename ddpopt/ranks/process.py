@@ -14,19 +14,19 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import cached_property, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from ddpopt.errors import UsageError
+from ddpopt.ranks.environment import own_rank, own_size
 from ddpopt.ranks.limits import Limits
 
 if TYPE_CHECKING:
     from ddpopt.ranks.group import Ranks
 
-__all__ = ["Host", "RankProcess", "Seat", "Task", "main", "serve_in_groups"]
+__all__ = ["Host", "RankProcess", "Task", "main", "pickled", "serve_in_groups"]
 
 # A collective that a peer never enters ends before the task: its exception passes through the task.
 COLLECTIVE_SHARE = 0.8
@@ -36,37 +36,26 @@ Task = tuple[str, float]
 Host = Callable[["RankProcess"], None]
 
 
-@dataclass(frozen=True)
-class Seat:
-    """What a process must know to be a rank.
-
-    Attributes:
-        rank: its number.
-        size: how many ranks there are.
-        port: of the store that the pool holds, on this machine.
-        device: ``"cpu"`` or ``"cuda"``.
-        host: serves tasks.
-    """
-
-    rank: int
-    size: int
-    port: int
-    device: str
-    host: Host
-
-
 class RankProcess:
     """This process, as a rank of a pool.
 
     Attributes:
-        seat: which one.
         number: of the task that runs.
     """
 
-    def __init__(self, pipe: Connection[Any, Any], seat: Seat, stacks: IO[str]) -> None:
-        self.seat = seat
+    def __init__(self, pipe: Connection[Any, Any], port: int, device: str, stacks: IO[str]) -> None:
+        """Say nothing yet.
+
+        Args:
+            pipe: to the pool.
+            port: of the store that the pool holds.
+            device: ``"cpu"`` or ``"cuda"``.
+            stacks: a file for stacks.
+        """
         self.number = 0
         self._pipe = pipe
+        self._port = port
+        self._backend = "nccl" if device == "cuda" else "gloo"
         self._limits = Limits(stacks, partial(self._say, "doing"))
 
     @cached_property
@@ -75,7 +64,7 @@ class RankProcess:
         import torch.distributed as dist
 
         c10d: Any = dist  # torch does not mark its re-exports
-        return c10d.TCPStore("127.0.0.1", self.seat.port, is_master=False)
+        return c10d.TCPStore("127.0.0.1", self._port, is_master=False)
 
     def serve(self, around: Callable[[float], AbstractContextManager[Any]]) -> None:
         """Run tasks until the pool is closed.
@@ -97,17 +86,16 @@ class RankProcess:
         Args:
             timeout_s: of each collective and gather.
             store: in which its ranks meet; by default `store`.
-            backend: ``"gloo"`` or ``"nccl"``; by default what the seat's device asks for.
+            backend: ``"gloo"`` or ``"nccl"``; by default what the pool's device asks for.
         """
         from torch.distributed.distributed_c10d import PrefixStore
 
         from ddpopt.ranks.group import grouped
 
         self._limits.note("joining the process group")
-        backend = backend or ("nccl" if self.seat.device == "cuda" else "gloo")
-        seat = (PrefixStore(f"task/{self.number}", store or self.store), self.seat.rank, self.seat.size)
+        seat = (PrefixStore(f"task/{self.number}", store or self.store), own_rank(), own_size())
         send = partial(self._say, "event")
-        return grouped(timeout_s, seat, backend=backend, limits=self._limits, send=send)
+        return grouped(timeout_s, seat, backend=backend or self._backend, limits=self._limits, send=send)
 
     def _run(self, file: Path, around: AbstractContextManager[Any]) -> None:
         import cloudpickle
@@ -119,7 +107,9 @@ class RankProcess:
             self._limits.note("running the task")
             value = task(given, *args)
             self._limits.note("sending its value")
-            self._say("returned", _dumped(value))
+            self._say(
+                "returned", pickled(value, f"a {type(value).__name__}", "Return plain data, or tensors.")
+            )
 
     @contextlib.contextmanager
     def telling_errors(self) -> Iterator[None]:
@@ -156,9 +146,10 @@ def main(pipe: Connection[Any, Any], stacks_name: str) -> None:
     import cloudpickle
 
     with contextlib.suppress(BaseException):
-        process = RankProcess(pipe, cloudpickle.loads(pipe.recv()), stacks)
+        port, device, host = pipe.recv()
+        process = RankProcess(pipe, port, device, stacks)
         with process.telling_errors():
-            process.seat.host(process)
+            cloudpickle.loads(host)(process)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # a task may have closed it
             stream.flush()
@@ -173,13 +164,20 @@ def _traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, frames or whole))
 
 
-def _dumped(value: object) -> bytes:
+def pickled(value: object, what: str, advice: str) -> bytes:
+    """Pickle something that is to travel between processes.
+
+    Args:
+        value: by cloudpickle.
+        what: it is expected to be.
+        advice: for a user.
+
+    Raises:
+        UsageError: it cannot be pickled.
+    """
     import cloudpickle
 
     try:
         return bytes(cloudpickle.dumps(value))
     except Exception as error:
-        raise UsageError(
-            f"expected a task whose value can be pickled, got {type(value).__name__}: {error}. "
-            "Return plain data, or tensors."
-        ) from error
+        raise UsageError(f"expected {what} that can be pickled, got {error}. {advice}") from error

@@ -25,9 +25,8 @@ from _pytest.runner import runtestprotocol
 from ddpopt.ranks.environment import own_rank, own_size
 from ddpopt.ranks.group import gpu_for_each_rank
 from ddpopt.ranks.limits import Limits
-from ddpopt.testing.collection import difference, digest
 from ddpopt.testing.needs import needs_of
-from ddpopt.testing.reports import from_text, lost, merge, to_text, trimmed
+from ddpopt.testing.reports import difference, from_text, lost, merge, to_text, trimmed
 
 __all__ = ["LaunchedRank"]
 
@@ -84,17 +83,15 @@ class LaunchedRank:
         names = [item.nodeid for item in session.items]
         if session.testsfailed:
             names.append(f"({session.testsfailed} errors in collection)")
-        digests = self._exchange("digest", digest(names), START_LIMIT_S)
-        if None in digests:
-            silent = [str(rank) for rank, text in enumerate(digests) if text is None]
+        lists = self._exchange("names", "\0".join(names), START_LIMIT_S)
+        if silent := [str(rank) for rank, text in enumerate(lists) if text is None]:
             raise pytest.UsageError(
                 f"expected every rank to say which tests it collected, got nothing from rank(s) "
                 f"{', '.join(silent)} within {START_LIMIT_S:g} s: it died, or collected no test marked "
                 "world_size. Collect the same tests on every rank."
             )
-        if len(set(digests)) > 1:
-            lists = self._exchange("names", "\0".join(names), START_LIMIT_S)
-            raise pytest.UsageError(difference([(text or "").split("\0") for text in lists]))
+        if words := difference([(text or "").split("\0") for text in lists]):
+            raise pytest.UsageError(words)
 
     def run(self, item: pytest.Item, nextitem: pytest.Item | None) -> list[TestReport]:
         """Run a test on this rank, and learn how its peers fared.

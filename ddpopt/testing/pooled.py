@@ -23,13 +23,13 @@ from _pytest.runner import runtestprotocol
 from torch.distributed.distributed_c10d import PrefixStore
 
 from ddpopt.errors import UsageError
+from ddpopt.ranks.environment import own_rank, own_size
 from ddpopt.ranks.failures import RankFailure, RanksFailed
 from ddpopt.ranks.group import gpu_for_each_rank
 from ddpopt.ranks.pool import Pool
 from ddpopt.ranks.process import RankProcess
-from ddpopt.testing.collection import difference
 from ddpopt.testing.needs import is_marked, needs_of, rank_key, readable_needs
-from ddpopt.testing.reports import from_text, lost, merge, to_text, trimmed
+from ddpopt.testing.reports import difference, from_text, lost, merge, to_text, trimmed
 
 __all__ = ["PooledRank", "Pools"]
 
@@ -199,9 +199,8 @@ class PooledRank:
     @property
     def seat(self) -> tuple[Any, int, int]:
         """The store of the test that runs, this rank's number, and how many there are."""
-        store: Any = self._process.store
-        seat = self._process.seat
-        return PrefixStore(f"group/{self._process.number}", store), seat.rank, seat.size
+        store: Any = PrefixStore(f"group/{self._process.number}", self._process.store)
+        return store, own_rank(), own_size()
 
     def pytest_configure(self, config: pytest.Config) -> None:
         """Let our plugin find this."""

@@ -189,7 +189,10 @@ def test_arguments_that_make_no_sense_are_refused_before_anything_starts() -> No
     with pytest.raises(UsageError, match=r"expected the device 'cpu', 'cuda' or None, got 'tpu'"):
         launch(lambda ranks: None, nproc=1, limit_s=1, device="tpu")
     lock = threading.Lock()
-    with pytest.raises(UsageError, match=r"with \(lock\): cannot pickle '_thread.lock' object. Build inside"):
+    with pytest.raises(
+        UsageError,
+        match=r"arguments that can be pickled, got cannot pickle '_thread.lock' object. Build inside",
+    ):
         launch(lambda ranks, lock: None, lock, nproc=1, limit_s=1)
     with pytest.raises(UsageError, match=r"expected a GPU for each of 99 ranks, found \d+; ask for fewer"):
         launch(lambda ranks: None, nproc=99, limit_s=1, device="cuda")
@@ -259,7 +262,10 @@ def test_a_value_that_cannot_travel_and_a_task_that_exits_count_as_raising() -> 
     error = failing(task)
     assert told(error) == ([(0, "raised"), (1, "raised")], [0, 1], 1)
     assert error.failures[0].stack.endswith("SystemExit: 0\n")
-    assert "got lock: cannot pickle '_thread.lock' object. Return plain data" in error.failures[1].stack
+    assert (
+        "expected a lock that can be pickled, got cannot pickle '_thread.lock' object. Return plain data"
+        in error.failures[1].stack
+    )
 
 
 def test_an_error_of_the_listener_ends_the_run_and_reaches_the_caller() -> None:
