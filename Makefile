@@ -33,7 +33,7 @@ CODE := ddpopt tests benchmarks examples ci conftest.py
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help environment-test environment-dev gate self-test demo test unit integration property doctest multigpu nightly torchrun check fix bench bench-alignment bench-planning bench-fuzzing bench-compile bench-step api wheel wheel-test clean
+.PHONY: help environment-test environment-dev gate self-test demo test unit integration property doctest multigpu nightly torchrun check fix bench bench-alignment bench-planning bench-compile bench-step api wheel wheel-test clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -118,9 +118,6 @@ bench-alignment: $(TEST_STAMP) ## overlap potential of each corpus case and cap,
 
 bench-planning: $(TEST_STAMP) ## time of plan, partition and certificate, beside torch's DDPOptimizer
 	$(BIN)/python -m benchmarks.planning $(BENCH_ARGS)
-
-bench-fuzzing: $(TEST_STAMP) ## drawn graphs and models that are judged in a second
-	$(BIN)/python -m benchmarks.fuzzing $(BENCH_ARGS)
 
 bench-compile: $(TEST_STAMP) ## uncached, cold and warm start of a training script, each mode (an hour)
 	$(BIN)/python -m benchmarks.compile $(BENCH_ARGS)

@@ -11,25 +11,25 @@ than planned; 2 for arguments that cannot be. No clock is read, so two runs at o
 from __future__ import annotations
 
 import argparse
-import json
 import queue
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks.alignment_rows import JUDGED, Cell, Row, row, summary
-from benchmarks.alignment_run import MODES, Run, caps_of
-from benchmarks.lanes import Lane
-from benchmarks.report import conditions, state, wide_console
+from benchmarks.alignment_rows import JUDGED, Cell, Row, row, section
+from benchmarks.alignment_run import MODES, Outcome, Run, caps_of
+from benchmarks.report import conditions, finish, parser_of, show_grid, state, wide_console
 from ddpopt.cases.corpus import cases
 from ddpopt.errors import UsageError
+from ddpopt.ranks.failures import RanksFailed
+from ddpopt.ranks.pool import Pool
 from ddpopt.testing import resolve
 
 CAPS = "0.3,1,2.5,default"
@@ -53,48 +53,53 @@ def main() -> int:
     state(console, facts)
     rows = _measure_all(runs, arguments, console)
     console.print(_table(rows, arguments.modes))
-    for line in _closing(rows, arguments.modes):
+    for line in _closing(rows):
         console.print(line, markup=False)
-    if arguments.json:
-        document = {"conditions": facts, "rows": [asdict(found) for found in rows]}
-        arguments.json.write_text(json.dumps(document, indent=2) + "\n")
-    return int(any(cell.problems for found in rows for cell in found.cells.values()))
+    report = section(rows, facts)
+    show_grid(console, report.grids[0])
+    return finish(console, report, arguments, [asdict(found) for found in rows], {})
 
 
 def _measure_all(
     runs: Sequence[tuple[str, str]], arguments: argparse.Namespace, console: Console
 ) -> list[Row]:
-    """All rows, in the order of `runs`, as many at once as there are lanes."""
-    lanes: queue.SimpleQueue[Lane] = queue.SimpleQueue()
-    opened = [
-        Lane(arguments.nproc, arguments.limit) for _ in range(max(1, arguments.jobs // arguments.nproc))
-    ]
-    for lane in opened:
-        lanes.put(lane)
-    measure_row = partial(_row_in_lane, lanes, tuple(arguments.modes), arguments.backend)
+    """All rows, in the order of `runs`, as many at once as there are pools of ranks."""
+    pools: queue.SimpleQueue[Pool] = queue.SimpleQueue()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    try:
-        with ThreadPoolExecutor(len(opened)) as pool, Progress(*columns, console=console) as progress:
-            task = progress.add_task("cases x caps", total=len(runs))
-            futures = [pool.submit(measure_row, case, cap) for case, cap in runs]
-            for future in as_completed(futures):
-                progress.console.print(_line(future.result()), markup=False, highlight=False)
-                progress.advance(task)
-            return [future.result() for future in futures]
-    finally:
-        for lane in opened:
-            lane.close()
+    with ExitStack() as opened:
+        count = max(1, arguments.jobs // arguments.nproc)
+        for _ in range(count):
+            pools.put(opened.enter_context(Pool(arguments.nproc)))
+        threads = opened.enter_context(ThreadPoolExecutor(count))
+        progress = opened.enter_context(Progress(*columns, console=console))
+        task = progress.add_task("cases x caps", total=len(runs))
+        futures = [threads.submit(_row_in_a_pool, pools, arguments, case, cap) for case, cap in runs]
+        for future in as_completed(futures):
+            progress.console.print(_line(future.result()), markup=False, highlight=False)
+            progress.advance(task)
+        return [future.result() for future in futures]
 
 
-def _row_in_lane(
-    lanes: queue.SimpleQueue[Lane], modes: Sequence[str], backend: str, case: str, cap: str
-) -> Row:
-    lane = lanes.get()
+def _row_in_a_pool(pools: queue.SimpleQueue[Pool], arguments: argparse.Namespace, case: str, cap: str) -> Row:
+    pool = pools.get()
     try:
-        answers = {mode: lane.run(Run(case, cap, mode, backend)) for mode in ("eager", *modes)}
+        runs = {mode: Run(case, cap, mode, arguments.backend) for mode in ("eager", *arguments.modes)}
+        return row(case, cap, {mode: _outcomes(pool, run, arguments.limit) for mode, run in runs.items()})
     finally:
-        lanes.put(lane)
-    return row(case, cap, answers)
+        pools.put(pool)
+
+
+def _outcomes(pool: Pool, run: Run, limit_s: float) -> list[Outcome]:
+    """What each rank saw; a rank that dies or hangs is a crash of the mode."""
+    try:
+        return pool.run(run, limit_s=limit_s)
+    except RanksFailed as failed:
+        return [Outcome(None, crash=_in_short(failed), message=str(failed))] * pool.size
+
+
+def _in_short(failed: RanksFailed) -> str:
+    one = failed.culprits[0]
+    return f"rank {one.rank} {one.kind}" + (f" of {one.signal}" if one.signal else "")
 
 
 def _line(found: Row) -> str:
@@ -141,8 +146,8 @@ def _number(value: int | None) -> str:
     return "–" if value is None else str(value)
 
 
-def _closing(rows: Sequence[Row], modes: Sequence[str]) -> Iterator[str]:
-    """Every problem, then one line for each mode."""
+def _closing(rows: Sequence[Row]) -> Iterator[str]:
+    """Every problem."""
     for found in rows:
         if found.eager_failure:
             yield f"{found.case} at {found.cap}, eager DDP itself failed: {found.eager_failure}"
@@ -151,11 +156,10 @@ def _closing(rows: Sequence[Row], modes: Sequence[str]) -> Iterator[str]:
     silent = sorted({found.case for found in rows if found.eager is not None and not found.flops})
     if silent:
         yield f"no FLOP is counted in the backward of {', '.join(silent)}: the ratio is 1 by definition"
-    yield from (summary(rows, mode) for mode in modes)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.alignment", description=__doc__)
+    parser = parser_of("benchmarks.alignment", __doc__)
     names = partial(str.split, sep=",")
     parser.add_argument("--cases", type=names, help="names or package.module:name (default: the corpus)")
     parser.add_argument("--caps", type=_caps, default=_caps(CAPS), help=f"MiB, default, own ({CAPS})")
@@ -167,7 +171,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--nproc", type=int, default=1, choices=range(1, 9), help="ranks (1)")
     parser.add_argument("--jobs", type=int, default=2, help="processes at once (2)")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for one run (300)")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
     return parser
 
 

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.alignment_run import Buckets, Outcome
-from benchmarks.lanes import Lost
+from benchmarks.report import Grid, Section, at_least, at_most, ends, number
 from ddpopt.gate.overlap import Measurement, ratio_to_eager
 
 ASKED = 0.98
-JUDGED = frozenset({"split", "inline"})
+JUDGED = ("split", "inline")
 """Modes that are ddpopt's own."""
 
 
@@ -62,7 +62,7 @@ class Row:
     cells: Mapping[str, Cell]
 
 
-def row(case: str, cap: str, answers: Mapping[str, Sequence[Outcome | Lost]]) -> Row:
+def row(case: str, cap: str, answers: Mapping[str, Sequence[Outcome]]) -> Row:
     """Judge one case at one cap.
 
     Args:
@@ -74,7 +74,7 @@ def row(case: str, cap: str, answers: Mapping[str, Sequence[Outcome | Lost]]) ->
         The row; where eager itself failed, every other mode has a problem that says so.
     """
     failure = ": ".join(part for part in _crash(answers["eager"]) if part)
-    eager = [None if failure else _measurement(answer) for answer in answers["eager"]]
+    eager = [None if failure else answer.measured for answer in answers["eager"]]
     cells = {mode: _cell(mode, found, eager) for mode, found in answers.items() if mode != "eager"}
     first = eager[0]
     return Row(case, cap, first.potential if first else None, failure, first.flops if first else 0, cells)
@@ -105,32 +105,49 @@ def difference(planned: Buckets | None, iterations: Sequence[Buckets]) -> str:
     return ""
 
 
-def summary(rows: Sequence[Row], mode: str) -> str:
-    """One line on a mode over all rows: smallest and mean ratio, how many are enough, crashes."""
-    cells = [row.cells[mode] for row in rows]
-    ratios = [cell.ratio for cell in cells if cell.ratio is not None]
-    crashes = sum(bool(cell.crash) for cell in cells)
-    failing = sum(bool(cell.problems) for cell in cells)
-    kept = sum(ratio >= ASKED for ratio in ratios)
-    spread = f"min {min(ratios):.3f}, mean {statistics.fmean(ratios):.3f}" if ratios else "no figure"
-    judged = f", {failing} failing" if mode in JUDGED else ""
-    return f"{mode}: {spread}, {kept} of {len(cells)} at least {ASKED}, {crashes} crashed{judged}"
+def section(rows: Sequence[Row], facts: Mapping[str, str]) -> Section:
+    """What was asked and found.
+
+    Args:
+        rows: of all cases and caps.
+        facts: the conditions.
+    """
+    modes = list(dict.fromkeys(mode for row in rows for mode in row.cells))
+    cells = {mode: [row.cells[mode] for row in rows] for mode in modes}
+    claims, where = [], f"{len(rows)} runs"
+    for mode in JUDGED:
+        found = _potentials(cells.get(mode, ()))
+        failing = sum(bool(cell.problems) for cell in cells[mode]) if mode in cells else None
+        what = f"{mode}: lowest overlap potential"
+        claims.append(at_least(where, what, min(found, default=None), ASKED, spread=ends(found)))
+        claims.append(at_most(where, f"{mode}: runs that fail", failing, 0, limit=0))
+    columns = ("mode", "mean", "lowest", f"at least {ASKED:g}", "runs that crash")
+    grid_rows = tuple((mode, *_cells_of(cells[mode])) for mode in modes)
+    grid = Grid(f"Overlap potential to eager DDP's, {len(rows)} runs", columns, grid_rows)
+    return Section("alignment", facts, tuple(claims), (grid,))
+
+
+def _potentials(cells: Sequence[Cell]) -> list[float]:
+    return [cell.ratio for cell in cells if cell.ratio is not None]
+
+
+def _cells_of(cells: Sequence[Cell]) -> tuple[str, str, str, str]:
+    found = _potentials(cells)
+    kept = sum(value >= ASKED for value in found)
+    crashed = sum(bool(cell.crash) for cell in cells)
+    mean = number(statistics.fmean(found) if found else None)
+    return mean, number(min(found, default=None)), f"{kept} of {len(cells)}", str(crashed)
 
 
 def _names(buckets: Buckets, index: int) -> str:
     return " ".join(buckets[index]) if index < len(buckets) else "none"
 
 
-def _measurement(answer: Outcome | Lost) -> Measurement | None:
-    return answer.measured if isinstance(answer, Outcome) else None
-
-
-def _cell(mode: str, answers: Sequence[Outcome | Lost], eager: Sequence[Measurement | None]) -> Cell:
+def _cell(mode: str, answers: Sequence[Outcome], eager: Sequence[Measurement | None]) -> Cell:
     crash, message = _crash(answers)
-    outcomes = [answer for answer in answers if isinstance(answer, Outcome)]
-    ratios = [] if crash else _ratios(outcomes, eager)
-    first = outcomes[0] if outcomes else Outcome(None)
-    problems = (f"crash: {crash}: {message}",) if crash else tuple(_problems(ratios, outcomes))
+    ratios = [] if crash else _ratios(answers, eager)
+    first = answers[0]
+    problems = (f"crash: {crash}: {message}",) if crash else tuple(_problems(ratios, answers))
     return Cell(
         ratio=min(ratios, default=None),
         segments=first.segments,
@@ -151,11 +168,9 @@ def _ratios(outcomes: Sequence[Outcome], eager: Sequence[Measurement | None]) ->
     ]
 
 
-def _crash(answers: Sequence[Outcome | Lost]) -> tuple[str, str]:
+def _crash(answers: Sequence[Outcome]) -> tuple[str, str]:
     """Kind and message of the first failure among the ranks."""
     for answer in answers:
-        if isinstance(answer, Lost):
-            return answer.reason, answer.detail
         if answer.crash:
             return answer.crash, answer.message
     return "", ""

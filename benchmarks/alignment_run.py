@@ -16,9 +16,9 @@ from torch import fx
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from benchmarks.group import process_group
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.gate.overlap import Measurement, measure
+from ddpopt.ranks.group import Ranks
 from ddpopt.testing import Case, resolve
 
 OWN_CAP = "own"
@@ -49,7 +49,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Run:
-    """One case at one cap in one mode; a picklable job for `benchmarks.lanes`.
+    """One case at one cap in one mode; a task for ranks.
 
     Attributes:
         case: name of a case in the corpus, or a target ``package.module:name``.
@@ -63,20 +63,18 @@ class Run:
     mode: str
     backend: str
 
-    def __call__(self, rank: int, world_size: int, rendezvous: str) -> Outcome:
-        """Run it on this rank, in a process group of its own.
+    def __call__(self, ranks: Ranks) -> Outcome:
+        """Run it on this rank.
 
         Args:
-            rank: rank of this process.
-            world_size: number of ranks.
-            rendezvous: path of a file that does not exist yet, the same on all ranks.
+            ranks: that run it together.
 
         Returns:
             What happened, a crash included.
         """
         case = resolve(self.case)
-        with process_group(rank, world_size, rendezvous), _clean_torch():
-            return self._run(case, rank)
+        with _clean_torch():
+            return self._run(case, ranks.rank)
 
     def _run(self, case: Case, rank: int) -> Outcome:
         try:

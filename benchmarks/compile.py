@@ -21,13 +21,14 @@ any graph, importing and a first compilation of something else, is paid before t
 
 Exit code 1 where ``split``, uncached or cold, is less than 4 times faster than torch's optimizer at 24
 layers, where ``inline`` costs more than 1.05 times one whole graph, where ``split`` grows by more than 1.25
-times from 24 to 48 layers of GPT, or where a warm start compiles anything; 3 where a process fails.
+times from 24 to 48 layers of GPT, or where a warm start of either compiles anything; 3 where a process fails.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import statistics
@@ -38,18 +39,31 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
-from benchmarks import pyperf_file
-from benchmarks.arguments import some_of
 from benchmarks.compile_once import WORKLOADS, Start
-from benchmarks.pyperf_file import add_option, store
-from benchmarks.report import conditions, state, wide_console
+from benchmarks.report import (
+    Claim,
+    Ends,
+    Grid,
+    Section,
+    Timings,
+    at_least,
+    at_most,
+    conditions,
+    ends,
+    finish,
+    number,
+    over,
+    parser_of,
+    show_grid,
+    some_of,
+    state,
+    wide_console,
+)
 from benchmarks.step_modes import EAGER, INLINE, MODES, SPLIT, TORCH, WHOLE
 from ddpopt.errors import InfrastructureError
 
@@ -151,10 +165,10 @@ def measure(settings: Sequence[Setting], repeat: int, done: Callable[[Setting], 
     uncached: dict[Setting, list[Start]] = {setting: [] for setting in settings}
     cold: dict[Setting, list[Start]] = {setting: [] for setting in settings}
     warm: dict[Setting, list[Start]] = {setting: [] for setting in settings}
-    for number in range(repeat):
+    for turn in range(repeat):
         for heat in heats(settings, len(processors)):
             own = processors[: len(heat)]
-            places = dict(zip(heat, own if number % 2 == 0 else reversed(own), strict=True))
+            places = dict(zip(heat, own if turn % 2 == 0 else reversed(own), strict=True))
             for setting, found in _together(places, cached=False).items():
                 uncached[setting].append(found[0])
             for setting, found in _together(places, cached=True).items():
@@ -217,71 +231,81 @@ def ratio(figures: Figures, setting: Setting, mode: str, kind: Kind) -> float | 
     return statistics.median(rounds) if rounds else None
 
 
-def growth(figures: Figures, setting: Setting, kind: Kind) -> float | None:
-    """How much more a start costs than at half the depth; None if that was not measured."""
-    half = figures.get(Setting(setting.model, setting.layers // 2, setting.mode))
-    return None if half is None or setting.layers % 2 else figures[setting].seconds(kind) / half.seconds(kind)
-
-
-def problems(figures: Figures) -> list[str]:
-    """What falls short of what is asked."""
-    found = []
-    for setting, starts in figures.items():
-        where = f"{setting.model}, {setting.layers} layers, {setting.mode}"
+def _claims(figures: Figures) -> Iterator[Claim]:
+    deepest = 2 * ASKED_AT
+    for model in ("gpt", "resnet"):
+        depths = sorted({setting.layers for setting in figures if setting.model == model})
+        where = f"{model}, {ASKED_AT} layers"
+        torchs = Setting(model, ASKED_AT, TORCH)
         for kind in KINDS:
-            found += [f"{where}, {kind}: {what}" for what in _problems_of(figures, setting, kind)]
-        anew = starts.anew
-        if setting.mode in (SPLIT, INLINE) and anew:
-            found.append(f"{where}: a warm start compiled {anew} graphs anew")
-    return found
-
-
-def _problems_of(figures: Figures, setting: Setting, kind: Kind) -> Iterator[str]:
-    to_whole = ratio(figures, setting, WHOLE, kind)
-    torchs = Setting(setting.model, setting.layers, TORCH)
-    faster = ratio(figures, torchs, setting.mode, kind)
-    grown = growth(figures, setting, kind)
-    asked_here = setting.mode == SPLIT and setting.layers == ASKED_AT
-    if asked_here and faster is not None and faster < ASKED_SPLIT:
-        yield f"{faster:.2f} times faster than torch's, asked {ASKED_SPLIT:g}"
-    if setting.mode == INLINE and to_whole is not None and to_whole > ASKED_INLINE:
-        yield f"{to_whole:.3f} times one graph, asked at most {ASKED_INLINE:g}"
-    deep = setting.mode == SPLIT and setting.model == "gpt" and setting.layers == 2 * ASKED_AT
-    if deep and grown is not None and grown > ASKED_GROWTH:
-        yield f"{grown:.2f} times that of half the depth, asked at most {ASKED_GROWTH:g}"
-
-
-def table(figures: Figures) -> Table:
-    """All figures, a row for each setting."""
-    result = Table(title="First three steps, processor seconds: fastest (slowest)")
-    result.add_column("model", no_wrap=True)
-    for title in ("layers", "mode"):
-        result.add_column(title, justify="right")
+            found, spread = _ratio(figures, torchs, SPLIT, kind)
+            what = f"torch's {kind} start to split's"
+            yield at_least(where, what, found, ASKED_SPLIT, spread=spread)
+        for layers, kind in itertools.product(depths or [ASKED_AT], KINDS):
+            inline = Setting(model, layers, INLINE)
+            found, spread = _ratio(figures, inline, WHOLE, kind)
+            where, what = f"{model}, {layers} layers", f"inline's {kind} start to one graph's"
+            yield at_most(where, what, found, ASKED_INLINE, spread=spread, limit=1.0)
+        for mode in (SPLIT, INLINE):
+            anew = _compiled_anew(figures, model, mode)
+            yield at_most(f"{model}, all depths", f"{mode}: compiled in a warm start", anew, 0, limit=0)
+    deep, half = (Setting("gpt", n, SPLIT) for n in (deepest, ASKED_AT))
     for kind in KINDS:
-        for title in (kind, "to torch's", "to one graph", "to half the depth"):
-            result.add_column(title, justify="right")
-    for title in ("compiled", "warm", "compiled anew"):
-        result.add_column(title, justify="right")
-    for setting, starts in figures.items():
-        cells = [setting.model, str(setting.layers), setting.mode]
-        for kind in KINDS:
-            cells += [
-                _seconds(starts.of(kind)),
-                *(_number(ratio(figures, setting, mode, kind)) for mode in (TORCH, WHOLE)),
-                _number(growth(figures, setting, kind)),
-            ]
-        anew = starts.anew
-        result.add_row(*cells, str(starts.cold[0].compiled), _seconds(starts.warm), str(anew))
-    return result
+        found, spread = _growth(figures, deep, half, kind)
+        where, what = f"gpt, {ASKED_AT} to {deepest} layers", f"growth of split's {kind} start"
+        yield at_most(where, what, found, ASKED_GROWTH, spread=spread, limit=1.0)
+
+
+def _ratio(figures: Figures, setting: Setting, mode: str, kind: Kind) -> tuple[float | None, Ends]:
+    """The ratio of starts of a kind to those of another mode, and the ends over all rounds."""
+    rounds = ratios(figures, setting, mode, kind)
+    return ratio(figures, setting, mode, kind), ends(rounds)
+
+
+def _growth(figures: Figures, deep: Setting, half: Setting, kind: Kind) -> tuple[float | None, Ends]:
+    """The ratio of the fastest starts of a kind at two depths, and the ends of the ratios of all rounds."""
+    if deep not in figures or half not in figures:
+        return None, None
+    ours, theirs = figures[deep], figures[half]
+    rounds = over([start.cpu_s for start in ours.of(kind)], [start.cpu_s for start in theirs.of(kind)])
+    return ours.seconds(kind) / theirs.seconds(kind), ends(rounds)
+
+
+def _compiled_anew(figures: Figures, model: str, mode: str) -> int | None:
+    starts = [found for setting, found in figures.items() if (setting.model, setting.mode) == (model, mode)]
+    return max((found.anew for found in starts), default=None)
+
+
+def section(figures: Figures, facts: Mapping[str, str]) -> Section:
+    """What was asked and found.
+
+    Args:
+        figures: all starts.
+        facts: the conditions.
+    """
+    of_kinds = (f"{kind}{what}" for kind in KINDS for what in (", s", " to torch's", " to one graph"))
+    columns = ("model", "layers", "mode", *of_kinds, "warm, s", "warm: anew")
+    rows = tuple(
+        (
+            *(setting.model, str(setting.layers), setting.mode),
+            *(cell for kind in KINDS for cell in _cells(figures, setting, kind)),
+            _seconds(starts.warm),
+            str(starts.anew),
+        )
+        for setting, starts in figures.items()
+    )
+    title = "First three steps, processor seconds, fastest (slowest); graphs that a warm start compiled anew"
+    return Section("compile", facts, tuple(_claims(figures)), (Grid(title, columns, rows),))
+
+
+def _cells(figures: Figures, setting: Setting, kind: Kind) -> tuple[str, ...]:
+    others = (ratio(figures, setting, mode, kind) for mode in (TORCH, WHOLE))
+    return _seconds(figures[setting].of(kind)), *map(number, others)
 
 
 def _seconds(starts: Sequence[Start]) -> str:
     found = sorted(start.cpu_s for start in starts)
     return f"{found[0]:.1f}" + (f" ({found[-1]:.1f})" if len(found) > 1 else "")
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -295,7 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     asked = _parser().parse_args(arguments)
     console = wide_console()
-    facts = {**conditions("benchmarks.compile"), "load before": f"{os.getloadavg()[0]:.2f}"}
+    facts = conditions("benchmarks.compile")
     state(console, facts)
     settings = [
         Setting(model, layers, mode)
@@ -308,20 +332,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InfrastructureError as error:
         console.print(str(error), style="red", markup=False)
         return error.exit_code
-    console.print(table(figures))
-    short = problems(figures)
-    for problem in short:
-        console.print(f"short of what is asked: {problem}", style="red", markup=False)
-    if asked.json:
-        rows = [{**asdict(setting), **asdict(starts)} for setting, starts in figures.items()]
-        document = {"conditions": facts, "starts": rows, "problems": short}
-        asked.json.write_text(json.dumps(document, indent=2) + "\n")
-    if asked.pyperf:
-        store(asked.pyperf, timings_of(figures), facts)
-    return int(bool(short))
+    report = section(figures, facts)
+    show_grid(console, report.grids[0])
+    starts = [{**asdict(setting), **asdict(found)} for setting, found in figures.items()]
+    return finish(console, report, asked, starts, timings_of(figures))
 
 
-def timings_of(figures: Figures) -> pyperf_file.Timings:
+def timings_of(figures: Figures) -> Timings:
     """Processor seconds of all starts, by name: each is a process of its own."""
     return {
         f"{setting.model}, {setting.layers} layers, {setting.mode}, {kind}": [[s.cpu_s] for s in found]
@@ -342,8 +359,7 @@ def _measured(settings: Sequence[Setting], repeat: int, console: Console) -> Fig
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.compile", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_of("benchmarks.compile", __doc__)
     models, modes = ",".join(WORKLOADS), ",".join(COMPILED)
     parser.add_argument(
         "--models", type=partial(some_of, tuple(WORKLOADS)), default=models, help=f"({models})"
@@ -353,8 +369,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--repeat", type=int, default=1, choices=range(1, 100), metavar="N", help="starts of each (1)"
     )
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
-    add_option(parser)
     return parser
 
 

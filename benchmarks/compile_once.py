@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from benchmarks.gpt import GptLike
-from benchmarks.group import single_rank
 from benchmarks.step_modes import SPLIT, TORCH, WHOLE
+from ddpopt.ranks.group import one_rank
 
 STEPS = 3
 _Result = TypeVar("_Result")
@@ -183,7 +183,7 @@ def main() -> None:
     _keep_to(int(processor))
     # Dynamo notes at each compile that it leaves out DDP's profiler range.
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
-    with single_rank():
+    with one_rank():
         _warm_up()
         start = on_one_stack(lambda: first_steps(model, int(layers), mode))
         torch._dynamo.reset()

@@ -12,8 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,57 +102,6 @@ def two_hosts(rate: str) -> Iterator[Network]:
                 yield Network(description, DEVICES, (enter(pids[0]), enter(pids[1])), emulated=True)
                 return
         yield loopback(reason)
-
-
-@contextmanager
-def running(
-    network: Network,
-    commands: Sequence[Sequence[str]],
-    environment: Mapping[str, str],
-    folder: Path,
-    limit_s: float,
-) -> Iterator[list[subprocess.Popen[str]]]:
-    """Run one process on each host, in the folder above this one.
-
-    Args:
-        network: of the hosts.
-        commands: one for each host. It must end when its standard input does, which is when this process is
-            gone.
-        environment: added to this process's own, beside the interface that gloo is to use.
-        folder: each process's standard error goes to a file in it, ``stderr-0`` and ``stderr-1``.
-        limit_s: seconds after which they are ended.
-
-    Yields:
-        The processes, with pipes for input and output; they are ended with the block.
-    """
-    processes: list[subprocess.Popen[str]] = []
-
-    def kill() -> None:
-        for process in processes:
-            process.kill()
-
-    watch = threading.Timer(limit_s, kill)
-    try:
-        for rank, command in enumerate(commands):
-            own = {**os.environ, **environment, "GLOO_SOCKET_IFNAME": network.interfaces[rank]}
-            with (folder / f"stderr-{rank}").open("w") as errors:
-                process = subprocess.Popen(
-                    [*network.prefixes[rank], *command],
-                    cwd=Path(__file__).parents[1],
-                    env=own,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=errors,
-                    text=True,
-                )
-            processes.append(process)
-        watch.start()
-        yield processes
-    finally:
-        watch.cancel()
-        kill()
-        for process in processes:
-            process.communicate()
 
 
 def _missing() -> str | None:

@@ -12,45 +12,102 @@ than the graph that it has to read: the limit is an exponent of 1.
 Each timing has a trace of its own, inside a real Dynamo compile, because an optimizer may change the graph it
 is given and reads the tracing context around it. Optimizers alternate within one process; only ratios count.
 
-Exit code 1 where ddpopt is less than 20 times faster at 200 layers (the largest size of both if 200 is not
-asked for), or where its time grows faster than layers ** 1.2 over all sizes.
+Exit code 1 where ddpopt is less than 20 times faster at 200 layers, where its time grows faster than
+layers ** 1.2 over all sizes, or where it cuts less often than there are layers, for then less was done.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import logging
+import math
+import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 from torch import fx
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks import pyperf_file
 from benchmarks.gpt import GptLike
-from benchmarks.group import single_rank
-from benchmarks.planning_rows import OURS, THEIRS, Timing, Timings, Verdict, judge
-from benchmarks.pyperf_file import add_option, store
-from benchmarks.report import conditions, state, wide_console
+from benchmarks.report import (
+    Grid,
+    Section,
+    Timings,
+    at_least,
+    at_most,
+    conditions,
+    ends,
+    finish,
+    over,
+    parser_of,
+    show_grid,
+    state,
+    wide_console,
+)
 from ddpopt.dynamo.backend import DdpoptBackend
+from ddpopt.ranks.group import one_rank
 
 TOKENS = 8
 SIZES = "12,48,96,200"
 DEEP = "1700"
 
+ASKED_RATIO, ASKED_AT = 20.0, 200
+ASKED_EXPONENT = 1.2
+ASKED_NODES = 50_000
+OURS = "ddpopt"
+THEIRS = "DDPOptimizer"
+
 Compiled = Callable[..., Any]
 Optimize = Callable[[DistributedDataParallel, fx.GraphModule, Sequence[Any]], object]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Repeated timings of one optimizer at one size.
+
+    Attributes:
+        layers: transformer layers of the model.
+        nodes: nodes of its Dynamo graph.
+        segments: pieces the graph was cut into.
+        seconds: one figure for each repetition.
+    """
+
+    layers: int
+    nodes: int
+    segments: int
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The middle of `seconds`."""
+        return statistics.median(self.seconds)
+
+    @property
+    def fastest(self) -> float:
+        """The smallest of `seconds`."""
+        return min(self.seconds)
+
+
+def growth_exponent(sizes: Sequence[int], seconds: Sequence[float]) -> float:
+    """Least-squares slope of log(seconds) over log(size): 1 is linear, 2 quadratic.
+
+    >>> round(growth_exponent([10, 20, 40], [1.0, 4.0, 16.0]), 6)
+    2.0
+    """
+    slope, _ = statistics.linear_regression([math.log(n) for n in sizes], [math.log(s) for s in seconds])
+    return slope
+
+
+Found = Mapping[str, Sequence[Timing]]
+"""By optimizer, one timing for each size, sizes ascending; ddpopt may have more of them."""
 
 
 def do_nothing(gm: fx.GraphModule, _: Sequence[Any]) -> Compiled:
@@ -114,7 +171,7 @@ def _segments(result: object) -> int:
     return len(graph.find_nodes(op="call_module"))
 
 
-def measure_all(sizes: Sequence[int], deep: Sequence[int], repeat: int, console: Console) -> Timings:
+def measure_all(sizes: Sequence[int], deep: Sequence[int], repeat: int, console: Console) -> Found:
     """Time optimizers at all sizes, in rounds, so that a busy minute does not meet one size only.
 
     Args:
@@ -150,6 +207,53 @@ def _gathered(single: Sequence[Timing]) -> Timing:
     return replace(single[0], seconds=tuple(timing.seconds[0] for timing in single))
 
 
+def section(found: Found, facts: Mapping[str, str]) -> Section:
+    """What was asked and found.
+
+    Ratios are of medians, for both optimizers were measured in turn. Growth is fitted to the fastest timings,
+    for sizes were measured in different minutes, and a busy machine only ever adds.
+
+    Args:
+        found: of `OURS` and `THEIRS`; the sizes of the second are among those of the first.
+        facts: the conditions.
+    """
+    ours, theirs = ({timing.layers: timing for timing in found[name]} for name in (OURS, THEIRS))
+    sizes = f"{min(ours)} to {max(ours)} layers"
+    exponent = growth_exponent([*ours], [t.fastest for t in ours.values()]) if len(ours) > 1 else None
+    nodes, rounds = max(t.nodes for t in ours.values()), None
+    if ASKED_AT in ours and ASKED_AT in theirs:
+        rounds = over(theirs[ASKED_AT].seconds, ours[ASKED_AT].seconds)
+    claims = (
+        at_least(
+            f"GPT of {ASKED_AT} layers",
+            "torch's time to ddpopt's",
+            None if rounds is None else statistics.median(rounds),
+            ASKED_RATIO,
+            spread=ends(rounds),
+        ),
+        at_most(sizes, "growth: exponent over layers", exponent, ASKED_EXPONENT, limit=1.0),
+        at_least(sizes, "nodes of the largest graph", nodes if nodes >= ASKED_NODES else None, ASKED_NODES),
+        at_least(sizes, "segments a layer, the fewest", min(t.segments / t.layers for t in ours.values()), 1),
+    )
+    rows = tuple(
+        (str(t.layers), str(t.nodes), _seconds(t), _seconds(theirs.get(t.layers)), _faster(t, theirs))
+        for t in ours.values()
+    )
+    columns = ("layers", "nodes", "ddpopt, s", "torch's DDPOptimizer, s", "times faster")
+    title = "Seconds beside the backend, median (fastest – slowest); times faster, of the medians"
+    return Section("planning", facts, claims, (Grid(title, columns, rows),))
+
+
+def _seconds(timing: Timing | None) -> str:
+    if timing is None:
+        return "–"
+    return f"{timing.median:.3f} ({timing.fastest:.3f} – {max(timing.seconds):.3f})"
+
+
+def _faster(ours: Timing, theirs: Mapping[int, Timing]) -> str:
+    return f"{theirs[ours.layers].median / ours.median:.1f}" if ours.layers in theirs else "–"
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Measure, print, store.
 
@@ -159,64 +263,31 @@ def main(words: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    arguments = _parser().parse_args(words)
+    asked = _parser().parse_args(words)
     console = wide_console()
     facts = conditions("benchmarks.planning")
     state(console, facts)
     # Dynamo notes at each compile that it leaves out DDP's profiler range.
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
-    with single_rank():
-        timings = measure_all(arguments.layers, arguments.deep, arguments.repeat, console)
-    verdict = judge(timings)
-    console.print(_table(timings, verdict))
-    for name, exponent in verdict.exponents.items():
-        console.print(f"{name}: time grows as layers ** {exponent:.2f}", markup=False)
-    for problem in verdict.problems:
-        console.print(f"short of what is asked: {problem}", style="red", markup=False)
-    if arguments.json:
-        figures = {name: [asdict(timing) for timing in found] for name, found in timings.items()}
-        document = {"conditions": facts, "timings": figures, "verdict": asdict(verdict)}
-        arguments.json.write_text(json.dumps(document, indent=2) + "\n")
-    if arguments.pyperf:
-        store(arguments.pyperf, timings_of(timings), facts)
-    return int(bool(verdict.problems))
+    with one_rank():
+        found = measure_all(asked.layers, asked.deep, asked.repeat, console)
+    report = section(found, facts)
+    show_grid(console, report.grids[0])
+    figures = {name: [asdict(timing) for timing in timings] for name, timings in found.items()}
+    return finish(console, report, asked, figures, timings_of(found))
 
 
-def timings_of(timings: Timings) -> pyperf_file.Timings:
+def timings_of(found: Found) -> Timings:
     """All of them, by name: one process took them in turn."""
     return {
         f"{name}, {timing.layers} layers": [timing.seconds]
-        for name, found in timings.items()
-        for timing in found
+        for name, timings in found.items()
+        for timing in timings
     }
 
 
-def _table(timings: Timings, verdict: Verdict) -> Table:
-    table = Table(title="Seconds beside the backend: median (fastest – slowest)")
-    table.add_column("layers", justify="right")
-    table.add_column("nodes", justify="right")
-    for name in timings:
-        table.add_column(name, justify="right")
-        table.add_column("segments", justify="right")
-    table.add_column("times faster", justify="right")
-    theirs = {timing.layers: timing for timing in timings[THEIRS]}
-    for ours in timings[OURS]:
-        cells = (text for timing in (ours, theirs.get(ours.layers)) for text in _cells(timing))
-        ratio = verdict.ratios.get(ours.layers)
-        table.add_row(str(ours.layers), str(ours.nodes), *cells, "–" if ratio is None else f"{ratio:.1f}")
-    return table
-
-
-def _cells(timing: Timing | None) -> tuple[str, str]:
-    return ("–", "–") if timing is None else (_seconds(timing), str(timing.segments))
-
-
-def _seconds(timing: Timing) -> str:
-    return f"{timing.median:.3f} ({timing.fastest:.3f} – {max(timing.seconds):.3f})"
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.planning", description=__doc__)
+    parser = parser_of("benchmarks.planning", __doc__)
     parser.add_argument("--layers", type=_sizes, default=SIZES, help=f"sizes ({SIZES})")
     parser.add_argument(
         "--deep", type=_deep, default=DEEP, help=f"sizes for ddpopt alone, or none ({DEEP}: 50,000 nodes)"
@@ -224,8 +295,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--repeat", type=int, default=3, choices=range(1, 100), metavar="N", help="timings (3)"
     )
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
-    add_option(parser)
     return parser
 
 

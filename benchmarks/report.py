@@ -1,17 +1,202 @@
-"""What every measurement states beside its figures: date, machine, versions, command."""
+"""What a measurement reports: its conditions, what was asked and found, and tables for readers.
+
+Invariant: what `asdict` and JSON made of a section, `section_of` reads back equal. Cells are text already, so
+that a page made from a stored file is the same wherever it is made.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import platform
 import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+import pyperf
 import torch
 from rich.console import Console
+from rich.table import Table
+
+NOT_MEASURED = "not measured"
+CLAIMS = ("where", "figure", "found", "spread", "at the limit", "asked", "held")
+Ends = tuple[float, float] | None
+Timings = Mapping[str, Sequence[Sequence[float]]]
+"""By what was timed: for each process that timed it, its figures in seconds."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One thing that is asked, and what was found.
+
+    Attributes:
+        case: where it is asked, for instance ``"gpt, 24 layers"``.
+        what: the figure, in words; a ratio of two things measured in one run, or a count.
+        found: the figure; None where it was not measured or cannot be judged.
+        spread: its lowest and highest over rounds, or its quartiles; None where it was measured once.
+        limit: what the figure would be at the physical limit; None where there is none.
+        asked: what is asked of it, in words.
+        held: whether it is so; never where nothing was found.
+        remark: why nothing was found; else empty.
+    """
+
+    case: str
+    what: str
+    found: float | None
+    spread: Ends
+    limit: float | None
+    asked: str
+    held: bool
+    remark: str = ""
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The cells of a row under `CLAIMS`."""
+        spread = "–" if self.spread is None else f"{number(self.spread[0])} – {number(self.spread[1])}"
+        held = self.remark or ("yes" if self.held else "no")
+        return (self.case, self.what, number(self.found), spread, number(self.limit), self.asked, held)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table for readers, all cells as text."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Section:
+    """All of one measurement.
+
+    Attributes:
+        name: of the measurement.
+        conditions: machine, versions, command, date; empty if it was not measured.
+        claims: what was asked; also what was not measured, so that no claim is lost.
+        grids: what else it showed.
+    """
+
+    name: str
+    conditions: Mapping[str, str]
+    claims: tuple[Claim, ...]
+    grids: tuple[Grid, ...]
+
+
+def at_most(
+    case: str,
+    what: str,
+    found: float | None,
+    bound: float,
+    *,
+    spread: Ends = None,
+    limit: float | None = None,
+) -> Claim:
+    """A claim that a figure is no larger than a bound.
+
+    >>> at_most("gpt", "inline to one graph", 1.06, 1.05).held
+    False
+    """
+    held = found is not None and found <= bound
+    remark = NOT_MEASURED if found is None else ""
+    return Claim(case, what, found, spread, limit, f"at most {bound:g}", held, remark)
+
+
+def at_least(
+    case: str,
+    what: str,
+    found: float | None,
+    bound: float,
+    *,
+    spread: Ends = None,
+    limit: float | None = None,
+) -> Claim:
+    """A claim that a figure is no smaller than a bound."""
+    held = found is not None and found >= bound
+    remark = NOT_MEASURED if found is None else ""
+    return Claim(case, what, found, spread, limit, f"at least {bound:g}", held, remark)
+
+
+def missing(name: str) -> Section:
+    """The section of a measurement of which there is no file."""
+    claim = Claim("all", "everything", None, None, None, "to be measured", held=False, remark=NOT_MEASURED)
+    return Section(name, {}, (claim,), ())
+
+
+def section_of(document: Mapping[str, Any]) -> Section:
+    """A section from what `asdict` made of it, by way of JSON."""
+    return Section(
+        document["name"],
+        document["conditions"],
+        tuple(_claim_of(claim) for claim in document["claims"]),
+        tuple(
+            Grid(grid["title"], tuple(grid["columns"]), tuple(map(tuple, grid["rows"])))
+            for grid in document["grids"]
+        ),
+    )
+
+
+def _claim_of(fields: Mapping[str, Any]) -> Claim:
+    spread = fields["spread"]
+    return Claim(**{**fields, "spread": None if spread is None else (spread[0], spread[1])})
+
+
+def number(value: float | None) -> str:
+    """A count as it is, a ratio with three digits after the point, a dash for None."""
+    if value is None:
+        return "–"
+    return str(value) if isinstance(value, int) else f"{value:.3f}"
+
+
+def ends(values: Sequence[float] | None) -> Ends:
+    """Lowest and highest; None where there are no two."""
+    return (min(values), max(values)) if values and len(values) > 1 else None
+
+
+def over(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
+    """The ratio of each round."""
+    return [one / other for one, other in zip(numerators, denominators, strict=True)]
+
+
+def some_of(known: Sequence[str], text: str) -> tuple[str, ...]:
+    """Read names on a command line that are separated by commas, each once.
+
+    Args:
+        known: those that there are.
+        text: as it stands on the command line.
+
+    Raises:
+        argparse.ArgumentTypeError: there is none of such a name.
+
+    >>> some_of(("eager", "torch"), "torch,eager,torch")
+    ('torch', 'eager')
+    """
+    names = tuple(dict.fromkeys(text.split(",")))
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"expected some of {', '.join(known)}, got {unknown[0]!r}")
+    return names
+
+
+def parser_of(module: str, about: str | None) -> argparse.ArgumentParser:
+    """A command line with ``--json`` and ``--pyperf``.
+
+    Args:
+        module: that is started.
+        about: its docstring.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--json", type=Path, help="write the tables and all figures to this file")
+    parser.add_argument(
+        "--pyperf", type=Path, metavar="FILE", help="write all timings to this file of pyperf's"
+    )
+    return parser
 
 
 def conditions(module: str) -> dict[str, str]:
@@ -32,6 +217,7 @@ def conditions(module: str) -> dict[str, str]:
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "torch": str(torch.__version__),
+        "load before": f"{os.getloadavg()[0]:.2f}",
     }
 
 
@@ -55,3 +241,67 @@ def state(console: Console, facts: Mapping[str, str]) -> None:
     """Print `conditions`, one a line."""
     for title, value in facts.items():
         console.print(f"{title}: {value}", markup=False, highlight=False)
+
+
+def show_grid(console: Console, grid: Grid) -> None:
+    """Print a table; what is not text stands at the right."""
+    table = Table(title=grid.title)
+    for place, column in enumerate(grid.columns):
+        table.add_column(column, justify="right" if place else "left", no_wrap=not place)
+    for row in grid.rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def show_claims(console: Console, sections: Sequence[Section]) -> None:
+    """Print what was asked and found, a row each."""
+    table = Table(title="Ratios of one run each; what they would be at the physical limit; what is asked")
+    table.add_column("benchmark", no_wrap=True)
+    for title in CLAIMS:
+        table.add_column(title, justify="left" if title in ("where", "figure") else "right")
+    for section in sections:
+        for claim in section.claims:
+            *cells, held = claim.cells
+            table.add_row(section.name, *cells, held if claim.held else f"[red]{held}[/red]")
+    console.print(table)
+
+
+def finish(
+    console: Console, section: Section, asked: argparse.Namespace, figures: object, timings: Timings
+) -> int:
+    """Print the claims, and store what the command line asks for.
+
+    Args:
+        console: where to.
+        section: of the measurement.
+        asked: the command line.
+        figures: all of them, for JSON.
+        timings: for pyperf's file; at least one of each, all above 0.
+
+    Returns:
+        The exit code: 1 where something was measured that is not as asked.
+    """
+    show_claims(console, [section])
+    if asked.json:
+        asked.json.write_text(json.dumps({**asdict(section), "figures": figures}, indent=1) + "\n")
+    if asked.pyperf:
+        store_timings(asked.pyperf, timings, section.conditions)
+    return int(any(claim.found is not None and not claim.held for claim in section.claims))
+
+
+def store_timings(path: Path, timings: Timings, facts: Mapping[str, str]) -> None:
+    """Write timings to a file of pyperf's, so that those of two commits or machines can be compared.
+
+    Args:
+        path: of the file; what was there before is gone.
+        timings: at least one figure of each, all above 0.
+        facts: `conditions`, which are stored with what pyperf finds out by itself.
+    """
+    own = {f"ddpopt_{name.replace(' ', '_')}": value for name, value in facts.items()}
+    suite = pyperf.BenchmarkSuite([
+        pyperf.Benchmark([
+            pyperf.Run([*seconds], metadata={**own, "name": name, "unit": "second"}) for seconds in processes
+        ])
+        for name, processes in timings.items()
+    ])  # fmt: skip
+    suite.dump(str(path), replace=True)

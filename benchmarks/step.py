@@ -8,10 +8,10 @@ Two ranks of one thread each train a model on two emulated hosts (`benchmarks.ne
 - ``split``, ``inline``: ``ddpopt.compile`` with this strategy.
 
 All modes take turns in one run, a few steps each round, so that a busy minute meets all of them. Ratios are
-of the fastest steps, for whatever else the machine does only ever adds. The compile time is that of the first
-three steps, with every cache off. *Exposed* is the share of all-reduce time that no computing hides, the
-median of some steps under torch's profiler (`benchmarks.step_trace.exposed_share`); *peak* is the most memory
-that a step holds at once, over what is held before it: weights and buckets.
+of the fastest steps, for whatever else the machine does only ever adds. *Exposed* is the share of all-reduce
+time that no computing hides, the median of some steps under torch's profiler
+(`benchmarks.step_trace.exposed_share`); *peak* is the most memory that a step holds at once, over what is
+held before it: weights and buckets.
 
 The *physical limit* of a step is put together from parts that are measured alone, in the same rounds and as
 often as a step; again the fastest count:
@@ -39,73 +39,49 @@ this is judged without an emulated link: over loopback sending costs as much of 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks import pyperf_file
-from benchmarks.arguments import some_of
-from benchmarks.devices import CPU, CUDA, DEVICES, description, group_backend, require
-from benchmarks.network import Network, loopback, running, two_hosts
-from benchmarks.pyperf_file import add_option, store
-from benchmarks.report import conditions, state, wide_console
-from benchmarks.step_figures import Figures, Job, figures_of
+from benchmarks.devices import CPU, DEVICES, WORLD_SIZE, description, group_backend, require
+from benchmarks.network import Network, loopback, two_hosts
+from benchmarks.report import (
+    Timings,
+    conditions,
+    finish,
+    parser_of,
+    show_grid,
+    some_of,
+    state,
+    wide_console,
+)
 from benchmarks.step_modes import EAGER, MODES, WHOLE
-from benchmarks.step_rows import asked_of, fastest_parts, limit, problems, rows
-from benchmarks.step_table import parts_line, table
+from benchmarks.step_rank import Figures, Job, run
+from benchmarks.step_rows import RATES, Measured, grid, parts_line, section
 from benchmarks.step_workloads import WORKLOADS
-from benchmarks.timeline import draw
-from ddpopt.errors import DdpoptError, InfrastructureError
+from ddpopt.errors import DdpoptError
+from ddpopt.ranks.pool import OnEvent, Pool
+from ddpopt.ranks.process import RankProcess
 
 LIMIT_S = 1200.0
-LAST_LINES = 30
+COLLECTIVE_LIMIT_S = 60.0
+ENVIRONMENT = ("OMP_NUM_THREADS=1", "TORCHINDUCTOR_COMPILE_THREADS=1", "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1")
+"""One thread, and no cache of compiled code."""
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The figures of one model over one network."""
-
-    rate: str
-    network: Network
-    figures: Figures
-
-    def problems(self) -> list[str]:
-        """What falls short; nothing where there is no slow network, for then nothing is asked."""
-        name = f"{self.figures.model} at {self.rate}"
-        return problems(name, rows(self.figures)) if self.network.emulated else []
-
-    def document(self) -> dict[str, Any]:
-        """All of it, for JSON."""
-        found, parts = rows(self.figures), fastest_parts(self.figures)
-        asked = asked_of(found) if self.network.emulated else []
-        return {
-            "rate": self.rate,
-            "network": self.network.description,
-            "emulated": self.network.emulated,
-            "model": self.figures.model,
-            "about": WORKLOADS[self.figures.model].about,
-            "limit_s": limit(parts),
-            "parts": parts,
-            "rows": [asdict(row) for row in found],
-            "asked": [{**asdict(one), "asked": one.asked, "held": one.held} for one in asked],
-            "figures": asdict(self.figures),
-        }
-
-
-def measure(job: Job, network: Network, done: Callable[[str], None]) -> Figures:
-    """Have both ranks do a job.
+def measure(job: Job, network: Network, done: OnEvent) -> Figures:
+    """Have both ranks do a job, in processes of their own.
 
     Args:
         job: the same for both.
@@ -118,43 +94,30 @@ def measure(job: Job, network: Network, done: Callable[[str], None]) -> Figures:
     Raises:
         InfrastructureError: a rank failed, or gave no figures within twenty minutes.
     """
-    answers: list[Figures] = []
+    prefixes = [
+        (*words, "env", f"GLOO_SOCKET_IFNAME={interface}", *ENVIRONMENT)
+        for words, interface in zip(network.prefixes, network.interfaces, strict=True)
+    ]
     with tempfile.TemporaryDirectory(prefix="ddpopt-step-") as folder:
-        job = replace(job, rendezvous=f"{folder}/rendezvous")
-        words = (sys.executable, "-m", "benchmarks.step_rank")
-        commands = [(*words, str(rank), json.dumps(asdict(job))) for rank in range(2)]
-        with running(network, commands, rank_environment(folder), Path(folder), LIMIT_S) as processes:
-            output = processes[0].stdout
-            assert output is not None  # a pipe
-            for line in output:
-                answer = json.loads(line)
-                if "figures" in answer:
-                    answers.append(figures_of(answer["figures"]))
-                else:
-                    done(answer["done"])
-            processes[0].wait()
-        if not answers:
-            raise InfrastructureError(f"{job.model}: no figures.\n{_last_words(Path(folder))}")
-    return answers[0]
+        host = partial(serve, str(Path(folder) / "rendezvous"), group_backend(job.device))
+        with Pool(WORLD_SIZE, host=host, prefixes=prefixes) as pool:
+            return pool.run(run, job, limit_s=LIMIT_S, on_event=done)[0]
 
 
-def rank_environment(folder: str) -> dict[str, str]:
-    """What is set for the ranks: one thread, and no cache of compiled code."""
-    return {
-        "OMP_NUM_THREADS": "1",
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
-        "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
-        "TMPDIR": folder,
-    }
+def serve(rendezvous: str, backend: str, process: RankProcess) -> None:
+    """Serve in a group that meets in a file: from another host's network the pool's store is not in reach.
 
+    Args:
+        rendezvous: path of a file that does not exist yet.
+        backend: what sends.
+        process: the rank.
+    """
 
-def _last_words(folder: Path) -> str:
-    words = []
-    for rank, path in enumerate(sorted(folder.glob("stderr-*"))):
-        lines = path.read_text(errors="replace").splitlines()[-LAST_LINES:]
-        words.append(f"rank {rank}:\n" + "\n".join(lines))
-    return "\n".join(words)
+    def joined(_: float) -> AbstractContextManager[Any]:
+        c10d: Any = dist  # torch does not mark its re-exports
+        return process.joined(COLLECTIVE_LIMIT_S, c10d.FileStore(rendezvous, WORLD_SIZE), backend)
+
+    process.serve(joined)
 
 
 @contextmanager
@@ -184,10 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    parser = _parser()
-    asked = parser.parse_args(arguments)
-    if asked.timeline and asked.device == CUDA:
-        parser.error("--timeline: steps are traced with --device cpu only")
+    asked = _parser().parse_args(arguments)
     console = wide_console()
     try:
         require(asked.device)
@@ -196,7 +156,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "threads": "1 a rank, 2 ranks",
             **description(asked.device),
             "rates": ", ".join(asked.rate),
-            "load before": f"{os.getloadavg()[0]:.2f}",
             "backend": asked.backend,
         }
         state(console, facts)
@@ -204,20 +163,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DdpoptError as error:
         console.print(str(error), style="red", markup=False)
         return error.exit_code
-    short = [problem for measured in found for problem in measured.problems()]
-    for problem in short:
-        console.print(f"short of what is asked: {problem}", style="red", markup=False)
-    if asked.json:
-        document = {"conditions": facts, "tables": [measured.document() for measured in found]}
-        asked.json.write_text(json.dumps(document, indent=2) + "\n")
-    if asked.pyperf:
-        store(asked.pyperf, timings_of(found), facts)
-    if asked.timeline:
-        asked.timeline.write_text(_timeline(found[0].figures))
-    return int(bool(short))
+    figures = [{"rate": each.rate, **asdict(each.figures)} for each in found]
+    return finish(console, section(found, facts), asked, figures, timings_of(found))
 
 
-def timings_of(measured: Sequence[Measured]) -> pyperf_file.Timings:
+def timings_of(measured: Sequence[Measured]) -> Timings:
     """All steps, by name: two processes took them together, of each step the longer time."""
     return {
         f"{each.figures.model} at {each.rate}, {mode}": [steps]
@@ -235,7 +185,7 @@ def _measure_all(asked: argparse.Namespace, console: Console) -> list[Measured]:
             name = rate if network.emulated else "no rate"
             for figures in _measure_models(asked, network, console):
                 found.append(Measured(name, network, figures))
-                console.print(table(figures, rows(figures), network.description))
+                show_grid(console, grid(found[-1]))
                 console.print(parts_line(figures), markup=False, highlight=False)
         if not network.emulated:
             console.print("not judged: there is no slow network between the ranks", markup=False)
@@ -249,22 +199,16 @@ def _measure_models(asked: argparse.Namespace, network: Network, console: Consol
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("start", total=len(asked.models) * (compiled + asked.rounds))
 
-        def done(words: str) -> None:
-            progress.update(task, description=words, advance=1)
+        def done(words: object) -> None:
+            progress.update(task, description=str(words), advance=1)
 
         for model in asked.models:
-            job = Job(model, asked.modes, asked.backend, asked.rounds, asked.device, rendezvous="")
+            job = Job(model, asked.modes, asked.backend, asked.rounds, asked.device)
             yield measure(job, network, done)
 
 
-def _timeline(figures: Figures) -> str:
-    about = f"One training step of each mode: {WORKLOADS[figures.model].about}"
-    return draw(about, figures.traces, 1000 * limit(fastest_parts(figures)))
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_of("benchmarks.step", __doc__)
     models, modes = ",".join(WORKLOADS), ",".join(MODES)
     parser.add_argument(
         "--models", type=partial(some_of, tuple(WORKLOADS)), default=models, help=f"({models})"
@@ -275,13 +219,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rounds", type=int, default=8, choices=range(1, 1000), metavar="N", help="turns of each mode (8)"
     )
-    rates = "1gbit,10gbit"
+    rates = ",".join(RATES)
     parser.add_argument(
         "--rate", type=_rates, default=rates, help=f"of the network, a table each, as tc writes it ({rates})"
     )
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
-    add_option(parser)
-    parser.add_argument("--timeline", type=Path, help="draw a step of the first model to this file (SVG)")
     return parser
 
 

@@ -1,80 +1,104 @@
 """One rank's part of `benchmarks.step`: run the modes in turn, the parts of a step, and traced steps.
 
-Started as a process of its own, with a `Job` as JSON in its arguments. Rank 0 writes one line of JSON to its
-standard output for each thing done, and the result last. The process ends when its standard input does, so
-that it never outlives the one that started it.
-
-Invariant: both ranks run the same steps in the same order, and the slower rank's time counts.
+Invariant: both ranks run the same steps in the same order, and the slower rank's time counts. Nothing is sent
+while a part of the computing is measured, and nothing computed while sending is.
 """
 
 from __future__ import annotations
 
 import gc
-import json
-import os
-import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
-from typing import TextIO
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.devices import (
-    CPU,
-    CUDA,
-    WORLD_SIZE,
-    device_of,
-    elapsed_together,
-    group_backend,
-    larger_of_both,
-)
-from benchmarks.group import process_group
-from benchmarks.memory import peak_bytes
-from benchmarks.step_figures import Figures, Job
+from benchmarks.devices import CPU, CUDA, device_of, elapsed, elapsed_together, larger_of_both, now
 from benchmarks.step_modes import EAGER, MODES, TORCH, WHOLE, Mode
-from benchmarks.step_parts import Parts
 from benchmarks.step_trace import Trace, exposed_share, record
 from benchmarks.step_workloads import WORKLOADS
+from ddpopt.ddp.reducer_buckets import running_buckets
+from ddpopt.ranks.group import Ranks
 
 STEPS_TO_COMPILE = 3
 STEPS_A_TURN = 2
 
 
-def compile_seconds(mode: Mode) -> float:
-    """Time for the first steps, from empty caches."""
-    from torch._inductor.utils import fresh_cache  # imports Inductor, which not every backend needs
+@dataclass(frozen=True)
+class Job:
+    """What both ranks are to do.
 
-    with fresh_cache():
+    Attributes:
+        model: a key of `benchmarks.step_workloads.WORKLOADS`.
+        modes: some of `benchmarks.step_modes.MODES`.
+        backend: name of a Dynamo backend.
+        rounds: how often each mode has its turn.
+        device: one of `benchmarks.devices.DEVICES`.
+    """
 
-        def first_steps() -> None:
-            for _ in range(STEPS_TO_COMPILE):
-                mode.step()
+    model: str
+    modes: tuple[str, ...]
+    backend: str
+    rounds: int
+    device: str
 
-        return elapsed_together(first_steps, mode.device)
+
+@dataclass(frozen=True)
+class Figures:
+    """What was measured of one model; of both ranks the larger figure each.
+
+    Attributes:
+        model: its name.
+        bucket_bytes: sizes of eager DDP's buckets, in their order.
+        graphs: by mode, how many graphs its backend was given; only of modes that torch compiles.
+        steps_s: by mode, two steps for each round.
+        parts: what `Parts.measure` gives, as often.
+        exposed: by mode, the exposed share of each traced step; empty where steps cannot be traced.
+        peak_bytes: by mode, the most that a step holds at once, over what is held before it.
+    """
+
+    model: str
+    bucket_bytes: list[int]
+    graphs: dict[str, int]
+    steps_s: dict[str, list[float]]
+    parts: dict[str, list[float]]
+    exposed: dict[str, list[float]]
+    peak_bytes: dict[str, int]
 
 
-def run(job: Job, device: torch.device, tell: Callable[[str], None]) -> Figures:
-    """Measure all modes.
+def run(ranks: Ranks, job: Job) -> Figures:
+    """Measure all modes; a task for both ranks.
 
     Args:
+        ranks: both; rank 0 emits a few words when something is done.
         job: what to do.
-        device: of this rank.
-        tell: called with a few words when something is done.
 
     Returns:
-        All figures, the same on both ranks; the traces are this rank's own.
+        All figures, the same on both ranks.
     """
+    torch.set_num_threads(1)
+    device = device_of(job.device, ranks.rank)
+    if device.type == CUDA:
+        torch.cuda.set_device(device)
+    try:
+        return _measured(job, device, ranks.emit)
+    finally:
+        torch._dynamo.reset()
+        gc.collect()  # reducers go before their process group
+
+
+def _measured(job: Job, device: torch.device, tell: Callable[[str], None]) -> Figures:
     _warm_up(job.backend, device)
     # the parts of a step are measured in two modes, whether or not those are asked for
     names = [name for name in MODES if name in (*job.modes, EAGER, WHOLE)]
     modes = {name: Mode(name, WORKLOADS[job.model], job.backend, device) for name in names}
-    first: dict[str, float] = {}
     for name, mode in modes.items():
-        first[name] = larger_of_both([compile_seconds(mode)], device)[0]
+        for _ in range(STEPS_TO_COMPILE):
+            mode.step()
         tell(f"{job.model}: {name} compiled")
     parts = Parts(modes[WHOLE], modes[EAGER])
     asked = {name: modes[name] for name in job.modes}
@@ -88,12 +112,10 @@ def run(job: Job, device: torch.device, tell: Callable[[str], None]) -> Figures:
         model=job.model,
         bucket_bytes=[buffer.numel() * buffer.element_size() for buffer in parts.buffers],
         graphs={name: mode.counted.graphs for name, mode in asked.items() if name in (WHOLE, TORCH)},
-        first_steps_s={name: first[name] for name in asked},
         steps_s={name: larger_of_both(values, device) for name, values in steps.items()},
         parts={key: larger_of_both([values[key] for values in measured], device) for key in measured[0]},
         exposed={name: larger_of_both(values, device) for name, values in shares.items()},
         peak_bytes={name: int(larger_of_both([peak], device)[0]) for name, peak in peaks.items()},
-        traces={name: min(found, key=lambda trace: trace.update[1]) for name, found in traces.items()},
     )
 
 
@@ -149,46 +171,105 @@ def _collector_at_rest() -> Iterator[None]:
         gc.enable()
 
 
-def _end_with_parent() -> None:
-    """End this process when its standard input ends."""
+class Parts:
+    """Measures the parts.
 
-    def watch() -> None:
-        os.read(0, 1)
-        os._exit(1)
+    Args:
+        whole: computes; its graph is compiled whole, and no gradient is sent.
+        eager: tells when in backward the first bucket is complete.
 
-    threading.Thread(target=watch, daemon=True).start()
+    Attributes:
+        buffers: as much as each of eager's buckets, in their order.
+    """
+
+    def __init__(self, whole: Mode, eager: Mode) -> None:
+        self._whole = whole
+        self._eager = eager
+        buckets = running_buckets(eager.ddp)
+        self.buffers = [torch.zeros(bucket.numel, device=eager.device) for bucket in buckets]
+        parameters = dict(eager.ddp.module.named_parameters())
+        self._first_bucket = [parameters[name] for name in buckets[0].params]
+
+    def measure(self) -> dict[str, float]:
+        """Measure each once.
+
+        Returns:
+            Seconds of ``forward``, ``backward``, ``update``, ``comm`` and ``last_bucket``; and
+            ``first_bucket``, the share of the backward after which the first bucket is complete.
+        """
+        device = self._whole.device
+        return {
+            **self._compute(),
+            "first_bucket": self._share_until_first_bucket(),
+            "comm": elapsed_together(lambda: _all_reduce(self.buffers), device),
+            "last_bucket": elapsed_together(lambda: _all_reduce(self.buffers[-1:]), device),
+        }
+
+    def _compute(self) -> dict[str, float]:
+        mode = self._whole
+        phases = {"forward": mode.forward, "backward": mode.backward, "update": mode.update}
+        with mode.ddp.no_sync():
+            mode.step()
+            dist.barrier()
+            return {name: elapsed(phase, mode.device) for name, phase in phases.items()}
+
+    def _share_until_first_bucket(self) -> float:
+        mode = self._eager
+        ready: list[float] = []
+        handles = [
+            parameter.register_post_accumulate_grad_hook(lambda _: ready.append(now(mode.device)))
+            for parameter in self._first_bucket
+        ]
+        with mode.ddp.no_sync():
+            mode.forward()
+            start = now(mode.device)
+            backward_s = elapsed(mode.backward, mode.device)
+            mode.update()
+        for handle in handles:
+            handle.remove()
+        return (max(ready) - start) / backward_s
 
 
-def _own_output() -> TextIO:
-    """The standard output, for this module alone; what others write goes to the standard error."""
-    channel = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    return channel
+def _all_reduce(buffers: Sequence[Tensor]) -> None:
+    """All at once and in order, as DDP launches them."""
+    launched = [dist.all_reduce(buffer, async_op=True) for buffer in buffers]
+    for work in launched:
+        work.wait()
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Do the job in the arguments."""
-    rank, fields = int(arguments[0]), json.loads(arguments[1])
-    job = Job(**{**fields, "modes": tuple(fields["modes"])})
-    output = _own_output()
-    _end_with_parent()
-    torch.set_num_threads(1)
-    device = device_of(job.device, rank)
-    if device.type == CUDA:
-        torch.cuda.set_device(device)
+def peak_of(changes: Iterable[int]) -> int:
+    """The highest sum on the way, at least 0.
 
-    def tell(words: str) -> None:
-        if rank == 0:
-            output.write(json.dumps({"done": words}) + "\n")
+    Args:
+        changes: bytes allocated (above 0) and freed (below 0), in the order of time.
 
-    with process_group(rank, WORLD_SIZE, job.rendezvous, group_backend(job.device)):
-        figures = run(job, device, tell)
-        dist.barrier()
-        torch._dynamo.reset()
-        gc.collect()  # reducers go before their process group
-    if rank == 0:
-        output.write(json.dumps({"figures": asdict(figures)}) + "\n")
+    >>> peak_of([100, -40, 70, -130])
+    130
+    """
+    held = peak = 0
+    for change in changes:
+        held += change
+        peak = max(peak, held)
+    return peak
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
+    """The most that `run` holds at once, over what is held before.
+
+    Args:
+        run: called once.
+        device: whose memory counts.
+
+    Returns:
+        Bytes of tensors; what a network library or a compiler holds is not among them.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        return torch.cuda.max_memory_allocated(device) - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
+        run()
+    recorded: Any = profiled.profiler
+    changes = [event for event in recorded.kineto_results.events() if event.name() == "[memory]"]
+    return peak_of(event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns()))

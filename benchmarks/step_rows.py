@@ -1,20 +1,33 @@
-"""Rows of `benchmarks.step`: the figures of one model over one network, held against what is asked.
+"""What `benchmarks.step` reports of one model over one network: its limit, ratios, claims and a table.
 
-Invariant: pure; the same figures give the same rows and the same problems.
+Invariant: pure; the same figures give the same report.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.step_figures import Figures
-from benchmarks.step_modes import EAGER, INLINE, TORCH, WHOLE
+from benchmarks.network import Network
+from benchmarks.report import Claim, Ends, Grid, Section, at_least, at_most, number
+from benchmarks.step_modes import INLINE, TORCH, WHOLE
+from benchmarks.step_rank import Figures
+from benchmarks.step_workloads import MIB, WORKLOADS
 
 ASKED_TO_LIMIT = 1.05
 ASKED_TO_BEST = 1.02
 ASKED_UNSPLIT = 1.15
+RATES = ("1gbit", "10gbit")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The figures of one model over one network; the rate is that of its link."""
+
+    rate: str
+    network: Network
+    figures: Figures
 
 
 @dataclass(frozen=True)
@@ -26,37 +39,31 @@ class Row:
         fastest_s: the fastest step.
         step_s: median over all steps.
         spread_s: first and third quartile over all steps.
-        to_eager: ratio of the fastest step to eager DDP's; None if that was not measured.
-        to_torch: the same to torch's DDPOptimizer.
         to_limit: ratio of the fastest step to the physical limit.
         to_best: ratio of the fastest step to that of the fastest other mode; None if there is no other.
         graphs: how many its backend was given; None for modes that torch does not compile.
         exposed: share of all-reduce time that no computing hides, the median; None if no step was traced.
         peak_bytes: the most that a step holds at once, over what is held before it.
         to_whole_peak: ratio of that to the one graph without an optimizer; None if that was not measured.
-        first_steps_s: the first three steps.
     """
 
     mode: str
     fastest_s: float
     step_s: float
     spread_s: tuple[float, float]
-    to_eager: float | None
-    to_torch: float | None
     to_limit: float
     to_best: float | None
     graphs: int | None
     exposed: float | None
     peak_bytes: int
     to_whole_peak: float | None
-    first_steps_s: float
 
 
 def limit(parts: Mapping[str, float]) -> float:
     """The physical limit of a step; see the top of `benchmarks.step`.
 
     Args:
-        parts: as `benchmarks.step_parts.Parts.measure` gives them.
+        parts: as `benchmarks.step_rank.Parts.measure` gives them.
 
     Returns:
         Seconds.
@@ -78,126 +85,133 @@ def fastest_parts(figures: Figures) -> dict[str, float]:
 
 
 def rows(figures: Figures) -> list[Row]:
-    """One row for each mode.
-
-    Args:
-        figures: of one model.
-
-    Returns:
-        In the order in which the modes were asked for.
-    """
+    """One row for each mode, in the order in which the modes were asked for."""
     fastest = {mode: min(steps) for mode, steps in figures.steps_s.items()}
     limit_s = limit(fastest_parts(figures))
-    return [
-        Row(
+    found = []
+    for mode, steps in figures.steps_s.items():
+        first, _, third = statistics.quantiles(steps, n=4, method="inclusive")
+        best = min((value for name, value in fastest.items() if name != mode), default=None)
+        exposed = figures.exposed.get(mode)
+        row = Row(
             mode=mode,
             fastest_s=fastest[mode],
             step_s=statistics.median(steps),
-            spread_s=_quartiles(steps),
-            to_eager=_ratio(fastest[mode], fastest.get(EAGER)),
-            to_torch=_ratio(fastest[mode], fastest.get(TORCH)),
+            spread_s=(first, third),
             to_limit=fastest[mode] / limit_s,
-            to_best=_ratio(fastest[mode], _fastest_other(fastest, mode)),
+            to_best=None if best is None else fastest[mode] / best,
             graphs=figures.graphs.get(mode),
-            exposed=statistics.median(figures.exposed[mode]) if mode in figures.exposed else None,
+            exposed=None if exposed is None else statistics.median(exposed),
             peak_bytes=figures.peak_bytes[mode],
             to_whole_peak=_ratio(figures.peak_bytes[mode], figures.peak_bytes.get(WHOLE)),
-            first_steps_s=figures.first_steps_s[mode],
         )
-        for mode, steps in figures.steps_s.items()
-    ]
-
-
-def _fastest_other(fastest: Mapping[str, float], mode: str) -> float | None:
-    return min((value for name, value in fastest.items() if name != mode), default=None)
+        found.append(row)
+    return found
 
 
 def _ratio(value: float, other: float | None) -> float | None:
     return None if other is None else value / other
 
 
-def _quartiles(steps: Sequence[float]) -> tuple[float, float]:
-    first, _, third = statistics.quantiles(steps, n=4, method="inclusive")
-    return first, third
-
-
-@dataclass(frozen=True)
-class Asked:
-    """One thing that is asked of ``inline``, and what was found.
-
-    Attributes:
-        what: a ratio, in words.
-        at_least: whether the ratio is to be at least `bound`; else at most.
-        bound: what is asked.
-        found: the ratio.
-        spread: of the ratio, if the first and the third quartile of its numerator were the fastest.
-        possible: the ratio that a step at the physical limit would have.
-    """
-
-    what: str
-    at_least: bool
-    bound: float
-    found: float
-    spread: tuple[float, float]
-    possible: float
-
-    @property
-    def held(self) -> bool:
-        """Whether it is so."""
-        return self.found >= self.bound if self.at_least else self.found <= self.bound
-
-    @property
-    def asked(self) -> str:
-        """What is asked, in words."""
-        return f"at {'least' if self.at_least else 'most'} {self.bound:g}"
-
-
-def asked_of(found: Sequence[Row]) -> list[Asked]:
+def claims(where: str, found: Sequence[Row]) -> Iterator[Claim]:
     """What is asked of one model over one network; nothing if ``inline`` was not measured.
 
-    Args:
-        found: the rows of all modes.
+    That inline is near the limit; that it is about as fast as the fastest other mode; and, where torch's
+    DDPOptimizer compiled one graph, so that it did not split, that inline is faster than it. The spread is
+    what the quartiles of the numerator would give; the limit what a step at the physical limit would.
 
-    Returns:
-        That inline is near the limit; that it is about as fast as the fastest other mode; and, where torch's
-        DDPOptimizer compiled one graph, so that it did not split, that inline is faster than it.
+    Args:
+        where: model and rate.
+        found: the rows of all modes.
     """
     inline = next((row for row in found if row.mode == INLINE), None)
     if inline is None:
-        return []
-    asked = [_at_most("inline to the limit", ASKED_TO_LIMIT, inline, inline.to_limit, 1.0)]
+        return
+    ratio = inline.to_limit
+    spread = _spread(inline, ratio)
+    yield at_most(where, "inline to the limit", ratio, ASKED_TO_LIMIT, spread=spread, limit=1.0)
     if inline.to_best is not None:
-        possible = inline.to_best / inline.to_limit
-        asked.append(_at_most("inline to the best other", ASKED_TO_BEST, inline, inline.to_best, possible))
+        ratio = inline.to_best
+        possible, spread = ratio / inline.to_limit, _spread(inline, ratio)
+        yield at_most(where, "inline to the best other", ratio, ASKED_TO_BEST, spread=spread, limit=possible)
     unsplit = next((row for row in found if row.mode == TORCH and row.graphs == 1), None)
     if unsplit is not None:
-        faster = unsplit.fastest_s / inline.fastest_s
-        spread, possible = _spread(unsplit, faster), faster * inline.to_limit
-        asked.append(Asked("torch's, one graph, to inline", True, ASKED_UNSPLIT, faster, spread, possible))
-    return asked
+        ratio = unsplit.fastest_s / inline.fastest_s
+        possible, spread = ratio * inline.to_limit, _spread(unsplit, ratio)
+        what = "torch's, one graph, to inline"
+        yield at_least(where, what, ratio, ASKED_UNSPLIT, spread=spread, limit=possible)
 
 
-def _at_most(what: str, bound: float, row: Row, ratio: float, possible: float) -> Asked:
-    return Asked(what, False, bound, ratio, _spread(row, ratio), possible)
-
-
-def _spread(row: Row, ratio: float) -> tuple[float, float]:
+def _spread(row: Row, ratio: float) -> Ends:
     first, third = (ratio * quartile / row.fastest_s for quartile in row.spread_s)
     return first, third
 
 
-def problems(model: str, found: Sequence[Row]) -> list[str]:
-    """What falls short of what is asked.
+def section(found: Sequence[Measured], facts: Mapping[str, str]) -> Section:
+    """All models and networks; nothing is asked without a slow network.
 
     Args:
-        model: its name.
-        found: the rows of all modes.
-
-    Returns:
-        A line for each; with what a step at the physical limit would come to.
+        found: what was measured.
+        facts: the conditions.
     """
-    return [
-        f"{model}: {asked.what} is {asked.found:.3f}, asked {asked.asked} (at the limit {asked.possible:.3f})"
-        for asked in asked_of(found)
-        if not asked.held
+    judged = [each for each in found if each.network.emulated and INLINE in each.figures.steps_s]
+    names = [f"{each.figures.model} at {each.rate}" for each in judged]
+    asked = [
+        claim for name, each in zip(names, judged, strict=True) for claim in claims(name, rows(each.figures))
     ]
+    asked += [
+        at_most(name, "inline to the limit", None, ASKED_TO_LIMIT)
+        for name in (f"{model} at {rate}" for rate in RATES for model in WORKLOADS)
+        if name not in names
+    ]
+    return Section("step", facts, tuple(asked), tuple(map(grid, found)))
+
+
+def grid(measured: Measured) -> Grid:
+    """The table of one model over one network."""
+    figures = measured.figures
+    columns = ("mode", "fastest step, ms", "median (quartiles)", "to the limit", "exposed", "peak, MiB")
+    limit_ms = milliseconds(limit(fastest_parts(figures)))
+    return Grid(
+        f"{WORKLOADS[figures.model].about}; {measured.network.description}; physical limit {limit_ms} ms",
+        (*columns, "to whole's"),
+        tuple(
+            (
+                row.mode + ("" if row.graphs is None else f" (graphs: {row.graphs})"),
+                milliseconds(row.fastest_s),
+                f"{milliseconds(row.step_s)} ({'–'.join(map(milliseconds, row.spread_s))})",
+                number(row.to_limit),
+                percent(row.exposed),
+                f"{row.peak_bytes / MIB:.1f}",
+                number(row.to_whole_peak),
+            )
+            for row in rows(figures)
+        ),
+    )
+
+
+def parts_line(figures: Figures) -> str:
+    """The limit and its parts, in words."""
+    parts = fastest_parts(figures)
+    sent = sum(figures.bucket_bytes) / MIB
+    return (
+        f"physical limit {milliseconds(limit(parts))} ms: forward {milliseconds(parts['forward'])}, "
+        f"backward {milliseconds(parts['backward'])}, "
+        f"first bucket after {percent(parts['first_bucket'])} of it, "
+        f"all-reduce of {sent:.1f} MiB in {len(figures.bucket_bytes)} buckets {milliseconds(parts['comm'])}, "
+        f"of the last one {milliseconds(parts['last_bucket'])}, update {milliseconds(parts['update'])}"
+    )
+
+
+def milliseconds(value_s: float) -> str:
+    """Seconds as whole milliseconds."""
+    return f"{1000 * value_s:.0f}"
+
+
+def percent(share: float | None) -> str:
+    """A share, or a dash where there is none.
+
+    >>> percent(0.256)
+    '26 %'
+    """
+    return "–" if share is None else f"{100 * share:.0f} %"

@@ -5,7 +5,7 @@ ratios measured in one run each, with their spread and with what they would be a
 is the lowest and the highest over rounds; for step times it is the quartiles.
 
 ``--store NAME`` keeps the summary, without the single timings, as ``summary-NAME.json`` in the same folder,
-which the repository keeps; what was not measured anew stays there as it is, with the conditions that it was
+which the repository keeps; what was not measured again stays there as it is, with the conditions that it was
 measured in. docs/benchmarks.md is an extract of them.
 
 Exit code 0: all that is asked held; 1: something did not, or was not measured; 2: a file cannot be read.
@@ -21,17 +21,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.table import Table
-
-from benchmarks.report import wide_console
-from benchmarks.summary_readers import READERS
-from benchmarks.summary_sections import Claim, Section, missing, sections_of
+from benchmarks.report import Section, missing, section_of, show_claims, wide_console
 from ddpopt.errors import UsageError
 
+MEASUREMENTS = ("planning", "compile", "step", "alignment")
+"""Their modules, and their files."""
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
-CLAIMS = ("where", "figure", "found", "spread", "at the limit", "asked", "held")
 
 
 def read(results: Path, kept: Sequence[Section] = ()) -> tuple[Section, ...]:
@@ -49,7 +46,7 @@ def read(results: Path, kept: Sequence[Section] = ()) -> tuple[Section, ...]:
     """
     earlier = {section.name: section for section in kept}
     return tuple(
-        _section(results / f"{name}.json", name, earlier.get(name, missing(name))) for name in READERS
+        _section(results / f"{name}.json", name, earlier.get(name, missing(name))) for name in MEASUREMENTS
     )
 
 
@@ -57,7 +54,7 @@ def _section(path: Path, name: str, earlier: Section) -> Section:
     if not path.exists():
         return earlier
     try:
-        return READERS[name](json.loads(path.read_text(encoding="utf-8")))
+        return section_of(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"{path}: expected what `python -m benchmarks.{name} --json` writes, got "
@@ -68,37 +65,11 @@ def _section(path: Path, name: str, earlier: Section) -> Section:
 def stored(results: Path) -> dict[str, tuple[Section, ...]]:
     """The summaries that a folder keeps, by name and in the order of their names."""
     return {
-        path.stem.removeprefix("summary-"): sections_of(json.loads(path.read_text(encoding="utf-8")))
+        path.stem.removeprefix("summary-"): tuple(
+            map(section_of, json.loads(path.read_text(encoding="utf-8")))
+        )
         for path in sorted(results.glob("summary-*.json"))
     }
-
-
-def claim_cells(claim: Claim) -> tuple[str, ...]:
-    """A claim as the cells of a row under `CLAIMS`."""
-    spread = "–" if claim.spread is None else f"{_number(claim.spread[0])} – {_number(claim.spread[1])}"
-    held = claim.remark or ("yes" if claim.held else "no")
-    return (claim.case, claim.what, _number(claim.found), spread, _number(claim.limit), claim.asked, held)
-
-
-def _number(value: float | None) -> str:
-    """A count as it is, a ratio with three decimals."""
-    if value is None:
-        return "–"
-    return str(value) if isinstance(value, int) else f"{value:.3f}"
-
-
-def table(sections: Sequence[Section]) -> Table:
-    """All claims, a row each."""
-    result = Table(title="Ratios of one run each; what they would be at the physical limit; what is asked")
-    result.add_column("benchmark", no_wrap=True)
-    for title in CLAIMS:
-        result.add_column(title, justify="left" if title in ("where", "figure") else "right")
-    for section in sections:
-        for claim in section.claims:
-            cells = claim_cells(claim)
-            held = cells[-1] if claim.held else f"[red]{cells[-1]}[/red]"
-            result.add_row(section.name, *cells[:-1], held)
-    return result
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -114,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = wide_console()
     try:
         sections = read(asked.results, stored(asked.results).get(asked.store, ()))
-        console.print(table(sections))
+        show_claims(console, sections)
         if asked.store:
             text = json.dumps([asdict(section) for section in sections], indent=1, ensure_ascii=False)
             (asked.results / f"summary-{asked.store}.json").write_text(text + "\n", encoding="utf-8")

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from ddpopt.testing.rank_environment import environment_of_no_rank
+from ddpopt.ranks.environment import environment_of_no_rank
 
 NOTHING_SET: Mapping[str, str] = {}
 MODELS = """

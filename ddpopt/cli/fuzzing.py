@@ -139,13 +139,12 @@ def fuzz(  # one for each option of the command line
     from ddpopt.fuzz.cases import write_whole
     from ddpopt.fuzz.journal import Journal
     from ddpopt.fuzz.text import fuzz_text
-    from ddpopt.fuzz.workers import PATIENCE
     from ddpopt.testing.drawn import known_features
 
     # one folder for each process, where several run together
     shards = int(os.environ.get("WORLD_SIZE") or os.environ.get("PYTEST_XDIST_WORKER_COUNT") or 1)
     folder = Path(out) / f"shard-{plan.shard}" if shards > 1 else Path(out)
-    limits = Limits(None if minutes is None else minutes * 60, examples, timeout_s / PATIENCE)
+    limits = Limits(None if minutes is None else minutes * 60, examples, timeout_s)
     with Journal(folder, plan) as journal:
         campaign = Campaign(journal, plan, limits, open_database(database))
         with StatusLine("starting workers") as line:
@@ -201,7 +200,6 @@ def minimize(  # one for each option of the command line
     from ddpopt.fuzz.cases import FoundCase, write_whole
     from ddpopt.fuzz.minimize import minimized
     from ddpopt.fuzz.text import minimized_text, searching_line
-    from ddpopt.fuzz.workers import PATIENCE
 
     case = FoundCase.read(Path(file))
     script = Path(out) if out is not None else Path(file).with_suffix(".small.py")
@@ -210,7 +208,7 @@ def minimize(  # one for each option of the command line
     small = script.with_suffix(".json")
     if small.absolute() == Path(file).absolute():
         raise UsageError(f"--out: {out!r} would put the small case in place of {file!r}; name another file")
-    seconds, limit_s = None if minutes is None else minutes * 60, timeout_s / PATIENCE
+    seconds, limit_s = None if minutes is None else minutes * 60, timeout_s
     with StatusLine(f"looking for a smaller model: {case.signature}") as line, Asking(limit_s) as ask:
         result = minimized(
             case,

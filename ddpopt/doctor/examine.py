@@ -26,7 +26,7 @@ from ddpopt.explanation.result import Explanation
 from ddpopt.explanation.tables import MIB, names
 from ddpopt.judge.backends import backend_of
 from ddpopt.planning.limits import BucketConfig
-from ddpopt.testing.ranks import one_rank
+from ddpopt.ranks.group import one_rank
 
 USE_DDPOPT = "Compile with ddpopt.compile(ddp) in place of torch.compile(ddp)"
 

@@ -21,7 +21,8 @@ from ddpopt.judge.backends import backend_of
 from ddpopt.judge.modes import mode
 from ddpopt.judge.runner import checked
 from ddpopt.judge.trials import Settings, keep_for_good, quickly
-from ddpopt.ranks.group import Ranks, launch
+from ddpopt.ranks.group import Ranks
+from ddpopt.ranks.pool import launch
 
 CASE_LIMIT_S = 900.0
 RUN_LIMIT_S = 7200.0

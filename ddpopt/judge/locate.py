@@ -33,8 +33,9 @@ from ddpopt.judge.modes import LOCAL, mode
 from ddpopt.judge.trials import STEPS
 from ddpopt.judge.verdict import Location, Rung, Trial
 from ddpopt.ranks.failures import RankFailure, RanksFailed
-from ddpopt.ranks.group import COLLECTIVE_LIMIT_S, Ranks, joined, launch, under_torchrun
+from ddpopt.ranks.group import COLLECTIVE_LIMIT_S, Ranks, joined, under_torchrun
 from ddpopt.ranks.limits import Limits
+from ddpopt.ranks.pool import launch
 
 LIMIT_S = 120.0
 FOR_NARROWING = 0.55

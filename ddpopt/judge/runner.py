@@ -18,11 +18,11 @@ from ddpopt.cases.case import Case, resolve
 from ddpopt.dynamo.backend import find_compiler
 from ddpopt.errors import UsageError
 from ddpopt.explanation.rehearsal import generators_kept
+from ddpopt.judge.attempts import Attempts, Progress, hardware
 from ddpopt.judge.modes import mode, mode_of
 from ddpopt.judge.options import option
 from ddpopt.judge.trials import STEPS, TRIAL_LIMIT_S, Asked, Ended, Settings, Started, run_trials
 from ddpopt.judge.verdict import Trial, Verdict
-from ddpopt.ranks.attempts import Attempts, Progress, hardware
 from ddpopt.ranks.group import COLLECTIVE_LIMIT_S, joined, under_torchrun
 
 RUN_LIMIT_S = 3600.0

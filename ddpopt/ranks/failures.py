@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ddpopt.errors import InfrastructureError
 
@@ -40,16 +40,16 @@ WATCHDOG_SIGN = "Watchdog caught collective operation timeout"
 THREAD = re.compile(r"^(Thread|Current thread) 0x[0-9a-f]+", re.MULTILINE)
 FRAME = re.compile(r'^  File "(?P<path>[^"]*)", line \d+ in (?P<function>.*)$', re.MULTILINE)
 
-NEXT_STEPS = {
+NEXT_STEPS: Mapping[str | int, str] = {
     "SIGKILL": "SIGKILL mostly means that the machine ran out of memory: look for 'Killed process' in dmesg.",
     "SIGSEGV": "It crashed inside native code: run the call above in one process, under a debugger.",
+    0: "Something ended that process before its task returned: look for os._exit.",
 }
 COMPARE = "Compare the collectives in the stacks: every rank must enter the same ones in the same order."
 RAISE_LIMIT = (
     "The innermost call is first in each stack. If it is only slow, raise the limit: of 'ddpopt verify' "
     "--timeout."
 )
-LEFT_EARLY = "Something ended that process before its task returned: look for os._exit."
 
 
 @dataclass(frozen=True)
@@ -117,12 +117,16 @@ class RanksFailed(InfrastructureError):
 
     Attributes:
         failures: of each rank that returned no value, by rank.
+        values: of the others.
         culprits: those that failed of themselves; the others only felt it.
         exit_code: 1 if nothing happened but exceptions, 3 if a rank died or stalled.
         of_time_alone: whether nothing happened but that limits passed.
     """
 
-    def __init__(self, failures: Sequence[RankFailure], size: int) -> None:
+    def __init__(
+        self, failures: Sequence[RankFailure], size: int, values: Mapping[int, Any] | None = None
+    ) -> None:
+        self.values = dict(values or {})
         self.failures = tuple(sorted(failures, key=lambda failure: failure.rank))
         self.culprits = culprits(self.failures)
         only_raised = all(one.kind == "raised" and not one.waits_for_peers for one in self.culprits)
@@ -136,8 +140,7 @@ class RanksFailed(InfrastructureError):
 def _message(failures: Sequence[RankFailure], guilty: Sequence[RankFailure], size: int) -> str:
     others = [failure for failure in failures if failure not in guilty]
     parts = [_headline(failures, guilty, size)]
-    parts += _accounts(guilty, _how)
-    parts += _accounts(others, _how_with_others)
+    parts += _accounts(guilty, guilty=True) + _accounts(others, guilty=False)
     return "\n".join(parts + _advice(guilty))
 
 
@@ -160,11 +163,12 @@ def _ranks(failures: Sequence[RankFailure]) -> str:
     return f"rank{'s' if len(failures) != 1 else ''} {numbers}"
 
 
-def _accounts(failures: Sequence[RankFailure], how: Callable[[RankFailure], str]) -> list[str]:
+def _accounts(failures: Sequence[RankFailure], *, guilty: bool) -> list[str]:
     """What became of ranks; those that have the same to tell tell it together."""
     ranks: dict[str, list[RankFailure]] = {}
     for failure in failures:
-        ranks.setdefault(f"{how(failure)} in {failure.what!r}:\n{_evidence(failure)}", []).append(failure)
+        account = f"{_how(failure, guilty=guilty)} in {failure.what!r}:\n{_evidence(failure)}"
+        ranks.setdefault(account, []).append(failure)
     return [f"{_ranks(group)} {account}" for account, group in ranks.items()]
 
 
@@ -177,34 +181,15 @@ def _evidence(failure: RankFailure) -> str:
     return "\n".join(parts) or "    (no stack, no output)"
 
 
-def _how(failure: RankFailure) -> str:
-    match failure.kind:
-        case "raised":
-            return "raised an exception"
-        case "died":
-            return (
-                f"died of {failure.signal}" if failure.signal else f"ended with exit code {failure.exit_code}"
-            )
-        case "stalled":
-            return "stalled: passed its limit"
-        case "ended":
-            return "kept its peers waiting until it was ended"
-
-
-def _how_with_others(failure: RankFailure) -> str:
-    match failure.kind:
-        case "raised":
-            return "failed with it, by an exception"
-        case "stalled":
-            return "waited for it beyond the limit"
-        case "ended":
-            return "was ended then"
-        case "died":
-            return f"failed with it: {_how(failure)}"
-
-
-def _died_of(failure: RankFailure, signal: str) -> bool:
-    return failure.kind == "died" and failure.signal == signal
+def _how(failure: RankFailure, *, guilty: bool) -> str:
+    died = f"died of {failure.signal}" if failure.signal else f"ended with exit code {failure.exit_code}"
+    of_itself, with_others = {
+        "raised": ("raised an exception", "failed with it, by an exception"),
+        "died": (died, f"failed with it: {died}"),
+        "stalled": ("stalled: passed its limit", "waited for it beyond the limit"),
+        "ended": ("kept its peers waiting until it was ended", "was ended then"),
+    }[failure.kind]
+    return of_itself if guilty else with_others
 
 
 def _quote(text: str, at_most: int) -> str:
@@ -216,11 +201,10 @@ def _quote(text: str, at_most: int) -> str:
 
 
 def _advice(guilty: Sequence[RankFailure]) -> list[str]:
-    advice = [text for signal, text in NEXT_STEPS.items() if any(_died_of(one, signal) for one in guilty)]
+    deaths = [one.signal or one.exit_code for one in guilty if one.kind == "died"]
+    advice = [text for death, text in NEXT_STEPS.items() if death in deaths]
     if any(failure.waits_for_peers for failure in guilty):
-        advice.append(COMPARE)
-    elif any(failure.kind in ("stalled", "ended") for failure in guilty):
-        advice.append(RAISE_LIMIT)
-    elif any(failure.kind == "died" and failure.exit_code == 0 for failure in guilty):
-        advice.append(LEFT_EARLY)
+        return [*advice, COMPARE]
+    if any(failure.kind in ("stalled", "ended") for failure in guilty):
+        return [*advice, RAISE_LIMIT]
     return advice

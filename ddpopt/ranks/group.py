@@ -1,7 +1,7 @@
-"""The ranks that a verification runs on: those of torchrun where there are any, else ranks of its own.
+"""One process's view of its ranks, and the process group in which they meet.
 
-`launch` starts ranks on this machine and brings back what a task returned on each; `joined` takes the ranks
-that exist, on one node or on several. A task sees no difference.
+`joined` takes the ranks that exist, on one node or on several; `ddpopt.ranks.pool` starts some on this
+machine. A task sees no difference.
 
 Invariant: no task waits for good. What passes its limit is ended, with its stacks written.
 """
@@ -26,9 +26,8 @@ import torch.distributed as dist
 from ddpopt.errors import UsageError
 from ddpopt.ranks.exchange import Exchange, default_exchange
 from ddpopt.ranks.limits import Limits
-from ddpopt.ranks.start import launch
 
-__all__ = ["Ranks", "joined", "launch", "under_torchrun"]
+__all__ = ["Ranks", "gpu_for_each_rank", "grouped", "joined", "one_rank", "under_torchrun"]
 
 COLLECTIVE_LIMIT_S = 300.0
 LEAVING_LIMIT_S = 30.0
@@ -111,6 +110,12 @@ def under_torchrun() -> bool:
     return dist.is_torchelastic_launched()
 
 
+def gpu_for_each_rank() -> bool:
+    """Tell whether each rank of this node has a GPU of its own."""
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    return torch.cuda.is_available() and torch.cuda.device_count() >= local_size
+
+
 @contextmanager
 def joined(
     *, on_event: Callable[[object], None] | None = None, timeout_s: float = COLLECTIVE_LIMIT_S
@@ -141,23 +146,80 @@ def joined(
             "expected ranks to join, got neither torchrun's environment nor a default process group. Start "
             "this with 'torchrun --nproc-per-node N', or use launch()."
         )
-    excepthook = sys.excepthook  # which torch replaces for good when it makes a group
-    _make_group(timeout_s)
-    ranks = _view(limits, send, timeout_s)
     # torchrun ends the peers of a rank that failed: they say where they were.
     faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
     try:
-        with _telling_peers(ranks):
-            yield ranks
-    except BaseException:
-        _tell(f"rank {ranks.rank} failed:\n{traceback.format_exc()}")
-        raise
+        with grouped(timeout_s, limits=limits, send=send) as ranks:
+            try:
+                yield ranks
+            except BaseException:
+                _tell(f"rank {ranks.rank} failed:\n{traceback.format_exc()}")
+                raise
     finally:
         faulthandler.unregister(signal.SIGTERM)
+
+
+@contextmanager
+def grouped(
+    timeout_s: float,
+    seat: tuple[Any, int, int] | None = None,
+    *,
+    backend: str | None = None,
+    limits: Limits | None = None,
+    send: Callable[[object], None] = _drop,
+) -> Iterator[Ranks]:
+    """Make the default process group, and destroy it at the end. Each rank must call it.
+
+    Args:
+        timeout_s: limit of each gather and each collective.
+        seat: store, rank and size; by default the environment says.
+        backend: ``"gloo"`` or ``"nccl"``; None for NCCL where each rank of this node has a GPU.
+        limits: told what this process does.
+        send: gets what rank 0 emits.
+
+    Yields:
+        This process's view of the ranks.
+    """
+    backend = backend or ("nccl" if gpu_for_each_rank() else "gloo")
+    if backend == "nccl":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
+    where = {} if seat is None else dict(zip(("store", "rank", "world_size"), seat, strict=True))
+    excepthook = sys.excepthook  # which torch replaces for good when it makes a group
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **where)
+    except BaseException:
+        _forget_failed_group()
+        raise
+    ranks = _view(limits or Limits(announce=_announce), send, timeout_s)
+    try:
+        with _telling_peers(ranks):
+            ranks.gather(None)  # gloo fails on a rank that still connects to one that has left already
+            yield ranks
+    finally:
         sys.excepthook = excepthook
         if dist.is_initialized():
             with ranks.limited(LEAVING_LIMIT_S, "leaving the process group"):
                 dist.destroy_process_group()
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """Make a default process group of this process alone, unless there is one, and destroy what was made."""
+    if dist.is_initialized():
+        yield
+        return
+    c10d: Any = dist  # torch does not mark its re-exports
+    with grouped(COLLECTIVE_LIMIT_S, (c10d.HashStore(), 0, 1), backend="gloo", limits=Limits()):
+        yield
+
+
+def _forget_failed_group() -> None:
+    """Have the next default group named as on the peers: torch also counts a group that it could not make.
+
+    Private in torch 2.11 to 2.13; `destroy_process_group` does the same, but only to a group that was made.
+    """
+    world: Any = dist.distributed_c10d._world
+    world.group_count = 0
 
 
 @contextmanager
@@ -169,15 +231,6 @@ def _telling_peers(ranks: Ranks) -> Iterator[Ranks]:
         with suppress(Exception):  # the store may be gone; what failed first is what counts
             ranks.leave()
         raise
-
-
-def _make_group(timeout_s: float) -> None:
-    local_size, local_rank = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
-    backend = "gloo"
-    if torch.cuda.is_available() and torch.cuda.device_count() >= local_size:
-        backend = "nccl"
-        torch.cuda.set_device(local_rank)
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
 
 
 def _view(limits: Limits, send: Callable[[object], None], timeout_s: float) -> Ranks:

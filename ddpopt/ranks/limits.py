@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from operator import itemgetter
 from typing import IO
 
 __all__ = ["Limits"]
@@ -27,18 +27,8 @@ SOONEST_S = 0.001
 ANNOUNCING_S = 1.0
 
 
-def _no_note(what: str) -> None:
-    """Where nobody asks what a process does."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Limit:
-    end: float
-    file: IO[str] | int
-
-
-_in_force: list[_Limit] = []
-"""Of all `Limits` of this process, because faulthandler has one timer for all of it."""
+_in_force: list[tuple[float, IO[str] | int]] = []
+"""When they end and where stacks go, of all `Limits` of this process: faulthandler has one timer for all."""
 
 
 class Limits:
@@ -47,7 +37,7 @@ class Limits:
     def __init__(
         self,
         file: IO[str] | int = STDERR,
-        note: Callable[[str], None] = _no_note,
+        note: Callable[[str], None] = lambda _: None,
         announce: Callable[[float, str, str], None] | None = None,
         announcing_s: float = ANNOUNCING_S,
     ) -> None:
@@ -86,7 +76,7 @@ class Limits:
         before = self._doing
         self.note(what)
         late_s = 0.0 if self._announce is None else self._announcing_s
-        limit = _Limit(time.monotonic() + seconds + late_s, self._file)
+        limit = (time.monotonic() + seconds + late_s, self._file)
         _in_force.append(limit)
         _set_timer()
         announcing = self._announcing(seconds, what)
@@ -120,6 +110,5 @@ def _end(announce: Callable[[float, str, str], None], seconds: float, what: str)
 def _set_timer() -> None:
     faulthandler.cancel_dump_traceback_later()
     if _in_force:
-        first = min(_in_force, key=lambda limit: limit.end)
-        left_s = max(first.end - time.monotonic(), SOONEST_S)
-        faulthandler.dump_traceback_later(left_s, exit=True, file=first.file)
+        end, file = min(_in_force, key=itemgetter(0))
+        faulthandler.dump_traceback_later(max(end - time.monotonic(), SOONEST_S), exit=True, file=file)

@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["end_marked", "guarded", "marked", "signal_marked"]
+__all__ = ["end_marked", "guarded", "marked"]
 
 POLL_S = 0.02
 GUARD_POLL_S = 0.2
@@ -50,25 +50,6 @@ def _carries(pid: int, mark: str) -> bool:
     return mark.encode() in environment.split(b"\0")
 
 
-def signal_marked(mark: str, number: signal.Signals) -> bool:
-    """Send a signal to all marked processes.
-
-    Args:
-        mark: see `marked`.
-        number: the signal.
-
-    Returns:
-        Whether there was any.
-    """
-    pids = marked(mark)
-    for pid in pids:
-        # Looked at once more: a number that has just become free is not given away again at once.
-        if _carries(pid, mark):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-    return bool(pids)
-
-
 def end_marked(mark: str) -> None:
     """Kill all marked processes, and wait until they are gone.
 
@@ -76,7 +57,12 @@ def end_marked(mark: str) -> None:
         mark: see `marked`.
     """
     deadline = time.monotonic() + GONE_LIMIT_S
-    while signal_marked(mark, signal.SIGKILL) and time.monotonic() < deadline:
+    while (pids := marked(mark)) and time.monotonic() < deadline:
+        for pid in pids:
+            # Looked at once more: a number that has just become free is not given away again at once.
+            if _carries(pid, mark):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         time.sleep(POLL_S)
 
 

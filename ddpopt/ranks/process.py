@@ -1,75 +1,159 @@
-"""What runs in a process that `ddpopt.ranks.group.launch` started: one rank, one task.
+"""What runs in each process of a `ddpopt.ranks.pool.Pool`: one rank, one task after the other.
 
-Invariant: a rank writes down how its task ended before it tears anything down, and it is gone soon after the
-limit of its run, or after the death of the process that launched it, whatever its task does.
+Invariant: a rank says how its task ended before it tears anything down, and it ends when its pool is closed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import os
 import signal
 import sys
 import time
 import traceback
-from datetime import timedelta
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import cached_property, partial
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import IO, TYPE_CHECKING, Any
 
 from ddpopt.errors import UsageError
-from ddpopt.ranks.folder import EventWriter, RankFiles, Start, await_ends, read_start
+from ddpopt.ranks.environment import own_rank, own_size
 from ddpopt.ranks.limits import Limits
 
 if TYPE_CHECKING:
     from ddpopt.ranks.group import Ranks
 
-__all__ = ["main"]
+__all__ = ["Host", "RankProcess", "Task", "main", "pickled", "serve_in_groups"]
 
-# How long a rank that failed stays, so that peers that fail too can say so before they are ended.
-PATIENCE_WITH_PEERS_S = 2.0
-# A collective that a peer never enters ends before the run: its exception passes through the task.
+# A collective that a peer never enters ends before the task: its exception passes through the task.
 COLLECTIVE_SHARE = 0.8
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+Task = tuple[str, float]
+"""The name of a file with a pickled function and its arguments, and the deadline by ``time.monotonic()``."""
+Host = Callable[["RankProcess"], None]
 
 
-def main(folder_name: str) -> None:
-    """Run the task that lies in a folder, as the rank that the environment says; does not return.
+class RankProcess:
+    """This process, as a rank of a pool.
+
+    Attributes:
+        number: of the task that runs.
+    """
+
+    def __init__(self, pipe: Connection[Any, Any], port: int, device: str, stacks: IO[str]) -> None:
+        """Say nothing yet.
+
+        Args:
+            pipe: to the pool.
+            port: of the store that the pool holds.
+            device: ``"cpu"`` or ``"cuda"``.
+            stacks: a file for stacks.
+        """
+        self.number = 0
+        self._pipe = pipe
+        self._port = port
+        self._backend = "nccl" if device == "cuda" else "gloo"
+        self._limits = Limits(stacks, partial(self._say, "doing"))
+
+    @cached_property
+    def store(self) -> Any:
+        """Shared by the ranks and the pool, of which it is on this machine."""
+        import torch.distributed as dist
+
+        c10d: Any = dist  # torch does not mark its re-exports
+        return c10d.TCPStore("127.0.0.1", self._port, is_master=False)
+
+    def serve(self, around: Callable[[float], AbstractContextManager[Any]]) -> None:
+        """Run tasks until the pool is closed.
+
+        Args:
+            around: opened around each task, with the seconds that it has left; gives its first argument.
+        """
+        with contextlib.suppress(EOFError):
+            while True:
+                file, deadline = self._pipe.recv()
+                self.number += 1
+                self._run(Path(file), around(deadline - time.monotonic()))
+
+    def joined(
+        self, timeout_s: float, store: Any = None, backend: str | None = None
+    ) -> AbstractContextManager[Ranks]:
+        """Make a process group for one task.
+
+        Args:
+            timeout_s: of each collective and gather.
+            store: in which its ranks meet; by default `store`.
+            backend: ``"gloo"`` or ``"nccl"``; by default what the pool's device asks for.
+        """
+        from torch.distributed.distributed_c10d import PrefixStore
+
+        from ddpopt.ranks.group import grouped
+
+        self._limits.note("joining the process group")
+        seat = (PrefixStore(f"task/{self.number}", store or self.store), own_rank(), own_size())
+        send = partial(self._say, "event")
+        return grouped(timeout_s, seat, backend=backend or self._backend, limits=self._limits, send=send)
+
+    def _run(self, file: Path, around: AbstractContextManager[Any]) -> None:
+        import cloudpickle
+
+        # The first thing said counts: leaving the group may fail after a task that has returned, or raised.
+        with around as given, self.telling_errors():
+            self._limits.note("loading the task")
+            task, args = cloudpickle.loads(file.read_bytes())
+            self._limits.note("running the task")
+            value = task(given, *args)
+            self._limits.note("sending its value")
+            self._say(
+                "returned", pickled(value, f"a {type(value).__name__}", "Return plain data, or tensors.")
+            )
+
+    @contextlib.contextmanager
+    def telling_errors(self) -> Iterator[None]:
+        """Send the pool the traceback of an exception."""
+        try:
+            yield
+        except BaseException as error:  # sys.exit too: the pool expects a value
+            # Whoever asks this rank to end because a peer is gone hears first what it felt of that.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            self._say("raised", _traceback(error))
+            raise
+
+    def _say(self, kind: str, what: object) -> None:
+        import cloudpickle
+
+        self._pipe.send_bytes(cloudpickle.dumps((kind, what)))
+
+
+def serve_in_groups(process: RankProcess) -> None:
+    """Run each task in a process group of its own."""
+    process.serve(lambda left_s: process.joined(COLLECTIVE_SHARE * max(left_s, 0.0)))
+
+
+def main(pipe: Connection[Any, Any], stacks_name: str) -> None:
+    """Be a rank; does not return.
 
     Args:
-        folder_name: of the launch.
+        pipe: to the pool.
+        stacks_name: of the file for stacks at a fatal signal, at a limit, and at the signal to end.
     """
-    folder = Path(folder_name)
-    start = read_start(folder)
-    _end_with(start.launcher)
-    files = [RankFiles(folder, rank) for rank in range(start.size)]
-    own = files[int(os.environ["RANK"])]
-    own.pid.write_text(str(os.getpid()))
-    limits = _guarded(own)
-    with limits.limited(start.deadline - time.monotonic(), "starting"):
-        try:
-            _run(folder, start, own, limits)
-        except BaseException as error:  # sys.exit too: the launcher expects a value
-            own.write(own.raised, _traceback(error).encode())
-            await_ends(files, PATIENCE_WITH_PEERS_S)
-        _leave(0 if own.returned.exists() else 1)
+    stacks = Path(stacks_name).open("w")  # noqa: SIM115  # C code writes to it, at any moment from now on
+    faulthandler.enable(stacks)
+    faulthandler.register(signal.SIGTERM, stacks, all_threads=True, chain=True)
+    import cloudpickle
 
-
-def _end_with(launcher: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:  # it was gone before
-        os._exit(1)
-
-
-def _guarded(own: RankFiles) -> Limits:
-    """Have stacks written at a fatal signal, at the signal that ends a rank, and at a limit."""
-    # These stay open: what writes to them is C code, at any moment from now on.
-    crashed, ended, stalled = (path.open("w") for path in (own.crashed, own.ended, own.stalled))
-    faulthandler.enable(crashed)
-    faulthandler.register(signal.SIGTERM, ended, all_threads=True, chain=True)
-    return Limits(stalled, own.note)
+    with contextlib.suppress(BaseException):
+        port, device, host = pipe.recv()
+        process = RankProcess(pipe, port, device, stacks)
+        with process.telling_errors():
+            cloudpickle.loads(host)(process)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # a task may have closed it
+            stream.flush()
+    os._exit(0)  # the interpreter's own way out would wait for whatever the threads of a task wait for
 
 
 def _traceback(error: BaseException) -> str:
@@ -80,66 +164,20 @@ def _traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, frames or whole))
 
 
-def _leave(exit_code: int) -> NoReturn:
-    """End this process; the interpreter's own way out would wait for whatever the task's threads wait for."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # the task may have closed it
-            stream.flush()
-    os._exit(exit_code)
+def pickled(value: object, what: str, advice: str) -> bytes:
+    """Pickle something that is to travel between processes.
 
+    Args:
+        value: by cloudpickle.
+        what: it is expected to be.
+        advice: for a user.
 
-def _run(folder: Path, start: Start, own: RankFiles, limits: Limits) -> None:
-    import torch.distributed as dist
-
-    limits.note("joining the process group")
-    ranks = _joined(folder, start, limits)
-    limits.note("loading the task")
-    task, args = _loaded(folder)
-    limits.note("running the task")
-    try:
-        value = task(ranks, *args)
-    except BaseException:
-        # Whoever asks this rank to end because a peer is gone hears first what it felt of that.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        ranks.leave()
-        raise
-    limits.note("sending its value")
-    own.write(own.returned, _dumped(value))
-    limits.note("leaving the process group")
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _joined(folder: Path, start: Start, limits: Limits) -> Ranks:
-    import torch
-    import torch.distributed as dist
-
-    from ddpopt.ranks.exchange import default_exchange
-    from ddpopt.ranks.group import Ranks
-
-    rank, backend, device = int(os.environ["RANK"]), "gloo", torch.device("cpu")
-    if start.device == "cuda":
-        backend, device = "nccl", torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    left_s = max(start.deadline - time.monotonic(), 0.0)
-    dist.init_process_group(backend, timeout=timedelta(seconds=COLLECTIVE_SHARE * left_s))
-    exchange = default_exchange(COLLECTIVE_SHARE * left_s)
-    return Ranks(rank, start.size, device, backend, exchange, limits, EventWriter(folder).send)
-
-
-def _loaded(folder: Path) -> Any:
-    import cloudpickle
-
-    return cloudpickle.loads((folder / "task.pickle").read_bytes())
-
-
-def _dumped(value: object) -> bytes:
+    Raises:
+        UsageError: it cannot be pickled.
+    """
     import cloudpickle
 
     try:
         return bytes(cloudpickle.dumps(value))
     except Exception as error:
-        raise UsageError(
-            f"expected a task whose value can be pickled, got {type(value).__name__}: {error}. "
-            "Return plain data, or tensors."
-        ) from error
+        raise UsageError(f"expected {what} that can be pickled, got {error}. {advice}") from error

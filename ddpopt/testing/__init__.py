@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ddpopt.cases.case import Case, mean_square, resolve, step_seed
+    from ddpopt.ranks.group import Ranks
     from ddpopt.testing.equality import DdpNotEqualError, assert_ddp_equal
-    from ddpopt.testing.ranks import Ranks
 
 __all__ = [
     "Case",
@@ -28,7 +28,7 @@ __all__ = [
 _HOMES = {
     "Case": "cases.case",
     "DdpNotEqualError": "testing.equality",
-    "Ranks": "testing.ranks",
+    "Ranks": "ranks.group",
     "assert_ddp_equal": "testing.equality",
     "mean_square": "cases.case",
     "resolve": "cases.case",

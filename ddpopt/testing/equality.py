@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from ddpopt.cases.case import Call, Case, mean_square
 from ddpopt.errors import UsageError, VerificationError
 from ddpopt.judge.verdict import Verdict
-from ddpopt.testing.ranks import one_rank
+from ddpopt.ranks.group import one_rank
 
 __all__ = ["DdpNotEqualError", "assert_ddp_equal"]
 

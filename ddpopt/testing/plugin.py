@@ -14,27 +14,27 @@ pytest loads this in every run of an environment where ddpopt is installed, also
 do with it; so it does nothing, and imports no torch, until a test is marked.
 """
 
-import os
+from collections.abc import Generator
 from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING
 
 import pytest
 
-from ddpopt.testing.rank_environment import POOL_PORT, launched_ranks, own_rank
-from ddpopt.testing.rank_needs import DIVIDED, LIMIT_S, is_marked, lacking, needs_of, readable_needs
+from ddpopt.ranks.environment import launched_ranks, own_rank
+from ddpopt.testing.needs import DIVIDED, LIMIT_S, is_marked, lacking, needs_of, rank_key, readable_needs
 
 if TYPE_CHECKING:
-    from ddpopt.testing.launched_rank import LaunchedRank
-    from ddpopt.testing.pooled_rank import PooledRank
-    from ddpopt.testing.rank_pools import RankPools
-    from ddpopt.testing.ranks import Ranks
+    from ddpopt.ranks.group import Ranks
+    from ddpopt.testing.launched import LaunchedRank
+    from ddpopt.testing.pooled import Pools
 
-pooled_key: "pytest.StashKey[PooledRank]" = pytest.StashKey()
 launched_key: "pytest.StashKey[LaunchedRank]" = pytest.StashKey()
-pools_key: "pytest.StashKey[RankPools]" = pytest.StashKey()
+pools_key: "pytest.StashKey[Pools]" = pytest.StashKey()
 ranks_key: "pytest.StashKey[Ranks]" = pytest.StashKey()
 open_key: pytest.StashKey[ExitStack] = pytest.StashKey()
 
+# A collective that a peer never enters fails before the test's limit ends the process: it says more.
+COLLECTIVE_SHARE = 0.5
 NOT_GIVEN = (
     "expected to run on ranks, but another plugin runs this test in its own way. Disable what repeats or "
     "forks tests, for instance with -p no:rerunfailures."
@@ -57,7 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker; in a rank of a pool, find the pool.
+    """Register the marker.
 
     Args:
         config: pytest's own.
@@ -67,22 +67,6 @@ def pytest_configure(config: pytest.Config) -> None:
         "world_size(n, backend=None, timeout=seconds): run the test on n ranks, in a process group of that "
         f"backend ('gloo' or 'nccl'), for at most that long (default: {LIMIT_S:g} s) (ddpopt)",
     )
-    # Taken out, so that a pytest which a test starts is no rank.
-    port = os.environ.pop(POOL_PORT, None)
-    if port is not None:
-        from ddpopt.testing.pooled_rank import PooledRank
-
-        config.stash[pooled_key] = PooledRank(int(port))
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """Set the options of the pytest that started the pool, in a rank of a pool.
-
-    Args:
-        session: pytest's own.
-    """
-    if pooled := session.config.stash.get(pooled_key, None):
-        pooled.take_options(session.config)
 
 
 @pytest.hookimpl(trylast=True)
@@ -101,28 +85,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """Run what the pool names, in a rank of a pool; in torchrun's, compare first what all have collected.
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """In torchrun's ranks, compare first what all have collected.
 
     Args:
         session: with everything that was collected.
-
-    Returns:
-        True where tests were run here.
     """
     config = session.config
-    if pooled := config.stash.get(pooled_key, None):
-        pooled.serve(session)
-        return True
     if launched_ranks() is None or config.option.collectonly:
-        return None
+        return
     if any(is_marked(item) and not lacking(item) for item in session.items):
-        from ddpopt.testing.launched_rank import LaunchedRank
+        from ddpopt.testing.launched import LaunchedRank
 
-        launched = config.stash[launched_key] = LaunchedRank()
+        launched = config.stash[launched_key] = config.stash[rank_key] = LaunchedRank()
         config.add_cleanup(launched.leave)
         launched.require_equal_collection(session)
-    return None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -136,14 +113,11 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     Returns:
         True if it was run here.
     """
-    if not is_marked(item):
-        return None
-    if pooled := item.config.stash.get(pooled_key, None):
-        pooled.run(item, nextitem)
-        return True
+    launched = item.config.stash.get(launched_key, None)
+    if not is_marked(item) or (launched is None and rank_key in item.config.stash):
+        return None  # a rank of a pool has its own way
     if readable_needs(item) is None or lacking(item):
         return None  # its setup says why
-    launched = item.config.stash.get(launched_key, None)
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     reports = _pools(item.config).run(item, nextitem) if launched is None else launched.run(item, nextitem)
     for report in reports:
@@ -162,20 +136,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """
     if not is_marked(item):
         return
-    needs = needs_of(item)
-    rank = item.config.stash.get(pooled_key, None) or item.config.stash.get(launched_key, None)
-    if not item.config.stash.get(pooled_key, None) and (reason := lacking(item)):
+    needs, rank = needs_of(item), item.config.stash.get(rank_key, None)
+    if reason := lacking(item):
         _give_up(item, reason)
     if rank is None:
         pytest.fail(NOT_GIVEN, pytrace=False)
-    from ddpopt.testing.ranks import seated
+    from ddpopt.ranks.group import grouped
 
-    if needs.backend == "nccl" and not rank.seat.on_gpu:
+    if needs.backend == "nccl" and not rank.on_gpu:
         _give_up(item, "needs nccl, which needs a GPU for each rank on every node")
+    backend = needs.backend or ("nccl" if rank.on_gpu else "gloo")
     item.stash[open_key] = ExitStack()
-    item.stash[ranks_key] = item.stash[open_key].enter_context(
-        seated(rank.seat, needs.backend, needs.limit_s)
-    )
+    group = grouped(COLLECTIVE_SHARE * needs.limit_s, rank.seat, backend=backend)
+    item.stash[ranks_key] = item.stash[open_key].enter_context(group)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -210,6 +183,25 @@ def pytest_runtest_teardown(item: pytest.Item) -> object:
             stack.close()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Have no peer wait for a value of a rank whose test has failed.
+
+    Args:
+        item: the test that ran.
+        call: a phase of it.
+
+    Returns:
+        The report on that phase.
+    """
+    report = yield
+    if report.failed and call.when != "teardown" and ranks_key in item.stash:
+        item.stash[ranks_key].leave()
+    return report
+
+
 @pytest.fixture
 def ddp_ranks(request: pytest.FixtureRequest) -> "Ranks":
     """The ranks of this test: ``rank``, ``size``, ``backend``, ``device`` and ``gather(value)``."""
@@ -228,9 +220,9 @@ def _give_up(item: pytest.Item, reason: str) -> None:
     pytest.skip(reason)
 
 
-def _pools(config: pytest.Config) -> "RankPools":
+def _pools(config: pytest.Config) -> "Pools":
     if pools_key not in config.stash:
-        from ddpopt.testing.rank_pools import RankPools
+        from ddpopt.testing.pooled import Pools
 
-        config.stash[pools_key] = RankPools(config)
+        config.stash[pools_key] = Pools(config)
     return config.stash[pools_key]

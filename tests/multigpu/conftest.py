@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from ddpopt.ranks.environment import launched_ranks, own_rank, own_size
 from ddpopt.testing import Ranks
-from ddpopt.testing.rank_environment import launched_ranks, own_rank, own_size
 from tests.multigpu.turns import DEFAULT_RANKS, number_of_ranks
 
 FOLDER = Path(__file__).parent

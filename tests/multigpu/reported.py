@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpopt.cases.case import Case
-from ddpopt.testing.ranks import Ranks
+from ddpopt.ranks.group import Ranks
 from tests.reports import Report
 
 STEPS = 4

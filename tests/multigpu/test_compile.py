@@ -19,7 +19,7 @@ from ddpopt.judge.judging.association import reassociated_values
 from ddpopt.judge.matrix import CASES
 from ddpopt.planning.capture import capture
 from ddpopt.planning.strategy import Strategy
-from ddpopt.testing.ranks import Ranks
+from ddpopt.ranks.group import Ranks
 from tests.multigpu.models import hook_that_sees
 from tests.multigpu.turns import in_turn
 

@@ -14,7 +14,7 @@ from ddpopt.cases import corpus
 from ddpopt.cases.case import Case
 from ddpopt.dynamo.backend import DdpoptBackend
 from ddpopt.planning.strategy import Strategy
-from ddpopt.testing.ranks import Ranks
+from ddpopt.ranks.group import Ranks
 from tests.multigpu.reported import Compile, Outcome, passes, run, sentence
 from tests.multigpu.turns import in_turn
 from tests.reports import Report, reported_cases

@@ -18,7 +18,7 @@ from ddpopt.errors import InfrastructureError, PlanMismatchError
 from ddpopt.observation.observe import observe
 from ddpopt.planning.bucket_rule import specs_from_ddp
 from ddpopt.planning.plan import Plan
-from ddpopt.testing.ranks import Ranks
+from ddpopt.ranks.group import Ranks
 from tests.multigpu.models import Gradients, Tower, arbitrary_plan, gradients_of, hook_that_sees, plan_of
 from tests.multigpu.training import (
     SETTINGS,

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.ddp.impose import imposed_plan
-from ddpopt.testing.ranks import Ranks
+from ddpopt.ranks.group import Ranks
 from tests.multigpu.models import Gradients, Tower, gradients_of, hand_overs, hook_that_sees, same
 from tests.multigpu.training import (
     SETTINGS,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.testing.ranks import Ranks
+from ddpopt.ranks.group import Ranks
 from tests.multigpu.models import Gradients, Tower, gradients_of, same
 
 __all__ = [

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ddpopt.testing.rank_environment import launched_ranks
+from ddpopt.ranks.environment import launched_ranks
 
 DEFAULT_RANKS = 2
 

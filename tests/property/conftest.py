@@ -13,7 +13,7 @@ def spared(compiling_quickly: None) -> None:
 @pytest.fixture(scope="module")
 def alone() -> Iterator[None]:
     """A process group of this process alone, for all examples of a module."""
-    from ddpopt.testing.ranks import one_rank  # torch takes seconds, and many runs need none of it
+    from ddpopt.ranks.group import one_rank  # torch takes seconds, and many runs need none of it
 
     with one_rank():
         yield

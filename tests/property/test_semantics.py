@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import example, given, settings, target
 
+from ddpopt.ranks.group import one_rank
 from ddpopt.testing.drawn import DrawnModel, step
 from ddpopt.testing.profiles import share
-from ddpopt.testing.ranks import one_rank
 from ddpopt.testing.strategies import models
 from tests.property.examples import with_found_models_that_compile
 from tests.property.stepping import (

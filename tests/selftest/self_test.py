@@ -18,7 +18,8 @@ from ddpopt.judge.runner import verify_all
 from ddpopt.judge.trials import Settings, Started, quickly
 from ddpopt.judge.verdict import Status, Verdict
 from ddpopt.ranks.failures import RanksFailed
-from ddpopt.ranks.group import Ranks, launch, under_torchrun
+from ddpopt.ranks.group import Ranks, under_torchrun
+from ddpopt.ranks.pool import launch
 from tests.selftest.clean_runs import CleanRuns
 from tests.selftest.faults import Fault
 from tests.selftest.trials import BACKENDS, Found, died, try_fault

@@ -1,6 +1,6 @@
 """Figures of `benchmarks.step` as no run would give them: round numbers."""
 
-from benchmarks.step_figures import Figures
+from benchmarks.step_rank import Figures
 from benchmarks.step_trace import Trace
 
 PARTS = {
@@ -20,12 +20,10 @@ def figures(**steps_s: list[float]) -> Figures:
         model="linears",
         bucket_bytes=[4 * 2**20] * 8,
         graphs={},
-        first_steps_s=dict.fromkeys(steps_s, 3.0),
         steps_s=steps_s,
         parts={name: [value] * samples for name, value in PARTS.items()},
         exposed={mode: [0.25] for mode in steps_s},
         peak_bytes=dict.fromkeys(steps_s, 2 * 2**20),
-        traces={mode: trace() for mode in steps_s},
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ddpopt.testing.rank_environment import environment_of_no_rank
+from ddpopt.ranks.environment import environment_of_no_rank
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -16,8 +16,8 @@ from uuid import uuid4
 
 import pytest
 
+from ddpopt.ranks.environment import environment_of_no_rank
 from ddpopt.ranks.marked import marked
-from ddpopt.testing.rank_environment import environment_of_no_rank
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -131,8 +131,13 @@ def test_endless(ddp_ranks):
     pathlib.Path(f"begun-{ddp_ranks.rank}").touch()
     time.sleep(1000)
 """
-FOLDER_SAMPLES = """
+SPARED = """
 import pytest
+
+@pytest.fixture(scope="module", autouse=True)
+def spared(): pass
+"""
+FOLDER_SAMPLES = f"""{SPARED}
 import torch.distributed as dist
 
 def test_unmarked(ranks): assert dist.get_world_size() == ranks.size
@@ -143,17 +148,12 @@ def test_two(ranks): assert ranks.size >= 2
 @pytest.mark.one_process
 def test_alone(): assert not dist.is_initialized()
 """
-IN_ONE_PROCESS = """
+IN_ONE_PROCESS = f"""{SPARED}
 import os, pathlib
-
-import pytest
-
-@pytest.fixture(scope="module", autouse=True)
-def spared(): pass
 
 @pytest.mark.one_process
 @pytest.mark.parametrize("name", ["first", "second", "third"])
-def test_named(name): pathlib.Path(f"{name} {os.environ['RANK']}").touch(exist_ok=False)
+def test_named(name): pathlib.Path(f"{{name}} {{os.environ['RANK']}}").touch(exist_ok=False)
 """
 FIXTURES = """
 import pytest
@@ -402,7 +402,7 @@ def test_the_tests_of_this_folder_have_as_many_ranks_as_the_environment_says(
     suite: Suite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copy(Path(__file__).parents[1] / "conftest.py", suite.folder)
-    suite.write("def test_size(ranks): assert ranks.size == 1")
+    suite.write(f"{SPARED}\ndef test_size(ranks): assert ranks.size == 1")
     monkeypatch.setenv("DDPOPT_NPROC", "1")
     code, text = suite.run(PLAIN)
     assert (code, outcomes(text)) == (0, ["PASSED size"]), text

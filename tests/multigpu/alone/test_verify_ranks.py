@@ -21,11 +21,10 @@ import torch
 import torch.distributed as dist
 
 from ddpopt.errors import InfrastructureError, UsageError
+from ddpopt.ranks.environment import environment_of_no_rank
 from ddpopt.ranks.failures import Kind, RankFailure, RanksFailed
-from ddpopt.ranks.group import Ranks, joined, launch, under_torchrun
-from ddpopt.ranks.process import PATIENCE_WITH_PEERS_S
-from ddpopt.ranks.start import LAST_WORDS_S, LATE_S
-from ddpopt.testing.rank_environment import environment_of_no_rank
+from ddpopt.ranks.group import Ranks, joined, under_torchrun
+from ddpopt.ranks.pool import LAST_WORDS_S, PATIENCE_S, Pool, launch
 from tests.multigpu.single import single_rank
 
 pytestmark = pytest.mark.timeout(120)
@@ -118,7 +117,7 @@ def finish(process: "subprocess.Popen[str]") -> tuple[int, str]:
 
 WITHOUT_A_GUARD = """
 import threading, time, torch, torch.distributed as dist
-from ddpopt.ranks.group import launch
+from ddpopt.ranks.pool import launch
 
 class Told:
     def __init__(self, text):
@@ -161,7 +160,7 @@ def test_a_script_without_a_main_guard_gets_each_ranks_value_and_rank_zeros_even
 AT_ONCE = """
 from concurrent.futures import ThreadPoolExecutor
 import torch, torch.distributed as dist
-from ddpopt.ranks.group import launch
+from ddpopt.ranks.pool import launch
 
 def task(ranks, number):
     total = torch.tensor([number])
@@ -185,12 +184,15 @@ def test_launches_at_the_same_time_in_threads_and_processes_do_not_meet(tmp_path
 
 
 def test_arguments_that_make_no_sense_are_refused_before_anything_starts() -> None:
-    with pytest.raises(UsageError, match=r"expected nproc >= 1 and limit_s > 0, got nproc=0, limit_s=1"):
+    with pytest.raises(UsageError, match=r"expected at least one rank, got 0"):
         launch(lambda ranks: None, nproc=0, limit_s=1)
     with pytest.raises(UsageError, match=r"expected the device 'cpu', 'cuda' or None, got 'tpu'"):
         launch(lambda ranks: None, nproc=1, limit_s=1, device="tpu")
     lock = threading.Lock()
-    with pytest.raises(UsageError, match=r"with \(lock\): cannot pickle '_thread.lock' object. Build inside"):
+    with pytest.raises(
+        UsageError,
+        match=r"arguments that can be pickled, got cannot pickle '_thread.lock' object. Build inside",
+    ):
         launch(lambda ranks, lock: None, lock, nproc=1, limit_s=1)
     with pytest.raises(UsageError, match=r"expected a GPU for each of 99 ranks, found \d+; ask for fewer"):
         launch(lambda ranks: None, nproc=99, limit_s=1, device="cuda")
@@ -213,7 +215,7 @@ def test_each_rank_that_raises_is_reported_and_nothing_else_is_told(
     assert [failure.what for failure in error.failures] == ["the step", "the step"]
     for rank, failure in enumerate(error.failures):
         assert failure.stack.endswith(f"ValueError: wrong on rank {rank}\n")
-        assert "launch/process" not in failure.stack
+        assert "ranks/process" not in failure.stack
         assert failure.stack in error.args[0].replace("\n    ", "\n") + "\n"
     assert capfd.readouterr() == ("", "")
     assert caplog.messages == []
@@ -234,7 +236,7 @@ def test_a_peer_that_fails_because_a_rank_raised_is_no_culprit() -> None:
 def test_a_peer_that_is_about_to_say_how_it_failed_is_heard_out() -> None:
     class SlowToSay(Exception):
         def __str__(self) -> str:
-            time.sleep(PATIENCE_WITH_PEERS_S + 0.5)  # the other rank is gone; this one is asked to end
+            time.sleep(PATIENCE_S + 0.5)  # the other rank is gone; this one is asked to end
             return "said at last"
 
     def task(ranks: Ranks) -> None:
@@ -260,7 +262,10 @@ def test_a_value_that_cannot_travel_and_a_task_that_exits_count_as_raising() -> 
     error = failing(task)
     assert told(error) == ([(0, "raised"), (1, "raised")], [0, 1], 1)
     assert error.failures[0].stack.endswith("SystemExit: 0\n")
-    assert "got lock: cannot pickle '_thread.lock' object. Return plain data" in error.failures[1].stack
+    assert (
+        "expected a lock that can be pickled, got cannot pickle '_thread.lock' object. Return plain data"
+        in error.failures[1].stack
+    )
 
 
 def test_an_error_of_the_listener_ends_the_run_and_reaches_the_caller() -> None:
@@ -401,10 +406,15 @@ def test_a_stopped_process_cannot_keep_a_run_from_ending_at_its_limit() -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         dist.barrier()
 
-    limit_s = 6.0
-    began = time.monotonic()
-    error = failing(task, limit_s)
-    assert time.monotonic() - began < limit_s + LATE_S + LAST_WORDS_S + 2
+    limit_s = 3.0
+    with Pool(2) as pool:
+        assert pool.run(lambda ranks: ranks.rank, limit_s=AMPLE_S) == [0, 1]
+        began = time.monotonic()
+        with pytest.raises(RanksFailed) as caught:
+            pool.run(task, limit_s=limit_s)
+        assert time.monotonic() - began < limit_s + LAST_WORDS_S + 4
+        assert pool.run(lambda ranks: ranks.size, limit_s=AMPLE_S) == [2, 2]  # on new ranks
+    error = caught.value
     assert error.failures[0].waits_for_peers  # by an error of gloo's, if the limit of collectives was first
     assert (error.culprits, error.exit_code) == (error.failures[1:], 3)
     assert error.failures[1].kind == "stalled"
@@ -424,7 +434,7 @@ def test_a_tasks_own_children_end_with_the_run(processes: Callable[[], list[int]
 
 LAUNCHER = """
 import os, signal, subprocess, time
-from ddpopt.ranks.group import launch
+from ddpopt.ranks.pool import launch
 
 # Who started the tests may have them ignore it, as a shell does behind '&'.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -432,7 +442,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def task(ranks):
     subprocess.Popen(["sleep", "1000"], start_new_session=True)
     ranks.gather(None)
-    ranks.emit(os.environ["DDPOPT_RANKS_FOLDER"])
+    ranks.emit(next(value for name, value in os.environ.items() if name.startswith("DDPOPT_RANKS_")))
     time.sleep(1000)
 
 launch(task, nproc=1, limit_s=80, on_event=lambda folder: print(folder, flush=True))

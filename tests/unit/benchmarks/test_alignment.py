@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.alignment_rows import Cell, Row, difference, row, summary
+from benchmarks.alignment_rows import Cell, Row, difference, row, section
 from benchmarks.alignment_run import Buckets, Outcome, caps_of, ddp_arguments
-from benchmarks.lanes import Lost
 from ddpopt.gate.overlap import BucketLaunch, Measurement
 from ddpopt.testing import Case
 
@@ -22,7 +21,7 @@ def measurement(potential: float, *buckets: Buckets) -> Measurement:
     return Measurement(potential, 100, seen)
 
 
-def split_cell(*answers: Outcome | Lost, eager: float = 0.5) -> Cell:
+def split_cell(*answers: Outcome, eager: float = 0.5) -> Cell:
     base = [Outcome(measurement(eager)) for _ in answers]
     return row("gpt", "1", {"eager": base, "split": answers}).cells["split"]
 
@@ -74,12 +73,6 @@ def test_a_crash_is_a_problem_whatever_else_was_seen() -> None:
     assert cell.ratio is None
 
 
-def test_a_lost_process_is_a_crash() -> None:
-    assert (
-        split_cell(Lost("process died with exit code -6", "abort")).crash == "process died with exit code -6"
-    )
-
-
 def test_torchs_own_modes_are_only_reported() -> None:
     answers = {"eager": [Outcome(measurement(0.5))], "torch": [Outcome(None, crash="AssertionError")]}
     cell = row("gpt", "1", answers).cells["torch"]
@@ -96,12 +89,16 @@ def test_where_eager_fails_ddpopt_proves_nothing() -> None:
     assert found.cells["split"].problems == ("eager DDP failed, so there is nothing to compare with",)
 
 
-def test_the_summary_counts_what_is_enough() -> None:
+def test_one_run_with_too_little_overlap_is_enough_to_fail_and_a_mode_without_runs_is_not_measured() -> None:
     cells = (Cell(ratio=1.0), Cell(ratio=0.5, problems=("low",)), Cell(crash="KeyError", problems=("crash",)))
-    rows = [Row("gpt", "1", 0.5, "", 100, {"split": cell}) for cell in cells]
-    assert summary(rows, "split") == (
-        "split: min 0.500, mean 0.750, 1 of 3 at least 0.98, 1 crashed, 2 failing"
-    )
+    found = section([Row("gpt", "1", 0.5, "", 100, {"split": cell}) for cell in cells], {})
+    assert [(c.found, c.spread, c.held, c.remark) for c in found.claims] == [
+        (0.5, (0.5, 1.0), False, ""),
+        (2, None, False, ""),
+        (None, None, False, "not measured"),
+        (None, None, False, "not measured"),
+    ]
+    assert found.grids[0].rows == (("split", "0.750", "0.500", "1 of 3", "1"),)
 
 
 def test_a_cap_takes_the_place_of_the_cases_own() -> None:

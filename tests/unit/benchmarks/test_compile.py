@@ -1,26 +1,22 @@
 """Tests of the pure parts of `benchmarks.compile`: ratios, growth, what falls short, arguments."""
 
-import io
 import resource
 import subprocess
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from benchmarks import compile as compiling
 from benchmarks.compile import (
     Setting,
     Starts,
-    growth,
     heats,
     main,
     measure,
-    problems,
     ratio,
     ratios,
+    section,
     start_once,
-    table,
 )
 from benchmarks.compile_once import Start, on_one_stack
 from ddpopt.errors import InfrastructureError
@@ -75,10 +71,10 @@ def test_with_one_processor_all_take_turns() -> None:
     assert heats(settings, 1) == [(settings[0],), (settings[1],)]
 
 
-def test_growth_is_to_half_the_depth() -> None:
-    found = {**figures(24, split=10.0), **figures(48, split=12.0)}
-    assert growth(found, Setting("gpt", 48, "split"), "cold") == 1.2
-    assert growth(found, Setting("gpt", 24, "split"), "cold") is None
+def short(found: dict[Setting, Starts]) -> dict[str, float]:
+    """What was measured and is not as asked."""
+    claims = section(found, {}).claims
+    return {f"{c.case}: {c.what}": c.found for c in claims if c.found is not None and not c.held}
 
 
 def test_uncached_and_cold_starts_are_told_apart() -> None:
@@ -87,43 +83,57 @@ def test_uncached_and_cold_starts_are_told_apart() -> None:
         Setting("gpt", 24, "split"): Starts((one,), (one,), (Start(1.0, 1.0, 0, 8),)),
         Setting("gpt", 24, "torch"): Starts((Start(5.0, 5.0, 48, 0),), (Start(2.0, 2.0, 8, 40),), (one,)),
     }
-    assert problems(found) == ["gpt, 24 layers, split, cold: 2.00 times faster than torch's, asked 4"]
+    assert short(found) == {"gpt, 24 layers: torch's cold start to split's": 2.0}
 
 
 def test_what_is_asked_is_enough() -> None:
     deep = figures(48, whole=200.0, torch=900.0, split=62.0, inline=209.0)
-    assert problems({**figures(whole=100.0, torch=200.0, split=50.0, inline=105.0), **deep}) == []
+    assert short({**figures(whole=100.0, torch=200.0, split=50.0, inline=105.0), **deep}) == {}
 
 
 def test_whatever_falls_short_is_told() -> None:
-    deep = figures(48, split=63.9)
-    found = {**figures(whole=100.0, torch=200.0, split=51.0, inline=106.0), **deep}
-    assert problems(found) == [
-        f"gpt, {layers} layers, {mode}, {kind}: {what}"
-        for layers, mode, what in (
-            (24, "split", "3.92 times faster than torch's, asked 4"),
-            (24, "inline", "1.060 times one graph, asked at most 1.05"),
-            (48, "split", "1.25 times that of half the depth, asked at most 1.25"),
-        )
-        for kind in ("uncached", "cold")
-    ]
+    found = {**figures(whole=100.0, torch=200.0, split=51.0, inline=106.0), **figures(48, split=63.9)}
+    assert short(found) == pytest.approx(
+        {
+            f"gpt, {what.format(kind)}": ratio
+            for what, ratio in (
+                ("24 layers: torch's {} start to split's", 200 / 51),
+                ("24 layers: inline's {} start to one graph's", 1.06),
+                ("24 to 48 layers: growth of split's {} start", 63.9 / 51),
+            )
+            for kind in ("uncached", "cold")
+        }
+    )
 
 
-@pytest.mark.parametrize(("mode", "short"), [("split", True), ("inline", True), ("torch", False)])
-def test_a_warm_start_of_ours_compiles_nothing(mode: str, short: bool) -> None:
+@pytest.mark.parametrize(("mode", "told"), [("split", True), ("inline", True), ("torch", False)])
+def test_a_warm_start_of_ours_compiles_nothing(mode: str, told: bool) -> None:
     found = {Setting("resnet", 12, mode): starts(1.0, anew=2)}
-    expected = [f"resnet, 12 layers, {mode}: a warm start compiled 2 graphs anew"]
-    assert problems(found) == (expected if short else [])
+    assert short(found) == ({f"resnet, all depths: {mode}: compiled in a warm start": 2} if told else {})
+
+
+def test_what_was_not_compiled_is_not_measured_and_does_not_hold() -> None:
+    claims = section(figures(split=1.0), {}).claims
+    assert {claim.remark for claim in claims if claim.case.startswith("resnet")} == {"not measured"}
+    assert not any(claim.held for claim in claims if claim.remark)
+
+
+def test_the_spread_is_over_rounds() -> None:
+    columns = {"torch": (80.0, 90.0), "split": (20.0, 15.0)}
+    found = {
+        Setting("gpt", 24, mode): Starts(both, both, both)
+        for mode, column in columns.items()
+        if (both := tuple(Start(seconds, 0.0, 2, 0) for seconds in column))
+    }
+    claim = section(found, {}).claims[0]
+    assert (claim.found, claim.spread) == (5.0, (4.0, 6.0))
 
 
 def test_the_table_has_a_row_for_each_setting() -> None:
-    console = Console(width=240, file=io.StringIO())
-    with console.capture() as captured:
-        console.print(table({**figures(torch=40.0), Setting("gpt", 24, "split"): starts(10.0, slower_s=2.0)}))
-    rows = [line for line in captured.get().splitlines() if line.startswith("│")]
-    assert [cell.strip() for cell in rows[1].strip("│").split("│")] == [
-        *("gpt", "24", "split", *(("10.0 (12.0)", "0.275", "–", "–") * 2), "8", "1.0 (1.0)", "0"),
-    ]
+    found = {**figures(torch=40.0), Setting("gpt", 24, "split"): starts(10.0, slower_s=2.0)}
+    assert section(found, {}).grids[0].rows[1] == (
+        *("gpt", "24", "split", *(("10.0 (12.0)", "0.275", "–") * 2), "1.0 (1.0)", "0"),
+    )
 
 
 def test_a_process_that_fails_is_told_with_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,9 @@
-"""Tests of `benchmarks.memory`: the most that is held at once."""
+"""Tests of `benchmarks.step_rank`: the most that is held at once."""
 
 import torch
 from torch import Tensor
 
-from benchmarks.memory import peak_bytes, peak_of
+from benchmarks.step_rank import peak_bytes, peak_of
 
 CPU = torch.device("cpu")
 NUMBERS = 1 << 16

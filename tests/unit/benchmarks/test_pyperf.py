@@ -9,14 +9,14 @@ import pyperf
 from benchmarks import compile as compiling
 from benchmarks import planning
 from benchmarks.compile_once import Start
-from benchmarks.planning_rows import Timing
-from benchmarks.pyperf_file import Timings, store
+from benchmarks.planning import Timing
+from benchmarks.report import Timings, store_timings
 
 FACTS = {"date": "2026-11-22", "load before": "0.10"}
 
 
 def stored(path: Path, timings: Timings) -> dict[str, list[tuple[float, ...]]]:
-    store(path, timings, FACTS)
+    store_timings(path, timings, FACTS)
     suite = pyperf.BenchmarkSuite.load(str(path))
     return {bench.get_name(): [run.values for run in bench.get_runs()] for bench in suite.get_benchmarks()}
 

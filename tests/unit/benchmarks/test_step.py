@@ -1,4 +1,4 @@
-"""Tests of `benchmarks.step` itself: arguments, figures on their way, what is judged and what is kept."""
+"""Tests of `benchmarks.step` itself: arguments, what is judged and what is kept."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -12,10 +12,11 @@ import pytest
 from benchmarks import step
 from benchmarks.devices import description, device_of
 from benchmarks.network import Network, loopback
-from benchmarks.step import main, rank_environment
-from benchmarks.step_figures import Figures, Job, figures_of
+from benchmarks.step import main
+from benchmarks.step_rank import Figures, Job
 from tests.unit.step_figures import figures
 
+JOB = Job("linears", (), "", 1, "cpu")
 SLOW = Network("a slow link", ("a", "b"), ((), ()), emulated=True)
 
 
@@ -65,7 +66,15 @@ def test_what_falls_short_is_told_with_its_rate(
 ) -> None:
     measure_nothing(monkeypatch, far_from_it)
     assert main(["--rate", "10gbit", "--models", "linears"]) == 1
-    assert "linears at 10gbit: inline to the limit is 1.154, asked at most 1.05" in capsys.readouterr().out
+    (line,) = (
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if "inline to the limit" in line and "1.1" in line
+    )
+    assert [cell.strip() for cell in line.strip("│").split("│")] == [
+        *("step", "linears at 10gbit", "inline to the limit", "1.154", "1.154 – 1.154", "1.000"),
+        *("at most 1.05", "no"),
+    ]
 
 
 def test_over_loopback_nothing_is_judged_and_one_rate_is_enough(
@@ -76,8 +85,9 @@ def test_over_loopback_nothing_is_judged_and_one_rate_is_enough(
     assert main(["--rate", "1gbit,10gbit", "--models", "linears", "--json", str(kept)]) == 0
     assert len(made) == 1
     assert "not judged: there is no slow network" in capsys.readouterr().out
-    (table,) = json.loads(kept.read_text())["tables"]
-    assert (table["rate"], table["asked"]) == ("no rate", [])
+    document = json.loads(kept.read_text())
+    assert document["figures"][0]["rate"] == "no rate"
+    assert {claim["remark"] for claim in document["claims"]} == {"not measured"}
 
 
 def test_what_is_kept_says_what_was_asked_and_has_all_figures(
@@ -86,19 +96,13 @@ def test_what_is_kept_says_what_was_asked_and_has_all_figures(
     measure_nothing(monkeypatch, far_from_it)
     kept = tmp_path / "step.json"
     main(["--rate", "1gbit", "--models", "linears", "--json", str(kept)])
-    (table,) = json.loads(kept.read_text())["tables"]
-    assert (table["model"], table["rate"], table["network"]) == ("linears", "1gbit", "a slow link")
-    assert [(one["asked"], one["held"]) for one in table["asked"]] == [
+    document = json.loads(kept.read_text())
+    assert [(one["asked"], one["held"]) for one in document["claims"] if one["found"]] == [
         ("at most 1.05", False),
         ("at most 1.02", False),
     ]
-    assert figures_of(table["figures"]) == far_from_it(Job("linears", (), "", 1, "cpu", ""))
-    assert table["limit_s"] == 13.0
-
-
-def test_the_figures_of_the_ranks_survive_json() -> None:
-    found = figures(inline=[1.0, 2.0])
-    assert figures_of(json.loads(json.dumps(asdict(found)))) == found
+    assert document["figures"] == [{"rate": "1gbit", **asdict(far_from_it(JOB))}]
+    assert document["grids"][0]["title"].endswith("; a slow link; physical limit 13000 ms")
 
 
 def test_without_a_gpu_cuda_ends_in_words(
@@ -135,7 +139,6 @@ def test_nccl_sends_where_each_rank_has_a_gpu(
         (["--rate", "0gbit"], "got '0gbit'"),
         (["--rate", "1.2.3gbit"], "got '1.2.3gbit'"),
         (["--rate", "1gbit,fast"], "got 'fast'"),
-        (["--device", "cuda", "--timeline", "x.svg"], "steps are traced with --device cpu only"),
         (["--rounds", "0"], "invalid choice: 0"),
     ],
 )
@@ -146,10 +149,3 @@ def test_an_argument_that_cannot_be_is_a_usage_error(
         main(arguments)
     assert left.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_ranks_have_one_thread_and_no_cache() -> None:
-    environment = rank_environment("/somewhere")
-    assert environment["OMP_NUM_THREADS"] == "1"
-    assert environment["TORCHINDUCTOR_FX_GRAPH_CACHE"] == environment["TORCHINDUCTOR_AUTOGRAD_CACHE"] == "0"
-    assert environment["TMPDIR"] == "/somewhere"

@@ -1,17 +1,34 @@
-"""Tests of `benchmarks.step_rows` and `benchmarks.step_table`: limit, ratios, what falls short, the table."""
+"""Tests of `benchmarks.step_rows`: limit, ratios, what falls short, the table."""
 
-import io
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
 
+from benchmarks.network import loopback
+from benchmarks.report import Claim
 from benchmarks.step_modes import MODES
-from benchmarks.step_rank import STEPS_A_TURN
-from benchmarks.step_rows import asked_of, fastest_parts, limit, problems, rows
-from benchmarks.step_table import parts_line, table
+from benchmarks.step_rank import STEPS_A_TURN, Figures
+from benchmarks.step_rows import (
+    RATES,
+    Measured,
+    claims,
+    fastest_parts,
+    grid,
+    limit,
+    parts_line,
+    rows,
+    section,
+)
 from benchmarks.step_workloads import WORKLOADS
 from tests.unit.step_figures import PARTS, figures
+
+
+def asked_of(found: Figures) -> list[Claim]:
+    return list(claims("gpt", rows(found)))
+
+
+def short(found: Figures) -> list[tuple[str, str, str]]:
+    return [(c.what, f"{c.found:.3f}", f"{c.limit:.3f}") for c in asked_of(found) if not c.held]
 
 
 def test_a_slow_network_starts_with_the_first_bucket_and_never_rests() -> None:
@@ -31,12 +48,8 @@ def test_the_fastest_of_each_part_makes_the_limit_with_the_usual_share() -> None
 
 
 def test_ratios_are_of_the_fastest_steps() -> None:
-    eager, torchs, inline = rows(
-        figures(eager=[40.0, 20.0], torch=[30.0, 90.0], inline=[15.0, 100.0]),
-    )
-    assert (eager.to_eager, torchs.to_eager, inline.to_eager) == (1.0, 1.5, 0.75)
-    assert (eager.to_torch, inline.to_torch) == (20 / 30, 0.5)
-    assert inline.to_limit == 15 / 13
+    eager, inline = rows(figures(eager=[40.0, 20.0], inline=[15.0, 100.0]))
+    assert (inline.to_limit, inline.to_best, eager.to_best) == (15 / 13, 0.75, 20 / 15)
 
 
 def test_the_spread_is_over_all_steps() -> None:
@@ -44,50 +57,46 @@ def test_the_spread_is_over_all_steps() -> None:
     assert (row.fastest_s, row.step_s, row.spread_s) == (1.0, 3.5, (2.25, 4.75))
 
 
-def test_without_eager_and_torch_there_is_no_ratio_to_them() -> None:
-    (row,) = rows(figures(inline=[13.0, 13.0]))
-    assert (row.to_eager, row.to_torch, row.to_limit) == (None, None, 1.0)
-
-
 def test_what_is_asked_is_enough() -> None:
-    steps = {mode: [14.0, 14.0] for mode in MODES}
-    assert problems("gpt", rows(figures(**{**steps, "inline": [13.6, 13.6]}))) == []
+    assert short(figures(**{mode: [13.6 if mode == "inline" else 14.0] * 2 for mode in MODES})) == []
 
 
-def test_inline_is_to_be_near_the_limit_and_no_other_mode_is() -> None:
-    steps = {mode: [14.0, 14.0] for mode in MODES}
-    assert problems("gpt", rows(figures(**steps))) == [
-        "gpt: inline to the limit is 1.077, asked at most 1.05 (at the limit 1.000)"
-    ]
-
-
-def test_inline_is_to_be_about_as_fast_as_the_best_other_mode() -> None:
-    steps = {**{mode: [14.0, 14.0] for mode in MODES}, "split": [13.0, 13.0], "inline": [13.3, 13.3]}
-    assert problems("gpt", rows(figures(**steps))) == [
-        "gpt: inline to the best other is 1.023, asked at most 1.02 (at the limit 1.000)"
-    ]
+@pytest.mark.parametrize(
+    ("steps_s", "expected"),
+    [
+        ({}, ("inline to the limit", "1.077", "1.000")),  # and no other mode is asked to be near it
+        ({"split": 13.0, "inline": 13.3}, ("inline to the best other", "1.023", "1.000")),
+    ],
+)
+def test_inline_is_to_be_near_the_limit_and_about_as_fast_as_the_best_other_mode(
+    steps_s: dict[str, float], expected: tuple[str, str, str]
+) -> None:
+    steps = {mode: [steps_s.get(mode, 14.0)] * 2 for mode in MODES}
+    assert short(figures(**steps)) == [expected]
 
 
 @pytest.mark.parametrize(("graphs", "judged"), [(1, True), (2, False)])
 def test_only_where_torch_compiles_one_graph_inline_is_to_be_faster(graphs: int, judged: bool) -> None:
     found = replace(figures(torch=[14.9, 20.0], inline=[13.0, 13.0]), graphs={"whole": 1, "torch": graphs})
-    short = "linears: torch's, one graph, to inline is 1.146, asked at least 1.15 (at the limit 1.146)"
-    assert problems("linears", rows(found)) == ([short] if judged else [])
+    assert short(found) == ([("torch's, one graph, to inline", "1.146", "1.146")] if judged else [])
 
 
 def test_the_spread_of_a_ratio_is_that_of_its_numerator() -> None:
-    found = figures(torch=[26.0, 26.0], inline=[13.0, 15.0, 17.0, 19.0, 21.0])
-    to_limit, to_best = asked_of(rows(found))
+    to_limit, to_best = asked_of(figures(torch=[26.0, 26.0], inline=[13.0, 15.0, 17.0, 19.0, 21.0]))
     assert to_limit.spread == pytest.approx((15 / 13, 19 / 13))
     assert to_best.spread == pytest.approx((15 / 26, 19 / 26))
-    one_graph = replace(
-        figures(torch=[26.0, 28.0, 30.0, 32.0, 34.0], inline=[13.0, 20.0]), graphs={"torch": 1}
-    )
-    assert asked_of(rows(one_graph))[-1].spread == pytest.approx((28 / 13, 32 / 13))
+    steps = figures(torch=[26.0, 28.0, 30.0, 32.0, 34.0], inline=[13.0, 20.0])
+    assert asked_of(replace(steps, graphs={"torch": 1}))[-1].spread == pytest.approx((28 / 13, 32 / 13))
+
+
+def test_what_is_not_measured_over_a_slow_network_does_not_hold() -> None:
+    found = section([Measured("no rate", loopback("it takes root"), figures(inline=[13.0, 13.0]))], {})
+    assert len(found.claims) == len(RATES) * len(WORKLOADS)
+    assert {(claim.remark, claim.held) for claim in found.claims} == {("not measured", False)}
 
 
 def test_without_inline_nothing_is_asked() -> None:
-    assert asked_of(rows(figures(eager=[99.0, 99.0]))) == []
+    assert asked_of(figures(eager=[99.0, 99.0])) == []
 
 
 def test_memory_is_beside_one_whole_graph_and_exposure_is_the_median() -> None:
@@ -105,20 +114,12 @@ def test_what_cannot_be_traced_is_not_known() -> None:
 
 def test_the_table_has_a_line_for_each_mode_and_says_what_is_not_known() -> None:
     found = replace(figures(torch=[0.34, 0.35], inline=[13.0, 13.0]), graphs={"torch": 9})
-    console = Console(width=140, file=io.StringIO())
-    with console.capture() as captured:
-        console.print(table(found, rows(found), "loopback"))
-    shown = captured.get()
-    torch_line, inline_line = (line for line in shown.splitlines() if line.startswith("│"))
-    assert cells(torch_line) == [
-        *("torch", "340", "345 (342–348)", "–", "1.000", "0.026", "9", "25 %", "2.0", "–", "3.0")
-    ]
-    assert cells(inline_line)[5:7] == ["1.000", "–"]
-    assert f"{WORKLOADS['linears'].about}; loopback" in " ".join(shown.split())
-
-
-def cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip("│").split("│")]
+    shown = grid(Measured("1gbit", loopback("it takes root"), found))
+    assert shown.rows == (
+        ("torch (graphs: 9)", "340", "345 (342–348)", "0.026", "25 %", "2.0", "–"),
+        ("inline", "13000", "13000 (13000–13000)", "1.000", "25 %", "2.0", "–"),
+    )
+    assert shown.title.startswith(f"{WORKLOADS['linears'].about}; loopback")
 
 
 def test_the_parts_of_the_limit_are_told() -> None:

@@ -12,8 +12,8 @@ from ddpopt.fuzz.minimize import Minimized
 from ddpopt.fuzz.questions import Setting
 from ddpopt.fuzz.signatures import Signature
 from ddpopt.fuzz.text import searching_line
-from ddpopt.fuzz.workers import Worker
 from ddpopt.judge.report.progress import StatusLine
+from ddpopt.ranks.pool import Pool
 from ddpopt.testing.drawn import DrawnModel, step
 
 CASE = FoundCase(
@@ -26,10 +26,10 @@ CASE = FoundCase(
 
 @pytest.fixture
 def unstarted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    def start(_: Worker) -> None:
+    def start(_: Pool) -> None:
         raise AssertionError("a worker was started")
 
-    monkeypatch.setattr(Worker, "_start", start)
+    monkeypatch.setattr(Pool, "_start", start)
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT"):
         monkeypatch.delenv(name, raising=False)  # one process, whoever runs this test

@@ -18,7 +18,7 @@ from ddpopt.judge.modes import MODES
 from ddpopt.judge.options import OPTIONS
 from ddpopt.judge.trials import Asked, Settings
 from ddpopt.judge.verdict import Location, Verdict
-from ddpopt.ranks.agent import Agent
+from ddpopt.ranks.pool import Pool
 from tests.unit.verdicts import verdict, wrong_trial
 
 TARGETS = """
@@ -76,7 +76,7 @@ def test_what_cannot_be_judged_ends_with_2_and_says_why_before_ranks_are_started
     (tmp_path / "shop.py").write_text(TARGETS)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "shop", raising=False)
-    monkeypatch.setattr(Agent, "start", started)
+    monkeypatch.setattr(Pool, "_start", started)
     result = CliRunner().invoke(cli.app, ["verify", *arguments], prog_name="ddpopt")
     assert result.exit_code == 2, result.output
     assert words in " ".join(result.stderr.split())

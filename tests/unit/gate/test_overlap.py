@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.group import single_rank
 from ddpopt.gate.overlap import (
     WARMUP_ITERATIONS,
     BucketLaunch,
@@ -17,6 +16,7 @@ from ddpopt.gate.overlap import (
     overlap_potential,
     ratio_to_eager,
 )
+from ddpopt.ranks.group import one_rank
 
 CAP_OF_ONE_LAYER_MB = 64 * 64 * 4 / 2**20
 
@@ -24,7 +24,7 @@ CAP_OF_ONE_LAYER_MB = 64 * 64 * 4 / 2**20
 @pytest.fixture
 def alone() -> Iterator[None]:
     """A process group of one."""
-    with single_rank():
+    with one_rank():
         yield
 
 

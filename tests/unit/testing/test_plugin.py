@@ -116,7 +116,7 @@ def test_a_marker_with_another_backend_or_limit_is_an_error(suite: pytest.Pytest
 def test_pytest_timeout_leaves_marked_tests_to_the_plugin(suite: pytest.Pytester) -> None:
     suite.makepyfile(
         conftest="""
-        from ddpopt.testing.rank_needs import is_marked, needs_of
+        from ddpopt.testing.needs import is_marked, needs_of
         def pytest_collection_finish(session):
             for item in session.items:
                 needs = needs_of(item) if is_marked(item) else None

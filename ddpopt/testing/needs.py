@@ -6,12 +6,23 @@ them agree on a test's limit.
 
 import os
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import pytest
 
-from ddpopt.testing.rank_environment import launched_ranks
+from ddpopt.ranks.environment import launched_ranks
 
-__all__ = ["DIVIDED", "LIMIT_S", "Needs", "is_marked", "lacking", "needs_of", "readable_needs"]
+__all__ = [
+    "DIVIDED",
+    "LIMIT_S",
+    "Needs",
+    "Rank",
+    "is_marked",
+    "lacking",
+    "needs_of",
+    "rank_key",
+    "readable_needs",
+]
 
 LIMIT_S = 120.0
 """The limit of a test that sets none, in seconds."""
@@ -24,6 +35,23 @@ DIVIDED = (
 )
 
 needs_key = pytest.StashKey["Needs"]()
+
+
+class Rank(Protocol):
+    """This process, as a rank that runs marked tests.
+
+    Attributes:
+        on_gpu: whether each of the ranks, on whatever node, has a GPU of its own.
+    """
+
+    on_gpu: bool
+
+    @property
+    def seat(self) -> tuple[Any, int, int]:
+        """The store of the test that runs, this rank's number, and how many there are."""
+
+
+rank_key = pytest.StashKey[Rank]()
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,11 @@ import torch.distributed as dist
 from _pytest.reports import TestReport
 from _pytest.runner import runtestprotocol
 
+from ddpopt.ranks.environment import own_rank, own_size
+from ddpopt.ranks.group import gpu_for_each_rank
 from ddpopt.ranks.limits import Limits
-from ddpopt.testing.rank_collection import difference, digest
-from ddpopt.testing.rank_environment import own_rank, own_size
-from ddpopt.testing.rank_needs import needs_of
-from ddpopt.testing.rank_reports import from_text, lost, merge, to_text, trimmed
-from ddpopt.testing.ranks import Seat, gpu_for_each_rank
+from ddpopt.testing.needs import needs_of
+from ddpopt.testing.reports import difference, from_text, lost, merge, to_text, trimmed
 
 __all__ = ["LaunchedRank"]
 
@@ -52,7 +51,7 @@ class LaunchedRank:
     """This process, as a rank that a launcher started.
 
     Attributes:
-        seat: where it stands in the test that runs.
+        on_gpu: whether each rank has a GPU of its own.
     """
 
     def __init__(self) -> None:
@@ -65,13 +64,12 @@ class LaunchedRank:
         self._told_to_end = threading.Event()
         self._in_test = False
         self._lost = False
-        self._on_gpu = False
+        self.on_gpu = False
 
     @property
-    def seat(self) -> Seat:
-        """Where this process stands in the test that runs."""
-        store = c10d.PrefixStore(f"group/{self._number}", self._store)
-        return Seat(store, own_rank(), own_size(), self._on_gpu)
+    def seat(self) -> tuple[Any, int, int]:
+        """The store of the test that runs, this rank's number, and how many there are."""
+        return c10d.PrefixStore(f"group/{self._number}", self._store), own_rank(), own_size()
 
     def require_equal_collection(self, session: pytest.Session) -> None:
         """Compare what all ranks have collected.
@@ -85,17 +83,15 @@ class LaunchedRank:
         names = [item.nodeid for item in session.items]
         if session.testsfailed:
             names.append(f"({session.testsfailed} errors in collection)")
-        digests = self._exchange("digest", digest(names), START_LIMIT_S)
-        if None in digests:
-            silent = [str(rank) for rank, text in enumerate(digests) if text is None]
+        lists = self._exchange("names", "\0".join(names), START_LIMIT_S)
+        if silent := [str(rank) for rank, text in enumerate(lists) if text is None]:
             raise pytest.UsageError(
                 f"expected every rank to say which tests it collected, got nothing from rank(s) "
                 f"{', '.join(silent)} within {START_LIMIT_S:g} s: it died, or collected no test marked "
                 "world_size. Collect the same tests on every rank."
             )
-        if len(set(digests)) > 1:
-            lists = self._exchange("names", "\0".join(names), START_LIMIT_S)
-            raise pytest.UsageError(difference([(text or "").split("\0") for text in lists]))
+        if words := difference([(text or "").split("\0") for text in lists]):
+            raise pytest.UsageError(words)
 
     def run(self, item: pytest.Item, nextitem: pytest.Item | None) -> list[TestReport]:
         """Run a test on this rank, and learn how its peers fared.
@@ -112,7 +108,7 @@ class LaunchedRank:
             present = self._exchange("present", "gpu" if gpu_for_each_rank() else "cpu", MEETING_LIMIT_S)
             if None in present:
                 return self._end(item, [[] if text else lost(item, LATE) for text in present])
-            self._on_gpu = set(present) == {"gpu"}
+            self.on_gpu = set(present) == {"gpu"}
             reports = self._run_here(item, nextitem)
             texts = self._exchange("reports", to_text(item.config, reports), needs_of(item).limit_s + GRACE_S)
             merged = [from_text(item.config, text) if text else lost(item, LOST) for text in texts]

@@ -6,16 +6,16 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ddpopt.testing.ranks import Seat, one_rank, seated
+from ddpopt.ranks.group import grouped, one_rank
 
 c10d: Any = dist  # torch does not mark its re-exports
 
 
 def test_after_a_group_that_could_not_be_made_the_next_one_has_the_name_that_peers_give_it() -> None:
-    alone_of_two = Seat(c10d.HashStore(), 0, 2, on_gpu=False)
-    with pytest.raises(dist.DistStoreError), seated(alone_of_two, "gloo", 0.2):
+    alone_of_two = grouped(0.2, (c10d.HashStore(), 0, 2), backend="gloo")
+    with pytest.raises(dist.DistStoreError), alone_of_two:
         pass
-    with seated(Seat(c10d.HashStore(), 0, 1, on_gpu=False), "gloo", 10.0):
+    with grouped(10.0, (c10d.HashStore(), 0, 1), backend="gloo"):
         world = c10d.group.WORLD
         assert world.group_name == "0"
 

@@ -1,11 +1,11 @@
-"""One outcome for one test on several ranks."""
+"""One outcome for one test on several ranks, and the words for a different collection."""
 
 from typing import Literal
 
 import pytest
 from _pytest.reports import TestReport
 
-from ddpopt.testing.rank_reports import from_text, merge, to_text, trimmed
+from ddpopt.testing.reports import ADVICE, difference, from_text, merge, to_text, trimmed
 
 STACKS = """\
 Fatal Python error: Aborted
@@ -108,3 +108,32 @@ def test_a_skips_place_survives_the_journey(pytestconfig: pytest.Config) -> None
 
 def test_stacks_are_shown_without_what_lies_under_every_test() -> None:
     assert trimmed(STACKS) == TRIMMED
+
+
+@pytest.mark.parametrize(
+    ("names_of", "expected"),
+    [
+        (
+            [["a", "b"], ["a", "b"], ["b", "c"]],
+            ["  rank 2 lacks 1 of rank 0's 2 tests: a", "  rank 2 has 1 that rank 0 lacks: c"],
+        ),
+        ([["a", "b", "c"], ["a", "c", "b"]], ["  rank 1 has them in another order"]),
+        ([["a", "b"], ["a", "b", "b"]], ["  rank 1 has them in another order"]),
+        (
+            [[f"t{n}" for n in range(8)], []],
+            ["  rank 1 lacks 8 of rank 0's 8 tests: t0, t1, t2, t3, t4 … and 3 more"],
+        ),
+    ],
+)
+def test_what_ranks_collected_differently_is_named_by_rank(
+    names_of: list[list[str]], expected: list[str]
+) -> None:
+    assert difference(names_of).splitlines() == [
+        "the ranks collected different tests:",
+        *expected,
+        ADVICE,
+    ]
+
+
+def test_equal_collections_do_not_differ() -> None:
+    assert difference([["a", "b"]] * 3) == difference([[], []]) == ""

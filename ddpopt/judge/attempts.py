@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 
 from ddpopt.errors import InfrastructureError
+from ddpopt.judge.lost import lost_trials, stopped, too_late
 from ddpopt.judge.trials import Asked, Ended, Settings, Started, run_trials_alone
 from ddpopt.judge.verdict import Trial
 from ddpopt.ranks.failures import RanksFailed
-from ddpopt.ranks.group import Ranks, launch
-from ddpopt.ranks.lost import lost_trials, stopped, too_late
+from ddpopt.ranks.group import Ranks
+from ddpopt.ranks.pool import launch
 
 __all__ = ["Attempts", "Progress", "hardware"]
 

@@ -1,4 +1,4 @@
-"""ddpopt.ranks.attempts: ranks that fail are started anew, within one limit, and no trial is lost.
+"""ddpopt.judge.attempts: ranks that fail are started anew, within one limit, and no trial is lost.
 
 The ranks are played by functions that emit what ranks would.
 """
@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from ddpopt.errors import InfrastructureError
+from ddpopt.judge import attempts
+from ddpopt.judge.attempts import Attempts, hardware
 from ddpopt.judge.trials import Asked, Ended, Settings, Started
 from ddpopt.judge.verdict import Status, Trial
-from ddpopt.ranks import attempts
-from ddpopt.ranks.attempts import Attempts, hardware
 from ddpopt.ranks.failures import RankFailure, RanksFailed
 
 Emit = Callable[[object], None]

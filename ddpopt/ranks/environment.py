@@ -6,20 +6,11 @@ if the variables are set that torchrun sets, and that ``torch.distributed`` itse
 
 import os
 
-__all__ = [
-    "POOL_PORT",
-    "environment_of_no_rank",
-    "launched_ranks",
-    "own_rank",
-    "own_size",
-]
-
-POOL_PORT = "DDPOPT_POOL_PORT"
-"""Names the variable that makes a process a rank of a pool: the port of the store that the pool holds."""
+__all__ = ["environment_of_no_rank", "launched_ranks", "own_rank", "own_size"]
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 RENDEZVOUS_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-FOREIGN_PREFIXES = ("TORCHELASTIC_", "PYTEST_XDIST_", "DDPOPT_POOL")
+FOREIGN_PREFIXES = ("TORCHELASTIC_", "PYTEST_XDIST_")
 # What pytest has read already, and what it says of the test that runs.
 FOREIGN_NAMES = (*RANK_VARIABLES, "PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST")
 

@@ -1,9 +1,9 @@
-"""ddpopt.ranks.lost: what a failure of the ranks takes with it, and what is not tried again."""
+"""ddpopt.judge.lost: what a failure of the ranks takes with it, and what is not tried again."""
 
+from ddpopt.judge.lost import lost_trials, stopped, too_late
 from ddpopt.judge.trials import Asked, Settings, Started
 from ddpopt.judge.verdict import Status
 from ddpopt.ranks.failures import RankFailure, RanksFailed
-from ddpopt.ranks.lost import lost_trials, stopped, too_late
 
 ASKED = [
     Asked("tied", "default", ("torch", "whole")),

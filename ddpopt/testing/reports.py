@@ -1,4 +1,4 @@
-"""The outcome of one test on several ranks, as text that travels between processes and as one report.
+"""What several ranks have to say of their tests, as text that travels between processes and as one report.
 
 Invariant: a test fails if it failed on any rank, and its report then shows the traceback of each such rank.
 """
@@ -10,15 +10,18 @@ from collections.abc import Sequence
 import pytest
 from _pytest.reports import TestReport
 
-__all__ = ["from_text", "lost", "merge", "to_text", "trimmed"]
+__all__ = ["difference", "from_text", "lost", "merge", "to_text", "trimmed"]
 
 # The thread that keeps the time, frames of pytest's and of ours under every test, and a list of modules.
 UNDER_A_TEST = re.compile(
     r'^((Current t|T)hread .*\n  File "[^"]*/ranks/limits\.py", .*\n(  File .*\n)*\n?'
-    r'|  File "([^"]*/(_pytest|pytest|pluggy|ddpopt/testing)/|<frozen runpy>)[^"]*", line \d+ in .*\n?'
+    r'|  File "([^"]*/(_pytest|pytest|pluggy|ddpopt/(testing|ranks))/|<frozen runpy>)[^"]*", line .*\n?'
     r"|Extension modules: .*\n?)",
     re.MULTILINE,
 )
+
+SHOWN = 5
+ADVICE = "Collect the same on every rank: nothing that is collected may depend on the rank, time or chance."
 
 
 def to_text(config: pytest.Config, reports: Sequence[TestReport]) -> str:
@@ -137,3 +140,36 @@ def _require_one_outcome(reports_of: Sequence[Sequence[TestReport]], merged: dic
             f"expected that all ranks run a test, or none; rank(s) {', '.join(map(str, skipped))} of "
             f"{len(reports_of)} skipped it. Let the reason for a skip be the same on every rank."
         )
+
+
+def difference(names_of: Sequence[Sequence[str]]) -> str:
+    """Say how the tests that ranks collected differ from those of rank 0.
+
+    Args:
+        names_of: by rank, the ids of its tests, in the order in which they run.
+
+    Returns:
+        A message for the user; empty if all lists are equal.
+
+    >>> print(difference([["a", "b"], ["b"]]))
+    the ranks collected different tests:
+      rank 1 lacks 1 of rank 0's 2 tests: a
+    Collect the same on every rank: nothing that is collected may depend on the rank, time or chance.
+    """
+    first, lines = names_of[0], []
+    for rank, names in enumerate(names_of):
+        own, expected = set(names), set(first)
+        if lacking := [name for name in first if name not in own]:
+            lines.append(
+                f"  rank {rank} lacks {len(lacking)} of rank 0's {len(first)} tests: {_some(lacking)}"
+            )
+        if besides := [name for name in names if name not in expected]:
+            lines.append(f"  rank {rank} has {len(besides)} that rank 0 lacks: {_some(besides)}")
+        if not lacking and not besides and list(names) != list(first):
+            lines.append(f"  rank {rank} has them in another order")
+    return "\n".join(["the ranks collected different tests:", *lines, ADVICE]) if lines else ""
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" … and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
