@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from benchmarks.report import Claim, Grid, Section, at_least, at_most, missing, section_of
-from benchmarks.step_workloads import WORKLOADS
 from benchmarks.summary import MEASUREMENTS, PAGE, RESULTS, main, stored
 
 CONDITIONS = {"command": "python -m x", "processor": "A | B"}
@@ -113,8 +112,3 @@ def test_each_fraction_in_the_tables_of_the_documentation_is_a_stored_figure() -
 @pytest.mark.parametrize("name", MEASUREMENTS)
 def test_the_documentation_names_each_measurement_and_its_command(name: str) -> None:
     assert f"| {name} | `python -m benchmarks.{name}` |" in PAGE.read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("name", WORKLOADS)
-def test_the_documentation_names_each_workload(name: str) -> None:
-    assert f"| `{name}` |" in PAGE.read_text(encoding="utf-8")
