@@ -31,7 +31,7 @@ from ddpopt.judge.judging.record import Record
 from ddpopt.judge.judging.reference import Bench, Reference, Subject
 from ddpopt.judge.modes import Mode, Setup, mode
 from ddpopt.judge.options import option
-from ddpopt.judge.training import Trainer, on_device
+from ddpopt.judge.trainer import Trainer, on_device
 from ddpopt.judge.verdict import Status, Trial
 from ddpopt.planning.capture import capture
 from ddpopt.ranks.group import Ranks

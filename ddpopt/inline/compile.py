@@ -113,8 +113,8 @@ def compile_inline(
         given = [*arguments]
         groups = [{position: given[position] for position in group} for group in positions]
         tokens = Call(active_module(), groups).open_gate()
-        if asserting:
-            given = [given[p].detach() if p in flat else given[p] for p in range(len(given))]
+        for position in flat if asserting else ():
+            given[position] = given[position].detach()
         return compiled(*given, *tokens)
 
     return run

@@ -19,7 +19,7 @@ from ddpopt.judge.judging.reference import Bench, Reference
 from ddpopt.judge.judging.sheet import findings, remarks, worst
 from ddpopt.judge.judging.structure import Evidence, structure
 from ddpopt.judge.modes import Mode
-from ddpopt.judge.training import Trainer
+from ddpopt.judge.trainer import Trainer
 from ddpopt.judge.verdict import Finding, SeenBucket, Status, Trial
 
 EXACT = ("eager", "aot_eager")

@@ -22,7 +22,8 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from ddpopt.errors import UnsupportedError
 from ddpopt.judge.option_cases import set_extra
 from ddpopt.judge.parallel import named_parameters
-from ddpopt.judge.training import LEARNING_RATE, Place, Trainer
+from ddpopt.judge.trainer import Place, Trainer
+from ddpopt.judge.training import LEARNING_RATE
 
 SCALE = 1024.0
 MAX_NORM = 0.01

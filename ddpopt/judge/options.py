@@ -19,7 +19,7 @@ from ddpopt.judge import option_cases as cases
 from ddpopt.judge import option_steps as do
 from ddpopt.judge.modes import Gives
 from ddpopt.judge.named import named
-from ddpopt.judge.training import Program
+from ddpopt.judge.trainer import Program
 
 
 @dataclass(frozen=True)

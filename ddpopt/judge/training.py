@@ -10,205 +10,25 @@ import contextlib
 import functools
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch.utils._pytree import tree_map
 
 from ddpopt.cases.case import Case, step_seed
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.errors import UsageError
 from ddpopt.judge.judging.record import Record, Step
 from ddpopt.judge.modes import Mode, Setup
-from ddpopt.judge.parallel import Gradients, Named, Parallel
-from ddpopt.judge.visible import GRADIENT_OF, Sight
-from ddpopt.observation.compilations import Compilations
+from ddpopt.judge.parallel import Named, Parallel
+from ddpopt.judge.trainer import Place, Program, Trainer
+from ddpopt.judge.visible import GRADIENT_OF
 from ddpopt.observation.observe import Observation, observe
 
 LEARNING_RATE = 0.05
 """Of plain SGD: large enough that a stale gradient or a parameter that was not updated shows a step later."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where this process stands.
-
-    Attributes:
-        rank: in the group that trains together.
-        size: of that group.
-        group: its process group.
-        device: where the model belongs.
-    """
-
-    rank: int
-    size: int
-    group: dist.ProcessGroup
-    device: torch.device
-
-
-class Trainer:
-    """One model in one mode, as an option's step sees it.
-
-    Attributes:
-        case: what is trained.
-        place: where.
-        models: the model; an option may add others.
-        step: index of the step that runs.
-        record: what is known so far.
-        extras: what a script can see of the step (`sight` finds it), and what the option leaves.
-        compilations: what Dynamo compiles meanwhile.
-    """
-
-    def __init__(self, case: Case, place: Place, make: Callable[[], Parallel]) -> None:
-        self.case = case
-        self.place = place
-        self._make = make
-        self.models = [make()]
-        self.sight = self._sight()
-        self.step = 0
-        self.last_loss: Tensor | None = None
-        self.extras: dict[str, Any] = {}
-        self.compilations = Compilations()
-        self.record = Record(self.state(), planned=self.parallel.planned)
-
-    @property
-    def parallel(self) -> Parallel:
-        """The model that is judged."""
-        return self.models[0]
-
-    @property
-    def ddp(self) -> Any:
-        """Its DDP module; None where the mode has none."""
-        return self.parallel.ddp
-
-    def _sight(self) -> Sight:
-        models = {_prefix(index): model.model for index, model in enumerate(self.models)}
-        return Sight((self.case.inputs, self.case.loss), models)
-
-    def add_model(self) -> None:
-        """Make another one, from the same weights."""
-        self.models.append(self._make())
-        self.sight = self._sight()
-        self.record.start = self.state()
-
-    def loss(self, part: int = 0, model: int = 0) -> Tensor:
-        """Run a forward on inputs of this rank, step and part of the step."""
-        loss = self.case.loss(self.forward(part, model))
-        self.sight.reach(loss)
-        self.last_loss = loss.detach()
-        return loss
-
-    def forward(self, part: int = 0, model: int = 0) -> Any:
-        """The output of the model for such inputs."""
-        source = self.place.rank + part * self.place.size
-        torch.manual_seed(step_seed(source, self.step))
-        args, kwargs = on_device(self.case.inputs(source, self.step), self.place.device)
-        self.sight.calls(args, kwargs)
-        output = self.models[model].call(*args, **kwargs)
-        self.extras |= self.sight.returns(output)
-        return output
-
-    def backward(self, loss: Tensor) -> None:
-        """Run a backward as the mode runs it."""
-        with self.parallel.around_backward():
-            torch.autograd.backward(loss)
-        for model in self.models:
-            model.after_backward()
-
-    def no_sync(self) -> AbstractContextManager[Any]:
-        """What to run forward and backward in, so that nothing is reduced."""
-        return self.parallel.unsynchronised()
-
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters of all models."""
-        return [parameter for model in self.models for parameter in model.model.parameters()]
-
-    def gradients(self) -> Gradients:
-        """Copies of all gradients, by name; those of an added model with its number in front."""
-        return _merged([model.gradients() for model in self.models])
-
-    def state(self) -> Named:
-        """Copies of all parameters and buffers, by name."""
-        return _merged([model.state() for model in self.models])
-
-    def load(self, state: Named) -> None:
-        """Set all parameters and buffers."""
-        for index, model in enumerate(self.models):
-            prefix = _prefix(index)
-            model.load({name[len(prefix) :]: t for name, t in state.items() if name.startswith(prefix)})
-
-
-def _prefix(index: int) -> str:
-    return f"model {index + 1}: " if index else ""
-
-
-Values = TypeVar("Values")
-
-
-def _merged(parts: Sequence[dict[str, Values]]) -> dict[str, Values]:
-    return {
-        f"{_prefix(index)}{name}": value for index, part in enumerate(parts) for name, value in part.items()
-    }
-
-
-TakeStep = Callable[[Trainer], None]
-"""Forward and backward of one step, however often."""
-
-
-def nothing_more(_: Trainer) -> None:
-    """Do nothing between the backward and the optimizer."""
-
-
-def plain_step(trainer: Trainer) -> None:
-    """One forward, one backward."""
-    trainer.backward(trainer.loss())
-
-
-@dataclass(frozen=True)
-class Program:
-    """How an option uses a data-parallel model; all of it does nothing by default.
-
-    Attributes:
-        take_step: forward and backward.
-        finish_step: between the backward and the optimizer: clipping, unscaling.
-        configure: once the model is data-parallel: hooks, communication hooks.
-        around: what the whole training runs in, for instance ``ddp.join()``.
-        steps: how many steps a rank takes, given how many are asked for; may differ between ranks.
-        keeps_gradients: whether gradients are zeroed in place instead of dropped.
-        before_step: at the start of each step.
-    """
-
-    take_step: TakeStep = plain_step
-    finish_step: TakeStep = nothing_more
-    before_step: TakeStep = lambda _: None
-    configure: Callable[[Trainer], None] = lambda _: None
-    around: Callable[[Trainer], AbstractContextManager[Any]] = lambda _: contextlib.nullcontext()
-    steps: Callable[[Place, int], int] = lambda _, steps: steps
-    keeps_gradients: bool = False
-
-    @property
-    def finishes(self) -> bool:
-        """Whether anything happens to gradients between the backward and the optimizer."""
-        return self.finish_step is not nothing_more
-
-
-def on_device(value: Any, device: torch.device) -> Any:
-    """Move every tensor in containers to a device; what is a leaf stays one."""
-    return tree_map(lambda leaf: _on_device(leaf, device) if isinstance(leaf, Tensor) else leaf, value)
-
-
-def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    moved = tensor.to(device)
-    return (
-        moved
-        if moved is tensor or not tensor.is_leaf
-        else moved.detach().requires_grad_(tensor.requires_grad)
-    )
 
 
 @dataclass(frozen=True)

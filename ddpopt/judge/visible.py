@@ -31,6 +31,8 @@ KEPT = "kept "
 OUTSIDE = "the tensor outside of DDP"
 ATTRIBUTE = "attribute "
 LAST = "the last step's "
+UNMOVED = "as it was"
+"""Of a version counter: compiled code may move it where eager writes without moving it."""
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 DEPTH = 8
 """Of containers in containers that are looked into."""
@@ -266,7 +268,7 @@ class Sight:
         found = {f"{path} after the step": _as_tensor(tensor) for path, tensor in self._inputs.items()}
         for path, tensor in self._inputs.items():
             moved = _version(tensor) > self._versions[path]
-            found[f"version counter of {path}"] = "moved" if moved else "as it was"
+            found[f"version counter of {path}"] = "moved" if moved else UNMOVED
         gradients = [parameter.grad for model in self._models.values() for parameter in model.parameters()]
         needing = sum(gradient is not None and gradient.requires_grad for gradient in gradients)
         found["number of gradients that require gradients"] = str(needing)

@@ -84,22 +84,6 @@ def test_a_printed_model_computes_the_same_in_a_fresh_interpreter(tmp_path: Path
         assert torch.equal(here.detach().to_dense(), other.detach().to_dense())
 
 
-def test_the_bucket_rule_imports_nothing_of_torch_distributed_itself() -> None:
-    program = """
-import sys, torch
-before = {name for name in sys.modules if name.startswith("torch.distributed")}
-from ddpopt.planning import bucket_rule, facts, join, plan, planner
-from torch import nn
-specs = bucket_rule.specs_from_module(nn.Linear(2, 2))
-bucket_rule.rebuilt_buckets(specs, bucket_rule.BucketConfig.from_kwargs(bucket_cap_mb=1))
-print({name for name in sys.modules if name.startswith("torch.distributed")} - before)
-"""
-    printed = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert printed.stdout == "set()\n"
-
-
 def test_pytests_plugin_and_the_reports_import_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [f"{module} {len(ddpopt.__all__)} False" for module in WITHOUT_TORCH]

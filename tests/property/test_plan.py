@@ -145,14 +145,14 @@ def test_a_plan_depends_on_the_order_of_nodes_only_as_far_as_gradients_get_ready
 
 
 def ready_order(facts: GraphFacts) -> list[list[str]]:
-    """The parameters whose readers no cut can part, together; those that are ready first in front."""
+    """The parameters whose readers no cut can part, together; those that are ready first come first."""
     together: dict[int, list[str]] = {}
-    for use in facts.params:
+    for use in sorted(facts.params, key=lambda use: (-use.completes_at, use.spec.name)):
         start = max(
             place for place in range(use.completes_at + 1) if place == 0 or facts.blocked[place] is None
         )
         together.setdefault(start, []).append(use.spec.name)
-    return [sorted(together[start]) for start in sorted(together, reverse=True)]
+    return [together[start] for start in sorted(together, reverse=True)]
 
 
 @share(1.5)

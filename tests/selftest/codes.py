@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddpopt.judge.option_steps import accumulated_hooks
-from ddpopt.judge.training import Trainer
+from ddpopt.judge.trainer import Trainer
 from tests.selftest.sites import Site, Tamper, after_backward, first, weight
 
 Change = Callable[[Tensor], Tensor]

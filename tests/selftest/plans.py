@@ -12,7 +12,7 @@ from unittest.mock import patch
 from ddpopt.ddp import reducer as planned_reducer
 from ddpopt.ddp.impose import impose
 from ddpopt.dynamo import backend
-from ddpopt.judge.training import Trainer
+from ddpopt.judge.trainer import Trainer
 from ddpopt.planning.bucket_rule import specs_from_ddp
 from ddpopt.planning.plan import Bucket, Plan
 from ddpopt.planning.regions import Regions

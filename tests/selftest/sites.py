@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpopt.judge.parallel import nothing
-from ddpopt.judge.training import Trainer
+from ddpopt.judge.trainer import Trainer
 
 Item = TypeVar("Item")
 

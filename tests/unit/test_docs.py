@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import ddpopt
 from ci import api_pages
 
 ROOT = Path(__file__).parents[2]
@@ -54,5 +55,7 @@ def test_the_api_reference_is_that_of_the_docstrings() -> None:
 
 
 def test_the_snippet_on_plans_runs() -> None:
-    for snippet in SNIPPET.findall((ROOT / "docs" / "formats.md").read_text(encoding="utf-8")):
-        exec(snippet, {})
+    (snippet,) = SNIPPET.findall((ROOT / "docs" / "formats.md").read_text(encoding="utf-8"))
+    names: dict[str, object] = {}
+    exec(snippet, names)
+    assert isinstance(names.get("plan"), ddpopt.Plan)

@@ -16,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ddpopt.cases.case import Case
-from ddpopt.judge.training import on_device
+from ddpopt.judge.trainer import on_device
 
 DEVICES = ("cpu", "cuda")
 

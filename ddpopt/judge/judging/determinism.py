@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from ddpopt.cases.case import Case
 from ddpopt.judge.compare import raw_bytes
-from ddpopt.judge.training import on_device
+from ddpopt.judge.trainer import on_device
 
 NOT_FOUND = "no single operation of one step of the model alone is to blame"
 NOT_RUN = "the responsible operation is not known, because a step of the model alone cannot be watched"

@@ -34,7 +34,8 @@ from ddpopt.judge.modes import LOCAL, Mode, mode
 from ddpopt.judge.option_cases import in_dtype
 from ddpopt.judge.options import Option
 from ddpopt.judge.parallel import Gradients, Named
-from ddpopt.judge.training import Course, Place, train, updated
+from ddpopt.judge.trainer import Place
+from ddpopt.judge.training import Course, train, updated
 from ddpopt.ranks.group import Ranks
 
 COLLECTIVE_LIMIT_S = 20.0

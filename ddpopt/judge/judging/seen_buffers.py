@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from ddpopt.judge.parallel import Named
-from ddpopt.judge.training import Trainer
+from ddpopt.judge.trainer import Trainer
 
 __all__ = ["SeenBuffers"]
 

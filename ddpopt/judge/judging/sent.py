@@ -43,10 +43,14 @@ def no_others(evidence: Evidence) -> Broken:
 
 
 def _bucketless(record: Record) -> list[str]:
-    """What carried no bucket; but for the order and the sizes that a reducer sends when it rebuilds them."""
+    """What carried no bucket; but for what a reducer sends for itself.
+
+    That is the order and the sizes of rebuilt buckets, and which parameters were used.
+    """
     layouts = [[len(bucket.params) for bucket in one.buckets] for one in record.iterations or ()]
     numbers = {number for counts in layouts for number in (sum(counts) + 1, len(counts))}
     rebuilding = {words_of(Collective("broadcast", 4 * number, "int32", None)) for number in numbers}
+    rebuilding |= {words_of(Collective("allreduce", 4 * sum(counts), "int32", None)) for counts in layouts}
     own = [words_of(collective) for collective in record.collectives if collective.bucket is None]
     others = [f"{words_of(collective)} in another group" for collective in record.elsewhere]
     return [*(words for words in own if words not in rebuilding), *others]

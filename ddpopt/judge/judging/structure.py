@@ -17,7 +17,7 @@ from ddpopt.judge.judging.evidence import Broken, Claim, Evidence, Peer, peer_of
 from ddpopt.judge.judging.numbers import FINAL, plain, seen
 from ddpopt.judge.judging.record import Step, in_sight
 from ddpopt.judge.verdict import Finding
-from ddpopt.judge.visible import GRADIENT_OF, form_of, is_of_last_step
+from ddpopt.judge.visible import GRADIENT_OF, UNMOVED, form_of, is_of_last_step
 
 __all__ = ["CLAIMS", "Evidence", "Peer", "peer_of", "structure"]
 
@@ -99,7 +99,7 @@ def _seen(evidence: Evidence) -> Broken:
         mine, theirs = seen(got), seen(eager)
         for name in sorted(mine.keys() | theirs.keys()):
             has, wants = _words(mine.get(name)), _words(theirs.get(name))
-            if has != wants and in_sight(name, eager):
+            if has != wants and wants != UNMOVED and in_sight(name, eager):
                 message = f"step {step}: {name} is {has}, in eager DDP {wants}"
                 yield message, plain(name) if name.startswith(FINAL) else None, step
 

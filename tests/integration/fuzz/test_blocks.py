@@ -35,12 +35,12 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_campaign_draws_blocks_of_a_module_and_goes_on_only_with_them(folder: Path) -> None:
     words = ("fuzz", "--mode", "ddpopt-split", "--without", "cond", "--out", "out")
-    done = ddpopt(folder, *words, "--examples", "40", "--blocks", "mine")
+    done = ddpopt(folder, *words, "--examples", "10", "--blocks", "mine")
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (folder / "out" / "journal.jsonl").read_text().splitlines()]
-    assert len(lines) == 40
+    assert len(lines) == 10
     assert any("twice" in line["features"] for line in lines)
-    other = ddpopt(folder, *words, "--examples", "41")
+    other = ddpopt(folder, *words, "--examples", "11")
     assert other.returncode == 2
     assert "blocks: ['mine'] there, [] here" in other.stderr
 

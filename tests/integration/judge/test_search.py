@@ -78,7 +78,7 @@ def test_a_graph_that_its_mode_does_not_cut_is_cut_for_the_search_and_the_note_s
     events = searching(
         f"{MODULE}:short", "ddpopt-inline", "scaling_tanh", Stage("ddpopt-inline", "scaling_tanh")
     )
-    assert segments(events) == ["graph 0, segment 2 of 3: tanh"]
+    assert segments(events) == ["graph 0, segment 1 of 2: tanh"]
     assert blamed(events).note == (
         "the segments were cut for this search alone; ddpopt-inline compiles each graph whole"
     )
@@ -109,7 +109,7 @@ def test_segments_that_are_wrong_only_once_the_mode_has_cut_are_found_among_its_
         "wrong_apart, ddpopt-split on 1 rank": False,
     }
     (guilty,) = segments(events)
-    assert guilty.startswith("compiled segment 2 of 5: ")
+    assert guilty.startswith("compiled segment 2 of 6: ")
 
 
 def test_what_fails_though_nothing_is_compiled_has_no_segment_to_blame(searching: Searching) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpopt.judge.training import Trainer
+from ddpopt.judge.trainer import Trainer
 from ddpopt.judge.trials import Asked
 from ddpopt.judge.verdict import Status, Verdict
 from tests.selftest.faults import FAULTS, Fault

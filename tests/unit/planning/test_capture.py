@@ -184,11 +184,17 @@ def test_a_plan_is_what_compiling_with_that_strategy_will_do() -> None:
 
 
 def test_a_plan_for_inline_expands_no_composite_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
-        raise AssertionError("work for the other strategy")
+    opened: list[str] = []
+    plan_and_open = ddpopt.planning.regions.plan_and_open
 
-    monkeypatch.setattr(ddpopt.planning.regions, "plan_and_open", refuse)
-    ddpopt.plan(net(), rows(), bucket_cap_mb=LAYER_MB)
+    def noting(*arguments: Any) -> Any:
+        opened.append(strategy)
+        return plan_and_open(*arguments)
+
+    monkeypatch.setattr(ddpopt.planning.regions, "plan_and_open", noting)
+    for strategy in ("inline", "split"):
+        ddpopt.plan(net(), rows(), bucket_cap_mb=LAYER_MB, strategy=strategy)
+    assert opened == ["split"]
 
 
 def test_ignored_and_frozen_parameters_stand_in_no_bucket() -> None:
