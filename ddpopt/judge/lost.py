@@ -124,8 +124,10 @@ def _lost_with_mode(
 
 
 def _in_short(failed: RanksFailed) -> str:
-    """One line about ranks that died, without their stacks."""
+    """One line about ranks that failed, without their stacks."""
     one = failed.culprits[0]
+    if one.kind == "raised":
+        return f"rank {one.rank} raised {one.stack.strip().rpartition(chr(10))[2]}"
     how = f"{one.kind} ({one.signal})" if one.signal else one.kind
     crashed = one.stack.partition("Current thread")[2] or one.stack  # of several, the one that did it
     frames = [line.strip() for line in crashed.splitlines() if line.strip().startswith("File ")]
