@@ -53,7 +53,8 @@ def examine(ranks: Ranks, task: Task, tell: Callable[[str], None]) -> list[Answe
         case = Program(task.source).case(task.tags)
     except Exception as error:
         return _all(task, Kind.EAGER, in_words(error))
-    subject = Subject(case, option(task.training), task.setting.steps, ranks.device)
+    # Evaluation is compiled uncut: a campaign trains another model in that time.
+    subject = Subject(case, option(task.training), task.setting.steps, ranks.device, evaluates=False)
     with _limit_of(task), contextlib.closing(Bench(subject, ranks)) as bench:
         try:
             examination = _Examination(bench, task.setting)

@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 import ddpopt
 from ddpopt.cases.case import step_seed
 from ddpopt.fuzz.examine import forget_failures
+from ddpopt.judge.judging.association import reassociated_values
 from ddpopt.judge.judging.layouts import relaid_values
 from ddpopt.planning.capture import capture
 from ddpopt.planning.limits import DDP_ARGUMENTS_OF_LIMITS
@@ -48,7 +49,6 @@ Wrap = Callable[[DistributedDataParallel], Any]
 Seen = dict[str, Any]
 Strategy = Literal["split", "inline"]
 STRATEGIES: tuple[Strategy, ...] = ("split", "inline")
-REORDERED = "summed in another order"
 ROUNDINGS = 128
 """Of the largest element: what other orders of a sum make of it, and a few layers behind it."""
 
@@ -185,11 +185,6 @@ class Notes(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
 
-    @property
-    def reordered(self) -> bool:
-        """Whether a cut changes the order of a sum."""
-        return any(REORDERED in line for line in self.lines)
-
     __hash__ = logging.Handler.__hash__
 
 
@@ -231,7 +226,7 @@ def assert_equal_steps(
     by_torch = trained(drawn, plain, group=group)
     torchs = _differing_steps(by_torch, expected)
     left = [each for each in wrong if each in _differing_steps(found, by_torch)]
-    reordered = somewhere(bool(left) and (notes.reordered or relaid(drawn)), group)
+    reordered = somewhere(bool(left) and resummed(drawn), group)
     if left and (reordered or dist.get_world_size(group) > 2):  # three terms have several orders
         _tell("a cut, or the form of a bucket, changes the order of a sum")
         left = [
@@ -277,8 +272,8 @@ def _compiles(drawn: DrawnModel) -> bool:
     return True
 
 
-def relaid(drawn: DrawnModel) -> bool:
-    """Whether a gradient crosses a cut in another layout than in eager."""
+def resummed(drawn: DrawnModel) -> bool:
+    """Whether a cut changes the order of a sum, or the layout of a gradient that crosses it."""
     program = drawn.program
     args, kwargs = program.inputs(dist.get_rank(), 0)
     ddp_kwargs = program.module.DDP_KWARGS
@@ -286,7 +281,10 @@ def relaid(drawn: DrawnModel) -> bool:
     traced = capture(program.model(), *args, strategy="split", **kwargs, **limits)
     plan, symbolic = traced.plan(), len(set(drawn.batches)) > 1
     planned = enumerate(traced.graphs[index] for index in traced.planned)
-    return any(relaid_values(graph.gm, plan, place, symbolic=symbolic) for place, graph in planned)
+    return any(
+        reassociated_values(graph.gm, plan, place) or relaid_values(graph.gm, plan, place, symbolic=symbolic)
+        for place, graph in planned
+    )
 
 
 def _tell(what: str) -> None:

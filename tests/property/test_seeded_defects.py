@@ -12,6 +12,7 @@ from ddpopt.fuzz.cases import task_of
 from ddpopt.fuzz.examine import examine
 from ddpopt.fuzz.questions import Kind, Setting
 from ddpopt.fuzz.stream import Source
+from ddpopt.judge.trials import quickly
 from ddpopt.ranks.group import Ranks, joined
 from ddpopt.testing.drawn import DrawnModel
 from tests.selftest.defects import DEFECTS, Defect
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with one_rank_group(tmp_path_factory.mktemp("group")), joined(timeout_s=60) as made:
+    with one_rank_group(tmp_path_factory.mktemp("group")), joined(timeout_s=60) as made, quickly():
         yield made
 
 

@@ -22,8 +22,8 @@ from tests.property.stepping import (
     compiled,
     differing,
     eager,
-    listening,
     nearly,
+    resummed,
     trainable,
 )
 
@@ -53,10 +53,9 @@ class Training(RuleBasedStateMachine):
     def begin(self, drawn: DrawnModel, strategy: Strategy) -> None:
         torch._dynamo.reset()
         counters.clear()
-        self._listening = listening()
-        self._notes = self._listening.__enter__()
         # compiled code leaves out a dropout that nothing reads, and with it its numbers: one stands last
         drawn = replace(drawn, batches=(2, 3), steps=(*drawn.steps, step("dropout")))
+        self.drawn, self.strategy = drawn, strategy
         self.runs = [Run(drawn, wrap) for wrap in (eager, compiled(strategy))]
         self.step_number = 0
         self.saved: list[tuple[Any, Any]] = []
@@ -154,7 +153,7 @@ class Training(RuleBasedStateMachine):
     def both_are_in_the_same_state(self) -> None:
         of_eager, of_compiled = (run.state() for run in self.runs)
         wrong = differing(of_compiled, of_eager)
-        if wrong and self._notes.reordered:
+        if wrong and self.strategy == "split" and resummed(self.drawn):
             event("a cut changes the order of a sum")
             wrong = [name for name in wrong if not nearly(of_compiled[name], of_eager[name])]
         assert not wrong, f"{self.runs[1].wrap.__name__}: differs from eager DDP in {wrong}"
@@ -162,9 +161,6 @@ class Training(RuleBasedStateMachine):
     @invariant()
     def no_more_graphs_are_compiled_than_there_are_shapes_and_modes(self) -> None:
         assert counters["stats"]["unique_graphs"] <= GRAPHS_OF_A_SHAPE * self.wraps
-
-    def teardown(self) -> None:
-        self._listening.__exit__(None, None, None)
 
 
 TestTraining = Training.TestCase
@@ -204,10 +200,7 @@ def test_a_sequence_of_every_rule(strategy: Strategy) -> None:
     machine = Training()
     assert {name for name, _ in SCRIPT} == {each.function.__name__ for each in machine.rules}
     machine.begin(LAYERS, strategy)
-    try:
-        for name, arguments in SCRIPT:
-            getattr(machine, name)(**arguments)
-            machine.both_are_in_the_same_state()
-            machine.no_more_graphs_are_compiled_than_there_are_shapes_and_modes()
-    finally:
-        machine.teardown()
+    for name, arguments in SCRIPT:
+        getattr(machine, name)(**arguments)
+        machine.both_are_in_the_same_state()
+        machine.no_more_graphs_are_compiled_than_there_are_shapes_and_modes()

@@ -55,12 +55,14 @@ class Subject:
         option: how DDP is used.
         steps: how many steps are taken.
         device: where.
+        evaluates: whether the model is evaluated after the last step, which compiles it twice more.
     """
 
     case: Case
     option: Option
     steps: int
     device: torch.device
+    evaluates: bool = True
 
     @functools.cached_property
     def adapted(self) -> Case:
@@ -114,7 +116,7 @@ class Bench:
             backend,
             functools.partial(subject.option.arguments, adapted),
             subject.steps,
-            evaluate=how is not LOCAL and not self.unevaluated,
+            evaluate=subject.evaluates and how is not LOCAL and not self.unevaluated,
             **more,
         )
         record, failure = None, None

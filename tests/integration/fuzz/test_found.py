@@ -15,6 +15,7 @@ from ddpopt.fuzz.questions import Kind, Setting
 from ddpopt.fuzz.scripting import GRAPHS, script_of
 from ddpopt.fuzz.signatures import ROUNDING, Signature
 from ddpopt.judge.locating.reproduction import shows
+from ddpopt.judge.trials import quickly
 from ddpopt.ranks.group import Ranks, joined
 from ddpopt.testing.drawn import DrawnModel, Step, step
 from tests.found import FOLDER, found_cases
@@ -36,7 +37,7 @@ EACH_OF_TORCHS = pytest.mark.parametrize("case", TORCHS, ids=lambda case: case.s
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with one_rank_group(tmp_path_factory.mktemp("group")), joined(timeout_s=60) as made:
+    with one_rank_group(tmp_path_factory.mktemp("group")), joined(timeout_s=60) as made, quickly():
         yield made
 
 

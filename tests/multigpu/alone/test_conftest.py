@@ -77,6 +77,7 @@ def test_one_process_may_accept_snapshots(project: pytest.Pytester) -> None:
 def test_hypothesis_draws_the_same_examples_in_ci(
     project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, ci: str | None, derandomized: bool
 ) -> None:
+    monkeypatch.delenv("HYPOTHESIS_PROFILE", raising=False)
     if ci is not None:
         monkeypatch.setenv("CI", ci)
     project.makepyfile(
