@@ -189,22 +189,24 @@ def _device_of(nproc: int) -> str:
 
 def _asked_of(trial: Trial, target: str, backend: str | None, steps: int) -> Question:
     """What a trial says of itself, and of what is wrong in it."""
+    first = _first_wrong(trial, steps)
     return Question(
         target,
         trial.option,
         trial.mode,
         (backend or trial.backend) if trial.backend else "",
-        steps=_steps_of(trial, steps),
+        steps=min(steps, first + 1),  # as few as show it: each starts from where eager's did
         rank=min((f.rank for f in trial.findings if f.rank is not None), default=0),
         structural=all(finding.level == "L3" for finding in trial.findings),
+        evaluates=first >= steps,
     )
 
 
-def _steps_of(trial: Trial, steps: int) -> int:
-    """As few steps as show it: each starts from the state that eager's started from."""
+def _first_wrong(trial: Trial, steps: int) -> int:
+    """The first step that is wrong; the evaluation after all of them where that is not known."""
     seen = [finding.step for finding in trial.findings]
     known = [step for step in seen if step is not None]
-    return min(steps, min(known) + 1) if known and len(known) == len(seen) else steps
+    return min(known) if known and len(known) == len(seen) else steps
 
 
 def _in_ranks(

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from hypothesis import example, given, settings, target
+from hypothesis import example, given, target
 
 from ddpopt.ranks.group import one_rank
 from ddpopt.testing.drawn import DrawnModel, step
 from ddpopt.testing.profiles import share
 from ddpopt.testing.strategies import models
-from tests.property.examples import with_found_models_that_compile
 from tests.property.stepping import (
     MARKS,
     STRATEGIES,
@@ -53,7 +52,6 @@ TIED = DrawnModel(steps=(step("linear"), step("linear", layer="tied"), step("bat
 @example(FLOAT_WITHOUT_GRAD)
 @example(SILENT_FIRST)
 @example(TIED)
-@with_found_models_that_compile
 def test_a_compiled_step_leaves_behind_what_an_eager_one_does(drawn: DrawnModel) -> None:
     expected = trained(drawn, eager)
     with where_torch_compiles(drawn):
@@ -62,10 +60,7 @@ def test_a_compiled_step_leaves_behind_what_an_eager_one_does(drawn: DrawnModel)
     target(float(len(drawn.features)), label="features")
 
 
-@pytest.mark.long
-@pytest.mark.skipif(
-    settings.get_current_profile_name() == "dev", reason="a model takes seconds: profiles ci and nightly"
-)
+@pytest.mark.nightly
 @share(0.03)
 @given(models(without={"cond", "graph-break"}, max_steps=4))
 def test_a_step_compiled_by_inductor_passes_the_ladder(drawn: DrawnModel) -> None:

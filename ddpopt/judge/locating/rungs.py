@@ -36,6 +36,7 @@ class Question:
         rank: whose inputs a single process is to have.
         structural: whether its structure alone is wrong. If not, a rung below it whose structure is wrong
             shows something else.
+        evaluates: whether it shows in an evaluation alone, or may.
     """
 
     target: str
@@ -48,6 +49,7 @@ class Question:
     ddp_kwargs: Mapping[str, Any] = field(default_factory=dict)
     rank: int = 0
     structural: bool = True
+    evaluates: bool = False
 
     def is_shown_by(self, stage: Stage, symptom: Symptom | None) -> bool:
         """Whether a stage that disagrees so may be what was found; the trial's own stage always is."""

@@ -67,7 +67,8 @@ class Search:
         self._benches.close()
 
     def _eager(self, asked: Option, benches: ExitStack) -> Reference | None:
-        subject = Subject(self.case, asked, self.question.steps, self.ranks.device)
+        question = self.question
+        subject = Subject(self.case, asked, question.steps, self.ranks.device, evaluates=question.evaluates)
         return Reference.make(
             benches.enter_context(closing(Bench(subject, self.ranks, Settings().collective_limit_s)))
         )

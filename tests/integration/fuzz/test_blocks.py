@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_campaign_draws_blocks_of_a_module_and_goes_on_only_with_them(folder: Path) -> None:
-    words = ("fuzz", "--mode", "ddpopt-split", "--without", "cond", "--out", "out")
+    words = ("fuzz", "--mode", "ddpopt-split", "--backend", "eager", "--without", "cond", "--out", "out")
     done = ddpopt(folder, *words, "--examples", "10", "--blocks", "mine")
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (folder / "out" / "journal.jsonl").read_text().splitlines()]

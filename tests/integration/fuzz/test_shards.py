@@ -14,9 +14,9 @@ from ddpopt.fuzz.journal import LINES, PLAN, Entry
 from ddpopt.fuzz.stream import Source
 from ddpopt.testing.drawn import DrawnModel
 
-SEED, EXAMPLES = 5, 6
+SEED, EXAMPLES = 5, 3
 FUZZ = [
-    *("-m", "ddpopt", "fuzz", "--mode", "ddpopt-inline", "--workers", "1"),
+    *("-m", "ddpopt", "fuzz", "--mode", "ddpopt-inline", "--backend", "eager", "--workers", "1"),
     *("--seed", str(SEED), "--examples", str(EXAMPLES)),
 ]
 Launched = Callable[[list[str], Path], list[str]]

@@ -109,7 +109,7 @@ def test_segments_that_are_wrong_only_once_the_mode_has_cut_are_found_among_its_
         "wrong_apart, ddpopt-split on 1 rank": False,
     }
     (guilty,) = segments(events)
-    assert guilty.startswith("compiled segment 2 of 6: ")
+    assert guilty.startswith("compiled segment 2 of 4: ")
 
 
 def test_what_fails_though_nothing_is_compiled_has_no_segment_to_blame(searching: Searching) -> None:
