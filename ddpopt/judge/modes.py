@@ -8,9 +8,9 @@ frame; and without a backend every mode runs uncompiled, so that it can be told 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch._dynamo import compiled_autograd, trace_rules
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpopt.errors import UsageError, did_you_mean
 from ddpopt.judge import sharded
-from ddpopt.judge.named import named
 from ddpopt.judge.parallel import Parallel, flags_of
 
 TRACED_FOR_GOOD = "torch.nn.parallel.distributed"
@@ -264,3 +264,36 @@ def mode(name: str, given_as: str = "mode") -> Mode:
 def mode_of(strategy: str) -> str:
     """Name the mode that runs a strategy of ddpopt's; ``auto`` is the one that takes inline where it can."""
     return "ddpopt-split" if strategy == "split" else "ddpopt-inline"
+
+
+class HasName(Protocol):
+    """What has a name."""
+
+    @property
+    def name(self) -> str:
+        """The name, as a user writes it."""
+
+
+N = TypeVar("N", bound=HasName)
+
+
+def named(name: str, known: Iterable[N], given_as: str) -> N:
+    """Return what has a name.
+
+    Args:
+        name: the name.
+        known: all there are.
+        given_as: what the caller gave the name as: a parameter, or an option of the command line.
+
+    Returns:
+        The one of ``known`` that has this name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    by_name = {candidate.name: candidate for candidate in known}
+    if name not in by_name:
+        raise UsageError(
+            f"{given_as}: expected one of {', '.join(by_name)}, got {name!r}{did_you_mean(name, by_name)}"
+        )
+    return by_name[name]

@@ -17,8 +17,7 @@ from torch import nn
 from ddpopt.cases.case import Case
 from ddpopt.judge import option_cases as cases
 from ddpopt.judge import option_steps as do
-from ddpopt.judge.modes import Gives
-from ddpopt.judge.named import named
+from ddpopt.judge.modes import Gives, named
 from ddpopt.judge.trainer import Program
 
 

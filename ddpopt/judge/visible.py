@@ -297,16 +297,19 @@ class Sight:
         Args:
             last: the values that the last step left, by name.
         """
-        seen = self._inputs | self._outputs | dict(self._leaves())
+        seen = self._inputs | dict(self._leaves())
         for prefix, model in self._models.items():
             seen |= {f"{prefix}{name}": tensor for name, tensor in model.named_parameters()}
             seen |= {f"buffer {prefix}{name}": tensor for name, tensor in model.named_buffers()}
         leaf_gradients = ((name, tensor.grad) for name, tensor in seen.items() if tensor.is_leaf)
         results = {f"{GRADIENT_OF}{name}": grad for name, grad in leaf_gradients if grad is not None}
         results |= self._outputs
+        seen |= self._outputs
         kept = {f"{KEPT}{name}": value for name, value in self._kept() if isinstance(value, Tensor)}
         older = {f"{LAST}{name}": tensor for name, tensor in self._last.items()}
-        written = (name for name, now in self._last.items() if not bitwise(now, last[name]).right)
+        written = (
+            name for name, now in self._last.items() if name in last and not bitwise(now, last[name]).right
+        )
         found = sharing(seen | results | kept | older), tuple(sorted(written))
         self._last = results
         return found

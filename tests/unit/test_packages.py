@@ -37,11 +37,9 @@ MAY_IMPORT = {
     "__main__": "cli",
 }
 """For each package those that it may import; all may import `ddpopt.errors` and `ddpopt.torch_private`."""
-WRONG_EDGES = {("ranks", "judge")}
 CYCLES = {"cases", "judge", "testing"}
 """Packages with a cycle inside them."""
-TOO_SHORT = {"fuzz/worker_process.py", "judge/named.py", "judge/report/markdown.py"}
-TWICE = "Counted Evidence Kind Limits Plan Program Recorder Seat Signature Step _Log _Run"
+TWICE = "Counted Evidence Kind Limits Plan Program Recorder Signature Step _Log _Run"
 
 
 def module_name(path: Path) -> str:
@@ -83,7 +81,7 @@ def test_packages_import_those_below_them_alone() -> None:
     }
     edges = {(package(a), package(b)) for a, tree in TREES.items() for b in imports(tree)}
     outside = {(a, "") for a in ("judge", "cli")}  # for the version
-    assert {(a, b) for a, b in edges - allowed - outside if a not in ("", "errors")} == WRONG_EDGES
+    assert {(a, b) for a, b in edges - allowed - outside if a not in ("", "errors")} == set()
 
 
 @pytest.mark.parametrize("name", sorted(MAY_IMPORT.keys() - CYCLES))
@@ -100,8 +98,7 @@ def test_no_module_imports_itself_on_a_way_around(name: str) -> None:
 def test_modules_are_of_a_size_to_read() -> None:
     sizes = {path.relative_to(ROOT).as_posix(): code_lines(path.read_text()) for path in MODULES.values()}
     assert not [name for name, path in MODULES.items() if len(path.read_text().splitlines()) > 400]
-    short = {name for name, size in sizes.items() if size < 20 and not name.endswith("__.py")}
-    assert short == TOO_SHORT
+    assert not [name for name, size in sizes.items() if size < 20 and not name.endswith("__.py")]
 
 
 def test_no_two_classes_have_one_name() -> None:

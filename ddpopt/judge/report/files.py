@@ -1,11 +1,14 @@
 """The files that a report goes to: JSON, and others by their suffix.
 
-Invariant: whether each file can be written is known before anything runs.
+Invariant: whether each file can be written is known before anything runs; nothing in a text can end its block
+of a Markdown page, and such a page stays far below the 1 MiB that GitHub takes.
 """
 
 from __future__ import annotations
 
+import html
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +20,11 @@ STDOUT = "-"
 SUFFIXES = (".xml", ".html", ".md")
 SUMMARY = "GITHUB_STEP_SUMMARY"
 """The variable in which GitHub Actions names the file of a step's summary, which has no suffix."""
+
+SIGNS = {0: ":white_check_mark:", 1: ":x:", 3: ":warning:"}
+AT_MOST = 2**18
+"""Characters of the text that are shown."""
+SPECIAL = re.compile(r"([\\`*_\[\]#|~])")
 
 
 def require_writable(json: str | None, reports: Sequence[str] = ()) -> None:
@@ -87,6 +95,30 @@ def _page(suffix: str, verdict: Verdict, headline: str, text: str) -> str:
         from ddpopt.judge.report.html import html_page
 
         return html_page(verdict)
-    from ddpopt.judge.report.markdown import step_summary
-
     return step_summary(headline, text, verdict.exit_code)
+
+
+def step_summary(title: str, text: str, exit_code: int) -> str:
+    r"""Write a report as GitHub's Markdown.
+
+    Args:
+        title: one line.
+        text: what a terminal shows, of any number of lines.
+        exit_code: of the command.
+
+    Returns:
+        A heading and a block, with an empty line after each: GitHub joins the summaries of several commands.
+
+    >>> print(step_summary("WRONG: a_b", "two\nlines", 1), end="")
+    ## :x: WRONG: a\_b
+    <BLANKLINE>
+    ```text
+    two
+    lines
+    ```
+    <BLANKLINE>
+    """
+    plain = SPECIAL.sub(r"\\\1", html.escape(" ".join(title.split()), quote=False))
+    shown = text if len(text) <= AT_MOST else f"{text[:AT_MOST]}\n... (the JSON has the rest)"
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", shown)), default=0))
+    return f"## {SIGNS[exit_code]} {plain}\n\n{fence}text\n{shown}\n{fence}\n\n"

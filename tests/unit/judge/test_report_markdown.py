@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from ddpopt.judge.report.markdown import AT_MOST, step_summary
+from ddpopt.judge.report.files import AT_MOST, step_summary
 
 
 def rendered(text: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpopt.judge.visible import Sight, held_by, leaves, reached, sharing
+from ddpopt.judge.visible import GRADIENT_OF, Sight, held_by, leaves, reached, sharing
 
 KEPT: list[Tensor] = []
 
@@ -149,3 +149,15 @@ def test_types_in_an_output_are_told_and_the_order_of_its_keys() -> None:
         "type of output['b'][0]": "bool",
         "type of output['a']": "tuple",
     }
+
+
+def test_an_output_that_is_an_input_has_one_gradient_under_the_inputs_name() -> None:
+    sight, x = Sight((), {}), torch.ones(2, requires_grad=True)
+    for _ in range(2):
+        sight.before_step(keep=False)
+        sight.calls([x], {})
+        sight.returns({"same": x})
+        torch.autograd.backward(x.sum())
+        found = sight.after_step()
+        assert f"{GRADIENT_OF}input 0" in found
+        assert sight.memory(found)[1] == ()
