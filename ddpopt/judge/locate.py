@@ -2,24 +2,21 @@
 
 The model alone is compiled first, then DDP of one rank is put around it, then DDP of several; each with the
 backends from Dynamo's own upwards. The lowest rung that disagrees with eager names the layer. All of it runs
-in ranks of its own, so a crash there is a finding, and this process stays as it was; torchrun's ranks are
-searched on only for what a single rank of our own does not show.
+in ranks of its own, so a crash there is a finding, and this process stays as it was; under torchrun rank 0
+starts them on its machine, and its peers wait.
 
-Invariant: what is known when the time is over is returned, with a note that says so. On torchrun's ranks,
-which cannot be ended one by one, it is told to the caller instead, and they end.
+Invariant: what is known when the time is over is returned, with a note that says so.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed as dist
 
 from ddpopt.cases.case import resolve
 from ddpopt.errors import InfrastructureError
@@ -28,13 +25,12 @@ from ddpopt.judge.locating.events import Blamed, Chose, Memory, Tried, Trying
 from ddpopt.judge.locating.reproduction import Written, write
 from ddpopt.judge.locating.rungs import Question, Stage, Symptom, stages_of
 from ddpopt.judge.locating.scripting import Author
-from ddpopt.judge.locating.search import search, search_alone
+from ddpopt.judge.locating.search import search
 from ddpopt.judge.modes import LOCAL, mode
 from ddpopt.judge.trials import STEPS
 from ddpopt.judge.verdict import Location, Rung, Trial
 from ddpopt.ranks.failures import RankFailure, RanksFailed
-from ddpopt.ranks.group import COLLECTIVE_LIMIT_S, Ranks, joined, under_torchrun
-from ddpopt.ranks.limits import Limits
+from ddpopt.ranks.group import COLLECTIVE_LIMIT_S, joined, under_torchrun
 from ddpopt.ranks.pool import launch
 
 LIMIT_S = 120.0
@@ -44,8 +40,6 @@ FOR_RANKS = 0.8
 """Share of the time after which ranks are ended."""
 STARTS = 40
 """How often ranks are started for one rung: each try may take them down."""
-LATE_S = 30.0
-"""How long rank 0 of torchrun's may tell what is known; its peers end later, or torchrun would end it."""
 LAYERS = {
     "eager": "Dynamo (torch.compile, backend eager)",
     "aot_eager": "AOTAutograd (backend aot_eager)",
@@ -134,9 +128,8 @@ def locate(  # noqa: PLR0913  # what a trial does not say of the verification th
     backend: str | None = None,
     ddp_kwargs: Mapping[str, Any] | None = None,
     limit_s: float = LIMIT_S,
-    on_late: Callable[[Location], None] | None = None,
 ) -> Location:
-    """Look where a wrong trial goes wrong.
+    """Look where a wrong trial goes wrong. Under torchrun, every rank must call this.
 
     Args:
         target: what was verified.
@@ -150,7 +143,6 @@ def locate(  # noqa: PLR0913  # what a trial does not say of the verification th
         backend: as on the command line; None for the name that the trial has.
         ddp_kwargs: DDP's arguments, in place of the target's own.
         limit_s: seconds after which what is known is returned.
-        on_late: called with what is known, on rank 0, if torchrun's ranks do not end in time; then they end.
 
     Returns:
         The rungs that were tried, the layer, the segments and the script.
@@ -167,19 +159,23 @@ def locate(  # noqa: PLR0913  # what a trial does not say of the verification th
     asked = _asked_of(trial, target, backend, steps)
     question = replace(asked, strategy=strategy, dtype=dtype, ddp_kwargs=ddp_kwargs or {})
     backend_of(question.backend)
-    author = Author(question, script)
+    if not under_torchrun():
+        return _located(question, script, nproc, device, left)
+    with joined(timeout_s=COLLECTIVE_LIMIT_S + limit_s) as ranks:
+        found = _located(question, script, nproc, device, left) if ranks.rank == 0 else None
+        shared: Location = ranks.gather(found)[0]
+        return shared
+
+
+def _located(
+    question: Question, script: Path, nproc: int, device: str | None, left: Callable[..., float]
+) -> Location:
     known = Known()
-    if under_torchrun() and dist.is_initialized():
-        return _on_torchruns_ranks(known, author, device, left, on_late or _ignore)
     device = device or _device_of(nproc)
     for ranks in dict.fromkeys((1, nproc)):
         if known.wrong is None and left(FOR_RANKS) > 0:
             _in_ranks(known, question, ranks, device, left)
-    return _location(known, _written(known, author, left), question.mode)
-
-
-def _ignore(location: Location) -> None:
-    """Where nobody waits for it."""
+    return _location(known, _written(known, Author(question, script), left), question.mode)
 
 
 def _device_of(nproc: int) -> str:
@@ -218,7 +214,7 @@ def _in_ranks(
         known.trying = None
         try:
             launch(
-                search_alone,
+                search,
                 question,
                 stages,
                 left(FOR_NARROWING),
@@ -238,49 +234,6 @@ def _in_ranks(
         if left(FOR_RANKS) <= 0:
             break
     known.notes.append("the search ended early, for its ranks died again and again")
-
-
-def _on_torchruns_ranks(
-    known: Known,
-    author: Author,
-    device: str | None,
-    left: Callable[..., float],
-    on_late: Callable[[Location], None],
-) -> Location:
-    """Search on one rank of our own; then, if that shows nothing, on all that are here. A collective."""
-    with joined(on_event=known.hear, timeout_s=COLLECTIVE_LIMIT_S + left()) as ranks:
-        if ranks.rank == 0:
-            _in_ranks(known, author.question, 1, device or ranks.device.type, left)
-        wrong, seconds = ranks.gather((known.wrong, left(FOR_NARROWING)))[0]
-        if wrong is None and ranks.size > 1 and seconds > 0:
-            stages = list(stages_of(author.question, ranks.size))
-            limit_s = max(left(FOR_RANKS), 1.0)
-            with _ending(ranks, limit_s, lambda: on_late(_late(known, author.question.mode))):
-                search(ranks, author.question, stages, seconds, Memory())
-        location = None
-        if ranks.rank == 0:
-            location = _location(known, _written(known, author, left), author.question.mode)
-        found: Location = ranks.gather(location)[0]  # nobody leaves early: torchrun would end rank 0
-        return found
-
-
-@contextlib.contextmanager
-def _ending(ranks: Ranks, limit_s: float, tell: Callable[[], None]) -> Iterator[None]:
-    """End torchrun's ranks if a search does not end: rank 0 first, once it has told what is known."""
-    what = "looking where it goes wrong"
-    if ranks.rank > 0:
-        with ranks.limited(limit_s + LATE_S, what):
-            yield
-        return
-    with Limits(announce=lambda *_: tell(), announcing_s=LATE_S).limited(limit_s, what):
-        yield
-
-
-def _late(known: Known, mode_on_trial: str) -> Location:
-    during = f" while {known.trying.stage.name} was tried" if known.trying else ""
-    known.notes.append(f"the time was over before the search ended{during}, so torchrun's ranks were ended")
-    unwritten = Written(note="no script was written" if known.wrong else "")
-    return _location(known, unwritten, mode_on_trial)
 
 
 def _how(failure: RankFailure) -> str:

@@ -248,15 +248,7 @@ def search(ranks: Ranks, question: Question, stages: Sequence[Stage], seconds: f
         memory: what ranks before these found out.
     """
     until = time.monotonic() + seconds
-    with closing(Search(ranks, question, lambda: until - time.monotonic(), memory)) as running:
+    with quickly(), closing(Search(ranks, question, lambda: until - time.monotonic(), memory)) as running:
         stage = memory.stage or running.climb(stages)
         if stage is not None:
             running.narrow(stage)
-
-
-def search_alone(
-    ranks: Ranks, question: Question, stages: Sequence[Stage], seconds: float, memory: Memory
-) -> None:
-    """The same in a process of our own."""
-    with quickly():
-        search(ranks, question, stages, seconds, memory)
