@@ -190,49 +190,39 @@ def ddpopt_with(strategy: str) -> Wrap:
     return wrap
 
 
-_FUSED = {"_fuse_ddp_communication": True}
-_CAPTURED = {"captures_backward": True, "optimize_ddp": "python_reducer"}
+def _under_python_reducer(name: str, about: str, fusion: str = "") -> Mode:
+    """Fused by the operation of that name; of Inductor's passes the default would fuse too."""
+    return Mode(
+        name,
+        about,
+        "module",
+        python_reducer,
+        captures_backward=True,
+        optimize_ddp="python_reducer",
+        inductor={
+            "_fuse_ddp_communication": bool(fusion),
+            "_fuse_ddp_communication_passes": [f"fuse_ddp_with_{fusion}_op", "schedule_comm_wait"]
+            if fusion
+            else [],
+        },
+    )
+
+
 MODES: tuple[Mode, ...] = (
     Mode("eager", "eager DDP: the reference", "module", eager_ddp, compiles=False, observable=True),
     Mode("manual", "no DDP: an all-reduce of each gradient after backward", "nothing", manual),
     Mode(
-        "torch",
-        "torch's DDPOptimizer",
-        "module",
-        compiled_ddp,
-        observable=True,
-        optimize_ddp="ddp_optimizer",
+        "torch", "torch's DDPOptimizer", "module", compiled_ddp, observable=True, optimize_ddp="ddp_optimizer"
     ),
     Mode("whole", "no optimization: one graph under DDP", "module", compiled_ddp, observable=True),
-    Mode(
-        "python_reducer",
-        "Python reducer under compiled autograd, fusion off",
-        "module",
-        python_reducer,
-        inductor={"_fuse_ddp_communication": False, "_fuse_ddp_communication_passes": []},
-        **_CAPTURED,  # type: ignore[arg-type]  # names and values of fields
+    _under_python_reducer("python_reducer", "Python reducer under compiled autograd, fusion off"),
+    _under_python_reducer(
+        "python_reducer_concat", "Python reducer under compiled autograd, gradients concatenated", "concat"
     ),
-    Mode(
-        "python_reducer_concat",
-        "Python reducer under compiled autograd, gradients concatenated",
-        "module",
-        python_reducer,
-        inductor={
-            **_FUSED,
-            "_fuse_ddp_communication_passes": ["fuse_ddp_with_concat_op", "schedule_comm_wait"],
-        },
-        **_CAPTURED,  # type: ignore[arg-type]
-    ),
-    Mode(
+    _under_python_reducer(
         "python_reducer_coalesced",
         "Python reducer under compiled autograd, all-reduces coalesced",
-        "module",
-        python_reducer,
-        inductor={
-            **_FUSED,
-            "_fuse_ddp_communication_passes": ["fuse_ddp_with_coalesced_op", "schedule_comm_wait"],
-        },
-        **_CAPTURED,  # type: ignore[arg-type]
+        "coalesced",
     ),
     Mode(
         "ddpopt-split", "ddpopt: one segment for each bucket", "module", ddpopt_with("split"), observable=True

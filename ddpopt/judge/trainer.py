@@ -155,7 +155,7 @@ def plain_step(trainer: Trainer) -> None:
     trainer.backward(trainer.loss())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Program:
     """How an option uses a data-parallel model; all of it does nothing by default.
 

@@ -72,7 +72,7 @@ class Ladder:
             ordered=ordered,
             means=reference.sums is not None,
             shards=self.option.norms and mode.is_sharded,
-            finishes=self.option.program.finishes,
+            finishes=self.option.finishes,
             ignored=frozenset() if self.option.others else reference.eager.ignored,
             unstable=frozenset(reference.unstable),
             written=reference.written,

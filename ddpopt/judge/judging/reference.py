@@ -112,7 +112,7 @@ class Bench:
         adapted = more.pop("case", None) or subject.adapted
         course = Course(
             adapted,
-            subject.option.program,
+            subject.option,
             backend,
             functools.partial(subject.option.arguments, adapted),
             subject.steps,
