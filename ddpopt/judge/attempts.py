@@ -21,7 +21,8 @@ from ddpopt.ranks.pool import launch
 
 __all__ = ["Attempts", "Progress", "hardware"]
 
-Progress = Callable[[Started | Ended], None]
+Progress = Callable[[object], None]
+"""Told of each `Started` and `Ended`."""
 
 
 class Attempts:

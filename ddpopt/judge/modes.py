@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.errors import UsageError, did_you_mean
 from ddpopt.judge import sharded
-from ddpopt.judge.parallel import Parallel, flags_of
+from ddpopt.judge.parallel import Parallel, nothing
 
 TRACED_FOR_GOOD = "torch.nn.parallel.distributed"
 Gives = Literal["nothing", "arguments", "module"]
@@ -126,12 +127,9 @@ def local(setup: Setup) -> Parallel:
 def manual(setup: Setup) -> Parallel:
     """The model alone, and an all-reduce of every gradient after backward: the reference of the reference."""
     own = Parallel(_compiled(setup.model, setup.backend), setup.model)
-    syncing = [True]
     size = dist.get_world_size(setup.group)
 
     def average() -> None:
-        if not syncing[0]:
-            return
         for parameter in setup.model.parameters():
             if not parameter.requires_grad:
                 continue
@@ -144,7 +142,7 @@ def manual(setup: Setup) -> Parallel:
             parameter.grad = _averaged(parameter.grad, size, setup.group)
 
     own.after_backward = average
-    own.no_sync = lambda: flags_of(syncing)
+    own.no_sync = lambda: patch.object(own, "after_backward", nothing)
     sharded.broadcast_state(setup)
     return own
 

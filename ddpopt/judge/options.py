@@ -51,7 +51,6 @@ class Option(Program):
             keeps casts that compiled code makes again, so they differ in their last bits.
         by_layout: whether what is sent depends on the order of parameters in a bucket.
         norms: whether a norm over all gradients is computed.
-        detail: whether c10d's checks of ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` are on.
     """
 
     name: str
@@ -71,7 +70,6 @@ class Option(Program):
     others: bool = False
     callbacks: bool = False
     groups: Callable[[int], list[list[int]]] = lambda size: [list(range(size))]
-    detail: bool = False
     forwards: int = 1
     computes: torch.dtype | None = None
     by_layout: bool = False
@@ -288,7 +286,6 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option("subgroup", "the last of three ranks or more trains alone", groups=do.last_alone),
     Option("train_eval", "an evaluation between two steps", before_step=do.evaluate, more_graphs=True),
-    Option("debug_detail", "TORCH_DISTRIBUTED_DEBUG=DETAIL", detail=True),
     Option(
         "all_to_all",
         "an all-to-all in the graph, and an expert that only some ranks use",

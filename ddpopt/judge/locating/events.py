@@ -79,6 +79,26 @@ class Blamed:
     note: str = ""
     symptom: Symptom | None = None
 
+    @property
+    def kind(self) -> str:
+        """How it differs, in one word; empty where that is not known."""
+        return "" if self.symptom is None else self.symptom.kind
+
+    @property
+    def death(self) -> str:
+        """Of what the process dies, if that is the difference."""
+        return self.symptom.how if self.symptom is not None and self.kind == "died" else ""
+
+    @property
+    def crashes(self) -> bool:
+        """Whether there are no numbers to compare."""
+        return self.kind in ("died", "run")
+
+    @property
+    def samples(self) -> bool:
+        """Whether numbers are compared that rounding may change."""
+        return not self.exact and not self.crashes
+
 
 @dataclass
 class Memory:

@@ -52,15 +52,9 @@ def test_a_search_under_torchrun_that_does_not_end_is_reported_at_its_limit(fold
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("option", "variables"),
-    [("debug_detail", {}), ("default", {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})],
-    ids=["by the option", "by the variable"],
-)
-def test_with_checks_of_each_collective_eager_ddp_itself_dies_on_gloo(
-    folder: Path, option: str, variables: dict[str, str]
-) -> None:
-    told = ["--options", option, "--backend", "eager", "--device", "cpu", "--json", "-"]
+def test_with_checks_of_each_collective_eager_ddp_itself_dies_on_gloo(folder: Path) -> None:
+    told = ["--backend", "eager", "--device", "cpu", "--json", "-"]
+    variables = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
     done = run(folder, "shop:small", *told, variables=variables)
     assert done.returncode == 3, done.stderr
     (trial,) = json.loads(done.stdout)["trials"]
