@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,15 @@ import torch
 from ddpopt.cases.case import resolve
 from ddpopt.errors import InfrastructureError
 from ddpopt.judge.backends import backend_of
-from ddpopt.judge.locating.events import Blamed, Chose, Memory, Tried, Trying
+from ddpopt.judge.locating.known import Blamed, Known
 from ddpopt.judge.locating.reproduction import Written, write
 from ddpopt.judge.locating.rungs import Question, Stage, Symptom, stages_of
 from ddpopt.judge.locating.scripting import Author
 from ddpopt.judge.locating.search import search
 from ddpopt.judge.modes import LOCAL, mode
 from ddpopt.judge.trials import STEPS
-from ddpopt.judge.verdict import Location, Rung, Trial
-from ddpopt.ranks.failures import RankFailure, RanksFailed
+from ddpopt.judge.verdict import Location, Trial
+from ddpopt.ranks.failures import RanksFailed
 from ddpopt.ranks.group import COLLECTIVE_LIMIT_S, joined, under_torchrun
 from ddpopt.ranks.pool import launch
 
@@ -45,74 +45,6 @@ LAYERS = {
     "aot_eager": "AOTAutograd (backend aot_eager)",
     "inductor": "Inductor (backend inductor)",
 }
-
-
-@dataclass
-class Known:
-    """What is known so far.
-
-    Attributes:
-        rungs: in the order in which they were tried.
-        symptom: how the lowest stage that disagrees does.
-        trying: what is being tried.
-        memory: of that stage, for new ranks.
-        blamed: what has to be compiled for it.
-        notes: what a reader should know.
-    """
-
-    rungs: list[Rung] = field(default_factory=list)
-    symptom: Symptom | None = None
-    trying: Trying | None = None
-    memory: Memory = field(default_factory=Memory)
-    blamed: Blamed | None = None
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def wrong(self) -> Stage | None:
-        """The lowest stage that disagrees."""
-        return self.memory.stage
-
-    def hear(self, event: object) -> None:
-        """Take in what rank 0 tells."""
-        if isinstance(event, Trying):
-            self.trying = event
-        elif isinstance(event, Tried):
-            self.trying = None
-            self.rungs.append(event.rung)
-            if event.symptom is not None:
-                self.memory.stage, self.symptom = event.stage, event.symptom
-        elif isinstance(event, Chose):
-            self.trying = None
-            self.memory.choices[event.chosen, event.exact] = event.symptom
-        elif isinstance(event, Blamed):
-            self.blamed = event
-
-    def survive(self, first: RankFailure, ranks: int) -> bool:
-        """Take in that ranks failed.
-
-        Args:
-            first: the failure that it began with.
-            ranks: how many there were.
-
-        Returns:
-            Whether this is what a try does, so that new ranks can go on from here.
-        """
-        tried, how = self.trying, _how(first)
-        if first.kind == "stalled":
-            during = f" while {tried.stage.name} was tried" if tried else ""
-            self.notes.append(f"the time was over before the search ended{during}")
-        elif tried is None:
-            self.notes.append(f"the search on {ranks} rank(s) ended early: {how}: {_last_line(first.stack)}")
-        if first.kind == "stalled" or tried is None:
-            return False
-        symptom = Symptom("died", first.signal or f"exit code {first.exit_code}")
-        if first.kind == "raised":
-            symptom = Symptom("run", _last_line(first.stack).partition(":")[0])
-        if tried.exact is None:
-            self.rungs.append(Rung(tried.stage.name, agrees=False, detail=how))
-            self.memory.stage, self.symptom = tried.stage, symptom
-        self.memory.choices[tried.chosen, bool(tried.exact)] = symptom
-        return True
 
 
 def locate(  # noqa: PLR0913  # what a trial does not say of the verification that it is from
@@ -173,7 +105,7 @@ def _located(
     known = Known()
     device = device or _device_of(nproc)
     for ranks in dict.fromkeys((1, nproc)):
-        if known.wrong is None and left(FOR_RANKS) > 0:
+        if known.stage is None and left(FOR_RANKS) > 0:
             _in_ranks(known, question, ranks, device, left)
     return _location(known, _written(known, Author(question, script), left), question.mode)
 
@@ -218,7 +150,7 @@ def _in_ranks(
                 question,
                 stages,
                 left(FOR_NARROWING),
-                known.memory,
+                known,
                 nproc=ranks,
                 limit_s=max(left(FOR_RANKS), 1.0),
                 on_event=known.hear,
@@ -236,21 +168,12 @@ def _in_ranks(
     known.notes.append("the search ended early, for its ranks died again and again")
 
 
-def _how(failure: RankFailure) -> str:
-    of = failure.signal or (f"exit code {failure.exit_code}" if failure.kind == "died" else "")
-    return f"rank {failure.rank} {failure.kind}{f' of {of}' if of else ''}"
-
-
-def _last_line(text: str) -> str:
-    return text.strip().rpartition("\n")[2] or "without a word"
-
-
 def _written(known: Known, author: Author, time_left: Callable[[], float]) -> Written:
-    if known.wrong is None:
+    if known.stage is None:
         return Written()
     blamed = known.blamed or Blamed((), symptom=known.symptom)
     try:
-        return write(author.script, author.drafts(known.wrong, blamed), time_left)
+        return write(author.script, author.drafts(known.stage, blamed), time_left)
     except OSError as error:
         why = error.strerror or error
         return Written(note=f"no script could be written or run: {author.script}: {why}")
@@ -259,12 +182,12 @@ def _written(known: Known, author: Author, time_left: Callable[[], float]) -> Wr
 def _location(known: Known, written: Written, mode_on_trial: str) -> Location:
     blamed = known.blamed or Blamed(())
     notes = [note for note in (*known.notes, blamed.note, written.note) if note]
-    if known.wrong is None:
+    if known.stage is None:
         gone = "none was found: the difference did not appear again"
         layer = gone if not notes else "none was found before the search ended"
         notes.append("no script was written, for there is nothing that it could show")
     else:
-        layer = layer_of(known.wrong, known.symptom, mode_on_trial)
+        layer = layer_of(known.stage, known.symptom, mode_on_trial)
     return Location(
         rungs=tuple(known.rungs),
         layer=layer,

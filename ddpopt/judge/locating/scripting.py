@@ -24,7 +24,7 @@ from ddpopt.cases.case import Case
 from ddpopt.dynamo.backend import find_compiler
 from ddpopt.judge.judging.arithmetic import CREDIBLE, centred_factor, tail_factor
 from ddpopt.judge.judging.rounding import SAMPLES
-from ddpopt.judge.locating.events import Blamed
+from ddpopt.judge.locating.known import Blamed
 from ddpopt.judge.locating.reproduction import REACHED, Draft, command_of
 from ddpopt.judge.locating.rungs import Question, Stage
 from ddpopt.judge.locating.segment_code import Code

@@ -11,9 +11,9 @@ import torch
 from torch import distributed as dist
 
 from ddpopt.judge import locate as located
-from ddpopt.judge.locate import Known, locate
+from ddpopt.judge.locate import locate
 from ddpopt.judge.located import to_locate
-from ddpopt.judge.locating.events import Chose, Memory, Tried, Trying
+from ddpopt.judge.locating.known import Known, Trying
 from ddpopt.judge.locating.pieces import Piece
 from ddpopt.judge.locating.reproduction import Draft
 from ddpopt.judge.locating.rungs import Question, Stage, Symptom
@@ -78,43 +78,39 @@ def test_a_backend_that_takes_its_ranks_down_is_located_as_any_other(
 
 
 STAGE = Stage("local", "mine")
+RUNG = Rung("mine, no DDP", agrees=False)
 DIED = RankFailure(0, "died", "a task", -11, "SIGSEGV")
 STALLED = RankFailure(0, "stalled", "a task", -9, "SIGKILL")
 
 
 def test_a_rank_that_dies_while_the_ladder_is_climbed_is_what_that_rung_does() -> None:
-    known = Known()
-    known.hear(Trying(STAGE))
+    known = Known(trying=Trying(STAGE))
     assert known.survive(DIED, 1)
     assert known.rungs == [Rung("mine, no DDP", agrees=False, detail="rank 0 died of SIGSEGV")]
-    assert known.memory == Memory(STAGE, {(None, False): Symptom("died", "SIGSEGV")})
+    assert (known.stage, known.choices) == (STAGE, {(None, False): Symptom("died", "SIGSEGV")})
 
 
 def test_a_rank_that_dies_over_a_choice_of_pieces_is_an_answer_about_that_choice() -> None:
-    known = Known()
-    known.hear(Tried(STAGE, Rung("mine, no DDP", agrees=False), Symptom("numbers")))
-    known.hear(Chose(None, False, Symptom("numbers")))
-    known.hear(Trying(STAGE, (Piece(0, 1),), True))
+    known = Known([RUNG], STAGE, Symptom("numbers"), choices={(None, False): Symptom("numbers")})
+    known.trying = Trying(STAGE, (Piece(0, 1),), True)
     assert known.survive(DIED, 1)
     assert len(known.rungs) == 1
-    assert known.memory.choices == {
+    assert known.choices == {
         (None, False): Symptom("numbers"),
         ((Piece(0, 1),), True): Symptom("died", "SIGSEGV"),
     }
 
 
 def test_a_rank_that_raised_fails_by_that_exception_and_did_not_die() -> None:
-    known = Known()
-    known.hear(Trying(STAGE))
+    known = Known(trying=Trying(STAGE))
     assert known.survive(RankFailure(0, "raised", "a task", 1, stack="Traceback\nKeyError: 'x'"), 1)
     assert known.symptom == Symptom("run", "KeyError")
 
 
 def test_ranks_that_die_between_two_tries_or_stall_end_the_search_with_a_note() -> None:
-    between, late = Known(), Known()
+    between, late = Known(), Known(trying=Trying(STAGE))
     assert not between.survive(DIED, 2)
     assert between.notes == ["the search on 2 rank(s) ended early: rank 0 died of SIGSEGV: without a word"]
-    late.hear(Trying(STAGE))
     assert not late.survive(STALLED, 1)
     assert late.notes == ["the time was over before the search ended while mine, no DDP was tried"]
 
@@ -166,7 +162,7 @@ def test_a_script_that_cannot_be_written_is_a_note_beside_the_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensors: dict[str, torch.Tensor]
 ) -> None:
     def found_wrong(known: Known, *_: object) -> None:
-        known.hear(Tried(STAGE, Rung("mine, no DDP", agrees=False), Symptom("numbers")))
+        known.hear(Known([RUNG], STAGE, Symptom("numbers")))
 
     script = tmp_path / "shown.py"
     (script.with_suffix(".pt") if tensors else script).mkdir()
