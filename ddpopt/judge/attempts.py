@@ -13,7 +13,7 @@ import torch
 
 from ddpopt.errors import InfrastructureError
 from ddpopt.judge.lost import lost_trials, stopped, too_late
-from ddpopt.judge.trials import Asked, Ended, Settings, Started, run_trials_alone
+from ddpopt.judge.trials import Asked, Ended, Settings, Started, keep_for_good, quickly, run_trials
 from ddpopt.judge.verdict import Trial
 from ddpopt.ranks.failures import RanksFailed
 from ddpopt.ranks.group import Ranks
@@ -105,7 +105,8 @@ class _Placed:
 
 def _on_rank(ranks: Ranks, asked: Sequence[Asked], settings: Settings, done: Sequence[int]) -> None:
     ranks.emit(_Placed(hardware(ranks.device)))
-    run_trials_alone(ranks, asked, settings, done)
+    with quickly():  # in a process of our own, whose garbage each run of the collector would look through
+        run_trials(ranks, asked, settings, done, keep_for_good)
 
 
 def hardware(device: torch.device) -> str:

@@ -8,9 +8,9 @@ frame; and without a backend every mode runs uncompiled, so that it can be told 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -246,7 +246,7 @@ def mode(name: str, given_as: str = "mode") -> Mode:
     Raises:
         UsageError: there is no such mode.
     """
-    return named(name, MODES, given_as)
+    return named(name, {each.name: each for each in MODES}, given_as)
 
 
 def mode_of(strategy: str) -> str:
@@ -254,23 +254,15 @@ def mode_of(strategy: str) -> str:
     return "ddpopt-split" if strategy == "split" else "ddpopt-inline"
 
 
-class HasName(Protocol):
-    """What has a name."""
-
-    @property
-    def name(self) -> str:
-        """The name, as a user writes it."""
+T = TypeVar("T")
 
 
-N = TypeVar("N", bound=HasName)
-
-
-def named(name: str, known: Iterable[N], given_as: str) -> N:
+def named(name: str, known: Mapping[str, T], given_as: str) -> T:
     """Return what has a name.
 
     Args:
         name: the name.
-        known: all there are.
+        known: all there are, by name.
         given_as: what the caller gave the name as: a parameter, or an option of the command line.
 
     Returns:
@@ -279,9 +271,8 @@ def named(name: str, known: Iterable[N], given_as: str) -> N:
     Raises:
         UsageError: there is none.
     """
-    by_name = {candidate.name: candidate for candidate in known}
-    if name not in by_name:
+    if name not in known:
         raise UsageError(
-            f"{given_as}: expected one of {', '.join(by_name)}, got {name!r}{did_you_mean(name, by_name)}"
+            f"{given_as}: expected one of {', '.join(known)}, got {name!r}{did_you_mean(name, known)}"
         )
-    return by_name[name]
+    return known[name]

@@ -324,4 +324,4 @@ def option(name: str, given_as: str = "options") -> Option:
     Raises:
         UsageError: there is no such option.
     """
-    return named(name, OPTIONS, given_as)
+    return named(name, {each.name: each for each in OPTIONS}, given_as)

@@ -177,17 +177,6 @@ def _kept() -> None:
     """Clear nothing."""
 
 
-def run_trials_alone(
-    ranks: Ranks, asked: Sequence[Asked], settings: Settings, done: Sequence[int]
-) -> list[Trial]:
-    """The same in a process of our own.
-
-    Dynamo's caches grow with each trial, and each run has the garbage collector look through them.
-    """
-    with quickly():
-        return run_trials(ranks, asked, settings, done, keep_for_good)
-
-
 def _judged(
     ranks: Ranks, asked: Asked, settings: Settings, left: Sequence[tuple[int, str]]
 ) -> Iterator[Trial]:

@@ -141,13 +141,13 @@ def _agreement(evidence: Evidence) -> Broken:
     got, eager = _unequal(evidence.peers), _unequal(evidence.eager_peers)
     for step, names in enumerate(got):
         allowed = eager[step] if step < len(eager) else {}
-        for name, ranks in names.items():
+        for name, rank in names.items():
             if name in allowed:
                 continue
             if evidence.mode.gives == "nothing" and not _trained(evidence, name):
                 continue  # only DDP broadcasts buffers
             yield Break(
-                f"{name} differs between ranks 0 and {ranks[0]} after the step; it does not under eager DDP",
+                f"{name} differs between ranks 0 and {rank} after the step; it does not under eager DDP",
                 name,
                 step,
             )
@@ -157,19 +157,18 @@ def _trained(evidence: Evidence, name: str) -> bool:
     return bool(evidence.eager.steps) and name in evidence.eager.steps[0].gradients
 
 
-def _unequal(peers: Sequence[Peer]) -> list[dict[str, list[int]]]:
-    """For each step that all ranks took, what differs from the first rank's, and on which ranks."""
+def _unequal(peers: Sequence[Peer]) -> list[dict[str, int]]:
+    """For each step that all ranks took, what differs from the first rank's, and on which rank first."""
     steps = min((len(peer.states) for peer in peers), default=0)
-    found: list[dict[str, list[int]]] = []
-    for step in range(steps):
-        first = peers[0].states[step]
-        differing: dict[str, list[int]] = {}
-        for peer in peers[1:]:
-            for name, digest in first.items():
-                if peer.states[step].get(name) != digest:
-                    differing.setdefault(name, []).append(peer.rank)
-        found.append(differing)
-    return found
+    return [
+        {
+            name: peer.rank
+            for peer in reversed(peers)
+            for name, digest in peers[0].states[step].items()
+            if peer.states[step].get(name) != digest
+        }
+        for step in range(steps)
+    ]
 
 
 CLAIMS: tuple[tuple[str, Claim], ...] = (
