@@ -17,7 +17,7 @@ from ddpopt.cases.case import resolve
 from ddpopt.cli.options import chosen
 from ddpopt.judge.backends import backend_of
 from ddpopt.judge.locate import locate
-from ddpopt.judge.located import Late, is_first, verify_and_locate
+from ddpopt.judge.located import is_first, verify_and_locate
 from ddpopt.judge.matrix import CASES
 from ddpopt.judge.modes import MODES, mode_of
 from ddpopt.judge.option_cases import differing
@@ -89,9 +89,7 @@ class Verification:
         checked(asked, self._settings, self.nproc)
         return asked
 
-    def _run(
-        self, title: str, asked: list[Asked], search: Callable[[Trial, int, Late], Location] | None
-    ) -> int:
+    def _run(self, title: str, asked: list[Asked], search: Callable[[Trial, int], Location] | None) -> int:
         def verify() -> Verdict:
             trials = sum(len(one.modes) for one in asked)
             with StatusLine("starting ranks") as line:
@@ -113,9 +111,7 @@ class Verification:
 
         return verify_and_locate(verify, search, self._report).exit_code
 
-    def _locate(
-        self, target: str, ddp_kwargs: Mapping[str, Any], trial: Trial, ranks: int, late: Late
-    ) -> Location:
+    def _locate(self, target: str, ddp_kwargs: Mapping[str, Any], trial: Trial, ranks: int) -> Location:
         if is_first():
             typer.echo(f"looking where it goes wrong: {trial.name}", err=True)
         return locate(
@@ -129,7 +125,6 @@ class Verification:
             device=self.device,
             backend=self.backend,
             ddp_kwargs=ddp_kwargs,
-            on_late=late,
         )
 
     def _report(self, verdict: Verdict) -> None:

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
 from ddpopt.fuzz.cases import FoundCase, write_whole
 from ddpopt.judge.judge import EXACT
 from ddpopt.judge.locating.reproduction import REACHED, command_of
-from ddpopt.judge.locating.scripting import factors, grouped, spaced
+from ddpopt.judge.locating.scripting import factors, grouped, rendered
 from ddpopt.judge.training import LEARNING_RATE
 
 FIRST_BUCKET_BYTES = 2**20
@@ -91,7 +90,7 @@ def script_of(case: FoundCase, name: str) -> str:
             "mode": case.owner_mode,
             "training": case.model.training,
         }
-    return _rendered("model.jinja" if alone else "judged.jinja", given)
+    return rendered("model.jinja" if alone else "judged.jinja", given, "fuzz/scripts")
 
 
 def _headline(case: FoundCase) -> str:
@@ -139,18 +138,3 @@ def _definitions(source: str, *, whole: bool) -> tuple[list[str], str]:
     text, _, rest = body.partition(SECTIONS[0])
     kwargs = rest.partition(SECTIONS[1])[2].partition(SECTIONS[2])[0]
     return imports, f"{text.rstrip()}\n\n\nDDP_KWARGS ={kwargs.rstrip()}" if whole else text.rstrip()
-
-
-def _rendered(template: str, given: dict[str, Any]) -> str:
-    environment = Environment(
-        loader=ChoiceLoader(
-            [PackageLoader("ddpopt", "fuzz/scripts"), PackageLoader("ddpopt", "judge/locating/scripts")]
-        ),
-        autoescape=False,  # these are programs, not pages
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters["repr"] = repr
-    return spaced(environment.get_template(template).render(given))

@@ -13,7 +13,7 @@ import torch
 
 from ddpopt.errors import InfrastructureError
 from ddpopt.judge.lost import lost_trials, stopped, too_late
-from ddpopt.judge.trials import Asked, Ended, Settings, Started, run_trials_alone
+from ddpopt.judge.trials import Asked, Ended, Settings, Started, keep_for_good, quickly, run_trials
 from ddpopt.judge.verdict import Trial
 from ddpopt.ranks.failures import RanksFailed
 from ddpopt.ranks.group import Ranks
@@ -21,7 +21,8 @@ from ddpopt.ranks.pool import launch
 
 __all__ = ["Attempts", "Progress", "hardware"]
 
-Progress = Callable[[Started | Ended], None]
+Progress = Callable[[object], None]
+"""Told of each `Started` and `Ended`."""
 
 
 class Attempts:
@@ -39,8 +40,6 @@ class Attempts:
         self._settings = settings
         self._tell = tell
         self._running: Started | None = None
-        self._fell_on: dict[str, str] = {}
-        """Of each option the last case, if eager DDP took its ranks down there."""
 
     def run(self, nproc: int, limit_s: float, device: str | None) -> tuple[Trial, ...]:
         """Judge everything.
@@ -61,33 +60,27 @@ class Attempts:
         wanted = sum(len(one.modes) for one in self._asked)
         while len(self.done) < wanted:
             before = len(self.done)
-            self._launch(nproc, deadline - time.monotonic(), device)
+            self._launch(nproc, deadline, device)
             if time.monotonic() >= deadline:
                 self._note_all(too_late(self._asked, self._settings, tuple(self.done), limit_s))
             if len(self.done) == before:
                 raise InfrastructureError("the ranks ended without judging anything; this is a bug in ddpopt")
         return tuple(self.done[index] for index in range(wanted))
 
-    def _launch(self, nproc: int, left_s: float, device: str | None) -> None:
-        deadline = time.monotonic() + left_s
+    def _launch(self, nproc: int, deadline: float, device: str | None) -> None:
         task = (_on_rank, self._asked, self._settings, tuple(self.done))
+        left_s = deadline - time.monotonic()
         try:
             launch(*task, nproc=nproc, limit_s=left_s, device=device, on_event=self._note)
         except RanksFailed as failed:
             is_late = time.monotonic() >= deadline
-            if self._running is not None:
-                self._lose(self._running, failed, is_late=is_late)
-            elif not (self.done and is_late):
-                raise
-
-    def _lose(self, began: Started, failed: RanksFailed, *, is_late: bool) -> None:
-        if is_late and all(one.kind == "stalled" for one in failed.culprits):
-            self._note_all(stopped(self._asked, self._settings, began, failed))
-            return
-        before = self._fell_on.get(began.option, "")
-        if not began.mode:
-            self._fell_on[began.option] = began.case
-        self._note_all(lost_trials(self._asked, self._settings, began, failed, before))
+            if self._running is None:
+                if not (self.done and is_late):
+                    raise
+                return
+            is_limit = is_late and all(one.kind == "stalled" for one in failed.culprits)
+            lost = stopped if is_limit else lost_trials
+            self._note_all(lost(self._asked, self._settings, self._running, failed))
 
     def _note_all(self, trials: Mapping[int, Trial]) -> None:
         for index, trial in trials.items():
@@ -96,14 +89,10 @@ class Attempts:
     def _note(self, event: object) -> None:
         if isinstance(event, _Placed):
             self.device = event.device
-        elif isinstance(event, Ended):
-            self.done[event.index] = event.trial
-            self._running = None
-            self._tell(event)
-        elif isinstance(event, Started):
-            self._running = event
-            if event.mode:  # eager DDP has stood it
-                self._fell_on.pop(event.option, None)
+        elif isinstance(event, (Started, Ended)):
+            self._running = event if isinstance(event, Started) else None
+            if isinstance(event, Ended):
+                self.done[event.index] = event.trial
             self._tell(event)
 
 
@@ -116,7 +105,8 @@ class _Placed:
 
 def _on_rank(ranks: Ranks, asked: Sequence[Asked], settings: Settings, done: Sequence[int]) -> None:
     ranks.emit(_Placed(hardware(ranks.device)))
-    run_trials_alone(ranks, asked, settings, done)
+    with quickly():  # in a process of our own, whose garbage each run of the collector would look through
+        run_trials(ranks, asked, settings, done, keep_for_good)
 
 
 def hardware(device: torch.device) -> str:

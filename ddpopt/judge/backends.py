@@ -5,7 +5,7 @@ Invariant: a name without a colon stays a name, so that a report and a script sa
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from typing import Any
 
 from ddpopt.errors import UsageError
@@ -26,13 +26,10 @@ def backend_of(name: str) -> Any:
     Raises:
         UsageError: it cannot be found, or is no callable.
     """
-    module_name, colon, attribute = name.partition(":")
-    if not colon:
+    if ":" not in name:
         return name
     try:
-        found: Any = importlib.import_module(module_name)
-        for part in attribute.split("."):
-            found = getattr(found, part)
+        found = pkgutil.resolve_name(name)
     except Exception as error:
         raise UsageError(
             f"--backend: expected a Dynamo backend, got {name!r}, which cannot be imported: "

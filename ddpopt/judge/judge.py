@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ddpopt.judge.compare import dense
@@ -63,27 +63,23 @@ def judge(
     return replace(trial, seconds=round(time.monotonic() - started, 3))
 
 
+@dataclass
 class _Judgement:
     """One mode, and the reference that it is held against."""
 
-    def __init__(
-        self,
-        reference: Reference,
-        mode: Mode,
-        backend: Any,
-        strategy: str | None,
-        tamper: Callable[[Trainer], None],
-        exact: bool | None,
-    ) -> None:
-        self.reference = reference
-        self.bench: Bench = reference.bench
+    reference: Reference
+    mode: Mode
+    asked_backend: Any
+    strategy: str | None
+    tamper: Callable[[Trainer], None]
+    asked_exact: bool | None
+
+    def __post_init__(self) -> None:
+        self.bench: Bench = self.reference.bench
         self.option = self.bench.subject.option
-        self.mode = mode
-        self.backend = backend if mode.compiles else None
-        self.strategy = strategy
-        self.tamper = tamper
+        self.backend = self.asked_backend if self.mode.compiles else None
         known = self.backend is None or (self.backend in EXACT and self.option.computes is None)
-        self.exact = known if exact is None else exact
+        self.exact = known if self.asked_exact is None else self.asked_exact
         # the same on every rank, whatever group it is in: what follows has collectives of all ranks
         self.ordered = max(map(len, self.bench.members)) <= 2
 

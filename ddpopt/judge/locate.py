@@ -2,39 +2,35 @@
 
 The model alone is compiled first, then DDP of one rank is put around it, then DDP of several; each with the
 backends from Dynamo's own upwards. The lowest rung that disagrees with eager names the layer. All of it runs
-in ranks of its own, so a crash there is a finding, and this process stays as it was; torchrun's ranks are
-searched on only for what a single rank of our own does not show.
+in ranks of its own, so a crash there is a finding, and this process stays as it was; under torchrun rank 0
+starts them on its machine, and its peers wait.
 
-Invariant: what is known when the time is over is returned, with a note that says so. On torchrun's ranks,
-which cannot be ended one by one, it is told to the caller instead, and they end.
+Invariant: what is known when the time is over is returned, with a note that says so.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed as dist
 
 from ddpopt.cases.case import resolve
 from ddpopt.errors import InfrastructureError
 from ddpopt.judge.backends import backend_of
-from ddpopt.judge.locating.events import Blamed, Chose, Memory, Tried, Trying
+from ddpopt.judge.locating.known import Blamed, Known
 from ddpopt.judge.locating.reproduction import Written, write
 from ddpopt.judge.locating.rungs import Question, Stage, Symptom, stages_of
 from ddpopt.judge.locating.scripting import Author
-from ddpopt.judge.locating.search import search, search_alone
+from ddpopt.judge.locating.search import search
 from ddpopt.judge.modes import LOCAL, mode
 from ddpopt.judge.trials import STEPS
-from ddpopt.judge.verdict import Location, Rung, Trial
-from ddpopt.ranks.failures import RankFailure, RanksFailed
-from ddpopt.ranks.group import COLLECTIVE_LIMIT_S, Ranks, joined, under_torchrun
-from ddpopt.ranks.limits import Limits
+from ddpopt.judge.verdict import Location, Trial
+from ddpopt.ranks.failures import RanksFailed
+from ddpopt.ranks.group import COLLECTIVE_LIMIT_S, joined, under_torchrun
 from ddpopt.ranks.pool import launch
 
 LIMIT_S = 120.0
@@ -44,81 +40,11 @@ FOR_RANKS = 0.8
 """Share of the time after which ranks are ended."""
 STARTS = 40
 """How often ranks are started for one rung: each try may take them down."""
-LATE_S = 30.0
-"""How long rank 0 of torchrun's may tell what is known; its peers end later, or torchrun would end it."""
 LAYERS = {
     "eager": "Dynamo (torch.compile, backend eager)",
     "aot_eager": "AOTAutograd (backend aot_eager)",
     "inductor": "Inductor (backend inductor)",
 }
-
-
-@dataclass
-class Known:
-    """What is known so far.
-
-    Attributes:
-        rungs: in the order in which they were tried.
-        symptom: how the lowest stage that disagrees does.
-        trying: what is being tried.
-        memory: of that stage, for new ranks.
-        blamed: what has to be compiled for it.
-        notes: what a reader should know.
-    """
-
-    rungs: list[Rung] = field(default_factory=list)
-    symptom: Symptom | None = None
-    trying: Trying | None = None
-    memory: Memory = field(default_factory=Memory)
-    blamed: Blamed | None = None
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def wrong(self) -> Stage | None:
-        """The lowest stage that disagrees."""
-        return self.memory.stage
-
-    def hear(self, event: object) -> None:
-        """Take in what rank 0 tells."""
-        if isinstance(event, Trying):
-            self.trying = event
-        elif isinstance(event, Tried):
-            self.trying = None
-            self.rungs.append(event.rung)
-            if event.symptom is not None:
-                self.memory.stage, self.symptom = event.stage, event.symptom
-        elif isinstance(event, Chose):
-            self.trying = None
-            self.memory.choices[event.chosen, event.exact] = event.symptom
-        elif isinstance(event, Blamed):
-            self.blamed = event
-
-    def survive(self, first: RankFailure, ranks: int) -> bool:
-        """Take in that ranks failed.
-
-        Args:
-            first: the failure that it began with.
-            ranks: how many there were.
-
-        Returns:
-            Whether this is what a try does, so that new ranks can go on from here.
-        """
-        tried, how = self.trying, _how(first)
-        if first.kind == "stalled":
-            during = f" while {tried.stage.name} was tried" if tried else ""
-            self.notes.append(f"the time was over before the search ended{during}")
-        elif tried is None:
-            self.notes.append(f"the search on {ranks} rank(s) ended early: {how}: {_last_line(first.stack)}")
-        if first.kind == "stalled" or tried is None:
-            return False
-        symptom = Symptom("died", first.signal or f"exit code {first.exit_code}")
-        if first.kind == "raised":
-            symptom = Symptom("run", _last_line(first.stack).partition(":")[0])
-        if tried.exact is None:
-            self.rungs.append(Rung(tried.stage.name, agrees=False, detail=how))
-            self.memory.stage, self.symptom = tried.stage, symptom
-        self.memory.choices[tried.chosen, bool(tried.exact)] = symptom
-        return True
 
 
 def locate(  # noqa: PLR0913  # what a trial does not say of the verification that it is from
@@ -134,9 +60,8 @@ def locate(  # noqa: PLR0913  # what a trial does not say of the verification th
     backend: str | None = None,
     ddp_kwargs: Mapping[str, Any] | None = None,
     limit_s: float = LIMIT_S,
-    on_late: Callable[[Location], None] | None = None,
 ) -> Location:
-    """Look where a wrong trial goes wrong.
+    """Look where a wrong trial goes wrong. Under torchrun, every rank must call this.
 
     Args:
         target: what was verified.
@@ -150,7 +75,6 @@ def locate(  # noqa: PLR0913  # what a trial does not say of the verification th
         backend: as on the command line; None for the name that the trial has.
         ddp_kwargs: DDP's arguments, in place of the target's own.
         limit_s: seconds after which what is known is returned.
-        on_late: called with what is known, on rank 0, if torchrun's ranks do not end in time; then they end.
 
     Returns:
         The rungs that were tried, the layer, the segments and the script.
@@ -167,19 +91,23 @@ def locate(  # noqa: PLR0913  # what a trial does not say of the verification th
     asked = _asked_of(trial, target, backend, steps)
     question = replace(asked, strategy=strategy, dtype=dtype, ddp_kwargs=ddp_kwargs or {})
     backend_of(question.backend)
-    author = Author(question, script)
+    if not under_torchrun():
+        return _located(question, script, nproc, device, left)
+    with joined(timeout_s=COLLECTIVE_LIMIT_S + limit_s) as ranks:
+        found = _located(question, script, nproc, device, left) if ranks.rank == 0 else None
+        shared: Location = ranks.gather(found)[0]
+        return shared
+
+
+def _located(
+    question: Question, script: Path, nproc: int, device: str | None, left: Callable[..., float]
+) -> Location:
     known = Known()
-    if under_torchrun() and dist.is_initialized():
-        return _on_torchruns_ranks(known, author, device, left, on_late or _ignore)
     device = device or _device_of(nproc)
     for ranks in dict.fromkeys((1, nproc)):
-        if known.wrong is None and left(FOR_RANKS) > 0:
+        if known.stage is None and left(FOR_RANKS) > 0:
             _in_ranks(known, question, ranks, device, left)
-    return _location(known, _written(known, author, left), question.mode)
-
-
-def _ignore(location: Location) -> None:
-    """Where nobody waits for it."""
+    return _location(known, _written(known, Author(question, script), left), question.mode)
 
 
 def _device_of(nproc: int) -> str:
@@ -218,11 +146,11 @@ def _in_ranks(
         known.trying = None
         try:
             launch(
-                search_alone,
+                search,
                 question,
                 stages,
                 left(FOR_NARROWING),
-                known.memory,
+                known,
                 nproc=ranks,
                 limit_s=max(left(FOR_RANKS), 1.0),
                 on_event=known.hear,
@@ -240,64 +168,12 @@ def _in_ranks(
     known.notes.append("the search ended early, for its ranks died again and again")
 
 
-def _on_torchruns_ranks(
-    known: Known,
-    author: Author,
-    device: str | None,
-    left: Callable[..., float],
-    on_late: Callable[[Location], None],
-) -> Location:
-    """Search on one rank of our own; then, if that shows nothing, on all that are here. A collective."""
-    with joined(on_event=known.hear, timeout_s=COLLECTIVE_LIMIT_S + left()) as ranks:
-        if ranks.rank == 0:
-            _in_ranks(known, author.question, 1, device or ranks.device.type, left)
-        wrong, seconds = ranks.gather((known.wrong, left(FOR_NARROWING)))[0]
-        if wrong is None and ranks.size > 1 and seconds > 0:
-            stages = list(stages_of(author.question, ranks.size))
-            limit_s = max(left(FOR_RANKS), 1.0)
-            with _ending(ranks, limit_s, lambda: on_late(_late(known, author.question.mode))):
-                search(ranks, author.question, stages, seconds, Memory())
-        location = None
-        if ranks.rank == 0:
-            location = _location(known, _written(known, author, left), author.question.mode)
-        found: Location = ranks.gather(location)[0]  # nobody leaves early: torchrun would end rank 0
-        return found
-
-
-@contextlib.contextmanager
-def _ending(ranks: Ranks, limit_s: float, tell: Callable[[], None]) -> Iterator[None]:
-    """End torchrun's ranks if a search does not end: rank 0 first, once it has told what is known."""
-    what = "looking where it goes wrong"
-    if ranks.rank > 0:
-        with ranks.limited(limit_s + LATE_S, what):
-            yield
-        return
-    with Limits(announce=lambda *_: tell(), announcing_s=LATE_S).limited(limit_s, what):
-        yield
-
-
-def _late(known: Known, mode_on_trial: str) -> Location:
-    during = f" while {known.trying.stage.name} was tried" if known.trying else ""
-    known.notes.append(f"the time was over before the search ended{during}, so torchrun's ranks were ended")
-    unwritten = Written(note="no script was written" if known.wrong else "")
-    return _location(known, unwritten, mode_on_trial)
-
-
-def _how(failure: RankFailure) -> str:
-    of = failure.signal or (f"exit code {failure.exit_code}" if failure.kind == "died" else "")
-    return f"rank {failure.rank} {failure.kind}{f' of {of}' if of else ''}"
-
-
-def _last_line(text: str) -> str:
-    return text.strip().rpartition("\n")[2] or "without a word"
-
-
 def _written(known: Known, author: Author, time_left: Callable[[], float]) -> Written:
-    if known.wrong is None:
+    if known.stage is None:
         return Written()
     blamed = known.blamed or Blamed((), symptom=known.symptom)
     try:
-        return write(author.script, author.drafts(known.wrong, blamed), time_left)
+        return write(author.script, author.drafts(known.stage, blamed), time_left)
     except OSError as error:
         why = error.strerror or error
         return Written(note=f"no script could be written or run: {author.script}: {why}")
@@ -306,12 +182,12 @@ def _written(known: Known, author: Author, time_left: Callable[[], float]) -> Wr
 def _location(known: Known, written: Written, mode_on_trial: str) -> Location:
     blamed = known.blamed or Blamed(())
     notes = [note for note in (*known.notes, blamed.note, written.note) if note]
-    if known.wrong is None:
+    if known.stage is None:
         gone = "none was found: the difference did not appear again"
         layer = gone if not notes else "none was found before the search ended"
         notes.append("no script was written, for there is nothing that it could show")
     else:
-        layer = layer_of(known.wrong, known.symptom, mode_on_trial)
+        layer = layer_of(known.stage, known.symptom, mode_on_trial)
     return Location(
         rungs=tuple(known.rungs),
         layer=layer,

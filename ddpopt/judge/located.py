@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -15,20 +14,17 @@ from ddpopt.errors import InfrastructureError
 from ddpopt.judge.verdict import Location, Status, Trial, Verdict
 from ddpopt.ranks.group import joined, under_torchrun
 
-Late = Callable[[Location], None]
-
 
 def verify_and_locate(
     verify: Callable[[], Verdict],
-    locate: Callable[[Trial, int, Late], Location] | None,
+    locate: Callable[[Trial, int], Location] | None,
     report: Callable[[Verdict], None],
 ) -> Verdict:
     """Verify, look where the first wrong trial goes wrong, and report.
 
     Args:
         verify: gives the verdict.
-        locate: looks where a trial goes wrong, on so many ranks; calls its last argument if torchrun's ranks
-            are about to be ended. None to look nowhere.
+        locate: looks where a trial goes wrong, on so many ranks. None to look nowhere.
         report: writes what was found.
 
     Returns:
@@ -42,15 +38,8 @@ def verify_and_locate(
         verdict = verify()
         trial = to_locate(verdict)
         if locate is not None and trial is not None:
-
-            def finish(location: Location) -> None:
-                """Report, and leave with the verdict's exit code."""
-                report(replace(verdict, location=location))
-                sys.stdout.flush()
-                os._exit(verdict.exit_code)
-
             try:
-                location = locate(trial, verdict.world_size, finish)
+                location = locate(trial, verdict.world_size)
             except (OSError, InfrastructureError) as error:
                 location = Location((), "none was found: the search failed", note=str(error))
             verdict = replace(verdict, location=location)

@@ -17,26 +17,24 @@ __all__ = ["lost_trials", "stopped", "too_late"]
 
 
 def lost_trials(
-    asked: Sequence[Asked], settings: Settings, began: Started, failed: RanksFailed, before: str = ""
+    asked: Sequence[Asked], settings: Settings, began: Started, failed: RanksFailed
 ) -> dict[int, Trial]:
     """Tell which trials a failure of the ranks took with it.
 
-    That is the one that ran, or, if it was eager DDP itself, all modes of that case under that option. What
-    took a rank down on one case is not tried again on others where it is the same mode under the same
-    option; of eager DDP this is believed only after a second case in a row.
+    If it was eager DDP itself that ran, those are all modes of that case under that option; else the trial
+    that ran, and the same mode under the same option on the cases after it, which are not tried again.
 
     Args:
         asked: all that is to be verified.
         settings: for all of it.
         began: what ran.
         failed: how the ranks failed.
-        before: the case before this one, if eager DDP took its ranks down there too, under this option.
 
     Returns:
         A trial for the index of each that is given up.
     """
-    lost = _lost_with_eager if not began.mode else _lost_with_mode
-    return dict(lost(list(_flat(asked, settings)), began, failed, before))
+    lost = _lost_with_mode if began.mode else _lost_with_eager
+    return dict(lost(list(_flat(asked, settings)), began, failed))
 
 
 def too_late(
@@ -91,26 +89,21 @@ def _flat(asked: Sequence[Asked], settings: Settings) -> Iterator[Trial]:
 
 
 def _lost_with_eager(
-    trials: Sequence[Trial], began: Started, failed: RanksFailed, before: str
+    trials: Sequence[Trial], began: Started, failed: RanksFailed
 ) -> Iterator[tuple[int, Trial]]:
     status, reason = Status.NOT_POSSIBLE, f"eager DDP itself fails here, on {began.case}: {_in_short(failed)}"
     if failed.of_time_alone:
         told = f"eager DDP did not come to an end, on {began.case}: {_in_short(failed)}"
         status, reason = Status.BROKEN, f"{told}. If it is only slow, raise --timeout."
+    own = trials[began.index]
     for index, trial in enumerate(trials):
-        if trial.option != began.option or index < began.index:
-            continue
-        given_up = replace(trial, status=status, backend="", reason=reason)
-        if trial.case == trials[began.index].case:
-            yield index, given_up
-        elif before:
-            yield index, replace(given_up, reason=f"not tried again: {reason}; so it was on {before}")
+        if (trial.case, trial.option) == (own.case, own.option) and index >= began.index:
+            yield index, replace(trial, status=status, backend="", reason=reason)
 
 
 def _lost_with_mode(
-    trials: Sequence[Trial], began: Started, failed: RanksFailed, before: str
+    trials: Sequence[Trial], began: Started, failed: RanksFailed
 ) -> Iterator[tuple[int, Trial]]:
-    del before
     own = replace(trials[began.index], case=began.case)
     if failed.exit_code == 1:
         finding = Finding("run", "the step runs", str(failed), rank=failed.culprits[0].rank)

@@ -8,9 +8,10 @@ frame; and without a backend every mode runs uncompiled, so that it can be told 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.errors import UsageError, did_you_mean
 from ddpopt.judge import sharded
-from ddpopt.judge.parallel import Parallel, flags_of
+from ddpopt.judge.parallel import Parallel, nothing
 
 TRACED_FOR_GOOD = "torch.nn.parallel.distributed"
 Gives = Literal["nothing", "arguments", "module"]
@@ -126,12 +127,9 @@ def local(setup: Setup) -> Parallel:
 def manual(setup: Setup) -> Parallel:
     """The model alone, and an all-reduce of every gradient after backward: the reference of the reference."""
     own = Parallel(_compiled(setup.model, setup.backend), setup.model)
-    syncing = [True]
     size = dist.get_world_size(setup.group)
 
     def average() -> None:
-        if not syncing[0]:
-            return
         for parameter in setup.model.parameters():
             if not parameter.requires_grad:
                 continue
@@ -144,7 +142,7 @@ def manual(setup: Setup) -> Parallel:
             parameter.grad = _averaged(parameter.grad, size, setup.group)
 
     own.after_backward = average
-    own.no_sync = lambda: flags_of(syncing)
+    own.no_sync = lambda: patch.object(own, "after_backward", nothing)
     sharded.broadcast_state(setup)
     return own
 
@@ -190,49 +188,39 @@ def ddpopt_with(strategy: str) -> Wrap:
     return wrap
 
 
-_FUSED = {"_fuse_ddp_communication": True}
-_CAPTURED = {"captures_backward": True, "optimize_ddp": "python_reducer"}
+def _under_python_reducer(name: str, about: str, fusion: str = "") -> Mode:
+    """Fused by the operation of that name; of Inductor's passes the default would fuse too."""
+    return Mode(
+        name,
+        about,
+        "module",
+        python_reducer,
+        captures_backward=True,
+        optimize_ddp="python_reducer",
+        inductor={
+            "_fuse_ddp_communication": bool(fusion),
+            "_fuse_ddp_communication_passes": [f"fuse_ddp_with_{fusion}_op", "schedule_comm_wait"]
+            if fusion
+            else [],
+        },
+    )
+
+
 MODES: tuple[Mode, ...] = (
     Mode("eager", "eager DDP: the reference", "module", eager_ddp, compiles=False, observable=True),
     Mode("manual", "no DDP: an all-reduce of each gradient after backward", "nothing", manual),
     Mode(
-        "torch",
-        "torch's DDPOptimizer",
-        "module",
-        compiled_ddp,
-        observable=True,
-        optimize_ddp="ddp_optimizer",
+        "torch", "torch's DDPOptimizer", "module", compiled_ddp, observable=True, optimize_ddp="ddp_optimizer"
     ),
     Mode("whole", "no optimization: one graph under DDP", "module", compiled_ddp, observable=True),
-    Mode(
-        "python_reducer",
-        "Python reducer under compiled autograd, fusion off",
-        "module",
-        python_reducer,
-        inductor={"_fuse_ddp_communication": False, "_fuse_ddp_communication_passes": []},
-        **_CAPTURED,  # type: ignore[arg-type]  # names and values of fields
+    _under_python_reducer("python_reducer", "Python reducer under compiled autograd, fusion off"),
+    _under_python_reducer(
+        "python_reducer_concat", "Python reducer under compiled autograd, gradients concatenated", "concat"
     ),
-    Mode(
-        "python_reducer_concat",
-        "Python reducer under compiled autograd, gradients concatenated",
-        "module",
-        python_reducer,
-        inductor={
-            **_FUSED,
-            "_fuse_ddp_communication_passes": ["fuse_ddp_with_concat_op", "schedule_comm_wait"],
-        },
-        **_CAPTURED,  # type: ignore[arg-type]
-    ),
-    Mode(
+    _under_python_reducer(
         "python_reducer_coalesced",
         "Python reducer under compiled autograd, all-reduces coalesced",
-        "module",
-        python_reducer,
-        inductor={
-            **_FUSED,
-            "_fuse_ddp_communication_passes": ["fuse_ddp_with_coalesced_op", "schedule_comm_wait"],
-        },
-        **_CAPTURED,  # type: ignore[arg-type]
+        "coalesced",
     ),
     Mode(
         "ddpopt-split", "ddpopt: one segment for each bucket", "module", ddpopt_with("split"), observable=True
@@ -258,7 +246,7 @@ def mode(name: str, given_as: str = "mode") -> Mode:
     Raises:
         UsageError: there is no such mode.
     """
-    return named(name, MODES, given_as)
+    return named(name, {each.name: each for each in MODES}, given_as)
 
 
 def mode_of(strategy: str) -> str:
@@ -266,23 +254,15 @@ def mode_of(strategy: str) -> str:
     return "ddpopt-split" if strategy == "split" else "ddpopt-inline"
 
 
-class HasName(Protocol):
-    """What has a name."""
-
-    @property
-    def name(self) -> str:
-        """The name, as a user writes it."""
+T = TypeVar("T")
 
 
-N = TypeVar("N", bound=HasName)
-
-
-def named(name: str, known: Iterable[N], given_as: str) -> N:
+def named(name: str, known: Mapping[str, T], given_as: str) -> T:
     """Return what has a name.
 
     Args:
         name: the name.
-        known: all there are.
+        known: all there are, by name.
         given_as: what the caller gave the name as: a parameter, or an option of the command line.
 
     Returns:
@@ -291,9 +271,8 @@ def named(name: str, known: Iterable[N], given_as: str) -> N:
     Raises:
         UsageError: there is none.
     """
-    by_name = {candidate.name: candidate for candidate in known}
-    if name not in by_name:
+    if name not in known:
         raise UsageError(
-            f"{given_as}: expected one of {', '.join(by_name)}, got {name!r}{did_you_mean(name, by_name)}"
+            f"{given_as}: expected one of {', '.join(known)}, got {name!r}{did_you_mean(name, known)}"
         )
-    return by_name[name]
+    return known[name]

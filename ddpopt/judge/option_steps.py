@@ -6,7 +6,7 @@ Invariant: a step uses nothing but its `Trainer`, so that the reference and ever
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.nn.parallel.distributed import _MixedPrecision
 
 from ddpopt.errors import UnsupportedError
 from ddpopt.judge.option_cases import set_extra
@@ -191,22 +190,14 @@ def last_alone(size: int) -> list[list[int]]:
 # ---------------------------------------------------------------------------------------------- configure
 
 
-def hook_allreduce(trainer: Trainer) -> None:
-    """Register the plain all-reduce as a communication hook."""
-    if trainer.ddp is not None:
-        trainer.ddp.register_comm_hook(trainer.place.group, default_hooks.allreduce_hook)
+def comm_hook(hook: Callable[..., Any]) -> Callable[[Trainer], None]:
+    """Register one of torch's communication hooks."""
 
+    def configure(trainer: Trainer) -> None:
+        if trainer.ddp is not None:
+            trainer.ddp.register_comm_hook(trainer.place.group, hook)
 
-def hook_fp16(trainer: Trainer) -> None:
-    """Send gradients as float16."""
-    if trainer.ddp is not None:
-        trainer.ddp.register_comm_hook(trainer.place.group, default_hooks.fp16_compress_hook)
-
-
-def hook_bf16(trainer: Trainer) -> None:
-    """Send gradients as bfloat16."""
-    if trainer.ddp is not None:
-        trainer.ddp.register_comm_hook(trainer.place.group, default_hooks.bf16_compress_hook)
+    return configure
 
 
 def hook_stepping(trainer: Trainer) -> None:
@@ -248,8 +239,8 @@ def hook_powersgd(trainer: Trainer) -> None:
 
 def tensor_hook(trainer: Trainer) -> None:
     """Double the gradient of the first trainable parameter."""
-    parameter: Any = _first(trainer)  # torch types its hooks not
-    parameter.register_hook(lambda gradient: gradient * 2)
+    first: Any = next(p for p in trainer.parallel.model.parameters() if p.requires_grad)
+    first.register_hook(lambda gradient: gradient * 2)  # torch types its hooks not
 
 
 def accumulated_hooks(trainer: Trainer) -> None:
@@ -257,32 +248,20 @@ def accumulated_hooks(trainer: Trainer) -> None:
     for name, parameter in named_parameters(trainer.parallel.model):
         hookable: Any = parameter  # torch types its hooks not
         if parameter.requires_grad:
-            hookable.register_post_accumulate_grad_hook(_counting(trainer, name))
+            hookable.register_post_accumulate_grad_hook(_counting(trainer, f"accumulated {name}"))
 
 
-def _counting(trainer: Trainer, name: str) -> Any:
-    def count(_: Tensor) -> None:
-        trainer.extras[f"accumulated {name}"] = trainer.extras.get(f"accumulated {name}", 0) + 1
+def _counting(trainer: Trainer, what: str) -> Callable[..., None]:
+    def count(*_: Any) -> None:
+        trainer.extras[what] = trainer.extras.get(what, 0) + 1
 
     return count
 
 
 def module_hooks(trainer: Trainer) -> None:
     """Count forwards and backwards of the model."""
-
-    def forward(*_: Any) -> None:
-        trainer.extras["forwards"] = trainer.extras.get("forwards", 0) + 1
-
-    def backward(*_: Any) -> None:
-        trainer.extras["backwards"] = trainer.extras.get("backwards", 0) + 1
-
-    trainer.parallel.model.register_forward_hook(forward)
-    trainer.parallel.model.register_full_backward_hook(backward)
-
-
-def second_model(trainer: Trainer) -> None:
-    """Make another model of the same case and mode."""
-    trainer.add_model()
+    trainer.parallel.model.register_forward_hook(_counting(trainer, "forwards"))
+    trainer.parallel.model.register_full_backward_hook(_counting(trainer, "backwards"))
 
 
 def optimizer_in_backward(trainer: Trainer) -> None:
@@ -307,12 +286,3 @@ def saving_otherwise(_: Trainer) -> AbstractContextManager[Any]:
         return tensor.dtype, tensor.bfloat16() if tensor.dtype == torch.int64 else tensor
 
     return torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved[1].to(saved[0]))
-
-
-def half_precision() -> _MixedPrecision:
-    """DDP's own mixed precision, in bfloat16."""
-    return _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-
-
-def _first(trainer: Trainer) -> nn.Parameter:
-    return next(p for p in trainer.parallel.model.parameters() if p.requires_grad)

@@ -13,24 +13,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel.distributed import _MixedPrecision
 
 from ddpopt.cases.case import Case
 from ddpopt.judge import option_cases as cases
 from ddpopt.judge import option_steps as do
 from ddpopt.judge.modes import Gives, named
-from ddpopt.judge.trainer import Program
+from ddpopt.judge.trainer import Program, Trainer
 
 
 @dataclass(frozen=True)
-class Option:
-    """One way to use a data-parallel model.
+class Option(Program):
+    """One way to use a data-parallel model, and how it is trained.
 
     Attributes:
         name: as in ``--options``.
         about: one sentence.
         needs: what of DDP it needs: ``"nothing"``: any mode can; ``"arguments"``; ``"module"``.
         ddp_kwargs: DDP's arguments, over the case's own.
-        program: how the model is trained.
         adapt: makes another case of a case.
         grouped: the same for one run, whose process group it is given.
         for_model: DDP's arguments that name parameters of the model.
@@ -50,14 +51,12 @@ class Option:
             keeps casts that compiled code makes again, so they differ in their last bits.
         by_layout: whether what is sent depends on the order of parameters in a bucket.
         norms: whether a norm over all gradients is computed.
-        detail: whether c10d's checks of ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` are on.
     """
 
     name: str
     about: str
     needs: Gives = "nothing"
     ddp_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    program: Program = field(default_factory=Program)
     adapt: Callable[[Case], Case] = lambda case: case
     grouped: Callable[[Case, dist.ProcessGroup], Case] = lambda case, _: case
     for_model: Callable[[nn.Module], dict[str, Any]] = lambda _: {}
@@ -71,7 +70,6 @@ class Option:
     others: bool = False
     callbacks: bool = False
     groups: Callable[[int], list[list[int]]] = lambda size: [list(range(size))]
-    detail: bool = False
     forwards: int = 1
     computes: torch.dtype | None = None
     by_layout: bool = False
@@ -83,6 +81,7 @@ class Option:
         return own | dict(self.ddp_kwargs) | self.for_model(model)
 
 
+HALF = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 UNUSED = {"find_unused_parameters": True}
 CAPS = ("bucket_cap_mb", "bucket_cap_mb_list")
 OPTIONS: tuple[Option, ...] = (
@@ -94,39 +93,39 @@ OPTIONS: tuple[Option, ...] = (
         "a parameter that only some ranks use in a step",
         "arguments",
         UNUSED,
-        Program(before_step=do.use_extra_somewhere),
-        cases.with_extra,
+        before_step=do.use_extra_somewhere,
         more_graphs=True,
+        adapt=cases.with_extra,
     ),
     Option(
         "unused_skipped",
         "a parameter that no rank ever uses, with skip_all_reduce_unused_params",
         "arguments",
         {**UNUSED, "skip_all_reduce_unused_params": True},
-        Program(before_step=do.use_extra_nowhere),
-        cases.with_extra,
+        before_step=do.use_extra_nowhere,
         missing=True,
+        adapt=cases.with_extra,
     ),
     Option(
         "static_unused",
         "static_graph=True and a parameter that no rank uses",
         "arguments",
         {"static_graph": True},
-        Program(before_step=do.use_extra_nowhere),
-        cases.with_extra,
+        before_step=do.use_extra_nowhere,
+        adapt=cases.with_extra,
     ),
     Option(
         "static_find_unused",
         "the same with find_unused_parameters=True too",
         "arguments",
         {"static_graph": True, **UNUSED},
-        Program(before_step=do.use_extra_nowhere),
-        cases.with_extra,
+        before_step=do.use_extra_nowhere,
+        adapt=cases.with_extra,
     ),
     Option(
         "accumulation",
         "a micro-batch under no_sync, then one that is reduced",
-        program=Program(do.accumulate),
+        take_step=do.accumulate,
         probes=True,
     ),
     Option(
@@ -134,22 +133,17 @@ OPTIONS: tuple[Option, ...] = (
         "the same with static_graph=True, from the second step on",
         "arguments",
         {"static_graph": True},
-        Program(do.accumulate_later),
+        take_step=do.accumulate_later,
     ),
     Option(
         "forward_in_no_sync",
         "a forward that syncs and one under no_sync, then one backward through both",
-        program=Program(do.mixed_forwards),
+        take_step=do.mixed_forwards,
         more_graphs=True,
         forwards=2,
     ),
-    Option("two_forwards", "two forwards before one backward", program=Program(do.two_forwards), forwards=2),
-    Option(
-        "zero_in_place",
-        "zero_grad(set_to_none=False)",
-        program=Program(keeps_gradients=True),
-        probes=True,
-    ),
+    Option("two_forwards", "two forwards before one backward", take_step=do.two_forwards, forwards=2),
+    Option("zero_in_place", "zero_grad(set_to_none=False)", keeps_gradients=True, probes=True),
     Option(
         "bucket_view",
         "gradient_as_bucket_view=True",
@@ -162,29 +156,22 @@ OPTIONS: tuple[Option, ...] = (
         "gradient_as_bucket_view=True, accumulation, zero_grad(set_to_none=False)",
         "arguments",
         {"gradient_as_bucket_view": True},
-        Program(do.accumulate, keeps_gradients=True),
+        take_step=do.accumulate,
+        keeps_gradients=True,
     ),
     Option("batched_copy", "batched_grad_copy=True", "arguments", {"batched_grad_copy": True}),
     Option(
-        "cap_list",
-        "bucket_cap_mb_list=[1, 0.5]",
-        "arguments",
-        {"bucket_cap_mb_list": [1, 0.5]},
-        without=CAPS,
+        "cap_list", "bucket_cap_mb_list=[1, 0.5]", "arguments", {"bucket_cap_mb_list": [1, 0.5]}, without=CAPS
     ),
     Option("cap_small", "bucket_cap_mb=0.5", "arguments", {"bucket_cap_mb": 0.5}, without=CAPS),
     Option("frozen", "the first parameter is frozen", adapt=cases.freezing_first),
-    Option(
-        "ignored",
-        "DDP ignores the first parameter",
-        "arguments",
-        adapt=cases.ignoring_first,
-    ),
+    Option("ignored", "DDP ignores the first parameter", "arguments", adapt=cases.ignoring_first),
     Option(
         "delay_all_reduce",
         "delay_all_reduce_named_params for the last parameter",
         "arguments",
-        program=Program(do.reduce_delayed, keeps_gradients=True),
+        take_step=do.reduce_delayed,
+        keeps_gradients=True,
         for_model=cases.delaying_last,
         more_graphs=True,
         missing=True,
@@ -193,20 +180,20 @@ OPTIONS: tuple[Option, ...] = (
         "hook_allreduce",
         "the all-reduce communication hook",
         "module",
-        program=Program(configure=do.hook_allreduce),
+        configure=do.comm_hook(default_hooks.allreduce_hook),
     ),
     Option(
         "hook_fp16",
         "the fp16 compression hook",
         "module",
-        program=Program(configure=do.hook_fp16),
+        configure=do.comm_hook(default_hooks.fp16_compress_hook),
         comm_dtype=torch.float16,
     ),
     Option(
         "hook_bf16",
         "the bf16 compression hook",
         "module",
-        program=Program(configure=do.hook_bf16),
+        configure=do.comm_hook(default_hooks.bf16_compress_hook),
         comm_dtype=torch.bfloat16,
     ),
     Option(
@@ -214,7 +201,7 @@ OPTIONS: tuple[Option, ...] = (
         "PowerSGD of rank 1 with a single bucket",
         "module",
         {"bucket_cap_mb": 1000},
-        Program(configure=do.hook_powersgd),
+        configure=do.hook_powersgd,
         without=CAPS,
         local=False,
         missing=True,
@@ -225,7 +212,8 @@ OPTIONS: tuple[Option, ...] = (
         "join",
         "ranks with different numbers of steps, under join()",
         "module",
-        program=Program(around=do.joining, steps=do.fewer_steps_later),
+        around=do.joining,
+        steps=do.fewer_steps_later,
         local=False,
         syncs=None,
     ),
@@ -233,7 +221,8 @@ OPTIONS: tuple[Option, ...] = (
         "new_group",
         "_update_process_group between two steps",
         "module",
-        program=Program(around=do.giving_back, before_step=do.update_group),
+        around=do.giving_back,
+        before_step=do.update_group,
         missing=True,
         syncs=None,
     ),
@@ -241,7 +230,7 @@ OPTIONS: tuple[Option, ...] = (
         "hooks_removed",
         "the reducer's hooks are removed after the first step",
         "module",
-        program=Program(before_step=do.remove_hooks_later),
+        before_step=do.remove_hooks_later,
         local=False,
         syncs=None,
         missing=True,
@@ -250,51 +239,39 @@ OPTIONS: tuple[Option, ...] = (
         "finalized",
         "the reducer says after each backward that it is done",
         "module",
-        program=Program(do.check_finalized),
+        take_step=do.check_finalized,
     ),
-    Option(
-        "no_broadcast",
-        "broadcast_buffers=False",
-        "arguments",
-        {"broadcast_buffers": False},
-    ),
+    Option("no_broadcast", "broadcast_buffers=False", "arguments", {"broadcast_buffers": False}),
     Option(
         "tensor_hook",
         "the user's hook on a parameter changes its gradient",
         "arguments",
-        program=Program(configure=do.tensor_hook),
+        configure=do.tensor_hook,
     ),
     Option(
         "stepping_hook",
         "a communication hook that steps the parameters of its bucket",
         "module",
-        program=Program(configure=do.hook_stepping),
+        configure=do.hook_stepping,
         local=False,
     ),
     Option(
-        "saved_tensors",
-        "hooks on saved tensors that keep each in another dtype",
-        program=Program(around=do.saving_otherwise),
+        "saved_tensors", "hooks on saved tensors that keep each in another dtype", around=do.saving_otherwise
     ),
     Option(
         "accumulated_hook",
         "the user's post-accumulate hook on every parameter",
         "arguments",
-        program=Program(configure=do.accumulated_hooks),
+        configure=do.accumulated_hooks,
     ),
     Option(
-        "module_hooks",
-        "forward and backward hooks on modules",
-        program=Program(configure=do.module_hooks),
-        more_graphs=True,
+        "module_hooks", "forward and backward hooks on modules", configure=do.module_hooks, more_graphs=True
     ),
+    Option("autocast", "forward under bfloat16 autocast", take_step=do.autocast, computes=torch.bfloat16),
+    Option("clipping", "clip_grad_norm_ after each backward", finish_step=do.clip, norms=True),
     Option(
-        "autocast", "forward under bfloat16 autocast", program=Program(do.autocast), computes=torch.bfloat16
+        "scaling", "the loss is scaled, and gradients unscaled", take_step=do.scaled, finish_step=do.unscale
     ),
-    Option(
-        "clipping", "clip_grad_norm_ after each backward", program=Program(finish_step=do.clip), norms=True
-    ),
-    Option("scaling", "the loss is scaled, and gradients unscaled", program=Program(do.scaled, do.unscale)),
     Option("sync_batchnorm", "BatchNorm becomes SyncBatchNorm", adapt=cases.sync_batchnorm, local=False),
     Option(
         "nested", "a DDP module inside the model", "module", grouped=cases.nested, local=False, others=True
@@ -302,42 +279,34 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "two_models",
         "two DDP models in one process",
-        program=Program(do.both_models, configure=do.second_model),
+        take_step=do.both_models,
+        configure=Trainer.add_model,
         more_graphs=True,
         others=True,
     ),
     Option("subgroup", "the last of three ranks or more trains alone", groups=do.last_alone),
-    Option(
-        "train_eval",
-        "an evaluation between two steps",
-        program=Program(before_step=do.evaluate),
-        more_graphs=True,
-    ),
-    Option("debug_detail", "TORCH_DISTRIBUTED_DEBUG=DETAIL", detail=True),
+    Option("train_eval", "an evaluation between two steps", before_step=do.evaluate, more_graphs=True),
     Option(
         "all_to_all",
         "an all-to-all in the graph, and an expert that only some ranks use",
         "arguments",
         UNUSED,
-        Program(before_step=do.use_extra_somewhere),
-        cases.all_to_all,
+        before_step=do.use_extra_somewhere,
         grouped=cases.exchanging_in,
         local=False,
         more_graphs=True,
+        adapt=cases.all_to_all,
     ),
     Option(
         "mixed_precision",
         "DDP's own mixed_precision",
         "arguments",
-        {"mixed_precision": do.half_precision()},
+        {"mixed_precision": HALF},
         local=False,
         computes=torch.bfloat16,
     ),
     Option(
-        "optimizer_in_backward",
-        "_apply_optimizer_in_backward",
-        "module",
-        program=Program(configure=do.optimizer_in_backward),
+        "optimizer_in_backward", "_apply_optimizer_in_backward", "module", configure=do.optimizer_in_backward
     ),
 )
 
@@ -355,4 +324,4 @@ def option(name: str, given_as: str = "options") -> Option:
     Raises:
         UsageError: there is no such option.
     """
-    return named(name, OPTIONS, given_as)
+    return named(name, {each.name: each for each in OPTIONS}, given_as)

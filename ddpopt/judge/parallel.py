@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +47,7 @@ class Parallel:
     whole: Callable[[], AbstractContextManager[Any]] = nullcontext
     full: Callable[[Tensor], Tensor] = lambda tensor: tensor
     clip: Callable[[float], Tensor] | None = None
-    write: Callable[[Tensor, Tensor], None] = lambda into, tensor: copy_into(into, tensor)
+    write: Callable[[Tensor, Tensor], object] = Tensor.copy_
 
     def unsynchronised(self) -> AbstractContextManager[Any]:
         """What to run forward and backward in, so that nothing is reduced."""
@@ -80,11 +79,6 @@ class Parallel:
                 self.write(tensor, state[name])
 
 
-def copy_into(into: Tensor, tensor: Tensor) -> None:
-    """Copy whole tensors, in place."""
-    into.copy_(tensor)
-
-
 def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """All parameters under the names that they have in a model that nothing wraps."""
     wrapped = ("_fsdp_wrapped_module.", "_orig_mod.")
@@ -94,13 +88,3 @@ def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
             name = name.replace(part, "")
         named.append((name, parameter))
     return named
-
-
-@contextlib.contextmanager
-def flags_of(flag: list[bool]) -> Iterator[None]:
-    """Lower a flag for the time of a block."""
-    before, flag[0] = flag[0], False
-    try:
-        yield
-    finally:
-        flag[0] = before

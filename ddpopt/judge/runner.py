@@ -21,7 +21,7 @@ from ddpopt.explanation.rehearsal import generators_kept
 from ddpopt.judge.attempts import Attempts, Progress, hardware
 from ddpopt.judge.modes import mode, mode_of
 from ddpopt.judge.options import option
-from ddpopt.judge.trials import STEPS, TRIAL_LIMIT_S, Asked, Ended, Settings, Started, run_trials
+from ddpopt.judge.trials import STEPS, TRIAL_LIMIT_S, Asked, Settings, run_trials
 from ddpopt.judge.verdict import Trial, Verdict
 from ddpopt.ranks.group import COLLECTIVE_LIMIT_S, joined, under_torchrun
 
@@ -108,13 +108,15 @@ def verify_all(
     Returns:
         The verdict, with a trial for everything that was asked.
     """
-    tell = on_event or _ignore
     if under_torchrun():
-        hear, waits_s = _heard_by(tell), _waits_s(settings)
-        with joined(on_event=hear, timeout_s=waits_s) as ranks, ranks.limited(limit_s, f"verifying {title}"):
+        waits_s = _waits_s(settings)
+        with (
+            joined(on_event=on_event, timeout_s=waits_s) as ranks,
+            ranks.limited(limit_s, f"verifying {title}"),
+        ):
             trials = tuple(run_trials(ranks, asked, settings, ()))
             return _verdict(title, ranks.size, trials, hardware(ranks.device))
-    attempts = Attempts(asked, settings, tell)
+    attempts = Attempts(asked, settings, on_event or (lambda _: None))
     trials = attempts.run(nproc, limit_s, device)
     return _verdict(title, nproc, trials, attempts.device)
 
@@ -158,18 +160,6 @@ def verify_here(
 def _waits_s(settings: Settings) -> float:
     """How long ranks that exist wait for each other between trials: a trial's own limit passes before."""
     return max(COLLECTIVE_LIMIT_S, settings.trial_limit_s)
-
-
-def _ignore(event: object) -> None:
-    """Where nobody watches."""
-
-
-def _heard_by(tell: Progress) -> Callable[[object], None]:
-    def hear(event: object) -> None:
-        if isinstance(event, (Started, Ended)):
-            tell(event)
-
-    return hear
 
 
 def _verdict(title: str, size: int, trials: tuple[Trial, ...], device: str) -> Verdict:

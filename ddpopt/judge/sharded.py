@@ -43,20 +43,22 @@ def _shell(setup: Setup) -> Shell:
     return Shell(setup.model)
 
 
+@contextlib.contextmanager
+def _unsynchronised(shell: Any) -> Iterator[None]:
+    shell.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        shell.set_requires_gradient_sync(True)
+
+
 def fully_sharded(setup: Setup) -> Parallel:
     """FSDP2: every parameter a DTensor, sharded along its first dimension."""
     broadcast_state(setup)
     shell: Any = fully_shard(_shell(setup), mesh=_mesh(setup))
-
-    @contextlib.contextmanager
-    def no_sync() -> Iterator[None]:
-        shell.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            shell.set_requires_gradient_sync(True)
-
-    return Parallel(shell, setup.model, no_sync=no_sync, full=_full, write=_write_shard)
+    return Parallel(
+        shell, setup.model, no_sync=lambda: _unsynchronised(shell), full=_full, write=_write_shard
+    )
 
 
 def _mesh(setup: Setup) -> DeviceMesh:
@@ -100,17 +102,8 @@ def replicated(setup: Setup) -> Parallel:
     from torch.distributed._composable.replicate import replicate
 
     shell: Any = replicate(_shell(setup), process_group=setup.group, **setup.ddp_kwargs)
-
-    @contextlib.contextmanager
-    def no_sync() -> Iterator[None]:
-        shell.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            shell.set_requires_gradient_sync(True)
-
     broadcast_state(setup)
-    return Parallel(shell, setup.model, no_sync=no_sync)
+    return Parallel(shell, setup.model, no_sync=lambda: _unsynchronised(shell))
 
 
 def broadcast_state(setup: Setup) -> None:

@@ -155,7 +155,7 @@ def plain_step(trainer: Trainer) -> None:
     trainer.backward(trainer.loss())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Program:
     """How an option uses a data-parallel model; all of it does nothing by default.
 
@@ -185,13 +185,10 @@ class Program:
 
 def on_device(value: Any, device: torch.device) -> Any:
     """Move every tensor in containers to a device; what is a leaf stays one."""
-    return tree_map(lambda leaf: _on_device(leaf, device) if isinstance(leaf, Tensor) else leaf, value)
 
+    def moved(leaf: Any) -> Any:
+        there = leaf.to(device) if isinstance(leaf, Tensor) else leaf
+        is_new_leaf = there is not leaf and leaf.is_leaf
+        return there.detach().requires_grad_(leaf.requires_grad) if is_new_leaf else there
 
-def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    moved = tensor.to(device)
-    return (
-        moved
-        if moved is tensor or not tensor.is_leaf
-        else moved.detach().requires_grad_(tensor.requires_grad)
-    )
+    return tree_map(moved, value)

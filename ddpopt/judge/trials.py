@@ -11,13 +11,11 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import CodeType
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._C._dynamo.eval_frame import reset_code
-from torch._dynamo import eval_frame, guards, trace_rules
+from torch._dynamo import guards, trace_rules
 from torch._functorch._aot_autograd import graph_compile
 
 from ddpopt.cases.case import Case, resolve
@@ -131,9 +129,8 @@ def quickly() -> Iterator[None]:
     """Spare a process of our own what costs a third of a trial and what nobody reads.
 
     What is imported by now is no garbage; each run collects its own. Dynamo does not time its guards, puts
-    together no structured trace, and keeps its table of torch's functions when a process group is made. It
-    leaves alone the frames in which ``contextlib`` makes a context manager: DDP's forward makes one, and
-    Dynamo compiles three frames to find no tensor in them. AOTAutograd does not write its graphs down.
+    together no structured trace, and keeps its table of torch's functions when a process group is made.
+    AOTAutograd does not write its graphs down.
     """
     _load_compiler()
     keep_for_good()
@@ -143,7 +140,6 @@ def quickly() -> Iterator[None]:
         patch.object(guards, "profile_guard_manager", _untimed),
         _unwritten(),
         patch.object(trace_rules, "clear_lru_cache", _kept),
-        _left_alone(*_MAKING_CONTEXTS),
     ):
         yield
 
@@ -179,33 +175,6 @@ def _untimed(*_: object) -> float:
 
 def _kept() -> None:
     """Clear nothing."""
-
-
-# In Python 3.11 and later: what a decorated function is, and what makes the object that it returns.
-_MAKING_CONTEXTS = (quickly.__code__, contextlib._GeneratorContextManager.__init__.__code__)
-
-
-@contextlib.contextmanager
-def _left_alone(*codes: CodeType) -> Iterator[None]:
-    """Have Dynamo run frames as they are, which still looks at what they call; for torch 2.11 to 2.13."""
-    for code in codes:
-        eval_frame.skip_code(code)
-    try:
-        yield
-    finally:
-        for code in codes:
-            reset_code(code)
-
-
-def run_trials_alone(
-    ranks: Ranks, asked: Sequence[Asked], settings: Settings, done: Sequence[int]
-) -> list[Trial]:
-    """The same in a process of our own.
-
-    Dynamo's caches grow with each trial, and each run has the garbage collector look through them.
-    """
-    with quickly():
-        return run_trials(ranks, asked, settings, done, keep_for_good)
 
 
 def _judged(

@@ -39,7 +39,6 @@ class Limits:
         file: IO[str] | int = STDERR,
         note: Callable[[str], None] = lambda _: None,
         announce: Callable[[float, str, str], None] | None = None,
-        announcing_s: float = ANNOUNCING_S,
     ) -> None:
         """Set no limit yet.
 
@@ -48,12 +47,10 @@ class Limits:
             note: told what the process does, whenever that changes.
             announce: told of a limit that has passed (seconds, what for, stacks), instead of stacks in the
                 file; unless a loop inside C keeps Python's lock.
-            announcing_s: seconds that it may take.
         """
         self._file = file
         self._tell = note
         self._announce = announce
-        self._announcing_s = announcing_s
         self._doing = ""
 
     def note(self, what: str) -> None:
@@ -75,7 +72,7 @@ class Limits:
         """
         before = self._doing
         self.note(what)
-        late_s = 0.0 if self._announce is None else self._announcing_s
+        late_s = 0.0 if self._announce is None else ANNOUNCING_S
         limit = (time.monotonic() + seconds + late_s, self._file)
         _in_force.append(limit)
         _set_timer()

@@ -38,7 +38,6 @@ NOT_ON_A_CPU = {
     "optimizer_in_backward": "Cannot access accelerator device when none is available",
 }
 # What takes a rank down, with or without a fault: tried in ranks of their own, in test_verify_launched.py.
-DEADLY_OPTIONS = ("debug_detail",)
 DEADLY_FAULTS = ("one rank's reducer has other buckets",)
 ALWAYS = (
     "plan: plain, default",
@@ -79,7 +78,7 @@ def judged(case: Case, option: str, modes: tuple[str, ...], **settings: Any) -> 
 
 @pytest.mark.parametrize(
     ("option", "mode"),
-    in_turn([(option,) for option in OPTIONS if option.name not in DEADLY_OPTIONS], BOTH),
+    in_turn([(option,) for option in OPTIONS], BOTH),
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
 def test_ddpopt_does_what_eager_ddp_does_under_every_option(option: Option, mode: str) -> None:

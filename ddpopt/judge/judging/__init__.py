@@ -2,7 +2,7 @@
 
 A `record` holds `numbers`, which `rules` give to levels. `ladder` judges them: by `ddpopt.judge.compare`,
 by `arithmetic`, which needs to know what `rounding` does, or as a `reassociation` that the plan proves,
-by who reads a value and by the `layouts` of gradients. `reference` is eager's side (with `seen_buffers` and
-`determinism`), `structure` and `sent` hold what is no number, by the `evidence` of all ranks, `probe` runs
-one step that nothing reduces, `failing` tells how a run fails, and `sheet` collects what was found.
+by who reads a value and by the `layouts` of gradients. `reference` is eager's side (with `seen_buffers`),
+`structure` and `sent` hold what is no number, by the `evidence` of all ranks, `probe` runs one step that
+nothing reduces, `failing` tells how a run fails, and `sheet` collects what was found.
 """

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -70,8 +71,20 @@ class Evidence:
     ranks_differ: bool
 
 
-Broken = Iterator[tuple[str, str | None, int | None]]
-"""A message, a parameter and a step for each finding."""
+class Break(NamedTuple):
+    """Where a claim does not hold: what was seen, of which parameter, in which step."""
+
+    message: str
+    parameter: str | None = None
+    step: int | None = None
+
+    @property
+    def in_words(self) -> str:
+        """The message, after the step."""
+        return self.message if self.step is None else f"step {self.step}: {self.message}"
+
+
+Broken = Iterator[Break]
 Claim = Callable[[Evidence], Broken]
 
 

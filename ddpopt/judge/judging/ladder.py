@@ -32,7 +32,8 @@ OTHER_LAYOUT = (
 OTHER_STARTS = "L1 was not applied to all steps: they no longer start from eager's parameters"
 NO_MEANS = "L1 was not applied: under this option a gradient is no mean over ranks"
 NOT_REPRODUCED = (
-    "eager itself does not reproduce {names}: {culprit}; judged at L2, by how far eager's own runs differ"
+    "eager itself does not reproduce {names}; judged at L2, by how far eager's own runs differ "
+    "(torch.use_deterministic_algorithms names operations that are not deterministic)"
 )
 NOT_EVALUATED = "evaluation was not compared, for eager DDP fails there: {reason}"
 NOT_FINITE = "eager itself computes NaN or infinity, and the same is asked for in the same places"
@@ -72,9 +73,9 @@ class Ladder:
             ordered=ordered,
             means=reference.sums is not None,
             shards=self.option.norms and mode.is_sharded,
-            finishes=self.option.program.finishes,
+            finishes=self.option.finishes,
             ignored=frozenset() if self.option.others else reference.eager.ignored,
-            unstable=frozenset(reference.unstable),
+            unstable=reference.unstable,
             written=reference.written,
         )
 
@@ -163,10 +164,9 @@ class Ladder:
 
     def _remark(self, sheet: Sheet) -> None:
         """Say what eager does, and what therefore is not asked."""
-        unstable = self.reference.unstable
-        if unstable:
-            culprit = next(iter(unstable.values()))
-            sheet.notes.append(NOT_REPRODUCED.format(names=", ".join(sorted(unstable)), culprit=culprit))
+        if self.reference.unstable:
+            names = ", ".join(sorted(self.reference.unstable))
+            sheet.notes.append(NOT_REPRODUCED.format(names=names))
         if self.reference.bench.unevaluated:
             sheet.notes.append(NOT_EVALUATED.format(reason=self.reference.bench.unevaluated))
         for name in self.reference.not_finite:

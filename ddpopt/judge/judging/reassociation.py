@@ -7,7 +7,7 @@ plan proves nothing of a graph that it was not made for.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx, nn
@@ -80,7 +80,7 @@ def reassociated(bench: Bench, mode: str, plan: Plan | None) -> Reassociated:
     if mode in ("ddpopt-split", "ddpopt-inline") and plan is not None:
         return _of_plan(traced, plan, symbolic=_sizes_change(bench))
     if mode == "torch":
-        return together([_of_any_cuts(one, symbolic=_sizes_change(bench)) for one in traced])
+        return together([_of_cuts(one, None, symbolic=_sizes_change(bench)) for one in traced])
     return Reassociated()
 
 
@@ -127,46 +127,36 @@ def together(found: Sequence[Reassociated]) -> Reassociated:
 
 def _of_plan(traced: Sequence[Capture], plan: Plan, *, symbolic: bool) -> Reassociated:
     """What a plan's cuts move in the graphs that it was made for: in each, or where inline had to cut."""
-    cuts = [
-        [not graph.inline and index in one.planned for index, graph in enumerate(one.graphs)]
-        for one in traced
-    ]
-    if not any(any(cut) for cut in cuts):
+    if not any(_places(one, plan) for one in traced):
         return Reassociated()
-    for one, cut in zip(traced, cuts, strict=True):
+    for one in traced:
         if _fits(one, plan):
-            return together([_of_sums(one, cut, plan), _of_layouts(one, cut, plan, symbolic=symbolic)])
+            return _of_cuts(one, plan, symbolic=symbolic)
     return Reassociated(unproved=(NOT_THIS_PLAN,))
 
 
-def _of_sums(traced: Capture, cut: Sequence[bool], plan: Plan) -> Reassociated:
-    places = _places(traced)
-    pairs = enumerate(zip(traced.graphs, cut, strict=True))
-    moved = [
-        reassociated_values(graph.gm, plan, places[index]) if is_cut else ()
-        for index, (graph, is_cut) in pairs
-    ]
-    return _of_cuts("the cuts of the plan sum in another order", traced, moved)
+def _places(traced: Capture, plan: Plan | None) -> dict[int, int]:
+    """The graphs that are cut, and as which of the plan's graphs each counts; without a plan all may be."""
+    if plan is None:
+        return dict.fromkeys(range(len(traced.graphs)), 0)
+    return {index: place for place, index in enumerate(traced.planned) if not traced.graphs[index].inline}
 
 
-def _of_layouts(traced: Capture, cut: Sequence[bool], plan: Plan | None, *, symbolic: bool) -> Reassociated:
-    places = _places(traced)  # of no matter where there is no plan
-    pairs = enumerate(zip(traced.graphs, cut, strict=True))
-    moved = [
-        relaid_values(graph.gm, plan, places.get(index, 0), symbolic=symbolic) if is_cut else ()
-        for index, (graph, is_cut) in pairs
-    ]
+def _of_cuts(traced: Capture, plan: Plan | None, *, symbolic: bool) -> Reassociated:
+    """What the cuts of a plan move; without one, what cuts move that nobody knows: they may be anywhere."""
+    sums: dict[int, Sequence[str]] = {}
+    layouts: dict[int, Sequence[str]] = {}
+    unproved = False
+    for index, place in _places(traced, plan).items():
+        gm = traced.graphs[index].gm
+        sums[index] = _repeated(gm) if plan is None else reassociated_values(gm, plan, place)
+        relaid = relaid_values(gm, plan, place, symbolic=symbolic)
+        layouts[index], unproved = relaid or (), unproved or relaid is None
     whose = "torch's cuts" if plan is None else "the cuts of the plan"
+    may = " may" if plan is None else ""
     why = f"gradients cross {whose} in another layout, so that sums over them have another order"
-    found = _of_cuts(why, traced, [names or () for names in moved])
-    return replace(found, unproved=(NO_LAYOUTS,)) if None in moved else found
-
-
-def _of_any_cuts(traced: Capture, *, symbolic: bool) -> Reassociated:
-    """What cuts move that nobody knows: they may be anywhere."""
-    repeated = [_repeated(graph.gm) for graph in traced.graphs]
-    sums = _of_cuts("torch's cuts may sum in another order", traced, repeated)
-    return together([sums, _of_layouts(traced, [True] * len(traced.graphs), None, symbolic=symbolic)])
+    found = [_moved(f"{whose}{may} sum in another order", traced, sums), _moved(why, traced, layouts)]
+    return replace(together(found), unproved=(NO_LAYOUTS,) if unproved else ())
 
 
 def _fits(traced: Capture, plan: Plan) -> bool:
@@ -177,11 +167,6 @@ def _fits(traced: Capture, plan: Plan) -> bool:
     return planned == Counter(nodes)
 
 
-def _places(traced: Capture) -> dict[int, int]:
-    """As which of the plan's graphs each graph counts that the plan is about."""
-    return {index: place for place, index in enumerate(traced.planned)}
-
-
 def _of_forwards(traced: Capture) -> Reassociated:
     """Each of several compiled forwards sums over its own uses of a parameter first."""
     uses = [use for of_graph in traced.uses for use in of_graph]
@@ -190,16 +175,16 @@ def _of_forwards(traced: Capture) -> Reassociated:
     return Reassociated("each forward sums over its own uses first", names, frozenset(names))
 
 
-def _of_cuts(why: str, traced: Capture, moved: Sequence[Sequence[str]]) -> Reassociated:
-    values: list[str] = []
+def _moved(why: str, traced: Capture, moved: Mapping[int, Sequence[str]]) -> Reassociated:
+    """The parameters whose gradients are computed from those of some values of each graph."""
     reached: set[str] = set()
-    for index, (graph, uses, names) in enumerate(zip(traced.graphs, traced.uses, moved, strict=True)):
+    for index, names in moved.items():
         if names:
             # Gradients flow from later graphs into earlier ones.
             reached |= {use.spec.name for earlier in traced.uses[:index] for use in earlier}
-            reached |= _behind(graph.gm.graph, uses, names)
-        values += names
-    return Reassociated(why if values else "", tuple(values), frozenset(reached))
+            reached |= _behind(traced.graphs[index].gm.graph, traced.uses[index], names)
+    values = tuple(name for names in moved.values() for name in names)
+    return Reassociated(why if values else "", values, frozenset(reached))
 
 
 def _repeated(gm: fx.GraphModule) -> list[str]:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from ddpopt.judge.judging.evidence import Broken, Evidence, Sent, words_of
+from ddpopt.judge.judging.evidence import Break, Broken, Evidence, Sent, words_of
 from ddpopt.judge.judging.record import Record
 from ddpopt.observation.observe import Collective, Iteration
 
@@ -20,10 +20,9 @@ def reduced_once(evidence: Evidence) -> Broken:
         carried = [c.bucket for c in iteration.collectives if c.bucket is not None]
         expected = [bucket.index for bucket in iteration.buckets]
         if carried != expected and not evidence.option.missing:
-            yield (
+            yield Break(
                 f"backward {index}: buckets {carried} were reduced, expected {expected}: each once, in order",
                 _param_of(iteration, carried, expected),
-                None,
             )
 
 
@@ -39,7 +38,7 @@ def no_others(evidence: Evidence) -> Broken:
     more = Counter(_bucketless(evidence.got)) - Counter(_bucketless(evidence.eager))
     if more:
         words = ", ".join(f"{count} x {collective}" for collective, count in more.items())
-        yield f"sent {words} more than eager DDP does, and none is a bucket", None, None
+        yield Break(f"sent {words} more than eager DDP does, and none is a bucket")
 
 
 def _bucketless(record: Record) -> list[str]:
@@ -65,10 +64,8 @@ def same_order(evidence: Evidence) -> Broken:
         pairs = zip_longest(peer.collectives, first, fillvalue=("nothing", None))
         for index, (theirs, ours) in enumerate(pairs):
             if not _meet(theirs, ours):
-                yield (
-                    f"collective {index}: rank {peer.rank} has {_named(theirs)}, rank 0 {_named(ours)}",
-                    None,
-                    None,
+                yield Break(
+                    f"collective {index}: rank {peer.rank} has {_named(theirs)}, rank 0 {_named(ours)}"
                 )
                 break
 
@@ -89,11 +86,7 @@ def synchronised(evidence: Evidence) -> Broken:
     expected = evidence.option.syncs * len(evidence.got.steps)
     got = len(evidence.got.iterations)
     if got != expected:
-        yield (
-            f"{got} backwards were reduced in {len(evidence.got.steps)} steps, expected {expected}",
-            None,
-            None,
-        )
+        yield Break(f"{got} backwards were reduced in {len(evidence.got.steps)} steps, expected {expected}")
 
 
 def _trains(evidence: Evidence) -> bool:
@@ -110,13 +103,13 @@ def planned(evidence: Evidence) -> Broken:
         return
     if got.plan is None:
         if _trains(evidence):
-            yield "ddpopt's plan is not in force: DDP went on with buckets of its own", None, None
+            yield Break("ddpopt's plan is not in force: DDP went on with buckets of its own")
         return
     planned = [bucket.params for bucket in got.plan.buckets]
     for index, iteration in enumerate(got.iterations):
         seen = [bucket.params for bucket in iteration.buckets]
         if [frozenset(params) for params in seen] != [frozenset(params) for params in planned]:
-            yield f"backward {index}: the reducer has buckets {seen}, the plan {planned}", None, None
+            yield Break(f"backward {index}: the reducer has buckets {seen}, the plan {planned}")
 
 
 def compiled(evidence: Evidence) -> Broken:
@@ -124,9 +117,9 @@ def compiled(evidence: Evidence) -> Broken:
     if not evidence.compiled:
         return
     if not evidence.got.graphs:
-        yield "nothing was compiled: Dynamo made no graph", None, None
+        yield Break("nothing was compiled: Dynamo made no graph")
     if evidence.mode.captures_backward and evidence.got.captures == 0:
-        yield "compiled autograd captured no backward", None, None
+        yield Break("compiled autograd captured no backward")
 
 
 def same_graphs(evidence: Evidence) -> Broken:
@@ -137,8 +130,8 @@ def same_graphs(evidence: Evidence) -> Broken:
     for peer in evidence.peers[1:]:
         for step, (theirs, ours) in enumerate(zip(peer.graphs, first, strict=False)):
             if theirs != ours:
-                yield (
-                    f"step {step}: rank {peer.rank} compiled {', '.join(theirs) or 'nothing'}, "
+                yield Break(
+                    f"rank {peer.rank} compiled {', '.join(theirs) or 'nothing'}, "
                     f"rank 0 {', '.join(ours) or 'nothing'}",
                     None,
                     step,
@@ -154,8 +147,8 @@ def as_alone(evidence: Evidence) -> Broken:
         return
     for step, (got, alone) in enumerate(zip(evidence.got.graphs_after, evidence.alone, strict=False)):
         if got != alone and evidence.got.graphs:
-            yield (
-                f"step {step}: {got} graphs were compiled by then, of the model alone {alone}",
+            yield Break(
+                f"{got} graphs were compiled by then, of the model alone {alone}",
                 None,
                 step,
             )
@@ -168,5 +161,5 @@ def same_buckets(evidence: Evidence) -> Broken:
     for peer in evidence.peers[1:]:
         for index, (theirs, ours) in enumerate(zip(peer.buckets, first, strict=False)):
             if theirs != ours:
-                yield f"backward {index}: rank {peer.rank} has buckets {theirs}, rank 0 {ours}", None, None
+                yield Break(f"backward {index}: rank {peer.rank} has buckets {theirs}, rank 0 {ours}")
                 break

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ddpopt.judge.judging import sent
-from ddpopt.judge.judging.evidence import Broken, Claim, Evidence, Peer, peer_of
+from ddpopt.judge.judging.evidence import Break, Broken, Claim, Evidence, Peer, peer_of
 from ddpopt.judge.judging.numbers import FINAL, plain, seen
 from ddpopt.judge.judging.record import Step, in_sight
 from ddpopt.judge.verdict import Finding
@@ -33,28 +33,28 @@ def structure(evidence: Evidence, rank: int) -> list[Finding]:
         All that does not hold.
     """
     return [
-        Finding("L3", claim, message, rank=rank, step=step, parameter=parameter)
+        Finding("L3", claim, one.in_words, rank=rank, step=one.step, parameter=one.parameter)
         for claim, holds in CLAIMS
-        for message, parameter, step in holds(evidence)
+        for one in holds(evidence)
     ]
 
 
 def _steps(evidence: Evidence) -> Broken:
     got, expected = len(evidence.got.steps), len(evidence.eager.steps)
     if got != expected:
-        yield f"took {got} steps, eager DDP took {expected}", None, None
+        yield Break(f"took {got} steps, eager DDP took {expected}")
 
 
 def _presence(evidence: Evidence) -> Broken:
     for step, (got, eager) in enumerate(zip(evidence.got.steps, evidence.eager.steps, strict=False)):
         for name in sorted(got.gradients.keys() ^ eager.gradients.keys()):
             where = "the mode" if name in got.gradients else "eager DDP"
-            yield f"only {where} trains {name}", name, step
+            yield Break(f"only {where} trains {name}", name, step)
         for name, expected in eager.gradients.items():
             present = got.gradients.get(name)
             if (present is None) != (expected is None):
                 words = "is missing, eager DDP has one" if present is None else "is there, eager DDP has none"
-                yield f"step {step}: the gradient of {name} {words}", name, step
+                yield Break(f"the gradient of {name} {words}", name, step)
 
 
 def _form(evidence: Evidence) -> Broken:
@@ -66,7 +66,7 @@ def _form(evidence: Evidence) -> Broken:
                 continue
             has, wants = form_of(tensor, with_strides), form_of(expected, with_strides)
             if has != wants:
-                yield f"step {step}: the gradient of {name} is {has}, in eager DDP {wants}", name, step
+                yield Break(f"the gradient of {name} is {has}, in eager DDP {wants}", name, step)
 
 
 def _others(evidence: Evidence) -> Broken:
@@ -75,11 +75,11 @@ def _others(evidence: Evidence) -> Broken:
         for name in sorted(got.state.keys() | eager.state.keys()):
             has, wants = got.state.get(name), eager.state.get(name)
             if _words(has) != _words(wants):
-                yield f"step {step}: {name} is {_words(has)}, in eager DDP {_words(wants)}", name, step
+                yield Break(f"{name} is {_words(has)}, in eager DDP {_words(wants)}", name, step)
             elif has is None or wants is None:
                 continue
             elif _counts_exactly(evidence, wants) and not torch.equal(has, wants):
-                yield f"step {step}: {name} holds other integers than in eager DDP", name, step
+                yield Break(f"{name} holds other integers than in eager DDP", name, step)
 
 
 def _counts_exactly(evidence: Evidence, tensor: Tensor) -> bool:
@@ -90,7 +90,7 @@ def _counts_exactly(evidence: Evidence, tensor: Tensor) -> bool:
 def _random(evidence: Evidence) -> Broken:
     for step, (got, eager) in _moments(evidence):
         if not torch.equal(got.random, eager.random):
-            yield f"step {step}: the random generator is in another state than after eager's step", None, step
+            yield Break("the random generator is in another state than after eager's step", None, step)
 
 
 def _seen(evidence: Evidence) -> Broken:
@@ -100,8 +100,8 @@ def _seen(evidence: Evidence) -> Broken:
         for name in sorted(mine.keys() | theirs.keys()):
             has, wants = _words(mine.get(name)), _words(theirs.get(name))
             if has != wants and wants != UNMOVED and in_sight(name, eager):
-                message = f"step {step}: {name} is {has}, in eager DDP {wants}"
-                yield message, plain(name) if name.startswith(FINAL) else None, step
+                message = f"{name} is {has}, in eager DDP {wants}"
+                yield Break(message, plain(name) if name.startswith(FINAL) else None, step)
 
 
 def _words(value: Any) -> str:
@@ -125,12 +125,12 @@ def _memory(evidence: Evidence) -> Broken:
         for one, other in sorted(got.sharing - eager.sharing - lasting):
             if not in_sight(one, eager) or not in_sight(other, eager):
                 continue
-            yield f"step {step}: {one} and {other} share memory; in eager DDP they do not", None, step
+            yield Break(f"{one} and {other} share memory; in eager DDP they do not", None, step)
         for one, other in sorted(eager.sharing - got.sharing):
             if not any(GRADIENT_OF in name or is_of_last_step(name) for name in (one, other)):
-                yield f"step {step}: {one} and {other} share no memory; in eager DDP they do", None, step
+                yield Break(f"{one} and {other} share no memory; in eager DDP they do", None, step)
         for name in sorted(set(got.written) - rewritten):
-            yield f"step {step} writes to the {name} of the step before; in eager DDP it does not", None, step
+            yield Break(f"writes to the {name} of the step before; in eager DDP it does not", None, step)
 
 
 def _moments(evidence: Evidence) -> Iterator[tuple[int, tuple[Step, Step]]]:
@@ -141,14 +141,13 @@ def _agreement(evidence: Evidence) -> Broken:
     got, eager = _unequal(evidence.peers), _unequal(evidence.eager_peers)
     for step, names in enumerate(got):
         allowed = eager[step] if step < len(eager) else {}
-        for name, ranks in names.items():
+        for name, rank in names.items():
             if name in allowed:
                 continue
             if evidence.mode.gives == "nothing" and not _trained(evidence, name):
                 continue  # only DDP broadcasts buffers
-            yield (
-                f"step {step}: {name} differs between ranks 0 and {ranks[0]} after the step; "
-                "it does not under eager DDP",
+            yield Break(
+                f"{name} differs between ranks 0 and {rank} after the step; it does not under eager DDP",
                 name,
                 step,
             )
@@ -158,19 +157,18 @@ def _trained(evidence: Evidence, name: str) -> bool:
     return bool(evidence.eager.steps) and name in evidence.eager.steps[0].gradients
 
 
-def _unequal(peers: Sequence[Peer]) -> list[dict[str, list[int]]]:
-    """For each step that all ranks took, what differs from the first rank's, and on which ranks."""
+def _unequal(peers: Sequence[Peer]) -> list[dict[str, int]]:
+    """For each step that all ranks took, what differs from the first rank's, and on which rank first."""
     steps = min((len(peer.states) for peer in peers), default=0)
-    found: list[dict[str, list[int]]] = []
-    for step in range(steps):
-        first = peers[0].states[step]
-        differing: dict[str, list[int]] = {}
-        for peer in peers[1:]:
-            for name, digest in first.items():
-                if peer.states[step].get(name) != digest:
-                    differing.setdefault(name, []).append(peer.rank)
-        found.append(differing)
-    return found
+    return [
+        {
+            name: peer.rank
+            for peer in reversed(peers)
+            for name, digest in peers[0].states[step].items()
+            if peer.states[step].get(name) != digest
+        }
+        for step in range(steps)
+    ]
 
 
 CLAIMS: tuple[tuple[str, Claim], ...] = (

@@ -109,14 +109,10 @@ def symptom_of(trial: Trial) -> Symptom | None:
     """How a trial disagrees with eager; None if it does not."""
     if trial.status is not Status.WRONG:
         return None
-    levels = {finding.level for finding in trial.findings}
+    levels = {finding.level: finding.message for finding in trial.findings[::-1]}
     if "run" in levels:
-        return Symptom("run", _failed(trial).message.partition(":")[0])
-    return Symptom("numbers") if levels & {*NUMBERS} else Symptom("structure")
-
-
-def _failed(trial: Trial) -> Finding:
-    return next(finding for finding in trial.findings if finding.level == "run")
+        return Symptom("run", levels["run"].partition(":")[0])
+    return Symptom("numbers") if levels.keys() & {*NUMBERS} else Symptom("structure")
 
 
 def rung_of(stage: Stage, trial: Trial) -> Rung:

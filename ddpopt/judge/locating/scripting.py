@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from torch import Tensor
 
 from ddpopt.cases.case import Case
 from ddpopt.dynamo.backend import find_compiler
 from ddpopt.judge.judging.arithmetic import CREDIBLE, centred_factor, tail_factor
 from ddpopt.judge.judging.rounding import SAMPLES
-from ddpopt.judge.locating.events import Blamed
+from ddpopt.judge.locating.known import Blamed
 from ddpopt.judge.locating.reproduction import REACHED, Draft, command_of
 from ddpopt.judge.locating.rungs import Question, Stage
 from ddpopt.judge.locating.segment_code import Code
@@ -69,85 +69,65 @@ class Author:
             found.append(self._of_model(stage, blamed))
         if stage.mode != LOCAL.name or not found:
             found.append(self._of_step(stage, blamed))
-        return [replace(draft, death=_death(blamed)) for draft in found]
+        return [replace(draft, death=blamed.death) for draft in found]
 
     def _of_segment(self, stage: Stage, code: Code, blamed: Blamed) -> Iterator[Draft]:
         """With arguments that are drawn, then with the target's module imported too, then with its own."""
         drawn = [given.code() for given in code.given]
-        saved = {
+        tensors = {
             f"input {given.name}": given.value for given in code.given if isinstance(given.value, Tensor)
         }
-        loaded = [
-            f"SAVED[{'input ' + given.name!r}].requires_grad_({given.requires_grad})"
-            if isinstance(given.value, Tensor)
-            else repr(given.value)
-            for given in code.given
-        ]
         modules = ["", self._module] if self._module not in ("", _module_of_backend(stage.backend)) else [""]
         if None not in drawn:
             for module in modules:
                 yield self._segment(stage, code, blamed, drawn, code.tensors, module)
-        yield self._segment(stage, code, blamed, loaded, code.tensors | saved, modules[-1])
+        loaded = [given.loading() for given in code.given]
+        yield self._segment(stage, code, blamed, loaded, code.tensors | tensors, modules[-1])
 
     def _segment(
         self,
         stage: Stage,
         code: Code,
         blamed: Blamed,
-        expressions: Sequence[Any],
+        expressions: Sequence[str | None],
         tensors: dict[str, Tensor],
         module: str,
     ) -> Draft:
-        arguments = [
-            {"name": given.name, "expression": expression}
-            for given, expression in zip(code.given, expressions, strict=True)
-        ]
         text = self._render(
             "segment.jinja",
             stage,
-            1,
             blamed,
-            imports=code.imports + (["from pathlib import Path"] if tensors else []),
+            imports=[*code.imports, *_needed({"from pathlib import Path": bool(tensors)})],
             about=[f"the segment comes from {', '.join(code.lines)}"] if code.lines else [],
             module=module,
             late=[f"import {module}  # it may set up what the model runs in"] if module else [],
-            classes=code.classes,
-            chosen=code.chosen,
-            arguments=arguments,
+            code=code,
+            arguments=[(given.name, each) for given, each in zip(code.given, expressions, strict=True)],
             saved=bool(tensors),
-            values_saved=any("SAVED" in str(expression) for expression in expressions),
-            strided=any("strided(" in str(expression) for expression in expressions),
-            tells_floats=not _crashes(blamed),
+            tells_floats=not blamed.crashes,
         )
         return Draft("the segment alone, without DDP and without ddpopt", text, tensors)
 
     def _of_model(self, stage: Stage, blamed: Blamed) -> Draft:
-        imports: list[str] = []
-        late: list[str] = []
-        made = _made_by_factory(self.question.target)
-        if made is not None:
-            late.append(f"from {self._module} import {self.question.target.partition(':')[2]} as factory")
-        else:
-            imports.append("from ddpopt.cases.case import resolve")
-        walks = [*(["tree_leaves"] if made is not None else []), *(["tree_map"] if _samples(blamed) else [])]
-        if walks:
-            imports.append(f"from torch.utils._pytree import {', '.join(walks)}")
-        with_ddp = stage.mode in PLAIN_DDP
-        if with_ddp:
-            imports += ["from torch.nn.parallel import DistributedDataParallel"]
-        if stage.ranks > 1:
-            imports += ["import os"]
+        made, with_ddp = _made_by_factory(self.question.target), stage.mode in PLAIN_DDP
+        factory = self.question.target.partition(":")[2]
+        walks = _needed({"tree_leaves": made is not None, "tree_map": blamed.samples})
+        imports = {
+            "from ddpopt.cases.case import resolve": made is None,
+            f"from torch.utils._pytree import {', '.join(walks)}": bool(walks),
+            "from torch.nn.parallel import DistributedDataParallel": with_ddp,
+            "import os": stage.ranks > 1,
+        }
         text = self._render(
             "model.jinja",
             stage,
-            stage.ranks,
             blamed,
-            imports=imports,
-            late=late,
+            imports=_needed(imports),
+            late=_needed({f"from {self._module} import {factory} as factory": made is not None}),
             module=self._module,
             call="" if made is None else _call_of(made),
             makes=0 if made is None else len(made),
-            tells_floats=made is not None or _samples(blamed),
+            tells_floats=made is not None or blamed.samples,
             mode_of_ddp=stage.mode if with_ddp else "",
             learning_rate=LEARNING_RATE,
         )
@@ -155,23 +135,19 @@ class Author:
         return Draft(f"{kind}{', without ddpopt' if made is not None else ''}", text, ranks=stage.ranks)
 
     def _of_step(self, stage: Stage, blamed: Blamed) -> Draft:
-        imports = [
-            "import torch.distributed as dist",
-            "from ddpopt.cases.case import resolve",
-            "from ddpopt.judge.runner import verify_here",
-        ]
-        if self.question.dtype:
-            imports.append("from ddpopt.judge.option_cases import in_dtype")
-        if self.question.ddp_kwargs:
-            imports.append("from ddpopt.judge.option_cases import differing")
-        if stage.ranks == 1 and self.question.rank:
-            imports.append("from dataclasses import replace")
+        imports = {
+            "import torch.distributed as dist": True,
+            "from ddpopt.cases.case import resolve": True,
+            "from ddpopt.judge.runner import verify_here": True,
+            "from ddpopt.judge.option_cases import in_dtype": bool(self.question.dtype),
+            "from ddpopt.judge.option_cases import differing": bool(self.question.ddp_kwargs),
+            "from dataclasses import replace": stage.ranks == 1 and self.question.rank > 0,
+        }
         text = self._render(
             "verify.jinja",
             stage,
-            stage.ranks,
             blamed,
-            imports=imports,
+            imports=_needed(imports),
             module=self._module,
             judged=self.question.mode if stage.mode == LOCAL.name else stage.mode,
         )
@@ -181,59 +157,54 @@ class Author:
         self,
         template: str,
         stage: Stage,
-        ranks: int,
         blamed: Blamed,
         *,
         imports: Sequence[str],
+        module: str,
         late: Sequence[str] = (),
         about: Sequence[str] = (),
-        module: str,
         **more: Any,
     ) -> str:
         question = self.question
         registering = _module_of_backend(stage.backend)
         roots = [_root(each, self.script) for each in (registering, module) if each]
         name = question.backend.partition(":")[2] if ":" in stage.backend else ""
-        if name:
-            late = [f"from {registering} import {name.partition('.')[0]}", *late]
-        elif registering:
-            late = [f"import {registering}  # registers the backend", *late]
-        symptom = blamed.symptom.kind if blamed.symptom is not None else ""
-        if symptom == "run":
-            imports = [*imports, "import traceback"]
-        text = (
-            _environment()
-            .get_template(template)
-            .render(
-                headline=_headline(stage, blamed),
-                symptom=symptom,
-                exact=blamed.exact,
-                samples=_samples(blamed),
-                death=_death(blamed),
-                reached=REACHED,
-                python_version=platform.python_version(),
-                platform=platform.platform(terse=True),
-                target=question.target,
-                mode=f"{question.mode}, here without DDP" if stage.mode == LOCAL.name else stage.mode,
-                option=question.option,
-                backend=stage.backend,
-                compiler=name or repr(stage.backend),
-                steps=question.steps,
-                rank=question.rank,
-                dtype=f"torch.{question.dtype}" if question.dtype else "",
-                ddp_kwargs=dict(question.ddp_kwargs),
-                ranks=ranks,
-                command=f"'{command_of(ranks)} {self.script.name}'",
-                about=about,
-                imports=grouped({"import sys", "import torch", *imports}),
-                folders=[root for root in dict.fromkeys(roots) if root],
-                late=late,
-                torch_version=torch.__version__,
-                **factors(),
-                **more,
-            )
-        )
-        return spaced(text)
+        bringing = {
+            f"from {registering} import {name.partition('.')[0]}": bool(name),
+            f"import {registering}  # registers the backend": bool(registering and not name),
+        }
+        traced = _needed({"import traceback": blamed.kind == "run"})
+        given = {
+            "headline": _headline(stage, blamed),
+            "symptom": blamed.kind,
+            "exact": blamed.exact,
+            "samples": blamed.samples,
+            "death": blamed.death,
+            "reached": REACHED,
+            "python_version": platform.python_version(),
+            "platform": platform.platform(terse=True),
+            "target": question.target,
+            "mode": f"{question.mode}, here without DDP" if stage.mode == LOCAL.name else stage.mode,
+            "option": question.option,
+            "backend": stage.backend,
+            "compiler": name or repr(stage.backend),
+            "steps": question.steps,
+            "rank": question.rank,
+            "dtype": f"torch.{question.dtype}" if question.dtype else "",
+            "ddp_kwargs": dict(question.ddp_kwargs),
+            "ranks": stage.ranks,
+            "command": f"'{command_of(stage.ranks)} {self.script.name}'",
+            "about": about,
+            "imports": grouped({"import sys", "import torch", *imports, *traced}),
+            "folders": [root for root in dict.fromkeys(roots) if root],
+            "late": [*_needed(bringing), *late],
+            "torch_version": torch.__version__,
+        }
+        return rendered(template, given | factors() | more)
+
+
+def _needed(lines: Mapping[str, bool]) -> list[str]:
+    return [line for line, is_needed in lines.items() if is_needed]
 
 
 def factors() -> dict[str, float]:
@@ -246,33 +217,16 @@ def factors() -> dict[str, float]:
     }
 
 
-def _death(blamed: Blamed) -> str:
-    """Of what the process dies, if that is the difference."""
-    return blamed.symptom.how if blamed.symptom is not None and blamed.symptom.kind == "died" else ""
-
-
-def _crashes(blamed: Blamed) -> bool:
-    return blamed.symptom is not None and blamed.symptom.kind in ("died", "run")
-
-
-def _samples(blamed: Blamed) -> bool:
-    """Whether numbers are compared that rounding may change."""
-    return not blamed.exact and not _crashes(blamed)
-
-
 def _headline(stage: Stage, blamed: Blamed) -> str:
     """The difference in one sentence, as the title of a report."""
     what = "torch.compile" if stage.mode == LOCAL.name else f"The data-parallel mode {stage.mode}"
     if stage.mode in PLAIN_DDP:
         what = "torch.compile of a DDP module"
     who = f"{what} with backend {stage.backend!r}" if stage.backend else what
-    match blamed.symptom.kind if blamed.symptom is not None else "":
-        case "died":
-            return f"{who} takes the process down ({_death(blamed)})."
-        case "run":
-            return f"{who} fails where eager runs."
-        case _:
-            return f"{who} does not compute what eager computes."
+    return {
+        "died": f"{who} takes the process down ({blamed.death}).",
+        "run": f"{who} fails where eager runs.",
+    }.get(blamed.kind, f"{who} does not compute what eager computes.")
 
 
 def spaced(text: str) -> str:
@@ -358,9 +312,12 @@ def _root(module: str, script: Path) -> str:
     return "" if found_anyway else str(root)
 
 
-def _environment() -> Environment:
+def rendered(template: str, given: Mapping[str, Any], folder: str = "judge/locating/scripts") -> str:
+    """Fill a template of this package, or of another folder of ddpopt's that includes some of this one."""
     environment = Environment(
-        loader=PackageLoader("ddpopt", "judge/locating/scripts"),
+        loader=ChoiceLoader(
+            [PackageLoader("ddpopt", each) for each in dict.fromkeys((folder, "judge/locating/scripts"))]
+        ),
         autoescape=False,  # these are programs, not pages
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -368,4 +325,4 @@ def _environment() -> Environment:
         keep_trailing_newline=True,
     )
     environment.filters["repr"] = repr
-    return environment
+    return spaced(environment.get_template(template).render(given))

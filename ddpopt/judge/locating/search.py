@@ -4,7 +4,7 @@ Each rung is judged as a trial is, against eager DDP of as many ranks. What is f
 so that a search which runs out of time, or whose ranks die, has said what it knows. A try that takes its
 ranks down is an answer too: new ranks are told of it, and go on from there.
 
-Invariant: equal memories lead to equal tries, on every rank and in every process that takes the search up.
+Invariant: equal knowledge leads to equal tries, on every rank and in every process that takes the search up.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ddpopt.dynamo.backend import find_compiler
 from ddpopt.judge.backends import backend_of
 from ddpopt.judge.judge import judge
 from ddpopt.judge.judging.reference import Bench, Reference, Subject
-from ddpopt.judge.locating.events import Blamed, Choice, Chose, Memory, Tried, Trying
+from ddpopt.judge.locating.known import Blamed, Choice, Known, Trying
 from ddpopt.judge.locating.narrow import narrowed
 from ddpopt.judge.locating.pieces import ChosenPieces, Piece
 from ddpopt.judge.locating.rungs import Question, Stage, Symptom, rung_of, symptom_of
@@ -41,16 +41,16 @@ class Search:
         ranks: on which this runs.
         question: the trial.
         time_left: how much time is left, in seconds.
-        memory: what is known already.
+        known: what is known already; grows.
     """
 
     def __init__(
-        self, ranks: Ranks, question: Question, time_left: Callable[[], float], memory: Memory | None = None
+        self, ranks: Ranks, question: Question, time_left: Callable[[], float], known: Known
     ) -> None:
         self.ranks = ranks
         self.question = question
         self.time_left = time_left
-        self.memory = memory or Memory()
+        self.known = known
         self.case = question.case() if ranks.size > 1 else question.case_of_rank()
         asked = option(question.option)
         with ExitStack() as benches:
@@ -83,16 +83,29 @@ class Search:
             The lowest that disagrees; None if none does.
         """
         for stage in stages:
-            self.ranks.emit(Trying(stage))
+            self.tell(Trying(stage))
             trial = self.trial(stage, backend_of(stage.backend))
             if trial is None:
                 continue
             symptom = symptom_of(trial)
             found = self.question.is_shown_by(stage, symptom)
-            self.ranks.emit(Tried(stage, rung_of(stage, trial), symptom if found else None))
+            self.known.rungs.append(rung_of(stage, trial))
+            if found:
+                self.known.stage, self.known.symptom = stage, symptom
+            self.tell()
             if found:
                 return stage
         return None
+
+    def tell(self, trying: Trying | None = None) -> None:
+        """Tell what is known, and what is about to be tried."""
+        self.known.trying = trying
+        self.ranks.emit(self.known)
+
+    def blame(self, blamed: Blamed) -> None:
+        """Tell what is to blame, as far as is known."""
+        self.known.blamed = blamed
+        self.tell()
 
     def trial(self, stage: Stage, backend: Any, *, exact: bool | None = None) -> Trial | None:
         """Judge one stage; None where eager itself cannot run it."""
@@ -109,12 +122,12 @@ class Search:
             stage: one that disagrees.
         """
         if not stage.backend:
-            self.ranks.emit(Blamed((), note="nothing is compiled in this mode"))
+            self.blame(Blamed((), note="nothing is compiled in this mode"))
             return
         blamed, chosen = _Narrowing(self, stage).blame()
-        self.ranks.emit(blamed)
+        self.blame(blamed)
         if stage.ranks == 1 and chosen:
-            self.ranks.emit(self._with_code(stage, blamed, chosen))
+            self.blame(self._with_code(stage, blamed, chosen))
 
     def _with_code(self, stage: Stage, blamed: Blamed, chosen: Sequence[Piece]) -> Blamed:
         recorder = Recorder(chosen, cuts=_cuts(stage))
@@ -151,7 +164,7 @@ class _Narrowing:
         if not self.listed.graphs or symptom == self.whole:
             note = "the difference appears though no piece is compiled"
             return Blamed((), exact=self.exact, symptom=self.whole, note=note), ()
-        self.search.ranks.emit(self._blamed(tuple(self.listed.wholes), so_far=True))
+        self.search.blame(self._blamed(tuple(self.listed.wholes), so_far=True))
         chosen = self._smallest(self.listed.wholes, ())
         for piece in chosen if self.cuts else ():
             others = tuple(other for other in chosen if other != piece)
@@ -181,7 +194,7 @@ class _Narrowing:
 
     def _list(self, chosen: tuple[Piece, ...]) -> Symptom | None:
         """Look what graphs there are, with a choice that is not expected to show anything."""
-        known = self.search.memory.choices.get((chosen, self.exact))
+        known = self.search.known.choices.get((chosen, self.exact))
         if known is not None and known.kind == "died":
             return known
         listing = ChosenPieces(self.compiler, chosen, cuts=self.cuts)
@@ -197,14 +210,14 @@ class _Narrowing:
         def shows(part: tuple[Piece, ...]) -> bool | None:
             chosen = tuple(sorted((*others, *part)))
             search = self.search
-            if (chosen, self.exact) not in search.memory.choices:
+            if (chosen, self.exact) not in search.known.choices:
                 # asked of all ranks, so that they end together
                 if min(search.ranks.gather(search.time_left())) <= 0:
                     return None
                 self.tries += 1
             if self._symptom(chosen, self.exact) != self.whole:
                 return False
-            search.ranks.emit(self._blamed(chosen, so_far=True))
+            search.blame(self._blamed(chosen, so_far=True))
             return True
 
         found = narrowed(pieces, shows)
@@ -212,19 +225,18 @@ class _Narrowing:
         return found.items
 
     def _symptom(self, chosen: Choice, exact: bool) -> Symptom | None:
-        known = self.search.memory.choices
+        known = self.search.known.choices
         if (chosen, exact) not in known:
-            known[chosen, exact] = self._run(
-                ChosenPieces(self.compiler, chosen, cuts=self.cuts), chosen, exact
-            )
+            self._run(ChosenPieces(self.compiler, chosen, cuts=self.cuts), chosen, exact)
         return known[chosen, exact]
 
     def _run(self, backend: ChosenPieces, chosen: Choice, exact: bool) -> Symptom | None:
         search = self.search
-        search.ranks.emit(Trying(self.stage, chosen, exact))
+        search.tell(Trying(self.stage, chosen, exact))
         trial = search.trial(self.stage, backend, exact=exact)
         symptom = None if trial is None else symptom_of(trial)
-        search.ranks.emit(Chose(chosen, exact, symptom))
+        search.known.choices[chosen, exact] = symptom
+        search.tell()
         return symptom
 
 
@@ -237,7 +249,7 @@ def _mode(stage: Stage) -> Mode:
     return LOCAL if stage.mode == LOCAL.name else mode(stage.mode)
 
 
-def search(ranks: Ranks, question: Question, stages: Sequence[Stage], seconds: float, memory: Memory) -> None:
+def search(ranks: Ranks, question: Question, stages: Sequence[Stage], seconds: float, known: Known) -> None:
     """Climb, and narrow down what is found; all is told by events. A collective of all ranks.
 
     Args:
@@ -245,18 +257,10 @@ def search(ranks: Ranks, question: Question, stages: Sequence[Stage], seconds: f
         question: the trial.
         stages: yet to be tried, from the lowest upwards.
         seconds: how long new tries may begin.
-        memory: what ranks before these found out.
+        known: what ranks before these found out.
     """
     until = time.monotonic() + seconds
-    with closing(Search(ranks, question, lambda: until - time.monotonic(), memory)) as running:
-        stage = memory.stage or running.climb(stages)
+    with quickly(), closing(Search(ranks, question, lambda: until - time.monotonic(), known)) as running:
+        stage = known.stage or running.climb(stages)
         if stage is not None:
             running.narrow(stage)
-
-
-def search_alone(
-    ranks: Ranks, question: Question, stages: Sequence[Stage], seconds: float, memory: Memory
-) -> None:
-    """The same in a process of our own."""
-    with quickly():
-        search(ranks, question, stages, seconds, memory)

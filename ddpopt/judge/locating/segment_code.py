@@ -55,6 +55,12 @@ class Given:
             code = f"strided({code}, {tuple(tensor.stride())})"
         return f"{code}.requires_grad_()" if self.requires_grad else code
 
+    def loading(self) -> str:
+        """An expression of the value itself, as it is saved next to the script."""
+        if not isinstance(self.value, Tensor):
+            return repr(self.value)
+        return f"SAVED[{'input ' + self.name!r}].requires_grad_({self.requires_grad})"
+
 
 def _drawn(tensor: Tensor, shape: tuple[int, ...], layout: str) -> str:
     if not (tensor.is_floating_point() or tensor.is_complex()):

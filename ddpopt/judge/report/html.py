@@ -1,13 +1,12 @@
 """A verdict as one HTML page that needs no other file: it holds its style and its script.
 
 The page is the template `verdict.html.jinja`; here is what it shows that the verdict does not say outright:
-which bucket is wrong, and how much of its bound an error takes. Invariant: every name and every message is
+which bucket is wrong, and which trials come in full. Invariant: every name and every message is
 escaped, and the page may load nothing, so that a verdict of a stranger's model can be opened too.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -33,9 +32,6 @@ DETAILED = 24
 ERRORS = 100
 """Errors shown of one trial; the worst first."""
 
-DECADES = (-6, 3)
-"""Powers of ten of the bound that the bar of an error spans."""
-
 
 def html_page(verdict: Verdict) -> str:
     """Write a verdict as a page.
@@ -54,7 +50,7 @@ def html_page(verdict: Verdict) -> str:
         lstrip_blocks=True,
     )
     shown = (count_of, id, level_name, mib, number, script_outcome, sentence, share, summary, worst_first)
-    own = (state, wrong_params, on_scale)
+    own = (state, wrong_params)
     environment.filters.update({each.__name__: each for each in (*shown, *own)})
     return environment.get_template("verdict.html.jinja").render(
         verdict=verdict,
@@ -87,13 +83,3 @@ def state(bucket: SeenBucket, trial: Trial) -> str:
     if wrong_params(bucket, trial) or bucket.index in {finding.bucket for finding in trial.findings}:
         return "wrong"
     return "ok" if {entry.parameter for entry in trial.measured}.intersection(bucket.params) else "unjudged"
-
-
-def on_scale(value: float) -> float:
-    """Where a share of the bound is on the scale, in hundredths of it."""
-    if value == 0:
-        return 0.0
-    low, high = DECADES
-    decade = math.log10(value) if math.isfinite(value) else high
-    # a hundredth at least: an error that is there is seen
-    return min(100.0, max(1.0, 100 * (decade - low) / (high - low)))

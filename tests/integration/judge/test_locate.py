@@ -1,11 +1,9 @@
 """Looking where a trial goes wrong, from the process that started the ranks; it starts ranks of its own."""
 
-import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import pytest
@@ -13,16 +11,15 @@ import torch
 from torch import distributed as dist
 
 from ddpopt.judge import locate as located
-from ddpopt.judge.locate import LATE_S, Known, _ending, _late, locate
+from ddpopt.judge.locate import locate
 from ddpopt.judge.located import to_locate
-from ddpopt.judge.locating.events import Chose, Memory, Tried, Trying
+from ddpopt.judge.locating.known import Known, Trying
 from ddpopt.judge.locating.pieces import Piece
 from ddpopt.judge.locating.reproduction import Draft
 from ddpopt.judge.locating.rungs import Question, Stage, Symptom
 from ddpopt.judge.locating.scripting import Author
-from ddpopt.judge.verdict import Finding, Rung, Status, Trial, Verdict
+from ddpopt.judge.verdict import Finding, Location, Rung, Status, Trial, Verdict
 from ddpopt.ranks.failures import RankFailure
-from ddpopt.ranks.group import Ranks, joined
 
 MODULE = "tests.unit.miscompiled"
 
@@ -81,65 +78,60 @@ def test_a_backend_that_takes_its_ranks_down_is_located_as_any_other(
 
 
 STAGE = Stage("local", "mine")
+RUNG = Rung("mine, no DDP", agrees=False)
 DIED = RankFailure(0, "died", "a task", -11, "SIGSEGV")
 STALLED = RankFailure(0, "stalled", "a task", -9, "SIGKILL")
 
 
 def test_a_rank_that_dies_while_the_ladder_is_climbed_is_what_that_rung_does() -> None:
-    known = Known()
-    known.hear(Trying(STAGE))
+    known = Known(trying=Trying(STAGE))
     assert known.survive(DIED, 1)
     assert known.rungs == [Rung("mine, no DDP", agrees=False, detail="rank 0 died of SIGSEGV")]
-    assert known.memory == Memory(STAGE, {(None, False): Symptom("died", "SIGSEGV")})
+    assert (known.stage, known.choices) == (STAGE, {(None, False): Symptom("died", "SIGSEGV")})
 
 
 def test_a_rank_that_dies_over_a_choice_of_pieces_is_an_answer_about_that_choice() -> None:
-    known = Known()
-    known.hear(Tried(STAGE, Rung("mine, no DDP", agrees=False), Symptom("numbers")))
-    known.hear(Chose(None, False, Symptom("numbers")))
-    known.hear(Trying(STAGE, (Piece(0, 1),), True))
+    known = Known([RUNG], STAGE, Symptom("numbers"), choices={(None, False): Symptom("numbers")})
+    known.trying = Trying(STAGE, (Piece(0, 1),), True)
     assert known.survive(DIED, 1)
     assert len(known.rungs) == 1
-    assert known.memory.choices == {
+    assert known.choices == {
         (None, False): Symptom("numbers"),
         ((Piece(0, 1),), True): Symptom("died", "SIGSEGV"),
     }
 
 
 def test_a_rank_that_raised_fails_by_that_exception_and_did_not_die() -> None:
-    known = Known()
-    known.hear(Trying(STAGE))
+    known = Known(trying=Trying(STAGE))
     assert known.survive(RankFailure(0, "raised", "a task", 1, stack="Traceback\nKeyError: 'x'"), 1)
     assert known.symptom == Symptom("run", "KeyError")
 
 
 def test_ranks_that_die_between_two_tries_or_stall_end_the_search_with_a_note() -> None:
-    between, late = Known(), Known()
+    between, late = Known(), Known(trying=Trying(STAGE))
     assert not between.survive(DIED, 2)
     assert between.notes == ["the search on 2 rank(s) ended early: rank 0 died of SIGSEGV: without a word"]
-    late.hear(Trying(STAGE))
     assert not late.survive(STALLED, 1)
     assert late.notes == ["the time was over before the search ended while mine, no DDP was tried"]
 
 
-def test_on_torchruns_ranks_all_of_them_are_searched_if_one_of_our_own_shows_nothing(
-    tmp_path: Path, one_rank_group: None, monkeypatch: pytest.MonkeyPatch
+def test_under_torchrun_the_first_rank_searches_and_its_peers_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[list[str]] = []
-    ranks_of_three = replace(next(iter(_joined_ranks())), size=3)
-    monkeypatch.setattr(Ranks, "gather", lambda self, value: [value])
+    class Peers:
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+        def gather(self, own: Location | None) -> list[Location | None]:
+            return [own or Location((), "told")]
+
+    asked: list[int] = []
     monkeypatch.setattr(located, "under_torchrun", lambda: True)
-    monkeypatch.setattr(located, "joined", lambda **_: nullcontext(ranks_of_three))
-    monkeypatch.setattr(located, "_in_ranks", lambda *_: asked.append(["one of our own"]))
-    monkeypatch.setattr(located, "search", lambda _, __, stages, *___: asked.append([s.name for s in stages]))
-    found = locate(f"{MODULE}:short", wrong("whole", "eager"), tmp_path / "shown.py", nproc=3)
-    assert asked == [["one of our own"], ["eager, whole on 3 ranks"]]
-    assert found.layer == "none was found: the difference did not appear again"
-
-
-def _joined_ranks() -> Iterator[Ranks]:
-    with joined() as ranks:
-        yield ranks
+    monkeypatch.setattr(located, "_in_ranks", lambda *arguments: asked.append(arguments[2]))
+    for rank, layer in enumerate(("none was found: the difference did not appear again", "told")):
+        monkeypatch.setattr(located, "joined", lambda rank=rank, **_: nullcontext(Peers(rank)))
+        found = locate(f"{MODULE}:short", wrong("whole", "eager"), tmp_path / "shown.py", nproc=3)
+        assert (found.layer, asked) == (layer, [1, 3])
 
 
 def test_what_does_not_appear_again_is_said_to_be_gone_and_no_script_is_written(
@@ -170,7 +162,7 @@ def test_a_script_that_cannot_be_written_is_a_note_beside_the_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensors: dict[str, torch.Tensor]
 ) -> None:
     def found_wrong(known: Known, *_: object) -> None:
-        known.hear(Tried(STAGE, Rung("mine, no DDP", agrees=False), Symptom("numbers")))
+        known.hear(Known([RUNG], STAGE, Symptom("numbers")))
 
     script = tmp_path / "shown.py"
     (script.with_suffix(".pt") if tensors else script).mkdir()
@@ -189,38 +181,6 @@ def test_ranks_that_cannot_be_started_are_a_note(tmp_path: Path, monkeypatch: py
     found = locate(f"{MODULE}:short", wrong("whole", "eager"), tmp_path / "shown.py", nproc=1)
     assert found.layer == "none was found before the search ended"
     assert found.note.startswith("the search on 1 rank(s) ended early: [Errno 28] No space left on device; ")
-
-
-def test_rank_0_of_torchruns_tells_what_is_known_at_the_limit_and_its_peers_end_later(
-    monkeypatch: pytest.MonkeyPatch, one_rank_group: None
-) -> None:
-    told = Event()
-    later: list[float] = []
-
-    def limited(_: Ranks, seconds: float, __: str) -> nullcontext[None]:
-        later.append(seconds)
-        return nullcontext()
-
-    first = next(iter(_joined_ranks()))
-    monkeypatch.setattr(os, "_exit", lambda _: None)
-    with _ending(first, 0.02, told.set):
-        assert told.wait(10.0)
-    monkeypatch.setattr(Ranks, "limited", limited)
-    with _ending(replace(first, rank=1), 0.02, told.clear):
-        assert later == [0.02 + LATE_S]
-    assert told.is_set()
-
-
-def test_what_is_known_at_the_limit_names_the_try_that_did_not_end() -> None:
-    known = Known()
-    known.hear(Trying(STAGE))
-    found = _late(known, "whole")
-    assert found.layer == "none was found before the search ended"
-    assert found.note.startswith(
-        "the time was over before the search ended while mine, no DDP was tried, so torchrun's ranks were"
-    )
-    known.hear(Tried(STAGE, Rung("mine, no DDP", agrees=False), Symptom("numbers")))
-    assert _late(known, "whole").layer == "the backend mine"
 
 
 def test_what_is_located_is_the_first_that_is_wrong_or_else_the_first_that_took_its_ranks_down() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddpopt.judge.locating.events import Blamed
+from ddpopt.judge.locating.known import Blamed
 from ddpopt.judge.locating.reproduction import Draft, write
 from ddpopt.judge.locating.rungs import Question, Stage, Symptom
 from ddpopt.judge.locating.scripting import Author, spaced

@@ -1,13 +1,14 @@
 """The search on one rank: which rung is wrong, and what must be compiled for it."""
 
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from ddpopt.judge.locate import layer_of
-from ddpopt.judge.locating.events import Blamed, Memory, Tried
+from ddpopt.judge.locating.known import Blamed, Known
 from ddpopt.judge.locating.pieces import Piece
 from ddpopt.judge.locating.rungs import Question, Stage, Symptom, ladder, stages_of
 from ddpopt.judge.locating.search import Search, search
@@ -17,37 +18,40 @@ from ddpopt.ranks.group import joined
 MODULE = "tests.unit.miscompiled"
 
 
+Searching = Callable[..., Known]
+
+
 @pytest.fixture
-def searching(one_rank_group: None, fresh_dynamo: None) -> Callable[..., list[object]]:
+def searching(one_rank_group: None, fresh_dynamo: None) -> Searching:
     def run(
-        target: str, mode: str, backend: str, *stages: Stage, memory: Memory | None = None
-    ) -> list[object]:
-        question = Question(target, "default", mode, backend, steps=1)
-        events: list[object] = []
-        with joined(on_event=events.append) as ranks:
-            search(ranks, question, stages or tuple(stages_of(question, 1)), 600.0, memory or Memory())
+        target: str,
+        mode: str,
+        backend: str,
+        *stages: Stage,
+        known: Known | None = None,
+        on_event: Callable[[Any], None] = lambda _: None,
+    ) -> Known:
+        question, known = Question(target, "default", mode, backend, steps=1), known or Known()
+        with joined(on_event=on_event) as ranks:
+            search(ranks, question, stages or tuple(stages_of(question, 1)), 600.0, known)
         c10d: Any = dist  # private: torch counts its groups nowhere else
         assert len(c10d.distributed_c10d._world.pg_map) == 1, "a process group is left behind"
-        return events
+        return known
 
     return run
 
 
-Searching = Callable[..., list[object]]
+def blamed(known: Known) -> Blamed:
+    assert known.blamed is not None
+    return known.blamed
 
 
-def blamed(events: list[object]) -> Blamed:
-    found = events[-1]
-    assert isinstance(found, Blamed)
-    return found
+def segments(known: Known) -> list[str]:
+    return [segment.partition(" (")[0] for segment in blamed(known).segments]
 
 
-def segments(events: list[object]) -> list[str]:
-    return [segment.partition(" (")[0] for segment in blamed(events).segments]
-
-
-def rungs(events: list[object]) -> dict[str, bool]:
-    return {event.rung.name: event.rung.agrees for event in events if isinstance(event, Tried)}
+def rungs(known: Known) -> dict[str, bool]:
+    return {rung.name: rung.agrees for rung in known.rungs}
 
 
 @pytest.mark.parametrize(
@@ -66,82 +70,86 @@ def rungs(events: list[object]) -> dict[str, bool]:
 def test_the_segments_that_a_backend_gets_wrong_are_found(
     searching: Searching, backend: str, guilty: list[str]
 ) -> None:
-    events = searching(f"{MODULE}:stages", "ddpopt-inline", backend, Stage("local", backend))
-    assert segments(events) == guilty
-    assert isinstance(blamed(events).code, Code)
-    assert blamed(events).note == ""
+    known = searching(f"{MODULE}:stages", "ddpopt-inline", backend, Stage("local", backend))
+    assert segments(known) == guilty
+    assert isinstance(blamed(known).code, Code)
+    assert blamed(known).note == ""
 
 
 def test_a_graph_that_its_mode_does_not_cut_is_cut_for_the_search_and_the_note_says_so(
     searching: Searching,
 ) -> None:
-    events = searching(
+    known = searching(
         f"{MODULE}:short", "ddpopt-inline", "scaling_tanh", Stage("ddpopt-inline", "scaling_tanh")
     )
-    assert segments(events) == ["graph 0, segment 1 of 2: tanh"]
-    assert blamed(events).note == (
+    assert segments(known) == ["graph 0, segment 1 of 2: tanh"]
+    assert blamed(known).note == (
         "the segments were cut for this search alone; ddpopt-inline compiles each graph whole"
     )
 
 
 def test_what_took_its_ranks_down_before_is_not_tried_again(searching: Searching) -> None:
     stage, died = Stage("local", "dying_on_tanh"), Symptom("died", "SIGSEGV")
-    memory = Memory(stage, {(None, False): died, ((Piece(0, 1),), False): died})
-    events = searching(f"{MODULE}:short", "whole", "dying_on_tanh", stage, memory=memory)
-    assert segments(events) == ["graph 0, segment 1 of 2: tanh"]
-    assert blamed(events).symptom == died
-    assert isinstance(blamed(events).code, Code)
+    known = Known(stage=stage, choices={(None, False): died, ((Piece(0, 1),), False): died})
+    searching(f"{MODULE}:short", "whole", "dying_on_tanh", stage, known=known)
+    assert segments(known) == ["graph 0, segment 1 of 2: tanh"]
+    assert blamed(known).symptom == died
+    assert isinstance(blamed(known).code, Code)
 
 
 def test_a_model_that_is_wrong_from_aot_on_is_told_from_one_that_dynamo_breaks(searching: Searching) -> None:
-    events = searching(f"{MODULE}:aliased", "whole", "aot_eager")
-    assert rungs(events) == {"eager, no DDP": True, "aot_eager, no DDP": False}
-    assert any("add_" in segment for segment in segments(events))
+    known = searching(f"{MODULE}:aliased", "whole", "aot_eager")
+    assert rungs(known) == {"eager, no DDP": True, "aot_eager, no DDP": False}
+    assert any("add_" in segment for segment in segments(known))
 
 
 def test_segments_that_are_wrong_only_once_the_mode_has_cut_are_found_among_its_own(
     searching: Searching,
 ) -> None:
     own = Stage("ddpopt-split", "wrong_apart")
-    events = searching(f"{MODULE}:CUT", "ddpopt-split", "wrong_apart", Stage("whole", "wrong_apart"), own)
-    assert rungs(events) == {
+    known = searching(f"{MODULE}:CUT", "ddpopt-split", "wrong_apart", Stage("whole", "wrong_apart"), own)
+    assert rungs(known) == {
         "wrong_apart, whole on 1 rank": True,
         "wrong_apart, ddpopt-split on 1 rank": False,
     }
-    (guilty,) = segments(events)
+    (guilty,) = segments(known)
     assert guilty.startswith("compiled segment 2 of 4: ")
 
 
 def test_what_fails_though_nothing_is_compiled_has_no_segment_to_blame(searching: Searching) -> None:
-    events = searching("cap_below_1", "torch", "eager", Stage("whole", "eager"), Stage("torch", "eager"))
-    assert rungs(events) == {"eager, whole on 1 rank": True, "eager, torch on 1 rank": False}
-    assert segments(events) == []
-    assert blamed(events).note == "the difference appears though no piece is compiled"
+    known = searching("cap_below_1", "torch", "eager", Stage("whole", "eager"), Stage("torch", "eager"))
+    assert rungs(known) == {"eager, whole on 1 rank": True, "eager, torch on 1 rank": False}
+    assert segments(known) == []
+    assert blamed(known).note == "the difference appears though no piece is compiled"
 
 
 def test_a_model_that_is_right_ends_without_a_blame(searching: Searching) -> None:
-    events = searching(f"{MODULE}:stages", "whole", "aot_eager")
-    assert list(rungs(events).values()) == [True] * 4
-    assert not any(isinstance(event, Blamed) for event in events)
+    known = searching(f"{MODULE}:stages", "whole", "aot_eager")
+    assert list(rungs(known).values()) == [True] * 4
+    assert known.blamed is None
 
 
 def test_without_time_the_whole_is_blamed_and_the_note_says_so(
     one_rank_group: None, fresh_dynamo: None
 ) -> None:
     question = Question(f"{MODULE}:stages", "default", "whole", "scaling_tanh", steps=1)
-    events: list[object] = []
-    with joined(on_event=events.append) as ranks:
-        Search(ranks, question, lambda: 0.0).narrow(Stage("local", "scaling_tanh"))
-    (whole,) = segments(events)
+    known = Known()
+    with joined() as ranks:
+        Search(ranks, question, lambda: 0.0, known).narrow(Stage("local", "scaling_tanh"))
+    (whole,) = segments(known)
     assert whole.startswith("graph 0, segments 0 to 7 of 8: ")
-    assert blamed(events).note == "the search ended early, after 0 tries: fewer segments may do"
+    assert blamed(known).note == "the search ended early, after 0 tries: fewer segments may do"
 
 
 def test_the_best_so_far_is_told_before_the_search_has_ended(searching: Searching) -> None:
-    events = searching(f"{MODULE}:short", "whole", "scaling_tanh", Stage("local", "scaling_tanh"))
-    told = [event for event in events if isinstance(event, Blamed)]
-    assert [len(event.segments) for event in told] == [1] * len(told)
-    assert [event.note.startswith("the search ended early") for event in told] == [True, True, False, False]
+    heard: list[Blamed | None] = []
+    stage = Stage("local", "scaling_tanh")
+    searching(
+        f"{MODULE}:short", "whole", "scaling_tanh", stage, on_event=lambda known: heard.append(known.blamed)
+    )
+    told = [blamed for _, (blamed, *_) in groupby(heard, key=id) if blamed is not None]
+    assert [len(blamed.segments) for blamed in told] == [1] * len(told)
+    assert [blamed.note.startswith("the search ended early") for blamed in told] == [True, True, False, False]
 
 
 def test_the_ladder_ends_with_the_backend_on_trial() -> None:

@@ -97,7 +97,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return WRONG
 
     def locate(*arguments: Any, **keywords: Any) -> Location:
-        del keywords["on_late"]
         received.append((arguments, keywords))
         return Location((), "found")
 

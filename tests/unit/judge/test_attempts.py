@@ -95,18 +95,6 @@ def test_eager_that_dies_on_one_case_is_tried_on_the_next(monkeypatch: pytest.Mo
     assert stage.done == [(), (0,)]
 
 
-def test_eager_that_dies_on_two_cases_in_a_row_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage, statuses = attempt(monkeypatch, dies_in_eager(0), dies_in_eager(1))
-    assert statuses == [LOST] * 5
-    assert len(stage.limits) == 2
-
-
-def test_a_case_in_between_that_eager_stands_starts_the_count_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    plays = (dies_in_eager(0), dies_in_eager(3, 1, 2), judges(4))
-    _, statuses = attempt(monkeypatch, *plays)
-    assert statuses == [LOST, OK, OK, LOST, OK]
-
-
 def test_all_launches_share_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     stage, _ = attempt(monkeypatch, dies_in_eager(0), dies_in_eager(3, 1, 2), judges(4), limit_s=30)
     assert stage.limits == [30, 20, 10]

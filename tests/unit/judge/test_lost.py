@@ -71,17 +71,6 @@ def test_where_eager_itself_only_took_too_long_nothing_was_judged_and_the_limit_
     )
 
 
-def test_an_option_under_which_eager_died_on_two_cases_in_a_row_is_not_tried_again() -> None:
-    lost = lost_trials(ASKED, EAGER, Started(5, "gpt", "join", ""), KILLED, before="tied")
-    own = "eager DDP itself fails here, on gpt: rank 1 died (SIGKILL)"
-    assert {index: trial.reason for index, trial in lost.items()} == {
-        5: own,
-        6: own,
-        7: f"not tried again: {own}; so it was on tied",
-    }
-    assert {trial.status for trial in lost.values()} == {Status.NOT_POSSIBLE}
-
-
 def test_the_trial_in_which_the_limit_of_the_run_passed_says_where_the_ranks_were() -> None:
     ((index, trial),) = stopped(ASKED, EAGER, Started(5, "gpt", "join", ""), KILLED).items()
     assert (index, trial.case, trial.mode, trial.status) == (5, "gpt", "torch", Status.BROKEN)

@@ -1,63 +1,14 @@
 """What each rank does in a verification, as far as it needs no ranks."""
 
-import contextlib
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
-import torch
-from torch import Tensor
-from torch._dynamo import convert_frame
 
 from ddpopt.judge.judging.failing import Failure
 from ddpopt.judge.matrix import CASES
-from ddpopt.judge.trials import Settings, _impossible, quickly
+from ddpopt.judge.trials import Settings, _impossible
 from ddpopt.judge.verdict import Status
-
-
-@contextlib.contextmanager
-def entered(x: Tensor) -> Iterator[Tensor]:
-    """A context made of something that Dynamo takes for worth a look."""
-    yield x
-
-
-def doubled(x: Tensor) -> Tensor:
-    return x * 2
-
-
-@torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]  # of torch
-def not_traced(x: Tensor) -> Tensor:
-    """As DDP's forward: Dynamo looks at what it calls."""
-    with entered(x) as same:
-        return doubled(same)
-
-
-def compiled_frames() -> list[str]:
-    names: list[str] = []
-    compile_frame = convert_frame.compile_frame
-
-    def noted(code: object, *args: object, **kwargs: object) -> object:
-        names.append(getattr(code, "co_name", "no code"))
-        return compile_frame(code, *args, **kwargs)  # type: ignore[arg-type]  # as it came
-
-    torch._dynamo.reset()
-    with patch.object(convert_frame, "compile_frame", noted):
-        torch.compile(lambda x: not_traced(x), backend="eager")(torch.ones(2))
-    torch._dynamo.reset()
-    return names
-
-
-def test_a_spared_process_compiles_no_making_of_a_context_and_still_what_runs_in_it() -> None:
-    with quickly():
-        pass  # at its end frames are compiled again that the whole run leaves alone
-    usual = ["<lambda>", "helper", "__init__", "doubled"]
-    assert compiled_frames() == usual
-    with quickly():
-        assert compiled_frames() == ["<lambda>", "doubled"]
-        assert compiled_frames() == ["<lambda>", "doubled"]  # also after torch._dynamo.reset()
-    assert compiled_frames() == usual
 
 
 def bench_that_failed(stalled: str, *failures: Failure) -> Any:
