@@ -89,8 +89,3 @@ def test_a_module_made_like_another_keeps_what_aotautograd_looks_for() -> None:
     assert made.meta == gm.meta
     assert made.meta is not gm.meta
     assert {name: getattr(made, name) for name in kept} == kept
-
-
-def test_a_module_made_like_a_plain_one_gains_nothing() -> None:
-    made = module_like(fx.GraphModule(nn.Module(), fx.Graph()), fx.Graph())
-    assert not hasattr(made, "_param_name_to_source")

@@ -11,8 +11,6 @@ from ddpopt.planning.plan import Plan
 from ddpopt.planning.planner import plan_for_buckets, plan_graph
 
 CAP_100 = BucketConfig(cap_bytes=100, first_bucket_bytes=100)
-Use = tuple[int, int] | ParamUse
-"""(bytes, body position of the only reader), or the whole use."""
 
 
 def spec(
@@ -47,19 +45,7 @@ def cuts(plan: Plan) -> list[str]:
 
 def planned(given: GraphFacts, config: BucketConfig = CAP_100) -> tuple[list[str], list[str]]:
     plan = plan_graph(given, config)
-    assert_whole(plan, given)
     return buckets(plan), cuts(plan)
-
-
-def assert_whole(plan: Plan, given: GraphFacts) -> None:
-    """Every parameter in one bucket, every node in one segment, each bucket complete within its segment."""
-    names = [name for bucket in plan.buckets for name in bucket.params]
-    assert sorted(names) == sorted(u.spec.name for u in given.params)
-    assert tuple(name for segment in plan.segments for name in segment.nodes) == given.nodes
-    assert [cut.before for cut in plan.cuts] == [segment.nodes[0] for segment in plan.segments[1:]]
-    for bucket in plan.buckets:
-        assert plan.segments_of(bucket) == (bucket.segment,)
-        assert bucket.index in plan.segments[bucket.segment].buckets
 
 
 # ------------------------------------------------------------------------------------- the bucket rule
@@ -67,40 +53,6 @@ def assert_whole(plan: Plan, given: GraphFacts) -> None:
 
 def test_buckets_stand_in_the_order_in_which_backward_completes_them() -> None:
     assert planned(chain(100, 100, 100)) == (["p2", "p1", "p0"], ["n1", "n2"])
-
-
-def test_a_bucket_closes_after_the_tensor_that_fills_it() -> None:
-    assert planned(chain(50, 60, 30, 60, 20)) == (["p4 p3 p2", "p1 p0"], ["n2"])
-
-
-def test_a_bucket_of_exactly_the_limit_is_full() -> None:
-    assert planned(chain(40, 60, 60, 40)) == (["p3 p2", "p1 p0"], ["n2"])
-
-
-def test_one_byte_below_the_limit_is_not_full() -> None:
-    assert planned(chain(40, 60, 59, 40)) == (["p3 p2 p1", "p0"], ["n1"])
-
-
-def test_the_first_bucket_has_a_limit_of_its_own() -> None:
-    config = BucketConfig(cap_bytes=100, first_bucket_bytes=10)
-    assert planned(chain(50, 50, 50, 50, 10), config) == (["p4", "p3 p2", "p1 p0"], ["n2", "n4"])
-
-
-def test_the_last_limit_of_a_list_repeats() -> None:
-    config = BucketConfig(cap_bytes=60, first_bucket_bytes=60, cap_bytes_list=(60, 20))
-    assert planned(chain(*[20] * 6), config) == (["p5 p4 p3", "p2", "p1", "p0"], ["n1", "n2", "n3"])
-
-
-def test_a_dtype_fills_a_bucket_and_walks_the_limits_of_its_own() -> None:
-    config = BucketConfig(cap_bytes=100, first_bucket_bytes=20)
-    uses = [use(f"h{i}", 20, i, dtype="bfloat16") for i in range(3)]
-    uses += [use("f0", 100, 3), use("f1", 20, 4)]
-    assert planned(facts(5, uses), config)[0] == ["f1", "f0", "h2", "h1 h0"]
-
-
-def test_a_sparse_gradient_travels_alone_and_fills_nothing() -> None:
-    uses = [use("a", 60, 0), use("table", 900, 1, sparse=True), use("b", 60, 2)]
-    assert planned(facts(3, uses)) == (["table", "b", "a"], ["n1"])
 
 
 # -------------------------------------------------------------------------------------- one node, many
@@ -198,11 +150,6 @@ def test_an_empty_graph_has_an_empty_segment() -> None:
 # ---------------------------------------------------------------------------------- what a plan says
 
 
-def test_a_bucket_adds_up_the_bytes_of_its_parameters() -> None:
-    plan = plan_graph(chain(50, 60, 30), CAP_100)
-    assert [bucket.nbytes for bucket in plan.buckets] == [140]
-
-
 def test_a_segment_names_the_parameters_that_complete_in_it() -> None:
     plan = plan_graph(facts(2, [use("tied", 100, 0, 1), use("a", 100, 1)]), CAP_100)
     assert [segment.params for segment in plan.segments] == [("tied",), ("a",)]
@@ -230,10 +177,6 @@ cut before n2: bucket 0 is complete: no gradient is left to add""",
     )
 
 
-def test_equal_facts_give_equal_plans() -> None:
-    assert plan_graph(chain(40, 60, 60), CAP_100) == plan_graph(chain(40, 60, 60), CAP_100)
-
-
 # ------------------------------------------------------------------------------- buckets that are given
 
 
@@ -248,24 +191,13 @@ def test_given_buckets_are_kept_and_cut_where_they_complete() -> None:
     assert (buckets(plan), cuts(plan), plan.policy) == (["p3", "p2 p1", "p0"], ["n1", "n3"], "ddp")
 
 
-def test_a_given_bucket_may_wait_on_several_segments() -> None:
-    plan = given_buckets(chain(10, 10, 10, 10), "p2", "p3 p1", "p0")
-    assert cuts(plan) == ["n1", "n2"]
-    assert plan.segments_of(plan.buckets[1]) == (1, 2)
-
-
 def test_a_given_bucket_waits_for_those_before_it() -> None:
     plan = given_buckets(chain(10, 10, 10), "p1", "p2", "p0")
     assert [bucket.segment for bucket in plan.buckets] == [1, 1, 0]
     assert cuts(plan) == ["n1"]
 
 
-def test_given_parameters_that_the_graph_does_not_read_are_left_out() -> None:
-    plan = given_buckets(chain(10, 10), "elsewhere", "p1 other", "p0")
-    assert buckets(plan) == ["p1", "p0"]
-
-
-@pytest.mark.parametrize("sizes", [(100, 100, 100), (50, 60, 30, 60, 20), (10, 200, 10)])
+@pytest.mark.parametrize("sizes", [(100, 100, 100), (50, 60, 30, 60, 20), (10, 200, 10), (40, 60, 59, 40)])
 def test_with_one_parameter_a_node_our_buckets_are_ddps(sizes: tuple[int, ...]) -> None:
     given = chain(*sizes)
     ready = [u.spec for u in reversed(given.params)]

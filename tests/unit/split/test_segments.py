@@ -117,23 +117,6 @@ def test_a_segment_says_why_the_graph_was_cut_in_front_of_it() -> None:
     assert second.user_stack[0].name == "ddpopt"
 
 
-def test_the_compiled_code_takes_the_place_of_the_segments() -> None:
-    ran: list[str] = []
-
-    def compiler(gm: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        def run(*values: Any) -> Any:
-            ran.append("segment")
-            return gm(*values)
-
-        return run
-
-    graph = layers(4, 4, 4)
-    result = compiled(graph, compiler)
-    inputs = [torch.randn(value.shape) for value in graph.example_values]
-    assert torch.equal(result.call(*inputs)[0], graph.gm(*inputs)[0])
-    assert ran == ["segment"] * 3
-
-
 # ------------------------------------------------------------------------------------ tracing metadata
 
 
