@@ -48,9 +48,6 @@ def test_a_value_requires_grad_if_any_tensor_in_it_does() -> None:
     plain, leaf = torch.ones(1), torch.ones(1, requires_grad=True)
     assert requires_grad((plain, [{"x": leaf}]))
     assert not requires_grad((plain, 3, None))
-
-
-def test_a_missing_value_is_taken_to_require_grad() -> None:
     assert requires_grad(MISSING)
 
 

@@ -54,12 +54,6 @@ def test_each_distinct_segment_is_compiled_once_and_shared_by_its_twins() -> Non
     assert (result.segments, result.distinct, recorder.calls) == (5, 4, 4)
 
 
-def test_segments_that_must_not_share_are_all_compiled() -> None:
-    recorder = Recorder()
-    result = compiled(layers(4, 4, 4), recorder, share=False)
-    assert (result.segments, result.distinct, recorder.calls) == (3, 3, 3)
-
-
 def test_a_segment_that_cannot_be_compared_is_compiled_for_itself() -> None:
     graph = layers(4, 4, 4)
     for node in graph.gm.graph.find_nodes(op="placeholder"):
