@@ -55,7 +55,13 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    try:
+        value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    except (ImportError, AttributeError):
+        from ddpopt.torch_private import require_supported
+
+        require_supported()  # another release of torch is the likeliest reason
+        raise
     globals()[name] = value
     return value
 

@@ -27,6 +27,7 @@ from ddpopt.explanation.tables import MIB, names
 from ddpopt.judge.backends import backend_of
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.ranks.group import one_rank
+from ddpopt.torch_private import require_supported
 
 USE_DDPOPT = "Compile with ddpopt.compile(ddp) in place of torch.compile(ddp)"
 
@@ -57,9 +58,10 @@ def diagnose(
         The diagnosis.
 
     Raises:
-        UsageError: an argument cannot be used.
+        UsageError: an argument cannot be used, or torch lacks what ddpopt uses of it.
         NotJudgedError: the model fails in eager, without DDP.
     """
+    require_supported()
     kwargs = dict(case.ddp_kwargs if ddp_kwargs is None else ddp_kwargs)
     BucketConfig.from_kwargs(**kwargs)
     if steps < 2:

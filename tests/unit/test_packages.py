@@ -35,6 +35,7 @@ MAY_IMPORT = {
     "gate": f"{CORE} observation explanation ranks cases judge testing",
     "cli": EVERY,
     "__main__": "cli",
+    "torch_private": "",
 }
 """For each package those that it may import; all may import `ddpopt.errors` and `ddpopt.torch_private`."""
 CYCLES = {"cases", "judge", "testing"}

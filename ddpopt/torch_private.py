@@ -1,0 +1,77 @@
+"""The private names of torch that ddpopt uses, each with what cannot work without it.
+
+A release of torch may rename any of them. `require_supported` looks all of them up, so that such a release is
+one error that names them, not an `AttributeError` in the middle of a training.
+
+Invariant: to look the names up changes nothing of torch.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Mapping
+
+from ddpopt.errors import UnsupportedError
+
+__all__ = ["NAMES", "RELEASES", "missing", "require_supported"]
+
+RELEASES = "torch 2.11 to 2.13"
+PLANS = "buckets cannot be planned as DDP fills them"
+FOLLOWS = "DDP cannot follow a plan"
+EARLY = "inline cannot hand a gradient over during backward"
+NAMES: Mapping[str, str] = {
+    "torch._C._current_autograd_node": EARLY,
+    "torch._C._current_graph_task_id": EARLY,
+    "torch._C._functorch.is_functorch_wrapped_tensor": PLANS,
+    "torch._C._set_grad_enabled": "cut graphs cannot be proved",
+    "torch._C._storage_Use_Count": "inline copies every gradient",
+    "torch._C._will_engine_execute_node": EARLY,
+    "torch._dynamo.backends.distributed.DDPOptimizer": "torch's optimizer cannot be replaced or explained",
+    "torch._dynamo.trace_rules.check": "modules that Dynamo skips cannot be compiled",
+    "torch._functorch._aot_autograd.collect_metadata_analysis": "views that leave a segment come back wrong",
+    "torch._functorch._aot_autograd.descriptors.PlainAOTInput": EARLY,
+    "torch._guards._TLS": "graphs cannot be cut",
+    "torch._inductor.ir.FallbackKernel": "inline cannot run on Inductor",
+    "torch._subclasses.functional_tensor.FunctionalTensor": EARLY,
+    "torch.autograd.graph._engine_run_backward": EARLY,
+    "torch.distributed.Reducer._autograd_hook": EARLY,
+    "torch.distributed.Reducer._get_zeros_like_grad_buckets": PLANS,
+    "torch.distributed.Reducer._remove_autograd_hooks": FOLLOWS,
+    "torch.distributed.Reducer._set_static_graph": FOLLOWS,
+    "torch.distributed._compute_bucket_assignment_by_size": PLANS,
+    "torch.distributed.distributed_c10d._get_default_store": "verification cannot compare ranks",
+    "torch.distributed.distributed_c10d._get_process_group_store": "ranks cannot agree on a plan",
+    "torch.nn.parallel.DistributedDataParallel._build_params_for_reducer": FOLLOWS,
+    "torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data": PLANS,
+}
+"""What is used of torch without being documented, by dotted name."""
+
+
+def missing() -> dict[str, str]:
+    """Return those of `NAMES` that the installed torch lacks."""
+    return {name: lost for name, lost in NAMES.items() if not _is_there(name)}
+
+
+def _is_there(name: str) -> bool:
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def require_supported() -> None:
+    """Fail unless the installed torch has all that ddpopt uses of it.
+
+    Raises:
+        UnsupportedError: it lacks some; says which, what cannot work, and which releases have them.
+    """
+    import torch
+
+    lacking = missing()
+    if lacking:
+        lines = "\n".join(f"  {name}: {lost}" for name, lost in lacking.items())
+        raise UnsupportedError(
+            f"expected {RELEASES}, got torch {torch.__version__}, which lacks {len(lacking)} of the private "
+            f"names that ddpopt uses:\n{lines}\nInstall one of these releases, or a newer ddpopt."
+        )

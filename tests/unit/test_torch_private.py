@@ -1,0 +1,38 @@
+"""ddpopt.torch_private: a torch that lacks what ddpopt uses is one error that says so."""
+
+import pytest
+import torch.distributed as dist
+
+import ddpopt
+from ddpopt.errors import UnsupportedError
+from ddpopt.torch_private import missing, require_supported
+
+GONE = "_compute_bucket_assignment_by_size"
+
+
+def test_this_torch_has_every_name() -> None:
+    assert missing() == {}
+    require_supported()
+
+
+def test_a_name_that_is_gone_is_told_with_what_it_costs_and_the_releases_that_have_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(dist, GONE)
+    with pytest.raises(UnsupportedError) as raised:
+        require_supported()
+    expected = f"lacks 1 .*\n  torch.distributed.{GONE}: buckets cannot be planned .*\nInstall one of these"
+    raised.match(f"expected torch 2.11 to 2.13, got torch .*{expected}")
+
+
+def test_the_facade_tells_it_where_an_import_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(_: str) -> None:
+        raise AttributeError(GONE)
+
+    monkeypatch.setattr(ddpopt, "import_module", failing)
+    monkeypatch.delitem(vars(ddpopt), "plan", raising=False)
+    with pytest.raises(AttributeError, match=GONE):
+        _ = ddpopt.plan
+    monkeypatch.delattr(dist, GONE)
+    with pytest.raises(UnsupportedError, match=GONE):
+        _ = ddpopt.plan
