@@ -10,7 +10,7 @@ Invariant: shares no code with what plans, cuts or judges a graph.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -71,10 +71,6 @@ class Watched(fx.Interpreter):
                 break
             made = returned[0]
         return node if self.viewed(made) else made
-
-    def first_names(self) -> dict[str, str]:
-        """For each node that returns what it writes to: the name under which that tensor was made."""
-        return {node.name: self.first(node).name for node in self.writers}
 
 
 class Piece(NamedTuple):
@@ -163,86 +159,3 @@ def _source(node: fx.Node) -> str:
 def _is_picked(node: fx.Node) -> bool:
     """Whether a node only picks an item that its segment hands on."""
     return node.target is operator.getitem and "example_value" not in node.meta
-
-
-# --- the program that the segments are together ------------------------------------------------------
-
-
-class Row(NamedTuple):
-    """A node: its name, its kind, what it calls, and its arguments as text, constants written out."""
-
-    name: str
-    op: str
-    target: object
-    arguments: str
-
-
-def rows(gm: fx.GraphModule, first: Mapping[str, str]) -> list[Row]:
-    """A graph as a list of rows, in order; `first` has the first names of tensors that have several."""
-    names = {node: first.get(node.name, node.name) for node in gm.graph.nodes}
-    return [_row(node, names) for node in gm.graph.nodes if node.op not in ("placeholder", "get_attr")]
-
-
-def recomposed(stitched: fx.GraphModule, first: Mapping[str, str]) -> list[Row]:
-    """The rows of a stitched module with its segments written out.
-
-    Copies stand for what they copy, and spans that are only closed and opened again at a cut are left out.
-    """
-    found: list[Row] = []
-    names: dict[fx.Node, str] = {node: node.name for node in stitched.graph.find_nodes(op="placeholder")}
-    calls: dict[fx.Node, list[str]] = {}
-    for node in stitched.graph.nodes:
-        source: Any = node.args[0] if node.args else None
-        if node.op == "call_module":
-            segment = getattr(stitched, str(node.target))
-            calls[node] = _write_out(segment, [names[n] for n in node.args], found, first)
-        elif source in calls:
-            names[node] = calls[source][node.args[1]]
-        elif node.target in ("clone", "detach", "requires_grad_", "copy_"):
-            names[node] = names[source]
-        elif node.op == "output":
-            found.append(_row(node, names))
-    return found
-
-
-def _write_out(
-    segment: fx.GraphModule, given: Sequence[str], found: list[Row], first: Mapping[str, str]
-) -> list[str]:
-    """Add the rows of a segment that is given values of these names; the names of what it hands on."""
-    names = {node: first.get(node.name, node.name) for node in segment.graph.nodes}
-    names |= zip(segment.graph.find_nodes(op="placeholder"), given, strict=True)
-    for node in segment.graph.nodes:
-        if node.op in ("placeholder", "get_attr", "output") or node.name.startswith(("suspended", "resumed")):
-            continue
-        if _is_picked(node):
-            names[node] = _source(node)
-        else:
-            found.append(_row(node, names))
-    handed_on: Any = segment.graph.output_node().args[0]
-    return [names[node] for node in handed_on]
-
-
-def _row(node: fx.Node, names: Mapping[fx.Node, str]) -> Row:
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: _Shown(_shown(n, names)))
-    return Row(node.name, node.op, node.target, f"{args} {kwargs}")
-
-
-def _shown(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
-    def visit(value: object, name: str) -> str:
-        if isinstance(value, torch.Tensor):
-            return name
-        if isinstance(value, (tuple, list)):
-            return repr(
-                tuple(_Shown(visit(item, f"item_{place}_of_{name}")) for place, item in enumerate(value))
-            )
-        return repr(value)
-
-    name = names.get(node, node.name)
-    return visit(node.meta["example_value"], name) if "example_value" in node.meta else name
-
-
-class _Shown(str):
-    """A value within arguments, without quotes."""
-
-    def __repr__(self) -> str:
-        return str(self)

@@ -53,29 +53,17 @@ def _numbered(letter: str, count: int, random: Random) -> list[str]:
     return [f"{letter}{number}" for number in random.sample(range(10, 10 + 9 * count), count)]
 
 
-class _Traced(fx.Interpreter):
-    """Runs a graph on new fake tensors and notes the value of each node."""
-
-    def __init__(self, gm: fx.GraphModule) -> None:
-        super().__init__(gm, garbage_collect_values=False)
-        self.values: dict[fx.Node, Any] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        self.values[n] = value = super().run_node(n)
-        return value
-
-
 def retraced(graph: SmallGraph) -> SmallGraph:
     """A graph with values that are traced again."""
     again = _Again(symbolic=any(isinstance(value, torch.SymInt) for value in graph.example_values))
     given = [again.value(*pair) for pair in zip(graph.example_values, real_inputs(graph), strict=True)]
-    run = _Traced(graph.gm)
+    run = fx.Interpreter(graph.gm, garbage_collect_values=False)
     with again.mode:
         run.run(*given)
     made = copied(graph, list(graph.gm.graph.nodes), {}, {})
     for old, new in zip(graph.gm.graph.nodes, made.gm.graph.nodes, strict=True):
         if "example_value" in old.meta:
-            new.meta["example_value"] = run.values[old]
+            new.meta["example_value"] = run.env[old]
     return made._replace(example_values=tuple(given))
 
 

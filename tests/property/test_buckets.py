@@ -45,9 +45,7 @@ def train(run: Run) -> list[str]:
 
 @share(0.5)
 @given(models(without={"cond"}))
-@example(
-    DrawnModel(steps=(step("linear"), step("linear", layer="tied"), step("embedding", gradient="sparse")))
-)
+@example(SPARSE)
 @with_found_models
 def test_the_reducers_buckets_are_those_of_the_rule(drawn: DrawnModel) -> None:
     run = Run(drawn, eager)

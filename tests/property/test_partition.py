@@ -86,7 +86,7 @@ def aliases_across_cuts(graph: SmallGraph, plan: Plan) -> int:
 
 
 def assert_naive_reference_agrees(graph: SmallGraph, plan: Plan, stitched: fx.GraphModule) -> None:
-    """The segments hold, take and hand on what a run of the graph says, and are together the same graph."""
+    """The segments hold, take and hand on what a run of the graph says."""
     if stitched is graph.gm:
         return
     found = naive.pieces_of(stitched)
@@ -99,10 +99,6 @@ def assert_naive_reference_agrees(graph: SmallGraph, plan: Plan, stitched: fx.Gr
         assert set(piece.nodes) >= set(reference.nodes)  # some are taken anew
         assert piece.given - numbers == reference.given - numbers
         assert piece.handed_on - numbers == reference.handed_on - numbers
-    first = run.first_names()
-    original, whole = naive.rows(graph.gm, first), naive.recomposed(stitched, first)
-    assert list(dict.fromkeys(row.name for row in whole)) == [row.name for row in original]
-    assert set(whole) == set(original)
 
 
 @share(2)

@@ -33,23 +33,28 @@ def names(plan: Plan) -> list[str]:
     return [name for bucket in plan.buckets for name in bucket.params]
 
 
-@share(1.5)
+@share(6)
 @given(graphs(), small_configs())
-def test_each_read_parameter_stands_in_exactly_one_bucket(graph: SmallGraph, config: BucketConfig) -> None:
+def test_a_plan_of_a_graph_keeps_what_plans_promise(graph: SmallGraph, config: BucketConfig) -> None:
     facts = facts_of(graph)
     plan = plan_graph(facts, config)
+    assert_each_parameter_is_in_one_bucket(plan, facts)
+    assert_buckets_complete_in_one_segment_as_early_as_they_can(plan, facts)
+    assert_segments_are_the_graph_and_cuts_lie_where_they_may(plan, facts)
+    assert_in_order_of_backward(plan)
+    assert plan_graph(facts_of(graph), config) == plan
+    read_back = Plan.from_json(plan.to_json())
+    assert read_back == plan
+    assert read_back.fingerprint == plan.fingerprint
+
+
+def assert_each_parameter_is_in_one_bucket(plan: Plan, facts: GraphFacts) -> None:
     assert sorted(names(plan)) == sorted(use.spec.name for use in facts.params)
     sizes = {use.spec.name: use.spec.nbytes for use in facts.params}
     assert [b.nbytes for b in plan.buckets] == [sum(sizes[name] for name in b.params) for b in plan.buckets]
 
 
-@share(1.5)
-@given(graphs(), small_configs())
-def test_each_bucket_is_complete_within_one_segment_as_early_as_it_can_be(
-    graph: SmallGraph, config: BucketConfig
-) -> None:
-    facts = facts_of(graph)
-    plan = plan_graph(facts, config)
+def assert_buckets_complete_in_one_segment_as_early_as_they_can(plan: Plan, facts: GraphFacts) -> None:
     earliest = {use.spec.name: use.completes_at for use in facts.params}
     home = {name: segment.index for segment in plan.segments for name in segment.nodes}
     for bucket in plan.buckets:
@@ -60,13 +65,7 @@ def test_each_bucket_is_complete_within_one_segment_as_early_as_it_can_be(
         assert all(facts.blocked[place] is not None for place in range(opener + 1, last_reader + 1))
 
 
-@share(1.5)
-@given(graphs(), small_configs())
-def test_segments_are_the_graph_in_order_and_cuts_lie_where_they_may(
-    graph: SmallGraph, config: BucketConfig
-) -> None:
-    facts = facts_of(graph)
-    plan = plan_graph(facts, config)
+def assert_segments_are_the_graph_and_cuts_lie_where_they_may(plan: Plan, facts: GraphFacts) -> None:
     assert tuple(itertools.chain.from_iterable(s.nodes for s in plan.segments)) == facts.nodes
     assert [cut.before for cut in plan.cuts] == [segment.nodes[0] for segment in plan.segments[1:]]
     for cut in plan.cuts:
@@ -75,25 +74,10 @@ def test_segments_are_the_graph_in_order_and_cuts_lie_where_they_may(
     assert all(segment.buckets for segment in plan.segments) or not plan.buckets
 
 
-@share(1.5)
-@given(graphs(), small_configs())
-def test_buckets_are_reduced_in_the_order_in_which_backward_completes_them(
-    graph: SmallGraph, config: BucketConfig
-) -> None:
-    plan = plan_graph(facts_of(graph), config)
+def assert_in_order_of_backward(plan: Plan) -> None:
     segments = [bucket.segment for bucket in plan.buckets]
     assert segments == sorted(segments, reverse=True)
     assert [bucket.index for bucket in plan.buckets] == list(range(len(plan.buckets)))
-
-
-@share(1.5)
-@given(graphs(), small_configs())
-def test_plans_are_deterministic_and_survive_json(graph: SmallGraph, config: BucketConfig) -> None:
-    plan, again = (plan_graph(facts_of(graph), config) for _ in range(2))
-    assert plan == again
-    read_back = Plan.from_json(plan.to_json())
-    assert read_back == plan
-    assert read_back.fingerprint == plan.fingerprint
 
 
 @share(1)
@@ -183,8 +167,7 @@ def test_buckets_that_are_given_are_kept_as_they_are(graph: SmallGraph, config: 
     given_buckets = [[ready[index] for index in bucket] for bucket in rebuilt_buckets(ready, config)]
     plan = plan_for_buckets(facts, given_buckets)
     assert [list(bucket.params) for bucket in plan.buckets] == [[s.name for s in b] for b in given_buckets]
-    segments = [bucket.segment for bucket in plan.buckets]
-    assert segments == sorted(segments, reverse=True)
+    assert_in_order_of_backward(plan)
     for bucket in plan.buckets:  # launched no earlier than its last gradient is there
         assert min(plan.segments_of(bucket)) >= bucket.segment
 
@@ -220,6 +203,5 @@ def test_every_parameter_of_a_model_stands_in_exactly_one_bucket_of_the_joined_p
         assert len(bucket.params) == 1 or not any(specs[name].sparse for name in bucket.params)
     if sum(whole) < 2:  # graphs that stay whole share buckets
         assert plan.spread == 0
-    segments = [bucket.segment for bucket in plan.buckets]
-    assert segments == sorted(segments, reverse=True)
+    assert_in_order_of_backward(plan)
     assert Plan.from_json(plan.to_json()) == plan

@@ -68,16 +68,6 @@ def has_a_value(node: fx.Node) -> bool:
     return not graph and "autocast" not in node.name and "grad_enabled" not in node.name
 
 
-@share(1.5)
-@given(graphs())
-def test_the_parameters_of_a_drawn_graph_are_placeholders_with_distinct_names(graph: SmallGraph) -> None:
-    placeholders = [node for node in graph.gm.graph.nodes if node.op == "placeholder"]
-    values = dict(zip((node.name for node in placeholders), graph.example_values, strict=True))
-    params = [name for name, value in values.items() if isinstance(value, nn.Parameter)]
-    assert params == list(graph.param_placeholders)
-    assert len(set(graph.param_placeholders.values())) == len(params)
-
-
 def reads_a_parameter_twice(graph: SmallGraph) -> bool:
     nodes = (node for node in graph.gm.graph.nodes if node.name in graph.param_placeholders)
     return any(len(node.users) > 1 for node in nodes)

@@ -154,16 +154,6 @@ def test_at_least_95_of_100_draws_are_used() -> None:
     assert endings["valid"] >= 0.95 * endings.total() >= 190
 
 
-FEW = ("conv", "dropout", "dict-input", "several-outputs")
-
-
-@share(0.6)
-@given(models(features=FEW), models(without=FEW))
-def test_features_are_switches(with_few: DrawnModel, without_few: DrawnModel) -> None:
-    assert with_few.features <= set(FEW)
-    assert not without_few.features & set(FEW)
-
-
 @pytest.mark.parametrize("feature", sorted(known_features()))
 def test_each_feature_can_be_switched_on_alone_and_off_alone(feature: str) -> None:
     on: list[DrawnModel] = []
@@ -181,22 +171,19 @@ def test_each_feature_can_be_switched_on_alone_and_off_alone(feature: str) -> No
     assert not any(feature in drawn.features for drawn in off)
 
 
-def test_a_feature_without_what_it_needs_is_refused() -> None:
-    words = r"^'vmap' needs matmul, which is left out; allow it, or leave 'vmap' out"
-    with pytest.raises(UsageError, match=words):
-        find(models(features={"vmap"}, without={"matmul"}), lambda _: True)
-
-
-def test_a_feature_that_does_not_exist_is_refused_by_name() -> None:
-    with pytest.raises(UsageError, match=r"^expected names of features, got 'convolution'; there are: accum"):
-        find(models(without={"convolution"}), lambda _: True)
-
-
-WITH_COND = DrawnModel(steps=(step("linear"), step("select", by="cond"), step("conv")))
-
-
-def test_a_model_with_cond_repeats_bit_by_bit() -> None:
-    assert_equal(step_of(WITH_COND), step_of(WITH_COND))
+@pytest.mark.parametrize(
+    ("choice", "words"),
+    [
+        (
+            {"features": {"vmap"}, "without": {"matmul"}},
+            "'vmap' needs matmul, which is left out; allow it, or",
+        ),
+        ({"without": {"convolution"}}, "expected names of features, got 'convolution'; there are: accum"),
+    ],
+)
+def test_features_that_cannot_be_drawn_are_refused_by_name(choice: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=f"^{words}"):
+        find(models(**choice), lambda _: True)
 
 
 PLANTED = ("conv", "sparse-embedding", "in-place-view", "tied-parameter")

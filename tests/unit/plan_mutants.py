@@ -12,11 +12,6 @@ def spread_bucket(told: Story) -> None:
     told.rebucket(1, params=("layer.w1", "layer.b2"))
 
 
-def send_too_early(told: Story) -> None:
-    told.rebucket(1, params=("layer.w2", "layer.b2"))
-    told.rebucket(0, params=("layer.w1",))
-
-
 def plan_at_last_reader(told: Story) -> None:
     """A tied weight is planned where backward meets it first, as if it were complete there."""
     told.rebucket(0, params=("v", "w"))
@@ -48,24 +43,15 @@ def plan_one_more_segment(told: Story) -> None:
     told.replan(segments=(*told.plan.segments, extra))
 
 
-def list_param_elsewhere(told: Story) -> None:
-    told.resegment(0, params=("layer.w0", "layer.w1"))
-    told.resegment(1, params=())
-
-
 MUTANTS: Mapping[str, tuple[Mutant, ...]] = {
     "planned nodes": (
         Mutant("node planned in another segment", "segment 1: expected scale, found its end",
                lambda told: told.resegment(1, nodes=(*told.plan.segments[1].nodes, "scale"))),
         Mutant("segment planned and not made", "segment 3: is only in the plan", plan_one_more_segment),
-        Mutant("segment made and not planned", "segment 2: is only in the stitched module",
-               lambda told: told.replan(segments=told.plan.segments[:2])),
     ),
     "planned cuts": (
         Mutant("cut not planned", "cut 0: expected before scale, found before lin1",
                lambda told: told.replan(cuts=told.plan.cuts[1:])),
-        Mutant("cut planned elsewhere", "cut 1: expected before on, found before scale",
-               lambda told: told.replan(cuts=(told.plan.cuts[0], replace(told.plan.cuts[1], before="on")))),
     ),
     "one bucket": (
         Mutant("parameter in no bucket", "parameter layer.b2 (read by lin2) stands in no bucket",
@@ -76,8 +62,6 @@ MUTANTS: Mapping[str, tuple[Mutant, ...]] = {
     "bucket segment": (
         Mutant("bucket spread over two segments",
                "bucket 1: layer.b2 completes in segment 2 (read by lin2), the bucket in 1", spread_bucket),
-        Mutant("bucket sent too early",
-               "bucket 0: layer.w1 completes in segment 1 (read by lin1), the bucket in 2", send_too_early),
         Mutant("tied weight sent at its last reader",
                "bucket 0: w completes in segment 0 (read by lin0), the bucket in 1",
                plan_at_last_reader, tied_weight),
@@ -89,11 +73,8 @@ MUTANTS: Mapping[str, tuple[Mutant, ...]] = {
     "bucket order": (
         Mutant("buckets swapped", "bucket 1: completes in segment 2, before bucket 0 of segment 1",
                swap_buckets),
-        Mutant("bucket misnumbered", "bucket 7: stands at place 1", lambda told: told.rebucket(1, index=7)),
     ),
     "segment contents": (
-        Mutant("parameter listed elsewhere", "parameter layer.w1: complete in segment 1, listed in segment 0",
-               list_param_elsewhere),
         Mutant("parameter not listed", "parameter layer.w1: complete in segment 1, listed in no segment",
                lambda told: told.resegment(1, params=())),
         Mutant("bucket not listed", "segment 2: completes buckets (0,), lists ()",

@@ -1,6 +1,5 @@
 """Broken cuts that compute another program, for each invariant of `ddpopt.proof.program`."""
 
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -9,7 +8,7 @@ from typing import Any
 import torch
 
 from tests.unit.stitching import Ref, Row, Story, refs
-from tests.unit.stories import ENTER, GRAD, Mutant, body, constant, doubled_size, symbolic_number
+from tests.unit.stories import GRAD, Mutant, body, constant, doubled_size, symbolic_number
 
 Breaks = Callable[[Story], object]
 
@@ -110,18 +109,8 @@ NODES = {
     "nothing added": (
         Mutant("node added", "segment 1, node more: is not",
                add(1, 3, Row("more", torch.relu, refs("lin1")))),
-        Mutant(
-            "span opened in the middle",
-            "segment 1, node more: is not",
-            add(1, 2, Row("more", ENTER, ("cpu", torch.bfloat16, True, None))),
-        ),
         Mutant("grad mode switched in the middle", "node more: is not",
                add(1, 2, Row("more", GRAD, (True,)))),
-        Mutant(
-            "tensor indexed",
-            "segment 1, node more: is not",
-            add(1, 3, Row("more", operator.getitem, (Ref("lin1"), 0))),
-        ),
         Mutant("node between segments", "node read: stands in no segment", compute_between_segments),
     ),
     "order": (
@@ -153,12 +142,8 @@ VALUES = {
             lambda output: (output[1], output[0], *output[2:]))),
         Mutant("output missing", "output: expected (wrapped[0], twice, None, ", give_back(
             lambda output: output[:-1])),
-        Mutant("list for a tuple", "found [wrapped[0], twice", give_back(list)),
-        Mutant("None replaced", "output[2]: expected None, found 0", replace_at(2, 0)),
         Mutant("constant of another type", "output[3]['all'][1]: expected 3, found 3.0", replace_at(
             3, {"pick": Ref("pick"), "all": [Ref("read"), 3.0]})),
-        Mutant("key of another name", "output[3]: expected {'pick': pick", replace_at(
-            3, {"PICK": Ref("pick"), "all": [Ref("read"), 3]})),
     ),
     "calls": (
         Mutant("wrong argument", "segment 0, node lin0: args[1]: expected w0, found x",
@@ -169,14 +154,8 @@ VALUES = {
                feed(2, "parts_0", Ref("parts_1"))),
         Mutant("tuple short of an item", "args[0]: expected parts, found (parts[0],)",
                edit(2, "cat", args=(refs("parts_0"), 1))),
-        Mutant("list for a tuple of items", "args[0]: expected parts, found [parts[0], parts[1]]",
-               edit(2, "cat", args=(list(refs("parts_0 parts_1")), 1))),
         Mutant("True for 1", "segment 2, node shift: kwargs['alpha']: expected 1, found True",
                edit(2, "shift", kwargs={"alpha": True})),
-        Mutant("1.0 for 1", "segment 2, node cat: args[1]: expected 1, found 1.0",
-               edit(2, "cat", args=(refs("parts_0 parts_1"), 1.0))),
-        Mutant("another slice", "segment 2, node pick: args[1][0][1]: expected 2, found 3",
-               edit(2, "pick", args=(Ref("shift"), (slice(None, 3, None), 0)))),
         Mutant("another dtype", "node enter: args[1]: expected torch.bfloat16, found torch.float16",
                edit(0, "enter", args=("cpu", torch.float16, True, None))),
         Mutant("keyword lost", "segment 2, node lin2: kwargs: expected {'bias': b2}, found {}",
@@ -186,8 +165,6 @@ VALUES = {
                edit(2, "flat", args=(Ref("lin2"), 6, -1))),
         Mutant("another constant than tracing found", "segment 1, node end: args[1]: expected size, found 5",
                edit(1, "end", args=(Ref("lin1"), 5)), constant),
-        Mutant("a constant of another type", "segment 1, node end: args[1]: expected size, found 4.0",
-               edit(1, "end", args=(Ref("lin1"), 4.0)), constant),
         Mutant("a symbol computed again from another", "segment 1, node ratio: args[0]: expected 1, found 2",
                edit(1, "ratio", args=(2, Ref("s"))), symbolic_number),
         Mutant("another function", "node read: expected call_function of mul, found call_function of add",

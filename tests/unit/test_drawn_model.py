@@ -143,16 +143,6 @@ class Model(nn.Module):
 """,
         )
 
-    def test_its_repr_names_only_what_differs(self) -> None:
-        self.assertExpectedInline(
-            repr(SHARED).replace(", step", ",\nstep"),
-            """\
-DrawnModel(steps=(step('conv', memory='channels_last'),
-step('checkpointed', body=(step('linear'),
-step('linear', layer='tied'))),
-step('embedding', gradient='sparse')), outputs=(step('input_itself'),), takes='dict', batches=(2, 3))""",
-        )
-
 
 def test_a_case_is_tagged_and_knows_its_unused_parameters() -> None:
     case = DrawnModel(steps=(step("linear"), step("unused"), step("dropout"))).case()

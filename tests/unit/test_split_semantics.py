@@ -87,20 +87,15 @@ def by_numpy(base: Tensor) -> None:
     array *= 0.5
 
 
-def statistics(norm: Callable[..., Any], flag: tuple[bool, ...] = (False,)) -> Write:
-    return lambda model, base, _, h: norm(h, None, None, base[0], model.ones, True, 0.1, 1e-5, *flag)
-
-
 WRITES: Mapping[str, Write] = {
     "__imul__": lambda _, base, view, h: base.__imul__(0.5),
     "view.mul_": lambda _, base, view, h: view.mul_(0.5),
     "foreach": lambda _, base, view, h: torch._foreach_mul_([base], 0.5),
     "out": lambda _, base, view, h: torch.mul(h.detach(), 2, out=base),
-    "batch_norm": statistics(torch.batch_norm),
-    "native_batch_norm": statistics(torch.native_batch_norm, ()),
-    "aten.batch_norm": statistics(torch.ops.aten.batch_norm),
+    "batch_norm": lambda model, base, _, h: torch.batch_norm(
+        h, None, None, base[0], model.ones, True, 0.1, 1e-5, False
+    ),
     "embedding": lambda _, base, view, h: F.embedding(torch.tensor([1]), base, max_norm=0.1),
-    "embedding_bag": lambda _, base, view, h: F.embedding_bag(torch.tensor([[1]]), base, max_norm=0.1),
     "numpy": lambda _, base, view, h: by_numpy(base),
     "allow_in_graph": lambda _, base, view, h: unseen(base),
     "nonstrict_trace": lambda _, base, view, h: untraced(base),

@@ -3,7 +3,7 @@
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,7 +15,6 @@ import torch.distributed as dist
 from ddpopt.ddp import agreement
 from ddpopt.ddp.agreement import agree, announce
 from ddpopt.errors import InfrastructureError
-from tests.multigpu.single import single_rank
 
 c10d: Any = dist  # torch does not mark its re-exports
 
@@ -181,20 +180,14 @@ def test_a_store_that_is_gone_is_an_infrastructure_error(
     )
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    with single_rank():
-        yield
-
-
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank_group")
 def test_a_group_of_one_agrees_with_itself_without_a_store() -> None:
     group = dist.group.WORLD
     assert group is not None
     assert agree(group, "test", "a") == ("a",)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank_group")
 def test_torch_keeps_a_store_for_each_process_group() -> None:
     """Names the private function that agreement relies on."""
     group = dist.new_group([0])

@@ -65,42 +65,33 @@ def test_outside_of_a_backward_nothing_runs() -> None:
     assert (task_id(), running_backward(), running_node()) == (NO_TASK, None, None)
 
 
-def test_a_parameter_that_is_read_once_has_one_edge() -> None:
+ROOTS: dict[str, tuple[Callable[[Watch], list[Any]], list[tuple[int, int]]]] = {
+    "read once": (lambda watch: [watch.product()], [(1, 1)]),
+    "read also behind other operations": (
+        lambda watch: [watch.product() + watch.product() + watch.left.exp().sin().sum()],
+        [(3, 2)] * 2,
+    ),
+    "read in the loss": (lambda watch: [watch.product() * watch.right.square().sum()], [(1, 2)]),
+    "read for several roots": (
+        lambda watch: [(total := watch.product()).sin(), total.cos(), watch.left.sum()],
+        [(2, 1)],
+    ),
+    "a root itself": (lambda watch: [watch.product(), watch.left], [(2, 1)]),
+    "a gradient edge for a root": (
+        lambda watch: [get_gradient_edge(watch.product() + watch.left.sum())],
+        [(2, 1)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROOTS)
+def test_each_use_of_a_parameter_is_an_edge(name: str) -> None:
+    roots, edges = ROOTS[name]
     watch = Watch()
-    backward(watch.product())
-    assert watch.edges == [(1, 1)]
-    assert watch.runs == [(True, True)]
-
-
-def test_each_use_is_an_edge_also_behind_other_operations() -> None:
-    watch = Watch()
-    backward(watch.product() + watch.product() + watch.left.exp().sin().sum())
-    assert watch.edges == [(3, 2)] * 2
-
-
-def test_a_use_in_the_loss_above_the_node_is_counted() -> None:
-    watch = Watch()
-    backward(watch.product() * watch.right.square().sum())
-    assert watch.edges == [(1, 2)]
-
-
-def test_what_several_roots_lead_to_is_counted_for_each() -> None:
-    watch = Watch()
-    shared = watch.product()
-    backward(shared.sin(), shared.cos(), watch.left.sum())
-    assert watch.edges == [(2, 1)]
-
-
-def test_a_root_that_is_a_leaf_counts_as_an_edge() -> None:
-    watch = Watch()
-    backward(watch.product(), watch.left, grad_tensors=[torch.ones(()), torch.ones(3)])
-    assert watch.edges == [(2, 1)]
-
-
-def test_gradient_edges_are_roots_like_tensors() -> None:
-    watch = Watch()
-    backward(get_gradient_edge(watch.product() + watch.left.sum()), grad_tensors=[torch.ones(())])
-    assert watch.edges == [(2, 1)]
+    given = roots(watch)
+    backward(*given, grad_tensors=[torch.ones(3) if root is watch.left else torch.ones(()) for root in given])
+    assert watch.edges == edges
+    assert watch.runs == [(True, True)] * len(edges)
 
 
 def test_with_inputs_the_other_leaves_will_not_run() -> None:

@@ -1,6 +1,6 @@
 """ddpopt.ddp.fit: every reason why a plan's buckets cannot be given to a module, in its exact words."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,13 +15,8 @@ from ddpopt.errors import DdpoptError, PlanMismatchError, UsageError
 from ddpopt.planning.bucket_rule import specs_from_ddp
 from ddpopt.planning.plan import Bucket, Plan
 from tests.multigpu.models import arbitrary_plan, plan_of
-from tests.multigpu.single import single_rank
 
-
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    with single_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("one_rank_group")
 
 
 class Model(nn.Module):
@@ -132,17 +127,6 @@ Nothing was changed. Make the plan from this module: ddpopt.plan(ddp_module, *in
     )
 
 
-def test_a_plan_of_a_model_of_another_size_does_not_fit() -> None:
-    text = misfit(nn.Linear(2, 2, bias=False), planned(["weight"], nbytes=8, dtype="bfloat16"))
-    expecttest.assert_expected_inline(
-        text,
-        """\
-the plan does not fit the DDP module, 1 problem(s):
-  - bucket 0 is planned as 8 bytes of bfloat16, but its parameters are 16 bytes of float32
-Nothing was changed. Make the plan from this module: ddpopt.plan(ddp_module, *inputs)""",
-    )
-
-
 def test_a_foreign_plan_does_not_flood_the_screen() -> None:
     text = misfit(nn.Linear(2, 2, bias=False), planned(*([f"layer{i}"] for i in range(50))))
     assert len(text.splitlines()) == 23
@@ -226,32 +210,26 @@ def test_between_forward_and_backward_is_a_bad_moment(iterations: int, arguments
     )
 
 
-def test_inside_a_forward_is_a_bad_moment() -> None:
+INSIDE: dict[str, Callable[[nn.Module, Callable[..., None]], Any]] = {
+    "the module's forward is running; call this before or after it": nn.Module.register_forward_hook,
+    "a backward is running; call this outside of it": (
+        lambda module, during: next(module.parameters()).register_hook(during)  # type: ignore[no-untyped-call]
+    ),
+}
+
+
+@pytest.mark.parametrize("why", INSIDE)
+def test_inside_an_iteration_is_a_bad_moment(why: str) -> None:
     ddp = linear()
     texts = []
 
     def during(*_: object) -> None:
         texts.append(refusal(UsageError, lambda: require_between_iterations(ddp)))
 
-    handle = ddp.module.register_forward_hook(during)
-    output_of(ddp)
-    handle.remove()
-    assert texts == [
-        "the buckets cannot change now: the module's forward is running; call this before or after it"
-    ]
-
-
-def test_inside_a_backward_is_a_bad_moment() -> None:
-    ddp = linear()
-    texts = []
-
-    def during(*_: object) -> None:
-        texts.append(refusal(UsageError, lambda: require_between_iterations(ddp)))
-
-    handle = next(ddp.module.parameters()).register_hook(during)
+    handle = INSIDE[why](ddp.module, during)
     backward(output_of(ddp))
     handle.remove()
-    assert texts == ["the buckets cannot change now: a backward is running; call this outside of it"]
+    assert texts == [f"the buckets cannot change now: {why}"]
 
 
 def test_while_unused_parameters_are_noted_under_no_sync_is_a_bad_moment() -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,13 +12,8 @@ from ddpopt.ddp.impose import impose, imposed_plan
 from ddpopt.errors import PlanMismatchError, UsageError
 from ddpopt.planning.plan import Plan
 from tests.multigpu.models import Tower, arbitrary_plan, gradients_of, same
-from tests.multigpu.single import single_rank
 
-
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    with single_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("one_rank_group")
 
 
 def wrapped(**arguments: Any) -> DistributedDataParallel:
@@ -37,14 +31,6 @@ def test_the_imposed_plan_can_be_asked_for() -> None:
     impose(ddp, plan)
     assert imposed_plan(ddp) == plan
     assert imposed_plan(Tower()) is None
-
-
-def test_a_plan_that_travelled_as_text_can_be_imposed() -> None:
-    ddp = wrapped()
-    plan = Plan.from_json(arbitrary_plan(ddp, 1).to_json())
-    impose(ddp, plan)
-    step(ddp)
-    assert imposed_plan(ddp) == plan
 
 
 def test_a_compiled_module_can_be_given_a_plan() -> None:

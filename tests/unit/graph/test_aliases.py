@@ -33,13 +33,9 @@ def test_a_view_names_its_base() -> None:
         builder.method("t", value),
         builder.call(operator.getitem, value, 0),
         builder.method("detach", value),
+        builder.method("chunk", value, 2, -1),
     ):
         assert builder.view_of(view) is value
-
-
-def test_several_views_at_once_name_their_base() -> None:
-    builder = Written()
-    assert builder.view_of(builder.method("chunk", builder.x, 2, -1)) is builder.x
 
 
 def test_what_may_do_more_than_to_make_a_view_is_none() -> None:
@@ -50,15 +46,16 @@ def test_what_may_do_more_than_to_make_a_view_is_none() -> None:
     assert builder.view_of(builder.call(operator.getitem, results, 0)) is results
 
 
-def test_a_new_value_is_a_view_of_nothing() -> None:
-    builder = Written()
-    assert builder.view_of(builder.call(operator.add, builder.x, 1.0)) is None
-
-
-def test_the_result_of_an_in_place_operation_is_no_view() -> None:
+def test_values_of_their_own_and_what_has_no_tensor_are_views_of_nothing() -> None:
     builder = Written()
     value = builder.call(operator.add, builder.x, 1.0)
-    assert builder.view_of(builder.method("add_", value, 1.0)) is None
+    for node in (
+        value,
+        builder.method("add_", value, 1.0),
+        builder.method("size", builder.x, 0),
+        builder.x,
+    ):
+        assert builder.view_of(node) is None
 
 
 def test_an_in_place_operation_returns_what_it_writes_to() -> None:
@@ -70,9 +67,3 @@ def test_an_in_place_operation_returns_what_it_writes_to() -> None:
     assert builder.returned_by(builder.call(F.relu, value, inplace=True)) is value
     assert builder.returned_by(builder.call(operator.add, value, 1.0)) is None
     assert builder.returned_by(builder.method("detach", value)) is None
-
-
-def test_what_has_no_tensor_is_a_view_of_nothing() -> None:
-    builder = Written()
-    assert builder.view_of(builder.method("size", builder.x, 0)) is None
-    assert builder.view_of(builder.x) is None

@@ -159,10 +159,13 @@ PURE: dict[str, Write] = {
 }
 
 
-def mutated(write: Write) -> str:
+def node_of(write: Write) -> fx.Node:
     graph = fx.Graph()
-    inputs = [graph.placeholder(f"x{index}") for index in range(3)]
-    return " ".join(node.name for node in mutated_inputs(write(graph, inputs)))
+    return write(graph, [graph.placeholder(f"x{index}") for index in range(3)])
+
+
+def mutated(write: Write) -> str:
+    return " ".join(node.name for node in mutated_inputs(node_of(write)))
 
 
 @pytest.mark.parametrize("notation", MUTATING)
@@ -191,14 +194,12 @@ def test_sources_and_outputs_write_to_nothing() -> None:
     "notation", ["method with underscore", "F.relu(inplace)", "aten overload", "observer"]
 )
 def test_what_is_part_of_torch_is_known(notation: str) -> None:
-    graph = fx.Graph()
-    assert is_known(MUTATING[notation][0](graph, [graph.placeholder(f"x{index}") for index in range(3)]))
+    assert is_known(node_of(MUTATING[notation][0]))
 
 
 @pytest.mark.parametrize("notation", ["a function of the user", "a method of another class"])
 def test_what_is_not_part_of_torch_is_not_known(notation: str) -> None:
-    graph = fx.Graph()
-    assert not is_known(MUTATING[notation][0](graph, [graph.placeholder(f"x{index}") for index in range(3)]))
+    assert not is_known(node_of(MUTATING[notation][0]))
 
 
 class Own(nn.Linear):
@@ -288,13 +289,11 @@ DRAWING: dict[str, Write] = {
 @pytest.mark.filterwarnings("ignore:Attempted to insert a call_module Node")
 @pytest.mark.parametrize("notation", DRAWING)
 def test_what_draws_is_told_by_the_operator_of_its_name_or_a_word_in_it(notation: str) -> None:
-    graph = fx.Graph()
-    assert draws(DRAWING[notation](graph, [graph.placeholder(f"x{index}") for index in range(3)]))
+    assert draws(node_of(DRAWING[notation]))
 
 
 @pytest.mark.parametrize(
     "notation", ["method", "operator.add", "operator.getitem", "F.linear", "aten overload"]
 )
 def test_what_is_pure_draws_nothing(notation: str) -> None:
-    graph = fx.Graph()
-    assert not draws(PURE[notation](graph, [graph.placeholder(f"x{index}") for index in range(3)]))
+    assert not draws(node_of(PURE[notation]))

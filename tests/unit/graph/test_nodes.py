@@ -48,9 +48,6 @@ def test_a_value_requires_grad_if_any_tensor_in_it_does() -> None:
     plain, leaf = torch.ones(1), torch.ones(1, requires_grad=True)
     assert requires_grad((plain, [{"x": leaf}]))
     assert not requires_grad((plain, 3, None))
-
-
-def test_a_missing_value_is_taken_to_require_grad() -> None:
     assert requires_grad(MISSING)
 
 
@@ -89,8 +86,3 @@ def test_a_module_made_like_another_keeps_what_aotautograd_looks_for() -> None:
     assert made.meta == gm.meta
     assert made.meta is not gm.meta
     assert {name: getattr(made, name) for name in kept} == kept
-
-
-def test_a_module_made_like_a_plain_one_gains_nothing() -> None:
-    made = module_like(fx.GraphModule(nn.Module(), fx.Graph()), fx.Graph())
-    assert not hasattr(made, "_param_name_to_source")

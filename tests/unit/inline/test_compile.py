@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -146,14 +146,6 @@ def test_where_ddp_fills_its_buckets_itself_each_gradient_is_handed_over_alone()
     assert handed_over(graph) == len(graph.graph.find_nodes(op="call_function", target=HAND_OVER)) == 4
 
 
-def test_the_backward_graph_returns_no_gradient_of_a_parameter() -> None:
-    compiler = Compiler()
-    train(Two(), compiler)
-    (graph,) = compiler.backwards
-    results = graph.graph.output_node().all_input_nodes
-    assert [tuple(node.meta["val"].shape) for node in results] == [(0,)] * 2
-
-
 def grouped(*uses: tuple[str, int, dict[str, Any]], buckets: Sequence[str]) -> str:
     """How parameters go together, each given by its name, where it completes, and what is special about it.
 
@@ -167,27 +159,6 @@ def grouped(*uses: tuple[str, int, dict[str, Any]], buckets: Sequence[str]) -> s
     decided = [Bucket(index, tuple(word), 4, "f", "cpu", 0, "") for index, word in enumerate(buckets)]
     groups = together([*nodes], nodes, facts, decided)
     return " ".join("".join(node.name for node in group) for group in groups)
-
-
-def test_gradients_go_together_up_to_the_end_of_a_bucket_in_the_order_in_which_they_complete() -> None:
-    use: list[tuple[str, int, dict[str, Any]]] = [(name, at, {}) for at, name in enumerate("edcba")]
-    assert grouped(*use, buckets=["abc", "de"]) == "abc de"
-    assert grouped(*use, buckets=["abcde"]) == "abcde"
-    assert grouped(*use, buckets=[*"abcde"]) == "a b c d e"
-    # buckets of two dtypes that fill in turns: both may be open while one of them ends
-    assert grouped(*use, buckets=["ac", "bde"]) == "abc de"
-    assert grouped(*use, buckets=["ace", "bd"]) == "abcd e"
-
-
-def test_of_gradients_that_complete_in_one_place_the_smaller_goes_first() -> None:
-    large, small = {"nbytes": 64}, {"nbytes": 8}
-    assert grouped(("w", 0, large), ("b", 0, small), buckets=["bw"]) == "bw"
-    use = [("w", 0, large), ("x", 0, large), ("b", 0, small), ("c", 0, small)]
-    assert grouped(*use, buckets=["cx", "bw"]) == "cx bw"
-
-
-def test_what_is_in_no_bucket_is_left_out() -> None:
-    assert grouped(("b", 0, {}), ("a", 1, {}), buckets=["b"]) == "b"
 
 
 def test_sparse_gradients_and_those_of_another_device_are_handed_over_apart() -> None:
@@ -357,40 +328,6 @@ def test_who_owns_a_tensor_is_measured_without_the_modes_that_are_active() -> No
         _owners_of_one.cache_clear()
         with elsewhere():
             assert [_owners_of_one(False), _owners_of_one(True)] == outside
-
-
-def test_a_parameter_that_is_frozen_later_is_left_out() -> None:
-    def step(call: Callable[..., Tensor], model: nn.Module) -> list[Tensor | None]:
-        model.zero_grad()
-        torch.autograd.backward(call(rows()).sum())
-        return [parameter.grad for parameter in model.parameters()]
-
-    for strategy in ("split", "inline"):
-        torch._dynamo.reset()
-        eager, model = Two(), Two()
-        ddp = DistributedDataParallel(model, bucket_cap_mb=CAP_MB, find_unused_parameters=True)
-        compiled = ddpopt.compile(ddp, backend="aot_eager", strategy=cast(Any, strategy))
-        step(compiled, model)
-        for either in (eager, model):
-            either.first.weight.requires_grad_(False)
-        expected, found = step(eager, eager), step(compiled, model)
-        assert expected[0] is found[0] is None
-        pairs = zip(expected[1:], found[1:], strict=True)
-        assert all(a is not None and b is not None and torch.equal(a, b) for a, b in pairs)
-
-
-def test_a_parameter_that_is_thawed_later_is_trained() -> None:
-    torch._dynamo.reset()
-    model, eager = Two(), Two()
-    model.first.weight.requires_grad_(False)
-    call = ddpopt.compile(DistributedDataParallel(model, bucket_cap_mb=CAP_MB), backend="aot_eager")
-    torch.autograd.backward(call(rows()).sum())
-    model.first.weight.requires_grad_(True)
-    model.zero_grad()
-    torch.autograd.backward(call(rows()).sum())
-    torch.autograd.backward(eager(rows()).sum())
-    pairs = zip(model.parameters(), eager.parameters(), strict=True)
-    assert all(p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad) for p, q in pairs)
 
 
 def test_what_is_marked_as_torch_marks_it_stays_in_the_backward() -> None:

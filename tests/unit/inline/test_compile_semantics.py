@@ -53,53 +53,6 @@ def shared() -> Twins:
     return Twins()
 
 
-def test_every_gradient_is_handed_over_in_the_order_in_which_it_completes(shared: Twins) -> None:
-    for _ in range(STEPS):
-        assert shared.act(train)[2] == ALL
-
-
-def test_a_weight_that_the_loss_reads_too_is_never_handed_over(shared: Twins) -> None:
-    def penalised(call: Any, ddp: DistributedDataParallel) -> None:
-        weight = ddp.get_parameter("module.layers.1.weight")
-        backward(loss(call(rows())) + weight.square().sum())
-
-    for _ in range(STEPS):
-        assert shared.act(penalised)[2] == without("layers.1.weight")
-
-
-def test_two_forwards_before_one_backward_hand_nothing_over(shared: Twins) -> None:
-    def twice(call: Any, ddp: DistributedDataParallel) -> None:
-        backward(loss(call(rows(1))) + loss(call(rows(2))))
-
-    for _ in range(STEPS):
-        assert shared.act(twice)[2] == []
-    assert shared.act(train)[2] == ALL
-
-
-def test_a_second_output_of_the_model_that_the_loss_reads_does_not_matter(shared: Twins) -> None:
-    def twice(call: Any, ddp: DistributedDataParallel) -> None:
-        output = call(rows())
-        backward(loss(output) + output.sum())
-
-    assert shared.act(twice)[2] == ALL
-
-
-def test_gradients_accumulate_under_no_sync_and_then_are_reduced(shared: Twins) -> None:
-    def accumulate(call: Any, ddp: DistributedDataParallel) -> None:
-        with ddp.no_sync():
-            backward(loss(call(rows(1))))
-        backward(loss(call(rows(2))))
-
-    for _ in range(STEPS):
-        assert shared.act(accumulate)[2] == ALL * 2
-
-
-def test_gradients_accumulate_into_those_that_are_there(shared: Twins) -> None:
-    shared.act(train)
-    for _ in range(STEPS):
-        assert shared.act(train, keeps_gradients=True)[2] == ALL
-
-
 def test_a_tensor_hook_runs_once_a_step_with_eagers_value_and_counts(shared: Twins) -> None:
     def hooked(call: Any, ddp: DistributedDataParallel) -> list[Tensor]:
         seen: list[Tensor] = []
@@ -173,16 +126,6 @@ def test_autograd_grad_leaves_grad_alone_and_gives_eagers_values(shared: Twins) 
     assert shared.act(train)[2] == ALL
 
 
-def test_autograd_grad_of_an_input_and_a_few_parameters_is_eagers(shared: Twins) -> None:
-    def gradients(call: Any, ddp: DistributedDataParallel) -> list[Tensor]:
-        x = rows().requires_grad_()
-        return [*torch.autograd.grad(loss(call(x)), [x, ddp.get_parameter("module.layers.1.bias")])]
-
-    eager, inline, handed = shared.act(gradients)
-    assert same([inline], [eager])
-    assert handed == []
-
-
 def test_the_gradient_of_an_input_is_eagers(shared: Twins) -> None:
     def gradient(call: Any, ddp: DistributedDataParallel) -> Tensor | None:
         x = rows().requires_grad_()
@@ -246,16 +189,6 @@ def test_gradients_that_are_to_be_differentiated_are_not_handed_over(shared: Twi
         "RuntimeError: torch.compile with aot_autograd does not currently support double"
     )
     assert handed == []
-
-
-@pytest.mark.usefixtures("keeping_graphs")
-def test_a_second_backward_through_the_same_graph_adds_as_in_eager(shared: Twins) -> None:
-    def twice(call: Any, ddp: DistributedDataParallel) -> None:
-        total = loss(call(rows()))
-        backward(total, retain_graph=True)
-        backward(total)
-
-    assert shared.act(twice)[2] == ALL * 2
 
 
 def test_a_second_backward_without_retain_graph_raises_torchs_own_error(shared: Twins) -> None:

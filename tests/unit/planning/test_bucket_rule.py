@@ -12,37 +12,6 @@ def params(*nbytes: int, dtype: str = "float32", device: str = "cpu") -> list[Pa
     return [ParamSpec(f"p{place}", size, dtype, device) for place, size in enumerate(nbytes)]
 
 
-def test_a_bucket_closes_after_the_tensor_that_fills_it() -> None:
-    assert assign_buckets(params(16, 24, 4), [40]) == ((0, 1), (2,))
-    assert assign_buckets(params(16, 20, 28, 4), [40]) == ((0, 1, 2), (3,))
-
-
-def test_the_last_limit_repeats() -> None:
-    assert assign_buckets(params(4, 8, 12, 16, 12, 8), [4, 20]) == ((0,), (1, 2), (3, 4), (5,))
-
-
-def test_each_dtype_and_device_fills_its_own_bucket_and_walks_its_own_limits() -> None:
-    halves, floats = params(4, 4, 4, dtype="bfloat16"), params(4, 4, 4)
-    mixed = [param for pair in zip(halves, floats, strict=True) for param in pair]
-    assert assign_buckets(mixed, [4, 8]) == ((0,), (1,), (2, 4), (3, 5))
-    devices = [*params(4, 4, device="cuda:0"), *params(4, 4, device="cuda:1")]
-    assert assign_buckets(devices, [4, 8]) == ((0,), (2,), (3,), (1,))
-
-
-def test_a_sparse_gradient_stands_alone_where_it_comes_and_fills_nothing() -> None:
-    dense, sparse = params(4, 4), ParamSpec("table", 10**9, "float32", "cpu", sparse=True)
-    assert assign_buckets([dense[0], sparse, dense[1]], [8]) == ((1,), (0, 2))
-
-
-def test_a_parameter_without_elements_fills_a_bucket_only_at_limit_zero() -> None:
-    assert assign_buckets(params(0, 0), [1]) == ((0, 1),)
-    assert assign_buckets(params(0, 0), [0]) == ((0,), (1,))
-
-
-def test_no_parameters_make_no_buckets() -> None:
-    assert assign_buckets([], [1]) == ()
-
-
 def test_no_limits_are_a_mistake() -> None:
     with pytest.raises(UsageError) as caught:
         assign_buckets(params(1), [])

@@ -1,6 +1,7 @@
 """Between which nodes a graph may be cut, and what keeps it from being cut elsewhere."""
 
 import operator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -35,19 +36,54 @@ def new_builder() -> GraphBuilder:
 # -------------------------------------------------------------------------------------- what may cross
 
 
-def test_a_graph_of_tensors_may_be_cut_before_every_node() -> None:
-    builder = new_builder()
-    value = builder.call(operator.add, builder.x, 1.0)
-    assert finished(builder, builder.method("relu", value)) == {}
+def set_deterministic(_: bool) -> None:
+    """Stands for any of torch's setters."""
 
 
-def test_numbers_tuples_and_none_may_cross() -> None:
+def test_a_graph_may_be_cut_before_every_node_where_all_values_may_cross() -> None:
     builder = new_builder()
+    handle = builder.enter_autocast()
+    builder.set_grad_enabled(False)
     rows = builder.method("size", builder.x, 0)
     chunks = builder.method("chunk", builder.x, 2, -1)
     nothing = builder.call(lambda _: (None, "text", torch.float32), builder.x)
+    builder.call(lambda _: object(), builder.x)  # read by nobody
+    for _ in range(2):
+        builder.call(print, builder.x)  # no setter of global state: it reads a tensor
+    builder.set_grad_enabled(True)
+    builder.exit_autocast(handle)
     last = builder.call(lambda *_: builder.x.meta["example_value"] + 1, rows, chunks, nothing)
-    assert finished(builder, last) == {}
+    assert finished(builder, builder.method("relu", last)) == {}
+
+
+def under_one_name(builder: GraphBuilder, value: fx.Node) -> fx.Node:
+    builder.method("mul_", value, 2.0)
+    return builder.method("relu", value)
+
+
+def by_a_view(builder: GraphBuilder, value: fx.Node) -> fx.Node:
+    builder.call(operator.imul, builder.method("view", value, -1), 0.5)
+    return builder.call(operator.add, value, 1.0)
+
+
+def under_a_name_that_is_written_to_no_more(builder: GraphBuilder, value: fx.Node) -> fx.Node:
+    return builder.call(operator.add, builder.method("add_", value, 1.0), value)
+
+
+def in_a_buffer(builder: GraphBuilder, value: fx.Node) -> fx.Node:
+    mean = builder.buffer("norm", "mean", 4)
+    value = builder.call(operator.add, value, mean)
+    builder.method("lerp_", mean, builder.method("mean", builder.x, 0), 0.1)
+    return builder.method("relu", value)
+
+
+@pytest.mark.parametrize(
+    "write", [under_one_name, by_a_view, under_a_name_that_is_written_to_no_more, in_a_buffer]
+)
+def test_what_is_written_to_may_cross(write: Callable[[GraphBuilder, fx.Node], fx.Node]) -> None:
+    builder = new_builder()
+    value = builder.call(operator.add, builder.x, 1.0)
+    assert finished(builder, write(builder, value)) == {}
 
 
 def test_nothing_is_cut_between_what_cannot_cross_and_its_last_reader() -> None:
@@ -139,10 +175,6 @@ def test_spans_of_autocast_and_grad_mode_may_be_cut() -> None:
 
 
 # -------------------------------------------------------------------------------------- global state
-
-
-def set_deterministic(_: bool) -> None:
-    """Stands for any of torch's setters."""
 
 
 def test_nothing_is_cut_between_two_settings_of_one_global_state() -> None:

@@ -13,7 +13,6 @@ import ddpopt
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.observation.observe import observe
 from ddpopt.planning.eager_reads import noting_reads
-from ddpopt.planning.join import UNREAD
 from ddpopt.planning.regions import specs_by_id
 
 pytestmark = [
@@ -151,25 +150,6 @@ def test_a_plan_made_without_running_has_the_same_buckets(name: str) -> None:
     imposed = imposed_plan(ddp)
     assert imposed is not None
     assert [bucket.params for bucket in imposed.buckets] == [bucket.params for bucket in made.buckets]
-
-
-def test_a_bucket_of_these_alone_says_so() -> None:
-    ddp = DistributedDataParallel(Scaled((2,)), bucket_cap_mb=4 * WIDTH / 2**20)
-    plan = ddpopt.plan(ddp, rows())
-    (bucket,) = (bucket for bucket in plan.buckets if "scale.weight" in bucket.params)
-    assert (bucket.params, bucket.reason) == (("scale.weight",), UNREAD)
-    assert plan.unread == ("scale.weight",)
-
-
-def test_a_forward_without_gradients_in_front_tells_nothing_and_spoils_nothing() -> None:
-    ddp = ddp_of(MODELS["between, registered last"])
-    call = ddpopt.compile(ddp, backend="eager", strategy="inline")
-    with torch.no_grad():
-        call(rows())
-    step(call, ddp)
-    plan = imposed_plan(ddp)
-    assert plan is not None
-    assert [frozenset(b.params) for b in plan.buckets] == rebuilt_by_ddp(MODELS["between, registered last"])
 
 
 # ------------------------------------------------------------------------------------------ noting_reads

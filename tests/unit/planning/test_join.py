@@ -77,13 +77,6 @@ def test_graphs_that_are_cut_share_no_bucket_and_whole_ones_do_as_in_eager() -> 
     assert (buckets(mixed), mixed.spread) == (["d c", "b a"], 0)
 
 
-def test_a_graph_without_parameters_keeps_its_segment() -> None:
-    a, b = spec("a"), spec("b")
-    plan = joined([cut(a), cut(), cut(b)], a, b)
-    assert [segment.graph for segment in plan.segments] == [0, 1, 2]
-    assert [bucket.segment for bucket in plan.buckets] == [2, 0]
-
-
 def test_a_small_bucket_of_another_dtype_uses_up_no_limit_and_holds_up_nothing() -> None:
     """The first limit is each dtype's own, and a bucket is reduced when its last gradient is ready."""
     config = BucketConfig(cap_bytes=1000, first_bucket_bytes=100)
@@ -112,21 +105,6 @@ def test_small_unread_parameters_share_a_bucket_with_what_is_ready_next_unless_c
     assert buckets(plan) == ["b", "two one", "a"]
     assert plan.buckets[1].segment == 0
     assert plan.buckets[1].reason == UNREAD
-
-
-def test_an_unread_parameter_of_another_dtype_does_not_mix() -> None:
-    a, half, b = spec("a"), spec("half", 10, "bfloat16"), spec("b")
-    plan = joined([whole(a, b)], a, half, b)
-    assert [(bucket.params, bucket.dtype) for bucket in plan.buckets] == [
-        (("b",), "float32"),
-        (("half",), "bfloat16"),
-        (("a",), "float32"),
-    ]
-
-
-def test_an_unread_sparse_parameter_travels_alone() -> None:
-    a, table, b = spec("a", 40), spec("table", 40, sparse=True), spec("b", 40)
-    assert buckets(joined([whole(a, b)], a, table, b)) == ["table", "b a"]
 
 
 @pytest.mark.parametrize("make", [cut, whole])

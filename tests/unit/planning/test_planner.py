@@ -11,18 +11,10 @@ from ddpopt.planning.plan import Plan
 from ddpopt.planning.planner import plan_for_buckets, plan_graph
 
 CAP_100 = BucketConfig(cap_bytes=100, first_bucket_bytes=100)
-Use = tuple[int, int] | ParamUse
-"""(bytes, body position of the only reader), or the whole use."""
-
-
-def spec(
-    name: str, nbytes: int, dtype: str = "float32", device: str = "cpu", sparse: bool = False
-) -> ParamSpec:
-    return ParamSpec(name, nbytes, dtype, device, sparse)
 
 
 def use(name: str, nbytes: int, *readers: int, dtype: str = "float32", sparse: bool = False) -> ParamUse:
-    return ParamUse(spec(name, nbytes, dtype, sparse=sparse), readers)
+    return ParamUse(ParamSpec(name, nbytes, dtype, "cpu", sparse), readers)
 
 
 def facts(nodes: int, uses: Sequence[ParamUse], blocked: Mapping[int, str] | None = None) -> GraphFacts:
@@ -45,111 +37,68 @@ def cuts(plan: Plan) -> list[str]:
     return [cut.before for cut in plan.cuts]
 
 
-def planned(given: GraphFacts, config: BucketConfig = CAP_100) -> tuple[list[str], list[str]]:
-    plan = plan_graph(given, config)
-    assert_whole(plan, given)
-    return buckets(plan), cuts(plan)
+BEFORE = use("before", 100, 0)
+HALF = use("half", 10, 2, dtype="bfloat16")
+STREAM = {2: "a stream", 3: "a stream"}
+PLANNED: dict[str, tuple[GraphFacts, list[str], list[str]]] = {
+    "buckets come in the order in which backward completes them": (
+        chain(100, 100, 100), ["p2", "p1", "p0"], ["n1", "n2"]
+    ),
+    "gradients of one node go smaller first": (
+        facts(2, [use("weight", 100, 1), use("bias", 4, 1), BEFORE]), ["bias weight", "before"], ["n1"]
+    ),
+    "what is left of a node joins the bucket that closed at it": (
+        facts(2, [use("a", 70, 1), use("b", 70, 1), use("c", 80, 1), BEFORE]), ["a b c", "before"], ["n1"]
+    ),
+    "one node may fill several buckets": (
+        facts(2, [use("a", 100, 1), use("b", 101, 1), use("c", 102, 1), BEFORE]),
+        ["a", "b", "c", "before"], ["n1"],
+    ),
+    "a cut leaves no bucket of another dtype open across it": (
+        facts(3, [HALF, use("first half", 10, 0, dtype="bfloat16"), use("full", 100, 1), BEFORE]),
+        ["full", "half", "first half", "before"], ["n1"],
+    ),
+    "the last gradient of a dtype does not wait for the end of backward": (
+        facts(3, [HALF, use("full", 100, 1), BEFORE]), ["half", "full", "before"], ["n1", "n2"]
+    ),
+    "a cut lies right before the reader that completes the bucket": (
+        facts(7, [use("first", 100, 1), use("second", 100, 4)]), ["second", "first"], ["n4"]
+    ),
+    "a shared parameter is complete after its earliest reader": (
+        facts(4, [use("a", 100, 1), use("shared", 100, 0, 3), use("b", 100, 2)]),
+        ["b", "a", "shared"], ["n1", "n2"],
+    ),
+    "no cut is made where no gradient is left to wait for": (
+        facts(4, [use("a", 100, 2), use("b", 100, 2)]), ["a", "b"], []
+    ),
+    "a cut moves to the front of the nodes that cannot be parted": (
+        facts(5, chain(*[100] * 5).params, STREAM), ["p4", "p3", "p2", "p1", "p0"], ["n1", "n4"]
+    ),
+    "within nodes that cannot be parted the latest reader still goes first": (
+        facts(4, [use("early", 10, 1), use("late", 90, 3), BEFORE], STREAM),
+        ["late early", "before"], ["n1"],
+    ),
+    "a graph that cannot be cut is one segment": (
+        facts(4, chain(*[100] * 4).params, dict.fromkeys(range(4), "a transform")),
+        ["p3", "p2", "p1", "p0"], [],
+    ),
+    "a graph that reads no parameter has no bucket": (facts(3, []), [], []),
+}  # fmt: skip
 
 
-def assert_whole(plan: Plan, given: GraphFacts) -> None:
-    """Every parameter in one bucket, every node in one segment, each bucket complete within its segment."""
-    names = [name for bucket in plan.buckets for name in bucket.params]
-    assert sorted(names) == sorted(u.spec.name for u in given.params)
-    assert tuple(name for segment in plan.segments for name in segment.nodes) == given.nodes
-    assert [cut.before for cut in plan.cuts] == [segment.nodes[0] for segment in plan.segments[1:]]
-    for bucket in plan.buckets:
-        assert plan.segments_of(bucket) == (bucket.segment,)
-        assert bucket.index in plan.segments[bucket.segment].buckets
-
-
-# ------------------------------------------------------------------------------------- the bucket rule
-
-
-def test_buckets_stand_in_the_order_in_which_backward_completes_them() -> None:
-    assert planned(chain(100, 100, 100)) == (["p2", "p1", "p0"], ["n1", "n2"])
-
-
-def test_a_bucket_closes_after_the_tensor_that_fills_it() -> None:
-    assert planned(chain(50, 60, 30, 60, 20)) == (["p4 p3 p2", "p1 p0"], ["n2"])
-
-
-def test_a_bucket_of_exactly_the_limit_is_full() -> None:
-    assert planned(chain(40, 60, 60, 40)) == (["p3 p2", "p1 p0"], ["n2"])
-
-
-def test_one_byte_below_the_limit_is_not_full() -> None:
-    assert planned(chain(40, 60, 59, 40)) == (["p3 p2 p1", "p0"], ["n1"])
-
-
-def test_the_first_bucket_has_a_limit_of_its_own() -> None:
-    config = BucketConfig(cap_bytes=100, first_bucket_bytes=10)
-    assert planned(chain(50, 50, 50, 50, 10), config) == (["p4", "p3 p2", "p1 p0"], ["n2", "n4"])
-
-
-def test_the_last_limit_of_a_list_repeats() -> None:
-    config = BucketConfig(cap_bytes=60, first_bucket_bytes=60, cap_bytes_list=(60, 20))
-    assert planned(chain(*[20] * 6), config) == (["p5 p4 p3", "p2", "p1", "p0"], ["n1", "n2", "n3"])
-
-
-def test_a_dtype_fills_a_bucket_and_walks_the_limits_of_its_own() -> None:
-    config = BucketConfig(cap_bytes=100, first_bucket_bytes=20)
-    uses = [use(f"h{i}", 20, i, dtype="bfloat16") for i in range(3)]
-    uses += [use("f0", 100, 3), use("f1", 20, 4)]
-    assert planned(facts(5, uses), config)[0] == ["f1", "f0", "h2", "h1 h0"]
-
-
-def test_a_sparse_gradient_travels_alone_and_fills_nothing() -> None:
-    uses = [use("a", 60, 0), use("table", 900, 1, sparse=True), use("b", 60, 2)]
-    assert planned(facts(3, uses)) == (["table", "b", "a"], ["n1"])
-
-
-# -------------------------------------------------------------------------------------- one node, many
-
-
-def test_gradients_of_one_node_go_smaller_first() -> None:
-    uses = [use("weight", 100, 1), use("bias", 4, 1), use("before", 100, 0)]
-    assert planned(facts(2, uses)) == (["bias weight", "before"], ["n1"])
-
-
-def test_what_is_left_of_a_node_joins_the_bucket_that_closed_at_it() -> None:
-    uses = [use("a", 70, 1), use("b", 70, 1), use("c", 80, 1), use("before", 100, 0)]
-    assert planned(facts(2, uses)) == (["a b c", "before"], ["n1"])
-
-
-def test_one_node_may_fill_several_buckets() -> None:
-    uses = [*(use(f"p{i}", 100 + i, 1) for i in range(3)), use("before", 100, 0)]
-    assert planned(facts(2, uses)) == (["p0", "p1", "p2", "before"], ["n1"])
-
-
-def test_a_cut_leaves_no_bucket_of_another_dtype_open_across_it() -> None:
-    halves = [use("half", 10, 2, dtype="bfloat16"), use("first half", 10, 0, dtype="bfloat16")]
-    uses = [*halves, use("full", 100, 1), use("before", 100, 0)]
-    assert planned(facts(3, uses)) == (["full", "half", "first half", "before"], ["n1"])
-
-
-def test_the_last_gradient_of_a_dtype_does_not_wait_for_the_end_of_backward() -> None:
-    uses = [use("half", 10, 2, dtype="bfloat16"), use("full", 100, 1), use("before", 100, 0)]
-    assert planned(facts(3, uses)) == (["half", "full", "before"], ["n1", "n2"])
+@pytest.mark.parametrize("claim", PLANNED)
+def test_a_graph_has_these_buckets_and_cuts(claim: str) -> None:
+    given, of_plan, before = PLANNED[claim]
+    plan = plan_graph(given, CAP_100)
+    assert (buckets(plan), cuts(plan), len(plan.segments)) == (of_plan, before, len(before) + 1)
 
 
 def test_a_bucket_closed_for_a_cut_of_another_dtype_uses_up_its_limit() -> None:
     config = BucketConfig(cap_bytes=100, first_bucket_bytes=20)
     uses = [use("half", 10, 3, dtype="bfloat16"), use("full", 20, 2)]
     uses += [use("half_2", 20, 1, dtype="bfloat16"), use("half_3", 20, 0, dtype="bfloat16")]
-    assert planned(facts(4, uses), config) == (["full", "half", "half_2 half_3"], ["n2"])
-
-
-# ------------------------------------------------------------------------------------- where cuts lie
-
-
-def test_a_cut_lies_right_before_the_reader_that_completes_the_bucket() -> None:
-    uses = [use("first", 100, 1), use("second", 100, 4)]
-    assert planned(facts(7, uses)) == (["second", "first"], ["n4"])
-
-
-def test_a_shared_parameter_is_complete_after_its_earliest_reader() -> None:
-    uses = [use("a", 100, 1), use("shared", 100, 0, 3), use("b", 100, 2)]
-    assert planned(facts(4, uses)) == (["b", "a", "shared"], ["n1", "n2"])
+    plan = plan_graph(facts(4, uses), config)
+    assert (buckets(plan), cuts(plan)) == (["full", "half", "half_2 half_3"], ["n2"])
 
 
 def test_parameter_free_nodes_before_the_first_and_after_the_last_reader_open_no_segment() -> None:
@@ -160,47 +109,12 @@ def test_parameter_free_nodes_before_the_first_and_after_the_last_reader_open_no
     ]
 
 
-def test_no_cut_is_made_where_no_gradient_is_left_to_wait_for() -> None:
-    uses = [use("a", 100, 2), use("b", 100, 2)]
-    assert planned(facts(4, uses)) == (["a", "b"], [])
-
-
-def test_a_cut_moves_to_the_front_of_the_nodes_that_cannot_be_parted() -> None:
-    blocked = {2: "a stream", 3: "a stream"}
-    assert planned(facts(5, [use(f"p{i}", 100, i) for i in range(5)], blocked)) == (
-        ["p4", "p3", "p2", "p1", "p0"],
-        ["n1", "n4"],
-    )
-
-
-def test_within_nodes_that_cannot_be_parted_the_latest_reader_still_goes_first() -> None:
-    blocked = {2: "a stream", 3: "a stream"}
-    uses = [use("early", 10, 1), use("late", 90, 3), use("before", 100, 0)]
-    assert planned(facts(4, uses, blocked)) == (["late early", "before"], ["n1"])
-
-
-def test_a_graph_that_cannot_be_cut_is_one_segment() -> None:
-    blocked = dict.fromkeys(range(4), "a transform")
-    plan = plan_graph(facts(4, [use(f"p{i}", 100, i) for i in range(4)], blocked), CAP_100)
-    assert (buckets(plan), plan.cuts, len(plan.segments)) == (["p3", "p2", "p1", "p0"], (), 1)
-
-
-def test_a_graph_that_reads_no_parameter_is_one_segment_without_buckets() -> None:
-    plan = plan_graph(facts(3, []), CAP_100)
-    assert (plan.buckets, plan.cuts, len(plan.segments)) == ((), (), 1)
-
-
 def test_an_empty_graph_has_an_empty_segment() -> None:
     plan = plan_graph(facts(0, []), CAP_100)
     assert [segment.nodes for segment in plan.segments] == [()]
 
 
 # ---------------------------------------------------------------------------------- what a plan says
-
-
-def test_a_bucket_adds_up_the_bytes_of_its_parameters() -> None:
-    plan = plan_graph(chain(50, 60, 30), CAP_100)
-    assert [bucket.nbytes for bucket in plan.buckets] == [140]
 
 
 def test_a_segment_names_the_parameters_that_complete_in_it() -> None:
@@ -230,16 +144,12 @@ cut before n2: bucket 0 is complete: no gradient is left to add""",
     )
 
 
-def test_equal_facts_give_equal_plans() -> None:
-    assert plan_graph(chain(40, 60, 60), CAP_100) == plan_graph(chain(40, 60, 60), CAP_100)
-
-
 # ------------------------------------------------------------------------------- buckets that are given
 
 
 def given_buckets(given: GraphFacts, *names: str) -> Plan:
     specs = {u.spec.name: u.spec for u in given.params}
-    lists = [[specs.get(name, spec(name, 1)) for name in bucket.split()] for bucket in names]
+    lists = [[specs[name] for name in bucket.split()] for bucket in names]
     return plan_for_buckets(given, lists)
 
 
@@ -248,29 +158,18 @@ def test_given_buckets_are_kept_and_cut_where_they_complete() -> None:
     assert (buckets(plan), cuts(plan), plan.policy) == (["p3", "p2 p1", "p0"], ["n1", "n3"], "ddp")
 
 
-def test_a_given_bucket_may_wait_on_several_segments() -> None:
-    plan = given_buckets(chain(10, 10, 10, 10), "p2", "p3 p1", "p0")
-    assert cuts(plan) == ["n1", "n2"]
-    assert plan.segments_of(plan.buckets[1]) == (1, 2)
-
-
 def test_a_given_bucket_waits_for_those_before_it() -> None:
     plan = given_buckets(chain(10, 10, 10), "p1", "p2", "p0")
     assert [bucket.segment for bucket in plan.buckets] == [1, 1, 0]
     assert cuts(plan) == ["n1"]
 
 
-def test_given_parameters_that_the_graph_does_not_read_are_left_out() -> None:
-    plan = given_buckets(chain(10, 10), "elsewhere", "p1 other", "p0")
-    assert buckets(plan) == ["p1", "p0"]
-
-
-@pytest.mark.parametrize("sizes", [(100, 100, 100), (50, 60, 30, 60, 20), (10, 200, 10)])
+@pytest.mark.parametrize("sizes", [(100, 100, 100), (50, 60, 30, 60, 20), (10, 200, 10), (40, 60, 59, 40)])
 def test_with_one_parameter_a_node_our_buckets_are_ddps(sizes: tuple[int, ...]) -> None:
     given = chain(*sizes)
     ready = [u.spec for u in reversed(given.params)]
     by_ddp = [" ".join(ready[i].name for i in bucket) for bucket in rebuilt_buckets(ready, CAP_100)]
-    assert planned(given)[0] == by_ddp
+    assert buckets(plan_graph(given, CAP_100)) == by_ddp
 
 
 # ------------------------------------------------------------------------------------- repeated blocks

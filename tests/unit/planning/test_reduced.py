@@ -1,7 +1,7 @@
 """A reducer's parameters are those that DDP was built with, whatever became of them."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -145,145 +145,94 @@ def test_integers_are_never_trained() -> None:
 
 # ------------------------------------------------------------------------------ trained as eager DDP does
 
-Say = Callable[[Any, Callable[[], Any]], list[Tensor | None]]
+
+def replace_weight(net: Net) -> None:
+    net.layers[1].weight = nn.Parameter(torch.eye(WIDTH))
 
 
-def steps(ddp: Any, call: Any, times: int, **arguments: Any) -> list[Tensor | None]:
-    """The gradients of some training steps."""
-    found: list[Tensor | None] = []
-    for number in range(times):
-        call(
-            torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(number)), **arguments
-        ).sum().backward()
-        found.extend(None if p.grad is None else p.grad.clone() for p in ddp.module.parameters())
-        ddp.zero_grad()
-    return found
-
-
-def attack(call: Any) -> list[Tensor | None]:
-    """The gradient of an input alone."""
-    x = torch.ones(2, WIDTH, requires_grad=True)
-    call(x).sum().backward()
-    return [x.grad]
-
-
-def frozen_before_it_is_compiled(ddp: Any, compiled: Callable[[], Any]) -> list[Tensor | None]:
-    freeze(ddp.module.layers[0])
-    call = compiled()
-    found = steps(ddp, call, 2)
-    freeze(ddp.module.layers[0], frozen=False)
-    return [*found, *steps(ddp, call, 2)]
-
-
-def frozen_after_it_was_compiled(ddp: Any, compiled: Callable[[], Any]) -> list[Tensor | None]:
-    call = compiled()
-    freeze(ddp.module.layers[0])
-    found = steps(ddp, call, 1)
-    freeze(ddp.module.layers[0], frozen=False)
-    return [*found, *steps(ddp, call, 2)]
-
-
-def frozen_for_an_attack_before_each_step(ddp: Any, compiled: Callable[[], Any]) -> list[Tensor | None]:
-    call = compiled()
-    found: list[Tensor | None] = []
-    for _ in range(2):
-        freeze(ddp.module)
-        found.extend(attack(call))
-        freeze(ddp.module, frozen=False)
-        found.extend(steps(ddp, call, 1))
-    return found
-
-
-def replaced_before_it_is_compiled(ddp: Any, compiled: Callable[[], Any]) -> list[Tensor | None]:
-    ddp.module.layers[1].weight = nn.Parameter(torch.eye(WIDTH))
-    return steps(ddp, compiled(), 2)
-
-
-def replaced_after_it_was_compiled(ddp: Any, compiled: Callable[[], Any]) -> list[Tensor | None]:
-    call = compiled()
-    ddp.module.layers[1].weight = nn.Parameter(torch.eye(WIDTH))
-    return steps(ddp, call, 2)
-
-
-def replaced_after_a_step(ddp: Any, compiled: Callable[[], Any]) -> list[Tensor | None]:
-    call = compiled()
-    found = steps(ddp, call, 1)
-    ddp.module.layers[1].weight = nn.Parameter(torch.eye(WIDTH))
-    return [*found, *steps(ddp, call, 2)]
-
-
-def accumulated_with_gradients_from_before(ddp: Any, compiled: Callable[[], Any]) -> list[Tensor | None]:
-    for parameter in ddp.module.parameters():
+def fill(net: Net) -> None:
+    for parameter in net.parameters():
         parameter.grad = torch.full_like(parameter, 0.5)
-    call = compiled()
-    with ddp.no_sync():
-        call(torch.ones(2, WIDTH), count=2).sum().backward()
-    return steps(ddp, call, 1, count=2) + steps(ddp, call, 1)
 
 
-def used_and_forgotten_before_the_first_step(ddp: Any, compiled: Callable[[], Any]) -> list[Tensor | None]:
-    call = compiled()
-    with ddp.no_sync():
-        call(torch.ones(2, WIDTH)).sum().backward()
-    ddp.zero_grad()
-    return steps(ddp, call, 1, count=2) + steps(ddp, call, 1)
+EVENTS: dict[str, Callable[[Net], object]] = {
+    "freeze": lambda net: freeze(net.layers[0]),
+    "thaw": lambda net: freeze(net.layers[0], frozen=False),
+    "freeze_all": freeze,
+    "thaw_all": lambda net: freeze(net, frozen=False),
+    "replace": replace_weight,
+    "fill": fill,
+    "forget": nn.Module.zero_grad,
+}
 
 
-STORIES: Sequence[Say] = (
-    frozen_before_it_is_compiled,
-    frozen_after_it_was_compiled,
-    frozen_for_an_attack_before_each_step,
-    replaced_before_it_is_compiled,
-    replaced_after_it_was_compiled,
-    replaced_after_a_step,
-    accumulated_with_gradients_from_before,
-    used_and_forgotten_before_the_first_step,
+def lived(story: str, ddp: Any, compiled: Callable[[Any], Any]) -> list[Tensor | None]:
+    """The gradients of each step and attack of a story, whose words are done one after the other."""
+    call = ddp
+    found: list[Tensor | None] = []
+    for number, word in enumerate(story.split()):
+        x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(number))
+        part = {"count": 2} if word.endswith("_part") else {}
+        if word == "compile":
+            call = compiled(ddp)
+        elif word == "attack":  # the gradient of an input alone
+            call(x.requires_grad_()).sum().backward()
+            found.append(x.grad)
+        elif word.startswith("accumulate"):
+            with ddp.no_sync():
+                call(x, **part).sum().backward()
+        elif word.startswith("step"):
+            call(x, **part).sum().backward()
+            found.extend(None if p.grad is None else p.grad.clone() for p in ddp.module.parameters())
+            ddp.zero_grad()
+        else:
+            EVENTS[word](ddp.module)
+    return found
+
+
+UNUSED = "find_unused_parameters"
+STORIES = (
+    (UNUSED, "freeze compile step step thaw step step"),
+    (UNUSED, "compile freeze step thaw step step"),
+    (UNUSED, "compile freeze_all attack thaw_all step freeze_all attack thaw_all step"),
+    (UNUSED, "replace compile step step"),
+    (UNUSED, "compile replace step step"),
+    (UNUSED, "compile step replace step"),
+    (UNUSED, "fill compile accumulate_part step_part step"),
+    (UNUSED, "compile accumulate forget step_part step"),
+    ("static_graph", "compile freeze_all thaw_all step step step"),
+    ("static_graph", "compile freeze_all attack thaw_all step step step"),
 )
 
 
 @pytest.mark.parametrize("strategy", ["split", "inline"])
-@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
-def test_a_module_whose_parameters_changed_trains_as_eager_ddp_does(story: Say, strategy: Strategy) -> None:
-    def told(wrap: Callable[[Any], Any]) -> list[Tensor | None]:
-        ddp = ddp_of(find_unused_parameters=True)
+@pytest.mark.parametrize(("option", "story"), STORIES)
+def test_a_module_whose_parameters_changed_trains_as_eager_ddp_does(
+    option: str, story: str, strategy: Strategy
+) -> None:
+    refused: list[str] = []
+
+    def told(compiled: Callable[[Any], Any]) -> list[Tensor | None]:
+        ddp = ddp_of(**{option: True})
         ddp.register_comm_hook(None, sevenfold)
         try:
-            return story(ddp, lambda: wrap(ddp))
+            return lived(story, ddp, compiled)
         except RuntimeError as error:
             refused.append(str(error))
             return []
 
-    refused: list[str] = []
-
     eager = told(lambda ddp: ddp)
     found = told(lambda ddp: ddpopt.compile(ddp, backend="aot_eager", strategy=strategy))
     assert refused[::2] == refused[1::2]
-    assert [gradient is None for gradient in found] == [gradient is None for gradient in eager]
-    for mine, theirs in zip(found, eager, strict=True):
-        assert mine is None or theirs is None or torch.equal(mine, theirs)
-
-
-@pytest.mark.parametrize("strategy", ["split", "inline"])
-@pytest.mark.parametrize("times", [0, 1])
-def test_a_static_graph_reduces_what_its_first_backward_reached(strategy: Strategy, times: int) -> None:
-    def told(wrap: Callable[[Any], Any]) -> list[Tensor | None]:
-        ddp = ddp_of(static_graph=True)
-        ddp.register_comm_hook(None, sevenfold)
-        call = wrap(ddp)
-        freeze(ddp.module)
-        found = [gradient for _ in range(times) for gradient in attack(call)]
-        freeze(ddp.module, frozen=False)
-        return [*found, *steps(ddp, call, 3)]
-
-    eager = told(lambda ddp: ddp)
-    found = told(lambda ddp: ddpopt.compile(ddp, backend="aot_eager", strategy=strategy))
     assert same([found], [eager])
 
 
 def test_what_eager_ddp_refuses_is_refused_too() -> None:
     ddp = ddp_of()
-    call = ddpopt.compile(ddp, backend="eager", strategy="split")
-    freeze(ddp.module.layers[0])
     with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
-        steps(ddp, call, 2)
+        lived(
+            "compile freeze step step",
+            ddp,
+            lambda ddp: ddpopt.compile(ddp, backend="eager", strategy="split"),
+        )
     assert imposed_plan(ddp) is not None

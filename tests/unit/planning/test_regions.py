@@ -68,12 +68,6 @@ def layers(plan: Plan) -> list[str]:
     return [" ".join(numbers) for numbers in found]
 
 
-def test_the_plan_of_a_single_graph_holds_all_parameters() -> None:
-    plan = joined(*setting(Net()))
-    assert layers(plan) == ["3", "2", "1", "0"]
-    assert len(plan.segments) == 4
-
-
 def test_each_graph_is_planned_for_its_own_parameters() -> None:
     ddp, graphs = setting(Net(breaks=(2,)))
     regions = Regions.of(ddp)
@@ -120,24 +114,6 @@ def test_as_long_as_no_graph_trains_anything_there_is_no_plan() -> None:
     assert regions.joined() is None
 
 
-def test_a_graph_without_gradient_before_the_first_trained_one_changes_nothing() -> None:
-    model = Net()
-    ddp, graphs = setting(model)
-    expected = joined(ddp, graphs)
-    with torch.no_grad():
-        (untrained,) = trace_all(model, rows())
-    assert joined(ddp, [untrained, *graphs]) == expected
-
-
-def test_a_parameter_that_no_graph_reads_stands_in_the_plan() -> None:
-    plan = joined(*setting(Net(order=(0, 1, 3, 3))))
-    assert plan.unread == ("layers.2.weight", "layers.2.bias")
-    assert sorted(name for bucket in plan.buckets for name in bucket.params) == sorted(
-        f"layers.{index}.{kind}" for index in range(4) for kind in ("weight", "bias")
-    )
-    assert plan.spread == 0
-
-
 # ---------------------------------------------------------------------------------- buckets that are given
 
 
@@ -147,16 +123,6 @@ def test_for_ddps_own_buckets_the_graph_is_cut_where_they_complete() -> None:
     assert layers(plan) == ["1 3", "0 2"]
     assert [cut.before for cut in plan.cuts] == [graph.facts.nodes[4]]
     assert plan.policy == "ddp"
-
-
-def test_a_later_graph_is_cut_where_the_buckets_in_force_complete() -> None:
-    ddp, (graph,) = setting(Net())
-    imposed = joined(ddp, [graph])
-    again = plan_for_imposed(ddp, imposed, graph.gm, graph.inputs, "split").plan
-    assert [cut.before for cut in again.cuts] == [cut.before for cut in imposed.cuts]
-    assert [set(bucket.params) for bucket in again.buckets] == [
-        set(bucket.params) for bucket in imposed.buckets
-    ]
 
 
 def test_a_later_graph_that_reads_less_is_cut_for_what_it_reads() -> None:

@@ -54,12 +54,6 @@ def test_each_distinct_segment_is_compiled_once_and_shared_by_its_twins() -> Non
     assert (result.segments, result.distinct, recorder.calls) == (5, 4, 4)
 
 
-def test_segments_that_must_not_share_are_all_compiled() -> None:
-    recorder = Recorder()
-    result = compiled(layers(4, 4, 4), recorder, share=False)
-    assert (result.segments, result.distinct, recorder.calls) == (3, 3, 3)
-
-
 def test_a_segment_that_cannot_be_compared_is_compiled_for_itself() -> None:
     graph = layers(4, 4, 4)
     for node in graph.gm.graph.find_nodes(op="placeholder"):
@@ -115,23 +109,6 @@ def test_a_segment_says_why_the_graph_was_cut_in_front_of_it() -> None:
     assert first == "the graph's own"
     assert second.reason == "ddpopt cuts here so that DDP can overlap: reason 1"
     assert second.user_stack[0].name == "ddpopt"
-
-
-def test_the_compiled_code_takes_the_place_of_the_segments() -> None:
-    ran: list[str] = []
-
-    def compiler(gm: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        def run(*values: Any) -> Any:
-            ran.append("segment")
-            return gm(*values)
-
-        return run
-
-    graph = layers(4, 4, 4)
-    result = compiled(graph, compiler)
-    inputs = [torch.randn(value.shape) for value in graph.example_values]
-    assert torch.equal(result.call(*inputs)[0], graph.gm(*inputs)[0])
-    assert ran == ["segment"] * 3
 
 
 # ------------------------------------------------------------------------------------ tracing metadata
