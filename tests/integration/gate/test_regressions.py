@@ -13,7 +13,7 @@ import ddpopt.dynamo.backend
 from ddpopt.errors import UnsupportedError
 from ddpopt.gate.baseline import Figures, Measuring
 from ddpopt.gate.comparison import Comparison, changes
-from ddpopt.gate.figures import case_figures, failures, plan_figures
+from ddpopt.gate.figures import case_figures, failures
 from ddpopt.judge.trials import quickly
 from ddpopt.ranks.group import joined
 from tests.unit.gate_models import KNOBS, LAYER_MB, stack
@@ -57,21 +57,6 @@ def told(before: Figures, found: Figures) -> str:
 
 def test_the_same_program_changes_nothing(inline: Figures) -> None:
     assert changes(inline, measured(INLINE)) == ()
-
-
-def test_a_bucket_that_moved(inline: Figures, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KNOBS, "ddp_kwargs", {"bucket_cap_mb": 4 * LAYER_MB})
-    case = {**inline["stack"], "plan": plan_figures(stack())}
-    assert_expected_inline(
-        told(inline, {"stack": case}),
-        """\
-CHANGED: 3 changes; 1 case against baseline.json (torch N)
-
-stack, plan
-  fingerprint: FINGERPRINT before, FINGERPRINT now
-  bucket 0: 0.012 MiB float32 before, 0.016 MiB float32, layers.1.weight now
-  bucket 1: 0.008 MiB float32, layers.1.weight before, 0.004 MiB float32 now""",
-    )
 
 
 def test_one_bucket_more(inline: Figures, monkeypatch: pytest.MonkeyPatch) -> None:
