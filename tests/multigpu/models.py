@@ -16,17 +16,6 @@ from ddpopt.ddp.ready_hooks import ReadyHooks
 from ddpopt.planning.bucket_rule import ParamSpec, specs_from_ddp
 from ddpopt.planning.plan import Bucket, Plan
 
-__all__ = [
-    "Gradients",
-    "Tower",
-    "arbitrary_plan",
-    "gradients_of",
-    "hand_overs",
-    "hook_that_sees",
-    "plan_of",
-    "same",
-]
-
 Gradients = list[Tensor | None]
 
 
