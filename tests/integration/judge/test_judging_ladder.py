@@ -313,15 +313,6 @@ def test_where_a_run_from_eagers_states_only_took_too_long_what_no_order_explain
     assert (sheet.findings, wrong_of(sheet)) == ([], set() if loss == 1.0 else {("L0", LOSS)})
 
 
-def test_a_difference_that_no_order_explains_stays_a_finding(
-    clipped: Reference, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    moves(monkeypatch, OTHER)
-    sheet = climb(clipped, with_gradient(clipped.again, 1 + 2**-22, 0))
-    assert ("L0", NAME) in wrong_of(sheet)
-    assert "L2" not in sheet.levels
-
-
 def test_what_later_steps_get_wrong_after_an_unexplained_difference_is_left_out(
     clipped: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,11 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddpopt.cases.case import Case
+from ddpopt.judge import trials
 from ddpopt.judge.compare import Sum
 from ddpopt.judge.judge import NO_GRADIENTS, judge
 from ddpopt.judge.judging.reference import Bench, Reference, Subject
+from ddpopt.judge.matrix import CASES
 from ddpopt.judge.modes import mode
 from ddpopt.judge.options import option
+from ddpopt.judge.trials import Asked, Settings, run_trials
 from ddpopt.judge.verdict import Status
 from ddpopt.ranks.group import Ranks, joined
 from tests.multigpu.single import single_rank
@@ -167,3 +170,16 @@ def test_a_run_that_leaves_gradients_off_does_not_disturb_the_next_one(ranks: Ra
         assert Reference.make(bench) is None
     assert torch.is_grad_enabled()
     assert reference_of(ranks, lambda model, x: x.relu()).unstable == {}
+
+
+def test_a_trial_that_raises_leaves_no_process_group_behind(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object, **__: object) -> None:
+        raise ValueError("no judgement")
+
+    monkeypatch.setattr(trials, "judge", failing)
+    with pytest.raises(ValueError, match="no judgement"):
+        run_trials(ranks, [Asked(CASES[0], "default", ("whole",))], Settings("eager", steps=1), ())
+    c10d: Any = dist  # private: torch counts its groups nowhere else
+    assert len(c10d.distributed_c10d._world.pg_map) == 1
