@@ -27,7 +27,6 @@ from tests.multigpu.training import (
     train_unevenly,
     unused_everywhere_step,
     unused_somewhere_step,
-    use_built_in,
     used_while_accumulating_step,
 )
 
@@ -37,48 +36,19 @@ ALL = ["scale", "optional.bias", "optional.weight", *LAYERS]
 """The trainable parameters of a Tower in the order in which their gradients complete."""
 
 
-def penalised_step(ddp: DistributedDataParallel, step: int, ranks: Ranks) -> Tensor:
-    weight = ddp.module.get_parameter("layers.2.weight")
-    penalised: Tensor = loss(ddp(batch(ranks, step))) + weight.square().sum()
-    return penalised
-
-
 def penalised_somewhere_step(ddp: DistributedDataParallel, step: int, ranks: Ranks) -> Tensor:
     plain = loss(ddp(batch(ranks, step)))
     weight = ddp.module.get_parameter("layers.2.weight")
     return plain + weight.square().sum() if (step + ranks.rank) % 2 else plain
 
 
-def two_forwards_step(ddp: DistributedDataParallel, step: int, ranks: Ranks) -> Tensor:
-    return loss(ddp(batch(ranks, step))) + loss(ddp(batch(ranks, step, part=1)))
-
-
-def evaluating_step(ddp: DistributedDataParallel, step: int, ranks: Ranks) -> Tensor:
-    ddp.module.eval()
-    with torch.no_grad():
-        ddp(batch(ranks, step, part=1))
-    ddp.module.train()
-    return loss(ddp(batch(ranks, step)))
-
-
-def autocast_step(ddp: DistributedDataParallel, step: int, ranks: Ranks) -> Tensor:
-    with torch.autocast(ranks.device.type, dtype=torch.bfloat16):
-        output = ddp(batch(ranks, step))
-    return loss(output.float())
-
-
-NOTHING_EARLY = {"static graph, one backward", "one backward", "one backward, unused", "two forwards"}
+NOTHING_EARLY = {"static graph, one backward", "one backward", "one backward, unused"}
 WHOLE = {"used while accumulating", "one bucket"}
 """A graph is compiled whole; in the first, that of rank 0 that comes second, before a plan is in force."""
 WAYS = {
     **SETTINGS,
-    "penalty": Setting(penalised_step),
-    "penalty, bucket view": Setting(penalised_step, {"gradient_as_bucket_view": True}, keeps_gradients=True),
     "penalty somewhere": Setting(penalised_somewhere_step),
     "penalty somewhere, unused": Setting(penalised_somewhere_step, UNUSED),
-    "two forwards": Setting(two_forwards_step),
-    "evaluation between": Setting(evaluating_step),
-    "autocast": Setting(autocast_step),
     "one bucket": Setting(arguments={"bucket_cap_mb": 25}),
 }
 
@@ -102,7 +72,6 @@ def that_wait(name: str, ranks: Ranks, step: int) -> set[str]:
         unused_everywhere_step: optional,
         used_while_accumulating_step: optional,
         unused_somewhere_step: set() if (step + ranks.rank) % 3 == 0 else optional,
-        penalised_step: weight,
         penalised_somewhere_step: weight if (step + ranks.rank) % 2 else set(),
     }
     return waiting.get(WAYS[name].step, set())
@@ -196,18 +165,6 @@ def test_uneven_inputs_under_join_give_eagers_gradients(ranks: Ranks, batches: s
         gradients = train_unevenly(inlined(ddp), count, ranks)
     assert alike(ranks, gradients, expected)
     assert sorted(handed) == sorted(ALL * count)
-
-
-@pytest.mark.parametrize("kind", ["ALLREDUCE", "FP16_COMPRESS"])
-def test_a_built_in_hook_reduces_what_was_handed_over(ranks: Ranks, kind: str) -> None:
-    modules = [wrapped(Setting(), ranks) for _ in range(3)]
-    for ddp in modules[:2]:
-        use_built_in(ddp, kind)
-    calls = [modules[0], inlined(modules[1]), modules[2]]
-    hooked, own, unhooked = (train(call, Setting(), ranks, []) for call in calls)
-    # summed in half precision: in another order on three ranks, which shows
-    assert alike(ranks, own, hooked, rounding=1e-2)
-    assert alike(ranks, own, unhooked) == (kind == "ALLREDUCE")
 
 
 def test_with_buckets_ddp_the_reducer_rebuilds_eagers_buckets(ranks: Ranks) -> None:
