@@ -84,13 +84,18 @@ def hook_that_sees(
     def hook(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         del state
         note(tuple(names[id(parameter)] for parameter in bucket.parameters()))
-        # waited for here: a future with a Python callback may outlive the group and hang its destruction
-        dist.all_reduce(bucket.buffer().div_(group.size()), group=group)
-        averaged: torch.futures.Future[Tensor] = torch.futures.Future()
-        averaged.set_result(bucket.buffer())
-        return averaged
+        return averaged(bucket, group)
 
     return hook
+
+
+def averaged(bucket: GradBucket, group: dist.ProcessGroup) -> torch.futures.Future[Tensor]:
+    """What DDP itself would make of a bucket."""
+    # waited for here: a future with a Python callback may outlive the group and hang its destruction
+    dist.all_reduce(bucket.buffer().div_(group.size()), group=group)
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
 
 
 @contextmanager
