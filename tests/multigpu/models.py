@@ -16,17 +16,6 @@ from ddpopt.ddp.ready_hooks import ReadyHooks
 from ddpopt.planning.bucket_rule import ParamSpec, specs_from_ddp
 from ddpopt.planning.plan import Bucket, Plan
 
-__all__ = [
-    "Gradients",
-    "Tower",
-    "arbitrary_plan",
-    "gradients_of",
-    "hand_overs",
-    "hook_that_sees",
-    "plan_of",
-    "same",
-]
-
 Gradients = list[Tensor | None]
 
 
@@ -95,13 +84,18 @@ def hook_that_sees(
     def hook(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         del state
         note(tuple(names[id(parameter)] for parameter in bucket.parameters()))
-        # waited for here: a future with a Python callback may outlive the group and hang its destruction
-        dist.all_reduce(bucket.buffer().div_(group.size()), group=group)
-        averaged: torch.futures.Future[Tensor] = torch.futures.Future()
-        averaged.set_result(bucket.buffer())
-        return averaged
+        return averaged(bucket, group)
 
     return hook
+
+
+def averaged(bucket: GradBucket, group: dist.ProcessGroup) -> torch.futures.Future[Tensor]:
+    """What DDP itself would make of a bucket."""
+    # waited for here: a future with a Python callback may outlive the group and hang its destruction
+    dist.all_reduce(bucket.buffer().div_(group.size()), group=group)
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
 
 
 @contextmanager

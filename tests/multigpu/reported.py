@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpopt.cases.case import Case
 from ddpopt.ranks.group import Ranks
+from tests.multigpu.models import averaged
 from tests.reports import Report
 
 STEPS = 4
@@ -136,22 +137,15 @@ def parallel(
         call = compiled(hooked)
 
     if not getattr(hooked, "_use_python_reducer", False):  # whose hooks take other arguments
-        hooked.register_comm_hook(None, sending(events, ranks))
+        hooked.register_comm_hook(events, noting)
     return model, call
 
 
-def sending(events: list[str], ranks: Ranks) -> Callable[..., Any]:
-    """Make a communication hook that averages as DDP does, and notes that it was called."""
-
-    def hook(_state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        events.append("bucket")
-        # waited for here: a future with a Python callback may outlive the group and hang its destruction
-        dist.all_reduce(bucket.buffer().div_(ranks.size))
-        averaged: torch.futures.Future[Tensor] = torch.futures.Future()
-        averaged.set_result(bucket.buffer())
-        return averaged
-
-    return hook
+def noting(events: list[str], bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """A communication hook that averages as DDP does, and notes that it was called."""
+    events.append("bucket")
+    group: Any = dist.group.WORLD
+    return averaged(bucket, group)
 
 
 def nest(model: Any) -> None:

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["single_rank"]
-
 
 @contextmanager
 def single_rank() -> Iterator[None]:

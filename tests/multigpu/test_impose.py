@@ -1,28 +1,27 @@
 """impose and defer on several ranks: DDP's own gradients, and the plan's buckets, at every iteration."""
 
-import functools
 import logging
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.ddp.impose import defer, impose, imposed_plan
 from ddpopt.errors import InfrastructureError, PlanMismatchError
-from ddpopt.observation.observe import observe
+from ddpopt.observation.observe import Observation, observe
 from ddpopt.planning.bucket_rule import specs_from_ddp
 from ddpopt.planning.plan import Plan
 from ddpopt.ranks.group import Ranks
-from tests.multigpu.models import Gradients, Tower, arbitrary_plan, gradients_of, hook_that_sees, plan_of
+from tests.multigpu.models import Gradients, arbitrary_plan, gradients_of, hook_that_sees, plan_of
 from tests.multigpu.training import (
     SETTINGS,
     STEPS,
+    UNEVEN,
     UNUSED,
     Buckets,
     Setting,
@@ -32,22 +31,38 @@ from tests.multigpu.training import (
     build,
     loss,
     train,
+    train_unevenly,
+    use_built_in,
 )
+
+
+def wanted_of(plan: Plan) -> Buckets:
+    return [bucket.params for bucket in plan.buckets]
+
+
+def assert_sent(seen: Observation, plan: Plan) -> None:
+    """The plan's buckets, and nothing but one collective for each of them, at every iteration."""
+    wanted = [(bucket.params, bucket.nbytes, bucket.dtype) for bucket in plan.buckets]
+    for iteration in seen.iterations:
+        assert [(bucket.params, bucket.nbytes, bucket.dtype) for bucket in iteration.buckets] == wanted
+        sent = [collective.bucket for collective in iteration.collectives if collective.bucket is not None]
+        assert sent == list(range(len(wanted)))
+    assert len(seen.iterations) == STEPS
 
 
 def watch(ddp: DistributedDataParallel, seen: list[Buckets]) -> None:
     ddp.register_comm_hook(None, hook_that_sees(ddp, lambda params: seen[-1].append(params)))
 
 
-def identity(plan: Plan | None) -> Plan | None:
-    return plan
-
-
 def give(ddp: DistributedDataParallel, plan: Plan, way: str) -> None:
     if way == "impose":
         impose(ddp, plan)
     else:
-        defer(ddp, lambda: plan)
+        put_off(ddp, plan)
+
+
+def put_off(ddp: DistributedDataParallel, plan: Plan | None) -> None:
+    defer(ddp, lambda: plan)
 
 
 # DDP says that a static graph needs no find_unused_parameters; people pass both all the same.
@@ -60,77 +75,45 @@ def test_gradients_are_those_of_plain_ddp_and_buckets_those_of_the_plan(
     setting = SETTINGS[name]
     expected = train(build(setting, ranks), setting, ranks, [])
     outcomes = []
-    for seed in range(3):
+    for seed, hooked in enumerate(("before", "after", "never")):
         ddp = build(setting, ranks)
         plan = arbitrary_plan(ddp, seed)
-        seen: list[Buckets] = []
-        watch(ddp, seen)
+        noted: list[Buckets] = []
+        if hooked == "before":
+            watch(ddp, noted)
         give(ddp, plan, way)
-        gradients = train(ddp, setting, ranks, seen)
-        outcomes.append((plan, seen, alike(ranks, gradients, expected), imposed_plan(ddp)))
-    for plan, seen, equal, imposed in outcomes:
-        assert seen == [[bucket.params for bucket in plan.buckets]] * STEPS
-        assert equal
+        if hooked == "after":
+            watch(ddp, noted)
+        with observe(ddp) if hooked == "never" else nullcontext() as seen:
+            gradients = train(ddp, setting, ranks, noted)
+        outcomes.append((plan, imposed_plan(ddp), alike(ranks, gradients, expected), noted, seen))
+    for plan, imposed, equal, noted, seen in outcomes:
         assert imposed == plan
-
-
-@pytest.mark.filterwarnings("ignore:You passed find_unused_parameters=true:UserWarning")
-@pytest.mark.parametrize("way", ["impose", "defer"])
-@pytest.mark.parametrize("name", SETTINGS)
-def test_without_any_hook_the_collectives_are_those_of_the_plan(ranks: Ranks, name: str, way: str) -> None:
-    setting = SETTINGS[name]
-    expected = train(build(setting, ranks), setting, ranks, [])
-    ddp = build(setting, ranks)
-    plan = arbitrary_plan(ddp, 9)
-    give(ddp, plan, way)
-    with observe(ddp) as seen:
-        gradients = train(ddp, setting, ranks, [])
-    assert alike(ranks, gradients, expected)
-    wanted = [(bucket.params, bucket.nbytes, bucket.dtype) for bucket in plan.buckets]
-    for iteration in seen.iterations:
-        assert [(bucket.params, bucket.nbytes, bucket.dtype) for bucket in iteration.buckets] == wanted
-        sent = [collective.bucket for collective in iteration.collectives if collective.bucket is not None]
-        assert sent == list(range(len(wanted)))
-    assert len(seen.iterations) == STEPS
+        assert equal
+        if seen is None:
+            assert noted == [wanted_of(plan)] * STEPS
+        else:
+            assert_sent(seen, plan)
 
 
 @pytest.mark.parametrize("way", ["impose", "defer"])
 @pytest.mark.parametrize("static_world_size", [True, False])
-@pytest.mark.parametrize("batches", ["more on later ranks", "none on rank 0", "none on the last rank"])
+@pytest.mark.parametrize("batches", UNEVEN)
 def test_uneven_inputs_under_join_give_the_gradients_of_plain_ddp(
     ranks: Ranks, batches: str, static_world_size: bool, way: str
 ) -> None:
-    counts = {
-        "more on later ranks": 2 + ranks.rank,
-        "none on rank 0": 3 if ranks.rank else 0,
-        "none on the last rank": 0 if ranks.rank == ranks.size - 1 else 3,
-    }
-    count = counts[batches] if ranks.size > 1 else 2
-
-    def run(ddp: DistributedDataParallel) -> list[Gradients]:
-        gradients = []
-        with observe(ddp) as seen, ddp.join(divide_by_initial_world_size=static_world_size):
-            for step in range(count):
-                backward(loss(ddp(batch(ranks, step))))
-                gradients.append(gradients_of(ddp.module))
-                ddp.zero_grad()
-        buckets.append([[bucket.params for bucket in iteration.buckets] for iteration in seen.iterations])
-        return gradients
-
-    buckets: list[list[Buckets]] = []
-    expected = run(build(Setting(), ranks))
+    count = UNEVEN[batches](ranks) if ranks.size > 1 else 2
+    options = {"divide_by_initial_world_size": static_world_size}
+    expected = train_unevenly(build(Setting(), ranks), count, ranks, **options)
     ddp = build(Setting(), ranks)
     plan = arbitrary_plan(ddp, 5)
     give(ddp, plan, way)
-    gradients = run(ddp)
+    with observe(ddp) as seen:
+        gradients = train_unevenly(ddp, count, ranks, **options)
     assert alike(ranks, gradients, expected)
     assert imposed_plan(ddp) == plan
-    assert buckets[1] == [[bucket.params for bucket in plan.buckets]] * count
-
-
-def use_built_in(ddp: Any, kind: str) -> None:
-    c10d: Any = dist
-    ddp._register_builtin_comm_hook(c10d.BuiltinCommHookType.__members__[kind])
+    buckets = [[bucket.params for bucket in iteration.buckets] for iteration in seen.iterations]
+    assert buckets == [wanted_of(plan)] * count
 
 
 @pytest.mark.parametrize("way", ["impose", "defer"])
@@ -154,34 +137,6 @@ def test_a_built_in_hook_is_kept(ranks: Ranks, kind: str, when: str, way: str) -
     assert imposed_plan(ddp) == plan
 
 
-@pytest.mark.parametrize("way", ["impose", "defer"])
-def test_a_hook_registered_afterwards_sees_the_plans_buckets(ranks: Ranks, way: str) -> None:
-    ddp = build(Setting(), ranks)
-    plan = arbitrary_plan(ddp, 4)
-    seen: list[Buckets] = []
-    give(ddp, plan, way)
-    watch(ddp, seen)
-    train(ddp, Setting(), ranks, seen)
-    assert seen == [[bucket.params for bucket in plan.buckets]] * STEPS
-
-
-@pytest.mark.parametrize("way", ["impose", "defer"])
-def test_ignored_parameters_stay_out_of_the_buckets(ranks: Ranks, way: str) -> None:
-    def wrapped() -> DistributedDataParallel:
-        model = Tower().to(ranks.device)
-        wrapper: Any = DistributedDataParallel
-        wrapper._set_params_and_buffers_to_ignore_for_model(model, ["layers.1.weight"])
-        return DistributedDataParallel(model)
-
-    expected = train(wrapped(), Setting(), ranks, [])
-    ddp = wrapped()
-    plan = arbitrary_plan(ddp, 6)
-    give(ddp, plan, way)
-    gradients = train(ddp, Setting(), ranks, [])
-    assert "layers.1.weight" not in {name for bucket in plan.buckets for name in bucket.params}
-    assert alike(ranks, gradients, expected)
-
-
 def test_a_plan_can_be_imposed_between_two_iterations_and_replaced(ranks: Ranks) -> None:
     for arguments in ({}, {"static_graph": True}, {"gradient_as_bucket_view": True}, UNUSED):
         setting = Setting(arguments=dict(arguments))
@@ -196,27 +151,8 @@ def test_a_plan_can_be_imposed_between_two_iterations_and_replaced(ranks: Ranks)
             gradients.append(train(ddp, setting, ranks, seen))
         for left, right in zip(gradients, expected, strict=True):
             assert alike(ranks, left, right), arguments
-        wanted = [[bucket.params for bucket in plan.buckets] for plan in plans for _ in range(STEPS)]
+        wanted = [wanted_of(plan) for plan in plans for _ in range(STEPS)]
         assert seen[STEPS:] == wanted
-
-
-def test_each_module_and_each_group_has_a_plan_of_its_own(ranks: Ranks) -> None:
-    alone = [dist.new_group([rank]) for rank in range(ranks.size)][ranks.rank]
-    everyone = dist.new_group(list(range(ranks.size)))
-    modules = [
-        DistributedDataParallel(Tower().to(ranks.device), process_group=group)
-        for group in (None, alone, everyone)
-    ]
-    plans = [arbitrary_plan(module, seed) for seed, module in enumerate(modules)]
-    plans[1] = arbitrary_plan(modules[1], 10 + ranks.rank)
-    for module, plan in zip(modules, plans, strict=True):
-        impose(module, plan)
-    seen: list[list[Buckets]] = [[], [], []]
-    for module, notes in zip(modules, seen, strict=True):
-        watch(module, notes)
-        train(module, Setting(), ranks, notes)
-    for plan, notes in zip(plans, seen, strict=True):
-        assert notes == [[bucket.params for bucket in plan.buckets]] * STEPS
 
 
 # ------------------------------------------------------------------------------------- ranks that differ
@@ -261,20 +197,6 @@ def test_different_plans_are_an_error_on_every_rank_that_shows_the_difference(ra
 
 
 @pytest.mark.world_size(2)
-def test_a_plan_that_fits_on_all_ranks_but_one_is_an_error_on_all_of_them(ranks: Ranks) -> None:
-    ddp = build(Setting(), ranks)
-    plan = arbitrary_plan(ddp, 1)
-    if ranks.rank == 1:
-        plan = Plan(plan.buckets[1:], (), ())
-    name, text, seconds = raised(lambda: impose(ddp, plan))
-    works = own_buckets_still_work(ddp, ranks)
-    assert (name, works) == ("PlanMismatchError", True)
-    assert seconds < 10
-    assert ("rank 1: PlanMismatchError: the plan does not fit" in text) == (ranks.rank != 1)
-    assert "is missing from every bucket" in text
-
-
-@pytest.mark.world_size(2)
 def test_a_rank_that_never_calls_impose_is_named_within_the_time_out(ranks: Ranks) -> None:
     ddp = build(Setting(), ranks)
     name, text, seconds = "", "", 0.0
@@ -310,11 +232,11 @@ def test_where_ranks_decide_differently_all_use_the_plan_of_the_lowest(
         watch(ddp, seen)
         own = plans[ranks.rank] if lowest else arbitrary_plan(ddp, 20 + ranks.rank)
         wanted = plans[1] if lowest else arbitrary_plan(ddp, 20)
-        defer(ddp, functools.partial(identity, own))
+        put_off(ddp, own)
         gradients = train(ddp, Setting(), ranks, seen)
         assert wanted is not None
         assert alike(ranks, gradients, expected)
-        assert seen == [[bucket.params for bucket in wanted.buckets]] * STEPS
+        assert seen == [wanted_of(wanted)] * STEPS
     texts = [record.getMessage() for record in caplog.records if record.name.startswith("ddpopt")]
     assert [text.partition("\n")[0] for text in texts] == [
         "the ranks' plans differ; all use that of rank 0:",
@@ -376,7 +298,7 @@ def test_accumulation_may_come_before_the_decision(ranks: Ranks, used: bool, fro
     seen: list[Buckets] = []
     watch(ddp, seen)
     plan = arbitrary_plan(ddp, 8)
-    defer(ddp, functools.partial(identity, plan))
+    defer(ddp, lambda: plan)
     gradients, expected = run(ddp, seen), run(plain, [[]])
-    assert seen == [[bucket.params for bucket in plan.buckets]]
+    assert seen == [wanted_of(plan)]
     assert alike(ranks, gradients, expected)

@@ -5,29 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.ranks.group import Ranks
 from tests.multigpu.models import Gradients, Tower, gradients_of, same
-
-__all__ = [
-    "SETTINGS",
-    "STEPS",
-    "UNUSED",
-    "Buckets",
-    "Setting",
-    "Step",
-    "alike",
-    "backward",
-    "batch",
-    "build",
-    "loss",
-    "train",
-    "unused_everywhere_step",
-    "unused_somewhere_step",
-    "used_while_accumulating_step",
-]
 
 STEPS = 4
 Buckets = list[tuple[str, ...]]
@@ -129,6 +112,31 @@ def train(
                     parameter -= 0.1 * parameter.grad
         ddp.zero_grad(set_to_none=not setting.keeps_gradients)
     return gradients
+
+
+UNEVEN: dict[str, Callable[[Ranks], int]] = {
+    "more on later ranks": lambda ranks: 2 + ranks.rank,
+    "none on rank 0": lambda ranks: 3 if ranks.rank else 0,
+    "none on the last rank": lambda ranks: 0 if ranks.rank == ranks.size - 1 else 3,
+}
+"""How many batches a rank has."""
+
+
+def train_unevenly(ddp: Any, count: int, ranks: Ranks, **options: Any) -> list[Gradients]:
+    """Steps under ``join``, as many as this rank has batches; the gradients after each."""
+    gradients = []
+    with ddp.join(**options):
+        for step in range(count):
+            backward(loss(ddp(batch(ranks, step))))
+            gradients.append(gradients_of(ddp.module))
+            ddp.zero_grad()
+    return gradients
+
+
+def use_built_in(ddp: Any, kind: str) -> None:
+    """Register one of DDP's built-in communication hooks."""
+    c10d: Any = dist
+    ddp._register_builtin_comm_hook(c10d.BuiltinCommHookType.__members__[kind])
 
 
 def alike(ranks: Ranks, left: list[Gradients], right: list[Gradients], rounding: float = 1e-5) -> bool:

@@ -70,19 +70,6 @@ def _activated(layer: nn.Module, x: Tensor) -> Tensor:
     return out
 
 
-class Normed(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, *others = self.layers
-        x = self.norm(first(x))
-        for layer in others:
-            x = layer(x).tanh()
-        return x
-
-
 class Scaling(Net):
     """A parameter that eager autograd saves as it is, and no view of it."""
 
@@ -237,9 +224,3 @@ def error_of(action: Callable[[], object]) -> str:
 
 def without(*names: str) -> list[str]:
     return [name for name in ALL if name not in names]
-
-
-def optimizers(twins: Twins) -> dict[DistributedDataParallel, torch.optim.Optimizer]:
-    return {
-        ddp: torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9) for ddp in (twins.eager, twins.inline)
-    }

@@ -24,74 +24,55 @@ from ddpopt.doctor.recompiles import step_for
 from ddpopt.errors import NotJudgedError, UsageError
 
 
-class Breaking(nn.Module):
+class Healthy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(8, 8)
-        self.second = nn.Linear(8, 8)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.second(self.first(x))
+
+
+class Breaking(Healthy):
+    def forward(self, x: torch.Tensor) -> Any:
         x = self.first(x)
         torch._dynamo.graph_break()
-        y: torch.Tensor = self.second(x)
-        return y
+        return self.second(x)
 
 
-class Branching(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.layer(x)
+class Branching(Healthy):
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.second(self.first(x))
         if y.mean() > 100:
             y = y / 2
         return y
 
 
-class BreakingInLoop(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
+class BreakingInLoop(Healthy):
+    def forward(self, x: torch.Tensor) -> Any:
+        for layer in (self.first, self.second):
             x = layer(x)
             torch._dynamo.graph_break()
         return x
 
 
-class Skipping(nn.Module):
+class Skipping(Healthy):
+    """A parameter that is never used, and a layer that is not always."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.always = nn.Linear(8, 8)
-        self.sometimes = nn.Linear(8, 8)
         self.never = nn.Linear(8, 8)
 
-    def forward(self, x: torch.Tensor, skip: bool = False) -> torch.Tensor:
-        x = self.always(x)
-        return x if skip else self.sometimes(x)
+    def forward(self, x: torch.Tensor, skip: bool = False) -> Any:
+        x = self.first(x)
+        return x if skip else self.second(x)
 
 
-class Healthy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.layer(x)
-        return y
-
-
-class Penalised(nn.Module):
+class Penalised(Healthy):
     """Compiled code has no second derivative, which the loss below asks for."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.layer(x).sin(), x
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.first(x).sin(), x
 
 
 def penalty(output: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -125,6 +106,7 @@ def test_of_a_healthy_model_it_says_that_there_is_nothing_to_do() -> None:
     diagnosis = diagnose(case_of(Healthy), backend="eager")
     assert not diagnosis.problems
     assert diagnosis.exit_code == 0
+    assert not dist.is_initialized()
     told = str(diagnosis).split("\n\n")[1]
     assert told == "Nothing to do: nothing was found that costs overlap or compile time."
     assert diagnosis.unused == ()
@@ -142,9 +124,7 @@ def test_a_graph_break_has_its_reason_its_line_and_dynamos_hint() -> None:
     place, reason, *_ = finding.what.removeprefix("Graph break at ").split(": ")
     file, _, line = place.rpartition(":")
     assert (file, linecache.getline(file, int(line)).strip()) == (__file__, "torch._dynamo.graph_break()")
-    assert reason.startswith(
-        "Call to `torch._dynamo.graph_break()`. The model is compiled as separate graphs"
-    )
+    assert reason.startswith("Call to `torch._dynamo.graph_break()`. The model is compiled as")
     assert finding.weight is Weight.SLOW
     assert finding.step.startswith("Remove the `torch._dynamo.graph_break()` call. See https://")
 
@@ -214,21 +194,15 @@ def test_an_unused_parameter_is_wrong_until_ddp_is_told() -> None:
     assert topics(told) == [("slow", "parameters")]
 
 
-def test_compiled_modes_run_with_the_option_that_is_missing() -> None:
+def test_a_parameter_that_some_steps_leave_out_names_rank_and_step_and_compiled_modes_run() -> None:
     at_times = case_of(Skipping, lambda rank, step: ((torch.ones(4, 8), step == 1), {}))
     diagnosis = diagnose(at_times, {"static_graph": True}, backend="eager")
+    by_name = {unused.name: unused for unused in diagnosis.unused}
+    assert by_name["second.weight"].missing == ((0, 1), (1, 1))
+    assert not by_name["second.weight"].always
     assert list(diagnosis.buckets) == ["torch's DDPOptimizer", "ddpopt"]
     wrong = [finding for finding in diagnosis.problems if finding.weight is Weight.WRONG]
     assert [finding.topic for finding in wrong] == ["run", "parameters"]
-    assert wrong[1].step.startswith("Freeze") or "in place of static_graph=True" in wrong[1].step
-
-
-def test_a_parameter_that_some_steps_leave_out_names_rank_and_step() -> None:
-    at_times = case_of(Skipping, lambda rank, step: ((torch.ones(4, 8), step == 1), {}))
-    diagnosis = diagnose(at_times, backend="eager")
-    by_name = {unused.name: unused for unused in diagnosis.unused}
-    assert by_name["sometimes.weight"].missing == ((0, 1), (1, 1))
-    assert not by_name["sometimes.weight"].always
 
 
 # ------------------------------------------------------------------------------------------- buckets and time
@@ -311,11 +285,6 @@ def test_the_process_group_of_the_caller_is_used_and_kept(one_rank_group: None) 
     assert dist.group.WORLD is group
 
 
-def test_without_a_process_group_there_is_none_afterwards() -> None:
-    diagnose(case_of(Healthy), backend="eager", steps=2, ranks=1)
-    assert not dist.is_initialized()
-
-
 def test_a_model_that_fails_in_eager_is_not_judged() -> None:
     with pytest.raises(NotJudgedError) as caught:
         diagnose(case_of(Healthy, lambda rank, step: ((torch.ones(4, 7),), {})))
@@ -360,9 +329,3 @@ def test_the_command_prints_the_report_on_stdout_and_progress_on_stderr(tmp_path
         "ddpopt: ddpopt",
     ]
     assert json.loads(file.read_text(encoding="utf-8"))["steps"] == 2
-
-
-def test_an_unknown_backend_exits_with_2() -> None:
-    result = CliRunner().invoke(app, ["doctor", "cap_5", "--backend", "nosuch"])
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith("ddpopt: error: backend: expected the name of a Dynamo backend")

@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt.dynamo.backend
 from ddpopt.cases import corpus
 from ddpopt.cases.case import Case
-from ddpopt.doctor import dynamo
 from ddpopt.doctor.dynamo import Notes, is_machinery, taking_notes
 from ddpopt.doctor.mode_run import EAGER, OURS, TORCH, run_mode
 
@@ -38,23 +37,6 @@ def compiled_notes(function: Callable[..., torch.Tensor], *calls: tuple[Any, ...
 
 def leaf() -> torch.Tensor:
     return torch.ones(3, requires_grad=True)
-
-
-def test_the_private_names_of_torch_are_where_they_are_looked_for() -> None:
-    utils = torch._dynamo.utils
-    for name in dynamo._FILLED:
-        assert isinstance(getattr(utils, name), list | dict), name
-    assert callable(utils.get_compilation_metrics)
-    assert list(utils._compilation_metrics) == utils.get_compilation_metrics()
-    fields = set(utils.CompilationMetrics.__dataclass_fields__)
-    needed = """compile_id co_name co_filename co_firstlineno recompile_reason fail_reason is_forward
-        duration_us fail_user_frame_filename fail_user_frame_lineno backward_cumulative_compile_time_us
-        """
-    assert set(needed.split()) <= fields
-    handler = torch._dynamo.callback.callback_handler
-    assert isinstance(handler.start_callbacks, list)
-    assert isinstance(handler.end_callbacks, list)
-    assert DistributedDataParallel._active_ddp_module is None
 
 
 def test_a_compiled_function_leaves_frames_breaks_timers_and_graphs() -> None:

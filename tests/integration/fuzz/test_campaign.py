@@ -13,7 +13,6 @@ import pytest
 from fakeredis import TcpFakeServer
 from hypothesis.database import ExampleDatabase, InMemoryExampleDatabase
 
-from ddpopt.errors import UsageError
 from ddpopt.fuzz import campaign
 from ddpopt.fuzz.campaign import KEY, Campaign, Limits, open_database
 from ddpopt.fuzz.cases import FoundCase
@@ -137,13 +136,6 @@ def test_a_failure_is_kept_once_and_counted_each_time(tmp_path: Path) -> None:
     counted = summarized(PLAN, entries).failures
     assert sum(one.times for one in counted) == len(failures)
     assert all(file.with_suffix(".py").exists() for file in (tmp_path / "cases").glob("*.json"))
-
-
-def test_a_folder_of_another_campaign_is_refused_with_what_differs(tmp_path: Path) -> None:
-    run(tmp_path, 2)
-    other = Plan(**{**vars(PLAN), "seed": 4, "backend": "eager"})
-    with pytest.raises(UsageError, match="seed: 3 there, 4 here; backend: 'aot_eager' there, 'eager' here"):
-        run(tmp_path, 2, plan=other)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """The failures that were found: each is told in full, and ddpopt gets its model right, bit by bit."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,10 @@ from tests.found import FOLDER, found_cases
 from tests.unit.rehearsing import one_rank_group
 
 OURS = ("ddpopt-split", "ddpopt-inline")
-EACH = pytest.mark.parametrize("case", found_cases(), ids=lambda case: case.stem)
-EACH_DIVIDED, EACH_UNDIVIDED = (
-    pytest.mark.parametrize(
-        "case",
-        [case for case in found_cases() if case.fails_undivided is undivided],
-        ids=lambda case: case.stem,
-    )
-    for undivided in (False, True)
-)
-TORCHS = [case for case in found_cases() if case.is_torchs]
-EACH_OF_TORCHS = pytest.mark.parametrize("case", TORCHS, ids=lambda case: case.stem)
+
+
+def each(cases: Sequence[FoundCase]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", cases, ids=lambda case: case.stem)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +46,7 @@ def test_the_page_on_fuzzing_names_cases_that_there_are() -> None:
     assert named - {case.stem for case in found_cases()} == set()
 
 
-@EACH
+@each(found_cases())
 def test_a_failure_says_what_fails_where_and_why(case: FoundCase) -> None:
     assert case.about.endswith(".")
     assert re.fullmatch(r"\d+\.\d+\.\d+", case.torch)
@@ -63,7 +56,7 @@ def test_a_failure_says_what_fails_where_and_why(case: FoundCase) -> None:
     )
 
 
-@EACH_DIVIDED
+@each([case for case in found_cases() if not case.fails_undivided])
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 def test_ddpopt_gets_the_model_right_bit_by_bit_in_both_strategies(case: FoundCase, ranks: Ranks) -> None:
     answers = examine(ranks, task_of(case.model, OURS, Setting("aot_eager")), lambda _: None)
@@ -72,7 +65,7 @@ def test_ddpopt_gets_the_model_right_bit_by_bit_in_both_strategies(case: FoundCa
     assert [answer.mode for answer in answers] == [*OURS]
 
 
-@EACH_UNDIVIDED
+@each([case for case in found_cases() if case.fails_undivided])
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 def test_what_torch_gets_wrong_in_one_piece_is_not_blamed_on_ddpopt(
     case: FoundCase, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -120,7 +113,7 @@ def test_a_script_counts_graphs_where_that_is_the_claim(
         assert scope["main"]() == exit_code
 
 
-@EACH_OF_TORCHS
+@each([case for case in found_cases() if case.is_torchs])
 @pytest.mark.nightly
 def test_the_script_shows_the_failure_where_torch_has_it(case: FoundCase, tmp_path: Path) -> None:
     if torch.__version__.partition("+")[0] != case.torch:

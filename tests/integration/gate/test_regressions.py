@@ -13,7 +13,7 @@ import ddpopt.dynamo.backend
 from ddpopt.errors import UnsupportedError
 from ddpopt.gate.baseline import Figures, Measuring
 from ddpopt.gate.comparison import Comparison, changes
-from ddpopt.gate.figures import case_figures, failures, plan_figures
+from ddpopt.gate.figures import case_figures, failures
 from ddpopt.judge.trials import quickly
 from ddpopt.ranks.group import joined
 from tests.unit.gate_models import KNOBS, LAYER_MB, stack
@@ -52,26 +52,12 @@ def told(before: Figures, found: Figures) -> str:
     comparison = Comparison("baseline.json", "torch N", 1, found, changes(before, found))
     assert comparison.exit_code == 1
     text = re.sub(r"\b[0-9a-f]{16}\b", "FINGERPRINT", str(comparison))
-    return folded(text.partition("\n\nIf that is meant")[0])
+    _, _, changed = text.partition("(torch N)\n\n")
+    return folded(changed.partition("\n\nIf that is meant")[0])
 
 
 def test_the_same_program_changes_nothing(inline: Figures) -> None:
     assert changes(inline, measured(INLINE)) == ()
-
-
-def test_a_bucket_that_moved(inline: Figures, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KNOBS, "ddp_kwargs", {"bucket_cap_mb": 4 * LAYER_MB})
-    case = {**inline["stack"], "plan": plan_figures(stack())}
-    assert_expected_inline(
-        told(inline, {"stack": case}),
-        """\
-CHANGED: 3 changes; 1 case against baseline.json (torch N)
-
-stack, plan
-  fingerprint: FINGERPRINT before, FINGERPRINT now
-  bucket 0: 0.012 MiB float32 before, 0.016 MiB float32, layers.1.weight now
-  bucket 1: 0.008 MiB float32, layers.1.weight before, 0.004 MiB float32 now""",
-    )
 
 
 def test_one_bucket_more(inline: Figures, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,8 +65,6 @@ def test_one_bucket_more(inline: Figures, monkeypatch: pytest.MonkeyPatch) -> No
     assert_expected_inline(
         told(inline, measured(INLINE)),
         """\
-CHANGED: 5 changes; 1 case against baseline.json (torch N)
-
 stack, plan
   fingerprint: FINGERPRINT before, FINGERPRINT now
   bucket 0: 0.012 MiB float32, layers.2.weight before, 0.008 MiB float32 now
@@ -97,8 +81,6 @@ def test_a_graph_more(inline: Figures, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_expected_inline(
         told(inline, measured(INLINE)),
         """\
-CHANGED: 4 changes; 1 case against baseline.json (torch N)
-
 stack, plan
   fingerprint: FINGERPRINT before, FINGERPRINT now
   segments: 1 before, 2 now
@@ -114,8 +96,6 @@ def test_a_recompile(inline: Figures, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_expected_inline(
         told(inline, measured(INLINE)),
         """\
-CHANGED: 1 change; 1 case against baseline.json (torch N)
-
 stack, ddpopt-inline
   recompiles: 0 before, 1 now""",
     )
@@ -126,8 +106,6 @@ def test_a_collective_more(inline: Figures, monkeypatch: pytest.MonkeyPatch) -> 
     assert_expected_inline(
         told(inline, measured(INLINE)),
         """\
-CHANGED: 1 change; 1 case against baseline.json (torch N)
-
 stack, ddpopt-inline
   collectives outside of backwards: none before, 3 broadcast now""",
     )
@@ -143,8 +121,6 @@ def test_buckets_that_are_no_longer_the_planned_ones(
     assert_expected_inline(
         told(inline, measured(INLINE)),
         """\
-CHANGED: 4 changes; 1 case against baseline.json (torch N)
-
 stack, ddpopt-inline
   verdict: ok before, wrong: L3: ddpopt's plan is not in force: DDP went on with
     buckets of its own now
@@ -161,8 +137,6 @@ def test_gradients_that_leave_only_when_the_backward_has_ended(
     assert_expected_inline(
         told(inline, measured(INLINE)),
         """\
-CHANGED: 1 change; 1 case against baseline.json (torch N)
-
 stack, ddpopt-inline
   overlap, as a share of eager DDP's: 1.0 before, 0.0 now""",
     )
@@ -177,8 +151,6 @@ def test_equal_segments_that_are_compiled_one_by_one(
     assert_expected_inline(
         told(before, measured(SPLIT)),
         """\
-CHANGED: 1 change; 1 case against baseline.json (torch N)
-
 stack, ddpopt-split
   compiled by the backend: 3 before, 5 now""",
     )

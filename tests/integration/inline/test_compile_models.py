@@ -1,20 +1,17 @@
 """Strategy inline on one rank: each kind of model and of training is eager DDP's, from copies to the end."""
 
-import copy
 import gc
-import pickle
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import ddpopt
-from tests.multigpu.models import gradients_of, hand_overs, same
+from tests.multigpu.models import hand_overs
 from tests.multigpu.single import single_rank
 from tests.unit.inline_twins import (
     ALL,
@@ -24,7 +21,6 @@ from tests.unit.inline_twins import (
     Checkpointed,
     Decaying,
     Net,
-    Normed,
     RaisingInTheMiddle,
     Sums,
     Tied,
@@ -34,7 +30,6 @@ from tests.unit.inline_twins import (
     backward,
     error_of,
     loss,
-    optimizers,
     rows,
     train,
     without,
@@ -76,61 +71,49 @@ def test_gradients_are_handed_over_while_those_of_earlier_layers_are_not_compute
         assert behind == [3, 1, 0]
 
 
+def frozen_and_ignored() -> Net:
+    model = Net()
+    model.layers[1].requires_grad_(False)
+    wrapper: Any = DistributedDataParallel
+    wrapper._set_params_and_buffers_to_ignore_for_model(model, ["layers.2.weight"])
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "cap_mb", "expected"),
+    [
+        pytest.param(WithoutGradient, TINY_MB, ALL, id="a parameter without a gradient holds up no other"),
+        pytest.param(WithoutGradient, LAYER_MB, ALL, id="nor in a bucket with others"),
+        pytest.param(Decaying, TINY_MB, ["scale", *ALL], id="a gradient that needs nothing of the loss"),
+        pytest.param(Decaying, LAYER_MB, ["scale", *ALL], id="one such in a bucket with others"),
+        pytest.param(Broken, TINY_MB, ALL, id="graph breaks"),
+        pytest.param(Checkpointed, LAYER_MB, ALL, id="checkpointed layers"),
+        pytest.param(
+            TiedAndBroken,
+            TINY_MB,
+            without("layers.0.weight", "layers.2.weight"),
+            id="a weight that two graphs read waits",
+        ),
+        pytest.param(
+            frozen_and_ignored,
+            TINY_MB,
+            without("layers.1.weight", "layers.1.bias", "layers.2.weight"),
+            id="what is frozen or ignored",
+        ),
+    ],
+)
+def test_gradients_are_eagers_and_handed_over_where_they_may(
+    model: Callable[[], nn.Module], cap_mb: float, expected: list[str]
+) -> None:
+    twins = Twins(model, bucket_cap_mb=cap_mb)
+    for _ in range(STEPS):
+        assert twins.act(train)[2] == expected
+
+
 def test_a_tied_weight_is_handed_over_once_where_one_graph_reads_it() -> None:
     twins = Twins(Tied)
     for _ in range(STEPS):
-        handed = twins.act(train)[2]
-        assert sorted(handed) == sorted(without("layers.2.weight"))
-
-
-@pytest.mark.parametrize("cap_mb", [TINY_MB, LAYER_MB], ids=["apart", "together"])
-def test_a_parameter_without_a_gradient_holds_up_no_other(cap_mb: float) -> None:
-    twins = Twins(WithoutGradient, bucket_cap_mb=cap_mb)
-    for _ in range(STEPS):
-        assert twins.act(train)[2] == ALL
-
-
-@pytest.mark.parametrize("cap_mb", [TINY_MB, LAYER_MB], ids=["apart", "together"])
-def test_a_gradient_that_needs_nothing_of_the_loss_is_handed_over_in_the_backward(cap_mb: float) -> None:
-    twins = Twins(Decaying, bucket_cap_mb=cap_mb)
-    for _ in range(STEPS):
-        assert twins.act(train)[2] == ["scale", *ALL]
-
-
-def test_graph_breaks_are_no_hindrance() -> None:
-    twins = Twins(Broken, bucket_cap_mb=TINY_MB)
-    for _ in range(STEPS):
-        assert twins.act(train)[2] == ALL
-
-
-def test_a_weight_that_two_graphs_read_waits() -> None:
-    twins = Twins(TiedAndBroken, bucket_cap_mb=TINY_MB)
-    for _ in range(STEPS):
-        assert twins.act(train)[2] == without("layers.0.weight", "layers.2.weight")
-
-
-def test_what_is_frozen_or_ignored_is_not_handed_over() -> None:
-    def factory() -> Net:
-        model = Net()
-        model.layers[1].requires_grad_(False)
-        wrapper: Any = DistributedDataParallel
-        wrapper._set_params_and_buffers_to_ignore_for_model(model, ["layers.2.weight"])
-        return model
-
-    twins = Twins(factory, bucket_cap_mb=TINY_MB)
-    for _ in range(STEPS):
-        handed = twins.act(train)[2]
-        assert handed == without("layers.1.weight", "layers.1.bias", "layers.2.weight")
-
-
-def test_optimizers_that_run_in_backward_see_eagers_gradients() -> None:
-    twins = Twins()
-    for ddp in (twins.eager, twins.inline):
-        for parameter in ddp.parameters():
-            optimizer = torch.optim.SGD([parameter], lr=0.1)
-            parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())  # type: ignore[no-untyped-call]
-    for _ in range(STEPS):
-        assert twins.act(train)[2] == []
+        assert sorted(twins.act(train)[2]) == sorted(without("layers.2.weight"))
 
 
 def test_backward_with_inputs_fills_only_these_and_ddp_minds_as_ever() -> None:
@@ -197,41 +180,6 @@ def test_an_exception_in_the_middle_of_backward_leaves_ddp_as_eager_does() -> No
         assert "Expected to have finished reduction" in inline
 
 
-def test_under_no_sync_an_exception_behind_some_gradients_leaves_those_there() -> None:
-    twins = Twins(RaisingInTheMiddle, bucket_cap_mb=TINY_MB)
-    twins.act(train)
-
-    def raising(call: Any, ddp: DistributedDataParallel) -> str:
-        ddp.module.raises = True
-        with ddp.no_sync():
-            error = error_of(lambda: train(call, ddp))
-        ddp.module.raises = False
-        return error
-
-    eager, inline, handed = twins.act(raising)
-    assert inline == eager == "ZeroDivisionError: in the middle"
-    assert handed == ["layers.2.bias", "layers.2.weight"]
-    assert twins.act(train)[2] == ALL
-
-
-def test_copies_are_plain_ddp_train_on_their_own_and_can_be_compiled_too() -> None:
-    twins = Twins()
-    twins.act(train)
-    before = gradients_of(twins.inline)
-    assert list(twins.inline.state_dict()) == list(twins.eager.state_dict())
-    copies = [copy.deepcopy(twins.inline), pickle.loads(pickle.dumps(twins.inline))]
-    calls = [*copies, ddpopt.compile(copies[0], backend="aot_eager", strategy="inline")]
-    for call, own in zip(calls, (*copies, copies[0]), strict=True):
-        handed: list[str] = []
-        own.zero_grad()
-        with hand_overs(own, handed.append), hand_overs(twins.inline, pytest.fail):
-            train(call, own)
-        assert handed == ([] if call is own else ALL)
-        assert same([gradients_of(own)], [before])
-    assert same([gradients_of(twins.inline)], [before])
-    assert twins.act(train)[2] == ALL
-
-
 def test_nothing_is_kept_alive_once_module_and_callable_are_gone() -> None:
     twins = Twins()
     for _ in range(2):
@@ -242,27 +190,6 @@ def test_nothing_is_kept_alive_once_module_and_callable_are_gone() -> None:
     del twins, inline, parts
     gc.collect()
     assert [reference() for reference in alive if reference() is not None] == []
-
-
-def test_evaluation_and_buffers_between_training_steps_are_eagers() -> None:
-    twins = Twins(Normed)
-    optimizer = optimizers(twins)
-
-    def step(call: Any, ddp: DistributedDataParallel) -> list[Tensor]:
-        train(call, ddp)
-        optimizer[ddp].step()
-        call.eval()
-        with torch.no_grad():
-            outputs = [call(rows(2)), call(rows(3))]
-        call.train()
-        with torch.no_grad():
-            outputs.append(call(rows(4)))
-        return outputs
-
-    for _ in range(STEPS):
-        eager, inline, handed = twins.act(step)
-        assert same([inline], [eager])
-        assert len(handed) == len(ALL) + 2
 
 
 def test_two_modules_can_share_one_backward() -> None:

@@ -5,15 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
-from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch does not mark its re-exports
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.inline.handover import COPIED, LATE, TAKEN, Call
-from ddpopt.inline.lowering import _is_read_after, _Program
 
 pytestmark = pytest.mark.usefixtures("one_rank_group", "fresh_dynamo")
 
@@ -168,31 +166,6 @@ def test_an_optimizer_in_the_communication_hook_changes_no_gradient_of_its_step(
         trained.append(gradients(model, ddpopt.compile(ddp, strategy="inline") if compiled else ddp))
     for a, b in zip(*trained, strict=True):
         torch.testing.assert_close(a, b)
-
-
-def backward_graph() -> tuple[fx.Graph, fx.Node]:
-    """A backward that reads its first input again after a call, by a view of it."""
-    graph = fx.Graph()
-    weight, other = torch.zeros(SIZE), torch.zeros(SIZE)
-    read, unread = graph.placeholder("primals_1"), graph.placeholder("primals_2")
-    for place, (node, value) in enumerate([(read, weight), (unread, other)]):
-        node.meta.update(val=value, desc=PlainAOTInput(place))
-    graph.placeholder("view_of_1").meta["val"] = weight.t()
-    call = graph.call_function(torch.sum, (unread,))
-    viewed = graph.call_function(torch.t, (read,))
-    viewed.meta["val"] = weight.t()
-    graph.output(viewed)
-    return graph, call
-
-
-def test_a_parameter_that_is_read_after_the_call_waits_for_the_end() -> None:
-    graph, call = backward_graph()
-    inputs = _Program(graph).inputs
-    assert {slot: [node.name for node in nodes] for slot, nodes in inputs.items()} == {
-        0: ["primals_1", "view_of_1"],
-        1: ["primals_2"],
-    }
-    assert [_is_read_after(node, call) for nodes in inputs.values() for node in nodes] == [True, False, False]
 
 
 def test_a_late_gradient_takes_the_usual_way(received: dict[int, tuple[int, int]], monkeypatch: Any) -> None:

@@ -1,6 +1,6 @@
 """ddpopt.judge.judging.reassociation: a plan proves things of its own graph, and of no other."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -54,45 +54,34 @@ class Ignoring(Reading):
     _ddp_params_and_buffers_to_ignore = ("first.weight",)
 
 
-class Writing(nn.Module):
+class Cut(nn.Module):
+    """Two layers; what is done with them is up to the test."""
+
+    def __init__(self, work: Callable[[nn.Linear, nn.Linear, Tensor], Any]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.work = work
+
+    def forward(self, x: Tensor) -> Any:
+        return self.work(self.first, self.last, x)
+
+
+def writing(first: nn.Linear, last: nn.Linear, x: Tensor) -> Any:
     """What the first layer makes is written into a value that is read twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 8)
-        self.last = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        shared = x + 1
-        shared[:, 0] = self.first(x)[:, 0]
-        output: Tensor = self.last(shared).cos() + shared.tanh()
-        return output
+    shared = x + 1
+    shared[:, 0] = first(x)[:, 0]
+    return last(shared).cos() + shared.tanh()
 
 
-class Turning(nn.Module):
+def turning(first: nn.Linear, last: nn.Linear, x: Tensor) -> Any:
     """A value whose gradient comes back in another layout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 8)
-        self.last = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.last(self.first(x).transpose(1, 2).sin())
-        return output
+    return last(first(x).transpose(1, 2).sin())
 
 
-class Returning(nn.Module):
+def returning(first: nn.Linear, last: nn.Linear, x: Tensor) -> Any:
     """A value that one operation reads, and that is returned besides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 8)
-        self.last = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        value = self.first(x)
-        return self.last(value * value), value
+    value = first(x)
+    return last(value * value), value
 
 
 CASE = Case(
@@ -169,11 +158,9 @@ def test_a_graph_that_inline_has_to_cut_is_moved_as_under_split(ranks: Ranks) ->
     assert both[0].reached == {"first.weight", "first.bias"}
 
 
-@pytest.mark.parametrize("make", [Writing, Turning, Returning])
-def test_torchs_cuts_may_be_anywhere(ranks: Ranks, make: type[nn.Module]) -> None:
-    case = Case(
-        "cut", make, lambda rank, step: ((torch.ones(4, 8, 8),), {}), "cut where nobody knows", ddp_kwargs=CAP
-    )
+@pytest.mark.parametrize("work", [writing, turning, returning])
+def test_torchs_cuts_may_be_anywhere(ranks: Ranks, work: Callable[..., Any]) -> None:
+    case = replace(CASE, model=partial(Cut, work), inputs=lambda rank, step: ((torch.ones(4, 8, 8),), {}))
     moved = found(ranks, option("default"), "torch", None, case)
     assert moved.reached == {"first.weight", "first.bias"}
     assert moved.unproved == ()

@@ -1,6 +1,7 @@
 """ddpopt.judge.judging.reference: what eager does twice, what ranks contribute, where that is summed."""
 
 from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
@@ -9,10 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddpopt.cases.case import Case
+from ddpopt.judge import trials
+from ddpopt.judge.compare import Sum
 from ddpopt.judge.judge import NO_GRADIENTS, judge
 from ddpopt.judge.judging.reference import Bench, Reference, Subject
+from ddpopt.judge.matrix import CASES
 from ddpopt.judge.modes import mode
 from ddpopt.judge.options import option
+from ddpopt.judge.trials import Asked, Settings, run_trials
 from ddpopt.judge.verdict import Status
 from ddpopt.ranks.group import Ranks, joined
 from tests.multigpu.single import single_rank
@@ -43,13 +48,29 @@ class Small(nn.Module):
 Between = Callable[[Any, Tensor], Tensor]
 
 
-def reference_of(ranks: Ranks, between: Between, chosen: str = "default") -> Reference:
+@contextmanager
+def bench_of(ranks: Ranks, between: Between, chosen: str = "default", device: str = "cpu") -> Iterator[Bench]:
     case = Case("small", lambda: Small(between), lambda rank, step: ((torch.ones(2, 4),), {}), "small")
-    bench = Bench(Subject(case, option(chosen), 2, ranks.device), ranks)
-    found = Reference.make(bench)
+    with closing(Bench(Subject(case, option(chosen), 2, torch.device(device)), ranks)) as bench:
+        yield bench
+
+
+def reference_of(ranks: Ranks, between: Between, chosen: str = "default") -> Reference:
+    with bench_of(ranks, between, chosen) as bench:
+        found = Reference.make(bench)
     assert found is not None
-    bench.close()
     return found
+
+
+def sums_of(
+    ranks: Ranks, found: dict[str, Any], like: dict[str, Tensor], device: str = "cpu"
+) -> dict[str, Sum]:
+    with bench_of(ranks, unchanged, device=device) as bench:
+        return bench.sums(found, like)
+
+
+def unchanged(model: Any, x: Tensor) -> Tensor:
+    return x
 
 
 def test_a_model_that_repeats_is_stable_finite_and_written_to_by_the_optimizer_alone(ranks: Ranks) -> None:
@@ -57,23 +78,19 @@ def test_a_model_that_repeats_is_stable_finite_and_written_to_by_the_optimizer_a
     assert (found.unstable, found.written, found.not_finite) == (frozenset(), frozenset(), ())
 
 
-def test_a_loss_that_does_not_repeat_is_seen(ranks: Ranks) -> None:
-    def noisy(model: Any, x: Tensor) -> Tensor:
-        free = torch.Generator()
-        free.seed()
-        return x + torch.rand(4, generator=free)
+def noise() -> Tensor:
+    free = torch.Generator()
+    free.seed()
+    return torch.rand(4, generator=free)
 
-    found = reference_of(ranks, noisy)
+
+def test_a_loss_that_does_not_repeat_is_seen(ranks: Ranks) -> None:
+    found = reference_of(ranks, lambda model, x: x + noise())
     assert {"the loss", "last.weight", "first.weight"} <= found.unstable
 
 
 def test_an_evaluation_may_not_repeat_either(ranks: Ranks) -> None:
-    def noisy_in_evaluation(model: Any, x: Tensor) -> Tensor:
-        free = torch.Generator()
-        free.seed()
-        return x if model.training else x * torch.rand(4, generator=free)
-
-    found = reference_of(ranks, noisy_in_evaluation)
+    found = reference_of(ranks, lambda model, x: x if model.training else x * noise())
     assert found.unstable == {"the evaluation's output", "the inference's output"}
 
 
@@ -113,11 +130,8 @@ def test_what_is_not_finite_in_eager_is_named(ranks: Ranks) -> None:
 def test_sums_are_sent_from_the_device_of_the_model(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     sent = []
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: sent.append(tensor.device.type))
-    case = Case("small", lambda: Small(lambda model, x: x), lambda rank, step: ((), {}), "small")
-    bench = Bench(Subject(case, option("default"), 1, torch.device("meta")), ranks)
     gradient = torch.ones(2, 3, device="meta")
-    sums = bench.sums({"w": gradient, "none": None}, {"w": gradient, "none": gradient})
-    bench.close()
+    sums = sums_of(ranks, {"w": gradient, "none": None}, {"w": gradient, "none": gradient}, "meta")
     assert sent == ["meta"]
     assert {name: (sum_.total.shape, sum_.total.device.type) for name, sum_ in sums.items()} == {
         "w": ((2, 3), "meta"),
@@ -126,26 +140,19 @@ def test_sums_are_sent_from_the_device_of_the_model(ranks: Ranks, monkeypatch: p
 
 
 def test_sums_count_none_and_what_has_lost_elements_as_zeros(ranks: Ranks) -> None:
-    case = Case("small", lambda: Small(lambda model, x: x), lambda rank, step: ((), {}), "small")
-    bench = Bench(Subject(case, option("default"), 1, ranks.device), ranks)
     like = {name: torch.zeros(2, 2) for name in ("whole", "none", "cut")}
-    sums = bench.sums({"whole": -torch.ones(2, 2), "none": None, "cut": torch.ones(3)}, like)
-    bench.close()
+    sums = sums_of(ranks, {"whole": -torch.ones(2, 2), "none": None, "cut": torch.ones(3)}, like)
     assert sums["whole"].total.tolist() == [[-1, -1], [-1, -1]]
     assert sums["whole"].magnitude.tolist() == [[1, 1], [1, 1]]
     assert sums["none"].magnitude.tolist() == sums["cut"].magnitude.tolist() == [[0, 0], [0, 0]]
 
 
 def test_sums_count_each_time_that_a_row_of_a_sparse_gradient_is_held(ranks: Ranks) -> None:
-    case = Case("small", lambda: Small(lambda model, x: x), lambda rank, step: ((), {}), "small")
-    bench = Bench(Subject(case, option("default"), 1, ranks.device), ranks)
     table = torch.sparse_coo_tensor(
         torch.tensor([[1, 1]]), torch.tensor([[1.0], [-(2**-30)]]), (3, 1), check_invariants=True
     )
-    sums = bench.sums(
-        {"table": table, "dense": torch.ones(2)}, {"table": torch.zeros(3, 1), "dense": torch.ones(2)}
-    )
-    bench.close()
+    like = {"table": torch.zeros(3, 1), "dense": torch.ones(2)}
+    sums = sums_of(ranks, {"table": table, "dense": torch.ones(2)}, like)
     assert sums["table"].total.flatten().tolist() == [0, 1 - 2**-30, 0]
     assert sums["table"].magnitude.flatten().tolist() == [0, 1 + 2**-30, 0]
     assert {name: one.terms.flatten().tolist() for name, one in sums.items() if one.terms is not None} == {
@@ -159,9 +166,20 @@ def test_a_run_that_leaves_gradients_off_does_not_disturb_the_next_one(ranks: Ra
         torch.set_grad_enabled(False)
         return x
 
-    case = Case("off", lambda: Small(leaving_them_off), lambda rank, step: ((torch.ones(2, 4),), {}), "off")
-    bench = Bench(Subject(case, option("default"), 2, ranks.device), ranks)
-    assert Reference.make(bench) is None
-    bench.close()
+    with bench_of(ranks, leaving_them_off) as bench:
+        assert Reference.make(bench) is None
     assert torch.is_grad_enabled()
     assert reference_of(ranks, lambda model, x: x.relu()).unstable == frozenset()
+
+
+def test_a_trial_that_raises_leaves_no_process_group_behind(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object, **__: object) -> None:
+        raise ValueError("no judgement")
+
+    monkeypatch.setattr(trials, "judge", failing)
+    with pytest.raises(ValueError, match="no judgement"):
+        run_trials(ranks, [Asked(CASES[0], "default", ("whole",))], Settings("eager", steps=1), ())
+    c10d: Any = dist  # private: torch counts its groups nowhere else
+    assert len(c10d.distributed_c10d._world.pg_map) == 1

@@ -80,14 +80,24 @@ def test_a_backend_that_takes_its_ranks_down_is_located_as_any_other(
 STAGE = Stage("local", "mine")
 RUNG = Rung("mine, no DDP", agrees=False)
 DIED = RankFailure(0, "died", "a task", -11, "SIGSEGV")
+RAISED = RankFailure(0, "raised", "a task", 1, stack="Traceback\nKeyError: 'x'")
 STALLED = RankFailure(0, "stalled", "a task", -9, "SIGKILL")
 
 
-def test_a_rank_that_dies_while_the_ladder_is_climbed_is_what_that_rung_does() -> None:
+@pytest.mark.parametrize(
+    ("failure", "detail", "symptom"),
+    [
+        (DIED, "rank 0 died of SIGSEGV", Symptom("died", "SIGSEGV")),
+        (RAISED, "rank 0 raised", Symptom("run", "KeyError")),
+    ],
+)
+def test_how_a_rank_fails_while_the_ladder_is_climbed_is_what_that_rung_does(
+    failure: RankFailure, detail: str, symptom: Symptom
+) -> None:
     known = Known(trying=Trying(STAGE))
-    assert known.survive(DIED, 1)
-    assert known.rungs == [Rung("mine, no DDP", agrees=False, detail="rank 0 died of SIGSEGV")]
-    assert (known.stage, known.choices) == (STAGE, {(None, False): Symptom("died", "SIGSEGV")})
+    assert known.survive(failure, 1)
+    assert known.rungs == [Rung("mine, no DDP", agrees=False, detail=detail)]
+    assert (known.stage, known.choices) == (STAGE, {(None, False): symptom})
 
 
 def test_a_rank_that_dies_over_a_choice_of_pieces_is_an_answer_about_that_choice() -> None:
@@ -99,12 +109,6 @@ def test_a_rank_that_dies_over_a_choice_of_pieces_is_an_answer_about_that_choice
         (None, False): Symptom("numbers"),
         ((Piece(0, 1),), True): Symptom("died", "SIGSEGV"),
     }
-
-
-def test_a_rank_that_raised_fails_by_that_exception_and_did_not_die() -> None:
-    known = Known(trying=Trying(STAGE))
-    assert known.survive(RankFailure(0, "raised", "a task", 1, stack="Traceback\nKeyError: 'x'"), 1)
-    assert known.symptom == Symptom("run", "KeyError")
 
 
 def test_ranks_that_die_between_two_tries_or_stall_end_the_search_with_a_note() -> None:

@@ -76,14 +76,6 @@ def test_pieces_are_named_by_graph_place_operation_and_line() -> None:
     assert "(miscompiled.py:" in backend.described([Piece(0, 5)])[0]
 
 
-def test_a_long_run_is_named_by_its_ends() -> None:
-    backend = ChosenPieces(Spy())
-    torch.compile(Stages(), backend=backend)(torch.zeros(4, 8))
-    (named,) = backend.described(backend.pieces(0))
-    assert named.startswith("graph 0, segments 0 to 7 of 8: linear")
-    assert ", 2 more, " in named
-
-
 def test_graphs_that_a_mode_has_cut_stay_in_one_piece() -> None:
     backend = ChosenPieces(Spy(), cuts=False)
     torch.compile(Stages(), backend=backend)(torch.zeros(4, 8))

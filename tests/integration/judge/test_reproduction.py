@@ -78,8 +78,3 @@ def test_tensors_lie_beside_the_script_as_long_as_it_reads_them(tmp_path: Path) 
     assert torch.equal(torch.load(beside)["input x"], torch.ones(2))
     write(script, [Draft("another", SHOWS)], lambda: 30.0)
     assert not beside.exists()
-
-
-def test_nothing_is_written_where_there_is_nothing_to_show(tmp_path: Path) -> None:
-    assert write(tmp_path / "shown.py", [], lambda: 30.0) == Written()
-    assert not (tmp_path / "shown.py").exists()

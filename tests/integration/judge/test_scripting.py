@@ -11,7 +11,7 @@ import torch
 from ddpopt.judge.locating.known import Blamed
 from ddpopt.judge.locating.reproduction import Draft, write
 from ddpopt.judge.locating.rungs import Question, Stage, Symptom
-from ddpopt.judge.locating.scripting import Author, spaced
+from ddpopt.judge.locating.scripting import Author
 from ddpopt.judge.locating.segment_code import Code, Given
 from tests.unit import miscompiled
 
@@ -48,15 +48,6 @@ def segment(*given: Given) -> Blamed:
     return Blamed(("graph 0, segment 5 of 8: tanh",), Code([TANH], ["import torch"], given=list(given)))
 
 
-def segment_code(blamed: Blamed) -> Code:
-    assert blamed.code is not None
-    return blamed.code
-
-
-def kinds(drafts: list[Draft]) -> list[str]:
-    return [draft.kind for draft in drafts]
-
-
 def test_every_script_is_a_program_that_says_how_to_run_it(tmp_path: Path) -> None:
     blamed = segment(Given("x", torch.ones(2, 3), requires_grad=True))
     drafts = author(tmp_path, "scaling_tanh").drafts(Stage("local", "scaling_tanh"), blamed)
@@ -66,7 +57,7 @@ def test_every_script_is_a_program_that_says_how_to_run_it(tmp_path: Path) -> No
         command = "python" if draft.ranks == 1 else "torchrun --nproc-per-node 2"
         assert f"Run it with '{command} shown.py'.\n" in draft.text
         assert max(map(len, draft.text.splitlines())) <= 110
-    assert kinds(drafts) == [
+    assert [draft.kind for draft in drafts] == [
         "the segment alone, without DDP and without ddpopt",
         "the segment alone, without DDP and without ddpopt",
         "the model, without DDP, without ddpopt",
@@ -109,22 +100,17 @@ def test_a_case_is_found_by_ddpopt_and_a_factory_without(tmp_path: Path) -> None
     assert f"CASE = resolve('{MODULE}:CUT')\n" in of_case
 
 
-def test_writing_scripts_leaves_the_random_generator_alone(tmp_path: Path) -> None:
-    before = torch.random.get_rng_state()
-    author(tmp_path, "aot_eager").drafts(Stage("local", "aot_eager"), Blamed(()))
-    assert torch.equal(torch.random.get_rng_state(), before)
-
-
 def test_the_segment_shows_the_difference_in_a_fresh_interpreter_that_never_loads_ddpopt(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "doubling.py").write_text(DOUBLING)
     writer = Author(Question("x:y", "default", "whole", "doubling:compiler", steps=1), tmp_path / "shown.py")
     blamed = segment(Given("x", torch.ones(2, 3), requires_grad=True))
+    assert blamed.code is not None
     path = [*sys.path]
     sys.path.insert(0, str(tmp_path))
     try:
-        drafts = writer._of_segment(Stage("local", "doubling:compiler"), segment_code(blamed), blamed)
+        drafts = writer._of_segment(Stage("local", "doubling:compiler"), blamed.code, blamed)
         text = next(iter(drafts)).text
     finally:
         sys.path[:] = path
@@ -139,21 +125,9 @@ def test_the_segment_shows_the_difference_in_a_fresh_interpreter_that_never_load
 @pytest.mark.parametrize(
     ("symptom", "headline", "ends"),
     [
-        (
-            Symptom("died", "SIGSEGV"),
-            "torch.compile with backend 'aot_eager' takes the process down (SIGSEGV).",
-            "It ends of SIGSEGV if the difference appears, with exit code 0 if it does not.",
-        ),
-        (
-            Symptom("run", "BackendCompilerFailed"),
-            "torch.compile with backend 'aot_eager' fails where eager runs.",
-            "It exits with 1 if the difference appears, with 0 if it does not.",
-        ),
-        (
-            Symptom("numbers"),
-            "torch.compile with backend 'aot_eager' does not compute what eager computes.",
-            "It exits with 1 if the difference appears, with 0 if it does not.",
-        ),
+        (Symptom("died", "SIGSEGV"), "takes the process down (SIGSEGV).", "It ends of SIGSEGV"),
+        (Symptom("run", "BackendCompilerFailed"), "fails where eager runs.", "It exits with 1"),
+        (Symptom("numbers"), "does not compute what eager computes.", "It exits with 1"),
     ],
 )
 def test_a_script_begins_with_the_difference_and_has_no_more_than_shows_it(
@@ -161,8 +135,9 @@ def test_a_script_begins_with_the_difference_and_has_no_more_than_shows_it(
 ) -> None:
     blamed = replace(segment(Given("x", torch.ones(2, 3), requires_grad=True)), symptom=symptom)
     for draft in author(tmp_path, "aot_eager").drafts(Stage("local", "aot_eager"), blamed):
-        assert draft.text.startswith(f'"""{headline}\n\nFound by `ddpopt verify`:\n')
-        assert f"\n{ends}\n" in draft.text
+        begins = f"torch.compile with backend 'aot_eager' {headline}"
+        assert draft.text.startswith(f'"""{begins}\n\nFound by `ddpopt verify`:\n')
+        assert f"\n{ends} if the difference appears, with " in draft.text
         assert ("def expectation" in draft.text) == (symptom.kind == "numbers")
         assert draft.death == ("SIGSEGV" if symptom.kind == "died" else "")
         assert draft.tensors or exit_code(draft) == 0
@@ -188,12 +163,14 @@ def test_a_segment_that_is_right_shows_no_difference(tmp_path: Path, fresh_dynam
     assert (exit_code(right), exit_code(wrong)) == (0, 1)
 
 
+@pytest.mark.parametrize("mode", ["local", "torch"])
 def test_a_model_that_is_right_shows_no_difference_without_ddp_and_with(
-    tmp_path: Path, one_rank_group: None, fresh_dynamo: None
+    tmp_path: Path, mode: str, one_rank_group: None, fresh_dynamo: None
 ) -> None:
-    for mode in ("local", "torch"):
-        draft = author(tmp_path, "aot_eager").drafts(Stage(mode, "aot_eager"), Blamed(()))[0]
-        assert exit_code(draft) == 0
+    before = torch.random.get_rng_state()
+    draft = author(tmp_path, "aot_eager").drafts(Stage(mode, "aot_eager"), Blamed(()))[0]
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert exit_code(draft) == 0
 
 
 def test_a_script_draws_the_random_numbers_that_eager_draws(
@@ -219,12 +196,3 @@ def test_failures_of_ddp_compiled_by_torch_show_in_one_process(
     draft = author(tmp_path, "eager", target).drafts(Stage("torch", "eager"), blamed)[0]
     assert draft.kind == "the model under DDP"
     assert exit_code(draft) == 1
-
-
-def test_blank_lines_stand_around_functions_and_nowhere_else_twice() -> None:
-    text = (
-        "import a\n\n\n\nB = 1\ndef f():\n    x = (\n        1\n    )\n\n\n\n    return x\nC = [\n    1,\n]\n"
-    )
-    assert spaced(text) == (
-        "import a\n\nB = 1\n\n\ndef f():\n    x = (\n        1\n    )\n\n    return x\n\n\nC = [\n    1,\n]\n"
-    )

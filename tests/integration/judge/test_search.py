@@ -10,8 +10,8 @@ import torch.distributed as dist
 from ddpopt.judge.locate import layer_of
 from ddpopt.judge.locating.known import Blamed, Known
 from ddpopt.judge.locating.pieces import Piece
-from ddpopt.judge.locating.rungs import Question, Stage, Symptom, ladder, stages_of
-from ddpopt.judge.locating.search import Search, search
+from ddpopt.judge.locating.rungs import Question, Stage, Symptom, stages_of
+from ddpopt.judge.locating.search import search
 from ddpopt.judge.locating.segment_code import Code
 from ddpopt.ranks.group import joined
 
@@ -129,18 +129,6 @@ def test_a_model_that_is_right_ends_without_a_blame(searching: Searching) -> Non
     assert known.blamed is None
 
 
-def test_without_time_the_whole_is_blamed_and_the_note_says_so(
-    one_rank_group: None, fresh_dynamo: None
-) -> None:
-    question = Question(f"{MODULE}:stages", "default", "whole", "scaling_tanh", steps=1)
-    known = Known()
-    with joined() as ranks:
-        Search(ranks, question, lambda: 0.0, known).narrow(Stage("local", "scaling_tanh"))
-    (whole,) = segments(known)
-    assert whole.startswith("graph 0, segments 0 to 7 of 8: ")
-    assert blamed(known).note == "the search ended early, after 0 tries: fewer segments may do"
-
-
 def test_the_best_so_far_is_told_before_the_search_has_ended(searching: Searching) -> None:
     heard: list[Blamed | None] = []
     stage = Stage("local", "scaling_tanh")
@@ -150,12 +138,6 @@ def test_the_best_so_far_is_told_before_the_search_has_ended(searching: Searchin
     told = [blamed for _, (blamed, *_) in groupby(heard, key=id) if blamed is not None]
     assert [len(blamed.segments) for blamed in told] == [1] * len(told)
     assert [blamed.note.startswith("the search ended early") for blamed in told] == [True, True, False, False]
-
-
-def test_the_ladder_ends_with_the_backend_on_trial() -> None:
-    assert ladder("inductor") == ("eager", "aot_eager", "inductor")
-    assert ladder("eager") == ("eager",)
-    assert ladder("mine") == ("eager", "aot_eager", "mine")
 
 
 def test_the_model_alone_comes_first_and_the_mode_on_trial_last() -> None:
@@ -177,12 +159,6 @@ def test_the_model_alone_comes_first_and_the_mode_on_trial_last() -> None:
             Stage("torch", "eager"),
             Symptom("run", "AssertionError"),
             "the data-parallel mode torch (torch's DDPOptimizer) under DDP, one rank suffices",
-        ),
-        (
-            Stage("whole", "eager", 2),
-            Symptom("structure"),
-            "torch.compile of a DDP module, before torch comes into it: Dynamo (torch.compile, backend "
-            "eager), with 2 ranks (in structure alone)",
         ),
         (
             Stage("torch", "inductor", 2),

@@ -43,52 +43,33 @@ def snapshot_text(project: pytest.Pytester) -> str:
     return (project.path / "test_snapshot.py").read_text()
 
 
-def test_accepting_snapshots_with_several_workers_is_refused(project: pytest.Pytester) -> None:
-    result = run(project, "--accept", "--dist", "load", "--tx", "2*popen")
+@pytest.mark.parametrize(
+    ("variable", "options", "count"),
+    [
+        ((), ("--accept", "--dist", "load", "--tx", "2*popen"), 2),
+        (("EXPECTTEST_ACCEPT", "1"), ("-n", "2"), 2),
+        (("WORLD_SIZE", "3"), ("--accept",), 3),
+    ],
+    ids=["workers", "by the variable", "ranks"],
+)
+def test_accepting_snapshots_in_several_processes_is_refused(
+    project: pytest.Pytester,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: tuple[str, ...],
+    options: tuple[str, ...],
+    count: int,
+) -> None:
+    if variable:
+        monkeypatch.setenv(*variable)
+    result = run(project, *options)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert REFUSAL.format(count=2) in result.stderr.str()
+    assert REFUSAL.format(count=count) in result.stderr.str()
     assert '"""3"""' in snapshot_text(project)
-
-
-def test_the_environment_variable_is_refused_like_the_option(
-    project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("EXPECTTEST_ACCEPT", "1")
-    result = run(project, "-n", "2")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert REFUSAL.format(count=2) in result.stderr.str()
-
-
-def test_accepting_snapshots_on_several_ranks_is_refused(
-    project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    result = run(project, "--accept")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert REFUSAL.format(count=3) in result.stderr.str()
 
 
 def test_one_process_may_accept_snapshots(project: pytest.Pytester) -> None:
     run(project, "--accept").assert_outcomes(passed=1)
     assert '"""2"""' in snapshot_text(project)
-
-
-@pytest.mark.parametrize(("ci", "derandomized"), [("true", True), (None, False)], ids=["ci", "desk"])
-def test_hypothesis_draws_the_same_examples_in_ci(
-    project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, ci: str | None, derandomized: bool
-) -> None:
-    monkeypatch.delenv("HYPOTHESIS_PROFILE", raising=False)
-    if ci is not None:
-        monkeypatch.setenv("CI", ci)
-    project.makepyfile(
-        test_snapshot=f"""
-        from hypothesis import settings
-
-        def test_profile() -> None:
-            assert settings().derandomize is {derandomized}
-        """
-    )
-    run(project).assert_outcomes(passed=1)
 
 
 def test_one_worker_runs_every_test_that_starts_ranks(project: pytest.Pytester) -> None:

@@ -37,39 +37,31 @@ import torch.distributed as dist
 
 pytestmark = pytest.mark.world_size(2)
 
-
 def test_sum(ddp_ranks):
     ones = torch.ones(1, device=ddp_ranks.device)
     dist.all_reduce(ones)
     assert ones.item() == ddp_ranks.size == 2
 
-
 def test_one_rank_fails(ddp_ranks):
     assert ddp_ranks.rank != 1, "only rank 1 says this"
-
 
 def test_one_rank_fails_and_its_peer_waits_for_it(ddp_ranks):
     assert ddp_ranks.rank != 1, "only rank 1 says this"
     dist.barrier()
 
-
 @pytest.fixture
 def broken(ddp_ranks):
     assert ddp_ranks.rank != 1, "only rank 1 says this"
-
 
 @pytest.mark.usefixtures("broken")
 def test_one_rank_fails_in_a_fixture():
     dist.barrier()
 
-
 def test_gather(ddp_ranks):
     assert ddp_ranks.gather(ddp_ranks.rank) == list(range(ddp_ranks.size))
 
-
 def test_a_group_without_the_fixture():
     assert dist.get_world_size() == 2
-
 
 @pytest.mark.world_size(2, timeout=2)
 def test_one_rank_stalls(ddp_ranks):
@@ -79,22 +71,18 @@ def test_one_rank_stalls(ddp_ranks):
     if ddp_ranks.rank == 1:
         sleep_here()
 
-
 def test_one_rank_is_killed(ddp_ranks):
     if ddp_ranks.rank == 1:
         print("last words", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
 
-
 def test_after(ddp_ranks):
     dist.barrier()
-
 
 @pytest.mark.skip(reason="not today")
 def test_skipped_everywhere():
     pass
-
 
 def test_skipped_somewhere(ddp_ranks):
     if ddp_ranks.rank == 1:
@@ -137,17 +125,6 @@ import pytest
 @pytest.fixture(scope="module", autouse=True)
 def spared(): pass
 """
-FOLDER_SAMPLES = f"""{SPARED}
-import torch.distributed as dist
-
-def test_unmarked(ranks): assert dist.get_world_size() == ranks.size
-
-@pytest.mark.world_size(2)
-def test_two(ranks): assert ranks.size >= 2
-
-@pytest.mark.one_process
-def test_alone(): assert not dist.is_initialized()
-"""
 IN_ONE_PROCESS = f"""{SPARED}
 import os, pathlib
 
@@ -182,8 +159,9 @@ def test_third(): assert test_fixtures.made == ["made", "gone"]
 PLAIN = ("pytest",)
 
 
-def torchrun(ranks: int) -> tuple[str, ...]:
-    return ("torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "pytest")
+def torchrun(ranks: int, *options: str) -> tuple[str, ...]:
+    where = options or ("--standalone",)
+    return ("torch.distributed.run", *where, "--nproc-per-node", str(ranks), "-m", "pytest")
 
 
 class Suite:
@@ -351,24 +329,10 @@ def test_the_ranks_of_several_nodes_run_a_test_together(suite: Suite) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    nodes = [
-        suite.start(
-            (
-                *(
-                    "torch.distributed.run",
-                    "--nnodes",
-                    "2",
-                    "--node-rank",
-                    str(node),
-                    "--nproc-per-node",
-                    "1",
-                ),
-                *("--master-addr", "127.0.0.1", "--master-port", str(port), "-m", "pytest"),
-            ),
-            *("-k", "gather or one_rank_fails_and"),
-        )
-        for node in range(2)
-    ]
+    nodes = []
+    for node in range(2):
+        place = f"--nnodes=2 --node-rank={node} --master-addr=127.0.0.1 --master-port={port}"
+        nodes.append(suite.start(torchrun(1, *place.split()), "-k", "gather or one_rank_fails_and"))
     texts = [node.communicate(timeout=RUN_LIMIT_S)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [1, 1], texts
     assert outcomes(texts[0]) == [
@@ -379,33 +343,12 @@ def test_the_ranks_of_several_nodes_run_a_test_together(suite: Suite) -> None:
 
 
 @pytest.mark.nightly
-def test_with_one_rank_the_tests_of_this_folder_that_need_more_say_so(suite: Suite) -> None:
-    shutil.copy(Path(__file__).parents[1] / "conftest.py", suite.folder)
-    suite.write(FOLDER_SAMPLES)
-    code, text = suite.run(torchrun(1))
-    assert outcomes(text) == ["PASSED alone", "PASSED unmarked"], text
-    assert "needs 2 ranks, this run has 1: torchrun --nproc-per-node 2 -m pytest …" in text
-    assert code == 0
-
-
-@pytest.mark.nightly
-def test_torchruns_ranks_share_out_the_tests_of_this_folder_that_run_in_one_process(suite: Suite) -> None:
+def test_torchruns_ranks_share_out_the_tests_suite_that_run_in_one_process(suite: Suite) -> None:
     shutil.copy(Path(__file__).parents[1] / "conftest.py", suite.folder)
     suite.write(IN_ONE_PROCESS)
     code, text = suite.run(torchrun(2))
     assert code == 0, text
     assert {path.name for path in suite.folder.glob("* ?")} == {"first 0", "second 1", "third 0"}
-
-
-@pytest.mark.nightly
-def test_the_tests_of_this_folder_have_as_many_ranks_as_the_environment_says(
-    suite: Suite, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copy(Path(__file__).parents[1] / "conftest.py", suite.folder)
-    suite.write(f"{SPARED}\ndef test_size(ranks): assert ranks.size == 1")
-    monkeypatch.setenv("DDPOPT_NPROC", "1")
-    code, text = suite.run(PLAIN)
-    assert (code, outcomes(text)) == (0, ["PASSED size"]), text
 
 
 @pytest.mark.nightly

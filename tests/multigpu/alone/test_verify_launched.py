@@ -2,17 +2,14 @@
 
 import json
 import os
-import signal
 from pathlib import Path
 
 import pytest
 
-from ddpopt.judge.trainer import Trainer
 from ddpopt.judge.trials import Asked
 from ddpopt.judge.verdict import Status, Verdict
-from tests.selftest.faults import FAULTS, Fault
+from tests.selftest.faults import FAULTS
 from tests.selftest.self_test import self_test
-from tests.selftest.sites import Site
 from tests.shop import run, write_shop
 
 pytestmark = pytest.mark.timeout(240)
@@ -29,6 +26,7 @@ def test_a_killed_rank_ends_with_3_and_its_name(folder: Path) -> None:
     (trial,) = json.loads(done.stdout)["trials"]
     assert trial["status"] == Status.BROKEN
     assert "rank 1 died of SIGKILL" in trial["reason"]
+    assert [link for link in Path("/proc").glob("[0-9]*/cwd") if _resolves_to(link, folder)] == []
 
 
 def test_under_torchrun_its_ranks_are_used_and_one_of_them_reports(folder: Path) -> None:
@@ -74,24 +72,6 @@ def test_a_fault_that_takes_the_ranks_down_is_found_and_the_next_one_is_tried() 
     assert [trial.backend for trial in result.clean.trials if "L2" in trial.levels] == ["rounding"]
     assert result.clean_runs == 1
     assert result
-
-
-@pytest.mark.nightly
-def test_ranks_that_die_before_a_fault_has_run_did_not_find_it() -> None:
-    def dying(trainer: Trainer, site: Site) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    early = Fault("dies early", "communication", ("ranks",), tamper=dying)
-    result = self_test(2, faults=[early], clean={})
-    assert [found.fault for found in result.not_injected] == ["dies early"]
-    assert not result
-
-
-@pytest.mark.nightly
-def test_nothing_is_left_behind(folder: Path) -> None:
-    run(folder, "shop:small", "--backend", "killing", "--no-locate")
-    left = [p for p in Path("/proc").glob("[0-9]*/cwd") if _resolves_to(p, folder)]
-    assert left == []
 
 
 def _resolves_to(link: Path, folder: Path) -> bool:
