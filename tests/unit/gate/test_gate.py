@@ -78,7 +78,9 @@ def test_update_writes_what_changed_and_says_so(file: Path, monkeypatch: pytest.
     assert run("--baseline", str(file), "--update").stderr == f"ddpopt: nothing to change in {file}\n"
 
 
-def test_no_baseline_is_made_of_a_run_that_is_wrong(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_baseline_is_made_of_a_run_that_is_wrong_or_of_nothing(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = file.read_text()
     measuring(monkeypatch, with_mode(verdict="wrong: L0: a gradient"))
     result = run("--baseline", str(file), "--update")
@@ -86,12 +88,10 @@ def test_no_baseline_is_made_of_a_run_that_is_wrong(file: Path, monkeypatch: pyt
     assert "verdict: ok before, wrong: L0: a gradient now" in result.stdout
     assert f"{file} was not written:\n  gpt, ddpopt-inline: verdict: wrong: L0: a gradient" in result.stderr
     assert file.read_text() == before
-
-
-def test_no_baseline_is_made_of_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measuring(monkeypatch, {})
-    assert run("gpt", "--baseline", str(tmp_path / "b.json"), "--update").exit_code == 3
-    assert not (tmp_path / "b.json").exists()
+    new = file.with_name("new.json")
+    assert run("gpt", "--baseline", str(new), "--update").exit_code == 3
+    assert not new.exists()
 
 
 def test_a_new_baseline_keeps_what_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,14 +182,6 @@ def test_iterations_are_told_apart_where_compiled_code_shows_no_operators(
     assert observed(seen) == [planned(plan)] * 2
 
 
-def test_a_hook_that_sends_another_type_is_matched_by_size() -> None:
-    ddp = pair()
-    ddp._register_builtin_comm_hook(c10d.BuiltinCommHookType.FP16_COMPRESS)
-    with observe(ddp) as seen:
-        step(ddp)
-    assert [(c.dtype, c.bucket) for c in seen.collectives if c.op == "allreduce"] == [("float16", 0)]
-
-
 class Spectrum(nn.Module):
     """As many bytes of complex numbers as of two kinds of real ones, each to stand in a bucket of its own."""
 
@@ -248,9 +240,14 @@ def test_what_is_not_as_many_pairs_of_the_same_type_is_not_taken_for_a_complex_b
     assert sent == [(other.nbytes, None), (48, 0), (48, 1)]
 
 
-def test_a_bucket_that_is_sent_in_another_size_is_marked() -> None:
-    def half(state: object, bucket: Any) -> torch.futures.Future[Tensor]:
-        del state
+def test_a_hook_that_sends_another_type_is_matched_by_size_and_one_that_sends_another_size_marked() -> None:
+    ddp = pair()
+    ddp._register_builtin_comm_hook(c10d.BuiltinCommHookType.FP16_COMPRESS)
+    with observe(ddp) as seen:
+        step(ddp)
+    assert [(c.dtype, c.bucket) for c in seen.collectives if c.op == "allreduce"] == [("float16", 0)]
+
+    def half(state: object, bucket: Any) -> Any:
         dist.all_reduce(bucket.buffer()[:5].clone())
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
