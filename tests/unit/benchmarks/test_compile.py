@@ -1,6 +1,5 @@
 """Tests of the pure parts of `benchmarks.compile`: ratios, growth, what falls short, arguments."""
 
-import resource
 import subprocess
 from typing import Any
 
@@ -18,7 +17,7 @@ from benchmarks.compile import (
     section,
     start_once,
 )
-from benchmarks.compile_once import Start, on_one_stack
+from benchmarks.compile_once import Start
 from ddpopt.errors import InfrastructureError
 
 
@@ -31,20 +30,16 @@ def figures(layers: int = 24, model: str = "gpt", **cold_s: float) -> dict[Setti
     return {Setting(model, layers, mode): starts(seconds) for mode, seconds in cold_s.items()}
 
 
-def test_ratios_are_of_starts_at_the_same_depth() -> None:
-    found = {**figures(split=10.0), **figures(torch=40.0), **figures(48, whole=10.0)}
-    assert ratio(found, Setting("gpt", 24, "split"), "torch", "cold") == 0.25
-    assert ratio(found, Setting("gpt", 24, "split"), "whole", "cold") is None
-
-
-def test_a_ratio_is_the_median_of_the_rounds_not_that_of_the_fastest() -> None:
+def test_a_ratio_is_the_median_of_rounds_at_the_same_depth_not_that_of_the_fastest() -> None:
     whole, inline = ([Start(seconds, 0.0, 2, 0) for seconds in column] for column in ((9, 20, 5), (9, 21, 9)))
     found = {
         Setting("gpt", 24, mode): Starts(tuple(column), tuple(column), ())
         for mode, column in (("whole", whole), ("inline", inline))
     }
+    found |= figures(48, torch=10.0)
     assert ratios(found, Setting("gpt", 24, "inline"), "whole", "cold") == [1.0, 1.05, 1.8]
     assert ratio(found, Setting("gpt", 24, "inline"), "whole", "cold") == 1.05
+    assert ratio(found, Setting("gpt", 24, "inline"), "torch", "cold") is None
 
 
 def test_what_is_compared_starts_together_and_changes_places(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,29 +61,17 @@ def test_what_is_compared_starts_together_and_changes_places(monkeypatch: pytest
     assert second == [{("whole", 7), ("inline", 4)}, {("torch", 7), ("split", 4)}]
 
 
-def test_with_one_processor_all_take_turns() -> None:
-    settings = [Setting("gpt", 2, mode) for mode in ("whole", "inline")]
-    assert heats(settings, 1) == [(settings[0],), (settings[1],)]
-
-
 def short(found: dict[Setting, Starts]) -> dict[str, float]:
     """What was measured and is not as asked."""
     claims = section(found, {}).claims
     return {f"{c.case}: {c.what}": c.found for c in claims if c.found is not None and not c.held}
 
 
-def test_uncached_and_cold_starts_are_told_apart() -> None:
-    one = Start(1.0, 1.0, 8, 0)
-    found = {
-        Setting("gpt", 24, "split"): Starts((one,), (one,), (Start(1.0, 1.0, 0, 8),)),
-        Setting("gpt", 24, "torch"): Starts((Start(5.0, 5.0, 48, 0),), (Start(2.0, 2.0, 8, 40),), (one,)),
-    }
-    assert short(found) == {"gpt, 24 layers: torch's cold start to split's": 2.0}
-
-
 def test_what_is_asked_is_enough() -> None:
     deep = figures(48, whole=200.0, torch=900.0, split=62.0, inline=209.0)
     assert short({**figures(whole=100.0, torch=200.0, split=50.0, inline=105.0), **deep}) == {}
+    settings = [Setting("gpt", 2, mode) for mode in ("whole", "inline")]
+    assert heats(settings, 1) == [(settings[0],), (settings[1],)]  # on one processor all take turns
 
 
 def test_whatever_falls_short_is_told() -> None:
@@ -118,22 +101,13 @@ def test_what_was_not_compiled_is_not_measured_and_does_not_hold() -> None:
     assert not any(claim.held for claim in claims if claim.remark)
 
 
-def test_the_spread_is_over_rounds() -> None:
-    columns = {"torch": (80.0, 90.0), "split": (20.0, 15.0)}
-    found = {
-        Setting("gpt", 24, mode): Starts(both, both, both)
-        for mode, column in columns.items()
-        if (both := tuple(Start(seconds, 0.0, 2, 0) for seconds in column))
-    }
-    claim = section(found, {}).claims[0]
-    assert (claim.found, claim.spread) == (5.0, (4.0, 6.0))
-
-
-def test_the_table_has_a_row_for_each_setting() -> None:
+def test_the_table_has_a_row_for_each_setting_and_the_spread_is_over_rounds() -> None:
     found = {**figures(torch=40.0), Setting("gpt", 24, "split"): starts(10.0, slower_s=2.0)}
-    assert section(found, {}).grids[0].rows[1] == (
+    made = section(found, {})
+    assert made.grids[0].rows[1] == (
         *("gpt", "24", "split", *(("10.0 (12.0)", "0.275", "–") * 2), "1.0 (1.0)", "0"),
     )
+    assert made.claims[0].spread == (40 / 12, 4.0)
 
 
 def test_a_process_that_fails_is_told_with_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,22 +136,3 @@ def test_an_argument_that_cannot_be_is_a_usage_error(
         main(arguments)
     assert left.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def at_depth(depth: int) -> int:
-    """How many pages a thousand calls touch for the first time, with so many frames below them."""
-    if depth:
-        return at_depth(depth - 1)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(1000):
-        called()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-
-def called(a: int = 1, b: int = 2, c: int = 3, d: int = 4, e: int = 5, f: int = 6, g: int = 7) -> int:
-    return a
-
-
-def test_no_call_of_a_measured_start_waits_for_its_stack_to_grow() -> None:
-    # without it, in CPython 3.11, there are a few depths at which each call touches a new page
-    assert max(on_one_stack(lambda: [at_depth(depth) for depth in range(600)])) < 500

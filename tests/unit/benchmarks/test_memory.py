@@ -13,11 +13,8 @@ def numbers() -> Tensor:
     return torch.empty(NUMBERS, dtype=torch.float32)
 
 
-def test_what_is_freed_before_the_peak_is_not_part_of_it() -> None:
+def test_what_is_freed_before_the_peak_or_was_held_before_is_not_part_of_it() -> None:
     assert peak_of([10, -10, 6, 5, -3, 1]) == 11
-
-
-def test_what_was_held_before_and_is_freed_does_not_count() -> None:
     assert peak_of([-100, 30]) == 0
 
 

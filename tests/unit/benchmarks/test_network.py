@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from benchmarks import network
-from benchmarks.network import enter, link_commands, loopback, two_hosts
+from benchmarks.network import link_commands, loopback, two_hosts
 
 
 def test_the_link_is_made_inside_the_namespaces_and_limited_at_both_ends() -> None:
@@ -24,26 +24,17 @@ def test_the_link_is_made_inside_the_namespaces_and_limited_at_both_ends() -> No
     assert inside[4:] == swapped
 
 
-def test_nothing_names_a_namespace_so_that_runs_do_not_clash() -> None:
-    words = [word for command in link_commands((11, 22), "1gbit") for word in command]
-    assert "-n" not in words
-    assert words.count("netns") == 2  # each with the number of a process
-
-
-def test_without_root_the_ranks_share_loopback_and_the_result_says_so(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("missing", "reason"), [((), "it takes root"), (("tc", "nsenter"), "tc, nsenter not found")]
+)
+def test_without_root_or_tools_the_ranks_share_loopback_and_the_result_says_so(
+    missing: tuple[str, ...], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shutil.which", lambda tool: tool)
+    monkeypatch.setattr("shutil.which", lambda tool: None if tool in missing else tool)
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     with two_hosts("1gbit") as found:
-        assert found == loopback("it takes root")
-    assert found.description == "loopback, no emulated link: it takes root"
-
-
-def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shutil.which", lambda tool: None if tool in ("tc", "nsenter") else tool)
-    with two_hosts("1gbit") as found:
-        assert found == loopback("tc, nsenter not found")
+        assert found == loopback(reason)
+    assert found.description == f"loopback, no emulated link: {reason}"
 
 
 def test_a_network_that_refuses_a_command_leads_to_loopback_and_leaves_no_holder(
@@ -67,7 +58,3 @@ def test_a_network_that_refuses_a_command_leads_to_loopback_and_leaves_no_holder
         assert found == loopback("Error: Specified qdisc kind is unknown.")
     assert len(started) == 2
     assert all(holder.returncode is not None for holder in started)
-
-
-def test_entering_a_namespace_is_a_prefix() -> None:
-    assert " ".join((*enter(7), "tc")) == "nsenter --target 7 --net tc"

@@ -21,11 +21,6 @@ def stored(path: Path, timings: Timings) -> dict[str, list[tuple[float, ...]]]:
     return {bench.get_name(): [run.values for run in bench.get_runs()] for bench in suite.get_benchmarks()}
 
 
-def test_timings_of_one_process_and_of_several_are_kept_apart(tmp_path: Path) -> None:
-    timings: Timings = {"one, twice": [(1.0, 2.0)], "two, once each": [(3.0,), (4.0,)]}
-    assert stored(tmp_path / "a.json", timings) == timings
-
-
 def test_conditions_stand_beside_what_pyperf_knows_of_the_machine(tmp_path: Path) -> None:
     stored(tmp_path / "a.json", {"x": [(1.0,)]})
     metadata = pyperf.Benchmark.load(str(tmp_path / "a.json")).get_metadata()

@@ -77,7 +77,7 @@ def test_what_falls_short_is_told_with_its_rate(
     ]
 
 
-def test_over_loopback_nothing_is_judged_and_one_rate_is_enough(
+def test_over_loopback_nothing_is_judged_one_rate_is_enough_and_all_figures_are_kept(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     made = measure_nothing(monkeypatch, far_from_it, loopback("it takes root"))
@@ -86,23 +86,8 @@ def test_over_loopback_nothing_is_judged_and_one_rate_is_enough(
     assert len(made) == 1
     assert "not judged: there is no slow network" in capsys.readouterr().out
     document = json.loads(kept.read_text())
-    assert document["figures"][0]["rate"] == "no rate"
+    assert document["figures"] == [{"rate": "no rate", **asdict(far_from_it(JOB))}]
     assert {claim["remark"] for claim in document["claims"]} == {"not measured"}
-
-
-def test_what_is_kept_says_what_was_asked_and_has_all_figures(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    measure_nothing(monkeypatch, far_from_it)
-    kept = tmp_path / "step.json"
-    main(["--rate", "1gbit", "--models", "linears", "--json", str(kept)])
-    document = json.loads(kept.read_text())
-    assert [(one["asked"], one["held"]) for one in document["claims"] if one["found"]] == [
-        ("at most 1.05", False),
-        ("at most 1.02", False),
-    ]
-    assert document["figures"] == [{"rate": "1gbit", **asdict(far_from_it(JOB))}]
-    assert document["grids"][0]["title"].endswith("; a slow link; physical limit 13000 ms")
 
 
 def test_without_a_gpu_cuda_ends_in_words(

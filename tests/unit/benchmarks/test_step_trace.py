@@ -12,32 +12,21 @@ from benchmarks.step_trace import Span, exposed_share, record
 from tests.unit.step_figures import trace
 
 
-def exposed(*transfers: Span, computed: float = 5.0) -> float:
-    return exposed_share(replace(trace(), computed=computed, transfers=transfers))
-
-
-def test_what_is_sent_while_the_backward_computes_is_hidden() -> None:
-    assert exposed((2.0, 4.0), (4.0, 5.0)) == 0
-
-
-def test_what_is_sent_afterwards_is_exposed() -> None:
-    assert exposed((5.0, 6.0), (6.0, 9.0)) == 1
-
-
-def test_a_transfer_counts_from_when_computing_ended() -> None:
-    assert exposed((4.0, 8.0)) == 0.75
-
-
-def test_transfers_at_one_time_count_once() -> None:
-    assert exposed((3.0, 7.0), (3.0, 7.0), (4.0, 5.0)) == 0.5
-
-
-def test_a_rest_between_transfers_is_no_all_reduce_time() -> None:
-    assert exposed((3.0, 4.0), (8.0, 9.0)) == 0.5
-
-
-def test_where_nothing_is_sent_nothing_is_exposed() -> None:
-    assert exposed() == 0
+@pytest.mark.parametrize(
+    ("transfers", "share"),
+    [
+        pytest.param(((2.0, 4.0), (4.0, 5.0)), 0, id="hidden while the backward computes"),
+        pytest.param(((5.0, 6.0), (6.0, 9.0)), 1, id="exposed afterwards"),
+        pytest.param(((4.0, 8.0),), 0.75, id="counted from when computing ended"),
+        pytest.param(((3.0, 7.0), (3.0, 7.0), (4.0, 5.0)), 0.5, id="counted once at one time"),
+        pytest.param(((3.0, 4.0), (8.0, 9.0)), 0.5, id="a rest is no all-reduce time"),
+        pytest.param((), 0, id="nothing sent"),
+    ],
+)
+def test_what_is_sent_after_computing_ended_at_5_is_exposed(
+    transfers: tuple[Span, ...], share: float
+) -> None:
+    assert exposed_share(replace(trace(), computed=5.0, transfers=transfers)) == share
 
 
 class Slow(torch.autograd.Function):

@@ -16,20 +16,14 @@ from ddpopt.testing import Case, mean_square, resolve, step_seed
 # ------------------------------------------------------------------------------------------------ names
 
 
-def test_names_are_unique() -> None:
+def test_every_case_has_a_name_of_its_own_a_line_on_what_it_exercises_and_tags_that_are_explained() -> None:
     names = [case.name for case in corpus.cases()]
     assert len(set(names)) == len(names)
-
-
-def test_every_case_says_in_one_line_what_it_exercises() -> None:
-    abouts = [case.about for case in corpus.cases()]
-    assert [about for about in abouts if not about or "\n" in about or about.endswith(".")] == []
-
-
-def test_tags_are_those_that_the_corpus_explains() -> None:
-    assert corpus.__doc__ is not None
-    tags = [tag for case in corpus.cases() for tag in case.tags]
-    assert [tag for tag in tags if f"``{tag}``" not in corpus.__doc__] == []
+    for case in corpus.cases():
+        assert case.about
+        assert "\n" not in case.about
+        assert not case.about.endswith(".")
+        assert [tag for tag in case.tags if f"``{tag}``" not in (corpus.__doc__ or "")] == []
 
 
 def test_an_unknown_case_is_answered_with_the_names_that_exist() -> None:
@@ -44,12 +38,9 @@ def test_an_unknown_case_is_answered_with_the_names_that_exist() -> None:
 # ------------------------------------------------------------------------------------------------ loss
 
 
-def test_the_default_loss_is_the_mean_over_all_elements_of_all_floating_outputs() -> None:
+def test_the_default_loss_is_the_mean_over_all_elements_of_all_floating_outputs_in_float32() -> None:
     output = {"a": torch.tensor([1.0, 2.0]), "b": [torch.tensor([3 + 4j]), None, 7, torch.tensor([100])]}
     assert mean_square(output).item() == (1 + 4 + 9 + 16) / 4  # a complex element is two real ones
-
-
-def test_the_default_loss_sums_half_precision_in_float32() -> None:
     assert mean_square(torch.full((4,), 300.0, dtype=torch.float16)).item() == 90000.0
 
 
@@ -101,19 +92,17 @@ def weight_gradients(case: Case, rank: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("factory", [pair, triple, keywords, single])
-def test_a_factory_becomes_a_case_that_repeats_and_differs_per_rank(factory: Callable[[], object]) -> None:
-    case = resolve(factory)
-    first, again, other = (weight_gradients(case, rank) for rank in (0, 0, 1))
-    assert all(map(torch.equal, first, again))
-    assert not any(map(torch.equal, first, other))
-
-
-def test_a_factory_leaves_the_default_generator_alone() -> None:
+def test_a_factory_becomes_a_case_that_repeats_differs_per_rank_and_leaves_the_generator_alone(
+    factory: Callable[[], object],
+) -> None:
     before = torch.random.get_rng_state()
-    case = resolve(pair)
+    case = resolve(factory)
     case.model()
     case.inputs(1, 1)
     assert torch.equal(before, torch.random.get_rng_state())
+    first, again, other = (weight_gradients(case, rank) for rank in (0, 0, 1))
+    assert all(map(torch.equal, first, again))
+    assert not any(map(torch.equal, first, other))
 
 
 def test_a_case_and_what_leads_to_a_case_resolve_to_it() -> None:

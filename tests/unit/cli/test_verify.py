@@ -52,7 +52,6 @@ def test_under_torchrun_the_first_rank_alone_writes(
     [
         (["shop:nothing"], "module 'shop' has no attribute 'nothing'"),
         (["shop:no_model"], "expected it to return (model, inputs)"),
-        (["shop:small", "--mode", "ddpopt-inlin"], "--mode: expected one of eager, manual"),
         (["shop:small", "--mode", "ddpopt-inlin"], "got 'ddpopt-inlin'; did you mean 'ddpopt-inline'"),
         (["shop:small", "--mode", ","], "--mode: expected one of eager, manual"),
         (["shop:small", "--options", "defalt"], "got 'defalt'; did you mean 'default'?"),
@@ -62,7 +61,6 @@ def test_under_torchrun_the_first_rank_alone_writes(
         (["shop:small", "--json", "no/such/folder/v.json"], "--json: cannot write"),
         (["shop:small", "--report", "no/such/folder/v.xml"], "--report: cannot write"),
         (["shop:small", "--report", "v.txt"], "expected a file name that ends in .xml, .html, .md"),
-        (["shop:small", "--timeout", "0"], "--timeout: expected a positive number, got 0.0"),
         (["shop:small", "--timeout", "nan"], "--timeout: expected a positive number, got nan"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -19,7 +19,6 @@ def findings(*layers: nn.Module, buckets: int | None = 4) -> list[tuple[Weight, 
 
 
 def test_settings_that_do_no_harm_are_not_mentioned() -> None:
-    assert findings() == []
     with torch._dynamo.config.patch(optimize_ddp="python_reducer", compiled_autograd=True):
         assert findings() == []
 
@@ -103,7 +102,4 @@ def test_unused_parameters_are_weighed_by_what_ddp_was_told(
 ) -> None:
     found = unused_findings(unused, (), options, steps=2)
     assert [(finding.topic, finding.weight) for finding in found] == said
-
-
-def test_parameters_that_ddp_ignores_are_not_unused() -> None:
-    assert list(unused_findings((NEVER,), ("w",), {}, steps=2)) == []
+    assert [*unused_findings((NEVER,), ("w",), {}, steps=2)] == []  # DDP ignores it

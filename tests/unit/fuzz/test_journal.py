@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,12 +18,6 @@ ANSWERS = (Answer("whole", Kind.OK), Answer("ddpopt-split", Kind.WRONG, Signatur
 
 def entry(worker: int, place: int, run: int = 0) -> Entry:
     return Entry(worker, place, run, 1.5, ("conv", "norm"), ANSWERS)
-
-
-def test_an_entry_comes_back_from_its_line() -> None:
-    line = entry(0, 7).to_line()
-    assert "\n" not in line
-    assert Entry.from_line(line) == entry(0, 7)
 
 
 def test_an_entry_is_on_disk_as_soon_as_it_is_added(tmp_path: Path) -> None:
@@ -61,19 +56,14 @@ def test_a_line_that_no_campaign_wrote_is_named(damaged: str, tmp_path: Path) ->
         Journal(tmp_path, THE_PLAN)
 
 
-def test_a_campaign_of_a_release_that_draws_other_models_is_refused(tmp_path: Path) -> None:
-    Journal(tmp_path, THE_PLAN).__exit__()
-    with pytest.raises(UsageError, match=r"draws: '5f' there, '1f' here"):
-        Journal(tmp_path, replace(THE_PLAN, draws="1f"))
-
-
-def test_the_plan_is_beside_it_and_another_one_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [({"draws": "1f"}, "draws: '5f' there, '1f' here"), ({"nproc": 2}, "nproc: 1 there, 2 here")],
+)
+def test_the_plan_is_beside_it_and_another_one_is_refused(
+    other: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     Journal(tmp_path, THE_PLAN).__exit__()
     assert json.loads((tmp_path / PLAN).read_text())["modes"] == ["whole", "ddpopt-split"]
-    other = Plan(**{**vars(THE_PLAN), "nproc": 2})
-    with pytest.raises(UsageError) as caught:
-        Journal(tmp_path, other)
-    assert str(caught.value) == (
-        f"--out: {str(tmp_path)!r} has another campaign (nproc: 1 there, 2 here); repeat its options to "
-        "resume it, or name another folder"
-    )
+    with pytest.raises(UsageError, match=words):
+        Journal(tmp_path, replace(THE_PLAN, **other))

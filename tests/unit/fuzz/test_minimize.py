@@ -59,13 +59,27 @@ class Asked:
         return Answer(case.mode, Kind.OK)
 
 
-def test_what_is_left_is_what_the_failure_needs() -> None:
-    found = minimized(CASE, Asked("gain", "product"))
+def test_what_is_left_is_what_the_failure_needs_and_what_fails_in_another_way_is_counted() -> None:
+    asked = Asked("gain", "product")
+    found = minimized(CASE, asked)
     assert found.case.model == DrawnModel(
         steps=(step("gain", 0), step("product")), width=4, cap_bytes=2**20, batches=(2,)
     )
-    assert found.case.setting == Setting("eager", nproc=1, steps=1)
+    cheapest = Setting("eager", nproc=1, steps=1)
+    assert found.case.setting == cheapest
+    assert {repr(case.setting) for case in asked.cases[4:]} == {repr(cheapest)}
     assert found.ended
+    others = [case for case in asked.cases if len(blocks(case) & {"gain", "product"}) == 1]
+    assert found.drifted == {f"wrong: {OTHER}": len(others)}
+    assert others
+
+
+def test_what_the_failure_needs_of_the_setting_is_kept() -> None:
+    def needs(case: FoundCase) -> bool:
+        return case.setting.nproc == 2 and case.setting.backend != "eager" and case.setting.steps > 1
+
+    found = minimized(CASE, Asked("gain", also=needs))
+    assert found.case.setting == Setting("aot_eager", nproc=2, steps=2)
 
 
 def test_a_step_that_reads_far_back_reads_the_same_where_those_between_go() -> None:
@@ -81,14 +95,6 @@ def test_a_step_that_reads_far_back_reads_the_same_where_those_between_go() -> N
     assert found.case.model.steps == (step("gain"), step("halved"))
 
 
-def test_what_fails_in_another_way_is_left_and_counted() -> None:
-    asked = Asked("gain", "product")
-    found = minimized(CASE, asked)
-    others = [case for case in asked.cases if len(blocks(case) & {"gain", "product"}) == 1]
-    assert found.drifted == {f"wrong: {OTHER}": len(others)}
-    assert others
-
-
 def test_a_case_that_fails_in_another_way_is_refused_with_both_failures() -> None:
     with pytest.raises(NotJudgedError) as caught:
         minimized(replace(CASE, torch="2.12.0"), lambda case: Answer(case.mode, Kind.WRONG, OTHER))
@@ -100,21 +106,6 @@ def test_a_case_that_fails_in_another_way_is_refused_with_both_failures() -> Non
         minimized(CASE, lambda case: Answer(case.mode, Kind.OK))
 
 
-def test_what_the_failure_needs_of_the_setting_is_kept() -> None:
-    def needs(case: FoundCase) -> bool:
-        return case.setting.nproc == 2 and case.setting.backend != "eager" and case.setting.steps > 1
-
-    found = minimized(CASE, Asked("gain", also=needs))
-    assert found.case.setting == Setting("aot_eager", nproc=2, steps=2)
-
-
-def test_all_but_the_first_tries_are_made_in_the_cheapest_setting() -> None:
-    asked = Asked("gain")
-    minimized(CASE, asked)
-    settings = [case.setting for case in asked.cases]
-    assert settings[4:] == [Setting("eager", nproc=1, steps=1)] * len(settings[4:])
-
-
 def test_many_steps_go_at_once() -> None:
     many = replace(CASE, model=DrawnModel(steps=(*(NOISE * 30), step("gain"))))
     asked = Asked("gain")
@@ -123,20 +114,15 @@ def test_many_steps_go_at_once() -> None:
     assert len(asked.cases) <= 25  # of 121 steps
 
 
-def test_a_search_that_runs_out_of_tries_says_so_and_keeps_what_it_has() -> None:
+def test_a_search_that_runs_out_of_tries_says_so_keeps_what_it_has_and_tells_how_far_it_is() -> None:
     asked = Asked("gain", "product")
-    found = minimized(CASE, asked, tries=6)
-    assert not found.ended
-    assert found.tries == 6
+    told: list[Minimized] = []
+    found = minimized(CASE, asked, tries=6, tell=told.append)
+    assert (found.ended, found.tries) == (False, 6)
     assert len(asked.cases) == 7  # the first one is the case itself
     assert blocks(found.case) >= {"gain", "product"}
-
-
-def test_a_search_tells_how_far_it_is_after_each_model() -> None:
-    told: list[Minimized] = []
-    found = minimized(CASE, Asked("gain", "product"), tell=told.append)
-    assert [one.tries for one in told] == list(range(1, found.tries + 1))
-    assert told[-1] == replace(found, ended=False)
+    assert [one.tries for one in told] == [1, 2, 3, 4, 5, 6]
+    assert told[-1] == found
     weights = [weight(one.case.model) for one in told]
     assert weights == sorted(weights, reverse=True)
 

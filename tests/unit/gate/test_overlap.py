@@ -66,13 +66,10 @@ def test_where_eager_has_no_potential_nothing_can_be_lost() -> None:
     assert ratio_to_eager(0.2, 0.4) == 0.5
 
 
-def test_the_count_is_that_of_the_formulas() -> None:
+def test_the_count_is_that_of_the_formulas_and_has_attention_on_the_cpu() -> None:
     with FlopCount() as count:
         torch.ones(2, 3) @ torch.ones(3, 5)
     assert count.total == 2 * 2 * 3 * 5
-
-
-def test_attention_on_the_cpu_counts_too() -> None:
     q, k, v = (torch.randn(1, 2, 8, 4, requires_grad=True) for _ in range(3))
     attended = nn.functional.scaled_dot_product_attention(q, k, v).sum()
     with FlopCount() as count:
@@ -94,18 +91,13 @@ def test_eager_ddp_has_the_potential_of_its_layers() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_the_buckets_of_every_iteration_are_seen_by_name() -> None:
-    ddp = DistributedDataParallel(layers(3), bucket_cap_mb=CAP_OF_ONE_LAYER_MB)
+@pytest.mark.parametrize("static_graph", [False, True])
+def test_the_buckets_of_every_iteration_are_seen_by_name(static_graph: bool) -> None:
+    ddp = DistributedDataParallel(layers(3), bucket_cap_mb=CAP_OF_ONE_LAYER_MB, static_graph=static_graph)
     measured = measure(ddp, lambda _: ddp(torch.ones(8, 64)).sum())
-    rebuilt = (("2.weight",), ("1.weight",), ("0.weight",))
-    assert measured.buckets == ((("0.weight", "1.weight", "2.weight"),), *[rebuilt] * WARMUP_ITERATIONS)
-
-
-@pytest.mark.usefixtures("alone")
-def test_the_static_graph_is_measured_after_its_late_rebuild() -> None:
-    ddp = DistributedDataParallel(layers(3), bucket_cap_mb=CAP_OF_ONE_LAYER_MB, static_graph=True)
-    measured = measure(ddp, lambda _: ddp(torch.ones(8, 64)).sum())
-    assert [len(buckets) for buckets in measured.buckets[-2:]] == [3, 3]
+    initial, rebuilt = (("0.weight", "1.weight", "2.weight"),), (("2.weight",), ("1.weight",), ("0.weight",))
+    before = 1 + static_graph
+    assert measured.buckets == (*[initial] * before, *[rebuilt] * (WARMUP_ITERATIONS + 1 - before))
 
 
 @pytest.mark.usefixtures("alone")

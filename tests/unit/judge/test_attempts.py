@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-import torch
 
 from ddpopt.errors import InfrastructureError
 from ddpopt.judge import attempts
-from ddpopt.judge.attempts import Attempts, hardware
+from ddpopt.judge.attempts import Attempts
 from ddpopt.judge.trials import Asked, Ended, Settings, Started
 from ddpopt.judge.verdict import Status, Trial
 from ddpopt.ranks.failures import RankFailure, RanksFailed
@@ -76,6 +75,13 @@ def dies_in_eager(index: int, *judged: int) -> Play:
     return play
 
 
+def stalls(emit: Emit, clock: Clock) -> None:
+    judges(0)(emit, clock)
+    emit(Started(1, "b", "join", ""))
+    clock.now += 30
+    raise failed("stalled", "")
+
+
 def attempt(
     monkeypatch: pytest.MonkeyPatch, *plays: Play, limit_s: float = 3600
 ) -> tuple[Stage, list[Status]]:
@@ -89,50 +95,54 @@ def attempt(
 OK, LOST, BROKEN = Status.OK, Status.NOT_POSSIBLE, Status.BROKEN
 
 
-def test_eager_that_dies_on_one_case_is_tried_on_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage, statuses = attempt(monkeypatch, dies_in_eager(0), judges(1, 2, 3, 4))
-    assert statuses == [LOST, OK, OK, OK, OK]
-    assert stage.done == [(), (0,)]
-
-
-def test_all_launches_share_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage, _ = attempt(monkeypatch, dies_in_eager(0), dies_in_eager(3, 1, 2), judges(4), limit_s=30)
-    assert stage.limits == [30, 20, 10]
-
-
-def test_a_run_whose_limit_passes_is_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stalls(emit: Emit, clock: Clock) -> None:
-        judges(0)(emit, clock)
-        emit(Started(1, "b", "join", ""))
-        clock.now += 3600
-        raise failed("stalled", "")
-
-    stage, statuses = attempt(monkeypatch, stalls)
-    assert statuses == [OK, BROKEN, BROKEN, BROKEN, BROKEN]
-    assert len(stage.limits) == 1
-
-
-def test_a_rank_that_dies_as_the_limit_passes_is_still_what_broke_its_trial(
+@pytest.mark.parametrize(
+    ("plays", "limit_s", "statuses", "limits", "done"),
+    [
+        pytest.param(
+            (dies_in_eager(0), judges(1, 2, 3, 4)),
+            *(30, [LOST, OK, OK, OK, OK], [30, 20], [(), (0,)]),
+            id="eager that dies on one case is tried on the next",
+        ),
+        pytest.param(
+            (dies_in_eager(0), dies_in_eager(3, 1, 2), judges(4)),
+            *(30, [LOST, OK, OK, LOST, OK], [30, 20, 10], [(), (0,), (0, 1, 2, 3)]),
+            id="one limit counts for all starts",
+        ),
+        pytest.param(
+            (dies_in_eager(0),),
+            *(10, [LOST, *[BROKEN] * 4], [10], [()]),
+            id="a rank that dies as the limit passes is still what broke its trial",
+        ),
+        pytest.param(
+            (stalls,),
+            *(30, [OK, *[BROKEN] * 4], [30], [()]),
+            id="a run whose limit passes is not started again",
+        ),
+    ],
+)
+def test_ranks_that_fail_are_started_again_within_one_limit(
+    plays: tuple[Play, ...],
+    limit_s: float,
+    statuses: list[Status],
+    limits: list[float],
+    done: list[tuple[int, ...]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    _, statuses = attempt(monkeypatch, dies_in_eager(0), limit_s=10)
-    assert statuses == [LOST, BROKEN, BROKEN, BROKEN, BROKEN]
+    stage, found = attempt(monkeypatch, *plays, limit_s=limit_s)
+    assert (found, stage.limits, stage.done) == (statuses, limits, done)
 
 
-def test_a_failure_before_any_trial_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("before", [(), (dies_in_eager(0),)])
+def test_a_failure_before_any_trial_is_nobodys(
+    before: tuple[Play, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def dies(emit: Emit, clock: Clock) -> None:
         raise failed()
 
     with pytest.raises(RanksFailed, match="died of SIGKILL"):
-        attempt(monkeypatch, dies)
-    with pytest.raises(RanksFailed, match="died of SIGKILL"):
-        attempt(monkeypatch, dies_in_eager(0), dies)
+        attempt(monkeypatch, *before, dies)
 
 
 def test_ranks_that_judge_nothing_are_not_started_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InfrastructureError, match="ended without judging anything"):
         attempt(monkeypatch, judges())
-
-
-def test_a_device_is_named_as_it_is() -> None:
-    assert hardware(torch.device("cpu")) == "cpu"

@@ -26,37 +26,42 @@ def samples_of(truth: Tensor, noise: float, count: int = 8) -> list[Tensor]:
     return [(truth + noise * drawn(seed + 1, *truth.shape).double()).float() for seed in range(count)]
 
 
-def test_the_factor_is_students_quantile() -> None:
-    # tables: t of one degree of freedom at 0.975 is 12.706, of ten at 0.995 is 3.169
+def test_the_factors_are_students_quantile_and_around_a_mean_that_of_a_prediction_interval() -> None:
+    # tables: t of 1 degree of freedom at 0.975 is 12.706, of 10 at 0.995 is 3.169, of 7 at 0.975 is 2.365
     assert tail_factor(1, 0.05) == pytest.approx(12.706, abs=1e-3)
     assert tail_factor(10, 0.01) == pytest.approx(3.169, abs=1e-3)
+    assert centred_factor(8, 0.05) == pytest.approx(2.365 * math.sqrt(9 / 7), abs=1e-3)
+    assert centred_factor(1) == math.inf
 
 
-def test_one_more_sample_of_the_same_kind_passes() -> None:
+def test_one_more_sample_of_the_same_kind_passes_and_a_hundred_times_the_noise_does_not() -> None:
     truth = drawn(0, 200).double()
     known = arithmetic_of(samples_of(truth, 1e-7), truth)
     for seed in range(50, 80):
         assert arithmetic((truth + 1e-7 * drawn(seed, 200).double()).float(), known).right
-
-
-def test_a_hundred_times_the_noise_does_not_pass() -> None:
-    truth = drawn(0, 200).double()
-    known = arithmetic_of(samples_of(truth, 1e-7), truth)
     assert not arithmetic((truth + 1e-5 * drawn(9, 200).double()).float(), known).right
 
 
-def test_zeros_never_pass_where_the_truth_is_tiny_but_no_noise() -> None:
-    truth = 1e-6 * drawn(0, 200).double()
-    known = arithmetic_of(samples_of(truth, 1e-13), truth)
-    assert not arithmetic(torch.zeros(200), known).right
+@pytest.mark.parametrize("value", [0, math.nan])
+def test_one_wrong_element_among_many_is_seen(value: float) -> None:
+    truth = drawn(0, 100_000).double()
+    known = arithmetic_of(samples_of(truth, 1e-7), truth)
+    got = truth.float()
+    got[77] = value
+    assert not arithmetic(got, known).right
 
 
-def test_zeros_do_not_pass_where_the_truth_is_just_above_the_noise() -> None:
-    truth = drawn(0, 200).double()
-    known = arithmetic_of(samples_of(truth, 0.5), truth)
-    found = arithmetic(torch.zeros(200), known)
-    assert not found.right
-    assert found.note == "all zeros"
+@pytest.mark.parametrize(
+    ("size", "noise"),
+    [
+        pytest.param(1e-6, 1e-13, id="the truth is tiny but no noise"),
+        pytest.param(1.0, 0.5, id="the truth is just above the noise"),
+    ],
+)
+def test_zeros_do_not_pass(size: float, noise: float) -> None:
+    truth = size * drawn(0, 200).double()
+    found = arithmetic(torch.zeros(200), arithmetic_of(samples_of(truth, noise), truth))
+    assert (found.right, found.note) == (False, "all zeros")
 
 
 def test_a_gradient_that_is_zero_in_theory_never_fails() -> None:
@@ -68,34 +73,15 @@ def test_a_gradient_that_is_zero_in_theory_never_fails() -> None:
     assert arithmetic(torch.zeros(64), known).right
 
 
-def test_one_wrong_element_among_many_is_seen() -> None:
-    truth = drawn(0, 100_000).double()
-    known = arithmetic_of(samples_of(truth, 1e-7), truth)
-    got = truth.float()
-    got[77] = 0
-    assert not arithmetic(got, known).right
-
-
-def test_nan_does_not_pass() -> None:
-    truth = drawn(0, 10).double()
-    known = arithmetic_of(samples_of(truth, 1e-7), truth)
-    got = truth.float()
-    got[0] = math.nan
-    assert not arithmetic(got, known).right
-
-
-def test_a_float64_run_that_took_another_path_is_not_believed() -> None:
+@pytest.mark.parametrize("another_path", [True, False])
+def test_without_a_float64_run_that_can_be_believed_the_mean_of_the_samples_is_the_truth(
+    another_path: bool,
+) -> None:
     truth = drawn(0, 100).double()
-    known = arithmetic_of(samples_of(truth, 1e-7), truth * drawn(1, 100).sign().double())
-    assert known.note == "float64 takes another path through this model"
-    assert arithmetic(truth.float(), known).right
-    assert not arithmetic(truth.float() * 1.001, known).right
-
-
-def test_without_a_float64_run_the_mean_of_the_samples_is_the_truth() -> None:
-    truth = drawn(0, 100).double()
-    known = arithmetic_of(samples_of(truth, 1e-7), None)
-    assert known.note == "no float64 reference"
+    wide = truth * drawn(1, 100).sign().double() if another_path else None
+    known = arithmetic_of(samples_of(truth, 1e-7), wide)
+    note = "float64 takes another path through this model" if another_path else "no float64 reference"
+    assert known.note == note
     assert arithmetic(truth.float(), known).right
     assert not arithmetic(truth.float() * 1.001, known).right
 
@@ -105,12 +91,6 @@ def test_an_exact_gradient_may_be_off_by_its_own_rounding_alone() -> None:
     known = arithmetic_of([torch.ones(10)] * 8, truth)
     assert arithmetic(torch.nextafter(torch.ones(10), torch.zeros(10)), known).right
     assert not arithmetic(torch.full((10,), 1 + 2**-20), known).right
-
-
-def test_the_factor_around_the_samples_own_mean_is_that_of_a_prediction_interval() -> None:
-    # tables: t of seven degrees of freedom at 0.975 is 2.365
-    assert centred_factor(8, 0.05) == pytest.approx(2.365 * math.sqrt(9 / 7), abs=1e-3)
-    assert centred_factor(1) == math.inf
 
 
 def test_one_more_sample_exceeds_the_factor_around_the_mean_as_often_as_asked() -> None:
@@ -131,15 +111,12 @@ def test_what_rounding_may_hide_passes_with_a_note() -> None:
     assert arithmetic(truth.float(), arithmetic_of(samples_of(truth, 1e-7), truth)).note == ""
 
 
-def test_what_is_zero_without_any_noise_is_not_called_noise() -> None:
+def test_what_is_zero_without_any_noise_is_not_called_noise_and_may_be_the_smallest_number() -> None:
     known = arithmetic_of([torch.zeros(5)] * 8, torch.zeros(5))
     assert arithmetic(torch.zeros(5), known).note == ""
-    assert not arithmetic(torch.full((5,), 1e-30), known).right
-
-
-def test_what_is_zero_may_be_the_smallest_number_instead() -> None:
-    known = arithmetic_of([torch.zeros(5)] * 8, torch.zeros(5))
     assert arithmetic(torch.full((5,), 1e-45), known).right
+    assert not arithmetic(torch.full((5,), 1e-30), known).right
+    assert arithmetic(torch.zeros(0), arithmetic_of([torch.zeros(0)], torch.zeros(0))).right
 
 
 def test_terms_that_cancel_may_leave_their_rounding() -> None:
@@ -192,7 +169,3 @@ def test_where_only_some_eager_runs_overflow_nothing_is_asked() -> None:
         got = truth.float()
         got[3] = value
         assert arithmetic(got, known).right
-
-
-def test_empty_numbers_pass() -> None:
-    assert arithmetic(torch.zeros(0), arithmetic_of([torch.zeros(0)], torch.zeros(0))).right

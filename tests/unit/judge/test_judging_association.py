@@ -13,6 +13,7 @@ from ddpopt.planning.capture import capture
 
 Joined = tuple[Tensor, ...]
 Join = Callable[["Layers", Tensor], Joined]
+Read = Callable[..., Tensor]
 CAP_MB = 1e-4
 
 
@@ -22,9 +23,7 @@ class Layers(nn.Module):
     def __init__(self, join: Join) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first = nn.Linear(96, 96)
-        self.middle = nn.Linear(96, 96)
-        self.last = nn.Linear(96, 96)
+        self.first, self.middle, self.last = (nn.Linear(96, 96) for _ in range(3))
         self.join = join
 
     def forward(self, x: Tensor) -> Joined:
@@ -35,143 +34,119 @@ def loss_of(outputs: Joined) -> Tensor:
     return torch.stack([output.square().mean() for output in outputs]).sum()
 
 
-def twice_where_made_and_again_behind(layers: Layers, x: Tensor) -> Joined:
-    made = layers.first(x)
-    inner = layers.middle(made.relu() + made.sigmoid() + made.cos())
-    return (layers.last(inner) + made.tanh() * made.sin(),)
+def wide(view: Tensor) -> Tensor:
+    return view.view(-1, 96)
 
 
-def twice_where_made_and_returned(layers: Layers, x: Tensor) -> Joined:
-    made = layers.first(x)
-    return layers.last(layers.middle(made.relu() + made.sigmoid())), made
+def reading(
+    here: Read,
+    between: Read | None = None,
+    behind: Read | None = None,
+    *,
+    widths: tuple[int, ...] = (),
+    returned: Callable[..., Joined] = lambda *_: (),
+) -> Join:
+    """Each segment reads what the first layer made, and views of it in these widths that are made there."""
 
+    def join(layers: Layers, x: Tensor) -> Joined:
+        made = layers.first(x)
+        views = [made.view(-1, width) for width in widths]
+        value = layers.middle(here(made, *views))
+        if between:
+            value = value + between(made, *views)
+        value = layers.last(value)
+        if behind:
+            value = value + behind(made, *views)
+        return value, *returned(made)
 
-def once_in_each_segment(layers: Layers, x: Tensor) -> Joined:
-    made = layers.first(x)
-    inner = layers.middle(made.relu()) + made.sin()
-    return (layers.last(inner) + made.tanh(),)
-
-
-def twice_in_the_last_segment(layers: Layers, x: Tensor) -> Joined:
-    made = layers.first(x)
-    return (layers.last(layers.middle(made.relu())) + made.tanh() * made.sin(),)
-
-
-def twice_in_the_last_segment_that_returns_a_view(layers: Layers, x: Tensor) -> Joined:
-    made = layers.first(x)
-    value = layers.last(layers.middle(made.relu())) + made.tanh() * made.sin()
-    return value, made.view(-1)
-
-
-def twice_in_between(layers: Layers, x: Tensor) -> Joined:
-    made = layers.first(x)
-    inner = layers.middle(made.relu()) + made.sigmoid() * made.cos()
-    return (layers.last(inner) + made.tanh(),)
-
-
-def twice_behind_and_returned(layers: Layers, x: Tensor) -> Joined:
-    made = layers.first(x)
-    inner = layers.middle(made.relu()) + made.sigmoid() * made.cos()
-    return layers.last(inner), made
-
-
-def viewed_where_made(layers: Layers, x: Tensor) -> Joined:
-    made = layers.first(x)
-    view = made.view(-1, 48)
-    inner = layers.middle(made.relu() * made.cos())
-    return (layers.last(inner) + view.tanh().view(-1, 96) * made.sin(),)
-
-
-def leaving_beside_a_view_that_is_read(layers: Layers, x: Tensor) -> Joined:
-    made = layers.first(x)
-    view = made.view(-1, 48)
-    inner = layers.middle(made.relu().detach() + view.sin().view(-1, 96))
-    return (layers.last(inner) + view.tanh().view(-1, 96) + made.cos(),)
-
-
-def two_views_leaving_of_which_one_is_read(layers: Layers, x: Tensor) -> Joined:
-    made = layers.first(x)
-    read, other = made.view(-1, 48), made.view(-1, 32)
-    inner = layers.middle(made.detach().sin() + read.cos().view(-1, 96))
-    return (layers.last(inner) + read.tanh().view(-1, 96) * other.sigmoid().view(-1, 96),)
-
-
-def two_views_leaving_and_a_third_read(layers: Layers, x: Tensor) -> Joined:
-    made = layers.first(x)
-    one, other = made.view(-1, 48), made.view(-1, 32)
-    inner = layers.middle(made.relu())
-    return (layers.last(inner) + one.tanh().view(-1, 96) * other.sigmoid().view(-1, 96),)
-
-
-def two_views_leaving(layers: Layers, x: Tensor) -> Joined:
-    made = layers.first(x)
-    one, other = made.view(-1, 48), made.view(-1, 32)
-    inner = layers.middle(other.sin().view(-1, 96).detach())
-    return (layers.last(inner) + one.tanh().view(-1, 96) * other.sigmoid().view(-1, 96),)
+    return join
 
 
 def one_view_leaving_of_a_value_that_is_read_behind(layers: Layers, x: Tensor) -> Joined:
     made = layers.first(x)
     view = made.view(-1, 48)
     inner = layers.middle(x)
-    return (layers.last(inner) + view.tanh().view(-1, 96) + made.cos() * made.sin(),)
+    return (layers.last(inner) + wide(view.tanh()) + made.cos() * made.sin(),)
 
 
 def leaving_beside_what_sends_no_gradient(layers: Layers, x: Tensor) -> Joined:
     made = layers.first(x)
     apart, view = made.detach().view(-1, 32), made.view(-1, 48)
     inner = layers.middle(made.relu())
-    return (layers.last(inner) + view.tanh().view(-1, 96) * apart.sigmoid().view(-1, 96),)
+    return (layers.last(inner) + wide(view.tanh()) * wide(apart.sigmoid()),)
 
 
-NAMED = (
-    two_views_leaving_and_a_third_read,
-    two_views_leaving_of_which_one_is_read,
-    twice_in_between,
-    twice_behind_and_returned,
-    viewed_where_made,
-    leaving_beside_a_view_that_is_read,
-    twice_in_the_last_segment_that_returns_a_view,
-)
-NOT_NAMED = (
-    one_view_leaving_of_a_value_that_is_read_behind,
-    leaving_beside_what_sends_no_gradient,
-    two_views_leaving,
-    twice_where_made_and_again_behind,
-    twice_where_made_and_returned,
-    once_in_each_segment,
-    twice_in_the_last_segment,
-)
+def twice(made: Tensor) -> Tensor:
+    return made.tanh() * made.sin()
+
+
+def both(_: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    return wide(one.tanh()) * wide(other.sigmoid())
+
+
+NAMED = {
+    "two views leaving and a third read": reading(lambda m, *_: m.relu(), None, both, widths=(48, 32)),
+    "two views leaving of which one is read": reading(
+        lambda m, v, _: m.detach().sin() + wide(v.cos()), None, both, widths=(48, 32)
+    ),
+    "twice in between": reading(torch.relu, twice, torch.cos),
+    "twice behind and returned": reading(torch.relu, twice, returned=lambda m: (m,)),
+    "viewed where made": reading(
+        lambda m, _: m.relu() * m.cos(), None, lambda m, v: wide(v.tanh()) * m.sin(), widths=(48,)
+    ),
+    "leaving beside a view that is read": reading(
+        lambda m, v: m.relu().detach() + wide(v.sin()),
+        None,
+        lambda m, v: wide(v.tanh()) + m.cos(),
+        widths=(48,),
+    ),
+    "twice in the last segment that returns a view": reading(
+        torch.relu, None, twice, returned=lambda m: (m.view(-1),)
+    ),
+}
+NOT_NAMED = {
+    "one view leaving of a value that is read behind": one_view_leaving_of_a_value_that_is_read_behind,
+    "leaving beside what sends no gradient": leaving_beside_what_sends_no_gradient,
+    "two views leaving": reading(lambda m, v, w: wide(w.sin()).detach(), None, both, widths=(48, 32)),
+    "twice where made and again behind": reading(lambda m: m.relu() + m.sigmoid() + m.cos(), None, twice),
+    "twice where made and returned": reading(lambda m: m.relu() + m.sigmoid(), returned=lambda m: (m,)),
+    "once in each segment": reading(torch.relu, torch.sin, torch.tanh),
+    "twice in the last segment": reading(torch.relu, None, twice),
+}
 
 
 def inputs() -> Tensor:
     return torch.randn(33, 96, generator=torch.Generator().manual_seed(1))
 
 
-def gradients_under_split(join: Join) -> list[Tensor | None]:
+def under_split_is_as(join: Join, step: Callable[[nn.Module], Callable[[Tensor], Joined]]) -> bool:
+    """Whether the gradients under split are those of another way to run the model, bit by bit."""
     ddp = DistributedDataParallel(Layers(join), bucket_cap_mb=CAP_MB)
-    step = ddpopt.compile(ddp, backend="aot_eager", strategy="split")
-    torch.autograd.backward(loss_of(step(inputs())))
-    return [parameter.grad for parameter in ddp.parameters()]
-
-
-def gradients_of_eager(join: Join) -> list[Tensor]:
+    split = ddpopt.compile(ddp, backend="aot_eager", strategy="split")
+    torch.autograd.backward(loss_of(split(inputs())))
     model = Layers(join)
-    return list(torch.autograd.grad(loss_of(model(inputs())), list(model.parameters())))
+    expected = torch.autograd.grad(loss_of(step(model)(inputs())), list(model.parameters()))
+    got = [parameter.grad for parameter in ddp.parameters()]
+    return all(g is not None and torch.equal(g, own) for g, own in zip(got, expected, strict=True))
+
+
+def eagerly(model: nn.Module) -> Callable[[Tensor], Joined]:
+    return model
+
+
+def compiled_whole(model: nn.Module) -> Callable[[Tensor], Joined]:
+    return torch.compile(model, backend="aot_eager")
 
 
 @pytest.mark.usefixtures("one_rank_group", "fresh_dynamo")
-@pytest.mark.parametrize("join", [*NAMED, *NOT_NAMED])
-def test_a_value_is_named_just_where_cuts_change_the_last_bits_of_a_gradient(join: Join) -> None:
+@pytest.mark.parametrize("name", [*NAMED, *NOT_NAMED])
+def test_a_value_is_named_just_where_cuts_change_the_last_bits_of_a_gradient(name: str) -> None:
+    join = {**NAMED, **NOT_NAMED}[name]
     captured = capture(Layers(join), inputs(), strategy="split", bucket_cap_mb=CAP_MB)
-    named = reassociated_values(captured.graphs[0].gm, captured.plan())
-    same = [
-        got is not None and torch.equal(got, eager)
-        for got, eager in zip(gradients_under_split(join), gradients_of_eager(join), strict=True)
-    ]
     assert len(captured.plan().segments) == 3
-    assert named == (("made",) if join in NAMED else ())
-    assert all(same) == (join not in NAMED)
+    named = reassociated_values(captured.graphs[0].gm, captured.plan())
+    assert named == (("linear",) if name in NAMED else ())
+    assert under_split_is_as(join, eagerly) == (name not in NAMED)
 
 
 @pytest.mark.usefixtures("one_rank_group", "fresh_dynamo")
@@ -180,19 +155,12 @@ def test_a_view_that_a_segment_was_given_is_named_for_the_views_of_it_there() ->
         view = layers.first(x).view(-1, 48)
         inner = layers.middle(x)
         further = view.view(-1, 32)
-        inner = layers.last(inner + further.cos().view(-1, 96))
-        return (inner + further.tanh().view(-1, 96) + view.sin().view(-1, 96),)
+        inner = layers.last(inner + wide(further.cos()))
+        return (inner + wide(further.tanh()) + wide(view.sin()),)
 
     captured = capture(Layers(join), inputs(), strategy="split", bucket_cap_mb=CAP_MB)
     assert reassociated_values(captured.graphs[0].gm, captured.plan()) == ("view",)
-    pairs = zip(gradients_under_split(join), gradients_of_eager(join), strict=True)
-    assert not all(got is not None and torch.equal(got, eager) for got, eager in pairs)
-
-
-def gradients_of_whole_graphs(join: Join) -> list[Tensor]:
-    model = Layers(join)
-    out = torch.compile(model, backend="aot_eager")(inputs())
-    return list(torch.autograd.grad(loss_of(out), list(model.parameters())))
+    assert not under_split_is_as(join, eagerly)
 
 
 # Written out: a break in a function that both call would end their graphs at the call.
@@ -243,11 +211,7 @@ def test_an_input_of_a_later_graph_is_named_where_a_view_of_it_crosses_a_cut(joi
     captured = capture(Layers(join), inputs(), strategy="split", bucket_cap_mb=CAP_MB)
     plan = captured.plan()
     named = reassociated_values(captured.graphs[1].gm, plan, 1)
-    same = [
-        got is not None and torch.equal(got, whole)
-        for got, whole in zip(gradients_under_split(join), gradients_of_whole_graphs(join), strict=True)
-    ]
     assert len([segment for segment in plan.segments if segment.graph == 1]) == 2
     made = captured.graphs[1].gm.graph.find_nodes(op="placeholder")[0].name
     assert named == ((made,) if moved else ())
-    assert all(same) != moved
+    assert under_split_is_as(join, compiled_whole) != moved

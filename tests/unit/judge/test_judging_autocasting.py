@@ -1,5 +1,6 @@
 """ddpopt.judge.judging.autocasting: in which dtype a model computes by its own choice."""
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -40,14 +41,12 @@ def seen(dtype: torch.dtype | None, *, fails: bool = False) -> set[torch.dtype]:
     return found
 
 
-def test_the_dtype_of_a_span_of_autocast_is_seen() -> None:
-    assert seen(torch.bfloat16) == {torch.bfloat16}
-    assert seen(torch.float16) == {torch.float16}
-    assert seen(None) == set()
-
-
-def test_what_was_seen_before_a_forward_fails_counts() -> None:
-    assert seen(torch.bfloat16, fails=True) == {torch.bfloat16}
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, None])
+def test_the_dtype_of_a_span_of_autocast_is_seen_also_where_the_forward_fails_later(
+    dtype: torch.dtype | None, fails: bool
+) -> None:
+    assert seen(dtype, fails=fails) == ({dtype} if dtype else set())
 
 
 def test_the_coarsest_dtype_rounds_most() -> None:

@@ -16,6 +16,8 @@ PAIR = [(0, 1)]
 TIMED_OUT = failure_of(0, RuntimeError("[/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 9000ms"))
 LEFT = failure_of(1, RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:4"))
 RAISED = failure_of(1, ValueError("no good"))
+THIRD = Failure(2, TIMED_OUT.text, refused=False, lost=True)
+FOURTH = Failure(3, LEFT.text, refused=False, lost=True)
 
 
 def test_a_peer_that_only_came_too_late_is_no_failure_of_the_mode_and_the_flag_is_named() -> None:
@@ -55,27 +57,21 @@ def test_code_of_fx_is_told_without_where_it_comes_from() -> None:
     assert in_words(caught.value) == "ValueError: no (<eval_with_key>.3:1 in <module>)"
 
 
-def test_an_exception_that_was_never_raised_has_no_frame() -> None:
-    assert in_words(ValueError("no\n  good")) == "ValueError: no good"
-
-
-def test_where_a_rank_raised_its_peers_only_felt_it() -> None:
-    assert stalled([TIMED_OUT, RAISED], PAIR, 9) == ""
-
-
-def test_where_a_rank_got_through_its_peers_waited_for_what_it_never_sent() -> None:
-    assert stalled([TIMED_OUT], PAIR, 9) == ""
-
-
-def test_a_group_that_waited_is_seen_beside_one_that_got_through() -> None:
-    third = Failure(2, TIMED_OUT.text, refused=False, lost=True)
-    assert stalled([third, Failure(3, LEFT.text, False, True)], [(0, 1), (2, 3)], 9)
-    assert stalled([TIMED_OUT, third], [(0, 1), (2, 3)], 9) == ""
-
-
-def test_a_rank_without_peers_waits_for_nobody() -> None:
-    assert stalled([TIMED_OUT], [(0,)], 9) == ""
-    assert stalled([], PAIR, 9) == ""
+@pytest.mark.parametrize(
+    ("failures", "groups", "waited"),
+    [
+        pytest.param([TIMED_OUT, RAISED], PAIR, False, id="where a rank raised its peers only felt it"),
+        pytest.param([TIMED_OUT], PAIR, False, id="a rank that got through sent nothing"),
+        pytest.param([THIRD, FOURTH], [(0, 1), (2, 3)], True, id="a group beside another waited"),
+        pytest.param([TIMED_OUT, THIRD], [(0, 1), (2, 3)], False, id="in each group one got through"),
+        pytest.param([TIMED_OUT], [(0,)], False, id="a rank without peers waits for nobody"),
+        pytest.param([], PAIR, False, id="no rank failed"),
+    ],
+)
+def test_ranks_waited_for_each_other_where_all_of_a_group_did_nothing_else(
+    failures: list[Failure], groups: list[tuple[int, ...]], waited: bool
+) -> None:
+    assert bool(stalled(failures, groups, 9)) is waited
 
 
 def test_only_what_ddpopt_says_it_does_not_do_is_a_refusal() -> None:

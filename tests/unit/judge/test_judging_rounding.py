@@ -28,12 +28,8 @@ def test_every_number_moves_to_one_of_its_two_neighbours(dtype: torch.dtype) -> 
     assert bool((up | down).all())
     assert min(int(up.sum()), int(down.sum())) > 400
     assert ulps(moved, values) == 1.0
-
-
-def test_powers_of_two_have_neighbours_at_both_sides() -> None:
-    ones = torch.ones(100)
-    moved = set(neighbour(ones, generator()).tolist())
-    assert moved == {1 + 2**-23, 1 - 2**-24}
+    eps = torch.finfo(dtype).eps
+    assert set(neighbour(torch.ones(100, dtype=dtype), generator()).tolist()) == {1 + eps, 1 - eps / 2}
 
 
 def test_the_unit_is_that_of_the_dtype_that_is_computed_in() -> None:
@@ -60,12 +56,8 @@ def test_complex_numbers_move_in_both_parts_and_others_not_at_all() -> None:
     counts = torch.arange(5)
     assert neighbour(counts, generator()) is counts
     assert neighbour("word", generator()) == "word"
-
-
-def test_what_needs_a_gradient_still_does_and_begins_a_history_of_its_own() -> None:
-    moved = neighbour(torch.ones(3, requires_grad=True), generator())
-    assert moved.requires_grad
-    assert moved.is_leaf
+    trained = neighbour(torch.ones(3, requires_grad=True), generator())
+    assert (trained.requires_grad, trained.is_leaf) == (True, True)
 
 
 def test_runs_are_perturbed_in_different_ways_and_each_repeats() -> None:

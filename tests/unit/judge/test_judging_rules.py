@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -46,33 +47,19 @@ def test_what_is_not_reproduced_or_excused_is_judged_by_rounding_and_nothing_els
     for name in "ab":
         assert rules.levels(Kind.GRADIENT, name) == ("L2",)
         assert rules.levels(Kind.FINISHED, FINAL + name) == ("L2",)
+    assert rules.levels(Kind.FINISHED, "the norm") == ("L2",)  # it depends on all gradients
     assert rules.levels(Kind.GRADIENT, "c") == ("L0", "L1")
     assert rules.levels(Kind.FORWARD, "the loss") == ("L0",)
 
 
-def test_a_norm_depends_on_what_is_excused() -> None:
-    rules = Rules(exact=True, ordered=True, means=True, excused=frozenset({"b"}))
-    assert rules.levels(Kind.FINISHED, "the norm") == ("L2",)
-
-
 def test_where_anything_is_judged_by_rounding_it_is_known_beforehand() -> None:
-    names = ("unstable", "written", "excused", "none")
     for exact, ordered, means, shards, finishes in itertools.product((True, False), repeat=5):
-        for name in names:
-            rules = Rules(
-                exact,
-                ordered,
-                means,
-                shards,
-                finishes,
-                **{field: frozenset({"w"} if field == name else ()) for field in names[:3]},
-            )
+        for name in ("unstable", "written", "excused", "ignored"):
+            named: dict[str, Any] = {name: frozenset({"w"})}
+            rules = Rules(exact, ordered, means, shards, finishes, **named)
             kinds = [kind for kind in Kind if finishes or kind is not Kind.FINISHED]
             levels = {level for kind in kinds for level in rules.levels(kind, "w")}
             assert "L2" not in levels or rules.need_rounding
-
-
-def test_the_usual_trial_on_two_ranks_needs_no_more_runs_of_eager() -> None:
     assert not TWO_RANKS.need_rounding
     assert not THREE_RANKS.need_rounding
 

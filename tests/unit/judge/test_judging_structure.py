@@ -14,12 +14,12 @@ from ddpopt.judge.matrix import CASES
 from ddpopt.judge.modes import mode
 from ddpopt.judge.options import option
 from ddpopt.observation.observe import Collective
+from ddpopt.planning.plan import Plan
 from ddpopt.ranks.group import joined
 from tests.multigpu.single import single_rank
 
+Change = Callable[[Evidence], Evidence]
 NAME = "layers.1.weight"
-SEEN = "all that a script can see is of eager DDP's form, hooks run as often, and as early"
-MEMORY = "tensors share memory where eager DDP's do and nowhere else, and none is written after its step"
 
 
 @pytest.fixture(scope="module")
@@ -58,207 +58,163 @@ def changed_step(record: Record, **changes: Any) -> Record:
     return replace(record, steps=[first, replace(second, **changes), *others])
 
 
-def with_gradient(change: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[Evidence], Evidence]:
+def with_got(**changes: Any) -> Change:
+    return lambda evidence: replace(evidence, got=replace(evidence.got, **changes))
+
+
+def with_step(**changes: Any) -> Change:
+    return lambda evidence: replace(evidence, got=changed_step(evidence.got, **changes))
+
+
+def with_more(field: str, name: str, value: object) -> Change:
     def changed(evidence: Evidence) -> Evidence:
-        gradients = evidence.got.steps[1].gradients
-        gradient = gradients[NAME]
-        assert gradient is not None
-        got = changed_step(evidence.got, gradients={**gradients, NAME: change(gradient)})
-        return replace(evidence, got=got)
+        known = getattr(evidence.got.steps[1], field)
+        return with_step(**{field: {**known, name: value}})(evidence)
 
     return changed
 
 
-def with_collectives(order: list[int | None]) -> Callable[[Evidence], Evidence]:
+def with_gradient(change: Callable[[torch.Tensor], torch.Tensor | None]) -> Change:
+    def changed(evidence: Evidence) -> Evidence:
+        gradient = evidence.got.steps[1].gradients[NAME]
+        assert gradient is not None
+        return with_more("gradients", NAME, change(gradient))(evidence)
+
+    return changed
+
+
+def with_collectives(order: list[int | None]) -> Change:
     def changed(evidence: Evidence) -> Evidence:
         first, *others = evidence.got.iterations or ()
         collectives = tuple(Collective("allreduce", 4, "float32", bucket) for bucket in order)
-        got = replace(evidence.got, iterations=(replace(first, collectives=collectives), *others))
-        return replace(evidence, got=got)
+        return with_got(iterations=(replace(first, collectives=collectives), *others))(evidence)
 
     return changed
 
 
-def with_second_peer(**changes: Any) -> Callable[[Evidence], Evidence]:
+def with_second_peer(**changes: Any) -> Change:
     return lambda evidence: replace(
         evidence, peers=[evidence.peers[0], replace(evidence.peers[1], **changes)]
     )
 
 
+def other_states(peer: Peer) -> tuple[dict[str, bytes], ...]:
+    return ({**peer.states[0], NAME: b"other"}, *peer.states[1:])
+
+
 def other_state(evidence: Evidence) -> Evidence:
-    peer: Peer = evidence.peers[1]
-    states = ({**peer.states[0], NAME: b"other"}, *peer.states[1:])
-    return with_second_peer(states=states)(evidence)
+    return with_second_peer(states=other_states(evidence.peers[1]))(evidence)
 
 
-def with_second_sending(
-    change: Callable[[list[Collective]], list[Collective]],
-) -> Callable[[Evidence], Evidence]:
+def with_second_sending(change: Callable[[list[Collective]], list[Collective]]) -> Change:
     def changed(evidence: Evidence) -> Evidence:
         sent = tuple(change(list(evidence.got.collectives)))
-        return with_second_peer(collectives=peer_of(1, replace(evidence.got, collectives=sent)).collectives)(
-            evidence
-        )
+        peer = peer_of(1, replace(evidence.got, collectives=sent))
+        return with_second_peer(collectives=peer.collectives)(evidence)
 
     return changed
 
 
-MUTANTS: dict[str, tuple[str, Callable[[Evidence], Evidence]]] = {
-    "a step too few": (
-        "as many steps as in eager DDP",
-        lambda e: replace(
-            e, got=replace(e.got, steps=e.got.steps[:2], iterations=(e.got.iterations or ())[:2])
+def turned(plan: Plan | None) -> Plan:
+    assert plan is not None
+    return replace(plan, buckets=plan.buckets[::-1])
+
+
+MUTANTS: dict[str, dict[str, Change]] = {
+    "as many steps as in eager DDP": {
+        "a step too few": lambda e: with_got(steps=e.got.steps[:2], iterations=(e.got.iterations or ())[:2])(
+            e
         ),
-    ),
-    "a gradient is missing": ("a gradient wherever eager DDP has one", with_gradient(lambda _: None)),
-    "a parameter more": (
-        "a gradient wherever eager DDP has one",
-        lambda e: replace(
-            e, got=changed_step(e.got, gradients={**e.got.steps[1].gradients, "new": torch.ones(1)})
+    },
+    "a gradient wherever eager DDP has one": {
+        "a gradient is missing": with_gradient(lambda _: None),
+        "a parameter more": with_more("gradients", "new", torch.ones(1)),
+    },
+    "gradients of eager DDP's shape, dtype, strides and device": {
+        "another shape": with_gradient(lambda gradient: gradient.flatten()),
+        "another dtype": with_gradient(lambda gradient: gradient.double()),
+        "other strides": with_gradient(lambda gradient: gradient.t()),
+        "another layout": with_gradient(lambda gradient: gradient.to_sparse()),
+    },
+    "parameters and buffers of eager DDP's form, integers equal": {
+        "a parameter of another form": with_more("state", NAME, torch.zeros(1)),
+        "a buffer more": with_more("state", "new", torch.zeros(1)),
+    },
+    "the random generator as after eager's step": {
+        "random numbers drawn": lambda e: with_step(random=e.got.steps[1].random.flip(0))(e),
+        "another evaluation": lambda e: with_got(
+            evaluation=replace(e.got.moments[3], random=torch.zeros(1, dtype=torch.uint8))
+        )(e),
+    },
+    "all that a script can see is of eager DDP's form, hooks run as often, and as early": {
+        "a hook twice": with_step(extras={"hooks": 2}),
+        "an output without gradient": with_more("extras", "form of output", "torch.float32"),
+    },
+    "tensors share memory where eager DDP's do and nowhere else, and none is written after its step": {
+        "two gradients in one memory": with_step(sharing=frozenset({("gradient of a", "gradient of b")})),
+        "outputs that share memory no more": lambda e: replace(
+            e, eager=changed_step(e.eager, sharing=frozenset({("output[0]", "output[1]")}))
         ),
-    ),
-    "another shape": (
-        "gradients of eager DDP's shape, dtype, strides and device",
-        with_gradient(lambda gradient: gradient.flatten()),
-    ),
-    "another dtype": (
-        "gradients of eager DDP's shape, dtype, strides and device",
-        with_gradient(lambda gradient: gradient.double()),
-    ),
-    "other strides": (
-        "gradients of eager DDP's shape, dtype, strides and device",
-        with_gradient(lambda gradient: gradient.t()),
-    ),
-    "another layout": (
-        "gradients of eager DDP's shape, dtype, strides and device",
-        with_gradient(lambda gradient: gradient.to_sparse()),
-    ),
-    "a parameter of another form": (
-        "parameters and buffers of eager DDP's form, integers equal",
-        lambda e: replace(e, got=changed_step(e.got, state={**e.got.steps[1].state, NAME: torch.zeros(1)})),
-    ),
-    "a buffer more": (
-        "parameters and buffers of eager DDP's form, integers equal",
-        lambda e: replace(e, got=changed_step(e.got, state={**e.got.steps[1].state, "new": torch.zeros(1)})),
-    ),
-    "random numbers drawn": (
-        "the random generator as after eager's step",
-        lambda e: replace(e, got=changed_step(e.got, random=e.got.steps[1].random.flip(0))),
-    ),
-    "a hook twice": (
-        SEEN,
-        lambda e: replace(e, got=changed_step(e.got, extras={"hooks": 2})),
-    ),
-    "an output without gradient": (
-        SEEN,
-        lambda e: replace(
-            e, got=changed_step(e.got, extras={**e.got.steps[1].extras, "form of output": "torch.float32"})
+        "a gradient that the next step writes to": with_step(written=("gradient of a",)),
+    },
+    "parameters and buffers equal on all ranks where they are in eager DDP": {"a rank drifts": other_state},
+    "the same buckets on every rank": {
+        "another bucket on a rank": with_second_peer(buckets=((("layers.0.bias",),),)),
+    },
+    "every bucket reduced exactly once, in order": {
+        "a bucket twice": with_collectives([0, 0, 1]),
+        "a bucket not at all": with_collectives([0]),
+        "buckets out of order": with_collectives([1, 0]),
+    },
+    "as many synchronised backwards as asked for, none under no_sync": {
+        "each backward twice": lambda e: with_got(iterations=(e.got.iterations or ()) * 2)(e),
+    },
+    "the reducer follows the plan": {
+        "no plan": with_got(plan=None),
+        "a plan in another order": lambda e: with_got(plan=turned(e.got.plan))(e),
+    },
+    "something was compiled": {
+        "nothing compiled": with_got(graphs=()),
+        "no backward captured": lambda e: with_got(iterations=None)(replace(e, mode=mode("python_reducer"))),
+    },
+    "the same graphs on every rank, step by step": {
+        "a rank compiles more": with_second_peer(graphs=(("0/0", "0/1"), (), ())),
+        "a rank compiles something else": with_second_peer(graphs=(("999/0",), (), ())),
+        "a rank compiles as much, but later": with_second_peer(graphs=((), ("0/0",), ())),
+    },
+    "no collective but buckets and what eager DDP sends": {
+        "a collective that is no bucket": with_got(elsewhere=(Collective("allreduce", 4, "float32", None),)),
+    },
+    "the same collectives on every rank, in the same order": {
+        "a rank sends in another order": with_second_sending(lambda sent: [sent[1], sent[0], *sent[2:]]),
+        "a rank sends less": with_second_sending(lambda sent: sent[:-1]),
+        "a rank sends another size": with_second_sending(
+            lambda sent: [replace(sent[0], nbytes=sent[0].nbytes + 4), *sent[1:]]
         ),
-    ),
-    "two gradients in one memory": (
-        MEMORY,
-        lambda e: replace(
-            e, got=changed_step(e.got, sharing=frozenset({("gradient of a", "gradient of b")}))
-        ),
-    ),
-    "outputs that share memory no more": (
-        MEMORY,
-        lambda e: replace(e, eager=changed_step(e.eager, sharing=frozenset({("output[0]", "output[1]")}))),
-    ),
-    "a gradient that the next step writes to": (
-        MEMORY,
-        lambda e: replace(e, got=changed_step(e.got, written=("gradient of a",))),
-    ),
-    "another evaluation": (
-        "the random generator as after eager's step",
-        lambda e: replace(
-            e,
-            got=replace(
-                e.got, evaluation=replace(e.got.moments[3], random=torch.zeros(1, dtype=torch.uint8))
-            ),
-        ),
-    ),
-    "a rank drifts": ("parameters and buffers equal on all ranks where they are in eager DDP", other_state),
-    "another bucket on a rank": (
-        "the same buckets on every rank",
-        with_second_peer(buckets=((("layers.0.bias",),),)),
-    ),
-    "a bucket twice": ("every bucket reduced exactly once, in order", with_collectives([0, 0, 1])),
-    "a bucket not at all": ("every bucket reduced exactly once, in order", with_collectives([0])),
-    "buckets out of order": ("every bucket reduced exactly once, in order", with_collectives([1, 0])),
-    "one backward too many": (
-        "as many synchronised backwards as asked for, none under no_sync",
-        lambda e: replace(
-            e, got=replace(e.got, iterations=(*(e.got.iterations or ()), *(e.got.iterations or ())))
-        ),
-    ),
-    "no plan": ("the reducer follows the plan", lambda e: replace(e, got=replace(e.got, plan=None))),
-    "nothing compiled": ("something was compiled", lambda e: replace(e, got=replace(e.got, graphs=()))),
-    "no backward captured": (
-        "something was compiled",
-        lambda e: replace(e, mode=mode("python_reducer"), got=replace(e.got, iterations=None)),
-    ),
-    "a rank compiles more": (
-        "the same graphs on every rank, step by step",
-        with_second_peer(graphs=(("0/0", "0/1"), (), ())),
-    ),
-    "a rank compiles something else": (
-        "the same graphs on every rank, step by step",
-        with_second_peer(graphs=(("999/0",), (), ())),
-    ),
-    "a rank compiles as much, but later": (
-        "the same graphs on every rank, step by step",
-        with_second_peer(graphs=((), ("0/0",), ())),
-    ),
-    "a collective that is no bucket": (
-        "no collective but buckets and what eager DDP sends",
-        lambda e: replace(e, got=replace(e.got, elsewhere=(Collective("allreduce", 4, "float32", None),))),
-    ),
-    "a rank sends in another order": (
-        "the same collectives on every rank, in the same order",
-        with_second_sending(lambda sent: [sent[1], sent[0], *sent[2:]]),
-    ),
-    "a rank sends less": (
-        "the same collectives on every rank, in the same order",
-        with_second_sending(lambda sent: sent[:-1]),
-    ),
-    "a rank sends another size": (
-        "the same collectives on every rank, in the same order",
-        with_second_sending(lambda sent: [replace(sent[0], nbytes=sent[0].nbytes + 4), *sent[1:]]),
-    ),
-    "a recompile": ("as many graphs as of the model alone", lambda e: replace(e, alone=[1, 2, 2])),
+    },
+    "as many graphs as of the model alone": {"a recompile": lambda e: replace(e, alone=[1, 2, 2])},
 }
+"""By the claim that it breaks."""
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_what_is_broken_is_named(name: str, right: Evidence) -> None:
-    claim, mutate = MUTANTS[name]
-    assert claim in claims_broken(mutate(right))
+@pytest.mark.parametrize(("claim", "name"), [(claim, name) for claim in MUTANTS for name in MUTANTS[claim]])
+def test_what_is_broken_is_named(claim: str, name: str, right: Evidence) -> None:
+    assert claim in claims_broken(MUTANTS[claim][name](right))
 
 
 def test_every_claim_has_a_mutant() -> None:
-    assert {claim for claim, _ in MUTANTS.values()} == {claim for claim, _ in CLAIMS}
-
-
-def test_a_plan_that_the_reducer_does_not_follow_is_named(right: Evidence) -> None:
-    assert right.got.plan is not None
-    buckets = tuple(reversed(right.got.plan.buckets))
-    wrong = replace(right, got=replace(right.got, plan=replace(right.got.plan, buckets=buckets)))
-    assert "the reducer follows the plan" in claims_broken(wrong)
+    assert MUTANTS.keys() == {claim for claim, _ in CLAIMS}
 
 
 def test_a_plan_is_missed_only_where_something_that_is_sent_has_a_gradient(right: Evidence) -> None:
     steps = [replace(step, gradients=dict.fromkeys(step.gradients)) for step in right.eager.steps]
-    unplanned = replace(right, got=replace(right.got, plan=None))
-    untrained = replace(unplanned, eager=replace(right.eager, steps=steps))
-    assert "the reducer follows the plan" in claims_broken(unplanned)
-    assert "the reducer follows the plan" not in claims_broken(untrained)
+    untrained = replace(right, eager=replace(right.eager, steps=steps))
+    assert "the reducer follows the plan" not in claims_broken(with_got(plan=None)(untrained))
 
 
 def test_what_differs_between_ranks_in_eager_too_may_differ(right: Evidence) -> None:
-    peer = right.eager_peers[1]
-    states = ({**peer.states[0], NAME: b"other"}, *peer.states[1:])
-    loose = replace(right, eager_peers=[right.eager_peers[0], replace(peer, states=states)])
+    first, second = right.eager_peers
+    loose = replace(right, eager_peers=[first, replace(second, states=other_states(second))])
     assert claims_broken(other_state(loose)) == set()
 
 

@@ -48,22 +48,5 @@ def test_no_subset_is_tried_twice() -> None:
 def test_a_search_that_may_try_no_more_returns_what_it_has() -> None:
     found = narrowed(WHOLE, needs(5), tries=3)
     assert (found.items, found.tries, found.ended) == (tuple(range(8)), 3, False)
-
-
-def test_a_search_that_is_ended_later_returns_what_it_has_and_goes_on_from_there_when_asked_again() -> None:
-    known: dict[tuple[int, ...], bool] = {}
-
-    def shows(subset: tuple[int, ...], tries: int) -> bool | None:
-        if subset not in known:
-            if len(known) == tries:
-                return None
-            known[subset] = needs(5)(subset)
-        return known[subset]
-
-    assert narrowed(WHOLE, lambda subset: shows(subset, 3)).items == tuple(range(8))
-    assert narrowed(WHOLE, lambda subset: shows(subset, 9)).items == (5,)
-
-
-def test_a_search_that_is_ended_at_once_returns_the_whole() -> None:
     found = narrowed(WHOLE, lambda _: None)
     assert (found.items, found.tries, found.ended) == (WHOLE, 0, False)

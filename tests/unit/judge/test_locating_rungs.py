@@ -12,20 +12,19 @@ OWN = Stage("ddpopt-inline", "aot_eager")
 STRUCTURE = Symptom("structure")
 
 
-def test_a_stage_below_that_compiles_nothing_is_not_why_numbers_are_wrong() -> None:
-    assert not NUMBERS.is_shown_by(BELOW, STRUCTURE)
-    assert NUMBERS.is_shown_by(BELOW, Symptom("numbers"))
-    assert NUMBERS.is_shown_by(BELOW, Symptom("died", "SIGSEGV"))
-
-
-def test_where_structure_is_what_was_found_it_counts_below_too() -> None:
-    assert replace(NUMBERS, structural=True).is_shown_by(BELOW, STRUCTURE)
-
-
-def test_whatever_the_trials_own_stage_shows_counts() -> None:
-    assert NUMBERS.is_shown_by(OWN, STRUCTURE)
-
-
-@pytest.mark.parametrize("stage", [BELOW, OWN])
-def test_a_stage_that_agrees_shows_nothing(stage: Stage) -> None:
-    assert not NUMBERS.is_shown_by(stage, None)
+@pytest.mark.parametrize(
+    ("stage", "symptom", "structural", "shown"),
+    [
+        (BELOW, STRUCTURE, False, False),  # no reason for wrong numbers
+        (BELOW, STRUCTURE, True, True),
+        (BELOW, Symptom("numbers"), False, True),
+        (BELOW, Symptom("died", "SIGSEGV"), False, True),
+        (OWN, STRUCTURE, False, True),
+        (BELOW, None, False, False),
+        (OWN, None, False, False),
+    ],
+)
+def test_below_the_trials_own_stage_structure_counts_only_where_it_is_what_was_found(
+    stage: Stage, symptom: Symptom | None, structural: bool, shown: bool
+) -> None:
+    assert replace(NUMBERS, structural=structural).is_shown_by(stage, symptom) is shown

@@ -70,9 +70,17 @@ def test_segments_that_are_apart_stand_in_classes_of_their_own_with_the_gap_betw
     assert code.chosen == ["segment_0", "segment_2"]
 
 
-def test_a_whole_graph_can_be_written_too() -> None:
-    model, x = Stages(), torch.linspace(-1, 1, 32).view(4, 8)
-    (got,) = run(code_of(model, [Piece(0, place) for place in range(8)], x))
+@pytest.mark.parametrize(
+    ("model", "x", "places"),
+    [
+        pytest.param(Stages(), torch.linspace(-1, 1, 32).view(4, 8), 8, id="a whole graph"),
+        pytest.param(Shifted(), torch.linspace(-1, 1, 3), 4, id="a graph that holds a tensor"),
+    ],
+)
+def test_a_whole_graph_can_be_written_with_the_tensors_that_it_holds(
+    model: nn.Module, x: Tensor, places: int
+) -> None:
+    (got,) = run(code_of(model, [Piece(0, place) for place in range(places)], x))
     assert torch.equal(got, model(x))
 
 
@@ -83,12 +91,6 @@ def test_bodies_of_higher_order_operators_become_classes() -> None:
     assert torch.equal(run(code)[0], Branching()(x))
     compiled: Any = torch.compile(module_of(code), backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(x)[0], Branching()(x))
-
-
-def test_tensors_that_the_graph_holds_are_saved() -> None:
-    x = torch.linspace(-1, 1, 3)
-    code = code_of(Shifted(), [Piece(0, place) for place in range(4)], x)
-    assert torch.equal(run(code)[0], Shifted()(x))
 
 
 def test_pieces_of_several_graphs_are_refused() -> None:

@@ -48,19 +48,14 @@ def test_what_a_run_sends_it_sends_in_a_group_of_its_own(name: str, sent: str, r
     assert sent in {collective.op for collective in record.collectives}
 
 
-def test_the_group_that_training_went_on_with_is_given_back(ranks: Ranks) -> None:
-    def groups() -> int:
-        return len(dist.distributed_c10d._world.pg_map)
-
-    before = groups()
+def test_the_group_that_training_went_on_with_is_given_back_and_that_of_powersgd_outlives_the_run(
+    ranks: Ranks,
+) -> None:
+    groups, kept = len(dist.distributed_c10d._world.pg_map), len(KEPT)
     run_eager("new_group", ranks)
-    assert groups() == before
-
-
-def test_the_group_that_powersgd_sends_in_outlives_the_run(ranks: Ranks) -> None:
-    before = len(KEPT)
+    assert (len(dist.distributed_c10d._world.pg_map), len(KEPT)) == (groups, kept)
     run_eager("hook_powersgd", ranks)
-    assert len(KEPT) == before + 1
+    assert len(KEPT) == kept + 1
 
 
 def test_powersgd_with_a_bucket_for_each_dtype_is_refused_before_ranks_wait_for_one_another(

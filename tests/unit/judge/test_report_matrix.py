@@ -10,7 +10,6 @@ from ddpopt.judge.verdict import Status, Trial
 from tests.unit.verdicts import (
     CASES,
     MODES,
-    all_kinds,
     broken_trial,
     impossible_trial,
     matrix,
@@ -69,14 +68,10 @@ def test_where_there_is_one_option_cases_are_the_rows_of_one_grid() -> None:
     assert (many.down, [grid.title for grid in many.grids]) == ("option", [f"case {name}" for name in CASES])
 
 
-def test_what_was_not_possible_is_in_the_column_of_its_mode_though_it_knows_no_backend() -> None:
+def test_each_backend_of_a_mode_is_a_column_and_what_was_not_possible_is_in_that_of_its_mode() -> None:
     made = verdict(ok_trial(mode="torch"), impossible_trial(mode="torch"))
     assert overview(made).columns == ("torch, aot_eager",)
-
-
-def test_two_backends_of_a_mode_are_two_columns() -> None:
-    made = verdict(ok_trial(), replace(ok_trial(), backend="inductor"), ok_trial(option="join"))
-    view = overview(made)
+    view = overview(verdict(ok_trial(), replace(ok_trial(), backend="inductor"), ok_trial(option="join")))
     assert view.columns == ("ddpopt-inline, aot_eager", "ddpopt-inline, inductor")
     marks = [[cell and cell.mark for cell in row] for _, row in view.grids[0].rows]
     assert marks == [["ok", "ok"], ["ok", None]]
@@ -88,16 +83,3 @@ def test_of_two_trials_in_one_place_the_worse_is_shown(turned: bool) -> None:
     ((_, (cell,)),) = overview(verdict(*(trials[::-1] if turned else trials))).grids[0].rows
     assert cell is not None
     assert cell.mark == "W1"
-
-
-def test_a_verdict_without_trials_has_no_grid() -> None:
-    view = overview(verdict())
-    assert (view.columns, view.grids, view.reasons) == ((), (), ())
-
-
-def test_all_findings_of_a_reason_name_their_trial() -> None:
-    (reason, *_) = overview(all_kinds()).reasons
-    assert [(trial.mode, finding.level) for trial, finding in reason.findings] == [
-        ("ddpopt-split", "L0"),
-        ("ddpopt-split", "L3"),
-    ]

@@ -34,34 +34,6 @@ EVERY = [
 ]
 
 
-def test_one_right_trial() -> None:
-    assert_expected_inline(
-        verdict_text(verdict(ok_trial())),
-        """\
-torch 2.13.0; ddpopt 0.1.0; python 3.11.2; device cpu; platform Linux
-
-pkg.module:model: ddpopt-inline / default, aot_eager: ok
-judged by L3 structure, L0 bitwise, L1 communication bound; 1 graph compiled;
-  1.2 s
-
-level  parameters  the worst of them       ULPs  error  bound
--------------------------------------------------------------
-L0              4  all equal, bit for bit     0      0      0
-L1              4  layers.0.bias              1  1e-08  4e-08
-                     rank 1, step 2
-
-bucket    MiB  dtype    error/bound  gradients
--------------------------------------------------------------------
-     0  4.000  float32         0.25  layers.1.weight, layers.1.bias
-     1  1.000  float32         0.25  layers.0.weight, layers.0.bias
-
-notes
-  - L2 needs Inductor, so it was not applied
-
-RIGHT: pkg.module:model on 2 ranks: no findings; 1 trial ok""",
-    )
-
-
 def test_one_wrong_trial_says_what_and_where() -> None:
     assert_expected_inline(
         verdict_text(verdict(wrong_trial(), location=location())),
@@ -107,23 +79,6 @@ The smallest set of compiled segments that shows it:
 Script: repro_linears.py (run in a fresh interpreter, it shows the difference)
 
 WRONG: pkg.module:model on 2 ranks: 2 findings; 1 trial wrong""",
-    )
-
-
-def test_one_broken_trial_keeps_the_lines_of_its_stack() -> None:
-    assert_expected_inline(
-        verdict_text(verdict(broken_trial())),
-        """\
-torch 2.13.0; ddpopt 0.1.0; python 3.11.2; device cpu; platform Linux
-
-pkg.module:model: torch / default, aot_eager: broken
-0 graphs compiled; 30.0 s
-
-  rank 1 died with signal 9
-  File "model.py", line 7, in forward
-    return self.layer(x)
-
-NOT JUDGED: pkg.module:model on 2 ranks: no findings; 1 trial broken""",
     )
 
 
@@ -186,69 +141,25 @@ WRONG: pkg.module:model on 2 ranks: 2 findings; of 4 trials 1 ok, 1 wrong, 1 not
 
 
 def test_modes_by_options_by_cases() -> None:
+    text = verdict_text(matrix(MODES[:3], options=2, cases=CASES[:2]))
     assert_expected_inline(
-        verdict_text(matrix(options=3, cases=CASES[:2])),
+        text[text.index("case linears") : text.index("W1:")].strip(),
         """\
-torch 2.13.0; ddpopt 0.1.0; python 3.11.2; device cpu; platform Linux
-
-   mode                                 ok  wrong  not possible  broken
------------------------------------------------------------------------
-a  eager                                 6      -             -       -
-b  manual                                6      -             -       -
-c  torch, aot_eager                      4      2             -       -
-d  whole, aot_eager                      6      -             -       -
-e  python-reducer, aot_eager             4      -             2       -
-f  python-reducer-concat, aot_eager      4      -             2       -
-g  python-reducer-coalesced, aot_eager   4      -             2       -
-h  ddpopt-split, aot_eager               6      -             -       -
-i  ddpopt-inline, aot_eager              6      -             -       -
-j  fully-shard, aot_eager                6      -             -       -
-k  fsdp1, aot_eager                      6      -             -       -
-l  replicate, aot_eager                  6      -             -       -
-
 case linears
-option                  a   b   c   d   e   f   g   h   i   j   k   l
----------------------------------------------------------------------
-option_00_with_a_name  ok  ok  W1  ok  ok  ok  ok  ok  ok  ok  ok  ok
-option_01_with_a_name  ok  ok  ok  ok  n1  n2  n3  ok  ok  ok  ok  ok
-option_02_with_a_name  ok  ok  ok  ok  ok  ok  ok  ok  ok  ok  ok  ok
+option                  a   b   c
+---------------------------------
+option_00_with_a_name  ok  ok  W1
+option_01_with_a_name  ok  ok  ok
 
 case gpt
-option                  a   b   c   d   e   f   g   h   i   j   k   l
----------------------------------------------------------------------
-option_00_with_a_name  ok  ok  W1  ok  ok  ok  ok  ok  ok  ok  ok  ok
-option_01_with_a_name  ok  ok  ok  ok  n1  n2  n3  ok  ok  ok  ok  ok
-option_02_with_a_name  ok  ok  ok  ok  ok  ok  ok  ok  ok  ok  ok  ok
+option                  a   b   c
+---------------------------------
+option_00_with_a_name  ok  ok  W1
+option_01_with_a_name  ok  ok  ok
 
-W wrong, n not possible, with the number of the reason below; . did not run
-
-W1: wrong, 2 trials
-    L0 bitwise does not hold: an aot_eager gradient equals eager's in every bit.
-    L3 structure does not hold: every planned bucket is reduced exactly once per
-    backward.
-    - linears: torch / option_00_with_a_name, aot_eager: layers.0.weight:
-      expected eager's gradient, got one that is 512 ULPs away at [3, 4] (bucket
-      1, rank 1, step 2)
-    - gpt: torch / option_00_with_a_name, aot_eager: layers.0.weight: expected
-      eager's gradient, got one that is 512 ULPs away at [3, 4] (bucket 1, rank
-      1, step 2)
-    - and 2 findings more, all in the JSON
-
-n1: not possible, 2 trials
-    python-reducer has no such option
-
-n2: not possible, 2 trials
-    python-reducer-concat has no such option
-
-n3: not possible, 2 trials
-    python-reducer-coalesced has no such option
-
-notes
-  - L2 needs Inductor, so it was not applied (66 trials)
-
-WRONG: matrix on 2 ranks: 4 findings; of 72 trials 64 ok, 2 wrong, 6 not
-  possible""",
+W wrong, with the number of the reason below; . did not run""",
     )
+    assert "    - and 2 findings more, all in the JSON" in text
 
 
 @pytest.mark.parametrize("made", EVERY)
@@ -264,25 +175,25 @@ def test_2520_trials_take_few_lines() -> None:
     assert len(lines) < 6 * (35 + 5) + 60
 
 
-def test_of_a_reason_as_long_as_the_stacks_of_all_ranks_the_rest_is_counted() -> None:
+def test_what_is_equal_in_every_bit_is_said_so() -> None:
+    text = verdict_text(verdict(ok_trial()))
+    assert "L0              4  all equal, bit for bit     0      0      0\n" in text
+    assert text.endswith("\n\nRIGHT: pkg.module:model on 2 ranks: no findings; 1 trial ok")
+
+
+def test_lines_of_a_reason_and_findings_that_are_left_out_are_counted() -> None:
     reason = "\n".join(f"line {index}" for index in range(LINES + 7))
     text = verdict_text(verdict(replace(broken_trial(), reason=reason)))
     assert f"line {LINES}\n  ... 6 lines more, all in the JSON" in text
-
-
-def test_findings_that_are_left_out_are_counted() -> None:
-    finding = wrong_trial().findings[0]
-    many = replace(wrong_trial(), findings=(finding,) * 30)
+    many = replace(wrong_trial(), findings=wrong_trial().findings[:1] * 30)
     assert "and 22 findings more, all in the JSON" in verdict_text(verdict(many))
     assert "and 29 findings more, all in the JSON" in verdict_text(verdict(many, ok_trial()))
 
 
-def test_a_script_that_shows_nothing_is_not_praised() -> None:
-    text = verdict_text(verdict(wrong_trial(), location=replace(location(), reproduces=False)))
+def test_a_script_that_shows_nothing_is_not_praised_and_where_there_is_none_the_text_says_why() -> None:
+    useless = replace(location(), reproduces=False)
+    text = verdict_text(verdict(wrong_trial(), location=useless))
     assert "it did not show the difference" in " ".join(text.split())
-
-
-def test_a_location_without_a_script_says_why() -> None:
     bare = replace(location(), script="", segments=(), note="it takes two ranks to see it")
     text = verdict_text(verdict(wrong_trial(), location=bare))
     assert "it takes two ranks to see it" in text

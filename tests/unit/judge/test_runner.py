@@ -4,7 +4,6 @@ import sys
 from typing import Any
 
 import pytest
-from expecttest import TestCase
 
 import ddpopt
 from ddpopt.errors import UsageError
@@ -14,59 +13,28 @@ from ddpopt.judge.runner import _waits_s
 from ddpopt.judge.trials import Settings
 
 
-class TestMessages(TestCase):
-    def refused(self, **arguments: Any) -> str:
-        with pytest.raises(UsageError) as caught:
-            ddpopt.verify(arguments.pop("target", "tied"), **arguments)
-        return str(caught.value)
-
-    def test_a_mode_that_does_not_exist(self) -> None:
-        message = self.refused(mode="ddpopt")
-        assert message.startswith("mode: expected one of eager, manual, torch, whole, ")
-        assert message.endswith("got 'ddpopt'; did you mean 'ddpopt-split' or 'ddpopt-inline'?")
-
-    def test_an_option_that_does_not_exist(self) -> None:
-        message = self.refused(options="no_synch")
-        assert message.startswith("options: expected one of default, static_graph, ")
-        assert message.endswith("got 'no_synch'")
-
-    def test_a_strategy_that_does_not_exist(self) -> None:
-        self.assertExpectedInline(
-            self.refused(strategy="cut"),
-            """strategy: expected one of split, inline, auto, got 'cut'""",
-        )
-
-    def test_a_backend_that_does_not_exist(self) -> None:
-        assert "backend: expected the name of a Dynamo backend, got 'inducter'" in self.refused(
-            backend="inducter"
-        )
-
-    def test_a_dtype_that_does_not_exist(self) -> None:
-        self.assertExpectedInline(
-            self.refused(dtype="int64"),
-            """dtype: expected a floating-point dtype of torch's, like float32 or bfloat16, got 'int64'""",
-        )
-
-    def test_no_ranks(self) -> None:
-        self.assertExpectedInline(
-            self.refused(nproc=0),
-            """nproc: expected a positive number, got 0""",
-        )
-
-    def test_no_steps(self) -> None:
-        self.assertExpectedInline(
-            self.refused(steps=0),
-            """steps: expected a positive number, got 0""",
-        )
-
-    def test_no_time_for_a_trial(self) -> None:
-        self.assertExpectedInline(
-            self.refused(trial_limit_s=0.0),
-            """trial_limit_s: expected seconds above 0, got 0.0""",
-        )
-
-    def test_a_target_that_does_not_exist(self) -> None:
-        assert "expected the name of a case in the corpus, got 'nothing'" in self.refused(target="nothing")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": "ddpopt"}, "mode: expected one of eager, manual, torch, whole, "),
+        ({"mode": "ddpopt"}, "got 'ddpopt'; did you mean 'ddpopt-split' or 'ddpopt-inline'?"),
+        ({"options": "no_synch"}, "options: expected one of default, static_graph, "),
+        ({"strategy": "cut"}, "strategy: expected one of split, inline, auto, got 'cut'"),
+        ({"backend": "inducter"}, "backend: expected the name of a Dynamo backend, got 'inducter'"),
+        (
+            {"dtype": "int64"},
+            "dtype: expected a floating-point dtype of torch's, like float32 or bfloat16, got 'int64'",
+        ),
+        ({"nproc": 0}, "nproc: expected a positive number, got 0"),
+        ({"steps": 0}, "steps: expected a positive number, got 0"),
+        ({"trial_limit_s": 0.0}, "trial_limit_s: expected seconds above 0, got 0.0"),
+        ({"target": "nothing"}, "expected the name of a case in the corpus, got 'nothing'"),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        ddpopt.verify(**{"target": "tied", **arguments})
+    assert message in str(caught.value)
 
 
 def test_the_limit_of_a_trial_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,14 +30,10 @@ def test_tensors_are_found_in_containers_and_in_objects() -> None:
     ]
 
 
-def test_what_overlaps_shares_memory_and_neighbours_do_not() -> None:
-    flat = torch.zeros(8)
+def test_what_overlaps_shares_memory_and_neighbours_and_empty_tensors_do_not() -> None:
+    flat, matrix = torch.zeros(8), torch.zeros(3, 3)
     tensors = {"left": flat[:5], "right": flat[4:], "half": flat[:4], "other": torch.zeros(8)}
     assert sharing(tensors) == {("left", "right"), ("half", "left")}
-
-
-def test_a_column_shares_memory_with_its_matrix_and_an_empty_tensor_with_nothing() -> None:
-    matrix = torch.zeros(3, 3)
     assert sharing({"column": matrix[:, 1], "matrix": matrix, "none": matrix[:0]}) == {("column", "matrix")}
 
 

@@ -47,26 +47,15 @@ def test_collectives_are_noted_with_what_they_send() -> None:
     ]
 
 
-def test_functional_collectives_are_noted_once_and_waiting_is_not() -> None:
+def test_functional_collectives_are_noted_once_with_their_group_and_waiting_is_not() -> None:
     notes = Notes()
-    group = dist.group.WORLD
-    assert group is not None
-    with notes.mode():
-        total = functional.all_reduce(torch.ones(3), "sum", group)
-        assert total.sum() == 3
-    assert [(launch.op, launch.numel) for launch in notes] == [("all_reduce", 3)]
-
-
-def test_a_launch_names_its_group() -> None:
-    notes = Notes()
-    world: Any = dist.group.WORLD
     other: Any = dist.new_group([0])
     with notes.mode():
-        dist.all_reduce(torch.ones(3))
+        assert functional.all_reduce(torch.ones(3), "sum", other).sum() == 3
         dist.all_reduce(torch.ones(4), group=other)
-    assert [(launch.numel, launch.group) for launch in notes] == [
-        (3, world.group_name),
-        (4, other.group_name),
+    assert [(launch.op, launch.numel, launch.group) for launch in notes] == [
+        ("all_reduce", 3, other.group_name),
+        ("allreduce", 4, other.group_name),
     ]
 
 

@@ -35,24 +35,20 @@ def on_ranks(task: Callable[[Exchange, int], Any], store: Any, limit_s: float = 
         return list(pool.map(rank, range(SIZE)))
 
 
-def test_every_rank_gets_every_value_of_its_own_round(store: Any) -> None:
+def test_every_rank_gets_every_value_of_its_own_round_and_no_key_is_left(store: Any) -> None:
     def task(exchange: Exchange, rank: int) -> list[list[bytes]]:
         return [exchange.gather(f"{rank} in round {number}".encode()) for number in range(20)]
 
+    on_ranks(lambda exchange, rank: None, store)
+    before = store.num_keys()
     expected = [[f"{rank} in round {number}".encode() for rank in range(SIZE)] for number in range(20)]
     assert on_ranks(task, store) == [expected] * SIZE
+    assert store.num_keys() == before
 
 
 def test_values_may_be_empty_and_larger_than_a_store_takes_at_once(store: Any) -> None:
     values = [b"", b"x" * (PIECE_BYTES + 1), b"y" * PIECE_BYTES]
     assert on_ranks(lambda exchange, rank: exchange.gather(values[rank]), store) == [values] * SIZE
-
-
-def test_nothing_is_left_in_the_store_but_how_often_ranks_met(store: Any) -> None:
-    on_ranks(lambda exchange, rank: None, store)
-    before = store.num_keys()
-    on_ranks(lambda exchange, rank: [exchange.gather(b"a"), exchange.gather(b"")], store)
-    assert store.num_keys() == before
 
 
 def test_one_exchange_after_the_other_in_one_store_do_not_meet(store: Any) -> None:

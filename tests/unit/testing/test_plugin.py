@@ -3,8 +3,6 @@
 `tests/multigpu/alone/test_plugin.py` has the tests that need ranks.
 """
 
-from collections.abc import Callable
-
 import pytest
 
 pytest_plugins = ["pytester"]
@@ -29,17 +27,6 @@ def suite(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.
     return pytester
 
 
-@pytest.fixture
-def under_torchrun(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Give a function that makes the suite's runs look like those of torchrun with n ranks."""
-
-    def pretend(ranks: int) -> None:
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
-        monkeypatch.setenv("WORLD_SIZE", str(ranks))
-
-    return pretend
-
-
 def run(suite: pytest.Pytester, *args: str) -> pytest.RunResult:
     return suite.runpytest_inprocess("-p", "ddpopt.testing.plugin", "--strict-markers", "-ra", *args)
 
@@ -57,32 +44,37 @@ def test_collecting_a_marked_test_starts_no_rank(
     assert "test_pair" in run(suite, "--collect-only").stdout.str()
 
 
-def test_too_few_ranks_skip_a_test_and_say_the_command(
-    suite: pytest.Pytester, under_torchrun: Callable[[int], None]
+@pytest.mark.parametrize(
+    ("ranks", "worker", "arguments", "outcomes", "words"),
+    [
+        pytest.param(1, "", [], {"passed": 1, "skipped": 1}, REASON, id="too few ranks skip a test"),
+        pytest.param(
+            *(1, "", ["--too-few-ranks=fail"], {"passed": 1, "errors": 1}, REASON),
+            id="too few ranks fail a test where none may be lost",
+        ),
+        pytest.param(
+            *(2, "gw0", [], {"passed": 1, "errors": 1}),
+            "torchrun's ranks cannot be divided among xdist's workers",
+            id="torchrun's ranks are not divided among xdist's workers",
+        ),
+    ],
+)
+def test_under_torchrun_a_test_that_cannot_have_its_ranks_says_why(
+    ranks: int,
+    worker: str,
+    arguments: list[str],
+    outcomes: dict[str, int],
+    words: str,
+    suite: pytest.Pytester,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    under_torchrun(1)
-    result = run(suite)
-    result.assert_outcomes(passed=1, skipped=1)
-    assert REASON in result.stdout.str()
-
-
-def test_too_few_ranks_fail_a_test_where_none_may_be_lost(
-    suite: pytest.Pytester, under_torchrun: Callable[[int], None]
-) -> None:
-    under_torchrun(1)
-    result = run(suite, "--too-few-ranks=fail")
-    result.assert_outcomes(passed=1, errors=1)
-    assert REASON in result.stdout.str()
-
-
-def test_torchruns_ranks_are_not_divided_among_xdists_workers(
-    suite: pytest.Pytester, under_torchrun: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    under_torchrun(2)
-    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
-    result = run(suite)
-    result.assert_outcomes(passed=1, errors=1)
-    assert "torchrun's ranks cannot be divided among xdist's workers" in result.stdout.str()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    if worker:
+        monkeypatch.setenv("PYTEST_XDIST_WORKER", worker)
+    result = run(suite, *arguments)
+    result.assert_outcomes(**outcomes)
+    assert words in result.stdout.str()
 
 
 def test_the_fixture_in_a_test_without_the_marker_is_an_error_that_says_what_to_write(
@@ -95,22 +87,20 @@ def test_the_fixture_in_a_test_without_the_marker_is_an_error_that_says_what_to_
     assert "Write @pytest.mark.world_size(2) above it." in result.stdout.str()
 
 
-@pytest.mark.parametrize("argument", ["0", "'2'", "", "2, 3", "n=2"])
-def test_a_marker_without_one_positive_int_is_an_error(suite: pytest.Pytester, argument: str) -> None:
-    suite.makepyfile(NEEDS_TWO.replace("world_size(2)", f"world_size({argument})"))
-    result = run(suite)
-    assert "expected world_size(n) with one positive int, got args" in result.stdout.str()
-    assert "Write @pytest.mark.world_size(2)." in result.stdout.str()
-
-
-@pytest.mark.parametrize("argument", ["2, backend='mpi'", "2, timeout=0", "2, timeout='1 min'"])
-def test_a_marker_with_another_backend_or_limit_is_an_error(suite: pytest.Pytester, argument: str) -> None:
+@pytest.mark.parametrize(
+    "argument", ["0", "'2'", "", "2, 3", "n=2", "2, backend='mpi'", "2, timeout=0", "2, timeout='1 min'"]
+)
+def test_a_marker_without_one_positive_int_or_with_another_backend_or_limit_is_an_error(
+    argument: str, suite: pytest.Pytester
+) -> None:
     suite.makepyfile(NEEDS_TWO.replace("world_size(2)", f"world_size({argument})"))
     result = run(suite)
     result.assert_outcomes(passed=1, errors=1)
-    assert "expected world_size(n, backend='gloo' or 'nccl', timeout=seconds above 0), got" in (
-        result.stdout.str()
-    )
+    if argument.startswith("2, ") and "=" in argument:
+        said = "expected world_size(n, backend='gloo' or 'nccl', timeout=seconds above 0), got"
+    else:
+        said = "expected world_size(n) with one positive int, got args"
+    assert said in result.stdout.str()
 
 
 def test_pytest_timeout_leaves_marked_tests_to_the_plugin(suite: pytest.Pytester) -> None:

@@ -25,18 +25,12 @@ def test_a_name_in_the_environment_comes_before_ci() -> None:
     assert profile_of_environment({"CI": "false"}) == "dev"
 
 
-def test_ci_draws_the_same_on_every_run_and_nightly_does_not() -> None:
-    load_profile("ci")
-    assert settings().derandomize
-    load_profile("nightly")
-    assert not settings().derandomize
-    assert settings().database is not None
-
-
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_a_test_draws_its_share_of_the_profiles_examples(name: str) -> None:
+def test_a_test_draws_its_share_of_the_profiles_examples_and_in_ci_the_same_each_time(name: str) -> None:
     load_profile(name)
     assert settings().deadline is None
+    assert settings().derandomize is (name == "ci")
+    assert name != "nightly" or settings().database is not None
     assert share(1).max_examples == EXAMPLES[name]
     assert share(2).max_examples == 2 * EXAMPLES[name]
     assert share(1e-9).max_examples == 1

@@ -43,24 +43,34 @@ def merged(*reports_of: list[TestReport]) -> dict[str, tuple[str, str]]:
     return {str(one.when): (one.outcome, one.longreprtext) for one in merge(reports_of)}
 
 
-def test_a_test_that_passes_everywhere_passes() -> None:
-    assert merged([report("passed")], [report("passed")]) == {"call": ("passed", "")}
+PASSED = report("passed")
 
 
-def test_a_failure_on_one_rank_fails_the_test_with_its_words() -> None:
-    got = merged([report("passed")], [report("failed", why="boom")])
-    assert got == {"call": ("failed", "[rank 1] call failed:\nboom")}
-
-
-def test_who_failed_first_is_shown_first() -> None:
-    got = merged([report("failed", why="no peer", stop=2)], [report("failed", why="boom", stop=1)])
-    assert got["call"][1] == "[rank 1] call failed:\nboom\n\n[rank 0] call failed:\nno peer"
-
-
-def test_what_ranks_tell_alike_is_told_once() -> None:
-    whys = ("same", "other", "same")
-    got = merged(*([report("failed", why=why, stop=stop)] for stop, why in enumerate(whys)))
-    assert got["call"][1] == "[rank 0, 2] call failed:\nsame\n\n[rank 1] call failed:\nother"
+@pytest.mark.parametrize(
+    ("reports", "expected"),
+    [
+        pytest.param([PASSED, PASSED], ("passed", ""), id="passes everywhere"),
+        pytest.param(
+            [PASSED, report("failed", why="boom")],
+            ("failed", "[rank 1] call failed:\nboom"),
+            id="fails on one rank",
+        ),
+        pytest.param(
+            [report("failed", why="no peer", stop=2), report("failed", why="boom", stop=1)],
+            ("failed", "[rank 1] call failed:\nboom\n\n[rank 0] call failed:\nno peer"),
+            id="who failed first is shown first",
+        ),
+        pytest.param(
+            [report("failed", why=why, stop=stop) for stop, why in enumerate(("same", "other", "same"))],
+            ("failed", "[rank 0, 2] call failed:\nsame\n\n[rank 1] call failed:\nother"),
+            id="what ranks tell alike is told once",
+        ),
+    ],
+)
+def test_a_failure_on_any_rank_fails_the_test_with_its_words(
+    reports: list[TestReport], expected: tuple[str, str]
+) -> None:
+    assert merged(*([one] for one in reports)) == {"call": expected}
 
 
 def test_after_a_failed_setup_on_one_rank_there_is_no_call() -> None:
@@ -90,20 +100,16 @@ def test_an_expected_failure_is_no_skip() -> None:
     assert merged([report("passed")], [expected]) == {"call": ("passed", "")}
 
 
-def test_reports_travel_as_text(pytestconfig: pytest.Config) -> None:
-    sent = [report("passed", "setup"), report("failed", why="boom")]
+def test_reports_travel_as_text_with_the_place_of_a_skip(pytestconfig: pytest.Config) -> None:
+    skipped = report("skipped", "setup")
+    skipped.longrepr = ("test_a.py", 3, "Skipped: not today")
+    sent = [report("passed", "setup"), report("failed", why="boom"), skipped]
     got = from_text(pytestconfig, to_text(pytestconfig, sent))
-    assert [(one.when, one.outcome, one.longreprtext) for one in got] == [
+    assert [(one.when, one.outcome, one.longreprtext) for one in got[:2]] == [
         ("setup", "passed", ""),
         ("call", "failed", "boom"),
     ]
-
-
-def test_a_skips_place_survives_the_journey(pytestconfig: pytest.Config) -> None:
-    skipped = report("skipped", "setup")
-    skipped.longrepr = ("test_a.py", 3, "Skipped: not today")
-    (got,) = from_text(pytestconfig, to_text(pytestconfig, [skipped]))
-    assert got.longrepr == ("test_a.py", 3, "Skipped: not today")
+    assert got[2].longrepr == skipped.longrepr
 
 
 def test_stacks_are_shown_without_what_lies_under_every_test() -> None:
@@ -117,6 +123,7 @@ def test_stacks_are_shown_without_what_lies_under_every_test() -> None:
             [["a", "b"], ["a", "b"], ["b", "c"]],
             ["  rank 2 lacks 1 of rank 0's 2 tests: a", "  rank 2 has 1 that rank 0 lacks: c"],
         ),
+        ([["a", "b"]] * 3, []),
         ([["a", "b", "c"], ["a", "c", "b"]], ["  rank 1 has them in another order"]),
         ([["a", "b"], ["a", "b", "b"]], ["  rank 1 has them in another order"]),
         (
@@ -128,12 +135,5 @@ def test_stacks_are_shown_without_what_lies_under_every_test() -> None:
 def test_what_ranks_collected_differently_is_named_by_rank(
     names_of: list[list[str]], expected: list[str]
 ) -> None:
-    assert difference(names_of).splitlines() == [
-        "the ranks collected different tests:",
-        *expected,
-        ADVICE,
-    ]
-
-
-def test_equal_collections_do_not_differ() -> None:
-    assert difference([["a", "b"]] * 3) == difference([[], []]) == ""
+    lines = ["the ranks collected different tests:", *expected, ADVICE]
+    assert difference(names_of).splitlines() == (lines if expected else [])
