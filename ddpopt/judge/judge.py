@@ -41,7 +41,6 @@ def judge(
     mode: Mode,
     backend: Any,
     *,
-    strategy: str | None = None,
     tamper: Callable[[Trainer], None] = untampered,
     exact: bool | None = None,
 ) -> Trial:
@@ -51,7 +50,6 @@ def judge(
         reference: eager DDP's run of the same subject.
         mode: what to judge.
         backend: of Dynamo, for modes that compile.
-        strategy: of ddpopt's, in place of the mode's own.
         tamper: for faults that are put in by hand; see `ddpopt.judge.training.Course`.
         exact: whether to compare bit by bit; by default wherever the backend is known to keep eager's order.
 
@@ -59,7 +57,7 @@ def judge(
         The trial, the same on every rank.
     """
     started = time.monotonic()
-    trial = _Judgement(reference, mode, backend, strategy, tamper, exact).trial_of()
+    trial = _Judgement(reference, mode, backend, tamper, exact).trial_of()
     return replace(trial, seconds=round(time.monotonic() - started, 3))
 
 
@@ -70,7 +68,6 @@ class _Judgement:
     reference: Reference
     mode: Mode
     asked_backend: Any
-    strategy: str | None
     tamper: Callable[[Trainer], None]
     asked_exact: bool | None
 
@@ -112,7 +109,6 @@ class _Judgement:
             self.backend,
             follow=self.reference.eager.starts if follows else None,
             probe=self.option.probes and self.mode.gives == "module",
-            strategy=self.strategy,
             tamper=self.tamper,
         )
 

@@ -6,80 +6,14 @@ and what may be asked of the result. Invariant: an option changes the reference 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
-
 import torch
-import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from ddpopt.cases.case import Case
 from ddpopt.judge import option_cases as cases
 from ddpopt.judge import option_steps as do
-from ddpopt.judge.modes import Gives, named
-from ddpopt.judge.trainer import Program, Trainer
-
-
-@dataclass(frozen=True)
-class Option(Program):
-    """One way to use a data-parallel model, and how it is trained.
-
-    Attributes:
-        name: as in ``--options``.
-        about: one sentence.
-        needs: what of DDP it needs: ``"nothing"``: any mode can; ``"arguments"``; ``"module"``.
-        ddp_kwargs: DDP's arguments, over the case's own.
-        adapt: makes another case of a case.
-        grouped: the same for one run, whose process group it is given.
-        for_model: DDP's arguments that name parameters of the model.
-        without: names of DDP's arguments that a case may have and this option does not go with.
-        local: whether the reduced gradient is the mean over ranks of what the model alone computes.
-        comm_dtype: in which gradients are sent, if not in their own dtype.
-        probes: whether one more step, which nothing reduces, may be asked for.
-        syncs: synchronised backwards per step; None where it is not the same for each rank and step.
-        more_graphs: whether ranks may compile more graphs than the model alone, and others than their peers.
-        missing: whether a bucket may go unsent, or in another size.
-        others: whether other modules send in the same backward too, in other buckets.
-        callbacks: whether collectives start in callbacks of others: which are seen is then up to chance, for
-            c10d runs some on its own threads.
-        groups: from the world size to the groups of ranks that train together, where not all do together.
-        forwards: how many forwards one backward goes through.
-        computes: in which dtype operations round, if not in that of their parameters: uncompiled code then
-            keeps casts that compiled code makes again, so they differ in their last bits.
-        by_layout: whether what is sent depends on the order of parameters in a bucket.
-        norms: whether a norm over all gradients is computed.
-    """
-
-    name: str
-    about: str
-    needs: Gives = "nothing"
-    ddp_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    adapt: Callable[[Case], Case] = lambda case: case
-    grouped: Callable[[Case, dist.ProcessGroup], Case] = lambda case, _: case
-    for_model: Callable[[nn.Module], dict[str, Any]] = lambda _: {}
-    without: tuple[str, ...] = ()
-    local: bool = True
-    comm_dtype: torch.dtype | None = None
-    probes: bool = False
-    syncs: int | None = 1
-    more_graphs: bool = False
-    missing: bool = False
-    others: bool = False
-    callbacks: bool = False
-    groups: Callable[[int], list[list[int]]] = lambda size: [list(range(size))]
-    forwards: int = 1
-    computes: torch.dtype | None = None
-    by_layout: bool = False
-    norms: bool = False
-
-    def arguments(self, case: Case, model: nn.Module) -> dict[str, Any]:
-        """DDP's arguments for a model of a case under this option."""
-        own = {name: value for name, value in case.ddp_kwargs.items() if name not in self.without}
-        return own | dict(self.ddp_kwargs) | self.for_model(model)
-
+from ddpopt.judge.modes import named
+from ddpopt.judge.trainer import Option, Trainer
 
 HALF = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 UNUSED = {"find_unused_parameters": True}

@@ -56,14 +56,12 @@ class Settings:
 
     Attributes:
         backend: of Dynamo: a name, or a callable.
-        strategy: of ddpopt's modes, in place of their own; None to keep that.
         steps: how many steps of training.
         dtype: name of the dtype to compute in; None for the case's own.
         trial_limit_s: limit of one trial, and of eager's runs before the first one, in seconds.
     """
 
     backend: Any = "inductor"
-    strategy: str | None = None
     steps: int = STEPS
     dtype: str | None = None
     trial_limit_s: float = TRIAL_LIMIT_S
@@ -195,7 +193,7 @@ def _judged(
                 if reference is None:
                     trial = _impossible(case, asked.option, name, bench)
                 else:
-                    trial = judge(reference, mode(name), settings.backend, strategy=settings.strategy)
+                    trial = judge(reference, mode(name), settings.backend)
             ranks.emit(Ended(index, trial))
             yield trial
 

@@ -209,7 +209,7 @@ class Sight:
         self._outside: dict[int, Tensor] = {}
         self._cleared: dict[int, Tensor] = {}
         self._held: dict[str, Any] = {}
-        self._last: dict[str, Tensor] = {}
+        self._last: dict[str, tuple[Tensor, Tensor]] = {}
         self._versions: dict[str, int] = {}
         self._generators: dict[str, bytes] = {}
         self._forwards = 0
@@ -291,12 +291,8 @@ class Sight:
             "use of other generators": drawn or "none",
         }
 
-    def memory(self, last: Mapping[str, Any]) -> tuple[Pairs, tuple[str, ...]]:
-        """Tell what shares memory, and what a script kept of the last step that has been written since.
-
-        Args:
-            last: the values that the last step left, by name.
-        """
+    def memory(self) -> tuple[Pairs, tuple[str, ...]]:
+        """Tell what shares memory, and what a script kept of the last step that has been written since."""
         seen = self._inputs | dict(self._leaves())
         for prefix, model in self._models.items():
             seen |= {f"{prefix}{name}": tensor for name, tensor in model.named_parameters()}
@@ -306,12 +302,10 @@ class Sight:
         results |= self._outputs
         seen |= self._outputs
         kept = {f"{KEPT}{name}": value for name, value in self._kept() if isinstance(value, Tensor)}
-        older = {f"{LAST}{name}": tensor for name, tensor in self._last.items()}
-        written = (
-            name for name, now in self._last.items() if name in last and not bitwise(now, last[name]).right
-        )
+        older = {f"{LAST}{name}": tensor for name, (tensor, _) in self._last.items()}
+        written = (name for name, (now, then) in self._last.items() if not bitwise(now, then).right)
         found = sharing(seen | results | kept | older), tuple(sorted(written))
-        self._last = results
+        self._last = {name: (tensor, tensor.detach().clone()) for name, tensor in results.items()}
         return found
 
     def _leaves(self) -> Iterator[tuple[str, Tensor]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ddpopt.judge.compare import raw_bytes
 from ddpopt.judge.judging.record import Record
 from ddpopt.judge.modes import Mode
-from ddpopt.judge.options import Option
+from ddpopt.judge.trainer import Option
 from ddpopt.observation.observe import Collective
 
 Digests = tuple[dict[str, bytes], ...]

@@ -73,7 +73,7 @@ class Ladder:
             ordered=ordered,
             means=reference.sums is not None,
             shards=self.option.norms and mode.is_sharded,
-            finishes=self.option.finishes,
+            finishes=self.option.finish_step is not None,
             ignored=frozenset() if self.option.others else reference.eager.ignored,
             unstable=reference.unstable,
             written=reference.written,

@@ -32,9 +32,8 @@ from ddpopt.judge.judging.seen_buffers import SeenBuffers
 from ddpopt.judge.judging.structure import Peer, peer_of
 from ddpopt.judge.modes import LOCAL, Mode, mode
 from ddpopt.judge.option_cases import in_dtype
-from ddpopt.judge.options import Option
 from ddpopt.judge.parallel import Gradients, Named
-from ddpopt.judge.trainer import Place
+from ddpopt.judge.trainer import Option, Place
 from ddpopt.judge.training import Course, train, updated
 from ddpopt.ranks.group import Ranks
 
@@ -109,12 +108,10 @@ class Bench:
             What happened; None if it failed on any rank: `failures` then says on which, and how.
         """
         subject = self.subject
-        adapted = more.pop("case", None) or subject.adapted
         course = Course(
-            adapted,
+            more.pop("case", subject.adapted),
             subject.option,
             backend,
-            functools.partial(subject.option.arguments, adapted),
             subject.steps,
             evaluate=subject.evaluates and how is not LOCAL and not self.unevaluated,
             **more,
@@ -125,7 +122,7 @@ class Bench:
             warnings.simplefilter("ignore")
             group = self._new_group(self.collective_limit_s)
             try:
-                course = replace(course, case=subject.option.grouped(adapted, group))
+                course = replace(course, case=subject.option.grouped(course.case, group))
                 record = train(course, how, Place(self.rank, self.size, group, subject.device))
             except (Exception, SystemExit) as error:
                 failure = failure_of(self.ranks.rank, error)
