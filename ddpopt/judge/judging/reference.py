@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddpopt.cases.case import Case
-from ddpopt.judge.compare import Difference, Sum, bitwise, communication, contribution, dense, exact
+from ddpopt.judge.compare import Sum, bitwise, contribution, dense, exact
 from ddpopt.judge.judging.arithmetic import Arithmetic
 from ddpopt.judge.judging.autocasting import autocast_dtypes, coarsest
 from ddpopt.judge.judging.failing import Failure, failure_of, stalled, told
@@ -221,7 +221,7 @@ class Reference:
         unstable: names of what was not the same once more, on any rank.
         written: names of parameters that something else than the optimizer writes to.
         not_finite: names of what has NaN or infinity on this rank.
-        sums: for each step what the ranks contribute to each gradient; None where the reduced gradient is
+        sums: for each step what the ranks contribute to each gradient; empty where the reduced gradient is
             no mean of what the model alone computes, or the model alone fails.
         alone: the model's own run on this rank, from the states of the eager run.
     """
@@ -234,8 +234,7 @@ class Reference:
         self.written = frozenset[str]().union(*bench.ranks.gather(_written(eager)))
         self.not_finite = _not_finite(eager)
         self.alone: Record | None = None
-        self.sums: list[dict[str, Sum]] | None = None
-        self._reductions: dict[tuple[int, str], Difference] = {}
+        self.sums: list[dict[str, Sum]] = []
         self.eager_peers = bench.peers(eager)
 
     @classmethod
@@ -253,29 +252,11 @@ class Reference:
         if again is None:
             return None
         made = cls(bench, eager, again)
-        made._run_alone(buffers)
+        if bench.subject.option.local:
+            made.alone = bench.run(LOCAL, None, follow=eager.starts, tamper=buffers.show)
+        if made.alone is not None:
+            made.sums = [bench.sums(step.gradients, step.state) for step in made.alone.steps]
         return made
-
-    def _run_alone(self, buffers: SeenBuffers) -> None:
-        option = self.bench.subject.option
-        if not option.local:
-            return
-        self.alone = self.bench.run(LOCAL, None, follow=self.eager.starts, tamper=buffers.show)
-        if self.alone is not None:
-            self.sums = [self.bench.sums(step.gradients, step.state) for step in self.alone.steps]
-
-    def terms(self, step: int, name: str) -> Sum:
-        """What the ranks contribute to a gradient; `sums` must be known."""
-        assert self.sums is not None  # else no rule asks for L1
-        return self.sums[step][name]
-
-    def reduction(self, step: int, name: str) -> Difference:
-        """L1 of eager's own gradient."""
-        if (step, name) not in self._reductions:
-            gradient, sent_as = self.eager.steps[step].gradients[name], self.bench.subject.option.comm_dtype
-            assert gradient is not None  # only a gradient that is there is judged
-            self._reductions[step, name] = reduced(gradient, self.terms(step, name), sent_as, gradient)
-        return self._reductions[step, name]
 
     @functools.cached_property
     def graphs(self) -> list[int] | None:
@@ -300,13 +281,6 @@ class Reference:
         truth = bench.run(mode("eager"), None, case=in_dtype(case, torch.float64), follow=follow)
         lesson = Lesson(runs, truth, self.sums, option.comm_dtype, self.unstable, self.written)
         return lesson.learned()
-
-
-def reduced(
-    gradient: Tensor, terms: Sum, sent_as: torch.dtype | None, eager: Tensor | None = None
-) -> Difference:
-    """L1 of a gradient that was sent in its own dtype, or was converted to another one and back."""
-    return communication(gradient, terms, sent_as, 0 if sent_as is None else 2, eager)
 
 
 def _changed(eager: Record, again: Record) -> set[str]:
