@@ -91,10 +91,11 @@ class Parallel:
             }
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Set parameters and buffers to what `state` read from an equal model."""
+        """Set parameters and buffers to what `state` read from an equal model; what it has not stays."""
         with self.whole(), torch.no_grad():
             for name, tensor in (*named_parameters(self.model), *self.model.named_buffers()):
-                self.write(tensor, state[name])
+                if name in state:
+                    self.write(tensor, state[name])
 
 
 def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
