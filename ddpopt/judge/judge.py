@@ -163,9 +163,5 @@ def _has_gradients(eager: Record) -> bool:
 
 
 def _buckets(record: Record) -> tuple[SeenBucket, ...]:
-    if not record.iterations:
-        return ()
-    return tuple(
-        SeenBucket(bucket.index, tuple(bucket.params), bucket.nbytes, bucket.dtype)
-        for bucket in record.iterations[-1].buckets
-    )
+    last = record.iterations[-1].buckets if record.iterations else ()
+    return tuple(SeenBucket(bucket.index, bucket.params, bucket.nbytes, bucket.dtype) for bucket in last)

@@ -6,6 +6,9 @@ and what may be asked of the result. Invariant: an option changes the reference 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel.distributed import _MixedPrecision
@@ -17,10 +20,34 @@ from ddpopt.judge.trainer import Option, Trainer
 
 HALF = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 UNUSED = {"find_unused_parameters": True}
+STATIC = {"static_graph": True}
+VIEWS = {"gradient_as_bucket_view": True}
 CAPS = ("bucket_cap_mb", "bucket_cap_mb_list")
+
+
+def _unused(name: str, about: str, ddp_kwargs: Mapping[str, Any], *, missing: bool = False) -> Option:
+    """A parameter more that nobody uses."""
+    return Option(
+        name,
+        about,
+        "arguments",
+        ddp_kwargs,
+        before_step=do.use_extra_nowhere,
+        missing=missing,
+        adapt=cases.with_extra,
+    )
+
+
+def _sending(
+    name: str, about: str, hook: Callable[..., Any], comm_dtype: torch.dtype | None = None
+) -> Option:
+    """One of torch's communication hooks."""
+    return Option(name, about, "module", configure=do.comm_hook(hook), comm_dtype=comm_dtype)
+
+
 OPTIONS: tuple[Option, ...] = (
     Option("default", "nothing but the case's own arguments", probes=True),
-    Option("static_graph", "static_graph=True", "arguments", {"static_graph": True}),
+    Option("static_graph", "static_graph=True", "arguments", STATIC),
     Option("find_unused", "find_unused_parameters=True, all used", "arguments", UNUSED),
     Option(
         "unused_somewhere",
@@ -31,31 +58,14 @@ OPTIONS: tuple[Option, ...] = (
         more_graphs=True,
         adapt=cases.with_extra,
     ),
-    Option(
+    _unused(
         "unused_skipped",
         "a parameter that no rank ever uses, with skip_all_reduce_unused_params",
-        "arguments",
         {**UNUSED, "skip_all_reduce_unused_params": True},
-        before_step=do.use_extra_nowhere,
         missing=True,
-        adapt=cases.with_extra,
     ),
-    Option(
-        "static_unused",
-        "static_graph=True and a parameter that no rank uses",
-        "arguments",
-        {"static_graph": True},
-        before_step=do.use_extra_nowhere,
-        adapt=cases.with_extra,
-    ),
-    Option(
-        "static_find_unused",
-        "the same with find_unused_parameters=True too",
-        "arguments",
-        {"static_graph": True, **UNUSED},
-        before_step=do.use_extra_nowhere,
-        adapt=cases.with_extra,
-    ),
+    _unused("static_unused", "static_graph=True and a parameter that no rank uses", STATIC),
+    _unused("static_find_unused", "the same with find_unused_parameters=True too", {**STATIC, **UNUSED}),
     Option(
         "accumulation",
         "a micro-batch under no_sync, then one that is reduced",
@@ -66,7 +76,7 @@ OPTIONS: tuple[Option, ...] = (
         "accumulation_static",
         "the same with static_graph=True, from the second step on",
         "arguments",
-        {"static_graph": True},
+        STATIC,
         take_step=do.accumulate_later,
     ),
     Option(
@@ -82,14 +92,14 @@ OPTIONS: tuple[Option, ...] = (
         "bucket_view",
         "gradient_as_bucket_view=True",
         "arguments",
-        {"gradient_as_bucket_view": True},
+        VIEWS,
         probes=True,
     ),
     Option(
         "bucket_view_kept",
         "gradient_as_bucket_view=True, accumulation, zero_grad(set_to_none=False)",
         "arguments",
-        {"gradient_as_bucket_view": True},
+        VIEWS,
         take_step=do.accumulate,
         keeps_gradients=True,
     ),
@@ -110,26 +120,9 @@ OPTIONS: tuple[Option, ...] = (
         more_graphs=True,
         missing=True,
     ),
-    Option(
-        "hook_allreduce",
-        "the all-reduce communication hook",
-        "module",
-        configure=do.comm_hook(default_hooks.allreduce_hook),
-    ),
-    Option(
-        "hook_fp16",
-        "the fp16 compression hook",
-        "module",
-        configure=do.comm_hook(default_hooks.fp16_compress_hook),
-        comm_dtype=torch.float16,
-    ),
-    Option(
-        "hook_bf16",
-        "the bf16 compression hook",
-        "module",
-        configure=do.comm_hook(default_hooks.bf16_compress_hook),
-        comm_dtype=torch.bfloat16,
-    ),
+    _sending("hook_allreduce", "the all-reduce communication hook", default_hooks.allreduce_hook),
+    _sending("hook_fp16", "the fp16 compression hook", default_hooks.fp16_compress_hook, torch.float16),
+    _sending("hook_bf16", "the bf16 compression hook", default_hooks.bf16_compress_hook, torch.bfloat16),
     Option(
         "hook_powersgd",
         "PowerSGD of rank 1 with a single bucket",

@@ -180,8 +180,8 @@ def _names(given: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _dtype(name: str | None) -> None:
-    found = name is None or isinstance(getattr(torch, name, None), torch.dtype)
-    if not found or (name is not None and not getattr(torch, name).is_floating_point):
+    found = torch.float32 if name is None else getattr(torch, name, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise UsageError(
             f"dtype: expected a floating-point dtype of torch's, like float32 or bfloat16, got {name!r}"
         )

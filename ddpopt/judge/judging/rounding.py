@@ -20,6 +20,7 @@ from ddpopt.judge.compare import Sum, exact
 from ddpopt.judge.judging.arithmetic import Arithmetic, arithmetic_of
 from ddpopt.judge.judging.numbers import Kind, is_rounded, left_behind, plain
 from ddpopt.judge.judging.record import Record
+from ddpopt.judge.option_cases import cast
 from ddpopt.judge.parallel import Named
 
 SAMPLES = 8
@@ -89,13 +90,7 @@ def _digits(dtype: torch.dtype) -> int:
 
 def widened(state: Named) -> Named:
     """Parameters and buffers in float64."""
-    return {name: _wide(tensor) for name, tensor in state.items()}
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    if tensor.is_complex():
-        return tensor.to(torch.complex128)
-    return tensor.double() if tensor.is_floating_point() else tensor
+    return {name: cast(tensor, torch.float64) for name, tensor in state.items()}
 
 
 @dataclass(frozen=True)
