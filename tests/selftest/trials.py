@@ -7,6 +7,7 @@ reported it whose business it is.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -181,7 +182,8 @@ def died(fault: Fault, marked: Sequence[bool], words: str) -> Found:
 
 def _reporter(failure: Failure) -> str:
     """Who reports an exception: ddpopt's own are about something certain, all others about the step."""
-    return next((by for name, by in REFUSALS.items() if f"{name}:" in failure.text), "run")
+    kinds = re.findall(r"(?:^|raised: )(\w+):", failure.text)  # Dynamo's wrapper names what was raised
+    return next((REFUSALS[kind] for kind in reversed(kinds) if kind in REFUSALS), "run")
 
 
 def _sum_up(
