@@ -107,14 +107,6 @@ class Trainer:
         for model in self.models:
             model.after_backward()
 
-    def no_sync(self) -> AbstractContextManager[Any]:
-        """What to run forward and backward in, so that nothing is reduced."""
-        return self.parallel.unsynchronised()
-
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters of all models."""
-        return [parameter for model in self.models for parameter in model.model.parameters()]
-
     def gradients(self) -> Gradients:
         """Copies of all gradients, by name; those of an added model with its number in front."""
         return _merged([model.gradients() for model in self.models])

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.utils import counters
 
 from ddpopt.cases.case import Case, step_seed
@@ -131,7 +131,7 @@ def _one_step(trainer: Trainer, option: Option) -> None:
     if option.finish_step is not None:
         option.finish_step(trainer)
         final = trainer.gradients()
-    _update(trainer.parameters())
+    _update(trainer)
     trainer.record.graphs_after.append(len(trainer.compilations.graphs))
     loss = trainer.last_loss
     if loss is None:
@@ -205,7 +205,7 @@ def _probe(trainer: Trainer, option: Option) -> None:
     trainer.load(record.starts[trainer.step])
     _clear_gradients(trainer, keep=False)
     broadcasts = ddp.require_forward_param_sync
-    with trainer.no_sync():
+    with trainer.parallel.unsynchronised():
         option.take_step(trainer)
     ddp.require_forward_param_sync = broadcasts  # of buffers, before the next forward
     record.local = trainer.gradients()
@@ -216,10 +216,10 @@ def _clear_gradients(trainer: Trainer, *, keep: bool) -> None:
         model.model.zero_grad(set_to_none=not keep)
 
 
-def _update(parameters: Sequence[nn.Parameter]) -> None:
+def _update(trainer: Trainer) -> None:
     """Plain SGD; an optimizer of torch's would refuse to mix dense and sparse gradients in one call."""
     with torch.no_grad():
-        for parameter in parameters:
+        for parameter in (parameter for model in trainer.models for parameter in model.model.parameters()):
             if parameter.grad is not None:
                 parameter.copy_(updated(parameter, parameter.grad))
 

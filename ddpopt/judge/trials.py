@@ -128,17 +128,23 @@ def quickly() -> Iterator[None]:
 
     What is imported by now is no garbage; each run collects its own. Dynamo does not time its guards, puts
     together no structured trace, and keeps its table of torch's functions when a process group is made.
-    AOTAutograd does not write its graphs down.
+    AOTAutograd writes its graphs down only for who set ``TORCH_LOGS``.
     """
     _load_compiler()
     keep_for_good()
-    trace = logging.getLogger("torch.__trace")
-    with (
-        patch.object(trace, "handlers", []),
-        patch.object(guards, "profile_guard_manager", _untimed),
-        _unwritten(),
-        patch.object(trace_rules, "clear_lru_cache", _kept),
-    ):
+    spared: list[tuple[Any, str, Any]] = [
+        (logging.getLogger("torch.__trace"), "handlers", []),
+        (guards, "profile_guard_manager", lambda *_: 0.0),
+        (trace_rules, "clear_lru_cache", nothing),
+    ]
+    if not os.environ.get("TORCH_LOGS"):
+        spared += [
+            (graph_compile, "_log_joint_graph", lambda *_: None),
+            (graph_compile, "_log_fw_bw_graphs", lambda *_: (None, None)),
+        ]
+    with contextlib.ExitStack() as stack:
+        for where, name, instead in spared:  # a release that does not do it has no such name
+            stack.enter_context(patch.object(where, name, instead, create=True))
         yield
 
 
@@ -152,27 +158,6 @@ def _load_compiler() -> None:
     """Import what the first compilation imports: it is no garbage either."""
     compiled = torch.compile(lambda x: x * 2, backend="aot_eager")
     compiled(torch.ones(2, requires_grad=True)).sum().backward()
-
-
-@contextlib.contextmanager
-def _unwritten() -> Iterator[None]:
-    """Have AOTAutograd write its graphs down for who set ``TORCH_LOGS`` alone; by itself it always does."""
-    if os.environ.get("TORCH_LOGS"):
-        yield
-        return
-    with (  # releases that do not write them so have no such functions
-        patch.object(graph_compile, "_log_joint_graph", lambda *_: None, create=True),
-        patch.object(graph_compile, "_log_fw_bw_graphs", lambda *_: (None, None), create=True),
-    ):
-        yield
-
-
-def _untimed(*_: object) -> float:
-    return 0.0
-
-
-def _kept() -> None:
-    """Clear nothing."""
 
 
 def _judged(

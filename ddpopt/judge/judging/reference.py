@@ -11,7 +11,7 @@ import functools
 import gc
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -25,8 +25,8 @@ from ddpopt.judge.compare import Sum, bitwise, contribution, dense, exact
 from ddpopt.judge.judging.arithmetic import Arithmetic
 from ddpopt.judge.judging.autocasting import autocast_dtypes, coarsest
 from ddpopt.judge.judging.failing import Failure, failure_of, stalled, told
-from ddpopt.judge.judging.numbers import is_rounded, left_behind, plain
-from ddpopt.judge.judging.record import Record
+from ddpopt.judge.judging.numbers import BUFFER, is_rounded, left_behind, plain
+from ddpopt.judge.judging.record import Record, Step
 from ddpopt.judge.judging.rounding import SAMPLES, Lesson, perturbed, perturbed_state, widened
 from ddpopt.judge.judging.seen_buffers import SeenBuffers
 from ddpopt.judge.judging.structure import Peer, peer_of
@@ -168,14 +168,16 @@ class Bench:
         Returns:
             A sum for each gradient, on the device of the model: one that the process group can send from.
         """
-        shapes = {name: exact(like[name]).shape for name in gradients}
-        own = _flat([(shapes[name], gradient) for name, gradient in gradients.items()], self.subject.device)
-        dist.all_reduce(own, group=self.calm)
-        found, place = {}, 0
-        for name, shape in shapes.items():
-            total, magnitude, terms = own[:, place : place + shape.numel()].view(3, *shape)
+        found, device = {}, self.subject.device
+        for name, gradient in gradients.items():
+            shape = exact(like[name]).shape
+            own = None if gradient is None else contribution(gradient).to(device)
+            if own is None or own[0].numel() != shape.numel():
+                own = contribution(torch.zeros(shape, device=device))
+            own = own.reshape(3, *shape).contiguous()
+            dist.all_reduce(own, group=self.calm)
+            total, magnitude, terms = own
             found[name] = Sum(total, magnitude, self.size, terms)
-            place += shape.numel()
         return found
 
     def _new_group(self, limit_s: float) -> dist.ProcessGroup:
@@ -198,17 +200,6 @@ def _letting_go() -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def _flat(parts: Sequence[tuple[torch.Size, Tensor | None]], device: torch.device) -> Tensor:
-    """What this rank contributes to all gradients, one behind the other: totals, magnitudes, terms."""
-    values = [torch.zeros(3, 0, dtype=torch.float64, device=device)]
-    for shape, tensor in parts:
-        own = None if tensor is None else contribution(tensor).to(device)
-        if own is None or own[0].numel() != shape.numel():
-            own = contribution(torch.zeros(shape, device=device))
-        values.append(own.reshape(3, shape.numel()))
-    return torch.cat(values, dim=1)
 
 
 class Reference:
@@ -285,15 +276,19 @@ class Reference:
 
 def _changed(eager: Record, again: Record) -> set[str]:
     """Names of what two runs do not agree on."""
-    found: set[str] = set()
-    for moment, same in zip(eager.moments, again.moments, strict=False):
-        first, second = left_behind(moment), left_behind(same)
-        both = first.keys() & second.keys()
-        found |= {plain(name) for name in first.keys() ^ second.keys()}
-        found |= {plain(name) for name in both if not _same(first[name][1], second[name][1])}
-        one, two = moment.state, same.state
-        found |= {name for name in one if not _same(one[name], two[name])}
-    return found
+    return {
+        plain(name)
+        for moment, same in zip(eager.moments, again.moments, strict=False)
+        for first, second in [(_all_of(moment), _all_of(same))]
+        for name in first.keys() | second.keys()
+        if not _same(first.get(name), second.get(name))
+    }
+
+
+def _all_of(moment: Step) -> Named:
+    """What a step left, integers too."""
+    integers = {BUFFER + name: tensor for name, tensor in moment.state.items() if not is_rounded(tensor)}
+    return integers | {name: tensor for name, (_, tensor) in left_behind(moment).items()}
 
 
 def _written(eager: Record) -> set[str]:
@@ -308,15 +303,12 @@ def _written(eager: Record) -> set[str]:
 
 def _not_finite(eager: Record) -> tuple[str, ...]:
     """Names of what has NaN or infinity in any step."""
-    found: dict[str, None] = {}
-    for moment in eager.moments:
-        for name, (_, tensor) in left_behind(moment).items():
-            if is_rounded(tensor) and not bool(dense(tensor).isfinite().all()):
-                found[name] = None
-    return tuple(found)
+    left = (pair for moment in eager.moments for pair in left_behind(moment).items())
+    rounded = ((name, dense(tensor)) for name, (_, tensor) in left if is_rounded(tensor))
+    return tuple(dict.fromkeys(name for name, tensor in rounded if not bool(tensor.isfinite().all())))
 
 
-def _same(left: Tensor, right: Tensor) -> bool:
-    if left.dtype != right.dtype or left.shape != right.shape:
+def _same(left: Tensor | None, right: Tensor | None) -> bool:
+    if left is None or right is None or left.dtype != right.dtype or left.shape != right.shape:
         return False
-    return bool((left == right).all()) if not is_rounded(left) else bitwise(left, right).right
+    return bitwise(left, right).right
