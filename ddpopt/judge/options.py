@@ -132,8 +132,7 @@ OPTIONS: tuple[Option, ...] = (
         without=CAPS,
         local=False,
         missing=True,
-        by_layout=True,
-        callbacks=True,
+        compresses=True,
     ),
     Option(
         "join",

@@ -167,13 +167,12 @@ class Option:
         more_graphs: whether ranks may compile more graphs than the model alone, and others than their peers.
         missing: whether a bucket may go unsent, or in another size.
         others: whether other modules send in the same backward too, in other buckets.
-        callbacks: whether collectives start in callbacks of others: which are seen is then up to chance, for
-            c10d runs some on its own threads.
         groups: from the world size to the groups of ranks that train together, where not all do together.
         forwards: how many forwards one backward goes through.
         computes: in which dtype operations round, if not in that of their parameters: uncompiled code then
             keeps casts that compiled code makes again, so they differ in their last bits.
-        by_layout: whether what is sent depends on the order of parameters in a bucket.
+        compresses: whether what is sent depends on the order of parameters in a bucket. It is sent in
+            callbacks, and which of these are seen is up to chance, for c10d runs some on its own threads.
         norms: whether a norm over all gradients is computed.
     """
 
@@ -199,11 +198,10 @@ class Option:
     more_graphs: bool = False
     missing: bool = False
     others: bool = False
-    callbacks: bool = False
     groups: Callable[[int], list[list[int]]] = lambda size: [list(range(size))]
     forwards: int = 1
     computes: torch.dtype | None = None
-    by_layout: bool = False
+    compresses: bool = False
     norms: bool = False
 
     def arguments(self, case: Case, model: nn.Module) -> dict[str, Any]:

@@ -118,7 +118,7 @@ class Ladder:
             sheet.notes.append(NO_MEANS)
 
     def _other_layout(self, record: Record) -> bool:
-        if not self.option.by_layout:
+        if not self.option.compresses:
             return False
         return any(self.ranks.gather(_layout(record) != _layout(self.reference.eager)))
 

@@ -24,12 +24,12 @@ from ddpopt.cases.case import Case
 from ddpopt.judge.compare import Sum, bitwise, contribution, dense, exact
 from ddpopt.judge.judging.arithmetic import Arithmetic
 from ddpopt.judge.judging.autocasting import autocast_dtypes, coarsest
+from ddpopt.judge.judging.evidence import Peer, peer_of
 from ddpopt.judge.judging.failing import Failure, failure_of, stalled, told
 from ddpopt.judge.judging.numbers import BUFFER, is_rounded, left_behind, plain
 from ddpopt.judge.judging.record import Record, Step
 from ddpopt.judge.judging.rounding import SAMPLES, Lesson, perturbed, perturbed_state, widened
 from ddpopt.judge.judging.seen_buffers import SeenBuffers
-from ddpopt.judge.judging.structure import Peer, peer_of
 from ddpopt.judge.modes import LOCAL, Mode, mode
 from ddpopt.judge.option_cases import in_dtype
 from ddpopt.judge.parallel import Gradients, Named

@@ -56,7 +56,7 @@ def _bucketless(record: Record) -> list[str]:
 
 def same_order(evidence: Evidence) -> Broken:
     """Collectives that ranks enter in another order never end, or mix up their data."""
-    if evidence.option.callbacks:
+    if evidence.option.compresses:
         return
     for rank, index, theirs, ours in unlike(evidence.peers, lambda peer: peer.collectives, _meet):
         yield Break(f"collective {index}: rank {rank} has {_named(theirs)}, rank 0 {_named(ours)}")
