@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,8 +73,12 @@ class Trainer:
         """Its DDP module; None where the mode has none."""
         return self.parallel.ddp
 
+    def _prefixed(self) -> list[tuple[str, Parallel]]:
+        """All models, each with what the names of its parameters and buffers begin with."""
+        return [(f"model {index + 1}: " if index else "", model) for index, model in enumerate(self.models)]
+
     def _sight(self) -> Sight:
-        models = {_prefix(index): model.model for index, model in enumerate(self.models)}
+        models = {prefix: model.model for prefix, model in self._prefixed()}
         return Sight((self.case.inputs, self.case.loss), models)
 
     def add_model(self) -> None:
@@ -108,31 +112,19 @@ class Trainer:
             model.after_backward()
 
     def gradients(self) -> Gradients:
-        """Copies of all gradients, by name; those of an added model with its number in front."""
-        return _merged([model.gradients() for model in self.models])
+        """Copies of all gradients, by name; those of an added model begin with its number."""
+        return {
+            f"{prefix}{name}": g for prefix, one in self._prefixed() for name, g in one.gradients().items()
+        }
 
     def state(self) -> Named:
         """Copies of all parameters and buffers, by name."""
-        return _merged([model.state() for model in self.models])
+        return {f"{start}{name}": t for start, one in self._prefixed() for name, t in one.state().items()}
 
     def load(self, state: Named) -> None:
         """Set all parameters and buffers."""
-        for index, model in enumerate(self.models):
-            prefix = _prefix(index)
+        for prefix, model in self._prefixed():
             model.load({name[len(prefix) :]: t for name, t in state.items() if name.startswith(prefix)})
-
-
-def _prefix(index: int) -> str:
-    return f"model {index + 1}: " if index else ""
-
-
-Values = TypeVar("Values")
-
-
-def _merged(parts: Sequence[dict[str, Values]]) -> dict[str, Values]:
-    return {
-        f"{_prefix(index)}{name}": value for index, part in enumerate(parts) for name, value in part.items()
-    }
 
 
 def plain_step(trainer: Trainer) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -110,12 +111,10 @@ def run_trials(
     before_each: Callable[[], None] = nothing,
 ) -> list[Trial]:
     """Judge everything that was asked and is not done; before each case and option something may be done."""
-    index = 0
+    indices = itertools.count()
     trials: list[Trial] = []
     for one in asked:
-        indices = range(index, index + len(one.modes))
-        index += len(one.modes)
-        left = [(i, name) for i, name in zip(indices, one.modes, strict=True) if i not in done]
+        left = [(i, name) for name, i in zip(one.modes, indices, strict=False) if i not in done]
         if left:
             before_each()
             trials += _judged(ranks, one, settings, left)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import inspect
 import pickle
 import random
 import re
@@ -105,11 +106,10 @@ def _uses(function: Any) -> dict[str, Any]:
         return {"self": function.__self__, "function": function.__func__}
     if not isinstance(function, types.FunctionType):  # list.append, an object that can be called
         return {"self": getattr(function, "__self__", function)}
-    code, known = function.__code__, function.__globals__
-    used = {name: known[name] for name in code.co_names if name in known}
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # of a variable that has no value yet
-            used[name] = cell.cell_contents
+    used: dict[str, Any] = {}
+    with contextlib.suppress(ValueError):  # of a variable that has no value yet
+        closure = inspect.getclosurevars(function)
+        used = {**closure.globals, **closure.nonlocals}
     defaults = {f"default {place}": value for place, value in enumerate(function.__defaults__ or ())}
     return used | defaults | dict(function.__kwdefaults__ or {})
 

@@ -83,7 +83,7 @@ class Ladder:
             sheet = self._judged(record, replace(self.rules, excused=excused))
             sheet.notes.append(
                 f"{moved.why}, hence judged at L2: the gradients of {', '.join(moved.values)}, and of "
-                "parameters behind them"
+                "the parameters that they are computed from"
             )
         sheet.notes += moved.unproved
         return sheet
