@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from ddpopt.judge.judging.evidence import Break, Broken, Evidence, Sent, as_far, unlike, words_of
+from ddpopt.judge.judging.evidence import Break, Broken, Evidence, Sent, unlike, words_of
 from ddpopt.judge.judging.record import Record
 from ddpopt.observation.observe import Collective, Iteration
 
@@ -122,7 +122,7 @@ def same_graphs(evidence: Evidence) -> Broken:
     """A rank that compiles alone keeps its peers waiting."""
     if evidence.ranks_differ or not evidence.compiled:
         return
-    for rank, step, *graphs in unlike(evidence.peers, lambda peer: peer.graphs, as_far):
+    for rank, step, *graphs in unlike(evidence.peers, lambda peer: peer.graphs):
         theirs, ours = (", ".join(ids or ()) or "nothing" for ids in graphs)
         yield Break(f"rank {rank} compiled {theirs}, rank 0 {ours}", None, step)
 
@@ -139,5 +139,5 @@ def as_alone(evidence: Evidence) -> Broken:
 
 def same_buckets(evidence: Evidence) -> Broken:
     """Ranks that disagree on buckets add up what does not belong together."""
-    for rank, index, theirs, ours in unlike(evidence.peers, lambda peer: peer.buckets, as_far):
+    for rank, index, theirs, ours in unlike(evidence.peers, lambda peer: peer.buckets):
         yield Break(f"backward {index}: rank {rank} has buckets {theirs}, rank 0 {ours}")
