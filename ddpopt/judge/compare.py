@@ -165,14 +165,14 @@ class Sum:
         total: the sum over ranks of their local gradients.
         magnitude: the sum of the absolute values of all terms.
         ranks: how many there are.
-        terms: how many terms each element has; None: one of each rank. A sparse gradient has one for each
-            time that a row is held.
+        terms: how many terms each element has: one of each rank; of a sparse gradient, one for each time that
+            a row is held.
     """
 
     total: Tensor
     magnitude: Tensor
     ranks: int
-    terms: Tensor | None = None
+    terms: Tensor
 
 
 def communication_bound(terms: Sum, own: torch.dtype, sent_as: torch.dtype | None = None) -> Tensor:
@@ -199,13 +199,12 @@ def communication_bound(terms: Sum, own: torch.dtype, sent_as: torch.dtype | Non
     Returns:
         One bound for each element.
     """
-    counted = torch.full_like(terms.magnitude, terms.ranks) if terms.terms is None else terms.terms
     dtype, casts = (own, 0) if sent_as is None else (sent_as, 2)
     info = torch.finfo(dtype)
-    relative = _accumulated(counted + 1 + casts, dtype) + _accumulated(counted + 1, torch.float64)
+    relative = _accumulated(terms.terms + 1 + casts, dtype) + _accumulated(terms.terms + 1, torch.float64)
     # no magnitude times an infinite factor is no number
     rounding = torch.where(terms.magnitude == 0, 0, terms.magnitude * relative) / terms.ranks
-    return rounding + (counted + 1) * info.smallest_normal * info.eps
+    return rounding + (terms.terms + 1) * info.smallest_normal * info.eps
 
 
 def communication(
