@@ -228,7 +228,7 @@ def beyond_rounding(found: Sequence[Finding], roughly: Trial) -> list[Finding]:
     """What of a mode's findings no rounding explains.
 
     Args:
-        found: what is wrong with it; no number is looked at after the first step that differs from eager's.
+        found: what is wrong with it.
         roughly: the same mode, judged with rounding allowed for, as it is for compiled code, in all steps.
 
     Returns:

@@ -117,8 +117,7 @@ def test_ddpopts_own_errors_count_by_their_type_and_only_where_they_are_expected
 
 
 def test_an_error_of_ddpopts_is_known_under_dynamos_wrapper() -> None:
-    wrapper = RuntimeError("backend='ddpopt' raised")
-    wrapper.__cause__ = CertificateError(("nodes: lost",))
+    wrapper = RuntimeError("backend='ddpopt' raised:\nCertificateError: nodes: lost")
     assert by(CUT, *failed(wrapper)) == ("certificate",)
 
 
