@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ class FoundCase:
     @property
     def task(self) -> Task:
         """The question to which this failure is the answer."""
-        return replace(task_of(self.model, (self.mode,), self.setting), sought=self.signature)
+        return task_of(self.model, (self.mode,), self.setting)
 
     @property
     def owner(self) -> str:
