@@ -23,8 +23,6 @@ from ddpopt.observation.launches import Launch, LaunchMode
 from ddpopt.planning.bucket_rule import specs_from_ddp
 from ddpopt.planning.reduced import running_reducer
 
-__all__ = ["Collective", "Iteration", "Observation", "ObservedBucket", "observe"]
-
 
 @dataclass(frozen=True)
 class Collective:

@@ -20,8 +20,6 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from ddpopt.errors import InfrastructureError
 
-__all__ = ["Exchange", "PeersMissing", "default_exchange"]
-
 # A store of torchrun's takes values of up to 8 MiB.
 PIECE_BYTES = 2**22
 FIRST_POLL_S = 0.0005

@@ -27,8 +27,6 @@ from ddpopt.errors import UsageError
 from ddpopt.ranks.exchange import Exchange, default_exchange
 from ddpopt.ranks.limits import Limits
 
-__all__ = ["Ranks", "gpu_for_each_rank", "grouped", "joined", "one_rank", "under_torchrun"]
-
 COLLECTIVE_LIMIT_S = 300.0
 LEAVING_LIMIT_S = 30.0
 

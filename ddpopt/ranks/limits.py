@@ -18,8 +18,6 @@ from contextlib import contextmanager
 from operator import itemgetter
 from typing import IO
 
-__all__ = ["Limits"]
-
 STDERR = 2
 # faulthandler takes no time of zero.
 SOONEST_S = 0.001

@@ -21,8 +21,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["end_marked", "guarded", "marked"]
-
 POLL_S = 0.02
 GUARD_POLL_S = 0.2
 # A killed process that is still here after this long hangs in the kernel; nobody can help it.

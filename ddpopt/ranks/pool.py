@@ -33,8 +33,6 @@ from ddpopt.ranks.failures import Kind, RankFailure, RanksFailed
 from ddpopt.ranks.marked import end_marked, guarded
 from ddpopt.ranks.process import Host, Task, pickled, serve_in_groups
 
-__all__ = ["OnEvent", "Pool", "launch"]
-
 Value = TypeVar("Value")
 OnEvent = Callable[[object], None]
 

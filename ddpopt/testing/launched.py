@@ -28,8 +28,6 @@ from ddpopt.ranks.limits import Limits
 from ddpopt.testing.needs import needs_of
 from ddpopt.testing.reports import difference, from_text, lost, merge, to_text, trimmed
 
-__all__ = ["LaunchedRank"]
-
 c10d: Any = dist  # torch does not mark its re-exports
 START_LIMIT_S = 120.0
 # Before a marked test, peers may be busy with unmarked ones, which have no limit of ours.
