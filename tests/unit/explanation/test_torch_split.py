@@ -45,13 +45,6 @@ def test_torchs_optimizer_has_the_private_names_that_we_use() -> None:
     assert {"size", "params", "param_ids"} <= {field.name for field in fields(torchs.Bucket)}
 
 
-def test_parameters_that_ddp_ignores_are_counted_by_torchs_optimizer() -> None:
-    explanation = explained("ignored")
-    reduced = {name for bucket in explanation.ddp.buckets for name in bucket.params}
-    assert len(explanation.torch.alien) == 4
-    assert reduced.isdisjoint(explanation.torch.alien)
-
-
 def test_views_of_one_storage_are_counted_whole_by_torchs_optimizer() -> None:
     explanation = explained("flat_storage")
     held = sum(bucket.nbytes for bucket in explanation.plan.buckets)
