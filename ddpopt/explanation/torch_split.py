@@ -77,7 +77,7 @@ def run_torch_split(rehearsal: Rehearsal, cap_bytes: int) -> TorchRun:
 
     Args:
         rehearsal: the step.
-        cap_bytes: ``bucket_bytes_cap`` of the DDP module, which is all that Dynamo tells the optimizer.
+        cap_bytes: ``bucket_bytes_cap`` of the DDP module, which is all that Dynamo gives the optimizer.
 
     Returns:
         What it made of the step.
@@ -169,7 +169,7 @@ def _names_in_graph(
 
 
 class _Piece:
-    """What stands for a compiled segment."""
+    """Takes the place of a compiled segment."""
 
     def __init__(self, gm: fx.GraphModule, graph: int, runs: list[_Run]) -> None:
         self.gm = gm

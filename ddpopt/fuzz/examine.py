@@ -1,8 +1,8 @@
 """Judging one model in some modes, on the ranks of this process's group.
 
 A cheap look comes first: eager once, the mode once, equal bit by bit. What is unequal is judged again by all
-that verification knows; an exception needs no second look. Either is then held against the same backend
-without any optimizer; where that differs in last bits alone, a third look leaves rounding out of both.
+that verification knows; an exception needs no second look. Either is then compared with the same
+backend without any optimizer; where that differs in last bits alone, a third look leaves out rounding.
 Invariant: a failure counts against a mode only where the backend is right, but for rounding.
 """
 
@@ -44,7 +44,7 @@ def examine(ranks: Ranks, task: Task, tell: Callable[[str], None]) -> list[Answe
     Args:
         ranks: on which it runs.
         task: the model, its modes, and how it is run.
-        tell: told of each mode as it begins, and of ``""`` while eager runs.
+        tell: called with each mode as it begins, and with ``""`` while eager runs.
 
     Returns:
         An answer for each mode.
@@ -184,7 +184,7 @@ class _Examination:
 
 
 def _unjudged(name: str, trial: Trial) -> Answer:
-    """Nothing is learned of a mode whose ranks, or those that it is held against, only waited."""
+    """Nothing is learned about a mode if its ranks, or those of the mode it is compared with, only waited."""
     return Answer(name, Kind.BROKEN, of_error(trial.reason), trial.reason)
 
 

@@ -51,7 +51,7 @@ class Minimized:
         case: the smallest that was found to fail in the same way.
         given: what went in.
         tries: how many models were tried.
-        ended: whether nothing smaller fails so; else the search goes on, or ran out of tries or time.
+        ended: whether nothing smaller fails so; else the search is running, or ran out of tries or time.
         drifted: failures of another kind that were met and left, with how often.
     """
 
@@ -77,7 +77,7 @@ def minimized(
         ask: what comes of a case.
         tries: how many models may be asked about.
         seconds: how long it may take; None for no limit.
-        tell: told after each model.
+        tell: called after each model.
 
     Returns:
         The smallest case that was found.

@@ -60,7 +60,7 @@ def of_finding(finding: Finding) -> Signature:
 
 
 def of_error(text: str) -> Signature:
-    """The signature of an exception, as verification tells it: ``Type: message (file:line in function)``.
+    """The signature of an exception, as verification reports it: ``Type: message (file:line in function)``.
 
     Dynamo wraps what its backends raise; what they raised is what counts. Of a cut that is not proved, the
     first invariant that it breaks.
@@ -101,7 +101,7 @@ def _named(place: str) -> str:
 
 
 ROUNDING = Signature("L0", "rounding")
-"""Of a backend's numbers that are as right as eager's, and not the same bit by bit, whosever they are."""
+"""Of a backend's numbers that are as accurate as eager's, but not equal bit by bit, in any parameter."""
 NO_END = Signature("no end", "within its limit")
 """Of a model that took longer than it may."""
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other beside their process groups: values, through the store in which they met.
+"""Exchange of values between ranks outside of their process groups, through the store in which they met.
 
 The collectives of the program under test may be broken, and ranks that failed may have made fewer process
 groups than others, so that any new one would have another number on them. A store has neither: who waits in

@@ -172,7 +172,7 @@ def grouped(
         timeout_s: limit of each gather and each collective.
         seat: store, rank and size; by default the environment says.
         backend: ``"gloo"`` or ``"nccl"``; None for NCCL where each rank of this node has a GPU.
-        limits: told what this process does.
+        limits: those of this process.
         send: gets what rank 0 emits.
 
     Yields:

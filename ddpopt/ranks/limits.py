@@ -42,8 +42,8 @@ class Limits:
 
         Args:
             file: where stacks go: a file that has a descriptor, or a descriptor.
-            note: told what the process does, whenever that changes.
-            announce: told of a limit that has passed (seconds, what for, stacks), instead of stacks in the
+            note: called with what the process does, whenever that changes.
+            announce: called when a limit has passed (seconds, what for, stacks), instead of stacks in the
                 file; unless a loop inside C keeps Python's lock.
         """
         self._file = file

@@ -5,7 +5,7 @@
 - ``pytest …``, also with xdist's ``-n``: this process starts n ranks, has them run the test, and reports for
   them. The ranks wait for the next test that needs as many.
 
-Each test has a process group of its own; the fixture ``ddp_ranks`` tells its rank and size.
+Each test has a process group of its own; the fixture ``ddp_ranks`` has its rank and size.
 
 Invariant: a test that fails on one rank fails, shows that rank's traceback, and ends within its limit. What a
 rank skips is decided by what is equal on all ranks.

@@ -231,7 +231,7 @@ class PooledRank:
                 "collected no test of that name. A parameter's id must be the same in every process."
             )
         if name != self._following:
-            # pytest tears down for the test that it was told comes next; no other may run before that.
+            # pytest has kept the fixtures of the test that was to come next; another one must not see them.
             self.session._setupstate.teardown_exact(None)
         self._following = following
         hook = self.session.config.hook
