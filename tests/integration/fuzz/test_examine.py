@@ -21,7 +21,7 @@ from ddpopt.fuzz.signatures import ROUNDING, Signature
 from ddpopt.judge.judging.reference import Bench
 from ddpopt.ranks.group import Ranks, joined
 from ddpopt.testing.drawn import DrawnModel, step
-from tests.unit.rehearsing import one_rank_group
+from tests.multigpu.single import single_rank
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
 FAILURE = Signature("error", "AssertionError", "distributed.py in __init__")
@@ -35,8 +35,8 @@ CASE = FoundCase(
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with one_rank_group(tmp_path_factory.mktemp("group")), joined(timeout_s=60) as made:
+def ranks() -> Iterator[Ranks]:
+    with single_rank(), joined(timeout_s=60) as made:
         yield made
 
 

@@ -19,7 +19,7 @@ from ddpopt.judge.trials import quickly
 from ddpopt.ranks.group import Ranks, joined
 from ddpopt.testing.drawn import DrawnModel, Step, step
 from tests.found import FOLDER, found_cases
-from tests.unit.rehearsing import one_rank_group
+from tests.multigpu.single import single_rank
 
 OURS = ("ddpopt-split", "ddpopt-inline")
 
@@ -29,8 +29,8 @@ def each(cases: Sequence[FoundCase]) -> pytest.MarkDecorator:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with one_rank_group(tmp_path_factory.mktemp("group")), joined(timeout_s=60) as made, quickly():
+def ranks() -> Iterator[Ranks]:
+    with single_rank(), joined(timeout_s=60) as made, quickly():
         yield made
 
 

@@ -1,7 +1,6 @@
 """torch's DDPOptimizer on fake tensors: the buckets under it are those of reducers that run under it."""
 
 import inspect
-from collections.abc import Iterator
 from dataclasses import fields
 
 import pytest
@@ -12,13 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt.dynamo import hook
 from ddpopt.dynamo.api import replacing_ddp_optimizer
 from ddpopt.explanation.explain import explain
-from tests.unit.rehearsing import Linears, explained, one_rank_group, params, rows, running_buckets
+from tests.unit.rehearsing import Linears, explained, params, rows, running_buckets
 
-
-@pytest.fixture(scope="module", autouse=True)
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with one_rank_group(tmp_path_factory.mktemp("group")):
-        yield
+pytestmark = pytest.mark.usefixtures("one_rank_group")
 
 
 def test_a_running_reducer_has_the_buckets_that_torchs_split_is_said_to_give() -> None:
