@@ -82,11 +82,6 @@ class FoundCase:
         """Whether the fault is torch's own, and ddpopt has no part in it."""
         return self.mode in STANDALONE or self.kind is Kind.BACKEND
 
-    @property
-    def fails_undivided(self) -> bool:
-        """Whether the model fails under ``aot_eager`` in one piece, so that no optimizer can get it right."""
-        return self.kind is Kind.BACKEND and self.setting.backend in ("eager", "aot_eager")
-
     def fails_so(self, answer: Answer) -> bool:
         """Whether an answer is this very failure."""
         return answer.kind is self.kind and answer.signature == self.signature
