@@ -20,8 +20,6 @@ from hypothesis.database import DirectoryBasedExampleDatabase, ExampleDatabase
 
 from ddpopt.errors import UsageError
 
-__all__ = ["EXAMPLES", "load_profile", "profile_of_environment", "register_profiles", "share"]
-
 EXAMPLES: Mapping[str, int] = {"dev": 5, "ci": 100, "nightly": 10_000}
 """How many examples a test of share 1 draws, by the name of the profile."""
 PROFILE = "HYPOTHESIS_PROFILE"
