@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import os
 import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -182,7 +184,10 @@ class Bench:
 
     def _new_group(self, limit_s: float) -> dist.ProcessGroup:
         limit = timedelta(seconds=limit_s)
-        groups = [dist.new_group(members, timeout=limit) for members in self.members]
+        # A rank that needs no peer may leave its group while a peer still connects to it. Gloo takes that for
+        # a crash (once in a thousand groups), so torch is to wait until all have connected.
+        with patch.dict(os.environ, TORCH_DIST_INIT_BARRIER="1"):
+            groups = [dist.new_group(members, timeout=limit) for members in self.members]
         own: dist.ProcessGroup = groups[self.members.index(self.group_ranks)]
         return own
 
