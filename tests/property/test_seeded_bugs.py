@@ -16,6 +16,7 @@ LARGEST_MEDIAN_OPS = 6
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)  # twenty bugs, some seconds each, on cores that others may use too
 @pytest.mark.skipif(
     settings.get_current_profile_name() == "dev",
     reason="it judges the examples of profile ci, for most of a minute: profiles ci and nightly",
