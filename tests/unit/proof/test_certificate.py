@@ -78,10 +78,9 @@ class TestMessages(TestCase):
         self.assertExpectedInline(
             str(caught.value),
             """\
-the cut graph is not the program it was cut from; 5 violation(s):
+the cut graph is not the program it was cut from; 4 violation(s):
   - nodes: node drop1 stands in no segment
   - calls: segment 1, node parts: args[0]: expected drop1, found lin1
-  - random order: expected drop1, found wrapped (segment 2, node wrapped)
   - planned nodes: segment 1: expected drop1, found close
   - bucket segment: bucket 1: layer.b2 completes in segment 2 (read by lin2), the bucket in 1
 This is a bug in ddpopt: please report it with the graph (TORCH_LOGS=graph_code).""",
