@@ -6,7 +6,7 @@ Invariant: nothing is changed here, and an error shows everything that is wrong,
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -177,7 +177,7 @@ def _bucket_problems(bucket: Bucket, specs: list[ParamSpec]) -> Iterator[str]:
         yield f"{place} is empty"
     kinds = {f"{spec.dtype} on {spec.device}": spec.name for spec in specs}
     if len(kinds) > 1:
-        yield f"{place} mixes {_listed(f'{kind} ({name!r})' for kind, name in kinds.items())}"
+        yield f"{place} mixes " + " with ".join(f"{kind} ({name!r})" for kind, name in kinds.items())
     if len(bucket.params) > 1:
         sparse = (spec.name for spec in specs if spec.sparse)
         yield from (f"{place} holds {name!r} and others, but its gradient is sparse" for name in sparse)
@@ -188,7 +188,3 @@ def _bucket_problems(bucket: Bucket, specs: list[ParamSpec]) -> Iterator[str]:
                 f"{place} is planned as {bucket.nbytes} bytes of {bucket.dtype}, but its parameters are "
                 f"{nbytes} bytes of {dtype}"
             )
-
-
-def _listed(parts: Iterable[str]) -> str:
-    return " with ".join(parts)

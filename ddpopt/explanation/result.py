@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 
 from ddpopt.explanation.tables import MIB, Column, Noted, mib, names, paragraph, table
 from ddpopt.explanation.torch_split import TorchSegment
-from ddpopt.planning.bucket_rule import BucketConfig
+from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Cut, Plan
 
 FORMAT = 1

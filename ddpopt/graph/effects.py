@@ -1,11 +1,11 @@
-"""The one table of what a graph node does besides computing a value: what it writes to, whether it draws.
+"""The one table of what a graph node does besides computing a value: what it writes to.
 
 Dynamo's graphs hold functions, methods and operators as the user wrote them. What each one writes to is
 told by the schema of the torch operator of its name, by Python's notation for work in place, and for the few
 that write without saying so, by a table. Only what is part of torch, Python's operators or its mathematics is
 known in this way. A call of anything else (a function that Dynamo puts into the graph without a look inside,
-a kernel, a module of the user) may write to all that it is given. A call with bodies writes to what
-these write to.
+a kernel, a module of the user, a function of NumPy) may write to all that it is given. A call with bodies
+writes to what these write to.
 
 Invariant: a tensor that `mutated_inputs` does not name is not written to; what is not known is named.
 Planning, cutting and proof ask here, and share nothing else.
@@ -46,7 +46,7 @@ KNOWN_MODULES = (
 )  # fmt: skip
 KNOWN_PACKAGES = (
     "einops.", "torch._C._functorch.", "torch._dynamo.compiled_autograd.", "torch._functorch.",
-    "torch._numpy.", "torch.amp.", "torch.nn.",
+    "torch.amp.", "torch.nn.",
 )  # fmt: skip
 """Whose functions write to nothing but what their names and arguments say; Dynamo knows einops."""
 KNOWN_BUILTINS = ("asarray", "_get_data_attr")
@@ -55,24 +55,13 @@ UNMARKED: Mapping[str, tuple[str, ...]] = {
     "_copy_from": ("dst",),
     "_copy_from_and_resize": ("dst",),
     "_resize_output": ("self",),
-    "copyto": ("dst",),
-    "fill_diagonal": ("a",),
-    "put": ("a",),
-    "put_along_axis": ("arr",),
-    "shuffle": ("x",),
 }
-"""What operators, and NumPy functions of torch, write to without saying so; `_written_by` has the others."""
+"""What operators write to without saying so; `_written_by` has the others."""
 KINDS = (
     str, OpOverload, OpOverloadPacket, types.MethodDescriptorType, types.WrapperDescriptorType,
     types.BuiltinFunctionType,
 )  # fmt: skip
 """What Python, or torch's C++, has made, and a name can tell of."""
-NUMPY_METHODS = ("fill", "put", "resize", "sort")
-"""NumPy's methods that write to their array, besides those that look like operators."""
-DRAWING_WORDS = (
-    "dropout", "rand", "rng_state", "seed", "gumbel", "fractional_max_pool", "multi_head_attention",
-    "choice", "permutation", "shuffle",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -96,15 +85,6 @@ def is_known(node: fx.Node) -> bool:
     if node.op == "call_module":
         return _is_of_torch(_held(node))
     return isinstance(node.target, HigherOrderOperator) or bool(_signatures(node.target))
-
-
-def draws(node: fx.Node) -> bool:
-    """Whether `node` may take numbers from a random generator, or set one."""
-    if node.op == "call_module" or isinstance(node.target, HigherOrderOperator):
-        return True
-    if isinstance(node.target, (OpOverload, OpOverloadPacket)):
-        return _any_draws(_overloads(node.target))
-    return _draws_by_name(_name(node.target))
 
 
 def redescribes(node: fx.Node) -> bool:
@@ -214,17 +194,6 @@ def _is_of_torch(module: object) -> bool:
 
 def _signatures(target: object) -> tuple[Signature, ...]:
     """How `target` may be called; empty if it is not known what it does."""
-    # imported here: who plans without a graph needs no Dynamo
-    from torch._dynamo import utils as dynamo
-
-    if target is dynamo.numpy_attr_wrapper:
-        return (Signature(),)
-    if isinstance(target, dynamo.numpy_method_wrapper):
-        return _of_numpy_method(target.method)
-    if isinstance(target, dynamo.numpy_operator_wrapper):
-        target = target.op
-    elif isinstance(target, dynamo.numpy_to_tensor_wrapper):
-        target = target.f
     # what is the user's may hold on to a model, and is not to be kept in a cache
     return _signatures_of(target) if isinstance(target, KINDS) or _is_known(target) else ()
 
@@ -271,11 +240,6 @@ def _of_method(name: str) -> tuple[Signature, ...]:
     return (Signature(("self",), written=("self",) * name.endswith("_")),)
 
 
-def _of_numpy_method(name: str) -> tuple[Signature, ...]:
-    writes = name in NUMPY_METHODS or getattr(operator, name.strip("_"), None) in WRITING_OPERATORS
-    return (Signature(("self",), written=("self",) * writes),)
-
-
 def _of_operator(name: str) -> tuple[Signature, ...]:
     """The operator of torch of this name; empty if there is none."""
     packet = getattr(torch.ops.aten, name, None) if name.isidentifier() and name[:2] != "__" else None
@@ -305,20 +269,7 @@ def _name(target: object) -> str:
     if isinstance(target, OpOverload):
         target = target.overloadpacket
     name: str = target if isinstance(target, str) else getattr(target, "__name__", "")
-    return name.removeprefix("wrapped_")  # as Dynamo calls NumPy's functions
-
-
-def _any_draws(overloads: Iterable[OpOverload]) -> bool:
-    return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
-
-
-@functools.lru_cache(maxsize=4096)
-def _draws_by_name(name: str) -> bool:
-    """Whether a function or method is random, by the operator of the same name or by a word in its name."""
-    if any(word in name for word in DRAWING_WORDS):
-        return True
-    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() and name[:2] != "__" else None
-    return isinstance(packet, OpOverloadPacket) and _any_draws(_overloads(packet))
+    return name
 
 
 def _nodes(value: object) -> Iterator[fx.Node]:

@@ -23,18 +23,6 @@ from ddpopt.errors import UsageError
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.reduced import as_built
 
-__all__ = [
-    "BucketConfig",
-    "ParamSpec",
-    "ReadyBucket",
-    "assign_buckets",
-    "initial_buckets",
-    "ready_buckets",
-    "rebuilt_buckets",
-    "specs_from_ddp",
-    "specs_from_module",
-]
-
 
 @dataclass(frozen=True)
 class ParamSpec:

@@ -24,16 +24,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from ddpopt.errors import UsageError
-from ddpopt.planning.bucket_rule import (
-    BucketConfig,
-    ParamSpec,
-    specs_from_ddp,
-    specs_from_module,
-    trainable_specs,
-)
+from ddpopt.planning.bucket_rule import ParamSpec, specs_from_ddp, specs_from_module, trainable_specs
 from ddpopt.planning.facts import ParamUse, collect
 from ddpopt.planning.join import join_plans
-from ddpopt.planning.limits import DDP_ARGUMENTS
+from ddpopt.planning.limits import DDP_ARGUMENTS, BucketConfig
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.regions import Planned, Regions
 from ddpopt.planning.strategy import Strategy, require_choice

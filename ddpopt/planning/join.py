@@ -18,7 +18,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from ddpopt.planning.bucket_rule import BucketConfig, ParamSpec, ready_buckets
+from ddpopt.planning.bucket_rule import ParamSpec, ready_buckets
+from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Bucket, Cut, Plan, Segment, cut_reason
 
 UNREAD = "no compiled graph reads these parameters; they are placed by their order of registration"

@@ -1,12 +1,11 @@
 """The sizes at which DDP closes its buckets, read from a DDP module or from the arguments of one.
 
 Invariant: ``BucketConfig.from_kwargs(**arguments)`` equals ``from_ddp(DDP(model, **arguments))``
-and needs neither a model nor a process group. Nothing here imports torch.distributed before there is a group.
+and needs neither a model nor a process group.
 
 Source: ``torch/nn/parallel/distributed.py`` (torch 2.11 to 2.13).
 """
 
-import importlib
 import inspect
 import math
 import os
@@ -161,8 +160,7 @@ def _limits_of(ddp: nn.parallel.DistributedDataParallel) -> tuple[int, int, tupl
         return cap_bytes, int(bucket_config.first_bucket_bytes_cap), caps
     if not ddp.bucket_bytes_cap_default:
         return cap_bytes, cap_bytes, caps
-    distributed = importlib.import_module("torch.distributed")
-    return cap_bytes, int(distributed._DEFAULT_FIRST_BUCKET_BYTES), caps
+    return cap_bytes, int(torch.distributed._DEFAULT_FIRST_BUCKET_BYTES), caps  # type: ignore[attr-defined]
 
 
 def _last_bucket_is_small() -> bool:

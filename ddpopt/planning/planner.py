@@ -26,8 +26,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ddpopt.planning.bucket_rule import BucketConfig, ParamSpec
+from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.facts import GraphFacts, ParamUse, has_multiple_weights
+from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Bucket, Cut, Plan, Policy, Segment, cut_reason
 from ddpopt.planning.repeats import block_ends
 

@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from ddpopt.planning.bucket_rule import BucketConfig, ParamSpec, rebuilt_buckets, specs_from_ddp
+from ddpopt.planning.bucket_rule import ParamSpec, rebuilt_buckets, specs_from_ddp
 from ddpopt.planning.eager_reads import noting_reads
 from ddpopt.planning.expand_calls import plan_and_open
 from ddpopt.planning.facts import GraphFacts, collect, parameter_sources
 from ddpopt.planning.join import GraphPlan, join_plans
+from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.planner import plan_for_buckets, plan_graph, plan_whole
 from ddpopt.planning.strategy import Sources, Strategy, why_not_inline

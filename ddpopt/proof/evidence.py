@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from ddpopt.graph.effects import detaches
-from ddpopt.planning.plan import Plan, Segment
+from ddpopt.planning.plan import Plan
 from ddpopt.proof.recompose import read_original, recompose
 from ddpopt.proof.steps import Original, Program, Step, storage_of, tensors_in
 from ddpopt.proof.terms import ABSENT, Held, Item, Made, Term, leaves
@@ -26,8 +26,6 @@ class Evidence:
 
     Attributes:
         plan: the plan to be kept.
-        segments: those of the plan's segments that belong to this graph, in order.
-        cuts: names of the nodes in front of which the plan cuts this graph.
         original: the graph that was cut.
         stitched: the program that the stitched module computes.
         passing: the steps whose backward runs, by name.
@@ -35,8 +33,6 @@ class Evidence:
     """
 
     plan: Plan
-    segments: tuple[Segment, ...]
-    cuts: tuple[str, ...]
     original: Original
     stitched: Program
     passing: Mapping[str, None]
@@ -51,7 +47,7 @@ class Invariant(NamedTuple):
 
 
 def gather(
-    original: fx.GraphModule, stitched: fx.GraphModule, plan: Plan, names: Mapping[str, str], graph: int
+    original: fx.GraphModule, stitched: fx.GraphModule, plan: Plan, names: Mapping[str, str]
 ) -> Evidence:
     """Read both graphs.
 
@@ -60,19 +56,16 @@ def gather(
         stitched: the module to judge; `original` itself counts as one segment.
         plan: the plan to be kept.
         names: the parameter that a node of `original` brings in, as for `ddpopt.proof.certificate.certify`.
-        graph: which of the plan's graphs `original` is.
 
     Returns:
         The evidence, in time linear in the nodes of both graphs.
     """
-    segments = tuple(segment for segment in plan.segments if segment.graph == graph)
-    homes = {segment.index: frozenset(segment.nodes) for segment in segments}
-    source = read_original(original, min(homes, default=0))
+    homes = {segment.index: frozenset(segment.nodes) for segment in plan.segments}
+    source = read_original(original)
     program = source.program if stitched is original else recompose(stitched, source, homes)
-    cuts = tuple(cut.before for cut in plan.cuts if cut.graph == graph)
     passing = steps_passing_gradient(source)
     readers = earliest_readers(source, passing, names)
-    return Evidence(plan, segments, cuts, source, program, passing, readers)
+    return Evidence(plan, source, program, passing, readers)
 
 
 def steps_passing_gradient(original: Original) -> dict[str, None]:

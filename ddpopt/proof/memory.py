@@ -5,29 +5,17 @@ A storage is told by the example values that tracing left: views of one tensor s
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
-from ddpopt.graph.effects import draws, reads_memory, redescribes
+from ddpopt.graph.effects import reads_memory, redescribes
 from ddpopt.proof.evidence import Evidence, given_back, requires_grad
-from ddpopt.proof.steps import SYMBOLIC, Crossing, Original, Program, Step, at, storage_of, tensors_in
+from ddpopt.proof.steps import SYMBOLIC, Crossing, Original, Step, storage_of, tensors_in
 from ddpopt.proof.terms import ABSENT, Copy, Item, Made, Term, leaves, show
-
-
-def mutations_keep_their_order(evidence: Evidence) -> Iterator[str]:
-    """For each storage that is written to, writers and readers come in the original's order."""
-    watched = _written_families(evidence.original)
-    if not watched:
-        return
-    expected = _accesses(evidence.original, evidence.original.program, watched)
-    found = _accesses(evidence.original, evidence.stitched, watched)
-    for family, label in watched.items():
-        for clause in _first_difference(expected[family], found[family]):
-            yield f"the storage of {label}: {clause}"
 
 
 def writes_reach_every_reader(evidence: Evidence) -> Iterator[str]:
@@ -49,15 +37,6 @@ def writes_reach_every_reader(evidence: Evidence) -> Iterator[str]:
             if first.term not in inputs or other.term not in inputs:
                 where = f"segment {other.segment}, input {other.node.name}"
                 yield f"{where}: is one tensor with input {first.node.name}, and {writer} writes to it"
-
-
-def draws_keep_their_order(evidence: Evidence) -> Iterator[str]:
-    """Nodes that draw random numbers run in the original's order."""
-    expected, found = (
-        [_Seen(step.name, at(step)) for step in program.steps if draws(step.node)]
-        for program in (evidence.original.program, evidence.stitched)
-    )
-    yield from _first_difference(expected, found)
 
 
 def copies_are_not_noticed(evidence: Evidence) -> Iterator[str]:
@@ -144,21 +123,6 @@ def steps_taken_twice(evidence: Evidence) -> Iterator[Step]:
 # --- what the invariants ask ---------------------------------------------------------------------
 
 
-class _Seen(NamedTuple):
-    """A node that touches a storage or draws, and where it stands."""
-
-    name: str
-    where: str
-
-
-def _first_difference(expected: Sequence[_Seen], found: Sequence[_Seen]) -> Iterator[str]:
-    for before, after in itertools.zip_longest(expected, found):
-        if before is None or after is None or before.name != after.name:
-            wanted = before.name if before else "no more"
-            yield f"expected {wanted}, found {f'{after.name} ({after.where})' if after else 'no more'}"
-            return
-
-
 def _families(original: Original, term: Term) -> Iterator[Hashable]:
     """What stands for the storages behind a term; the term itself where tracing left no value."""
     for leaf in leaves(term):
@@ -182,20 +146,6 @@ def _written_families(original: Original) -> dict[Hashable, str]:
         for leaf in (leaf for value in step.written for leaf in leaves(value)):
             for family in _families(original, leaf):
                 found.setdefault(family, show(leaf))
-    return found
-
-
-def _accesses(
-    original: Original, program: Program, watched: Mapping[Hashable, str]
-) -> dict[Hashable, list[_Seen]]:
-    """For each watched storage, who touches it, in order; the output last."""
-    found: dict[Hashable, list[_Seen]] = {family: [] for family in watched}
-    for step in program.steps:
-        touched = (f for term in (*step.args, *step.kwargs.values()) for f in _families(original, term))
-        for family in dict.fromkeys(f for f in touched if f in found):
-            found[family].append(_Seen(step.name, at(step)))
-    for family in dict.fromkeys(f for f in _families(original, program.result) if f in found):
-        found[family].append(_Seen("output", "the output"))
     return found
 
 
@@ -240,7 +190,7 @@ def _is_view(original: Original, step: Step) -> bool:
 
 def _may_repeat(original: Original, step: Step, watched: Mapping[Hashable, str]) -> bool:
     """Whether a step may be taken again: a view of its arguments, or a symbol, that no write can change."""
-    if draws(step.node) or step.written:
+    if step.written or step.node.op == "call_module" or isinstance(step.callee, HigherOrderOperator):
         return False
     made = set(_families(original, original.terms[step.name]))
     read = {f for term in (*step.args, *step.kwargs.values()) for f in _families(original, term)}

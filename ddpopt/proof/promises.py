@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from ddpopt.planning.plan import Bucket
 from ddpopt.proof.evidence import Evidence
 
 
@@ -18,7 +17,7 @@ def segments_hold_the_planned_nodes(evidence: Evidence) -> Iterator[str]:
     found: dict[int, list[str]] = {index: [] for index in evidence.stitched.ends}
     for step in evidence.stitched.steps:
         found[step.segment].append(step.name)
-    planned = {segment.index: list(segment.nodes) for segment in evidence.segments}
+    planned = {segment.index: list(segment.nodes) for segment in evidence.plan.segments}
     for index in sorted({*planned, *found}):
         expected, actual = planned.get(index), found.get(index)
         if expected is None or actual is None:
@@ -36,7 +35,8 @@ def cuts_open_segments(evidence: Evidence) -> Iterator[str]:
     for step in evidence.stitched.steps:
         openers.setdefault(step.segment, step.name)
     found = [openers.get(index, "nothing") for index in list(evidence.stitched.ends)[1:]]
-    for number, (a, b) in enumerate(itertools.zip_longest(evidence.cuts, found)):
+    cuts = [cut.before for cut in evidence.plan.cuts]
+    for number, (a, b) in enumerate(itertools.zip_longest(cuts, found)):
         if a != b:
             yield f"cut {number}: expected before {a or 'nothing'}, found before {b or 'nothing'}"
 
@@ -56,17 +56,21 @@ def params_stand_in_one_bucket(evidence: Evidence) -> Iterator[str]:
 
 def buckets_complete_as_planned(evidence: Evidence) -> Iterator[str]:
     """Each bucket completes in its segment; by policy "plan" all of its parameters do."""
-    own = frozenset(segment.index for segment in evidence.segments)
     homes = _homes(evidence)
     launch = len(evidence.plan.segments)
     for bucket in evidence.plan.buckets:
         completed = {param: homes[param] for param in bucket.params if param in homes}
         if evidence.plan.policy == "plan":
-            yield from _strangers(evidence, bucket, completed, own)
+            for param, segment in completed.items():
+                if segment != bucket.segment:
+                    yield (
+                        f"bucket {bucket.index}: {param} completes in segment {segment} "
+                        f"(read by {evidence.readers[param]}), the bucket in {bucket.segment}"
+                    )
         elif completed:
-            # the reducer launches in list order, so a bucket waits for those in front of it
+            # the reducer launches in list order, so a bucket waits for those before it
             launch = min(launch, *completed.values())
-            if bucket.segment != launch and (bucket.segment in own or bucket.segment > launch):
+            if bucket.segment != launch:
                 yield f"bucket {bucket.index}: complete in segment {launch}, planned for {bucket.segment}"
 
 
@@ -88,13 +92,11 @@ def segments_list_what_they_complete(evidence: Evidence) -> Iterator[str]:
     """Each segment lists the parameters and buckets that its backward completes."""
     homes = _homes(evidence)
     planned = {param: s.index for s in evidence.plan.segments for param in s.params}
-    own = frozenset(segment.index for segment in evidence.segments)
     for param in dict.fromkeys([*homes, *planned]):
         expected, found = homes.get(param), planned.get(param)
-        elsewhere = found is not None and found not in own and (expected is None or found < expected)
-        if expected != found and not elsewhere:
+        if expected != found:
             yield f"parameter {param}: complete in {_segment(expected)}, listed in {_segment(found)}"
-    for segment in evidence.segments:
+    for segment in evidence.plan.segments:
         buckets = tuple(b.index for b in evidence.plan.buckets if b.segment == segment.index)
         if segment.buckets != buckets:
             yield f"segment {segment.index}: completes buckets {buckets}, lists {segment.buckets}"
@@ -104,19 +106,6 @@ def _homes(evidence: Evidence) -> dict[str, int]:
     """For each parameter that gradient flows to, the segment of its earliest differentiable reader."""
     segments = {step.name: step.segment for step in reversed(evidence.stitched.steps)}
     return {param: segments[node] for param, node in evidence.readers.items() if node in segments}
-
-
-def _strangers(
-    evidence: Evidence, bucket: Bucket, completed: dict[str, int], own: frozenset[int]
-) -> Iterator[str]:
-    """The parameters of a bucket that complete in another segment than the bucket."""
-    for param, segment in completed.items():
-        in_earlier_graph = bucket.segment not in own and bucket.segment < segment
-        if segment != bucket.segment and not in_earlier_graph:
-            yield (
-                f"bucket {bucket.index}: {param} completes in segment {segment} "
-                f"(read by {evidence.readers[param]}), the bucket in {bucket.segment}"
-            )
 
 
 def _segment(index: int | None) -> str:

@@ -27,21 +27,13 @@ SET_GRAD_MODE = torch._C._set_grad_enabled
 CALLS = ("call_function", "call_method", "call_module")
 
 
-def read_original(original: fx.GraphModule, segment: int) -> Original:
-    """Read the graph that was cut.
-
-    Args:
-        original: any FX graph module.
-        segment: index to give to the graph as a whole.
-
-    Returns:
-        Its program, and its values by name.
-    """
+def read_original(original: fx.GraphModule) -> Original:
+    """Read the graph that was cut: its program of one segment, and its values by name."""
     nodes = {node.name: node for node in original.graph.nodes}
     begin = ProgramState(_grad_mode_outside(original.graph))
-    walk = _Walk(original, nodes, segment, begin)
+    walk = _Walk(original, nodes, 0, begin)
     walk.run([Made(node.name) for node in walk.inputs])
-    program = Program(tuple(walk.inputs), tuple(walk.steps), walk.result, {segment: walk.state})
+    program = Program(tuple(walk.inputs), tuple(walk.steps), walk.result, {0: walk.state})
     terms = {node.name: term for node, term in walk.values.items()}
     return Original(program, nodes, terms, {step.name: step for step in walk.steps}, begin)
 
@@ -224,7 +216,7 @@ class _Stitched(_Walk):
     def __init__(
         self, module: fx.GraphModule, original: Original, homes: Mapping[int, Container[str]]
     ) -> None:
-        super().__init__(module, original.nodes, min(homes, default=0), original.begin)
+        super().__init__(module, original.nodes, 0, original.begin)
         self.where = "the stitched module"
         self.original = original
         self.homes = homes

@@ -77,7 +77,8 @@ def compile_segments(
         name = str(node.target)
         segment: fx.GraphModule = getattr(stitched, name)
         inputs = [values[n] if n in values else example_value(n) for n in node.all_input_nodes]
-        key: Hashable = _key(segment, inputs) if share else object()
+        # a segment without a signature is equal to itself alone
+        key: Hashable = (signature(segment, inputs) if share else None) or object()
         if key not in compiled:
             if reason is not None:
                 segment.compile_subgraph_reason = _cut_reason(reason)  # type: ignore[assignment]
@@ -106,12 +107,6 @@ def _for_backend(value: object) -> object:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
         return mode.from_tensor(value)
-
-
-def _key(segment: fx.GraphModule, inputs: Sequence[object]) -> Hashable:
-    """Equal for twins; a segment without a signature is equal to itself alone."""
-    found = signature(segment, inputs)
-    return object() if found is None else found
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ ORDINARY = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
 LITERALS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
 
 
-def signature(segment: fx.GraphModule, inputs: Sequence[object]) -> Hashable | None:
+def signature(segment: fx.GraphModule, inputs: Sequence[object]) -> tuple[Hashable, ...] | None:
     """What a compiler sees of a segment, as a value that can be compared.
 
     Args:

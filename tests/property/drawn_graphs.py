@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 from torch import fx
 
-from ddpopt.planning.bucket_rule import BucketConfig, ParamSpec
+from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.facts import GraphFacts, ParamUse, collect, parameter_names
+from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Plan
 from ddpopt.proof.certificate import certify
 from ddpopt.split.partition import partition

@@ -12,8 +12,8 @@ from hypothesis import example, settings
 from ddpopt.cases import corpus
 from ddpopt.cases.case import Case
 from ddpopt.fuzz.cases import FoundCase
-from ddpopt.planning.bucket_rule import BucketConfig, ParamSpec, specs_from_module
-from ddpopt.planning.limits import DDP_ARGUMENTS_OF_LIMITS
+from ddpopt.planning.bucket_rule import ParamSpec, specs_from_module
+from ddpopt.planning.limits import DDP_ARGUMENTS_OF_LIMITS, BucketConfig
 from tests.found import fails_undivided, found_cases
 
 Test = Callable[..., None]

@@ -16,7 +16,8 @@ from hypothesis import event
 from hypothesis import strategies as st
 from torch import fx
 
-from ddpopt.planning.bucket_rule import BucketConfig, ParamSpec
+from ddpopt.planning.bucket_rule import ParamSpec
+from ddpopt.planning.limits import BucketConfig
 from tests.graph_builder import GraphBuilder, SmallGraph
 from tests.property.graph_steps import OUTPUTS, STEPS, Sketch
 

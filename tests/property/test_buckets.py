@@ -6,7 +6,8 @@ from hypothesis import event, example, given, target
 import ddpopt
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.ddp.reducer_buckets import running_buckets
-from ddpopt.planning.bucket_rule import BucketConfig, initial_buckets, rebuilt_buckets, specs_from_ddp
+from ddpopt.planning.bucket_rule import initial_buckets, rebuilt_buckets, specs_from_ddp
+from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.strategy import Strategy
 from ddpopt.testing.drawn import DrawnModel, step
 from ddpopt.testing.profiles import share

@@ -8,8 +8,8 @@ from torch import fx
 
 from ddpopt.inline.compile import compile_inline, lendable, together
 from ddpopt.inline.handover import lend
-from ddpopt.planning.bucket_rule import BucketConfig
 from ddpopt.planning.facts import GraphFacts, parameter_sources
+from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Bucket
 from ddpopt.planning.planner import plan_graph
 from ddpopt.planning.strategy import Sources, why_not_inline

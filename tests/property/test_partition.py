@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import fx
 
 from ddpopt.errors import CertificateError
-from ddpopt.planning.bucket_rule import BucketConfig
+from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.planner import plan_graph
 from ddpopt.split.partition import partition

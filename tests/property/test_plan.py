@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 import ddpopt
 from ddpopt.graph.effects import mutated_inputs
-from ddpopt.planning.bucket_rule import BucketConfig, ParamSpec, rebuilt_buckets
+from ddpopt.planning.bucket_rule import ParamSpec, rebuilt_buckets
 from ddpopt.planning.facts import GraphFacts, ParamUse
 from ddpopt.planning.join import GraphPlan, join_plans
+from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.planner import plan_for_buckets, plan_graph, plan_whole
 from ddpopt.testing.drawn import DrawnModel

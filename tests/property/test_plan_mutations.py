@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 
 from ddpopt.errors import CertificateError
-from ddpopt.planning.bucket_rule import BucketConfig
 from ddpopt.planning.facts import collect, parameter_names
+from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Bucket, Plan, Segment
 from ddpopt.planning.planner import plan_graph
 from ddpopt.proof.certificate import certify

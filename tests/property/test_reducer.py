@@ -11,13 +11,13 @@ from torch import distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ddpopt.planning.bucket_rule import (
-    BucketConfig,
     ParamSpec,
     assign_buckets,
     initial_buckets,
     ready_buckets,
     rebuilt_buckets,
 )
+from ddpopt.planning.limits import BucketConfig
 from ddpopt.testing.profiles import share
 from tests.property.examples import with_parameters_of_the_corpus
 from tests.property.strategies import bucket_configs, parameter_lists

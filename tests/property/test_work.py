@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 
-from ddpopt.planning.bucket_rule import BucketConfig
+from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.planner import plan_graph
 from ddpopt.split.partition import partition
 from ddpopt.testing.profiles import share

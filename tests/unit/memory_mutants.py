@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from functools import partial
 
-from tests.unit.program_mutants import drop, swap
+from tests.unit.program_mutants import swap
 from tests.unit.stitching import Ref, Row, Story, refs
 from tests.unit.stories import (
     AS_STRIDED,
@@ -116,24 +116,16 @@ def hand_out_copy(told: Story) -> None:
 
 
 MUTANTS: Mapping[str, tuple[Mutant, ...]] = {
-    "mutation order": (
-        Mutant("write swapped with a read",
-               "the storage of buf: expected count, found view (segment 0, node view)",
+    "order": (
+        Mutant("write swapped with a read", "segment 0, node count: runs after view",
                swap(0, "count", "view")),
-        Mutant("write dropped", "the storage of buf: expected count, found view",
-               lambda told: told.take(0, "count")),
-        Mutant("last write dropped", "the storage of buf: expected recount, found no more",
-               lambda told: told.take(2, "recount")),
+        Mutant("draws swapped", "runs after drop1", swap_draws),
     ),
     "aliases": tuple(
         Mutant(f"view handed on past a write by {notation}",
                "segment 1, input view: is one tensor with input buf, and write writes to it",
                hand_on_view_of_what_is_written, partial(written_buffer, notation))
         for notation in WRITES
-    ),
-    "random order": (
-        Mutant("draws swapped", "expected drop0, found drop1 (segment 0, node drop1)", swap_draws),
-        Mutant("draw dropped", "expected drop1, found wrapped (segment 2, node wrapped)", drop),
     ),
     "descriptions": (
         Mutant("view handed on and then transposed in place",

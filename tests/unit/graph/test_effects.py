@@ -1,4 +1,4 @@
-"""What a node writes to and whether it draws is told for every way in which Dynamo's graphs put it."""
+"""What a node writes to is told for every way in which Dynamo's graphs put it."""
 
 import math
 import operator
@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch._numpy
 import torch.nn.functional as F
 from torch import fx, nn
 from torch._dynamo import utils as dynamo
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 
-from ddpopt.graph.effects import draws, is_known, mutated_inputs
+from ddpopt.graph.effects import is_known, mutated_inputs
 
-numpy: Any = torch._numpy
 Write = Callable[[fx.Graph, list[fx.Node]], fx.Node]
 
 
@@ -105,13 +103,6 @@ MUTATING: dict[str, tuple[Write, str]] = {
     "apply_": (method("apply_", A, abs), "x0"),
     "method of the class": (function(torch.Tensor.mul_, A, B), "x0"),
     "as_strided_": (function(torch.as_strided_, A, (2,), (1,)), "x0"),
-    "numpy operator": (function(dynamo.numpy_operator_wrapper(operator.imul), A, 2), "x0"),
-    "numpy method": (function(dynamo.numpy_method_wrapper("__setitem__"), A, 0, 1), "x0"),
-    "numpy sort": (function(dynamo.numpy_method_wrapper("sort"), A), "x0"),
-    "numpy out": (function(dynamo.numpy_to_tensor_wrapper(numpy.add), A, B, C), "x2"),
-    "numpy put": (function(dynamo.numpy_to_tensor_wrapper(numpy.put), A, B, C), "x0"),
-    "numpy shuffle": (function(dynamo.numpy_to_tensor_wrapper(numpy.random.shuffle), A), "x0"),
-    "numpy copyto": (function(dynamo.numpy_to_tensor_wrapper(numpy.copyto), A, B), "x0"),
     "a function of the user": (function(lambda *_: None, A, [B]), "x0 x1"),
     "a function that Dynamo makes": (function(dynamo.same, A, B), "x0 x1"),
     "a method of another class": (method("step", A, B), "x0 x1"),
@@ -153,9 +144,6 @@ PURE: dict[str, Write] = {
     "method in Python": method("unflatten", A, 0, (1, 2)),
     "method without operator": method("numpy", A),
     "data": function(torch._C._autograd._get_data_attr, A),  # type: ignore[attr-defined]  # not in torch's stubs
-    "numpy operator": function(dynamo.numpy_operator_wrapper(operator.mul), A, 2),
-    "numpy method": function(dynamo.numpy_method_wrapper("reshape"), A, 2),
-    "numpy function": function(dynamo.numpy_to_tensor_wrapper(numpy.sin), A),
 }
 
 
@@ -261,39 +249,3 @@ def test_a_checkpoint_whose_body_writes_to_a_value_of_its_own_writes_nothing() -
 
 def test_a_checkpoint_whose_body_writes_to_something_unknown_may_write_to_all_operands() -> None:
     assert checkpointed("add_", lambda graph, inputs: graph.call_method("sin", (inputs[0],))) == "x0 x1"
-
-
-# ----------------------------------------------------------------------------------------------- draws
-
-DRAWING: dict[str, Write] = {
-    "F.dropout": function(F.dropout, A, 0.5, True, False),
-    "F.dropout2d": function(F.dropout2d, A),
-    "torch.rand": function(torch.rand, 3),
-    "torch.randn_like": function(torch.randn_like, A),
-    "torch.bernoulli": function(torch.bernoulli, A),
-    "torch.multinomial": function(torch.multinomial, A, 1),
-    "torch.normal": function(torch.normal, A, B),
-    "attention": function(F.scaled_dot_product_attention, A, B, C),
-    "F.rrelu": function(F.rrelu, A),
-    "aten overload": function(torch.ops.aten.native_dropout.default, A, 0.5, True),
-    "aten packet": function(torch.ops.aten.native_dropout, A, 0.5, True),
-    "cond": function(torch.ops.higher_order.cond, A),
-    "module": lambda graph, inputs: graph.call_module("layer", (inputs[0],)),
-    "uniform_": method("uniform_", A),
-    "exponential_": method("exponential_", A),
-    "numpy uniform": function(dynamo.numpy_to_tensor_wrapper(numpy.random.uniform), 0, 1, 3),
-    "numpy shuffle": function(dynamo.numpy_to_tensor_wrapper(numpy.random.shuffle), A),
-}
-
-
-@pytest.mark.filterwarnings("ignore:Attempted to insert a call_module Node")
-@pytest.mark.parametrize("notation", DRAWING)
-def test_what_draws_is_told_by_the_operator_of_its_name_or_a_word_in_it(notation: str) -> None:
-    assert draws(node_of(DRAWING[notation]))
-
-
-@pytest.mark.parametrize(
-    "notation", ["method", "operator.add", "operator.getitem", "F.linear", "aten overload"]
-)
-def test_what_is_pure_draws_nothing(notation: str) -> None:
-    assert not draws(node_of(PURE[notation]))

@@ -11,13 +11,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.planning.bucket_rule import (
-    BucketConfig,
-    initial_buckets,
-    rebuilt_buckets,
-    specs_from_ddp,
-    specs_from_module,
-)
+from ddpopt.planning.bucket_rule import initial_buckets, rebuilt_buckets, specs_from_ddp, specs_from_module
+from ddpopt.planning.limits import BucketConfig
 
 WIDTH = 256  # a weight of 256 KiB and a bias of 1 KiB
 KIB = 2**10

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from ddpopt.planning.bucket_rule import BucketConfig, ParamSpec
+from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.facts import GraphFacts, ParamUse
 from ddpopt.planning.join import UNREAD, GraphPlan, join_plans
+from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.planner import plan_graph, plan_whole
 

@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 import pytest
 from expecttest import assert_expected_inline
 
-from ddpopt.planning.bucket_rule import BucketConfig, ParamSpec, rebuilt_buckets
+from ddpopt.planning.bucket_rule import ParamSpec, rebuilt_buckets
 from ddpopt.planning.facts import GraphFacts, ParamUse
+from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.planner import plan_for_buckets, plan_graph
 

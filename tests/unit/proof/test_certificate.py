@@ -10,7 +10,7 @@ from expecttest import TestCase
 from torch.fx import GraphModule
 
 from ddpopt.errors import CertificateError
-from ddpopt.planning.plan import Cut, Segment
+from ddpopt.planning.plan import Segment
 from ddpopt.proof.certificate import INVARIANTS, certify
 from tests.unit import memory_mutants, plan_mutants, program_mutants, stories
 from tests.unit.stitching import Piece, Row, Story, refs
@@ -24,15 +24,13 @@ def report(told: Story) -> str:
     return "\n".join(textwrap.fill(v, 100, subsequent_indent="    ") for v in violations(told))
 
 
-def violations(told: Story, graph: int = 0) -> tuple[str, ...]:
-    return violations_of(told.original(), told.stitched(), told, graph)
+def violations(told: Story) -> tuple[str, ...]:
+    return violations_of(told.original(), told.stitched(), told)
 
 
-def violations_of(
-    original: GraphModule, stitched: GraphModule, told: Story, graph: int = 0
-) -> tuple[str, ...]:
+def violations_of(original: GraphModule, stitched: GraphModule, told: Story) -> tuple[str, ...]:
     try:
-        certify(original, stitched, told.plan, told.names, graph)
+        certify(original, stitched, told.plan, told.names)
     except CertificateError as error:
         return error.violations
     return ()
@@ -78,10 +76,9 @@ class TestMessages(TestCase):
         self.assertExpectedInline(
             str(caught.value),
             """\
-the cut graph is not the program it was cut from; 5 violation(s):
+the cut graph is not the program it was cut from; 4 violation(s):
   - nodes: node drop1 stands in no segment
   - calls: segment 1, node parts: args[0]: expected drop1, found lin1
-  - random order: expected drop1, found wrapped (segment 2, node wrapped)
   - planned nodes: segment 1: expected drop1, found close
   - bucket segment: bucket 1: layer.b2 completes in segment 2 (read by lin2), the bucket in 1
 This is a bug in ddpopt: please report it with the graph (TORCH_LOGS=graph_code).""",
@@ -127,42 +124,6 @@ def test_a_graph_that_is_not_cut_still_has_to_keep_the_plan() -> None:
     gm = told.original()
     with pytest.raises(CertificateError, match="planned cuts: cut 0: expected before lin1"):
         certify(gm, gm, told.plan, told.names)
-
-
-def behind_another_graph(told: Story) -> Story:
-    """The same program as the second graph of a model, whose first graph is one segment."""
-    first = Segment(0, 0, ("other",), ("first",), (3,))
-    segments = [replace(s, index=s.index + 1, graph=1) for s in told.plan.segments]
-    buckets = [replace(b, segment=b.segment + 1) for b in told.plan.buckets]
-    last = replace(buckets[0], index=3, segment=0, params=("first",))
-    cuts = tuple(replace(cut, graph=1) for cut in told.plan.cuts)
-    told.replan(segments=(first, *segments), buckets=(*buckets, last), cuts=cuts)
-    return told
-
-
-def test_the_second_graph_of_a_plan_is_certified_on_its_own() -> None:
-    assert violations(behind_another_graph(story()), graph=1) == ()
-
-
-def test_a_parameter_that_an_earlier_graph_completes_may_be_read_again() -> None:
-    told = behind_another_graph(story())
-    told.rebucket(2, params=())
-    told.rebucket(3, params=("first", "layer.w0"))
-    told.resegment(0, params=("first", "layer.w0"))
-    told.resegment(1, params=())
-    assert violations(told, graph=1) == ()
-
-
-def test_a_parameter_that_a_later_graph_is_said_to_complete_may_not_be_read() -> None:
-    told = story()
-    later = Segment(3, 1, (), (), ())
-    told.replan(segments=(*told.plan.segments, later), cuts=(*told.plan.cuts, Cut(1, "other", "")))
-    told.rebucket(0, segment=3)
-    told.resegment(2, buckets=())
-    assert violations(told) == (
-        "bucket segment: bucket 0: layer.w2 completes in segment 2 (read by lin2), the bucket in 3",
-        "bucket segment: bucket 0: layer.b2 completes in segment 2 (read by lin2), the bucket in 3",
-    )
 
 
 def test_buckets_of_ddp_may_wait_on_several_segments() -> None:
