@@ -10,6 +10,7 @@ import functools
 from pathlib import Path
 
 from ddpopt.fuzz.cases import FoundCase
+from ddpopt.fuzz.questions import Kind
 
 FOLDER = Path(__file__).parent / "data" / "found"
 
@@ -18,3 +19,8 @@ FOLDER = Path(__file__).parent / "data" / "found"
 def found_cases() -> tuple[FoundCase, ...]:
     """Return all failures, by name of the file."""
     return tuple(FoundCase.read(file) for file in sorted(FOLDER.glob("*.json")))
+
+
+def fails_undivided(case: FoundCase) -> bool:
+    """Whether the model fails under ``aot_eager`` in one piece, so that no optimizer can get it right."""
+    return case.kind is Kind.BACKEND and case.setting.backend in ("eager", "aot_eager")

@@ -79,8 +79,7 @@ class Verification:
 
     @property
     def _settings(self) -> Settings:
-        strategy = None if self.modes else "auto"
-        return Settings(backend_of(self.backend), strategy, self.steps, self.dtype, self.timeout_s)
+        return Settings(backend_of(self.backend), self.steps, self.dtype, self.timeout_s)
 
     def _asked(self, cases: Sequence[Any]) -> list[Asked]:
         modes = chosen(self.modes, [known.name for known in MODES], "--mode") or (mode_of("auto"),)
@@ -120,7 +119,6 @@ class Verification:
             Path(REPRODUCTION),
             nproc=ranks,
             steps=self.steps,
-            strategy=self._settings.strategy,
             dtype=self.dtype,
             device=self.device,
             backend=self.backend,

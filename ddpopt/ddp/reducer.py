@@ -185,12 +185,14 @@ def _logger(ddp: Any) -> Any:
 
 
 def _keep_hooks(ddp: Any, name: str) -> None:
-    # A reducer takes one hook. DDP notes Python hooks itself, built-in ones only by their name in its log.
-    for hook, state in ddp._comm_hooks:
-        _c10d._register_comm_hook(ddp.reducer, state, hook)
+    # A reducer takes one hook, and DDP's log has its name. Python hooks are also in a list; that of a copied
+    # module has those of the original, which torch does not register for the copy.
     kind = _c10d.BuiltinCommHookType.__members__.get(name.rpartition(".")[2])
-    if kind is not None and not ddp._comm_hooks:
+    if kind is not None and str(kind) == name:
         _c10d._register_builtin_comm_hook(ddp.reducer, kind)
+    elif name:
+        hook, state = ddp._comm_hooks[-1]
+        _c10d._register_comm_hook(ddp.reducer, state, hook)
     if name:
         ddp.logger._set_comm_hook_name(name)
     # DDP registers these optimizers with its reducer at the first forward, and only then.

@@ -14,20 +14,12 @@ from torch import nn
 
 from ddpopt.explanation.rehearsal import Loss, Rehearsal, Step, call, generators_kept, sum_of_squares
 from ddpopt.explanation.result import Explanation, OwnBucket, OwnBuckets, TorchSplit
-from ddpopt.explanation.torch_split import TorchRun, TorchSegment, run_torch_split
+from ddpopt.explanation.torch_split import TorchSegment, run_torch_split
 from ddpopt.planning.bucket_rule import ParamSpec, initial_buckets, rebuilt_buckets
 from ddpopt.planning.capture import Capture, capture
 from ddpopt.planning.limits import DDP_ARGUMENTS
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.strategy import Strategy
-
-FLOAT_CROSSES = (
-    "a float crosses its cuts: backends built on AOTAutograd (inductor, aot_eager) fail "
-    "there with \"'float' object has no attribute 'meta'\" (pytorch#196227)"
-)
-NOTHING_COMPILED = (
-    "torch.compile compiles nothing of it under DDP: Dynamo steps over its frames (pytorch#140416)"
-)
 
 
 class Explained(Protocol):
@@ -157,20 +149,9 @@ def _torch_split(captured: Capture, step: Step) -> TorchSplit:
     times = Counter(name for s in run.segments if not s.reused for name in s.counted)
     return TorchSplit(
         segments=run.segments,
-        buckets=() if run.surprise else _fill(captured, run.ready_order, run.segments),
+        buckets=_fill(captured, run.ready_order, run.segments) if run.ready_order else (),
         unseen=tuple(spec.name for spec in captured.specs if spec.name not in times),
         recounted=tuple(name for name, count in times.items() if count > 1),
         alien=tuple(name for name in times if name not in reduced),
-        notes=_notes(run),
+        notes=run.notes,
     )
-
-
-def _notes(run: TorchRun) -> tuple[str, ...]:
-    notes = []
-    if run.surprise:
-        notes.append(f"the order of its gradients is not known: it fails on fake tensors ({run.surprise})")
-    elif not run.segments:
-        notes.append(NOTHING_COMPILED)
-    if run.float_crosses:
-        notes.append(FLOAT_CROSSES)
-    return tuple(notes)

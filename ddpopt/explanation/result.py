@@ -98,12 +98,12 @@ class Tally:
         recounted: parameters counted more than once.
     """
 
-    segments: int | None
-    buckets: int | None
-    spread: int | None
-    early: int | None
-    unseen: int | None
-    recounted: int | None
+    segments: int | None = None
+    buckets: int | None = None
+    spread: int | None = None
+    early: int | None = None
+    unseen: int | None = None
+    recounted: int | None = None
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Explanation:
         """Torch's split in numbers."""
         split = self.torch
         if split.failure:
-            return Tally(None, None, None, None, None, None)
+            return Tally()
         waits = [bucket.segments for bucket in split.buckets]
         compiled, known = bool(split.segments), bool(waits)
         return Tally(
@@ -303,20 +303,13 @@ def _ddp(explanation: Explanation) -> Iterator[str]:
 
 
 def _own_buckets(buckets: tuple[OwnBucket, ...], *, waits: bool) -> str:
-    columns = [
-        Column("bucket", "right"),
-        Column("MiB", "right"),
-        Column("dtype"),
-        Column("gradients", fills=True),
-    ]
-    rows: list[tuple[object, ...]] = [(b.index, mib(b.nbytes), b.dtype, names(b.params)) for b in buckets]
+    columns = [Column("bucket", "right"), Column("MiB", "right"), Column("dtype")]
+    rows: list[list[object]] = [[b.index, mib(b.nbytes), b.dtype, names(b.params)] for b in buckets]
     if waits:
         columns.insert(1, Column("waits on"))
-        rows = [
-            (index, names([str(s) for s in reversed(bucket.segments)]), *rest)
-            for (index, *rest), bucket in zip(rows, buckets, strict=True)
-        ]
-    return table(columns, rows)
+        for row, bucket in zip(rows, buckets, strict=True):
+            row.insert(1, names([str(segment) for segment in reversed(bucket.segments)]))
+    return table([*columns, Column("gradients", fills=True)], rows)
 
 
 def _torch(split: TorchSplit) -> Iterator[str]:

@@ -13,7 +13,7 @@ it calls ``compile_fn`` and reads ``buckets`` (in forward order; each with ``par
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +23,15 @@ from torch.utils import _pytree as pytree
 from ddpopt.dynamo.hook import DDPOptimizer
 from ddpopt.explanation.rehearsal import Rehearsal, Step, call
 from ddpopt.graph.nodes import example_value, requires_grad
+
+FLOAT_CROSSES = (
+    "a float crosses its cuts: backends built on AOTAutograd (inductor, aot_eager) fail "
+    "there with \"'float' object has no attribute 'meta'\" (pytorch#196227)"
+)
+NOTHING_COMPILED = (
+    "torch.compile compiles nothing of it under DDP: Dynamo steps over its frames (pytorch#140416)"
+)
+UNKNOWN_ORDER = "the order of its gradients is not known: it fails on fake tensors"
 
 
 @dataclass(frozen=True)
@@ -54,16 +63,13 @@ class TorchRun:
         segments: in forward order.
         ready_order: names in the order in which their gradients complete; empty if that is not known.
         failure: what the optimizer raised; a compiled step would have ended there.
-        surprise: why the step could not be run on fake tensors although the optimizer raised nothing.
-        float_crosses: whether a float is an argument of a segment; Dynamo passes a graph's own as tensors,
-            so another segment computed it.
+        notes: what else is to know of it.
     """
 
     segments: tuple[TorchSegment, ...] = ()
     ready_order: tuple[str, ...] = ()
     failure: str = ""
-    surprise: str = ""
-    float_crosses: bool = False
+    notes: tuple[str, ...] = ()
 
 
 def run_torch_split(rehearsal: Rehearsal, cap_bytes: int) -> TorchRun:
@@ -71,28 +77,29 @@ def run_torch_split(rehearsal: Rehearsal, cap_bytes: int) -> TorchRun:
 
     Args:
         rehearsal: the step.
-        cap_bytes: ``bucket_bytes_cap`` of the DDP module, which is all that Dynamo tells the optimizer.
+        cap_bytes: ``bucket_bytes_cap`` of the DDP module, which is all that Dynamo gives the optimizer.
 
     Returns:
         What it made of the step.
     """
     recorder = _Recorder(rehearsal, cap_bytes)
-    step = torch.compile(_call_skipped, backend=recorder)
     order: tuple[str, ...] = ()
     surprise = ""
     try:
-        order = rehearsal.ready_order(step)
+        order = rehearsal.ready_order(torch.compile(_call_skipped, backend=recorder))
     except Exception as error:  # the optimizer's own failures are caught where it is called
-        surprise = f"{type(error).__name__}: {error}"
-    if recorder.failures:
-        return TorchRun(failure=recorder.failures[0])
+        surprise = f"{UNKNOWN_ORDER} ({type(error).__name__}: {error})"
+    if recorder.failure:
+        return TorchRun(failure=recorder.failure)
     if surprise:
-        return TorchRun(segments=_segments_as_compiled(recorder.pieces), surprise=surprise)
-    return TorchRun(
-        segments=_segments_as_run(recorder.log, rehearsal, order),
-        ready_order=order,
-        float_crosses=any(isinstance(value, float) for run in recorder.log.runs for value in run.inputs),
-    )
+        compiled = tuple(piece.as_segment(index) for index, piece in enumerate(recorder.pieces))
+        return TorchRun(compiled, notes=(surprise,))
+    segments = _segments_as_run(recorder.runs, rehearsal, order)
+    notes = [] if segments else [NOTHING_COMPILED]
+    # Dynamo passes a graph's own floats as tensors: this one was computed by another segment
+    if any(isinstance(value, float) for run in recorder.runs for value in run.inputs):
+        notes.append(FLOAT_CROSSES)
+    return TorchRun(segments, order, notes=tuple(notes))
 
 
 def _call_skipped(step: Step) -> Any:
@@ -112,20 +119,13 @@ class _Run:
     went_back: bool = False
 
 
-@dataclass
-class _Log:
-    """All executions, in forward order."""
-
-    runs: list[_Run] = field(default_factory=list)
-
-
 class _Recorder:
     """A Dynamo backend: has the optimizer cut each graph, and keeps what it did."""
 
     def __init__(self, rehearsal: Rehearsal, cap_bytes: int) -> None:
-        self.log = _Log()
+        self.runs: list[_Run] = []
         self.pieces: list[_Piece] = []
-        self.failures: list[str] = []
+        self.failure = ""
         self._cap_bytes = cap_bytes
         self._names = {id(param): name for name, param in rehearsal.params.items()}
         self._graphs = 0
@@ -134,14 +134,14 @@ class _Recorder:
         pieces: list[_Piece] = []
 
         def compile_nothing(piece: fx.GraphModule, _: Sequence[Any]) -> _Piece:
-            pieces.append(_Piece(piece, self._graphs, self.log))
+            pieces.append(_Piece(piece, self._graphs, self.runs))
             return pieces[-1]
 
         try:
             optimizer = _torch_optimizer(self._cap_bytes, compile_nothing)
             stitched: Callable[..., Any] = optimizer.compile_fn(gm, example_inputs)
         except Exception as error:  # whatever it is, it would have been the user's
-            self.failures.append(f"{type(error).__name__}: {error}")
+            self.failure = self.failure or f"{type(error).__name__}: {error}"
             return gm.forward
         names = self._names | _names_in_graph(gm, example_inputs, self._names)
         for piece, bucket in zip(pieces, optimizer.buckets, strict=True):
@@ -169,12 +169,12 @@ def _names_in_graph(
 
 
 class _Piece:
-    """What stands for a compiled segment."""
+    """Takes the place of a compiled segment."""
 
-    def __init__(self, gm: fx.GraphModule, graph: int, log: _Log) -> None:
+    def __init__(self, gm: fx.GraphModule, graph: int, runs: list[_Run]) -> None:
         self.gm = gm
         self.graph = graph
-        self.log = log
+        self.runs = runs  # of all pieces, in forward order
         self.counted: tuple[str, ...] = ()
         self.counted_bytes = 0
         returned = pytree.tree_leaves(gm.graph.output_node().args[0])
@@ -184,11 +184,15 @@ class _Piece:
 
     def __call__(self, *inputs: Any) -> Any:
         run = _Run(self, inputs)
-        self.log.runs.append(run)
+        self.runs.append(run)
         with torch.no_grad():
             leaves, structure = pytree.tree_flatten(self.gm(*inputs))
         outputs = _OneNode.apply(run, leaves, *inputs)  # type: ignore[no-untyped-call]  # of torch
         return pytree.tree_unflatten(outputs, structure)
+
+    def as_segment(self, index: int, params: tuple[str, ...] = (), *, reused: bool = False) -> TorchSegment:
+        """Describe one run of it, or what was compiled where nothing ran."""
+        return TorchSegment(index, self.graph, self.counted, self.counted_bytes, params, reused)
 
 
 class _OneNode(torch.autograd.Function):
@@ -220,14 +224,9 @@ def _gradient_like(value: object) -> Tensor | None:
     return torch.empty_like(value) if isinstance(value, Tensor) and value.requires_grad else None
 
 
-def _segments_as_compiled(pieces: Sequence[_Piece]) -> tuple[TorchSegment, ...]:
-    return tuple(
-        TorchSegment(index, piece.graph, piece.counted, piece.counted_bytes)
-        for index, piece in enumerate(pieces)
-    )
-
-
-def _segments_as_run(log: _Log, rehearsal: Rehearsal, order: Sequence[str]) -> tuple[TorchSegment, ...]:
+def _segments_as_run(
+    runs: Sequence[_Run], rehearsal: Rehearsal, order: Sequence[str]
+) -> tuple[TorchSegment, ...]:
     """The segments, each with the gradients that its backward completes.
 
     Backward runs them last to first, so a gradient is complete after the first of those that read it.
@@ -236,13 +235,11 @@ def _segments_as_run(log: _Log, rehearsal: Rehearsal, order: Sequence[str]) -> t
     completed: set[str] = set()
     seen: set[int] = set()
     segments: list[TorchSegment] = []
-    for index, run in enumerate(log.runs):
+    for index, run in enumerate(runs):
         specs = [rehearsal.specs[id(value)] for value in run.inputs if id(value) in rehearsal.specs]
         names = dict.fromkeys(spec.name for spec in specs) if run.went_back else {}
         params = tuple(name for name in names if name in ready and name not in completed)
         completed.update(params)
-        piece = run.piece
-        reused = id(piece) in seen
-        seen.add(id(piece))
-        segments.append(TorchSegment(index, piece.graph, piece.counted, piece.counted_bytes, params, reused))
+        segments.append(run.piece.as_segment(index, params, reused=id(run.piece) in seen))
+        seen.add(id(run.piece))
     return tuple(segments)

@@ -63,7 +63,7 @@ class Limits:
 
 
 Tell = Callable[[tuple[FoundCase, ...]], None]
-"""Told after each model of the failures that were kept just now."""
+"""Called after each model with the failures that it added."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Campaign:
         plan: what is run.
         limits: for how long.
         database: shared with other machines.
-        tell: told after each model.
+        tell: called after each model.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ class FoundCase:
     @property
     def task(self) -> Task:
         """The question to which this failure is the answer."""
-        return replace(task_of(self.model, (self.mode,), self.setting), sought=self.signature)
+        return task_of(self.model, (self.mode,), self.setting)
 
     @property
     def owner(self) -> str:
@@ -81,11 +81,6 @@ class FoundCase:
     def is_torchs(self) -> bool:
         """Whether the fault is torch's own, and ddpopt has no part in it."""
         return self.mode in STANDALONE or self.kind is Kind.BACKEND
-
-    @property
-    def fails_undivided(self) -> bool:
-        """Whether the model fails under ``aot_eager`` in one piece, so that no optimizer can get it right."""
-        return self.kind is Kind.BACKEND and self.setting.backend in ("eager", "aot_eager")
 
     def fails_so(self, answer: Answer) -> bool:
         """Whether an answer is this very failure."""

@@ -1,8 +1,8 @@
 """Judging one model in some modes, on the ranks of this process's group.
 
 A cheap look comes first: eager once, the mode once, equal bit by bit. What is unequal is judged again by all
-that verification knows; an exception needs no second look. Either is then held against the same backend
-without any optimizer; where that differs in last bits alone, a third look leaves rounding out of both.
+that verification knows; an exception needs no second look. Either is then compared with the same
+backend without any optimizer; where that differs in last bits alone, a third look leaves out rounding.
 Invariant: a failure counts against a mode only where the backend is right, but for rounding.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.fuzz.questions import WHOLE, Answer, Kind, Setting, Task
-from ddpopt.fuzz.signatures import ROUNDING, Signature, may_be, of_error, of_finding, signature_of
+from ddpopt.fuzz.signatures import ROUNDING, of_error, of_finding, signature_of
 from ddpopt.judge.backends import backend_of
 from ddpopt.judge.judge import EXACT, judge
 from ddpopt.judge.judging.failing import in_words
@@ -43,7 +44,7 @@ def examine(ranks: Ranks, task: Task, tell: Callable[[str], None]) -> list[Answe
     Args:
         ranks: on which it runs.
         task: the model, its modes, and how it is run.
-        tell: told of each mode as it begins, and of ``""`` while eager runs.
+        tell: called with each mode as it begins, and with ``""`` while eager runs.
 
     Returns:
         An answer for each mode.
@@ -58,13 +59,12 @@ def examine(ranks: Ranks, task: Task, tell: Callable[[str], None]) -> list[Answe
     with _limit_of(task), contextlib.closing(Bench(subject, ranks)) as bench:
         try:
             examination = _Examination(bench, task.setting)
-            if examination.reference is None:
+            if examination.first is None:
                 return _all(task, Kind.EAGER, bench.failures[0].text)
             answers = []
             for name in task.modes:
                 tell(name)
-                answers.append(_answer(examination, name, task.sought))
-                forget_failures()
+                answers.append(_answer(examination, name))
             return answers
         finally:
             forget_failures()
@@ -79,10 +79,10 @@ def forget_failures() -> None:
     autograd._saved_tensors_hooks_enable()
 
 
-def _answer(examination: _Examination, name: str, sought: Signature | None) -> Answer:
+def _answer(examination: _Examination, name: str) -> Answer:
     """Answer for one mode; verification reports a run that fails, so what is raised here is its own fault."""
     try:
-        return examination.answer(name, sought)
+        return examination.answer(name)
     except Exception as error:
         if examination.bench.size > 1:
             raise  # the peers would wait
@@ -113,28 +113,27 @@ class _Examination:
     def __init__(self, bench: Bench, setting: Setting) -> None:
         self.bench = bench
         self.backend = backend_of(setting.backend)
-        self.full: Reference | None = None
-        self.reference: Reference | None = None
-        if self.backend in EXACT:
-            eager = bench.run_eager()
-            self.reference = None if eager is None else _Glance(bench, eager, eager)
-        else:
-            self.reference = self.full = Reference.make(bench)
-        self._whole: dict[Reference | None, Trial] = {}
-        self._roughly: dict[str, Trial] = {}
+        self._trials: dict[tuple[Reference | None, str, bool | None], Trial] = {}
 
-    def answer(self, name: str, sought: Signature | None = None) -> Answer:
-        """Judge one mode.
+    @cached_property
+    def first(self) -> Reference | None:
+        """What a first look compares with; None where eager fails."""
+        if self.backend not in EXACT:
+            return self.full
+        eager = self.bench.run_eager()
+        return None if eager is None else _Glance(self.bench, eager, eager)
 
-        Args:
-            name: of the mode.
-            sought: the only failure that is of interest; None if all are.
-        """
-        reference, trial = self.reference, self._judged(self.reference, name)
-        if trial.status is Status.WRONG and sought is not None and not may_be(sought, trial.findings):
-            return Answer(name, Kind.WRONG, signature_of(trial), _told(trial.findings))
-        if trial.status is Status.WRONG and not any(f.level == "run" for f in trial.findings):
-            reference = self._full()
+    @cached_property
+    def full(self) -> Reference | None:
+        """All that verification knows of eager; None where eager fails, perhaps only when it is run again."""
+        return Reference.make(self.bench)
+
+    def answer(self, name: str) -> Answer:
+        """Judge one mode."""
+        reference = self.first
+        trial = self._judged(reference, name)
+        if trial.status is Status.WRONG and not _fails(trial.findings):
+            reference = self.full
             trial = self._judged(reference, name)
         if trial.status is Status.OK:
             return Answer(name, Kind.OK)
@@ -144,60 +143,48 @@ class _Examination:
             return Answer(name, Kind.REFUSED, of_error(trial.reason.removeprefix("refused: ")), trial.reason)
         return self._blamed(name, trial, reference)
 
-    def _full(self) -> Reference | None:
-        """All that verification knows of eager; None where eager fails when it is run again."""
-        if self.full is None:
-            self.full = Reference.make(self.bench)
-        return self.full
-
-    def _judged(self, reference: Reference | None, name: str) -> Trial:
+    def _judged(self, reference: Reference | None, name: str, exact: bool | None = None) -> Trial:
+        """Run a mode and compare it with eager, once."""
         if reference is None:
             return Trial("", name, "", "", Status.NOT_POSSIBLE, "eager DDP fails when it is run again")
-        return judge(reference, mode(name), self.backend)
+        known = (reference, name, exact)
+        if known not in self._trials:
+            forget_failures()
+            self._trials[known] = judge(reference, mode(name), self.backend, exact=exact)
+        return self._trials[known]
 
     def _blamed(self, name: str, trial: Trial, reference: Reference | None) -> Answer:
         """Say whose failure it is."""
         if name == WHOLE:
             return self._of_backend(name, trial.findings)
-        if reference not in self._whole:
-            forget_failures()
-            self._whole[reference] = self._judged(reference, WHOLE)
-        if self._whole[reference].status is Status.BROKEN:
-            return _unjudged(name, self._whole[reference])
-        whole = self._whole[reference].findings
-        own = own_findings(trial.findings, whole)
-        fails = any(finding.level == "run" for finding in whole)
-        if not own and not fails and not _numbers(self._beyond_rounding(WHOLE, whole)):
+        whole = self._judged(reference, WHOLE)
+        if whole.status is Status.BROKEN:
+            return _unjudged(name, whole)
+        own = own_findings(trial.findings, whole.findings)
+        rounds = not own and not _fails(whole.findings)
+        if rounds and not _numbers(self._beyond_rounding(WHOLE, whole.findings)):
             own = _numbers(self._beyond_rounding(name, trial.findings))
         if own:
-            return Answer(
-                name, Kind.WRONG, min_signature(self._beyond_rounding(name, own) or own), _told(own)
-            )
-        return self._of_backend(name, whole)
+            return Answer(name, Kind.WRONG, signature_of(self._beyond_rounding(name, own) or own), _told(own))
+        return self._of_backend(name, whole.findings)
 
     def _of_backend(self, name: str, found: Sequence[Finding]) -> Answer:
         beyond = self._beyond_rounding(WHOLE, found)
-        signature = min_signature(beyond) if beyond else ROUNDING
+        signature = signature_of(beyond) if beyond else ROUNDING
         return Answer(name, Kind.BACKEND, signature, _told(beyond or found))
 
-    def _beyond_rounding(self, name: str, found: Sequence[Finding]) -> list[Finding]:
+    def _beyond_rounding(self, name: str, found: Sequence[Finding]) -> Sequence[Finding]:
         """Leave out what the rounding of a mode explains, if its operations are eager's and it runs.
 
         A third look, which the mode is run for once more.
         """
-        fails = any(finding.level == "run" for finding in found)
-        if self.backend not in EXACT or fails or not _numbers(found):
-            return list(found)
-        if name not in self._roughly:
-            reference = self._full()
-            if reference is None:
-                return list(found)
-            self._roughly[name] = judge(reference, mode(name), self.backend, exact=False)
-        return beyond_rounding(found, self._roughly[name])
+        if self.backend not in EXACT or _fails(found) or not _numbers(found):
+            return found
+        return beyond_rounding(found, self._judged(self.full, name, exact=False))
 
 
 def _unjudged(name: str, trial: Trial) -> Answer:
-    """Nothing is learned of a mode whose ranks, or those that it is held against, only waited."""
+    """Nothing is learned about a mode if its ranks, or those of the mode it is compared with, only waited."""
     return Answer(name, Kind.BROKEN, of_error(trial.reason), trial.reason)
 
 
@@ -213,8 +200,8 @@ def own_findings(found: Sequence[Finding], whole: Sequence[Finding]) -> list[Fin
         where the backend alone does not run.
     """
     theirs = {of_finding(finding) for finding in whole}
-    fails = any(finding.level == "run" for finding in whole)
-    differs = fails or any(finding.level in NUMBERS for finding in whole)
+    fails = _fails(whole)
+    differs = fails or bool(_numbers(whole))
     return [
         finding
         for finding in found
@@ -228,7 +215,7 @@ def beyond_rounding(found: Sequence[Finding], roughly: Trial) -> list[Finding]:
     """What of a mode's findings no rounding explains.
 
     Args:
-        found: what is wrong with it; no number is looked at after the first step that differs from eager's.
+        found: what is wrong with it.
         roughly: the same mode, judged with rounding allowed for, as it is for compiled code, in all steps.
 
     Returns:
@@ -237,7 +224,7 @@ def beyond_rounding(found: Sequence[Finding], roughly: Trial) -> list[Finding]:
     """
     numbers = _numbers(roughly.findings)
     ran = roughly.status in (Status.OK, Status.WRONG)
-    if not ran or any(finding.level == "run" for finding in roughly.findings):
+    if not ran or _fails(roughly.findings):
         return list(found)
     wrong = {finding.parameter for finding in numbers}
     kept = [f for f in found if f.level not in NUMBERS or f.parameter in wrong]
@@ -249,9 +236,9 @@ def _numbers(findings: Sequence[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.level in NUMBERS]
 
 
-def min_signature(findings: Sequence[Finding]) -> Signature:
-    """The signature of what matters most."""
-    return signature_of(Trial("", "", "", "", Status.WRONG, findings=tuple(findings)))
+def _fails(findings: Sequence[Finding]) -> bool:
+    """Whether the step itself fails."""
+    return any(finding.level == "run" for finding in findings)
 
 
 def _told(findings: Sequence[Finding]) -> str:

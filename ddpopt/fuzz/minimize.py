@@ -1,8 +1,8 @@
 """Making a failure small.
 
-First how it is run: as few steps and ranks as show it, a simpler backend, so that all that follows costs
-less. Then whole steps of the model, many at a time, by delta debugging; then one change after the other. What
-fails in another way is no smaller version of the failure: it is counted, and left.
+First how it is run: as few steps and ranks as show it, and a simpler backend, so that all that follows costs
+less. Then the model, by one change after the other, whole steps first. A model that fails in another way is
+no smaller version of the failure: it is counted, and left.
 
 Any value is a valid model, so nothing here knows what a step does. Each candidate is strictly smaller by
 `weight`, so that taking one after the other comes to an end.
@@ -20,7 +20,6 @@ from typing import Any
 from ddpopt.errors import NotJudgedError
 from ddpopt.fuzz.cases import FoundCase
 from ddpopt.fuzz.questions import Answer
-from ddpopt.judge.locating.narrow import narrowed
 from ddpopt.testing.drawn import BLOCKS, DrawnModel, Step, step
 from ddpopt.testing.drawn.forms import CHOICES
 
@@ -52,7 +51,7 @@ class Minimized:
         case: the smallest that was found to fail in the same way.
         given: what went in.
         tries: how many models were tried.
-        ended: whether nothing smaller fails so; else the search goes on, or ran out of tries or time.
+        ended: whether nothing smaller fails so; else the search is running, or ran out of tries or time.
         drifted: failures of another kind that were met and left, with how often.
     """
 
@@ -78,7 +77,7 @@ def minimized(
         ask: what comes of a case.
         tries: how many models may be asked about.
         seconds: how long it may take; None for no limit.
-        tell: told after each model.
+        tell: called after each model.
 
     Returns:
         The smallest case that was found.
@@ -113,7 +112,6 @@ class _Search:
     def run(self) -> None:
         """Make the case smaller until nothing helps."""
         self._plainer_setting()
-        self._fewer_steps()
         while self._smaller_model():
             pass
         self._plainer_setting()
@@ -138,28 +136,16 @@ class _Search:
                 if self._shows(replace(self.found.case, setting=setting)):
                     break
 
-    def _fewer_steps(self) -> None:
-        """Whole steps go first, many at a time."""
-        whole = self.found.case.model
-
-        def shows(places: tuple[int, ...]) -> bool:
-            return self._shows_model(replace(whole, steps=keeping(whole.steps, places)))
-
-        narrowed(range(len(whole.steps)), shows, tries=self._tries - self.found.tries)
-
     def _smaller_model(self) -> bool:
         """Make each change that still fails so; the next one is tried where the last one was made."""
         place, before = 0, self.found.case
         candidates = list(smaller(before.model))
         while place < len(candidates):
-            if self._shows_model(candidates[place]):
+            if self._shows(replace(self.found.case, model=candidates[place])):
                 candidates = list(smaller(self.found.case.model))
             else:
                 place += 1
         return self.found.case != before
-
-    def _shows_model(self, model: DrawnModel) -> bool:
-        return self._shows(replace(self.found.case, model=model))
 
     def _shows(self, candidate: FoundCase) -> bool:
         """Whether a candidate fails in the same way, and is kept; not, where nothing may be asked now."""
@@ -196,7 +182,7 @@ def weight(model: DrawnModel) -> tuple[float, ...]:
 
 
 def smaller(model: DrawnModel) -> Iterator[DrawnModel]:
-    """Each model that is smaller by one change, or by many at once; the most promising first."""
+    """Each model that is smaller by one change, the most promising first."""
     seen = {repr(model)}
     for candidate in _candidates(model):
         if repr(candidate) not in seen and weight(candidate) < weight(model):
@@ -204,50 +190,30 @@ def smaller(model: DrawnModel) -> Iterator[DrawnModel]:
             yield candidate
 
 
-def keeping(steps: Sequence[Step], places: Sequence[int]) -> Steps:
-    """The steps at `places`, each of which reads what it has read before, as far as that is kept.
+def _without(steps: Steps, gone: int) -> Steps:
+    """All steps but one; each of the others reads what it has read before, if that is still there.
 
     Steps within others, outputs, and reads that count round keep their numbers.
     """
-    gone = set(range(len(steps))) - set(places)
 
     def nearer(place: int, back: int) -> int:
-        return back - sum(other in gone for other in range(place - back, place))
+        return back - (place - back <= gone < place)
 
     return tuple(
-        replace(steps[place], reads=tuple(nearer(place, back) for back in steps[place].reads))
-        for place in places
+        replace(each, reads=tuple(nearer(place, back) for back in each.reads))
+        for place, each in enumerate(steps)
+        if place != gone
     )
 
 
 def _candidates(model: DrawnModel) -> Iterator[DrawnModel]:
-    yield from _many_at_once(model)
-    places = range(len(model.steps))
-    for place in places:
-        yield replace(model, steps=keeping(model.steps, [other for other in places if other != place]))
+    for place in range(len(model.steps)):
+        yield replace(model, steps=_without(model.steps, place))
     yield from _with_each_step(model, _fewer)
     for name, values in _PLAINER.items():
         for value in values:
             yield replace(model, **{name: value})
     yield from _with_each_step(model, _simpler)
-
-
-def _many_at_once(model: DrawnModel) -> Iterator[DrawnModel]:
-    """What is plain but for its steps, and steps that are plain themselves."""
-    plain = replace(model, outputs=(), **{name: getattr(_PLAIN, name) for name in CHOICES})
-    steps = tuple(map(_with_plain_options, model.steps))
-    for cap in (*_CAPS, model.cap_bytes):
-        small = replace(plain, seed=_PLAIN.seed, batches=(2,), width=4, cap_bytes=cap)
-        yield replace(small, steps=steps)
-        yield small
-    yield replace(plain, steps=steps)
-    yield plain
-    yield replace(model, steps=steps)
-
-
-def _with_plain_options(each: Step) -> Step:
-    options = tuple((name, _plain_choice(each, name)) for name, _ in each.options)
-    return replace(each, options=options, body=tuple(map(_with_plain_options, each.body)))
 
 
 def _plain_choice(each: Step, option: str) -> Any:

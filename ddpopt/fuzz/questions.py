@@ -63,8 +63,6 @@ class Task:
         modes: names of modes, of `MODES`.
         setting: how it is run.
         training: name of the option of verification that it is trained under.
-        sought: the only failure that is of interest; another one is reported as first seen. None if all
-            are.
     """
 
     source: str
@@ -72,7 +70,6 @@ class Task:
     cap_bytes: int
     modes: tuple[str, ...]
     setting: Setting
-    sought: Signature | None = None
     training: str = "default"
 
 

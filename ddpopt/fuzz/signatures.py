@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ddpopt.judge.verdict import Finding, Trial
+from ddpopt.judge.verdict import Finding
 
 ORDER = ("run", "L3", "L0", "L1", "L2")
 _FRAME = re.compile(r"\((?P<file>[^():]+):\d+ in (?P<name>[^()]+)\)$")
@@ -44,14 +44,9 @@ class Signature:
         return f"{self.kind}: {self.what}{place}"
 
 
-def signature_of(trial: Trial) -> Signature:
-    """The signature of a trial that is wrong: of what matters most in it, an error first.
-
-    Args:
-        trial: one that has findings.
-    """
-    finding = min(trial.findings, key=lambda finding: ORDER.index(finding.level))
-    return of_finding(finding)
+def signature_of(findings: Sequence[Finding]) -> Signature:
+    """The signature of what matters most among several findings: an error first."""
+    return of_finding(min(findings, key=lambda finding: ORDER.index(finding.level)))
 
 
 def of_finding(finding: Finding) -> Signature:
@@ -65,7 +60,7 @@ def of_finding(finding: Finding) -> Signature:
 
 
 def of_error(text: str) -> Signature:
-    """The signature of an exception, as verification tells it: ``Type: message (file:line in function)``.
+    """The signature of an exception, as verification reports it: ``Type: message (file:line in function)``.
 
     Dynamo wraps what its backends raise; what they raised is what counts. Of a cut that is not proved, the
     first invariant that it breaks.
@@ -106,22 +101,9 @@ def _named(place: str) -> str:
 
 
 ROUNDING = Signature("L0", "rounding")
-"""Of a backend's numbers that are as right as eager's, and not the same bit by bit, whosever they are."""
+"""Of a backend's numbers that are as accurate as eager's, but not equal bit by bit, in any parameter."""
 NO_END = Signature("no end", "within its limit")
 """Of a model that took longer than it may."""
-
-
-def may_be(sought: Signature, findings: Sequence[Finding]) -> bool:
-    """Whether what a first look found may turn out to be the failure that is looked for.
-
-    Args:
-        sought: that failure.
-        findings: of a mode that is wrong; nothing is known of rounding yet, nor of structure.
-    """
-    if sought.kind == "error":
-        return sought in map(of_finding, findings)
-    # what takes a process down, or does not end, never comes to findings
-    return sought.kind in ORDER and not any(finding.level == "run" for finding in findings)
 
 
 def _sort(name: str) -> tuple[str, str]:

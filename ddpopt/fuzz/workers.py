@@ -59,7 +59,7 @@ class Worker:
                 self._pool.close()
             answers = yield from self._asked(replace(task, modes=tuple(left)))
             if self._tasks > 1 and {answer.kind for answer in answers} == {Kind.EAGER}:
-                self._pool.close()  # it may be what an earlier model left behind: asked once more in new ones
+                self._pool.close()  # an earlier model may have broken them: ask once more in new ones
                 continue
             if len(answers) == 1 and answers[0].kind is Kind.WRONG and answers[0].mode != WHOLE:
                 answers = yield from self._attributed(task, answers[0])

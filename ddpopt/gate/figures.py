@@ -29,8 +29,9 @@ from ddpopt.gate.overlap import measure, ratio_to_eager
 from ddpopt.judge.judge import EXACT, judge
 from ddpopt.judge.judging.record import Record
 from ddpopt.judge.judging.reference import Bench, Reference, Subject
-from ddpopt.judge.modes import Mode, Setup, mode
+from ddpopt.judge.modes import Mode, mode
 from ddpopt.judge.options import option
+from ddpopt.judge.parallel import Setup
 from ddpopt.judge.trainer import Trainer, on_device
 from ddpopt.judge.verdict import Status, Trial
 from ddpopt.planning.capture import capture

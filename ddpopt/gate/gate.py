@@ -103,7 +103,7 @@ def settings_of(
             f"expected targets of the baseline, got {', '.join(map(repr, strangers))}; add them with --update"
         )
     settings = replace(own, targets=(*own.targets, *strangers), **given)
-    checked([], Settings(backend_of(settings.backend), None, settings.steps), settings.nproc)
+    checked([], Settings(backend_of(settings.backend), settings.steps), settings.nproc)
     for name in settings.modes:
         if not mode(name, "--mode").observable:
             raise UsageError(f"--mode: expected modes that have DDP's reducer, got {name!r}")

@@ -165,17 +165,17 @@ class Sum:
         total: the sum over ranks of their local gradients.
         magnitude: the sum of the absolute values of all terms.
         ranks: how many there are.
-        terms: how many terms each element has; None: one of each rank. A sparse gradient has one for each
-            time that a row is held.
+        terms: how many terms each element has: one of each rank; of a sparse gradient, one for each time that
+            a row is held.
     """
 
     total: Tensor
     magnitude: Tensor
     ranks: int
-    terms: Tensor | None = None
+    terms: Tensor
 
 
-def communication_bound(terms: Sum, dtype: torch.dtype, casts: int = 0) -> Tensor:
+def communication_bound(terms: Sum, own: torch.dtype, sent_as: torch.dtype | None = None) -> Tensor:
     r"""L1: what rounding can do at most to the mean over ranks, element by element.
 
     The mean of N local gradients is sent as a sum of :math:`g_k / N`, where each rank has one term of a dense
@@ -193,25 +193,24 @@ def communication_bound(terms: Sum, dtype: torch.dtype, casts: int = 0) -> Tenso
 
     Args:
         terms: what the ranks contribute.
-        dtype: in which the sum is computed.
-        casts: c.
+        own: dtype of the gradient, in which the sum is computed if it is not sent in another one.
+        sent_as: that other one. Then c is 2: into it, and back.
 
     Returns:
         One bound for each element.
     """
-    counted = torch.full_like(terms.magnitude, terms.ranks) if terms.terms is None else terms.terms
+    dtype, casts = (own, 0) if sent_as is None else (sent_as, 2)
     info = torch.finfo(dtype)
-    relative = _accumulated(counted + 1 + casts, dtype) + _accumulated(counted + 1, torch.float64)
+    relative = _accumulated(terms.terms + 1 + casts, dtype) + _accumulated(terms.terms + 1, torch.float64)
     # no magnitude times an infinite factor is no number
     rounding = torch.where(terms.magnitude == 0, 0, terms.magnitude * relative) / terms.ranks
-    return rounding + (counted + 1) * info.smallest_normal * info.eps
+    return rounding + (terms.terms + 1) * info.smallest_normal * info.eps
 
 
 def communication(
     got: Tensor,
     terms: Sum,
-    dtype: torch.dtype | None = None,
-    casts: int = 0,
+    sent_as: torch.dtype | None = None,
     eager: Tensor | None = None,
 ) -> Difference:
     """L1: a reduced gradient against the mean of the local ones, within `communication_bound`.
@@ -222,9 +221,8 @@ def communication(
     Args:
         got: the reduced gradient.
         terms: what the ranks contribute, of the same shape (pairs for complex numbers).
-        dtype: in which it was sent; by default its own. From another one it is converted back, which rounds
-            once more, by the unit roundoff of its own.
-        casts: conversions on the way.
+        sent_as: in which dtype it was sent; by default its own. From another one it is converted back, which
+            rounds once more, by the unit roundoff of its own.
         eager: eager's own reduced gradient, where it is known.
 
     Returns:
@@ -234,8 +232,8 @@ def communication(
     if value.numel() == 0:
         return Difference(0.0, 0.0, 0.0)
     own = dense(got).dtype
-    bound = communication_bound(terms, dtype or own, casts)
-    if dtype not in (None, own):
+    bound = communication_bound(terms, own, sent_as)
+    if sent_as not in (None, own):
         bound = bound + _conversion_bound(mean.abs() + bound, own)
     expected = mean if eager is None else exact(eager)
     finite = expected.isfinite() & mean.isfinite()

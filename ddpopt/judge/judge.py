@@ -9,31 +9,29 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 from ddpopt.judge.compare import dense
+from ddpopt.judge.judging.evidence import Evidence
 from ddpopt.judge.judging.failing import Failure, told
 from ddpopt.judge.judging.ladder import Ladder
 from ddpopt.judge.judging.record import Record
 from ddpopt.judge.judging.reference import Bench, Reference
 from ddpopt.judge.judging.sheet import findings, remarks, worst
-from ddpopt.judge.judging.structure import Evidence, structure
-from ddpopt.judge.modes import Mode
+from ddpopt.judge.judging.structure import structure
+from ddpopt.judge.modes import Gives, Mode
 from ddpopt.judge.trainer import Trainer
 from ddpopt.judge.verdict import Finding, SeenBucket, Status, Trial
 
 EXACT = ("eager", "aot_eager")
 """Backends that run the operations of eager, in its order."""
 
-NOTHING = Status.NOT_POSSIBLE
+GIVES = get_args(Gives)
+"""Each gives more than the one before."""
 NO_GRADIENTS = (
     "nothing was judged: in eager DDP no parameter gets a gradient that is a number. Train something, and "
     "look for what makes NaN or infinity"
 )
-
-
-def untampered(trainer: Trainer) -> None:
-    """Leave a trainer as it is."""
 
 
 def judge(
@@ -41,17 +39,15 @@ def judge(
     mode: Mode,
     backend: Any,
     *,
-    strategy: str | None = None,
-    tamper: Callable[[Trainer], None] = untampered,
+    tamper: Callable[[Trainer], None] = lambda _: None,
     exact: bool | None = None,
 ) -> Trial:
-    """Run a mode and hold it against the reference. A collective of all ranks.
+    """Run a mode, each step from eager's state, and hold it against the reference. A collective of all ranks.
 
     Args:
         reference: eager DDP's run of the same subject.
         mode: what to judge.
         backend: of Dynamo, for modes that compile.
-        strategy: of ddpopt's, in place of the mode's own.
         tamper: for faults that are put in by hand; see `ddpopt.judge.training.Course`.
         exact: whether to compare bit by bit; by default wherever the backend is known to keep eager's order.
 
@@ -59,7 +55,8 @@ def judge(
         The trial, the same on every rank.
     """
     started = time.monotonic()
-    trial = _Judgement(reference, mode, backend, strategy, tamper, exact).trial_of()
+    judgement = _Judgement(reference, mode, backend if mode.compiles else None)
+    trial = judgement.trial_of(tamper, exact)
     return replace(trial, seconds=round(time.monotonic() - started, 3))
 
 
@@ -69,52 +66,27 @@ class _Judgement:
 
     reference: Reference
     mode: Mode
-    asked_backend: Any
-    strategy: str | None
-    tamper: Callable[[Trainer], None]
-    asked_exact: bool | None
+    backend: Any
 
     def __post_init__(self) -> None:
         self.bench: Bench = self.reference.bench
         self.option = self.bench.subject.option
-        self.backend = self.asked_backend if self.mode.compiles else None
-        known = self.backend is None or (self.backend in EXACT and self.option.computes is None)
-        self.exact = known if self.asked_exact is None else self.asked_exact
-        # the same on every rank, whatever group it is in: what follows has collectives of all ranks
-        self.ordered = max(map(len, self.bench.members)) <= 2
 
-    @property
-    def follows(self) -> bool:
-        """Whether each step starts from eager's state.
-
-        Else small differences would add up over steps, and so would what is not the same twice.
-        """
-        steps_apart = self.mode.gives == "nothing" or self.option.forwards > 1 or self.option.by_layout
-        return steps_apart or bool(self.reference.unstable) or not (self.exact and self.ordered)
-
-    def trial_of(self) -> Trial:
+    def trial_of(self, tamper: Callable[[Trainer], None], exact: bool | None) -> Trial:
         """Run the mode, unless it cannot do what is asked, and judge it."""
         if self.mode.fuses and self.backend != "inductor":
             reason = f"only Inductor fuses all-reduces; without it {self.mode.name} is python_reducer"
             return self.trial(Status.NOT_POSSIBLE, reason=reason)
-        needs, gives = self.option.needs, self.mode.gives
-        if (needs, gives) in {("module", "nothing"), ("module", "arguments"), ("arguments", "nothing")}:
+        if GIVES.index(self.option.needs) > GIVES.index(self.mode.gives):
             return self.trial(Status.NOT_POSSIBLE, reason=f"{self.mode.name} has no such option")
-        # eager has run twice already; a fault, though, is put into a run of its own
-        known = self.reference.again if self.mode.name == "eager" and self.tamper is untampered else None
-        record = known or self.run(self.follows)
-        return self.failed(self.bench.failures) if record is None else self.of(record)
-
-    def run(self, follows: bool) -> Record | None:
-        """Train in the mode, each step from eager's state or on from the one before."""
-        return self.bench.run(
-            self.mode,
-            self.backend,
-            follow=self.reference.eager.starts if follows else None,
-            probe=self.option.probes and self.mode.gives == "module",
-            strategy=self.strategy,
-            tamper=self.tamper,
-        )
+        probes = self.option.probes and self.mode.gives == "module"
+        follow = self.reference.eager.starts
+        record = self.bench.run(self.mode, self.backend, follow=follow, probe=probes, tamper=tamper)
+        if record is None:
+            return self.failed(self.bench.failures)
+        if exact is None:
+            exact = self.backend is None or (self.backend in EXACT and self.option.computes is None)
+        return self.of(record, exact)
 
     def trial(self, status: Status, **more: Any) -> Trial:
         """A trial of this mode."""
@@ -147,29 +119,22 @@ class _Judgement:
 
     # ------------------------------------------------------------------------------------- a run that ended
 
-    def of(self, record: Record) -> Trial:
+    def of(self, record: Record, exact: bool) -> Trial:
         """Ask for the structure, climb the ladder, and put together what all ranks found."""
         wrong = self._structure(record)
-        ladder = Ladder(
-            self.reference,
-            self.mode,
-            exact=self.exact,
-            ordered=self.ordered,
-            run_again=lambda: self.run(follows=True),
-        )
-        sheet = ladder.climb(record)
+        # the same on every rank, whatever group it is in: what follows has collectives of all ranks
+        ordered = max(map(len, self.bench.members)) <= 2
+        sheet = Ladder(self.reference, self.mode, exact=exact, ordered=ordered).climb(record)
         sheet.findings[:0] = wrong
-        sheet.apply("L3")
         sheets = self.bench.ranks.gather(sheet.in_short())
         judged = worst(item for one in sheets for item in one.judged)
         found = findings(sheets, judged)
-        stalled = "" if found else ladder.stalled
         judged_any = any(self.bench.ranks.gather(_has_gradients(self.reference.eager)))
         return self.trial(
-            Status.WRONG if found else Status.BROKEN if stalled else Status.OK if judged_any else NOTHING,
-            reason=stalled or ("" if judged_any or found else NO_GRADIENTS),
+            Status.WRONG if found else Status.OK if judged_any else Status.NOT_POSSIBLE,
+            reason="" if judged_any or found else NO_GRADIENTS,
             findings=found,
-            levels=tuple(sorted({level for one in sheets for level in one.levels})),
+            levels=tuple(sorted({"L3", *(item.measured.level for item in judged)})),
             notes=remarks(sheets),
             measured=tuple(item.measured for item in judged),
             buckets=_buckets(record),
@@ -199,9 +164,5 @@ def _has_gradients(eager: Record) -> bool:
 
 
 def _buckets(record: Record) -> tuple[SeenBucket, ...]:
-    if not record.iterations:
-        return ()
-    return tuple(
-        SeenBucket(bucket.index, tuple(bucket.params), bucket.nbytes, bucket.dtype)
-        for bucket in record.iterations[-1].buckets
-    )
+    last = record.iterations[-1].buckets if record.iterations else ()
+    return tuple(SeenBucket(bucket.index, bucket.params, bucket.nbytes, bucket.dtype) for bucket in last)

@@ -54,7 +54,6 @@ def locate(  # noqa: PLR0913  # what a trial does not say of the verification th
     *,
     nproc: int = 2,
     steps: int = STEPS,
-    strategy: str | None = None,
     dtype: str | None = None,
     device: str | None = None,
     backend: str | None = None,
@@ -69,7 +68,6 @@ def locate(  # noqa: PLR0913  # what a trial does not say of the verification th
         script: where to write the script that shows it; what it needs goes next to it, with ``.pt``.
         nproc: on how many ranks the trial ran.
         steps: how many steps it took.
-        strategy: ddpopt's, in place of the mode's own.
         dtype: in which it computed; None for the case's own.
         device: as for `ddpopt.judge.runner.verify`.
         backend: as on the command line; None for the name that the trial has.
@@ -89,7 +87,7 @@ def locate(  # noqa: PLR0913  # what a trial does not say of the verification th
 
     resolve(target)  # it may register the backend
     asked = _asked_of(trial, target, backend, steps)
-    question = replace(asked, strategy=strategy, dtype=dtype, ddp_kwargs=ddp_kwargs or {})
+    question = replace(asked, dtype=dtype, ddp_kwargs=ddp_kwargs or {})
     backend_of(question.backend)
     if not under_torchrun():
         return _located(question, script, nproc, device, left)

@@ -21,30 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.errors import UsageError, did_you_mean
 from ddpopt.judge import sharded
-from ddpopt.judge.parallel import Parallel, nothing
+from ddpopt.judge.parallel import Parallel, Setup, nothing
+from ddpopt.planning.strategy import Strategy
 
 TRACED_FOR_GOOD = "torch.nn.parallel.distributed"
 Gives = Literal["nothing", "arguments", "module"]
-Wrap = Callable[["Setup"], Parallel]
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What a mode has to work with.
-
-    Attributes:
-        model: on its device already.
-        group: the ranks that train it together.
-        backend: of Dynamo: a name or a callable; None to compile nothing.
-        ddp_kwargs: for ``DistributedDataParallel``; empty for modes without one.
-        strategy: overrides the strategy of a mode of ddpopt's; None to keep it.
-    """
-
-    model: nn.Module
-    group: dist.ProcessGroup
-    backend: Any
-    ddp_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    strategy: str | None = None
+Wrap = Callable[[Setup], Parallel]
 
 
 @dataclass(frozen=True)
@@ -171,7 +153,7 @@ def python_reducer(setup: Setup) -> Parallel:
     return parallel
 
 
-def ddpopt_with(strategy: str) -> Wrap:
+def ddpopt_with(strategy: Strategy) -> Wrap:
     """``ddpopt.compile`` with a strategy."""
 
     def wrap(setup: Setup) -> Parallel:
@@ -180,10 +162,8 @@ def ddpopt_with(strategy: str) -> Wrap:
         ddp = _ddp(setup)
         if setup.backend is None:
             return Parallel(ddp, setup.model, ddp=ddp)
-        chosen: Any = setup.strategy or strategy
-        return Parallel(
-            ddpopt_compile(ddp, backend=setup.backend, strategy=chosen), setup.model, ddp=ddp, planned=True
-        )
+        step = ddpopt_compile(ddp, backend=setup.backend, strategy=strategy)
+        return Parallel(step, setup.model, ddp=ddp, planned=True)
 
     return wrap
 
@@ -225,7 +205,7 @@ MODES: tuple[Mode, ...] = (
     Mode(
         "ddpopt-split", "ddpopt: one segment for each bucket", "module", ddpopt_with("split"), observable=True
     ),
-    Mode("ddpopt-inline", "ddpopt: one graph", "module", ddpopt_with("inline"), observable=True),
+    Mode("ddpopt-inline", "ddpopt: one graph", "module", ddpopt_with("auto"), observable=True),
     Mode("fully_shard", "FSDP2", "nothing", sharded.fully_sharded, is_sharded=True),
     Mode("fsdp1", "FSDP1 with original parameters", "nothing", sharded.flat_sharded, is_sharded=True),
     Mode("replicate", "replicate()", "arguments", sharded.replicated),
@@ -250,8 +230,9 @@ def mode(name: str, given_as: str = "mode") -> Mode:
 
 
 def mode_of(strategy: str) -> str:
-    """Name the mode that runs a strategy of ddpopt's; ``auto`` is the one that takes inline where it can."""
-    return "ddpopt-split" if strategy == "split" else "ddpopt-inline"
+    """Name the mode that runs a strategy: ``inline`` and ``auto`` differ in nothing but what is logged."""
+    modes = {"split": "ddpopt-split", "inline": "ddpopt-inline", "auto": "ddpopt-inline"}
+    return named(strategy, modes, "strategy")
 
 
 T = TypeVar("T")

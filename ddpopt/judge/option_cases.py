@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -168,28 +169,31 @@ def nested(case: Case, group: dist.ProcessGroup) -> Case:
     return _around(case, lambda model: Nested(model, group))
 
 
-def in_dtype(case: Case, dtype: torch.dtype) -> Case:
-    """Have a case compute in another dtype: its parameters, its buffers and its inputs.
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """Convert a tensor of numbers that are no integers; return anything else as it is.
 
     Complex numbers stay complex, and become wider where the dtype is; ``Module.to`` would take their real
     parts.
     """
+    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+        return value
+    wide = torch.promote_types(value.dtype, dtype) if value.is_complex() else dtype
+    is_leaf = value.is_leaf and value.requires_grad
+    return value.detach().to(wide).requires_grad_() if is_leaf else value.to(wide)
 
-    def cast(value: Any) -> Any:
-        if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
-            return value
-        wide = torch.promote_types(value.dtype, dtype) if value.is_complex() else dtype
-        is_leaf = value.is_leaf and value.requires_grad
-        return value.detach().to(wide).requires_grad_() if is_leaf else value.to(wide)
+
+def in_dtype(case: Case, dtype: torch.dtype) -> Case:
+    """Have a case compute in another dtype: its parameters, its buffers and its inputs."""
+    to = partial(cast, dtype=dtype)
 
     def model() -> nn.Module:
         made: Any = case.model()  # torch types not what all of Module's own conversions go by
-        casted: nn.Module = made._apply(cast)
+        casted: nn.Module = made._apply(to)
         return casted
 
     def inputs(rank: int, step: int) -> Any:
         args, kwargs = case.inputs(rank, step)
-        return torch.utils._pytree.tree_map(cast, (args, dict(kwargs)))
+        return torch.utils._pytree.tree_map(to, (args, dict(kwargs)))
 
     return replace(case, model=model, inputs=inputs)
 

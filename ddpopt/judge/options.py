@@ -7,86 +7,47 @@ and what may be asked of the result. Invariant: an option changes the reference 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from ddpopt.cases.case import Case
 from ddpopt.judge import option_cases as cases
 from ddpopt.judge import option_steps as do
-from ddpopt.judge.modes import Gives, named
-from ddpopt.judge.trainer import Program, Trainer
-
-
-@dataclass(frozen=True)
-class Option(Program):
-    """One way to use a data-parallel model, and how it is trained.
-
-    Attributes:
-        name: as in ``--options``.
-        about: one sentence.
-        needs: what of DDP it needs: ``"nothing"``: any mode can; ``"arguments"``; ``"module"``.
-        ddp_kwargs: DDP's arguments, over the case's own.
-        adapt: makes another case of a case.
-        grouped: the same for one run, whose process group it is given.
-        for_model: DDP's arguments that name parameters of the model.
-        without: names of DDP's arguments that a case may have and this option does not go with.
-        local: whether the reduced gradient is the mean over ranks of what the model alone computes.
-        comm_dtype: in which gradients are sent, if not in their own dtype.
-        probes: whether one more step, which nothing reduces, may be asked for.
-        syncs: synchronised backwards per step; None where it is not the same for each rank and step.
-        more_graphs: whether ranks may compile more graphs than the model alone, and others than their peers.
-        missing: whether a bucket may go unsent, or in another size.
-        others: whether other modules send in the same backward too, in other buckets.
-        callbacks: whether collectives start in callbacks of others: which are seen is then up to chance, for
-            c10d runs some on its own threads.
-        groups: from the world size to the groups of ranks that train together, where not all do together.
-        forwards: how many forwards one backward goes through.
-        computes: in which dtype operations round, if not in that of their parameters: uncompiled code then
-            keeps casts that compiled code makes again, so they differ in their last bits.
-        by_layout: whether what is sent depends on the order of parameters in a bucket.
-        norms: whether a norm over all gradients is computed.
-    """
-
-    name: str
-    about: str
-    needs: Gives = "nothing"
-    ddp_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    adapt: Callable[[Case], Case] = lambda case: case
-    grouped: Callable[[Case, dist.ProcessGroup], Case] = lambda case, _: case
-    for_model: Callable[[nn.Module], dict[str, Any]] = lambda _: {}
-    without: tuple[str, ...] = ()
-    local: bool = True
-    comm_dtype: torch.dtype | None = None
-    probes: bool = False
-    syncs: int | None = 1
-    more_graphs: bool = False
-    missing: bool = False
-    others: bool = False
-    callbacks: bool = False
-    groups: Callable[[int], list[list[int]]] = lambda size: [list(range(size))]
-    forwards: int = 1
-    computes: torch.dtype | None = None
-    by_layout: bool = False
-    norms: bool = False
-
-    def arguments(self, case: Case, model: nn.Module) -> dict[str, Any]:
-        """DDP's arguments for a model of a case under this option."""
-        own = {name: value for name, value in case.ddp_kwargs.items() if name not in self.without}
-        return own | dict(self.ddp_kwargs) | self.for_model(model)
-
+from ddpopt.judge.modes import named
+from ddpopt.judge.trainer import Option, Trainer
 
 HALF = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 UNUSED = {"find_unused_parameters": True}
+STATIC = {"static_graph": True}
+VIEWS = {"gradient_as_bucket_view": True}
 CAPS = ("bucket_cap_mb", "bucket_cap_mb_list")
+
+
+def _unused(name: str, about: str, ddp_kwargs: Mapping[str, Any], *, missing: bool = False) -> Option:
+    """A parameter more that nobody uses."""
+    return Option(
+        name,
+        about,
+        "arguments",
+        ddp_kwargs,
+        before_step=do.use_extra_nowhere,
+        missing=missing,
+        adapt=cases.with_extra,
+    )
+
+
+def _sending(
+    name: str, about: str, hook: Callable[..., Any], comm_dtype: torch.dtype | None = None
+) -> Option:
+    """One of torch's communication hooks."""
+    return Option(name, about, "module", configure=do.comm_hook(hook), comm_dtype=comm_dtype)
+
+
 OPTIONS: tuple[Option, ...] = (
     Option("default", "nothing but the case's own arguments", probes=True),
-    Option("static_graph", "static_graph=True", "arguments", {"static_graph": True}),
+    Option("static_graph", "static_graph=True", "arguments", STATIC),
     Option("find_unused", "find_unused_parameters=True, all used", "arguments", UNUSED),
     Option(
         "unused_somewhere",
@@ -97,31 +58,14 @@ OPTIONS: tuple[Option, ...] = (
         more_graphs=True,
         adapt=cases.with_extra,
     ),
-    Option(
+    _unused(
         "unused_skipped",
         "a parameter that no rank ever uses, with skip_all_reduce_unused_params",
-        "arguments",
         {**UNUSED, "skip_all_reduce_unused_params": True},
-        before_step=do.use_extra_nowhere,
         missing=True,
-        adapt=cases.with_extra,
     ),
-    Option(
-        "static_unused",
-        "static_graph=True and a parameter that no rank uses",
-        "arguments",
-        {"static_graph": True},
-        before_step=do.use_extra_nowhere,
-        adapt=cases.with_extra,
-    ),
-    Option(
-        "static_find_unused",
-        "the same with find_unused_parameters=True too",
-        "arguments",
-        {"static_graph": True, **UNUSED},
-        before_step=do.use_extra_nowhere,
-        adapt=cases.with_extra,
-    ),
+    _unused("static_unused", "static_graph=True and a parameter that no rank uses", STATIC),
+    _unused("static_find_unused", "the same with find_unused_parameters=True too", {**STATIC, **UNUSED}),
     Option(
         "accumulation",
         "a micro-batch under no_sync, then one that is reduced",
@@ -132,7 +76,7 @@ OPTIONS: tuple[Option, ...] = (
         "accumulation_static",
         "the same with static_graph=True, from the second step on",
         "arguments",
-        {"static_graph": True},
+        STATIC,
         take_step=do.accumulate_later,
     ),
     Option(
@@ -148,14 +92,14 @@ OPTIONS: tuple[Option, ...] = (
         "bucket_view",
         "gradient_as_bucket_view=True",
         "arguments",
-        {"gradient_as_bucket_view": True},
+        VIEWS,
         probes=True,
     ),
     Option(
         "bucket_view_kept",
         "gradient_as_bucket_view=True, accumulation, zero_grad(set_to_none=False)",
         "arguments",
-        {"gradient_as_bucket_view": True},
+        VIEWS,
         take_step=do.accumulate,
         keeps_gradients=True,
     ),
@@ -176,26 +120,9 @@ OPTIONS: tuple[Option, ...] = (
         more_graphs=True,
         missing=True,
     ),
-    Option(
-        "hook_allreduce",
-        "the all-reduce communication hook",
-        "module",
-        configure=do.comm_hook(default_hooks.allreduce_hook),
-    ),
-    Option(
-        "hook_fp16",
-        "the fp16 compression hook",
-        "module",
-        configure=do.comm_hook(default_hooks.fp16_compress_hook),
-        comm_dtype=torch.float16,
-    ),
-    Option(
-        "hook_bf16",
-        "the bf16 compression hook",
-        "module",
-        configure=do.comm_hook(default_hooks.bf16_compress_hook),
-        comm_dtype=torch.bfloat16,
-    ),
+    _sending("hook_allreduce", "the all-reduce communication hook", default_hooks.allreduce_hook),
+    _sending("hook_fp16", "the fp16 compression hook", default_hooks.fp16_compress_hook, torch.float16),
+    _sending("hook_bf16", "the bf16 compression hook", default_hooks.bf16_compress_hook, torch.bfloat16),
     Option(
         "hook_powersgd",
         "PowerSGD of rank 1 with a single bucket",
@@ -205,8 +132,7 @@ OPTIONS: tuple[Option, ...] = (
         without=CAPS,
         local=False,
         missing=True,
-        by_layout=True,
-        callbacks=True,
+        compresses=True,
     ),
     Option(
         "join",

@@ -1,13 +1,14 @@
-"""A model made data-parallel: what a mode returns, and what training and judging need of it."""
+"""A model made data-parallel: what a mode is given and returns, and what training and judging need of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,6 +18,23 @@ Gradients = dict[str, Tensor | None]
 
 def nothing() -> None:
     """Do nothing: most modes have nothing to do after a backward."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a mode has to work with.
+
+    Attributes:
+        model: on its device already.
+        group: the ranks that train it together.
+        backend: of Dynamo: a name or a callable; None to compile nothing.
+        ddp_kwargs: for ``DistributedDataParallel``; empty for modes without one.
+    """
+
+    model: nn.Module
+    group: dist.ProcessGroup
+    backend: Any
+    ddp_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -73,10 +91,11 @@ class Parallel:
             }
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Set parameters and buffers to what `state` read from an equal model."""
+        """Set parameters and buffers to what `state` read from an equal model; what it has not stays."""
         with self.whole(), torch.no_grad():
             for name, tensor in (*named_parameters(self.model), *self.model.named_buffers()):
-                self.write(tensor, state[name])
+                if name in state:
+                    self.write(tensor, state[name])
 
 
 def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

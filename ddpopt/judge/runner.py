@@ -74,7 +74,7 @@ def verify(  # noqa: PLR0913  # one for each thing that a user may choose
         InfrastructureError: no ranks could be had.
     """
     modes = _names(mode) or (mode_of(strategy),)
-    settings = Settings(backend, None if mode else strategy, steps, dtype, trial_limit_s)
+    settings = Settings(backend, steps, dtype, trial_limit_s)
     case = resolve(target)
     travelling = target if isinstance(target, str) else case
     asked = [Asked(travelling, name, modes) for name in _names(options)]
@@ -150,7 +150,7 @@ def verify_here(
     """
     modes = (mode,) if mode else (mode_of(strategy),)
     asked = [Asked(case, name, modes) for name in options]
-    settings = Settings(backend, None if mode else strategy, steps, trial_limit_s=trial_limit_s)
+    settings = Settings(backend, steps, trial_limit_s=trial_limit_s)
     with generators_kept(), joined(timeout_s=_waits_s(settings)) as ranks:
         checked(asked, settings, ranks.size)
         trials = run_trials(ranks, asked, settings, ())
@@ -180,16 +180,11 @@ def _names(given: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _dtype(name: str | None) -> None:
-    found = name is None or isinstance(getattr(torch, name, None), torch.dtype)
-    if not found or (name is not None and not getattr(torch, name).is_floating_point):
+    found = torch.float32 if name is None else getattr(torch, name, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise UsageError(
             f"dtype: expected a floating-point dtype of torch's, like float32 or bfloat16, got {name!r}"
         )
-
-
-def _require(given: str, words: Sequence[str], what: str) -> None:
-    if given not in words:
-        raise UsageError(f"{what}: expected one of {', '.join(words)}, got {given!r}")
 
 
 def checked(asked: Sequence[Asked], settings: Settings, nproc: int) -> None:
@@ -201,9 +196,8 @@ def checked(asked: Sequence[Asked], settings: Settings, nproc: int) -> None:
         nproc: how many ranks to start.
 
     Raises:
-        UsageError: a mode, an option, a strategy, a backend, a dtype or a number cannot be used.
+        UsageError: a mode, an option, a backend, a dtype or a number cannot be used.
     """
-    _require(settings.strategy or "auto", ("split", "inline", "auto"), "strategy")
     _dtype(settings.dtype)
     find_compiler(settings.backend)
     for name in itertools.chain.from_iterable(one.modes for one in asked):

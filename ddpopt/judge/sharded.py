@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ddpopt.judge.parallel import Parallel
-
-if TYPE_CHECKING:
-    from ddpopt.judge.modes import Setup
+from ddpopt.judge.parallel import Parallel, Setup
 
 
 class Shell(nn.Module):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 
 from ddpopt.cases.case import Case, step_seed
 from ddpopt.judge.judging.record import Record
+from ddpopt.judge.modes import Gives
 from ddpopt.judge.parallel import Gradients, Named, Parallel
 from ddpopt.judge.visible import Sight
 from ddpopt.observation.compilations import Compilations
@@ -72,8 +73,12 @@ class Trainer:
         """Its DDP module; None where the mode has none."""
         return self.parallel.ddp
 
+    def _prefixed(self) -> list[tuple[str, Parallel]]:
+        """All models, each with what the names of its parameters and buffers begin with."""
+        return [(f"model {index + 1}: " if index else "", model) for index, model in enumerate(self.models)]
+
     def _sight(self) -> Sight:
-        models = {_prefix(index): model.model for index, model in enumerate(self.models)}
+        models = {prefix: model.model for prefix, model in self._prefixed()}
         return Sight((self.case.inputs, self.case.loss), models)
 
     def add_model(self) -> None:
@@ -106,48 +111,20 @@ class Trainer:
         for model in self.models:
             model.after_backward()
 
-    def no_sync(self) -> AbstractContextManager[Any]:
-        """What to run forward and backward in, so that nothing is reduced."""
-        return self.parallel.unsynchronised()
-
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters of all models."""
-        return [parameter for model in self.models for parameter in model.model.parameters()]
-
     def gradients(self) -> Gradients:
-        """Copies of all gradients, by name; those of an added model with its number in front."""
-        return _merged([model.gradients() for model in self.models])
+        """Copies of all gradients, by name; those of an added model begin with its number."""
+        return {
+            f"{prefix}{name}": g for prefix, one in self._prefixed() for name, g in one.gradients().items()
+        }
 
     def state(self) -> Named:
         """Copies of all parameters and buffers, by name."""
-        return _merged([model.state() for model in self.models])
+        return {f"{start}{name}": t for start, one in self._prefixed() for name, t in one.state().items()}
 
     def load(self, state: Named) -> None:
         """Set all parameters and buffers."""
-        for index, model in enumerate(self.models):
-            prefix = _prefix(index)
+        for prefix, model in self._prefixed():
             model.load({name[len(prefix) :]: t for name, t in state.items() if name.startswith(prefix)})
-
-
-def _prefix(index: int) -> str:
-    return f"model {index + 1}: " if index else ""
-
-
-Values = TypeVar("Values")
-
-
-def _merged(parts: Sequence[dict[str, Values]]) -> dict[str, Values]:
-    return {
-        f"{_prefix(index)}{name}": value for index, part in enumerate(parts) for name, value in part.items()
-    }
-
-
-TakeStep = Callable[[Trainer], None]
-"""Forward and backward of one step, however often."""
-
-
-def nothing_more(_: Trainer) -> None:
-    """Do nothing between the backward and the optimizer."""
 
 
 def plain_step(trainer: Trainer) -> None:
@@ -155,32 +132,74 @@ def plain_step(trainer: Trainer) -> None:
     trainer.backward(trainer.loss())
 
 
-@dataclass(frozen=True, kw_only=True)
-class Program:
-    """How an option uses a data-parallel model; all of it does nothing by default.
+@dataclass(frozen=True)
+class Option:
+    """One way to use a data-parallel model: what it changes, how it is trained, what may be asked of it.
 
     Attributes:
-        take_step: forward and backward.
-        finish_step: between the backward and the optimizer: clipping, unscaling.
+        name: as in ``--options``.
+        about: one sentence.
+        needs: what of DDP it needs: ``"nothing"``: any mode can; ``"arguments"``; ``"module"``.
+        ddp_kwargs: DDP's arguments, over the case's own.
+        adapt: makes another case of a case.
+        grouped: the same for one run, whose process group it is given.
+        for_model: DDP's arguments that name parameters of the model.
+        without: names of DDP's arguments that a case may have and this option does not go with.
         configure: once the model is data-parallel: hooks, communication hooks.
         around: what the whole training runs in, for instance ``ddp.join()``.
         steps: how many steps a rank takes, given how many are asked for; may differ between ranks.
-        keeps_gradients: whether gradients are zeroed in place instead of dropped.
         before_step: at the start of each step.
+        take_step: forward and backward of one step, however often.
+        finish_step: between the backward and the optimizer: clipping, unscaling.
+        keeps_gradients: whether gradients are zeroed in place instead of dropped.
+        local: whether the reduced gradient is the mean over ranks of what the model alone computes.
+        comm_dtype: in which gradients are sent, if not in their own dtype.
+        probes: whether one more step, which nothing reduces, may be asked for.
+        syncs: synchronised backwards per step; None where it is not the same for each rank and step.
+        more_graphs: whether ranks may compile more graphs than the model alone, and others than their peers.
+        missing: whether a bucket may go unsent, or in another size.
+        others: whether other modules send in the same backward too, in other buckets.
+        groups: from the world size to the groups of ranks that train together, where not all do together.
+        forwards: how many forwards one backward goes through.
+        computes: in which dtype operations round, if not in that of their parameters: uncompiled code then
+            keeps casts that compiled code makes again, so they differ in their last bits.
+        compresses: whether what is sent depends on the order of parameters in a bucket. It is sent in
+            callbacks, and which of these are seen is up to chance, for c10d runs some on its own threads.
+        norms: whether a norm over all gradients is computed.
     """
 
-    take_step: TakeStep = plain_step
-    finish_step: TakeStep = nothing_more
-    before_step: TakeStep = lambda _: None
+    name: str
+    about: str
+    needs: Gives = "nothing"
+    ddp_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    adapt: Callable[[Case], Case] = lambda case: case
+    grouped: Callable[[Case, dist.ProcessGroup], Case] = lambda case, _: case
+    for_model: Callable[[nn.Module], dict[str, Any]] = lambda _: {}
+    without: tuple[str, ...] = ()
     configure: Callable[[Trainer], None] = lambda _: None
     around: Callable[[Trainer], AbstractContextManager[Any]] = lambda _: contextlib.nullcontext()
     steps: Callable[[Place, int], int] = lambda _, steps: steps
+    before_step: Callable[[Trainer], None] = lambda _: None
+    take_step: Callable[[Trainer], None] = plain_step
+    finish_step: Callable[[Trainer], None] | None = None
     keeps_gradients: bool = False
+    local: bool = True
+    comm_dtype: torch.dtype | None = None
+    probes: bool = False
+    syncs: int | None = 1
+    more_graphs: bool = False
+    missing: bool = False
+    others: bool = False
+    groups: Callable[[int], list[list[int]]] = lambda size: [list(range(size))]
+    forwards: int = 1
+    computes: torch.dtype | None = None
+    compresses: bool = False
+    norms: bool = False
 
-    @property
-    def finishes(self) -> bool:
-        """Whether anything happens to gradients between the backward and the optimizer."""
-        return self.finish_step is not nothing_more
+    def arguments(self, case: Case, model: nn.Module) -> dict[str, Any]:
+        """DDP's arguments for a model of a case under this option."""
+        own = {name: value for name, value in case.ddp_kwargs.items() if name not in self.without}
+        return own | dict(self.ddp_kwargs) | self.for_model(model)
 
 
 def on_device(value: Any, device: torch.device) -> Any:

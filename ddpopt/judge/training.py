@@ -9,22 +9,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.utils import counters
 
 from ddpopt.cases.case import Case, step_seed
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.errors import UsageError
 from ddpopt.judge.judging.record import Record, Step
-from ddpopt.judge.modes import Mode, Setup
-from ddpopt.judge.parallel import Named, Parallel
-from ddpopt.judge.trainer import Place, Program, Trainer
-from ddpopt.judge.visible import GRADIENT_OF
+from ddpopt.judge.modes import Mode
+from ddpopt.judge.parallel import Gradients, Named, Parallel, Setup
+from ddpopt.judge.trainer import Option, Place, Trainer
 from ddpopt.observation.observe import Observation, observe
 
 LEARNING_RATE = 0.05
@@ -37,11 +36,9 @@ class Course:
 
     Attributes:
         case: what to train.
-        program: how an option has it trained.
+        option: how DDP is used.
         backend: Dynamo's, for modes that compile; None to compile nothing.
-        ddp_kwargs: from the model to DDP's arguments, for modes that take them.
         steps: how many.
-        strategy: for modes of ddpopt's, in place of their own.
         follow: parameters and buffers to start each step from; else each goes on from the one before.
         probe: whether to take one more step that nothing reduces.
         evaluate: whether to run the model after the last step, in evaluation mode and without gradients.
@@ -49,11 +46,9 @@ class Course:
     """
 
     case: Case
-    program: Program
+    option: Option
     backend: Any
-    ddp_kwargs: Callable[[nn.Module], Mapping[str, Any]]
     steps: int
-    strategy: str | None = None
     follow: Sequence[Named] | None = None
     probe: bool = False
     evaluate: bool = False
@@ -66,19 +61,20 @@ def train(course: Course, mode: Mode, place: Place) -> Record:
     Returns:
         What happened. A run that fails raises whatever the step raised.
     """
-    with mode.running(), contextlib.closing(_Garbage()):
+    with mode.running(), contextlib.ExitStack() as stack:
+        stack.callback(gc.collect)  # a DDP module is held by its own hooks, and a reducer by them
         trainer = Trainer(course.case, place, functools.partial(_make, course, mode, place))
         trainer.record.follow = course.follow
         trainer.record.ignored = frozenset(getattr(trainer.ddp, "parameters_to_ignore", ()))
-        course.program.configure(trainer)
+        course.option.configure(trainer)
         course.tamper(trainer)
-        with _watched(trainer, mode), course.program.around(trainer):
-            for trainer.step in range(course.program.steps(place, course.steps)):
+        with _watched(trainer, mode), course.option.around(trainer):
+            for trainer.step in range(course.option.steps(place, course.steps)):
                 if course.follow is not None:
                     trainer.load(course.follow[trainer.step])
-                _one_step(trainer, course.program)
+                _one_step(trainer, course.option)
         if course.probe:
-            _probe(trainer, course.program)
+            _probe(trainer, course.option)
         if course.evaluate:
             _evaluate(trainer)
         return trainer.record
@@ -87,16 +83,9 @@ def train(course: Course, mode: Mode, place: Place) -> Record:
 def _make(course: Course, mode: Mode, place: Place) -> Parallel:
     torch.manual_seed(step_seed(0, 0))
     model = course.case.model().to(place.device)
-    arguments = course.ddp_kwargs(model) if mode.gives != "nothing" else {}
+    arguments = course.option.arguments(course.case, model) if mode.gives != "nothing" else {}
     backend = course.backend if mode.compiles else None
-    return mode.wrap(Setup(model, place.group, backend, arguments, course.strategy))
-
-
-class _Garbage:
-    """What a run leaves in cycles: a DDP module is held by its own hooks, and a reducer by them."""
-
-    def close(self) -> None:
-        gc.collect()
+    return mode.wrap(Setup(model, place.group, backend, arguments))
 
 
 @contextlib.contextmanager
@@ -128,19 +117,21 @@ def _observation(ddp: Any) -> Observation | None:
         return None
 
 
-def _one_step(trainer: Trainer, program: Program) -> None:
+def _one_step(trainer: Trainer, option: Option) -> None:
     trainer.extras = {}
-    _clear_gradients(trainer, keep=program.keeps_gradients)
-    program.before_step(trainer)
-    trainer.sight.before_step(keep=program.keeps_gradients)
-    program.take_step(trainer)
+    _clear_gradients(trainer, keep=option.keeps_gradients)
+    option.before_step(trainer)
+    trainer.sight.before_step(keep=option.keeps_gradients)
+    option.take_step(trainer)
     random = random_state(trainer.place.device)
     trainer.extras |= trainer.sight.after_step() | trainer.sight.settings(trainer.place.device)
-    sharing, written = (None, ()) if trainer.ddp is None else trainer.sight.memory(_left(trainer.record))
+    sharing, written = (None, ()) if trainer.ddp is None else trainer.sight.memory()
     gradients, early = trainer.gradients(), set(trainer.extras)
-    program.finish_step(trainer)
-    final = trainer.gradients() if program.finishes else {}
-    _update(trainer.parameters())
+    final: Gradients = {}
+    if option.finish_step is not None:
+        option.finish_step(trainer)
+        final = trainer.gradients()
+    _update(trainer)
     trainer.record.graphs_after.append(len(trainer.compilations.graphs))
     loss = trainer.last_loss
     if loss is None:
@@ -158,13 +149,6 @@ def _one_step(trainer: Trainer, program: Program) -> None:
             written=written,
         )
     )
-
-
-def _left(record: Record) -> dict[str, Any]:
-    """What the last step left, by the names that `Sight` gives it."""
-    last = record.steps[-1:]
-    gradients = {f"{GRADIENT_OF}{name}": grad for step in last for name, grad in step.gradients.items()}
-    return gradients | {name: value for step in last for name, value in step.extras.items()}
 
 
 def _evaluate(trainer: Trainer) -> None:
@@ -215,14 +199,14 @@ def random_state(device: torch.device) -> Tensor:
     return torch.cat([torch.random.get_rng_state(), *own])
 
 
-def _probe(trainer: Trainer, program: Program) -> None:
+def _probe(trainer: Trainer, option: Option) -> None:
     record, ddp = trainer.record, trainer.ddp
     trainer.step = len(record.steps) - 1
     trainer.load(record.starts[trainer.step])
     _clear_gradients(trainer, keep=False)
     broadcasts = ddp.require_forward_param_sync
-    with trainer.no_sync():
-        program.take_step(trainer)
+    with trainer.parallel.unsynchronised():
+        option.take_step(trainer)
     ddp.require_forward_param_sync = broadcasts  # of buffers, before the next forward
     record.local = trainer.gradients()
 
@@ -232,10 +216,10 @@ def _clear_gradients(trainer: Trainer, *, keep: bool) -> None:
         model.model.zero_grad(set_to_none=not keep)
 
 
-def _update(parameters: Sequence[nn.Parameter]) -> None:
+def _update(trainer: Trainer) -> None:
     """Plain SGD; an optimizer of torch's would refuse to mix dense and sparse gradients in one call."""
     with torch.no_grad():
-        for parameter in parameters:
+        for parameter in (parameter for model in trainer.models for parameter in model.model.parameters()):
             if parameter.grad is not None:
                 parameter.copy_(updated(parameter, parameter.grad))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -56,14 +57,12 @@ class Settings:
 
     Attributes:
         backend: of Dynamo: a name, or a callable.
-        strategy: of ddpopt's modes, in place of their own; None to keep that.
         steps: how many steps of training.
         dtype: name of the dtype to compute in; None for the case's own.
         trial_limit_s: limit of one trial, and of eager's runs before the first one, in seconds.
     """
 
     backend: Any = "inductor"
-    strategy: str | None = None
     steps: int = STEPS
     dtype: str | None = None
     trial_limit_s: float = TRIAL_LIMIT_S
@@ -112,12 +111,10 @@ def run_trials(
     before_each: Callable[[], None] = nothing,
 ) -> list[Trial]:
     """Judge everything that was asked and is not done; before each case and option something may be done."""
-    index = 0
+    indices = itertools.count()
     trials: list[Trial] = []
     for one in asked:
-        indices = range(index, index + len(one.modes))
-        index += len(one.modes)
-        left = [(i, name) for i, name in zip(indices, one.modes, strict=True) if i not in done]
+        left = [(i, name) for name, i in zip(one.modes, indices, strict=False) if i not in done]
         if left:
             before_each()
             trials += _judged(ranks, one, settings, left)
@@ -130,17 +127,23 @@ def quickly() -> Iterator[None]:
 
     What is imported by now is no garbage; each run collects its own. Dynamo does not time its guards, puts
     together no structured trace, and keeps its table of torch's functions when a process group is made.
-    AOTAutograd does not write its graphs down.
+    AOTAutograd writes its graphs down only for who set ``TORCH_LOGS``.
     """
     _load_compiler()
     keep_for_good()
-    trace = logging.getLogger("torch.__trace")
-    with (
-        patch.object(trace, "handlers", []),
-        patch.object(guards, "profile_guard_manager", _untimed),
-        _unwritten(),
-        patch.object(trace_rules, "clear_lru_cache", _kept),
-    ):
+    spared: list[tuple[Any, str, Any]] = [
+        (logging.getLogger("torch.__trace"), "handlers", []),
+        (guards, "profile_guard_manager", lambda *_: 0.0),
+        (trace_rules, "clear_lru_cache", nothing),
+    ]
+    if not os.environ.get("TORCH_LOGS"):
+        spared += [
+            (graph_compile, "_log_joint_graph", lambda *_: None),
+            (graph_compile, "_log_fw_bw_graphs", lambda *_: (None, None)),
+        ]
+    with contextlib.ExitStack() as stack:
+        for where, name, instead in spared:  # a release that does not do it has no such name
+            stack.enter_context(patch.object(where, name, instead, create=True))
         yield
 
 
@@ -154,27 +157,6 @@ def _load_compiler() -> None:
     """Import what the first compilation imports: it is no garbage either."""
     compiled = torch.compile(lambda x: x * 2, backend="aot_eager")
     compiled(torch.ones(2, requires_grad=True)).sum().backward()
-
-
-@contextlib.contextmanager
-def _unwritten() -> Iterator[None]:
-    """Have AOTAutograd write its graphs down for who set ``TORCH_LOGS`` alone; by itself it always does."""
-    if os.environ.get("TORCH_LOGS"):
-        yield
-        return
-    with (  # releases that do not write them so have no such functions
-        patch.object(graph_compile, "_log_joint_graph", lambda *_: None, create=True),
-        patch.object(graph_compile, "_log_fw_bw_graphs", lambda *_: (None, None), create=True),
-    ):
-        yield
-
-
-def _untimed(*_: object) -> float:
-    return 0.0
-
-
-def _kept() -> None:
-    """Clear nothing."""
 
 
 def _judged(
@@ -195,7 +177,7 @@ def _judged(
                 if reference is None:
                     trial = _impossible(case, asked.option, name, bench)
                 else:
-                    trial = judge(reference, mode(name), settings.backend, strategy=settings.strategy)
+                    trial = judge(reference, mode(name), settings.backend)
             ranks.emit(Ended(index, trial))
             yield trial
 

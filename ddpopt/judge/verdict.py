@@ -9,14 +9,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from ddpopt.errors import DdpoptError, InfrastructureError, VerificationError
-
-NUMBERS = ("ulps", "error", "bound")
-"""Fields that may be infinite, or no number at all: where a gradient overflowed, or has no digit right."""
 
 
 class Status(StrEnum):
@@ -261,14 +258,9 @@ class Verdict:
             KeyError, TypeError, ValueError: the text is something else.
         """
         data = json.loads(text)
-        location = data["location"]
-        return Verdict(
-            target=data["target"],
-            world_size=data["world_size"],
-            trials=tuple(_trial(trial) for trial in data["trials"]),
-            environment=data["environment"],
-            location=None if location is None else _location(location),
-        )
+        del data["right"]  # that follows from the rest
+        found: Verdict = _read(Verdict, data)
+        return found
 
 
 def _finite(value: Any) -> Any:
@@ -286,29 +278,16 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _with_numbers(data: dict[str, Any]) -> dict[str, Any]:
-    """Undo `_finite` for a finding, or for what was measured."""
-    return {
-        name: float(value) if name in NUMBERS and isinstance(value, str) else value
-        for name, value in data.items()
-    }
-
-
-def _trial(data: dict[str, Any]) -> Trial:
-    buckets = (SeenBucket(**{**bucket, "params": tuple(bucket["params"])}) for bucket in data["buckets"])
-    return Trial(
-        **{
-            **data,
-            "status": Status(data["status"]),
-            "findings": tuple(Finding(**_with_numbers(finding)) for finding in data["findings"]),
-            "levels": tuple(data["levels"]),
-            "notes": tuple(data["notes"]),
-            "measured": tuple(Measured(**_with_numbers(measured)) for measured in data["measured"]),
-            "buckets": tuple(buckets),
-        }
-    )
-
-
-def _location(data: dict[str, Any]) -> Location:
-    rungs = tuple(Rung(**rung) for rung in data["rungs"])
-    return Location(**{**data, "rungs": rungs, "segments": tuple(data["segments"])})
+def _read(kind: Any, value: Any) -> Any:
+    """Make what a field's type says of plain data; undoes `asdict` and `_finite`."""
+    kinds = get_args(kind)
+    if is_dataclass(kind):
+        types = get_type_hints(kind)
+        return kind(**{name: _read(types[name], entry) for name, entry in value.items()})  # type: ignore[operator]  # a class
+    if get_origin(kind) is tuple:
+        return tuple(_read(kinds[0], entry) for entry in value)
+    if kind is Status:
+        return Status(value)
+    if isinstance(value, str) and float in (kind, *kinds):
+        return float(value)
+    return value if value is None or not kinds or not is_dataclass(kinds[0]) else _read(kinds[0], value)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import inspect
 import pickle
 import random
 import re
@@ -105,11 +106,10 @@ def _uses(function: Any) -> dict[str, Any]:
         return {"self": function.__self__, "function": function.__func__}
     if not isinstance(function, types.FunctionType):  # list.append, an object that can be called
         return {"self": getattr(function, "__self__", function)}
-    code, known = function.__code__, function.__globals__
-    used = {name: known[name] for name in code.co_names if name in known}
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # of a variable that has no value yet
-            used[name] = cell.cell_contents
+    used: dict[str, Any] = {}
+    with contextlib.suppress(ValueError):  # of a variable that has no value yet
+        closure = inspect.getclosurevars(function)
+        used = {**closure.globals, **closure.nonlocals}
     defaults = {f"default {place}": value for place, value in enumerate(function.__defaults__ or ())}
     return used | defaults | dict(function.__kwdefaults__ or {})
 
@@ -209,7 +209,7 @@ class Sight:
         self._outside: dict[int, Tensor] = {}
         self._cleared: dict[int, Tensor] = {}
         self._held: dict[str, Any] = {}
-        self._last: dict[str, Tensor] = {}
+        self._last: dict[str, tuple[Tensor, Tensor]] = {}
         self._versions: dict[str, int] = {}
         self._generators: dict[str, bytes] = {}
         self._forwards = 0
@@ -291,12 +291,8 @@ class Sight:
             "use of other generators": drawn or "none",
         }
 
-    def memory(self, last: Mapping[str, Any]) -> tuple[Pairs, tuple[str, ...]]:
-        """Tell what shares memory, and what a script kept of the last step that has been written since.
-
-        Args:
-            last: the values that the last step left, by name.
-        """
+    def memory(self) -> tuple[Pairs, tuple[str, ...]]:
+        """Tell what shares memory, and what a script kept of the last step that has been written since."""
         seen = self._inputs | dict(self._leaves())
         for prefix, model in self._models.items():
             seen |= {f"{prefix}{name}": tensor for name, tensor in model.named_parameters()}
@@ -306,12 +302,10 @@ class Sight:
         results |= self._outputs
         seen |= self._outputs
         kept = {f"{KEPT}{name}": value for name, value in self._kept() if isinstance(value, Tensor)}
-        older = {f"{LAST}{name}": tensor for name, tensor in self._last.items()}
-        written = (
-            name for name, now in self._last.items() if name in last and not bitwise(now, last[name]).right
-        )
+        older = {f"{LAST}{name}": tensor for name, (tensor, _) in self._last.items()}
+        written = (name for name, (now, then) in self._last.items() if not bitwise(now, then).right)
         found = sharing(seen | results | kept | older), tuple(sorted(written))
-        self._last = results
+        self._last = {name: (tensor, tensor.detach().clone()) for name, tensor in results.items()}
         return found
 
     def _leaves(self) -> Iterator[tuple[str, Tensor]]:

@@ -5,8 +5,6 @@ Invariant: after ``stop`` no callback of ours is left.
 
 from typing import Any
 
-__all__ = ["Compilations"]
-
 
 class Compilations:
     """The graphs that Dynamo compiles between :meth:`start` and :meth:`stop`.

@@ -17,8 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ddpopt.ddp.engine import NO_TASK, task_id
 from ddpopt.inline.handover import hand_over
 
-__all__ = ["Launch", "LaunchMode"]
-
 NAMESPACES = ("c10d", "_c10d_functional")
 # Waiting is no launch.
 NOT_COLLECTIVES = ("wait_tensor",)

@@ -23,8 +23,6 @@ from ddpopt.observation.launches import Launch, LaunchMode
 from ddpopt.planning.bucket_rule import specs_from_ddp
 from ddpopt.planning.reduced import running_reducer
 
-__all__ = ["Collective", "Iteration", "Observation", "ObservedBucket", "observe"]
-
 
 @dataclass(frozen=True)
 class Collective:
@@ -219,7 +217,7 @@ class Observation:
     # ----------------------------------------------------------------------------------- drawing conclusions
 
     def _refresh(self) -> None:
-        # After the block the reducer may go on to other buckets. And in a backward this thread may hold the
+        # After the block the reducer may change its buckets. And in a backward this thread may hold the
         # reducer's lock, which both the buckets and the log are read under.
         if not self._active or task_id() != NO_TASK:
             return
@@ -229,13 +227,10 @@ class Observation:
             self._snapshots.append(_Snapshot(reducer, self._rebuilds, running_buckets(self._ddp)))
 
     def _snapshot_of(self, backward: _Backward) -> _Snapshot | None:
-        return self._find(backward.reducer, backward.rebuilds)
-
-    def _find(self, reducer: "weakref.ReferenceType[Any]", rebuilds: int) -> _Snapshot | None:
-        # An object has one reference of this kind: comparing these tells reducers apart that are gone.
-        snapshots = [snapshot for snapshot in self._snapshots if snapshot.reducer is reducer]
-        before = [snapshot for snapshot in snapshots if snapshot.rebuilds <= rebuilds][-1:]
-        after = [snapshot for snapshot in snapshots if snapshot.rebuilds >= rebuilds][:1]
+        # An object has one reference of this kind: comparing these distinguishes reducers that are gone.
+        snapshots = [snapshot for snapshot in self._snapshots if snapshot.reducer is backward.reducer]
+        before = [snapshot for snapshot in snapshots if snapshot.rebuilds <= backward.rebuilds][-1:]
+        after = [snapshot for snapshot in snapshots if snapshot.rebuilds >= backward.rebuilds][:1]
         known = bool(before and after) and before[0].buckets == after[0].buckets
         return before[0] if known else None
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other beside their process groups: values, through the store in which they met.
+"""Exchange of values between ranks outside of their process groups, through the store in which they met.
 
 The collectives of the program under test may be broken, and ranks that failed may have made fewer process
 groups than others, so that any new one would have another number on them. A store has neither: who waits in
@@ -19,8 +19,6 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from ddpopt.errors import InfrastructureError
-
-__all__ = ["Exchange", "PeersMissing", "default_exchange"]
 
 # A store of torchrun's takes values of up to 8 MiB.
 PIECE_BYTES = 2**22

@@ -16,8 +16,6 @@ from typing import Any, Literal
 
 from ddpopt.errors import InfrastructureError
 
-__all__ = ["Kind", "RankFailure", "RanksFailed", "culprits"]
-
 Kind = Literal["raised", "died", "stalled", "ended"]
 
 SHOWN_STACK_LINES = 40

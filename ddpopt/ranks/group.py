@@ -27,8 +27,6 @@ from ddpopt.errors import UsageError
 from ddpopt.ranks.exchange import Exchange, default_exchange
 from ddpopt.ranks.limits import Limits
 
-__all__ = ["Ranks", "gpu_for_each_rank", "grouped", "joined", "one_rank", "under_torchrun"]
-
 COLLECTIVE_LIMIT_S = 300.0
 LEAVING_LIMIT_S = 30.0
 
@@ -174,7 +172,7 @@ def grouped(
         timeout_s: limit of each gather and each collective.
         seat: store, rank and size; by default the environment says.
         backend: ``"gloo"`` or ``"nccl"``; None for NCCL where each rank of this node has a GPU.
-        limits: told what this process does.
+        limits: those of this process.
         send: gets what rank 0 emits.
 
     Yields:

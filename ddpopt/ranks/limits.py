@@ -18,8 +18,6 @@ from contextlib import contextmanager
 from operator import itemgetter
 from typing import IO
 
-__all__ = ["Limits"]
-
 STDERR = 2
 # faulthandler takes no time of zero.
 SOONEST_S = 0.001
@@ -44,8 +42,8 @@ class Limits:
 
         Args:
             file: where stacks go: a file that has a descriptor, or a descriptor.
-            note: told what the process does, whenever that changes.
-            announce: told of a limit that has passed (seconds, what for, stacks), instead of stacks in the
+            note: called with what the process does, whenever that changes.
+            announce: called when a limit has passed (seconds, what for, stacks), instead of stacks in the
                 file; unless a loop inside C keeps Python's lock.
         """
         self._file = file

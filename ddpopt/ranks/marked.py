@@ -3,7 +3,7 @@
 A process that a rank started may have left its session, lost its parent and changed its name; it still has
 the environment that it began with. So this finds Inductor's workers and a task's own children too.
 
-A guardian, a small process beside the launcher, sweeps up if the launcher is killed. It runs this file as a
+A guardian, a small second process, cleans up if the launcher is killed. It runs this file as a
 script, without site-packages, so only Python's own modules may be imported here.
 
 Invariant: only a process that carries the mark is ever signalled.
@@ -20,8 +20,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-
-__all__ = ["end_marked", "guarded", "marked"]
 
 POLL_S = 0.02
 GUARD_POLL_S = 0.2

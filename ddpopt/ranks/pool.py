@@ -33,13 +33,11 @@ from ddpopt.ranks.failures import Kind, RankFailure, RanksFailed
 from ddpopt.ranks.marked import end_marked, guarded
 from ddpopt.ranks.process import Host, Task, pickled, serve_in_groups
 
-__all__ = ["OnEvent", "Pool", "launch"]
-
 Value = TypeVar("Value")
 OnEvent = Callable[[object], None]
 
 POLL_S = 0.02
-# How long the peers of a rank that failed may go on (then they are asked to end) …
+# How long the peers of a rank that failed may continue (then they are asked to end) …
 PATIENCE_S = 2.0
 # … and how long they may take to do so (then they are killed).
 LAST_WORDS_S = 1.0
@@ -296,7 +294,7 @@ class _Rank:
         self.stacks = folder / f"rank-{number}.stacks"
         self._log = folder / f"rank-{number}.output"
         self.pipe, theirs = Pipe()
-        # -P: no module of the working directory stands in for one of Python's; -u: last words are not lost.
+        # -P: no module of the working directory replaces one of Python's; -u: the last output is not lost.
         command = [*prefix, sys.executable, "-P", "-u", "-c", BOOT, str(theirs.fileno()), str(self.stacks)]
         with theirs, self._log.open("wb") as output:
             self.process = subprocess.Popen(

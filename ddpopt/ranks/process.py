@@ -26,8 +26,6 @@ from ddpopt.ranks.limits import Limits
 if TYPE_CHECKING:
     from ddpopt.ranks.group import Ranks
 
-__all__ = ["Host", "RankProcess", "Task", "main", "pickled", "serve_in_groups"]
-
 # A collective that a peer never enters ends before the task: its exception passes through the task.
 COLLECTIVE_SHARE = 0.8
 

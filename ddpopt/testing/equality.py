@@ -20,8 +20,6 @@ from ddpopt.errors import UsageError, VerificationError
 from ddpopt.judge.verdict import Verdict
 from ddpopt.ranks.group import one_rank
 
-__all__ = ["DdpNotEqualError", "assert_ddp_equal"]
-
 
 class DdpNotEqualError(VerificationError, AssertionError):
     """A data-parallel step is not what eager DDP makes of it; the message has every finding."""

@@ -28,15 +28,13 @@ from ddpopt.ranks.limits import Limits
 from ddpopt.testing.needs import needs_of
 from ddpopt.testing.reports import difference, from_text, lost, merge, to_text, trimmed
 
-__all__ = ["LaunchedRank"]
-
 c10d: Any = dist  # torch does not mark its re-exports
 START_LIMIT_S = 120.0
 # Before a marked test, peers may be busy with unmarked ones, which have no limit of ours.
 MEETING_LIMIT_S = 900.0
 # How much longer one waits for a peer's report than the test may take on that peer …
 GRACE_S = 10.0
-# … and how long where the launcher has told all ranks to end.
+# … and how long once the launcher has asked all ranks to end.
 LAST_WORDS_S = 2.0
 # The agent's store may live in a rank that stalled: peers need a moment to read why.
 READING_S = 0.5

@@ -5,7 +5,7 @@
 - ``pytest …``, also with xdist's ``-n``: this process starts n ranks, has them run the test, and reports for
   them. The ranks wait for the next test that needs as many.
 
-Each test has a process group of its own; the fixture ``ddp_ranks`` tells its rank and size.
+Each test has a process group of its own; the fixture ``ddp_ranks`` has its rank and size.
 
 Invariant: a test that fails on one rank fails, shows that rank's traceback, and ends within its limit. What a
 rank skips is decided by what is equal on all ranks.
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ddpopt.ranks.environment import launched_ranks, own_rank
-from ddpopt.testing.needs import DIVIDED, LIMIT_S, is_marked, lacking, needs_of, rank_key, readable_needs
+from ddpopt.testing.needs import DIVIDED, LIMIT_S, is_marked, lacking, needs_of, rank_key
 
 if TYPE_CHECKING:
     from ddpopt.ranks.group import Ranks
@@ -80,7 +80,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # Under either name: by its entry point, or by -p.
     timed = any(map(config.pluginmanager.hasplugin, ("timeout", "pytest_timeout")))
     for item in items:
-        if timed and is_marked(item) and readable_needs(item) is not None:
+        if timed and is_marked(item):
             item.add_marker(pytest.mark.timeout(0), append=False)
 
 
@@ -116,7 +116,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     launched = item.config.stash.get(launched_key, None)
     if not is_marked(item) or (launched is None and rank_key in item.config.stash):
         return None  # a rank of a pool has its own way
-    if readable_needs(item) is None or lacking(item):
+    if needs_of(item).problem or lacking(item):
         return None  # its setup says why
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     reports = _pools(item.config).run(item, nextitem) if launched is None else launched.run(item, nextitem)
@@ -137,6 +137,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if not is_marked(item):
         return
     needs, rank = needs_of(item), item.config.stash.get(rank_key, None)
+    if needs.problem:
+        raise pytest.UsageError(needs.problem)
     if reason := lacking(item):
         _give_up(item, reason)
     if rank is None:

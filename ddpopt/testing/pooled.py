@@ -28,10 +28,8 @@ from ddpopt.ranks.failures import RankFailure, RanksFailed
 from ddpopt.ranks.group import gpu_for_each_rank
 from ddpopt.ranks.pool import Pool
 from ddpopt.ranks.process import RankProcess
-from ddpopt.testing.needs import is_marked, needs_of, rank_key, readable_needs
+from ddpopt.testing.needs import is_marked, needs_of, rank_key
 from ddpopt.testing.reports import difference, from_text, lost, merge, to_text, trimmed
-
-__all__ = ["PooledRank", "Pools"]
 
 # Importing torch and collecting, on a machine that is busy with other tests.
 START_LIMIT_S = 120.0
@@ -101,10 +99,9 @@ class Pools:
         return self._pools[size]
 
 
-def _size_for(item: pytest.Item) -> int | None:
-    """How many ranks run a test; None if it is not for ranks."""
-    needs = readable_needs(item) if is_marked(item) else None
-    return None if needs is None else needs.size
+def _size_for(item: pytest.Item) -> int:
+    """How many ranks run a test; 0 if it is not for ranks."""
+    return needs_of(item).size if is_marked(item) else 0
 
 
 def _how(failure: RankFailure, limit_s: float) -> str:
@@ -234,7 +231,7 @@ class PooledRank:
                 "collected no test of that name. A parameter's id must be the same in every process."
             )
         if name != self._following:
-            # pytest tears down for the test that it was told comes next; no other may run before that.
+            # pytest has kept the fixtures of the test that was to come next; another one must not see them.
             self.session._setupstate.teardown_exact(None)
         self._following = following
         hook = self.session.config.hook

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 import pytest
 from _pytest.reports import TestReport
 
-__all__ = ["difference", "from_text", "lost", "merge", "to_text", "trimmed"]
-
 # The thread that keeps the time, frames of pytest's and of ours under every test, and a list of modules.
 UNDER_A_TEST = re.compile(
     r'^((Current t|T)hread .*\n  File "[^"]*/ranks/limits\.py", .*\n(  File .*\n)*\n?'

@@ -18,9 +18,9 @@ from ddpopt.judge.judging import reference as reference_module
 from ddpopt.judge.judging.reference import Bench, Reference, Subject
 from ddpopt.judge.matrix import CASES
 from ddpopt.judge.modes import MODES, Mode, mode
-from ddpopt.judge.options import OPTIONS, Option, option
+from ddpopt.judge.options import OPTIONS, option
 from ddpopt.judge.runner import verify_here
-from ddpopt.judge.trainer import Trainer
+from ddpopt.judge.trainer import Option, Trainer
 from ddpopt.judge.trials import Asked, Settings, run_trials
 from ddpopt.judge.verdict import Status, Trial
 from ddpopt.ranks.group import joined

@@ -14,7 +14,7 @@ from ddpopt.cases.case import Case
 from ddpopt.fuzz.cases import FoundCase
 from ddpopt.planning.bucket_rule import BucketConfig, ParamSpec, specs_from_module
 from ddpopt.planning.limits import DDP_ARGUMENTS_OF_LIMITS
-from tests.found import found_cases
+from tests.found import fails_undivided, found_cases
 
 Test = Callable[..., None]
 
@@ -26,7 +26,7 @@ def with_found_models(test: Test) -> Test:
 
 def with_found_models_that_compile(test: Test) -> Test:
     """Add those that torch itself gets right in one piece, to a test that compiles."""
-    return _with(test, lambda: ((case.model,) for case in _without_cond() if not case.fails_undivided))
+    return _with(test, lambda: ((case.model,) for case in _without_cond() if not fails_undivided(case)))
 
 
 def with_parameters_of_the_corpus(test: Test) -> Test:

@@ -15,9 +15,9 @@ from ddpopt.fuzz.stream import Source
 from ddpopt.judge.trials import quickly
 from ddpopt.ranks.group import Ranks, joined
 from ddpopt.testing.drawn import DrawnModel
+from tests.multigpu.single import single_rank
 from tests.selftest.defects import DEFECTS, Defect
 from tests.selftest.sites import Site
-from tests.unit.rehearsing import one_rank_group
 
 A_MINUTE = 100
 """Models that two workers draw and judge in a minute, when nothing else runs."""
@@ -26,8 +26,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with one_rank_group(tmp_path_factory.mktemp("group")), joined(timeout_s=60) as made, quickly():
+def ranks() -> Iterator[Ranks]:
+    with single_rank(), joined(timeout_s=60) as made, quickly():
         yield made
 
 

@@ -173,11 +173,6 @@ def writing_input(trainer: Trainer, site: Site) -> None:
     _after(trainer, site, lambda left, _: left.detach().mul_(1.01))
 
 
-def touching_input(trainer: Trainer, site: Site) -> None:
-    """Write to an input what is there."""
-    _after(trainer, site, lambda left, _: left.detach().mul_(1))
-
-
 def lost_input_gradient(trainer: Trainer, site: Site) -> None:
     """Take the gradient of an input away."""
     _after(trainer, site, lambda left, _: setattr(left, "grad", None))
@@ -296,7 +291,6 @@ FAULTS: dict[str, tuple[str, Tamper]] = {
     "a hook did not run": ("L3", on_model(lambda model: model.kept.clear())),
     "an attribute of a module": ("L0", on_model(lambda m: setattr(m, "last", m.last * 2))),
     "a write to an input": ("L0", writing_input),
-    "a write to an input of what is there": ("L3", touching_input),
     "a parameter more": (
         "L3",
         on_model(lambda m: m.register_parameter("more", nn.Parameter(torch.ones(1), False))),

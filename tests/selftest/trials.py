@@ -7,13 +7,13 @@ reported it whose business it is.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from ddpopt.cases import corpus
-from ddpopt.errors import CertificateError, DdpoptError, PlanMismatchError
 from ddpopt.judge.judge import judge
 from ddpopt.judge.judging.failing import Failure
 from ddpopt.judge.judging.reference import COLLECTIVE_LIMIT_S, Bench, Reference, Subject
@@ -31,7 +31,12 @@ from tests.selftest.metadata import reusing
 from tests.selftest.shown import shown_case
 from tests.selftest.sites import Site
 
-REFUSALS: dict[type[DdpoptError], str] = {CertificateError: "certificate", PlanMismatchError: "agreement"}
+REFUSALS = {
+    "CertificateError": "certificate",
+    "PlanMismatchError": "agreement",
+    "UsageError": "another refusal",
+    "UnsupportedError": "another refusal",
+}
 """Errors that ddpopt itself raises before anything is compared, and whose business each is."""
 BACKENDS: dict[str, Any] = {"aot_eager": "aot_eager", "rounding": rounding, "reusing": reusing}
 
@@ -177,8 +182,8 @@ def died(fault: Fault, marked: Sequence[bool], words: str) -> Found:
 
 def _reporter(failure: Failure) -> str:
     """Who reports an exception: ddpopt's own are about something certain, all others about the step."""
-    names = [REFUSALS.get(kind, "another refusal") for kind in failure.own]
-    return names[0] if names else "run"
+    kinds = re.findall(r"(?:^|raised: )(\w+):", failure.text)  # Dynamo's wrapper names what was raised
+    return next((REFUSALS[kind] for kind in reversed(kinds) if kind in REFUSALS), "run")
 
 
 def _sum_up(

@@ -1,14 +1,11 @@
 """Helpers of the tests that explain: a small model, and a reducer that runs on one rank."""
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 
 from ddpopt.cases import corpus
 from ddpopt.explanation.explain import explain_case
@@ -45,15 +42,6 @@ def explained(name: str) -> Explanation:
 
 def params(buckets: tuple[OwnBucket, ...]) -> list[tuple[str, ...]]:
     return [bucket.params for bucket in buckets]
-
-
-@contextlib.contextmanager
-def one_rank_group(folder: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=(folder / "store").as_uri(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def running_buckets(ddp: Any, step: Callable[..., Any], *inputs: Tensor) -> list[tuple[str, ...]]:

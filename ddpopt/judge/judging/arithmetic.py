@@ -98,7 +98,7 @@ class Arithmetic:
         floor: what the rounding of the result itself may do, element by element.
         factor: how many times eager's errors one more error may be.
         eager: the number as eager computes it, with its NaNs and infinities.
-        settled: where all samples are finite; None if they are everywhere.
+        settled: where all samples are finite.
         note: how the truth was found, if not in float64.
     """
 
@@ -108,7 +108,7 @@ class Arithmetic:
     floor: Tensor
     factor: float
     eager: Tensor
-    settled: Tensor | None = None
+    settled: Tensor
     note: str = ""
 
     @property
@@ -178,7 +178,7 @@ def arithmetic_of(
         floor=_floor(truth, terms, dtype, sent_as),
         factor=factor,
         eager=eager,
-        settled=None if bool(settled.all()) else settled,
+        settled=settled,
         note=note,
     )
 
@@ -188,7 +188,7 @@ def _floor(truth: Tensor, terms: Sum | None, dtype: torch.dtype, sent_as: torch.
     own = truth.abs() * info.eps + info.smallest_normal * info.eps
     if terms is None:
         return own
-    bound = communication_bound(terms, sent_as or dtype, casts=0 if sent_as is None else 2)
+    bound = communication_bound(terms, dtype, sent_as)
     return torch.where(bound.isfinite(), torch.maximum(bound, own), own)
 
 
@@ -212,8 +212,7 @@ def arithmetic(got: Tensor, eager: Arithmetic) -> Difference:
         return Difference(0.0, 0.0, 0.0)
     if not _finite_alike(value, eager):
         return Difference(math.inf, eager.rms_bound, math.inf, NOT_FINITE, right=False)
-    if eager.settled is not None:
-        value = value.where(eager.settled, 0)
+    value = value.where(eager.settled, 0)
     error = (value - eager.truth).abs()
     root, top, size = rms(error), largest(error), rms(eager.truth)
     kind = dense(got).dtype
@@ -229,8 +228,6 @@ def arithmetic(got: Tensor, eager: Arithmetic) -> Difference:
 
 def _finite_alike(value: Tensor, eager: Arithmetic) -> bool:
     """Whether NaNs and infinities are eager's own; where samples disagree about them, anything goes."""
-    if eager.settled is None:
-        return bool(value.isfinite().all())
     odd = ~eager.eager.isfinite()
     return bool((same(value, eager.eager) | ~odd).all()) and bool(value[eager.settled].isfinite().all())
 

@@ -1,13 +1,13 @@
 """Where cutting a graph may change the order in which gradients are summed.
 
 The gradient of a value is the sum of what its readers send, last reader first. A segment sums over its own
-readers before it hands the sum on, so a value that is read several times in one segment and again behind it
+readers before it hands the sum on, so a value that is read several times in one segment and again after it
 has its sum put together in another order: the same sum, with other last bits. What a graph returns is read
-again behind its last segment. The segment that makes a value is none of these: it goes on from the sum that
+again after its last segment. The segment that makes a value is none of these: it goes on from the sum that
 it is given, reader by reader. It is one if a view of the value leaves it, for AOTAutograd makes such a view
 outside of the segment; so the last segment that reads a value of another is one too if a view of it leaves.
 And whatever leaves a segment as a view sends its gradient to the value that it shows, past the views between
-and in front of what the segment itself reads of them.
+and before what the segment itself reads of them.
 
 Invariant: a value that is not named here has its gradient summed in the order of the uncut graph.
 """
@@ -51,7 +51,7 @@ def reassociated_values(gm: fx.GraphModule, plan: Plan, graph: int = 0) -> tuple
         Node names, in graph order; empty if the cut graph computes bit by bit what the whole one does.
     """
     home = {name: s.index for s in plan.segments if s.graph == graph for name in s.nodes}
-    behind = max(home.values(), default=0) + 1
+    after = max(home.values(), default=0) + 1
     carriers = gradient_carriers(gm.graph)
     reads: dict[fx.Node, Counter[int]] = {}
     for node in body_nodes(gm.graph):
@@ -59,7 +59,7 @@ def reassociated_values(gm: fx.GraphModule, plan: Plan, graph: int = 0) -> tuple
             for source, times in _reads(node).items():
                 reads.setdefault(source, Counter())[home[node.name]] += times
     for source in gm.graph.output_node().all_input_nodes:
-        reads.setdefault(source, Counter())[behind] += 1
+        reads.setdefault(source, Counter())[after] += 1
     leaving = _leaving(gm, home)
     found = (node for node in gm.graph.nodes if node in reads)
     kept = {node: (_steady(node, home), _last(node, reads[node], home, leaving)) for node in found}

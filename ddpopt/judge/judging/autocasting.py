@@ -8,6 +8,7 @@ Invariant: only looks; the default generators are left as they were.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -53,14 +54,12 @@ def autocast_dtypes(case: Case, rank: int, device: torch.device) -> set[torch.dt
     """
     watching = _Watching()
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
-        try:
-            model = case.model().to(device)
-            moved = replace(case, inputs=lambda r, s: on_device(case.inputs(r, s), device))
-            with watching:
-                moved.step(model, rank, 0)
-        except Exception:  # whatever a model raises that runs under DDP only; judging goes on without this
-            return watching.dtypes
+    # whatever a model raises that runs under DDP only: judging goes on without this
+    with torch.random.fork_rng(devices), contextlib.suppress(Exception):
+        model = case.model().to(device)
+        moved = replace(case, inputs=lambda r, s: on_device(case.inputs(r, s), device))
+        with watching:
+            moved.step(model, rank, 0)
     return watching.dtypes
 
 

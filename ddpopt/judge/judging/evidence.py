@@ -8,14 +8,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import zip_longest
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
 from ddpopt.judge.compare import raw_bytes
 from ddpopt.judge.judging.record import Record
 from ddpopt.judge.modes import Mode
-from ddpopt.judge.options import Option
+from ddpopt.judge.trainer import Option
 from ddpopt.observation.observe import Collective
 
 Digests = tuple[dict[str, bytes], ...]
@@ -85,7 +86,35 @@ class Break(NamedTuple):
 
 
 Broken = Iterator[Break]
+Told = TypeVar("Told")
 Claim = Callable[[Evidence], Broken]
+
+
+def as_far(one: object, other: object) -> bool:
+    """Whether two ranks tell the same, as far as both tell anything."""
+    return one == other or None in (one, other)
+
+
+def unlike(
+    peers: Sequence[Peer],
+    what: Callable[[Peer], Sequence[Told]],
+    alike: Callable[[Told | None, Told | None], bool] = as_far,
+) -> Iterator[tuple[int, int, Told | None, Told | None]]:
+    """Where each rank first tells something else than the first rank does.
+
+    Args:
+        peers: the ranks.
+        what: what they tell, in order.
+        alike: whether two of these agree; None stands for what a rank tells no more.
+
+    Yields:
+        The rank, the index of what it tells there, that, and what the first rank tells.
+    """
+    for peer in peers[1:]:
+        for index, (theirs, ours) in enumerate(zip_longest(what(peer), what(peers[0]))):
+            if not alike(theirs, ours):
+                yield peer.rank, index, theirs, ours
+                break
 
 
 def peer_of(rank: int, record: Record) -> Peer:

@@ -6,11 +6,11 @@ Plain data, without torch. Invariant: no failure that a longer limit might have 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpopt.errors import DdpoptError, UnsupportedError
+from ddpopt.errors import UnsupportedError
 
 LOST = (
     "Connection closed by peer",
@@ -35,14 +35,12 @@ class Failure:
         text: its type and message, and the innermost frame that tells something.
         refused: whether ddpopt says that it does not do this.
         lost: whether it only says that a peer is gone.
-        own: types of ddpopt's errors among the exception and what it came from.
     """
 
     rank: int
     text: str
     refused: bool
     lost: bool
-    own: tuple[type[DdpoptError], ...] = ()
 
 
 def failure_of(rank: int, error: BaseException) -> Failure:
@@ -56,9 +54,7 @@ def failure_of(rank: int, error: BaseException) -> Failure:
         What of it travels to other ranks.
     """
     lost = any(word in str(error) for word in LOST)
-    return Failure(
-        rank, in_words(error), isinstance(error, UnsupportedError), lost, tuple(_own_errors(error))
-    )
+    return Failure(rank, in_words(error), isinstance(error, UnsupportedError), lost)
 
 
 def in_words(error: BaseException) -> str:
@@ -86,14 +82,6 @@ def _telling(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary
         if not (passed_on and (file in PASSING_ON or frame.name == "__torch_dispatch__")):
             return frame
     return frames[-1] if frames else None
-
-
-def _own_errors(error: BaseException | None) -> Iterator[type[DdpoptError]]:
-    """Types of ddpopt's errors that caused an exception: Dynamo wraps what its backends raise."""
-    while error is not None:
-        if isinstance(error, DdpoptError):
-            yield type(error)
-        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
 
 
 def told(failures: Sequence[Failure]) -> str:

@@ -2,7 +2,7 @@
 
 A compiled segment takes the gradient of a value that it hands out in the layout of that value; where sizes
 are symbols, in the value's memory format instead (a transposed value counts as contiguous). Where eager lays
-the gradient out otherwise, its numbers are the same, but what is summed over its rows behind the cut (the
+the gradient out otherwise, its numbers are the same, but what is summed over its rows beyond the cut (the
 gradient of a bias) may be summed in another order.
 
 Invariant: nothing real is run; a value that is not named here has its gradient in eager's layout.

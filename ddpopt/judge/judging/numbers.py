@@ -21,7 +21,7 @@ BUFFER = "buffer "
 PARAMETER = "parameter "
 FINAL = "final gradient of "
 SEEN = "the "
-"""In front of what else a script can see of a step: the loss, and what an option leaves behind."""
+"""Prefix of what else a script can see of a step: the loss, and what an option leaves."""
 LOSS = f"{SEEN}loss"
 
 
@@ -43,7 +43,7 @@ class Number:
 
     Attributes:
         step: index of the step.
-        name: of a parameter for its gradient; else with a word in front.
+        name: of a parameter for its gradient; else with a prefix.
         kind: what it depends on.
         got: of the mode.
         eager: of eager DDP, of the same shape and dtype.
@@ -62,7 +62,7 @@ class Number:
 
 
 def plain(name: str) -> str:
-    """Take the word in front from a number's name.
+    """Take the prefix from a number's name.
 
     >>> plain("final gradient of layer.weight"), plain("layer.weight"), plain("the loss")
     ('layer.weight', 'layer.weight', 'the loss')

@@ -182,7 +182,7 @@ def _moved(why: str, traced: Capture, moved: Mapping[int, Sequence[str]]) -> Rea
         if names:
             # Gradients flow from later graphs into earlier ones.
             reached |= {use.spec.name for earlier in traced.uses[:index] for use in earlier}
-            reached |= _behind(traced.graphs[index].gm.graph, traced.uses[index], names)
+            reached |= _dependent(traced.graphs[index].gm.graph, traced.uses[index], names)
     values = tuple(name for names in moved.values() for name in names)
     return Reassociated(why if values else "", values, frozenset(reached))
 
@@ -194,7 +194,7 @@ def _repeated(gm: fx.GraphModule) -> list[str]:
     return [node.name for node, count in counts.items() if count > 1 and requires_grad(example_value(node))]
 
 
-def _behind(graph: fx.Graph, uses: Sequence[ParamUse], moved: Sequence[str]) -> set[str]:
+def _dependent(graph: fx.Graph, uses: Sequence[ParamUse], moved: Sequence[str]) -> set[str]:
     """The parameters read on the way to a value, or that are the value."""
     ahead: dict[fx.Node, None] = {}
     pending = [node for node in graph.nodes if node.name in moved]

@@ -109,3 +109,9 @@ class Record:
         """Parameters and buffers before each step, and after the last."""
         own = [self.start, *(step.state for step in self.steps)]
         return own if self.follow is None else [*self.follow[: len(self.steps)], own[-1]]
+
+
+def buckets_of(record: Record) -> dict[str, int]:
+    """The bucket that carried each parameter in the last synchronised backward."""
+    last = record.iterations[-1].buckets if record.iterations else ()
+    return {name: bucket.index for bucket in last for name in bucket.params}

@@ -9,32 +9,33 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import os
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ddpopt.cases.case import Case
-from ddpopt.judge.compare import Difference, Sum, bitwise, communication, contribution, dense, exact
+from ddpopt.judge.compare import Sum, bitwise, contribution, dense, exact
 from ddpopt.judge.judging.arithmetic import Arithmetic
 from ddpopt.judge.judging.autocasting import autocast_dtypes, coarsest
+from ddpopt.judge.judging.evidence import Peer, peer_of
 from ddpopt.judge.judging.failing import Failure, failure_of, stalled, told
-from ddpopt.judge.judging.numbers import is_rounded, left_behind, plain
-from ddpopt.judge.judging.record import Record
+from ddpopt.judge.judging.numbers import BUFFER, is_rounded, left_behind, plain
+from ddpopt.judge.judging.record import Record, Step
 from ddpopt.judge.judging.rounding import SAMPLES, Lesson, perturbed, perturbed_state, widened
 from ddpopt.judge.judging.seen_buffers import SeenBuffers
-from ddpopt.judge.judging.structure import Peer, peer_of
 from ddpopt.judge.modes import LOCAL, Mode, mode
 from ddpopt.judge.option_cases import in_dtype
-from ddpopt.judge.options import Option
 from ddpopt.judge.parallel import Gradients, Named
-from ddpopt.judge.trainer import Place
+from ddpopt.judge.trainer import Option, Place
 from ddpopt.judge.training import Course, train, updated
 from ddpopt.ranks.group import Ranks
 
@@ -109,12 +110,10 @@ class Bench:
             What happened; None if it failed on any rank: `failures` then says on which, and how.
         """
         subject = self.subject
-        adapted = more.pop("case", None) or subject.adapted
         course = Course(
-            adapted,
+            more.pop("case", subject.adapted),
             subject.option,
             backend,
-            functools.partial(subject.option.arguments, adapted),
             subject.steps,
             evaluate=subject.evaluates and how is not LOCAL and not self.unevaluated,
             **more,
@@ -125,7 +124,7 @@ class Bench:
             warnings.simplefilter("ignore")
             group = self._new_group(self.collective_limit_s)
             try:
-                course = replace(course, case=subject.option.grouped(adapted, group))
+                course = replace(course, case=subject.option.grouped(course.case, group))
                 record = train(course, how, Place(self.rank, self.size, group, subject.device))
             except (Exception, SystemExit) as error:
                 failure = failure_of(self.ranks.rank, error)
@@ -171,19 +170,24 @@ class Bench:
         Returns:
             A sum for each gradient, on the device of the model: one that the process group can send from.
         """
-        shapes = {name: exact(like[name]).shape for name in gradients}
-        own = _flat([(shapes[name], gradient) for name, gradient in gradients.items()], self.subject.device)
-        dist.all_reduce(own, group=self.calm)
-        found, place = {}, 0
-        for name, shape in shapes.items():
-            total, magnitude, terms = own[:, place : place + shape.numel()].view(3, *shape)
+        found, device = {}, self.subject.device
+        for name, gradient in gradients.items():
+            shape = exact(like[name]).shape
+            own = None if gradient is None else contribution(gradient).to(device)
+            if own is None or own[0].numel() != shape.numel():
+                own = contribution(torch.zeros(shape, device=device))
+            own = own.reshape(3, *shape).contiguous()
+            dist.all_reduce(own, group=self.calm)
+            total, magnitude, terms = own
             found[name] = Sum(total, magnitude, self.size, terms)
-            place += shape.numel()
         return found
 
     def _new_group(self, limit_s: float) -> dist.ProcessGroup:
         limit = timedelta(seconds=limit_s)
-        groups = [dist.new_group(members, timeout=limit) for members in self.members]
+        # A rank that needs no peer may leave its group while a peer still connects to it. Gloo takes that for
+        # a crash (once in a thousand groups), so torch is to wait until all have connected.
+        with patch.dict(os.environ, TORCH_DIST_INIT_BARRIER="1"):
+            groups = [dist.new_group(members, timeout=limit) for members in self.members]
         own: dist.ProcessGroup = groups[self.members.index(self.group_ranks)]
         return own
 
@@ -203,17 +207,6 @@ def _letting_go() -> Iterator[None]:
         timer.cancel()
 
 
-def _flat(parts: Sequence[tuple[torch.Size, Tensor | None]], device: torch.device) -> Tensor:
-    """What this rank contributes to all gradients, one behind the other: totals, magnitudes, terms."""
-    values = [torch.zeros(3, 0, dtype=torch.float64, device=device)]
-    for shape, tensor in parts:
-        own = None if tensor is None else contribution(tensor).to(device)
-        if own is None or own[0].numel() != shape.numel():
-            own = contribution(torch.zeros(shape, device=device))
-        values.append(own.reshape(3, shape.numel()))
-    return torch.cat(values, dim=1)
-
-
 class Reference:
     """Eager DDP's run of a subject, and all that is derived from it.
 
@@ -224,7 +217,7 @@ class Reference:
         unstable: names of what was not the same once more, on any rank.
         written: names of parameters that something else than the optimizer writes to.
         not_finite: names of what has NaN or infinity on this rank.
-        sums: for each step what the ranks contribute to each gradient; None where the reduced gradient is
+        sums: for each step what the ranks contribute to each gradient; empty where the reduced gradient is
             no mean of what the model alone computes, or the model alone fails.
         alone: the model's own run on this rank, from the states of the eager run.
     """
@@ -237,8 +230,7 @@ class Reference:
         self.written = frozenset[str]().union(*bench.ranks.gather(_written(eager)))
         self.not_finite = _not_finite(eager)
         self.alone: Record | None = None
-        self.sums: list[dict[str, Sum]] | None = None
-        self._reductions: dict[tuple[int, str], Difference] = {}
+        self.sums: list[dict[str, Sum]] = []
         self.eager_peers = bench.peers(eager)
 
     @classmethod
@@ -256,29 +248,11 @@ class Reference:
         if again is None:
             return None
         made = cls(bench, eager, again)
-        made._run_alone(buffers)
+        if bench.subject.option.local:
+            made.alone = bench.run(LOCAL, None, follow=eager.starts, tamper=buffers.show)
+        if made.alone is not None:
+            made.sums = [bench.sums(step.gradients, step.state) for step in made.alone.steps]
         return made
-
-    def _run_alone(self, buffers: SeenBuffers) -> None:
-        option = self.bench.subject.option
-        if not option.local:
-            return
-        self.alone = self.bench.run(LOCAL, None, follow=self.eager.starts, tamper=buffers.show)
-        if self.alone is not None:
-            self.sums = [self.bench.sums(step.gradients, step.state) for step in self.alone.steps]
-
-    def terms(self, step: int, name: str) -> Sum:
-        """What the ranks contribute to a gradient; `sums` must be known."""
-        assert self.sums is not None  # else no rule asks for L1
-        return self.sums[step][name]
-
-    def reduction(self, step: int, name: str) -> Difference:
-        """L1 of eager's own gradient."""
-        if (step, name) not in self._reductions:
-            gradient, sent_as = self.eager.steps[step].gradients[name], self.bench.subject.option.comm_dtype
-            assert gradient is not None  # only a gradient that is there is judged
-            self._reductions[step, name] = reduced(gradient, self.terms(step, name), sent_as, gradient)
-        return self._reductions[step, name]
 
     @functools.cached_property
     def graphs(self) -> list[int] | None:
@@ -305,24 +279,21 @@ class Reference:
         return lesson.learned()
 
 
-def reduced(
-    gradient: Tensor, terms: Sum, sent_as: torch.dtype | None, eager: Tensor | None = None
-) -> Difference:
-    """L1 of a gradient that was sent in its own dtype, or was converted to another one and back."""
-    return communication(gradient, terms, sent_as, 0 if sent_as is None else 2, eager)
-
-
 def _changed(eager: Record, again: Record) -> set[str]:
     """Names of what two runs do not agree on."""
-    found: set[str] = set()
-    for moment, same in zip(eager.moments, again.moments, strict=False):
-        first, second = left_behind(moment), left_behind(same)
-        both = first.keys() & second.keys()
-        found |= {plain(name) for name in first.keys() ^ second.keys()}
-        found |= {plain(name) for name in both if not _same(first[name][1], second[name][1])}
-        one, two = moment.state, same.state
-        found |= {name for name in one if not _same(one[name], two[name])}
-    return found
+    return {
+        plain(name)
+        for moment, same in zip(eager.moments, again.moments, strict=False)
+        for first, second in [(_all_of(moment), _all_of(same))]
+        for name in first.keys() | second.keys()
+        if not _same(first.get(name), second.get(name))
+    }
+
+
+def _all_of(moment: Step) -> Named:
+    """What a step left, integers too."""
+    integers = {BUFFER + name: tensor for name, tensor in moment.state.items() if not is_rounded(tensor)}
+    return integers | {name: tensor for name, (_, tensor) in left_behind(moment).items()}
 
 
 def _written(eager: Record) -> set[str]:
@@ -337,15 +308,12 @@ def _written(eager: Record) -> set[str]:
 
 def _not_finite(eager: Record) -> tuple[str, ...]:
     """Names of what has NaN or infinity in any step."""
-    found: dict[str, None] = {}
-    for moment in eager.moments:
-        for name, (_, tensor) in left_behind(moment).items():
-            if is_rounded(tensor) and not bool(dense(tensor).isfinite().all()):
-                found[name] = None
-    return tuple(found)
+    left = (pair for moment in eager.moments for pair in left_behind(moment).items())
+    rounded = ((name, dense(tensor)) for name, (_, tensor) in left if is_rounded(tensor))
+    return tuple(dict.fromkeys(name for name, tensor in rounded if not bool(tensor.isfinite().all())))
 
 
-def _same(left: Tensor, right: Tensor) -> bool:
-    if left.dtype != right.dtype or left.shape != right.shape:
+def _same(left: Tensor | None, right: Tensor | None) -> bool:
+    if left is None or right is None or left.dtype != right.dtype or left.shape != right.shape:
         return False
-    return bool((left == right).all()) if not is_rounded(left) else bitwise(left, right).right
+    return bitwise(left, right).right

@@ -20,6 +20,7 @@ from ddpopt.judge.compare import Sum, exact
 from ddpopt.judge.judging.arithmetic import Arithmetic, arithmetic_of
 from ddpopt.judge.judging.numbers import Kind, is_rounded, left_behind, plain
 from ddpopt.judge.judging.record import Record
+from ddpopt.judge.option_cases import cast
 from ddpopt.judge.parallel import Named
 
 SAMPLES = 8
@@ -89,13 +90,7 @@ def _digits(dtype: torch.dtype) -> int:
 
 def widened(state: Named) -> Named:
     """Parameters and buffers in float64."""
-    return {name: _wide(tensor) for name, tensor in state.items()}
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    if tensor.is_complex():
-        return tensor.to(torch.complex128)
-    return tensor.double() if tensor.is_floating_point() else tensor
+    return {name: cast(tensor, torch.float64) for name, tensor in state.items()}
 
 
 @dataclass(frozen=True)
@@ -105,7 +100,7 @@ class Lesson:
     Attributes:
         runs: eager's own, then those on neighbouring data.
         truth: the run in float64; None if it fails.
-        sums: for each step what the ranks contribute to each gradient; None if that is not known.
+        sums: for each step what the ranks contribute to each gradient; empty if that is not known.
         sent_as: the dtype in which gradients are summed, if not their own.
         unstable: names of what eager does not reproduce: one run in float64 says nothing of it.
         written: names of parameters that something else than the optimizer writes to.
@@ -113,7 +108,7 @@ class Lesson:
 
     runs: Sequence[Record]
     truth: Record | None
-    sums: Sequence[Mapping[str, Sum]] | None = None
+    sums: Sequence[Mapping[str, Sum]] = ()
     sent_as: torch.dtype | None = None
     unstable: Collection[str] = field(default_factory=frozenset)
     written: Collection[str] = field(default_factory=frozenset)
@@ -125,7 +120,7 @@ class Lesson:
     def _step(self, step: int) -> dict[str, Arithmetic]:
         samples = [self._values(run, step) for run in self.runs]
         truth = {} if self.truth is None else self._values(self.truth, step)
-        terms = {} if self.sums is None or step == len(self.sums) else self.sums[step]
+        terms = self.sums[step] if step < len(self.sums) else {}
         return {
             name: arithmetic_of(
                 [sample[name] for sample in samples if name in sample],

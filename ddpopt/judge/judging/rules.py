@@ -54,7 +54,7 @@ class Rules:
             return ("L0",)
         if plain(name) in self.unstable or plain(name) in self.excused:
             return ("L2",)
-        if kind is Kind.OWN and self.excused:  # which of them lie behind those values nobody knows
+        if kind is Kind.OWN and self.excused:  # which of them depend on those values nobody knows
             return ("L2",)
         if kind in (Kind.FORWARD, Kind.OWN) or (kind is Kind.GRADIENT and name in self.ignored):
             return ("L0",) if self.exact else ("L2",)

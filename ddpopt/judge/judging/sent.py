@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import zip_longest
 
-from ddpopt.judge.judging.evidence import Break, Broken, Evidence, Sent, words_of
+from ddpopt.judge.judging.evidence import Break, Broken, Evidence, Sent, unlike, words_of
 from ddpopt.judge.judging.record import Record
 from ddpopt.observation.observe import Collective, Iteration
 
@@ -57,25 +56,22 @@ def _bucketless(record: Record) -> list[str]:
 
 def same_order(evidence: Evidence) -> Broken:
     """Collectives that ranks enter in another order never end, or mix up their data."""
-    if evidence.option.callbacks:
+    if evidence.option.compresses:
         return
-    first = evidence.peers[0].collectives
-    for peer in evidence.peers[1:]:
-        pairs = zip_longest(peer.collectives, first, fillvalue=("nothing", None))
-        for index, (theirs, ours) in enumerate(pairs):
-            if not _meet(theirs, ours):
-                yield Break(
-                    f"collective {index}: rank {peer.rank} has {_named(theirs)}, rank 0 {_named(ours)}"
-                )
-                break
+    for rank, index, theirs, ours in unlike(evidence.peers, lambda peer: peer.collectives, _meet):
+        yield Break(f"collective {index}: rank {rank} has {_named(theirs)}, rank 0 {_named(ours)}")
 
 
-def _meet(left: Sent, right: Sent) -> bool:
+def _meet(left: Sent | None, right: Sent | None) -> bool:
     """Whether two ranks do the same; one that has no data left takes part in what it knows no bucket of."""
+    if left is None or right is None:
+        return False
     return left[0] == right[0] and (left[1] == right[1] or None in (left[1], right[1]))
 
 
-def _named(sent: Sent) -> str:
+def _named(sent: Sent | None) -> str:
+    if sent is None:
+        return "nothing"
     return sent[0] if sent[1] is None else f"{sent[0]}, bucket {sent[1]}"
 
 
@@ -126,40 +122,22 @@ def same_graphs(evidence: Evidence) -> Broken:
     """A rank that compiles alone keeps its peers waiting."""
     if evidence.ranks_differ or not evidence.compiled:
         return
-    first = evidence.peers[0].graphs
-    for peer in evidence.peers[1:]:
-        for step, (theirs, ours) in enumerate(zip(peer.graphs, first, strict=False)):
-            if theirs != ours:
-                yield Break(
-                    f"rank {peer.rank} compiled {', '.join(theirs) or 'nothing'}, "
-                    f"rank 0 {', '.join(ours) or 'nothing'}",
-                    None,
-                    step,
-                )
-                break
+    for rank, step, *graphs in unlike(evidence.peers, lambda peer: peer.graphs):
+        theirs, ours = (", ".join(ids or ()) or "nothing" for ids in graphs)
+        yield Break(f"rank {rank} compiled {theirs}, rank 0 {ours}", None, step)
 
 
 def as_alone(evidence: Evidence) -> Broken:
     """Being data-parallel costs no graph."""
-    if evidence.alone is None or not evidence.compiled or not evidence.mode.observable:
-        return
-    if evidence.option.more_graphs:
+    if evidence.alone is None or not evidence.got.graphs or evidence.option.more_graphs:
         return
     for step, (got, alone) in enumerate(zip(evidence.got.graphs_after, evidence.alone, strict=False)):
-        if got != alone and evidence.got.graphs:
-            yield Break(
-                f"{got} graphs were compiled by then, of the model alone {alone}",
-                None,
-                step,
-            )
+        if got != alone:
+            yield Break(f"{got} graphs were compiled by then, of the model alone {alone}", None, step)
             return
 
 
 def same_buckets(evidence: Evidence) -> Broken:
     """Ranks that disagree on buckets add up what does not belong together."""
-    first = evidence.peers[0].buckets
-    for peer in evidence.peers[1:]:
-        for index, (theirs, ours) in enumerate(zip(peer.buckets, first, strict=False)):
-            if theirs != ours:
-                yield Break(f"backward {index}: rank {peer.rank} has buckets {theirs}, rank 0 {ours}")
-                break
+    for rank, index, theirs, ours in unlike(evidence.peers, lambda peer: peer.buckets):
+        yield Break(f"backward {index}: rank {rank} has buckets {theirs}, rank 0 {ours}")

@@ -5,11 +5,11 @@ Invariant: of each number and level the worst comparison is kept, and every rema
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from ddpopt.judge.compare import Difference
-from ddpopt.judge.judging.numbers import BUFFER, FINAL, PARAMETER, SEEN, Number
+from ddpopt.judge.judging.numbers import BUFFER, FINAL, PARAMETER, SEEN, plain
 from ddpopt.judge.verdict import Finding, Measured
 
 CLAIM = {
@@ -18,7 +18,6 @@ CLAIM = {
     "L2": "as right as eager, as far as rounding goes",
 }
 BY_OPTIMIZER = "bit by bit what the optimizer makes of the gradient"
-NEVER = 2**31
 
 
 @dataclass(frozen=True)
@@ -29,13 +28,11 @@ class Judged:
         measured: its numbers.
         right: whether it passed.
         note: a remark on it.
-        claim: what was to hold.
     """
 
     measured: Measured
     right: bool
     note: str = ""
-    claim: str = ""
 
     @property
     def weight(self) -> tuple[bool, float]:
@@ -49,9 +46,10 @@ class Judged:
         seen = self.measured
         bucket = f", bucket {seen.bucket}" if seen.bucket is not None else ""
         remark = f" ({self.note})" if self.note else ""
+        by_optimizer = seen.level == "L0" and seen.parameter.startswith(PARAMETER)
         return Finding(
             seen.level,
-            self.claim,
+            BY_OPTIMIZER if by_optimizer else CLAIM[seen.level],
             f"{_what(seen.parameter)}{bucket}, step {seen.step}, rank {seen.rank}: off by {seen.error:.3g} "
             f"where {seen.bound:.3g} is allowed, {seen.ulps:.3g} ULP{remark}",
             rank=seen.rank,
@@ -75,77 +73,48 @@ class Sheet:
     """What one rank found out of one trial.
 
     Attributes:
+        rank: of this process.
+        buckets: by parameter, the index of the bucket that carried it.
         findings: what is wrong.
         judged: the comparisons.
-        levels: the levels applied.
         notes: remarks on the trial.
         about: remarks on numbers, each with the names that it holds for.
     """
 
+    rank: int
+    buckets: Mapping[str, int]
     findings: list[Finding] = field(default_factory=list)
     judged: list[Judged] = field(default_factory=list)
-    levels: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     about: dict[str, dict[str, None]] = field(default_factory=dict)
 
-    def apply(self, level: str) -> None:
-        """Note that a level was applied."""
-        if level not in self.levels:
-            self.levels.append(level)
-
-    def add(self, level: str, number: Number, difference: Difference, rank: int, bucket: int | None) -> None:
-        """Note a comparison.
-
-        Args:
-            level: which one.
-            number: of what.
-            difference: how it went.
-            rank: of this process.
-            bucket: index of the bucket that carried it.
-        """
-        self.apply(level)
-        by_optimizer = level == "L0" and number.name.startswith(PARAMETER)
+    def add(self, level: str, step: int, name: str, difference: Difference) -> None:
+        """Note how a number compares at one level."""
         measured = Measured(
-            number.name,
-            level,
-            bucket,
-            difference.ulps,
-            difference.error,
-            difference.bound,
-            rank,
-            number.step,
+            parameter=name,
+            level=level,
+            bucket=self.buckets.get(plain(name)),
+            ulps=difference.ulps,
+            error=difference.error,
+            bound=difference.bound,
+            rank=self.rank,
+            step=step,
         )
-        claim = BY_OPTIMIZER if by_optimizer else CLAIM[level]
-        self.judged.append(Judged(measured, difference.right, difference.note, claim))
+        self.judged.append(Judged(measured, difference.right, difference.note))
         if difference.note and difference.right:
-            self.say(difference.note, number.name)
+            self.say(difference.note, name)
 
     def say(self, remark: str, name: str) -> None:
         """Remark on a number."""
         self.about.setdefault(remark, {})[name] = None
 
-    def first_wrong(self) -> int:
-        """The first step with anything wrong; `NEVER` if there is none."""
-        return min((item.measured.step for item in self.judged if not item.right), default=NEVER)
-
-    def wrong_gradients(self, until: int = NEVER) -> set[str]:
-        """Names of the gradients that are wrong, up to a step."""
-        words = (BUFFER, PARAMETER, SEEN, FINAL)
-        found = (item.measured for item in self.judged if not item.right and item.measured.step <= until)
-        return {seen.parameter for seen in found if not seen.parameter.startswith(words)}
-
-    def forget_after(self, step: int) -> None:
-        """Drop what later steps get wrong: it follows from it."""
-        self.judged[:] = [item for item in self.judged if item.measured.step <= step or item.right]
-
-    def take(self, other: Sheet) -> None:
-        """Add the findings and the comparisons of another run."""
-        self.findings += [finding for finding in other.findings if finding not in self.findings]
-        self.judged += other.judged
+    def wrong(self) -> set[str]:
+        """Names of the numbers that are wrong."""
+        return {item.measured.parameter for item in self.judged if not item.right}
 
     def in_short(self) -> Sheet:
         """The same with the worst comparison of each number and level alone."""
-        return Sheet(self.findings, worst(self.judged), self.levels, self.notes, self.about)
+        return replace(self, judged=worst(self.judged))
 
 
 def worst(items: Iterable[Judged]) -> list[Judged]:

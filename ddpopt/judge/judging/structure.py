@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 
 from ddpopt.judge.judging import sent
-from ddpopt.judge.judging.evidence import Break, Broken, Claim, Evidence, Peer, peer_of
-from ddpopt.judge.judging.numbers import FINAL, plain, seen
+from ddpopt.judge.judging.evidence import Break, Broken, Claim, Evidence, Peer
+from ddpopt.judge.judging.numbers import FINAL, is_rounded, plain, seen
 from ddpopt.judge.judging.record import Step, in_sight
 from ddpopt.judge.verdict import Finding
 from ddpopt.judge.visible import GRADIENT_OF, UNMOVED, form_of, is_of_last_step
-
-__all__ = ["CLAIMS", "Evidence", "Peer", "peer_of", "structure"]
 
 
 def structure(evidence: Evidence, rank: int) -> list[Finding]:
@@ -76,15 +74,10 @@ def _others(evidence: Evidence) -> Broken:
             has, wants = got.state.get(name), eager.state.get(name)
             if _words(has) != _words(wants):
                 yield Break(f"{name} is {_words(has)}, in eager DDP {_words(wants)}", name, step)
-            elif has is None or wants is None:
-                continue
-            elif _counts_exactly(evidence, wants) and not torch.equal(has, wants):
+            elif has is None or wants is None or is_rounded(wants) or evidence.mode.gives == "nothing":
+                continue  # only DDP broadcasts buffers
+            elif not torch.equal(has, wants):
                 yield Break(f"{name} holds other integers than in eager DDP", name, step)
-
-
-def _counts_exactly(evidence: Evidence, tensor: Tensor) -> bool:
-    is_integer = not (tensor.is_floating_point() or tensor.is_complex())
-    return is_integer and evidence.mode.gives != "nothing"  # only DDP broadcasts buffers
 
 
 def _random(evidence: Evidence) -> Broken:
@@ -138,37 +131,23 @@ def _moments(evidence: Evidence) -> Iterator[tuple[int, tuple[Step, Step]]]:
 
 
 def _agreement(evidence: Evidence) -> Broken:
-    got, eager = _unequal(evidence.peers), _unequal(evidence.eager_peers)
-    for step, names in enumerate(got):
-        allowed = eager[step] if step < len(eager) else {}
-        for name, rank in names.items():
-            if name in allowed:
-                continue
-            if evidence.mode.gives == "nothing" and not _trained(evidence, name):
-                continue  # only DDP broadcasts buffers
-            yield Break(
-                f"{name} differs between ranks 0 and {rank} after the step; it does not under eager DDP",
-                name,
-                step,
-            )
+    allowed = _unequal(evidence.eager_peers)
+    for (step, name), rank in _unequal(evidence.peers).items():
+        is_broadcast = evidence.mode.gives != "nothing" or name in evidence.eager.steps[0].gradients
+        if is_broadcast and (step, name) not in allowed:
+            message = f"{name} differs between ranks 0 and {rank} after the step; it does not under eager DDP"
+            yield Break(message, name, step)
 
 
-def _trained(evidence: Evidence, name: str) -> bool:
-    return bool(evidence.eager.steps) and name in evidence.eager.steps[0].gradients
-
-
-def _unequal(peers: Sequence[Peer]) -> list[dict[str, int]]:
-    """For each step that all ranks took, what differs from the first rank's, and on which rank first."""
-    steps = min((len(peer.states) for peer in peers), default=0)
-    return [
-        {
-            name: peer.rank
-            for peer in reversed(peers)
-            for name, digest in peers[0].states[step].items()
-            if peer.states[step].get(name) != digest
-        }
-        for step in range(steps)
-    ]
+def _unequal(peers: Sequence[Peer]) -> dict[tuple[int, str], int]:
+    """What differs from the first rank's after a step, and on which rank first."""
+    return {
+        (step, name): peer.rank
+        for peer in reversed(peers)
+        for step, (state, first) in enumerate(zip(peer.states, peers[0].states, strict=False))
+        for name, digest in first.items()
+        if state.get(name) != digest
+    }
 
 
 CLAIMS: tuple[tuple[str, Claim], ...] = (

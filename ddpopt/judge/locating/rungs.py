@@ -29,7 +29,6 @@ class Question:
         option: name of its option.
         mode: name of its mode.
         backend: of Dynamo, as on the command line.
-        strategy: ddpopt's, in place of the mode's own.
         steps: how many steps of training show it.
         dtype: to compute in; None for the case's own.
         ddp_kwargs: DDP's arguments, in place of the case's own.
@@ -43,7 +42,6 @@ class Question:
     option: str
     mode: str
     backend: str
-    strategy: str | None = None
     steps: int = 3
     dtype: str | None = None
     ddp_kwargs: Mapping[str, Any] = field(default_factory=dict)

@@ -25,7 +25,8 @@ from ddpopt.judge.locating.pieces import ChosenPieces, Piece
 from ddpopt.judge.locating.rungs import Question, Stage, Symptom, rung_of, symptom_of
 from ddpopt.judge.locating.segment_code import NotWritable, Recorder
 from ddpopt.judge.modes import LOCAL, Mode, mode
-from ddpopt.judge.options import Option, option
+from ddpopt.judge.options import option
+from ddpopt.judge.trainer import Option
 from ddpopt.judge.trials import Settings, quickly
 from ddpopt.judge.verdict import Trial
 from ddpopt.ranks.group import Ranks
@@ -112,8 +113,7 @@ class Search:
         reference = self._alone if stage.mode == LOCAL.name else self.reference
         if reference is None:
             return None
-        strategy = self.question.strategy if stage.mode == self.question.mode else None
-        return judge(reference, _mode(stage), backend, strategy=strategy, exact=exact)
+        return judge(reference, _mode(stage), backend, exact=exact)
 
     def narrow(self, stage: Stage) -> None:
         """Find what has to be compiled for a stage to disagree, and tell it.

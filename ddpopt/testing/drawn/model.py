@@ -98,7 +98,7 @@ class DrawnModel:
 
     @property
     def source(self) -> str:
-        """The model as a Python module that stands alone."""
+        """The model as a Python module that needs only torch."""
         return self._written[0]
 
     @property

@@ -21,7 +21,7 @@ from ddpopt.fuzz.signatures import ROUNDING, Signature
 from ddpopt.judge.judging.reference import Bench
 from ddpopt.ranks.group import Ranks, joined
 from ddpopt.testing.drawn import DrawnModel, step
-from tests.unit.rehearsing import one_rank_group
+from tests.multigpu.single import single_rank
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
 FAILURE = Signature("error", "AssertionError", "distributed.py in __init__")
@@ -35,8 +35,8 @@ CASE = FoundCase(
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with one_rank_group(tmp_path_factory.mktemp("group")), joined(timeout_s=60) as made:
+def ranks() -> Iterator[Ranks]:
+    with single_rank(), joined(timeout_s=60) as made:
         yield made
 
 
@@ -54,22 +54,21 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def answered(ranks: Ranks, case: FoundCase, *, sought: Signature | None) -> Answer:
-    (answer,) = examine(ranks, replace(case.task, sought=sought), lambda _: None)
-    return answer
+def answered(ranks: Ranks, model: DrawnModel, modes: tuple[str, ...], setting: Setting) -> list[Answer]:
+    return examine(ranks, task_of(model, modes, setting), lambda _: None)
 
 
 def test_a_model_that_is_right_takes_one_run_of_eager_and_one_of_the_mode(
     ranks: Ranks, runs: list[str]
 ) -> None:
-    case = replace(CASE, setting=replace(CASE.setting, lowers_limit=True))
-    assert answered(ranks, case, sought=None).kind is Kind.OK
+    (answer,) = answered(ranks, CASE.model, ("torch",), replace(CASE.setting, lowers_limit=True))
+    assert answer.kind is Kind.OK
     assert runs == ["eager", "torch"]
 
 
 def test_a_model_that_writes_to_its_parameters_needs_no_second_look(ranks: Ranks, runs: list[str]) -> None:
     writing = DrawnModel((step("decayed"),), width=4, cap_bytes=1)
-    (answer,) = examine(ranks, task_of(writing, ("ddpopt-split",), Setting("eager", steps=2)), lambda _: None)
+    (answer,) = answered(ranks, writing, ("ddpopt-split",), Setting("eager", steps=2))
     assert answer.kind is Kind.OK
     assert runs == ["eager", "ddpopt-split"]
 
@@ -77,33 +76,16 @@ def test_a_model_that_writes_to_its_parameters_needs_no_second_look(ranks: Ranks
 def test_an_exception_is_held_against_the_backend_alone_and_needs_no_second_look(
     ranks: Ranks, runs: list[str]
 ) -> None:
-    answer = answered(ranks, CASE, sought=None)
+    (answer,) = answered(ranks, CASE.model, ("torch",), CASE.setting)
     assert (answer.kind, answer.signature) == (Kind.WRONG, FAILURE)
     assert CASE.fails_so(answer)
     assert runs == ["eager", "torch", "whole"]
     assert DistributedDataParallel._active_ddp_module is None
 
 
-@pytest.mark.parametrize(
-    "sought", [replace(FAILURE, what="KeyError"), Signature("L0", "loss"), Signature("death", "SIGSEGV")]
-)
-def test_a_failure_that_cannot_be_the_one_that_is_sought_is_told_at_first_sight(
-    sought: Signature, ranks: Ranks, runs: list[str]
-) -> None:
-    answer = answered(ranks, CASE, sought=sought)
-    assert (answer.kind, answer.signature) == (Kind.WRONG, FAILURE)
-    assert runs == ["eager", "torch"]
-
-
-def test_the_failure_that_is_sought_is_looked_at_in_full(ranks: Ranks, runs: list[str]) -> None:
-    assert CASE.fails_so(answered(ranks, CASE, sought=FAILURE))
-    assert runs == ["eager", "torch", "whole"]
-
-
 def test_what_torch_leaves_open_when_it_fails_inside_a_transform_fails_nothing_else(ranks: Ranks) -> None:
     inside = DrawnModel((step("transformed", by="grad"),), width=4, cap_bytes=1)
-    task = task_of(inside, ("torch", "ddpopt-split"), Setting("aot_eager", steps=1))
-    torchs, ours = examine(ranks, task, lambda _: None)
+    torchs, ours = answered(ranks, inside, ("torch", "ddpopt-split"), Setting("aot_eager", steps=1))
     assert torchs.signature == Signature(
         "error", "NotImplementedError", "collect_metadata_analysis.py in inner"
     )
@@ -139,8 +121,7 @@ def rounding(monkeypatch: pytest.MonkeyPatch) -> Setting:
 def test_a_backend_that_only_rounds_otherwise_is_one_failure_whatever_the_parameter(
     ranks: Ranks, rounding: Setting
 ) -> None:
-    task = task_of(ROUNDED, ("whole", "ddpopt-inline"), rounding)
-    for answer in examine(ranks, task, lambda _: None):
+    for answer in answered(ranks, ROUNDED, ("whole", "ddpopt-inline"), rounding):
         assert (answer.kind, answer.signature) == (Kind.BACKEND, ROUNDING)
 
 
@@ -149,8 +130,7 @@ def test_a_mode_that_is_wrong_beyond_the_rounding_of_its_backend_is_wrong(
 ) -> None:
     # torch's optimizer changes the parameter too late; the last bits of the cell differ in any mode
     both = replace(ROUNDED, steps=(step("decayed"), *ROUNDED.steps))
-    task = task_of(both, ("torch", "ddpopt-split"), rounding)
-    torchs, ours = examine(ranks, task, lambda _: None)
+    torchs, ours = answered(ranks, both, ("torch", "ddpopt-split"), rounding)
     assert (torchs.kind, torchs.signature and torchs.signature.kind) == (Kind.WRONG, "L0")
     assert torchs.signature != ROUNDING
     assert (ours.kind, ours.signature) == (Kind.BACKEND, ROUNDING)
@@ -161,5 +141,5 @@ def test_the_graphs_of_a_plan_are_found_behind_one_that_trains_nothing(ranks: Ra
     silent_first = (step("running"), step("graph_break"))
     reread = (step("transformed", layer="again"), step("transformed", layer="tied"))
     drawn = DrawnModel((*silent_first, *reread), width=4, cap_bytes=1)
-    (answer,) = examine(ranks, task_of(drawn, ("ddpopt-split",), Setting()), lambda _: None)
+    (answer,) = answered(ranks, drawn, ("ddpopt-split",), Setting())
     assert answer.kind is Kind.OK, answer.detail

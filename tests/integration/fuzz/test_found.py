@@ -18,8 +18,8 @@ from ddpopt.judge.locating.reproduction import shows
 from ddpopt.judge.trials import quickly
 from ddpopt.ranks.group import Ranks, joined
 from ddpopt.testing.drawn import DrawnModel, Step, step
-from tests.found import FOLDER, found_cases
-from tests.unit.rehearsing import one_rank_group
+from tests.found import FOLDER, fails_undivided, found_cases
+from tests.multigpu.single import single_rank
 
 OURS = ("ddpopt-split", "ddpopt-inline")
 
@@ -29,8 +29,8 @@ def each(cases: Sequence[FoundCase]) -> pytest.MarkDecorator:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with one_rank_group(tmp_path_factory.mktemp("group")), joined(timeout_s=60) as made, quickly():
+def ranks() -> Iterator[Ranks]:
+    with single_rank(), joined(timeout_s=60) as made, quickly():
         yield made
 
 
@@ -56,7 +56,7 @@ def test_a_failure_says_what_fails_where_and_why(case: FoundCase) -> None:
     )
 
 
-@each([case for case in found_cases() if not case.fails_undivided])
+@each([case for case in found_cases() if not fails_undivided(case)])
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 def test_ddpopt_gets_the_model_right_bit_by_bit_in_both_strategies(case: FoundCase, ranks: Ranks) -> None:
     answers = examine(ranks, task_of(case.model, OURS, Setting("aot_eager")), lambda _: None)
@@ -65,7 +65,7 @@ def test_ddpopt_gets_the_model_right_bit_by_bit_in_both_strategies(case: FoundCa
     assert [answer.mode for answer in answers] == [*OURS]
 
 
-@each([case for case in found_cases() if case.fails_undivided])
+@each([case for case in found_cases() if fails_undivided(case)])
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 def test_what_torch_gets_wrong_in_one_piece_is_not_blamed_on_ddpopt(
     case: FoundCase, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

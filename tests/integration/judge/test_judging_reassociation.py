@@ -20,7 +20,8 @@ from ddpopt.judge.judging.reassociation import (
 )
 from ddpopt.judge.judging.reference import Bench, Subject
 from ddpopt.judge.option_cases import set_extra
-from ddpopt.judge.options import Option, option
+from ddpopt.judge.options import option
+from ddpopt.judge.trainer import Option
 from ddpopt.planning.plan import Plan
 from ddpopt.ranks.group import Ranks, joined
 from tests.multigpu.single import single_rank

@@ -115,7 +115,7 @@ def test_each_option_of_verify_is_what_is_asked_for(asked: list[Any]) -> None:
     assert asked == [
         (
             [Asked("tied", option, ("torch", "whole")) for option in ("default", "join")],
-            Settings("eager", None, 5, "bfloat16", 7.0),
+            Settings("eager", 5, "bfloat16", 7.0),
             {"nproc": 3, "device": "cpu", "limit_s": 7.0 * 6},
         )
     ]
@@ -132,17 +132,16 @@ def test_verify_without_options_asks_for_ddpopts_own_choice_and_looks_where_it_g
         "default",
         {"bucket_cap_mb": 2},
     )
-    assert settings == Settings("aot_eager", "auto", 3, None, 300.0)
+    assert settings == Settings("aot_eager", 3, None, 300.0)
     assert arguments == ("tied", wrong_trial(), Path("ddpopt_reproduction.py"))
     assert (keywords["nproc"], keywords["ddp_kwargs"]) == (2, {"bucket_cap_mb": 2})
 
 
 def test_the_matrix_asks_for_every_mode_under_every_option_on_six_cases(asked: list[Any]) -> None:
     run("matrix")
-    ((found, settings, _),) = asked
+    ((found, _, _),) = asked
     assert len(CASES) == 6
     assert sum(len(one.modes) for one in found) == len(MODES) * len(OPTIONS) * len(CASES)
-    assert settings.strategy is None
 
 
 @pytest.mark.parametrize(

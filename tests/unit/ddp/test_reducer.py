@@ -1,5 +1,6 @@
 """ddpopt.ddp.reducer: the plan's buckets, kept, in a reducer that is otherwise DDP's own."""
 
+import copy
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -95,19 +96,38 @@ def test_options_set_after_construction_are_kept() -> None:
     assert len(after) == len(before)
 
 
-def test_a_second_hook_is_refused_as_in_plain_ddp() -> None:
-    def hook(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        del state
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
+def doubling(state: object, bucket: Any) -> Any:
+    del state
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer() * 2)
+    return future
 
-    hook.__annotations__.clear()
+
+doubling.__annotations__.clear()  # torch wants its own class there, not Any
+
+
+def test_a_second_hook_is_refused_as_in_plain_ddp() -> None:
     ddp = wrapped()
-    ddp.register_comm_hook(None, hook)
+    ddp.register_comm_hook(None, doubling)
     install(ddp, arbitrary_plan(ddp, 0))
     with pytest.raises(RuntimeError, match="can only be called once"):
-        ddp.register_comm_hook(None, hook)
+        ddp.register_comm_hook(None, doubling)
+
+
+@pytest.mark.parametrize("hooked_again", [False, True])
+def test_a_copy_of_a_module_has_the_hooks_that_torch_gives_it(hooked_again: bool) -> None:
+    ddp = wrapped()
+    ddp.register_comm_hook(None, doubling)
+    gradients = []
+    for imposed in (False, True):
+        copied = copy.deepcopy(ddp)
+        if hooked_again:
+            copied.register_comm_hook(None, doubling)
+        if imposed:
+            install(copied, arbitrary_plan(copied, 0))
+        step(copied)
+        gradients.append([p.grad for p in copied.parameters()])
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
 
 
 def test_the_old_buckets_are_gone_before_the_new_ones_are_made(monkeypatch: pytest.MonkeyPatch) -> None:

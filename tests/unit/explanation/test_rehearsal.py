@@ -1,6 +1,6 @@
 """Steps rehearsed on fake tensors: their ready order is that of reducers that run; they leave no trace."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,13 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.explanation.explain import explain
-from tests.unit.rehearsing import WIDTH, Linears, one_rank_group, params, rows, running_buckets
+from tests.unit.rehearsing import WIDTH, Linears, params, rows, running_buckets
 
-
-@pytest.fixture(scope="module", autouse=True)
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with one_rank_group(tmp_path_factory.mktemp("group")):
-        yield
+pytestmark = pytest.mark.usefixtures("one_rank_group")
 
 
 def tied() -> nn.Module:

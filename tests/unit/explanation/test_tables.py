@@ -3,7 +3,7 @@
 import pytest
 from expecttest import assert_expected_inline
 
-from ddpopt.explanation.tables import WIDTH, Column, Noted, mib, names, paragraph, table
+from ddpopt.explanation.tables import WIDTH, Column, Noted, paragraph, table
 
 COLUMNS = [Column("bucket", "right"), Column("gradients", fills=True)]
 
@@ -27,25 +27,6 @@ def test_a_cell_that_fills_wraps_between_names_or_inside_a_longer_one_and_loses_
     assert max(map(len, lines)) <= WIDTH
     assert "".join(line[8:].replace(" ", "") for line in lines[2:]) == ",".join([name] * 6)
     assert len(name) > WIDTH or all(line.endswith((",", name)) for line in lines[2:])
-
-
-@pytest.mark.parametrize(("variable", "value"), [("FORCE_COLOR", "1"), ("COLUMNS", "20"), ("TERM", "dumb")])
-def test_the_terminal_does_not_matter(variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [(0, "layers.0.weight " * 8)]
-    plain = table(COLUMNS, rows)
-    monkeypatch.setenv(variable, value)
-    assert table(COLUMNS, rows) == plain
-    assert plain.isascii()
-
-
-def test_a_long_list_of_names_shows_its_ends_and_its_length() -> None:
-    assert names(["w"] * 4) == "w, w, w, w"
-    assert names([f"w{index}" for index in range(100)]) == "w0, w1, ..., w99 (100)"
-    assert names([]) == "-"
-
-
-def test_sizes_have_three_decimals() -> None:
-    assert [mib(0), mib(2**20), mib(25 * 2**20 + 2**10)] == ["0.000", "1.000", "25.001"]
 
 
 def test_later_lines_of_a_paragraph_are_indented() -> None:

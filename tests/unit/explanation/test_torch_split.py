@@ -1,7 +1,6 @@
 """torch's DDPOptimizer on fake tensors: the buckets under it are those of reducers that run under it."""
 
 import inspect
-from collections.abc import Iterator
 from dataclasses import fields
 
 import pytest
@@ -12,13 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt.dynamo import hook
 from ddpopt.dynamo.api import replacing_ddp_optimizer
 from ddpopt.explanation.explain import explain
-from tests.unit.rehearsing import Linears, explained, one_rank_group, params, rows, running_buckets
+from tests.unit.rehearsing import Linears, explained, params, rows, running_buckets
 
-
-@pytest.fixture(scope="module", autouse=True)
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with one_rank_group(tmp_path_factory.mktemp("group")):
-        yield
+pytestmark = pytest.mark.usefixtures("one_rank_group")
 
 
 def test_a_running_reducer_has_the_buckets_that_torchs_split_is_said_to_give() -> None:
@@ -43,13 +38,6 @@ def test_torchs_optimizer_has_the_private_names_that_we_use() -> None:
     assert {"bucket_bytes_cap", "backend_compile_fn"} <= set(built_with)
     assert list(inspect.signature(hook.DDPOptimizer.compile_fn).parameters)[1:3] == ["gm", "example_inputs"]
     assert {"size", "params", "param_ids"} <= {field.name for field in fields(torchs.Bucket)}
-
-
-def test_parameters_that_ddp_ignores_are_counted_by_torchs_optimizer() -> None:
-    explanation = explained("ignored")
-    reduced = {name for bucket in explanation.ddp.buckets for name in bucket.params}
-    assert len(explanation.torch.alien) == 4
-    assert reduced.isdisjoint(explanation.torch.alien)
 
 
 def test_views_of_one_storage_are_counted_whole_by_torchs_optimizer() -> None:

@@ -106,14 +106,6 @@ def test_a_case_that_fails_in_another_way_is_refused_with_both_failures() -> Non
         minimized(CASE, lambda case: Answer(case.mode, Kind.OK))
 
 
-def test_many_steps_go_at_once() -> None:
-    many = replace(CASE, model=DrawnModel(steps=(*(NOISE * 30), step("gain"))))
-    asked = Asked("gain")
-    found = minimized(many, asked)
-    assert blocks(found.case) == {"gain"}
-    assert len(asked.cases) <= 25  # of 121 steps
-
-
 def test_a_search_that_runs_out_of_tries_says_so_keeps_what_it_has_and_tells_how_far_it_is() -> None:
     asked = Asked("gain", "product")
     told: list[Minimized] = []

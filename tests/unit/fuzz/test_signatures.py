@@ -3,8 +3,8 @@
 import pytest
 
 from ddpopt.errors import CertificateError
-from ddpopt.fuzz.examine import beyond_rounding, min_signature, own_findings
-from ddpopt.fuzz.signatures import Signature, of_death, of_error, of_finding
+from ddpopt.fuzz.examine import beyond_rounding, own_findings
+from ddpopt.fuzz.signatures import Signature, of_death, of_error, of_finding, signature_of
 from ddpopt.judge.verdict import Finding, Status, Trial
 
 STACK = """\
@@ -84,7 +84,7 @@ def test_a_death_is_told_by_the_innermost_frame_of_the_thread_that_died() -> Non
 
 
 def test_an_error_matters_more_than_a_number() -> None:
-    assert min_signature([unequal("L0", "w"), error("KeyError: 1 (a.py:1 in f)")]).what == "KeyError"
+    assert signature_of([unequal("L0", "w"), error("KeyError: 1 (a.py:1 in f)")]).what == "KeyError"
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def test_what_is_zero_without_any_noise_is_not_called_noise_and_may_be_the_small
 
 
 def test_terms_that_cancel_may_leave_their_rounding() -> None:
-    terms = Sum(torch.zeros(5), torch.full((5,), 2e-3), 2)
+    terms = Sum(torch.zeros(5), torch.full((5,), 2e-3), 2, torch.full((5,), 2.0))
     known = arithmetic_of([torch.zeros(5)] * 8, torch.zeros(5), terms)
     assert arithmetic(torch.full((5,), 1e-11), known).right
     assert not arithmetic(torch.full((5,), 1e-8), known).right
@@ -128,7 +128,7 @@ def test_terms_that_cancel_may_leave_their_rounding() -> None:
 
 def test_a_mean_that_is_sent_in_half_precision_is_rounded_to_it() -> None:
     truth = drawn(0, 50).double()
-    terms = Sum(2 * truth, 2 * truth.abs(), 2)
+    terms = Sum(2 * truth, 2 * truth.abs(), 2, torch.full_like(truth, 2))
     sent = truth.to(torch.float16).float()
     samples = samples_of(truth, 1e-7)
     assert arithmetic(sent, arithmetic_of(samples, truth, terms, torch.float16)).right

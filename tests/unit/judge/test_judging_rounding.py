@@ -105,7 +105,7 @@ def test_what_eager_does_not_reproduce_is_learned_from_its_runs_alone() -> None:
 
 
 def test_the_terms_of_a_gradient_are_known_and_of_nothing_else() -> None:
-    terms = {"w": Sum(torch.full((4,), 2.0), torch.full((4,), 2e3), 2)}
+    terms = {"w": Sum(torch.full((4,), 2.0), torch.full((4,), 2e3), 2, torch.full((4,), 2.0))}
     (known,) = lesson_of(sums=[terms]).learned()
     assert float(known["w"].floor.max()) > 1e-5
     assert float(known["final gradient of w"].floor.max()) < 1e-6

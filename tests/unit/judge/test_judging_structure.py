@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from ddpopt.judge.judging.evidence import Evidence, Peer, peer_of
 from ddpopt.judge.judging.record import Record
 from ddpopt.judge.judging.reference import Bench, Subject
-from ddpopt.judge.judging.structure import CLAIMS, Evidence, Peer, peer_of, structure
+from ddpopt.judge.judging.structure import CLAIMS, structure
 from ddpopt.judge.matrix import CASES
 from ddpopt.judge.modes import mode
 from ddpopt.judge.options import option

@@ -1,6 +1,5 @@
 """ddpopt.observation.launches: every kind of collective is noted as what it is."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,13 +9,8 @@ import torch.distributed._functional_collectives as functional
 
 from ddpopt.ddp.engine import NO_TASK, task_id
 from ddpopt.observation.launches import Launch, LaunchMode
-from tests.multigpu.single import single_rank
 
-
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    with single_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("one_rank_group")
 
 
 class Notes(list[Launch]):

@@ -1,6 +1,6 @@
 """ddpopt.observe and ddpopt.observation.launches: what is seen, and that seeing changes nothing."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import permutations
 from typing import Any
 
@@ -19,16 +19,11 @@ from ddpopt.observation.observe import Observation, observe
 from ddpopt.planning.bucket_rule import specs_from_ddp
 from ddpopt.planning.plan import Plan
 from tests.multigpu.models import Tower, arbitrary_plan, plan_of
-from tests.multigpu.single import single_rank
 
 c10d: Any = dist  # torch does not mark its re-exports
 
 
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    with single_rank():
-        yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("one_rank_group", "fresh_dynamo")
 
 
 class Pair(nn.Module):

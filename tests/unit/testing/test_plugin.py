@@ -109,8 +109,8 @@ def test_pytest_timeout_leaves_marked_tests_to_the_plugin(suite: pytest.Pytester
         from ddpopt.testing.needs import is_marked, needs_of
         def pytest_collection_finish(session):
             for item in session.items:
-                needs = needs_of(item) if is_marked(item) else None
-                print(item.name, needs, [mark.args for mark in item.iter_markers("timeout")][:1])
+                limit_s = needs_of(item).limit_s if is_marked(item) else None
+                print(item.name, limit_s, [mark.args for mark in item.iter_markers("timeout")][:1])
         """,
         test_timed="""
         import pytest
@@ -125,6 +125,6 @@ def test_pytest_timeout_leaves_marked_tests_to_the_plugin(suite: pytest.Pytester
         """,
     )
     text = run(suite, "-p", "pytest_timeout", "--collect-only", "test_timed.py").stdout.str()
-    assert "test_both Needs(size=2, backend=None, limit_s=7.0) [(0,)]" in text
-    assert "test_own Needs(size=2, backend=None, limit_s=3.0) [(0,)]" in text
+    assert "test_both 7.0 [(0,)]" in text
+    assert "test_own 3.0 [(0,)]" in text
     assert "test_theirs None [(7,)]" in text
