@@ -130,12 +130,6 @@ def test_backward_with_inputs_fills_only_these_and_ddp_minds_as_ever() -> None:
     assert inline == eager
 
 
-def test_checkpointed_layers_have_eagers_gradients() -> None:
-    twins = Twins(Checkpointed)
-    for _ in range(STEPS):
-        assert twins.act(train)[2] == ALL
-
-
 @pytest.fixture(scope="module")
 def sums() -> Twins:
     return Twins(Sums)

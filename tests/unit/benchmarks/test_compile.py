@@ -95,21 +95,6 @@ def test_a_warm_start_of_ours_compiles_nothing(mode: str, told: bool) -> None:
     assert short(found) == ({f"resnet, all depths: {mode}: compiled in a warm start": 2} if told else {})
 
 
-def test_what_was_not_compiled_is_not_measured_and_does_not_hold() -> None:
-    claims = section(figures(split=1.0), {}).claims
-    assert {claim.remark for claim in claims if claim.case.startswith("resnet")} == {"not measured"}
-    assert not any(claim.held for claim in claims if claim.remark)
-
-
-def test_the_table_has_a_row_for_each_setting_and_the_spread_is_over_rounds() -> None:
-    found = {**figures(torch=40.0), Setting("gpt", 24, "split"): starts(10.0, slower_s=2.0)}
-    made = section(found, {})
-    assert made.grids[0].rows[1] == (
-        *("gpt", "24", "split", *(("10.0 (12.0)", "0.275", "–") * 2), "1.0 (1.0)", "0"),
-    )
-    assert made.claims[0].spread == (40 / 12, 4.0)
-
-
 def test_a_process_that_fails_is_told_with_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(command: Any, **_: Any) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(command, 1, "", "Traceback\nValueError: no such thing")
@@ -118,21 +103,3 @@ def test_a_process_that_fails_is_told_with_its_last_words(monkeypatch: pytest.Mo
     with pytest.raises(InfrastructureError, match=r"gpt 2 split: exit code 1\.\nTraceback\nValueError"):
         start_once(Setting("gpt", 2, "split"), "caches", 0)
     assert main(["--models", "gpt", "--layers", "2", "--modes", "split"]) == 3
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--models", "bert"], "expected some of gpt, resnet, got 'bert'"),
-        (["--modes", "eager"], "expected some of whole, torch, split, inline, got 'eager'"),
-        (["--layers", "12,0"], "expected numbers of layers such as 12,24, got '12,0'"),
-        (["--layers", "many"], "got 'many'"),
-    ],
-)
-def test_an_argument_that_cannot_be_is_a_usage_error(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(arguments)
-    assert left.value.code == 2
-    assert message in capsys.readouterr().err

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import planning
 from benchmarks.gpt import GptLike
-from benchmarks.planning import OURS, THEIRS, Optimize, Timing, growth_exponent, main, section
+from benchmarks.planning import OURS, THEIRS, Optimize, Timing, main, section
 
 
 def timings(ours: dict[int, float], theirs: dict[int, float]) -> dict[str, list[Timing]]:
@@ -30,12 +30,6 @@ def test_embedding_layers_and_head_have_one_size() -> None:
         sum(p.numel() for p in part.parameters()) for part in (model.embedding, *model.layers, model.head)
     }
     assert sizes == {model.layer_bytes // 4}
-
-
-@pytest.mark.parametrize("exponent", [1.0, 1.5, 2.0])
-def test_the_exponent_of_a_power_is_found(exponent: float) -> None:
-    sizes = [12, 48, 200]
-    assert growth_exponent(sizes, [0.01 * size**exponent for size in sizes]) == pytest.approx(exponent)
 
 
 @pytest.mark.parametrize(

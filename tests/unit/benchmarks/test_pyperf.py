@@ -21,13 +21,6 @@ def stored(path: Path, timings: Timings) -> dict[str, list[tuple[float, ...]]]:
     return {bench.get_name(): [run.values for run in bench.get_runs()] for bench in suite.get_benchmarks()}
 
 
-def test_conditions_stand_beside_what_pyperf_knows_of_the_machine(tmp_path: Path) -> None:
-    stored(tmp_path / "a.json", {"x": [(1.0,)]})
-    metadata = pyperf.Benchmark.load(str(tmp_path / "a.json")).get_metadata()
-    assert metadata["ddpopt_load_before"] == "0.10"
-    assert "python_version" in metadata
-
-
 def test_a_file_of_before_is_replaced_and_two_of_them_are_compared(tmp_path: Path) -> None:
     before, after = tmp_path / "before.json", tmp_path / "after.json"
     stored(before, {"y": [(9.0,)]})

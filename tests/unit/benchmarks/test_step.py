@@ -112,25 +112,3 @@ def test_nccl_sends_where_each_rank_has_a_gpu(
     assert description("cuda")["device"] == f"cuda, 2 ranks on {gpus} of: A GPU"
     assert description("cuda")["sent by"] == sender
     assert [device_of("cuda", rank).index for rank in range(2)] == [0, gpus - 1]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--models", "linears,bert"], "expected some of linears, gpt, keyword, experts, tied, got 'bert'"),
-        (["--modes", "eager,fast"], "expected some of eager, whole, torch, split, inline, got 'fast'"),
-        (["--backend", "inducktor"], "got 'inducktor'"),
-        (["--rate", "fast"], "expected a rate such as 1gbit or 500mbit, got 'fast'"),
-        (["--rate", "0gbit"], "got '0gbit'"),
-        (["--rate", "1.2.3gbit"], "got '1.2.3gbit'"),
-        (["--rate", "1gbit,fast"], "got 'fast'"),
-        (["--rounds", "0"], "invalid choice: 0"),
-    ],
-)
-def test_an_argument_that_cannot_be_is_a_usage_error(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(arguments)
-    assert left.value.code == 2
-    assert message in capsys.readouterr().err

@@ -9,15 +9,12 @@ from benchmarks.report import Claim
 from benchmarks.step_modes import MODES
 from benchmarks.step_rank import STEPS_A_TURN, Figures
 from benchmarks.step_rows import (
-    RATES,
     Measured,
     claims,
     fastest_parts,
     grid,
     limit,
-    parts_line,
     rows,
-    section,
 )
 from benchmarks.step_workloads import WORKLOADS
 from tests.unit.step_figures import PARTS, figures
@@ -79,12 +76,6 @@ def test_the_spread_of_a_ratio_is_that_of_its_numerator() -> None:
     assert asked_of(replace(steps, graphs={"torch": 1}))[-1].spread == pytest.approx((28 / 13, 32 / 13))
 
 
-def test_what_is_not_measured_over_a_slow_network_does_not_hold() -> None:
-    found = section([Measured("no rate", loopback("it takes root"), figures(inline=[13.0, 13.0]))], {})
-    assert len(found.claims) == len(RATES) * len(WORKLOADS)
-    assert {(claim.remark, claim.held) for claim in found.claims} == {("not measured", False)}
-
-
 def test_memory_is_beside_one_whole_graph_and_exposure_is_the_median_or_not_known() -> None:
     found = figures(whole=[13.0, 13.0], inline=[13.0, 13.0])
     found.peak_bytes["inline"] = 3 * 2**20
@@ -102,10 +93,3 @@ def test_the_table_has_a_line_for_each_mode_and_says_what_is_not_known() -> None
         ("inline", "13000", "13000 (13000–13000)", "1.000", "25 %", "2.0", "–"),
     )
     assert shown.title.startswith(f"{WORKLOADS['linears'].about}; loopback")
-
-
-def test_the_parts_of_the_limit_are_told() -> None:
-    assert parts_line(figures(inline=[0.3, 0.3])) == (
-        "physical limit 13000 ms: forward 2000, backward 4000, first bucket after 25 % of it, "
-        "all-reduce of 32.0 MiB in 8 buckets 9000, of the last one 1500, update 1000"
-    )

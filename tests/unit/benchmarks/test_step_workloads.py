@@ -18,15 +18,17 @@ def graphs(mode: str, workload: str) -> int:
 
 @pytest.mark.usefixtures("one_rank_group", "fresh_dynamo")
 @pytest.mark.parametrize(
-    ("workload", "segments"), [("linears", 8), ("keyword", 1), ("experts", 1), ("tied", 2)]
+    ("mode", "workload", "segments"),
+    [
+        (TORCH, "linears", 8),
+        (TORCH, "keyword", 1),
+        (TORCH, "experts", 1),
+        (TORCH, "tied", 2),
+        (WHOLE, "linears", 1),
+    ],
 )
-def test_torch_splits_some_wrongly_and_some_not_at_all(workload: str, segments: int) -> None:
-    assert graphs(TORCH, workload) == segments
-
-
-@pytest.mark.usefixtures("one_rank_group", "fresh_dynamo")
-def test_without_an_optimizer_there_is_one_graph() -> None:
-    assert graphs(WHOLE, "linears") == 1
+def test_torch_splits_some_wrongly_and_some_not_at_all(mode: str, workload: str, segments: int) -> None:
+    assert graphs(mode, workload) == segments
 
 
 @pytest.mark.parametrize("name", WORKLOADS)

@@ -1,7 +1,6 @@
 """tests.selftest.self_test: what counts as found, and what does not."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,10 +28,17 @@ from tests.selftest.sites import NotInjected, Site, first, last_rank, second_ran
 from tests.selftest.trials import died, found_out
 from tests.unit.verdicts import broken_trial, impossible_trial, ok_trial, wrong_trial
 
-ZEROED = next(fault for fault in FAULTS if fault.name == "a gradient is zeroed")
-CUT = next(fault for fault in FAULTS if fault.name == "a mutation is lost")
-DEADLY = next(fault for fault in FAULTS if fault.name == "one rank's reducer has other buckets")
+
+def fault_of(name: str) -> Fault:
+    return next(fault for fault in FAULTS if fault.name == name)
+
+
+ZEROED = fault_of("a gradient is zeroed")
+CUT = fault_of("a mutation is lost")
+DEADLY = fault_of("one rank's reducer has other buckets")
+WIRE = fault_of("a bucket is not reduced")
 EVERYWHERE = (True, True)
+ON_THE_SECOND = (False, True)
 
 
 def judged(*levels: str, applied: tuple[str, ...] = ("L0", "L3")) -> Trial:
@@ -49,111 +55,97 @@ def failed(error: Exception) -> tuple[Trial, list[Failure]]:
     ]
 
 
-def by(
-    fault: Fault, trial: Trial, failures: Sequence[Failure] = (), marked: Sequence[bool] = EVERYWHERE
-) -> Any:
-    return found_out(fault, trial, failures, marked).by
-
-
 # ------------------------------------------------------------------------------------ what counts as found
 
 
-def test_a_fault_that_a_level_names_is_found_by_it() -> None:
-    found = found_out(ZEROED, judged("L0", "L0"), (), EVERYWHERE)
-    assert (found.by, found.due, found.complaint) == (("L0",), ("L0",), "")
+def seen(*levels: str, applied: tuple[str, ...] = ("L0", "L3")) -> tuple[Trial, list[Failure]]:
+    return judged(*levels, applied=applied), []
 
 
-@pytest.mark.parametrize("marked", [(), (False, False), (True, False)])
-def test_a_fault_that_did_not_run_on_every_rank_is_not_injected_whatever_was_said(
-    marked: tuple[bool, ...],
-) -> None:
-    found = found_out(ZEROED, judged("L0"), (), marked)
-    assert (found.injected, found.by) == (False, ())
-    assert found.complaint == "not injected: L0 says so"
+REFUSED = CertificateError(("nodes: lost",))
+UNDER_DYNAMO = RuntimeError("backend='ddpopt' raised:\nCertificateError: nodes: lost")
+WAITED = replace(broken_trial(), reason="no rank failed of itself"), failed(RuntimeError("Timed out"))[1]
+NOT_OURS = (
+    replace(impossible_trial(), reason="refused: no such thing"),
+    failed(UsageError("no such thing"))[1],
+)
 
 
 @pytest.mark.parametrize(
-    "error", [RuntimeError("no site"), StopIteration(), IndexError(), NotInjected("no site")]
+    ("fault", "outcome", "marked", "found_by", "complaint"),
+    [
+        (ZEROED, seen("L0", "L0"), EVERYWHERE, "L0", ""),
+        # a fault that did not run on every rank it is for is not injected, whatever was said
+        *(
+            (ZEROED, seen("L0"), marked, "", "not injected: L0")
+            for marked in ((), (False, False), (True, False))
+        ),
+        (DEADLY, seen("L3"), (True, False), "", "not injected: L3"),
+        # so an exception before the broken code ran finds nothing
+        *(
+            (CUT, failed(error), (False, False), "", "not injected: ")
+            for error in (RuntimeError("no site"), StopIteration(), IndexError(), NotInjected("no site"))
+        ),
+        # ranks that waited for each other find only a fault that may stall them
+        (DEADLY, WAITED, ON_THE_SECOND, "ranks", ""),
+        (ZEROED, WAITED, EVERYWHERE, "", "not found: "),
+        # errors of ddpopt's count by their type, under Dynamo's wrapper too, where they are expected
+        (CUT, failed(REFUSED), EVERYWHERE, "certificate", ""),
+        (CUT, failed(UNDER_DYNAMO), EVERYWHERE, "certificate", ""),
+        (ZEROED, failed(REFUSED), EVERYWHERE, "", "not found: "),
+        (CUT, failed(PlanMismatchError("CertificateError")), EVERYWHERE, "", "not found: "),
+        (CUT, failed(UsageError("CertificateError: no")), EVERYWHERE, "", "not found: "),
+        (CUT, failed(RuntimeError("CertificateError")), EVERYWHERE, "", "not found: "),
+        (ZEROED, NOT_OURS, EVERYWHERE, "", "not found: refused: no such thing"),
+        # what a level says counts where it is for that level to say, and a level that had to find it is named
+        (ZEROED, seen("L3", "run"), EVERYWHERE, "", "not found: "),
+        (ZEROED, seen("L0", "L3"), EVERYWHERE, "L0", ""),
+        (WIRE, seen("L0", applied=("L0", "L1", "L3")), EVERYWHERE, "L0", "overlooked by L1"),
+    ],
 )
-def test_an_exception_before_the_broken_code_ran_finds_nothing(error: Exception) -> None:
-    trial, failures = failed(error)
-    found = found_out(CUT, trial, failures, (False, False))
-    assert (found.injected, found.by) == (False, ())
+def test_a_fault_is_found_by_those_whom_it_concerns_and_only_once_it_ran(
+    fault: Fault,
+    outcome: tuple[Trial, list[Failure]],
+    marked: tuple[bool, ...],
+    found_by: str,
+    complaint: str,
+) -> None:
+    found = found_out(fault, *outcome, marked)
+    assert ", ".join(found.by) == found_by
+    assert found.injected is not complaint.startswith("not injected")
+    assert found.complaint.startswith(complaint)
+    assert bool(found.complaint) is bool(complaint)
 
 
-def test_a_fault_of_one_rank_has_to_run_on_that_rank_alone() -> None:
-    assert found_out(DEADLY, judged("L3"), (), (False, True)).injected
-    assert not found_out(DEADLY, judged("L3"), (), (True, False)).injected
+@pytest.mark.parametrize(
+    ("fault", "marked", "found_by", "complaint"),
+    [
+        (DEADLY, ON_THE_SECOND, ("ranks",), ""),
+        (DEADLY, (False, False), (), "not injected: rank 1 died"),
+        (ZEROED, EVERYWHERE, (), "not found: rank 1 died"),
+    ],
+)
+def test_ranks_that_died_found_a_fault_that_kills_if_it_had_run_before(
+    fault: Fault, marked: tuple[bool, ...], found_by: tuple[str, ...], complaint: str
+) -> None:
+    found = died(fault, marked, "rank 1 died")
+    assert (found.by, found.complaint) == (found_by, complaint)
     assert [list(which(3)) for which in (second_rank, last_rank)] == [[1], [2]]
 
 
-def test_ranks_that_died_found_a_fault_only_if_it_had_run_before() -> None:
-    assert died(DEADLY, (False, True), "rank 1 died").by == ("ranks",)
-    early = died(DEADLY, (False, False), "rank 1 died")
-    assert (early.injected, early.by, early.complaint) == (False, (), "not injected: rank 1 died")
-
-
-def test_ranks_that_died_of_a_fault_that_kills_nobody_did_not_find_it() -> None:
-    assert died(ZEROED, EVERYWHERE, "rank 1 died").complaint == "not found: rank 1 died"
-
-
-def test_ranks_that_waited_for_each_other_found_a_fault_that_may_stall_them() -> None:
-    waited = replace(broken_trial(), reason="no rank failed of itself")
-    failures = failed(RuntimeError("Timed out waiting 20000ms"))[1]
-    assert by(DEADLY, waited, failures, (False, True)) == ("ranks",)
-    assert by(ZEROED, waited, failures) == ()
-
-
-def test_ddpopts_own_errors_count_by_their_type_and_only_where_they_are_expected() -> None:
-    refused = failed(CertificateError(("nodes: lost",)))
-    assert by(CUT, *refused) == ("certificate",)
-    assert by(ZEROED, *refused) == ()
-    for error in (
-        PlanMismatchError("CertificateError"),
-        UsageError("CertificateError: no"),
-        RuntimeError("CertificateError"),
-    ):
-        assert by(CUT, *failed(error)) == ()
-
-
-def test_an_error_of_ddpopts_is_known_under_dynamos_wrapper() -> None:
-    wrapper = RuntimeError("backend='ddpopt' raised:\nCertificateError: nodes: lost")
-    assert by(CUT, *failed(wrapper)) == ("certificate",)
-
-
-def test_a_refusal_of_something_else_finds_nothing() -> None:
-    trial = replace(impossible_trial(), reason="refused: rank 0: UsageError: no such thing")
-    found = found_out(ZEROED, trial, failed(UsageError("no such thing"))[1], EVERYWHERE)
-    assert found.complaint == "not found: refused: rank 0: UsageError: no such thing"
-
-
-def test_what_a_level_says_counts_only_where_it_is_its_business() -> None:
-    assert by(ZEROED, judged("L3", "run")) == ()
-    assert by(ZEROED, judged("L0", "L3")) == ("L0",)
-
-
-def test_a_level_that_had_to_find_a_fault_and_did_not_is_named() -> None:
-    wire = next(fault for fault in FAULTS if fault.name == "a bucket is not reduced")
-    found = found_out(wire, judged("L0", applied=("L0", "L1", "L3")), (), EVERYWHERE)
-    assert (found.by, found.due, found.overlooked_by) == (("L0",), ("L0", "L1"), ("L1",))
-    assert found.complaint == "overlooked by L1"
-
-
-def test_l1_has_to_hear_of_wrong_gradients_only_where_nothing_else_compares_numbers() -> None:
-    assert ZEROED.due(("L0", "L1", "L3"), size=2) == ("L0",)
-    assert ZEROED.due(("L0", "L1", "L3"), size=3) == ("L1",)
-
-
-def test_l0_has_to_hear_of_a_wrong_buffer_on_any_number_of_ranks() -> None:
-    stale = next(fault for fault in FAULTS if fault.name == "a buffer is not updated")
-    assert stale.due(("L0", "L1", "L3"), size=2) == stale.due(("L0", "L1", "L3"), size=3) == ("L0",)
-
-
-def test_l0_has_to_hear_of_nothing_where_rounding_is_allowed() -> None:
-    rounded = next(
-        fault for fault in FAULTS if fault.name == "a gradient is zeroed, where rounding is allowed"
-    )
-    assert rounded.due(("L0", "L1", "L2", "L3"), size=2) == ("L2",)
+@pytest.mark.parametrize(
+    ("name", "on_two", "on_three"),
+    [
+        ("a gradient is zeroed", ("L0",), ("L1",)),  # L1, where nothing else compares numbers
+        ("a buffer is not updated", ("L0",), ("L0",)),
+        ("a gradient is zeroed, where rounding is allowed", ("L2",), ("L2",)),
+    ],
+)
+def test_a_level_has_to_find_what_it_judges(
+    name: str, on_two: tuple[str, ...], on_three: tuple[str, ...]
+) -> None:
+    levels = ("L0", "L1", "L3") if on_two == ("L0",) else ("L0", "L1", "L2", "L3")
+    assert [fault_of(name).due(levels, size=size) for size in (2, 3)] == [on_two, on_three]
 
 
 # ---------------------------------------------------------------------------------------------- the whole
@@ -165,15 +157,12 @@ def whole(*trials: Trial, complaint: bool = False) -> SelfTest:
 
 
 @pytest.mark.parametrize("trial", [wrong_trial(), broken_trial(), impossible_trial()])
-def test_a_clean_run_that_is_not_ok_fails_the_self_test(trial: Trial) -> None:
+def test_a_clean_run_that_is_not_ok_and_a_fault_that_nobody_found_fail_the_self_test(trial: Trial) -> None:
     assert whole()
     assert not whole(ok_trial(), trial)
-
-
-def test_a_fault_that_nobody_found_fails_the_self_test() -> None:
-    result = whole(complaint=True)
-    assert [found.fault for found in result.missed] == ["a gradient is zeroed"]
-    assert not result
+    missed = whole(complaint=True)
+    assert [found.fault for found in missed.missed] == ["a gradient is zeroed"]
+    assert not missed
 
 
 @pytest.mark.parametrize(("complaint", "code"), [(False, 0), (True, 1)])
