@@ -101,6 +101,17 @@ def reads_memory(node: fx.Node) -> bool:
     return any(_name(inner.target) == "_get_data_attr" for graph in graphs for inner in graph.nodes)
 
 
+def updates_statistics(node: fx.Node) -> bool:
+    """Whether `node` is a norm that writes to running statistics.
+
+    Such a write does not raise a tensor's version: autograd reads what it keeps of them as it is by then.
+    """
+    if node.op not in ("call_function", "call_method"):
+        return False
+    given = (_given(signature, node) for signature in _signatures(node.target))
+    return any(statistic is not None for each in given for statistic in _statistics(each))
+
+
 def detaches(node: fx.Node) -> bool:
     """Whether `node` takes a tensor from autograd in place; its example value says so from the start."""
     return _name(node.target) == "detach_"
@@ -124,14 +135,24 @@ def _mutated(node: fx.Node) -> Iterator[fx.Node]:
 
 def _written_by(signature: Signature, node: fx.Node) -> Iterator[object]:
     """The arguments of a call that a callable of this signature writes to."""
-    given = {**signature.defaults, **dict(zip(signature.names, node.args, strict=False)), **node.kwargs}
+    given = _given(signature, node)
     yield from (given.get(name) for name in (*signature.written, "out"))
     if given.get("inplace", False) is not False:
         yield given.get(next(iter(signature.names), "input"))
-    if given.get("training", given.get("use_input_stats")) is not False:
-        yield from (given.get("running_mean"), given.get("running_var"))
+    yield from _statistics(given)
     if given.get("max_norm") is not None:
         yield given.get("weight")
+
+
+def _given(signature: Signature, node: fx.Node) -> dict[str, Any]:
+    """The arguments of a call by name, with the defaults of those that it leaves out."""
+    return {**signature.defaults, **dict(zip(signature.names, node.args, strict=False)), **node.kwargs}
+
+
+def _statistics(given: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The running statistics that a norm is given to update."""
+    updates = given.get("training", given.get("use_input_stats")) is not False
+    return (given.get("running_mean"), given.get("running_var")) if updates else ()
 
 
 def _written_by_module(node: fx.Node) -> Iterator[fx.Node]:

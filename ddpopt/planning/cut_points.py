@@ -18,7 +18,7 @@ from torch._prims_common import is_contiguous_or_false, is_non_overlapping_and_d
 from torch.utils import _pytree as pytree
 
 from ddpopt.graph.aliases import first_names, is_view, reads_value, viewed_input
-from ddpopt.graph.effects import is_known, mutated_inputs, reads_memory, redescribes
+from ddpopt.graph.effects import is_known, mutated_inputs, reads_memory, redescribes, updates_statistics
 from ddpopt.graph.nodes import SOURCES, example_value, requires_grad, storages
 from ddpopt.graph.state import AUTOCAST, GRAD_MODE
 
@@ -223,15 +223,20 @@ def _last_view_use(node: fx.Node, position: Mapping[fx.Node, int]) -> int:
 def _copy_spans(graph: fx.Graph, position: Mapping[fx.Node, int]) -> Iterator[Span]:
     """From the first reader of a tensor that a copy cannot take the place of, to the last write to it.
 
-    A segment that reads what a later one writes to gets a copy, whose memory layout may differ.
+    A segment that reads what a later one writes to gets a copy, whose memory layout may differ. And autograd
+    does not see running statistics change: the backward of what reads them reads what they hold by then.
     """
     mutated = _written(position)
     uncopied = _uncopied(graph, mutated) if mutated else {}
-    for node, index in position.items() if uncopied else ():
+    updating = [node for node in position if updates_statistics(node)] if mutated else []
+    unseen = {key for node in updating for source in mutated_inputs(node) for key in storages(source)}
+    for node, index in position.items() if uncopied or unseen else ():
+        kept = unseen if requires_grad(example_value(node)) else ()
         read = {key for source in node.all_input_nodes for key in storages(source)}
-        for key in [key for key in read if key in uncopied and reads_value(node, key)]:
-            why = f"{uncopied.pop(key).name!r} is written to later, and no copy could take its place here"
-            yield Span(index + 1, mutated[key], why)
+        for key in (key for key in read if key in uncopied or key in kept):
+            if index < mutated[key] and reads_value(node, key):
+                why = f"what {node.name!r} reads is written to later, and no copy could take its place here"
+                yield Span(index + 1, mutated[key], why)
 
 
 def _kept_spans(graph: fx.Graph, position: Mapping[fx.Node, int]) -> Iterator[Span]:

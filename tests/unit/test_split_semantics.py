@@ -265,6 +265,11 @@ def by_data_in_a_body(model: Between, h: Tensor, _: Tensor) -> Tensor:
     return written
 
 
+def scaled_by_statistics(model: Between, h: Tensor, _: Tensor) -> Tensor:
+    h = model.layer(2, model.layer(1, h * model.own[0]))
+    return nn.functional.batch_norm(h, model.own[0], model.own[1], training=True, momentum=0.5)
+
+
 def read_and_written_in_one_segment(model: Between, h: Tensor, given: Tensor) -> Tensor:
     right = given * 1
     h = torch.sin(model.layer(2, model.layer(1, h)) + right)
@@ -285,8 +290,8 @@ def made_before_it_is_trained(model: Between, h: Tensor, _: Tensor) -> Tensor:
 
 BODIES = (
     detached_in_place, strided, columns, view_by_tensor, broadcast, batch, float_in_region, bool_in_region,
-    by_data, by_data_in_a_body, read_and_written_in_one_segment,
-    input_that_is_trained_from_then_on, made_before_it_is_trained,
+    by_data, by_data_in_a_body, scaled_by_statistics,
+    read_and_written_in_one_segment, input_that_is_trained_from_then_on, made_before_it_is_trained,
 )  # fmt: skip
 
 
