@@ -22,7 +22,7 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ddpopt.ddp.deferral import active_module
-from ddpopt.graph.nodes import CompilerFn, body_nodes, example_value, module_like, storages
+from ddpopt.graph.nodes import CompilerFn, example_value, module_like, storages
 from ddpopt.inline.handover import Call, empty_token, lend
 from ddpopt.planning.facts import GraphFacts, gradient_carriers, late_reads
 from ddpopt.planning.plan import Bucket
@@ -36,7 +36,7 @@ def lendable(gm: fx.GraphModule, sources: Sources) -> list[fx.Node]:
     from.
     """
     leaving = {storage for node in gm.graph.output_node().all_input_nodes for storage in storages(node)}
-    late = late_reads(body_nodes(gm.graph), sources, gradient_carriers(gm.graph))
+    late = late_reads(gm, sources, gradient_carriers(gm.graph))
     return [node for node in sources if leaving.isdisjoint(storages(node)) and node not in late]
 
 

@@ -107,7 +107,7 @@ def collect(
     for position, node in enumerate(body):
         if node not in carries:
             continue
-        read = [first.get(source, source) for source in node.all_input_nodes]
+        read = [first.get(source, source) for source in _inputs_with_gradient(gm, node)]
         held = [node, *(source for source in read if source.op in SOURCES)]
         names = [name for source in held for name in sources.get(source, {}).values()]
         for name in dict.fromkeys(names):
@@ -120,7 +120,7 @@ def collect(
     )
     late = (
         Span(first + 1, last, _LATE.format(body[first].name, node.name))
-        for node, (first, last) in late_reads(body, sources, carries).items()
+        for node, (first, last) in late_reads(gm, sources, carries).items()
     )
     return GraphFacts(tuple(node.name for node in body), uses, blocked_positions(gm.graph, body, late))
 
@@ -237,8 +237,23 @@ def _without_grad_mode(graph: fx.Graph) -> dict[fx.Node, None]:
     return {node: None for node, enabled in ran if not enabled and not passes_on_input(node)}
 
 
+def _inputs_with_gradient(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
+    """What a carrier may pass gradient to: of a checkpointed region, what a carrier in its body reads."""
+    inner = checkpointed(gm, node)
+    if inner is None:
+        return node.all_input_nodes
+    carriers = gradient_carriers(inner.graph)
+    operands = zip(inner.graph.find_nodes(op="placeholder"), node.args[1:], strict=True)
+    read = (
+        source
+        for operand, source in operands
+        if any(u in carriers or u.op == "output" for u in operand.users)
+    )
+    return [source for source in read if isinstance(source, fx.Node)]
+
+
 def late_reads(
-    body: Sequence[fx.Node], sources: Container[fx.Node], carriers: Container[fx.Node]
+    gm: fx.GraphModule, sources: Container[fx.Node], carriers: Container[fx.Node]
 ) -> dict[fx.Node, tuple[int, int]]:
     """The parameters that backward may read after their gradients are complete.
 
@@ -254,13 +269,13 @@ def late_reads(
     early: dict[fx.Node, int] = {}
     found: dict[fx.Node, tuple[int, int]] = {}
     complete: dict[fx.Node, None] = {}
-    for position, node in enumerate(body):
-        direct = [source for source in node.all_input_nodes if source in sources]
-        read = dict.fromkeys([*direct, *(p for s in node.all_input_nodes for p in made_of.get(s, ()))])
+    for position, node in enumerate(body_nodes(gm.graph)):
+        held = [source for source in node.all_input_nodes if source in sources]
+        read = dict.fromkeys([*held, *(p for s in node.all_input_nodes for p in made_of.get(s, ()))])
         if node not in carriers:
             made_of[node] = read
             continue
-        for parameter in direct:
+        for parameter in (source for source in _inputs_with_gradient(gm, node) if source in sources):
             if parameter in early and parameter not in complete:
                 found[parameter] = early[parameter], position
             complete[parameter] = None

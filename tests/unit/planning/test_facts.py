@@ -346,9 +346,15 @@ def size_first(m: Weights, x: Tensor) -> Tensor:
     return (x @ m.b * m.a.detach().numel()).relu() @ m.a
 
 
+def region_first(m: Weights, x: Tensor) -> Tensor:
+    inner: Tensor = checkpoint(lambda x: x @ m.b @ m.a.detach(), x, use_reentrant=False)
+    return inner.relu() @ m.a
+
+
 @pytest.mark.parametrize(
     ("forward", "kept"),
     [
+        (region_first, ["inner", "relu", "matmul"]),
         (view_first, ["relu", "matmul_2"]),
         (value_first, ["relu", "matmul_1"]),
         (view_last, []),
@@ -360,7 +366,8 @@ def test_no_cut_parts_a_reader_without_gradient_from_the_reader_that_completes_i
 ) -> None:
     facts = traced(forward).facts
     blocked = {name: why for name, why in zip(facts.nodes, facts.blocked, strict=True) if why is not None}
-    reader = {"view_first": "matmul_1", "value_first": "mul"}.get(forward.__name__, "")
+    readers = {"view_first": "matmul_1", "value_first": "mul", "region_first": "tag_activation_checkpoint"}
+    reader = readers.get(forward.__name__, "")
     parameter = "l_self_parameters_a_"
     why = f"the backward of {reader!r} may read {parameter!r}, which may change once its gradient has left"
     assert blocked == dict.fromkeys(kept, why)
