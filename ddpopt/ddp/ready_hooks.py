@@ -24,8 +24,9 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.ddp.engine import task_id
+from ddpopt.ddp.engine import NO_TASK, task_id
 from ddpopt.errors import HandOverError, UnsupportedError
+from ddpopt.graph.nodes import storages_of
 from ddpopt.planning.reduced import as_built, held_parameters, running_reducer
 
 __all__ = ["ReadyHooks", "ready_hooks", "registered"]
@@ -55,6 +56,9 @@ class ReadyHooks:
         self._ddp = weakref.ref(ddp)
         self._taken_over: weakref.ReferenceType[Any] | None = None
         self._handed_over: dict[int, int] = {}
+        self._buckets: set[int] = set()
+        self._gradients: set[int] = set()
+        self._task = NO_TASK
         # a node keeps its hooks alive, and the reducer the node: nothing in a hook may keep either
         arrived = weakref.WeakMethod(self._arrived)
         self._pre_hooks: list[Any] = []
@@ -81,6 +85,7 @@ class ReadyHooks:
                 return False
             _remove_hooks(reducer)
             self._taken_over = weakref.ref(reducer)
+            self._buckets = set()
         return True
 
     def _knows_the_parameters(self) -> bool:
@@ -92,6 +97,16 @@ class ReadyHooks:
     def is_hooked(self, place: int) -> bool:
         """Whether somebody else has a hook on a parameter's AccumulateGrad node."""
         return bool(self._pre_hooks[place]) or len(self._hooks[place]) > 1
+
+    def written_memory(self) -> set[int]:
+        """Identities of the storages that the backward that is running may write to.
+
+        Those of the gradients that were there before it, and of buckets that gradients have been views of.
+        """
+        if self._task != task_id():
+            self._task = task_id()
+            self._gradients = {*storages_of([leaf.variable.grad for leaf in self.leaves])}
+        return self._gradients | self._buckets
 
     def hand_over(self, place: int, parameter: Tensor, gradient: Tensor, alone: bool) -> None:
         """Accumulate a gradient and notify the reducer, as the engine would at the end of this backward.
@@ -126,6 +141,9 @@ class ReadyHooks:
         reducer = self._reducer()
         if reducer is not None and self._is_taken_over(reducer) and not getattr(reducer, "is_removed", False):
             reducer._autograd_hook(place)
+            ddp: Any = self._ddp()
+            if ddp.gradient_as_bucket_view and ddp.require_backward_grad_sync:
+                self._buckets.update(storages_of(self.leaves[place].variable.grad))
 
     def _reducer(self) -> Any:
         ddp = self._ddp()

@@ -107,12 +107,13 @@ def compile_inline(
     values = [detached.get(node, value) for node, value in zip(inputs, example_inputs, strict=True)]
     tokens = [_token(detached[group[0]]) for group in groups]
     compiled = compiler(_edited(gm, groups, detached, tokens, positions), [*values, *tokens])
+    others = [place for place in range(len(inputs)) if place not in {*flat}]
     asserting = _asserts_gradients(compiler)
 
     def run(*arguments: Any) -> Any:
         given = [*arguments]
         groups = [{position: given[position] for position in group} for group in positions]
-        tokens = Call(active_module(), groups).open_gate()
+        tokens = Call(active_module(), groups, [given[place] for place in others]).open_gate()
         for position in flat if asserting else ():
             given[position] = given[position].detach()
         return compiled(*given, *tokens)

@@ -17,6 +17,7 @@ must hold; else the gradient waits until the compiled backward is over and takes
 - no other edge of the backward leads to the parameter, so that the gradient is all of it (not so for a
   weight that the loss reads too, after a graph break, or with two forwards before one backward);
 - nobody has hooked the parameter or its AccumulateGrad node; a user's hook runs once, at its usual time;
+- the compiled code was given no other tensor in memory that DDP writes to: a gradient, or a bucket;
 - the backward creates no graph of its own and looks for no NaN, and DDP's forward has led here.
 
 Invariant: each gradient reaches its parameter exactly once, in memory that nothing else owns: it is copied,
@@ -40,6 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt.ddp.engine import NO_TASK, running_backward, running_node, task_id, will_run
 from ddpopt.ddp.ready_hooks import ready_hooks
 from ddpopt.errors import HandOverError
+from ddpopt.graph.nodes import storages_of
 
 __all__ = ["COPIED", "LATE", "TAKEN", "Call", "hand_over", "lend"]
 
@@ -55,14 +57,21 @@ class Call:
         ddp: the DDP module whose forward is running, if any.
         groups: the parameters that the graph was lent, by slot: which of the graph's inputs each one is.
             Those of each call of `lend` together.
+        others: the graph's other inputs.
 
     Attributes:
         groups: as given.
     """
 
-    def __init__(self, ddp: DistributedDataParallel | None, groups: Sequence[Mapping[int, Tensor]]) -> None:
+    def __init__(
+        self,
+        ddp: DistributedDataParallel | None,
+        groups: Sequence[Mapping[int, Tensor]],
+        others: Sequence[object] = (),
+    ) -> None:
         self._hooks = None if ddp is None else ready_hooks(ddp)
         self.groups = groups
+        self._memory = frozenset(storages_of(others))
         self._parameters = {slot: parameter for group in groups for slot, parameter in group.items()}
         # by backward and slot: two backwards through one retained graph may overlap
         self._kept: dict[tuple[int, int], Tensor] = {}
@@ -101,7 +110,7 @@ class Call:
     def _decided(self) -> dict[int, int]:
         """The slots whose gradients may be handed over in the backward that is running, and their places."""
         hooks = self._hooks
-        if hooks is None or not hooks.take_over():
+        if hooks is None or not hooks.take_over() or not self._memory.isdisjoint(hooks.written_memory()):
             return {}
         backward = running_backward()
         if backward is None or backward.creates_graph or _looks_for_nan():

@@ -150,3 +150,45 @@ def test_gradients_that_go_together_accumulate_and_are_reduced_as_eagers(as_view
             assert parameter.grad is not None
             assert expected.grad is not None
             torch.testing.assert_close(parameter.grad, expected.grad)
+
+
+class Weighted(nn.Module):
+    """Multiplies its first weight by a tensor, which the backward reads after the last layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Parameter(torch.randn(8, 8))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        h = x @ self.first
+        for layer in self.layers:
+            h = layer(h).tanh()
+        return h.sum() + (self.first.sin() * weight).sum()
+
+
+@pytest.mark.parametrize("read", ["gradient", "flat buffer", "view of a bucket"])
+def test_compiled_code_that_reads_gradients_reads_those_of_before_the_backward(read: str) -> None:
+    found: dict[str, list[Tensor]] = {}
+    for engine in ("eager", "inline"):
+        torch._dynamo.reset()
+        as_view = read == "view of a bucket"
+        ddp = DistributedDataParallel(Weighted(), bucket_cap_mb=0.0002, gradient_as_bucket_view=as_view)
+        model = ddp if engine == "eager" else ddpopt.compile(ddp, strategy="inline")
+        last = ddp.module.layers[2].weight
+        flat = torch.zeros(2, 8, 8)
+        if read == "flat buffer":
+            last.grad = flat[0]
+        weight = torch.ones(8, 8)
+        left = found.setdefault(engine, [])
+        for step in range(3):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+            given = flat.select(0, 0) if read == "flat buffer" else weight
+            torch.autograd.backward(model(x, given))
+            left += [p.grad.clone() for p in ddp.parameters() if p.grad is not None]
+            assert last.grad is not None
+            weight = last.grad
+            if as_view:
+                ddp.zero_grad()
+    torch.testing.assert_close(found["inline"], found["eager"])
