@@ -94,10 +94,12 @@ class Exchange:
         """Poll, instead of waiting inside C: then a stack shows this frame, and a rank that left is seen."""
         deadline, pause_s = time.monotonic() + self._limit_s, FIRST_POLL_S
         while not self._store.check(list(keys)):
+            # Asked before the keys are: a rank that leaves in between may have given its value first.
+            left, late = self._store.check([LEFT]), time.monotonic() > deadline
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            if missing and self._store.check([LEFT]):
+            if missing and left:
                 raise PeersMissing(self._words(missing, f"rank {int(self._store.get(LEFT))} left"))
-            if missing and time.monotonic() > deadline:
+            if missing and late:
                 raise PeersMissing(self._words(missing, f"nothing came within {self._limit_s:g} s"))
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, SLOWEST_POLL_S)
