@@ -10,6 +10,7 @@ All private interfaces of DDP and its reducer that ddpopt writes to are used in 
 torch 2.11 to 2.13 (``torch/nn/parallel/distributed.py``, ``torch/csrc/distributed/c10d/reducer.cpp``).
 """
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -64,11 +65,14 @@ class PlannedReducer(Reducer):
         is_removed: whether somebody took it out of the backward, by ``ddp._remove_autograd_hooks()``.
     """
 
-    def __init__(self, plan: Plan, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, ddp: Any, plan: Plan, arguments: Mapping[str, Any]) -> None:
         super().__init__(**arguments)
         self.plan = plan
+        self._ddp = weakref.ref(ddp)
+        self._work_handle: tuple[Any, bool] | None = None
         self.parameters: list[torch.Tensor] = arguments["params"]
         self.is_removed = False
+        self._strides: list[tuple[int, ...]] | None = [p.stride() for p in self.parameters]
         # In unused-parameter mode C++ does not note the ready order, so there is nothing to forget.
         self._notes_ready_order = not arguments["find_unused_parameters"]
         self._has_marked = False
@@ -88,7 +92,24 @@ class PlannedReducer(Reducer):
         # DDP calls this before every forward with gradients, and before each backward that a joined rank
         # shadows. It is also where DDP notices that the backward before did not finish.
         self._check_reducer_finalized()
+        if self._strides is not None and any(self.get_backward_stats()):
+            # After the first backward DDP makes its buckets for what the parameters have become, by
+            # channels_last for instance, and never again.
+            changed = [parameter.stride() for parameter in self.parameters] != self._strides
+            self._strides = None
+            ddp = self._ddp()
+            if changed and ddp is not None and ddp.reducer is self:
+                install(ddp, self.plan)
+                ddp.reducer.prepare_for_forward()
+                if self._work_handle is not None:
+                    ddp.reducer._set_forward_pass_work_handle(*self._work_handle)
+        self._work_handle = None
         return False
+
+    @outside_dynamo
+    def _set_forward_pass_work_handle(self, work: Any, use_static_world_size: bool) -> None:
+        self._work_handle = work, use_static_world_size
+        super()._set_forward_pass_work_handle(work, use_static_world_size)
 
     def _remove_autograd_hooks(self) -> None:
         # Others may report gradients to this reducer instead of its own hooks (ddpopt.ddp.ready_hooks).
@@ -133,7 +154,7 @@ def install(ddp: DistributedDataParallel, plan: Plan) -> None:
         module.reducer._remove_autograd_hooks()
         # The old buckets go before the new ones come: at the end of a forward there is no room for both.
         del module.reducer, module.logger
-        module.reducer = PlannedReducer(plan, arguments)
+        module.reducer = PlannedReducer(ddp, plan, arguments)
     module.logger = _logger(module)
     if module.static_graph:
         module._static_graph_delay_allreduce_enqueued = False

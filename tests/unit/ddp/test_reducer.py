@@ -143,3 +143,17 @@ def test_the_old_buckets_are_gone_before_the_new_ones_are_made(monkeypatch: pyte
     monkeypatch.setattr(PlannedReducer, "__init__", watched)
     install(ddp, arbitrary_plan(ddp, 0))
     assert alive == [False]
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+def test_buckets_follow_a_memory_format_that_changes_after_the_first_step(as_view: bool) -> None:
+    found = []
+    for make in (planned, wrapped):
+        ddp = make(gradient_as_bucket_view=as_view)
+        step(ddp)
+        ddp.zero_grad()
+        for weight in (p for p in ddp.parameters() if p.dim() == 2):
+            weight.data = weight.data.t().contiguous().t()
+        step(ddp)
+        found.append([(p.grad, p.grad.stride()) for p in ddp.parameters() if p.grad is not None])
+    torch.testing.assert_close(*found)
