@@ -18,10 +18,10 @@ export OMP_NUM_THREADS
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# The torch version stands in the stamp, so that another one is installed and not taken for this one.
+# The torch version is part of the stamp, so that another one is installed and not taken for this one.
 TEST_STAMP := $(VENV)/.installed-$(TORCH_VERSION)-test
 DEV_STAMP := $(VENV)/.installed-$(TORCH_VERSION)-dev
-# One run, so one summary. conftest.py has one worker run all tests that start ranks; they stand last, when the
+# One run, so one summary. conftest.py has one worker run all tests that start ranks; they come last, when the
 # others have left the cores. Eight workers are enough: each holds a torch in memory.
 ALL_CORES := -n auto --maxprocesses 8
 BENCHMARKS := planning compile step alignment
@@ -64,7 +64,7 @@ environment-dev: $(DEV_STAMP)
 
 # ----------------------------------------------------------------------------------------------- runs
 
-demo: $(TEST_STAMP) ## plan, cut, compile and train a GPT on two ranks, beside eager DDP
+demo: $(TEST_STAMP) ## plan, cut, compile and train a GPT on two ranks, next to eager DDP
 	$(BIN)/python -m examples.train_gpt $(DEMO_ARGS)
 
 test: $(TEST_STAMP) ## all tests
@@ -116,7 +116,7 @@ bench: $(TEST_STAMP) ## all benchmarks in turn into benchmarks/results, and what
 bench-alignment: $(TEST_STAMP) ## overlap potential of each corpus case and cap, as a ratio to eager DDP
 	$(BIN)/python -m benchmarks.alignment $(BENCH_ARGS)
 
-bench-planning: $(TEST_STAMP) ## time of plan, partition and certificate, beside torch's DDPOptimizer
+bench-planning: $(TEST_STAMP) ## time of plan, partition and certificate, next to torch's DDPOptimizer
 	$(BIN)/python -m benchmarks.planning $(BENCH_ARGS)
 
 bench-compile: $(TEST_STAMP) ## uncached, cold and warm start of a training script, each mode (an hour)

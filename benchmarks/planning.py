@@ -1,4 +1,4 @@
-"""Time to plan and cut, beside torch's DDPOptimizer: ``python -m benchmarks.planning``.
+"""Time to plan and cut, next to torch's DDPOptimizer: ``python -m benchmarks.planning``.
 
 Both get the same Dynamo graph of a GPT-like model in DDP, with a backend that does nothing, so what is timed
 is all that an optimizer adds to compilation: for ddpopt facts, plan, partition, certificate and the search
@@ -240,7 +240,7 @@ def section(found: Found, facts: Mapping[str, str]) -> Section:
         for t in ours.values()
     )
     columns = ("layers", "nodes", "ddpopt, s", "torch's DDPOptimizer, s", "times faster")
-    title = "Seconds beside the backend, median (fastest – slowest); times faster, of the medians"
+    title = "Seconds apart from the backend, median (fastest – slowest); times faster, of the medians"
     return Section("planning", facts, claims, (Grid(title, columns, rows),))
 
 

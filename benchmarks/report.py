@@ -168,7 +168,7 @@ def some_of(known: Sequence[str], text: str) -> tuple[str, ...]:
 
     Args:
         known: those that there are.
-        text: as it stands on the command line.
+        text: as given on the command line.
 
     Raises:
         argparse.ArgumentTypeError: there is none of such a name.
@@ -244,7 +244,7 @@ def state(console: Console, facts: Mapping[str, str]) -> None:
 
 
 def show_grid(console: Console, grid: Grid) -> None:
-    """Print a table; what is not text stands at the right."""
+    """Print a table; what is not text is aligned to the right."""
     table = Table(title=grid.title)
     for place, column in enumerate(grid.columns):
         table.add_column(column, justify="right" if place else "left", no_wrap=not place)

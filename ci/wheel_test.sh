@@ -20,7 +20,7 @@ pip=("$work/venv/bin/python" -m pip --disable-pip-version-check)
 "${pip[@]}" install "torch==${TORCH_VERSION:-2.13.0}"
 "${pip[@]}" install "$wheel[test]"
 
-# The tests and their settings, without the package beside them: `import ddpopt` finds the wheel or nothing.
+# The tests and their settings, without the package next to them: `import ddpopt` finds the wheel or nothing.
 cp -r tests examples benchmarks ci docs .github conftest.py pyproject.toml Makefile LICENSE ./*.md "$work/"
 cd "$work"
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

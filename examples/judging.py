@@ -24,7 +24,7 @@ EXACT_BACKENDS = ("aot_eager", "eager")
 
 @dataclass(frozen=True)
 class Check:
-    """One iteration beside eager DDP's from equal weights; the worst over all parameters and ranks.
+    """One iteration next to eager DDP's from equal weights; the worst over all parameters and ranks.
 
     Attributes:
         difference: the largest difference of two elements, in the gradients' own unit.
@@ -79,7 +79,7 @@ def worst_gradient(ours: nn.Module, eager: nn.Module, exact: dict[str, Tensor]) 
 
     Args:
         ours: the copy that is judged.
-        eager: the copy beside it.
+        eager: the copy next to it.
         exact: float64 gradients by parameter name.
 
     Returns:

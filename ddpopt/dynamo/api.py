@@ -133,7 +133,7 @@ def _uncut(
 ) -> Callable[..., Any]:
     """`forward`, in which torch cuts no graph, whoever compiles it: the reducer's buckets are a plan's.
 
-    Calls of the module `inside`, if there is one, go through what stands next to it, as after
+    Calls of the module `inside`, if there is one, go through what is next to it, as after
     ``module.compile()``.
     """
 

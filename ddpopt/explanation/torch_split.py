@@ -163,7 +163,7 @@ def _torch_optimizer(cap_bytes: int, compiler: Callable[..., Any]) -> DDPOptimiz
 def _names_in_graph(
     gm: fx.GraphModule, example_inputs: Iterable[object], names: dict[int, str]
 ) -> dict[int, str]:
-    """Names of parameters by ``id`` of the example values that stand for them in a graph."""
+    """Names of parameters by ``id`` of their example values in a graph."""
     inputs = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
     return {id(example_value(node)): names[id(value)] for node, value in inputs if id(value) in names}
 

@@ -25,7 +25,7 @@ CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
 class Missing:
-    """Stands where a node carries no example value: nothing is known of what it returns."""
+    """The example value of a node that carries none: nothing is known of what it returns."""
 
 
 MISSING = Missing()
@@ -47,7 +47,7 @@ def fetch(gm: fx.GraphModule, target: str) -> object:
 
 
 def checkpointed(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
-    """The body of a checkpointed region, whose placeholders stand for ``node.args[1:]``; None for others."""
+    """The body of a checkpointed region, whose placeholders receive ``node.args[1:]``; None for others."""
     holder = node.args[0] if node.target is CHECKPOINT else None
     if not isinstance(holder, fx.Node) or not all(isinstance(arg, fx.Node) for arg in node.args):
         return None

@@ -1,6 +1,6 @@
 """Overlap without any cut: one compiled graph, whose backward hands its gradients to DDP as they complete.
 
-The graph is compiled as it came, but for calls of `handover.lend` behind the parameters, one for all
+The graph is compiled as it came, but for calls of `handover.lend` after the parameters, one for all
 whose gradients are sent together. These calls are part of the graph, so that whatever a compiler keeps of it,
 in this process or on disk, is kept for this graph and never mistaken for the one without.
 

@@ -33,7 +33,7 @@ class ParamSpec:
         nbytes: elements times element size, of the parameter and not of its storage.
         dtype: without the prefix: ``"float32"``.
         device: ``"cpu"``, ``"cuda:0"``.
-        sparse: whether DDP expects a sparse gradient, which stands in a bucket of its own.
+        sparse: whether DDP expects a sparse gradient, which gets a bucket of its own.
     """
 
     name: str
@@ -186,7 +186,7 @@ def specs_from_module(module: nn.Module, ignored: Iterable[str] = ()) -> tuple[P
 
     Args:
         module: what DDP would wrap; its parameters may be meta or fake tensors.
-        ignored: names to leave out, beside those in ``module._ddp_params_and_buffers_to_ignore``
+        ignored: names to leave out, in addition to those in ``module._ddp_params_and_buffers_to_ignore``
             (``ddp.parameters_to_ignore``, names of ``delay_all_reduce_named_params``).
 
     Returns:

@@ -2,7 +2,7 @@
 
 Dynamo puts a checkpointed region into its graph as one call of a body. All its gradients would leave
 together, while in eager they leave one after the other as the region's backward proceeds. So the region is
-divided at the places where its buckets end: two checkpointed regions, one behind the other, recompute the
+divided at the places where its buckets end: two checkpointed regions, one after the other, recompute the
 same values, and keep one more, that which passes from the first to the second.
 
 A region through which no gradient passes has nothing to recompute. It is written out: torch refuses to
@@ -46,7 +46,7 @@ def divide_regions(
 
     Args:
         gm: a graph; it is left as it is.
-        find_cuts: names of the nodes in front of which a graph without regions would be cut.
+        find_cuts: names of the nodes before which a graph without regions would be cut.
 
     Returns:
         A new module; or `gm` itself if no cut would fall into a region.
@@ -86,11 +86,11 @@ def write_out_idle_regions(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _places(body: fx.GraphModule) -> dict[fx.Node, fx.Node]:
-    """For each node of a body, in front of which one it is divided if a bucket ends there.
+    """For each node of a body, the one before which it is divided if a bucket ends there.
 
-    In front of the node itself as a rule; inside a span of autocast or ``no_grad`` in front of the whole
-    span, which must not begin in one piece and end in another. In front of the first node nowhere, nor behind
-    symbolic numbers alone: a piece of these would be divided from what reads them, which makes them anew.
+    Before the node itself as a rule; inside a span of autocast or ``no_grad``, before the whole
+    span, which must not begin in one piece and end in another. Never before the first node, nor after
+    symbolic numbers alone: a piece of these would be divided from what reads them, which recomputes them.
     And nowhere between a value and the last write to it: the piece that makes it recomputes and keeps it, and
     a later one would write to what was kept. Nor between a symbolic float or bool that is read off a tensor
     and its last reader: AOTAutograd has none of these cross from one graph to another.
@@ -196,7 +196,7 @@ def _write_pieces(
 
 
 def _operands(body: fx.GraphModule, region: fx.Node, copies: Copies) -> dict[fx.Node, Argument]:
-    """What stands for each placeholder of a region's body."""
+    """The value of each placeholder of a region's body."""
     operands = [copies[arg] for arg in region.args[1:] if isinstance(arg, fx.Node)]
     return dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
 
@@ -212,7 +212,7 @@ def _pieces(body: fx.GraphModule, openers: Iterable[fx.Node]) -> list[list[fx.No
 
 
 def _with_scalars(piece: Sequence[fx.Node]) -> list[fx.Node]:
-    """A piece that computes anew the symbolic floats and bools that it reads from pieces in front of it.
+    """A piece that recomputes the symbolic floats and bools that it reads from earlier pieces.
 
     As in a layout: AOTAutograd has none cross between graphs, but sizes may, of which they are made.
     One that is read off a tensor is read in one piece.
@@ -255,7 +255,7 @@ def _piece(
         copies[node].meta = dict(node.meta)
 
     def read(node: fx.Node) -> fx.Node:
-        if node not in copies:  # attributes are read anew in each piece
+        if node not in copies:  # attributes are read again in each piece
             copies[node] = graph.node_copy(node)
         return copies[node]
 

@@ -189,12 +189,12 @@ def _held(node: fx.Node, value: object) -> dict[str, object]:
 def gradient_carriers(graph: fx.Graph) -> dict[fx.Node, None]:
     """The nodes whose backward runs: their result requires grad and reaches an output.
 
-    It may also reach one by being written into a tensor that a carrier behind it reads by any of its views,
+    It may also reach one by being written into a tensor that a later carrier reads by any of its views,
     or that outlives the graph. What is written without gradient, as running statistics are, passes none on;
     but who reads what a write returns, reads what was written to.
 
     A node without an example value counts as carrying gradient: that can only delay a bucket, never
-    send it too early. So does one whose tensor is detached in place behind it.
+    send it too early. So does one whose tensor is detached in place later.
     """
     carriers: dict[fx.Node, None] = {}
     off = _without_grad_mode(graph)
@@ -257,7 +257,7 @@ def late_reads(
 ) -> dict[fx.Node, tuple[int, int]]:
     """The parameters that backward may read after their gradients are complete.
 
-    Such a backward is that of a node in front of the first that passes gradient to the parameter. It reads
+    Such a backward is that of a node before the first one that passes gradient to the parameter. It reads
     what was computed from the parameter without gradient, and may have to compute it again. An optimizer in a
     communication hook changes a parameter as soon as its gradient is reduced.
 

@@ -152,7 +152,7 @@ def _writes_what_is_seen(original: Original, step: Step, seen: Set[int], detache
 
 
 def _storages(original: Original, terms: Iterable[Term]) -> Iterator[int]:
-    """The storages behind terms; a sparse tensor, or what stands for a batch, has none."""
+    """The storages behind terms; a sparse tensor, or a batch inside ``vmap``, has none."""
     for leaf in (leaf for term in terms for leaf in leaves(term)):
         keys = map(storage_of, tensors_in(original.example(leaf)))
         yield from (key for key in keys if key is not None)
@@ -163,7 +163,7 @@ def requires_grad(example: object) -> bool:
     if isinstance(example, (tuple, list)):
         return any(requires_grad(item) for item in example)
     if isinstance(example, torch.Tensor):
-        # what stands for a batch, inside vmap, does not require grad where what it holds does
+        # a batch inside vmap does not require grad where what it holds does
         holds = torch._C._functorch
         batched = holds.is_functorch_wrapped_tensor(example)
         return example.requires_grad or (batched and requires_grad(holds.get_unwrapped(example)))

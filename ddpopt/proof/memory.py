@@ -58,7 +58,7 @@ def copies_are_not_noticed(evidence: Evidence) -> Iterator[str]:
     for crossing, copy in copied:
         where = f"segment {crossing.segment}, input {crossing.node.name}"
         if copy.before != crossing.segment:
-            yield f"{where}: is a copy made in front of segment {copy.before} already"
+            yield f"{where}: is a copy made before segment {copy.before} already"
         if copy.method == "detach":
             readers = [sending.get((crossing.segment, leaf)) for leaf in leaves(crossing.term)]
             yield from (f"{where}: is detached, but {name} sends gradient to it" for name in readers if name)
@@ -76,7 +76,7 @@ def copies_are_not_noticed(evidence: Evidence) -> Iterator[str]:
 
 
 def views_without_gradient_stay(evidence: Evidence) -> Iterator[str]:
-    """No view through which no gradient passes gets one by leaving its segment, behind a cut or as output."""
+    """No view through which no gradient passes gets one by leaving its segment, across a cut or as output."""
     severed = _severed(evidence.original)
     if evidence.stitched is evidence.original.program:
         return
@@ -102,7 +102,7 @@ def values_cross_as_they_are_described(evidence: Evidence) -> Iterator[str]:
         for leaf in (leaf for value in step.written for leaf in leaves(value) if redescribes(step.node)):
             if leaf in first and first[leaf].segment <= step.segment and isinstance(leaf, (Made, Item)):
                 where = f"segment {first[leaf].segment}, input {first[leaf].node.name}"
-                yield f"{where}: is described as it is behind {step.name}, which changes it in place"
+                yield f"{where}: is described as it is after {step.name}, which changes it in place"
 
 
 def steps_taken_twice(evidence: Evidence) -> Iterator[Step]:
@@ -124,7 +124,7 @@ def steps_taken_twice(evidence: Evidence) -> Iterator[Step]:
 
 
 def _families(original: Original, term: Term) -> Iterator[Hashable]:
-    """What stands for the storages behind a term; the term itself where tracing left no value."""
+    """The identities of the storages behind a term; the term itself where tracing left no value."""
     for leaf in leaves(term):
         example = original.example(leaf)
         if example is ABSENT and isinstance(leaf, (Made, Item)):

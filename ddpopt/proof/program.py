@@ -28,22 +28,22 @@ def inputs_are_kept(evidence: Evidence) -> Iterator[str]:
 
 
 def nodes_stand_once(evidence: Evidence) -> Iterator[str]:
-    """Each node of the original's body stands in one segment; only views and symbols may be taken again."""
+    """Each node of the original's body is in one segment; only views and symbols may be taken again."""
     homes = {step.name: step.segment for step in evidence.stitched.steps}
     for name in evidence.original.steps:
         if name not in homes:
-            yield f"node {name} stands in no segment"
+            yield f"node {name} is in no segment"
     for step in steps_taken_twice(evidence):
-        yield f"node {step.name} stands in segment {homes[step.name]} and again in segment {step.segment}"
+        yield f"node {step.name} is in segment {homes[step.name]} and again in segment {step.segment}"
 
 
 def nothing_is_added(evidence: Evidence) -> Iterator[str]:
-    """Nothing runs beside the original's nodes but what a cut needs."""
+    """Nothing runs besides the original's nodes but what a cut needs."""
     yield from evidence.stitched.strays
 
 
 def order_is_kept(evidence: Evidence) -> Iterator[str]:
-    """The segments, one behind the other, run the original's nodes in their order."""
+    """The segments, one after the other, run the original's nodes in their order."""
     place = {name: index for index, name in enumerate(evidence.original.steps)}
     for before, step in itertools.pairwise(evidence.stitched.steps):
         if place[step.name] < place[before.name]:
@@ -114,7 +114,7 @@ def segments_are_balanced(evidence: Evidence) -> Iterator[str]:
     for segment, found in ends.items():
         expected = final if segment == max(ends) else evidence.original.begin
         if found != expected:
-            yield f"segment {segment}: expected {expected} behind it, found {found}"
+            yield f"segment {segment}: expected {expected} after it, found {found}"
 
 
 def symbols_are_bound(evidence: Evidence) -> Iterator[str]:

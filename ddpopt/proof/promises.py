@@ -30,7 +30,7 @@ def segments_hold_the_planned_nodes(evidence: Evidence) -> Iterator[str]:
 
 
 def cuts_open_segments(evidence: Evidence) -> Iterator[str]:
-    """The nodes that open the segments behind the first are those of the plan's cuts, in order."""
+    """The nodes that open the segments after the first are those of the plan's cuts, in order."""
     openers: dict[int, str] = {}
     for step in evidence.stitched.steps:
         openers.setdefault(step.segment, step.name)
@@ -42,16 +42,16 @@ def cuts_open_segments(evidence: Evidence) -> Iterator[str]:
 
 
 def params_stand_in_one_bucket(evidence: Evidence) -> Iterator[str]:
-    """Each trainable parameter that gradient flows to stands in one bucket, and none stands in two."""
+    """Each trainable parameter that gradient flows to is in one bucket, and none is in two."""
     buckets: dict[str, list[int]] = {name: [] for name in evidence.readers}
     for bucket in evidence.plan.buckets:
         for param in bucket.params:
             buckets.setdefault(param, []).append(bucket.index)
     for param, found in buckets.items():
         if not found:
-            yield f"parameter {param} (read by {evidence.readers[param]}) stands in no bucket"
+            yield f"parameter {param} (read by {evidence.readers[param]}) is in no bucket"
         elif len(found) > 1:
-            yield f"parameter {param} stands in buckets {' and '.join(map(str, found))}"
+            yield f"parameter {param} is in buckets {' and '.join(map(str, found))}"
 
 
 def buckets_complete_as_planned(evidence: Evidence) -> Iterator[str]:
@@ -79,7 +79,7 @@ def buckets_follow_backward(evidence: Evidence) -> Iterator[str]:
     buckets = evidence.plan.buckets
     for place, bucket in enumerate(buckets):
         if bucket.index != place:
-            yield f"bucket {bucket.index}: stands at place {place}"
+            yield f"bucket {bucket.index}: is at place {place}"
     for before, bucket in itertools.pairwise(buckets):
         if bucket.segment > before.segment:
             yield (

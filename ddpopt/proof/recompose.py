@@ -111,12 +111,12 @@ class _Walk:
         return Made(step.name) if picked is ABSENT else picked
 
     def take(self, step: Step, opener: str) -> None:
-        """Note a step, and the state behind it; `opener` names the autocast span that it may open."""
+        """Note a step, and the state after it; `opener` names the autocast span that it may open."""
         self.steps.append(step)
         self.switch(step, opener)
 
     def switch(self, step: Step, opener: str) -> None:
-        """Note the state behind a step."""
+        """Note the state after a step."""
         autocast = self.state.autocast
         if step.callee is ENTER_AUTOCAST:
             self.state = replace(self.state, autocast=(*autocast, OpenSpan(opener, _arguments(step))))
@@ -153,7 +153,7 @@ class _Reading(_Walk):
     """One segment on its way to steps of the original.
 
     A node with the name of a node of the original is that node. What else there may be: switches of state
-    in front of the first of these and behind the last, switches of grad mode around a node that is taken
+    before the first of these and after the last, switches of grad mode around a node that is taken
     again, and items of tuples anywhere.
     """
 
@@ -237,7 +237,7 @@ class _Stitched(_Walk):
             return step.args[0]
         picked = _picked(self.nodes, step)
         if picked is ABSENT:
-            self.strays.append(f"{self.where}, node {step.name}: stands in no segment")
+            self.strays.append(f"{self.where}, node {step.name}: is in no segment")
             return Unknown(step.name)
         return picked
 

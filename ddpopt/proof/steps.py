@@ -62,7 +62,7 @@ class Step:
 
 
 def at(step: Step) -> str:
-    """Where a step stands, for messages."""
+    """Where a step is, for messages."""
     return f"segment {step.segment}, node {step.name}"
 
 
@@ -152,6 +152,6 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 
 
 def storage_of(tensor: torch.Tensor) -> int | None:
-    """What stands for a tensor's storage; None for one that has none of its own, as sparse ones."""
+    """The identity of a tensor's storage; None for one that has none of its own, such as a sparse one."""
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided and not wrapped else None

@@ -50,7 +50,7 @@ class Item:
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """The object behind an attribute, and the example value that tracing left for it."""
+    """The object that an attribute names, and the example value that tracing left for it."""
 
     label: str
     value: object
@@ -77,7 +77,7 @@ class Copy:
     Attributes:
         method: ``"clone"``, or ``"detach"`` from autograd.
         of: the value.
-        before: the segment in front of which the copy is made.
+        before: the segment before which the copy is made.
     """
 
     method: str
@@ -154,7 +154,7 @@ def differences(expected: Term, found: Term, path: str, example: Callable[[Term]
     Args:
         expected: as the original has it.
         found: as the stitched module has it.
-        path: where the terms stand, for the messages.
+        path: where the terms are, for the messages.
         example: the example value of a term, or `ABSENT`.
 
     Yields:

@@ -3,7 +3,7 @@
 A thread of faulthandler's keeps the time. It needs no lock of Python's, so a loop inside C, or a collective
 that nobody else enters, ends as surely as a sleep.
 
-Invariant: at every moment faulthandler's timer stands at the earliest limit that is in force in this process.
+Invariant: at every moment faulthandler's timer is set to the earliest limit that is in force in this process.
 """
 
 from __future__ import annotations

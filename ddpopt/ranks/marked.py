@@ -31,7 +31,7 @@ def marked(mark: str) -> list[int]:
     """Find processes.
 
     Args:
-        mark: ``NAME=value``, as it stands in an environment.
+        mark: ``NAME=value``, as in an environment.
 
     Returns:
         Their process ids; none of a process that is dead already, or that belongs to somebody else.

@@ -65,7 +65,7 @@ class Layout:
 
     @classmethod
     def of(cls, graph: fx.Graph, openers: Sequence[str]) -> Layout:
-        """The layout of a graph that is cut in front of the nodes named `openers`."""
+        """The layout of a graph that is cut before the nodes named `openers`."""
         opening = {name: index + 1 for index, name in enumerate(openers)}
         segments: list[list[fx.Node]] = [[] for _ in range(len(openers) + 1)]
         home: dict[fx.Node, int] = {}
@@ -100,7 +100,7 @@ class Layout:
         """The node that brings in the tensor of `node`: another one if `node` writes to it and returns it.
 
         Only that tensor crosses a cut. AOTAutograd takes a graph's outputs for one another where an input
-        that it writes to comes out again, behind a view of another output.
+        that it writes to comes out again, after a view of another output.
         """
         return self.sources.get(node, node)
 
@@ -115,7 +115,7 @@ class Layout:
         AOTAutograd takes no symbolic float or bool as an input of a graph with a backward; what they are
         computed from (sizes, the tensors behind float arguments) it does take. A view of a tensor that is
         written to has to be a view of what the reading segment gets. And a view taken without gradient, were
-        it handed out, AOTAutograd would make anew from its base, with gradient.
+        it handed out, AOTAutograd would recreate from its base, with gradient.
         """
         if node.op == "placeholder":
             return False
@@ -185,7 +185,7 @@ def _symbol_binders(graph: fx.Graph) -> dict[sympy.Symbol, fx.Node]:
 def _returned_sources(nodes: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
     """For each of `nodes`, in order, that returns what it writes to: the node that brought the tensor in.
 
-    A view that the graph returns is left out: it is handed out as it is behind the write.
+    A view that the graph returns is left out: it is handed out as it is after the write.
     """
     found: dict[fx.Node, fx.Node] = {}
     for node, first in first_names(nodes).items():

@@ -75,7 +75,7 @@ def _build_segment(layout: Layout, index: int) -> _Segment:
     read = _reader(segment, layout)
     _enter(segment, read)
     for node in _echoed(nodes, layout):
-        read(node)  # in front of all, for a reader may stand inside a transform of torch.func
+        read(node)  # before everything else: a reader may be inside a transform of torch.func
     for node in nodes:
         segment.copies[node] = segment.graph.node_copy(node, read)
         segment.state = segment.state.after(node)
@@ -147,7 +147,7 @@ def _rebuild(node: fx.Node, leaves: Mapping[Leaf, fx.Node]) -> fx.node.Argument:
 
 
 def _enter(segment: _Segment, read: Reader) -> None:
-    """Open the spans that the cut in front of this segment falls into."""
+    """Open the spans that the cut before this segment falls into."""
     for node in segment.state.autocast:
         segment.copies[node] = segment.graph.node_copy(node, read)
     if not segment.state.grad_enabled:
@@ -155,7 +155,7 @@ def _enter(segment: _Segment, read: Reader) -> None:
 
 
 def _leave(segment: _Segment, state: State, read: Reader) -> None:
-    """Close the spans that the cut behind this segment falls into."""
+    """Close the spans that the cut after this segment falls into."""
     if not state.grad_enabled:
         segment.graph.create_node("call_function", GRAD_MODE, (True,), name="suspended_grad_mode")
     for node in reversed(state.autocast):
@@ -188,7 +188,7 @@ def _copy(node: fx.Node, method: str) -> fx.Node:
 
 
 def _leaf(node: fx.Node) -> fx.Node:
-    """What stands in place of a tensor that no gradient is sent to: one that still requires grad.
+    """The replacement for a tensor that no gradient is sent to: one that still requires grad.
 
     Which kernels a matrix product takes, and so its last bits, depends on whether its operands require grad.
     """

@@ -60,7 +60,7 @@ def compile_segments(
         stitched: what `ddpopt.split.partition.partition` returned; its segments are replaced.
         example_inputs: one value for each placeholder of the stitched module.
         compiler: the backend for each segment.
-        reasons: for each segment, why the graph was cut in front of it (for ``torch._dynamo.explain``); None
+        reasons: for each segment, why the graph was cut before it (for ``torch._dynamo.explain``); None
             for the first one, which keeps the graph's own.
         share: whether twins may share compiled code.
 
@@ -135,7 +135,7 @@ def _own_floats(segment: fx.GraphModule) -> Iterator[None]:
     """Hide the floats of the graph that a segment does not read while it is compiled.
 
     AOTAutograd turns a float that may change into a tensor. Each one that it does not meet it takes for one
-    that tracing has found to be constant: Dynamo would trace anew, and again for each value of that float.
+    that tracing has found to be constant: Dynamo would trace again for each value of that float.
     Touches a private part of torch 2.11 to 2.13, the values that ``ShapeEnv`` knows its symbols by.
     """
     context = TracingContext.try_get()

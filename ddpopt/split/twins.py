@@ -54,7 +54,7 @@ def _program(gm: fx.GraphModule) -> Hashable:
 
 
 def _held(gm: fx.GraphModule, node: fx.Node) -> Hashable:
-    """What an attribute or submodule stands for: its program if it is a graph, else its identity."""
+    """What an attribute or submodule is compared by: its program if it is a graph, else its identity."""
     if node.op not in ("get_attr", "call_module"):
         return None
     value = fetch(gm, str(node.target))

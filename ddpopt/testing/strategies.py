@@ -1,4 +1,4 @@
-"""Drawing models: which blocks may stand where, and in what order draws shrink.
+"""Drawing models: which blocks may go where, and in what order draws shrink.
 
 Invariant: nothing is drawn and thrown away. Draws shrink toward fewer steps, toward steps without a body,
 toward blocks that were registered first, and toward the first choice of each option.
@@ -123,7 +123,7 @@ def _lists(steps: st.SearchStrategy[Step], max_size: int) -> st.SearchStrategy[t
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a step may stand.
+    """Where a step may go.
 
     Attributes:
         allowed: the features that it may bring.
@@ -147,7 +147,7 @@ class _Place:
         return fits and kept and block.within(self.allowed) is not None
 
     def inside(self, block: Block) -> _Place:
-        """Where the steps of a block's body may stand."""
+        """Where the steps of a block's body may go."""
         return replace(
             self,
             depth=self.depth - 1,

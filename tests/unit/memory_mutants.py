@@ -129,7 +129,7 @@ MUTANTS: Mapping[str, tuple[Mutant, ...]] = {
     ),
     "descriptions": (
         Mutant("view handed on and then transposed in place",
-               "segment 1, input view: is described as it is behind turned", reshape_behind_the_cut,
+               "segment 1, input view: is described as it is after turned", reshape_behind_the_cut,
                reshaped_view),
     ),
     "copies": (
@@ -138,7 +138,7 @@ MUTANTS: Mapping[str, tuple[Mutant, ...]] = {
         Mutant("clone written back for nothing",
                "segment 1, input buf: is a copy that is written back without",
                lambda told: write_back(told, 1, "buf", "kept")),
-        Mutant("clone made too early", "segment 1, input buf: is a copy made in front of segment 0 already",
+        Mutant("clone made too early", "segment 1, input buf: is a copy made before segment 0 already",
                clone_too_early),
         Mutant("clone written back too late",
                "segment 1: buf.clone() is written back, but was no input of it",
@@ -172,9 +172,9 @@ MUTANTS: Mapping[str, tuple[Mutant, ...]] = {
     ),
     "nodes": (
         Mutant("view taken again as it was before it was transposed",
-               "node view stands in segment 0 and again in segment 1", take_view_again, reshaped_view),
+               "node view is in segment 0 and again in segment 1", take_view_again, reshaped_view),
         Mutant("view taken again by a tensor that is written to",
-               "node view stands in segment 0 and again in segment 1",
+               "node view is in segment 0 and again in segment 1",
                lambda told: told.pieces[1].rows.insert(0, VIEW_AS), partial(read_and_written, VIEW_AS)),
     ),
     "nothing added": (

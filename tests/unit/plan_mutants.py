@@ -54,9 +54,9 @@ MUTANTS: Mapping[str, tuple[Mutant, ...]] = {
                lambda told: told.replan(cuts=told.plan.cuts[1:])),
     ),
     "one bucket": (
-        Mutant("parameter in no bucket", "parameter layer.b2 (read by lin2) stands in no bucket",
+        Mutant("parameter in no bucket", "parameter layer.b2 (read by lin2) is in no bucket",
                lambda told: told.rebucket(0, params=("layer.w2",))),
-        Mutant("parameter in two buckets", "parameter layer.b2 stands in buckets 0 and 2",
+        Mutant("parameter in two buckets", "parameter layer.b2 is in buckets 0 and 2",
                lambda told: told.rebucket(2, params=("layer.w0", "layer.b2"))),
     ),
     "bucket segment": (

@@ -98,20 +98,20 @@ NODES = {
         Mutant("input with a default", "s0 = None", give_default),
     ),
     "nodes": (
-        Mutant("node dropped", "node drop1 stands in no segment", drop),
+        Mutant("node dropped", "node drop1 is in no segment", drop),
         Mutant(
             "node doubled",
-            "node read stands in segment 1 and again in segment 2",
+            "node read is in segment 1 and again in segment 2",
             add(2, 1, Row("read", torch.mul, (Ref("buf"), 2))),
         ),
-        Mutant("draw doubled", "node drop0 stands in segment 0 and again in segment 1", double_draw),
+        Mutant("draw doubled", "node drop0 is in segment 0 and again in segment 1", double_draw),
     ),
     "nothing added": (
         Mutant("node added", "segment 1, node more: is not",
                add(1, 3, Row("more", torch.relu, refs("lin1")))),
         Mutant("grad mode switched in the middle", "node more: is not",
                add(1, 2, Row("more", GRAD, (True,)))),
-        Mutant("node between segments", "node read: stands in no segment", compute_between_segments),
+        Mutant("node between segments", "node read: is in no segment", compute_between_segments),
     ),
     "order": (
         Mutant("nodes swapped", "segment 0, node count: runs after view", swap(0, "count", "view")),
@@ -273,9 +273,9 @@ STATE = {
     ),
     "balance": (
         Mutant("autocast left open",
-               "segment 0: expected no autocast and grad mode on behind it, found autocast(",
+               "segment 0: expected no autocast and grad mode on after it, found autocast(",
                lambda told: told.take(0, "leave")),
-        Mutant("grad mode leaks", "segment 1: expected no autocast and grad mode on behind it, "
+        Mutant("grad mode leaks", "segment 1: expected no autocast and grad mode on after it, "
                "found no autocast and grad mode off", lambda told: told.take(1, "leave")),
     ),
 }  # fmt: skip

@@ -210,7 +210,7 @@ class Step:
 
     Attributes:
         block: name of the block.
-        reads: for each operand, how many values back it stands: 0 is the latest. Counted round and round,
+        reads: for each operand, how many values back it is: 0 is the latest. Counted round and round,
             so that any number names a value.
         options: the choice made for each option of the block.
         body: the steps within.
@@ -245,7 +245,7 @@ def step(block: str, *reads: int, body: Sequence[Step] = (), **options: Any) -> 
 
     Args:
         block: name of a registered block.
-        *reads: for each operand, how many values back it stands; those left out are the latest, in turn.
+        *reads: for each operand, how many values back it is; those left out are the latest, in turn.
         body: the steps within, for a block that has a body.
         **options: choices other than the first.
 

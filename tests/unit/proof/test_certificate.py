@@ -77,7 +77,7 @@ class TestMessages(TestCase):
             str(caught.value),
             """\
 the cut graph is not the program it was cut from; 4 violation(s):
-  - nodes: node drop1 stands in no segment
+  - nodes: node drop1 is in no segment
   - calls: segment 1, node parts: args[0]: expected drop1, found lin1
   - planned nodes: segment 1: expected drop1, found close
   - bucket segment: bucket 1: layer.b2 completes in segment 2 (read by lin2), the bucket in 1
@@ -90,10 +90,10 @@ This is a bug in ddpopt: please report it with the graph (TORCH_LOGS=graph_code)
         self.assertExpectedInline(
             "\n".join(violations(told)[:4]),
             """\
-nodes: node enter stands in no segment
-nodes: node lin0 stands in no segment
-nodes: node drop0 stands in no segment
-nodes: node count stands in no segment""",
+nodes: node enter is in no segment
+nodes: node lin0 is in no segment
+nodes: node drop0 is in no segment
+nodes: node count is in no segment""",
         )
 
 
