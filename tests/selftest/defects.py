@@ -20,6 +20,7 @@ from ddpopt.cases.case import Case
 from ddpopt.ddp.ready_hooks import ReadyHooks
 from ddpopt.graph import effects
 from ddpopt.inline import handover
+from ddpopt.planning import cut_points
 from ddpopt.testing.drawn import DrawnModel, step
 from tests.selftest.sites import Inject, Site
 
@@ -95,6 +96,20 @@ def unhooked(site: Site) -> Iterator[None]:
         patch.object(ReadyHooks, "is_hooked", lambda self, place: overlooked(hooked(self, place))),
         patch.object(handover, "_is_hooked", lambda parameter: overlooked(own(parameter))),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def unseen_updates(site: Site) -> Iterator[None]:
+    """Cut between what reads running statistics and the norm that updates them."""
+    updates = effects.updates_statistics
+
+    def unseen(node: fx.Node) -> bool:
+        if updates(node):
+            site.mark()
+        return False
+
+    with patch.object(cut_points, "updates_statistics", unseen):
         yield
 
 
@@ -181,6 +196,14 @@ DEFECTS: tuple[Defect, ...] = (
         "comes from the user, who gives it again",
         DrawnModel(steps=(_LINEAR, step("added")), loss="given", training="accumulation", cap_bytes=1),
         r"(?s)self\.rows\d.*Given\.apply",
+    ),
+    Defect(
+        "statistics are updated in another segment than they are read in",
+        "ddpopt-split",
+        unseen_updates,
+        DrawnModel(steps=(_LINEAR, step("statistics", read="saved")), width=4, cap_bytes=1),
+        ("L0",),
+        r"s\d+ = torch\.tanh",
     ),
     Defect(
         "a hook is not waited for",

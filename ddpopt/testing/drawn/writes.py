@@ -65,14 +65,20 @@ buffer for a variance; ``{ids}``, rows of ``{t}``; and what is in `DEFINITIONS`.
 
 
 def _write(ways: Mapping[str, str], w: Writer, x: str, *, by: str, of: str, read: str, body: Body) -> str:
-    """Take a view, run the body and a layer, write, and have another layer read what was written to."""
+    """Take a view, run the body and a layer, write, and have another layer read what was written to.
+
+    Where backward reads it too, that is as it is by then: autograd sees no norm write to its statistics.
+    """
     lines = ways[by]
     first, second = (w.module(f"nn.Linear({w.width}, {w.width})") for _ in range(2))
     made = f"torch.rand(5, {w.width}" if "{ids}" in lines else f"torch.rand({w.width}"
     written = w.buffer(f"{made})") if of == "buffer" else w.input(w.local("extra"), f"{made}, generator=g)")
     names = {"t": w.assign("t", written)}
     view = w.assign("v", f"{names['t']}.view(-1, {w.width})")
-    names["y"] = w.assign("y", f"torch.tanh({first}({body(w.assign('i', x))}))")
+    given = w.assign("i", x)
+    if read == "saved":
+        given = w.assign("s", f"torch.tanh({given} * {names['t']})")
+    names["y"] = w.assign("y", f"torch.tanh({first}({body(given)}))")
     if "{u}" in lines:
         names["u"] = w.buffer(f"torch.ones({w.width})", "variance")
     if "{ids}" in lines:
@@ -93,6 +99,8 @@ for _name, (_rate, _ways, _features) in WAYS.items():
         "of": {"buffer": "buffer-update", "input": "input-mutation"},
         "read": {"view": None, "returned": "returned-view"},
     }
+    if _ways is STATISTICS:
+        _options["read"]["saved"] = None
     _block = register_block(
         "view-and-write", *_features, name=_name, options=_options, body="any", pure=False, rate=_rate
     )
