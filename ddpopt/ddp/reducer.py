@@ -21,9 +21,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.ddp.ready_hooks import ready_hooks, registered
-from ddpopt.planning.bucket_rule import specs_from_ddp
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.reduced import as_built
+from ddpopt.planning.regions import specs_by_id
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Reducer
@@ -62,6 +62,7 @@ class PlannedReducer(Reducer):
     Attributes:
         plan: where the buckets come from.
         parameters: what it holds, in its own order.
+        names: what the plan calls each of them, by ``id``; the module may have renamed it since.
         is_removed: whether somebody took it out of the backward, by ``ddp._remove_autograd_hooks()``.
     """
 
@@ -71,6 +72,11 @@ class PlannedReducer(Reducer):
         self._ddp = weakref.ref(ddp)
         self._work_handle: tuple[Any, bool] | None = None
         self.parameters: list[torch.Tensor] = arguments["params"]
+        self.names = {
+            id(self.parameters[place]): name
+            for bucket, places in zip(plan.buckets, arguments["bucket_indices"], strict=True)
+            for name, place in zip(bucket.params, places, strict=True)
+        }
         self.is_removed = False
         self._strides: list[tuple[int, ...]] | None = [p.stride() for p in self.parameters]
         # In unused-parameter mode C++ does not note the ready order, so there is nothing to forget.
@@ -169,7 +175,7 @@ def install(ddp: DistributedDataParallel, plan: Plan) -> None:
 
 def _reducer_arguments(ddp: Any, plan: Plan) -> dict[str, Any]:
     parameters, sparse = ddp._build_params_for_reducer()
-    places = {spec.name: index for index, spec in enumerate(specs_from_ddp(ddp))}
+    places = {spec.name: index for index, spec in enumerate(specs_by_id(ddp).values())}
     arguments = {
         "params": parameters,
         "bucket_indices": [[places[name] for name in bucket.params] for bucket in plan.buckets],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -91,6 +92,9 @@ class DdpoptBackend:
             return compiler(gm, example_inputs)
         if begins_without_grad(gm.graph):
             _say_once("a graph that is called without gradient turns it on; it is compiled whole")
+            return compiler(gm, example_inputs)
+        if _shares_parameters(ddp):
+            _say_once("two DDP modules, one inside the other, reduce the same gradients; compiled whole")
             return compiler(gm, example_inputs)
         replayed = _ties_addresses(self.compiler, options)
         with undisturbed():
@@ -264,6 +268,24 @@ def is_ddpopt(compiler: object) -> bool:
     while compiler is not None and not isinstance(compiler, DdpoptBackend):
         compiler = getattr(compiler, "_torchdynamo_orig_backend", getattr(compiler, "compiler_fn", None))
     return compiler is not None
+
+
+def _shares_parameters(ddp: DistributedDataParallel) -> bool:
+    """Whether another DDP module, inside `ddp` or around it, reduces some of its parameters, too.
+
+    A gradient that one of them was handed would be averaged before the other had seen it.
+    """
+    others = [module for module in ddp.module.modules() if isinstance(module, DistributedDataParallel)]
+    frame = sys._getframe()
+    while (above := frame.f_back) is not None:
+        frame = above
+        if frame.f_code is _FORWARD and frame.f_locals["self"] is not ddp:
+            others.append(frame.f_locals["self"])
+    own = {id(parameter) for parameter in ddp.module.parameters()} if others else set()
+    return any(not own.isdisjoint(map(id, held_parameters(other))) for other in others)
+
+
+_FORWARD = DistributedDataParallel.forward.__code__
 
 
 def _ties_addresses(compiler: CompilerFn, options: dict[str, Any]) -> bool:

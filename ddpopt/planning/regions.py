@@ -25,6 +25,7 @@ from ddpopt.planning.join import GraphPlan, join_plans
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.planner import plan_for_buckets, plan_graph, plan_whole
+from ddpopt.planning.reduced import running_reducer
 from ddpopt.planning.strategy import Sources, Strategy, why_not_inline
 
 
@@ -173,10 +174,14 @@ def _planned(
 
 
 def specs_by_id(ddp: nn.parallel.DistributedDataParallel) -> dict[int, ParamSpec]:
-    """What `ddp` reduces, by ``id`` of the parameter, in the order of the reducer's list."""
-    by_name = {spec.name: spec for spec in specs_from_ddp(ddp)}
-    ids = {name: id(param) for name, param in ddp.module.named_parameters() if name in by_name}
-    return {ids[name]: spec for name, spec in by_name.items()}
+    """What `ddp` reduces, by ``id`` of the parameter, in the order of the reducer's list.
+
+    A reducer that follows a plan knows the plan's names, whatever the module calls its parameters since.
+    """
+    planned: Mapping[int, str] = getattr(running_reducer(ddp), "names", {})
+    ids = {name: id(param) for name, param in ddp.module.named_parameters()}
+    by_id = {ids[spec.name]: spec for spec in specs_from_ddp(ddp)}
+    return {key: replace(spec, name=planned.get(key, spec.name)) for key, spec in by_id.items()}
 
 
 def plan_for_ddp(

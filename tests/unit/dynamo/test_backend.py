@@ -1,6 +1,7 @@
 """The three ways in, on one rank: each cuts at the plan's buckets, trains as eager DDP, leaves no trace."""
 
 import copy
+import functools
 import gc
 import logging
 import pickle
@@ -12,11 +13,13 @@ import pytest
 import torch
 import torch._dynamo.backends.registry
 import torch._inductor.compile_fx as compile_fx
+import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._dynamo.backends import distributed
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch.distributed._composable.replicate import replicate
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import ddpopt
@@ -105,6 +108,17 @@ def step(call: Callable[..., Any], model: nn.Module, x: Tensor, *numbers: float)
 def same(left: list[Tensor], right: list[Tensor]) -> bool:
     pairs = zip(left, right, strict=True)
     return all(torch.equal(a, b) and a.stride() == b.stride() for a, b in pairs)
+
+
+def eager(ddp: DistributedDataParallel) -> DistributedDataParallel:
+    return ddp
+
+
+def scaled(share: float, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]  # not in torch's stubs
+    """A communication hook that shows who reduced last."""
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer() * share)
+    return done
 
 
 def plan_in_force(ddp: DistributedDataParallel) -> Plan:
@@ -413,6 +427,42 @@ def test_whatever_the_module_inside_is_it_trains_as_in_eager(inner: str, strateg
     torch._dynamo.reset()
     found = trained(lambda ddp: ddpopt.compile(ddp, backend="aot_eager", strategy=strategy))
     assert all(map(same, found, eager))
+
+
+@pytest.mark.parametrize("strategy", ["split", "inline"])
+def test_where_two_ddp_modules_reduce_one_gradient_the_outer_one_has_the_last_word(strategy: Any) -> None:
+    found = []
+    for wrap in (eager, functools.partial(ddpopt.compile, backend="aot_eager", strategy=strategy)):
+        torch._dynamo.reset()
+        inner = ddp_of()
+        outer = DistributedDataParallel(nn.Sequential(inner, seeded(Net)), bucket_cap_mb=ONE_LAYER_MB)
+        inner.register_comm_hook(0.5, scaled)
+        outer.register_comm_hook(0.25, scaled)
+        call = wrap(outer)
+        found.append([step(call, outer, rows()) for _ in range(3)])
+    assert all(map(same, *found))
+
+
+def pruned(net: Net) -> None:
+    prune.identity(net.layers[1], "weight")  # type: ignore[no-untyped-call]  # of torch
+
+
+def wrapped_once_more(net: Net) -> None:
+    net.layers[1] = nn.Sequential(net.layers[1])
+
+
+@pytest.mark.parametrize("strategy", ["split", "inline"])
+@pytest.mark.parametrize("rename", [pruned, wrapped_once_more])
+def test_parameters_that_get_other_names_are_trained_on(rename: Any, strategy: Any) -> None:
+    found = []
+    for wrap in (eager, functools.partial(ddpopt.compile, backend="aot_eager", strategy=strategy)):
+        torch._dynamo.reset()
+        ddp = ddp_of()
+        call = wrap(ddp)
+        before = step(call, ddp, rows())
+        rename(ddp.module)
+        found.append([before, step(call, ddp, rows()), step(call, ddp, rows())])
+    assert all(map(same, *found))
 
 
 @pytest.mark.parametrize("strategy", ["split", "inline"])
