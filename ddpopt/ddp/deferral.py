@@ -107,8 +107,8 @@ class Deferral:
         with as_built(ddp):
             parameters, _ = ddp._build_params_for_reducer()
             nodes = [get_gradient_edge(parameter).node for parameter in parameters]
-        for place, (node, parameter) in enumerate(zip(nodes, parameters, strict=True)):
-            note = functools.partial(_note, self._used, place, weakref.ref(parameter))
+        for node, parameter in zip(nodes, parameters, strict=True):
+            note = functools.partial(_note, self._used, weakref.ref(parameter))
             self._noting.append(node.register_hook(note))
 
     def arm(self) -> None:
@@ -174,9 +174,10 @@ class Deferral:
         ddp.reducer.prepare_for_forward()
         if self._work_handle is not None:
             ddp.reducer._set_forward_pass_work_handle(*self._work_handle)
-        for index in sorted(self._used):
+        for index, parameter in enumerate(ddp.reducer.parameters):
+            if id(parameter) not in self._used:
+                continue
             # A reducer that expects no backward only notes what its hook tells it, if there is a gradient.
-            parameter = ddp.reducer.parameters[index]
             gradient = parameter.grad
             if gradient is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -184,11 +185,11 @@ class Deferral:
             parameter.grad = gradient
 
 
-def _note(used: set[int], place: int, parameter: weakref.ReferenceType[Any], *_: Any) -> None:
+def _note(used: set[int], parameter: weakref.ReferenceType[Any], *_: Any) -> None:
     """What DDP's own hook on a parameter notes, when the engine has visited its node."""
     held = parameter()
     if held is not None and held.grad is not None:
-        used.add(place)
+        used.add(id(held))
 
 
 class PendingReducer:

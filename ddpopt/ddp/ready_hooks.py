@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt.ddp.engine import NO_TASK, task_id
 from ddpopt.errors import HandOverError, UnsupportedError
 from ddpopt.graph.nodes import storages_of
-from ddpopt.planning.reduced import as_built, held_parameters, running_reducer
+from ddpopt.planning.reduced import as_built, numbered_parameters, running_reducer
 
 __all__ = ["ReadyHooks", "ready_hooks", "registered"]
 
@@ -42,8 +42,9 @@ class ReadyHooks:
         ddp: the module; it is not in a backward.
 
     Attributes:
-        places: which of the reducer's parameters this is, by ``id`` of the parameter.
-        leaves: their AccumulateGrad nodes, in the reducer's order.
+        places: which of the reducer's parameters this is, by ``id`` of the parameter. The reducer may number
+            them otherwise.
+        leaves: their AccumulateGrad nodes, by place.
     """
 
     def __init__(self, ddp: Any) -> None:
@@ -55,6 +56,7 @@ class ReadyHooks:
         self._names = [names[id(parameter)] for parameter in parameters]
         self._ddp = weakref.ref(ddp)
         self._taken_over: weakref.ReferenceType[Any] | None = None
+        self._numbers: dict[int, int] = {}
         self._handed_over: dict[int, int] = {}
         self._buckets: set[int] = set()
         self._gradients: set[int] = set()
@@ -81,18 +83,21 @@ class ReadyHooks:
         if reducer is None:
             return False
         if not self._is_taken_over(reducer):
-            if not self._knows_the_parameters():
+            self._numbers = self._numbered()
+            if not self._numbers:
                 return False
             _remove_hooks(reducer)
             self._taken_over = weakref.ref(reducer)
             self._buckets = set()
         return True
 
-    def _knows_the_parameters(self) -> bool:
-        """Whether the places are those of the reducer that the module has now."""
+    def _numbered(self) -> dict[int, int]:
+        """What the reducer that the module has now calls each place; empty if that is not known."""
         with contextlib.suppress(UnsupportedError):
-            return {id(parameter) for parameter in held_parameters(self._ddp())} == self.places.keys()
-        return False
+            keys = [id(parameter) for parameter in numbered_parameters(self._ddp())]
+            if {*keys} == self.places.keys():
+                return {self.places[key]: number for number, key in enumerate(keys)}
+        return {}
 
     def is_hooked(self, place: int) -> bool:
         """Whether somebody else has a hook on a parameter's AccumulateGrad node."""
@@ -140,7 +145,7 @@ class ReadyHooks:
     def _tell(self, place: int) -> None:
         reducer = self._reducer()
         if reducer is not None and self._is_taken_over(reducer) and not getattr(reducer, "is_removed", False):
-            reducer._autograd_hook(place)
+            reducer._autograd_hook(self._numbers[place])
             ddp: Any = self._ddp()
             if ddp.gradient_as_bucket_view and ddp.require_backward_grad_sync:
                 self._buckets.update(storages_of(self.leaves[place].variable.grad))

@@ -70,9 +70,10 @@ def _observed(index: int, bucket: Sequence[tuple[str, Tensor]]) -> ObservedBucke
 def _foretold(ddp: Any) -> list[list[Tensor]]:
     """The buckets of a reducer that does not report them: it has not rebuilt them yet."""
     plan = imposed_plan(ddp)
-    parameters = dict(ddp.module.named_parameters())
     if plan is not None:
-        return [[parameters[name] for name in bucket.params] for bucket in plan.buckets]
+        planned = {ddp.reducer.names[id(parameter)]: parameter for parameter in ddp.reducer.parameters}
+        return [[planned[name] for name in bucket.params] for bucket in plan.buckets]
+    parameters = dict(ddp.module.named_parameters())
     specs = specs_from_ddp(ddp)
     buckets = initial_buckets(specs, BucketConfig.from_ddp(ddp))
     return [[parameters[specs[index].name] for index in bucket] for bucket in buckets]

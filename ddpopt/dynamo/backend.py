@@ -199,7 +199,8 @@ class DdpoptBackend:
             UnsupportedError: this module's reducer cannot follow a plan.
         """
         held_parameters(ddp)  # raises where one was replaced, perhaps since the graph before
-        if ddp not in self._regions:
+        known = self._regions.get(ddp)
+        if known is None or known.specs != specs_by_id(ddp):  # parameters may get other names
             self._regions[ddp] = Regions.of(ddp)
         joined = self._regions[ddp].joined
         if ddp.static_graph and ddp._static_graph_delay_allreduce_enqueued:  # True once it had a backward

@@ -11,6 +11,7 @@ Touches private parts of torch 2.11 to 2.13: ``Reducer._get_zeros_like_grad_buck
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpopt.errors import UnsupportedError
 
-__all__ = ["as_built", "bucket_members", "held_parameters", "running_reducer"]
+__all__ = ["as_built", "bucket_members", "held_parameters", "numbered_parameters", "running_reducer"]
 
 
 def running_reducer(ddp: Any) -> Any:
@@ -77,6 +78,36 @@ def held_parameters(ddp: Any) -> list[Tensor]:
             "their places, and DDP reduces none of those. Build DDP after the last parameter was replaced"
         )
     return held
+
+
+def numbered_parameters(ddp: Any) -> list[Tensor]:
+    """The parameters that a DDP module's reducer holds, by the number that it gives each.
+
+    DDP numbers them as the module has them when it is built. Layers may be swapped or pruned since.
+
+    Raises:
+        UnsupportedError: as for `as_built`, or the module has them in another order since and the numbers are
+            not to be seen. They are in DDP's log after the step that follows the rebuilding of its buckets.
+    """
+    reducer, held = running_reducer(ddp), held_parameters(ddp)
+    if hasattr(reducer, "parameters"):
+        return held
+    place = {id(parameter): place for place, parameter in enumerate(ddp.module.parameters())}
+    by_place = sorted(held, key=lambda parameter: place[id(parameter)])
+    members = None if reducer is None else bucket_members(reducer)
+    if members is None:
+        return by_place
+    logged = ddp._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices")
+    if logged:
+        numbers = map(int, logged.replace(",", " ").split())
+        by_number = dict(zip(numbers, itertools.chain.from_iterable(members), strict=True))
+        return [by_number[number] for number in range(len(by_number))]
+    if not ddp._has_rebuilt_buckets:  # each bucket has its own in the order of their numbers
+        if len(members) == 1:
+            return members[0]
+        if all(bucket == sorted(bucket, key=lambda p: place[id(p)]) for bucket in members):
+            return by_place
+    raise UnsupportedError("DDP does not tell yet how it numbers the parameters of its buckets")
 
 
 def bucket_members(reducer: Any) -> list[list[Tensor]] | None:

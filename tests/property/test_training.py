@@ -128,6 +128,18 @@ class Training(RuleBasedStateMachine):
         self.saved = []  # of an optimizer with other parameters
         self.iterate()
 
+    @precondition(lambda self: not self.pending and self.wraps < 3)
+    @rule(place=st.integers(0, 7))
+    def register_again(self, place: int) -> None:
+        """A parameter moves after the others of its module, as pruning it does."""
+        for run in self.runs:
+            names = [name for name, _ in run.model.named_parameters()]
+            owner, _, name = names[place % len(names)].rpartition(".")
+            held = run.model.get_submodule(owner)._parameters
+            held[name] = held.pop(name)
+        self.wraps += 1
+        self.iterate()
+
     @precondition(lambda self: not self.pending)
     @rule()
     def save(self) -> None:
@@ -169,6 +181,9 @@ TestTraining.settings = settings(share(0.05), stateful_step_count=16)
 
 # Every rule at least once, whatever a profile draws.
 SCRIPT: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("forward", {"synchronised": False}),
+    ("backward", {}),
+    ("register_again", {"place": 0}),
     ("forward", {"synchronised": True}),
     ("backward", {}),
     ("step_of_optimizer", {}),

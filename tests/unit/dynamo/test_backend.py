@@ -451,17 +451,44 @@ def wrapped_once_more(net: Net) -> None:
     net.layers[1] = nn.Sequential(net.layers[1])
 
 
+def swapped(net: Net) -> None:
+    net.layers[0], net.layers[3] = net.layers[3], net.layers[0]
+
+
 @pytest.mark.parametrize("strategy", ["split", "inline"])
-@pytest.mark.parametrize("rename", [pruned, wrapped_once_more])
-def test_parameters_that_get_other_names_are_trained_on(rename: Any, strategy: Any) -> None:
+@pytest.mark.parametrize(
+    ("change", "when", "arguments"),
+    [
+        (pruned, "before compile", {"buckets": "ddp"}),
+        (pruned, "before compile, after a step in eager", {}),
+        (pruned, "before the first step", {}),
+        (swapped, "after a step under no_sync", {}),
+        (wrapped_once_more, "after the first step", {}),
+        (pruned, "after the first step", {}),
+    ],
+)
+def test_parameters_may_get_other_names_and_another_order_at_any_time(
+    change: Callable[[Net], None], when: str, arguments: dict[str, Any], strategy: Strategy
+) -> None:
     found = []
-    for wrap in (eager, functools.partial(ddpopt.compile, backend="aot_eager", strategy=strategy)):
+    compiled: Any = functools.partial(ddpopt.compile, backend="aot_eager", strategy=strategy, **arguments)
+    for wrap in (eager, compiled):
         torch._dynamo.reset()
-        ddp = ddp_of()
+        ddp = ddp_of(static_graph="eager" in when)
+        ddp.register_comm_hook(0.5, scaled)
+        if "eager" in when:
+            step(ddp, ddp, rows())
+        if when.startswith("before compile"):
+            change(ddp.module)
         call = wrap(ddp)
-        before = step(call, ddp, rows())
-        rename(ddp.module)
-        found.append([before, step(call, ddp, rows()), step(call, ddp, rows())])
+        if when == "after a step under no_sync":
+            with ddp.no_sync():
+                step(call, ddp, rows())
+        if when == "after the first step":
+            step(call, ddp, rows())
+        if not when.startswith("before compile"):
+            change(ddp.module)
+        found.append([step(call, ddp, rows()) for _ in range(3)])
     assert all(map(same, *found))
 
 
