@@ -196,7 +196,9 @@ def _import(module_name: str, target: str) -> object:
             f"target {target!r}: there is no module {error.name!r}; "
             "install it, or add the directory that holds it to PYTHONPATH"
         ) from error
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise _fault(target, f"importing {module_name!r}", error) from error
 
 
@@ -242,7 +244,9 @@ def _call(
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(seed)
             return factory()
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise _fault(name, doing, error) from error
 
 

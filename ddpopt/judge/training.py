@@ -24,6 +24,7 @@ from ddpopt.judge.judging.record import Record, Step
 from ddpopt.judge.modes import Mode
 from ddpopt.judge.parallel import Gradients, Named, Parallel, Setup
 from ddpopt.judge.trainer import Option, Place, Trainer
+from ddpopt.judge.visible import form_of
 from ddpopt.observation.observe import Observation, observe
 
 LEARNING_RATE = 0.05
@@ -152,29 +153,51 @@ def _one_step(trainer: Trainer, option: Option) -> None:
 
 
 def _evaluate(trainer: Trainer) -> None:
-    """Run the model twice more on the last inputs, from where eager's last step ended."""
+    """Run the model on what the first step began with, and twice on what eager's last step ended with."""
     record = trainer.record
-    trainer.load((record.follow or record.starts)[len(record.steps)])
+    states, last = record.follow or record.starts, len(record.steps)
     parts = [part for model in trainer.models for part in model.model.modules()]
     modes = [part.training for part in parts]
     for model in trainer.models:
         model.model.eval()
     extras: dict[str, Any] = {}
+    sharing: frozenset[tuple[str, str]] = frozenset()
     with _without_fast_path():
-        for name, without_gradients in (("evaluation", torch.no_grad), ("inference", torch.inference_mode)):
+        for name, after, without_gradients in (
+            ("first evaluation", 0, torch.no_grad),
+            ("evaluation", last, torch.no_grad),
+            ("inference", last, torch.inference_mode),
+        ):
+            trainer.load(states[after])
+            trainer.step = max(0, after - 1)
             trainer.extras = {}
             _clear_gradients(trainer, keep=False)
+            before = trainer.state()
             trainer.sight.before_step(keep=False)
             with without_gradients():
                 for index in range(len(trainer.models)):
                     trainer.forward(model=index)
                 seen = trainer.extras | trainer.sight.after_step()
+                sharing |= trainer.sight.memory()[0]
+            seen |= trainer.sight.settings(trainer.place.device)
+            seen["list of changed parameters"] = ", ".join(_changed(trainer, before)) or "none"
             extras |= {f"{name}'s {what}": _usable(value) for what, value in seen.items()}
     for part, training in zip(parts, modes, strict=True):
         part.training = training
     trained = record.steps[-1].gradients
     state = {name: tensor for name, tensor in trainer.state().items() if name not in trained}
-    record.evaluation = Step(None, {}, state, random_state(trainer.place.device), extras)
+    random, shared = random_state(trainer.place.device), None if trainer.ddp is None else sharing
+    record.evaluation = Step(None, {}, state, random, extras, sharing=shared)
+
+
+def _changed(trainer: Trainer, before: Named) -> Iterator[str]:
+    """Names of parameters that are not as they were: in value, form or gradient."""
+    now = trainer.state()
+    trained = trainer.gradients()
+    for name in trainer.record.steps[-1].gradients:
+        is_as_before = form_of(now[name]) == form_of(before[name]) and torch.equal(now[name], before[name])
+        if not is_as_before or trained.get(name, now[name]) is not None:
+            yield name
 
 
 def _usable(value: Any) -> Any:

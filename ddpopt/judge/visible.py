@@ -239,7 +239,8 @@ class Sight:
             found[path] = _as_tensor(leaf)
             if isinstance(leaf, Tensor):
                 self._outputs[path] = leaf
-                found[f"form of {path}"] = form_of(leaf)
+                grows = ", a leaf" if leaf.requires_grad and leaf.is_leaf else ""
+                found[f"form of {path}"] = f"{form_of(leaf)}{grows}"
         return found
 
     @property
@@ -272,11 +273,18 @@ class Sight:
         gradients = [parameter.grad for model in self._models.values() for parameter in model.parameters()]
         needing = sum(gradient is not None and gradient.requires_grad for gradient in gradients)
         found["number of gradients that require gradients"] = str(needing)
+        found["list of frozen parameters with a gradient"] = ", ".join(self._frozen_with_gradient()) or "none"
         for name, tensor in self._leaves():
             found[f"{GRADIENT_OF}{name}"] = _as_tensor(tensor.grad)
             if tensor.grad is not None:
                 found[f"form of the {GRADIENT_OF}{name}"] = form_of(tensor.grad)
         return found | {f"{KEPT}{name}": _as_tensor(value) for name, value in self._kept()}
+
+    def _frozen_with_gradient(self) -> Iterator[str]:
+        for prefix, model in self._models.items():
+            for name, parameter in model.named_parameters():
+                if not parameter.requires_grad and parameter.grad is not None:
+                    yield f"{prefix}{name}"
 
     def settings(self, device: torch.device) -> dict[str, str]:
         """Tell what code may leave switched, and which generators besides torch's have been drawn from."""

@@ -125,6 +125,19 @@ class InOneMemory:
         return self._memory.copy_(value).view(value.shape)
 
 
+class First:
+    """Gives what it was given first."""
+
+    def __init__(self) -> None:
+        self._value: Tensor | None = None
+
+    def __call__(self, value: Tensor) -> Tensor:
+        """Return a copy of the first value."""
+        if self._value is None:
+            self._value = value.clone()
+        return self._value.clone()
+
+
 def given(trainer: Trainer, act: Callable[[Tensor, Tensor], object]) -> None:
     """Do something with the inputs before each forward."""
     call = trainer.parallel.call
@@ -297,6 +310,12 @@ FAULTS: dict[str, tuple[str, Tamper]] = {
     ),
     "a draw of Python's random numbers": ("L3", during_call(lambda _: random.random())),
     "a draw of NumPy's random numbers": ("L3", during_call(lambda _: np.random.rand())),
+    "evaluations in one memory": ("L3", on_output(1, InOneMemory(), in_evaluation)),
+    "an evaluation with the weights of the first": ("L0", on_output(0, First(), in_evaluation)),
+    "gradients after an evaluation": (
+        "L3",
+        during_call(lambda t: setattr(t.parallel.model.one, "grad", torch.zeros(WIDTH)), in_evaluation),
+    ),
     "a draw of random numbers in evaluation": (
         "L3",
         during_call(lambda _: torch.rand(1), in_evaluation),

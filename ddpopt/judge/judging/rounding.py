@@ -29,7 +29,7 @@ INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
 
 def perturbed(case: Case, number: int, computes: torch.dtype | None) -> Case:
-    """Give a case neighbouring inputs.
+    """Give a case neighbouring inputs. Whole numbers in them stay: they may be a mask, or places in a table.
 
     Args:
         case: the case.
@@ -42,7 +42,7 @@ def perturbed(case: Case, number: int, computes: torch.dtype | None) -> Case:
 
     def inputs(rank: int, step: int) -> Any:
         generator = torch.Generator().manual_seed((number * 4096 + rank) * 4096 + step)
-        return tree_map(lambda leaf: neighbour(leaf, generator, computes), case.inputs(rank, step))
+        return tree_map(lambda leaf: neighbour(leaf, generator, computes, data=True), case.inputs(rank, step))
 
     return replace(case, inputs=inputs)
 
@@ -53,21 +53,25 @@ def perturbed_state(state: Named, number: int, computes: torch.dtype | None) -> 
     return {name: neighbour(tensor, generator, computes) for name, tensor in state.items()}
 
 
-def neighbour(value: Any, generator: torch.Generator, computes: torch.dtype | None = None) -> Any:
+def neighbour(
+    value: Any, generator: torch.Generator, computes: torch.dtype | None = None, *, data: bool = False
+) -> Any:
     """Move every floating-point number by one unit in the last place, up or down.
 
     Args:
         value: a tensor; anything else is returned as it is.
         generator: draws the directions.
         computes: the dtype whose unit it is, where that is coarser than the tensor's own.
+        data: whether it is an input, whose whole numbers may be a mask or places in a table.
 
     Returns:
-        A tensor of the same dtype. Zeros, infinities, NaNs, and numbers smaller than the unit stay.
+        A tensor of the same dtype. Whole numbers of data stay, and so do zeros, infinities, NaNs, and
+        numbers smaller than the unit.
     """
     if not isinstance(value, Tensor) or not is_rounded(value) or value.layout is not torch.strided:
         return value
     if value.is_complex():
-        return torch.view_as_complex(neighbour(torch.view_as_real(value), generator, computes))
+        return torch.view_as_complex(neighbour(torch.view_as_real(value), generator, computes, data=data))
     if value.is_nested or value.element_size() not in INTEGERS:
         return value
     bits = value.detach().view(INTEGERS[value.element_size()])
@@ -77,6 +81,8 @@ def neighbour(value: Any, generator: torch.Generator, computes: torch.dtype | No
     # of a number that is its own sign and magnitude, the bits count up away from zero
     far = (bits & torch.iinfo(bits.dtype).max) > unit
     stays = ~(far & value.isfinite() & moved.isfinite())
+    if data:
+        stays |= value == value.round()
     found = torch.where(stays, value.detach(), moved)
     if value.requires_grad and not value.is_leaf:  # computed from what is outside of DDP
         return value + (found - value.detach()).nan_to_num(0)

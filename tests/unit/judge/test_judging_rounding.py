@@ -121,3 +121,9 @@ def test_in_float64_complex_numbers_keep_both_parts() -> None:
         assert torch.equal(found[name].detach(), parameter.to(found[name].dtype))
         assert torch.equal(found[name].detach(), state[name])
         assert torch.finfo(found[name].dtype).eps == torch.finfo(torch.float64).eps
+
+
+def test_whole_numbers_of_data_stay_for_they_may_be_a_mask_or_places_in_a_table() -> None:
+    values = torch.tensor([0.0, 1.0, -3.0, 0.5, 1e-3])
+    moved = neighbour(values, generator(), data=True)
+    assert (moved != values).tolist() == [False, False, False, True, True]

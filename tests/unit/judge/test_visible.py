@@ -115,6 +115,7 @@ def test_a_step_shows_outputs_gradients_outside_and_what_is_kept() -> None:
         "gradient of input 0",
         "kept attribute .last",
         "kept by a hook: self, number 1",
+        "list of frozen parameters with a gradient",
     }
     assert step["form of output"] == "torch.float32 (1, 2), strides (0, 1) on cpu, requires grad"
 
