@@ -134,13 +134,20 @@ def _with_unread(parts: Sequence[_Part], specs: Sequence[ParamSpec]) -> list[_Pa
 
 def _buckets(parts: Sequence[_Part], config: BucketConfig, read: Collection[str]) -> tuple[Bucket, ...]:
     """The buckets, in the order in which their last gradients are ready."""
-    loose = [place for place, part in enumerate(parts) if not part.reason]
     rows = [(place, part.specs, part.reason) for place, part in enumerate(parts) if part.reason]
-    single = [parts[place].specs[0] for place in loose]
-    for members, reason in ready_buckets(single, config.after_the_first if rows else config):
-        specs = tuple(single[index] for index in members)
-        known = any(spec.name in read for spec in specs)
-        rows.append((loose[max(members)], specs, reason if known else UNREAD))
+    rule = config.after_the_first if rows else config
+    loose: dict[bool, list[tuple[int, ParamSpec]]] = {}
+    for place, part in enumerate(parts):
+        if not part.reason:
+            # DDP can leave a bucket out whose parameters all go unused, where it looks for them
+            apart = not config.rebuilds and part.specs[0].name not in read
+            loose.setdefault(apart, []).append((place, part.specs[0]))
+    for pairs in loose.values():
+        places, single = zip(*pairs, strict=True)
+        for members, reason in ready_buckets(single, rule):
+            specs = tuple(single[index] for index in members)
+            known = any(spec.name in read for spec in specs)
+            rows.append((places[max(members)], specs, reason if known else UNREAD))
     segments: list[int] = []  # what no graph reads counts to the segment that is ready next
     for part in reversed(parts):
         segments.append(part.segment if part.segment is not None else segments[-1] if segments else 0)
