@@ -188,19 +188,7 @@ def test_each_rank_that_raises_is_reported_and_nothing_else_is_told(
     assert caplog.messages == []
 
 
-def test_a_peer_that_fails_because_a_rank_raised_is_no_culprit() -> None:
-    def task(ranks: Ranks) -> None:
-        if ranks.rank == 1:
-            raise ValueError("only rank 1 says this")
-        dist.barrier()
-
-    error = failing(task)
-    assert [failure.rank for failure in error.culprits] == [1]
-    assert error.exit_code == 1
-    assert "in barrier" in error.failures[0].stack
-
-
-def test_a_peer_that_is_about_to_say_how_it_failed_is_heard_out() -> None:
+def test_a_peer_that_fails_because_a_rank_raised_is_heard_out_and_is_no_culprit() -> None:
     class SlowToSay(Exception):
         def __str__(self) -> str:
             time.sleep(PATIENCE_S + 0.5)  # the other rank is gone; this one is asked to end
@@ -214,10 +202,10 @@ def test_a_peer_that_is_about_to_say_how_it_failed_is_heard_out() -> None:
         except InfrastructureError as error:
             raise SlowToSay from error
 
-    failure = failing(task).failures[0]
-    assert (failure.rank, failure.kind) == (0, "raised")
-    assert "in gather" in failure.stack
-    assert "said at last" in failure.stack
+    error = failing(task)
+    assert told(error) == ([(0, "raised"), (1, "raised")], [1], 1)
+    assert "in gather" in error.failures[0].stack
+    assert "said at last" in error.failures[0].stack
 
 
 def test_a_value_that_cannot_travel_and_a_task_that_exits_count_as_raising() -> None:
