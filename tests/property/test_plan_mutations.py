@@ -31,7 +31,8 @@ def _changed(plan: Plan, listed: str, place: int, **changes: Any) -> Plan:
     """A plan of which one of the buckets, segments or cuts is another."""
     items = list(getattr(plan, listed))
     items[place] = replace(items[place], **changes)
-    return replace(plan, **{listed: tuple(items)})
+    changed: dict[str, Any] = {listed: tuple(items)}
+    return replace(plan, **changed)
 
 
 def _shorter(items: Items) -> Iterator[Items]:
