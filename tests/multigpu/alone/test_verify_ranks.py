@@ -80,6 +80,14 @@ def told(error: RanksFailed) -> tuple[list[tuple[int, Kind]], list[int], int]:
     return failures, [failure.rank for failure in error.culprits], error.exit_code
 
 
+def soon(sign: Callable[[], bool], limit_s: float = 5.0) -> bool:
+    """Whether something is so within some seconds."""
+    deadline = time.monotonic() + limit_s
+    while not sign() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return sign()
+
+
 def script(folder: Path, text: str) -> list[str]:
     path = folder / "script.py"
     path.write_text(text)
@@ -414,15 +422,12 @@ def test_when_the_launching_process_is_ended_all_else_ends(
     assert launcher.stdout is not None
     folder = launcher.stdout.readline().strip()
     assert Path(folder).is_dir()
-    assert len(processes()) == 4  # the launcher, its guardian, the rank and its child
+    # the launcher, its guardian, the rank and its child, whose environment is there a moment after itself
+    assert soon(lambda: len(processes()) == 4)
     launcher.send_signal(number)
     code, said = finish(launcher)
     assert code == -number, said
-    deadline = time.monotonic() + 5
-    while (processes() or Path(folder).exists()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert processes() == []
-    assert not Path(folder).exists()
+    assert soon(lambda: not processes() and not Path(folder).exists())
 
 
 # ------------------------------------------------------------------------------------------ ranks that exist
