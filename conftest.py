@@ -13,6 +13,10 @@ from ddpopt.testing.profiles import load_profile
 # HYPOTHESIS_PROFILE, or pytest's --hypothesis-profile: dev, ci or nightly. CI=true gives ci.
 load_profile()
 
+# Else each process that compiles C++ tries out first what the processor can do: seconds for each of its kinds
+# of vectors, in processes that import torch.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -50,15 +54,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         later = [item for item in items if item.get_closest_marker("nightly")]
         config.hook.pytest_deselected(items=later)
         items[:] = [item for item in items if item not in later]
-    # torchrun's ranks share out what needs no ranks, and come to its end at different times: so that is last
-    last = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    # torchrun's ranks share out what needs no ranks, and come to its end at different times: so that is last.
+    # Of xdist's workers one begins with the ranks; the others run all else meanwhile.
+    first = int(os.environ.get("WORLD_SIZE", "1")) > 1 or "PYTEST_XDIST_WORKER" in os.environ
     items.sort(key=lambda item: item.get_closest_marker("long") is None)  # stable: all else keeps its order
-    items.sort(key=lambda item: (_scope(item.nodeid) == "ranks") is last)
+    items.sort(key=lambda item: (_scope(item.nodeid) == "ranks") is not first)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Have one xdist worker run all tests that start ranks; they are last, and need the cores themselves."""
+    """Have one xdist worker run all tests that start ranks: each is started once."""
     if config.getoption("dist") != "load":
         return None
     scheduler = LoadScopeScheduling(config, log)

@@ -119,7 +119,10 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if needs_of(item).problem or lacking(item):
         return None  # its setup says why
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    reports = _pools(item.config).run(item, nextitem) if launched is None else launched.run(item, nextitem)
+    if launched is None:
+        reports = [*_pools(item.config).run(item, nextitem), *_torn_down(item, nextitem)]
+    else:
+        reports = launched.run(item, nextitem)
     for report in reports:
         # Passes are shown once. The exit code of every rank says whether anything failed.
         if launched is None or own_rank() == 0 or report.failed:
@@ -214,6 +217,13 @@ def ddp_ranks(request: pytest.FixtureRequest) -> "Ranks":
         )
     ranks: Ranks = request.node.stash[ranks_key]
     return ranks
+
+
+def _torn_down(item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.TestReport]:
+    """Tear down what earlier tests of a module kept for this one, which runs elsewhere; say what failed."""
+    call = pytest.CallInfo.from_call(lambda: item.session._setupstate.teardown_exact(nextitem), "teardown")
+    failed = call.excinfo is not None
+    return [item.ihook.pytest_runtest_makereport(item=item, call=call)] if failed else []
 
 
 def _give_up(item: pytest.Item, reason: str) -> None:

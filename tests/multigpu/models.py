@@ -1,5 +1,6 @@
 """Small models, plans that are any partition of their parameters, and training that two runs can share."""
 
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -126,8 +127,20 @@ def same(left: Sequence[Gradients], right: Sequence[Gradients], rounding: float 
     if [len(step) for step in left] != [len(step) for step in right]:
         return False
     pairs = [pair for steps in zip(left, right, strict=True) for pair in zip(*steps, strict=True)]
-    return all(a is b if a is None or b is None else _close(a, b, rounding) for a, b in pairs)
+    return all(off(a, b) <= rounding for a, b in pairs)
 
 
-def _close(left: Tensor, right: Tensor, rounding: float) -> bool:
-    return bool(((left - right).abs() <= rounding * right.abs().max()).all())
+def off(left: Tensor | None, right: Tensor | None) -> float:
+    """How far a gradient is off, in parts of the largest element on the right; infinite if one is None."""
+    if left is None or right is None:
+        return 0.0 if left is right else math.inf
+    if torch.equal(left, right):
+        return 0.0
+    far = float((left - right).abs().max() / right.abs().max())
+    return math.inf if math.isnan(far) else far
+
+
+def roundings(left: Tensor | None, right: Tensor | None) -> float:
+    """The same in roundings of that element."""
+    far = off(left, right)
+    return far if far == 0 or right is None else far / torch.finfo(right.dtype).eps

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from collections.abc import Iterator
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -21,7 +22,7 @@ from ddpopt.judge.modes import MODES, Mode, mode
 from ddpopt.judge.options import OPTIONS, option
 from ddpopt.judge.runner import verify_here
 from ddpopt.judge.trainer import Option, Trainer
-from ddpopt.judge.trials import Asked, Settings, run_trials
+from ddpopt.judge.trials import STEPS, Asked, Settings, run_trials
 from ddpopt.judge.verdict import Status, Trial
 from ddpopt.ranks.group import joined
 from tests.multigpu.turns import in_turn, number_of_ranks
@@ -31,6 +32,7 @@ from tests.selftest.trials import judge_fault, try_fault, unbroken
 BOTH = ("ddpopt-split", "ddpopt-inline")
 PLAIN, TIED, NORMED = CASES[0], CASES[1], CASES[2]
 SMALL_WIDTH = 32
+ON_GPUS = torch.cuda.is_available()
 NOT_ON_A_CPU = {
     "hook_bf16": "BF16 all reduce communication hook required CUDA",
     "mixed_precision": "cpu backend doesn't support events",
@@ -75,21 +77,37 @@ def judged(case: Case, option: str, modes: tuple[str, ...], **settings: Any) -> 
         return run_trials(ranks, [Asked(case, option, modes)], Settings("aot_eager", **settings), ())
 
 
+@contextlib.contextmanager
+def eager(case: Case, under: str = "default", steps: int = STEPS, **limits: float) -> Iterator[Reference]:
+    """Eager DDP's run, without the evaluation after it."""
+    with joined() as ranks:
+        subject = Subject(case, option(under), steps, ranks.device, evaluates=False)
+        with contextlib.closing(Bench(subject, ranks, **limits)) as bench:
+            reference = Reference.make(bench)
+            assert reference is not None, bench.failures
+            yield reference
+
+
 @pytest.mark.parametrize(
-    ("option", "mode"),
-    in_turn([(option,) for option in OPTIONS], BOTH),
+    ("under", "strategy"),
+    in_turn([(option,) for option in OPTIONS if option.name not in NOT_ON_A_CPU or ON_GPUS], BOTH),
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
-def test_ddpopt_does_what_eager_ddp_does_under_every_option(option: Option, mode: str) -> None:
+def test_ddpopt_does_what_eager_ddp_does_under_every_option(under: Option, strategy: str) -> None:
     # what has caps of its own would put all of the small case into one bucket
-    (trial,) = judged(PLAIN if option.without else SMALL, option.name, (mode,))
-    if option.name in NOT_ON_A_CPU and not torch.cuda.is_available():
-        assert trial.status is Status.NOT_POSSIBLE
-        assert NOT_ON_A_CPU[option.name] in trial.reason
-    else:
-        assert (trial.status, trial.findings, trial.reason) == (Status.OK, (), "")
-        assert "L3" in trial.levels
-        assert trial.graphs > 0
+    with eager(PLAIN if under.without else SMALL, under.name) as reference:
+        trial = judge(reference, mode(strategy), "aot_eager")
+    assert (trial.status, trial.findings, trial.reason) == (Status.OK, (), "")
+    assert "L3" in trial.levels
+    assert trial.graphs > 0
+
+
+@pytest.mark.skipif(ON_GPUS, reason="with GPUs they are options like the others")
+@pytest.mark.parametrize("name", NOT_ON_A_CPU)
+def test_an_option_that_needs_a_gpu_is_not_possible_without_and_says_so(name: str) -> None:
+    (trial,) = judged(SMALL, name, BOTH[:1])
+    assert trial.status is Status.NOT_POSSIBLE
+    assert NOT_ON_A_CPU[name] in trial.reason
 
 
 def each_mode() -> list[Any]:
@@ -97,9 +115,25 @@ def each_mode() -> list[Any]:
     return [pytest.param(m, marks=pytest.mark.nightly if m.fuses else ()) for m in MODES]
 
 
+def state_of_torch() -> tuple[Any, ...]:
+    """What modes change while they run."""
+    dynamo, inductor = torch._dynamo.config, torch._inductor.config
+    c10d: Any = torch.distributed  # torch does not mark its re-exports
+    return (
+        dynamo.optimize_ddp,
+        inductor.fallback_random,
+        inductor._fuse_ddp_communication,
+        tuple(map(str, inductor._fuse_ddp_communication_passes)),
+        torch.nn.parallel.DistributedDataParallel._active_ddp_module,
+        "torch.nn.parallel.distributed" in torch._dynamo.trace_rules.LEGACY_MOD_INLINELIST,
+        c10d.get_debug_level(),
+    )
+
+
 @pytest.mark.parametrize("mode", each_mode(), ids=lambda mode: mode.name)
-def test_every_mode_is_right_about_a_plain_model(mode: Mode) -> None:
+def test_every_mode_is_right_about_a_plain_model_and_leaves_torch_as_it_was(mode: Mode) -> None:
     backend = "inductor" if mode.fuses else "aot_eager"
+    before = state_of_torch()
     with joined() as ranks:
         (trial,) = run_trials(ranks, [Asked(PLAIN, "default", (mode.name,))], Settings(backend), ())
     assert (trial.status, trial.findings, trial.reason) == (Status.OK, (), "")
@@ -107,6 +141,7 @@ def test_every_mode_is_right_about_a_plain_model(mode: Mode) -> None:
     assert {seen.parameter for seen in trial.measured} >= {
         name for name, _ in PLAIN.model().named_parameters()
     }
+    assert state_of_torch() == before
 
 
 def each_place() -> list[Any]:
@@ -155,7 +190,7 @@ def test_putting_in_nothing_raises_nothing(placebo: Fault) -> None:
     assert (trial.status, trial.findings) == (Status.OK, ())
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 def test_a_bias_in_front_of_batchnorm_raises_nothing(backend: str) -> None:
     verdict = verify_here(NORMED, backend=backend)
     assert verdict.findings == ()
@@ -197,23 +232,14 @@ def test_a_rank_that_fails_alone_is_named_and_the_next_trial_is_not_disturbed() 
     assert right.status is Status.OK
 
 
-def judged_within(collective_limit_s: float, backend: Any, **options: Any) -> Trial:
-    """One step of the plain case compiled whole, whose collectives may take so long."""
-    with joined() as ranks:
-        subject = Subject(PLAIN, option("default"), 1, ranks.device)
-        with contextlib.closing(Bench(subject, ranks, collective_limit_s=collective_limit_s)) as bench:
-            reference = Reference.make(bench)
-            assert reference is not None
-            return judge(reference, mode("whole"), backend, **options)
-
-
 @pytest.mark.world_size(2)
 def test_a_rank_that_compiles_for_longer_than_its_peers_wait_is_nothing_wrong() -> None:
     def slow_on_one_rank(gm: torch.fx.GraphModule, _: object) -> Any:
         time.sleep(4.5 * torch.distributed.get_rank())
         return gm.forward
 
-    trial = judged_within(3.0, slow_on_one_rank)
+    with eager(PLAIN, steps=1, collective_limit_s=3.0) as reference:
+        trial = judge(reference, mode("whole"), slow_on_one_rank)
     assert (trial.status, trial.findings) == (Status.BROKEN, ())
     assert trial.reason.startswith("no rank failed of itself: each waited for another in a collective")
     assert "Timed out" in trial.reason
@@ -230,7 +256,8 @@ def test_a_rank_that_gets_through_does_not_leave_its_peer_waiting_and_that_is_wr
             trainer.parallel.around_backward = trainer.ddp.no_sync
             trainer.ddp.require_backward_grad_sync = False
 
-    trial = judged_within(60.0, "eager", tamper=unsynchronised)
+    with eager(PLAIN, steps=1, collective_limit_s=60.0) as reference:
+        trial = judge(reference, mode("whole"), "eager", tamper=unsynchronised)
     others = [rank for rank in range(torch.distributed.get_world_size()) if rank != 1]
     assert (trial.status, [found.rank for found in trial.findings]) == (Status.WRONG, others)
     assert "closed" in trial.findings[0].message
@@ -253,22 +280,3 @@ def test_half_precision_on_request_is_judged_by_its_own_rounding() -> None:
     (trial,) = judged(PLAIN, "default", ("ddpopt-inline",), dtype="bfloat16")
     assert trial.status is Status.OK
     assert {bucket.dtype for bucket in trial.buckets} == {"bfloat16"}
-
-
-def test_nothing_of_torch_stays_changed() -> None:
-    def state() -> tuple[Any, ...]:
-        dynamo, inductor = torch._dynamo.config, torch._inductor.config
-        c10d: Any = torch.distributed  # torch does not mark its re-exports
-        return (
-            dynamo.optimize_ddp,
-            inductor.fallback_random,
-            inductor._fuse_ddp_communication,
-            tuple(map(str, inductor._fuse_ddp_communication_passes)),
-            torch.nn.parallel.DistributedDataParallel._active_ddp_module,
-            "torch.nn.parallel.distributed" in torch._dynamo.trace_rules.LEGACY_MOD_INLINELIST,
-            c10d.get_debug_level(),
-        )
-
-    before = state()
-    judged(PLAIN, "default", ("torch", "python_reducer", "ddpopt-split"))
-    assert state() == before

@@ -1,17 +1,12 @@
-"""The same graph in another guise: under other names, traced again, in an order that means the same."""
+"""The same graph in another guise: under other names, or in an order that means the same."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
 from random import Random
-from typing import Any
 
-import torch
-from torch import fx, nn
-from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch import fx
 
 from ddpopt.graph.nodes import body_nodes
 from tests.graph_builder import SmallGraph, real_inputs
@@ -51,44 +46,6 @@ def renamed(graph: SmallGraph, random: Random) -> tuple[SmallGraph, dict[str, st
 
 def _numbered(letter: str, count: int, random: Random) -> list[str]:
     return [f"{letter}{number}" for number in random.sample(range(10, 10 + 9 * count), count)]
-
-
-def retraced(graph: SmallGraph) -> SmallGraph:
-    """A graph with values that are traced again."""
-    again = _Again(symbolic=any(isinstance(value, torch.SymInt) for value in graph.example_values))
-    given = [again.value(*pair) for pair in zip(graph.example_values, real_inputs(graph), strict=True)]
-    run = fx.Interpreter(graph.gm, garbage_collect_values=False)
-    with again.mode:
-        run.run(*given)
-    made = copied(graph, list(graph.gm.graph.nodes), {}, {})
-    for old, new in zip(graph.gm.graph.nodes, made.gm.graph.nodes, strict=True):
-        if "example_value" in old.meta:
-            new.meta["example_value"] = run.env[old]
-    return made._replace(example_values=tuple(given))
-
-
-class _Again:
-    """Makes values as another trace would have them, with a symbol of its own."""
-
-    def __init__(self, *, symbolic: bool) -> None:
-        self.mode = FakeTensorMode(shape_env=ShapeEnv() if symbolic else None, allow_non_fake_inputs=True)
-        self._symbol: Any = None
-
-    def value(self, before: object, real: torch.Tensor | int) -> Any:
-        if isinstance(before, torch.SymInt):
-            sizes: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
-            rows = torch.empty(int(real))
-            fake = self.mode.from_tensor(rows, symbolic_context=sizes, source=ConstantSource("rows"))
-            self._symbol = fake.shape[0]
-            return self._symbol
-        assert isinstance(before, torch.Tensor)
-        sizes_before: list[Any] = list(before.shape)
-        shape = [self._symbol if isinstance(size, torch.SymInt) else size for size in sizes_before]
-        with self.mode:
-            made = torch.empty(shape, dtype=before.dtype)
-        if isinstance(before, nn.Parameter):
-            return nn.Parameter(made, requires_grad=before.requires_grad)
-        return made
 
 
 def reordered(graph: SmallGraph, in_order: list[str], random: Random) -> SmallGraph:

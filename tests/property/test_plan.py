@@ -25,7 +25,7 @@ from tests.property.drawn_graphs import (
     facts_of,
     small_configs,
 )
-from tests.property.same_graph import renamed, reordered, retraced
+from tests.property.same_graph import renamed, reordered
 from tests.property.stepping import where_torch_compiles
 from tests.property.strategies import bucket_configs, graphs, parameter_lists
 
@@ -90,12 +90,6 @@ def test_a_plan_does_not_depend_on_names(graph: SmallGraph, config: BucketConfig
     assert [list(bucket.params) for bucket in of_other.buckets] == expected
     assert [[nodes[n] for n in s.nodes] for s in plan.segments] == [list(s.nodes) for s in of_other.segments]
     assert [s.buckets for s in plan.segments] == [s.buckets for s in of_other.segments]
-
-
-@share(1)
-@given(graphs(), small_configs())
-def test_a_graph_that_is_traced_again_has_the_same_plan(graph: SmallGraph, config: BucketConfig) -> None:
-    assert plan_graph(facts_of(retraced(graph)), config) == plan_graph(facts_of(graph), config)
 
 
 @pytest.mark.usefixtures("alone")

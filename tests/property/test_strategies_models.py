@@ -159,7 +159,7 @@ def test_each_feature_can_be_switched_on_alone_and_off_alone(feature: str) -> No
     on: list[DrawnModel] = []
     off: list[DrawnModel] = []
 
-    @settings(max_examples=60, database=None, derandomize=True, phases=[Phase.generate])
+    @settings(max_examples=40, database=None, derandomize=True, phases=[Phase.generate])
     @given(models(features={feature}, max_steps=5), models(without={feature}, max_steps=5))
     def look(with_it: DrawnModel, without_it: DrawnModel) -> None:
         on.append(with_it)

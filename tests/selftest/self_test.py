@@ -63,16 +63,6 @@ class SelfTest:
         return json.dumps(data, indent=2)
 
     @property
-    def missed(self) -> tuple[Found, ...]:
-        """The faults that were put in and that nobody found."""
-        return tuple(found for found in self.found if found.injected and not found.by)
-
-    @property
-    def not_injected(self) -> tuple[Found, ...]:
-        """The faults that could not be put in, or not on all ranks."""
-        return tuple(found for found in self.found if not found.injected)
-
-    @property
     def clean_runs(self) -> int:
         """How many clean runs ended, with nothing found."""
         return sum(trial.status is Status.OK for trial in self.clean.trials)

