@@ -243,17 +243,6 @@ def symbolic_number() -> Story:
     return cut_in_two(given, first, second, "s pre w", params=("", "w"), again=[ratio])
 
 
-def indexed_view() -> Story:
-    """A row of a buffer is a view of it, which the segment that writes to it takes again."""
-    given = weights("v w")
-    with given["x"].fake_mode:
-        given["buf"] = torch.empty(2, 4)
-    row = Row("row", operator.getitem, (Ref("buf"), 0))
-    first = [row, Row("added", torch.add, refs("x row")), Row("lin0", F.linear, refs("added v"))]
-    second = [Row("count", "add_", (Ref("row"), 1)), Row("lin1", F.linear, refs("lin0 w"))]
-    return cut_in_two(given, first, second, "lin0 buf w", params=("v", "w"), again=[row])
-
-
 def written_buffer(notation: str = "__imul__") -> Story:
     """A buffer that the second segment writes to, and then reads by a view that it takes again."""
     given = weights("v w")
@@ -341,19 +330,6 @@ def view_without_grad() -> Story:
     return told
 
 
-def borrowed_names() -> Story:
-    """What a cut adds may by chance bear the name of a node that stands in another segment."""
-    told = story()
-    told.edit(0, "leave", name="close", meta={})
-    told.edit(1, "again", name="enter")
-    told.edit(1, "close", args=refs("enter"))
-    told.edit(1, "leave", name="on", meta={})
-    told.edit(1, "parts_0", name="pick", meta={})
-    told.pieces[1].outputs["parts_0"] = Ref("pick")
-    told.edit(2, "again", name="off", meta={})
-    return told
-
-
 def tied_weight() -> Story:
     """A weight that both segments read is complete in the first one."""
     first = [Row("lin0", F.linear, refs("x w"))]
@@ -388,12 +364,10 @@ SMALL: tuple[Callable[[], Story], ...] = (
     doubled_size,
     constant,
     symbolic_number,
-    indexed_view,
     read_and_written,
     reshaped_view,
     view_without_grad,
     written_buffer,
-    borrowed_names,
     tied_weight,
     module_call,
 )
