@@ -243,6 +243,17 @@ def symbolic_number() -> Story:
     return cut_in_two(given, first, second, "s pre w", params=("", "w"), again=[ratio])
 
 
+def indexed_view() -> Story:
+    """A row of a buffer is a view of it, which the segment that writes to it takes again."""
+    given = weights("v w")
+    with given["x"].fake_mode:
+        given["buf"] = torch.empty(2, 4)
+    row = Row("row", operator.getitem, (Ref("buf"), 0))
+    first = [row, Row("added", torch.add, refs("x row")), Row("lin0", F.linear, refs("added v"))]
+    second = [Row("count", "add_", (Ref("row"), 1)), Row("lin1", F.linear, refs("lin0 w"))]
+    return cut_in_two(given, first, second, "lin0 buf w", params=("v", "w"), again=[row])
+
+
 def written_buffer(notation: str = "__imul__") -> Story:
     """A buffer that the second segment writes to, and then reads by a view that it takes again."""
     given = weights("v w")
@@ -364,6 +375,7 @@ SMALL: tuple[Callable[[], Story], ...] = (
     doubled_size,
     constant,
     symbolic_number,
+    indexed_view,
     read_and_written,
     reshaped_view,
     view_without_grad,
