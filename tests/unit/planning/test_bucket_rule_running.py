@@ -119,6 +119,7 @@ ROWS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "cap list and unused": (linears, {"bucket_cap_mb_list": [0.5, 0.25], "find_unused_parameters": True}),
     "cap list and static graph": (linears, {"bucket_cap_mb_list": [0.5, 0.25], "static_graph": True}),
     "default cap and unused": (RootParameters, {"find_unused_parameters": True}),
+    "explicit cap and unused": (RootParameters, {"bucket_cap_mb": 0.3, "find_unused_parameters": True}),
     "static graph with unused": (RootParameters, {"bucket_cap_mb": 0.1, "static_graph": True}),
     "static graph in unused parameter mode": (
         RootParameters,
