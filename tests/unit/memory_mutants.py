@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from functools import partial
 
-from tests.unit.program_mutants import swap
 from tests.unit.stitching import Ref, Row, Story, refs
 from tests.unit.stories import (
     AS_STRIDED,
@@ -117,8 +116,6 @@ def hand_out_copy(told: Story) -> None:
 
 MUTANTS: Mapping[str, tuple[Mutant, ...]] = {
     "order": (
-        Mutant("write swapped with a read", "segment 0, node count: runs after view",
-               swap(0, "count", "view")),
         Mutant("draws swapped", "runs after drop1", swap_draws),
     ),
     "aliases": tuple(

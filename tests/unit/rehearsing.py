@@ -1,4 +1,4 @@
-"""Helpers of the tests that explain: a small model, and a reducer that runs on one rank."""
+"""Helpers of the tests of one rank: a small model, what is explained of it, and a reducer that runs."""
 
 import functools
 from collections.abc import Callable

@@ -341,19 +341,6 @@ def view_without_grad() -> Story:
     return told
 
 
-def borrowed_names() -> Story:
-    """What a cut adds may by chance bear the name of a node that stands in another segment."""
-    told = story()
-    told.edit(0, "leave", name="close", meta={})
-    told.edit(1, "again", name="enter")
-    told.edit(1, "close", args=refs("enter"))
-    told.edit(1, "leave", name="on", meta={})
-    told.edit(1, "parts_0", name="pick", meta={})
-    told.pieces[1].outputs["parts_0"] = Ref("pick")
-    told.edit(2, "again", name="off", meta={})
-    return told
-
-
 def tied_weight() -> Story:
     """A weight that both segments read is complete in the first one."""
     first = [Row("lin0", F.linear, refs("x w"))]
@@ -393,7 +380,6 @@ SMALL: tuple[Callable[[], Story], ...] = (
     reshaped_view,
     view_without_grad,
     written_buffer,
-    borrowed_names,
     tied_weight,
     module_call,
 )

@@ -126,23 +126,6 @@ if __name__ == "__main__":
 """,
         )
 
-    def test_a_model_without_steps_is_one_layer(self) -> None:
-        text = DrawnModel().source
-        self.assertExpectedInline(
-            text[text.index("class ") : text.index("def make_model")],
-            """\
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear0 = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.linear0(x)
-
-
-""",
-        )
-
 
 def test_a_case_is_tagged_and_knows_its_unused_parameters() -> None:
     case = DrawnModel(steps=(step("linear"), step("unused"), step("dropout"))).case()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.alignment_rows import Cell, Row, difference, row, section
+from benchmarks.alignment_rows import Cell, difference, row
 from benchmarks.alignment_run import Buckets, Outcome, caps_of, ddp_arguments
 from ddpopt.gate.overlap import BucketLaunch, Measurement
 from ddpopt.testing import Case
@@ -67,26 +67,6 @@ def test_a_bucket_that_is_missing_or_in_another_order_is_a_difference(
     planned: Buckets | None, observed: list[Buckets], found: str
 ) -> None:
     assert difference(planned, observed) == found
-
-
-def test_torchs_own_modes_are_only_reported_and_where_eager_fails_ddpopt_proves_nothing() -> None:
-    cell = row("gpt", "1", {"eager": [GOOD], "torch": [CRASHED]}).cells["torch"]
-    assert (cell.crash, cell.problems) == ("KeyError", ())
-    found = row("gpt", "1", {"eager": [CRASHED], "split": [GOOD]})
-    assert (found.eager, found.eager_failure) == (None, "KeyError: 'x'")
-    assert found.cells["split"].problems == ("eager DDP failed, so there is nothing to compare with",)
-
-
-def test_one_run_with_too_little_overlap_is_enough_to_fail_and_a_mode_without_runs_is_not_measured() -> None:
-    cells = (Cell(ratio=1.0), Cell(ratio=0.5, problems=("low",)), Cell(crash="KeyError", problems=("crash",)))
-    found = section([Row("gpt", "1", 0.5, "", 100, {"split": cell}) for cell in cells], {})
-    assert [(c.found, c.spread, c.held, c.remark) for c in found.claims] == [
-        (0.5, (0.5, 1.0), False, ""),
-        (2, None, False, ""),
-        (None, None, False, "not measured"),
-        (None, None, False, "not measured"),
-    ]
-    assert found.grids[0].rows == (("split", "0.750", "0.500", "1 of 3", "1"),)
 
 
 def test_a_cap_takes_the_place_of_the_cases_own_and_only_a_case_that_sets_one_keeps_it() -> None:

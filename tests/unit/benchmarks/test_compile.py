@@ -1,24 +1,16 @@
 """Tests of the pure parts of `benchmarks.compile`: ratios, growth, what falls short, arguments."""
 
-import subprocess
-from typing import Any
-
 import pytest
 
-from benchmarks import compile as compiling
 from benchmarks.compile import (
     Setting,
     Starts,
     heats,
-    main,
-    measure,
     ratio,
     ratios,
     section,
-    start_once,
 )
 from benchmarks.compile_once import Start
-from ddpopt.errors import InfrastructureError
 
 
 def starts(cold_s: float, anew: int = 0, slower_s: float = 0.0) -> Starts:
@@ -40,25 +32,6 @@ def test_a_ratio_is_the_median_of_rounds_at_the_same_depth_not_that_of_the_faste
     assert ratios(found, Setting("gpt", 24, "inline"), "whole", "cold") == [1.0, 1.05, 1.8]
     assert ratio(found, Setting("gpt", 24, "inline"), "whole", "cold") == 1.05
     assert ratio(found, Setting("gpt", 24, "inline"), "torch", "cold") is None
-
-
-def test_what_is_compared_starts_together_and_changes_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[tuple[str, int, bool]] = []
-
-    def start(setting: Setting, _: str, processor: int, *, cached: bool) -> Start:
-        started.append((setting.mode, processor, cached))
-        return Start(1.0, 1.0, 2, 0)
-
-    monkeypatch.setattr(compiling, "start_once", start)
-    monkeypatch.setattr(compiling, "_processors", lambda: [4, 7, 9])
-    settings = [Setting("gpt", 2, mode) for mode in ("whole", "torch", "split", "inline")]
-    found = measure(settings, 2, lambda _: None)
-    assert [*found] == settings
-    assert {len(s.uncached) for s in found.values()} == {len(s.warm) for s in found.values()} == {2}
-    uncached = [(mode, processor) for mode, processor, cached in started if not cached]
-    first, second = [{*uncached[at : at + 2]} for at in (0, 2)], [{*uncached[at : at + 2]} for at in (4, 6)]
-    assert first == [{("whole", 4), ("inline", 7)}, {("torch", 4), ("split", 7)}]
-    assert second == [{("whole", 7), ("inline", 4)}, {("torch", 7), ("split", 4)}]
 
 
 def short(found: dict[Setting, Starts]) -> dict[str, float]:
@@ -93,13 +66,3 @@ def test_whatever_falls_short_is_told() -> None:
 def test_a_warm_start_of_ours_compiles_nothing(mode: str, told: bool) -> None:
     found = {Setting("resnet", 12, mode): starts(1.0, anew=2)}
     assert short(found) == ({f"resnet, all depths: {mode}: compiled in a warm start": 2} if told else {})
-
-
-def test_a_process_that_fails_is_told_with_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(command: Any, **_: Any) -> subprocess.CompletedProcess[str]:
-        return subprocess.CompletedProcess(command, 1, "", "Traceback\nValueError: no such thing")
-
-    monkeypatch.setattr("subprocess.run", fail)
-    with pytest.raises(InfrastructureError, match=r"gpt 2 split: exit code 1\.\nTraceback\nValueError"):
-        start_once(Setting("gpt", 2, "split"), "caches", 0)
-    assert main(["--models", "gpt", "--layers", "2", "--modes", "split"]) == 3

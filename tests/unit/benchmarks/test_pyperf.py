@@ -1,7 +1,5 @@
 """Timings come back from pyperf's files by name and by process, and can be compared."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pyperf
@@ -19,20 +17,6 @@ def stored(path: Path, timings: Timings) -> dict[str, list[tuple[float, ...]]]:
     store_timings(path, timings, FACTS)
     suite = pyperf.BenchmarkSuite.load(str(path))
     return {bench.get_name(): [run.values for run in bench.get_runs()] for bench in suite.get_benchmarks()}
-
-
-def test_a_file_of_before_is_replaced_and_two_of_them_are_compared(tmp_path: Path) -> None:
-    before, after = tmp_path / "before.json", tmp_path / "after.json"
-    stored(before, {"y": [(9.0,)]})
-    stored(before, {"x": [(1.0,), (1.01,), (0.99,)]})
-    stored(after, {"x": [(2.0,), (2.01,), (1.99,)]})
-    told = subprocess.run(
-        [sys.executable, "-m", "pyperf", "compare_to", str(before), str(after)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "2.00x slower" in told.stdout
 
 
 def test_what_was_timed_is_told_by_name(tmp_path: Path) -> None:

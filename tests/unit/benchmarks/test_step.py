@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from benchmarks import step
-from benchmarks.devices import description, device_of
 from benchmarks.network import Network, loopback
 from benchmarks.step import main
 from benchmarks.step_rank import Figures, Job
@@ -41,24 +40,8 @@ def measure_nothing(
     return made
 
 
-def near_the_limit(_: Job) -> Figures:
-    return figures(eager=[14.0, 14.0], inline=[13.1, 13.2])
-
-
 def far_from_it(_: Job) -> Figures:
     return figures(eager=[14.0, 14.0], inline=[15.0, 15.0])
-
-
-def test_each_rate_has_each_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = measure_nothing(monkeypatch, near_the_limit)
-    assert main(["--rate", "1gbit,10gbit", "--models", "linears,tied", "--rounds", "3"]) == 0
-    assert [(rate, job.model) for rate, job in made] == [
-        ("1gbit", "linears"),
-        ("1gbit", "tied"),
-        ("10gbit", "linears"),
-        ("10gbit", "tied"),
-    ]
-    assert {(job.rounds, job.device) for _, job in made} == {(3, "cpu")}
 
 
 def test_what_falls_short_is_told_with_its_rate(
@@ -88,27 +71,3 @@ def test_over_loopback_nothing_is_judged_one_rate_is_enough_and_all_figures_are_
     document = json.loads(kept.read_text())
     assert document["figures"] == [{"rate": "no rate", **asdict(far_from_it(JOB))}]
     assert {claim["remark"] for claim in document["claims"]} == {"not measured"}
-
-
-def test_without_a_gpu_cuda_ends_in_words(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert main(["--device", "cuda"]) == 3
-    assert "--device cuda: expected a GPU, but torch" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("gpus", "sender"), [(1, "gloo"), (2, "nccl")])
-def test_nccl_sends_where_each_rank_has_a_gpu(
-    gpus: int, sender: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda index: "A GPU")
-    made = measure_nothing(monkeypatch, near_the_limit)
-    with step.hosts("1gbit", "cuda") as network:
-        assert network.emulated == (sender == "gloo")
-    assert made == []
-    assert description("cuda")["device"] == f"cuda, 2 ranks on {gpus} of: A GPU"
-    assert description("cuda")["sent by"] == sender
-    assert [device_of("cuda", rank).index for rank in range(2)] == [0, gpus - 1]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.report import Claim, Grid, Section, at_least, at_most, missing, section_of
+from benchmarks.report import Claim, Grid, Section, at_least, at_most
 from benchmarks.summary import MEASUREMENTS, PAGE, RESULTS, main, stored
 
 CONDITIONS = {"command": "python -m x", "processor": "A | B"}
@@ -32,11 +32,6 @@ def as_json(section: Section) -> dict[str, Any]:
 def store(folder: Path, sections: Mapping[str, Section]) -> None:
     for name, section in sections.items():
         (folder / f"{name}.json").write_text(json.dumps(as_json(section)))
-
-
-@pytest.mark.parametrize("section", [*GOOD.values(), missing("step")])
-def test_a_section_survives_json(section: Section) -> None:
-    assert section_of(as_json(section)) == section
 
 
 def test_all_held_is_exit_code_zero_and_a_measurement_that_left_no_file_fails(

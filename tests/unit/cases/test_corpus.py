@@ -53,12 +53,6 @@ def test_the_default_loss_refuses_an_output_without_floats() -> None:
     )
 
 
-def test_a_step_draws_the_same_dropout_again() -> None:
-    case = corpus.case("dropout")
-    model = case.model()
-    assert torch.equal(case.step(model, 1, 3), case.step(model, 1, 3))
-
-
 # --------------------------------------------------------------------------------------------- targets
 
 

@@ -65,10 +65,6 @@ def test_reasons_are_for_tests_that_torch_has_and_are_sentences() -> None:
         assert accepted.reason.endswith(".")
 
 
-def test_the_nightly_job_runs_torchs_tests() -> None:
-    assert "-m ci.torch_ddp" in (ROOT / "ci" / "nightly.sh").read_text()
-
-
 class Tables(expecttest.TestCase):
     def test_the_tables_show_counts_then_failures_then_reasons(self) -> None:
         outcomes = runs("test_a", ".....") | runs("test_b", "..FF.") | runs("test_c", "...tF", small=True)
@@ -96,17 +92,4 @@ class Tables(expecttest.TestCase):
 | 0.5 MiB | `test_c` | split, inline | **yes** | split: no \\| way |
 
 - `test_d` is failed only by us because nobody wants it.""",
-        )
-
-    def test_without_a_failure_there_are_only_counts(self) -> None:
-        self.assertExpectedInline(
-            table(runs("test_a", "....."), {}, 0.5),
-            """\
-| caps | mode | passed | failed | failed only by us | passed, but nothing was compiled |
-| --- | --- | ---: | ---: | ---: | ---: |
-| the test's | eager | 1 | 0 |  |  |
-| the test's | whole graph | 1 | 0 |  | 0 |
-| the test's | DDPOptimizer | 1 | 0 |  | 0 |
-| the test's | split | 1 | 0 | 0 | 0 |
-| the test's | inline | 1 | 0 | 0 | 0 |""",
         )

@@ -33,15 +33,6 @@ def test_the_imposed_plan_can_be_asked_for() -> None:
     assert imposed_plan(Tower()) is None
 
 
-def test_a_compiled_module_can_be_given_a_plan() -> None:
-    ddp = wrapped()
-    compiled: Any = torch.compile(ddp, backend="eager")
-    plan = arbitrary_plan(ddp, 1)
-    impose(compiled, plan)
-    step(compiled)
-    assert imposed_plan(compiled) == imposed_plan(ddp) == plan
-
-
 def test_a_plan_that_does_not_fit_changes_nothing() -> None:
     ddp: Any = wrapped()
     before = ddp.reducer, ddp.logger

@@ -4,6 +4,7 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from ddpopt.ddp.ready_hooks import ReadyHooks, ready_hooks
 from ddpopt.errors import HandOverError
 from tests.multigpu.models import Tower, arbitrary_plan, gradients_of, hook_that_sees, same
 from tests.multigpu.single import single_rank
+from tests.multigpu.turns import in_turn
 
 NAME = "layers.1.weight"
 UNUSED = ("optional.weight", "optional.bias")
@@ -270,9 +272,14 @@ def test_hooks_before_the_node_of_a_parameter_see_the_gradient_and_may_change_it
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("strategy", ["split", "inline"])
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
-@pytest.mark.parametrize("hooked_in", [0, 1])
+@pytest.mark.parametrize(
+    ("options", "hooked_in", "strategy"),
+    in_turn(
+        list(product(({}, {"find_unused_parameters": True}, {"static_graph": True}), (0, 1))),
+        ("split", "inline"),
+    ),
+    ids=str,
+)
 def test_a_hook_after_the_node_changes_what_ddp_has_taken_already(
     strategy: Any, options: dict[str, Any], hooked_in: int
 ) -> None:

@@ -47,14 +47,6 @@ def test_what_is_chosen_compiles_in_place_of_torchs_optimizer() -> None:
     assert optimizer.compile_fn is other
 
 
-def test_the_chooser_is_asked_about_the_backend_that_is_compiling() -> None:
-    asked: list[Any] = []
-    with hook.replacing(asked.append):
-        built(backend)
-        distributed.DDPOptimizer(MIB, other)
-    assert asked == [backend, other]
-
-
 def test_what_is_chosen_skips_the_checks_of_torchs_optimizer() -> None:
     # torch's own asserts that the first bucket is the smaller one, and so fails for caps below 1 MiB
     arguments: dict[str, Any] = {

@@ -99,8 +99,3 @@ def test_anything_else_does_not_follow_the_plan(
     buckets: list[tuple[str, ...]], sent: list[int | None]
 ) -> None:
     assert not follows_plan(observation(buckets, sent), PLAN)
-
-
-def test_nothing_seen_does_not_follow_the_plan() -> None:
-    nothing: Any = SimpleNamespace(iterations=())
-    assert not follows_plan(nothing, PLAN)

@@ -143,38 +143,21 @@ bucket  waits on    MiB  dtype     gradients
 
 def test_a_cap_below_one_mib_crashes_torchs_optimizer_and_the_rest_is_shown() -> None:
     explanation = explain(Linears(), rows(), strategy="split", bucket_cap_mb=0.06)
-    headline, tally, plan, segments, own = str(explanation).split("\n\n")
-    assert_expected_inline(
-        f"{headline}\n\n{tally}\n\n{own}",
-        """\
-Linears: 6 parameters, 0.189 MiB; buckets close at 0.06 MiB
-
-                                          ddpopt  torch's DDPOptimizer
-----------------------------------------------------------------------
-segments                                       3                     -
-buckets that DDP reduces                       3                     -
-  that wait on more than one segment           0                     -
-  that leave before backward ends              2                     -
-parameters that it does not see                0                     -
+    _, tally, plan, segments, own = str(explanation).split("\n\n")
+    assert tally.endswith(
+        """
 parameters that it counts more than once       0                     -
 torch's DDPOptimizer crashes: AssertionError: First bucket should be
-  smaller/equal to other buckets to get comms warmed up ASAP
-
-DDP's own buckets in eager training, rebuilt in ready order
-bucket    MiB  dtype    gradients
-------------------------------------------------------
-     0  0.063  float32  layers.2.bias, layers.2.weight
-     1  0.063  float32  layers.1.bias, layers.1.weight
-     2  0.063  float32  layers.0.bias, layers.0.weight""",
+  smaller/equal to other buckets to get comms warmed up ASAP"""
     )
-    assert plan.startswith("ddpopt's plan")
-    assert segments.startswith("ddpopt's segments")
+    starts = ("ddpopt's plan", "ddpopt's segments", "DDP's own buckets in eager training, rebuilt in ready")
+    assert all(map(str.startswith, (plan, segments, own), starts))
 
 
 def test_a_graph_break_gives_each_graph_segments_of_its_own() -> None:
     paragraphs = text("graph_break").split("\n\n")
     assert_expected_inline(
-        "\n\n".join([*paragraphs[3:5], paragraphs[6]]),
+        "\n\n".join(paragraphs[3:5]),
         """\
 ddpopt's segments, in the order of backward
 segment  graph  from node  nodes  completes  why it is cut there
@@ -183,20 +166,9 @@ segment  graph  from node  nodes  completes  why it is cut there
       0      0  linear         3  2          the graph starts here
 
 No compiled graph reads blocks.2.up.weight, blocks.2.up.bias, ...,
-  blocks.5.down.bias (16).
-
-torch's DDPOptimizer: its segments, in the order of backward
-segment  graph  MiB counted  parameters counted
---------------------------------------------------------------------------------
-      5      1        0.784  as before: the same code
-      4      1        0.784  as before: the same code
-      3      1        0.784  as before: the same code
-      2      1        0.784  as before: the same code
-      1      1        0.784  blocks.1.down.weight, blocks.1.down.bias,
-                             blocks.1.up.weight, blocks.1.up.bias
-      0      0        0.784  blocks.0.down.weight, blocks.0.down.bias,
-                             blocks.0.up.weight, blocks.0.up.bias""",
+  blocks.5.down.bias (16).""",
     )
+    assert "      5      1        0.784  as before: the same code\n" in paragraphs[6]
 
 
 @pytest.mark.parametrize(

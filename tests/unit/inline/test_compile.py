@@ -92,25 +92,6 @@ def handed_over(backward: fx.GraphModule) -> int:
 # ------------------------------------------------------------------------------------------ the graphs
 
 
-def test_the_forward_graph_lends_the_parameters_of_each_bucket_together() -> None:
-    compiler = Compiler()
-    train(Two(), compiler)
-    (graph,) = compiler.captured
-    assert_expected_inline(
-        body(graph).replace("l_self_modules_", ""),
-        """\
-lend(last_parameters_bias_, last_parameters_weight_, token_0)
-getitem(lend)
-getitem_1(lend)
-lend_1(first_parameters_bias_, first_parameters_weight_, token_1)
-getitem_2(lend_1)
-getitem_3(lend_1)
-linear(l_x_, getitem_3, getitem_2)
-relu(linear)
-linear_1(relu, getitem_1, getitem)""",
-    )
-
-
 def test_the_backward_graph_hands_a_buckets_gradients_over_where_the_last_completes() -> None:
     compiler = Compiler()
     train(Two(), compiler)

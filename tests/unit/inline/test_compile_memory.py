@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import ddpopt
+from tests.unit.rehearsing import Linears
 
 pytestmark = pytest.mark.usefixtures("one_rank_group", "fresh_dynamo")
 
@@ -18,21 +18,9 @@ ALLOWED = 1.02
 """Of a whole graph's peak; and one gradient more, which is copied."""
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x).relu()
-        return x
-
-
 def peak_bytes(way: str, **options: Any) -> int:
     """The most that is allocated at once in the third step, over what is there before it."""
-    ddp = DistributedDataParallel(Net(), bucket_cap_mb=ONE_LAYER / 2**20, **options)
+    ddp = DistributedDataParallel(Linears(WIDTH, LAYERS), bucket_cap_mb=ONE_LAYER / 2**20, **options)
     with torch._dynamo.config.patch(optimize_ddp=False):
         plain = torch.compile(ddp, backend="aot_eager")
         step = plain if way == "whole" else ddpopt.compile(ddp, backend="aot_eager", strategy="inline")

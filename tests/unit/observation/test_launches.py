@@ -80,9 +80,3 @@ def test_operators_inside_a_backward_are_not_taken_for_those_between_two() -> No
         before = notes.others
         torch.autograd.backward(product, gradient)
         assert notes.others == before
-
-
-def test_an_error_inside_the_block_leaves_no_mode_behind() -> None:
-    with pytest.raises(ZeroDivisionError), Notes().mode():
-        raise ZeroDivisionError
-    assert torch._C._len_torch_dispatch_stack() == 0

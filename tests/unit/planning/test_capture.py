@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.errors import UsageError
-from ddpopt.planning.capture import capture
 from ddpopt.planning.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -123,15 +122,6 @@ def test_all_other_keywords_go_to_the_models_forward() -> None:
     assert plan.unread == ("layers.2.weight", "layers.2.bias")
 
 
-def test_each_graph_of_a_model_with_a_graph_break_is_captured() -> None:
-    found = capture(Broken(), rows(), strategy="split", bucket_cap_mb=LAYER_MB)
-    assert [[use.spec.name for use in g.facts.params] for g in found.graphs] == [
-        ["first.weight", "first.bias"],
-        ["second.weight", "second.bias"],
-    ]
-    assert [segment.graph for segment in found.plan().segments] == [0, 1]
-
-
 def test_a_compiled_module_is_planned_under_the_names_that_ddp_sees() -> None:
     plan = planned(torch.compile(net()))  # type: ignore[arg-type]  # torch.compile gives a module for one
     assert plan.buckets[0].params == ("_orig_mod.layers.2.bias", "_orig_mod.layers.2.weight")
@@ -145,13 +135,6 @@ def test_a_plan_is_what_compiling_with_that_strategy_will_do() -> None:
     assert refusal(net(), rows(), strategy="splits") == (
         "strategy: expected 'split', 'inline' or 'auto', got 'splits'"
     )
-
-
-def test_ignored_and_frozen_parameters_stand_in_no_bucket() -> None:
-    model = net()
-    model.layers[0].requires_grad_(False)
-    vars(model)["_ddp_params_and_buffers_to_ignore"] = ["layers.1.weight", "layers.1.bias"]
-    assert layers(planned(model)) == ["2"]
 
 
 # ---------------------------------------------------------------------------------- under which conditions

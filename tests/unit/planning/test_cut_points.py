@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import fx
 from torch._dynamo.testing import EagerAndRecordGraphs
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 
@@ -97,12 +97,6 @@ def test_nothing_is_cut_between_what_cannot_cross_and_its_last_reader() -> None:
     assert finished(builder, after) == {node.name: why for node in (first, between, last)}
 
 
-def test_what_cannot_cross_but_is_not_read_keeps_nothing_together() -> None:
-    builder = new_builder()
-    builder.call(lambda _: object(), builder.x)
-    assert finished(builder, builder.method("relu", builder.x)) == {}
-
-
 def test_a_value_that_tracing_left_unknown_stays_with_its_readers() -> None:
     builder = new_builder()
     value = builder.method("sin", builder.x)
@@ -164,16 +158,6 @@ def read_and_written(x: torch.Tensor) -> torch.Tensor:
     return x.sin() * scale * 3 + total
 
 
-def test_spans_of_autocast_and_grad_mode_may_be_cut() -> None:
-    builder = new_builder()
-    handle = builder.enter_autocast()
-    builder.set_grad_enabled(False)
-    value = builder.method("relu", builder.x)
-    builder.set_grad_enabled(True)
-    builder.exit_autocast(handle)
-    assert finished(builder, value) == {}
-
-
 # -------------------------------------------------------------------------------------- global state
 
 
@@ -185,13 +169,6 @@ def test_nothing_is_cut_between_two_settings_of_one_global_state() -> None:
     after = builder.method("sin", inside)
     why = f"{undo.name!r} undoes global state set before"
     assert finished(builder, after) == {inside.name: why, undo.name: why}
-
-
-def test_a_function_that_reads_tensors_sets_no_global_state() -> None:
-    builder = new_builder()
-    for _ in range(2):
-        builder.call(print, builder.x)
-    assert finished(builder, builder.method("relu", builder.x)) == {}
 
 
 def dynamo_graph(function: object, *inputs: torch.Tensor) -> fx.Graph:
@@ -212,16 +189,6 @@ def stays_together(graph: fx.Graph, why: str = TRANSFORM) -> list[str]:
     assert inside == names[names.index(inside[0]) : names.index(inside[-1]) + 1]
     assert set(blocked(graph).values()) == {why}
     return names[names.index(inside[0]) - 1 : names.index(inside[-1]) + 1]
-
-
-def test_a_functorch_transform_is_kept_together() -> None:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        inner: torch.Tensor = torch.vmap(lambda row: row.sin() * 2)(x.cos())
-        return inner.tanh()
-
-    run = stays_together(dynamo_graph(function, torch.ones(2, 4)))
-    assert (run[0], run[-1]) == ("_vmap_increment_nesting", "_vmap_decrement_nesting")
-    assert "sin" in run
 
 
 def test_nested_transforms_are_kept_together_as_one() -> None:
@@ -262,13 +229,6 @@ def test_a_cut_may_lie_between_two_transforms() -> None:
 # -------------------------------------------------------------------------------------------- mutation
 
 
-def test_a_mutated_value_under_one_name_may_cross() -> None:
-    builder = new_builder()
-    value = builder.call(operator.add, builder.x, 1.0)
-    builder.method("mul_", value, 2.0)
-    assert finished(builder, builder.method("relu", value)) == {}
-
-
 def test_two_names_of_one_tensor_do_not_cross_before_it_is_mutated() -> None:
     builder = new_builder()
     value = builder.call(operator.add, builder.x, 1.0)
@@ -287,22 +247,6 @@ def test_what_is_read_and_then_written_to_does_not_cross_between_its_making_and_
     after = builder.call(operator.add, read, value)
     why = f"{read.name!r} reads what is written to later"
     assert finished(builder, after) == dict.fromkeys((read.name, write.name), why)
-
-
-def test_two_names_of_one_tensor_may_cross_once_it_is_mutated_no_more() -> None:
-    builder = new_builder()
-    value = builder.call(operator.add, builder.x, 1.0)
-    same = builder.method("add_", value, 1.0)
-    after = builder.call(operator.add, same, value)
-    assert finished(builder, after) == {}
-
-
-def test_views_are_taken_anew_behind_a_cut_and_so_are_no_second_name() -> None:
-    builder = new_builder()
-    value = builder.call(operator.add, builder.x, 1.0)
-    row = builder.method("view", value, -1)
-    builder.call(operator.imul, row, 0.5)
-    assert finished(builder, builder.call(operator.add, value, 1.0)) == {}
 
 
 def test_a_view_that_the_graph_returns_does_not_cross_before_its_base_is_written_to() -> None:
@@ -334,14 +278,6 @@ def test_an_input_that_is_mutated_is_alive_to_the_end() -> None:
     assert finished(builder, builder.method("relu", same)) == {write.name: names(write.name)}
 
 
-def test_a_buffer_that_is_updated_may_cross() -> None:
-    builder = new_builder()
-    mean = builder.buffer("norm", "mean", 4)
-    value = builder.call(operator.add, builder.x, mean)
-    builder.method("lerp_", mean, builder.method("mean", builder.x, 0), 0.1)
-    assert finished(builder, builder.method("relu", value)) == {}
-
-
 def test_a_parameter_that_forward_writes_to_keeps_everything_before_together() -> None:
     builder = new_builder()
     weight = builder.parameter("layer", "weight", 4, 4)
@@ -354,21 +290,3 @@ def test_a_parameter_that_forward_writes_to_keeps_everything_before_together() -
     assert set(found.values()) == {f"{weight.name!r} requires grad and is itself mutated"}
     assert {value.name, "mul_"} <= set(found)
     assert product.name not in found
-
-
-# -------------------------------------------------------------------------------------- overlapping reasons
-
-
-def test_overlapping_spans_block_their_union() -> None:
-    builder = new_builder()
-    outer = builder.call(lambda _: object(), builder.x)
-    inner = builder.call(lambda _: object(), builder.x)
-    short = builder.call(lambda x, _: x + 1, builder.x, inner)
-    long = builder.call(lambda x, _: x + 1, short, outer)
-    assert list(finished(builder, builder.method("relu", long))) == [inner.name, short.name, long.name]
-
-
-def test_a_module_without_a_body_has_no_position() -> None:
-    graph = fx.Graph()
-    graph.output((graph.placeholder("x"),))
-    assert blocked_positions(fx.GraphModule(nn.Module(), graph).graph, []) == ()

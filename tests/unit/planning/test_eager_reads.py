@@ -10,7 +10,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import ddpopt
-from ddpopt.ddp.impose import imposed_plan
 from ddpopt.observation.observe import observe
 from ddpopt.planning.eager_reads import noting_reads
 from ddpopt.planning.regions import specs_by_id
@@ -131,25 +130,17 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_buckets_are_those_of_eager_ddp(name: str) -> None:
+def test_buckets_are_those_of_eager_ddp_and_foretold_without_running(name: str) -> None:
     model = MODELS[name]
     ddp, eager = ddp_of(model), ddp_of(model)
+    made = ddpopt.plan(ddp, rows(), strategy="inline")
     call = ddpopt.compile(ddp, backend="aot_eager", strategy="inline")
     with observe(ddp) as seen:
         gradients = step(call, ddp)
     torch.testing.assert_close(gradients, step(eager, eager), rtol=0, atol=0)
     (iteration,) = seen.iterations
+    assert [bucket.params for bucket in iteration.buckets] == [bucket.params for bucket in made.buckets]
     assert [frozenset(bucket.params) for bucket in iteration.buckets] == rebuilt_by_ddp(model)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_plan_made_without_running_has_the_same_buckets(name: str) -> None:
-    ddp = ddp_of(MODELS[name])
-    made = ddpopt.plan(ddp, rows(), strategy="split")
-    step(ddpopt.compile(ddp, backend="eager", strategy="split"), ddp)
-    imposed = imposed_plan(ddp)
-    assert imposed is not None
-    assert [bucket.params for bucket in imposed.buckets] == [bucket.params for bucket in made.buckets]
 
 
 # ------------------------------------------------------------------------------------------ noting_reads

@@ -53,11 +53,6 @@ def joined(graphs: list[GraphPlan], *specs: ParamSpec, config: BucketConfig = CA
 # ----------------------------------------------------------------------------------- several graphs
 
 
-def test_the_plan_of_a_single_graph_that_reads_everything_stays_as_it_is() -> None:
-    specs = (spec("a"), spec("b"))
-    assert joined([cut(*specs)], *specs) == cut(*specs).plan
-
-
 def test_segments_count_through_all_graphs_and_keep_their_graph() -> None:
     a, b, c, d = (spec(name) for name in "abcd")
     plan = joined([cut(a, b), cut(c, d)], a, b, c, d)
@@ -128,21 +123,9 @@ def test_what_code_before_the_first_graph_that_reads_it_reads_too_is_ready_after
     assert "head" not in [name for segment in plan.segments for name in segment.params]
 
 
-def test_what_an_earlier_graph_reads_completes_there_whatever_else_reads_it() -> None:
-    a, b = spec("a"), spec("b")
-    assert joined([cut(a), cut(b, before="a")], a, b) == joined([cut(a), cut(b)], a, b)
-
-
 def test_a_model_of_which_no_graph_is_known_is_planned_by_registration() -> None:
     a, b, c = spec("a", 60), spec("b", 60), spec("c", 60)
     plan = joined([], a, b, c)
     assert buckets(plan) == ["c b", "a"]
     assert (plan.unread, plan.segments, plan.cuts) == (("a", "b", "c"), (), ())
     assert joined([]).buckets == ()
-
-
-@pytest.mark.parametrize("policy", ["plan", "ddp"])
-def test_the_policy_is_that_of_the_graphs(policy: str) -> None:
-    a = spec("a")
-    made = Plan(**{**vars(cut(a).plan), "policy": policy})
-    assert joined([GraphPlan(made)], a).policy == policy

@@ -37,11 +37,6 @@ def test_the_environment_can_ask_for_a_small_last_bucket(monkeypatch: pytest.Mon
     assert not BucketConfig.from_kwargs().small_last_bucket
 
 
-def test_arguments_of_ddp_without_effect_on_limits_are_taken() -> None:
-    config = BucketConfig.from_kwargs(bucket_cap_mb=1, gradient_as_bucket_view=True, process_group=None)
-    assert config == BucketConfig.from_kwargs(bucket_cap_mb=1)
-
-
 NO_SIZE = (
     "expected a positive finite number of MiB, got {}; "
     "pass what you pass to DDP, or leave it out for DDP's default"

@@ -102,25 +102,12 @@ def test_a_bucket_closed_for_a_cut_of_another_dtype_uses_up_its_limit() -> None:
     assert (buckets(plan), cuts(plan)) == (["full", "half", "half_2 half_3"], ["n2"])
 
 
-def test_parameter_free_nodes_before_the_first_and_after_the_last_reader_open_no_segment() -> None:
-    plan = plan_graph(facts(9, [use("a", 100, 3), use("b", 100, 5)]), CAP_100)
-    assert [segment.nodes for segment in plan.segments] == [
-        ("n0", "n1", "n2", "n3", "n4"),
-        ("n5", "n6", "n7", "n8"),
-    ]
-
-
 def test_an_empty_graph_has_an_empty_segment() -> None:
     plan = plan_graph(facts(0, []), CAP_100)
     assert [segment.nodes for segment in plan.segments] == [()]
 
 
 # ---------------------------------------------------------------------------------- what a plan says
-
-
-def test_a_segment_names_the_parameters_that_complete_in_it() -> None:
-    plan = plan_graph(facts(2, [use("tied", 100, 0, 1), use("a", 100, 1)]), CAP_100)
-    assert [segment.params for segment in plan.segments] == [("tied",), ("a",)]
 
 
 def test_every_bucket_and_cut_says_why_for_a_person() -> None:

@@ -17,6 +17,7 @@ from ddpopt.planning.bucket_rule import specs_from_ddp
 from ddpopt.planning.reduced import as_built, held_parameters
 from ddpopt.planning.strategy import Strategy
 from tests.multigpu.models import same
+from tests.multigpu.turns import in_turn
 
 pytestmark = pytest.mark.usefixtures("one_rank_group", "fresh_dynamo")
 WIDTH = 16
@@ -205,8 +206,7 @@ STORIES = (
 )
 
 
-@pytest.mark.parametrize("strategy", ["split", "inline"])
-@pytest.mark.parametrize(("option", "story"), STORIES)
+@pytest.mark.parametrize(("option", "story", "strategy"), in_turn(STORIES, ("split", "inline")))
 def test_a_module_whose_parameters_changed_trains_as_eager_ddp_does(
     option: str, story: str, strategy: Strategy
 ) -> None:

@@ -79,14 +79,6 @@ def test_each_graph_is_planned_for_its_own_parameters() -> None:
     assert [segment.graph for segment in whole.segments] == [0, 0, 1, 1]
 
 
-def test_a_parameter_of_two_graphs_completes_in_the_first() -> None:
-    ddp, graphs = setting(Net(order=(0, 1, 2, 0), breaks=(2,)))
-    regions = Regions.of(ddp)
-    plans = [regions.add(graph.gm, graph.inputs, "split").plan for graph in graphs]
-    assert layers(plans[0]) == ["1", "0"]
-    assert "0" not in " ".join(layers(plans[1])).split()
-
-
 def test_buckets_end_where_they_would_without_the_graph_break() -> None:
     model = Net()
     whole = joined(*setting(model, bucket_cap_mb=1.5 * LAYER_MB))

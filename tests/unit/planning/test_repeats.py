@@ -38,16 +38,6 @@ def test_what_repeats_within_a_block_does_not_hide_the_block() -> None:
     assert {b - a for a, b in itertools.pairwise(ends)} == {5}
 
 
-def test_several_repetitions_are_found_one_after_the_other() -> None:
-    ends = sorted(block_ends("ab" * MIN_REPEATS + "-" + "xyz" * MIN_REPEATS))
-    assert {2 * MIN_REPEATS - 1, 2 * MIN_REPEATS + 3 * MIN_REPEATS} <= set(ends)
-
-
-def test_nothing_repeats_in_nothing() -> None:
-    assert block_ends([]) == frozenset()
-    assert block_ends(["alone"]) == frozenset()
-
-
 class Counted:
     """An entry that counts how often it is compared."""
 

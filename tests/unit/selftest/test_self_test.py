@@ -18,7 +18,6 @@ from ddpopt.judge.options import option
 from ddpopt.judge.verdict import Finding, Status, Trial, Verdict
 from tests.selftest import __main__ as command
 from tests.selftest import codes as code
-from tests.selftest import plans
 from tests.selftest.clean_runs import AT_LEAST, MODES, clean_runs
 from tests.selftest.defects import DEFECTS
 from tests.selftest.faults import FAULTS, PLACEBOS, Fault
@@ -265,14 +264,6 @@ def test_a_site_is_marked_once_the_gradient_is_another_one() -> None:
     assert site.marked
 
 
-def test_a_change_that_changes_nothing_marks_no_site() -> None:
-    trainer: Any = Trainer()
-    site = Site(0, 2)
-    code.on_gradient(lambda g: g.roll(1, 0))(trainer, site)  # all its rows are equal
-    trainer.backward()
-    assert not site.marked
-
-
 def test_a_fault_without_a_site_says_what_it_looked_for() -> None:
     trainer: Any = Trainer()
     with pytest.raises(NotInjected, match=r"expected 2 square weight\(s\), found none"):
@@ -280,8 +271,3 @@ def test_a_fault_without_a_site_says_what_it_looked_for() -> None:
     with pytest.raises(NotInjected, match="expected a buffer of integers, found none"):
         code.stale_counter(trainer, Site(0, 2))
     assert first(iter("ab"), "a letter") == "a"
-
-
-def test_a_single_bucket_has_no_other_to_be_swapped_with() -> None:
-    with pytest.raises(NotInjected, match="expected a plan of two buckets"):
-        plans._require_two([[0, 1]])

@@ -33,15 +33,6 @@ WRONG = SelfTest(
 class TestText(TestCase):
     maxDiff = None
 
-    def test_where_everything_was_found_the_totals_say_so(self) -> None:
-        self.assertExpectedInline(
-            "\n".join(self_test_text(RIGHT).splitlines()[-3:]),
-            """\
-3 of 3 faults found on 2 ranks: 1 of 1 in plan, 1 of 1 in partition, 1 of 1 in
-communication
-2 of 2 clean runs raised nothing (1 aot_eager, 1 inductor)""",
-        )
-
     def test_what_was_not_found_not_injected_overlooked_or_left_out_is_named(self) -> None:
         self.assertExpectedInline(
             self_test_text(WRONG),
