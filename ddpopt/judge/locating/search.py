@@ -140,7 +140,7 @@ class Search:
 
 
 class _Narrowing:
-    """Choosing pieces of one stage that disagrees: first among its graphs, then inside of each."""
+    """Choosing pieces of one stage that disagrees."""
 
     def __init__(self, search: Search, stage: Stage) -> None:
         self.search = search
@@ -150,33 +150,25 @@ class _Narrowing:
         self.exact = False
         self.whole: Symptom | None = None
         self.listed = ChosenPieces(self.compiler)
-        self.ended = True
         self.tries = 0
 
     def blame(self) -> tuple[Blamed, tuple[Piece, ...]]:
         """The smallest set of pieces, in words and as such."""
         self._find_whole()
         if self.whole is None:
-            return Blamed(
-                (), note="the difference did not appear again when pieces were about to be chosen"
-            ), ()
-        symptom = self._list(())
+            note = "the difference did not appear again when pieces were about to be chosen"
+            return Blamed((), note=note), ()
+        symptom = self._list()
         if not self.listed.graphs or symptom == self.whole:
             note = "the difference appears though no piece is compiled"
             return Blamed((), exact=self.exact, symptom=self.whole, note=note), ()
-        self.search.blame(self._blamed(tuple(self.listed.wholes), so_far=True))
-        chosen = self._smallest(self.listed.wholes, ())
-        for piece in chosen if self.cuts else ():
-            others = tuple(other for other in chosen if other != piece)
-            # asked anew for each graph: what a captured backward holds depends on what its forward compiles
-            self._list(others)
-            if piece.graph < len(self.listed.graphs):
-                chosen = tuple(sorted((*others, *self._smallest(self.listed.pieces(piece.graph), others))))
-        return self._blamed(chosen), chosen
+        self.search.blame(self._blamed(tuple(self.listed.pieces), ended=False))
+        found = narrowed(self.listed.pieces, self._shows)
+        return self._blamed(found.items, ended=found.ended), found.items
 
-    def _blamed(self, chosen: tuple[Piece, ...], *, so_far: bool = False) -> Blamed:
+    def _blamed(self, chosen: tuple[Piece, ...], *, ended: bool) -> Blamed:
         notes = []
-        if so_far or not self.ended:
+        if not ended:
             notes.append(f"the search ended early, after {self.tries} tries: fewer segments may do")
         if self.cuts and self.stage.mode != LOCAL.name:
             notes.append(
@@ -192,37 +184,26 @@ class _Narrowing:
             if self.whole is not None:
                 return
 
-    def _list(self, chosen: tuple[Piece, ...]) -> Symptom | None:
-        """Look what graphs there are, with a choice that is not expected to show anything."""
-        known = self.search.known.choices.get((chosen, self.exact))
+    def _list(self) -> Symptom | None:
+        """Look what graphs there are, with nothing compiled, which is not expected to show anything."""
+        known = self.search.known.choices.get(((), self.exact))
         if known is not None and known.kind == "died":
             return known
-        listing = ChosenPieces(self.compiler, chosen, cuts=self.cuts)
-        symptom = self._run(listing, chosen, self.exact)
-        self.listed = listing
-        return symptom
+        self.listed = ChosenPieces(self.compiler, (), cuts=self.cuts)
+        return self._run(self.listed, (), self.exact)
 
-    def _smallest(self, pieces: Sequence[Piece], others: tuple[Piece, ...]) -> tuple[Piece, ...]:
-        """The fewest of some pieces that show the difference together with others."""
-        if not self.cuts:
-            pieces = [Piece(piece.graph, 0) for piece in pieces]
-
-        def shows(part: tuple[Piece, ...]) -> bool | None:
-            chosen = tuple(sorted((*others, *part)))
-            search = self.search
-            if (chosen, self.exact) not in search.known.choices:
-                # asked of all ranks, so that they end together
-                if min(search.ranks.gather(search.time_left())) <= 0:
-                    return None
-                self.tries += 1
-            if self._symptom(chosen, self.exact) != self.whole:
-                return False
-            search.blame(self._blamed(chosen, so_far=True))
-            return True
-
-        found = narrowed(pieces, shows)
-        self.ended = self.ended and found.ended
-        return found.items
+    def _shows(self, chosen: tuple[Piece, ...]) -> bool | None:
+        """Whether the difference is the same with these pieces compiled; None if the time is over."""
+        search = self.search
+        if (chosen, self.exact) not in search.known.choices:
+            # asked of all ranks, so that they end together
+            if min(search.ranks.gather(search.time_left())) <= 0:
+                return None
+            self.tries += 1
+        if self._symptom(chosen, self.exact) != self.whole:
+            return False
+        search.blame(self._blamed(chosen, ended=False))
+        return True
 
     def _symptom(self, chosen: Choice, exact: bool) -> Symptom | None:
         known = self.search.known.choices
