@@ -12,14 +12,12 @@ from dataclasses import dataclass
 import torch
 
 from ddpopt.errors import InfrastructureError
-from ddpopt.judge.lost import lost_trials, stopped, too_late
+from ddpopt.judge.lost import lost_trials, too_late
 from ddpopt.judge.trials import Asked, Ended, Settings, Started, keep_for_good, quickly, run_trials
 from ddpopt.judge.verdict import Trial
 from ddpopt.ranks.failures import RanksFailed
 from ddpopt.ranks.group import Ranks
 from ddpopt.ranks.pool import launch
-
-__all__ = ["Attempts", "Progress", "hardware"]
 
 Progress = Callable[[object], None]
 """Told of each `Started` and `Ended`."""
@@ -73,14 +71,10 @@ class Attempts:
         try:
             launch(*task, nproc=nproc, limit_s=left_s, device=device, on_event=self._note)
         except RanksFailed as failed:
-            is_late = time.monotonic() >= deadline
-            if self._running is None:
-                if not (self.done and is_late):
-                    raise
-                return
-            is_limit = is_late and all(one.kind == "stalled" for one in failed.culprits)
-            lost = stopped if is_limit else lost_trials
-            self._note_all(lost(self._asked, self._settings, self._running, failed))
+            if self._running is not None:
+                self._note_all(lost_trials(self._asked, self._settings, self._running, failed))
+            elif not self.done or time.monotonic() < deadline:
+                raise
 
     def _note_all(self, trials: Mapping[int, Trial]) -> None:
         for index, trial in trials.items():

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +85,19 @@ def locate(  # noqa: PLR0913  # what a trial does not say of the verification th
         return began + share * limit_s - time.monotonic()
 
     resolve(target)  # it may register the backend
-    asked = _asked_of(trial, target, backend, steps)
-    question = replace(asked, dtype=dtype, ddp_kwargs=ddp_kwargs or {})
+    first = _first_wrong(trial, steps)
+    question = Question(
+        target,
+        trial.option,
+        trial.mode,
+        (backend or trial.backend) if trial.backend else "",
+        steps=min(steps, first + 1),  # as few as show it: each starts from where eager's did
+        dtype=dtype,
+        ddp_kwargs=ddp_kwargs or {},
+        rank=min((f.rank for f in trial.findings if f.rank is not None), default=0),
+        structural=all(finding.level == "L3" for finding in trial.findings),
+        evaluates=first >= steps,
+    )
     backend_of(question.backend)
     if not under_torchrun():
         return _located(question, script, nproc, device, left)
@@ -111,21 +121,6 @@ def _located(
 def _device_of(nproc: int) -> str:
     """Where a trial on so many ranks ran if nobody chose: a single rank of the search goes there too."""
     return "cuda" if torch.cuda.device_count() >= nproc else "cpu"
-
-
-def _asked_of(trial: Trial, target: str, backend: str | None, steps: int) -> Question:
-    """What a trial says of itself, and of what is wrong in it."""
-    first = _first_wrong(trial, steps)
-    return Question(
-        target,
-        trial.option,
-        trial.mode,
-        (backend or trial.backend) if trial.backend else "",
-        steps=min(steps, first + 1),  # as few as show it: each starts from where eager's did
-        rank=min((f.rank for f in trial.findings if f.rank is not None), default=0),
-        structural=all(finding.level == "L3" for finding in trial.findings),
-        evaluates=first >= steps,
-    )
 
 
 def _first_wrong(trial: Trial, steps: int) -> int:

@@ -13,8 +13,6 @@ from ddpopt.judge.trials import Asked, Settings, Started
 from ddpopt.judge.verdict import Finding, Status, Trial
 from ddpopt.ranks.failures import RanksFailed
 
-__all__ = ["lost_trials", "stopped", "too_late"]
-
 
 def lost_trials(
     asked: Sequence[Asked], settings: Settings, began: Started, failed: RanksFailed
@@ -34,7 +32,7 @@ def lost_trials(
         A trial for the index of each that is given up.
     """
     lost = _lost_with_mode if began.mode else _lost_with_eager
-    return dict(lost(list(_flat(asked, settings)), began, failed))
+    return lost(list(_flat(asked, settings)), began, failed)
 
 
 def too_late(
@@ -59,25 +57,6 @@ def too_late(
     }
 
 
-def stopped(
-    asked: Sequence[Asked], settings: Settings, began: Started, failed: RanksFailed
-) -> dict[int, Trial]:
-    """Tell of the trial in which a run's limit passed.
-
-    Args:
-        asked: all that is to be verified.
-        settings: for all of it.
-        began: what ran.
-        failed: where the ranks were then.
-
-    Returns:
-        That trial, by its index.
-    """
-    trial = list(_flat(asked, settings))[began.index]
-    reason = f"the limit of the whole run passed meanwhile: {failed}"
-    return {began.index: replace(trial, case=began.case, reason=reason)}
-
-
 def _flat(asked: Sequence[Asked], settings: Settings) -> Iterator[Trial]:
     """Every trial that is asked for, as it is when nothing was learned from it."""
     backend = getattr(settings.backend, "__name__", str(settings.backend))
@@ -88,32 +67,31 @@ def _flat(asked: Sequence[Asked], settings: Settings) -> Iterator[Trial]:
             yield Trial(case, name, one.option, compiler, Status.BROKEN)
 
 
-def _lost_with_eager(
-    trials: Sequence[Trial], began: Started, failed: RanksFailed
-) -> Iterator[tuple[int, Trial]]:
+def _lost_with_eager(trials: Sequence[Trial], began: Started, failed: RanksFailed) -> dict[int, Trial]:
     status, reason = Status.NOT_POSSIBLE, f"eager DDP itself fails here, on {began.case}: {_in_short(failed)}"
     if failed.of_time_alone:
         told = f"eager DDP did not come to an end, on {began.case}: {_in_short(failed)}"
         status, reason = Status.BROKEN, f"{told}. If it is only slow, raise --timeout."
     own = trials[began.index]
-    for index, trial in enumerate(trials):
-        if (trial.case, trial.option) == (own.case, own.option) and index >= began.index:
-            yield index, replace(trial, status=status, backend="", reason=reason)
+    return {
+        index: replace(trial, status=status, backend="", reason=reason)
+        for index, trial in enumerate(trials)
+        if (trial.case, trial.option) == (own.case, own.option) and index >= began.index
+    }
 
 
-def _lost_with_mode(
-    trials: Sequence[Trial], began: Started, failed: RanksFailed
-) -> Iterator[tuple[int, Trial]]:
-    own = replace(trials[began.index], case=began.case)
+def _lost_with_mode(trials: Sequence[Trial], began: Started, failed: RanksFailed) -> dict[int, Trial]:
+    own = replace(trials[began.index], case=began.case, reason=str(failed))
     if failed.exit_code == 1:
         finding = Finding("run", "the step runs", str(failed), rank=failed.culprits[0].rank)
-        yield began.index, replace(own, status=Status.WRONG, findings=(finding,))
-        return
-    yield began.index, replace(own, reason=str(failed))
+        return {began.index: replace(own, status=Status.WRONG, reason="", findings=(finding,))}
     reason = f"not tried again: on {began.case} {_in_short(failed)}"
-    for index, trial in enumerate(trials):
-        if (trial.option, trial.mode) == (began.option, began.mode) and index > began.index:
-            yield index, replace(trial, reason=reason)
+    again = {
+        index: replace(trial, reason=reason)
+        for index, trial in enumerate(trials)
+        if (trial.option, trial.mode) == (began.option, began.mode) and index > began.index
+    }
+    return {began.index: own, **again}
 
 
 def _in_short(failed: RanksFailed) -> str:

@@ -21,6 +21,7 @@ from torch._functorch._aot_autograd import graph_compile
 
 from ddpopt.cases.case import Case, resolve
 from ddpopt.judge.judge import judge
+from ddpopt.judge.judging.failing import culprits, told
 from ddpopt.judge.judging.reference import Bench, Reference, Subject
 from ddpopt.judge.modes import mode
 from ddpopt.judge.option_cases import in_dtype
@@ -192,6 +193,5 @@ def _impossible(case: Case, option_name: str, mode_name: str, bench: Bench) -> T
     if bench.stalled:
         reason = f"eager DDP's own runs did not end: {bench.stalled}"
         return Trial(case.name, mode_name, option_name, "", Status.BROKEN, reason)
-    own = [failure for failure in bench.failures if not failure.lost] or bench.failures
-    reason = f"eager DDP itself fails here: {'; '.join(dict.fromkeys(failure.text for failure in own))}"
+    reason = f"eager DDP itself fails here: {told(culprits(bench.failures))}"
     return Trial(case.name, mode_name, option_name, "", Status.NOT_POSSIBLE, reason)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ddpopt.judge.lost import lost_trials, stopped, too_late
+from ddpopt.judge.lost import lost_trials, too_late
 from ddpopt.judge.trials import Asked, Settings, Started
 from ddpopt.judge.verdict import Status
 from ddpopt.ranks.failures import RankFailure, RanksFailed
@@ -73,12 +73,6 @@ def test_where_eager_itself_fails_that_case_and_option_are_lost_and_the_limit_is
         2: (status, reason),
         3: (status, reason),
     }
-
-
-def test_the_trial_in_which_the_limit_of_the_run_passed_says_where_the_ranks_were() -> None:
-    ((index, trial),) = stopped(ASKED, EAGER, Started(5, "gpt", "join", ""), KILLED).items()
-    assert (index, trial.case, trial.mode, trial.status) == (5, "gpt", "torch", Status.BROKEN)
-    assert trial.reason.startswith("the limit of the whole run passed meanwhile: expected a value from each")
 
 
 def test_what_a_run_had_no_time_for_is_broken_and_says_so() -> None:
