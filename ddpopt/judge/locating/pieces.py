@@ -102,23 +102,25 @@ class ChosenPieces:
             stitched, example_inputs, choose, [None] * (len(starts) + 1), share=False
         ).call
 
-    @property
-    def pieces(self) -> list[Piece]:
-        """Every piece of the graphs so far."""
-        return [Piece(i, place) for i, graph in enumerate(self.graphs) for place in range(len(graph.pieces))]
 
-    def described(self, chosen: Iterable[Piece]) -> tuple[str, ...]:
-        """Name pieces for a person; neighbours in one line."""
-        return tuple(self._describe(run) for run in runs_of(chosen))
+def all_pieces(graphs: Sequence[Seen]) -> list[Piece]:
+    """Every piece of some graphs, in the order in which these were compiled."""
+    return [Piece(index, place) for index, graph in enumerate(graphs) for place in range(len(graph.pieces))]
 
-    def _describe(self, run: Run) -> str:
-        pieces, is_backward = self.graphs[run.graph]
-        operations = _listed(list(itertools.chain.from_iterable(pieces[run.first : run.last + 1])))
-        if not self.cuts:
-            return f"compiled segment {run.graph} of {len(self.graphs)}: {operations}"
-        kind = "captured backward" if is_backward else "graph"
-        number = f"segment {run.first}" if run.first == run.last else f"segments {run.first} to {run.last}"
-        return f"{kind} {run.graph}, {number} of {len(pieces)}: {operations}"
+
+def described(graphs: Sequence[Seen], chosen: Iterable[Piece], *, cuts: bool = True) -> tuple[str, ...]:
+    """Name pieces of some graphs for a person; neighbours in one line."""
+    return tuple(_described(graphs, run, cuts) for run in runs_of(chosen))
+
+
+def _described(graphs: Sequence[Seen], run: Run, cuts: bool) -> str:
+    pieces, is_backward = graphs[run.graph]
+    operations = _listed(list(itertools.chain.from_iterable(pieces[run.first : run.last + 1])))
+    if not cuts:
+        return f"compiled segment {run.graph} of {len(graphs)}: {operations}"
+    kind = "captured backward" if is_backward else "graph"
+    number = f"segment {run.first}" if run.first == run.last else f"segments {run.first} to {run.last}"
+    return f"{kind} {run.graph}, {number} of {len(pieces)}: {operations}"
 
 
 def _listed(words: Sequence[str]) -> str:

@@ -18,6 +18,8 @@ from ddpopt.judge.option_cases import differing, in_dtype
 from ddpopt.judge.verdict import Rung, Status, Trial
 
 NUMBERS = ("L0", "L1", "L2")
+CUT_BY_MODE = ("torch", "ddpopt-split")
+"""Modes that cut the graph themselves."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,11 @@ class Stage:
     mode: str
     backend: str
     ranks: int = 1
+
+    @property
+    def cuts(self) -> bool:
+        """Whether graphs have to be cut for a search; else the mode's own segments are the pieces."""
+        return self.mode not in CUT_BY_MODE
 
     @property
     def name(self) -> str:

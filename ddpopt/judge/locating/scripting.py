@@ -23,9 +23,9 @@ from torch import Tensor
 from ddpopt.dynamo.backend import find_compiler
 from ddpopt.judge.judging.arithmetic import CREDIBLE, centred_factor, tail_factor
 from ddpopt.judge.judging.rounding import SAMPLES
-from ddpopt.judge.locating.known import Blamed
 from ddpopt.judge.locating.reproduction import REACHED, Draft, command_of
 from ddpopt.judge.locating.rungs import Question, Stage
+from ddpopt.judge.locating.search import Blamed
 from ddpopt.judge.locating.segment_code import Code
 from ddpopt.judge.modes import LOCAL
 

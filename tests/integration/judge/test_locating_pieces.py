@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo import compiled_autograd, lookup_backend
 
 from ddpopt.graph.nodes import body_nodes
-from ddpopt.judge.locating.pieces import ChosenPieces, Piece
+from ddpopt.judge.locating.pieces import ChosenPieces, Piece, all_pieces, described
 from tests.unit.miscompiled import Stages
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -58,7 +58,7 @@ def test_everything_chosen_is_the_graph_that_dynamo_made() -> None:
     first = ChosenPieces(all_of_it)
     gradients(model, torch.compile(model, backend=first))
     torch._dynamo.reset()
-    gradients(model, torch.compile(model, backend=ChosenPieces(each, first.pieces)))
+    gradients(model, torch.compile(model, backend=ChosenPieces(each, all_pieces(first.graphs))))
     assert all_of_it.compiled == each.compiled == [["linear", "relu", "linear", "sigmoid", "linear", "tanh",
                                                     "linear", "relu"]]  # fmt: skip
 
@@ -68,19 +68,20 @@ def test_pieces_are_named_by_graph_place_operation_and_line() -> None:
     backend = ChosenPieces(Spy())
     torch.compile(model, backend=backend)(torch.zeros(4, 8))
     assert [
-        part.partition(" (")[0] for part in backend.described([Piece(0, 2), Piece(0, 3), Piece(0, 5)])
+        part.partition(" (")[0] for part in described(backend.graphs, [Piece(0, 2), Piece(0, 3), Piece(0, 5)])
     ] == [
         "graph 0, segments 2 to 3 of 8: linear",
         "graph 0, segment 5 of 8: tanh",
     ]
-    assert "(miscompiled.py:" in backend.described([Piece(0, 5)])[0]
+    assert "(miscompiled.py:" in described(backend.graphs, [Piece(0, 5)])[0]
 
 
 def test_graphs_that_a_mode_has_cut_stay_in_one_piece() -> None:
     backend = ChosenPieces(Spy(), cuts=False)
     torch.compile(Stages(), backend=backend)(torch.zeros(4, 8))
-    assert backend.pieces == [Piece(0, 0)]
-    assert backend.described(backend.pieces)[0].startswith("compiled segment 0 of 1: linear")
+    assert all_pieces(backend.graphs) == [Piece(0, 0)]
+    (named,) = described(backend.graphs, [Piece(0, 0)], cuts=False)
+    assert named.startswith("compiled segment 0 of 1: linear")
 
 
 def test_a_backward_that_compiled_autograd_captures_is_cut_too_and_gradients_stay() -> None:
@@ -102,6 +103,6 @@ def test_a_backward_that_compiled_autograd_captures_is_cut_too_and_gradients_sta
     assert [names[0] for names in spy.compiled[1:]] == ["getitem", "tanh_backward.default"]
     assert len(got) == 8
     assert all(torch.equal(left, right) for left, right in zip(got, expected, strict=True))
-    (named,) = whole.described([Piece(1, tanh)])
+    (named,) = described(whole.graphs, [Piece(1, tanh)])
     assert named.startswith(f"captured backward 1, segment {tanh} of ")
     assert named.endswith(": tanh_backward.default (miscompiled.py:35)")

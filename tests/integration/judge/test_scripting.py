@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from ddpopt.judge.locating.known import Blamed
 from ddpopt.judge.locating.reproduction import Draft, write
 from ddpopt.judge.locating.rungs import Question, Stage, Symptom
 from ddpopt.judge.locating.scripting import Author
+from ddpopt.judge.locating.search import Blamed
 from ddpopt.judge.locating.segment_code import Code, Given
 from tests.unit import miscompiled
 
