@@ -19,9 +19,9 @@ from ddpopt.judge.judging.reference import Bench, Reference, Subject
 from ddpopt.judge.matrix import CASES
 from ddpopt.judge.modes import MODES, Mode, mode
 from ddpopt.judge.options import OPTIONS, option
-from ddpopt.judge.runner import verify_here
+from ddpopt.judge.runner import run_trials, verify_here
 from ddpopt.judge.trainer import Option, Trainer
-from ddpopt.judge.trials import Asked, Settings, run_trials
+from ddpopt.judge.trials import Asked, Settings
 from ddpopt.judge.verdict import Status, Trial
 from ddpopt.ranks.group import joined
 from tests.multigpu.turns import in_turn, number_of_ranks
@@ -70,9 +70,9 @@ SMALL = Case(
 )
 
 
-def judged(case: Case, option: str, modes: tuple[str, ...], **settings: Any) -> list[Trial]:
+def judged(case: Case, option: str, modes: tuple[str, ...], **settings: Any) -> tuple[Trial, ...]:
     with joined() as ranks:
-        return run_trials(ranks, [Asked(case, option, modes)], Settings("aot_eager", **settings), ())
+        return run_trials(ranks, [Asked(case, option, modes)], Settings("aot_eager", **settings))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def each_mode() -> list[Any]:
 def test_every_mode_is_right_about_a_plain_model(mode: Mode) -> None:
     backend = "inductor" if mode.fuses else "aot_eager"
     with joined() as ranks:
-        (trial,) = run_trials(ranks, [Asked(PLAIN, "default", (mode.name,))], Settings(backend), ())
+        (trial,) = run_trials(ranks, [Asked(PLAIN, "default", (mode.name,))], Settings(backend))
     assert (trial.status, trial.findings, trial.reason) == (Status.OK, (), "")
     assert {"L0", "L1", "L2"} & set(trial.levels)
     assert {seen.parameter for seen in trial.measured} >= {
