@@ -17,7 +17,7 @@ from ddpopt.judge.locating.narrow import narrowed
 from ddpopt.judge.locating.pieces import Piece, Seen, all_pieces, described
 from ddpopt.judge.locating.rungs import Question, Stage, Symptom
 from ddpopt.judge.locating.segment_code import Code
-from ddpopt.judge.locating.tries import Answer, prepare, try_pieces, try_stage, write_pieces
+from ddpopt.judge.locating.tries import Reply, prepare, try_pieces, try_stage, write_pieces
 from ddpopt.judge.modes import LOCAL
 from ddpopt.judge.verdict import Rung
 from ddpopt.ranks.failures import RankFailure, RanksFailed
@@ -178,15 +178,15 @@ def _note(stage: Stage, ended: bool) -> str:
     return "; ".join(notes)
 
 
-def _asked(ask: Ask, stage: Stage, task: Callable[..., Answer], *more: object) -> Answer:
+def _asked(ask: Ask, stage: Stage, task: Callable[..., Reply], *more: object) -> Reply:
     """Try a stage. Ranks that fail meanwhile are what it does, unless the time was over."""
     try:
-        answer: Answer = ask(task, stage, *more)
+        answer: Reply = ask(task, stage, *more)
     except RanksFailed as failed:
         first = failed.culprits[0]
         if first.kind == "stalled":
             raise InfrastructureError(f"the time was over while {stage.name} was tried") from failed
-        return Answer(_symptom(first), Rung(stage.name, agrees=False, detail=_how(first)))
+        return Reply(_symptom(first), Rung(stage.name, agrees=False, detail=_how(first)))
     return answer
 
 

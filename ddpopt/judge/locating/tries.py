@@ -89,7 +89,7 @@ def prepare(tries: Tries) -> None:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Reply:
     """What came of a try.
 
     Attributes:
@@ -103,19 +103,19 @@ class Answer:
     graphs: tuple[Seen, ...] = ()
 
 
-def try_stage(tries: Tries, stage: Stage) -> Answer:
+def try_stage(tries: Tries, stage: Stage) -> Reply:
     """Judge a stage as it is."""
-    return _answer(stage, tries.trial(stage, backend_of(stage.backend), None))
+    return _reply(stage, tries.trial(stage, backend_of(stage.backend), None))
 
 
-def try_pieces(tries: Tries, stage: Stage, chosen: Choice, exact: bool) -> Answer:
+def try_pieces(tries: Tries, stage: Stage, chosen: Choice, exact: bool) -> Reply:
     """Judge a stage with nothing compiled but some pieces, bit by bit or as far as rounding goes."""
     backend = ChosenPieces(find_compiler(backend_of(stage.backend)), chosen, cuts=stage.cuts)
-    return replace(_answer(stage, tries.trial(stage, backend, exact)), graphs=tuple(backend.graphs))
+    return replace(_reply(stage, tries.trial(stage, backend, exact)), graphs=tuple(backend.graphs))
 
 
-def _answer(stage: Stage, trial: Trial | None) -> Answer:
-    return Answer(None, None) if trial is None else Answer(symptom_of(trial), rung_of(stage, trial))
+def _reply(stage: Stage, trial: Trial | None) -> Reply:
+    return Reply(None, None) if trial is None else Reply(symptom_of(trial), rung_of(stage, trial))
 
 
 def write_pieces(tries: Tries, stage: Stage, chosen: Sequence[Piece]) -> Code | str:

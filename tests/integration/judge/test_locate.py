@@ -18,7 +18,7 @@ from ddpopt.judge.locating.reproduction import Draft
 from ddpopt.judge.locating.rungs import Question, Stage, Symptom
 from ddpopt.judge.locating.scripting import Author
 from ddpopt.judge.locating.search import Blamed, Search
-from ddpopt.judge.locating.tries import Answer
+from ddpopt.judge.locating.tries import Reply
 from ddpopt.judge.verdict import Finding, Location, Rung, Status, Trial, Verdict
 from ddpopt.ranks.failures import RankFailure, RanksFailed
 from ddpopt.ranks.pool import Pool
@@ -112,14 +112,14 @@ def test_how_a_rank_fails_while_the_ladder_is_climbed_is_what_that_rung_does(
     failure: RankFailure, detail: str, symptom: Symptom
 ) -> None:
     found = Search(QUESTION, lambda: True)
-    found.run(asking(try_stage=failure, try_pieces=Answer(None, None)), [STAGE])
+    found.run(asking(try_stage=failure, try_pieces=Reply(None, None)), [STAGE])
     assert found.rungs == [Rung("mine, no DDP", agrees=False, detail=detail)]
     assert (found.stage, found.symptom) == (STAGE, symptom)
 
 
 def test_a_rank_that_dies_over_a_choice_of_pieces_is_an_answer_about_that_choice() -> None:
-    def tried(chosen: Sequence[Piece] | None, exact: bool) -> Answer | RankFailure:
-        return DIED if chosen and Piece(0, 1) in chosen else Answer(None, RUNG, (GRAPH,))
+    def tried(chosen: Sequence[Piece] | None, exact: bool) -> Reply | RankFailure:
+        return DIED if chosen and Piece(0, 1) in chosen else Reply(None, RUNG, (GRAPH,))
 
     found = Search(QUESTION, lambda: True)
     found.run(asking(try_stage=DIED, try_pieces=tried, write_pieces="it has no source code"), [STAGE])
