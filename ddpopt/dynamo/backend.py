@@ -283,7 +283,10 @@ def _shares_parameters(ddp: DistributedDataParallel) -> bool:
         if frame.f_code is _FORWARD and frame.f_locals["self"] is not ddp:
             others.append(frame.f_locals["self"])
     own = {id(parameter) for parameter in ddp.module.parameters()} if others else set()
-    return any(not own.isdisjoint(map(id, held_parameters(other))) for other in others)
+    try:
+        return any(not own.isdisjoint(map(id, held_parameters(other))) for other in others)
+    except UnsupportedError:  # what one of them reduces is not known
+        return True
 
 
 _FORWARD = DistributedDataParallel.forward.__code__

@@ -92,8 +92,8 @@ def numbered_parameters(ddp: Any) -> list[Tensor]:
     reducer, held = running_reducer(ddp), held_parameters(ddp)
     if hasattr(reducer, "parameters"):
         return held
-    place = {id(parameter): place for place, parameter in enumerate(ddp.module.parameters())}
-    by_place = sorted(held, key=lambda parameter: place[id(parameter)])
+    place_of = {id(parameter): place for place, parameter in enumerate(ddp.module.parameters())}
+    by_place = sorted(held, key=lambda parameter: place_of[id(parameter)])
     members = None if reducer is None else bucket_members(reducer)
     if members is None:
         return by_place
@@ -102,10 +102,14 @@ def numbered_parameters(ddp: Any) -> list[Tensor]:
         numbers = map(int, logged.replace(",", " ").split())
         by_number = dict(zip(numbers, itertools.chain.from_iterable(members), strict=True))
         return [by_number[number] for number in range(len(by_number))]
-    if not ddp._has_rebuilt_buckets:  # each bucket has its own in the order of their numbers
-        if len(members) == 1:
-            return members[0]
-        if all(bucket == sorted(bucket, key=lambda p: place[id(p)]) for bucket in members):
+    if not ddp._has_rebuilt_buckets:
+        first_to_last = members[::-1]  # of those it begins with, DDP reduces the last one first
+        kinds = {(parameter.dtype, parameter.device) for parameter in held}
+        if len(kinds) == 1 and not any(ddp._build_params_for_reducer()[1]):
+            return [*itertools.chain.from_iterable(first_to_last)]
+        # those of several dtypes, and sparse ones, lie between one another
+        places = [[place_of[id(parameter)] for parameter in bucket] for bucket in first_to_last]
+        if places == sorted(map(sorted, places)):
             return by_place
     raise UnsupportedError("DDP does not tell yet how it numbers the parameters of its buckets")
 

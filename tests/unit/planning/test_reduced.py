@@ -14,7 +14,7 @@ import ddpopt
 from ddpopt.ddp.impose import impose, imposed_plan
 from ddpopt.errors import UnsupportedError
 from ddpopt.planning.bucket_rule import specs_from_ddp
-from ddpopt.planning.reduced import as_built, held_parameters
+from ddpopt.planning.reduced import as_built, held_parameters, numbered_parameters
 from ddpopt.planning.strategy import Strategy
 from tests.multigpu.models import same
 from tests.multigpu.turns import in_turn
@@ -91,6 +91,28 @@ def test_a_frozen_parameter_can_be_imposed_on_and_is_reduced_once_it_is_thawed()
         module.register_comm_hook(None, sevenfold)
         module(torch.ones(2, WIDTH)).sum().backward()
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(ddp.parameters(), eager.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+@pytest.mark.parametrize("arguments", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+def test_parameters_have_the_numbers_of_when_ddp_was_built_or_it_is_said_that_nobody_knows(
+    arguments: dict[str, Any], steps: int
+) -> None:
+    ddp = ddp_of(**arguments)
+    built = [*map(id, ddp.module.parameters())]
+    for _ in range(steps):
+        torch.autograd.backward(ddp(torch.ones(2, WIDTH)).sum())
+    for swapped in (False, True):
+        if swapped:
+            ddp.module.layers[0], ddp.module.layers[2] = ddp.module.layers[2], ddp.module.layers[0]
+        try:
+            found = [*map(id, numbered_parameters(ddp))]
+        except UnsupportedError:
+            told = ddp._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices")
+            assert not told
+            assert ddp._has_rebuilt_buckets or swapped
+        else:
+            assert found == built
 
 
 @pytest.mark.parametrize("imposed", [False, True])
