@@ -95,7 +95,7 @@ class Verification:
                 begin = counting(line, trials)
 
                 def hear(event: object) -> None:
-                    if isinstance(event, Started):
+                    if isinstance(event, Started) and event.mode:
                         begin(f"{event.case}: {event.mode} / {event.option}")
 
                 return verify_all(

@@ -14,7 +14,7 @@ import torch
 from ddpopt.fuzz.cases import FoundCase, write_whole
 from ddpopt.judge.judge import EXACT
 from ddpopt.judge.locating.reproduction import REACHED, command_of
-from ddpopt.judge.locating.scripting import factors, rendered, sorted_imports
+from ddpopt.judge.locating.scripting import factors, grouped, rendered
 from ddpopt.judge.training import LEARNING_RATE
 
 FIRST_BUCKET_BYTES = 2**20
@@ -66,16 +66,18 @@ def script_of(case: FoundCase, name: str) -> str:
         "death": case.signature.what if kind == "death" else "",
         "reached": REACHED,
         "symptom": symptom,
-        "imports": sorted_imports({*imports, *_imports(symptom, alone, samples, case.setting.nproc)}),
+        "imports": grouped({*imports, *_imports(symptom, alone, samples, case.setting.nproc)}),
         "limit": cap if limit and cap < FIRST_BUCKET_BYTES else 0,
         "source": definitions,
         "steps": case.setting.steps,
     }
     if alone:
         given |= {
-            "mode": case.owner_mode,
+            "mode_of_ddp": case.owner_mode,
+            "call": "make_inputs",
             "ddp_kwargs": dict(case.model.program.module.DDP_KWARGS),
             "learning_rate": LEARNING_RATE,
+            "dtype": "",
             "exact": not samples,
             "samples": samples,
             "tells_floats": samples,

@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from ddpopt.judge.compare import dense
 from ddpopt.judge.judging.evidence import Evidence
-from ddpopt.judge.judging.failing import Failure, culprits, told
+from ddpopt.judge.judging.failing import Failure, told
 from ddpopt.judge.judging.ladder import Ladder
 from ddpopt.judge.judging.record import Record
 from ddpopt.judge.judging.reference import Bench, Reference
@@ -100,7 +100,7 @@ class _Judgement:
         """Tell what cannot be done here, or did not end in time, from what the mode gets wrong."""
         if self.bench.stalled:
             return self.trial(Status.BROKEN, reason=self.bench.stalled)
-        own = culprits(failures)
+        own = [failure for failure in failures if not failure.lost] or list(failures)
         text = told(own)
         if all(failure.refused for failure in own):
             return self.trial(Status.NOT_POSSIBLE, reason=f"refused: {text}")
@@ -134,9 +134,9 @@ class _Judgement:
             Status.WRONG if found else Status.OK if judged_any else Status.NOT_POSSIBLE,
             reason="" if judged_any or found else NO_GRADIENTS,
             findings=found,
-            levels=tuple(sorted({"L3", *(item.level for item in judged)})),
+            levels=tuple(sorted({"L3", *(item.measured.level for item in judged)})),
             notes=remarks(sheets),
-            measured=tuple(judged),
+            measured=tuple(item.measured for item in judged),
             buckets=_buckets(record),
             graphs=len(record.graphs),
         )

@@ -12,30 +12,34 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ddpopt.cases.case import resolve
+from ddpopt.errors import InfrastructureError
 from ddpopt.judge.backends import backend_of
+from ddpopt.judge.locating.known import Blamed, Known
 from ddpopt.judge.locating.reproduction import Written, write
 from ddpopt.judge.locating.rungs import Question, Stage, Symptom, stages_of
 from ddpopt.judge.locating.scripting import Author
-from ddpopt.judge.locating.search import Search
-from ddpopt.judge.locating.tries import host
+from ddpopt.judge.locating.search import search
 from ddpopt.judge.modes import LOCAL, mode
 from ddpopt.judge.trials import STEPS
 from ddpopt.judge.verdict import Location, Trial
+from ddpopt.ranks.failures import RanksFailed
 from ddpopt.ranks.group import COLLECTIVE_LIMIT_S, joined, under_torchrun
-from ddpopt.ranks.pool import Pool
+from ddpopt.ranks.pool import launch
 
 LIMIT_S = 120.0
 FOR_NARROWING = 0.55
 """Share of the time after which no new choice of segments is tried: the rest is for scripts."""
 FOR_RANKS = 0.8
 """Share of the time after which ranks are ended."""
+STARTS = 40
+"""How often ranks are started for one rung: each try may take them down."""
 LAYERS = {
     "eager": "Dynamo (torch.compile, backend eager)",
     "aot_eager": "AOTAutograd (backend aot_eager)",
@@ -82,19 +86,8 @@ def locate(  # noqa: PLR0913  # what a trial does not say of the verification th
         return began + share * limit_s - time.monotonic()
 
     resolve(target)  # it may register the backend
-    first = _first_wrong(trial, steps)
-    question = Question(
-        target,
-        trial.option,
-        trial.mode,
-        (backend or trial.backend) if trial.backend else "",
-        steps=min(steps, first + 1),  # as few as show it: each starts from where eager's did
-        dtype=dtype,
-        ddp_kwargs=ddp_kwargs or {},
-        rank=min((f.rank for f in trial.findings if f.rank is not None), default=0),
-        structural=all(finding.level == "L3" for finding in trial.findings),
-        evaluates=first >= steps,
-    )
+    asked = _asked_of(trial, target, backend, steps)
+    question = replace(asked, dtype=dtype, ddp_kwargs=ddp_kwargs or {})
     backend_of(question.backend)
     if not under_torchrun():
         return _located(question, script, nproc, device, left)
@@ -107,27 +100,32 @@ def locate(  # noqa: PLR0913  # what a trial does not say of the verification th
 def _located(
     question: Question, script: Path, nproc: int, device: str | None, left: Callable[..., float]
 ) -> Location:
-    found = Search(question, lambda: left(FOR_NARROWING) > 0)
+    known = Known()
     device = device or _device_of(nproc)
-    for size in dict.fromkeys((1, nproc)):
-        if found.stage is None and left(FOR_RANKS) > 0:
-            _in_ranks(found, size, device, left)
-    return _location(found, _written(found, Author(question, script), left))
-
-
-def _in_ranks(found: Search, size: int, device: str, left: Callable[[float], float]) -> None:
-    """Go on with a search on ranks of our own; a try that takes them down has new ones started."""
-    with Pool(size, device=device, host=partial(host, question=found.question)) as pool:
-
-        def ask(task: Callable[..., Any], *arguments: object) -> Any:
-            return pool.run(task, *arguments, limit_s=max(left(FOR_RANKS), 1.0))[0]
-
-        found.run(ask, stages_of(found.question, size))
+    for ranks in dict.fromkeys((1, nproc)):
+        if known.stage is None and left(FOR_RANKS) > 0:
+            _in_ranks(known, question, ranks, device, left)
+    return _location(known, _written(known, Author(question, script), left), question.mode)
 
 
 def _device_of(nproc: int) -> str:
     """Where a trial on so many ranks ran if nobody chose: a single rank of the search goes there too."""
     return "cuda" if torch.cuda.device_count() >= nproc else "cpu"
+
+
+def _asked_of(trial: Trial, target: str, backend: str | None, steps: int) -> Question:
+    """What a trial says of itself, and of what is wrong in it."""
+    first = _first_wrong(trial, steps)
+    return Question(
+        target,
+        trial.option,
+        trial.mode,
+        (backend or trial.backend) if trial.backend else "",
+        steps=min(steps, first + 1),  # as few as show it: each starts from where eager's did
+        rank=min((f.rank for f in trial.findings if f.rank is not None), default=0),
+        structural=all(finding.level == "L3" for finding in trial.findings),
+        evaluates=first >= steps,
+    )
 
 
 def _first_wrong(trial: Trial, steps: int) -> int:
@@ -137,30 +135,64 @@ def _first_wrong(trial: Trial, steps: int) -> int:
     return min(known) if known and len(known) == len(seen) else steps
 
 
-def _written(found: Search, author: Author, time_left: Callable[[], float]) -> Written:
-    if found.stage is None:
-        return Written(note="no script was written, for there is nothing that it could show")
+def _in_ranks(
+    known: Known, question: Question, ranks: int, device: str, left: Callable[[float], float]
+) -> None:
+    """Run the search on some ranks of our own, and on new ones after a try that takes them down."""
+    stages = list(stages_of(question, ranks))
+    for _ in range(STARTS):
+        known.trying = None
+        try:
+            launch(
+                search,
+                question,
+                stages,
+                left(FOR_NARROWING),
+                known,
+                nproc=ranks,
+                limit_s=max(left(FOR_RANKS), 1.0),
+                on_event=known.hear,
+                device=device,
+            )
+            return
+        except RanksFailed as failed:
+            if not known.survive(failed.culprits[0], ranks):
+                return
+        except (InfrastructureError, OSError) as error:
+            known.notes.append(f"the search on {ranks} rank(s) ended early: {error}")
+            return
+        if left(FOR_RANKS) <= 0:
+            break
+    known.notes.append("the search ended early, for its ranks died again and again")
+
+
+def _written(known: Known, author: Author, time_left: Callable[[], float]) -> Written:
+    if known.stage is None:
+        return Written()
+    blamed = known.blamed or Blamed((), symptom=known.symptom)
     try:
-        return write(author.script, author.drafts(found.stage, found.blamed), time_left)
+        return write(author.script, author.drafts(known.stage, blamed), time_left)
     except OSError as error:
         why = error.strerror or error
         return Written(note=f"no script could be written or run: {author.script}: {why}")
 
 
-def _location(found: Search, written: Written) -> Location:
-    if found.stage is not None:
-        layer = layer_of(found.stage, found.symptom, found.question.mode)
-    elif found.notes:
-        layer = "none was found before the search ended"
+def _location(known: Known, written: Written, mode_on_trial: str) -> Location:
+    blamed = known.blamed or Blamed(())
+    notes = [note for note in (*known.notes, blamed.note, written.note) if note]
+    if known.stage is None:
+        gone = "none was found: the difference did not appear again"
+        layer = gone if not notes else "none was found before the search ended"
+        notes.append("no script was written, for there is nothing that it could show")
     else:
-        layer = "none was found: the difference did not appear again"
+        layer = layer_of(known.stage, known.symptom, mode_on_trial)
     return Location(
-        rungs=tuple(found.rungs),
+        rungs=tuple(known.rungs),
         layer=layer,
-        segments=found.blamed.segments,
+        segments=blamed.segments,
         script=written.script,
         reproduces=written.reproduces,
-        note="; ".join(filter(None, (*found.notes, found.blamed.note, written.note))),
+        note="; ".join(notes),
     )
 
 

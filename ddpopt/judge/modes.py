@@ -95,6 +95,12 @@ def _compiled(module: nn.Module, backend: Any) -> Any:
     return module if backend is None else torch.compile(module, backend=backend)
 
 
+def eager_ddp(setup: Setup) -> Parallel:
+    """DDP as it is: the reference."""
+    ddp = _ddp(setup)
+    return Parallel(ddp, setup.model, ddp=ddp)
+
+
 def local(setup: Setup) -> Parallel:
     """The model alone on each rank: its own gradients, which nobody reduces."""
     return Parallel(_compiled(setup.model, setup.backend), setup.model)
@@ -181,7 +187,7 @@ def _under_python_reducer(name: str, about: str, fusion: str = "") -> Mode:
 
 
 MODES: tuple[Mode, ...] = (
-    Mode("eager", "eager DDP: the reference", "module", compiled_ddp, compiles=False, observable=True),
+    Mode("eager", "eager DDP: the reference", "module", eager_ddp, compiles=False, observable=True),
     Mode("manual", "no DDP: an all-reduce of each gradient after backward", "nothing", manual),
     Mode(
         "torch", "torch's DDPOptimizer", "module", compiled_ddp, observable=True, optimize_ddp="ddp_optimizer"

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import itertools
 import platform
-import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,13 +18,12 @@ from ddpopt.cases.case import Case, resolve
 from ddpopt.dynamo.backend import find_compiler
 from ddpopt.errors import UsageError
 from ddpopt.explanation.rehearsal import generators_kept
-from ddpopt.judge.attempts import Attempts, Progress
+from ddpopt.judge.attempts import Attempts, Progress, hardware
 from ddpopt.judge.modes import mode, mode_of
 from ddpopt.judge.options import option
-from ddpopt.judge.trials import STEPS, TRIAL_LIMIT_S, Asked, Judging, Settings, hardware, host
+from ddpopt.judge.trials import STEPS, TRIAL_LIMIT_S, Asked, Settings, run_trials
 from ddpopt.judge.verdict import Trial, Verdict
-from ddpopt.ranks.group import Ranks, joined, under_torchrun
-from ddpopt.ranks.pool import Pool
+from ddpopt.ranks.group import COLLECTIVE_LIMIT_S, joined, under_torchrun
 
 RUN_LIMIT_S = 3600.0
 OPTIONS_BY_DEFAULT = ("default",)
@@ -113,39 +109,16 @@ def verify_all(
         The verdict, with a trial for everything that was asked.
     """
     if under_torchrun():
+        waits_s = _waits_s(settings)
         with (
-            joined(on_event=on_event, timeout_s=settings.waits_s) as ranks,
+            joined(on_event=on_event, timeout_s=waits_s) as ranks,
             ranks.limited(limit_s, f"verifying {title}"),
         ):
-            return _verdict_of(ranks, title, asked, settings)
-    until = time.monotonic() + limit_s
-
-    def time_left() -> float:
-        return until - time.monotonic()
-
-    with Pool(nproc, device=device, host=partial(host, asked=asked, settings=settings)) as pool:
-
-        def ask(task: Callable[..., Any], *arguments: object) -> Any:
-            return pool.run(task, *arguments, limit_s=max(time_left(), 1.0))[0]
-
-        attempts = Attempts(ask, asked, settings, on_event or (lambda _: None), time_left)
-        trials = attempts.run()
+            trials = tuple(run_trials(ranks, asked, settings, ()))
+            return _verdict(title, ranks.size, trials, hardware(ranks.device))
+    attempts = Attempts(asked, settings, on_event or (lambda _: None))
+    trials = attempts.run(nproc, limit_s, device)
     return _verdict(title, nproc, trials, attempts.device)
-
-
-def _verdict_of(ranks: Ranks, title: str, asked: Sequence[Asked], settings: Settings) -> Verdict:
-    """Verify on ranks that exist; a collective of all of them."""
-    return _verdict(title, ranks.size, run_trials(ranks, asked, settings), hardware(ranks.device))
-
-
-def run_trials(ranks: Ranks, asked: Sequence[Asked], settings: Settings) -> tuple[Trial, ...]:
-    """Judge everything on ranks that exist; a collective of all of them."""
-    with closing(Judging(ranks, asked, settings)) as judging:
-
-        def ask(task: Callable[..., Any], *arguments: object) -> Any:
-            return task(judging, *arguments)
-
-        return Attempts(ask, asked, settings, ranks.emit).run()
 
 
 def verify_here(
@@ -178,9 +151,15 @@ def verify_here(
     modes = (mode,) if mode else (mode_of(strategy),)
     asked = [Asked(case, name, modes) for name in options]
     settings = Settings(backend, steps, trial_limit_s=trial_limit_s)
-    with generators_kept(), joined(timeout_s=settings.waits_s) as ranks:
+    with generators_kept(), joined(timeout_s=_waits_s(settings)) as ranks:
         checked(asked, settings, ranks.size)
-        return _verdict_of(ranks, case.name, asked, settings)
+        trials = run_trials(ranks, asked, settings, ())
+        return _verdict(case.name, ranks.size, tuple(trials), hardware(ranks.device))
+
+
+def _waits_s(settings: Settings) -> float:
+    """How long ranks that exist wait for each other between trials: a trial's own limit passes before."""
+    return max(COLLECTIVE_LIMIT_S, settings.trial_limit_s)
 
 
 def _verdict(title: str, size: int, trials: tuple[Trial, ...], device: str) -> Verdict:

@@ -1,12 +1,13 @@
-"""What ranks do in a verification: run eager DDP, and judge one mode after the other against it.
+"""What each rank does in a verification: all that was asked, one trial after the other.
 
-Invariant: all ranks judge the same trials in the same order.
+Invariant: all ranks judge the same trials in the same order, and rank 0 tells of each as it begins and ends.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -20,15 +21,13 @@ from torch._functorch._aot_autograd import graph_compile
 
 from ddpopt.cases.case import Case, resolve
 from ddpopt.judge.judge import judge
-from ddpopt.judge.judging.failing import culprits, told
 from ddpopt.judge.judging.reference import Bench, Reference, Subject
 from ddpopt.judge.modes import mode
 from ddpopt.judge.option_cases import in_dtype
 from ddpopt.judge.options import option
 from ddpopt.judge.parallel import nothing
 from ddpopt.judge.verdict import Status, Trial
-from ddpopt.ranks.group import COLLECTIVE_LIMIT_S, Ranks
-from ddpopt.ranks.process import RankProcess
+from ddpopt.ranks.group import Ranks
 
 STEPS = 3
 """DDP rebuilds its buckets before the second step; the third is the first that all has settled in."""
@@ -73,22 +72,19 @@ class Settings:
         """How long a rank waits for its peers, in seconds."""
         return COLLECTIVE_SHARE * self.trial_limit_s
 
-    @property
-    def waits_s(self) -> float:
-        """How long ranks wait for each other between trials: a trial's own limit passes before."""
-        return max(COLLECTIVE_LIMIT_S, self.trial_limit_s)
-
 
 @dataclass(frozen=True)
 class Started:
     """An event: a trial begins.
 
     Attributes:
+        index: which one, of all that were asked for.
         case: name of its case.
         option: name of its option.
-        mode: name of its mode.
+        mode: name of its mode; empty while the reference runs.
     """
 
+    index: int
     case: str
     option: str
     mode: str
@@ -99,96 +95,30 @@ class Ended:
     """An event: a trial has ended.
 
     Attributes:
+        index: which one, of all that were asked for.
         trial: how.
     """
 
+    index: int
     trial: Trial
 
 
-class Judging:
-    """Ranks that judge trials, with eager's runs made once for each case and option.
-
-    Args:
-        ranks: these.
-        asked: what may be asked of them.
-        settings: for all of it.
-        before_each: something to do before each case and option.
-    """
-
-    def __init__(
-        self,
-        ranks: Ranks,
-        asked: Sequence[Asked],
-        settings: Settings,
-        before_each: Callable[[], None] = nothing,
-    ) -> None:
-        self.ranks = ranks
-        self._asked = asked
-        self._settings = settings
-        self._before_each = before_each
-        self._cases: dict[int, Case] = {}
-        self._place: int | None = None
-        self._benches = contextlib.ExitStack()
-
-    def close(self) -> None:
-        """Give process groups back."""
-        self._place = None
-        self._benches.close()
-
-    def begin(self, place: int) -> tuple[str, str]:
-        """Name the case that is asked for in a place, and what this rank computes on."""
-        return self._case(place).name, hardware(self.ranks.device)
-
-    def prepare(self, place: int) -> None:
-        """Run eager DDP for what is asked in a place, unless that is what it did last."""
-        if place == self._place:
-            return
-        self.close()
-        self._before_each()
-        case, asked, settings = self._case(place), self._asked[place], self._settings
-        subject = Subject(case, option(asked.option), settings.steps, self.ranks.device)
-        with self.ranks.limited(settings.trial_limit_s, f"{case.name}: eager DDP / {asked.option}"):
-            self._bench = Bench(subject, self.ranks, settings.collective_limit_s)
-            self._benches.callback(self._bench.close)
-            self._reference = Reference.make(self._bench)
-        self._place = place
-
-    def judge(self, place: int, name: str) -> Trial:
-        """Judge a mode of what was prepared."""
-        case, asked, settings = self._case(place), self._asked[place], self._settings
-        with self.ranks.limited(settings.trial_limit_s, f"{case.name}: {name} / {asked.option}"):
-            if self._reference is None:
-                return _impossible(case, asked.option, name, self._bench)
-            return judge(self._reference, mode(name), settings.backend)
-
-    def _case(self, place: int) -> Case:
-        if place not in self._cases:
-            case, dtype = resolve(self._asked[place].target), self._settings.dtype
-            self._cases[place] = case if dtype is None else in_dtype(case, getattr(torch, dtype))
-        return self._cases[place]
-
-
-def host(process: RankProcess, asked: Sequence[Asked], settings: Settings) -> None:
-    """Be a rank of a pool whose tasks are methods of `Judging`, all in one process group."""
-    # in a process of our own, whose garbage each run of the collector would look through
-    with (
-        quickly(),
-        process.joined(settings.waits_s) as ranks,
-        contextlib.closing(Judging(ranks, asked, settings, keep_for_good)) as judging,
-    ):
-        process.serve(lambda _: contextlib.nullcontext(judging))
-
-
-def hardware(device: torch.device) -> str:
-    """Name what a rank computes on.
-
-    Args:
-        device: of the rank.
-
-    Returns:
-        ``"cpu"``, or ``"cuda"`` with the name of the GPU.
-    """
-    return f"cuda ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else device.type
+def run_trials(
+    ranks: Ranks,
+    asked: Sequence[Asked],
+    settings: Settings,
+    done: Sequence[int],
+    before_each: Callable[[], None] = nothing,
+) -> list[Trial]:
+    """Judge everything that was asked and is not done; before each case and option something may be done."""
+    indices = itertools.count()
+    trials: list[Trial] = []
+    for one in asked:
+        left = [(i, name) for name, i in zip(one.modes, indices, strict=False) if i not in done]
+        if left:
+            before_each()
+            trials += _judged(ranks, one, settings, left)
+    return trials
 
 
 @contextlib.contextmanager
@@ -229,10 +159,39 @@ def _load_compiler() -> None:
     compiled(torch.ones(2, requires_grad=True)).sum().backward()
 
 
+def _judged(
+    ranks: Ranks, asked: Asked, settings: Settings, left: Sequence[tuple[int, str]]
+) -> Iterator[Trial]:
+    """Judge the modes of one case under one option."""
+    case = _case(asked, settings)
+    subject = Subject(case, option(asked.option), settings.steps, ranks.device)
+    ranks.emit(Started(left[0][0], case.name, asked.option, ""))
+    with contextlib.ExitStack() as benches:
+        with ranks.limited(settings.trial_limit_s, f"{case.name}: eager DDP / {asked.option}"):
+            bench = Bench(subject, ranks, settings.collective_limit_s)
+            benches.callback(bench.close)
+            reference = Reference.make(bench)
+        for index, name in left:
+            ranks.emit(Started(index, case.name, asked.option, name))
+            with ranks.limited(settings.trial_limit_s, f"{case.name}: {name} / {asked.option}"):
+                if reference is None:
+                    trial = _impossible(case, asked.option, name, bench)
+                else:
+                    trial = judge(reference, mode(name), settings.backend)
+            ranks.emit(Ended(index, trial))
+            yield trial
+
+
+def _case(asked: Asked, settings: Settings) -> Case:
+    case = resolve(asked.target)
+    return case if settings.dtype is None else in_dtype(case, getattr(torch, settings.dtype))
+
+
 def _impossible(case: Case, option_name: str, mode_name: str, bench: Bench) -> Trial:
     """Of a mode that has nothing to be held against."""
     if bench.stalled:
         reason = f"eager DDP's own runs did not end: {bench.stalled}"
         return Trial(case.name, mode_name, option_name, "", Status.BROKEN, reason)
-    reason = f"eager DDP itself fails here: {told(culprits(bench.failures))}"
+    own = [failure for failure in bench.failures if not failure.lost] or bench.failures
+    reason = f"eager DDP itself fails here: {'; '.join(dict.fromkeys(failure.text for failure in own))}"
     return Trial(case.name, mode_name, option_name, "", Status.NOT_POSSIBLE, reason)

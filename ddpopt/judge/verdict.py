@@ -70,13 +70,6 @@ class Measured:
         bound: what the error may be at most; 0 where only equality will do.
         rank: where the worst was seen.
         step: when the worst was seen.
-        right: whether it passed.
-        note: a remark on it; empty if there is none.
-
-    >>> Measured("w", "L1", 0, 3.0, error=2.0, bound=4.0, rank=0, step=0).share
-    0.5
-    >>> Measured("w", "L0", 0, 1.0, error=1e-9, bound=0.0, rank=0, step=0).share
-    inf
     """
 
     parameter: str
@@ -87,17 +80,6 @@ class Measured:
     bound: float
     rank: int
     step: int
-    right: bool = True
-    note: str = ""
-
-    @property
-    def share(self) -> float:
-        """How much of its bound the error takes: above 1 is wrong, infinite where equality was missed."""
-        if math.isnan(self.error) or math.isnan(self.bound):
-            return math.inf
-        if self.bound > 0:
-            return self.error / self.bound
-        return 0.0 if self.error == 0 else math.inf
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from ddpopt.judge.judging.reference import Bench, Reference, Subject
 from ddpopt.judge.matrix import CASES
 from ddpopt.judge.modes import MODES, Mode, mode
 from ddpopt.judge.options import OPTIONS, option
-from ddpopt.judge.runner import run_trials, verify_here
+from ddpopt.judge.runner import verify_here
 from ddpopt.judge.trainer import Option, Trainer
-from ddpopt.judge.trials import STEPS, Asked, Settings
+from ddpopt.judge.trials import STEPS, Asked, Settings, run_trials
 from ddpopt.judge.verdict import Status, Trial
 from ddpopt.ranks.group import joined
 from tests.multigpu.turns import in_turn, number_of_ranks
@@ -72,9 +72,9 @@ SMALL = Case(
 )
 
 
-def judged(case: Case, option: str, modes: tuple[str, ...], **settings: Any) -> tuple[Trial, ...]:
+def judged(case: Case, option: str, modes: tuple[str, ...], **settings: Any) -> list[Trial]:
     with joined() as ranks:
-        return run_trials(ranks, [Asked(case, option, modes)], Settings("aot_eager", **settings))
+        return run_trials(ranks, [Asked(case, option, modes)], Settings("aot_eager", **settings), ())
 
 
 @contextlib.contextmanager
@@ -135,7 +135,7 @@ def test_every_mode_is_right_about_a_plain_model_and_leaves_torch_as_it_was(mode
     backend = "inductor" if mode.fuses else "aot_eager"
     before = state_of_torch()
     with joined() as ranks:
-        (trial,) = run_trials(ranks, [Asked(PLAIN, "default", (mode.name,))], Settings(backend))
+        (trial,) = run_trials(ranks, [Asked(PLAIN, "default", (mode.name,))], Settings(backend), ())
     assert (trial.status, trial.findings, trial.reason) == (Status.OK, (), "")
     assert {"L0", "L1", "L2"} & set(trial.levels)
     assert {seen.parameter for seen in trial.measured} >= {

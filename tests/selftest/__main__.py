@@ -48,7 +48,7 @@ def _run(nproc: int, pattern: str | None) -> SelfTest:
         begin = counting(line, total)
 
         def hear(event: object) -> None:
-            if isinstance(event, Started):
+            if isinstance(event, Started) and event.mode:
                 begin(f"{event.case}: {event.mode} / {event.option}")
 
         return self_test(nproc, faults=faults, clean=clean, on_event=hear)

@@ -129,7 +129,7 @@ class _Faults:
         except RanksFailed as failed:
             if self._running is None:
                 raise
-            index = next(index for index in range(len(self._faults)) if index not in self._done)
+            index = self._running.index
             self._running = None
             words = str(failed).splitlines()[0]
             self._done[index] = died(self._faults[index], marked_in(marks, index, self._nproc), words)
@@ -156,7 +156,7 @@ def _on_rank(ranks: Ranks, faults: Sequence[Fault], done: Sequence[int], marks: 
         for index, fault in enumerate(faults):
             if index in done:
                 continue
-            ranks.emit(Started(fault.case, fault.option, fault.name))
+            ranks.emit(Started(index, fault.case, fault.option, fault.name))
             with ranks.limited(FAULT_LIMIT_S, fault.name):
                 _, found = try_fault(ranks, fault, _mark(marks, index, ranks.rank).touch)
             ranks.emit(Tried(index, found))

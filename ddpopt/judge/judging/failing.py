@@ -23,7 +23,7 @@ LOST = (
 """What gloo says where a peer is gone."""
 SHOWN_CHARACTERS = 400
 PASSING_ON = ("torch/_ops.py", "torch/_compile.py", "_dynamo/eval_frame.py")
-"""Files whose frames only pass a call on: every operator is called in one line of ``torch/_ops.py``."""
+"""Files whose frames only pass a call of an operator on."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,7 @@ def in_words(error: BaseException) -> str:
     """An exception's type and message, and the innermost frame that tells where it was raised."""
     words = " ".join(str(error).split())
     where = ""
-    frames = traceback.extract_tb(error.__traceback__)
-    telling = [f for f in frames if not (f.filename.endswith(PASSING_ON) or f.name == "__torch_dispatch__")]
-    for frame in (telling or frames)[-1:]:
+    if (frame := _telling(traceback.extract_tb(error.__traceback__))) is not None:
         file = Path(frame.filename).name
         if frame.filename.startswith("<"):  # fx: '<eval_with_key>.3 from /path/proxy_tensor.py:9 in wrapped'
             file = frame.filename.partition(" from ")[0]
@@ -71,9 +69,19 @@ def in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {words[:SHOWN_CHARACTERS]}{where}"
 
 
-def culprits(failures: Sequence[Failure]) -> list[Failure]:
-    """Those that failed of themselves; all, if none did."""
-    return [failure for failure in failures if not failure.lost] or list(failures)
+def _telling(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
+    """The innermost frame, but for those that only pass a call of an operator on.
+
+    Every operator is called in one line of ``torch/_ops.py``. Dispatch modes call it in their turn, through
+    what keeps Dynamo out of them.
+    """
+    passed_on = False
+    for frame in reversed(frames):
+        file = "/".join(Path(frame.filename).parts[-2:])
+        passed_on |= file == "torch/_ops.py"
+        if not (passed_on and (file in PASSING_ON or frame.name == "__torch_dispatch__")):
+            return frame
+    return frames[-1] if frames else None
 
 
 def told(failures: Sequence[Failure]) -> str:

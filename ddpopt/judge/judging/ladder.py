@@ -56,6 +56,7 @@ class Ladder:
             ordered=ordered,
             means=bool(reference.sums),
             shards=self.option.norms and mode.is_sharded,
+            finishes=self.option.finish_step is not None,
             ignored=frozenset() if self.option.others else reference.eager.ignored,
             unstable=reference.unstable,
             written=reference.written,
@@ -91,17 +92,15 @@ class Ladder:
         """Compare all numbers that both sides have, each at its levels."""
         sheet = Sheet(self.ranks.rank, buckets_of(record))
         self._remark(sheet)
+        if rules.need_rounding:
+            _ = self.reference.arithmetic  # all ranks learn it together
         other_layout = self._other_layout(record)
-        asked: list[tuple[str, Number]] = []
         for number in pairs(record, self.reference.eager):
             if reason := self._left_out(number, other_layout):
                 sheet.say(reason, number.name)
-            else:
-                asked += [(level, number) for level in rules.levels(number.kind, number.name)]
-        if any(self.ranks.gather(any(level == "L2" for level, _ in asked))):
-            _ = self.reference.arithmetic  # all ranks learn it together
-        for level, number in asked:
-            sheet.add(level, number.step, number.name, self._compared(level, number, record))
+                continue
+            for level in rules.levels(number.kind, number.name):
+                sheet.add(level, number.step, number.name, self._compared(level, number, record))
         if record.local is not None:
             probe(self.reference, record, rules, sheet)
         return sheet

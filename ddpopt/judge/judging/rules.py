@@ -20,6 +20,7 @@ class Rules:
         ordered: whether a sum over ranks has one order only.
         means: whether gradients are means of what each rank computes alone, and that is known.
         shards: whether norms are computed over shards, hence in another order.
+        finishes: whether an option changes gradients before the optimizer takes them.
         ignored: names of parameters that DDP leaves alone, and no other reducer takes: each rank keeps its
             own gradient.
         unstable: names of what eager does not reproduce.
@@ -31,6 +32,7 @@ class Rules:
     ordered: bool
     means: bool
     shards: bool = False
+    finishes: bool = False
     ignored: frozenset[str] = frozenset()
     unstable: frozenset[str] = frozenset()
     written: frozenset[str] = frozenset()
@@ -61,3 +63,10 @@ class Rules:
         if kind is Kind.FINISHED and (self.shards or self.excused):
             return ("L2",)
         return ("L0",) if equal else ("L2",)
+
+    @property
+    def need_rounding(self) -> bool:
+        """Whether anything may come to be judged at L2."""
+        if not self.exact or self.unstable or self.excused or (self.shards and self.finishes):
+            return True
+        return not self.ordered and (not self.means or self.finishes or bool(self.written))

@@ -6,7 +6,7 @@ Invariant: of each number and level the worst comparison is kept, and every rema
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 from ddpopt.judge.compare import Difference
 from ddpopt.judge.judging.numbers import BUFFER, FINAL, PARAMETER, SEEN, plain
@@ -20,24 +20,46 @@ CLAIM = {
 BY_OPTIMIZER = "bit by bit what the optimizer makes of the gradient"
 
 
-def _finding(wrong: Measured) -> Finding:
-    """What is to be said of a comparison that did not pass."""
-    bucket = f", bucket {wrong.bucket}" if wrong.bucket is not None else ""
-    remark = f" ({wrong.note})" if wrong.note else ""
-    by_optimizer = wrong.level == "L0" and wrong.parameter.startswith(PARAMETER)
-    return Finding(
-        wrong.level,
-        BY_OPTIMIZER if by_optimizer else CLAIM[wrong.level],
-        f"{_what(wrong.parameter)}{bucket}, step {wrong.step}, rank {wrong.rank}: off by {wrong.error:.3g} "
-        f"where {wrong.bound:.3g} is allowed, {wrong.ulps:.3g} ULP{remark}",
-        rank=wrong.rank,
-        step=wrong.step,
-        parameter=wrong.parameter,
-        bucket=wrong.bucket,
-        ulps=wrong.ulps,
-        error=wrong.error,
-        bound=wrong.bound,
-    )
+@dataclass(frozen=True)
+class Judged:
+    """One comparison of one number.
+
+    Attributes:
+        measured: its numbers.
+        right: whether it passed.
+        note: a remark on it.
+    """
+
+    measured: Measured
+    right: bool
+    note: str = ""
+
+    @property
+    def weight(self) -> tuple[bool, float]:
+        """Larger for what is worse."""
+        if self.measured.bound > 0:
+            return not self.right, self.measured.error / self.measured.bound
+        return not self.right, float("inf") if self.measured.error > 0 else 0.0
+
+    def finding(self) -> Finding:
+        """What is to be said of it, if it is wrong."""
+        seen = self.measured
+        bucket = f", bucket {seen.bucket}" if seen.bucket is not None else ""
+        remark = f" ({self.note})" if self.note else ""
+        by_optimizer = seen.level == "L0" and seen.parameter.startswith(PARAMETER)
+        return Finding(
+            seen.level,
+            BY_OPTIMIZER if by_optimizer else CLAIM[seen.level],
+            f"{_what(seen.parameter)}{bucket}, step {seen.step}, rank {seen.rank}: off by {seen.error:.3g} "
+            f"where {seen.bound:.3g} is allowed, {seen.ulps:.3g} ULP{remark}",
+            rank=seen.rank,
+            step=seen.step,
+            parameter=seen.parameter,
+            bucket=seen.bucket,
+            ulps=seen.ulps,
+            error=seen.error,
+            bound=seen.bound,
+        )
 
 
 def _what(name: str) -> str:
@@ -62,15 +84,23 @@ class Sheet:
     rank: int
     buckets: Mapping[str, int]
     findings: list[Finding] = field(default_factory=list)
-    judged: list[Measured] = field(default_factory=list)
+    judged: list[Judged] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     about: dict[str, dict[str, None]] = field(default_factory=dict)
 
     def add(self, level: str, step: int, name: str, difference: Difference) -> None:
         """Note how a number compares at one level."""
-        found = asdict(difference)
-        bucket = self.buckets.get(plain(name))
-        self.judged.append(Measured(name, level, bucket, rank=self.rank, step=step, **found))
+        measured = Measured(
+            parameter=name,
+            level=level,
+            bucket=self.buckets.get(plain(name)),
+            ulps=difference.ulps,
+            error=difference.error,
+            bound=difference.bound,
+            rank=self.rank,
+            step=step,
+        )
+        self.judged.append(Judged(measured, difference.right, difference.note))
         if difference.note and difference.right:
             self.say(difference.note, name)
 
@@ -80,20 +110,20 @@ class Sheet:
 
     def wrong(self) -> set[str]:
         """Names of the numbers that are wrong."""
-        return {item.parameter for item in self.judged if not item.right}
+        return {item.measured.parameter for item in self.judged if not item.right}
 
     def in_short(self) -> Sheet:
         """The same with the worst comparison of each number and level alone."""
         return replace(self, judged=worst(self.judged))
 
 
-def worst(items: Iterable[Measured]) -> list[Measured]:
+def worst(items: Iterable[Judged]) -> list[Judged]:
     """For each number and level the worst of some comparisons."""
-    found: dict[tuple[str, str], Measured] = {}
+    found: dict[tuple[str, str], Judged] = {}
     for item in items:
-        known = found.setdefault((item.level, item.parameter), item)
-        if (known.right, -known.share) > (item.right, -item.share):
-            found[item.level, item.parameter] = item
+        key = (item.measured.level, item.measured.parameter)
+        if key not in found or item.weight > found[key].weight:
+            found[key] = item
     return list(found.values())
 
 
@@ -107,10 +137,10 @@ def remarks(sheets: Sequence[Sheet]) -> tuple[str, ...]:
     return (*notes, *(f"{remark}: {', '.join(of)}" for remark, of in names.items()))
 
 
-def findings(sheets: Sequence[Sheet], judged: Sequence[Measured]) -> tuple[Finding, ...]:
+def findings(sheets: Sequence[Sheet], judged: Sequence[Judged]) -> tuple[Finding, ...]:
     """All that is wrong; what several ranks say in the same words, once."""
     said = [finding for sheet in sheets for finding in sheet.findings]
-    said += [_finding(item) for item in judged if not item.right]
+    said += [item.finding() for item in judged if not item.right]
     seen: dict[tuple[str, str, str], Finding] = {}
     for finding in said:
         seen.setdefault((finding.level, finding.claim, finding.message), finding)

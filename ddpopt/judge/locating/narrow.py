@@ -23,10 +23,12 @@ class Narrowed(Generic[Item]):
 
     Attributes:
         items: the smallest set found, in the order of the whole.
+        tries: how many subsets were tried.
         ended: whether no item can be left out of it; else the search ran out of tries, or was ended.
     """
 
     items: tuple[Item, ...]
+    tries: int
     ended: bool
 
 
@@ -59,7 +61,7 @@ def narrowed(
             if subset not in known:
                 answer = shows(subset) if len(known) < tries else None
                 if answer is None:
-                    return Narrowed(current, ended=False)
+                    return Narrowed(current, len(known), ended=False)
                 known[subset] = answer
             if known[subset]:
                 found = subset
@@ -68,7 +70,7 @@ def narrowed(
             break
         parts = min(2 * parts, len(current)) if found is None else 2 if found in chunks else max(parts - 1, 2)
         current = current if found is None else found
-    return Narrowed(current, ended=True)
+    return Narrowed(current, len(known), ended=True)
 
 
 def _divided(items: tuple[Item, ...], parts: int) -> list[tuple[Item, ...]]:

@@ -28,11 +28,13 @@ from ddpopt.split.partition import partition
 from ddpopt.split.segments import compile_segments
 
 SHOWN_OPERATIONS = 6
+WHOLE = -1
+"""The place of a piece that is all of its graph."""
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in')
 
 
 class Piece(NamedTuple):
-    """A piece of a graph: which graph, in the order in which they are compiled, and its place in there."""
+    """A piece of a graph: which graph, in the order in which they are compiled, and its place, or `WHOLE`."""
 
     graph: int
     place: int
@@ -86,7 +88,9 @@ class ChosenPieces:
         number, pieces = len(self.graphs), pieces_of(gm, cuts=self.cuts)
         backward = compiled_autograd.in_compiled_autograd_region
         self.graphs.append(Seen([_words(gm, piece) for piece in pieces], backward))
-        wanted = [self.chosen is None or Piece(number, i) in self.chosen for i in range(len(pieces))]
+        if self.chosen is None or Piece(number, WHOLE) in self.chosen:
+            return self.compiler(gm, example_inputs, **options)
+        wanted = [Piece(number, index) in self.chosen for index in range(len(pieces))]
         if all(wanted):
             return self.compiler(gm, example_inputs, **options)
         if not any(wanted):
@@ -102,25 +106,28 @@ class ChosenPieces:
             stitched, example_inputs, choose, [None] * (len(starts) + 1), share=False
         ).call
 
+    @property
+    def wholes(self) -> list[Piece]:
+        """Every graph so far, whole."""
+        return [Piece(graph, WHOLE) for graph in range(len(self.graphs))]
 
-def all_pieces(graphs: Sequence[Seen]) -> list[Piece]:
-    """Every piece of some graphs, in the order in which these were compiled."""
-    return [Piece(index, place) for index, graph in enumerate(graphs) for place in range(len(graph.pieces))]
+    def pieces(self, graph: int) -> list[Piece]:
+        """Every piece of one graph."""
+        return [Piece(graph, index) for index in range(len(self.graphs[graph].pieces))]
 
+    def described(self, chosen: Iterable[Piece]) -> tuple[str, ...]:
+        """Name pieces for a person; neighbours in one line."""
+        return tuple(self._describe(run) for run in runs_of(chosen))
 
-def described(graphs: Sequence[Seen], chosen: Iterable[Piece], *, cuts: bool = True) -> tuple[str, ...]:
-    """Name pieces of some graphs for a person; neighbours in one line."""
-    return tuple(_described(graphs, run, cuts) for run in runs_of(chosen))
-
-
-def _described(graphs: Sequence[Seen], run: Run, cuts: bool) -> str:
-    pieces, is_backward = graphs[run.graph]
-    operations = _listed(list(itertools.chain.from_iterable(pieces[run.first : run.last + 1])))
-    if not cuts:
-        return f"compiled segment {run.graph} of {len(graphs)}: {operations}"
-    kind = "captured backward" if is_backward else "graph"
-    number = f"segment {run.first}" if run.first == run.last else f"segments {run.first} to {run.last}"
-    return f"{kind} {run.graph}, {number} of {len(pieces)}: {operations}"
+    def _describe(self, run: Run) -> str:
+        pieces, is_backward = self.graphs[run.graph]
+        first, last = (0, len(pieces) - 1) if run.first == WHOLE else (run.first, run.last)
+        operations = _listed(list(itertools.chain.from_iterable(pieces[first : last + 1])))
+        if not self.cuts:
+            return f"compiled segment {run.graph} of {len(self.graphs)}: {operations}"
+        kind = "captured backward" if is_backward else "graph"
+        number = f"segment {first}" if first == last else f"segments {first} to {last}"
+        return f"{kind} {run.graph}, {number} of {len(pieces)}: {operations}"
 
 
 def _listed(words: Sequence[str]) -> str:

@@ -18,8 +18,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ddpopt.ranks.environment import environment_of_no_rank
-
 APPEARS = "the difference appears"
 REACHED = "eager is done; compiled:"
 """What a script says before it dies, if it does not die for another reason."""
@@ -122,7 +120,7 @@ def shows(script: Path, ranks: int, limit_s: float, *, death: str = "") -> bool:
     command = [sys.executable, *(launcher if ranks > 1 else []), str(script)]
     process = subprocess.Popen(
         command,
-        env=environment_of_no_rank(),
+        env=_environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -138,6 +136,17 @@ def shows(script: Path, ranks: int, limit_s: float, *, death: str = "") -> bool:
     if death:
         return REACHED in output and _died(process.returncode, death, output if ranks > 1 else "")
     return process.returncode == 1 and APPEARS in output
+
+
+def _environment() -> dict[str, str]:
+    """This process's, without what torchrun gave it, if it is a rank of torchrun's."""
+    own = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ROLE_NAME")
+    ends = ("_RANK", "_WORLD_SIZE")
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in own and not name.endswith(ends) and not name.startswith("TORCHELASTIC_")
+    }
 
 
 def _died(exit_code: int, death: str, told_by_torchrun: str) -> bool:

@@ -15,11 +15,9 @@ import torch
 from ddpopt.cases.case import Case, resolve
 from ddpopt.judge.modes import LOCAL, mode
 from ddpopt.judge.option_cases import differing, in_dtype
-from ddpopt.judge.verdict import Rung, Status, Trial
+from ddpopt.judge.verdict import Finding, Rung, Status, Trial
 
 NUMBERS = ("L0", "L1", "L2")
-CUT_BY_MODE = ("torch", "ddpopt-split")
-"""Modes that cut the graph themselves."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +82,6 @@ class Stage:
     ranks: int = 1
 
     @property
-    def cuts(self) -> bool:
-        """Whether graphs have to be cut for a search; else the mode's own segments are the pieces."""
-        return self.mode not in CUT_BY_MODE
-
-    @property
     def name(self) -> str:
         """For a person."""
         if self.mode == LOCAL.name:
@@ -128,9 +121,14 @@ def rung_of(stage: Stage, trial: Trial) -> Rung:
         return Rung(stage.name, agrees=True, detail=f"not judged: {trial.reason}")
     if not trial.findings:
         return Rung(stage.name, agrees=True)
-    numbers = [finding for finding in trial.findings if finding.level in NUMBERS]
-    first = next(iter(numbers or trial.findings))
-    return Rung(stage.name, agrees=False, detail=f"{first.level}: {first.message}")
+    worst = max(trial.findings, key=lambda finding: (finding.level == "run", _excess(finding)))
+    return Rung(stage.name, agrees=False, detail=f"{worst.level}: {worst.message}")
+
+
+def _excess(finding: Finding) -> float:
+    if finding.error is None or finding.bound is None:
+        return 0.0
+    return finding.error / finding.bound if finding.bound else float("inf")
 
 
 def ladder(backend: str) -> tuple[str, ...]:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ddpopt.graph.nodes import fetch
-from ddpopt.judge.locating.pieces import Piece, cut_before, pieces_of, source_line
+from ddpopt.graph.nodes import body_nodes, fetch
+from ddpopt.judge.locating.pieces import WHOLE, Piece, cut_before, pieces_of, runs_of, source_line
 
 FREED = re.compile(r";( +[A-Za-z_]\w* =)+ None\b")
 INDENT = "    "
@@ -79,6 +79,7 @@ class Code:
         classes: one for each module in it, the outer one last.
         imports: lines without which it does not run.
         tensors: what it holds, by the dotted name of the attribute.
+        chosen: names of the submodules to compile; empty for the whole.
         given: the arguments it had.
         lines: of the user's, that it comes from.
     """
@@ -86,6 +87,7 @@ class Code:
     classes: list[str] = field(default_factory=list)
     imports: list[str] = field(default_factory=list)
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    chosen: list[str] = field(default_factory=list)
     given: list[Given] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
 
@@ -103,6 +105,8 @@ class Recorder:
         self.cuts = cuts
         self.given: list[Given] = []
         self.part: fx.GraphModule | None = None
+        self._openers: list[str] = []
+        self._first_is_chosen = True
         self._seen = 0
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[object]) -> Callable[..., Any]:
@@ -112,13 +116,21 @@ class Recorder:
         if number != self.chosen[0].graph:
             return gm.forward
         pieces = pieces_of(gm, cuts=self.cuts)
-        first, end = self.chosen[0].place, self.chosen[-1].place + 1
-        openers = [pieces[place][0] for place in (first, end) if 0 < place < len(pieces)]
-        if not openers:
-            self.part = gm
+        if self.chosen[0].place == WHOLE:
+            self.chosen = [Piece(number, place) for place in range(len(pieces))]
+        first, last = self.chosen[0].place, self.chosen[-1].place
+        runs = runs_of(self.chosen)
+        bounds = [bound for run in runs for bound in (run.first, run.last + 1)][1:-1]
+        self._openers = [pieces[bound][0].name for bound in bounds]
+        openers = [pieces[i][0] for i in (first, last + 1) if 0 < i < len(pieces)]
+        stitched = cut_before(gm, openers)
+        name = f"segment_{1 if first else 0}" if openers else ""
+        part = getattr(stitched, name) if name else gm
+        if not isinstance(part, fx.GraphModule):
+            raise NotWritable(f"{name} of graph {number} is no graph")
+        self.part = part
+        if not name:
             return self._run
-        stitched, name = cut_before(gm, openers), f"segment_{1 if first else 0}"
-        self.part = getattr(stitched, name)
         delattr(stitched, name)
         setattr(stitched, name, self._run)
         return stitched.forward
@@ -134,7 +146,7 @@ class Recorder:
         """Write the part down.
 
         Returns:
-            Its code.
+            Its code; with several runs of pieces, one class for each of them and each gap.
 
         Raises:
             NotWritable: it has no source code.
@@ -143,9 +155,15 @@ class Recorder:
             raise NotWritable("its pieces are in several graphs")
         if self.part is None:
             raise NotWritable("it could not be cut out of its graph")
-        lines = filter(None, map(source_line, self.part.graph.nodes))
-        code = Code(given=self.given, lines=list(dict.fromkeys(lines)))
-        _write(self.part, "Segment", "", code)
+        code = Code(given=self.given, lines=_lines(self.part))
+        part = self.part
+        if self._openers:
+            named = {node.name: node for node in body_nodes(part.graph)}
+            if not named.keys() >= set(self._openers):
+                raise NotWritable("the pieces are not found again in what was cut out")
+            part = cut_before(part, [named[name] for name in self._openers])
+            code.chosen = [f"segment_{index}" for index in range(0, len(self._openers) + 1, 2)]
+        _write(part, "Segment", "", code)
         code.imports = list(dict.fromkeys(code.imports))
         return code
 
@@ -156,6 +174,10 @@ def _given(name: str, value: Any) -> Given:
     copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
     dense = value.layout == torch.strided and type(value) in (Tensor, nn.Parameter)
     return Given(name, copy.copy_(value.detach()) if dense else value.detach().clone(), value.requires_grad)
+
+
+def _lines(part: fx.GraphModule) -> list[str]:
+    return list(dict.fromkeys(filter(None, map(source_line, part.graph.nodes))))
 
 
 def _write(gm: fx.GraphModule, name: str, path: str, code: Code) -> None:

@@ -20,6 +20,7 @@ from ddpopt.judge.report.wording import (
     number,
     script_outcome,
     sentence,
+    share,
     summary,
     worst_first,
 )
@@ -48,7 +49,7 @@ def html_page(verdict: Verdict) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    shown = (count_of, id, level_name, mib, number, script_outcome, sentence, summary, worst_first)
+    shown = (count_of, id, level_name, mib, number, script_outcome, sentence, share, summary, worst_first)
     own = (state, wrong_params)
     environment.filters.update({each.__name__: each for each in (*shown, *own)})
     return environment.get_template("verdict.html.jinja").render(

@@ -20,6 +20,7 @@ from ddpopt.judge.report.wording import (
     number,
     script_outcome,
     sentence,
+    share,
     worst_first,
 )
 from ddpopt.judge.verdict import Finding, Location, Measured, Trial, Verdict
@@ -124,7 +125,7 @@ def _levels(measured: Iterable[Measured]) -> str:
 
 
 def _buckets(trial: Trial) -> str:
-    worst = {entry.bucket: entry.share for entry in reversed(worst_first(trial.measured))}
+    worst = {entry.bucket: share(entry) for entry in reversed(worst_first(trial.measured))}
     rows = [
         (b.index, mib(b.nbytes), b.dtype, number(worst.get(b.index)), names(b.params)) for b in trial.buckets
     ]

@@ -106,11 +106,26 @@ def sentence(finding: Finding) -> str:
     return f"{finding.message} ({', '.join(missing)})" if missing else finding.message
 
 
+def share(measured: Measured) -> float:
+    """How much of its bound an error takes: above 1 is wrong, infinite where equality was missed.
+
+    >>> share(Measured("w", "L1", 0, 3.0, error=2.0, bound=4.0, rank=0, step=0))
+    0.5
+    >>> share(Measured("w", "L0", 0, 1.0, error=1e-9, bound=0.0, rank=0, step=0))
+    inf
+    """
+    if math.isnan(measured.error) or math.isnan(measured.bound):
+        return math.inf
+    if measured.bound > 0:
+        return measured.error / measured.bound
+    return 0.0 if measured.error == 0 else math.inf
+
+
 def worst_first(measured: Iterable[Measured]) -> list[Measured]:
     """Sort by the share of the bound, then by ULPs, then by name; NaN is worst."""
 
     def badness(one: Measured) -> tuple[float, float, str]:
-        return -one.share, -math.inf if math.isnan(one.ulps) else -one.ulps, one.parameter
+        return -share(one), -math.inf if math.isnan(one.ulps) else -one.ulps, one.parameter
 
     return sorted(measured, key=badness)
 

@@ -72,7 +72,7 @@ def next_up(tensor: Tensor) -> Tensor:
 
 
 def wrong_of(sheet: Sheet) -> set[tuple[str, str]]:
-    return {(item.level, item.parameter) for item in sheet.judged if not item.right}
+    return {(item.measured.level, item.measured.parameter) for item in sheet.judged if not item.right}
 
 
 WAYS = {
@@ -88,7 +88,7 @@ def test_every_number_that_a_step_leaves_is_judged_and_a_right_run_passes(
     clipped: Reference, way: tuple[bool, bool]
 ) -> None:
     sheet = climb(clipped, clipped.again, exact=way[0], ordered=way[1])
-    judged = {(item.step, item.parameter) for item in sheet.judged}
+    judged = {(item.measured.step, item.measured.parameter) for item in sheet.judged}
     left = {(step, name) for step, one in enumerate(clipped.eager.moments) for name in left_behind(one)}
     assert judged == left
     assert sheet.findings == []
@@ -245,7 +245,7 @@ def test_what_another_order_of_summation_explains_is_judged_by_rounding_and_noth
     moved = with_gradient(clipped.again, 1 + 2**-22, 0)
     sheet = climb(clipped, moved)
     assert wrong_of(sheet) == set()
-    assert {item.step for item in sheet.judged if item.parameter == NAME} == {0, 1}
+    assert {item.measured.step for item in sheet.judged if item.measured.parameter == NAME} == {0, 1}
     assert sheet.notes[-1].startswith(
         "the cuts sum in another order, hence judged at L2: the gradients of value"
     )

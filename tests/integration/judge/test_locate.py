@@ -1,6 +1,6 @@
 """Looking where a trial goes wrong, from the process that started the ranks; it starts ranks of its own."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -13,15 +13,13 @@ from torch import distributed as dist
 from ddpopt.judge import locate as located
 from ddpopt.judge.locate import locate
 from ddpopt.judge.located import to_locate
-from ddpopt.judge.locating.pieces import Piece, Seen
+from ddpopt.judge.locating.known import Known, Trying
+from ddpopt.judge.locating.pieces import Piece
 from ddpopt.judge.locating.reproduction import Draft
 from ddpopt.judge.locating.rungs import Question, Stage, Symptom
 from ddpopt.judge.locating.scripting import Author
-from ddpopt.judge.locating.search import Blamed, Search
-from ddpopt.judge.locating.tries import Reply
 from ddpopt.judge.verdict import Finding, Location, Rung, Status, Trial, Verdict
-from ddpopt.ranks.failures import RankFailure, RanksFailed
-from ddpopt.ranks.pool import Pool
+from ddpopt.ranks.failures import RankFailure
 
 MODULE = "tests.unit.miscompiled"
 
@@ -79,26 +77,11 @@ def test_a_backend_that_takes_its_ranks_down_is_located_as_any_other(
     assert found.note == "the script runs the segment alone, without DDP and without ddpopt"
 
 
-QUESTION = Question("x", "default", "whole", "mine")
 STAGE = Stage("local", "mine")
-GRAPH = Seen([["linear"], ["tanh"], ["relu"]], is_backward=False)
 RUNG = Rung("mine, no DDP", agrees=False)
 DIED = RankFailure(0, "died", "a task", -11, "SIGSEGV")
 RAISED = RankFailure(0, "raised", "a task", 1, stack="Traceback\nKeyError: 'x'")
 STALLED = RankFailure(0, "stalled", "a task", -9, "SIGKILL")
-
-
-def asking(**answers: Any) -> Callable[..., Any]:
-    """What ranks would answer, by the name of the task; a try of some pieces by their places."""
-
-    def ask(task: Callable[..., Any], *arguments: Any) -> Any:
-        given = answers.get(task.__name__)
-        found = given(*arguments[1:]) if callable(given) else given
-        if isinstance(found, RankFailure):
-            raise RanksFailed([found], 1)
-        return found
-
-    return ask
 
 
 @pytest.mark.parametrize(
@@ -111,30 +94,29 @@ def asking(**answers: Any) -> Callable[..., Any]:
 def test_how_a_rank_fails_while_the_ladder_is_climbed_is_what_that_rung_does(
     failure: RankFailure, detail: str, symptom: Symptom
 ) -> None:
-    found = Search(QUESTION, lambda: True)
-    found.run(asking(try_stage=failure, try_pieces=Reply(None, None)), [STAGE])
-    assert found.rungs == [Rung("mine, no DDP", agrees=False, detail=detail)]
-    assert (found.stage, found.symptom) == (STAGE, symptom)
+    known = Known(trying=Trying(STAGE))
+    assert known.survive(failure, 1)
+    assert known.rungs == [Rung("mine, no DDP", agrees=False, detail=detail)]
+    assert (known.stage, known.choices) == (STAGE, {(None, False): symptom})
 
 
 def test_a_rank_that_dies_over_a_choice_of_pieces_is_an_answer_about_that_choice() -> None:
-    def tried(chosen: Sequence[Piece] | None, exact: bool) -> Reply | RankFailure:
-        return DIED if chosen and Piece(0, 1) in chosen else Reply(None, RUNG, (GRAPH,))
+    known = Known([RUNG], STAGE, Symptom("numbers"), choices={(None, False): Symptom("numbers")})
+    known.trying = Trying(STAGE, (Piece(0, 1),), True)
+    assert known.survive(DIED, 1)
+    assert len(known.rungs) == 1
+    assert known.choices == {
+        (None, False): Symptom("numbers"),
+        ((Piece(0, 1),), True): Symptom("died", "SIGSEGV"),
+    }
 
-    found = Search(QUESTION, lambda: True)
-    found.run(asking(try_stage=DIED, try_pieces=tried, write_pieces="it has no source code"), [STAGE])
-    assert found.blamed == Blamed(
-        ("graph 0, segment 1 of 3: tanh",), note="it has no source code", symptom=Symptom("died", "SIGSEGV")
-    )
 
-
-def test_ranks_that_die_in_eager_or_stall_end_the_search_with_a_note() -> None:
-    between, late = Search(QUESTION, lambda: True), Search(QUESTION, lambda: True)
-    between.run(asking(prepare=DIED), [STAGE])
-    late.run(asking(try_stage=STALLED), [STAGE])
-    assert (between.stage, late.stage) == (None, None)
-    assert [note.startswith("the search ended early: ") for note in between.notes] == [True]
-    assert late.notes == ["the search ended early: the time was over while mine, no DDP was tried"]
+def test_ranks_that_die_between_two_tries_or_stall_end_the_search_with_a_note() -> None:
+    between, late = Known(), Known(trying=Trying(STAGE))
+    assert not between.survive(DIED, 2)
+    assert between.notes == ["the search on 2 rank(s) ended early: rank 0 died of SIGSEGV: without a word"]
+    assert not late.survive(STALLED, 1)
+    assert late.notes == ["the time was over before the search ended while mine, no DDP was tried"]
 
 
 def test_under_torchrun_the_first_rank_searches_and_its_peers_are_told(
@@ -149,7 +131,7 @@ def test_under_torchrun_the_first_rank_searches_and_its_peers_are_told(
 
     asked: list[int] = []
     monkeypatch.setattr(located, "under_torchrun", lambda: True)
-    monkeypatch.setattr(located, "_in_ranks", lambda *arguments: asked.append(arguments[1]))
+    monkeypatch.setattr(located, "_in_ranks", lambda *arguments: asked.append(arguments[2]))
     for rank, layer in enumerate(("none was found: the difference did not appear again", "told")):
         monkeypatch.setattr(located, "joined", lambda rank=rank, **_: nullcontext(Peers(rank)))
         found = locate(f"{MODULE}:short", wrong("whole", "eager"), tmp_path / "shown.py", nproc=3)
@@ -174,7 +156,7 @@ def test_what_ran_where_nobody_chose_is_searched_where_it_ran(
 ) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(located, "_in_ranks", lambda *arguments: asked.append(arguments[1:3]))
+    monkeypatch.setattr(located, "_in_ranks", lambda *arguments: asked.append(arguments[2:4]))
     locate(f"{MODULE}:short", wrong("whole", "eager"), tmp_path / "shown.py", nproc=2)
     assert asked == [(1, device), (2, device)]
 
@@ -183,8 +165,8 @@ def test_what_ran_where_nobody_chose_is_searched_where_it_ran(
 def test_a_script_that_cannot_be_written_is_a_note_beside_the_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensors: dict[str, torch.Tensor]
 ) -> None:
-    def found_wrong(found: Search, *_: object) -> None:
-        found.rungs, found.stage, found.symptom = [RUNG], STAGE, Symptom("numbers")
+    def found_wrong(known: Known, *_: object) -> None:
+        known.hear(Known([RUNG], STAGE, Symptom("numbers")))
 
     script = tmp_path / "shown.py"
     (script.with_suffix(".pt") if tensors else script).mkdir()
@@ -199,10 +181,10 @@ def test_ranks_that_cannot_be_started_are_a_note(tmp_path: Path, monkeypatch: py
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Pool, "run", full)
+    monkeypatch.setattr(located, "launch", full)
     found = locate(f"{MODULE}:short", wrong("whole", "eager"), tmp_path / "shown.py", nproc=1)
     assert found.layer == "none was found before the search ended"
-    assert found.note.startswith("the search ended early: [Errno 28] No space left on device; ")
+    assert found.note.startswith("the search on 1 rank(s) ended early: [Errno 28] No space left on device; ")
 
 
 def test_what_is_located_is_the_first_that_is_wrong_or_else_the_first_that_took_its_ranks_down() -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from ddpopt.judge.locating.known import Blamed
 from ddpopt.judge.locating.reproduction import Draft, write
 from ddpopt.judge.locating.rungs import Question, Stage, Symptom
 from ddpopt.judge.locating.scripting import Author
-from ddpopt.judge.locating.search import Blamed
 from ddpopt.judge.locating.segment_code import Code, Given
 from tests.unit import miscompiled
 
@@ -60,7 +60,8 @@ def test_every_script_is_a_program_that_says_how_to_run_it(tmp_path: Path) -> No
     assert [draft.kind for draft in drafts] == [
         "the segment alone, without DDP and without ddpopt",
         "the segment alone, without DDP and without ddpopt",
-        "the data-parallel step",
+        "the model, without DDP, without ddpopt",
+        "the model under DDP, without ddpopt",
         "the data-parallel step",
     ]
 
@@ -88,6 +89,15 @@ def test_arguments_that_cannot_be_drawn_are_saved_beside_the_script(tmp_path: Pa
     drafts = author(tmp_path, "aot_eager").drafts(Stage("local", "aot_eager"), segment(Given("x", sparse)))
     assert list(drafts[0].tensors) == ["input x"]
     assert "'x': SAVED['input x'].requires_grad_(False),\n" in drafts[0].text
+
+
+def test_a_case_is_found_by_ddpopt_and_a_factory_without(tmp_path: Path) -> None:
+    stage = Stage("local", "aot_eager")
+    of_factory = author(tmp_path, "aot_eager").drafts(stage, Blamed(()))[0].text
+    of_case = author(tmp_path, "aot_eager", f"{MODULE}:CUT").drafts(stage, Blamed(()))[0].text
+    assert f"from {MODULE} import stages as factory\n" in of_factory
+    assert "ddpopt.testing" not in of_factory
+    assert f"CASE = resolve('{MODULE}:CUT')\n" in of_case
 
 
 def test_the_segment_shows_the_difference_in_a_fresh_interpreter_that_never_loads_ddpopt(
@@ -128,10 +138,9 @@ def test_a_script_begins_with_the_difference_and_has_no_more_than_shows_it(
         begins = f"torch.compile with backend 'aot_eager' {headline}"
         assert draft.text.startswith(f'"""{begins}\n\nFound by `ddpopt verify`:\n')
         assert f"\n{ends} if the difference appears, with " in draft.text
-        if "the segment alone" in draft.kind:
-            assert ("def expectation" in draft.text) == (symptom.kind == "numbers")
-            assert draft.tensors or exit_code(draft) == 0
+        assert ("def expectation" in draft.text) == (symptom.kind == "numbers")
         assert draft.death == ("SIGSEGV" if symptom.kind == "died" else "")
+        assert draft.tensors or exit_code(draft) == 0
 
 
 def test_a_failure_is_shown_with_its_traceback(
@@ -154,25 +163,36 @@ def test_a_segment_that_is_right_shows_no_difference(tmp_path: Path, fresh_dynam
     assert (exit_code(right), exit_code(wrong)) == (0, 1)
 
 
-def test_a_script_draws_the_random_numbers_that_eager_draws(tmp_path: Path, fresh_dynamo: None) -> None:
-    code = Code([DROPOUT], ["import torch"], given=[Given("x", torch.ones(4, 8), requires_grad=True)])
-    writer = author(tmp_path, "inductor", f"{MODULE}:dropping")
-    draft = writer.drafts(Stage("local", "inductor"), Blamed(("dropout",), code))[0]
+@pytest.mark.parametrize("mode", ["local", "torch"])
+def test_a_model_that_is_right_shows_no_difference_without_ddp_and_with(
+    tmp_path: Path, mode: str, one_rank_group: None, fresh_dynamo: None
+) -> None:
+    before = torch.random.get_rng_state()
+    draft = author(tmp_path, "aot_eager").drafts(Stage(mode, "aot_eager"), Blamed(()))[0]
+    assert torch.equal(torch.random.get_rng_state(), before)
     assert exit_code(draft) == 0
 
 
+def test_a_script_draws_the_random_numbers_that_eager_draws(
+    tmp_path: Path, one_rank_group: None, fresh_dynamo: None
+) -> None:
+    code = Code([DROPOUT], ["import torch"], given=[Given("x", torch.ones(4, 8), requires_grad=True)])
+    writer = author(tmp_path, "inductor", f"{MODULE}:dropping")
+    drafts = writer.drafts(Stage("torch", "inductor"), Blamed(("dropout",), code))
+    alone = {draft.kind: draft for draft in drafts if "without ddpopt" in draft.kind and not draft.tensors}
+    assert len(alone) == 2
+    for draft in alone.values():
+        assert exit_code(draft) == 0, draft.kind
+
+
 @pytest.mark.parametrize(
-    ("target", "symptom", "code"),
-    [
-        ("cap_below_1", Symptom("run", "AssertionError"), 1),
-        ("sequential", Symptom("structure"), 1),
-        (f"{MODULE}:stages", Symptom("numbers"), 0),
-    ],
+    ("target", "symptom"),
+    [("cap_below_1", Symptom("run", "AssertionError")), ("sequential", Symptom("structure"))],
 )
 def test_failures_of_ddp_compiled_by_torch_show_in_one_process(
-    tmp_path: Path, target: str, symptom: Symptom, code: int, fresh_dynamo: None
+    tmp_path: Path, target: str, symptom: Symptom, one_rank_group: None, fresh_dynamo: None
 ) -> None:
-    writer = author(tmp_path, "eager", target, rank=1)
-    draft = writer.drafts(Stage("torch", "eager"), Blamed((), symptom=symptom))[0]
-    assert draft.kind == "the data-parallel step"
-    assert exit_code(draft) == code
+    blamed = Blamed((), symptom=symptom)
+    draft = author(tmp_path, "eager", target).drafts(Stage("torch", "eager"), blamed)[0]
+    assert draft.kind == "the model under DDP"
+    assert exit_code(draft) == 1

@@ -1,45 +1,57 @@
 """The search on one rank: which rung is wrong, and what must be compiled for it."""
 
 from collections.abc import Callable
-from contextlib import closing
+from itertools import groupby
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from ddpopt.judge.locate import layer_of
+from ddpopt.judge.locating.known import Blamed, Known
+from ddpopt.judge.locating.pieces import Piece
 from ddpopt.judge.locating.rungs import Question, Stage, Symptom, stages_of
-from ddpopt.judge.locating.search import Search
+from ddpopt.judge.locating.search import search
 from ddpopt.judge.locating.segment_code import Code
-from ddpopt.judge.locating.tries import Tries
 from ddpopt.ranks.group import joined
 
 MODULE = "tests.unit.miscompiled"
 
 
-Searching = Callable[..., Search]
+Searching = Callable[..., Known]
 
 
 @pytest.fixture
 def searching(one_rank_group: None, fresh_dynamo: None) -> Searching:
-    def run(target: str, mode: str, backend: str, *stages: Stage, times: int = 100) -> Search:
-        question, left = Question(target, "default", mode, backend, steps=1), iter(range(times))
-        found = Search(question, lambda: next(left, None) is not None)
-        with joined() as ranks, closing(Tries(ranks, question)) as tries:
-            found.run(lambda task, *more: task(tries, *more), stages or stages_of(question, 1))
+    def run(
+        target: str,
+        mode: str,
+        backend: str,
+        *stages: Stage,
+        known: Known | None = None,
+        on_event: Callable[[Any], None] = lambda _: None,
+    ) -> Known:
+        question, known = Question(target, "default", mode, backend, steps=1), known or Known()
+        with joined(on_event=on_event) as ranks:
+            search(ranks, question, stages or tuple(stages_of(question, 1)), 600.0, known)
         c10d: Any = dist  # private: torch counts its groups nowhere else
         assert len(c10d.distributed_c10d._world.pg_map) == 1, "a process group is left behind"
-        return found
+        return known
 
     return run
 
 
-def segments(found: Search) -> list[str]:
-    return [segment.partition(" (")[0] for segment in found.blamed.segments]
+def blamed(known: Known) -> Blamed:
+    assert known.blamed is not None
+    return known.blamed
 
 
-def rungs(found: Search) -> dict[str, bool]:
-    return {rung.name: rung.agrees for rung in found.rungs}
+def segments(known: Known) -> list[str]:
+    return [segment.partition(" (")[0] for segment in blamed(known).segments]
+
+
+def rungs(known: Known) -> dict[str, bool]:
+    return {rung.name: rung.agrees for rung in known.rungs}
 
 
 @pytest.mark.parametrize(
@@ -58,63 +70,74 @@ def rungs(found: Search) -> dict[str, bool]:
 def test_the_segments_that_a_backend_gets_wrong_are_found(
     searching: Searching, backend: str, guilty: list[str]
 ) -> None:
-    found = searching(f"{MODULE}:stages", "ddpopt-inline", backend, Stage("local", backend))
-    assert segments(found) == guilty
-    assert isinstance(found.blamed.code, Code)
-    assert found.blamed.note == ""
+    known = searching(f"{MODULE}:stages", "ddpopt-inline", backend, Stage("local", backend))
+    assert segments(known) == guilty
+    assert isinstance(blamed(known).code, Code)
+    assert blamed(known).note == ""
 
 
 def test_a_graph_that_its_mode_does_not_cut_is_cut_for_the_search_and_the_note_says_so(
     searching: Searching,
 ) -> None:
-    found = searching(
+    known = searching(
         f"{MODULE}:short", "ddpopt-inline", "scaling_tanh", Stage("ddpopt-inline", "scaling_tanh")
     )
-    assert segments(found) == ["graph 0, segment 1 of 2: tanh"]
-    assert found.blamed.note == (
+    assert segments(known) == ["graph 0, segment 1 of 2: tanh"]
+    assert blamed(known).note == (
         "the segments were cut for this search alone; ddpopt-inline compiles each graph whole"
     )
 
 
+def test_what_took_its_ranks_down_before_is_not_tried_again(searching: Searching) -> None:
+    stage, died = Stage("local", "dying_on_tanh"), Symptom("died", "SIGSEGV")
+    known = Known(stage=stage, choices={(None, False): died, ((Piece(0, 1),), False): died})
+    searching(f"{MODULE}:short", "whole", "dying_on_tanh", stage, known=known)
+    assert segments(known) == ["graph 0, segment 1 of 2: tanh"]
+    assert blamed(known).symptom == died
+    assert isinstance(blamed(known).code, Code)
+
+
 def test_a_model_that_is_wrong_from_aot_on_is_told_from_one_that_dynamo_breaks(searching: Searching) -> None:
-    found = searching(f"{MODULE}:aliased", "whole", "aot_eager")
-    assert rungs(found) == {"eager, no DDP": True, "aot_eager, no DDP": False}
-    assert any("add_" in segment for segment in segments(found))
+    known = searching(f"{MODULE}:aliased", "whole", "aot_eager")
+    assert rungs(known) == {"eager, no DDP": True, "aot_eager, no DDP": False}
+    assert any("add_" in segment for segment in segments(known))
 
 
 def test_segments_that_are_wrong_only_once_the_mode_has_cut_are_found_among_its_own(
     searching: Searching,
 ) -> None:
     own = Stage("ddpopt-split", "wrong_apart")
-    found = searching(f"{MODULE}:CUT", "ddpopt-split", "wrong_apart", Stage("whole", "wrong_apart"), own)
-    assert rungs(found) == {
+    known = searching(f"{MODULE}:CUT", "ddpopt-split", "wrong_apart", Stage("whole", "wrong_apart"), own)
+    assert rungs(known) == {
         "wrong_apart, whole on 1 rank": True,
         "wrong_apart, ddpopt-split on 1 rank": False,
     }
-    (guilty,) = segments(found)
+    (guilty,) = segments(known)
     assert guilty.startswith("compiled segment 2 of 4: ")
 
 
 def test_what_fails_though_nothing_is_compiled_has_no_segment_to_blame(searching: Searching) -> None:
-    found = searching("cap_below_1", "torch", "eager", Stage("whole", "eager"), Stage("torch", "eager"))
-    assert rungs(found) == {"eager, whole on 1 rank": True, "eager, torch on 1 rank": False}
-    assert segments(found) == []
-    assert found.blamed.note == "the difference appears though no piece is compiled"
+    known = searching("cap_below_1", "torch", "eager", Stage("whole", "eager"), Stage("torch", "eager"))
+    assert rungs(known) == {"eager, whole on 1 rank": True, "eager, torch on 1 rank": False}
+    assert segments(known) == []
+    assert blamed(known).note == "the difference appears though no piece is compiled"
 
 
 def test_a_model_that_is_right_ends_without_a_blame(searching: Searching) -> None:
-    found = searching(f"{MODULE}:stages", "whole", "aot_eager")
-    assert list(rungs(found).values()) == [True] * 4
-    assert found.stage is None
+    known = searching(f"{MODULE}:stages", "whole", "aot_eager")
+    assert list(rungs(known).values()) == [True] * 4
+    assert known.blamed is None
 
 
-def test_without_time_for_more_choices_all_pieces_are_blamed_and_the_note_says_so(
-    searching: Searching,
-) -> None:
+def test_the_best_so_far_is_told_before_the_search_has_ended(searching: Searching) -> None:
+    heard: list[Blamed | None] = []
     stage = Stage("local", "scaling_tanh")
-    found = searching(f"{MODULE}:stages", "whole", "scaling_tanh", stage, times=1)
-    assert found.blamed.note == "the search ended early: fewer segments may do"
-    assert segments(found) == ["graph 0, segments 0 to 7 of 8: linear"]
+    searching(
+        f"{MODULE}:short", "whole", "scaling_tanh", stage, on_event=lambda known: heard.append(known.blamed)
+    )
+    told = [blamed for _, (blamed, *_) in groupby(heard, key=id) if blamed is not None]
+    assert [len(blamed.segments) for blamed in told] == [1] * len(told)
+    assert [blamed.note.startswith("the search ended early") for blamed in told] == [True, True, False, False]
 
 
 def test_the_model_alone_comes_first_and_the_mode_on_trial_last() -> None:

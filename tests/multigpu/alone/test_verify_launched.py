@@ -44,7 +44,7 @@ def test_a_search_under_torchrun_that_does_not_end_is_reported_at_its_limit(fold
     assert done.returncode == 1, done.stderr
     verdict = Verdict.from_json((folder / "v.json").read_text())
     assert verdict.location is not None
-    assert "the time was over while" in verdict.location.note
+    assert "the time was over before the search ended" in verdict.location.note
     assert done.stdout.count("WRONG: shop:net on 2 ranks") == 1
     assert (folder / "v.html").exists()
 

@@ -1,6 +1,8 @@
 """ddpopt.judge.judging.rules: each kind of number has its level, in each way to judge."""
 
+import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -48,6 +50,18 @@ def test_what_is_not_reproduced_or_excused_is_judged_by_rounding_and_nothing_els
     assert rules.levels(Kind.FINISHED, "the norm") == ("L2",)  # it depends on all gradients
     assert rules.levels(Kind.GRADIENT, "c") == ("L0", "L1")
     assert rules.levels(Kind.FORWARD, "the loss") == ("L0",)
+
+
+def test_where_anything_is_judged_by_rounding_it_is_known_beforehand() -> None:
+    for exact, ordered, means, shards, finishes in itertools.product((True, False), repeat=5):
+        for name in ("unstable", "written", "excused", "ignored"):
+            named: dict[str, Any] = {name: frozenset({"w"})}
+            rules = Rules(exact, ordered, means, shards, finishes, **named)
+            kinds = [kind for kind in Kind if finishes or kind is not Kind.FINISHED]
+            levels = {level for kind in kinds for level in rules.levels(kind, "w")}
+            assert "L2" not in levels or rules.need_rounding
+    assert not TWO_RANKS.need_rounding
+    assert not THREE_RANKS.need_rounding
 
 
 @pytest.mark.parametrize(("rules", "level"), [(TWO_RANKS, "L0"), (THREE_RANKS, "L0"), (INDUCTOR, "L2")])

@@ -54,18 +54,20 @@ def test_the_code_of_a_segment_computes_what_the_segment_computed() -> None:
     expected = torch.sigmoid(model.layers[1](torch.relu(model.layers[0](x))))
     assert torch.equal(got, expected)
     assert [given.requires_grad for given in code.given] == [True, True, True]
+    assert code.chosen == []
     assert code.lines
     assert all(line.startswith("miscompiled.py:") for line in code.lines)
 
 
-def test_segments_that_are_apart_stand_in_one_class_with_the_gap_between_them() -> None:
+def test_segments_that_are_apart_stand_in_classes_of_their_own_with_the_gap_between_them() -> None:
     model, x = Stages(), torch.linspace(-1, 1, 32).view(4, 8)
     code = code_of(model, [Piece(0, 3), Piece(0, 5)], x)
     (got,) = run(code)
     hidden = torch.relu(model.layers[0](x))
     expected = torch.tanh(model.layers[2](torch.sigmoid(model.layers[1](hidden))))
     assert torch.equal(got, expected)
-    assert len(code.classes) == 1
+    assert len(code.classes) == 4
+    assert code.chosen == ["segment_0", "segment_2"]
 
 
 @pytest.mark.parametrize(

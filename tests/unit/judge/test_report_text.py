@@ -7,7 +7,7 @@ from expecttest import assert_expected_inline
 
 from ddpopt.explanation.tables import WIDTH
 from ddpopt.judge.report.text import LINES, verdict_text
-from ddpopt.judge.report.wording import headline, number, sentence, worst_first
+from ddpopt.judge.report.wording import headline, number, sentence, share, worst_first
 from ddpopt.judge.verdict import Finding, Measured, Verdict
 from tests.unit.verdicts import (
     CASES,
@@ -222,7 +222,7 @@ def test_the_worst_error_is_the_one_that_takes_most_of_its_bound() -> None:
         at("nan", nan, 1),
     ]
     assert [entry.parameter for entry in worst_first(entries)] == ["missed", "nan", "near", "far", "equal"]
-    assert [entry.share for entry in entries] == [0.9, 0.1, 0.0, inf, inf]
+    assert [share(entry) for entry in entries] == [0.9, 0.1, 0.0, inf, inf]
     ties = [at("b", 1, 1), at("a", 1, 1), at("c", 1, 1, ulps=nan)]
     assert [entry.parameter for entry in worst_first(ties)] == ["c", "a", "b"]
 

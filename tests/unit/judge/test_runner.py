@@ -9,6 +9,7 @@ import ddpopt
 from ddpopt.errors import UsageError
 from ddpopt.judge.modes import MODES
 from ddpopt.judge.options import OPTIONS
+from ddpopt.judge.runner import _waits_s
 from ddpopt.judge.trials import Settings
 
 
@@ -45,8 +46,8 @@ def test_the_limit_of_a_trial_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_ranks_that_exist_wait_for_each_other_longer_than_a_trial_may_take() -> None:
-    assert Settings(trial_limit_s=7.0).waits_s == 300
-    assert Settings(trial_limit_s=900.0).waits_s == 900
+    assert _waits_s(Settings(trial_limit_s=7.0)) == 300
+    assert _waits_s(Settings(trial_limit_s=900.0)) == 900
 
 
 def test_names_of_modes_and_options_are_unique() -> None:

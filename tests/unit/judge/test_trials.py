@@ -18,8 +18,8 @@ WAITED = Failure(0, "RuntimeError: Timed out", refused=False, lost=True)
     ("waited", "failures", "status", "reason"),
     [
         ("all waited", [], Status.BROKEN, "eager DDP's own runs did not end: all waited"),
-        ("", [RAISED], Status.NOT_POSSIBLE, "eager DDP itself fails here: rank 1: ValueError: no"),
-        ("", [WAITED, RAISED], Status.NOT_POSSIBLE, "eager DDP itself fails here: rank 1: ValueError: no"),
+        ("", [RAISED], Status.NOT_POSSIBLE, "eager DDP itself fails here: ValueError: no"),
+        ("", [WAITED, RAISED], Status.NOT_POSSIBLE, "eager DDP itself fails here: ValueError: no"),
     ],
 )
 def test_where_eager_ddp_raises_a_trial_is_not_possible_and_where_it_only_waited_broken(
