@@ -43,7 +43,7 @@ class ReadyHooks:
 
     Attributes:
         places: which of the reducer's parameters this is, by ``id`` of the parameter. The reducer may number
-            them otherwise.
+            them differently.
         leaves: their AccumulateGrad nodes, by place.
     """
 

@@ -99,13 +99,14 @@ class PlannedReducer(Reducer):
         # shadows. It is also where DDP notices that the backward before did not finish.
         self._check_reducer_finalized()
         if self._strides is not None and any(self.get_backward_stats()):
-            # After the first backward DDP makes its buckets for what the parameters have become, by
-            # channels_last for instance, and never again.
+            # After the first backward DDP rebuilds its buckets, once, for the layout that the parameters
+            # have by then (channels_last, for instance).
             changed = [parameter.stride() for parameter in self.parameters] != self._strides
             self._strides = None
             ddp = self._ddp()
             if changed and ddp is not None and ddp.reducer is self:
                 install(ddp, self.plan)
+                ddp.reducer._strides = None
                 ddp.reducer.prepare_for_forward()
                 if self._work_handle is not None:
                     ddp.reducer._set_forward_pass_work_handle(*self._work_handle)

@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from ddpopt.errors import InfrastructureError
 from ddpopt.judge.verdict import Location, Status, Trial, Verdict
 from ddpopt.ranks.group import joined, under_torchrun
 
@@ -40,7 +39,7 @@ def verify_and_locate(
         if locate is not None and trial is not None:
             try:
                 location = locate(trial, verdict.world_size)
-            except (OSError, InfrastructureError) as error:
+            except Exception as error:  # whatever becomes of the search, there is a verdict
                 location = Location((), "none was found: the search failed", note=str(error))
             verdict = replace(verdict, location=location)
         if is_first():

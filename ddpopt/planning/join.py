@@ -139,7 +139,7 @@ def _buckets(parts: Sequence[_Part], config: BucketConfig, read: Collection[str]
     loose: dict[bool, list[tuple[int, ParamSpec]]] = {}
     for place, part in enumerate(parts):
         if not part.reason:
-            # DDP can leave a bucket out whose parameters all go unused, where it looks for them
+            # where it looks for unused parameters, DDP can leave out a bucket that has no others
             apart = not config.rebuilds and part.specs[0].name not in read
             loose.setdefault(apart, []).append((place, part.specs[0]))
     for pairs in loose.values():

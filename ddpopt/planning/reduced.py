@@ -111,7 +111,7 @@ def numbered_parameters(ddp: Any) -> list[Tensor]:
         places = [[place_of[id(parameter)] for parameter in bucket] for bucket in first_to_last]
         if places == sorted(map(sorted, places)):
             return by_place
-    raise UnsupportedError("DDP does not tell yet how it numbers the parameters of its buckets")
+    raise UnsupportedError("DDP does not yet say how it numbers the parameters of its buckets")
 
 
 def bucket_members(reducer: Any) -> list[list[Tensor]] | None:

@@ -20,7 +20,7 @@ from ddpopt.proof.evidence import Invariant, gather
 
 INVARIANTS: tuple[Invariant, ...] = (
     Invariant("inputs", program.inputs_are_kept),
-    Invariant("nodes", program.nodes_stand_once),
+    Invariant("nodes", program.nodes_run_once),
     Invariant("nothing added", program.nothing_is_added),
     Invariant("order", program.order_is_kept),
     Invariant("definitions", program.values_are_defined),
@@ -36,7 +36,7 @@ INVARIANTS: tuple[Invariant, ...] = (
     Invariant("symbols", program.symbols_are_bound),
     Invariant("planned nodes", promises.segments_hold_the_planned_nodes),
     Invariant("planned cuts", promises.cuts_open_segments),
-    Invariant("one bucket", promises.params_stand_in_one_bucket),
+    Invariant("one bucket", promises.params_are_in_one_bucket),
     Invariant("bucket segment", promises.buckets_complete_as_planned),
     Invariant("bucket order", promises.buckets_follow_backward),
     Invariant("segment contents", promises.segments_list_what_they_complete),

@@ -58,7 +58,7 @@ def copies_are_not_noticed(evidence: Evidence) -> Iterator[str]:
     for crossing, copy in copied:
         where = f"segment {crossing.segment}, input {crossing.node.name}"
         if copy.before != crossing.segment:
-            yield f"{where}: is a copy made before segment {copy.before} already"
+            yield f"{where}: is a copy that was already made before segment {copy.before}"
         if copy.method == "detach":
             readers = [sending.get((crossing.segment, leaf)) for leaf in leaves(crossing.term)]
             yield from (f"{where}: is detached, but {name} sends gradient to it" for name in readers if name)

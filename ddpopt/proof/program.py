@@ -27,7 +27,7 @@ def inputs_are_kept(evidence: Evidence) -> Iterator[str]:
         yield f"expected {_listed(expected)}, found {_listed(found)}"
 
 
-def nodes_stand_once(evidence: Evidence) -> Iterator[str]:
+def nodes_run_once(evidence: Evidence) -> Iterator[str]:
     """Each node of the original's body is in one segment; only views and symbols may be taken again."""
     homes = {step.name: step.segment for step in evidence.stitched.steps}
     for name in evidence.original.steps:

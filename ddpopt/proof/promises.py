@@ -41,7 +41,7 @@ def cuts_open_segments(evidence: Evidence) -> Iterator[str]:
             yield f"cut {number}: expected before {a or 'nothing'}, found before {b or 'nothing'}"
 
 
-def params_stand_in_one_bucket(evidence: Evidence) -> Iterator[str]:
+def params_are_in_one_bucket(evidence: Evidence) -> Iterator[str]:
     """Each trainable parameter that gradient flows to is in one bucket, and none is in two."""
     buckets: dict[str, list[int]] = {name: [] for name in evidence.readers}
     for bucket in evidence.plan.buckets:
@@ -79,7 +79,7 @@ def buckets_follow_backward(evidence: Evidence) -> Iterator[str]:
     buckets = evidence.plan.buckets
     for place, bucket in enumerate(buckets):
         if bucket.index != place:
-            yield f"bucket {bucket.index}: is at place {place}"
+            yield f"bucket {bucket.index} is at place {place}"
     for before, bucket in itertools.pairwise(buckets):
         if bucket.segment > before.segment:
             yield (
