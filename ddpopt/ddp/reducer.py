@@ -11,7 +11,7 @@ torch 2.11 to 2.13 (``torch/nn/parallel/distributed.py``, ``torch/csrc/distribut
 """
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
@@ -66,17 +66,13 @@ class PlannedReducer(Reducer):
         is_removed: whether somebody took it out of the backward, by ``ddp._remove_autograd_hooks()``.
     """
 
-    def __init__(self, ddp: Any, plan: Plan, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, ddp: Any, plan: Plan, names: Mapping[int, str], arguments: Mapping[str, Any]) -> None:
         super().__init__(**arguments)
         self.plan = plan
+        self.names = names
         self._ddp = weakref.ref(ddp)
         self._work_handle: tuple[Any, bool] | None = None
         self.parameters: list[torch.Tensor] = arguments["params"]
-        self.names = {
-            id(self.parameters[place]): name
-            for bucket, places in zip(plan.buckets, arguments["bucket_indices"], strict=True)
-            for name, place in zip(bucket.params, places, strict=True)
-        }
         self.is_removed = False
         self._strides: list[tuple[int, ...]] | None = [p.stride() for p in self.parameters]
         # In unused-parameter mode C++ does not note the ready order, so there is nothing to forget.
@@ -154,14 +150,15 @@ def install(ddp: DistributedDataParallel, plan: Plan) -> None:
     """
     module: Any = ddp  # its private attributes carry no types
     with as_built(ddp):  # C++ takes no parameter that is frozen
-        arguments = _reducer_arguments(module, plan)
+        names = {key: spec.name for key, spec in specs_by_id(ddp).items()}
+        arguments = _reducer_arguments(module, plan, [*names.values()])
         # with a reducer go the nodes that nothing else holds, and the hooks on them
         leaves: list[Any] = [get_gradient_edge(parameter).node for parameter in arguments["params"]]
         noted = module._get_ddp_logging_data()
         module.reducer._remove_autograd_hooks()
         # The old buckets go before the new ones come: at the end of a forward there is no room for both.
         del module.reducer, module.logger
-        module.reducer = PlannedReducer(ddp, plan, arguments)
+        module.reducer = PlannedReducer(ddp, plan, names, arguments)
     module.logger = _logger(module)
     if module.static_graph:
         module._static_graph_delay_allreduce_enqueued = False
@@ -174,9 +171,9 @@ def install(ddp: DistributedDataParallel, plan: Plan) -> None:
         ready_hooks(ddp).take_over()  # DDP's own reducer hears of a gradient before users' hooks do
 
 
-def _reducer_arguments(ddp: Any, plan: Plan) -> dict[str, Any]:
+def _reducer_arguments(ddp: Any, plan: Plan, names: Sequence[str]) -> dict[str, Any]:
     parameters, sparse = ddp._build_params_for_reducer()
-    places = {spec.name: index for index, spec in enumerate(specs_by_id(ddp).values())}
+    places = {name: place for place, name in enumerate(names)}
     arguments = {
         "params": parameters,
         "bucket_indices": [[places[name] for name in bucket.params] for bucket in plan.buckets],

@@ -282,8 +282,8 @@ def _shares_parameters(ddp: DistributedDataParallel) -> bool:
         frame = above
         if frame.f_code is _FORWARD and frame.f_locals["self"] is not ddp:
             others.append(frame.f_locals["self"])
-    own = {id(parameter) for parameter in ddp.module.parameters()} if others else set()
     try:
+        own = {id(parameter) for parameter in held_parameters(ddp)} if others else set()
         return any(not own.isdisjoint(map(id, held_parameters(other))) for other in others)
     except UnsupportedError:  # what one of them reduces is not known
         return True

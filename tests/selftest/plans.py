@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -27,8 +27,8 @@ def bucketing(change: Callable[[Indices], Indices], carriers: Callable[[int], ra
     def inject(site: Site) -> AbstractContextManager[Any]:
         original = planned_reducer._reducer_arguments
 
-        def changed(ddp: Any, plan: Plan) -> dict[str, Any]:
-            arguments = original(ddp, plan)
+        def changed(ddp: Any, plan: Plan, names: Sequence[str]) -> dict[str, Any]:
+            arguments = original(ddp, plan, names)
             planned = arguments["bucket_indices"]
             _require_two(planned)
             indices = change(planned)
