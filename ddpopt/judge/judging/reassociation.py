@@ -75,13 +75,12 @@ def reassociated(bench: Bench, mode: str, plan: Plan | None) -> Reassociated:
         traced = [_traced(bench, model, strategy) for model in _variants(bench.subject.adapted.model)]
     except UsageError:
         return Reassociated(unproved=(NOT_TRACED,))
-    if bench.subject.option.forwards > 1:
-        return together([_of_forwards(one) for one in traced])
+    found = [_of_forwards(one) for one in traced] if bench.subject.option.forwards > 1 else []
     if mode in ("ddpopt-split", "ddpopt-inline") and plan is not None:
-        return _of_plan(traced, plan, symbolic=_sizes_change(bench))
+        found.append(_of_plan(traced, plan, symbolic=_sizes_change(bench)))
     if mode == "torch":
-        return together([_of_cuts(one, None, symbolic=_sizes_change(bench)) for one in traced])
-    return Reassociated()
+        found += [_of_cuts(one, None, symbolic=_sizes_change(bench)) for one in traced]
+    return together(found)
 
 
 def _traced(bench: Bench, model: nn.Module, strategy: Strategy) -> Capture:

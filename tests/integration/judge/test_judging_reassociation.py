@@ -144,6 +144,15 @@ def test_a_plan_of_another_graph_proves_nothing_and_that_is_said(ranks: Ranks) -
     assert moved == Reassociated(unproved=(NOT_THIS_PLAN,))
 
 
+def test_several_forwards_take_nothing_from_what_cuts_move(ranks: Ranks) -> None:
+    plan = ddpopt.plan(Reading(), torch.ones(2, 8), strategy="split", **CAP)
+    once = found(ranks, option("default"), "ddpopt-split", plan)
+    twice = found(ranks, option("forward_in_no_sync"), "ddpopt-split", plan)
+    assert once.values
+    assert once.reached <= twice.reached
+    assert {*once.values} <= {*twice.values}
+
+
 def test_inline_cuts_nothing_and_so_moves_nothing(ranks: Ranks) -> None:
     moved = found(ranks, option("default"), "ddpopt-inline", plan_of(option("default"), used=True))
     assert moved == Reassociated()
