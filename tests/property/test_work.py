@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 
+from ddpopt.dynamo.quiet import gc_paused
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.planner import plan_graph
 from ddpopt.split.partition import partition
@@ -69,11 +70,12 @@ def calls(work: Callable[[], object]) -> int:
         count += event in ("call", "c_call")
 
     before = sys.getprofile()
-    sys.setprofile(profile)
-    try:
-        work()
-    finally:
-        sys.setprofile(before)
+    with gc_paused():  # Hypothesis and others have functions called at each collection
+        sys.setprofile(profile)
+        try:
+            work()
+        finally:
+            sys.setprofile(before)
     return count
 
 

@@ -283,8 +283,14 @@ def blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "empty.py").write_text("")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    with patch.dict(BLOCKS), patch.dict(sys.modules):
+    for name in [name for each in NUMBERED.values() for name in each]:
+        monkeypatch.delenv(name, raising=False)
+    for name in ("mine", "empty"):  # these alone: drawn programs keep operators in modules of theirs
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    with patch.dict(BLOCKS):
         yield
+    for name in ("mine", "empty"):
+        sys.modules.pop(name, None)
 
 
 @pytest.mark.usefixtures("blocks")
