@@ -21,8 +21,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # The torch version is part of the stamp, so that another one is installed and not taken for this one.
 TEST_STAMP := $(VENV)/.installed-$(TORCH_VERSION)-test
 DEV_STAMP := $(VENV)/.installed-$(TORCH_VERSION)-dev
-# One run, so one summary. conftest.py has one worker run all tests that start ranks, beside the others, which run
-# the rest. Eight workers are enough: each holds a torch in memory.
+# One run, so one summary. conftest.py has one worker run all tests that start ranks; meanwhile the others run the
+# rest. Eight workers are enough: each holds a torch in memory.
 ALL_CORES := -n auto --maxprocesses 8
 BENCHMARKS := planning compile step alignment
 # Those that read the clock; what they timed is kept for `python -m pyperf compare_to` as well.

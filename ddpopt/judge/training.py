@@ -163,13 +163,13 @@ def _evaluate(trainer: Trainer) -> None:
     extras: dict[str, Any] = {}
     sharing: frozenset[tuple[str, str]] = frozenset()
     with _without_fast_path():
-        for name, after, without_gradients in (
+        for name, steps, without_gradients in (
             ("first evaluation", 0, torch.no_grad),
             ("evaluation", last, torch.no_grad),
             ("inference", last, torch.inference_mode),
         ):
-            trainer.load(states[after])
-            trainer.step = max(0, after - 1)
+            trainer.load(states[steps])
+            trainer.step = max(0, steps - 1)
             trainer.extras = {}
             _clear_gradients(trainer, keep=False)
             before = trainer.state()

@@ -239,8 +239,8 @@ class Sight:
             found[path] = _as_tensor(leaf)
             if isinstance(leaf, Tensor):
                 self._outputs[path] = leaf
-                grows = ", a leaf" if leaf.requires_grad and leaf.is_leaf else ""
-                found[f"form of {path}"] = f"{form_of(leaf)}{grows}"
+                leaf_or_not = ", a leaf" if leaf.requires_grad and leaf.is_leaf else ""
+                found[f"form of {path}"] = f"{form_of(leaf)}{leaf_or_not}"
         return found
 
     @property
