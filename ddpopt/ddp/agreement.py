@@ -31,8 +31,6 @@ EXPIRED = "expired"
 
 FIRST_PAUSE_S = 0.001
 LONGEST_PAUSE_S = 0.05
-# Between taking the ticket and writing the verdict a rank does nothing else: only its death takes this long.
-VERDICT_PATIENCE_S = 10.0
 
 
 def agree(
@@ -113,37 +111,22 @@ def _digest(payload: str) -> str:
     return hashlib.sha256(payload.encode()).hexdigest()
 
 
-def _pauses(patience_s: float) -> Iterator[None]:
+def _await_everyone(board: "Store", size: int, timeout: timedelta) -> bool:
     # Asking now and then, and not Store.wait: that holds the client's lock for as long as it waits, and the
     # watchdog threads of the backends share the client.
-    deadline, pause_s = time.monotonic() + patience_s, FIRST_PAUSE_S
-    while True:
-        yield
+    deadline, pause_s = time.monotonic() + timeout.total_seconds(), FIRST_PAUSE_S
+    while board.add("arrived", 0) < size:
         left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            return
+        if left_s <= 0 or board.check(["verdict"]):
+            return False
         time.sleep(min(pause_s, left_s))
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-
-
-def _await_everyone(board: "Store", size: int, timeout: timedelta) -> bool:
-    for _ in _pauses(timeout.total_seconds()):
-        if board.add("arrived", 0) == size:
-            return True
-        if board.check(["verdict"]):
-            return False
-    return False
+    return True
 
 
 def _settle(board: "Store", opinion: str) -> str:
     """Make the ranks end alike: the first one to have an opinion decides for all."""
-    if board.add("tickets", 1) == 1:
-        board.set("verdict", opinion)
-        return opinion
-    for _ in _pauses(VERDICT_PATIENCE_S):
-        if board.check(["verdict"]):
-            return board.get("verdict").decode()
-    return EXPIRED
+    return board.compare_set("verdict", "", opinion).decode()
 
 
 def _payloads(board: "Store", process_group: dist.ProcessGroup, own: str) -> tuple[str, ...]:
@@ -171,7 +154,7 @@ def _missing_text(board: "Store", process_group: dist.ProcessGroup, what: str, t
 
 def _forget(board: "Store", rank: int) -> None:
     own = [f"text/{rank}", f"digest/{rank}"]
-    shared = ["arrived", "tickets", "verdict"] if rank == 0 else []
+    shared = ["arrived", "verdict"] if rank == 0 else []
     for key in own + shared:
         with suppress(RuntimeError):  # not every store can delete
             board.delete_key(key)
