@@ -10,8 +10,9 @@ All private interfaces of DDP and its reducer that ddpopt writes to are used in 
 torch 2.11 to 2.13 (``torch/nn/parallel/distributed.py``, ``torch/csrc/distributed/c10d/reducer.cpp``).
 """
 
+import contextlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
@@ -74,7 +75,7 @@ class PlannedReducer(Reducer):
         self._work_handle: tuple[Any, bool] | None = None
         self.parameters: list[torch.Tensor] = arguments["params"]
         self.is_removed = False
-        self._strides: list[tuple[int, ...]] | None = [p.stride() for p in self.parameters]
+        self._strides = [parameter.stride() for parameter in self.parameters]
         # In unused-parameter mode C++ does not note the ready order, so there is nothing to forget.
         self._notes_ready_order = not arguments["find_unused_parameters"]
         self._has_marked = False
@@ -94,20 +95,24 @@ class PlannedReducer(Reducer):
         # DDP calls this before every forward with gradients, and before each backward that a joined rank
         # shadows. It is also where DDP notices that the backward before did not finish.
         self._check_reducer_finalized()
-        if self._strides is not None and any(self.get_backward_stats()):
-            # After the first backward DDP rebuilds its buckets, once, for the layout that the parameters
-            # have by then (channels_last, for instance).
-            changed = [parameter.stride() for parameter in self.parameters] != self._strides
-            self._strides = None
-            ddp = self._ddp()
-            if changed and ddp is not None and ddp.reducer is self:
-                install(ddp, self.plan)
-                ddp.reducer._strides = None
-                ddp.reducer.prepare_for_forward()
-                if self._work_handle is not None:
-                    ddp.reducer._set_forward_pass_work_handle(*self._work_handle)
+        ddp: Any = self._ddp()
+        due = bool(
+            self._notes_ready_order
+            and ddp is not None
+            and ddp.reducer is self
+            and not ddp._has_rebuilt_buckets
+            and any(self.get_backward_stats())
+        )
+        if due and (ddp.gradient_as_bucket_view or [p.stride() for p in self.parameters] != self._strides):
+            # After its first backward DDP rebuilds its buckets, once: for the layout that the parameters have
+            # by then (channels_last, for instance), and with the gradients that there are as views of them.
+            ddp._has_rebuilt_buckets = True
+            install(ddp, self.plan)
+            ddp.reducer.prepare_for_forward()
+            if self._work_handle is not None:
+                ddp.reducer._set_forward_pass_work_handle(*self._work_handle)
         self._work_handle = None
-        return False
+        return due
 
     @outside_dynamo
     def _set_forward_pass_work_handle(self, work: Any, use_static_world_size: bool) -> None:
@@ -158,7 +163,8 @@ def install(ddp: DistributedDataParallel, plan: Plan) -> None:
         module.reducer._remove_autograd_hooks()
         # The old buckets go before the new ones come: at the end of a forward there is no room for both.
         del module.reducer, module.logger
-        module.reducer = PlannedReducer(ddp, plan, names, arguments)
+        with _own_gradients(module, arguments["params"]):
+            module.reducer = PlannedReducer(ddp, plan, names, arguments)
     module.logger = _logger(module)
     if module.static_graph:
         module._static_graph_delay_allreduce_enqueued = False
@@ -169,6 +175,17 @@ def install(ddp: DistributedDataParallel, plan: Plan) -> None:
     _keep_hooks(module, str(noted.get("comm_hook", "")))
     if any(registered(leaf.register_hook) for leaf in leaves):
         ready_hooks(ddp).take_over()  # DDP's own reducer hears of a gradient before users' hooks do
+
+
+@contextlib.contextmanager
+def _own_gradients(ddp: Any, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Until DDP has rebuilt its buckets, gradients stay where they are: a new reducer would move them."""
+    gradients = [None if ddp._has_rebuilt_buckets else parameter.grad for parameter in parameters]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = parameter.grad if gradient is None else None
+    yield
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = parameter.grad if gradient is None else gradient
 
 
 def _reducer_arguments(ddp: Any, plan: Plan, names: Sequence[str]) -> dict[str, Any]:

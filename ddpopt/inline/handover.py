@@ -99,7 +99,10 @@ class Call:
         # the proof is about the code's values; an operator that it calls may hold on to one without saying so
         taken = treatment == TAKEN and _is_alone(gradient)
         if self._hooks is not None and slot in self._places and treatment != LATE:
-            self._hooks.hand_over(self._places[slot], self._parameters[slot], gradient, taken)
+            parameter = self._parameters[slot]
+            if gradient.dtype != parameter.dtype:  # of a backward under autocast; the engine casts them too
+                gradient, taken = gradient.to(parameter.dtype), True
+            self._hooks.hand_over(self._places[slot], parameter, gradient, taken)
         elif self._opens:
             self._kept[task, slot] = gradient.detach() if taken else gradient.clone()
 

@@ -202,7 +202,7 @@ class Observation:
         task = task_id()
         current = self._open
         if current is None or (task not in current.tasks and self._is_complete(current)):
-            current = self._open = _Backward(weakref.ref(running_reducer(self._ddp)), self._rebuilds)
+            current = self._open = _Backward(_identity(running_reducer(self._ddp)), self._rebuilds)
             self._backwards.append(current)
         current.tasks.append(task)
         return current
@@ -222,7 +222,7 @@ class Observation:
         if not self._active or task_id() != NO_TASK:
             return
         self._hooked = bool(self._ddp._get_ddp_logging_data().get("comm_hook"))
-        reducer = weakref.ref(running_reducer(self._ddp))
+        reducer = _identity(running_reducer(self._ddp))
         if not any(s.reducer is reducer and s.rebuilds == self._rebuilds for s in self._snapshots):
             self._snapshots.append(_Snapshot(reducer, self._rebuilds, running_buckets(self._ddp)))
 
@@ -248,6 +248,11 @@ class Observation:
                     place = bucket.index + 1
                     break
         return carried
+
+
+def _identity(reducer: Any) -> "weakref.ReferenceType[Any]":
+    """The same for all reducers of one plan, which may follow each other as DDP's buckets are rebuilt."""
+    return weakref.ref(getattr(reducer, "plan", reducer))
 
 
 REAL_OF = {"complex64": "float32", "complex128": "float64"}

@@ -157,3 +157,27 @@ def test_buckets_follow_a_memory_format_that_changes_after_the_first_step(as_vie
         step(ddp)
         found.append([(p.grad, p.grad.stride()) for p in ddp.parameters() if p.grad is not None])
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("arguments", MODES)
+def test_gradients_become_views_of_their_buckets_when_ddps_own_do(arguments: dict[str, Any]) -> None:
+    def story(is_planned: bool) -> list[Any]:
+        seen: list[Any] = []
+        ddp = wrapped(gradient_as_bucket_view=True, **arguments)
+        for parameter in ddp.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        if is_planned:
+            install(ddp, arbitrary_plan(ddp, 0))
+        for _ in range(4):
+            given = [parameter.grad for parameter in ddp.parameters()]
+            step(ddp)
+            seen += [gradient.clone() for gradient in given]
+            given = [parameter.grad for parameter in ddp.parameters()]
+            ddp.zero_grad()
+            step(ddp)
+            seen += [ddp._has_rebuilt_buckets, *(gradient.clone() for gradient in given)]
+            for parameter, gradient in zip(ddp.parameters(), given, strict=True):
+                parameter.grad = gradient
+        return seen
+
+    torch.testing.assert_close(story(is_planned=True), story(is_planned=False))
