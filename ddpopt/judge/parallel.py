@@ -99,11 +99,5 @@ class Parallel:
 
 
 def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """All parameters under the names that they have in a model that nothing wraps."""
-    wrapped = ("_fsdp_wrapped_module.", "_orig_mod.")
-    named = []
-    for name, parameter in model.named_parameters():
-        for part in wrapped:
-            name = name.replace(part, "")
-        named.append((name, parameter))
-    return named
+    """All parameters under the names that they have in a model that FSDP does not wrap."""
+    return [(name.replace("_fsdp_wrapped_module.", ""), each) for name, each in model.named_parameters()]

@@ -112,7 +112,7 @@ def test_an_option_that_needs_a_gpu_is_not_possible_without_and_says_so(name: st
 
 def each_mode() -> list[Any]:
     """Every mode; ways to fuse the all-reduces of the Python reducer, which take Inductor, at night."""
-    return [pytest.param(m, marks=pytest.mark.nightly if m.fuses else ()) for m in MODES]
+    return [pytest.param(m, marks=pytest.mark.nightly if m.fusion else ()) for m in MODES]
 
 
 def state_of_torch() -> tuple[Any, ...]:
@@ -132,7 +132,7 @@ def state_of_torch() -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("mode", each_mode(), ids=lambda mode: mode.name)
 def test_every_mode_is_right_about_a_plain_model_and_leaves_torch_as_it_was(mode: Mode) -> None:
-    backend = "inductor" if mode.fuses else "aot_eager"
+    backend = "inductor" if mode.fusion else "aot_eager"
     before = state_of_torch()
     with joined() as ranks:
         (trial,) = run_trials(ranks, [Asked(PLAIN, "default", (mode.name,))], Settings(backend), ())
