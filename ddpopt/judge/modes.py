@@ -84,18 +84,8 @@ class Mode:
                 trace_rules.get_legacy_mod_inlinelist.cache_clear()
 
 
-def _ddp(setup: Setup) -> DistributedDataParallel:
-    return DistributedDataParallel(setup.model, process_group=setup.group, **setup.ddp_kwargs)
-
-
 def _compiled(module: nn.Module, backend: Any) -> Any:
     return module if backend is None else torch.compile(module, backend=backend)
-
-
-def eager_ddp(setup: Setup) -> Parallel:
-    """DDP as it is: the reference."""
-    ddp = _ddp(setup)
-    return Parallel(ddp, setup.model, ddp=ddp)
 
 
 def local(setup: Setup) -> Parallel:
@@ -137,8 +127,8 @@ def _averaged(gradient: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
 
 def compiled_ddp(setup: Setup) -> Parallel:
     """``torch.compile(DDP(model))``, under whatever setting of ``optimize_ddp`` is in force."""
-    ddp = _ddp(setup)
-    return Parallel(_compiled(ddp, setup.backend), setup.model, ddp=ddp)
+    ddp = DistributedDataParallel(setup.model, process_group=setup.group, **setup.ddp_kwargs)
+    return Parallel(_compiled(ddp, setup.backend), setup.model, ddp=ddp, no_sync=ddp.no_sync)
 
 
 def python_reducer(setup: Setup) -> Parallel:
@@ -156,11 +146,12 @@ def ddpopt_with(strategy: Strategy) -> Wrap:
     def wrap(setup: Setup) -> Parallel:
         from ddpopt.dynamo.api import compile as ddpopt_compile  # heavy; other modes need none of it
 
-        ddp = _ddp(setup)
-        if setup.backend is None:
-            return Parallel(ddp, setup.model, ddp=ddp)
-        step = ddpopt_compile(ddp, backend=setup.backend, strategy=strategy)
-        return Parallel(step, setup.model, ddp=ddp, planned=True)
+        parallel = compiled_ddp(replace(setup, backend=None))
+        ddp: Any = parallel.ddp
+        if setup.backend is not None:
+            parallel.call = ddpopt_compile(ddp, backend=setup.backend, strategy=strategy)
+            parallel.planned = True
+        return parallel
 
     return wrap
 
@@ -182,7 +173,7 @@ def _fused(how: str, operation: str) -> Mode:
 
 
 MODES: tuple[Mode, ...] = (
-    Mode("eager", "eager DDP: the reference", "module", eager_ddp, compiles=False, observable=True),
+    Mode("eager", "eager DDP: the reference", "module", compiled_ddp, compiles=False, observable=True),
     Mode("manual", "no DDP: an all-reduce of each gradient after backward", "nothing", manual),
     Mode(
         "torch", "torch's DDPOptimizer", "module", compiled_ddp, observable=True, optimize_ddp="ddp_optimizer"

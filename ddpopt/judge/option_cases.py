@@ -19,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt.cases.case import Case
 
 WIDTH = 8
+CAPS = {"bucket_cap_mb", "bucket_cap_mb_list"}
+"""DDP's arguments of which one takes the place of another."""
 
 
 class WithExtra(nn.Module):
@@ -110,18 +112,16 @@ def _of_cases(change: Callable[[nn.Module], nn.Module]) -> Callable[[Case], Case
 @_of_cases
 def freezing_first(model: nn.Module) -> nn.Module:
     """Freeze the first trainable parameter, if it is not the only one."""
-    first, *others = trainable(model)
-    if others:
-        first[1].requires_grad_(False)
+    if len(trained := trainable(model)) > 1:
+        trained[0][1].requires_grad_(False)
     return model
 
 
 @_of_cases
 def ignoring_first(model: nn.Module) -> nn.Module:
     """Have DDP ignore the first trainable parameter, if it is not the only one."""
-    first, *others = trainable(model)
-    if others:
-        _ignore(model, [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), first[0]])
+    if len(trained := trainable(model)) > 1:
+        _ignore(model, [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), trained[0][0]])
     return model
 
 
@@ -195,8 +195,8 @@ def in_dtype(case: Case, dtype: torch.dtype) -> Case:
 
 
 def differing(case: Case, ddp_kwargs: Mapping[str, Any]) -> Case:
-    """Give a case other arguments for DDP, over its own; a cap takes the place of a list of caps."""
+    """Give a case other arguments for DDP, over its own; a cap takes the place of any other."""
     own = dict(case.ddp_kwargs)
-    if "bucket_cap_mb" in ddp_kwargs:
-        own.pop("bucket_cap_mb_list", None)
+    if CAPS & ddp_kwargs.keys():
+        own = {name: value for name, value in own.items() if name not in CAPS}
     return replace(case, ddp_kwargs=own | dict(ddp_kwargs))

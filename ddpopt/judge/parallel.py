@@ -61,17 +61,11 @@ class Parallel:
     planned: bool = False
     around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext
     after_backward: Callable[[], None] = nothing
-    no_sync: Callable[[], AbstractContextManager[Any]] | None = None
+    no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
     whole: Callable[[], AbstractContextManager[Any]] = nullcontext
     full: Callable[[Tensor], Tensor] = lambda tensor: tensor
     clip: Callable[[float], Tensor] | None = None
     write: Callable[[Tensor, Tensor], object] = Tensor.copy_
-
-    def unsynchronised(self) -> AbstractContextManager[Any]:
-        """What to run forward and backward in, so that nothing is reduced."""
-        if self.no_sync is not None:
-            return self.no_sync()
-        return nullcontext() if self.ddp is None else self.ddp.no_sync()
 
     def gradients(self) -> Gradients:
         """Copies of the gradients of all trainable parameters, by name, None where there is none."""

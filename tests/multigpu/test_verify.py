@@ -3,22 +3,23 @@
 import contextlib
 import time
 from collections.abc import Iterator
-from functools import partial
 from itertools import groupby
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddpopt.cases import corpus
 from ddpopt.cases.case import Case
-from ddpopt.cases.corpus.draws import arrays, seeded
+from ddpopt.cases.corpus.ddp_rows import Linears
+from ddpopt.cases.corpus.draws import rows_case
 from ddpopt.judge.judge import judge
 from ddpopt.judge.judging import reference as reference_module
 from ddpopt.judge.judging.reference import Bench, Reference, Subject
 from ddpopt.judge.matrix import CASES
 from ddpopt.judge.modes import MODES, Mode, mode
+from ddpopt.judge.option_cases import CAPS
 from ddpopt.judge.options import OPTIONS, option
 from ddpopt.judge.runner import verify_here
 from ddpopt.judge.trainer import Option, Trainer
@@ -50,24 +51,13 @@ ALWAYS = (
 """The places of faults that are tried by day."""
 
 
-class Small(nn.Module):
-    """Two linear layers, each of which fills a bucket."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(SMALL_WIDTH, SMALL_WIDTH) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x).relu()
-        return x
-
-
-SMALL = Case(
-    name="small",
-    model=partial(seeded, Small),
-    inputs=partial(arrays, shape=(8, SMALL_WIDTH)),
-    about="the plain case, with buckets below DDP's default limits: judging takes less time",
+# the plain case, with buckets below DDP's default limits: judging takes less time
+SMALL = rows_case(
+    "small",
+    Linears,
+    layers=2,
+    dim=SMALL_WIDTH,
+    batch=8,
     ddp_kwargs={"bucket_cap_mb": SMALL_WIDTH**2 * 4 / 2**20},
 )
 
@@ -95,7 +85,7 @@ def eager(case: Case, under: str = "default", steps: int = STEPS, **limits: floa
 )
 def test_ddpopt_does_what_eager_ddp_does_under_every_option(under: Option, strategy: str) -> None:
     # what has caps of its own would put all of the small case into one bucket
-    with eager(PLAIN if under.without else SMALL, under.name) as reference:
+    with eager(PLAIN if CAPS & under.ddp_kwargs.keys() else SMALL, under.name) as reference:
         trial = judge(reference, mode(strategy), "aot_eager")
     assert (trial.status, trial.findings, trial.reason) == (Status.OK, (), "")
     assert "L3" in trial.levels

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -147,19 +146,6 @@ def test_a_script_without_a_main_guard_gets_each_ranks_value_and_rank_zeros_even
             "[1]",
         ],
     )
-
-
-@pytest.mark.nightly
-def test_launches_at_the_same_time_do_not_meet() -> None:
-    def task(ranks: Ranks, number: int) -> int:
-        total = torch.tensor([number])
-        for _ in range(20):
-            dist.all_reduce(total)
-        return int(total) // 2**20
-
-    with ThreadPoolExecutor(3) as pool:
-        values = pool.map(lambda number: launch(task, number, nproc=2, limit_s=AMPLE_S), (1, 2, 3))
-        assert [*values] == [[1, 1], [2, 2], [3, 3]]
 
 
 def test_arguments_that_make_no_sense_are_refused_before_anything_starts() -> None:
