@@ -218,7 +218,10 @@ class Sight:
         """Forget the last step's forwards, clear gradients of tensors outside, and note what is kept."""
         self._inputs, self._outputs, self._outside, self._forwards = {}, {}, {}, 0
         for tensor in self._cleared.values():
-            _clear(tensor, keep=keep)
+            if keep and tensor.grad is not None:
+                tensor.grad.detach().zero_()
+            else:
+                tensor.grad = None
         self._held = dict(self._keepers())
         self._generators = _generators()
 
@@ -334,9 +337,8 @@ class Sight:
         """
         for prefix, model in self._models.items():
             for path, module in model.named_modules():
-                for name, value in (
-                    () if isinstance(module, DistributedDataParallel) else vars(module).items()
-                ):
+                own = {} if isinstance(module, DistributedDataParallel) else vars(module)
+                for name, value in own.items():
                     if name not in OF_EVERY_MODULE and isinstance(value, (Tensor, *PLAIN, list, dict, tuple)):
                         yield from leaves(value, f"{ATTRIBUTE}{prefix}{path}.{name}")
             for hook in _hooks(model):
@@ -375,13 +377,6 @@ def _version(tensor: Tensor) -> int:
 def _generators() -> dict[str, bytes]:
     """The states of the generators that are not torch's."""
     return {"Python's": pickle.dumps(random.getstate()), "NumPy's": pickle.dumps(np.random.get_state())}
-
-
-def _clear(tensor: Tensor, *, keep: bool) -> None:
-    if keep and tensor.grad is not None:
-        tensor.grad.detach().zero_()
-    else:
-        tensor.grad = None
 
 
 def _as_tensor(value: Any) -> Any:

@@ -148,7 +148,7 @@ def test_the_errors_left_out_are_counted() -> None:
 
 
 def test_of_many_trials_as_many_wrong_ones_as_fit_are_detailed() -> None:
-    few = Page(html_page(matrix(options=12, cases=["linears"], modes=["eager", "torch"])))
+    few = Page(html_page(matrix(options=12, cases=["linears"], names=["eager", "torch"])))
     texts = list(few.found("details", class_="trial"))
     assert len(texts) == DETAILED
     assert [text.split()[0] for text in texts] == ["wrong"] * 2 + ["ok"] * 22
