@@ -273,32 +273,32 @@ class Sight:
         for path, tensor in self._inputs.items():
             moved = _version(tensor) > self._versions[path]
             found[f"version counter of {path}"] = "moved" if moved else UNMOVED
-        gradients = [parameter.grad for model in self._models.values() for parameter in model.parameters()]
-        needing = sum(gradient is not None and gradient.requires_grad for gradient in gradients)
-        found["number of gradients that require gradients"] = str(needing)
-        found["list of frozen parameters with a gradient"] = ", ".join(self._frozen_with_gradient()) or "none"
+        found["list of gradients with a history, or of frozen parameters"] = ", ".join(self._odd()) or "none"
         for name, tensor in self._leaves():
             found[f"{GRADIENT_OF}{name}"] = _as_tensor(tensor.grad)
             if tensor.grad is not None:
                 found[f"form of the {GRADIENT_OF}{name}"] = form_of(tensor.grad)
         return found | {f"{KEPT}{name}": _as_tensor(value) for name, value in self._kept()}
 
-    def _frozen_with_gradient(self) -> Iterator[str]:
+    def _odd(self) -> Iterator[str]:
+        """Parameters whose gradients require gradients themselves, or that should have none."""
         for prefix, model in self._models.items():
             for name, parameter in model.named_parameters():
-                if not parameter.requires_grad and parameter.grad is not None:
+                gradient = parameter.grad
+                if gradient is not None and (gradient.requires_grad or not parameter.requires_grad):
                     yield f"{prefix}{name}"
 
     def settings(self, device: torch.device) -> dict[str, str]:
         """Tell what code may leave switched, and which generators besides torch's have been drawn from."""
-        modes = sorted({part.training for model in self._models.values() for part in model.modules()})
+        training = sorted({part.training for model in self._models.values() for part in model.modules()})
         autocast, dtype = torch.is_autocast_enabled(device.type), torch.get_default_dtype()
-        words = f"gradients {torch.is_grad_enabled()}, autocast {autocast}, default {dtype}, training {modes}"
+        words = f"gradients {torch.is_grad_enabled()}, autocast {autocast}, default {dtype}"
         now = _generators()
         drawn = ", ".join(name for name, state in self._generators.items() if now[name] != state)
-        anomaly = torch.is_anomaly_enabled()
         return {
-            "state of torch's settings": f"{words}, anomaly detection {anomaly}",
+            "state of torch's settings": (
+                f"{words}, training {training}, anomaly detection {torch.is_anomaly_enabled()}"
+            ),
             "use of other generators": drawn or "none",
         }
 
