@@ -59,7 +59,7 @@ class Attempts:
                 passed = f"not tried: the limit of the whole run, {limit_s:g} s, had passed"
                 self._end(left, reason=f"{passed}. Raise it, or ask for less.")
                 break
-            task = (*self._task, tuple(self.done))
+            task = (*self._task, tuple(sorted(self.done)))
             try:
                 launch(*task, nproc=nproc, limit_s=left_s, device=device, on_event=self._note)
             except RanksFailed as failed:
