@@ -17,7 +17,6 @@ from ddpopt.cases.case import resolve
 from ddpopt.cli.options import chosen
 from ddpopt.judge.backends import backend_of
 from ddpopt.judge.locate import locate
-from ddpopt.judge.located import is_first, verify_and_locate
 from ddpopt.judge.matrix import CASES
 from ddpopt.judge.modes import MODES, mode_of
 from ddpopt.judge.option_cases import differing
@@ -26,7 +25,7 @@ from ddpopt.judge.report.files import show, write_reports
 from ddpopt.judge.report.progress import StatusLine, counting
 from ddpopt.judge.report.text import verdict_text
 from ddpopt.judge.report.wording import headline
-from ddpopt.judge.runner import OPTIONS_BY_DEFAULT, checked, verify_all
+from ddpopt.judge.runner import OPTIONS_BY_DEFAULT, checked, is_first, verify_all, verify_and_locate
 from ddpopt.judge.trials import Asked, Settings, Started
 from ddpopt.judge.verdict import Location, Trial, Verdict
 

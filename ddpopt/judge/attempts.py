@@ -1,4 +1,4 @@
-"""A verification in ranks of our own, which are started anew when a trial has taken them down.
+"""A verification in ranks of our own, which are started again when a trial has taken them down.
 
 Invariant: all launches together keep to one limit, and every trial that was asked for gets a status.
 """
@@ -6,20 +6,15 @@ Invariant: all launches together keep to one limit, and every trial that was ask
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any
 
-import torch
-
-from ddpopt.errors import InfrastructureError
-from ddpopt.judge.lost import lost_trials, stopped, too_late
-from ddpopt.judge.trials import Asked, Ended, Settings, Started, keep_for_good, quickly, run_trials
-from ddpopt.judge.verdict import Trial
+from ddpopt.judge.trials import Asked, Ended, Settings, Started, on_rank, untried
+from ddpopt.judge.verdict import Finding, Status, Trial
 from ddpopt.ranks.failures import RanksFailed
-from ddpopt.ranks.group import Ranks
 from ddpopt.ranks.pool import launch
-
-__all__ = ["Attempts", "Progress", "hardware"]
 
 Progress = Callable[[object], None]
 """Told of each `Started` and `Ended`."""
@@ -29,15 +24,16 @@ class Attempts:
     """What was asked for, and what is known of it so far.
 
     Attributes:
-        done: the trials that have ended or were given up, by index.
+        trials: all that were asked for, each as it is when nothing was learned from it, or as it ended.
+        done: indices of those that have ended or were given up.
         device: what the ranks compute on; empty until they have said so.
     """
 
     def __init__(self, asked: Sequence[Asked], settings: Settings, tell: Progress) -> None:
-        self.done: dict[int, Trial] = {}
+        self.trials = list(untried(asked, settings))
+        self.done: set[int] = set()
         self.device = ""
-        self._asked = asked
-        self._settings = settings
+        self._task = (on_rank, asked, settings)
         self._tell = tell
         self._running: Started | None = None
 
@@ -47,7 +43,7 @@ class Attempts:
         Args:
             nproc: how many ranks to start.
             limit_s: of the whole run, in seconds.
-            device: for `ddpopt.ranks.group.launch`.
+            device: for `ddpopt.ranks.pool.launch`.
 
         Returns:
             A trial for everything that was asked.
@@ -57,65 +53,78 @@ class Attempts:
             InfrastructureError: no ranks could be had.
         """
         deadline = time.monotonic() + limit_s
-        wanted = sum(len(one.modes) for one in self._asked)
-        while len(self.done) < wanted:
-            before = len(self.done)
-            self._launch(nproc, deadline, device)
-            if time.monotonic() >= deadline:
-                self._note_all(too_late(self._asked, self._settings, tuple(self.done), limit_s))
-            if len(self.done) == before:
-                raise InfrastructureError("the ranks ended without judging anything; this is a bug in ddpopt")
-        return tuple(self.done[index] for index in range(wanted))
-
-    def _launch(self, nproc: int, deadline: float, device: str | None) -> None:
-        task = (_on_rank, self._asked, self._settings, tuple(self.done))
-        left_s = deadline - time.monotonic()
-        try:
-            launch(*task, nproc=nproc, limit_s=left_s, device=device, on_event=self._note)
-        except RanksFailed as failed:
-            is_late = time.monotonic() >= deadline
-            if self._running is None:
-                if not (self.done and is_late):
+        while left := [index for index in range(len(self.trials)) if index not in self.done]:
+            left_s = deadline - time.monotonic()
+            if self.done and left_s <= 0:
+                passed = f"not tried: the limit of the whole run, {limit_s:g} s, had passed"
+                self._end(left, reason=f"{passed}. Raise it, or ask for less.")
+                break
+            task = (*self._task, tuple(sorted(self.done)))
+            try:
+                launch(*task, nproc=nproc, limit_s=left_s, device=device, on_event=self._note)
+            except RanksFailed as failed:
+                is_late = time.monotonic() >= deadline
+                if self._running is not None:
+                    self._lose(self._running, failed, is_late=is_late)
+                elif not (self.done and is_late):
                     raise
-                return
-            is_limit = is_late and all(one.kind == "stalled" for one in failed.culprits)
-            lost = stopped if is_limit else lost_trials
-            self._note_all(lost(self._asked, self._settings, self._running, failed))
+        return tuple(self.trials)
 
-    def _note_all(self, trials: Mapping[int, Trial]) -> None:
-        for index, trial in trials.items():
-            self._note(Ended(index, trial))
+    def _lose(self, began: Started, failed: RanksFailed, *, is_late: bool) -> None:
+        """Give up what a failure of the ranks took with it.
+
+        If it was eager DDP itself that ran, those are all modes of that case under that option; else the
+        trial that ran, and the same mode under the same option on the cases after it.
+        """
+        one, alike = [began.index], self._left("case", "option", began.index)
+        if is_late and all(culprit.kind == "stalled" for culprit in failed.culprits):
+            reason = f"the limit of the whole run passed meanwhile: {failed}"
+            self._end(one, case=began.case, reason=reason)
+        elif not began.mode and failed.of_time_alone:
+            how = f"eager DDP did not come to an end, on {began.case}: {_in_short(failed)}"
+            self._end(alike, case=began.case, reason=f"{how}. If it is only slow, raise --timeout.")
+        elif not began.mode:
+            reason = f"eager DDP itself fails here, on {began.case}: {_in_short(failed)}"
+            self._end(alike, case=began.case, status=Status.NOT_POSSIBLE, reason=reason)
+        elif failed.exit_code == 1:
+            finding = Finding("run", "the step runs", str(failed), rank=failed.culprits[0].rank)
+            self._end(one, case=began.case, status=Status.WRONG, findings=(finding,))
+        else:
+            self._end(one, case=began.case, reason=str(failed))
+            reason = f"not tried again: on {began.case} {_in_short(failed)}"
+            self._end(self._left("option", "mode", began.index), reason=reason)
+
+    def _left(self, first: str, second: str, like: int) -> list[int]:
+        """What is yet to be judged and agrees with a trial in two fields."""
+        of = attrgetter(first, second)
+        return [
+            index
+            for index, trial in enumerate(self.trials)
+            if index not in self.done and of(trial) == of(self.trials[like])
+        ]
+
+    def _end(self, indices: Iterable[int], **known: Any) -> None:
+        for index in indices:
+            self._note(Ended(index, replace(self.trials[index], **known)))
 
     def _note(self, event: object) -> None:
-        if isinstance(event, _Placed):
-            self.device = event.device
+        if isinstance(event, str):
+            self.device = event
         elif isinstance(event, (Started, Ended)):
             self._running = event if isinstance(event, Started) else None
             if isinstance(event, Ended):
-                self.done[event.index] = event.trial
+                self.trials[event.index] = event.trial
+                self.done.add(event.index)
             self._tell(event)
 
 
-@dataclass(frozen=True)
-class _Placed:
-    """An event: the ranks are there, and compute on this."""
-
-    device: str
-
-
-def _on_rank(ranks: Ranks, asked: Sequence[Asked], settings: Settings, done: Sequence[int]) -> None:
-    ranks.emit(_Placed(hardware(ranks.device)))
-    with quickly():  # in a process of our own, whose garbage each run of the collector would look through
-        run_trials(ranks, asked, settings, done, keep_for_good)
-
-
-def hardware(device: torch.device) -> str:
-    """Name what a rank computes on.
-
-    Args:
-        device: of the rank.
-
-    Returns:
-        ``"cpu"``, or ``"cuda"`` with the name of the GPU.
-    """
-    return f"cuda ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else device.type
+def _in_short(failed: RanksFailed) -> str:
+    """One line about ranks that failed, without their stacks."""
+    one = failed.culprits[0]
+    if one.kind == "raised":
+        return f"rank {one.rank} raised {one.stack.strip().rpartition(chr(10))[2]}"
+    how = f"{one.kind} ({one.signal})" if one.signal else one.kind
+    crashed = one.stack.partition("Current thread")[2] or one.stack  # of several, the one that did it
+    frames = [line.strip() for line in crashed.splitlines() if line.strip().startswith("File ")]
+    where = f", in {frames[0].rpartition('/')[2]}" if frames else ""
+    return f"rank {one.rank} {how}{where}"

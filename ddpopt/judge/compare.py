@@ -233,8 +233,9 @@ def communication(
         return Difference(0.0, 0.0, 0.0)
     own = dense(got).dtype
     bound = communication_bound(terms, own, sent_as)
-    if sent_as not in (None, own):
-        bound = bound + _conversion_bound(mean.abs() + bound, own)
+    if sent_as not in (None, own):  # one more conversion: u of the number, or a subnormal
+        info = torch.finfo(own)
+        bound = bound + (mean.abs() + bound) * unit_roundoff(own) + info.smallest_normal * info.eps
     expected = mean if eager is None else exact(eager)
     finite = expected.isfinite() & mean.isfinite()
     error = torch.where(finite, (value - mean).abs(), 0)
@@ -254,12 +255,6 @@ def communication(
         note=NOT_FINITE if unlike.any() else "",
         right=right,
     )
-
-
-def _conversion_bound(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
-    """What one conversion into a dtype does at most to numbers of some magnitude: u of it, or a subnormal."""
-    info = torch.finfo(dtype)
-    return magnitude * unit_roundoff(dtype) + info.smallest_normal * info.eps
 
 
 def same(left: Tensor, right: Tensor) -> Tensor:

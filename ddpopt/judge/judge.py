@@ -7,20 +7,20 @@ names it and says why not; and all ranks return the same trial.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, get_args
 
 from ddpopt.judge.compare import dense
 from ddpopt.judge.judging.evidence import Evidence
-from ddpopt.judge.judging.failing import Failure, told
+from ddpopt.judge.judging.failing import told
 from ddpopt.judge.judging.ladder import Ladder
 from ddpopt.judge.judging.record import Record
-from ddpopt.judge.judging.reference import Bench, Reference
+from ddpopt.judge.judging.reference import Reference
 from ddpopt.judge.judging.sheet import findings, remarks, worst
 from ddpopt.judge.judging.structure import structure
 from ddpopt.judge.modes import Gives, Mode
-from ddpopt.judge.trainer import Trainer
+from ddpopt.judge.trainer import Option, Trainer
 from ddpopt.judge.verdict import Finding, SeenBucket, Status, Trial
 
 EXACT = ("eager", "aot_eager")
@@ -55,114 +55,90 @@ def judge(
         The trial, the same on every rank.
     """
     started = time.monotonic()
-    judgement = _Judgement(reference, mode, backend if mode.compiles else None)
-    trial = judgement.trial_of(tamper, exact)
-    return replace(trial, seconds=round(time.monotonic() - started, 3))
+    bench, backend = reference.bench, backend if mode.compiles else None
+    name = "" if backend is None else getattr(backend, "__name__", str(backend))
+    trial = Trial(bench.subject.case.name, mode.name, bench.subject.option.name, name, Status.NOT_POSSIBLE)
+    if reason := _why_not(mode, backend, bench.subject.option):
+        return replace(trial, reason=reason)
+    probe = bench.subject.option.probes and mode.gives == "module"
+    record = bench.run(mode, backend, follow=reference.eager.starts, probe=probe, tamper=tamper)
+    if record is None:
+        known = _failed(reference, mode, backend)
+    else:
+        known = _judged(reference, mode, backend, record, exact)
+    return replace(trial, seconds=round(time.monotonic() - started, 3), **known)
 
 
-@dataclass
-class _Judgement:
-    """One mode, and the reference that it is held against."""
+def _why_not(mode: Mode, backend: Any, option: Option) -> str:
+    """Why a mode cannot do what is asked; empty if it can."""
+    if mode.fusion and backend != "inductor":
+        return f"only Inductor fuses all-reduces; without it {mode.name} is python_reducer"
+    if GIVES.index(option.needs) > GIVES.index(mode.gives):
+        return f"{mode.name} has no such option"
+    return ""
 
-    reference: Reference
-    mode: Mode
-    backend: Any
 
-    def __post_init__(self) -> None:
-        self.bench: Bench = self.reference.bench
-        self.option = self.bench.subject.option
+def _failed(reference: Reference, mode: Mode, backend: Any) -> dict[str, Any]:
+    """Tell what cannot be done here, or did not end in time, from what the mode gets wrong."""
+    bench = reference.bench
+    if bench.stalled:
+        return {"status": Status.BROKEN, "reason": bench.stalled}
+    own = [failure for failure in bench.failures if not failure.lost] or bench.failures
+    if all(failure.refused for failure in own):
+        return {"reason": f"refused: {told(own)}"}
+    if backend is not None and not mode.observable:  # which uncompiled is no eager DDP, known to run
+        record = bench.run(mode, None, follow=reference.eager.starts)
+        if record is None and not bench.stalled:
+            return {"reason": f"{mode.about} fails without compiling: {told(own)}"}
+    findings = tuple(Finding("run", "the step runs", failure.text, rank=failure.rank) for failure in own)
+    return {"status": Status.WRONG, "findings": findings}
 
-    def trial_of(self, tamper: Callable[[Trainer], None], exact: bool | None) -> Trial:
-        """Run the mode, unless it cannot do what is asked, and judge it."""
-        if self.mode.fuses and self.backend != "inductor":
-            reason = f"only Inductor fuses all-reduces; without it {self.mode.name} is python_reducer"
-            return self.trial(Status.NOT_POSSIBLE, reason=reason)
-        if GIVES.index(self.option.needs) > GIVES.index(self.mode.gives):
-            return self.trial(Status.NOT_POSSIBLE, reason=f"{self.mode.name} has no such option")
-        probes = self.option.probes and self.mode.gives == "module"
-        follow = self.reference.eager.starts
-        record = self.bench.run(self.mode, self.backend, follow=follow, probe=probes, tamper=tamper)
-        if record is None:
-            return self.failed(self.bench.failures)
-        if exact is None:
-            exact = self.backend is None or (self.backend in EXACT and self.option.computes is None)
-        return self.of(record, exact)
 
-    def trial(self, status: Status, **more: Any) -> Trial:
-        """A trial of this mode."""
-        subject = self.bench.subject
-        name = "" if self.backend is None else getattr(self.backend, "__name__", str(self.backend))
-        return Trial(subject.case.name, self.mode.name, subject.option.name, name, status, **more)
+def _judged(
+    reference: Reference, mode: Mode, backend: Any, record: Record, exact: bool | None
+) -> dict[str, Any]:
+    """Ask for the structure, climb the ladder, and put together what all ranks found."""
+    bench = reference.bench
+    if exact is None:
+        exact = backend is None or (backend in EXACT and bench.subject.option.computes is None)
+    wrong = structure(_evidence(reference, mode, backend, record), bench.ranks.rank)
+    # the same on every rank, whatever group it is in: what follows has collectives of all ranks
+    ordered = max(map(len, bench.members)) <= 2
+    sheet = Ladder(reference, mode, exact=exact, ordered=ordered).climb(record)
+    sheet.findings[:0] = wrong
+    sheets = bench.ranks.gather(sheet.in_short())
+    judged = worst(item for one in sheets for item in one.judged)
+    found = findings(sheets, judged)
+    judged_any = any(bench.ranks.gather(_has_gradients(reference.eager)))
+    last = record.iterations[-1].buckets if record.iterations else ()
+    return {
+        "status": Status.WRONG if found else Status.OK if judged_any else Status.NOT_POSSIBLE,
+        "reason": "" if judged_any or found else NO_GRADIENTS,
+        "findings": found,
+        "levels": tuple(sorted({"L3", *(item.measured.level for item in judged)})),
+        "notes": remarks(sheets),
+        "measured": tuple(item.measured for item in judged),
+        "buckets": tuple(SeenBucket(one.index, one.params, one.nbytes, one.dtype) for one in last),
+        "graphs": len(record.graphs),
+    }
 
-    # ---------------------------------------------------------------------------------- a run that failed
 
-    def failed(self, failures: Sequence[Failure]) -> Trial:
-        """Tell what cannot be done here, or did not end in time, from what the mode gets wrong."""
-        if self.bench.stalled:
-            return self.trial(Status.BROKEN, reason=self.bench.stalled)
-        own = [failure for failure in failures if not failure.lost] or list(failures)
-        text = told(own)
-        if all(failure.refused for failure in own):
-            return self.trial(Status.NOT_POSSIBLE, reason=f"refused: {text}")
-        if self.backend is not None and self._fails_uncompiled():
-            return self.trial(
-                Status.NOT_POSSIBLE, reason=f"{self.mode.about} fails without compiling: {text}"
-            )
-        findings = tuple(Finding("run", "the step runs", failure.text, rank=failure.rank) for failure in own)
-        return self.trial(Status.WRONG, findings=findings)
-
-    def _fails_uncompiled(self) -> bool:
-        if self.mode.observable:
-            return False  # uncompiled it is eager DDP, which is known to run
-        record = self.bench.run(self.mode, None, follow=self.reference.eager.starts)
-        return record is None and not self.bench.stalled
-
-    # ------------------------------------------------------------------------------------- a run that ended
-
-    def of(self, record: Record, exact: bool) -> Trial:
-        """Ask for the structure, climb the ladder, and put together what all ranks found."""
-        wrong = self._structure(record)
-        # the same on every rank, whatever group it is in: what follows has collectives of all ranks
-        ordered = max(map(len, self.bench.members)) <= 2
-        sheet = Ladder(self.reference, self.mode, exact=exact, ordered=ordered).climb(record)
-        sheet.findings[:0] = wrong
-        sheets = self.bench.ranks.gather(sheet.in_short())
-        judged = worst(item for one in sheets for item in one.judged)
-        found = findings(sheets, judged)
-        judged_any = any(self.bench.ranks.gather(_has_gradients(self.reference.eager)))
-        return self.trial(
-            Status.WRONG if found else Status.OK if judged_any else Status.NOT_POSSIBLE,
-            reason="" if judged_any or found else NO_GRADIENTS,
-            findings=found,
-            levels=tuple(sorted({"L3", *(item.measured.level for item in judged)})),
-            notes=remarks(sheets),
-            measured=tuple(item.measured for item in judged),
-            buckets=_buckets(record),
-            graphs=len(record.graphs),
-        )
-
-    def _structure(self, record: Record) -> list[Finding]:
-        compiled = self.backend is not None
-        evidence = Evidence(
-            mode=self.mode,
-            option=self.option,
-            compiled=compiled,
-            got=record,
-            eager=self.reference.eager,
-            peers=self.bench.peers(record),
-            eager_peers=self.reference.eager_peers,
-            alone=self.reference.graphs if compiled and self.mode.observable else None,
-            ranks_differ=self.bench.subject.case.ranks_differ or self.option.more_graphs,
-        )
-        return structure(evidence, self.bench.ranks.rank)
+def _evidence(reference: Reference, mode: Mode, backend: Any, record: Record) -> Evidence:
+    bench, subject = reference.bench, reference.bench.subject
+    return Evidence(
+        mode=mode,
+        option=subject.option,
+        compiled=backend is not None,
+        got=record,
+        eager=reference.eager,
+        peers=bench.peers(record),
+        eager_peers=reference.eager_peers,
+        alone=reference.graphs if backend is not None and mode.observable else None,
+        ranks_differ=subject.case.ranks_differ or subject.option.more_graphs,
+    )
 
 
 def _has_gradients(eager: Record) -> bool:
     """Whether there is a gradient with a number in it."""
     gradients = (gradient for step in eager.steps for gradient in step.gradients.values())
     return any(bool(dense(gradient).isfinite().any()) for gradient in gradients if gradient is not None)
-
-
-def _buckets(record: Record) -> tuple[SeenBucket, ...]:
-    last = record.iterations[-1].buckets if record.iterations else ()
-    return tuple(SeenBucket(bucket.index, bucket.params, bucket.nbytes, bucket.dtype) for bucket in last)

@@ -38,8 +38,6 @@ FOR_NARROWING = 0.55
 """Share of the time after which no new choice of segments is tried: the rest is for scripts."""
 FOR_RANKS = 0.8
 """Share of the time after which ranks are ended."""
-STARTS = 40
-"""How often ranks are started for one rung: each try may take them down."""
 LAYERS = {
     "eager": "Dynamo (torch.compile, backend eager)",
     "aot_eager": "AOTAutograd (backend aot_eager)",
@@ -86,9 +84,9 @@ def locate(  # noqa: PLR0913  # what a trial does not say of the verification th
         return began + share * limit_s - time.monotonic()
 
     resolve(target)  # it may register the backend
-    asked = _asked_of(trial, target, backend, steps)
-    question = replace(asked, dtype=dtype, ddp_kwargs=ddp_kwargs or {})
-    backend_of(question.backend)
+    compiler = (backend or trial.backend) if trial.backend else ""
+    backend_of(compiler)
+    question = replace(_asked_of(trial, target, compiler, steps), dtype=dtype, ddp_kwargs=ddp_kwargs or {})
     if not under_torchrun():
         return _located(question, script, nproc, device, left)
     with joined(timeout_s=COLLECTIVE_LIMIT_S + limit_s) as ranks:
@@ -100,27 +98,32 @@ def locate(  # noqa: PLR0913  # what a trial does not say of the verification th
 def _located(
     question: Question, script: Path, nproc: int, device: str | None, left: Callable[..., float]
 ) -> Location:
-    known = Known()
-    device = device or _device_of(nproc)
+    known, written = Known(), Written()
+    # where a trial on so many ranks ran if nobody chose, a single rank of the search goes too
+    device = device or ("cuda" if torch.cuda.device_count() >= nproc else "cpu")
     for ranks in dict.fromkeys((1, nproc)):
         if known.stage is None and left(FOR_RANKS) > 0:
             _in_ranks(known, question, ranks, device, left)
-    return _location(known, _written(known, Author(question, script), left), question.mode)
+    if known.stage is not None:
+        blamed = known.blamed or Blamed((), symptom=known.symptom)
+        try:
+            written = write(script, Author(question, script).drafts(known.stage, blamed), left)
+        except OSError as error:
+            why = error.strerror or error
+            written = Written(note=f"no script could be written or run: {script}: {why}")
+    return _location(known, written, question.mode)
 
 
-def _device_of(nproc: int) -> str:
-    """Where a trial on so many ranks ran if nobody chose: a single rank of the search goes there too."""
-    return "cuda" if torch.cuda.device_count() >= nproc else "cpu"
-
-
-def _asked_of(trial: Trial, target: str, backend: str | None, steps: int) -> Question:
+def _asked_of(trial: Trial, target: str, compiler: str, steps: int) -> Question:
     """What a trial says of itself, and of what is wrong in it."""
-    first = _first_wrong(trial, steps)
+    known = [finding.step for finding in trial.findings if finding.step is not None]
+    # where not every step is known, all of them and the evaluation after them
+    first = min(known) if known and len(known) == len(trial.findings) else steps
     return Question(
         target,
         trial.option,
         trial.mode,
-        (backend or trial.backend) if trial.backend else "",
+        compiler,
         steps=min(steps, first + 1),  # as few as show it: each starts from where eager's did
         rank=min((f.rank for f in trial.findings if f.rank is not None), default=0),
         structural=all(finding.level == "L3" for finding in trial.findings),
@@ -128,29 +131,18 @@ def _asked_of(trial: Trial, target: str, backend: str | None, steps: int) -> Que
     )
 
 
-def _first_wrong(trial: Trial, steps: int) -> int:
-    """The first step that is wrong; the evaluation after all of them where that is not known."""
-    seen = [finding.step for finding in trial.findings]
-    known = [step for step in seen if step is not None]
-    return min(known) if known and len(known) == len(seen) else steps
-
-
 def _in_ranks(
     known: Known, question: Question, ranks: int, device: str, left: Callable[[float], float]
 ) -> None:
     """Run the search on some ranks of our own, and on new ones after a try that takes them down."""
     stages = list(stages_of(question, ranks))
-    for _ in range(STARTS):
+    while left(FOR_RANKS) > 0:
         known.trying = None
         try:
             launch(
-                search,
-                question,
-                stages,
-                left(FOR_NARROWING),
-                known,
+                *(search, question, stages, left(FOR_NARROWING), known),
                 nproc=ranks,
-                limit_s=max(left(FOR_RANKS), 1.0),
+                limit_s=left(FOR_RANKS),
                 on_event=known.hear,
                 device=device,
             )
@@ -161,20 +153,7 @@ def _in_ranks(
         except (InfrastructureError, OSError) as error:
             known.notes.append(f"the search on {ranks} rank(s) ended early: {error}")
             return
-        if left(FOR_RANKS) <= 0:
-            break
     known.notes.append("the search ended early, for its ranks died again and again")
-
-
-def _written(known: Known, author: Author, time_left: Callable[[], float]) -> Written:
-    if known.stage is None:
-        return Written()
-    blamed = known.blamed or Blamed((), symptom=known.symptom)
-    try:
-        return write(author.script, author.drafts(known.stage, blamed), time_left)
-    except OSError as error:
-        why = error.strerror or error
-        return Written(note=f"no script could be written or run: {author.script}: {why}")
 
 
 def _location(known: Known, written: Written, mode_on_trial: str) -> Location:

@@ -6,6 +6,7 @@ buckets and every mode has something to get wrong. Invariant: they are cases lik
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -19,17 +20,21 @@ BATCH = 8
 
 
 class Plain(nn.Module):
-    """Two linear layers."""
+    """Two linear layers, and what is between and after them."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, between: Callable[[], nn.Module] = nn.ReLU, after: Callable[[], nn.Module] = nn.Identity
+    ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.between = between()
+        self.after = after()
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(batch, WIDTH)`` to the same shape."""
-        for layer in self.layers:
-            x = layer(x).relu()
-        return x
+        first, last = self.layers
+        result: Tensor = self.after(last(self.between(first(x))).relu())
+        return result
 
 
 class Tied(Plain):
@@ -37,45 +42,17 @@ class Tied(Plain):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(batch, WIDTH)`` to the same shape."""
-        layer: nn.Module = self.layers[0]
-        result: Tensor = layer(super().forward(x))
+        first: nn.Module = self.layers[0]
+        result: Tensor = first(super().forward(x))
         return result
 
 
-class Normed(Plain):
-    """BatchNorm after the layers: buffers, and a bias whose gradient is zero but for rounding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
+class Half(nn.Linear):
+    """A layer that computes in bfloat16."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(batch, WIDTH)`` to the same shape."""
-        hidden: Tensor = self.norm(self.layers[0](x))
-        for layer in list(self.layers)[1:]:
-            hidden = layer(hidden).relu()
-        return hidden
-
-
-class Noisy(Plain):
-    """Dropout between the layers."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``(batch, WIDTH)`` to the same shape."""
-        return nn.functional.dropout(super().forward(x), 0.25, training=self.training)
-
-
-class Mixed(Plain):
-    """A last layer in bfloat16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``(batch, WIDTH)`` to the same shape."""
-        result: Tensor = self.last(super().forward(x).to(torch.bfloat16))
-        return result.float()
+        return super().forward(x.to(torch.bfloat16)).float()
 
 
 class Writing(Plain):
@@ -95,20 +72,18 @@ class Writing(Plain):
         return x
 
 
-def _case(name: str, model: type[nn.Module], about: str) -> Case:
-    return Case(
-        name=name,
-        model=partial(seeded, model),
-        inputs=partial(arrays, shape=(BATCH, WIDTH)),
-        about=about,
-    )
+def _case(name: str, model: Callable[[], nn.Module], about: str) -> Case:
+    return Case(name, partial(seeded, model), partial(arrays, shape=(BATCH, WIDTH)), about)
 
 
+NORM = partial(nn.BatchNorm1d, WIDTH)
+HALF = partial(Half, WIDTH, WIDTH, dtype=torch.bfloat16)
+NORMED = "BatchNorm, with buffers and a gradient that is zero but for rounding"
 CASES: tuple[Case, ...] = (
     _case("plain", Plain, "two linear layers"),
     _case("tied", Tied, "a layer that is used twice"),
-    _case("normed", Normed, "BatchNorm, with buffers and a gradient that is zero but for rounding"),
-    _case("noisy", Noisy, "dropout"),
-    _case("mixed", Mixed, "two dtypes"),
+    _case("normed", partial(Plain, between=NORM), NORMED),
+    _case("noisy", partial(Plain, after=partial(nn.Dropout, 0.25)), "dropout"),
+    _case("mixed", partial(Plain, after=HALF), "two dtypes"),
     _case("writing", Writing, "an activation and a buffer that are changed in place"),
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 from unittest.mock import patch
 
@@ -43,7 +43,8 @@ class Mode:
         captures_backward: whether its backward has to be captured by compiled autograd.
         observable: whether its collectives are those of DDP's C++ reducer.
         optimize_ddp: Dynamo's setting of that name while it runs.
-        inductor: Inductor's settings while it runs.
+        fusion: the operation by which Inductor is to fuse all-reduces, which no other backend does; empty to
+            fuse none.
     """
 
     name: str
@@ -55,12 +56,7 @@ class Mode:
     is_sharded: bool = False
     observable: bool = False
     optimize_ddp: bool | str = False
-    inductor: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def fuses(self) -> bool:
-        """Whether Inductor is to fuse its all-reduces, which no other backend does."""
-        return bool(self.inductor.get("_fuse_ddp_communication"))
+    fusion: str = ""
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -69,14 +65,15 @@ class Mode:
         Inductor draws random numbers as eager does: dropout could not be compared otherwise.
         """
         torch._dynamo.reset()
-        bucket_size = torch._inductor.config._fuse_ddp_bucket_size
+        inductor = torch._inductor.config
+        settings = {
+            "fallback_random": True,
+            "_fuse_ddp_bucket_size": inductor._fuse_ddp_bucket_size,  # which DDP sets
+            "_fuse_ddp_communication": bool(self.fusion),
+            "_fuse_ddp_communication_passes": [f"fuse_ddp_with_{self.fusion}_op", "schedule_comm_wait"],
+        }
         try:
-            with (
-                torch._dynamo.config.patch(optimize_ddp=self.optimize_ddp),
-                torch._inductor.config.patch(
-                    {"fallback_random": True, "_fuse_ddp_bucket_size": bucket_size, **self.inductor}
-                ),
-            ):
+            with torch._dynamo.config.patch(optimize_ddp=self.optimize_ddp), inductor.patch(settings):
                 yield
         finally:
             torch._dynamo.reset()
@@ -87,18 +84,8 @@ class Mode:
                 trace_rules.get_legacy_mod_inlinelist.cache_clear()
 
 
-def _ddp(setup: Setup) -> DistributedDataParallel:
-    return DistributedDataParallel(setup.model, process_group=setup.group, **setup.ddp_kwargs)
-
-
 def _compiled(module: nn.Module, backend: Any) -> Any:
     return module if backend is None else torch.compile(module, backend=backend)
-
-
-def eager_ddp(setup: Setup) -> Parallel:
-    """DDP as it is: the reference."""
-    ddp = _ddp(setup)
-    return Parallel(ddp, setup.model, ddp=ddp)
 
 
 def local(setup: Setup) -> Parallel:
@@ -140,8 +127,8 @@ def _averaged(gradient: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
 
 def compiled_ddp(setup: Setup) -> Parallel:
     """``torch.compile(DDP(model))``, under whatever setting of ``optimize_ddp`` is in force."""
-    ddp = _ddp(setup)
-    return Parallel(_compiled(ddp, setup.backend), setup.model, ddp=ddp)
+    ddp = DistributedDataParallel(setup.model, process_group=setup.group, **setup.ddp_kwargs)
+    return Parallel(_compiled(ddp, setup.backend), setup.model, ddp=ddp, no_sync=ddp.no_sync)
 
 
 def python_reducer(setup: Setup) -> Parallel:
@@ -159,49 +146,42 @@ def ddpopt_with(strategy: Strategy) -> Wrap:
     def wrap(setup: Setup) -> Parallel:
         from ddpopt.dynamo.api import compile as ddpopt_compile  # heavy; other modes need none of it
 
-        ddp = _ddp(setup)
-        if setup.backend is None:
-            return Parallel(ddp, setup.model, ddp=ddp)
-        step = ddpopt_compile(ddp, backend=setup.backend, strategy=strategy)
-        return Parallel(step, setup.model, ddp=ddp, planned=True)
+        parallel = compiled_ddp(replace(setup, backend=None))
+        ddp: Any = parallel.ddp
+        if setup.backend is not None:
+            parallel.call = ddpopt_compile(ddp, backend=setup.backend, strategy=strategy)
+            parallel.planned = True
+        return parallel
 
     return wrap
 
 
-def _under_python_reducer(name: str, about: str, fusion: str = "") -> Mode:
-    """Fused by the operation of that name; of Inductor's passes the default would fuse too."""
-    return Mode(
-        name,
-        about,
-        "module",
-        python_reducer,
-        captures_backward=True,
-        optimize_ddp="python_reducer",
-        inductor={
-            "_fuse_ddp_communication": bool(fusion),
-            "_fuse_ddp_communication_passes": [f"fuse_ddp_with_{fusion}_op", "schedule_comm_wait"]
-            if fusion
-            else [],
-        },
-    )
+PYTHON_REDUCER = Mode(
+    "python_reducer",
+    "Python reducer under compiled autograd, fusion off",
+    "module",
+    python_reducer,
+    captures_backward=True,
+    optimize_ddp="python_reducer",
+)
+
+
+def _fused(how: str, operation: str) -> Mode:
+    """The Python reducer with its all-reduces fused by an operation."""
+    about = PYTHON_REDUCER.about.replace("fusion off", how)
+    return replace(PYTHON_REDUCER, name=f"python_reducer_{operation}", about=about, fusion=operation)
 
 
 MODES: tuple[Mode, ...] = (
-    Mode("eager", "eager DDP: the reference", "module", eager_ddp, compiles=False, observable=True),
+    Mode("eager", "eager DDP: the reference", "module", compiled_ddp, compiles=False, observable=True),
     Mode("manual", "no DDP: an all-reduce of each gradient after backward", "nothing", manual),
     Mode(
         "torch", "torch's DDPOptimizer", "module", compiled_ddp, observable=True, optimize_ddp="ddp_optimizer"
     ),
     Mode("whole", "no optimization: one graph under DDP", "module", compiled_ddp, observable=True),
-    _under_python_reducer("python_reducer", "Python reducer under compiled autograd, fusion off"),
-    _under_python_reducer(
-        "python_reducer_concat", "Python reducer under compiled autograd, gradients concatenated", "concat"
-    ),
-    _under_python_reducer(
-        "python_reducer_coalesced",
-        "Python reducer under compiled autograd, all-reduces coalesced",
-        "coalesced",
-    ),
+    PYTHON_REDUCER,
+    _fused("gradients concatenated", "concat"),
+    _fused("all-reduces coalesced", "coalesced"),
     Mode(
         "ddpopt-split", "ddpopt: one segment for each bucket", "module", ddpopt_with("split"), observable=True
     ),

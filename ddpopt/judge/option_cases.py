@@ -19,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt.cases.case import Case
 
 WIDTH = 8
+CAPS = {"bucket_cap_mb", "bucket_cap_mb_list"}
+"""DDP's arguments of which one takes the place of another."""
 
 
 class WithExtra(nn.Module):
@@ -102,49 +104,43 @@ def _ignore(model: nn.Module, names: list[str]) -> None:
     )
 
 
-def freezing_first(case: Case) -> Case:
+def _of_cases(change: Callable[[nn.Module], nn.Module]) -> Callable[[Case], Case]:
+    """Make what changes a model one that changes the model of a case."""
+    return lambda case: replace(case, model=lambda: change(case.model()))
+
+
+@_of_cases
+def freezing_first(model: nn.Module) -> nn.Module:
     """Freeze the first trainable parameter, if it is not the only one."""
-
-    def frozen() -> nn.Module:
-        model = case.model()
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if len(trained) > 1:
-            trained[0].requires_grad_(False)
-        return model
-
-    return replace(case, model=frozen)
+    if len(trained := trainable(model)) > 1:
+        trained[0][1].requires_grad_(False)
+    return model
 
 
-def ignoring_first(case: Case) -> Case:
+@_of_cases
+def ignoring_first(model: nn.Module) -> nn.Module:
     """Have DDP ignore the first trainable parameter, if it is not the only one."""
+    if len(trained := trainable(model)) > 1:
+        _ignore(model, [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), trained[0][0]])
+    return model
 
-    def ignoring() -> nn.Module:
-        model = case.model()
-        names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        present = list(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
-        if len(names) > 1:
-            _ignore(model, [*present, names[0]])
-        return model
 
-    return replace(case, model=ignoring)
+@_of_cases
+def sync_batchnorm(model: nn.Module) -> nn.Module:
+    """Turn BatchNorm into SyncBatchNorm."""
+    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+    return converted
+
+
+def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Parameters that get gradients, by name."""
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
 def delaying_last(model: nn.Module) -> dict[str, Any]:
     """DDP's arguments by which the last trainable parameter is reduced once the first one is ready."""
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    trained = trainable(model)
     return {"delay_all_reduce_named_params": trained[-1:], "param_to_hook_all_reduce": trained[0][1]}
-
-
-def sync_batchnorm(case: Case) -> Case:
-    """Turn BatchNorm into SyncBatchNorm."""
-
-    def converted() -> nn.Module:
-        model: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(  # type: ignore[no-untyped-call]
-            case.model()
-        )
-        return model
-
-    return replace(case, model=converted)
 
 
 class Nested(nn.Module):
@@ -199,8 +195,8 @@ def in_dtype(case: Case, dtype: torch.dtype) -> Case:
 
 
 def differing(case: Case, ddp_kwargs: Mapping[str, Any]) -> Case:
-    """Give a case other arguments for DDP, over its own; a cap takes the place of a list of caps."""
+    """Give a case other arguments for DDP, over its own; a cap takes the place of any other."""
     own = dict(case.ddp_kwargs)
-    if "bucket_cap_mb" in ddp_kwargs:
-        own.pop("bucket_cap_mb_list", None)
+    if CAPS & ddp_kwargs.keys():
+        own = {name: value for name, value in own.items() if name not in CAPS}
     return replace(case, ddp_kwargs=own | dict(ddp_kwargs))

@@ -38,7 +38,7 @@ own thread, which cannot wait for itself: the process would be aborted ("Resourc
 
 def accumulate(trainer: Trainer) -> None:
     """Take one micro-batch without reducing, and one with."""
-    with trainer.parallel.unsynchronised():
+    with trainer.parallel.no_sync():
         trainer.backward(trainer.loss(part=1))
     trainer.backward(trainer.loss())
 
@@ -54,7 +54,7 @@ def accumulate_later(trainer: Trainer) -> None:
 def mixed_forwards(trainer: Trainer) -> None:
     """Run a backward through a forward that syncs and one that does not."""
     first = trainer.loss()
-    with trainer.parallel.unsynchronised():
+    with trainer.parallel.no_sync():
         second = trainer.loss(part=1)
     trainer.backward(first + second)
 

@@ -22,7 +22,6 @@ HALF = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 UNUSED = {"find_unused_parameters": True}
 STATIC = {"static_graph": True}
 VIEWS = {"gradient_as_bucket_view": True}
-CAPS = ("bucket_cap_mb", "bucket_cap_mb_list")
 
 
 def _unused(name: str, about: str, ddp_kwargs: Mapping[str, Any], *, missing: bool = False) -> Option:
@@ -88,13 +87,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option("two_forwards", "two forwards before one backward", take_step=do.two_forwards, forwards=2),
     Option("zero_in_place", "zero_grad(set_to_none=False)", keeps_gradients=True, probes=True),
-    Option(
-        "bucket_view",
-        "gradient_as_bucket_view=True",
-        "arguments",
-        VIEWS,
-        probes=True,
-    ),
+    Option("bucket_view", "gradient_as_bucket_view=True", "arguments", VIEWS, probes=True),
     Option(
         "bucket_view_kept",
         "gradient_as_bucket_view=True, accumulation, zero_grad(set_to_none=False)",
@@ -104,10 +97,8 @@ OPTIONS: tuple[Option, ...] = (
         keeps_gradients=True,
     ),
     Option("batched_copy", "batched_grad_copy=True", "arguments", {"batched_grad_copy": True}),
-    Option(
-        "cap_list", "bucket_cap_mb_list=[1, 0.5]", "arguments", {"bucket_cap_mb_list": [1, 0.5]}, without=CAPS
-    ),
-    Option("cap_small", "bucket_cap_mb=0.5", "arguments", {"bucket_cap_mb": 0.5}, without=CAPS),
+    Option("cap_list", "bucket_cap_mb_list=[1, 0.5]", "arguments", {"bucket_cap_mb_list": [1, 0.5]}),
+    Option("cap_small", "bucket_cap_mb=0.5", "arguments", {"bucket_cap_mb": 0.5}),
     Option("frozen", "the first parameter is frozen", adapt=cases.freezing_first),
     Option("ignored", "DDP ignores the first parameter", "arguments", adapt=cases.ignoring_first),
     Option(
@@ -129,7 +120,6 @@ OPTIONS: tuple[Option, ...] = (
         "module",
         {"bucket_cap_mb": 1000},
         configure=do.hook_powersgd,
-        without=CAPS,
         local=False,
         missing=True,
         compresses=True,

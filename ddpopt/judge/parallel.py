@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 Named = dict[str, Tensor]
@@ -50,9 +51,7 @@ class Parallel:
         after_backward: what to run after it.
         no_sync: what to run forward and backward in, so that nothing is reduced.
         whole: what to be in so that parameters and gradients can be read and written unsharded.
-        full: from a parameter or gradient, as read in there, to the whole tensor.
         clip: clips all gradients by their norm, where that takes more than torch's own function.
-        write: puts a whole tensor into a parameter or buffer.
     """
 
     call: Callable[..., Any]
@@ -61,23 +60,15 @@ class Parallel:
     planned: bool = False
     around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext
     after_backward: Callable[[], None] = nothing
-    no_sync: Callable[[], AbstractContextManager[Any]] | None = None
+    no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
     whole: Callable[[], AbstractContextManager[Any]] = nullcontext
-    full: Callable[[Tensor], Tensor] = lambda tensor: tensor
     clip: Callable[[float], Tensor] | None = None
-    write: Callable[[Tensor, Tensor], object] = Tensor.copy_
-
-    def unsynchronised(self) -> AbstractContextManager[Any]:
-        """What to run forward and backward in, so that nothing is reduced."""
-        if self.no_sync is not None:
-            return self.no_sync()
-        return nullcontext() if self.ddp is None else self.ddp.no_sync()
 
     def gradients(self) -> Gradients:
         """Copies of the gradients of all trainable parameters, by name, None where there is none."""
         with self.whole():
             return {
-                name: None if parameter.grad is None else self.full(parameter.grad).detach().clone()
+                name: None if parameter.grad is None else _full(parameter.grad).detach().clone()
                 for name, parameter in named_parameters(self.model)
                 if parameter.requires_grad
             }
@@ -86,7 +77,7 @@ class Parallel:
         """Copies of all parameters and buffers, by name."""
         with self.whole(), torch.no_grad():
             return {
-                name: self.full(tensor).detach().clone()
+                name: _full(tensor).detach().clone()
                 for name, tensor in (*named_parameters(self.model), *self.model.named_buffers())
             }
 
@@ -95,15 +86,16 @@ class Parallel:
         with self.whole(), torch.no_grad():
             for name, tensor in (*named_parameters(self.model), *self.model.named_buffers()):
                 if name in state:
-                    self.write(tensor, state[name])
+                    whole = state[name]
+                    if isinstance(tensor, DTensor):
+                        whole = distribute_tensor(whole, tensor.device_mesh, tensor.placements)
+                    tensor.copy_(whole)
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """All parameters under the names that they have in a model that nothing wraps."""
-    wrapped = ("_fsdp_wrapped_module.", "_orig_mod.")
-    named = []
-    for name, parameter in model.named_parameters():
-        for part in wrapped:
-            name = name.replace(part, "")
-        named.append((name, parameter))
-    return named
+    """All parameters under the names that they have in a model that FSDP does not wrap."""
+    return [(name.replace("_fsdp_wrapped_module.", ""), each) for name, each in model.named_parameters()]

@@ -1,14 +1,16 @@
 """Verification from end to end: which trials, on which ranks, and the verdict.
 
 Trials run in ranks that this process starts, or in torchrun's. Invariant: every trial asked for is in the
-verdict.
+verdict, and every verdict is reported, whatever becomes of the search for what is wrong.
 """
 
 from __future__ import annotations
 
-import itertools
+import os
 import platform
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,12 +20,12 @@ from ddpopt.cases.case import Case, resolve
 from ddpopt.dynamo.backend import find_compiler
 from ddpopt.errors import UsageError
 from ddpopt.explanation.rehearsal import generators_kept
-from ddpopt.judge.attempts import Attempts, Progress, hardware
+from ddpopt.judge.attempts import Attempts, Progress
 from ddpopt.judge.modes import mode, mode_of
 from ddpopt.judge.options import option
-from ddpopt.judge.trials import STEPS, TRIAL_LIMIT_S, Asked, Settings, run_trials
-from ddpopt.judge.verdict import Trial, Verdict
-from ddpopt.ranks.group import COLLECTIVE_LIMIT_S, joined, under_torchrun
+from ddpopt.judge.trials import STEPS, TRIAL_LIMIT_S, Asked, Settings, hardware, run_trials
+from ddpopt.judge.verdict import Location, Status, Trial, Verdict
+from ddpopt.ranks.group import COLLECTIVE_LIMIT_S, Ranks, joined, under_torchrun
 
 RUN_LIMIT_S = 3600.0
 OPTIONS_BY_DEFAULT = ("default",)
@@ -109,13 +111,11 @@ def verify_all(
         The verdict, with a trial for everything that was asked.
     """
     if under_torchrun():
-        waits_s = _waits_s(settings)
         with (
-            joined(on_event=on_event, timeout_s=waits_s) as ranks,
+            joined(on_event=on_event, timeout_s=_waits_s(settings)) as ranks,
             ranks.limited(limit_s, f"verifying {title}"),
         ):
-            trials = tuple(run_trials(ranks, asked, settings, ()))
-            return _verdict(title, ranks.size, trials, hardware(ranks.device))
+            return _verdict_of(ranks, title, asked, settings)
     attempts = Attempts(asked, settings, on_event or (lambda _: None))
     trials = attempts.run(nproc, limit_s, device)
     return _verdict(title, nproc, trials, attempts.device)
@@ -153,13 +153,72 @@ def verify_here(
     settings = Settings(backend, steps, trial_limit_s=trial_limit_s)
     with generators_kept(), joined(timeout_s=_waits_s(settings)) as ranks:
         checked(asked, settings, ranks.size)
-        trials = run_trials(ranks, asked, settings, ())
-        return _verdict(case.name, ranks.size, tuple(trials), hardware(ranks.device))
+        return _verdict_of(ranks, case.name, asked, settings)
+
+
+def verify_and_locate(
+    verify: Callable[[], Verdict],
+    locate: Callable[[Trial, int], Location] | None,
+    report: Callable[[Verdict], None],
+) -> Verdict:
+    """Verify, look where the first wrong trial goes wrong, and report: as a command does, on rank 0 alone.
+
+    Args:
+        verify: gives the verdict.
+        locate: looks where a trial goes wrong, on so many ranks. None to look nowhere.
+        report: writes what was found.
+
+    Returns:
+        The verdict.
+
+    Raises:
+        UsageError: an argument cannot be used.
+        InfrastructureError: no ranks could be had.
+    """
+    with joined() if under_torchrun() else nullcontext() as ranks:  # one process group for all of it
+        verdict = verify()
+        trial = to_locate(verdict)
+        if locate is not None and trial is not None:
+            try:
+                location = locate(trial, verdict.world_size)
+            except Exception as error:  # whatever becomes of the search, there is a verdict
+                location = Location((), "none was found: the search failed", note=str(error))
+            verdict = replace(verdict, location=location)
+        if is_first():
+            report(verdict)
+        if ranks is not None:
+            ranks.gather(None)  # torchrun ends all ranks when one ends with another exit code than 0
+    return verdict
+
+
+def to_locate(verdict: Verdict) -> Trial | None:
+    """The first trial that is wrong, or, if none is, the first that took its ranks down."""
+    candidates = (
+        trial
+        for status in (Status.WRONG, Status.BROKEN)
+        for trial in verdict.trials
+        if trial.status is status and not trial.reason.startswith("not tried")
+    )
+    return next(candidates, None)
+
+
+def is_first() -> bool:
+    """Whether this process writes the reports: under torchrun, rank 0 alone does.
+
+    Other launchers set ``RANK`` too, for processes that each start ranks of their own here.
+    """
+    return not under_torchrun() or os.environ["RANK"] == "0"
 
 
 def _waits_s(settings: Settings) -> float:
     """How long ranks that exist wait for each other between trials: a trial's own limit passes before."""
     return max(COLLECTIVE_LIMIT_S, settings.trial_limit_s)
+
+
+def _verdict_of(ranks: Ranks, title: str, asked: Sequence[Asked], settings: Settings) -> Verdict:
+    """Verify on ranks that exist; a collective of all of them."""
+    trials = run_trials(ranks, asked, settings)
+    return _verdict(title, ranks.size, tuple(trials), hardware(ranks.device))
 
 
 def _verdict(title: str, size: int, trials: tuple[Trial, ...], device: str) -> Verdict:
@@ -179,14 +238,6 @@ def _names(given: str | Sequence[str] | None) -> tuple[str, ...]:
     return (given,) if isinstance(given, str) else tuple(given)
 
 
-def _dtype(name: str | None) -> None:
-    found = torch.float32 if name is None else getattr(torch, name, None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise UsageError(
-            f"dtype: expected a floating-point dtype of torch's, like float32 or bfloat16, got {name!r}"
-        )
-
-
 def checked(asked: Sequence[Asked], settings: Settings, nproc: int) -> None:
     """Look up every name before a rank is started.
 
@@ -198,12 +249,17 @@ def checked(asked: Sequence[Asked], settings: Settings, nproc: int) -> None:
     Raises:
         UsageError: a mode, an option, a backend, a dtype or a number cannot be used.
     """
-    _dtype(settings.dtype)
+    dtype = torch.float32 if settings.dtype is None else getattr(torch, settings.dtype, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise UsageError(
+            "dtype: expected a floating-point dtype of torch's, like float32 or bfloat16, got "
+            f"{settings.dtype!r}"
+        )
     find_compiler(settings.backend)
-    for name in itertools.chain.from_iterable(one.modes for one in asked):
-        mode(name)
     for one in asked:
         option(one.option)
+        for name in one.modes:
+            mode(name)
     for what, number in (("nproc", nproc), ("steps", settings.steps)):
         if number < 1:
             raise UsageError(f"{what}: expected a positive number, got {number!r}")

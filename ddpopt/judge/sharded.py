@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ddpopt.judge.parallel import Parallel, Setup
 
@@ -53,9 +52,7 @@ def fully_sharded(setup: Setup) -> Parallel:
     """FSDP2: every parameter a DTensor, sharded along its first dimension."""
     broadcast_state(setup)
     shell: Any = fully_shard(_shell(setup), mesh=_mesh(setup))
-    return Parallel(
-        shell, setup.model, no_sync=lambda: _unsynchronised(shell), full=_full, write=_write_shard
-    )
+    return Parallel(shell, setup.model, no_sync=lambda: _unsynchronised(shell))
 
 
 def _mesh(setup: Setup) -> DeviceMesh:
@@ -68,16 +65,6 @@ def _mesh(setup: Setup) -> DeviceMesh:
     if dist.get_world_size(setup.group) == dist.get_world_size():
         return init_device_mesh(kind, (dist.get_world_size(),))
     return DeviceMesh.from_group(setup.group, kind)
-
-
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _write_shard(into: Tensor, tensor: Tensor) -> None:
-    if isinstance(into, DTensor):
-        tensor = distribute_tensor(tensor, into.device_mesh, into.placements)
-    into.copy_(tensor)
 
 
 def flat_sharded(setup: Setup) -> Parallel:

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 from ddpopt.cases.case import Case, step_seed
 from ddpopt.judge.judging.record import Record
 from ddpopt.judge.modes import Gives
+from ddpopt.judge.option_cases import differing
 from ddpopt.judge.parallel import Gradients, Named, Parallel
 from ddpopt.judge.visible import Sight
 from ddpopt.observation.compilations import Compilations
@@ -144,7 +145,6 @@ class Option:
         adapt: makes another case of a case.
         grouped: the same for one run, whose process group it is given.
         for_model: DDP's arguments that name parameters of the model.
-        without: names of DDP's arguments that a case may have and this option does not go with.
         configure: once the model is data-parallel: hooks, communication hooks.
         around: what the whole training runs in, for instance ``ddp.join()``.
         steps: how many steps a rank takes, given how many are asked for; may differ between ranks.
@@ -175,7 +175,6 @@ class Option:
     adapt: Callable[[Case], Case] = lambda case: case
     grouped: Callable[[Case, dist.ProcessGroup], Case] = lambda case, _: case
     for_model: Callable[[nn.Module], dict[str, Any]] = lambda _: {}
-    without: tuple[str, ...] = ()
     configure: Callable[[Trainer], None] = lambda _: None
     around: Callable[[Trainer], AbstractContextManager[Any]] = lambda _: contextlib.nullcontext()
     steps: Callable[[Place, int], int] = lambda _, steps: steps
@@ -198,8 +197,7 @@ class Option:
 
     def arguments(self, case: Case, model: nn.Module) -> dict[str, Any]:
         """DDP's arguments for a model of a case under this option."""
-        own = {name: value for name, value in case.ddp_kwargs.items() if name not in self.without}
-        return own | dict(self.ddp_kwargs) | self.for_model(model)
+        return {**differing(case, self.ddp_kwargs).ddp_kwargs, **self.for_model(model)}
 
 
 def on_device(value: Any, device: torch.device) -> Any:

@@ -25,7 +25,7 @@ from ddpopt.judge.modes import Mode
 from ddpopt.judge.parallel import Gradients, Named, Parallel, Setup
 from ddpopt.judge.trainer import Option, Place, Trainer
 from ddpopt.judge.visible import form_of
-from ddpopt.observation.observe import Observation, observe
+from ddpopt.observation.observe import observe
 
 LEARNING_RATE = 0.05
 """Of plain SGD: large enough that a stale gradient or a parameter that was not updated shows a step later."""
@@ -94,7 +94,10 @@ def _watched(trainer: Trainer, mode: Mode) -> Iterator[None]:
     """Count graphs and captures, and observe the reducer where there is one."""
     record, ddp = trainer.record, trainer.ddp
     captures = counters["compiled_autograd"]["captures"]
-    observation = _observation(ddp) if mode.observable and ddp is not None else None
+    observation = None
+    if mode.observable:
+        with contextlib.suppress(UsageError):  # an option that leaves no buckets to see
+            observation = observe(ddp)
     trainer.compilations.start()
     try:
         with observation if observation is not None else contextlib.nullcontext():
@@ -108,14 +111,6 @@ def _watched(trainer: Trainer, mode: Mode) -> Iterator[None]:
         record.collectives = observation.collectives
         record.elsewhere = observation.elsewhere
         record.plan = imposed_plan(ddp)
-
-
-def _observation(ddp: Any) -> Observation | None:
-    """Observe a DDP module; not one with an option that leaves no buckets to see."""
-    try:
-        return observe(ddp)
-    except UsageError:
-        return None
 
 
 def _one_step(trainer: Trainer, option: Option) -> None:
@@ -156,13 +151,16 @@ def _evaluate(trainer: Trainer) -> None:
     """Run the model on what the first step began with, and twice on what eager's last step ended with."""
     record = trainer.record
     states, last = record.follow or record.starts, len(record.steps)
-    parts = [part for model in trainer.models for part in model.model.modules()]
-    modes = [part.training for part in parts]
-    for model in trainer.models:
-        model.model.eval()
     extras: dict[str, Any] = {}
     sharing: frozenset[tuple[str, str]] = frozenset()
-    with _without_fast_path():
+    with contextlib.ExitStack() as stack:
+        for model in trainer.models:
+            for part in model.model.modules():
+                stack.callback(setattr, part, "training", part.training)
+            model.model.eval()
+        # attention is to compute what compiled code computes, and not by a special kernel
+        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
         for name, steps, without_gradients in (
             ("first evaluation", 0, torch.no_grad),
             ("evaluation", last, torch.no_grad),
@@ -181,9 +179,10 @@ def _evaluate(trainer: Trainer) -> None:
                 sharing |= trainer.sight.memory()[0]
             seen |= trainer.sight.settings(trainer.place.device)
             seen["list of changed parameters"] = ", ".join(_changed(trainer, before)) or "none"
-            extras |= {f"{name}'s {what}": _usable(value) for what, value in seen.items()}
-    for part, training in zip(parts, modes, strict=True):
-        part.training = training
+            for what, value in seen.items():
+                is_of_inference = isinstance(value, Tensor) and value.is_inference()
+                # a tensor of inference mode may not be used outside of it
+                extras[f"{name}'s {what}"] = value.clone() if is_of_inference else value
     trained = record.steps[-1].gradients
     state = {name: tensor for name, tensor in trainer.state().items() if name not in trained}
     random, shared = random_state(trainer.place.device), None if trainer.ddp is None else sharing
@@ -200,22 +199,6 @@ def _changed(trainer: Trainer, before: Named) -> Iterator[str]:
             yield name
 
 
-def _usable(value: Any) -> Any:
-    """A tensor of inference mode as one that may be used outside of it."""
-    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
-
-
-@contextlib.contextmanager
-def _without_fast_path() -> Iterator[None]:
-    """Have attention compute in evaluation what compiled code computes, and not by a special kernel."""
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)
-
-
 def random_state(device: torch.device) -> Tensor:
     """Return the states of the generators that a model on a device draws from: the CPU's, the GPU's own."""
     own = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
@@ -228,7 +211,7 @@ def _probe(trainer: Trainer, option: Option) -> None:
     trainer.load(record.starts[trainer.step])
     _clear_gradients(trainer, keep=False)
     broadcasts = ddp.require_forward_param_sync
-    with trainer.parallel.unsynchronised():
+    with trainer.parallel.no_sync():
         option.take_step(trainer)
     ddp.require_forward_param_sync = broadcasts  # of buffers, before the next forward
     record.local = trainer.gradients()

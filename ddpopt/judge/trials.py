@@ -11,7 +11,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -103,22 +103,44 @@ class Ended:
     trial: Trial
 
 
+def on_rank(ranks: Ranks, asked: Sequence[Asked], settings: Settings, done: Sequence[int]) -> None:
+    """Be a rank of our own: say what this computes on, and judge what is not done."""
+    ranks.emit(hardware(ranks.device))
+    with quickly():  # in a process of our own, whose garbage each run of the collector would look through
+        run_trials(ranks, asked, settings, done, keep_for_good)
+
+
 def run_trials(
     ranks: Ranks,
     asked: Sequence[Asked],
     settings: Settings,
-    done: Sequence[int],
+    done: Sequence[int] = (),
     before_each: Callable[[], None] = nothing,
 ) -> list[Trial]:
     """Judge everything that was asked and is not done; before each case and option something may be done."""
-    indices = itertools.count()
     trials: list[Trial] = []
+    all_of_them = enumerate(untried(asked, settings))
     for one in asked:
-        left = [(i, name) for name, i in zip(one.modes, indices, strict=False) if i not in done]
+        left = [(i, trial) for i, trial in itertools.islice(all_of_them, len(one.modes)) if i not in done]
         if left:
             before_each()
             trials += _judged(ranks, one, settings, left)
     return trials
+
+
+def untried(asked: Sequence[Asked], settings: Settings) -> Iterator[Trial]:
+    """Every trial that is asked for, as it is when nothing was learned from it."""
+    backend = getattr(settings.backend, "__name__", str(settings.backend))
+    for one in asked:
+        case = one.target if isinstance(one.target, str) else one.target.name
+        for name in one.modes:
+            compiler = backend if mode(name).compiles else ""
+            yield Trial(case, name, one.option, compiler, Status.BROKEN)
+
+
+def hardware(device: torch.device) -> str:
+    """Name what a rank computes on: ``"cpu"``, or ``"cuda"`` with the name of the GPU."""
+    return f"cuda ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else device.type
 
 
 @contextlib.contextmanager
@@ -160,10 +182,12 @@ def _load_compiler() -> None:
 
 
 def _judged(
-    ranks: Ranks, asked: Asked, settings: Settings, left: Sequence[tuple[int, str]]
+    ranks: Ranks, asked: Asked, settings: Settings, left: Sequence[tuple[int, Trial]]
 ) -> Iterator[Trial]:
     """Judge the modes of one case under one option."""
-    case = _case(asked, settings)
+    case = resolve(asked.target)
+    if settings.dtype is not None:
+        case = in_dtype(case, getattr(torch, settings.dtype))
     subject = Subject(case, option(asked.option), settings.steps, ranks.device)
     ranks.emit(Started(left[0][0], case.name, asked.option, ""))
     with contextlib.ExitStack() as benches:
@@ -171,27 +195,22 @@ def _judged(
             bench = Bench(subject, ranks, settings.collective_limit_s)
             benches.callback(bench.close)
             reference = Reference.make(bench)
-        for index, name in left:
-            ranks.emit(Started(index, case.name, asked.option, name))
-            with ranks.limited(settings.trial_limit_s, f"{case.name}: {name} / {asked.option}"):
+            impossible = _of_eager(bench) if reference is None else {}
+        for index, trial in left:
+            ranks.emit(Started(index, case.name, asked.option, trial.mode))
+            with ranks.limited(settings.trial_limit_s, f"{case.name}: {trial.mode} / {asked.option}"):
                 if reference is None:
-                    trial = _impossible(case, asked.option, name, bench)
+                    trial = replace(trial, case=case.name, **impossible)
                 else:
-                    trial = judge(reference, mode(name), settings.backend)
+                    trial = judge(reference, mode(trial.mode), settings.backend)
             ranks.emit(Ended(index, trial))
             yield trial
 
 
-def _case(asked: Asked, settings: Settings) -> Case:
-    case = resolve(asked.target)
-    return case if settings.dtype is None else in_dtype(case, getattr(torch, settings.dtype))
-
-
-def _impossible(case: Case, option_name: str, mode_name: str, bench: Bench) -> Trial:
-    """Of a mode that has nothing to be held against."""
+def _of_eager(bench: Bench) -> dict[str, Any]:
+    """What becomes of a trial that has nothing to be held against."""
     if bench.stalled:
-        reason = f"eager DDP's own runs did not end: {bench.stalled}"
-        return Trial(case.name, mode_name, option_name, "", Status.BROKEN, reason)
+        return {"reason": f"eager DDP's own runs did not end: {bench.stalled}"}
     own = [failure for failure in bench.failures if not failure.lost] or bench.failures
     reason = f"eager DDP itself fails here: {'; '.join(dict.fromkeys(failure.text for failure in own))}"
-    return Trial(case.name, mode_name, option_name, "", Status.NOT_POSSIBLE, reason)
+    return {"status": Status.NOT_POSSIBLE, "reason": reason}

@@ -223,17 +223,14 @@ class Verdict:
         """
         if self:
             return
-        kind: type[DdpoptError] = VerificationError if self.exit_code == 1 else InfrastructureError
-        raise kind("\n".join(self._complaints()))
-
-    def _complaints(self) -> list[str]:
         lines = [f"{self.target} on {self.world_size} ranks: {len(self.findings)} finding(s)"]
         for trial in self.trials:
             if trial.status is not Status.OK:
                 reason = f": {trial.reason}" if trial.reason else ""
                 lines.append(f"  {trial.name}: {trial.status}{reason}")
                 lines += [f"    - {finding.level} {finding.message}" for finding in trial.findings]
-        return lines
+        kind: type[DdpoptError] = VerificationError if self.exit_code == 1 else InfrastructureError
+        raise kind("\n".join(lines))
 
     def to_json(self) -> str:
         """Return the verdict as a JSON object; `from_json` reads it back.

@@ -218,7 +218,10 @@ class Sight:
         """Forget the last step's forwards, clear gradients of tensors outside, and note what is kept."""
         self._inputs, self._outputs, self._outside, self._forwards = {}, {}, {}, 0
         for tensor in self._cleared.values():
-            _clear(tensor, keep=keep)
+            if keep and tensor.grad is not None:
+                tensor.grad.detach().zero_()
+            else:
+                tensor.grad = None
         self._held = dict(self._keepers())
         self._generators = _generators()
 
@@ -270,32 +273,32 @@ class Sight:
         for path, tensor in self._inputs.items():
             moved = _version(tensor) > self._versions[path]
             found[f"version counter of {path}"] = "moved" if moved else UNMOVED
-        gradients = [parameter.grad for model in self._models.values() for parameter in model.parameters()]
-        needing = sum(gradient is not None and gradient.requires_grad for gradient in gradients)
-        found["number of gradients that require gradients"] = str(needing)
-        found["list of frozen parameters with a gradient"] = ", ".join(self._frozen_with_gradient()) or "none"
+        found["list of gradients with a history, or of frozen parameters"] = ", ".join(self._odd()) or "none"
         for name, tensor in self._leaves():
             found[f"{GRADIENT_OF}{name}"] = _as_tensor(tensor.grad)
             if tensor.grad is not None:
                 found[f"form of the {GRADIENT_OF}{name}"] = form_of(tensor.grad)
         return found | {f"{KEPT}{name}": _as_tensor(value) for name, value in self._kept()}
 
-    def _frozen_with_gradient(self) -> Iterator[str]:
+    def _odd(self) -> Iterator[str]:
+        """Parameters whose gradients require gradients themselves, or that should have none."""
         for prefix, model in self._models.items():
             for name, parameter in model.named_parameters():
-                if not parameter.requires_grad and parameter.grad is not None:
+                gradient = parameter.grad
+                if gradient is not None and (gradient.requires_grad or not parameter.requires_grad):
                     yield f"{prefix}{name}"
 
     def settings(self, device: torch.device) -> dict[str, str]:
         """Tell what code may leave switched, and which generators besides torch's have been drawn from."""
-        modes = sorted({part.training for model in self._models.values() for part in model.modules()})
+        training = sorted({part.training for model in self._models.values() for part in model.modules()})
         autocast, dtype = torch.is_autocast_enabled(device.type), torch.get_default_dtype()
-        words = f"gradients {torch.is_grad_enabled()}, autocast {autocast}, default {dtype}, training {modes}"
+        words = f"gradients {torch.is_grad_enabled()}, autocast {autocast}, default {dtype}"
         now = _generators()
         drawn = ", ".join(name for name, state in self._generators.items() if now[name] != state)
-        anomaly = torch.is_anomaly_enabled()
         return {
-            "state of torch's settings": f"{words}, anomaly detection {anomaly}",
+            "state of torch's settings": (
+                f"{words}, training {training}, anomaly detection {torch.is_anomaly_enabled()}"
+            ),
             "use of other generators": drawn or "none",
         }
 
@@ -334,9 +337,8 @@ class Sight:
         """
         for prefix, model in self._models.items():
             for path, module in model.named_modules():
-                for name, value in (
-                    () if isinstance(module, DistributedDataParallel) else vars(module).items()
-                ):
+                own = {} if isinstance(module, DistributedDataParallel) else vars(module)
+                for name, value in own.items():
                     if name not in OF_EVERY_MODULE and isinstance(value, (Tensor, *PLAIN, list, dict, tuple)):
                         yield from leaves(value, f"{ATTRIBUTE}{prefix}{path}.{name}")
             for hook in _hooks(model):
@@ -375,13 +377,6 @@ def _version(tensor: Tensor) -> int:
 def _generators() -> dict[str, bytes]:
     """The states of the generators that are not torch's."""
     return {"Python's": pickle.dumps(random.getstate()), "NumPy's": pickle.dumps(np.random.get_state())}
-
-
-def _clear(tensor: Tensor, *, keep: bool) -> None:
-    if keep and tensor.grad is not None:
-        tensor.grad.detach().zero_()
-    else:
-        tensor.grad = None
 
 
 def _as_tensor(value: Any) -> Any:

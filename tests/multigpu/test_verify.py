@@ -3,22 +3,23 @@
 import contextlib
 import time
 from collections.abc import Iterator
-from functools import partial
 from itertools import groupby
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddpopt.cases import corpus
 from ddpopt.cases.case import Case
-from ddpopt.cases.corpus.draws import arrays, seeded
+from ddpopt.cases.corpus.ddp_rows import Linears
+from ddpopt.cases.corpus.draws import rows_case
 from ddpopt.judge.judge import judge
 from ddpopt.judge.judging import reference as reference_module
 from ddpopt.judge.judging.reference import Bench, Reference, Subject
 from ddpopt.judge.matrix import CASES
 from ddpopt.judge.modes import MODES, Mode, mode
+from ddpopt.judge.option_cases import CAPS
 from ddpopt.judge.options import OPTIONS, option
 from ddpopt.judge.runner import verify_here
 from ddpopt.judge.trainer import Option, Trainer
@@ -50,24 +51,13 @@ ALWAYS = (
 """The places of faults that are tried by day."""
 
 
-class Small(nn.Module):
-    """Two linear layers, each of which fills a bucket."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(SMALL_WIDTH, SMALL_WIDTH) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x).relu()
-        return x
-
-
-SMALL = Case(
-    name="small",
-    model=partial(seeded, Small),
-    inputs=partial(arrays, shape=(8, SMALL_WIDTH)),
-    about="the plain case, with buckets below DDP's default limits: judging takes less time",
+# the plain case, with buckets below DDP's default limits: judging takes less time
+SMALL = rows_case(
+    "small",
+    Linears,
+    layers=2,
+    dim=SMALL_WIDTH,
+    batch=8,
     ddp_kwargs={"bucket_cap_mb": SMALL_WIDTH**2 * 4 / 2**20},
 )
 
@@ -95,7 +85,7 @@ def eager(case: Case, under: str = "default", steps: int = STEPS, **limits: floa
 )
 def test_ddpopt_does_what_eager_ddp_does_under_every_option(under: Option, strategy: str) -> None:
     # what has caps of its own would put all of the small case into one bucket
-    with eager(PLAIN if under.without else SMALL, under.name) as reference:
+    with eager(PLAIN if CAPS & under.ddp_kwargs.keys() else SMALL, under.name) as reference:
         trial = judge(reference, mode(strategy), "aot_eager")
     assert (trial.status, trial.findings, trial.reason) == (Status.OK, (), "")
     assert "L3" in trial.levels
@@ -112,7 +102,7 @@ def test_an_option_that_needs_a_gpu_is_not_possible_without_and_says_so(name: st
 
 def each_mode() -> list[Any]:
     """Every mode; ways to fuse the all-reduces of the Python reducer, which take Inductor, at night."""
-    return [pytest.param(m, marks=pytest.mark.nightly if m.fuses else ()) for m in MODES]
+    return [pytest.param(m, marks=pytest.mark.nightly if m.fusion else ()) for m in MODES]
 
 
 def state_of_torch() -> tuple[Any, ...]:
@@ -132,7 +122,7 @@ def state_of_torch() -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("mode", each_mode(), ids=lambda mode: mode.name)
 def test_every_mode_is_right_about_a_plain_model_and_leaves_torch_as_it_was(mode: Mode) -> None:
-    backend = "inductor" if mode.fuses else "aot_eager"
+    backend = "inductor" if mode.fusion else "aot_eager"
     before = state_of_torch()
     with joined() as ranks:
         (trial,) = run_trials(ranks, [Asked(PLAIN, "default", (mode.name,))], Settings(backend), ())

@@ -4,26 +4,14 @@ import textwrap
 from collections.abc import Iterable
 from dataclasses import replace
 
+from ddpopt.judge import modes
 from ddpopt.judge.verdict import Finding, Location, Measured, Rung, SeenBucket, Status, Trial, Verdict
 
 ENVIRONMENT = {"torch": "2.13.0", "ddpopt": "0.1.0", "python": "3.11.2", "device": "cpu", "platform": "Linux"}
 BITWISE = "an aot_eager gradient equals eager's in every bit"
 ONCE = "every planned bucket is reduced exactly once per backward"
 STACK = 'rank 1 died with signal 9\nFile "model.py", line 7, in forward\n  return self.layer(x)'
-MODES = (
-    "eager",
-    "manual",
-    "torch",
-    "whole",
-    "python-reducer",
-    "python-reducer-concat",
-    "python-reducer-coalesced",
-    "ddpopt-split",
-    "ddpopt-inline",
-    "fully-shard",
-    "fsdp1",
-    "replicate",
-)
+MODES = tuple(mode.name for mode in modes.MODES)
 CASES = ("linears", "gpt", "tied", "batch_norm", "mixed_dtypes", "unused")
 
 BUCKETS = (
@@ -112,10 +100,10 @@ def all_kinds() -> Verdict:
     return verdict(ok_trial(), wrong_trial(), broken_trial(), impossible_trial(), location=location())
 
 
-def matrix(modes: Iterable[str] = MODES, options: int = 35, cases: Iterable[str] = CASES) -> Verdict:
+def matrix(names: Iterable[str] = MODES, options: int = 35, cases: Iterable[str] = CASES) -> Verdict:
     """As many trials as the largest verification has: wrong, broken and impossible ones among them."""
     named = [f"option_{index:02d}_with_a_name" for index in range(options)]
-    trials = (_sample(case, mode, option) for case in cases for option in named for mode in modes)
+    trials = (_sample(case, mode, option) for case in cases for option in named for mode in names)
     return verdict(*trials, target="matrix")
 
 
@@ -123,8 +111,9 @@ def _sample(case: str, mode: str, option: str) -> Trial:
     index = int(option.split("_")[1])
     if mode == "torch" and index % 11 == 0:
         return wrong_trial(case, mode, option)
-    if mode.startswith("python-reducer") and index % 7 == 1:
-        return replace(impossible_trial(case, mode, option), reason=f"{mode} has no such option")
+    if mode.startswith("python_reducer") and index % 7 == 1:
+        impossible = impossible_trial(case, mode, option)
+        return replace(impossible, backend="aot_eager", reason=f"{mode} has no such option")
     if (case, mode, index) == ("gpt", "replicate", 3):
         return broken_trial(case, mode, option)
     trial = ok_trial(case, mode, option)

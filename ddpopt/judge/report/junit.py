@@ -44,8 +44,7 @@ def junit_xml(verdict: Verdict) -> str:
 
 
 def _test(trial: Trial) -> TestCase:
-    backend = f", {trial.backend}" if trial.backend else ""
-    name = f"{trial.mode} / {trial.option}{backend}"
+    name = trial.name.removeprefix(f"{trial.case}: ")
     test = TestCase(_allowed(name), _allowed(trial.case), round(trial.seconds, 3))
     test.result = list(_results(trial))
     if trial.notes:

@@ -99,18 +99,14 @@ def overview(verdict: Verdict) -> Overview:
     trials = verdict.trials
     reasons = _reasons(trials)
     marks = {id(trial): reason.mark for reason in reasons for trial in reason.trials}
-    backends: dict[str, set[str]] = {}
-    for trial in trials:
-        backends.setdefault(trial.mode, set()).update([trial.backend] if trial.backend else [])
     down, apart = ("option", "case") if len({trial.option for trial in trials}) > 1 else ("case", "option")
     columns: dict[str, None] = {}
     grids: dict[str, dict[str, dict[str, Cell]]] = {}
     for trial in trials:
-        column = _column(trial, backends[trial.mode])
+        column = f"{trial.mode}, {trial.backend}" if trial.backend else trial.mode
         columns[column] = None
         row = grids.setdefault(getattr(trial, apart), {}).setdefault(getattr(trial, down), {})
-        if column not in row or row[column].mark == OK:  # of a trial that ran twice, the worse end
-            row[column] = Cell(marks.get(id(trial), OK), trial)
+        row[column] = Cell(marks.get(id(trial), OK), trial)
     return Overview(
         down,
         tuple(columns),
@@ -122,12 +118,6 @@ def overview(verdict: Verdict) -> Overview:
         ),
         reasons,
     )
-
-
-def _column(trial: Trial, backends: set[str]) -> str:
-    """A mode with its backend; a trial that knows none belongs to the only one that its mode has."""
-    backend = next(iter(backends)) if len(backends) == 1 else trial.backend
-    return f"{trial.mode}, {backend}" if backend else trial.mode
 
 
 def _reasons(trials: Iterable[Trial]) -> tuple[Reason, ...]:

@@ -22,13 +22,12 @@ class StatusLine:
 
     Args:
         first: what it says at first, in a terminal.
-        quiet_s: seconds between two lines where there is no terminal.
     """
 
-    def __init__(self, first: str, quiet_s: float = QUIET_S) -> None:
+    def __init__(self, first: str) -> None:
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._status = self._console.status(first) if self._console.is_terminal else None
-        self._pause_s = quiet_s if self._status is None else BUSY_S
+        self._pause_s = QUIET_S if self._status is None else BUSY_S
         self._said = time.monotonic()
 
     def __enter__(self) -> Self:

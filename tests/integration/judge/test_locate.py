@@ -12,12 +12,12 @@ from torch import distributed as dist
 
 from ddpopt.judge import locate as located
 from ddpopt.judge.locate import locate
-from ddpopt.judge.located import to_locate
 from ddpopt.judge.locating.known import Known, Trying
 from ddpopt.judge.locating.pieces import Piece
 from ddpopt.judge.locating.reproduction import Draft
 from ddpopt.judge.locating.rungs import Question, Stage, Symptom
 from ddpopt.judge.locating.scripting import Author
+from ddpopt.judge.runner import to_locate
 from ddpopt.judge.verdict import Finding, Location, Rung, Status, Trial, Verdict
 from ddpopt.ranks.failures import RankFailure
 

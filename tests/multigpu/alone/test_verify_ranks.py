@@ -12,13 +12,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from ddpopt.errors import InfrastructureError, UsageError
@@ -147,19 +145,6 @@ def test_a_script_without_a_main_guard_gets_each_ranks_value_and_rank_zeros_even
             "[1]",
         ],
     )
-
-
-@pytest.mark.nightly
-def test_launches_at_the_same_time_do_not_meet() -> None:
-    def task(ranks: Ranks, number: int) -> int:
-        total = torch.tensor([number])
-        for _ in range(20):
-            dist.all_reduce(total)
-        return int(total) // 2**20
-
-    with ThreadPoolExecutor(3) as pool:
-        values = pool.map(lambda number: launch(task, number, nproc=2, limit_s=AMPLE_S), (1, 2, 3))
-        assert [*values] == [[1, 1], [2, 2], [3, 3]]
 
 
 def test_arguments_that_make_no_sense_are_refused_before_anything_starts() -> None:
@@ -344,21 +329,6 @@ def test_a_rank_that_stalls_ends_at_its_limit_and_its_peer_shows_where_it_waits(
     assert f"in {stall.__name__}" in stalled.stack
     assert waiting.kind in ("stalled", "ended")  # whichever limit is first
     assert "in barrier" in waiting.stack
-
-
-def test_ranks_that_enter_different_collectives_end_at_their_limit_and_each_shows_its_own() -> None:
-    def task(ranks: Ranks) -> None:
-        with ranks.limited(SHORT_S, "the step"):
-            if ranks.rank == 1:
-                dist.recv(torch.ones(2), 0)
-            dist.all_reduce(torch.ones(2))
-
-    error = failing(task)
-    assert [failure.rank for failure in error.culprits] == [0, 1]
-    assert error.exit_code == 3
-    assert "in all_reduce" in error.failures[0].stack
-    assert "in recv" in error.failures[1].stack
-    assert "Compare the collectives in the stacks" in str(error)
 
 
 def test_a_stopped_process_cannot_keep_a_run_from_ending_at_its_limit() -> None:

@@ -117,7 +117,7 @@ def test_without_a_terminal_a_line_is_written_now_and_then_and_made_only_then(
         made.append(now)
         return f"at {now:g} [not markup] {'x' * 100}"
 
-    with StatusLine("at first", quiet_s=10) as shown:
+    with StatusLine("at first") as shown:
         for second in range(25):
             now = float(second)
             shown.show(line)

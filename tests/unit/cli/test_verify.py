@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from ddpopt.cli import app as cli
 from ddpopt.errors import InfrastructureError
-from ddpopt.judge.located import is_first
 from ddpopt.judge.matrix import CASES
 from ddpopt.judge.modes import MODES
 from ddpopt.judge.options import OPTIONS
+from ddpopt.judge.runner import is_first
 from ddpopt.judge.trials import Asked, Settings
 from ddpopt.judge.verdict import Location, Verdict
 from ddpopt.ranks.pool import Pool

@@ -1,4 +1,4 @@
-"""ddpopt.judge.attempts: ranks that fail are started anew, within one limit, and no trial is lost.
+"""ddpopt.judge.attempts: ranks that fail are started again, within one limit, and every trial gets a status.
 
 The ranks are played by functions that emit what ranks would.
 """
@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from ddpopt.errors import InfrastructureError
 from ddpopt.judge import attempts
 from ddpopt.judge.attempts import Attempts
 from ddpopt.judge.trials import Asked, Ended, Settings, Started
@@ -52,8 +51,17 @@ class Stage:
         next(self._plays)(on_event, self.clock)
 
 
-def failed(kind: Any = "died", signal: str = "SIGKILL") -> RanksFailed:
-    return RanksFailed([RankFailure(1, kind, "a trial", -9, signal)], 2)
+THREADS = """\
+Thread 0x01 (most recent call first):
+  File "/lib/threading.py", line 331 in wait
+Current thread 0x02 (most recent call first):
+  File "/lib/reduce.py", line 7 in send
+"""
+KILLED = RanksFailed([RankFailure(1, "died", "a trial", -9, "SIGKILL")], 2)
+CRASHED = RanksFailed([RankFailure(0, "died", "a trial", -11, "SIGSEGV", stack=THREADS)], 2)
+RAISED = RanksFailed([RankFailure(1, "raised", "a trial", 1, stack="ValueError: no")], 2)
+SLOW = '  File "/home/me/slow.py", line 3 in f'
+STALLED = RanksFailed([RankFailure(1, "stalled", "a trial", 1, stack=SLOW)], 2)
 
 
 def judges(*indices: int) -> Play:
@@ -65,31 +73,23 @@ def judges(*indices: int) -> Play:
     return play
 
 
-def dies_in_eager(index: int, *judged: int) -> Play:
+def fails(failure: RanksFailed, index: int, *judged: int, mode: str = "", after_s: float = 10) -> Play:
     def play(emit: Emit, clock: Clock) -> None:
         judges(*judged)(emit, clock)
-        emit(Started(index, CASES[index], "join", ""))
-        clock.now += 10
-        raise failed()
+        emit(Started(index, f"case {CASES[index]}", "join", mode))
+        clock.now += after_s
+        raise failure
 
     return play
 
 
-def stalls(emit: Emit, clock: Clock) -> None:
-    judges(0)(emit, clock)
-    emit(Started(1, "b", "join", ""))
-    clock.now += 30
-    raise failed("stalled", "")
-
-
 def attempt(
     monkeypatch: pytest.MonkeyPatch, *plays: Play, limit_s: float = 3600
-) -> tuple[Stage, list[Status]]:
+) -> tuple[Stage, tuple[Trial, ...]]:
     stage = Stage(plays)
     monkeypatch.setattr(attempts, "launch", stage.launch)
     monkeypatch.setattr(attempts, "time", stage.clock)
-    trials = Attempts(ASKED, Settings("eager"), lambda _: None).run(2, limit_s, None)
-    return stage, [trial.status for trial in trials]
+    return stage, Attempts(ASKED, Settings("eager"), lambda _: None).run(2, limit_s, None)
 
 
 OK, LOST, BROKEN = Status.OK, Status.NOT_POSSIBLE, Status.BROKEN
@@ -99,22 +99,22 @@ OK, LOST, BROKEN = Status.OK, Status.NOT_POSSIBLE, Status.BROKEN
     ("plays", "limit_s", "statuses", "limits", "done"),
     [
         pytest.param(
-            (dies_in_eager(0), judges(1, 2, 3, 4)),
+            (fails(KILLED, 0), judges(1, 2, 3, 4)),
             *(30, [LOST, OK, OK, OK, OK], [30, 20], [(), (0,)]),
             id="eager that dies on one case is tried on the next",
         ),
         pytest.param(
-            (dies_in_eager(0), dies_in_eager(3, 1, 2), judges(4)),
+            (fails(KILLED, 0), fails(KILLED, 3, 1, 2), judges(4)),
             *(30, [LOST, OK, OK, LOST, OK], [30, 20, 10], [(), (0,), (0, 1, 2, 3)]),
             id="one limit counts for all starts",
         ),
         pytest.param(
-            (dies_in_eager(0),),
+            (fails(KILLED, 0),),
             *(10, [LOST, *[BROKEN] * 4], [10], [()]),
             id="a rank that dies as the limit passes is still what broke its trial",
         ),
         pytest.param(
-            (stalls,),
+            (fails(STALLED, 1, 0, after_s=30),),
             *(30, [OK, *[BROKEN] * 4], [30], [()]),
             id="a run whose limit passes is not started again",
         ),
@@ -128,21 +128,58 @@ def test_ranks_that_fail_are_started_again_within_one_limit(
     done: list[tuple[int, ...]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stage, found = attempt(monkeypatch, *plays, limit_s=limit_s)
-    assert (found, stage.limits, stage.done) == (statuses, limits, done)
+    stage, trials = attempt(monkeypatch, *plays, limit_s=limit_s)
+    assert ([trial.status for trial in trials], stage.limits, stage.done) == (statuses, limits, done)
 
 
-@pytest.mark.parametrize("before", [(), (dies_in_eager(0),)])
+EAGER_STALLED = (
+    'eager DDP did not come to an end, on case b: rank 1 stalled, in slow.py", line 3 in f. '
+    "If it is only slow, raise --timeout."
+)
+AGAIN = 'not tried again: on case b rank 0 died (SIGSEGV), in reduce.py", line 7 in send'
+
+
+@pytest.mark.parametrize(
+    ("failure", "mode", "lost"),
+    [
+        (
+            KILLED,
+            "",
+            dict.fromkeys((1, 2), (LOST, "eager DDP itself fails here, on case b: rank 1 died (SIGKILL)")),
+        ),
+        (STALLED, "", dict.fromkeys((1, 2), (BROKEN, EAGER_STALLED))),
+        (CRASHED, "torch", {1: (BROKEN, str(CRASHED)), 3: (BROKEN, AGAIN), 4: (BROKEN, AGAIN)}),
+        (RAISED, "torch", {1: (Status.WRONG, "")}),
+    ],
+    ids=["eager dies", "eager stalls", "a mode dies", "a mode raises"],
+)
+def test_a_failure_takes_its_trial_and_what_would_fail_as_well(
+    failure: RanksFailed, mode: str, lost: dict[int, tuple[Status, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = [index for index in range(1, 5) if index not in lost]
+    _, trials = attempt(monkeypatch, fails(failure, 1, 0, mode=mode), judges(*others))
+    told = {index: (trial.status, trial.reason) for index, trial in enumerate(trials)}
+    assert told == dict.fromkeys((0, *others), (OK, "")) | lost
+    assert trials[1].case == "case b"
+    assert [finding.message for finding in trials[1].findings] == [str(failure)] * (failure is RAISED)
+
+
+def test_what_a_run_had_no_time_for_is_broken_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, trials = attempt(monkeypatch, fails(STALLED, 1, 0, mode="torch", after_s=90), limit_s=90)
+    assert trials[1].reason.startswith(
+        "the limit of the whole run passed meanwhile: expected a value from each"
+    )
+    assert {trial.reason for trial in trials[2:]} == {
+        "not tried: the limit of the whole run, 90 s, had passed. Raise it, or ask for less."
+    }
+
+
+@pytest.mark.parametrize("before", [(), (fails(KILLED, 0),)])
 def test_a_failure_before_any_trial_is_nobodys(
     before: tuple[Play, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def dies(emit: Emit, clock: Clock) -> None:
-        raise failed()
+        raise KILLED
 
     with pytest.raises(RanksFailed, match="died of SIGKILL"):
         attempt(monkeypatch, *before, dies)
-
-
-def test_ranks_that_judge_nothing_are_not_started_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InfrastructureError, match="ended without judging anything"):
-        attempt(monkeypatch, judges())

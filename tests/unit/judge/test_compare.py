@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import permutations
 
 import pytest
 import torch
@@ -70,18 +69,16 @@ def sum_over(parts: list[Tensor]) -> Sum:
     return Sum(total, magnitude, len(parts), terms)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_every_order_of_summation_is_within_the_bound(dtype: torch.dtype, ranks: int) -> None:
-    parts = [drawn(seed, 50, dtype=dtype) for seed in range(ranks)]
-    for order in permutations(range(ranks)):
-        assert communication(mean_over_ranks(parts, order), sum_over(parts)).right
-
-
-@given(st.integers(1, 6), st.integers(0, 2**20), st.sampled_from([1.0, 1e-30, 1e-40, 1e20]))
-def test_sums_of_any_size_are_within_the_bound(ranks: int, seed: int, scale: float) -> None:
-    parts = [drawn(seed + rank, 20) * scale for rank in range(ranks)]
-    assert communication(mean_over_ranks(parts, tuple(range(ranks))), sum_over(parts)).right
+@given(st.data(), st.integers(1, 5), st.sampled_from(DTYPES), st.sampled_from([1.0, 1e-30, 1e-40, 1e20]))
+def test_sums_of_any_size_are_within_the_bound_in_every_order(
+    data: st.DataObject, ranks: int, dtype: torch.dtype, scale: float
+) -> None:
+    seed = data.draw(st.integers(0, 2**20))
+    # in half precision the scale would leave nothing but zeros or infinity
+    size = scale if dtype in (torch.float32, torch.float64) else 1.0
+    parts = [drawn(seed + rank, 20, dtype=dtype) * size for rank in range(ranks)]
+    order = tuple(data.draw(st.permutations(range(ranks))))
+    assert communication(mean_over_ranks(parts, order), sum_over(parts)).right
 
 
 @pytest.mark.parametrize(

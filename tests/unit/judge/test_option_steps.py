@@ -24,11 +24,7 @@ def ranks() -> Iterator[Ranks]:
         yield ranks
 
 
-def run_eager(name: str, ranks: Ranks) -> Record:
-    return run(name, ranks, "eager", None)
-
-
-def run(name: str, ranks: Ranks, how: str, backend: str | None) -> Record:
+def run(name: str, ranks: Ranks, how: str = "eager", backend: str | None = None) -> Record:
     bench = Bench(Subject(CASES[0], option(name), 3, ranks.device), ranks)
     record = bench.run(mode(how), backend)
     bench.close()
@@ -43,7 +39,7 @@ def test_what_a_run_sends_it_sends_in_a_group_of_its_own(name: str, sent: str, r
     launches: list[Launch] = []
     c10d: Any = dist  # torch does not mark its re-exports
     with LaunchMode(launches.append, lambda: None):
-        record = run_eager(name, ranks)
+        record = run(name, ranks)
     assert str(c10d.group.WORLD.group_name) not in {launch.group for launch in launches}
     assert sent in {collective.op for collective in record.collectives}
 
@@ -52,9 +48,9 @@ def test_the_group_that_training_went_on_with_is_given_back_and_that_of_powersgd
     ranks: Ranks,
 ) -> None:
     groups, kept = len(dist.distributed_c10d._world.pg_map), len(KEPT)
-    run_eager("new_group", ranks)
+    run("new_group", ranks)
     assert (len(dist.distributed_c10d._world.pg_map), len(KEPT)) == (groups, kept)
-    run_eager("hook_powersgd", ranks)
+    run("hook_powersgd", ranks)
     assert len(KEPT) == kept + 1
 
 

@@ -2,17 +2,19 @@
 
 from dataclasses import replace
 
-from expecttest import assert_expected_inline
 from junitparser import Error, Failure, JUnitXml, Skipped, TestSuite
 
 from ddpopt.judge.report.junit import junit_xml
+from ddpopt.judge.report.wording import sentence
 from ddpopt.judge.verdict import Verdict
 from tests.unit.verdicts import (
+    BITWISE,
     CASES,
+    ENVIRONMENT,
+    ONCE,
     STACK,
     all_kinds,
     broken_trial,
-    folded,
     impossible_trial,
     matrix,
     verdict,
@@ -26,34 +28,18 @@ def suites(made: Verdict) -> list[TestSuite]:
     return list(document)
 
 
-def test_one_wrong_trial() -> None:
-    assert_expected_inline(
-        folded(junit_xml(verdict(wrong_trial())).replace("><", ">\n<")),
-        """\
-<?xml version="1.0" encoding="UTF-8"?>
-<testsuites name="pkg.module:model" tests="1" failures="1" errors="0" skipped="0" time="1.25">
-<testsuite name="pkg.module:model" tests="1" errors="0" failures="1" skipped="0" time="1.25">
-<properties>
-<property name="world_size" value="2" />
-<property name="torch" value="2.13.0" />
-<property name="ddpopt" value="0.1.0" />
-<property name="python" value="3.11.2" />
-<property name="device" value="cpu" />
-<property name="platform" value="Linux" />
-</properties>
-<testcase name="ddpopt-split / default, aot_eager" classname="pkg.module:model" time="1.25">
-<failure message="L0 bitwise: an aot_eager gradient equals eager's in every bit: layers.0.weight:
-    expected eager's gradient, got one that is 512 ULPs away at [3, 4] (bucket 1, rank 1, step 2)
-    (and 1 more)" type="L0 L3">L0 bitwise: an aot_eager gradient equals eager's in every bit:
-    layers.0.weight: expected eager's gradient, got one that is 512 ULPs away at [3, 4] (bucket 1,
-    rank 1, step 2)
-L3 structure: every planned bucket is reduced exactly once per backward: bucket 1 was reduced 2
-    times in step 2 of rank 0, expected 1</failure>
-<system-out>L2 needs Inductor, so it was not applied</system-out>
-</testcase>
-</testsuite>
-</testsuites>""",
-    )
+def test_a_wrong_trial_has_its_findings_in_one_failure_and_what_was_known_with_it() -> None:
+    (suite,) = suites(verdict(wrong_trial()))
+    properties = suite.properties()  # type: ignore[no-untyped-call]  # of junitparser
+    assert {entry.name: entry.value for entry in properties} == {"world_size": "2", **ENVIRONMENT}
+    (test,) = suite
+    assert (test.name, test.time) == ("ddpopt-split / default, aot_eager", 1.25)
+    assert test.system_out == "L2 needs Inductor, so it was not applied"
+    ((failure,),) = [[*test.result]]
+    first, second = failure.text.splitlines()
+    assert first == f"L0 bitwise: {BITWISE}: {sentence(wrong_trial().findings[0])}"
+    assert second.startswith(f"L3 structure: {ONCE}: bucket 1 was reduced 2 times")
+    assert (failure.type, failure.message) == ("L0 L3", f"{first} (and 1 more)")
 
 
 def test_there_is_a_suite_for_each_case_and_a_test_for_each_trial() -> None:

@@ -7,7 +7,7 @@ from expecttest import assert_expected_inline
 
 from ddpopt.explanation.tables import WIDTH
 from ddpopt.judge.report.text import LINES, verdict_text
-from ddpopt.judge.report.wording import headline, number, sentence, share, worst_first
+from ddpopt.judge.report.wording import headline, sentence, share, worst_first
 from ddpopt.judge.verdict import Finding, Measured, Verdict
 from tests.unit.verdicts import (
     CASES,
@@ -84,7 +84,7 @@ WRONG: pkg.module:model on 2 ranks: 2 findings; 1 trial wrong""",
 
 def test_trials_of_every_kind() -> None:
     assert_expected_inline(
-        verdict_text(all_kinds()),
+        verdict_text(replace(all_kinds(), location=None)),
         """\
 torch 2.13.0; ddpopt 0.1.0; python 3.11.2; device cpu; platform Linux
 
@@ -124,42 +124,9 @@ n1: not possible, 1 trial
 notes
   - L2 needs Inductor, so it was not applied (2 trials)
 
-where it goes wrong
-tried              result   seen
------------------------------------------------------
-eager, DDP         agrees
-aot_eager, no DDP  agrees
-aot_eager, DDP     DIFFERS  layers.0.weight, 512 ULPs
-The lowest layer that is wrong: what ddpopt does around the compiled code.
-The smallest set of compiled segments that shows it:
-  - graph 0, segment 1: linear, relu
-Script: repro_linears.py (run in a fresh interpreter, it shows the difference)
-
 WRONG: pkg.module:model on 2 ranks: 2 findings; of 4 trials 1 ok, 1 wrong, 1 not
   possible, 1 broken""",
     )
-
-
-def test_modes_by_options_by_cases() -> None:
-    text = verdict_text(matrix(MODES[:3], options=2, cases=CASES[:2]))
-    assert_expected_inline(
-        text[text.index("case linears") : text.index("W1:")].strip(),
-        """\
-case linears
-option                  a   b   c
----------------------------------
-option_00_with_a_name  ok  ok  W1
-option_01_with_a_name  ok  ok  ok
-
-case gpt
-option                  a   b   c
----------------------------------
-option_00_with_a_name  ok  ok  W1
-option_01_with_a_name  ok  ok  ok
-
-W wrong, with the number of the reason below; . did not run""",
-    )
-    assert "    - and 2 findings more, all in the JSON" in text
 
 
 @pytest.mark.parametrize("made", EVERY)
@@ -168,11 +135,6 @@ def test_every_line_fits_and_the_last_paragraph_is_the_verdict(made: Verdict) ->
     assert max(map(len, text.splitlines())) <= WIDTH
     assert text.isascii()
     assert " ".join(text.split("\n\n")[-1].split()) == headline(made)
-
-
-def test_2520_trials_take_few_lines() -> None:
-    lines = verdict_text(matrix()).splitlines()
-    assert len(lines) < 6 * (35 + 5) + 60
 
 
 def test_what_is_equal_in_every_bit_is_said_so() -> None:
@@ -187,7 +149,8 @@ def test_lines_of_a_reason_and_findings_that_are_left_out_are_counted() -> None:
     assert f"line {LINES}\n  ... 6 lines more, all in the JSON" in text
     many = replace(wrong_trial(), findings=wrong_trial().findings[:1] * 30)
     assert "and 22 findings more, all in the JSON" in verdict_text(verdict(many))
-    assert "and 29 findings more, all in the JSON" in verdict_text(verdict(many, ok_trial()))
+    assert "    - and 29 findings more, all in the JSON" in verdict_text(verdict(many, ok_trial()))
+    assert len(verdict_text(matrix()).splitlines()) < 6 * (35 + 5) + 60
 
 
 def test_a_script_that_shows_nothing_is_not_praised_and_where_there_is_none_the_text_says_why() -> None:
@@ -225,8 +188,3 @@ def test_the_worst_error_is_the_one_that_takes_most_of_its_bound() -> None:
     assert [share(entry) for entry in entries] == [0.9, 0.1, 0.0, inf, inf]
     ties = [at("b", 1, 1), at("a", 1, 1), at("c", 1, 1, ulps=nan)]
     assert [entry.parameter for entry in worst_first(ties)] == ["c", "a", "b"]
-
-
-def test_figures_are_short() -> None:
-    values = [None, 0.0, 3.0, 999999.0, 1e6, 0.1234567, float("inf"), float("-inf"), float("nan")]
-    assert list(map(number, values)) == ["-", "0", "3", "999999", "1e+06", "0.123", "inf", "-inf", "nan"]

@@ -92,18 +92,3 @@ File "model.py", line 7, in forward
   pkg.module:model: eager / mixed: not possible: eager itself cannot: RuntimeError: cpu backend
     doesn't support events""",
     )
-
-
-@pytest.mark.parametrize(
-    ("trials", "words"), [((ok_trial(), broken_trial()), "rank 1 died with signal 9"), ((), "on 2 ranks")]
-)
-def test_requiring_a_verdict_that_judged_nothing_raises_what_broke(
-    trials: tuple[Trial, ...], words: str
-) -> None:
-    with pytest.raises(InfrastructureError, match=words):
-        verdict(*trials).require()
-
-
-def test_a_name_leaves_out_a_backend_that_there_is_not() -> None:
-    assert ok_trial().name == "pkg.module:model: ddpopt-inline / default, aot_eager"
-    assert impossible_trial().name == "pkg.module:model: eager / mixed"
