@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ddpopt.judge.locating.pieces import Piece
+from ddpopt.judge.locating.pieces import EVERYTHING, Part
 from ddpopt.judge.locating.rungs import Stage, Symptom
 from ddpopt.judge.locating.segment_code import Code
 from ddpopt.judge.verdict import Rung
 from ddpopt.ranks.failures import RankFailure
-
-Choice = tuple[Piece, ...] | None
-"""What is compiled of a model; None for all of it."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +20,12 @@ class Trying:
 
     Attributes:
         stage: which.
-        chosen: what of it is compiled.
+        part: what of it is compiled.
         exact: whether it is compared bit by bit; None while the ladder is climbed.
     """
 
     stage: Stage
-    chosen: Choice = None
+    part: Part = EVERYTHING
     exact: bool | None = None
 
 
@@ -80,7 +77,7 @@ class Known:
         stage: the lowest that disagrees; None while the ladder is climbed.
         symptom: how it does.
         trying: what is being tried.
-        choices: how that stage disagreed with each choice of pieces, compared bit by bit or not.
+        symptoms: how that stage disagreed with each part compiled, compared bit by bit or not.
         blamed: what has to be compiled for it.
         notes: what a reader should know.
     """
@@ -89,7 +86,7 @@ class Known:
     stage: Stage | None = None
     symptom: Symptom | None = None
     trying: Trying | None = None
-    choices: dict[tuple[Choice, bool], Symptom | None] = field(default_factory=dict)
+    symptoms: dict[tuple[Part, bool], Symptom | None] = field(default_factory=dict)
     blamed: Blamed | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -121,7 +118,7 @@ class Known:
         if tried.exact is None:
             self.rungs.append(Rung(tried.stage.name, agrees=False, detail=how))
             self.stage, self.symptom = tried.stage, symptom
-        self.choices[tried.chosen, bool(tried.exact)] = symptom
+        self.symptoms[tried.part, bool(tried.exact)] = symptom
         return True
 
 
