@@ -58,14 +58,9 @@ class Blamed:
         return self.symptom.how if self.symptom is not None and self.kind == "died" else ""
 
     @property
-    def crashes(self) -> bool:
-        """Whether there are no numbers to compare."""
-        return self.kind in ("died", "run")
-
-    @property
     def samples(self) -> bool:
         """Whether numbers are compared that rounding may change."""
-        return not self.exact and not self.crashes
+        return not self.exact and self.kind not in ("died", "run")
 
 
 @dataclass

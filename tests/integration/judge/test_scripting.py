@@ -53,6 +53,9 @@ def test_every_script_is_a_program_that_says_how_to_run_it(tmp_path: Path) -> No
     drafts += author(tmp_path, "scaling_tanh", rank=1).drafts(Stage("torch", "scaling_tanh", 2), Blamed(()))
     for draft in drafts:
         compile(draft.text, "shown.py", "exec")
+        assert ("from ddpopt" in draft.text) == ("without ddpopt" not in draft.kind)
+        registers = draft.text.index(f"import {MODULE}  # registers the backend")
+        assert draft.text.index("sys.path.insert") < registers
         command = "python" if draft.ranks == 1 else "torchrun --nproc-per-node 2"
         assert f"Run it with '{command} shown.py'.\n" in draft.text
         assert max(map(len, draft.text.splitlines())) <= 110
@@ -63,16 +66,6 @@ def test_every_script_is_a_program_that_says_how_to_run_it(tmp_path: Path) -> No
         "the model under DDP, without ddpopt",
         "the data-parallel step",
     ]
-
-
-def test_a_segment_comes_without_ddpopt_and_brings_what_registers_its_backend(tmp_path: Path) -> None:
-    blamed = segment(torch.ones(2, 3))
-    draft = author(tmp_path, "scaling_tanh").drafts(Stage("local", "scaling_tanh"), blamed)[0]
-    assert "import ddpopt" not in draft.text
-    assert "from ddpopt" not in draft.text
-    assert f"import {MODULE}  # registers the backend" in draft.text
-    assert draft.text.index("sys.path.insert") < draft.text.index(f"import {MODULE}")
-    assert draft.tensors == {}
 
 
 def test_a_segment_that_needs_it_is_tried_with_the_module_of_the_target_too(tmp_path: Path) -> None:
@@ -88,15 +81,6 @@ def test_arguments_that_cannot_be_drawn_are_saved_beside_the_script(tmp_path: Pa
     drafts = author(tmp_path, "aot_eager").drafts(Stage("local", "aot_eager"), segment(sparse))
     assert list(drafts[0].tensors) == ["x"]
     assert "rand_strided(" not in drafts[0].text
-
-
-def test_a_case_is_found_by_ddpopt_and_a_factory_without(tmp_path: Path) -> None:
-    stage = Stage("local", "aot_eager")
-    of_factory = author(tmp_path, "aot_eager").drafts(stage, Blamed(()))[0].text
-    of_case = author(tmp_path, "aot_eager", f"{MODULE}:CUT").drafts(stage, Blamed(()))[0].text
-    assert f"from {MODULE} import stages as factory\n" in of_factory
-    assert "ddpopt.testing" not in of_factory
-    assert f"CASE = resolve('{MODULE}:CUT')\n" in of_case
 
 
 def test_the_segment_shows_the_difference_in_a_fresh_interpreter_that_never_loads_ddpopt(
