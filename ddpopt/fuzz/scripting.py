@@ -14,7 +14,7 @@ import torch
 from ddpopt.fuzz.cases import FoundCase, write_whole
 from ddpopt.judge.judge import EXACT
 from ddpopt.judge.locating.reproduction import REACHED, command_of
-from ddpopt.judge.locating.scripting import factors, grouped, rendered
+from ddpopt.judge.locating.scripting import factors, rendered
 from ddpopt.judge.training import LEARNING_RATE
 
 FIRST_BUCKET_BYTES = 2**20
@@ -66,7 +66,10 @@ def script_of(case: FoundCase, name: str) -> str:
         "death": case.signature.what if kind == "death" else "",
         "reached": REACHED,
         "symptom": symptom,
-        "imports": grouped({*imports, *_imports(symptom, alone, samples, case.setting.nproc)}),
+        "imports": sorted(
+            {*imports, *_imports(symptom, alone, samples, case.setting.nproc)},
+            key=lambda line: (line.startswith("from"), line),
+        ),
         "limit": cap if limit and cap < FIRST_BUCKET_BYTES else 0,
         "source": definitions,
         "steps": case.setting.steps,
@@ -80,7 +83,6 @@ def script_of(case: FoundCase, name: str) -> str:
             "dtype": "",
             "exact": not samples,
             "samples": samples,
-            "tells_floats": samples,
             **factors(),
         }
     else:

@@ -10,17 +10,17 @@ from dataclasses import replace
 
 import torch
 
-from ddpopt.judge.compare import Difference, bitwise, communication
+from ddpopt.judge.compare import Difference, bitwise, communication, dense
 from ddpopt.judge.judging.arithmetic import arithmetic
-from ddpopt.judge.judging.numbers import BUFFER, LOSS, Kind, Number, pairs
-from ddpopt.judge.judging.probe import probe
+from ddpopt.judge.judging.numbers import BUFFER, LOSS, Kind, Number, Rules, pairs
 from ddpopt.judge.judging.reassociation import reassociated, together
 from ddpopt.judge.judging.record import Record, buckets_of
 from ddpopt.judge.judging.reference import Reference
-from ddpopt.judge.judging.rules import Rules
 from ddpopt.judge.judging.sheet import Sheet
 from ddpopt.judge.modes import Mode
+from ddpopt.judge.parallel import Gradients
 from ddpopt.judge.training import updated
+from ddpopt.judge.verdict import Finding
 
 OTHER_BUFFERS = "not compared but on the first rank, for only DDP broadcasts buffers"
 OTHER_LAYOUT = (
@@ -102,8 +102,37 @@ class Ladder:
             for level in rules.levels(number.kind, number.name):
                 sheet.add(level, number.step, number.name, self._compared(level, number, record))
         if record.local is not None:
-            probe(self.reference, record, rules, sheet)
+            self._probe(record, record.local, rules, sheet)
         return sheet
+
+    def _probe(self, record: Record, local: Gradients, rules: Rules, sheet: Sheet) -> None:
+        """Judge the last step by one more, from the same state, that nothing reduced.
+
+        What the mode reduced is compared with the mean of the mode's own gradients, so that nothing that
+        compiled code computes otherwise can hide what communication does; and these with what the model
+        alone computes in eager. What eager does not reproduce says nothing when computed once more.
+        """
+        step, reference = len(record.steps) - 1, self.reference
+        sums = reference.bench.sums(local, record.steps[step].state)
+        eager = reference.eager.steps[step].gradients
+        for name, got in record.steps[step].gradients.items():
+            if got is None or name not in sums or name in rules.unstable | rules.ignored:
+                continue
+            if dense(got).shape == sums[name].total.shape:  # else the structure says so
+                compared = communication(got, sums[name], self.option.comm_dtype, eager.get(name))
+                sheet.add("L1", step, name, compared)
+        if reference.alone is None or not rules.exact:
+            return
+        for name, got in local.items():
+            wanted = reference.alone.steps[step].gradients.get(name)
+            if got is None or wanted is None:
+                if got is not wanted:
+                    message = f"under no_sync the gradient of {name} is there on one side only"
+                    sheet.findings.append(
+                        Finding("L3", "no_sync as in eager", message, sheet.rank, step, name)
+                    )
+            elif name not in rules.unstable | rules.excused and dense(got).shape == dense(wanted).shape:
+                sheet.add("L0", step, name, bitwise(got, wanted))
 
     def _remark(self, sheet: Sheet) -> None:
         """Say what eager does, and what therefore is not asked."""

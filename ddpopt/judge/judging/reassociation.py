@@ -194,27 +194,16 @@ def _repeated(gm: fx.GraphModule) -> list[str]:
 
 
 def _dependent(graph: fx.Graph, uses: Sequence[ParamUse], moved: Sequence[str]) -> set[str]:
-    """The parameters read on the way to a value, or that are the value."""
-    ahead: dict[fx.Node, None] = {}
-    pending = [node for node in graph.nodes if node.name in moved]
-    own = [node for node in pending if node.op in ("placeholder", "get_attr")]
-    writers = _writers(graph)
-    while pending:
-        node = pending.pop()
-        if node not in ahead:
-            ahead[node] = None
-            pending += node.all_input_nodes
-            pending += [writer for storage in storages(node) for writer in writers.get(storage, ())]
+    """The parameters read on the way to a value, by what writes to its memory too, or that are the value."""
+    found = [node for node in graph.nodes if node.name in moved]
+    ahead = dict.fromkeys(found)
+    memory = {storage for node in found for storage in storages(node)}
+    for node in reversed(graph.nodes):
+        written = {storage for source in mutated_inputs(node) for storage in storages(source)}
+        if node in ahead or not memory.isdisjoint(written):
+            ahead |= dict.fromkeys([node, *node.all_input_nodes])
+            memory.update(storage for source in node.all_input_nodes for storage in storages(source))
+    own = [user for node in found if node.op in ("placeholder", "get_attr") for user in node.users]
     places = {node: place for place, node in enumerate(body_nodes(graph))}
-    readers = {places[node] for node in ahead if node in places}
-    readers |= {places[user] for node in own for user in node.users if user in places}
+    readers = {places[node] for node in [*ahead, *own] if node in places}
     return {use.spec.name for use in uses if readers.intersection(use.readers)}
-
-
-def _writers(graph: fx.Graph) -> dict[int, list[fx.Node]]:
-    """The nodes that write to each storage."""
-    found: dict[int, list[fx.Node]] = {}
-    for node in graph.nodes:
-        for storage in dict.fromkeys(s for source in mutated_inputs(node) for s in storages(source)):
-            found.setdefault(storage, []).append(node)
-    return found

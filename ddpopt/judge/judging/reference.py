@@ -20,22 +20,28 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddpopt.cases.case import Case
 from ddpopt.judge.compare import Sum, bitwise, contribution, dense, exact
 from ddpopt.judge.judging.arithmetic import Arithmetic
-from ddpopt.judge.judging.autocasting import autocast_dtypes, coarsest
 from ddpopt.judge.judging.evidence import Peer, peer_of
 from ddpopt.judge.judging.failing import Failure, failure_of, stalled, told
 from ddpopt.judge.judging.numbers import BUFFER, is_rounded, left_behind, plain
 from ddpopt.judge.judging.record import Record, Step
-from ddpopt.judge.judging.rounding import SAMPLES, Lesson, perturbed, perturbed_state, widened
-from ddpopt.judge.judging.seen_buffers import SeenBuffers
+from ddpopt.judge.judging.rounding import (
+    SAMPLES,
+    autocast_dtypes,
+    coarsest,
+    learned,
+    perturbed,
+    perturbed_state,
+    widened,
+)
 from ddpopt.judge.modes import LOCAL, Mode, mode
 from ddpopt.judge.option_cases import in_dtype
 from ddpopt.judge.parallel import Gradients, Named
-from ddpopt.judge.trainer import Option, Place
+from ddpopt.judge.trainer import Option, Place, Trainer
 from ddpopt.judge.training import Course, train, updated
 from ddpopt.ranks.group import Ranks
 
@@ -207,6 +213,40 @@ def _letting_go() -> Iterator[None]:
         timer.cancel()
 
 
+class SeenBuffers:
+    """The buffers that each forward of a run saw, for a run of the model alone to see the same.
+
+    DDP broadcasts the first rank's buffers before a forward, when it thinks fit. Another rank's model alone
+    computes what DDP reduces only if it reads those. A run that has more forwards than the one that it
+    follows keeps its own buffers there.
+    """
+
+    def __init__(self) -> None:
+        self._seen: list[list[Named]] = []
+
+    def remember(self, trainer: Trainer) -> None:
+        """Note what the forwards of a run see from now on; for `ddpopt.judge.training.Course.tamper`."""
+        self._seen = [[] for _ in trainer.models]
+        for parallel, seen in zip(trainer.models, self._seen, strict=True):
+            parallel.model.register_forward_pre_hook(functools.partial(_note, seen))
+
+    def show(self, trainer: Trainer) -> None:
+        """Have the forwards of a run see what those of the remembered one saw."""
+        for parallel, seen in zip(trainer.models, self._seen, strict=True):
+            parallel.model.register_forward_pre_hook(functools.partial(_set, iter(seen)))
+
+
+def _note(seen: list[Named], model: nn.Module, _: object) -> None:
+    seen.append({name: buffer.detach().clone() for name, buffer in model.named_buffers()})
+
+
+def _set(left: Iterator[Named], model: nn.Module, _: object) -> None:
+    known: Named = next(left, {})
+    for name, buffer in model.named_buffers():
+        if name in known:
+            buffer.detach().copy_(known[name])
+
+
 class Reference:
     """Eager DDP's run of a subject, and all that is derived from it.
 
@@ -275,8 +315,9 @@ class Reference:
                 runs.append(run)
         follow = [widened(state) for state in eager.starts]
         truth = bench.run(mode("eager"), None, case=in_dtype(case, torch.float64), follow=follow)
-        lesson = Lesson(runs, truth, self.sums, option.comm_dtype, self.unstable, self.written)
-        return lesson.learned()
+        return learned(
+            runs, truth, self.sums, option.comm_dtype, unstable=self.unstable, written=self.written
+        )
 
 
 def _changed(eager: Record, again: Record) -> set[str]:

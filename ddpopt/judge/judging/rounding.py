@@ -1,18 +1,24 @@
 """What eager's rounding does to each number of a step, learned from eager runs on neighbouring data.
 
+Data are moved by a unit of the dtype that is computed in. Where a model opens autocast itself, that is the
+dtype of autocast: operands are rounded to it before an operation, and a compiler may leave out roundings that
+cancel.
+
 Invariant: no datum is moved further than to the next number of the dtype that it is computed in, and zeros
 stay zeros: `ddpopt.judge.judging.arithmetic.arithmetic_of` says why such a run is as right as the first.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from ddpopt.cases.case import Case
@@ -22,9 +28,11 @@ from ddpopt.judge.judging.numbers import Kind, is_rounded, left_behind, plain
 from ddpopt.judge.judging.record import Record
 from ddpopt.judge.option_cases import cast
 from ddpopt.judge.parallel import Named
+from ddpopt.judge.trainer import on_device
 
 SAMPLES = 8
 """Eager steps from which eager's rounding is learned: one as it is, the others perturbed."""
+DEVICES = ("cpu", "cuda")
 INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
 
@@ -99,54 +107,98 @@ def widened(state: Named) -> Named:
     return {name: cast(tensor, torch.float64) for name, tensor in state.items()}
 
 
-@dataclass(frozen=True)
-class Lesson:
-    """Runs of eager, and what is known of them beforehand.
+class _Watching(TorchFunctionMode):
+    """Notes the dtype of the autocast that each function is called under."""
 
-    Attributes:
-        runs: eager's own, then those on neighbouring data.
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        self.dtypes.update(torch.get_autocast_dtype(d) for d in DEVICES if torch.is_autocast_enabled(d))
+        return func(*args, **(kwargs or {}))
+
+
+def autocast_dtypes(case: Case, rank: int, device: torch.device) -> set[torch.dtype]:
+    """The dtypes of autocast in one forward of a case.
+
+    Args:
+        case: the case.
+        rank: whose inputs to use.
+        device: where to run it.
+
+    Returns:
+        Those that were seen; of a forward that fails alone, those up to there.
+    """
+    watching = _Watching()
+    devices = [device] if device.type == "cuda" else []
+    # whatever a model raises that runs under DDP only: judging goes on without this
+    with torch.random.fork_rng(devices), contextlib.suppress(Exception):
+        model = case.model().to(device)
+        moved = replace(case, inputs=lambda r, s: on_device(case.inputs(r, s), device))
+        with watching:
+            moved.step(model, rank, 0)
+    return watching.dtypes
+
+
+def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
+    """The dtype with the fewest digits; None of none.
+
+    >>> coarsest([torch.float16, torch.bfloat16])
+    torch.bfloat16
+    """
+    return max(dtypes, key=lambda dtype: (torch.finfo(dtype).eps, str(dtype)), default=None)
+
+
+def learned(
+    runs: Sequence[Record],
+    truth: Record | None,
+    sums: Sequence[Mapping[str, Sum]] = (),
+    sent_as: torch.dtype | None = None,
+    *,
+    unstable: Collection[str] = (),
+    written: Collection[str] = (),
+) -> list[dict[str, Arithmetic]]:
+    """What eager's rounding does to each number of each step.
+
+    Args:
+        runs: of eager: its own, then those on neighbouring data.
         truth: the run in float64; None if it fails.
         sums: for each step what the ranks contribute to each gradient; empty if that is not known.
         sent_as: the dtype in which gradients are summed, if not their own.
         unstable: names of what eager does not reproduce: one run in float64 says nothing of it.
         written: names of parameters that something else than the optimizer writes to.
+
+    Returns:
+        For each step, by the name of the number.
     """
+    found = []
+    for step in range(len(runs[0].moments)):
+        own, *others = (_values(run, step, runs[0], written) for run in runs)
+        wide = {} if truth is None else _values(truth, step, runs[0], written)
+        terms = sums[step] if step < len(sums) else {}
+        found.append(
+            {
+                name: arithmetic_of(
+                    [value, *(other[name] for other in others if name in other)],
+                    None if plain(name) in unstable else wide.get(name),
+                    terms.get(name),
+                    sent_as,
+                )
+                for name, value in own.items()
+            }
+        )
+    return found
 
-    runs: Sequence[Record]
-    truth: Record | None
-    sums: Sequence[Mapping[str, Sum]] = ()
-    sent_as: torch.dtype | None = None
-    unstable: Collection[str] = field(default_factory=frozenset)
-    written: Collection[str] = field(default_factory=frozenset)
 
-    def learned(self) -> list[dict[str, Arithmetic]]:
-        """For each step what eager's rounding does to each number."""
-        return [self._step(step) for step in range(len(self.runs[0].moments))]
-
-    def _step(self, step: int) -> dict[str, Arithmetic]:
-        samples = [self._values(run, step) for run in self.runs]
-        truth = {} if self.truth is None else self._values(self.truth, step)
-        terms = self.sums[step] if step < len(self.sums) else {}
-        return {
-            name: arithmetic_of(
-                [sample[name] for sample in samples if name in sample],
-                None if plain(name) in self.unstable else truth.get(name),
-                terms.get(name),
-                self.sent_as,
-            )
-            for name in samples[0]
-        }
-
-    def _values(self, run: Record, step: int) -> dict[str, Tensor]:
-        """What a step computes; a parameter that somebody writes to as if it had begun where eager's did."""
-        values = {}
-        for name, (kind, tensor) in left_behind(run.moments[step]).items():
-            if kind is not Kind.PARAMETER:
-                values[name] = tensor
-            elif plain(name) in self.written:
-                values[name] = tensor if run is self.runs[0] else self._moved(run, step, plain(name))
-        return values
-
-    def _moved(self, run: Record, step: int, name: str) -> Tensor:
-        change = exact(run.steps[step].state[name]) - exact(run.starts[step][name])
-        return exact(self.runs[0].starts[step][name]) + change
+def _values(run: Record, step: int, first: Record, written: Collection[str]) -> dict[str, Tensor]:
+    """What a step computes; a parameter that somebody writes to as if it had begun as in the first run."""
+    values = {}
+    for name, (kind, tensor) in left_behind(run.moments[step]).items():
+        if kind is not Kind.PARAMETER:
+            values[name] = tensor
+        elif plain(name) in written:
+            began, begins = first.starts[step][plain(name)], run.starts[step][plain(name)]
+            values[name] = tensor if run is first else exact(began) + (exact(tensor) - exact(begins))
+    return values

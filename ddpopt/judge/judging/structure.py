@@ -6,7 +6,8 @@ Invariant: nothing here looks at how close two numbers are; None against a tenso
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from ddpopt.judge.judging.numbers import FINAL, is_rounded, plain, seen
 from ddpopt.judge.judging.record import Step, in_sight
 from ddpopt.judge.verdict import Finding
 from ddpopt.judge.visible import GRADIENT_OF, UNMOVED, form_of, is_of_last_step
+
+MISSING, UNTRAINED = "missing", "that of no parameter that is trained"
 
 
 def structure(evidence: Evidence, rank: int) -> list[Finding]:
@@ -43,40 +46,24 @@ def _steps(evidence: Evidence) -> Broken:
         yield Break(f"took {got} steps, eager DDP took {expected}")
 
 
-def _presence(evidence: Evidence) -> Broken:
-    for step, (got, eager) in enumerate(zip(evidence.got.steps, evidence.eager.steps, strict=False)):
-        for name in sorted(got.gradients.keys() ^ eager.gradients.keys()):
-            where = "the mode" if name in got.gradients else "eager DDP"
-            yield Break(f"only {where} trains {name}", name, step)
-        for name, expected in eager.gradients.items():
-            present = got.gradients.get(name)
-            if (present is None) != (expected is None):
-                words = "is missing, eager DDP has one" if present is None else "is there, eager DDP has none"
-                yield Break(f"the gradient of {name} {words}", name, step)
-
-
-def _form(evidence: Evidence) -> Broken:
-    with_strides = evidence.mode.gives == "module"
-    for step, (got, eager) in enumerate(zip(evidence.got.steps, evidence.eager.steps, strict=False)):
-        for name, expected in eager.gradients.items():
-            tensor = got.gradients.get(name)
-            if tensor is None or expected is None:
-                continue
-            has, wants = form_of(tensor, with_strides), form_of(expected, with_strides)
-            if has != wants:
+def _gradients(evidence: Evidence, *, missing: bool) -> Broken:
+    """Gradients that are on one side only, or those of another form."""
+    strides = evidence.mode.gives == "module"
+    for step, (got, eager) in _moments(evidence):
+        for name, has, wants in _unlike(got.gradients, eager.gradients, strides=strides, absent=UNTRAINED):
+            if missing == (not {MISSING, UNTRAINED}.isdisjoint((has, wants))):
                 yield Break(f"the gradient of {name} is {has}, in eager DDP {wants}", name, step)
 
 
 def _others(evidence: Evidence) -> Broken:
     """Parameters and buffers: their form, and integers, which know no rounding."""
     for step, (got, eager) in _moments(evidence):
-        for name in sorted(got.state.keys() | eager.state.keys()):
-            has, wants = got.state.get(name), eager.state.get(name)
-            if _words(has) != _words(wants):
-                yield Break(f"{name} is {_words(has)}, in eager DDP {_words(wants)}", name, step)
-            elif has is None or wants is None or is_rounded(wants) or evidence.mode.gives == "nothing":
-                continue  # only DDP broadcasts buffers
-            elif not torch.equal(has, wants):
+        unlike = {name: (has, wants) for name, has, wants in _unlike(got.state, eager.state)}
+        for name, (has, wants) in unlike.items():
+            yield Break(f"{name} is {has}, in eager DDP {wants}", name, step)
+        for name, integers in eager.state.items() if evidence.mode.gives != "nothing" else ():
+            # only DDP broadcasts buffers
+            if name not in unlike and not is_rounded(integers) and not torch.equal(got.state[name], integers):
                 yield Break(f"{name} holds other integers than in eager DDP", name, step)
 
 
@@ -89,18 +76,26 @@ def _random(evidence: Evidence) -> Broken:
 def _seen(evidence: Evidence) -> Broken:
     """What else a script can see: the form of each tensor; types, None and counts as they are."""
     for step, (got, eager) in _moments(evidence):
-        mine, theirs = seen(got), seen(eager)
-        for name in sorted(mine.keys() | theirs.keys()):
-            has, wants = _words(mine.get(name)), _words(theirs.get(name))
-            if has != wants and wants != UNMOVED and in_sight(name, eager):
+        for name, has, wants in _unlike(seen(got), seen(eager)):
+            if wants != UNMOVED and in_sight(name, eager):
                 message = f"{name} is {has}, in eager DDP {wants}"
                 yield Break(message, plain(name) if name.startswith(FINAL) else None, step)
 
 
-def _words(value: Any) -> str:
+def _unlike(
+    mine: Mapping[str, Any], theirs: Mapping[str, Any], *, strides: bool = False, absent: object = None
+) -> Iterator[tuple[str, str, str]]:
+    """Yield each name under which two sides have something of another form, and those forms in words."""
+    for name in sorted(mine.keys() | theirs.keys()):
+        has, wants = (_words(side.get(name, absent), strides) for side in (mine, theirs))
+        if has != wants:
+            yield name, has, wants
+
+
+def _words(value: Any, strides: bool) -> str:
     if value is None:
-        return "missing"
-    return form_of(value, False) if isinstance(value, Tensor) else str(value)
+        return MISSING
+    return form_of(value, strides) if isinstance(value, Tensor) else str(value)
 
 
 def _memory(evidence: Evidence) -> Broken:
@@ -152,8 +147,8 @@ def _unequal(peers: Sequence[Peer]) -> dict[tuple[int, str], int]:
 
 CLAIMS: tuple[tuple[str, Claim], ...] = (
     ("as many steps as in eager DDP", _steps),
-    ("a gradient wherever eager DDP has one", _presence),
-    ("gradients of eager DDP's shape, dtype, strides and device", _form),
+    ("a gradient wherever eager DDP has one", partial(_gradients, missing=True)),
+    ("gradients of eager DDP's shape, dtype, strides and device", partial(_gradients, missing=False)),
     ("parameters and buffers of eager DDP's form, integers equal", _others),
     ("the random generator as after eager's step", _random),
     ("all that a script can see is of eager DDP's form, hooks run as often, and as early", _seen),

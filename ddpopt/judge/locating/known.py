@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ddpopt.judge.locating.pieces import Piece
+from ddpopt.judge.locating.pieces import EVERYTHING, Part
 from ddpopt.judge.locating.rungs import Stage, Symptom
 from ddpopt.judge.locating.segment_code import Code
 from ddpopt.judge.verdict import Rung
 from ddpopt.ranks.failures import RankFailure
-
-Choice = tuple[Piece, ...] | None
-"""What is compiled of a model; None for all of it."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +20,12 @@ class Trying:
 
     Attributes:
         stage: which.
-        chosen: what of it is compiled.
+        part: what of it is compiled.
         exact: whether it is compared bit by bit; None while the ladder is climbed.
     """
 
     stage: Stage
-    chosen: Choice = None
+    part: Part = EVERYTHING
     exact: bool | None = None
 
 
@@ -61,14 +58,9 @@ class Blamed:
         return self.symptom.how if self.symptom is not None and self.kind == "died" else ""
 
     @property
-    def crashes(self) -> bool:
-        """Whether there are no numbers to compare."""
-        return self.kind in ("died", "run")
-
-    @property
     def samples(self) -> bool:
         """Whether numbers are compared that rounding may change."""
-        return not self.exact and not self.crashes
+        return not self.exact and self.kind not in ("died", "run")
 
 
 @dataclass
@@ -80,7 +72,7 @@ class Known:
         stage: the lowest that disagrees; None while the ladder is climbed.
         symptom: how it does.
         trying: what is being tried.
-        choices: how that stage disagreed with each choice of pieces, compared bit by bit or not.
+        symptoms: how that stage disagreed with each part compiled, compared bit by bit or not.
         blamed: what has to be compiled for it.
         notes: what a reader should know.
     """
@@ -89,7 +81,7 @@ class Known:
     stage: Stage | None = None
     symptom: Symptom | None = None
     trying: Trying | None = None
-    choices: dict[tuple[Choice, bool], Symptom | None] = field(default_factory=dict)
+    symptoms: dict[tuple[Part, bool], Symptom | None] = field(default_factory=dict)
     blamed: Blamed | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -121,7 +113,7 @@ class Known:
         if tried.exact is None:
             self.rungs.append(Rung(tried.stage.name, agrees=False, detail=how))
             self.stage, self.symptom = tried.stage, symptom
-        self.choices[tried.chosen, bool(tried.exact)] = symptom
+        self.symptoms[tried.part, bool(tried.exact)] = symptom
         return True
 
 

@@ -1,9 +1,9 @@
 """Compile a chosen part of a model, and run the rest as it is.
 
-A graph falls into pieces wherever planning allows a cut; neighbours that are chosen are compiled as
-one. So everything chosen is the whole graph as Dynamo hands it over, and nothing chosen is no compiling.
+A graph falls into pieces wherever planning allows a cut. A part is neighbouring pieces, and they are compiled
+as one: everything is the whole graph as Dynamo hands it over, and nothing is no compiling.
 
-Invariant: equal models give equal pieces, so that a choice made in one run means the same in the next. The
+Invariant: equal models give equal pieces, so that a part chosen in one run means the same in the next. The
 pieces of a backward that compiled autograd captures are equal only where what its forward compiles is.
 """
 
@@ -12,7 +12,8 @@ from __future__ import annotations
 import itertools
 import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,24 +29,37 @@ from ddpopt.split.partition import partition
 from ddpopt.split.segments import compile_segments
 
 SHOWN_OPERATIONS = 6
-WHOLE = -1
-"""The place of a piece that is all of its graph."""
+WHY = "to find what is wrong"
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in')
 
 
 class Piece(NamedTuple):
-    """A piece of a graph: which graph, in the order in which they are compiled, and its place, or `WHOLE`."""
+    """A piece of a graph: which graph, in the order in which they are compiled, and its place there."""
 
     graph: int
     place: int
 
 
-class Run(NamedTuple):
-    """Neighbouring pieces of one graph, the last one included."""
+class Part(NamedTuple):
+    """Neighbouring pieces of one graph or of several in a row, the last one included."""
 
-    graph: int
-    first: int
-    last: int
+    first: Piece
+    last: Piece
+
+    def places(self, graph: int, pieces: int) -> range:
+        """Which of so many pieces of a graph are in it."""
+        if not self.first.graph <= graph <= self.last.graph:
+            return range(0)
+        start = self.first.place if graph == self.first.graph else 0
+        return range(start, min(self.last.place + 1, pieces) if graph == self.last.graph else pieces)
+
+
+def whole(first: int, last: int) -> Part:
+    """All of some graphs in a row."""
+    return Part(Piece(first, 0), Piece(last, sys.maxsize))
+
+
+NOTHING, EVERYTHING = whole(0, -1), whole(0, sys.maxsize)
 
 
 class Seen(NamedTuple):
@@ -61,23 +75,21 @@ class Seen(NamedTuple):
 
 
 class ChosenPieces:
-    """A Dynamo backend that compiles the pieces chosen, and runs all others as they are.
+    """A Dynamo backend that compiles the part chosen, and runs all else as it is.
 
     Args:
-        compiler: what compiles them.
-        chosen: the pieces; None for all.
+        compiler: what compiles it.
+        part: what is chosen.
         cuts: whether graphs fall into pieces at all; else each graph is one, as the mode has cut it.
 
     Attributes:
         graphs: those so far.
     """
 
-    def __init__(
-        self, compiler: CompilerFn, chosen: Iterable[Piece] | None = None, *, cuts: bool = True
-    ) -> None:
+    def __init__(self, compiler: CompilerFn, part: Part = EVERYTHING, *, cuts: bool = True) -> None:
         self.__name__ = getattr(compiler, "__name__", type(compiler).__name__)
         self.compiler = compiler
-        self.chosen = None if chosen is None else frozenset(chosen)
+        self.part = part
         self.cuts = cuts
         self.graphs: list[Seen] = []
 
@@ -85,49 +97,46 @@ class ChosenPieces:
         self, gm: fx.GraphModule, example_inputs: Sequence[object], **options: Any
     ) -> Callable[..., Any]:
         """Compile what is chosen of one graph."""
-        number, pieces = len(self.graphs), pieces_of(gm, cuts=self.cuts)
+        pieces = pieces_of(gm, cuts=self.cuts)
+        chosen = self.part.places(len(self.graphs), len(pieces))
         backward = compiled_autograd.in_compiled_autograd_region
         self.graphs.append(Seen([_words(gm, piece) for piece in pieces], backward))
-        if self.chosen is None or Piece(number, WHOLE) in self.chosen:
-            return self.compiler(gm, example_inputs, **options)
-        wanted = [Piece(number, index) in self.chosen for index in range(len(pieces))]
-        if all(wanted):
-            return self.compiler(gm, example_inputs, **options)
-        if not any(wanted):
+        if not chosen:
             return gm.forward
-        starts = [i for i in range(1, len(wanted)) if wanted[i] != wanted[i - 1]]
-        flags = iter([wanted[0], *(wanted[start] for start in starts)])
+        if len(chosen) == len(pieces):
+            return self.compiler(gm, example_inputs, **options)
+        openers = [pieces[place][0] for place in (chosen.start, chosen.stop) if 0 < place < len(pieces)]
+        stitched = partition(gm, Plan((), (), tuple(Cut(0, node.name, WHY) for node in openers)))
+        is_chosen = iter([True, False] if chosen.start == 0 else [False, True, False])
 
         def choose(segment: fx.GraphModule, inputs: Sequence[object]) -> Callable[..., Any]:
-            return self.compiler(segment, inputs, **options) if next(flags) else segment.forward
+            return self.compiler(segment, inputs, **options) if next(is_chosen) else segment.forward
 
-        stitched = cut_before(gm, [pieces[start][0] for start in starts])
-        return compile_segments(
-            stitched, example_inputs, choose, [None] * (len(starts) + 1), share=False
-        ).call
+        reasons = [None] * (len(openers) + 1)
+        return compile_segments(stitched, example_inputs, choose, reasons, share=False).call
 
-    @property
-    def wholes(self) -> list[Piece]:
-        """Every graph so far, whole."""
-        return [Piece(graph, WHOLE) for graph in range(len(self.graphs))]
+    def pieces(self, part: Part) -> list[Piece]:
+        """Every piece of a part."""
+        return [
+            Piece(number, place)
+            for number, graph in enumerate(self.graphs)
+            for place in part.places(number, len(graph.pieces))
+        ]
 
-    def pieces(self, graph: int) -> list[Piece]:
-        """Every piece of one graph."""
-        return [Piece(graph, index) for index in range(len(self.graphs[graph].pieces))]
+    def described(self, part: Part) -> tuple[str, ...]:
+        """Name the pieces of a part for a person, those of each graph in one line."""
+        pieces = itertools.groupby(self.pieces(part), key=lambda piece: piece.graph)
+        return tuple(self._describe(graph, [piece.place for piece in those]) for graph, those in pieces)
 
-    def described(self, chosen: Iterable[Piece]) -> tuple[str, ...]:
-        """Name pieces for a person; neighbours in one line."""
-        return tuple(self._describe(run) for run in runs_of(chosen))
-
-    def _describe(self, run: Run) -> str:
-        pieces, is_backward = self.graphs[run.graph]
-        first, last = (0, len(pieces) - 1) if run.first == WHOLE else (run.first, run.last)
+    def _describe(self, graph: int, places: Sequence[int]) -> str:
+        pieces, is_backward = self.graphs[graph]
+        first, last = places[0], places[-1]
         operations = _listed(list(itertools.chain.from_iterable(pieces[first : last + 1])))
         if not self.cuts:
-            return f"compiled segment {run.graph} of {len(self.graphs)}: {operations}"
+            return f"compiled segment {graph} of {len(self.graphs)}: {operations}"
         kind = "captured backward" if is_backward else "graph"
         number = f"segment {first}" if first == last else f"segments {first} to {last}"
-        return f"{kind} {run.graph}, {number} of {len(pieces)}: {operations}"
+        return f"{kind} {graph}, {number} of {len(pieces)}: {operations}"
 
 
 def _listed(words: Sequence[str]) -> str:
@@ -172,27 +181,6 @@ def _lent(body: Sequence[fx.Node], position: int) -> bool:
 def _lends(node: fx.Node) -> bool:
     source = node.args[0] if node.target is operator.getitem else node
     return isinstance(source, fx.Node) and source.target is lend
-
-
-def cut_before(gm: fx.GraphModule, openers: Sequence[fx.Node]) -> fx.GraphModule:
-    """Cut a graph in front of nodes; the result calls ``segment_0``, ``segment_1`` and so on."""
-    cuts = tuple(Cut(0, node.name, "to find what is wrong") for node in openers)
-    return partition(gm, Plan((), (), cuts))
-
-
-def runs_of(pieces: Iterable[Piece]) -> list[Run]:
-    """Join neighbours.
-
-    >>> runs_of([Piece(0, 3), Piece(0, 4), Piece(1, 0)])
-    [Run(graph=0, first=3, last=4), Run(graph=1, first=0, last=0)]
-    """
-    runs: list[Run] = []
-    for piece in sorted(pieces):
-        if runs and (runs[-1].graph, runs[-1].last + 1) == piece:
-            runs[-1] = runs[-1]._replace(last=piece.place)
-        else:
-            runs.append(Run(piece.graph, piece.place, piece.place))
-    return runs
 
 
 def _words(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> list[str]:

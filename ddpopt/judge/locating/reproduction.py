@@ -14,9 +14,9 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 
 APPEARS = "the difference appears"
 REACHED = "eager is done; compiled:"
@@ -37,7 +37,7 @@ class Draft:
 
     kind: str
     text: str
-    tensors: dict[str, Tensor] = field(default_factory=dict)
+    tensors: dict[str, Any] = field(default_factory=dict)
     ranks: int = 1
     death: str = ""
 

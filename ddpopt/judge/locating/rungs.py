@@ -15,7 +15,7 @@ import torch
 from ddpopt.cases.case import Case, resolve
 from ddpopt.judge.modes import LOCAL, mode
 from ddpopt.judge.option_cases import differing, in_dtype
-from ddpopt.judge.verdict import Finding, Rung, Status, Trial
+from ddpopt.judge.verdict import Rung, Status, Trial
 
 NUMBERS = ("L0", "L1", "L2")
 
@@ -121,14 +121,8 @@ def rung_of(stage: Stage, trial: Trial) -> Rung:
         return Rung(stage.name, agrees=True, detail=f"not judged: {trial.reason}")
     if not trial.findings:
         return Rung(stage.name, agrees=True)
-    worst = max(trial.findings, key=lambda finding: (finding.level == "run", _excess(finding)))
-    return Rung(stage.name, agrees=False, detail=f"{worst.level}: {worst.message}")
-
-
-def _excess(finding: Finding) -> float:
-    if finding.error is None or finding.bound is None:
-        return 0.0
-    return finding.error / finding.bound if finding.bound else float("inf")
+    first = trial.findings[0]
+    return Rung(stage.name, agrees=False, detail=f"{first.level}: {first.message}")
 
 
 def ladder(backend: str) -> tuple[str, ...]:

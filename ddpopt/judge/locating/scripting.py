@@ -9,8 +9,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import platform
+import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,6 @@ from typing import Any
 
 import torch
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
-from torch import Tensor
 
 from ddpopt.cases.case import Case
 from ddpopt.dynamo.backend import find_compiler
@@ -27,7 +27,6 @@ from ddpopt.judge.judging.rounding import SAMPLES
 from ddpopt.judge.locating.known import Blamed
 from ddpopt.judge.locating.reproduction import REACHED, Draft, command_of
 from ddpopt.judge.locating.rungs import Question, Stage
-from ddpopt.judge.locating.segment_code import Code
 from ddpopt.judge.modes import LOCAL
 from ddpopt.judge.training import LEARNING_RATE
 
@@ -64,147 +63,62 @@ class Author:
         """
         found: list[Draft] = []
         if blamed.code is not None:
-            found += self._of_segment(stage, blamed.code, blamed)
+            alone = "the segment alone, without DDP and without ddpopt"
+            if drawn := blamed.code.drawn():
+                found.append(Draft(alone, self._text("segment.jinja", stage, blamed, "", drawn=drawn)))
+            text = self._text("segment.jinja", stage, blamed, self._module, drawn={})
+            found.append(Draft(alone, text, blamed.code.arguments))
         if stage.mode in (LOCAL.name, *PLAIN_DDP) and self.question.option == "default":
             found.append(self._of_model(stage, blamed))
         if stage.mode != LOCAL.name or not found:
-            found.append(self._of_step(stage, blamed))
+            text = self._text("verify.jinja", stage, blamed, self._module)
+            found.append(Draft("the data-parallel step", text, ranks=stage.ranks))
         return [replace(draft, death=blamed.death) for draft in found]
 
-    def _of_segment(self, stage: Stage, code: Code, blamed: Blamed) -> Iterator[Draft]:
-        """With arguments that are drawn, then with the target's module imported too, then with its own."""
-        drawn = [given.code() for given in code.given]
-        tensors = {
-            f"input {given.name}": given.value for given in code.given if isinstance(given.value, Tensor)
-        }
-        modules = ["", self._module] if self._module not in ("", _module_of_backend(stage.backend)) else [""]
-        if None not in drawn:
-            for module in modules:
-                yield self._segment(stage, code, blamed, drawn, code.tensors, module)
-        loaded = [given.loading() for given in code.given]
-        yield self._segment(stage, code, blamed, loaded, code.tensors | tensors, modules[-1])
-
-    def _segment(
-        self,
-        stage: Stage,
-        code: Code,
-        blamed: Blamed,
-        expressions: Sequence[str | None],
-        tensors: dict[str, Tensor],
-        module: str,
-    ) -> Draft:
-        text = self._render(
-            "segment.jinja",
-            stage,
-            blamed,
-            imports=[*code.imports, *_needed({"from pathlib import Path": bool(tensors)})],
-            about=[f"the segment comes from {', '.join(code.lines)}"] if code.lines else [],
-            module=module,
-            late=[f"import {module}  # it may set up what the model runs in"] if module else [],
-            code=code,
-            arguments=[(given.name, each) for given, each in zip(code.given, expressions, strict=True)],
-            saved=bool(tensors),
-            tells_floats=not blamed.crashes,
-        )
-        return Draft("the segment alone, without DDP and without ddpopt", text, tensors)
-
     def _of_model(self, stage: Stage, blamed: Blamed) -> Draft:
-        made, with_ddp = _made_by_factory(self.question.target), stage.mode in PLAIN_DDP
-        factory = self.question.target.partition(":")[2]
-        walks = _needed({"tree_leaves": made is not None, "tree_map": blamed.samples})
-        imports = {
-            "from ddpopt.cases.case import resolve": made is None,
-            f"from torch.utils._pytree import {', '.join(walks)}": bool(walks),
-            "from torch.nn.parallel import DistributedDataParallel": with_ddp,
-            "import os": stage.ranks > 1,
-        }
-        text = self._render(
+        is_made, with_ddp = _is_made_by_factory(self.question.target), stage.mode in PLAIN_DDP
+        text = self._text(
             "model.jinja",
             stage,
             blamed,
-            imports=_needed(imports),
-            late=_needed({f"from {self._module} import {factory} as factory": made is not None}),
-            module=self._module,
-            call="" if made is None else _call_of(made),
-            makes=0 if made is None else len(made),
-            tells_floats=made is not None or blamed.samples,
+            self._module,
+            call=is_made,
             mode_of_ddp=stage.mode if with_ddp else "",
             learning_rate=LEARNING_RATE,
         )
         kind = "the model under DDP" if with_ddp else "the model, without DDP"
-        return Draft(f"{kind}{', without ddpopt' if made is not None else ''}", text, ranks=stage.ranks)
+        return Draft(f"{kind}{', without ddpopt' if is_made else ''}", text, ranks=stage.ranks)
 
-    def _of_step(self, stage: Stage, blamed: Blamed) -> Draft:
-        imports = {
-            "import torch.distributed as dist": True,
-            "from ddpopt.cases.case import resolve": True,
-            "from ddpopt.judge.runner import verify_here": True,
-            "from ddpopt.judge.option_cases import in_dtype": bool(self.question.dtype),
-            "from ddpopt.judge.option_cases import differing": bool(self.question.ddp_kwargs),
-            "from dataclasses import replace": stage.ranks == 1 and self.question.rank > 0,
-        }
-        text = self._render(
-            "verify.jinja",
-            stage,
-            blamed,
-            imports=_needed(imports),
-            module=self._module,
-            judged=self.question.mode if stage.mode == LOCAL.name else stage.mode,
-        )
-        return Draft("the data-parallel step", text, ranks=stage.ranks)
-
-    def _render(
-        self,
-        template: str,
-        stage: Stage,
-        blamed: Blamed,
-        *,
-        imports: Sequence[str],
-        module: str,
-        late: Sequence[str] = (),
-        about: Sequence[str] = (),
-        **more: Any,
-    ) -> str:
-        question = self.question
-        registering = _module_of_backend(stage.backend)
+    def _text(self, template: str, stage: Stage, blamed: Blamed, module: str, **more: Any) -> str:
+        """Fill a template of a script that imports a module of the target's."""
+        question, registering = self.question, _module_of_backend(stage.backend)
         roots = [_root(each, self.script) for each in (registering, module) if each]
         name = question.backend.partition(":")[2] if ":" in stage.backend else ""
-        bringing = {
-            f"from {registering} import {name.partition('.')[0]}": bool(name),
-            f"import {registering}  # registers the backend": bool(registering and not name),
-        }
-        traced = _needed({"import traceback": blamed.kind == "run"})
         given = {
             "headline": _headline(stage, blamed),
+            "question": question,
+            "stage": stage,
+            "code": blamed.code,
             "symptom": blamed.kind,
             "exact": blamed.exact,
             "samples": blamed.samples,
             "death": blamed.death,
             "reached": REACHED,
-            "python_version": platform.python_version(),
-            "platform": platform.platform(terse=True),
-            "target": question.target,
-            "mode": f"{question.mode}, here without DDP" if stage.mode == LOCAL.name else stage.mode,
-            "option": question.option,
-            "backend": stage.backend,
+            "platform": platform,
+            "torch_version": torch.__version__,
+            "is_alone": stage.mode == LOCAL.name,
             "compiler": name or repr(stage.backend),
+            "name": name,
+            "registering": registering,
+            "module": module,
+            "folders": [root for root in dict.fromkeys(roots) if root],
             "steps": question.steps,
-            "rank": question.rank,
             "dtype": f"torch.{question.dtype}" if question.dtype else "",
             "ddp_kwargs": dict(question.ddp_kwargs),
             "ranks": stage.ranks,
             "command": f"'{command_of(stage.ranks)} {self.script.name}'",
-            "about": about,
-            "imports": grouped({"import sys", "import torch", *imports, *traced}),
-            "folders": [root for root in dict.fromkeys(roots) if root],
-            "late": [*_needed(bringing), *late],
-            "torch_version": torch.__version__,
         }
         return rendered(template, given | factors() | more)
-
-
-def _needed(lines: Mapping[str, bool]) -> list[str]:
-    return [line for line, is_needed in lines.items() if is_needed]
 
 
 def factors() -> dict[str, float]:
@@ -229,61 +143,14 @@ def _headline(stage: Stage, blamed: Blamed) -> str:
     }.get(blamed.kind, f"{who} does not compute what eager computes.")
 
 
-def spaced(text: str) -> str:
-    r"""Put two blank lines around what stands at the top level and spans several lines, one elsewhere.
-
-    >>> spaced("a = 1\ndef f():\n    return 1\nb = 2")
-    'a = 1\n\n\ndef f():\n    return 1\n\n\nb = 2\n'
-    """
-    lines: list[str] = []
-    blank = False
-    for line in text.splitlines():
-        if not line.strip():
-            blank = True
-            continue
-        opens = line.startswith(("def ", "class ", "if "))
-        closes = bool(lines) and lines[-1].startswith(" ") and not line.startswith((" ", ")", "]", "}"))
-        if lines:
-            lines += ["", ""] if opens or closes else [""] if blank else []
-        lines.append(line)
-        blank = False
-    return "\n".join([*lines, ""])
-
-
-def _made_by_factory(target: str) -> tuple[Any, ...] | None:
-    """What a function makes: a model and its inputs; None if the target is a case, or makes one."""
+def _is_made_by_factory(target: str) -> bool:
+    """Whether a function makes a model and its inputs; else the target is a case, or makes one."""
     module, _, name = target.partition(":")
     found = getattr(importlib.import_module(module), name, None) if name else None
     if isinstance(found, Case) or not callable(found):
-        return None
+        return False
     with torch.random.fork_rng(devices=()):
-        made = found()
-    return made if isinstance(made, tuple) else None
-
-
-def _call_of(made: tuple[Any, ...]) -> str:
-    """An expression of the arguments of a forward, from what the factory makes."""
-    inputs = made[1]
-    if isinstance(inputs, Mapping):
-        return "(), dict(inputs)"
-    positional = "tuple(inputs)" if isinstance(inputs, (tuple, list)) else "(inputs,)"
-    return f"{positional}, {'dict(keywords)' if len(made) > 2 else '{}'}"
-
-
-def grouped(lines: Iterable[str]) -> list[str]:
-    """The standard library, then torch and others, then assignments, with a line between them.
-
-    >>> grouped(["import torch", "from os import path", "inf = float('inf')", "import sys"])
-    ['import sys', 'from os import path', '', 'import torch', '', "inf = float('inf')"]
-    """
-    groups: dict[int, list[str]] = {0: [], 1: [], 2: []}
-    for line in sorted(lines, key=lambda line: (line.startswith("from"), line)):
-        words = line.split()
-        is_import = words[0] in ("import", "from")
-        ours = words[1].partition(".")[0] not in sys.stdlib_module_names
-        groups[2 if not is_import else 1 if ours else 0].append(line)
-    found = [line for group in groups.values() if group for line in ["", *group]]
-    return found[1:]
+        return isinstance(found(), tuple)
 
 
 def _module_of_backend(backend: str) -> str:
@@ -325,4 +192,4 @@ def rendered(template: str, given: Mapping[str, Any], folder: str = "judge/locat
         keep_trailing_newline=True,
     )
     environment.filters["repr"] = repr
-    return spaced(environment.get_template(template).render(given))
+    return re.sub(r"\n{4,}", "\n\n\n", environment.get_template(template).render(given))

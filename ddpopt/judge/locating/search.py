@@ -10,6 +10,7 @@ Invariant: equal knowledge leads to equal tries, on every rank and in every proc
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -19,11 +20,10 @@ from ddpopt.dynamo.backend import find_compiler
 from ddpopt.judge.backends import backend_of
 from ddpopt.judge.judge import judge
 from ddpopt.judge.judging.reference import Bench, Reference, Subject
-from ddpopt.judge.locating.known import Blamed, Choice, Known, Trying
-from ddpopt.judge.locating.narrow import narrowed
-from ddpopt.judge.locating.pieces import ChosenPieces, Piece
+from ddpopt.judge.locating.known import Blamed, Known, Trying
+from ddpopt.judge.locating.pieces import EVERYTHING, NOTHING, ChosenPieces, Part, whole
 from ddpopt.judge.locating.rungs import Question, Stage, Symptom, rung_of, symptom_of
-from ddpopt.judge.locating.segment_code import NotWritable, Recorder
+from ddpopt.judge.locating.segment_code import Recorder
 from ddpopt.judge.modes import LOCAL, Mode, mode
 from ddpopt.judge.options import option
 from ddpopt.judge.trainer import Option
@@ -124,23 +124,16 @@ class Search:
         if not stage.backend:
             self.blame(Blamed((), note="nothing is compiled in this mode"))
             return
-        blamed, chosen = _Narrowing(self, stage).blame()
+        blamed, part = _Narrowing(self, stage).blame()
         self.blame(blamed)
-        if stage.ranks == 1 and chosen:
-            self.blame(self._with_code(stage, blamed, chosen))
-
-    def _with_code(self, stage: Stage, blamed: Blamed, chosen: Sequence[Piece]) -> Blamed:
-        recorder = Recorder(chosen, cuts=_cuts(stage))
-        try:
-            self.trial(stage, recorder, exact=False)
-            return replace(blamed, code=recorder.code())
-        except NotWritable as error:
-            notes = [*filter(None, [blamed.note]), f"the segment has no source code: {error}"]
-            return replace(blamed, note="; ".join(notes))
+        if stage.ranks == 1 and part is not None:
+            recorder = Recorder()
+            self.trial(stage, ChosenPieces(recorder, part, cuts=_cuts(stage)), exact=False)
+            self.blame(replace(blamed, code=recorder.code()))
 
 
 class _Narrowing:
-    """Choosing pieces of one stage that disagrees: first among its graphs, then inside of each."""
+    """Choosing a part of one stage that disagrees: first among its graphs, then inside of them."""
 
     def __init__(self, search: Search, stage: Stage) -> None:
         self.search = search
@@ -153,28 +146,30 @@ class _Narrowing:
         self.ended = True
         self.tries = 0
 
-    def blame(self) -> tuple[Blamed, tuple[Piece, ...]]:
-        """The smallest set of pieces, in words and as such."""
-        self._find_whole()
-        if self.whole is None:
+    def blame(self) -> tuple[Blamed, Part | None]:
+        """The smallest part, in words and as such."""
+        for self.exact in (False, True):  # as far as rounding goes; then, if that shows nothing, bit by bit
+            self.whole = self._symptom(EVERYTHING)
+            if self.whole is not None:
+                break
+        else:
             return Blamed(
                 (), note="the difference did not appear again when pieces were about to be chosen"
-            ), ()
-        symptom = self._list(())
-        if not self.listed.graphs or symptom == self.whole:
+            ), None
+        listing = ChosenPieces(self.compiler, NOTHING, cuts=self.cuts)
+        seen = self.search.known.symptoms.get((NOTHING, self.exact))
+        symptom = seen if seen is not None and seen.kind == "died" else self._run(listing)
+        if symptom == self.whole or not listing.graphs:
             note = "the difference appears though no piece is compiled"
-            return Blamed((), exact=self.exact, symptom=self.whole, note=note), ()
-        self.search.blame(self._blamed(tuple(self.listed.wholes), so_far=True))
-        chosen = self._smallest(self.listed.wholes, ())
-        for piece in chosen if self.cuts else ():
-            others = tuple(other for other in chosen if other != piece)
-            # asked anew for each graph: what a captured backward holds depends on what its forward compiles
-            self._list(others)
-            if piece.graph < len(self.listed.graphs):
-                chosen = tuple(sorted((*others, *self._smallest(self.listed.pieces(piece.graph), others))))
-        return self._blamed(chosen), chosen
+            return Blamed((), exact=self.exact, symptom=self.whole, note=note), None
+        self.listed = listing
+        self.search.blame(self._blamed(EVERYTHING, so_far=True))
+        part = self._smallest([whole(graph, graph) for graph in range(len(listing.graphs))])
+        if self.cuts:
+            part = self._smallest([Part(piece, piece) for piece in self.listed.pieces(part)])
+        return self._blamed(part), part
 
-    def _blamed(self, chosen: tuple[Piece, ...], *, so_far: bool = False) -> Blamed:
+    def _blamed(self, part: Part, *, so_far: bool = False) -> Blamed:
         notes = []
         if so_far or not self.ended:
             notes.append(f"the search ended early, after {self.tries} tries: fewer segments may do")
@@ -182,61 +177,47 @@ class _Narrowing:
             notes.append(
                 f"the segments were cut for this search alone; {self.stage.mode} compiles each graph whole"
             )
-        segments = self.listed.described(chosen)
+        segments = self.listed.described(part)
         return Blamed(segments, exact=self.exact, symptom=self.whole, note="; ".join(notes))
 
-    def _find_whole(self) -> None:
-        """Everything compiled: first as far as rounding goes, then, if that shows nothing, bit by bit."""
-        for exact in (False, True):
-            self.exact, self.whole = exact, self._symptom(None, exact)
-            if self.whole is not None:
-                return
+    def _smallest(self, units: Sequence[Part]) -> Part:
+        """The neighbours that suffice, of which all are known to: the first place to end, the last to begin.
 
-    def _list(self, chosen: tuple[Piece, ...]) -> Symptom | None:
-        """Look what graphs there are, with a choice that is not expected to show anything."""
-        known = self.search.known.choices.get((chosen, self.exact))
-        if known is not None and known.kind == "died":
-            return known
-        listing = ChosenPieces(self.compiler, chosen, cuts=self.cuts)
-        symptom = self._run(listing, chosen, self.exact)
-        self.listed = listing
-        return symptom
+        By bisection, so that all of them came to be seen to show it. After the time is over nothing does.
+        """
 
-    def _smallest(self, pieces: Sequence[Piece], others: tuple[Piece, ...]) -> tuple[Piece, ...]:
-        """The fewest of some pieces that show the difference together with others."""
-        if not self.cuts:
-            pieces = [Piece(piece.graph, 0) for piece in pieces]
-
-        def shows(part: tuple[Piece, ...]) -> bool | None:
-            chosen = tuple(sorted((*others, *part)))
-            search = self.search
-            if (chosen, self.exact) not in search.known.choices:
+        def shows(first: int, last: int) -> bool:
+            part, search = Part(units[first].first, units[last].last), self.search
+            if (part, self.exact) not in search.known.symptoms:
                 # asked of all ranks, so that they end together
                 if min(search.ranks.gather(search.time_left())) <= 0:
-                    return None
+                    self.ended = False
+                    return False
                 self.tries += 1
-            if self._symptom(chosen, self.exact) != self.whole:
+            if self._symptom(part) != self.whole:
                 return False
-            search.blame(self._blamed(chosen, so_far=True))
+            search.blame(self._blamed(part, so_far=True))
             return True
 
-        found = narrowed(pieces, shows)
-        self.ended = self.ended and found.ended
-        return found.items
+        last = bisect_left(range(len(units) - 1), True, key=lambda last: shows(0, last))
+        first = bisect_left(range(1, last + 1), True, key=lambda first: not shows(first, last))
+        return Part(units[first].first, units[last].last)
 
-    def _symptom(self, chosen: Choice, exact: bool) -> Symptom | None:
-        known = self.search.known.choices
-        if (chosen, exact) not in known:
-            self._run(ChosenPieces(self.compiler, chosen, cuts=self.cuts), chosen, exact)
-        return known[chosen, exact]
+    def _symptom(self, part: Part) -> Symptom | None:
+        known = self.search.known.symptoms
+        if (part, self.exact) not in known:
+            self._run(ChosenPieces(self.compiler, part, cuts=self.cuts))
+        return known[part, self.exact]
 
-    def _run(self, backend: ChosenPieces, chosen: Choice, exact: bool) -> Symptom | None:
-        search = self.search
-        search.tell(Trying(self.stage, chosen, exact))
-        trial = search.trial(self.stage, backend, exact=exact)
-        symptom = None if trial is None else symptom_of(trial)
-        search.known.choices[chosen, exact] = symptom
+    def _run(self, backend: ChosenPieces) -> Symptom | None:
+        """Compile a part, and tell how that disagrees; what compiled it knows the graphs best."""
+        search, key = self.search, (backend.part, self.exact)
+        search.tell(Trying(self.stage, *key))
+        trial = search.trial(self.stage, backend, exact=self.exact)
+        search.known.symptoms[key] = symptom = None if trial is None else symptom_of(trial)
         search.tell()
+        if symptom == self.whole:
+            self.listed = backend
         return symptom
 
 

@@ -13,7 +13,7 @@ from torch import distributed as dist
 from ddpopt.judge import locate as located
 from ddpopt.judge.locate import locate
 from ddpopt.judge.locating.known import Known, Trying
-from ddpopt.judge.locating.pieces import Piece
+from ddpopt.judge.locating.pieces import EVERYTHING, Part, Piece
 from ddpopt.judge.locating.reproduction import Draft
 from ddpopt.judge.locating.rungs import Question, Stage, Symptom
 from ddpopt.judge.locating.scripting import Author
@@ -97,17 +97,18 @@ def test_how_a_rank_fails_while_the_ladder_is_climbed_is_what_that_rung_does(
     known = Known(trying=Trying(STAGE))
     assert known.survive(failure, 1)
     assert known.rungs == [Rung("mine, no DDP", agrees=False, detail=detail)]
-    assert (known.stage, known.choices) == (STAGE, {(None, False): symptom})
+    assert (known.stage, known.symptoms) == (STAGE, {(EVERYTHING, False): symptom})
 
 
-def test_a_rank_that_dies_over_a_choice_of_pieces_is_an_answer_about_that_choice() -> None:
-    known = Known([RUNG], STAGE, Symptom("numbers"), choices={(None, False): Symptom("numbers")})
-    known.trying = Trying(STAGE, (Piece(0, 1),), True)
+def test_a_rank_that_dies_over_a_part_is_an_answer_about_that_part() -> None:
+    known = Known([RUNG], STAGE, Symptom("numbers"), symptoms={(EVERYTHING, False): Symptom("numbers")})
+    part = Part(Piece(0, 1), Piece(0, 1))
+    known.trying = Trying(STAGE, part, True)
     assert known.survive(DIED, 1)
     assert len(known.rungs) == 1
-    assert known.choices == {
-        (None, False): Symptom("numbers"),
-        ((Piece(0, 1),), True): Symptom("died", "SIGSEGV"),
+    assert known.symptoms == {
+        (EVERYTHING, False): Symptom("numbers"),
+        (part, True): Symptom("died", "SIGSEGV"),
     }
 
 

@@ -12,7 +12,7 @@ from ddpopt.judge.locating.known import Blamed
 from ddpopt.judge.locating.reproduction import Draft, write
 from ddpopt.judge.locating.rungs import Question, Stage, Symptom
 from ddpopt.judge.locating.scripting import Author
-from ddpopt.judge.locating.segment_code import Code, Given
+from ddpopt.judge.locating.segment_code import Code
 from tests.unit import miscompiled
 
 MODULE = miscompiled.__name__  # which registers its backends
@@ -21,12 +21,11 @@ DOUBLING = """
 def compiler(gm, example_inputs):
     return lambda *args: tuple(2 * out for out in gm(*args))
 """
-DROPOUT = (
-    "class Segment(torch.nn.Module):\n"
-    "    def forward(self, x):\n"
-    "        return (torch.nn.functional.dropout(x),)"
-)
-TANH = "class Segment(torch.nn.Module):\n    def forward(self, x):\n        return (torch.tanh(x),)"
+SEGMENT = """class Segment(torch.nn.Module):
+    def forward(self, x):
+        return ({}(x),)
+"""
+TRAINED = torch.ones(2, 3, requires_grad=True)
 
 
 def author(tmp_path: Path, backend: str, target: str = f"{MODULE}:stages", rank: int = 0) -> Author:
@@ -44,16 +43,19 @@ def exit_code(draft: Draft) -> int:
     return code
 
 
-def segment(*given: Given) -> Blamed:
-    return Blamed(("graph 0, segment 5 of 8: tanh",), Code([TANH], ["import torch"], given=list(given)))
+def segment(x: torch.Tensor, function: str = "torch.tanh") -> Blamed:
+    return Blamed(("graph 0, segment 5 of 8",), Code(SEGMENT.format(function), {"x": x}))
 
 
 def test_every_script_is_a_program_that_says_how_to_run_it(tmp_path: Path) -> None:
-    blamed = segment(Given("x", torch.ones(2, 3), requires_grad=True))
+    blamed = segment(TRAINED)
     drafts = author(tmp_path, "scaling_tanh").drafts(Stage("local", "scaling_tanh"), blamed)
     drafts += author(tmp_path, "scaling_tanh", rank=1).drafts(Stage("torch", "scaling_tanh", 2), Blamed(()))
     for draft in drafts:
         compile(draft.text, "shown.py", "exec")
+        assert ("from ddpopt" in draft.text) == ("without ddpopt" not in draft.kind)
+        registers = draft.text.index(f"import {MODULE}  # registers the backend")
+        assert draft.text.index("sys.path.insert") < registers
         command = "python" if draft.ranks == 1 else "torchrun --nproc-per-node 2"
         assert f"Run it with '{command} shown.py'.\n" in draft.text
         assert max(map(len, draft.text.splitlines())) <= 110
@@ -66,38 +68,19 @@ def test_every_script_is_a_program_that_says_how_to_run_it(tmp_path: Path) -> No
     ]
 
 
-def test_a_segment_comes_without_ddpopt_and_brings_what_registers_its_backend(tmp_path: Path) -> None:
-    blamed = segment(Given("x", torch.ones(2, 3)))
-    draft = author(tmp_path, "scaling_tanh").drafts(Stage("local", "scaling_tanh"), blamed)[0]
-    assert "import ddpopt" not in draft.text
-    assert "from ddpopt" not in draft.text
-    assert f"import {MODULE}  # registers the backend" in draft.text
-    assert draft.text.index("sys.path.insert") < draft.text.index(f"import {MODULE}")
-    assert draft.tensors == {}
-
-
 def test_a_segment_that_needs_it_is_tried_with_the_module_of_the_target_too(tmp_path: Path) -> None:
-    blamed = segment(Given("x", torch.ones(2, 3)))
+    blamed = segment(torch.ones(2, 3))
     drafts = author(tmp_path, "aot_eager").drafts(Stage("local", "aot_eager"), blamed)
     imported = [f"import {MODULE}  # it may set up" in draft.text for draft in drafts]
-    assert imported == [False, True, True, False]
-    assert [bool(draft.tensors) for draft in drafts] == [False, False, True, False]
+    assert imported == [False, True, False]
+    assert [bool(draft.tensors) for draft in drafts] == [False, True, False]
 
 
 def test_arguments_that_cannot_be_drawn_are_saved_beside_the_script(tmp_path: Path) -> None:
     sparse = torch.eye(2).to_sparse()
-    drafts = author(tmp_path, "aot_eager").drafts(Stage("local", "aot_eager"), segment(Given("x", sparse)))
-    assert list(drafts[0].tensors) == ["input x"]
-    assert "'x': SAVED['input x'].requires_grad_(False),\n" in drafts[0].text
-
-
-def test_a_case_is_found_by_ddpopt_and_a_factory_without(tmp_path: Path) -> None:
-    stage = Stage("local", "aot_eager")
-    of_factory = author(tmp_path, "aot_eager").drafts(stage, Blamed(()))[0].text
-    of_case = author(tmp_path, "aot_eager", f"{MODULE}:CUT").drafts(stage, Blamed(()))[0].text
-    assert f"from {MODULE} import stages as factory\n" in of_factory
-    assert "ddpopt.testing" not in of_factory
-    assert f"CASE = resolve('{MODULE}:CUT')\n" in of_case
+    drafts = author(tmp_path, "aot_eager").drafts(Stage("local", "aot_eager"), segment(sparse))
+    assert list(drafts[0].tensors) == ["x"]
+    assert "rand_strided(" not in drafts[0].text
 
 
 def test_the_segment_shows_the_difference_in_a_fresh_interpreter_that_never_loads_ddpopt(
@@ -105,13 +88,11 @@ def test_the_segment_shows_the_difference_in_a_fresh_interpreter_that_never_load
 ) -> None:
     (tmp_path / "doubling.py").write_text(DOUBLING)
     writer = Author(Question("x:y", "default", "whole", "doubling:compiler", steps=1), tmp_path / "shown.py")
-    blamed = segment(Given("x", torch.ones(2, 3), requires_grad=True))
-    assert blamed.code is not None
+    blamed = segment(TRAINED)
     path = [*sys.path]
     sys.path.insert(0, str(tmp_path))
     try:
-        drafts = writer._of_segment(Stage("local", "doubling:compiler"), blamed.code, blamed)
-        text = next(iter(drafts)).text
+        text = writer.drafts(Stage("ddpopt-inline", "doubling:compiler"), blamed)[0].text
     finally:
         sys.path[:] = path
     assert "from doubling import compiler\n" in text
@@ -133,7 +114,7 @@ def test_the_segment_shows_the_difference_in_a_fresh_interpreter_that_never_load
 def test_a_script_begins_with_the_difference_and_has_no_more_than_shows_it(
     tmp_path: Path, fresh_dynamo: None, symptom: Symptom, headline: str, ends: str
 ) -> None:
-    blamed = replace(segment(Given("x", torch.ones(2, 3), requires_grad=True)), symptom=symptom)
+    blamed = replace(segment(TRAINED), symptom=symptom)
     for draft in author(tmp_path, "aot_eager").drafts(Stage("local", "aot_eager"), blamed):
         begins = f"torch.compile with backend 'aot_eager' {headline}"
         assert draft.text.startswith(f'"""{begins}\n\nFound by `ddpopt verify`:\n')
@@ -146,7 +127,7 @@ def test_a_script_begins_with_the_difference_and_has_no_more_than_shows_it(
 def test_a_failure_is_shown_with_its_traceback(
     tmp_path: Path, fresh_dynamo: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    blamed = replace(segment(Given("x", torch.ones(2))), symptom=Symptom("run", "BackendCompilerFailed"))
+    blamed = replace(segment(torch.ones(2)), symptom=Symptom("run", "BackendCompilerFailed"))
     draft = author(tmp_path, "refusing_tanh").drafts(Stage("local", "refusing_tanh"), blamed)[0]
     assert exit_code(draft) == 1
     printed = capsys.readouterr()
@@ -155,7 +136,7 @@ def test_a_failure_is_shown_with_its_traceback(
 
 
 def test_a_segment_that_is_right_shows_no_difference(tmp_path: Path, fresh_dynamo: None) -> None:
-    blamed = segment(Given("x", torch.ones(2, 3), requires_grad=True))
+    blamed = segment(TRAINED)
     right, wrong = (
         author(tmp_path, backend).drafts(Stage("local", backend), blamed)[0]
         for backend in ("aot_eager", "scaling_tanh")
@@ -176,9 +157,9 @@ def test_a_model_that_is_right_shows_no_difference_without_ddp_and_with(
 def test_a_script_draws_the_random_numbers_that_eager_draws(
     tmp_path: Path, one_rank_group: None, fresh_dynamo: None
 ) -> None:
-    code = Code([DROPOUT], ["import torch"], given=[Given("x", torch.ones(4, 8), requires_grad=True)])
+    blamed = segment(torch.ones(4, 8, requires_grad=True), "torch.nn.functional.dropout")
     writer = author(tmp_path, "inductor", f"{MODULE}:dropping")
-    drafts = writer.drafts(Stage("torch", "inductor"), Blamed(("dropout",), code))
+    drafts = writer.drafts(Stage("torch", "inductor"), blamed)
     alone = {draft.kind: draft for draft in drafts if "without ddpopt" in draft.kind and not draft.tensors}
     assert len(alone) == 2
     for draft in alone.values():

@@ -1,11 +1,13 @@
 """ddpopt.judge.judging.numbers: each has a name, and is known by what it depends on."""
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
-from ddpopt.judge.judging.numbers import Kind, left_behind, pairs
+from ddpopt.judge.judging.numbers import FINAL, PARAMETER, Kind, Rules, left_behind, pairs
 from ddpopt.judge.judging.record import Record, Step
 
 W, B = torch.ones(2, 2), torch.ones(3)
@@ -45,3 +47,67 @@ def test_numbers_of_the_same_form_are_paired() -> None:
     for other in (B, W.double()):
         assert "w" not in {number.name for number in pairs(record_of(), record_of(gradients={"w": other}))}
     assert {"norm", "the norm"} <= set(left_behind(record_of(gradients={"norm": B}).steps[0]))
+
+
+# ---------------------------------------------------------------------------------- levels
+
+TWO_RANKS = Rules(exact=True, ordered=True, means=True)
+THREE_RANKS = Rules(exact=True, ordered=False, means=True)
+NO_MEANS = Rules(exact=True, ordered=False, means=False)
+INDUCTOR = Rules(exact=False, ordered=True, means=True)
+
+
+@pytest.mark.parametrize(
+    ("rules", "forward", "gradient", "finished"),
+    [
+        (TWO_RANKS, ("L0",), ("L0", "L1"), ("L0",)),
+        (Rules(exact=True, ordered=True, means=False), ("L0",), ("L0",), ("L0",)),
+        (THREE_RANKS, ("L0",), ("L1",), ("L2",)),
+        (NO_MEANS, ("L0",), ("L2",), ("L2",)),
+        (INDUCTOR, ("L2",), ("L2",), ("L2",)),
+        (Rules(exact=False, ordered=False, means=True), ("L2",), ("L2",), ("L2",)),
+        (Rules(exact=True, ordered=True, means=True, shards=True), ("L0",), ("L0", "L1"), ("L2",)),
+    ],
+)
+def test_the_level_follows_from_what_a_number_depends_on(
+    rules: Rules, forward: tuple[str, ...], gradient: tuple[str, ...], finished: tuple[str, ...]
+) -> None:
+    assert rules.levels(Kind.FORWARD, "the loss") == forward
+    assert rules.levels(Kind.GRADIENT, "w") == gradient
+    assert rules.levels(Kind.FINISHED, FINAL + "w") == finished
+    assert rules.levels(Kind.PARAMETER, PARAMETER + "w") == ("L0",)
+
+
+def test_a_parameter_that_something_else_writes_to_is_judged_as_what_it_is() -> None:
+    for rules, level in ((TWO_RANKS, "L0"), (THREE_RANKS, "L2"), (INDUCTOR, "L2")):
+        written = Rules(rules.exact, rules.ordered, rules.means, written=frozenset({"w"}))
+        assert written.levels(Kind.PARAMETER, PARAMETER + "w") == (level,)
+
+
+def test_what_is_not_reproduced_or_excused_is_judged_by_rounding_and_nothing_else_is() -> None:
+    rules = Rules(exact=True, ordered=True, means=True, unstable=frozenset({"a"}), excused=frozenset({"b"}))
+    for name in "ab":
+        assert rules.levels(Kind.GRADIENT, name) == ("L2",)
+        assert rules.levels(Kind.FINISHED, FINAL + name) == ("L2",)
+    assert rules.levels(Kind.FINISHED, "the norm") == ("L2",)  # it depends on all gradients
+    assert rules.levels(Kind.GRADIENT, "c") == ("L0", "L1")
+    assert rules.levels(Kind.FORWARD, "the loss") == ("L0",)
+
+
+def test_where_anything_is_judged_by_rounding_it_is_known_beforehand() -> None:
+    for exact, ordered, means, shards, finishes in itertools.product((True, False), repeat=5):
+        for name in ("unstable", "written", "excused", "ignored"):
+            named: dict[str, Any] = {name: frozenset({"w"})}
+            rules = Rules(exact, ordered, means, shards, finishes, **named)
+            kinds = [kind for kind in Kind if finishes or kind is not Kind.FINISHED]
+            levels = {level for kind in kinds for level in rules.levels(kind, "w")}
+            assert "L2" not in levels or rules.need_rounding
+    assert not TWO_RANKS.need_rounding
+    assert not THREE_RANKS.need_rounding
+
+
+@pytest.mark.parametrize(("rules", "level"), [(TWO_RANKS, "L0"), (THREE_RANKS, "L0"), (INDUCTOR, "L2")])
+def test_a_gradient_that_ddp_leaves_alone_is_no_sum_over_ranks(rules: Rules, level: str) -> None:
+    leaving_alone = replace(rules, ignored=frozenset({"weight"}))
+    assert leaving_alone.levels(Kind.GRADIENT, "weight") == (level,)
+    assert leaving_alone.levels(Kind.GRADIENT, "bias") == rules.levels(Kind.GRADIENT, "bias")

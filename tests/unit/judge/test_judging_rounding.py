@@ -4,12 +4,22 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddpopt.cases import corpus
+from ddpopt.cases.case import Case
 from ddpopt.judge.compare import Sum, ulps
 from ddpopt.judge.judging.record import Record, Step
-from ddpopt.judge.judging.rounding import SAMPLES, Lesson, neighbour, perturbed, perturbed_state, widened
+from ddpopt.judge.judging.rounding import (
+    SAMPLES,
+    autocast_dtypes,
+    coarsest,
+    learned,
+    neighbour,
+    perturbed,
+    perturbed_state,
+    widened,
+)
 from ddpopt.judge.matrix import CASES
 from ddpopt.judge.option_cases import in_dtype
 
@@ -79,19 +89,17 @@ def record_of(gradient: Tensor, start: Tensor, change: float = -0.5) -> Record:
     return Record({"w": start}, steps=[replace(step, final={"w": gradient / 2}, late=frozenset({"norm"}))])
 
 
-def lesson_of(**more: object) -> Lesson:
-    runs = [record_of(torch.ones(4) + 1e-7 * i, torch.ones(4) + 0.1 * i) for i in range(SAMPLES)]
-    truth = record_of(torch.ones(4, dtype=torch.float64), torch.ones(4, dtype=torch.float64))
-    return replace(Lesson(runs, truth), **more)  # type: ignore[arg-type]  # names of its fields
+RUNS = [record_of(torch.ones(4) + 1e-7 * i, torch.ones(4) + 0.1 * i) for i in range(SAMPLES)]
+TRUTH = record_of(torch.ones(4, dtype=torch.float64), torch.ones(4, dtype=torch.float64))
 
 
 def test_everything_that_a_step_leaves_is_learned_but_what_its_gradient_explains() -> None:
-    (known,) = lesson_of().learned()
+    (known,) = learned(RUNS, TRUTH)
     assert set(known) == {"w", "final gradient of w", "the loss", "the norm"}
 
 
 def test_a_parameter_that_something_else_writes_to_is_learned_from_where_eager_began() -> None:
-    (known,) = lesson_of(written={"w"}).learned()
+    (known,) = learned(RUNS, TRUTH, written={"w"})
     # the starts lie far apart, the changes do not
     assert known["parameter w"].mean_square < 1e-6
     assert torch.equal(known["parameter w"].truth, torch.full((4,), 0.5, dtype=torch.float64))
@@ -99,14 +107,14 @@ def test_a_parameter_that_something_else_writes_to_is_learned_from_where_eager_b
 
 def test_what_eager_does_not_reproduce_is_learned_from_its_runs_alone() -> None:
     truth = record_of(torch.full((4,), 1 + 5e-7, dtype=torch.float64), torch.ones(4, dtype=torch.float64))
-    (known,) = lesson_of(truth=truth, unstable={"w"}).learned()
+    (known,) = learned(RUNS, truth, unstable={"w"})
     assert known["w"].note == "no float64 reference"
     assert known["the loss"].note == ""
 
 
 def test_the_terms_of_a_gradient_are_known_and_of_nothing_else() -> None:
     terms = {"w": Sum(torch.full((4,), 2.0), torch.full((4,), 2e3), 2, torch.full((4,), 2.0))}
-    (known,) = lesson_of(sums=[terms]).learned()
+    (known,) = learned(RUNS, TRUTH, [terms])
     assert float(known["w"].floor.max()) > 1e-5
     assert float(known["final gradient of w"].floor.max()) < 1e-6
 
@@ -127,3 +135,52 @@ def test_whole_numbers_of_data_stay_for_they_may_be_a_mask_or_places_in_a_table(
     values = torch.tensor([0.0, 1.0, -3.0, 0.5, 1e-3])
     moved = neighbour(values, generator(), data=True)
     assert (moved != values).tolist() == [False, False, False, True, True]
+
+
+# ------------------------------------------------------------------ the dtype that is computed in
+
+CPU = torch.device("cpu")
+
+
+class Halving(nn.Module):
+    """A layer under autocast, and one that is not; or a forward that fails behind the first."""
+
+    def __init__(self, dtype: torch.dtype | None, *, fails: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.dtype, self.fails = dtype, fails
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=self.dtype or torch.bfloat16, enabled=self.dtype is not None):
+            x = self.first(x)
+        if self.fails:
+            raise RuntimeError("only under DDP")
+        output: Tensor = self.second(x.float())
+        return output
+
+
+def seen(dtype: torch.dtype | None, *, fails: bool = False) -> set[torch.dtype]:
+    case = Case(
+        "halving",
+        lambda: Halving(dtype, fails=fails),
+        lambda rank, step: ((torch.ones(2, 4),), {}),
+        "autocast",
+    )
+    before = torch.get_rng_state()
+    found = autocast_dtypes(case, 0, CPU)
+    assert torch.equal(torch.get_rng_state(), before)
+    return found
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, None])
+def test_the_dtype_of_a_span_of_autocast_is_seen_also_where_the_forward_fails_later(
+    dtype: torch.dtype | None, fails: bool
+) -> None:
+    assert seen(dtype, fails=fails) == ({dtype} if dtype else set())
+
+
+def test_the_coarsest_dtype_rounds_most() -> None:
+    assert coarsest([torch.float16, torch.bfloat16, torch.float32]) is torch.bfloat16
+    assert coarsest([]) is None
