@@ -5,7 +5,6 @@ They are told how models end by a stand-in for the workers, which `test_workers.
 
 import hashlib
 import json
-import subprocess
 import sys
 import threading
 from collections import Counter
@@ -105,13 +104,6 @@ def test_a_sequence_does_not_dwell_on_variants_of_one_model() -> None:
     features = [model.features for _, (_, model) in zip(range(200), Source(0).models(), strict=False)]
     assert len({frozenset(each) for each in features}) > 190
     assert sum(one == other for one, other in pairwise(features)) < 3
-
-
-def test_a_sequence_goes_on_at_any_place() -> None:
-    source = Source(5)
-    whole = [pair for pair, _ in zip(source.models(), range(70), strict=False)]
-    rest = [pair for pair, _ in zip(source.models(30), range(40), strict=False)]
-    assert rest == whole[30:]
 
 
 def test_a_run_that_was_interrupted_goes_on_and_loses_nothing(tmp_path: Path) -> None:
@@ -252,16 +244,6 @@ def test_each_process_judges_the_models_of_its_number(
     invoke(*FUZZ, str(tmp_path))
     assert [folder.name for folder in tmp_path.iterdir()] == ["shard-1"]
     assert_judged(tmp_path / "shard-1", 1)
-
-
-@pytest.mark.nightly
-def test_torchrun_starts_processes_that_judge_models_of_their_own(tmp_path: Path) -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ddpopt"]
-    command = [sys.executable, *launcher, *FUZZ, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
-    for shard in range(2):
-        assert_judged(tmp_path / f"shard-{shard}", shard)
 
 
 # ---------------------------------------------------------------------------------- blocks of the user's own

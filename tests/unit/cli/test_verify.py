@@ -50,7 +50,6 @@ def test_under_torchrun_the_first_rank_alone_writes(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["shop:nothing"], "module 'shop' has no attribute 'nothing'"),
         (["shop:no_model"], "expected it to return (model, inputs)"),
         (["shop:small", "--mode", "ddpopt-inlin"], "got 'ddpopt-inlin'; did you mean 'ddpopt-inline'"),
         (["shop:small", "--mode", ","], "--mode: expected one of eager, manual"),

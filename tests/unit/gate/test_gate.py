@@ -59,7 +59,8 @@ def test_a_change_fails_in_every_report_and_leaves_the_baseline_alone(
     measuring(monkeypatch, with_mode(graphs=2))
     result = run("--baseline", str(file), "--json", "-", *words)
     assert result.exit_code == 1
-    assert json.loads(result.stdout)["passes"] is False
+    data = json.loads(result.stdout)
+    assert (data["passes"], len(data["changes"]), data["figures"]) == (False, 1, with_mode(graphs=2))
     assert all("graphs: 1 before, 2 now" in report.read_text() for report in reports)
     assert "gpt, ddpopt-inline\n  graphs: 1 before, 2 now" in run("--baseline", str(file)).stdout
     assert file.read_text() == before
