@@ -48,14 +48,6 @@ class Branching(Healthy):
         return y
 
 
-class BreakingInLoop(Healthy):
-    def forward(self, x: torch.Tensor) -> Any:
-        for layer in (self.first, self.second):
-            x = layer(x)
-            torch._dynamo.graph_break()
-        return x
-
-
 class Skipping(Healthy):
     """A parameter that is never used, and a layer that is not always."""
 
@@ -137,7 +129,7 @@ def test_a_branch_on_a_tensor_is_called_so_and_has_a_way_out() -> None:
 
 
 def test_a_break_in_a_loop_says_which_function_runs_in_eager_and_why() -> None:
-    (finding,) = found_of(diagnose(case_of(BreakingInLoop), backend="eager"), "graph break")
+    (finding,) = found_of(diagnosed("graph_break"), "graph break")
     assert "forward(), the function around it, then runs in eager (graph break in loop)" in finding.what
 
 

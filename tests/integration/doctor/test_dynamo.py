@@ -14,8 +14,8 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt.dynamo.backend
-from ddpopt.cases.corpus import scalars
 from ddpopt.cases.case import Case
+from ddpopt.cases.corpus import scalars
 from ddpopt.doctor.dynamo import is_machinery, taking_notes
 from ddpopt.doctor.mode_run import EAGER, OURS, TORCH, run_mode
 

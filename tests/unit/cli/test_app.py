@@ -116,28 +116,6 @@ def test_the_version_is_the_packages() -> None:
 # ------------------------------------------------------------------------------------------- wrong
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (
-            ["tied", "--ddp", "bucket_cap_mb_list=3;1"],
-            "--ddp: expected KEY=VALUE where VALUE is a number, true, false, or numbers with commas between, "
-            "got 'bucket_cap_mb_list=3;1'",
-        ),
-        (["tied", "--ddp", "static_grap=true"], "; did you mean 'static_graph'?"),
-        (
-            ["tied", "--json", "no/file.json"],
-            "--json: cannot write 'no/file.json'; name a file in a folder that can be written to",
-        ),
-    ],
-)
-def test_what_cannot_be_used_is_a_usage_error(arguments: list[str], said: str) -> None:
-    result = run("explain", *arguments)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith("ddpopt: error: ")
-    assert said in result.stderr
-
-
 @pytest.mark.parametrize("args", [["explain"], ["explain", "a", "b"], ["explain", "--no-such"], ["nosuch"]])
 def test_a_command_line_that_does_not_parse_exits_with_2(args: list[str]) -> None:
     result = run(*args)
