@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from expecttest import assert_expected_inline
 
 import ddpopt.dynamo.backend
@@ -18,7 +17,7 @@ from ddpopt.gate.baseline import Figures, Measuring
 from ddpopt.gate.comparison import Comparison, changes
 from ddpopt.gate.figures import case_figures, failures
 from ddpopt.judge.trials import quickly
-from ddpopt.ranks.group import joined
+from ddpopt.ranks.group import joined, one_rank
 from tests.unit.gate_models import KNOBS, LAYER_MB, stack
 from tests.unit.verdicts import folded
 
@@ -28,14 +27,11 @@ SPLIT = Measuring(modes=("ddpopt-split",), nproc=1)
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def alone() -> Iterator[None]:
     """A process group of this process, for all tests of this file."""
-    store = tmp_path_factory.mktemp("group") / "store"
-    dist.init_process_group("gloo", init_method=store.as_uri(), rank=0, world_size=1)
-    with quickly():
+    with one_rank(), quickly():
         yield
     gc.unfreeze()
-    dist.destroy_process_group()
 
 
 def measured(settings: Measuring, backend: Any = "aot_eager") -> Figures:
