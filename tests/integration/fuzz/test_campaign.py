@@ -29,7 +29,7 @@ from ddpopt.fuzz.journal import PLAN as FILE_OF_PLAN
 from ddpopt.fuzz.questions import Answer, Kind, Setting, Task
 from ddpopt.fuzz.signatures import Signature
 from ddpopt.fuzz.stream import Source, drawn_block
-from ddpopt.testing.drawn import BLOCKS, DrawnModel
+from ddpopt.testing.drawn import BLOCKS, DrawnModel, step
 
 MODES = ("torch", "ddpopt-split")
 PLAN = Plan(3, 0, 2, MODES, "aot_eager", 1, ("cond",), (), "2.13.0", "5f")
@@ -291,16 +291,8 @@ def test_a_module_that_registers_nothing_is_refused() -> None:
 
 @pytest.mark.usefixtures("blocks")
 def test_a_case_with_a_block_of_a_module_is_read_with_it() -> None:
-    case = {
-        "version": 1,
-        "model": "DrawnModel(steps=(step('twice'),))",
-        "mode": "ddpopt-split",
-        "setting": {},
-        "signature": {"kind": "error", "what": "KeyError", "where": ""},
-        "kind": "wrong",
-        "features": [],
-    }
-    Path("case.json").write_text(json.dumps(case))
+    case = FoundCase(DrawnModel((step("gain"),)), MODES[1], Setting(), Signature("error", "KeyError"))
+    Path("case.json").write_text(case.to_json().replace("'gain'", "'twice'"))
     without = invoke("minimize", "case.json")
     assert without.exit_code == 2
     assert "got 'twice'; import the module that registers it (on the command line: --blocks" in without.stderr
