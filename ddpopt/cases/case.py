@@ -159,7 +159,9 @@ def _find(target: str) -> Case | Callable[[], object]:
     """Return the case or the factory that a string names."""
     module_name, colon, attribute = target.partition(":")
     if not colon:
-        return _corpus_case(target)
+        from ddpopt.cases import corpus  # which is made of this module
+
+        return corpus.case(target)
     if not module_name or not attribute:
         raise UsageError(f"expected a target like 'package.module:name', got {target!r}; {TARGET_HELP}")
     found = _import(module_name, target)
@@ -173,13 +175,6 @@ def _find(target: str) -> Case | Callable[[], object]:
         f"target {target!r}: expected a Case or a callable without arguments, got {type(found).__name__}; "
         f"make it a function that returns {EXPECTED_RETURN}"
     )
-
-
-def _corpus_case(name: str) -> Case:
-    """Look a name up among the cases that ship; imported here because the corpus is made of this module."""
-    from ddpopt.cases import corpus
-
-    return corpus.case(name)
 
 
 def _import(module_name: str, target: str) -> object:
@@ -259,12 +254,9 @@ def users_line(error: BaseException) -> str:
     """Name the innermost line of the user's own that an exception passed through; empty if there is none."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(NOT_THE_USERS)]
-    installed = [frame for frame in own if "site-packages" in frame.filename or not _is_standard(frame)]
+    standard = (sysconfig.get_path("stdlib"), "<frozen ")
+    installed = [f for f in own if "site-packages" in f.filename or not f.filename.startswith(standard)]
     return f" ({installed[-1].filename}:{installed[-1].lineno})" if installed else ""
-
-
-def _is_standard(frame: traceback.FrameSummary) -> bool:
-    return frame.filename.startswith((sysconfig.get_path("stdlib"), "<frozen "))
 
 
 def _split(name: str, made: object) -> tuple[nn.Module, Call]:

@@ -27,7 +27,6 @@ Target = Annotated[
         metavar="TARGET",
         help="A case of the corpus (see 'ddpopt cases'), or package.module:name of a function that returns "
         "(model, inputs), (model, args, kwargs) or a ddpopt.testing.Case.",
-        show_default=False,
     ),
 ]
 Targets = Annotated[
@@ -35,12 +34,9 @@ Targets = Annotated[
     typer.Argument(
         metavar="TARGET",
         help="As for 'ddpopt explain', or 'corpus' for all cases; by default those of the baseline.",
-        show_default=False,
     ),
 ]
-CaseFile = Annotated[
-    str, typer.Argument(metavar="CASE", help="A case that 'ddpopt fuzz' wrote.", show_default=False)
-]
+CaseFile = Annotated[str, typer.Argument(metavar="CASE", help="A case that 'ddpopt fuzz' wrote.")]
 Ddp = Annotated[
     list[str] | None,
     typer.Option(
@@ -48,16 +44,12 @@ Ddp = Annotated[
         metavar="KEY=VALUE",
         help="An argument of DistributedDataParallel, such as bucket_cap_mb=0.5, static_graph=true or "
         "bucket_cap_mb_list=3,1; repeatable. It overrides the target's own.",
-        show_default=False,
     ),
 ]
 Json = Annotated[
     str | None,
     typer.Option(
-        "--json",
-        metavar="FILE",
-        help="Write JSON to FILE, or with '-' to stdout, without the text.",
-        show_default=False,
+        "--json", metavar="FILE", help="Write JSON to FILE, or with '-' to stdout, without the text."
     ),
 ]
 Reports = Annotated[
@@ -66,7 +58,6 @@ Reports = Annotated[
         "--report",
         metavar="FILE",
         help="Write a report: .xml for JUnit, .html for a page, .md for GitHub; repeatable.",
-        show_default=False,
     ),
 ]
 Nproc = Annotated[int, typer.Option(help="Number of ranks; under torchrun, its ranks are used.")]
@@ -83,7 +74,6 @@ Modes = Annotated[
         "--mode",
         metavar=NAMES,
         help="Modes to run, or 'all' (see 'ddpopt modes'). By default ddpopt's own; of the matrix all.",
-        show_default=False,
     ),
 ]
 Options = Annotated[
@@ -91,32 +81,23 @@ Options = Annotated[
     typer.Option(
         metavar=NAMES,
         help="Ways to use DDP, or 'all' (see 'ddpopt modes'). By default 'default'; of the matrix all.",
-        show_default=False,
     ),
 ]
 Steps = Annotated[int, typer.Option(help="Training steps; DDP rebuilds its buckets before the second.")]
-Dtype = Annotated[str | None, typer.Option(help="Compute in this dtype, like bfloat16.", show_default=False)]
-Device = Annotated[
-    str | None, typer.Option(help="cpu or cuda; by default cuda if each rank has a GPU.", show_default=False)
-]
+Dtype = Annotated[str | None, typer.Option(help="Compute in this dtype, like bfloat16.")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda if each rank has a GPU.")]
 Timeout = Annotated[
     float, typer.Option(help="Seconds that one trial, which is one mode of one case, may take.")
 ]
 Locate = Annotated[
     bool, typer.Option(help="If something is wrong, find out where, and write ddpopt_reproduction.py.")
 ]
-BaselineFile = Annotated[
-    str, typer.Option("--baseline", metavar="FILE", help="What to compare with.", show_default=False)
-]
+BaselineFile = Annotated[str, typer.Option("--baseline", metavar="FILE", help="What to compare with.")]
 Update = Annotated[
     bool, typer.Option("--update", help="Write what changed, and the options given, to the baseline.")
 ]
-Minutes = Annotated[
-    float | None, typer.Option(help="How long to search; without a limit until it ends.", show_default=False)
-]
-Examples = Annotated[
-    int | None, typer.Option(help="Models of the whole campaign, earlier runs included.", show_default=False)
-]
+Minutes = Annotated[float | None, typer.Option(help="How long to search; without a limit until it ends.")]
+Examples = Annotated[int | None, typer.Option(help="Models of the whole campaign, earlier runs included.")]
 Seed = Annotated[int, typer.Option(help="Random seed.")]
 Workers = Annotated[int, typer.Option(help="Workers, each with models and ranks of its own.")]
 Out = Annotated[
@@ -128,25 +109,19 @@ Script = Annotated[
         "--out",
         metavar="FILE.py",
         help="Script to write, with the small case next to it; by default next to CASE.",
-        show_default=False,
     ),
 ]
 Database = Annotated[
     str | None,
     typer.Option(
         metavar="DIR|redis://...",
-        help="Hypothesis's database in which to share failures; further ones, after commas, are only read.",
-        show_default=False,
+        help="Hypothesis's database in which to share failures with other machines.",
     ),
 ]
-Without = Annotated[str | None, typer.Option(metavar=NAMES, help="Features to exclude.", show_default=False)]
+Without = Annotated[str | None, typer.Option(metavar=NAMES, help="Features to exclude.")]
 Blocks = Annotated[
     list[str] | None,
-    typer.Option(
-        metavar="MODULE",
-        help="Import a module that registers blocks of your own; repeatable.",
-        show_default=False,
-    ),
+    typer.Option(metavar="MODULE", help="Import a module that registers blocks of your own; repeatable."),
 ]
 Tries = Annotated[int, typer.Option(help="How many models may be tried.")]
 

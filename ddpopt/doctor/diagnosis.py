@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 
 from ddpopt.errors import VerificationError
-from ddpopt.explanation.tables import Column, mib, names, paragraph, table
+from ddpopt.explanation.tables import Column, mib, names, numbers, paragraph, table
 
 
 class Weight(StrEnum):
@@ -134,7 +134,7 @@ class Diagnosis:
             yield f"{paragraph(label + finding.what, '   ')}\n{paragraph(f'   Next: {finding.step}', '   ')}"
         for mode, buckets in self.buckets.items():
             rows = [(bucket.index, mib(bucket.nbytes), names(bucket.params)) for bucket in buckets]
-            columns = [Column("bucket", "right"), Column("MiB", "right"), Column("gradients", fills=True)]
+            columns = [*numbers("bucket", "MiB"), Column("gradients", fills=True)]
             yield f"{mode}: buckets of the running reducer\n{table(columns, rows)}"
         notes = [finding for finding in self.findings if finding not in self.problems]
         for finding in notes:

@@ -57,11 +57,7 @@ def run_mode(case: Case, mode: str, ddp_kwargs: Mapping[str, Any], compiler: Any
         What came of it.
     """
     settings = {"optimize_ddp": True, "suppress_errors": False, "disable": False}
-    with (
-        undisturbed(),
-        taking_notes() as notes,
-        torch._dynamo.config.patch(settings),
-    ):
+    with undisturbed(), taking_notes() as notes, torch._dynamo.config.patch(settings):
         buckets, failure, failed_step = _steps(case, _MODES[mode], ddp_kwargs, compiler, range(steps), notes)
     return ModeRun(mode, notes, buckets, failure, failed_step)
 
@@ -101,11 +97,6 @@ _MODES: dict[str, Wrap] = {
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """Keep random generators, grad mode and warnings of the caller apart from what runs inside."""
-    with (
-        generators_kept(),
-        torch.inference_mode(mode=False),
-        torch.enable_grad(),
-        warnings.catch_warnings(),
-    ):
+    with generators_kept(), torch.inference_mode(mode=False), torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what torch warns of is looked for, and reported, one by one
         yield

@@ -15,7 +15,7 @@ from torch import nn
 from ddpopt.explanation.rehearsal import Loss, Rehearsal, Step, call, generators_kept, sum_of_squares
 from ddpopt.explanation.result import Explanation, OwnBucket, OwnBuckets, TorchSplit
 from ddpopt.explanation.torch_split import TorchSegment, run_torch_split
-from ddpopt.planning.bucket_rule import ParamSpec, initial_buckets, rebuilt_buckets
+from ddpopt.planning.bucket_rule import initial_buckets, rebuilt_buckets
 from ddpopt.planning.capture import Capture, capture
 from ddpopt.planning.limits import DDP_ARGUMENTS
 from ddpopt.planning.plan import Plan
@@ -123,21 +123,14 @@ def _fill(
     else:
         buckets = initial_buckets(params, captured.config)
     completes_in = {name: segment.index for segment in segments for name in segment.params}
-    return tuple(
-        _own_bucket(index, [params[place] for place in bucket], completes_in)
-        for index, bucket in enumerate(buckets)
-    )
-
-
-def _own_bucket(index: int, specs: Sequence[ParamSpec], completes_in: Mapping[str, int]) -> OwnBucket:
-    return OwnBucket(
-        index=index,
-        params=tuple(spec.name for spec in specs),
-        nbytes=sum(spec.nbytes for spec in specs),
-        dtype=specs[0].dtype,
-        device=specs[0].device,
-        segments=tuple(sorted({completes_in[spec.name] for spec in specs if spec.name in completes_in})),
-    )
+    filled = []
+    for index, bucket in enumerate(buckets):
+        specs = [params[place] for place in bucket]
+        names = tuple(spec.name for spec in specs)
+        waits_on = sorted({completes_in[name] for name in names if name in completes_in})
+        nbytes = sum(spec.nbytes for spec in specs)
+        filled.append(OwnBucket(index, names, nbytes, specs[0].dtype, specs[0].device, tuple(waits_on)))
+    return tuple(filled)
 
 
 def _torch_split(captured: Capture, step: Step) -> TorchSplit:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 
-from ddpopt.explanation.tables import MIB, Column, Noted, mib, names, paragraph, table
+from ddpopt.explanation.tables import MIB, Column, Noted, mib, names, numbers, paragraph, table
 from ddpopt.explanation.torch_split import TorchSegment
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Cut, Plan
@@ -233,7 +233,7 @@ def _summary(explanation: Explanation) -> str:
         (ROWS[field.name], _count(getattr(ours, field.name)), _count(getattr(theirs, field.name)))
         for field in fields(ours)
     ]
-    lines = table([Column(""), Column("ddpopt", "right"), Column(TORCH, "right")], rows)
+    lines = table([Column(""), *numbers("ddpopt", TORCH)], rows)
     failure = explanation.torch.failure
     return f"{lines}\n{paragraph(f'{TORCH} crashes: {failure}', '  ')}" if failure else lines
 
@@ -248,9 +248,7 @@ def _plan(plan: Plan, *, inline: bool) -> Iterator[str]:
     ]
     yield f"ddpopt's plan, in the order of reduction; fingerprint {plan.fingerprint}\n" + table(
         [
-            Column("bucket", "right"),
-            Column("segment", "right"),
-            Column("MiB", "right"),
+            *numbers("bucket", "segment", "MiB"),
             Column("dtype"),
             Column("gradients, and why the bucket ends there", fills=True),
         ],
@@ -273,10 +271,9 @@ def _segments(plan: Plan) -> str:
         buckets = ", ".join(map(str, segment.buckets)) or "-"
         rows.append((segment.index, segment.graph, first, len(segment.nodes), buckets, _why(cut, plan)))
     columns = [
-        Column("segment", "right"),
-        Column("graph", "right"),
+        *numbers("segment", "graph"),
         Column("from node"),
-        Column("nodes", "right"),
+        *numbers("nodes"),
         Column("completes"),
         Column("why it is cut there", fills=True),
     ]
@@ -303,7 +300,7 @@ def _ddp(explanation: Explanation) -> Iterator[str]:
 
 
 def _own_buckets(buckets: tuple[OwnBucket, ...], *, waits: bool) -> str:
-    columns = [Column("bucket", "right"), Column("MiB", "right"), Column("dtype")]
+    columns = [*numbers("bucket", "MiB"), Column("dtype")]
     rows: list[list[object]] = [[b.index, mib(b.nbytes), b.dtype, names(b.params)] for b in buckets]
     if waits:
         columns.insert(1, Column("waits on"))
@@ -330,12 +327,7 @@ def _torch(split: TorchSplit) -> Iterator[str]:
 
 
 def _torch_segments(split: TorchSplit) -> str:
-    columns = [
-        Column("segment", "right"),
-        Column("graph", "right"),
-        Column("MiB counted", "right"),
-        Column("parameters counted", fills=True),
-    ]
+    columns = [*numbers("segment", "graph", "MiB counted"), Column("parameters counted", fills=True)]
     rows = [
         (s.index, s.graph, mib(s.counted_bytes), "as before: the same code" if s.reused else names(s.counted))
         for s in reversed(split.segments)

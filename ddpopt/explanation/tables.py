@@ -41,6 +41,11 @@ class Column:
     fills: bool = False
 
 
+def numbers(*titles: str) -> tuple[Column, ...]:
+    """Columns of numbers."""
+    return tuple(Column(title, "right") for title in titles)
+
+
 @dataclass(frozen=True)
 class Noted:
     """A cell with a remark below it, indented."""
@@ -59,7 +64,7 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[object]]) -> str:
     Returns:
         Lines without trailing blanks, the last one without a line end.
 
-    >>> print(table([Column("bucket", "right"), Column("gradients")], [(0, "b"), (10, "w")]))
+    >>> print(table([*numbers("bucket"), Column("gradients")], [(0, "b"), (10, "w")]))
     bucket  gradients
     -----------------
          0  b

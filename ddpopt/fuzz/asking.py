@@ -47,13 +47,10 @@ class Asking:
         nproc = case.setting.nproc
         if nproc not in self._workers:
             self._workers[nproc] = Worker(nproc, self._limit_s)
-        found: list[Answer] = []
-        for answer in self._workers[nproc].ask(case.task):
-            if answer is None:
-                time.sleep(PAUSE_S)
-            else:
-                found.append(answer)
-        return found[0]
+        answers = self._workers[nproc].ask(case.task)
+        while (answer := next(answers)) is None:
+            time.sleep(PAUSE_S)
+        return answer
 
 
 def confirmed(case: FoundCase, limit_s: float = 120.0) -> Answer:

@@ -51,16 +51,6 @@ class Limits:
     examples: int | None = None
     model_s: float = 120.0
 
-    def share(self, worker: int, workers: int) -> int | None:
-        """How many models a worker is to judge; None for no limit.
-
-        >>> [Limits(examples=7).share(worker, 3) for worker in range(3)]
-        [3, 2, 2]
-        """
-        if self.examples is None:
-            return None
-        return self.examples // workers + (worker < self.examples % workers)
-
 
 Tell = Callable[[tuple[FoundCase, ...]], None]
 """Called after each model with the failures that it added."""
@@ -151,7 +141,8 @@ class Campaign:
     def _lane(self, number: int, worker: Worker) -> Iterator[None]:
         """What one worker does, in small pieces."""
         source = Source(self.plan.seed, self.plan.shard, number, self.plan.without)
-        end = self.limits.share(number, self.plan.workers)
+        examples = self.limits.examples
+        end = None if examples is None else len(range(number, examples, self.plan.workers))
         start = self.journal.next_place(number)
         if end is not None and start >= end:
             return

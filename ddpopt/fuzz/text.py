@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ddpopt.explanation.tables import Column, Noted, paragraph, table
+from ddpopt.explanation.tables import Column, Noted, numbers, paragraph, table
 from ddpopt.judge.report.wording import count_of
 
 if TYPE_CHECKING:
@@ -37,16 +37,12 @@ def _of_campaign(summary: Summary, cases: str, known_features: frozenset[str]) -
     )
     yield ""
     kinds = list(dict.fromkeys(kind for counts in summary.kinds.values() for kind in counts))
-    columns = [Column("mode"), *(Column(kind, "right") for kind in kinds)]
-    yield table(
-        columns,
-        [(mode, *(counts.get(kind, "-") for kind in kinds)) for mode, counts in summary.kinds.items()],
-    )
+    rows = [(mode, *(counts.get(kind, "-") for kind in kinds)) for mode, counts in summary.kinds.items()]
+    yield table([Column("mode"), *numbers(*kinds)], rows)
     yield ""
     if summary.failures:
-        columns = [Column("failure", fills=True), Column("models", "right"), Column("first", "right")]
-        rows = [(Noted(one.signature, one.owner), one.times, one.first) for one in summary.failures]
-        yield table(columns, rows)
+        found = [(Noted(one.signature, one.owner), one.times, one.first) for one in summary.failures]
+        yield table([Column("failure", fills=True), *numbers("models", "first")], found)
         yield ""
     for what, times in summary.refused.items():
         yield paragraph(f"not judged, {times} times: {what}", "  ")
@@ -108,8 +104,8 @@ def _sized(name: str, case: FoundCase) -> tuple[str | int, ...]:
 def _of_search(result: Minimized, script: str, ran: FoundCase, reproduces: bool) -> Iterator[str]:
     yield paragraph(f"{result.case.owner}: {result.case.signature}")
     yield ""
-    titles = ("parameters", "lines", "bucket cap", "ranks", "steps")
-    columns = [Column(""), *(Column(title, "right") for title in titles), Column("backend")]
+    sizes = numbers("parameters", "lines", "bucket cap", "ranks", "steps")
+    columns = [Column(""), *sizes, Column("backend")]
     yield table(columns, [_sized("before", result.given), _sized("after", result.case)])
     yield ""
     yield paragraph(repr(result.case.model), "  ")

@@ -257,7 +257,8 @@ class Pool:
 
     def _failure(self, rank: _Rank) -> RankFailure:
         """How a rank failed that has ended without a value."""
-        code, stacks = rank.process.poll(), _text(rank.stacks)
+        code = rank.process.poll()
+        stacks = rank.stacks.read_text(errors="replace") if rank.stacks.exists() else ""
         kind: Kind = "died"
         if rank.error:
             kind, code = "raised", None
@@ -366,7 +367,3 @@ def _checked_device(device: str | None, size: int) -> str:
             f"expected a GPU for each of {size} ranks, found {gpus}; ask for fewer ranks, or for device 'cpu'"
         )
     return device
-
-
-def _text(path: Path) -> str:
-    return path.read_text(errors="replace") if path.exists() else ""

@@ -15,28 +15,15 @@ if TYPE_CHECKING:
     from ddpopt.ranks.group import Ranks
     from ddpopt.testing.equality import DdpNotEqualError, assert_ddp_equal
 
-__all__ = [
-    "Case",
-    "DdpNotEqualError",
-    "Ranks",
-    "assert_ddp_equal",
-    "mean_square",
-    "resolve",
-    "step_seed",
-]
-
 _HOMES = {
-    "Case": "cases.case",
-    "DdpNotEqualError": "testing.equality",
+    **dict.fromkeys(("Case", "mean_square", "resolve", "step_seed"), "cases.case"),
+    **dict.fromkeys(("DdpNotEqualError", "assert_ddp_equal"), "testing.equality"),
     "Ranks": "ranks.group",
-    "assert_ddp_equal": "testing.equality",
-    "mean_square": "cases.case",
-    "resolve": "cases.case",
-    "step_seed": "cases.case",
 }
+__all__ = ["Case", "DdpNotEqualError", "Ranks", "assert_ddp_equal", "mean_square", "resolve", "step_seed"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"ddpopt.{_HOMES[name]}"), name)

@@ -73,7 +73,7 @@ class Pools:
             doing, limit_s = "", needs.limit_s
             following = nextitem.nodeid if nextitem and _size_for(nextitem) == needs.size else ""
             texts: dict[int, str] = dict(
-                enumerate(pool.run(run_test, item.nodeid, following, limit_s=limit_s))
+                enumerate(pool.run(PooledRank.run, item.nodeid, following, limit_s=limit_s))
             )
             failures: dict[int, RankFailure] = {}
         except RanksFailed as failed:
@@ -223,7 +223,15 @@ class PooledRank:
         return True
 
     def run(self, name: str, following: str) -> str:
-        """Run a test by its name; its reports as text."""
+        """Run a test by its name.
+
+        Args:
+            name: of the test.
+            following: the test after it, if the same ranks run that; fixtures that it needs too are kept.
+
+        Returns:
+            Its reports, as text.
+        """
         items = {item.nodeid: item for item in self.session.items}
         if name not in items:
             raise UsageError(
@@ -248,17 +256,3 @@ def collected(rank: PooledRank) -> list[str]:
     if rank.session.testsfailed:
         raise UsageError(f"expected to collect what is marked, got {rank.session.testsfailed} errors")
     return [item.nodeid for item in rank.session.items]
-
-
-def run_test(rank: PooledRank, name: str, following: str) -> str:
-    """Run one test.
-
-    Args:
-        rank: this one.
-        name: of the test.
-        following: the test after it, if the same ranks run that; fixtures that it needs too are kept.
-
-    Returns:
-        Its reports, as text.
-    """
-    return rank.run(name, following)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ddpopt.cases.corpus.draws import rows_case
-from ddpopt.cases.corpus.layers import FeedForward
+from ddpopt.cases.corpus.layers import FeedForward, Layers
 
 
 class Blocks(nn.Module):
@@ -130,12 +130,11 @@ class ScaledTanh(torch.autograd.Function):
         return gradient * scale * (1 - y * y), (gradient * y).sum(0)
 
 
-class CustomFunction(nn.Module):
+class CustomFunction(Layers):
     """An autograd function with a parameter among its arguments."""
 
     def __init__(self, dim: int, layers: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(layers))
+        super().__init__(dim, layers)
         self.scales = nn.ParameterList(torch.full((dim,), 0.5) for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:

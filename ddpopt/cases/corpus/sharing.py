@@ -6,14 +6,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.cases.corpus.draws import rows_case
+from ddpopt.cases.corpus.layers import Layers
 
 
-class Residuals(nn.Module):
+class Residuals(Layers):
     """Linear layers, each added to the stream; ``order`` says which run when, each once if not given."""
 
     def __init__(self, dim: int, layers: int, order: tuple[int, ...] = ()) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(layers))
+        super().__init__(dim, layers)
         self.order = order or tuple(range(layers))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 """The doctor's reports: of models with one ailment each, and of a healthy one."""
 
 import json
-import linecache
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -22,6 +21,7 @@ from ddpopt.doctor import Diagnosis, diagnose
 from ddpopt.doctor.diagnosis import Advice, Weight
 from ddpopt.doctor.recompiles import step_for
 from ddpopt.errors import NotJudgedError, UsageError
+from ddpopt.testing.drawn import DrawnModel, step
 
 
 class Healthy(nn.Module):
@@ -33,27 +33,12 @@ class Healthy(nn.Module):
         return self.second(self.first(x))
 
 
-class Breaking(Healthy):
-    def forward(self, x: torch.Tensor) -> Any:
-        x = self.first(x)
-        torch._dynamo.graph_break()
-        return self.second(x)
-
-
 class Branching(Healthy):
     def forward(self, x: torch.Tensor) -> Any:
         y = self.second(self.first(x))
         if y.mean() > 100:
             y = y / 2
         return y
-
-
-class BreakingInLoop(Healthy):
-    def forward(self, x: torch.Tensor) -> Any:
-        for layer in (self.first, self.second):
-            x = layer(x)
-            torch._dynamo.graph_break()
-        return x
 
 
 class Skipping(Healthy):
@@ -120,11 +105,12 @@ def found_of(diagnosis: Diagnosis, topic: str) -> list[Advice]:
 
 
 def test_a_graph_break_has_its_reason_its_line_and_dynamos_hint() -> None:
-    (finding,) = found_of(diagnose(case_of(Breaking), backend="eager"), "graph break")
-    place, reason, *_ = finding.what.removeprefix("Graph break at ").split(": ")
-    file, _, line = place.rpartition(":")
-    assert (file, linecache.getline(file, int(line)).strip()) == (__file__, "torch._dynamo.graph_break()")
-    assert reason.startswith("Call to `torch._dynamo.graph_break()`. The model is compiled as")
+    drawn = DrawnModel((step("linear"), step("graph_break"), step("linear")))
+    (finding,) = found_of(diagnose(drawn.case(), backend="eager"), "graph break")
+    line = drawn.source.splitlines().index("        torch._dynamo.graph_break()") + 1
+    reason = "Call to `torch._dynamo.graph_break()`. The model is compiled as"
+    assert finding.what.startswith(f"Graph break at {drawn.program.module.__file__}:{line}: {reason}")
+    assert finding.what.endswith("The line: torch._dynamo.graph_break()")
     assert finding.weight is Weight.SLOW
     assert finding.step.startswith("Remove the `torch._dynamo.graph_break()` call. See https://")
 
@@ -137,7 +123,7 @@ def test_a_branch_on_a_tensor_is_called_so_and_has_a_way_out() -> None:
 
 
 def test_a_break_in_a_loop_says_which_function_runs_in_eager_and_why() -> None:
-    (finding,) = found_of(diagnose(case_of(BreakingInLoop), backend="eager"), "graph break")
+    (finding,) = found_of(diagnosed("graph_break"), "graph break")
     assert "forward(), the function around it, then runs in eager (graph break in loop)" in finding.what
 
 

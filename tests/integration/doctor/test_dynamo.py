@@ -14,9 +14,9 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt.dynamo.backend
-from ddpopt.cases import corpus
 from ddpopt.cases.case import Case
-from ddpopt.doctor.dynamo import Notes, is_machinery, taking_notes
+from ddpopt.cases.corpus import scalars
+from ddpopt.doctor.dynamo import is_machinery, taking_notes
 from ddpopt.doctor.mode_run import EAGER, OURS, TORCH, run_mode
 
 
@@ -26,45 +26,15 @@ def halves(x: torch.Tensor, count: int) -> torch.Tensor:
     return x / 2
 
 
-def compiled_notes(function: Callable[..., torch.Tensor], *calls: tuple[Any, ...]) -> Notes:
-    with taking_notes() as notes:
-        step = torch.compile(function, backend="aot_eager")
-        for arguments in calls:
-            notes.begin_step()
-            step(*arguments).sum().backward()  # type: ignore[no-untyped-call]  # of torch
-    return notes
-
-
 def leaf() -> torch.Tensor:
     return torch.ones(3, requires_grad=True)
-
-
-def test_a_compiled_function_leaves_frames_breaks_timers_and_graphs() -> None:
-    notes = compiled_notes(halves, (leaf(), 1))
-    forward = [frame for frame in notes.frames if not frame.backward]
-    assert [frame.function.startswith(("halves", "torch_dynamo_resume_in_halves")) for frame in forward]
-    assert len(forward) == 2
-    assert [frame.file for frame in forward] == [__file__] * 2
-    assert notes.graphs == 2
-    (stop,) = notes.stops
-    assert stop.reason.startswith("Call to `torch._dynamo.graph_break()`")
-    assert (stop.stack[-1].filename, stop.stack[-1].name) == (__file__, "halves")
-    assert all(frame.total_s > 0 for frame in forward)
-
-
-def test_a_recompilation_names_its_guard_and_its_step() -> None:
-    notes = compiled_notes(halves, (leaf(), 1), (leaf(), 1), (leaf(), 7))
-    again = [frame for frame in notes.frames if frame.recompiled]
-    assert [frame.step for frame in again] == [2]
-    assert again[0].recompiled.startswith("0/0: count == 1 ")
-    assert {frame.step for frame in notes.frames if not frame.recompiled} == {0}
 
 
 def test_frames_of_ddp_are_told_from_those_of_a_model() -> None:
     assert is_machinery(str(torch.nn.parallel.distributed.__file__))
     assert is_machinery(str(ddpopt.dynamo.backend.__file__))
     assert not is_machinery(str(torch.nn.modules.linear.__file__))
-    assert not is_machinery(str(corpus.scalars.__file__))
+    assert not is_machinery(str(scalars.__file__))
     assert not is_machinery(__file__)
 
 

@@ -5,7 +5,6 @@ They are told how models end by a stand-in for the workers, which `test_workers.
 
 import hashlib
 import json
-import subprocess
 import sys
 import threading
 from collections import Counter
@@ -30,7 +29,7 @@ from ddpopt.fuzz.journal import PLAN as FILE_OF_PLAN
 from ddpopt.fuzz.questions import Answer, Kind, Setting, Task
 from ddpopt.fuzz.signatures import Signature
 from ddpopt.fuzz.stream import Source, drawn_block
-from ddpopt.testing.drawn import BLOCKS, DrawnModel
+from ddpopt.testing.drawn import BLOCKS, DrawnModel, step
 
 MODES = ("torch", "ddpopt-split")
 PLAN = Plan(3, 0, 2, MODES, "aot_eager", 1, ("cond",), (), "2.13.0", "5f")
@@ -85,12 +84,16 @@ def essence(entries: list[Entry]) -> list[tuple[object, ...]]:
     ]
 
 
+def files(folder: Path) -> list[str]:
+    """Names of the cases and scripts of a campaign."""
+    return sorted(file.name for file in (folder / "cases").iterdir())
+
+
 def test_the_same_seed_gives_the_same_run(tmp_path: Path) -> None:
     first, second = run(tmp_path / "a", 30), run(tmp_path / "b", 30)
     assert essence(first) == essence(second)
     assert {entry.worker for entry in first} == {0, 1}
-    names = [sorted(file.name for file in (tmp_path / each / "cases").iterdir()) for each in ("a", "b")]
-    assert names[0] == names[1] != []
+    assert files(tmp_path / "a") == files(tmp_path / "b") != []
 
 
 def test_blocks_depend_on_seed_shard_worker_and_number_alone() -> None:
@@ -105,13 +108,6 @@ def test_a_sequence_does_not_dwell_on_variants_of_one_model() -> None:
     features = [model.features for _, (_, model) in zip(range(200), Source(0).models(), strict=False)]
     assert len({frozenset(each) for each in features}) > 190
     assert sum(one == other for one, other in pairwise(features)) < 3
-
-
-def test_a_sequence_goes_on_at_any_place() -> None:
-    source = Source(5)
-    whole = [pair for pair, _ in zip(source.models(), range(70), strict=False)]
-    rest = [pair for pair, _ in zip(source.models(30), range(40), strict=False)]
-    assert rest == whole[30:]
 
 
 def test_a_run_that_was_interrupted_goes_on_and_loses_nothing(tmp_path: Path) -> None:
@@ -131,10 +127,7 @@ def test_a_run_that_was_interrupted_goes_on_and_loses_nothing(tmp_path: Path) ->
     rest = run(tmp_path / "part", 24)
     assert essence(rest) == essence(whole)
     assert {entry.run for entry in rest} == {0, 1}
-    assert sorted((tmp_path / "part" / "cases").iterdir())
-    assert [f.name for f in sorted((tmp_path / "part" / "cases").iterdir())] == [
-        f.name for f in sorted((tmp_path / "whole" / "cases").iterdir())
-    ]
+    assert files(tmp_path / "part") == files(tmp_path / "whole") != []
 
 
 def test_a_failure_is_kept_once_and_counted_each_time(tmp_path: Path) -> None:
@@ -222,46 +215,33 @@ FUZZ = [  # three models, into the folder that follows
     *("fuzz", "--mode", "ddpopt-inline", "--backend", "eager", "--workers", "1"),
     *("--seed", "5", "--examples", "3", "--out"),
 ]
-NUMBERED = {
-    "torchrun": {"RANK": "1", "WORLD_SIZE": "2"},
-    "xdist": {"PYTEST_XDIST_WORKER": "gw1", "PYTEST_XDIST_WORKER_COUNT": "2"},
-}
+NUMBERED = {"PYTEST_XDIST_WORKER": "gw1", "PYTEST_XDIST_WORKER_COUNT": "2"}
 """What tells the second of two processes its number."""
+
+
+@pytest.fixture
+def unnumbered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process, whoever runs this test."""
+    for name in ("RANK", "WORLD_SIZE", *NUMBERED):
+        monkeypatch.delenv(name, raising=False)
 
 
 def invoke(*words: str) -> Any:  # the type of the runner's results moves with typer's versions
     return CliRunner().invoke(app, words, prog_name="ddpopt")
 
 
-def assert_judged(folder: Path, shard: int) -> None:
-    """A process has judged the models of its number, in a folder of its own."""
-    assert json.loads((folder / FILE_OF_PLAN).read_text())["shard"] == shard
-    entries = [Entry.from_line(line) for line in (folder / LINES).read_text().splitlines()]
-    drawn = [model for _, model in islice(Source(5, shard).models(), 3)]
-    assert [entry.features for entry in entries] == [tuple(sorted(model.features)) for model in drawn]
-
-
-@pytest.mark.parametrize("launcher", NUMBERED)
-def test_each_process_judges_the_models_of_its_number(
-    launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("unnumbered")
+def test_each_process_judges_the_models_of_its_number_in_a_folder_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in [name for each in NUMBERED.values() for name in each]:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in NUMBERED[launcher].items():
+    for name, value in NUMBERED.items():
         monkeypatch.setenv(name, value)
     invoke(*FUZZ, str(tmp_path))
-    assert [folder.name for folder in tmp_path.iterdir()] == ["shard-1"]
-    assert_judged(tmp_path / "shard-1", 1)
-
-
-@pytest.mark.nightly
-def test_torchrun_starts_processes_that_judge_models_of_their_own(tmp_path: Path) -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ddpopt"]
-    command = [sys.executable, *launcher, *FUZZ, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
-    for shard in range(2):
-        assert_judged(tmp_path / f"shard-{shard}", shard)
+    (folder,) = tmp_path.iterdir()
+    assert (folder.name, json.loads((folder / FILE_OF_PLAN).read_text())["shard"]) == ("shard-1", 1)
+    entries = [Entry.from_line(line) for line in (folder / LINES).read_text().splitlines()]
+    drawn = [model for _, model in islice(Source(5, 1).models(), 3)]
+    assert [entry.features for entry in entries] == [tuple(sorted(model.features)) for model in drawn]
 
 
 # ---------------------------------------------------------------------------------- blocks of the user's own
@@ -277,14 +257,12 @@ def twice(w, x):
 
 
 @pytest.fixture
-def blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def blocks(unnumbered: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A folder with a module ``mine`` that registers a block, and one that registers none."""
     (tmp_path / "mine.py").write_text(MODULE)
     (tmp_path / "empty.py").write_text("")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    for name in [name for each in NUMBERED.values() for name in each]:
-        monkeypatch.delenv(name, raising=False)
     for name in ("mine", "empty"):  # these alone: drawn programs keep operators in modules of theirs
         monkeypatch.delitem(sys.modules, name, raising=False)
     with patch.dict(BLOCKS):
@@ -313,16 +291,8 @@ def test_a_module_that_registers_nothing_is_refused() -> None:
 
 @pytest.mark.usefixtures("blocks")
 def test_a_case_with_a_block_of_a_module_is_read_with_it() -> None:
-    case = {
-        "version": 1,
-        "model": "DrawnModel(steps=(step('twice'),))",
-        "mode": "ddpopt-split",
-        "setting": {},
-        "signature": {"kind": "error", "what": "KeyError", "where": ""},
-        "kind": "wrong",
-        "features": [],
-    }
-    Path("case.json").write_text(json.dumps(case))
+    case = FoundCase(DrawnModel((step("gain"),)), MODES[1], Setting(), Signature("error", "KeyError"))
+    Path("case.json").write_text(case.to_json().replace("'gain'", "'twice'"))
     without = invoke("minimize", "case.json")
     assert without.exit_code == 2
     assert "got 'twice'; import the module that registers it (on the command line: --blocks" in without.stderr

@@ -10,18 +10,12 @@ from ddpopt.fuzz.questions import WHOLE, Answer, Kind, Setting, Task
 from ddpopt.fuzz.signatures import Signature
 from ddpopt.fuzz.workers import Worker
 from ddpopt.ranks.failures import RankFailure, RanksFailed
+from ddpopt.testing.drawn import DrawnModel, step
 
 LIMIT_S = 3.0
-SOURCE = '''"""A model that does something once it is compiled.
-
-It has a line of docstring more.
-"""
-
+ACT = """
 import os
 import signal
-
-import torch
-from torch import nn
 
 
 @torch._dynamo.disable
@@ -29,32 +23,14 @@ def act():
     {act}
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x):
-        if torch.compiler.is_compiling():
-            act()
-        return self.linear(x)
+class Model"""
+"""Something that a model does once it is compiled."""
 
 
-def make_model():
-    torch.manual_seed(0)
-    return Model()
-
-
-def make_inputs(rank=0, step=0):
-    return (torch.ones(2, 4),), {{}}
-
-
-def loss(output):
-    return output.square().mean()
-
-
-DDP_KWARGS = {{}}
-'''
+def acting(act: str) -> str:
+    source = DrawnModel((step("linear"),), width=4).source.replace("class Model", ACT.format(act=act))
+    forward = "def forward(self, x):\n"
+    return source.replace(forward, f"{forward}        if torch.compiler.is_compiling():\n            act()\n")
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +41,7 @@ def worker() -> Iterator[Worker]:
 
 
 def answered(worker: Worker, act: str) -> list[Answer]:
-    task = Task(SOURCE.format(act=act), (), 1, (WHOLE,), Setting(steps=1))
+    task = Task(acting(act), (), 1, (WHOLE,), Setting(steps=1))
     found = []
     for answer in worker.ask(task):
         if answer is None:

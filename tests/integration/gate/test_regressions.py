@@ -6,46 +6,55 @@ A message has all that changed: so each test shows too that what it leaves alone
 import gc
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch.distributed as dist
+import torch
 from expecttest import assert_expected_inline
+from torch import nn
 
 import ddpopt.dynamo.backend
+from ddpopt.cases.case import Case
 from ddpopt.errors import UnsupportedError
 from ddpopt.gate.baseline import Figures, Measuring
 from ddpopt.gate.comparison import Comparison, changes
 from ddpopt.gate.figures import case_figures, failures
 from ddpopt.judge.trials import quickly
-from ddpopt.ranks.group import joined
-from tests.unit.gate_models import KNOBS, LAYER_MB, stack
+from ddpopt.ranks.group import joined, one_rank
+from ddpopt.testing.drawn import DrawnModel, step
 from tests.unit.verdicts import folded
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "alone")
 INLINE = Measuring(modes=("ddpopt-inline",), nproc=1)
 SPLIT = Measuring(modes=("ddpopt-split",), nproc=1)
+LAYER = step("linear", bias=False)
+LAYER_MB = 4 * 32 * 32 / 2**20
+
+
+def stack(between: str = "activation", batches: tuple[int, ...] = (4,), layers_a_bucket: int = 3) -> Case:
+    """Five equal layers without biases, and something between two of them: by default two buckets."""
+    steps = (LAYER, LAYER, step(between), LAYER, LAYER, LAYER)
+    case = DrawnModel(steps, width=32, batches=batches).case()
+    return replace(case, name="stack", ddp_kwargs={"bucket_cap_mb": layers_a_bucket * LAYER_MB})
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def alone() -> Iterator[None]:
     """A process group of this process, for all tests of this file."""
-    store = tmp_path_factory.mktemp("group") / "store"
-    dist.init_process_group("gloo", init_method=store.as_uri(), rank=0, world_size=1)
-    with quickly():
+    with one_rank(), quickly():
         yield
     gc.unfreeze()
-    dist.destroy_process_group()
 
 
-def measured(settings: Measuring, backend: Any = "aot_eager") -> Figures:
+def measured(settings: Measuring, case: Case, backend: Any = "aot_eager") -> Figures:
     with joined() as ranks:
-        return {"stack": case_figures(stack(), settings, backend, ranks)}
+        return {"stack": case_figures(case, settings, backend, ranks)}
 
 
 @pytest.fixture(scope="module")
 def inline(alone: None) -> Figures:
-    found = measured(INLINE)
+    found = measured(INLINE, stack())
     assert failures(found["stack"]) == []
     return found
 
@@ -59,26 +68,24 @@ def told(before: Figures, found: Figures) -> str:
     return folded(changed.partition("\n\nIf that is meant")[0])
 
 
-def test_one_bucket_more(inline: Figures, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KNOBS, "ddp_kwargs", {"bucket_cap_mb": 2 * LAYER_MB})
+def test_one_bucket_more(inline: Figures) -> None:
     assert_expected_inline(
-        told(inline, measured(INLINE)),
+        told(inline, measured(INLINE, stack(layers_a_bucket=2))),
         """\
 stack, plan
   fingerprint: FINGERPRINT before, FINGERPRINT now
-  bucket 0: 0.012 MiB float32, layers.2.weight before, 0.008 MiB float32 now
-  bucket 1: layers.0.weight before, layers.2.weight now
-  bucket 2: not in the baseline before, 0.004 MiB float32, layers.0.weight now
+  bucket 0: 0.012 MiB float32, linear4.weight before, 0.008 MiB float32 now
+  bucket 1: linear1.weight before, linear4.weight now
+  bucket 2: not in the baseline before, 0.004 MiB float32, linear1.weight now
 
 stack, ddpopt-inline
   collectives of a backward: 2 allreduce before, 3 allreduce now""",
     )
 
 
-def test_a_graph_more(inline: Figures, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KNOBS, "breaks", True)
+def test_a_graph_more(inline: Figures) -> None:
     assert_expected_inline(
-        told(inline, measured(INLINE)),
+        told(inline, measured(INLINE, stack("graph_break"))),
         """\
 stack, plan
   fingerprint: FINGERPRINT before, FINGERPRINT now
@@ -90,11 +97,16 @@ stack, ddpopt-inline
     )
 
 
-def test_a_recompile_and_a_collective_more(inline: Figures, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KNOBS, "grows", True)
-    monkeypatch.setattr(KNOBS, "buffered", True)
+def test_a_recompile_and_a_collective_more(inline: Figures) -> None:
+    grown = stack(batches=(4, 8))
+
+    def buffered() -> nn.Module:
+        model = grown.model()
+        model.register_buffer("seen", torch.zeros(1))
+        return model
+
     assert_expected_inline(
-        told(inline, measured(INLINE)),
+        told(inline, measured(INLINE, replace(grown, model=buffered))),
         """\
 stack, ddpopt-inline
   recompiles: 0 before, 1 now
@@ -110,7 +122,7 @@ def test_buckets_that_are_no_longer_the_planned_ones(
 
     monkeypatch.setattr(ddpopt.dynamo.backend, "defer", refuse)
     assert_expected_inline(
-        told(inline, measured(INLINE)),
+        told(inline, measured(INLINE, stack())),
         """\
 stack, ddpopt-inline
   verdict: ok before, wrong: L3: ddpopt's plan is not in force: DDP went on with
@@ -126,7 +138,7 @@ def test_gradients_that_leave_only_when_the_backward_has_ended(
 ) -> None:
     monkeypatch.setattr(ddpopt.dynamo.backend, "lendable", lambda *_: [])
     assert_expected_inline(
-        told(inline, measured(INLINE)),
+        told(inline, measured(INLINE, stack())),
         """\
 stack, ddpopt-inline
   overlap, as a share of eager DDP's: 1.0 before, 0.0 now""",
@@ -136,11 +148,11 @@ stack, ddpopt-inline
 def test_equal_segments_that_are_compiled_one_by_one(
     inline: Figures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(KNOBS, "ddp_kwargs", {"bucket_cap_mb": LAYER_MB})
-    before = measured(SPLIT)
+    case = stack(layers_a_bucket=1)
+    before = measured(SPLIT, case)
     monkeypatch.setattr("ddpopt.split.segments.signature", lambda *_: None)
     assert_expected_inline(
-        told(before, measured(SPLIT)),
+        told(before, measured(SPLIT, case)),
         """\
 stack, ddpopt-split
   compiled by the backend: 3 before, 5 now""",
@@ -151,15 +163,14 @@ def test_a_backend_that_fails(inline: Figures) -> None:
     def broken(*_: object) -> Any:
         raise ValueError("this backend is broken")
 
-    text = " ".join(told(inline, measured(INLINE, broken)).split())
+    text = " ".join(told(inline, measured(INLINE, stack(), broken)).split())
     assert "stack, ddpopt-inline verdict: ok before, wrong: run: " in text
     assert "this backend is broken" in text
 
 
-def test_a_model_that_no_longer_runs(inline: Figures, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KNOBS, "fails", True)
-    found = measured(INLINE)
+def test_a_model_that_no_longer_runs(inline: Figures) -> None:
+    found = measured(INLINE, replace(stack(), inputs=lambda rank, step: ((torch.ones(4, 7),), {})))
     text = " ".join(told(inline, found).split())
     assert "failure: not in the baseline before, it cannot be planned: " in text
-    assert "verdict: ok before, eager DDP itself fails: ValueError: this model" in text
+    assert "verdict: ok before, eager DDP itself fails: RuntimeError: mat1 and mat2" in text
     assert len(failures(found["stack"])) == 2

@@ -2,14 +2,7 @@
 
 import pytest
 
-from benchmarks.compile import (
-    Setting,
-    Starts,
-    heats,
-    ratio,
-    ratios,
-    section,
-)
+from benchmarks.compile import Setting, Starts, heats, ratio, ratios, section
 from benchmarks.compile_once import Start
 
 

@@ -9,19 +9,6 @@ from benchmarks import network
 from benchmarks.network import loopback, two_hosts
 
 
-@pytest.mark.parametrize(
-    ("missing", "reason"), [((), "it takes root"), (("tc", "nsenter"), "tc, nsenter not found")]
-)
-def test_without_root_or_tools_the_ranks_share_loopback_and_the_result_says_so(
-    missing: tuple[str, ...], reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shutil.which", lambda tool: None if tool in missing else tool)
-    monkeypatch.setattr("os.geteuid", lambda: 1000)
-    with two_hosts("1gbit") as found:
-        assert found == loopback(reason)
-    assert found.description == f"loopback, no emulated link: {reason}"
-
-
 def test_a_network_that_refuses_a_command_leads_to_loopback_and_leaves_no_holder(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,22 +1,13 @@
-"""Tests of `benchmarks.step_rows`: limit, ratios, what falls short, the table."""
+"""Tests of `benchmarks.step_rows`: limit, ratios, what falls short."""
 
 from dataclasses import replace
 
 import pytest
 
-from benchmarks.network import loopback
 from benchmarks.report import Claim
 from benchmarks.step_modes import MODES
 from benchmarks.step_rank import STEPS_A_TURN, Figures
-from benchmarks.step_rows import (
-    Measured,
-    claims,
-    fastest_parts,
-    grid,
-    limit,
-    rows,
-)
-from benchmarks.step_workloads import WORKLOADS
+from benchmarks.step_rows import claims, fastest_parts, limit, rows
 from tests.unit.step_figures import PARTS, figures
 
 
@@ -83,13 +74,3 @@ def test_memory_is_beside_one_whole_graph_and_exposure_is_the_median_or_not_know
     whole, inline = rows(found)
     assert (whole.to_whole_peak, inline.to_whole_peak, inline.exposed) == (1.0, 1.5, 0.2)
     assert [row.exposed for row in rows(replace(found, exposed={}))] == [None, None]
-
-
-def test_the_table_has_a_line_for_each_mode_and_says_what_is_not_known() -> None:
-    found = replace(figures(torch=[0.34, 0.35], inline=[13.0, 13.0]), graphs={"torch": 9})
-    shown = grid(Measured("1gbit", loopback("it takes root"), found))
-    assert shown.rows == (
-        ("torch (graphs: 9)", "340", "345 (342–348)", "0.026", "25 %", "2.0", "–"),
-        ("inline", "13000", "13000 (13000–13000)", "1.000", "25 %", "2.0", "–"),
-    )
-    assert shown.title.startswith(f"{WORKLOADS['linears'].about}; loopback")

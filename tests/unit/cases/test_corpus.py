@@ -142,62 +142,52 @@ def line_of(function: Any) -> int:
 
 MODEL_LEAVES = Case("leaving", leaves, lambda rank, step: ((), {}), "its model ends the process")
 HERE = __name__
+CALLED = "calling it without arguments failed: "
+INSTALL = "install it, or add the directory that holds it to PYTHONPATH"
 RETURNS = "expected it to return (model, inputs), (model, args, kwargs) or a ddpopt.testing.Case"
 
 
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        (3, "expected a target that is a string, a Case or a callable, got 3"),
-        (returns_model, f"target '{HERE}:returns_model': {RETURNS}, got Linear"),
-        (returns_swapped, f"target '{HERE}:returns_swapped': {RETURNS}, got (Tensor, Linear)"),
-        (
-            returns_list_of_kwargs,
-            f"target '{HERE}:returns_list_of_kwargs': {RETURNS}, got (Linear, tuple, list)",
-        ),
-        (
-            raises,
-            f"target '{HERE}:raises': calling it without arguments failed: ValueError: no such size: 0 "
-            f"({__file__}:{line_of(raises) + 1})",
-        ),
-        (
-            leaves,
-            f"target '{HERE}:leaves': calling it without arguments failed: SystemExit: 0 "
-            f"({__file__}:{line_of(leaves) + 1})",
-        ),
+        (returns_model, f"{RETURNS}, got Linear"),
+        (returns_swapped, f"{RETURNS}, got (Tensor, Linear)"),
+        (returns_list_of_kwargs, f"{RETURNS}, got (Linear, tuple, list)"),
+        (raises, f"{CALLED}ValueError: no such size: 0 ({__file__}:{line_of(raises) + 1})"),
+        (leaves, f"{CALLED}SystemExit: 0 ({__file__}:{line_of(leaves) + 1})"),
         (
             f"{HERE}:MODEL_LEAVES",
-            f"target '{HERE}:MODEL_LEAVES': making its model failed: SystemExit: 0 "
-            f"({__file__}:{line_of(leaves) + 1})",
+            f"making its model failed: SystemExit: 0 ({__file__}:{line_of(leaves) + 1})",
         ),
+        ("no_such_package.models:make", f"there is no module 'no_such_package'; {INSTALL}"),
+        ("ddpopt.testing.models:make", f"there is no module 'ddpopt.testing.models'; {INSTALL}"),
+        ("ddpopt.testing:make", "module 'ddpopt.testing' has no attribute 'make'"),
+        (
+            "ddpopt.cases.corpus.decoders:CASES",
+            "expected a Case or a callable without arguments, got tuple; make it a function that returns "
+            "(model, inputs), (model, args, kwargs) or a ddpopt.testing.Case",
+        ),
+    ],
+)
+def test_a_target_that_cannot_be_used_is_answered_with_what_to_do(target: Any, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        resolve(target)
+    name = target if isinstance(target, str) else f"{HERE}:{target.__name__}"
+    assert str(caught.value) == f"target {name!r}: {message}"
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (3, "expected a target that is a string, a Case or a callable, got 3"),
         (
             "ddpopt.testing:",
             "expected a target like 'package.module:name', got 'ddpopt.testing:'; "
             "give 'package.module:name', or the name of a case in ddpopt.cases.corpus",
         ),
-        (
-            "no_such_package.models:make",
-            "target 'no_such_package.models:make': there is no module 'no_such_package'; "
-            "install it, or add the directory that holds it to PYTHONPATH",
-        ),
-        (
-            "ddpopt.testing.models:make",
-            "target 'ddpopt.testing.models:make': there is no module 'ddpopt.testing.models'; "
-            "install it, or add the directory that holds it to PYTHONPATH",
-        ),
-        (
-            "ddpopt.testing:make",
-            "target 'ddpopt.testing:make': module 'ddpopt.testing' has no attribute 'make'",
-        ),
-        (
-            "ddpopt.cases.corpus.decoders:CASES",
-            "target 'ddpopt.cases.corpus.decoders:CASES': expected a Case or a callable without arguments, "
-            "got tuple; make it a function that returns "
-            "(model, inputs), (model, args, kwargs) or a ddpopt.testing.Case",
-        ),
     ],
 )
-def test_a_target_that_cannot_be_used_is_answered_with_what_to_do(target: str, message: str) -> None:
+def test_what_is_no_target_is_answered_with_what_one_is(target: Any, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         resolve(target)
     assert str(caught.value) == message

@@ -35,9 +35,7 @@ def test_only_tests_that_build_ddp_and_pass_in_eager_are_judged() -> None:
 def test_a_test_that_one_way_of_torchs_passes_is_failed_only_by_us() -> None:
     outcomes = runs("a", "...F.") | runs("b", ".F..t") | runs("c", "..FFF") | runs("d", ".FFFF")
     assert only_by_us(outcomes, small=False) == {"a": ["split"], "b": ["inline"], "c": ["split", "inline"]}
-
-
-def test_what_eager_fails_or_nobody_compared_is_not_failed_only_by_us() -> None:
+    # what eager fails, or what nobody compared
     assert only_by_us(runs("a", "F..FF") | runs("b", ".  FF") | runs("c", "..  ."), small=False) == {}
 
 
@@ -46,10 +44,7 @@ def test_a_reason_accepts_a_test_with_all_caps_and_nothing_else() -> None:
     assert unaccepted(outcomes, {}) == ["a", "b"]
     assert unaccepted(outcomes, {"a": Accepted("no | way", "so.")}) == ["b"]
     assert unaccepted(outcomes, {"a": Accepted("", "so."), "b": Accepted("", "so.")}) == []
-
-
-def test_a_reason_does_not_accept_another_failure_of_the_same_test() -> None:
-    outcomes = runs("a", "...FF")
+    outcomes = runs("a", "...FF")  # of which the reason is for one alone
     assert unaccepted(outcomes, {"a": Accepted("split", "so.")}) == ["a"]
     assert unaccepted(outcomes | runs("a", "...F."), {"a": Accepted("split", "so.")}) == []
 

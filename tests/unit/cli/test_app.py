@@ -34,10 +34,6 @@ def make():
 
 def leaving():
     return Leaving(8, 8), torch.ones(2, 8)
-
-
-def leave():
-    sys.exit(0)
 """
 
 
@@ -120,53 +116,11 @@ def test_the_version_is_the_packages() -> None:
 # ------------------------------------------------------------------------------------------- wrong
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["nosuch"], "expected the name of a case in the corpus, got 'nosuch'; there are: gpt, llama, "),
-        (
-            ["no_such_module:make"],
-            "target 'no_such_module:make': there is no module 'no_such_module'; install it, or add the "
-            "directory that holds it to PYTHONPATH",
-        ),
-        (
-            ["tied", "--ddp", "bucket_cap_mb_list=3;1"],
-            "--ddp: expected KEY=VALUE where VALUE is a number, true, false, or numbers with commas between, "
-            "got 'bucket_cap_mb_list=3;1'",
-        ),
-        (["tied", "--ddp", "static_grap=true"], "; did you mean 'static_graph'?"),
-        (
-            ["tied", "--ddp", "bucket_cap_mb=-1"],
-            "bucket_cap_mb: expected a positive finite number of MiB, got -1; pass what you pass to DDP, or "
-            "leave it out for DDP's default",
-        ),
-        (
-            ["tied", "--json", "no/file.json"],
-            "--json: cannot write 'no/file.json'; name a file in a folder that can be written to",
-        ),
-    ],
-)
-def test_what_cannot_be_used_is_a_usage_error(arguments: list[str], said: str) -> None:
-    result = run("explain", *arguments)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith("ddpopt: error: ")
-    assert said in result.stderr
-
-
 @pytest.mark.parametrize("args", [["explain"], ["explain", "a", "b"], ["explain", "--no-such"], ["nosuch"]])
 def test_a_command_line_that_does_not_parse_exits_with_2(args: list[str]) -> None:
     result = run(*args)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("Usage: ddpopt ")
-
-
-@pytest.mark.parametrize("command", ["explain", "doctor", "verify"])
-def test_a_factory_that_ends_the_process_is_a_usage_error_with_its_line(command: str, target: str) -> None:
-    result = run(command, target.replace("make", "leave"))
-    assert (result.exit_code, result.stdout) == (2, "")
-    line = TARGETS.splitlines().index("    sys.exit(0)") + 1
-    assert "calling it without arguments failed: SystemExit: 0" in result.stderr
-    assert f"mine.py:{line})" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,7 @@
 """ddpopt fuzz and ddpopt minimize: what they refuse before a worker starts, and how they show progress."""
 
-from pathlib import Path
-
 import pytest
-from typer.testing import CliRunner
 
-from ddpopt.cli import app as cli
 from ddpopt.cli.fuzzing import planned
 from ddpopt.fuzz.cases import FoundCase
 from ddpopt.fuzz.minimize import Minimized
@@ -13,7 +9,6 @@ from ddpopt.fuzz.questions import Setting
 from ddpopt.fuzz.signatures import Signature
 from ddpopt.fuzz.text import searching_line
 from ddpopt.judge.report.progress import StatusLine
-from ddpopt.ranks.pool import Pool
 from ddpopt.testing.drawn import DrawnModel, step
 
 CASE = FoundCase(
@@ -22,68 +17,6 @@ CASE = FoundCase(
     Setting(),
     Signature("error", "KeyError", "graph.py in find"),
 )
-
-
-@pytest.fixture
-def unstarted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    def start(_: Pool) -> None:
-        raise AssertionError("a worker was started")
-
-    monkeypatch.setattr(Pool, "_start", start)
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT"):
-        monkeypatch.delenv(name, raising=False)  # one process, whoever runs this test
-    (tmp_path / "case.json").write_text(CASE.to_json())
-    (tmp_path / "other.json").write_text("[]")
-    (tmp_path / "a file").write_text("")
-    (tmp_path / "cut").mkdir()
-    (tmp_path / "cut" / "campaign.json").write_text("{")
-    return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("fuzz --minutes nan", "--minutes: expected a positive number, got nan"),
-        ("fuzz --timeout inf", "--timeout: expected a positive number, got inf"),
-        ("fuzz --examples -1", "--examples: expected a positive number, got -1"),
-        ("fuzz --nproc 0", "--nproc: expected a positive number, got 0"),
-        ("fuzz --workers 0", "--workers: expected a positive number, got 0"),
-        ("fuzz --mode eager", "--mode: expected one of torch, whole,"),
-        ("fuzz --backend fast", "backend: expected the name of a Dynamo backend, got 'fast'"),
-        ("fuzz --without loops", "--without: expected one of "),
-        ("fuzz --without droput", "got 'droput'; did you mean 'dropout'?"),
-        ("fuzz --blocks no.such", "--blocks: importing 'no.such' failed: ModuleNotFoundError: No module"),
-        ("fuzz --out case.json/x", "--out: cannot write to 'case.json/x': Not a directory"),
-        ("fuzz --database http://x", "--database: expected a folder or redis://host:port/number, got 'http:"),
-        ("fuzz --database case.json", "--database: expected a folder or redis://host:port/number, got 'case"),
-        (
-            "fuzz --database redis://127.0.0.1:1/0",
-            "--database: 'redis://127.0.0.1:1/0' does not answer: Error",
-        ),
-        (
-            "fuzz --database redis://h:port/0",
-            "--database: 'redis://h:port/0' is no address of a server: Port",
-        ),
-        ("fuzz --out cut", "campaign.json' does not say which campaign it is of (Expecting"),
-        ("minimize none.json", "cannot read the case 'none.json': No such file"),
-        ("minimize other.json", "other.json: expected a case that 'ddpopt fuzz' wrote"),
-        ("minimize case.json --tries 0", "--tries: expected a positive number, got 0"),
-        ("minimize case.json --tries 3 --minutes nan", "--minutes: expected a positive number, got nan"),
-        (
-            "minimize case.json --out case.py",
-            "--out: 'case.py' would put the small case in place of 'case.js",
-        ),
-        ("minimize case.json --out small.txt", "--out: expected the name of a Python file in a folder that"),
-        ("minimize case.json --out no/small.py", "that exists, got 'no/small.py'"),
-    ],
-)
-def test_what_cannot_be_run_ends_with_2_and_says_why_before_a_worker_starts(
-    arguments: str, words: str, unstarted: Path
-) -> None:
-    result = CliRunner().invoke(cli.app, arguments.split(), prog_name="ddpopt")
-    assert result.exit_code == 2, result.output
-    assert words in " ".join(result.stderr.split())
 
 
 def test_a_number_of_this_process_among_several_is_part_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:

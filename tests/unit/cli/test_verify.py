@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,20 +17,7 @@ from ddpopt.judge.options import OPTIONS
 from ddpopt.judge.runner import is_first
 from ddpopt.judge.trials import Asked, Settings
 from ddpopt.judge.verdict import Location, Verdict
-from ddpopt.ranks.pool import Pool
 from tests.unit.verdicts import verdict, wrong_trial
-
-TARGETS = """
-import torch
-
-
-def small():
-    return torch.nn.Linear(8, 8), torch.randn(4, 8)
-
-
-def no_model():
-    return 5
-"""
 
 
 @pytest.mark.parametrize(
@@ -45,39 +31,6 @@ def test_under_torchrun_the_first_rank_alone_writes(
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "some")
     monkeypatch.setenv("RANK", rank)
     assert is_first() is writes
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["shop:nothing"], "module 'shop' has no attribute 'nothing'"),
-        (["shop:no_model"], "expected it to return (model, inputs)"),
-        (["shop:small", "--mode", "ddpopt-inlin"], "got 'ddpopt-inlin'; did you mean 'ddpopt-inline'"),
-        (["shop:small", "--mode", ","], "--mode: expected one of eager, manual"),
-        (["shop:small", "--options", "defalt"], "got 'defalt'; did you mean 'default'?"),
-        (["shop:small", "--backend", "inducktor"], "did you mean 'inductor'?"),
-        (["shop:small", "--ddp", "bucket_cap=1"], "did you mean 'bucket_cap_mb'"),
-        (["shop:small", "--nproc", "0"], "nproc: expected a positive number, got 0"),
-        (["shop:small", "--json", "no/such/folder/v.json"], "--json: cannot write"),
-        (["shop:small", "--report", "no/such/folder/v.xml"], "--report: cannot write"),
-        (["shop:small", "--report", "v.txt"], "expected a file name that ends in .xml, .html, .md"),
-        (["shop:small", "--timeout", "nan"], "--timeout: expected a positive number, got nan"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_what_cannot_be_judged_ends_with_2_and_says_why_before_ranks_are_started(
-    arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def started(*_: object, **__: object) -> None:
-        raise AssertionError("ranks were started")
-
-    (tmp_path / "shop.py").write_text(TARGETS)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "shop", raising=False)
-    monkeypatch.setattr(Pool, "_start", started)
-    result = CliRunner().invoke(cli.app, ["verify", *arguments], prog_name="ddpopt")
-    assert result.exit_code == 2, result.output
-    assert words in " ".join(result.stderr.split())
 
 
 WRONG = verdict(wrong_trial())

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.explanation.explain import explain
+from ddpopt.testing.drawn import DrawnModel, step
 from tests.unit.rehearsing import WIDTH, Linears, params, rows, running_buckets
 
 pytestmark = pytest.mark.usefixtures("one_rank_group")
@@ -21,22 +22,7 @@ def tied() -> nn.Module:
     return model
 
 
-class TwoDtypes(nn.Module):
-    """Layers of two dtypes in turn, each with a graph break in front."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Linear(WIDTH, WIDTH, dtype=dtype) for dtype in (torch.float32, torch.float64) * 3
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            torch._dynamo.graph_break()
-            x = layer(x.to(next(layer.parameters()).dtype)).tanh()
-        return x
-
-
+TWO_DTYPES = (step("graph_break"), step("linear"), step("graph_break"), step("double_linear"))
 ROWS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "cap list": (Linears, {"bucket_cap_mb_list": [0.1, 0.03]}),
     "static graph with unused parameters": (
@@ -44,7 +30,10 @@ ROWS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
         {"bucket_cap_mb": 0.07, "static_graph": True},
     ),
     "tied and read twice": (tied, {"bucket_cap_mb": 0.1}),
-    "two dtypes and graph breaks": (TwoDtypes, {"bucket_cap_mb": 0.1}),
+    "two dtypes and graph breaks": (
+        DrawnModel(TWO_DTYPES * 3, width=WIDTH).program.model,
+        {"bucket_cap_mb": 0.1},
+    ),
     "nothing but torch's own modules": (
         lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)),
         {"bucket_cap_mb": 0.01},

@@ -3,7 +3,7 @@
 import pytest
 from expecttest import assert_expected_inline
 
-from ddpopt.explanation.tables import WIDTH, Column, Noted, paragraph, table
+from ddpopt.explanation.tables import WIDTH, Column, Noted, table
 
 COLUMNS = [Column("bucket", "right"), Column("gradients", fills=True)]
 
@@ -27,10 +27,3 @@ def test_a_cell_that_fills_wraps_between_names_or_inside_a_longer_one_and_loses_
     assert max(map(len, lines)) <= WIDTH
     assert "".join(line[8:].replace(" ", "") for line in lines[2:]) == ",".join([name] * 6)
     assert len(name) > WIDTH or all(line.endswith((",", name)) for line in lines[2:])
-
-
-def test_later_lines_of_a_paragraph_are_indented() -> None:
-    first, *rest = paragraph("word " * 40, indent="  ").splitlines()
-    assert first.startswith("word")
-    assert rest
-    assert all(line.startswith("  word") for line in rest)

@@ -1,14 +1,9 @@
 """torch's DDPOptimizer on fake tensors: the buckets under it are those of reducers that run under it."""
 
-import inspect
-from dataclasses import fields
-
 import pytest
 import torch
-from torch._dynamo.backends import distributed as torchs
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.dynamo import hook
 from ddpopt.dynamo.api import replacing_ddp_optimizer
 from ddpopt.explanation.explain import explain
 from tests.unit.rehearsing import Linears, explained, params, rows, running_buckets
@@ -31,13 +26,6 @@ def test_torchs_optimizer_is_explained_as_torch_wrote_it_even_while_it_is_replac
     with replacing_ddp_optimizer():
         assert explain(Linears(), rows()) == expected
     assert expected.torch.segments[0].counted
-
-
-def test_torchs_optimizer_has_the_private_names_that_we_use() -> None:
-    built_with = inspect.signature(hook.DDPOptimizer.__init__).parameters
-    assert {"bucket_bytes_cap", "backend_compile_fn"} <= set(built_with)
-    assert list(inspect.signature(hook.DDPOptimizer.compile_fn).parameters)[1:3] == ["gm", "example_inputs"]
-    assert {"size", "params", "param_ids"} <= {field.name for field in fields(torchs.Bucket)}
 
 
 def test_views_of_one_storage_are_counted_whole_by_torchs_optimizer() -> None:

@@ -1,6 +1,6 @@
 """Case files: they come back as they went, run nothing of what they say, and scripts stand alone."""
 
-import ast
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,7 @@ CASE = FoundCase(MODEL, "torch", Setting(nproc=2), Signature("error", "KeyError"
 
 
 def imports(script: str) -> set[str]:
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(script)):
-        if isinstance(node, ast.ImportFrom):
-            names.add(node.module or "")
-        elif isinstance(node, ast.Import):
-            names |= {each.name for each in node.names}
-    return {name.partition(".")[0] for name in names}
+    return set(re.findall(r"^ *(?:from|import) (\w+)", script, re.MULTILINE))
 
 
 def test_a_case_comes_back_as_it_was_written(tmp_path: Path) -> None:

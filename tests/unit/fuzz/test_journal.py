@@ -26,16 +26,6 @@ def test_an_entry_is_on_disk_as_soon_as_it_is_added(tmp_path: Path) -> None:
         assert (tmp_path / LINES).read_text() == f"{entry(0, 0).to_line()}\n"
 
 
-def test_each_worker_goes_on_behind_its_own_last_place_and_runs_are_numbered(tmp_path: Path) -> None:
-    with Journal(tmp_path, THE_PLAN) as journal:
-        assert (journal.run, journal.next_place(0)) == (0, 0)
-        for worker, place in ((0, 0), (1, 0), (0, 1)):
-            journal.add(entry(worker, place, journal.run))
-    with Journal(tmp_path, THE_PLAN) as journal:
-        assert journal.run == 1
-        assert [journal.next_place(worker) for worker in (0, 1, 2)] == [2, 1, 0]
-
-
 @pytest.mark.parametrize("kept", [0, 1, 2])
 def test_a_last_line_that_was_cut_short_is_as_if_it_were_not_there(kept: int, tmp_path: Path) -> None:
     lines = [f"{entry(0, place).to_line()}\n" for place in range(kept)]

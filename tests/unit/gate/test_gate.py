@@ -59,7 +59,8 @@ def test_a_change_fails_in_every_report_and_leaves_the_baseline_alone(
     measuring(monkeypatch, with_mode(graphs=2))
     result = run("--baseline", str(file), "--json", "-", *words)
     assert result.exit_code == 1
-    assert json.loads(result.stdout)["passes"] is False
+    data = json.loads(result.stdout)
+    assert (data["passes"], len(data["changes"]), data["figures"]) == (False, 1, with_mode(graphs=2))
     assert all("graphs: 1 before, 2 now" in report.read_text() for report in reports)
     assert "gpt, ddpopt-inline\n  graphs: 1 before, 2 now" in run("--baseline", str(file)).stdout
     assert file.read_text() == before
@@ -128,34 +129,3 @@ def test_targets_alone_are_measured_and_update_adds_them_and_leaves_the_rest(
     assert kept is not None
     assert kept.settings.targets == targets
     assert kept.figures(HERE, file) == dict.fromkeys(targets, CASE)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--nproc", "3"], "--nproc: the baseline was measured with 2, got 3"),
-        (["--mode", "torch"], "--mode: the baseline was measured with ('ddpopt-inline',), got ('torch',)"),
-        (["resnet"], "expected targets of the baseline, got 'resnet'; add them with --update"),
-        (["nobody", "--update"], "expected the name of a case in the corpus, got 'nobody'"),
-        (["--update", "--mode", "fsdp1"], "--mode: expected modes that have DDP's reducer, got 'fsdp1'"),
-        (["--update", "--mode", "toch"], "got 'toch'; did you mean 'torch'?"),
-        (["--update", "--backend", "none"], "expected the name of a Dynamo backend, got 'none'"),
-        (["--update", "--nproc", "0"], "nproc: expected a positive number, got 0"),
-        (["--json", "no/such/folder/x"], "--json: cannot write 'no/such/folder/x'"),
-        (["--report", "x.csv"], "--report: expected a file name that ends in .xml"),
-    ],
-)
-def test_what_cannot_be_used_is_refused_before_a_rank_is_started(
-    arguments: list[str], said: str, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = measuring(monkeypatch, FIGURES)
-    result = run("--baseline", str(file), *arguments)
-    assert result.exit_code == 2
-    assert said in result.stderr
-    assert asked == []
-
-
-def test_a_baseline_that_is_not_there_is_no_reason_to_pass(tmp_path: Path) -> None:
-    result = run("--baseline", str(tmp_path / "none.json"))
-    assert result.exit_code == 2
-    assert "to compare with; write it with --update" in result.stderr

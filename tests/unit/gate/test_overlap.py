@@ -1,7 +1,5 @@
 """Tests of `ddpopt.gate.overlap`: the measure without a clock."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
@@ -16,16 +14,8 @@ from ddpopt.gate.overlap import (
     overlap_potential,
     ratio_to_eager,
 )
-from ddpopt.ranks.group import one_rank
 
 CAP_OF_ONE_LAYER_MB = 64 * 64 * 4 / 2**20
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """A process group of one."""
-    with one_rank():
-        yield
 
 
 def layers(count: int) -> nn.Sequential:
@@ -78,7 +68,7 @@ def test_the_count_is_that_of_the_formulas_and_has_attention_on_the_cpu() -> Non
     assert count.total == 5 * 2 * (2 * 8 * 8 * 4)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank_group")
 def test_eager_ddp_has_the_potential_of_its_layers() -> None:
     ddp = DistributedDataParallel(layers(4), bucket_cap_mb=CAP_OF_ONE_LAYER_MB)
     measured = measure(ddp, lambda _: ddp(torch.ones(8, 64)).sum())
@@ -90,7 +80,7 @@ def test_eager_ddp_has_the_potential_of_its_layers() -> None:
     assert measured.potential == (5 + 3 + 1 + 0) / (4 * 7)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank_group")
 @pytest.mark.parametrize("static_graph", [False, True])
 def test_the_buckets_of_every_iteration_are_seen_by_name(static_graph: bool) -> None:
     ddp = DistributedDataParallel(layers(3), bucket_cap_mb=CAP_OF_ONE_LAYER_MB, static_graph=static_graph)
@@ -100,7 +90,7 @@ def test_the_buckets_of_every_iteration_are_seen_by_name(static_graph: bool) -> 
     assert measured.buckets == (*[initial] * before, *[rebuilt] * (WARMUP_ITERATIONS + 1 - before))
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank_group")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 def test_the_hook_gives_the_gradients_of_ddp(dtype: torch.dtype) -> None:
     gradients = []
@@ -113,7 +103,7 @@ def test_the_hook_gives_the_gradients_of_ddp(dtype: torch.dtype) -> None:
     torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank_group")
 def test_a_sparse_gradient_has_the_bytes_of_its_parameter() -> None:
     ddp = DistributedDataParallel(nn.Embedding(10, 4, sparse=True))
     measured = measure(ddp, lambda _: ddp(torch.tensor([1, 1, 3])).sum())

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ddpopt.ranks.exchange import PIECE_BYTES, Exchange, PeersMissing, default_exchange
+from ddpopt.ranks.exchange import PIECE_BYTES, Exchange, PeersMissing
 from ddpopt.ranks.failures import RankFailure
-from tests.multigpu.single import single_rank
 
 C10D: Any = dist  # torch does not mark its re-exports
 SIZE = 3
@@ -83,11 +82,6 @@ def test_a_rank_that_does_not_come_is_named_after_the_limit() -> None:
     exchange = Exchange(C10D.HashStore(), 1, 3, 0.05)
     with pytest.raises(PeersMissing, match=r"got none from 0, 2: nothing came within 0\.05 s"):
         exchange.gather(b"")
-
-
-def test_the_store_of_the_default_group_is_used() -> None:
-    with single_rank():
-        assert default_exchange(AMPLE_S).gather(b"alone") == [b"alone"]
 
 
 def test_who_waits_in_an_exchange_is_no_culprit() -> None:

@@ -28,20 +28,14 @@ Thread 0x00007f2 (most recent call first):
 """
 VALUE_ERROR = """\
 Traceback (most recent call last):
-  File "/home/me/train.py", line 12, in step
-    raise ValueError("no good")
 ValueError: no good
 """
 PEER_LEFT = """\
 Traceback (most recent call last):
-  File "/home/me/train.py", line 14, in step
-    dist.barrier()
 RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer
 """
 TIMED_OUT = """\
 Traceback (most recent call last):
-  File "/home/me/train.py", line 14, in step
-    dist.barrier()
 RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 900ms
 """
 
@@ -111,8 +105,6 @@ ranks 2, 3 died of SIGKILL in 'step 2':
     last words
 rank 1 failed with it, by an exception in 'step 2':
     Traceback (most recent call last):
-      File "/home/me/train.py", line 14, in step
-        dist.barrier()
     RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer
 rank 7 was ended then in 'step 2':
     Thread (most recent call first):

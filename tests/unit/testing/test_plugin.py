@@ -45,24 +45,17 @@ def test_collecting_a_marked_test_starts_no_rank(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "worker", "arguments", "outcomes", "words"),
+    ("ranks", "worker", "option", "outcomes", "words"),
     [
-        pytest.param(1, "", [], {"passed": 1, "skipped": 1}, REASON, id="too few ranks skip a test"),
-        pytest.param(
-            *(1, "", ["--too-few-ranks=fail"], {"passed": 1, "errors": 1}, REASON),
-            id="too few ranks fail a test where none may be lost",
-        ),
-        pytest.param(
-            *(2, "gw0", [], {"passed": 1, "errors": 1}),
-            "torchrun's ranks cannot be divided among xdist's workers",
-            id="torchrun's ranks are not divided among xdist's workers",
-        ),
+        (1, "", "-ra", {"passed": 1, "skipped": 1}, REASON),
+        (1, "", "--too-few-ranks=fail", {"passed": 1, "errors": 1}, REASON),
+        (2, "gw0", "-ra", {"passed": 1, "errors": 1}, "torchrun's ranks cannot be divided among xdist's"),
     ],
 )
 def test_under_torchrun_a_test_that_cannot_have_its_ranks_says_why(
     ranks: int,
     worker: str,
-    arguments: list[str],
+    option: str,
     outcomes: dict[str, int],
     words: str,
     suite: pytest.Pytester,
@@ -72,7 +65,7 @@ def test_under_torchrun_a_test_that_cannot_have_its_ranks_says_why(
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     if worker:
         monkeypatch.setenv("PYTEST_XDIST_WORKER", worker)
-    result = run(suite, *arguments)
+    result = run(suite, option)
     result.assert_outcomes(**outcomes)
     assert words in result.stdout.str()
 

@@ -1,5 +1,6 @@
 """One outcome for one test on several ranks, and the words for a different collection."""
 
+from copy import deepcopy
 from typing import Literal
 
 import pytest
@@ -46,31 +47,45 @@ def merged(*reports_of: list[TestReport]) -> dict[str, tuple[str, str]]:
 PASSED = report("passed")
 
 
+BOOM, PEERLESS = report("failed", why="boom", stop=1), report("failed", why="no peer", stop=2)
+KNOWN = report("skipped")
+KNOWN.wasxfail = "known"
+SOME = (
+    "expected that all ranks run a test, or none; rank(s) 1 of 2 skipped it. Let the reason for a skip be "
+    "the same on every rank."
+)
+
+
 @pytest.mark.parametrize(
-    ("reports", "expected"),
+    ("reports_of", "outcome", "words"),
     [
-        pytest.param([PASSED, PASSED], ("passed", ""), id="passes everywhere"),
+        pytest.param([[PASSED], [PASSED]], "passed", "", id="passes everywhere"),
+        pytest.param([[PASSED], [BOOM]], "failed", "[rank 1] call failed:\nboom", id="fails on one rank"),
         pytest.param(
-            [PASSED, report("failed", why="boom")],
-            ("failed", "[rank 1] call failed:\nboom"),
-            id="fails on one rank",
-        ),
-        pytest.param(
-            [report("failed", why="no peer", stop=2), report("failed", why="boom", stop=1)],
-            ("failed", "[rank 1] call failed:\nboom\n\n[rank 0] call failed:\nno peer"),
+            [[PEERLESS], [BOOM]],
+            "failed",
+            "[rank 1] call failed:\nboom\n\n[rank 0] call failed:\nno peer",
             id="who failed first is shown first",
         ),
         pytest.param(
-            [report("failed", why=why, stop=stop) for stop, why in enumerate(("same", "other", "same"))],
-            ("failed", "[rank 0, 2] call failed:\nsame\n\n[rank 1] call failed:\nother"),
+            [[BOOM], [PEERLESS], [BOOM]],
+            "failed",
+            "[rank 0, 2] call failed:\nboom\n\n[rank 1] call failed:\nno peer",
             id="what ranks tell alike is told once",
         ),
+        pytest.param(
+            [[report("passed", "setup"), PASSED], [report("skipped", "setup")]],
+            "failed",
+            SOME,
+            id="a skip on some ranks only is a failure",
+        ),
+        pytest.param([[PASSED], [KNOWN]], "passed", "", id="an expected failure is no skip"),
     ],
 )
-def test_a_failure_on_any_rank_fails_the_test_with_its_words(
-    reports: list[TestReport], expected: tuple[str, str]
+def test_one_outcome_is_made_of_those_of_all_ranks(
+    reports_of: list[list[TestReport]], outcome: str, words: str
 ) -> None:
-    assert merged(*([one] for one in reports)) == {"call": expected}
+    assert merged(*deepcopy(reports_of))["call"] == (outcome, words)
 
 
 def test_after_a_failed_setup_on_one_rank_there_is_no_call() -> None:
@@ -81,23 +96,8 @@ def test_after_a_failed_setup_on_one_rank_there_is_no_call() -> None:
     assert {when: outcome for when, (outcome, _) in got.items()} == {"setup": "failed", "teardown": "passed"}
 
 
-def test_a_skip_on_some_ranks_only_is_a_failure() -> None:
-    got = merged([report("passed", "setup"), report("passed")], [report("skipped", "setup")])
-    assert got["call"] == (
-        "failed",
-        "expected that all ranks run a test, or none; rank(s) 1 of 2 skipped it. Let the reason for a skip "
-        "be the same on every rank.",
-    )
-
-
 def test_a_skip_on_all_ranks_is_a_skip() -> None:
     assert merged(*[[report("skipped", "setup", "not today")]] * 2) == {"setup": ("skipped", "not today")}
-
-
-def test_an_expected_failure_is_no_skip() -> None:
-    expected = report("skipped")
-    expected.wasxfail = "known"
-    assert merged([report("passed")], [expected]) == {"call": ("passed", "")}
 
 
 def test_reports_travel_as_text_with_the_place_of_a_skip(pytestconfig: pytest.Config) -> None:

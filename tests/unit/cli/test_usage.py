@@ -1,0 +1,104 @@
+"""What a command cannot use: it ends with 2 and says what to give instead, before a rank is started."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ddpopt.cli import app as cli
+from ddpopt.fuzz.cases import FoundCase
+from ddpopt.fuzz.questions import Setting
+from ddpopt.fuzz.signatures import Signature
+from ddpopt.gate.baseline import Baseline, Measuring, release_of, write
+from ddpopt.ranks.pool import Pool
+from ddpopt.testing.drawn import DrawnModel, step
+from tests.unit.gate_figures import FIGURES
+
+CASE = FoundCase(
+    DrawnModel((step("linear"),)), "torch", Setting(), Signature("error", "KeyError", "graph.py in find")
+)
+BASELINE = Baseline(Measuring(("gpt", "tied"), modes=("ddpopt-inline",)))
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Files of all kinds in the current folder, and no rank that could be started."""
+
+    def start(_: Pool) -> None:
+        raise AssertionError("a rank was started")
+
+    monkeypatch.setattr(Pool, "_start", start)
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT"):
+        monkeypatch.delenv(name, raising=False)  # one process, whoever runs this test
+    write(BASELINE.with_figures(release_of(torch.__version__), FIGURES), Path("b.json"))
+    Path("case.json").write_text(CASE.to_json())
+    Path("other.json").write_text("[]")
+    Path("cut").mkdir()
+    Path("cut/campaign.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("explain tied --ddp caps=3;1", "--ddp: expected KEY=VALUE where VALUE is a number, true, false, or"),
+        ("explain tied --ddp static_grap=true", "; did you mean 'static_graph'?"),
+        ("explain tied --json no/x.json", "--json: cannot write 'no/x.json'; name a file in a folder that"),
+        ("verify tied --mode ddpopt-inlin", "got 'ddpopt-inlin'; did you mean 'ddpopt-inline'"),
+        ("verify tied --mode ,", "--mode: expected one of eager, manual"),
+        ("verify tied --options defalt", "got 'defalt'; did you mean 'default'?"),
+        ("verify tied --backend inducktor", "did you mean 'inductor'?"),
+        ("verify tied --ddp bucket_cap=1", "did you mean 'bucket_cap_mb'"),
+        ("verify tied --nproc 0", "nproc: expected a positive number, got 0"),
+        ("verify tied --json no/such/folder/v.json", "--json: cannot write"),
+        ("verify tied --report no/such/folder/v.xml", "--report: cannot write"),
+        ("verify tied --report v.txt", "expected a file name that ends in .xml, .html, .md"),
+        ("verify tied --timeout nan", "--timeout: expected a positive number, got nan"),
+        ("gate --baseline b.json --nproc 3", "--nproc: the baseline was measured with 2, got 3"),
+        ("gate --baseline b.json --mode torch", "measured with ('ddpopt-inline',), got ('torch',)"),
+        ("gate --baseline b.json resnet", "targets of the baseline, got 'resnet'; add them with --update"),
+        ("gate --baseline b.json nobody --update", "expected the name of a case in the corpus, got 'nobody'"),
+        (
+            "gate --baseline b.json --update --mode fsdp1",
+            "--mode: expected modes that have DDP's reducer, got",
+        ),
+        ("gate --baseline b.json --update --mode toch", "got 'toch'; did you mean 'torch'?"),
+        ("gate --baseline b.json --update --backend none", "the name of a Dynamo backend, got 'none'"),
+        ("gate --baseline b.json --update --nproc 0", "nproc: expected a positive number, got 0"),
+        ("gate --baseline b.json --json no/such/folder/x", "--json: cannot write 'no/such/folder/x'"),
+        ("gate --baseline b.json --report x.csv", "--report: expected a file name that ends in .xml"),
+        ("gate --baseline none.json", "to compare with; write it with --update"),
+        ("fuzz --minutes nan", "--minutes: expected a positive number, got nan"),
+        ("fuzz --timeout inf", "--timeout: expected a positive number, got inf"),
+        ("fuzz --examples -1", "--examples: expected a positive number, got -1"),
+        ("fuzz --nproc 0", "--nproc: expected a positive number, got 0"),
+        ("fuzz --workers 0", "--workers: expected a positive number, got 0"),
+        ("fuzz --mode eager", "--mode: expected one of torch, whole,"),
+        ("fuzz --backend fast", "backend: expected the name of a Dynamo backend, got 'fast'"),
+        ("fuzz --without loops", "--without: expected one of "),
+        ("fuzz --without droput", "got 'droput'; did you mean 'dropout'?"),
+        ("fuzz --blocks no.such", "--blocks: importing 'no.such' failed: ModuleNotFoundError: No module"),
+        ("fuzz --out case.json/x", "--out: cannot write to 'case.json/x': Not a directory"),
+        ("fuzz --out cut", "campaign.json' does not say which campaign it is of (Expecting"),
+        ("fuzz --database http://x", "--database: expected a folder or redis://host:port/number, got 'http:"),
+        ("fuzz --database case.json", "--database: expected a folder or redis://host:port/number, got 'case"),
+        ("fuzz --database redis://127.0.0.1:1/0", "'redis://127.0.0.1:1/0' does not answer: Error"),
+        ("fuzz --database redis://h:port/0", "'redis://h:port/0' is no address of a server: Port"),
+        ("minimize none.json", "cannot read the case 'none.json': No such file"),
+        ("minimize other.json", "other.json: expected a case that 'ddpopt fuzz' wrote"),
+        ("minimize case.json --tries 0", "--tries: expected a positive number, got 0"),
+        ("minimize case.json --minutes nan", "--minutes: expected a positive number, got nan"),
+        (
+            "minimize case.json --out case.py",
+            "--out: 'case.py' would put the small case in place of 'case.js",
+        ),
+        ("minimize case.json --out a.txt", "--out: expected the name of a Python file in a folder that"),
+        ("minimize case.json --out no/small.py", "that exists, got 'no/small.py'"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_before_a_rank_is_started(words: str, said: str) -> None:
+    result = CliRunner().invoke(cli.app, words.split(), prog_name="ddpopt")
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    assert result.stderr.startswith("ddpopt: error: ")
+    assert said in " ".join(result.stderr.split())
