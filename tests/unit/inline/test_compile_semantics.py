@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook, save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook, save_on_cpu, saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -62,12 +62,12 @@ def keeping_graphs() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def twins_of() -> Callable[[type[nn.Module]], Twins]:
+def twins_of() -> Callable[[Any], Twins]:
     return functools.cache(Twins)
 
 
 @pytest.fixture
-def shared(twins_of: Callable[[type[nn.Module]], Twins]) -> Twins:
+def shared(twins_of: Callable[[Any], Twins]) -> Twins:
     return twins_of(Net)
 
 
@@ -100,6 +100,20 @@ def hooked_after_accumulation(call: Any, ddp: DistributedDataParallel) -> list[A
         train(call, ddp)
         seen.append(parameter.detach().clone())
         optimizer.step()
+    handle.remove()
+    return seen
+
+
+def hooked_before_its_node(call: Any, ddp: DistributedDataParallel) -> list[Tensor]:
+    seen: list[Tensor] = []
+
+    def double(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        seen.append(gradients[0].clone())
+        return (gradients[0] * 2,)
+
+    node = get_gradient_edge(ddp.get_parameter("module.layers.1.weight")).node
+    handle = node.register_prehook(double)
+    train(call, ddp)
     handle.remove()
     return seen
 
@@ -193,6 +207,7 @@ def raising_in_the_loss(call: Any, ddp: DistributedDataParallel) -> str:
     ("act", "model", "handed"),
     [
         (hooked_tensor, Net, without("layers.1.weight")),
+        (hooked_before_its_node, Net, without("layers.1.weight")),
         (hooked_after_accumulation, Net, without("layers.1.bias") * 2),
         (hooked_for_all, Net, []),
         (asked_for, Net, []),
@@ -210,7 +225,7 @@ def raising_in_the_loss(call: Any, ddp: DistributedDataParallel) -> str:
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_whatever_is_asked_of_autograd_the_answer_is_eagers(
-    act: Act, model: type[nn.Module], handed: list[str], twins_of: Callable[[type[nn.Module]], Twins]
+    act: Act, model: type[nn.Module], handed: list[str], twins_of: Callable[[Any], Twins]
 ) -> None:
     twins = twins_of(model)
     twins.act(train)
