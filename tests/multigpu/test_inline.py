@@ -1,6 +1,5 @@
 """Strategy inline on several ranks: eager DDP's gradients, in buckets that leave while backward runs."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from tests.multigpu.training import (
     alike,
     batch,
     build,
+    by_day,
     loss,
     train,
     train_unevenly,
@@ -31,15 +31,6 @@ from tests.multigpu.training import (
     used_while_accumulating_step,
 )
 
-# each is two ways at once that are tried by themselves too
-BY_NIGHT = (
-    "static graph, unused, both flags",
-    "bucket view, unused",
-    "accumulation, bucket view",
-    "accumulation, unused",
-    "one backward, unused",
-    "penalty somewhere, unused",
-)
 LAYER_MB = 4 * 6 * 7 / 2**20
 LAYERS = [f"layers.{layer}.{name}" for layer in reversed(range(4)) for name in ("bias", "weight")]
 ALL = ["scale", "optional.bias", "optional.weight", *LAYERS]
@@ -61,10 +52,6 @@ WAYS = {
     "penalty somewhere, unused": Setting(penalised_somewhere_step, UNUSED),
     "one bucket": Setting(arguments={"bucket_cap_mb": 25}),
 }
-
-
-def by_day(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.nightly if name in BY_NIGHT else ()) for name in names]
 
 
 def wrapped(setting: Setting, ranks: Ranks) -> DistributedDataParallel:
