@@ -40,6 +40,16 @@ class Tower(nn.Module):
         return scaled
 
 
+def towers(**arguments: Any) -> Any:
+    """A tower under DDP."""
+    return DistributedDataParallel(Tower(), **arguments)
+
+
+def step(ddp: Any, **arguments: Any) -> None:
+    """A backward through a tower."""
+    torch.autograd.backward(ddp(torch.ones(2, 6), **arguments).sum())
+
+
 def plan_of(specs: Sequence[Sequence[ParamSpec]]) -> Plan:
     """A plan with these buckets and nothing else."""
     buckets = [

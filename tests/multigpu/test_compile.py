@@ -51,7 +51,7 @@ def test_inductor_gives_the_gradients_of_eager_ddp(strategy: Strategy, ranks: Ra
     case = corpus.case("tied")
     eager, ddp = wrapped(case, ranks), wrapped(case, ranks)
     reference = train(case, eager, eager, ranks)
-    compiled = train(case, ddp, ddpopt.compile(ddp, strategy=strategy), ranks, hook=True)
+    compiled = train(case, ddp, ddpopt.compile(ddp, strategy=strategy), ranks)
     difference, where = worst_difference(compiled, reference)
     assert difference <= ROUNDINGS, f"{where} is off by {difference} roundings"
 

@@ -328,31 +328,28 @@ def test_a_gradient_outside_of_any_backward_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("op", "value", "reason"),
+    ("op", "value", "lent", "reason"),
     [
-        ("get_attr", torch.ones(2), "parameter 'w' is no input of the graph but an attribute of it"),
+        ("get_attr", torch.ones(2), True, "parameter 'w' is no input of the graph but an attribute of it"),
         (
             "placeholder",
             torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
+            True,
             "parameter 'w' is a NestedTensor, a tensor made of others",
         ),
+        (
+            "placeholder",
+            TwoTensor(torch.ones(2), torch.ones(2)),  # type: ignore[no-untyped-call]  # of torch
+            False,
+            "'w' is a TwoTensor, a tensor made of others",
+        ),
+        ("placeholder", torch.ones(2), False, None),
     ],
 )
-def test_what_cannot_be_lent_is_named(op: str, value: Tensor, reason: str) -> None:
+def test_what_cannot_be_lent_is_named(op: str, value: Tensor, lent: bool, reason: str | None) -> None:
     graph = fx.Graph()
     node = graph.create_node(op, "w")
     node.meta["example_value"] = value
     graph.output(node)
     gm = fx.GraphModule({"w": value}, graph)
-    assert why_not_inline(gm, {node: {"w": "w"}}) == reason
-
-
-@pytest.mark.parametrize("made_of_others", [True, False])
-def test_a_graph_whose_gradients_may_be_made_of_others_is_not_compiled_inline(made_of_others: bool) -> None:
-    graph = fx.Graph()
-    node = graph.placeholder("x")
-    value = torch.ones(2)
-    node.meta["example_value"] = TwoTensor(value, value) if made_of_others else value  # type: ignore[no-untyped-call]  # of torch
-    graph.output(node)
-    reason = "'x' is a TwoTensor, a tensor made of others" if made_of_others else None
-    assert why_not_inline(fx.GraphModule({}, graph), {}) == reason
+    assert why_not_inline(gm, {node: {"w": "w"}} if lent else {}) == reason
