@@ -24,15 +24,13 @@ from tests.multigpu.corpus_training import (
     worst_difference,
     wrapped,
 )
-from tests.multigpu.turns import in_turn
+from tests.multigpu.turns import at_night, in_turn
 
 
 def each_case() -> list[Any]:
-    others = [case for case in corpus.cases() if case.name not in RANKS_MATTER]
-    by_night = [
-        pytest.param(case, strategy, marks=pytest.mark.nightly) for case in others for strategy in STRATEGIES
-    ]
-    return [*in_turn([(corpus.case(name),) for name in RANKS_MATTER], STRATEGIES), *by_night]
+    by_day = [(corpus.case(name),) for name in RANKS_MATTER]
+    others = [(case,) for case in corpus.cases() if (case,) not in by_day]
+    return [*in_turn(by_day, STRATEGIES), *at_night(others, STRATEGIES)]
 
 
 @pytest.mark.timeout(120)

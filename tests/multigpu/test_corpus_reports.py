@@ -17,7 +17,7 @@ from ddpopt.dynamo.backend import DdpoptBackend
 from ddpopt.planning.strategy import Strategy
 from ddpopt.ranks.group import Ranks
 from tests.multigpu.reported import Compile, Outcome, passes, run, sentence
-from tests.multigpu.turns import in_turn
+from tests.multigpu.turns import at_night, in_turn
 from tests.reports import Report, reported_cases
 
 STRATEGIES: tuple[Strategy, ...] = ("split", "inline")
@@ -33,13 +33,8 @@ OUT_OF_THE_ORDINARY = [
 
 def each_report() -> list[Any]:
     by_day = [pair for pair in OUT_OF_THE_ORDINARY if pair[0].name not in BY_NIGHT]
-    by_night = [
-        pytest.param(*pair, strategy, marks=pytest.mark.nightly)
-        for pair in OUT_OF_THE_ORDINARY
-        for strategy in STRATEGIES
-        if pair[0].name in BY_NIGHT
-    ]
-    return [*in_turn(by_day, STRATEGIES), *by_night]
+    others = [pair for pair in OUT_OF_THE_ORDINARY if pair not in by_day]
+    return [*in_turn(by_day, STRATEGIES), *at_night(others, STRATEGIES)]
 
 
 def named(value: object) -> str:
