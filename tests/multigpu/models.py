@@ -100,6 +100,18 @@ def hook_that_sees(
     return hook
 
 
+def changing(change: Callable[[Tensor], Tensor]) -> Callable[..., torch.futures.Future[Tensor]]:
+    """A communication hook that sends nothing and gives back what a function makes of a bucket."""
+
+    def hook(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        del state
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(change(bucket.buffer()))
+        return done
+
+    return hook
+
+
 def averaged(bucket: GradBucket, group: dist.ProcessGroup) -> torch.futures.Future[Tensor]:
     """What DDP itself would make of a bucket."""
     # waited for here: a future with a Python callback may outlive the group and hang its destruction

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch does not mark its re-exports
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
@@ -19,7 +18,7 @@ from ddpopt.ddp.impose import impose
 from ddpopt.ddp.ready_hooks import ReadyHooks, ready_hooks
 from ddpopt.errors import HandOverError
 from ddpopt.ranks.group import one_rank
-from tests.multigpu.models import Tower, arbitrary_plan, gradients_of, hook_that_sees, same
+from tests.multigpu.models import Tower, arbitrary_plan, changing, gradients_of, hook_that_sees, same
 from tests.multigpu.turns import in_turn
 
 NAME = "layers.1.weight"
@@ -256,7 +255,7 @@ def test_a_hook_after_the_node_changes_what_ddp_has_taken_already(
     def trained(compiled: bool) -> list[Tensor | None]:
         model = Tower()
         ddp = DistributedDataParallel(model, bucket_cap_mb=1e-4, **options)
-        ddp.register_comm_hook(None, hook_that_adds_one)
+        ddp.register_comm_hook(None, changing(lambda buffer: buffer + 1))
         call: Any = ddpopt.compile(ddp, backend="aot_eager", strategy=strategy) if compiled else ddp
         parameter = model.get_parameter(NAME)
         found: list[Tensor | None] = []
@@ -274,9 +273,3 @@ def test_a_hook_after_the_node_changes_what_ddp_has_taken_already(
         return found
 
     assert same([trained(True)], [trained(False)])
-
-
-def hook_that_adds_one(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer() + 1)
-    return future

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpopt.ddp.reducer import PlannedReducer, install
-from tests.multigpu.models import arbitrary_plan, step, towers
+from tests.multigpu.models import arbitrary_plan, changing, step, towers
 
 pytestmark = pytest.mark.usefixtures("one_rank_group")
 
@@ -77,14 +77,7 @@ def test_options_set_after_construction_are_kept() -> None:
     assert len(after) == len(before)
 
 
-def doubling(state: object, bucket: Any) -> Any:
-    del state
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer() * 2)
-    return future
-
-
-doubling.__annotations__.clear()  # torch wants its own class there, not Any
+doubling = changing(lambda buffer: buffer * 2)
 
 
 def test_a_second_hook_is_refused_as_in_plain_ddp() -> None:

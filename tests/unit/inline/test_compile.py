@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.facts import GraphFacts, ParamUse
 from ddpopt.planning.plan import Bucket
 from ddpopt.planning.strategy import why_not_inline
+from tests.unit.tracing import Recorder
 
 pytestmark = pytest.mark.usefixtures("one_rank_group", "fresh_dynamo")
 
@@ -42,29 +44,22 @@ class Two(nn.Module):
         return self.last(self.first(x).relu())  # type: ignore[no-any-return]  # of torch
 
 
-class Compiler:
-    """AOTAutograd with compilers that keep the graphs they are given."""
+@dataclass
+class Compiler(Recorder):
+    """AOTAutograd; notes the backward graphs too."""
 
-    def __init__(self) -> None:
-        self.captured: list[fx.GraphModule] = []
-        self.forwards: list[fx.GraphModule] = []
-        self.backwards: list[fx.GraphModule] = []
-        self._compile = aot_autograd(
-            fw_compiler=self._keep(self.forwards), bw_compiler=self._keep(self.backwards)
-        )
+    backwards: list[fx.GraphModule] = field(default_factory=list)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        self.captured.append(gm)
-        compiled: Callable[..., Any] = self._compile(gm, example_inputs)
-        return compiled
+        super().__call__(gm, example_inputs)
+        as_it_is = aot_autograd(
+            fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=self._noted
+        )
+        return as_it_is(gm, example_inputs)
 
-    @staticmethod
-    def _keep(graphs: list[fx.GraphModule]) -> Callable[..., Any]:
-        def compiler(gm: fx.GraphModule, _: Sequence[Any]) -> Any:
-            graphs.append(gm)
-            return make_boxed_func(gm.forward)
-
-        return compiler
+    def _noted(self, graph: fx.GraphModule, _: Sequence[Any]) -> Any:
+        self.backwards.append(graph)
+        return make_boxed_func(graph.forward)
 
 
 def train(model: nn.Module, backend: Any, strategy: Any = "inline", **options: Any) -> nn.Module:
@@ -185,7 +180,7 @@ def test_auto_is_the_default_and_compiles_one_graph_inline() -> None:
     compiler = Compiler()
     ddp = DistributedDataParallel(Two(), bucket_cap_mb=CAP_MB)
     torch.autograd.backward(ddpopt.compile(ddp, backend=compiler)(rows()).sum())
-    assert len(compiler.captured) == len(compiler.backwards) == 1
+    assert len(compiler.graphs) == len(compiler.backwards) == 1
     assert len(compiler.backwards[0].graph.find_nodes(op="call_function", target=HAND_OVER)) == 2
 
 
@@ -202,7 +197,7 @@ def test_a_graph_that_may_write_to_a_parameter_is_split_and_says_why(
     torch.autograd.backward(DistributedDataParallel(eager)(rows()).sum())
     pairs = zip(model.parameters(), eager.parameters(), strict=True)
     assert all(p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad) for p, q in pairs)
-    assert len(compiler.captured) == 2
+    assert len(compiler.graphs) == 2
     assert said()[0] == (
         level,
         f"ddpopt: a graph is split and not compiled inline: parameter 'first.weight' {why}",
