@@ -44,6 +44,8 @@ def penalised_somewhere_step(ddp: DistributedDataParallel, step: int, ranks: Ran
 
 
 NOTHING_EARLY = {"static graph, one backward", "one backward", "one backward, unused"}
+BY_DAY_ELSEWHERE = ("mixed dtypes", "static graph, unused", "unused everywhere")
+"""What corpus cases, and options of verification, train on ranks too."""
 WHOLE = {"used while accumulating", "one bucket"}
 """A graph is compiled whole; in the first, that of rank 0 that comes second, before a plan is in force."""
 WAYS = {
@@ -99,7 +101,7 @@ def is_bucket(event: tuple[str, ...]) -> bool:
 
 # DDP says that a static graph needs no find_unused_parameters; people pass both all the same.
 @pytest.mark.filterwarnings("ignore:You passed find_unused_parameters=true:UserWarning")
-@pytest.mark.parametrize("name", by_day(WAYS))
+@pytest.mark.parametrize("name", by_day(WAYS, *BY_DAY_ELSEWHERE))
 def test_gradients_are_eagers_and_handed_over_where_they_may(ranks: Ranks, name: str) -> None:
     setting = WAYS[name]
     expected = train(wrapped(setting, ranks), setting, ranks, [])

@@ -103,9 +103,10 @@ BY_NIGHT = (
 )
 
 
-def by_day(names: Iterable[str]) -> list[Any]:
-    """These settings; some of them at night only."""
-    return [pytest.param(name, marks=pytest.mark.nightly if name in BY_NIGHT else ()) for name in names]
+def by_day(names: Iterable[str], *others: str) -> list[Any]:
+    """These settings; some of them, and `others`, at night only."""
+    night = {*BY_NIGHT, *others}
+    return [pytest.param(name, marks=pytest.mark.nightly if name in night else ()) for name in names]
 
 
 def build(setting: Setting, ranks: Ranks) -> DistributedDataParallel:
