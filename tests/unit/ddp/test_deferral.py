@@ -1,9 +1,9 @@
 """ddpopt.ddp.deferral: stand-ins that wait for the end of a forward, and leave nothing behind."""
 
 import copy
-import gc
 import pickle
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ddpopt.ddp.deferral import PendingLogger, PendingReducer, defer
 from ddpopt.ddp.impose import impose, imposed_plan
+from ddpopt.dynamo.quiet import gc_paused
 from ddpopt.errors import PlanMismatchError, UsageError
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.reduced import running_reducer
@@ -64,22 +65,16 @@ def test_defer_works_from_inside_the_forward() -> None:
     assert not stands_in(ddp)
 
 
-def test_the_last_call_counts() -> None:
+@pytest.mark.parametrize(
+    "last", [lambda ddp, plan: defer(ddp, lambda: plan), impose], ids=["defer", "impose"]
+)
+def test_the_last_call_counts(last: Callable[[Any, Plan], None]) -> None:
     ddp = towers()
     first, second = arbitrary_plan(ddp, 1), arbitrary_plan(ddp, 2)
     defer(ddp, lambda: first)
-    defer(ddp, lambda: second)
+    last(ddp, second)
     step(ddp)
     assert imposed_plan(ddp) == second
-
-
-def test_a_plan_imposed_meanwhile_ends_the_wait() -> None:
-    ddp = towers()
-    pending, plan = arbitrary_plan(ddp, 1), arbitrary_plan(ddp, 2)
-    defer(ddp, lambda: pending)
-    impose(ddp, plan)
-    step(ddp)
-    assert imposed_plan(ddp) == plan
     assert not stands_in(ddp)
 
 
@@ -123,17 +118,13 @@ def test_copies_and_pickles_of_a_waiting_module_are_plain_ddp() -> None:
     assert imposed_plan(ddp) == plan
 
 
+@gc_paused()
 def test_a_waiting_module_is_freed_without_the_garbage_collector() -> None:
-    gc.collect()
-    gc.disable()
-    try:
-        ddp = towers()
-        defer(ddp, lambda: None)
-        gone = weakref.ref(ddp)
-        del ddp
-        assert gone() is None
-    finally:
-        gc.enable()
+    ddp = towers()
+    defer(ddp, lambda: None)
+    gone = weakref.ref(ddp)
+    del ddp
+    assert gone() is None
 
 
 def test_ddps_log_can_be_read_while_waiting() -> None:

@@ -1,9 +1,8 @@
 """ddpopt.ddp.engine: what is seen from inside a backward, of the parts above and beside it too."""
 
-import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
 from ddpopt.ddp.engine import NO_TASK, Backward, running_backward, running_node, task_id, will_run
+from ddpopt.dynamo.quiet import gc_paused
 
 
 def leaf_of(parameter: Tensor) -> Any:
@@ -229,16 +229,7 @@ def test_the_running_node_is_the_one_whose_backward_asks() -> None:
     assert seen == [True]
 
 
-@pytest.fixture
-def no_collector() -> Iterator[None]:
-    collecting = gc.isenabled()
-    gc.disable()
-    yield
-    if collecting:
-        gc.enable()
-
-
-@pytest.mark.usefixtures("no_collector")
+@gc_paused()
 def test_looking_keeps_no_graph_alive() -> None:
     watch = Watch()
     saved = torch.ones(())

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 from ddpopt.ddp.impose import impose
 from ddpopt.ddp.ready_hooks import ReadyHooks, ready_hooks
+from ddpopt.dynamo.quiet import gc_paused
 from ddpopt.errors import HandOverError
 from ddpopt.ranks.group import one_rank
 from tests.multigpu.models import Tower, arbitrary_plan, changing, gradients_of, hook_that_sees, same
@@ -217,12 +218,9 @@ def test_nothing_keeps_a_module_or_its_parameters_alive(taken_over: bool) -> Non
         hooks.take_over()
     step(ddp)
     references = [weakref.ref(part) for part in (hooks, ddp, ddp.reducer, *ddp.parameters())]
-    gc.disable()
-    try:
+    with gc_paused():
         del hooks, ddp
         assert [reference() for reference in references if reference() is not None] == []
-    finally:
-        gc.enable()
 
 
 def test_hooks_of_a_module_that_is_gone_do_not_disturb_another_one_of_the_same_parameters() -> None:

@@ -176,12 +176,20 @@ def said(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[tuple[i
         yield lambda: [(r.levelno, r.getMessage()) for r in caplog.records if r.name == "ddpopt"]
 
 
-def test_auto_is_the_default_and_compiles_one_graph_inline() -> None:
+@pytest.mark.parametrize(
+    ("cap_mb", "options", "calls"),
+    [(CAP_MB, {}, 2), (25, {"strategy": "inline"}, 0)],
+    ids=["auto", "one bucket"],
+)
+def test_auto_compiles_one_graph_inline_and_a_single_bucket_is_compiled_as_it_is(
+    cap_mb: float, options: dict[str, Any], calls: int
+) -> None:
     compiler = Compiler()
-    ddp = DistributedDataParallel(Two(), bucket_cap_mb=CAP_MB)
-    torch.autograd.backward(ddpopt.compile(ddp, backend=compiler)(rows()).sum())
-    assert len(compiler.graphs) == len(compiler.backwards) == 1
-    assert len(compiler.backwards[0].graph.find_nodes(op="call_function", target=HAND_OVER)) == 2
+    ddp = DistributedDataParallel(Two(), bucket_cap_mb=cap_mb)
+    torch.autograd.backward(ddpopt.compile(ddp, backend=compiler, **options)(rows()).sum())
+    (backward,) = compiler.backwards
+    assert len(backward.graph.find_nodes(op="call_function", target=HAND_OVER)) == calls
+    assert compiler.calls == 1
 
 
 @pytest.mark.parametrize(("strategy", "level"), [("inline", logging.WARNING), ("auto", logging.INFO)])
@@ -217,13 +225,6 @@ def test_code_for_cuda_graphs_is_split_and_says_why(said: Callable[[], list[tupl
         logging.WARNING,
         "ddpopt: a graph is split and not compiled inline: CUDA graphs replay a backward without Python",
     )
-
-
-def test_a_single_bucket_is_compiled_as_it_is() -> None:
-    compiler = Compiler()
-    ddp = DistributedDataParallel(Two())
-    torch.autograd.backward(ddpopt.compile(ddp, backend=compiler, strategy="inline")(rows()).sum())
-    assert not compiler.backwards[0].graph.find_nodes(op="call_function", target=HAND_OVER)
 
 
 # ------------------------------------------------------------------------------ the memory of gradients

@@ -7,7 +7,6 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook, sa
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from ddpopt.dynamo.quiet import gc_paused
 from ddpopt.ranks.group import one_rank
 from tests.multigpu.models import hand_overs
 from tests.unit.inline_twins import (
@@ -371,19 +371,8 @@ def test_two_modules_can_share_one_backward() -> None:
 # ------------------------------------------------------------------------------------ what is kept alive
 
 
-@contextmanager
-def without_the_collector() -> Iterator[None]:
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
-
-
 def test_a_forwards_memory_is_freed_without_the_collector(shared: Twins) -> None:
-    with without_the_collector():
+    with gc_paused():
         for differentiated in (True, False):
             output = shared.step(rows())
             node, given = weakref.ref(output.grad_fn), weakref.ref(output)
