@@ -40,6 +40,16 @@ class Tower(nn.Module):
         return scaled
 
 
+def towers(**arguments: Any) -> Any:
+    """A tower under DDP."""
+    return DistributedDataParallel(Tower(), **arguments)
+
+
+def step(ddp: Any, **arguments: Any) -> None:
+    """A backward through a tower."""
+    torch.autograd.backward(ddp(torch.ones(2, 6), **arguments).sum())
+
+
 def plan_of(specs: Sequence[Sequence[ParamSpec]]) -> Plan:
     """A plan with these buckets and nothing else."""
     buckets = [
@@ -86,6 +96,18 @@ def hook_that_sees(
         del state
         note(tuple(names[id(parameter)] for parameter in bucket.parameters()))
         return averaged(bucket, group)
+
+    return hook
+
+
+def changing(change: Callable[[Tensor], Tensor]) -> Callable[..., torch.futures.Future[Tensor]]:
+    """A communication hook that sends nothing and gives back what a function makes of a bucket."""
+
+    def hook(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        del state
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(change(bucket.buffer()))
+        return done
 
     return hook
 

@@ -5,6 +5,7 @@ Here it is judged on what a report asks for beside that, under the backend and a
 """
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,16 +17,24 @@ from ddpopt.dynamo.backend import DdpoptBackend
 from ddpopt.planning.strategy import Strategy
 from ddpopt.ranks.group import Ranks
 from tests.multigpu.reported import Compile, Outcome, passes, run, sentence
-from tests.multigpu.turns import in_turn
+from tests.multigpu.turns import at_night, in_turn
 from tests.reports import Report, reported_cases
 
 STRATEGIES: tuple[Strategy, ...] = ("split", "inline")
 MEASURED = torch.__version__.startswith("2.13.")
+BY_NIGHT = ("transposed", "conv_strides", "donated_buffers", "checkpoint", "called_twice", "cap_5")
+"""What another case asks for by day, around a model of the same kind and of a backend that is tried there."""
 OUT_OF_THE_ORDINARY = [
     pair
     for pair in reported_cases()
     if pair[1].asks or pair[1].wrap != "DDP" or pair[1].backend == "inductor"
 ]
+
+
+def each_report() -> list[Any]:
+    by_day = [pair for pair in OUT_OF_THE_ORDINARY if pair[0].name not in BY_NIGHT]
+    others = [pair for pair in OUT_OF_THE_ORDINARY if pair not in by_day]
+    return [*in_turn(by_day, STRATEGIES), *at_night(others, STRATEGIES)]
 
 
 def named(value: object) -> str:
@@ -67,7 +76,7 @@ def test_torchs_optimizer_does_today_what_a_report_says_of_it(
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(("case", "report", "strategy"), in_turn(OUT_OF_THE_ORDINARY, STRATEGIES), ids=named)
+@pytest.mark.parametrize(("case", "report", "strategy"), each_report(), ids=named)
 def test_ddpopt_does_what_a_report_asks_for(
     case: Case, report: Report, strategy: Strategy, ranks: Ranks
 ) -> None:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
+from itertools import product
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from tests.multigpu.training import (
     backward,
     batch,
     build,
+    by_day,
     loss,
     train,
     train_unevenly,
@@ -54,34 +56,27 @@ def watch(ddp: DistributedDataParallel, seen: list[Buckets]) -> None:
     ddp.register_comm_hook(None, hook_that_sees(ddp, lambda params: seen[-1].append(params)))
 
 
-def give(ddp: DistributedDataParallel, plan: Plan, way: str) -> None:
-    if way == "impose":
-        impose(ddp, plan)
-    else:
-        put_off(ddp, plan)
-
-
 def put_off(ddp: DistributedDataParallel, plan: Plan | None) -> None:
     defer(ddp, lambda: plan)
 
 
+WAYS: dict[str, Callable[[DistributedDataParallel, Plan], None]] = {"impose": impose, "defer": put_off}
+
+
 # DDP says that a static graph needs no find_unused_parameters; people pass both all the same.
 @pytest.mark.filterwarnings("ignore:You passed find_unused_parameters=true:UserWarning")
-@pytest.mark.parametrize("way", ["impose", "defer"])
-@pytest.mark.parametrize("name", SETTINGS)
-def test_gradients_are_those_of_plain_ddp_and_buckets_those_of_the_plan(
-    ranks: Ranks, name: str, way: str
-) -> None:
+@pytest.mark.parametrize("name", by_day(SETTINGS))
+def test_gradients_are_those_of_plain_ddp_and_buckets_those_of_the_plan(ranks: Ranks, name: str) -> None:
     setting = SETTINGS[name]
     expected = train(build(setting, ranks), setting, ranks, [])
     outcomes = []
-    for seed, hooked in enumerate(("before", "after", "never")):
+    for seed, (hooked, way) in enumerate(product(("before", "after", "never"), WAYS)):
         ddp = build(setting, ranks)
         plan = arbitrary_plan(ddp, seed)
         noted: list[Buckets] = []
         if hooked == "before":
             watch(ddp, noted)
-        give(ddp, plan, way)
+        WAYS[way](ddp, plan)
         if hooked == "after":
             watch(ddp, noted)
         with observe(ddp) if hooked == "never" else nullcontext() as seen:
@@ -96,29 +91,33 @@ def test_gradients_are_those_of_plain_ddp_and_buckets_those_of_the_plan(
             assert_sent(seen, plan)
 
 
-@pytest.mark.parametrize("way", ["impose", "defer"])
 @pytest.mark.parametrize("static_world_size", [True, False])
 @pytest.mark.parametrize("batches", UNEVEN)
 def test_uneven_inputs_under_join_give_the_gradients_of_plain_ddp(
-    ranks: Ranks, batches: str, static_world_size: bool, way: str
+    ranks: Ranks, batches: str, static_world_size: bool
 ) -> None:
     count = UNEVEN[batches](ranks) if ranks.size > 1 else 2
     options = {"divide_by_initial_world_size": static_world_size}
     expected = train_unevenly(build(Setting(), ranks), count, ranks, **options)
-    ddp = build(Setting(), ranks)
-    plan = arbitrary_plan(ddp, 5)
-    give(ddp, plan, way)
-    with observe(ddp) as seen:
-        gradients = train_unevenly(ddp, count, ranks, **options)
-    assert alike(ranks, gradients, expected)
-    assert imposed_plan(ddp) == plan
-    buckets = [[bucket.params for bucket in iteration.buckets] for iteration in seen.iterations]
-    assert buckets == [wanted_of(plan)] * count
+    outcomes = []
+    for way in WAYS:
+        ddp = build(Setting(), ranks)
+        plan = arbitrary_plan(ddp, 5)
+        WAYS[way](ddp, plan)
+        with observe(ddp) as seen:
+            gradients = train_unevenly(ddp, count, ranks, **options)
+        outcomes.append((plan, imposed_plan(ddp), alike(ranks, gradients, expected), seen))
+    for plan, imposed, equal, seen in outcomes:
+        assert imposed == plan
+        assert equal
+        buckets = [[bucket.params for bucket in iteration.buckets] for iteration in seen.iterations]
+        assert buckets == [wanted_of(plan)] * count
 
 
-@pytest.mark.parametrize("way", ["impose", "defer"])
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("kind", ["ALLREDUCE", "FP16_COMPRESS"])
+@pytest.mark.parametrize(
+    ("kind", "way"), [("ALLREDUCE", "impose"), ("FP16_COMPRESS", "impose"), ("FP16_COMPRESS", "defer")]
+)
 def test_a_built_in_hook_is_kept(ranks: Ranks, kind: str, when: str, way: str) -> None:
     setting = Setting()
     expected, unhooked = (build(setting, ranks) for _ in range(2))
@@ -127,7 +126,7 @@ def test_a_built_in_hook_is_kept(ranks: Ranks, kind: str, when: str, way: str) -
     plan = arbitrary_plan(ddp, 3)
     if when == "before":
         use_built_in(ddp, kind)
-    give(ddp, plan, way)
+    WAYS[way](ddp, plan)
     if when == "after":
         use_built_in(ddp, kind)
     runs = [train(module, setting, ranks, []) for module in (expected, ddp, unhooked)]

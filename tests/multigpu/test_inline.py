@@ -1,6 +1,5 @@
 """Strategy inline on several ranks: eager DDP's gradients, in buckets that leave while backward runs."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from tests.multigpu.training import (
     alike,
     batch,
     build,
+    by_day,
     loss,
     train,
     train_unevenly,
@@ -31,15 +31,6 @@ from tests.multigpu.training import (
     used_while_accumulating_step,
 )
 
-# each is two ways at once that are tried by themselves too
-BY_NIGHT = (
-    "static graph, unused, both flags",
-    "bucket view, unused",
-    "accumulation, bucket view",
-    "accumulation, unused",
-    "one backward, unused",
-    "penalty somewhere, unused",
-)
 LAYER_MB = 4 * 6 * 7 / 2**20
 LAYERS = [f"layers.{layer}.{name}" for layer in reversed(range(4)) for name in ("bias", "weight")]
 ALL = ["scale", "optional.bias", "optional.weight", *LAYERS]
@@ -53,6 +44,8 @@ def penalised_somewhere_step(ddp: DistributedDataParallel, step: int, ranks: Ran
 
 
 NOTHING_EARLY = {"static graph, one backward", "one backward", "one backward, unused"}
+BY_DAY_ELSEWHERE = ("mixed dtypes", "static graph, unused", "unused everywhere")
+"""What corpus cases, and options of verification, train on ranks too."""
 WHOLE = {"used while accumulating", "one bucket"}
 """A graph is compiled whole; in the first, that of rank 0 that comes second, before a plan is in force."""
 WAYS = {
@@ -61,10 +54,6 @@ WAYS = {
     "penalty somewhere, unused": Setting(penalised_somewhere_step, UNUSED),
     "one bucket": Setting(arguments={"bucket_cap_mb": 25}),
 }
-
-
-def by_day(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.nightly if name in BY_NIGHT else ()) for name in names]
 
 
 def wrapped(setting: Setting, ranks: Ranks) -> DistributedDataParallel:
@@ -112,7 +101,7 @@ def is_bucket(event: tuple[str, ...]) -> bool:
 
 # DDP says that a static graph needs no find_unused_parameters; people pass both all the same.
 @pytest.mark.filterwarnings("ignore:You passed find_unused_parameters=true:UserWarning")
-@pytest.mark.parametrize("name", by_day(WAYS))
+@pytest.mark.parametrize("name", by_day(WAYS, *BY_DAY_ELSEWHERE))
 def test_gradients_are_eagers_and_handed_over_where_they_may(ranks: Ranks, name: str) -> None:
     setting = WAYS[name]
     expected = train(wrapped(setting, ranks), setting, ranks, [])

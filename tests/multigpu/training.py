@@ -1,9 +1,10 @@
 """Ways to use DDP, and a training loop that runs each of them: what two runs must agree on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -89,6 +90,23 @@ SETTINGS = {
     "one backward": Setting(shared_backward_step),
     "one backward, unused": Setting(shared_backward_step, UNUSED),
 }
+
+
+# each is two ways at once that are tried by themselves too
+BY_NIGHT = (
+    "static graph, unused, both flags",
+    "bucket view, unused",
+    "accumulation, bucket view",
+    "accumulation, unused",
+    "one backward, unused",
+    "penalty somewhere, unused",
+)
+
+
+def by_day(names: Iterable[str], *others: str) -> list[Any]:
+    """These settings; some of them, and `others`, at night only."""
+    night = {*BY_NIGHT, *others}
+    return [pytest.param(name, marks=pytest.mark.nightly if name in night else ()) for name in names]
 
 
 def build(setting: Setting, ranks: Ranks) -> DistributedDataParallel:

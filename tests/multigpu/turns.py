@@ -33,6 +33,13 @@ def in_turn(rows: Sequence[Sequence[Any]], strategies: Sequence[str]) -> list[An
     ]
 
 
+def at_night(rows: Sequence[Sequence[Any]], strategies: Sequence[str]) -> list[Any]:
+    """Every row with every strategy, none of them by day."""
+    return [
+        pytest.param(*row, strategy, marks=pytest.mark.nightly) for row in rows for strategy in strategies
+    ]
+
+
 def _has_turn(number: int, turn: int) -> bool:
     if number_of_ranks() > 2:
         return (number + turn) % 2 == 0 and number % 3 == 0

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import ddpopt
@@ -79,18 +80,6 @@ class Scaling(Net):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * self.scale
-
-
-class Sums(Net):
-    """Two parameters whose gradients are one and the same tensor, that of the output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = nn.Parameter(torch.zeros(3, WIDTH))
-        self.right = nn.Parameter(torch.zeros(3, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.left + self.right
 
 
 class Scaled(torch.autograd.Function):
@@ -176,25 +165,39 @@ class Twins:
         """What to call, and the DDP module, of both."""
         return [(self.eager, self.eager), (self.step, self.inline)]
 
-    def act(self, act: Act, *, keeps_gradients: bool = False) -> tuple[Any, Any, list[str]]:
-        """Do the same with both; what came of it, and whose gradients were handed over.
+    def act(self, act: Act) -> tuple[Any, list[str]]:
+        """Do the same with both, and return what came of it and whose gradients were handed over.
 
-        Gradients, parameters and buffers are bit for bit equal afterwards.
+        What came of it, gradients, parameters and buffers are bit for bit equal.
         """
+        (of_eager, of_inline), handed = self.apart(act)
+        torch.testing.assert_close(numbers(of_inline), numbers(of_eager), rtol=0, atol=0)
+        assert texts(of_inline) == texts(of_eager)
+        return of_inline, handed
+
+    def apart(self, act: Act) -> tuple[list[Any], list[str]]:
+        """The same, but what came of it may differ: that of eager, and that of inline."""
         handed: list[str] = []
         results = []
         for call, ddp in self.each:
-            if not keeps_gradients:
-                ddp.zero_grad()
+            ddp.zero_grad()
             with hand_overs(self.inline, handed.append):
                 results.append(act(call, ddp))
         self.assert_equal()
-        return results[0], results[1], handed
+        return results, handed
 
     def assert_equal(self) -> None:
         assert same([gradients_of(self.inline)], [gradients_of(self.eager)]), "gradients"
         for name, value in self.eager.state_dict().items():
             assert torch.equal(value, self.inline.state_dict()[name]), name
+
+
+def numbers(found: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+
+
+def texts(found: Any) -> list[str]:
+    return [repr(leaf) for leaf in tree_leaves(found) if not isinstance(leaf, Tensor)]
 
 
 def rows(seed: int = 1) -> Tensor:

@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
 ]
 MIB = 2**20
-# Those that Dynamo might not capture as one graph; tests/multigpu compiles them all.
+# Those that Dynamo might not capture as one graph; test_corpus_training.py compiles them.
 ALL = pytest.mark.parametrize("case", corpus.cases(), ids=lambda case: case.name)
 
 

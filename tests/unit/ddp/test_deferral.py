@@ -1,30 +1,26 @@
 """ddpopt.ddp.deferral: stand-ins that wait for the end of a forward, and leave nothing behind."""
 
 import copy
-import gc
 import pickle
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.ddp.deferral import PendingLogger, PendingReducer, defer
 from ddpopt.ddp.impose import impose, imposed_plan
+from ddpopt.dynamo.quiet import gc_paused
 from ddpopt.errors import PlanMismatchError, UsageError
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.reduced import running_reducer
-from tests.multigpu.models import Tower, arbitrary_plan
+from tests.multigpu.models import Tower, arbitrary_plan, step, towers
 
 pytestmark = pytest.mark.usefixtures("one_rank_group")
 
 c10d: Any = dist  # torch does not mark its re-exports
-
-
-def wrapped(**arguments: Any) -> Any:
-    return DistributedDataParallel(Tower(), **arguments)
 
 
 def forward(ddp: Any) -> torch.Tensor:
@@ -32,16 +28,12 @@ def forward(ddp: Any) -> torch.Tensor:
     return output
 
 
-def step(ddp: Any) -> None:
-    torch.autograd.backward(forward(ddp))
-
-
 def stands_in(ddp: Any) -> bool:
     return isinstance(ddp.reducer, PendingReducer) or isinstance(ddp.logger, PendingLogger)
 
 
 def test_the_plan_is_asked_for_once_at_the_end_of_the_first_synchronised_forward() -> None:
-    ddp = wrapped()
+    ddp = towers()
     plan = arbitrary_plan(ddp, 1)
     asked: list[int] = []
 
@@ -64,7 +56,7 @@ def test_the_plan_is_asked_for_once_at_the_end_of_the_first_synchronised_forward
 
 
 def test_defer_works_from_inside_the_forward() -> None:
-    ddp = wrapped()
+    ddp = towers()
     plan = arbitrary_plan(ddp, 1)
     handle = ddp.module.register_forward_hook(lambda *_: defer(ddp, lambda: plan))
     step(ddp)
@@ -73,28 +65,22 @@ def test_defer_works_from_inside_the_forward() -> None:
     assert not stands_in(ddp)
 
 
-def test_the_last_call_counts() -> None:
-    ddp = wrapped()
+@pytest.mark.parametrize(
+    "last", [lambda ddp, plan: defer(ddp, lambda: plan), impose], ids=["defer", "impose"]
+)
+def test_the_last_call_counts(last: Callable[[Any, Plan], None]) -> None:
+    ddp = towers()
     first, second = arbitrary_plan(ddp, 1), arbitrary_plan(ddp, 2)
     defer(ddp, lambda: first)
-    defer(ddp, lambda: second)
+    last(ddp, second)
     step(ddp)
     assert imposed_plan(ddp) == second
-
-
-def test_a_plan_imposed_meanwhile_ends_the_wait() -> None:
-    ddp = wrapped()
-    pending, plan = arbitrary_plan(ddp, 1), arbitrary_plan(ddp, 2)
-    defer(ddp, lambda: pending)
-    impose(ddp, plan)
-    step(ddp)
-    assert imposed_plan(ddp) == plan
     assert not stands_in(ddp)
 
 
 @pytest.mark.parametrize("failure", ["raises", "does not fit"])
 def test_when_the_decision_fails_the_forward_raises_and_the_module_has_its_own_reducer(failure: str) -> None:
-    ddp = wrapped()
+    ddp = towers()
     own = ddp.reducer, ddp.logger
 
     def decide() -> Plan:
@@ -110,7 +96,7 @@ def test_when_the_decision_fails_the_forward_raises_and_the_module_has_its_own_r
 
 
 def test_a_forward_that_raises_leaves_the_decision_to_the_next_one() -> None:
-    ddp = wrapped()
+    ddp = towers()
     plan = arbitrary_plan(ddp, 1)
     defer(ddp, lambda: plan)
     with pytest.raises(RuntimeError):
@@ -120,7 +106,7 @@ def test_a_forward_that_raises_leaves_the_decision_to_the_next_one() -> None:
 
 
 def test_copies_and_pickles_of_a_waiting_module_are_plain_ddp() -> None:
-    ddp = wrapped()
+    ddp = towers()
     plan = arbitrary_plan(ddp, 1)
     defer(ddp, lambda: plan)
     for copied in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
@@ -132,21 +118,17 @@ def test_copies_and_pickles_of_a_waiting_module_are_plain_ddp() -> None:
     assert imposed_plan(ddp) == plan
 
 
+@gc_paused()
 def test_a_waiting_module_is_freed_without_the_garbage_collector() -> None:
-    gc.collect()
-    gc.disable()
-    try:
-        ddp = wrapped()
-        defer(ddp, lambda: None)
-        gone = weakref.ref(ddp)
-        del ddp
-        assert gone() is None
-    finally:
-        gc.enable()
+    ddp = towers()
+    defer(ddp, lambda: None)
+    gone = weakref.ref(ddp)
+    del ddp
+    assert gone() is None
 
 
 def test_ddps_log_can_be_read_while_waiting() -> None:
-    ddp = wrapped()
+    ddp = towers()
     before = ddp._get_ddp_logging_data()
     defer(ddp, lambda: None)
     assert ddp._get_ddp_logging_data() == before

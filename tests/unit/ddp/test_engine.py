@@ -1,9 +1,8 @@
 """ddpopt.ddp.engine: what is seen from inside a backward, of the parts above and beside it too."""
 
-import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
 from ddpopt.ddp.engine import NO_TASK, Backward, running_backward, running_node, task_id, will_run
+from ddpopt.dynamo.quiet import gc_paused
 
 
 def leaf_of(parameter: Tensor) -> Any:
@@ -94,19 +94,15 @@ def test_each_use_of_a_parameter_is_an_edge(name: str) -> None:
     assert watch.runs == [(True, True)] * len(edges)
 
 
-def test_with_inputs_the_other_leaves_will_not_run() -> None:
+@pytest.mark.parametrize("through", ["backward", "grad"])
+def test_leaves_that_get_no_gradient_will_not_run(through: str) -> None:
     watch = Watch()
-    backward(watch.product(), inputs=[watch.right])
+    if through == "backward":
+        backward(watch.product(), inputs=[watch.right])
+    else:
+        torch.autograd.grad(watch.product(), [watch.left, watch.right])
     assert watch.edges == [(1, 1)]
-    assert watch.runs == [(False, True)]
-    assert watch.left.grad is None
-
-
-def test_under_autograd_grad_no_leaf_will_run() -> None:
-    watch = Watch()
-    torch.autograd.grad(watch.product(), [watch.left, watch.right])
-    assert watch.edges == [(1, 1)]
-    assert watch.runs == [(False, False)]
+    assert watch.runs == [(False, through == "backward")]
 
 
 @pytest.mark.parametrize("creates_graph", [False, True])
@@ -233,16 +229,7 @@ def test_the_running_node_is_the_one_whose_backward_asks() -> None:
     assert seen == [True]
 
 
-@pytest.fixture
-def no_collector() -> Iterator[None]:
-    collecting = gc.isenabled()
-    gc.disable()
-    yield
-    if collecting:
-        gc.enable()
-
-
-@pytest.mark.usefixtures("no_collector")
+@gc_paused()
 def test_looking_keeps_no_graph_alive() -> None:
     watch = Watch()
     saved = torch.ones(())

@@ -6,44 +6,27 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.ddp.impose import impose, imposed_plan
 from ddpopt.errors import PlanMismatchError, UsageError
 from ddpopt.planning.plan import Plan
-from tests.multigpu.models import Tower, arbitrary_plan, gradients_of, same
+from tests.multigpu.models import arbitrary_plan, gradients_of, same, step, towers
 
 pytestmark = pytest.mark.usefixtures("one_rank_group")
 
 
-def wrapped(**arguments: Any) -> DistributedDataParallel:
-    return DistributedDataParallel(Tower(), **arguments)
-
-
-def step(module: Any) -> None:
-    torch.autograd.backward(module(torch.ones(2, 6)).sum())
-
-
-def test_the_imposed_plan_can_be_asked_for() -> None:
-    ddp = wrapped()
-    assert imposed_plan(ddp) is None
-    plan = arbitrary_plan(ddp, 1)
-    impose(ddp, plan)
-    assert imposed_plan(ddp) == plan
-    assert imposed_plan(Tower()) is None
-
-
 def test_a_plan_that_does_not_fit_changes_nothing() -> None:
-    ddp: Any = wrapped()
+    ddp = towers()
     before = ddp.reducer, ddp.logger
     with pytest.raises(PlanMismatchError):
         impose(ddp, Plan((), (), ()))
     assert (ddp.reducer, ddp.logger) == before
+    assert imposed_plan(ddp) is None
     step(ddp)
 
 
 def test_a_bad_moment_changes_nothing() -> None:
-    ddp: Any = wrapped()
+    ddp = towers()
     plan = arbitrary_plan(ddp, 1)
     output = ddp(torch.ones(2, 6)).sum()
     before = ddp.reducer, ddp.logger
@@ -52,10 +35,11 @@ def test_a_bad_moment_changes_nothing() -> None:
     assert (ddp.reducer, ddp.logger) == before
     torch.autograd.backward(output)
     impose(ddp, plan)
+    assert imposed_plan(ddp) == plan
 
 
 def test_the_state_of_the_module_is_untouched() -> None:
-    ddp = wrapped()
+    ddp = towers()
     step(ddp)
     state, gradients = {k: v.clone() for k, v in ddp.state_dict().items()}, gradients_of(ddp)
     impose(ddp, arbitrary_plan(ddp, 1))
@@ -67,7 +51,7 @@ def test_the_state_of_the_module_is_untouched() -> None:
 
 @pytest.mark.parametrize("arguments", [{}, {"static_graph": True}])
 def test_copies_and_pickles_have_ddps_own_buckets_again(arguments: dict[str, Any]) -> None:
-    ddp = wrapped(**arguments)
+    ddp = towers(**arguments)
     impose(ddp, arbitrary_plan(ddp, 1))
     for copied in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
         assert imposed_plan(copied) is None
@@ -76,7 +60,7 @@ def test_copies_and_pickles_have_ddps_own_buckets_again(arguments: dict[str, Any
 
 
 def test_gradients_that_are_views_of_the_old_buckets_keep_their_values() -> None:
-    ddp = wrapped(gradient_as_bucket_view=True)
+    ddp = towers(gradient_as_bucket_view=True)
     step(ddp)
     before = gradients_of(ddp)
     impose(ddp, arbitrary_plan(ddp, 1))

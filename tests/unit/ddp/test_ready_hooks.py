@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch does not mark its re-exports
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.ddp.impose import impose
 from ddpopt.ddp.ready_hooks import ReadyHooks, ready_hooks
+from ddpopt.dynamo.quiet import gc_paused
 from ddpopt.errors import HandOverError
-from tests.multigpu.models import Tower, arbitrary_plan, gradients_of, hook_that_sees, same
-from tests.multigpu.single import single_rank
+from ddpopt.ranks.group import one_rank
+from tests.multigpu.models import Tower, arbitrary_plan, changing, gradients_of, hook_that_sees, same
 from tests.multigpu.turns import in_turn
 
 NAME = "layers.1.weight"
@@ -28,7 +28,7 @@ UNUSED = ("optional.weight", "optional.bias")
 
 @pytest.fixture(scope="module", autouse=True)
 def alone() -> Iterator[None]:
-    with single_rank():
+    with one_rank():
         yield
 
 
@@ -83,6 +83,10 @@ def buckets(ddp: DistributedDataParallel) -> list[tuple[str, ...]]:
     return seen
 
 
+def assert_each_once(seen: list[tuple[str, ...]]) -> None:
+    assert len({name for names in seen for name in names}) == sum(map(len, seen)) == 11
+
+
 def test_a_module_has_one_set_of_hooks_with_a_place_for_each_parameter(ddp: Any) -> None:
     hooks = ready_hooks(ddp)
     assert ready_hooks(ddp) is hooks
@@ -93,26 +97,17 @@ def test_a_module_has_one_set_of_hooks_with_a_place_for_each_parameter(ddp: Any)
     )
 
 
-def test_until_they_take_over_the_reducer_hears_from_its_own_hooks_alone(ddp: Any) -> None:
-    expected = step(ddp)
-    seen = buckets(ddp)
-    ready_hooks(ddp)
-    for _ in range(2):
-        seen.clear()
-        assert same([step(ddp)], [expected])
-        assert len({name for names in seen for name in names}) == sum(map(len, seen)) == 11
-
-
-@pytest.mark.parametrize("static_graph", [False, True])
-def test_after_they_took_over_the_reducer_hears_of_each_gradient_once(static_graph: bool) -> None:
+@pytest.mark.parametrize(("take_over", "static_graph"), [(False, False), (True, False), (True, True)])
+def test_the_reducer_hears_of_each_gradient_once(take_over: bool, static_graph: bool) -> None:
     ddp: Any = DistributedDataParallel(Tower(), bucket_cap_mb=1e-4, static_graph=static_graph)
     seen = buckets(ddp)
     expected = step(ddp)
+    hooks = ready_hooks(ddp)
     for _ in range(3):
         seen.clear()
-        assert ready_hooks(ddp).take_over()
+        assert not take_over or hooks.take_over()
         assert same([step(ddp)], [expected])
-        assert len({name for names in seen for name in names}) == sum(map(len, seen)) == 11
+        assert_each_once(seen)
 
 
 def test_another_reducer_is_taken_over_anew(ddp: Any) -> None:
@@ -159,7 +154,7 @@ def test_what_is_handed_over_is_accumulated_and_told_at_once(ddp: Any) -> None:
         seen.clear()
         gradients = step_with_unused_parameters(ddp, hooks, lambda: left.extend(seen))
         assert all(bool((gradient == 3).all()) for gradient in gradients)
-        assert len({name for names in seen for name in names}) == sum(map(len, seen)) == 11
+        assert_each_once(seen)
     assert left == [("optional.weight",)]  # once DDP has put first what came first
 
 
@@ -223,12 +218,9 @@ def test_nothing_keeps_a_module_or_its_parameters_alive(taken_over: bool) -> Non
         hooks.take_over()
     step(ddp)
     references = [weakref.ref(part) for part in (hooks, ddp, ddp.reducer, *ddp.parameters())]
-    gc.disable()
-    try:
+    with gc_paused():
         del hooks, ddp
         assert [reference() for reference in references if reference() is not None] == []
-    finally:
-        gc.enable()
 
 
 def test_hooks_of_a_module_that_is_gone_do_not_disturb_another_one_of_the_same_parameters() -> None:
@@ -247,31 +239,6 @@ def test_hooks_of_a_module_that_is_gone_do_not_disturb_another_one_of_the_same_p
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_hooks_before_the_node_of_a_parameter_see_the_gradient_and_may_change_it() -> None:
-    def trained(compiled: bool) -> tuple[list[Tensor], list[Tensor | None]]:
-        model = Tower()
-        ddp = DistributedDataParallel(model, bucket_cap_mb=1e-4)
-        node = get_gradient_edge(model.get_parameter(NAME)).node
-        seen: list[Tensor] = []
-
-        def noted(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            seen.append(gradients[0].clone())
-            return (gradients[0] * 2,)
-
-        node.register_prehook(noted)
-        call: Any = ddpopt.compile(ddp, backend="aot_eager", strategy="inline") if compiled else ddp
-        for _ in range(2):
-            ddp.zero_grad()
-            torch.autograd.backward(call(torch.ones(2, 6)).sum())
-        return seen, gradients_of(model)
-
-    (seen, gradients), (expected_seen, expected) = trained(True), trained(False)
-    assert len(seen) == len(expected_seen) == 2
-    assert all(map(torch.equal, seen, expected_seen))
-    assert same([gradients], [expected])
-
-
-@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize(
     ("options", "hooked_in", "strategy"),
     in_turn(
@@ -286,7 +253,7 @@ def test_a_hook_after_the_node_changes_what_ddp_has_taken_already(
     def trained(compiled: bool) -> list[Tensor | None]:
         model = Tower()
         ddp = DistributedDataParallel(model, bucket_cap_mb=1e-4, **options)
-        ddp.register_comm_hook(None, hook_that_adds_one)
+        ddp.register_comm_hook(None, changing(lambda buffer: buffer + 1))
         call: Any = ddpopt.compile(ddp, backend="aot_eager", strategy=strategy) if compiled else ddp
         parameter = model.get_parameter(NAME)
         found: list[Tensor | None] = []
@@ -304,9 +271,3 @@ def test_a_hook_after_the_node_changes_what_ddp_has_taken_already(
         return found
 
     assert same([trained(True)], [trained(False)])
-
-
-def hook_that_adds_one(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer() + 1)
-    return future

@@ -8,12 +8,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.ddp.reducer_buckets import running_buckets
+from tests.multigpu.models import step
 
 pytestmark = pytest.mark.usefixtures("one_rank_group")
-
-
-def step(ddp: Any) -> None:
-    torch.autograd.backward(ddp(torch.ones(2, 6)).sum())
 
 
 def test_asking_takes_no_memory_and_changes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

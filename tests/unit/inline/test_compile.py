@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.facts import GraphFacts, ParamUse
 from ddpopt.planning.plan import Bucket
 from ddpopt.planning.strategy import why_not_inline
+from tests.unit.tracing import Recorder
 
 pytestmark = pytest.mark.usefixtures("one_rank_group", "fresh_dynamo")
 
@@ -42,29 +44,22 @@ class Two(nn.Module):
         return self.last(self.first(x).relu())  # type: ignore[no-any-return]  # of torch
 
 
-class Compiler:
-    """AOTAutograd with compilers that keep the graphs they are given."""
+@dataclass
+class Compiler(Recorder):
+    """AOTAutograd; notes the backward graphs too."""
 
-    def __init__(self) -> None:
-        self.captured: list[fx.GraphModule] = []
-        self.forwards: list[fx.GraphModule] = []
-        self.backwards: list[fx.GraphModule] = []
-        self._compile = aot_autograd(
-            fw_compiler=self._keep(self.forwards), bw_compiler=self._keep(self.backwards)
-        )
+    backwards: list[fx.GraphModule] = field(default_factory=list)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        self.captured.append(gm)
-        compiled: Callable[..., Any] = self._compile(gm, example_inputs)
-        return compiled
+        super().__call__(gm, example_inputs)
+        as_it_is = aot_autograd(
+            fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=self._noted
+        )
+        return as_it_is(gm, example_inputs)
 
-    @staticmethod
-    def _keep(graphs: list[fx.GraphModule]) -> Callable[..., Any]:
-        def compiler(gm: fx.GraphModule, _: Sequence[Any]) -> Any:
-            graphs.append(gm)
-            return make_boxed_func(gm.forward)
-
-        return compiler
+    def _noted(self, graph: fx.GraphModule, _: Sequence[Any]) -> Any:
+        self.backwards.append(graph)
+        return make_boxed_func(graph.forward)
 
 
 def train(model: nn.Module, backend: Any, strategy: Any = "inline", **options: Any) -> nn.Module:
@@ -181,12 +176,20 @@ def said(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[tuple[i
         yield lambda: [(r.levelno, r.getMessage()) for r in caplog.records if r.name == "ddpopt"]
 
 
-def test_auto_is_the_default_and_compiles_one_graph_inline() -> None:
+@pytest.mark.parametrize(
+    ("cap_mb", "options", "calls"),
+    [(CAP_MB, {}, 2), (25, {"strategy": "inline"}, 0)],
+    ids=["auto", "one bucket"],
+)
+def test_auto_compiles_one_graph_inline_and_a_single_bucket_is_compiled_as_it_is(
+    cap_mb: float, options: dict[str, Any], calls: int
+) -> None:
     compiler = Compiler()
-    ddp = DistributedDataParallel(Two(), bucket_cap_mb=CAP_MB)
-    torch.autograd.backward(ddpopt.compile(ddp, backend=compiler)(rows()).sum())
-    assert len(compiler.captured) == len(compiler.backwards) == 1
-    assert len(compiler.backwards[0].graph.find_nodes(op="call_function", target=HAND_OVER)) == 2
+    ddp = DistributedDataParallel(Two(), bucket_cap_mb=cap_mb)
+    torch.autograd.backward(ddpopt.compile(ddp, backend=compiler, **options)(rows()).sum())
+    (backward,) = compiler.backwards
+    assert len(backward.graph.find_nodes(op="call_function", target=HAND_OVER)) == calls
+    assert compiler.calls == 1
 
 
 @pytest.mark.parametrize(("strategy", "level"), [("inline", logging.WARNING), ("auto", logging.INFO)])
@@ -202,7 +205,7 @@ def test_a_graph_that_may_write_to_a_parameter_is_split_and_says_why(
     torch.autograd.backward(DistributedDataParallel(eager)(rows()).sum())
     pairs = zip(model.parameters(), eager.parameters(), strict=True)
     assert all(p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad) for p, q in pairs)
-    assert len(compiler.captured) == 2
+    assert len(compiler.graphs) == 2
     assert said()[0] == (
         level,
         f"ddpopt: a graph is split and not compiled inline: parameter 'first.weight' {why}",
@@ -222,13 +225,6 @@ def test_code_for_cuda_graphs_is_split_and_says_why(said: Callable[[], list[tupl
         logging.WARNING,
         "ddpopt: a graph is split and not compiled inline: CUDA graphs replay a backward without Python",
     )
-
-
-def test_a_single_bucket_is_compiled_as_it_is() -> None:
-    compiler = Compiler()
-    ddp = DistributedDataParallel(Two())
-    torch.autograd.backward(ddpopt.compile(ddp, backend=compiler, strategy="inline")(rows()).sum())
-    assert not compiler.backwards[0].graph.find_nodes(op="call_function", target=HAND_OVER)
 
 
 # ------------------------------------------------------------------------------ the memory of gradients
@@ -328,31 +324,28 @@ def test_a_gradient_outside_of_any_backward_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("op", "value", "reason"),
+    ("op", "value", "lent", "reason"),
     [
-        ("get_attr", torch.ones(2), "parameter 'w' is no input of the graph but an attribute of it"),
+        ("get_attr", torch.ones(2), True, "parameter 'w' is no input of the graph but an attribute of it"),
         (
             "placeholder",
             torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
+            True,
             "parameter 'w' is a NestedTensor, a tensor made of others",
         ),
+        (
+            "placeholder",
+            TwoTensor(torch.ones(2), torch.ones(2)),  # type: ignore[no-untyped-call]  # of torch
+            False,
+            "'w' is a TwoTensor, a tensor made of others",
+        ),
+        ("placeholder", torch.ones(2), False, None),
     ],
 )
-def test_what_cannot_be_lent_is_named(op: str, value: Tensor, reason: str) -> None:
+def test_what_cannot_be_lent_is_named(op: str, value: Tensor, lent: bool, reason: str | None) -> None:
     graph = fx.Graph()
     node = graph.create_node(op, "w")
     node.meta["example_value"] = value
     graph.output(node)
     gm = fx.GraphModule({"w": value}, graph)
-    assert why_not_inline(gm, {node: {"w": "w"}}) == reason
-
-
-@pytest.mark.parametrize("made_of_others", [True, False])
-def test_a_graph_whose_gradients_may_be_made_of_others_is_not_compiled_inline(made_of_others: bool) -> None:
-    graph = fx.Graph()
-    node = graph.placeholder("x")
-    value = torch.ones(2)
-    node.meta["example_value"] = TwoTensor(value, value) if made_of_others else value  # type: ignore[no-untyped-call]  # of torch
-    graph.output(node)
-    reason = "'x' is a TwoTensor, a tensor made of others" if made_of_others else None
-    assert why_not_inline(fx.GraphModule({}, graph), {}) == reason
+    assert why_not_inline(gm, {node: {"w": "w"}} if lent else {}) == reason

@@ -1,27 +1,39 @@
-"""Strategy inline on one rank: whatever is asked of autograd, the answer is eager DDP's.
+"""Strategy inline on one rank: whatever is asked of autograd, and of what model, the answer is eager DDP's.
 
-All tests share one module, and leave no trace in it.
+Twins are shared by all tests of a model that leave no trace in them.
 """
 
+import functools
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.autograd.graph import register_multi_grad_hook, save_on_cpu, saved_tensors_hooks
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook, save_on_cpu, saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from tests.multigpu.models import same
-from tests.multigpu.single import single_rank
+from ddpopt.dynamo.quiet import gc_paused
+from ddpopt.ranks.group import one_rank
+from tests.multigpu.models import hand_overs
 from tests.unit.inline_twins import (
     ALL,
+    LAYER_MB,
+    Act,
+    Broken,
+    Checkpointed,
+    Decaying,
+    Net,
     Raising,
+    RaisingInTheMiddle,
     Scaling,
+    Tied,
+    TiedAndBroken,
     Twins,
+    WithoutGradient,
     backward,
     error_of,
     loss,
@@ -31,11 +43,13 @@ from tests.unit.inline_twins import (
 )
 
 STEPS = 3
+TINY_MB = 1e-6
+"""One bucket for each parameter: a graph with a single bucket is compiled whole."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def alone() -> Iterator[None]:
-    with single_rank():
+    with one_rank():
         yield
     torch._dynamo.reset()
 
@@ -48,103 +62,206 @@ def keeping_graphs() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def shared() -> Twins:
-    """For tests that leave no trace in them."""
-    return Twins()
+def twins_of() -> Callable[[Any], Twins]:
+    return functools.cache(Twins)
 
 
-def test_a_tensor_hook_runs_once_a_step_with_eagers_value_and_counts(shared: Twins) -> None:
-    def hooked(call: Any, ddp: DistributedDataParallel) -> list[Tensor]:
-        seen: list[Tensor] = []
+@pytest.fixture
+def shared(twins_of: Callable[[Any], Twins]) -> Twins:
+    return twins_of(Net)
 
-        def double(gradient: Tensor) -> Tensor:
-            seen.append(gradient.clone())
-            return gradient * 2
 
-        handle = ddp.get_parameter("module.layers.1.weight").register_hook(double)  # type: ignore[no-untyped-call]
+# ------------------------------------------------------------------------------ what is asked of autograd
+
+
+def hooked_tensor(call: Any, ddp: DistributedDataParallel) -> list[Tensor]:
+    seen: list[Tensor] = []
+
+    def double(gradient: Tensor) -> Tensor:
+        seen.append(gradient.clone())
+        return gradient * 2
+
+    handle = ddp.get_parameter("module.layers.1.weight").register_hook(double)  # type: ignore[no-untyped-call]
+    train(call, ddp)
+    handle.remove()
+    return seen
+
+
+def hooked_after_accumulation(call: Any, ddp: DistributedDataParallel) -> list[Any]:
+    """What a hook sees is there before the optimizer steps."""
+    seen: list[Any] = []
+    parameter = ddp.get_parameter("module.layers.1.bias")
+    handle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+        lambda p: seen.append((p.grad.clone(), p.detach().clone()))
+    )
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
         train(call, ddp)
-        handle.remove()
-        return seen
-
-    for _ in range(STEPS):
-        eager, inline, handed = shared.act(hooked)
-        assert len(eager) == len(inline) == 1
-        assert torch.equal(eager[0], inline[0])
-        assert handed == without("layers.1.weight")
-    assert shared.act(train)[2] == ALL
+        seen.append(parameter.detach().clone())
+        optimizer.step()
+    handle.remove()
+    return seen
 
 
-def test_a_hook_after_accumulation_runs_once_a_step_before_the_optimizer_does(shared: Twins) -> None:
-    def hooked(call: Any, ddp: DistributedDataParallel) -> list[Any]:
-        seen: list[Any] = []
-        parameter = ddp.get_parameter("module.layers.1.bias")
-        handle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-            lambda p: seen.append((p.grad.clone(), p.detach().clone()))
-        )
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        for _ in range(2):
-            optimizer.zero_grad()
-            train(call, ddp)
-            seen.append((None, parameter.detach().clone()))
-            optimizer.step()
-        handle.remove()
-        return seen
+def hooked_before_its_node(call: Any, ddp: DistributedDataParallel) -> list[Tensor]:
+    seen: list[Tensor] = []
 
-    eager, inline, handed = shared.act(hooked)
-    assert [gradient is None for gradient, _ in inline] == [False, True] * 2
-    for (gradient, value), (own_gradient, own_value) in zip(eager, inline, strict=True):
-        assert gradient is own_gradient is None or torch.equal(gradient, own_gradient)
-        assert torch.equal(value, own_value)
-    assert handed == without("layers.1.bias") * 2
+    def double(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        seen.append(gradients[0].clone())
+        return (gradients[0] * 2,)
+
+    node = get_gradient_edge(ddp.get_parameter("module.layers.1.weight")).node
+    handle = node.register_prehook(double)
+    train(call, ddp)
+    handle.remove()
+    return seen
 
 
-def test_a_hook_that_waits_for_several_gradients_runs_once_with_all_of_them(shared: Twins) -> None:
-    def hooked(call: Any, ddp: DistributedDataParallel) -> list[list[Tensor]]:
-        seen: list[list[Tensor]] = []
-        handle = register_multi_grad_hook(
-            [*ddp.parameters()],
-            lambda gradients: seen.append([g.clone() for g in gradients if g is not None]),
-        )
-        train(call, ddp)
-        handle.remove()
-        return seen
-
-    eager, inline, handed = shared.act(hooked)
-    assert same(inline, eager)
-    assert [len(gradients) for gradients in inline] == [len(ALL)]
-    assert handed == []
+def hooked_for_all(call: Any, ddp: DistributedDataParallel) -> list[Any]:
+    seen: list[Any] = []
+    handle = register_multi_grad_hook(
+        [*ddp.parameters()], lambda gradients: seen.append([g.clone() for g in gradients if g is not None])
+    )
+    train(call, ddp)
+    handle.remove()
+    return seen
 
 
-def test_autograd_grad_leaves_grad_alone_and_gives_eagers_values(shared: Twins) -> None:
-    def gradients(call: Any, ddp: DistributedDataParallel) -> list[Tensor]:
-        return [*torch.autograd.grad(loss(call(rows())), [*ddp.parameters()])]
-
-    eager, inline, handed = shared.act(gradients)
-    assert same([inline], [eager])
-    assert handed == []
-    assert all(parameter.grad is None for parameter in shared.inline.parameters())
-    assert shared.act(train)[2] == ALL
+def asked_for(call: Any, ddp: DistributedDataParallel) -> list[Tensor]:
+    return [*torch.autograd.grad(loss(call(rows())), [*ddp.parameters()])]
 
 
-def test_the_gradient_of_an_input_is_eagers(shared: Twins) -> None:
-    def gradient(call: Any, ddp: DistributedDataParallel) -> Tensor | None:
-        x = rows().requires_grad_()
-        backward(loss(call(x)))
-        return x.grad
+def of_an_input(call: Any, ddp: DistributedDataParallel) -> Tensor | None:
+    x = rows().requires_grad_()
+    backward(loss(call(x)))
+    return x.grad
 
-    eager, inline, handed = shared.act(gradient)
-    assert same([[inline]], [[eager]])
-    assert handed == ALL
+
+def twice_through_a_graph(call: Any, ddp: DistributedDataParallel) -> str:
+    total = loss(call(rows()))
+    backward(total)
+    return error_of(lambda: backward(total))
+
+
+def in_parts(call: Any, ddp: DistributedDataParallel) -> Tensor:
+    output = call(rows())
+    weight = ddp.get_parameter("module.layers.1.weight")
+    (alone,) = torch.autograd.grad(output.sum(), [weight], retain_graph=True)
+    backward(loss(output) * alone.norm())
+    return alone
+
+
+def checkpointed(call: Any, ddp: DistributedDataParallel, early_stop: bool = True) -> None:
+    backward(loss(checkpoint(call, rows(), use_reentrant=False, early_stop=early_stop)))
+
+
+def recomputed_and_kept(call: Any, ddp: DistributedDataParallel) -> int:
+    kept: list[Tensor] = []
+
+    def forward(x: Tensor) -> Tensor:
+        kept.append(call(x))
+        return kept[-1]
+
+    weight = ddp.get_parameter("module.layers.1.weight")
+    total = loss(checkpoint(forward, rows(), use_reentrant=False, early_stop=False))
+    backward(total + weight.square().sum())
+    return len(kept)
+
+
+def saved_elsewhere(call: Any, ddp: DistributedDataParallel) -> None:
+    with save_on_cpu():
+        total = loss(call(rows()))
+    backward(total)
+
+
+def hooked_when_saved(call: Any, ddp: DistributedDataParallel) -> int:
+    """How often a hook on saved tensors meets the parameter itself."""
+    scale, seen = ddp.get_parameter("module.scale"), []
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append(tensor is scale)
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        total = loss(call(rows()))
+    backward(total)
+    return sum(seen)
+
+
+def changed_since_the_forward(call: Any, ddp: DistributedDataParallel) -> None:
+    total = loss(call(rows()))
+    scale = ddp.get_parameter("module.scale")
+    scale.data = scale.data * 2
+    backward(total)
+
+
+def raising_in_the_loss(call: Any, ddp: DistributedDataParallel) -> str:
+    with ddp.no_sync():
+        output = call(rows())
+    return error_of(lambda: backward(loss(Raising.apply(output, True))))  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.usefixtures("keeping_graphs")
-def test_double_backward_raises_torchs_own_error(shared: Twins) -> None:
-    def twice(call: Any, ddp: DistributedDataParallel) -> str:
-        gradients = torch.autograd.grad(loss(call(rows())), [*ddp.parameters()], create_graph=True)
-        total = torch.stack([gradient.square().sum() for gradient in gradients]).sum()
-        return error_of(lambda: torch.autograd.grad(total, [*ddp.parameters()]))
+@pytest.mark.parametrize(
+    ("act", "model", "handed"),
+    [
+        (hooked_tensor, Net, without("layers.1.weight")),
+        (hooked_before_its_node, Net, without("layers.1.weight")),
+        (hooked_after_accumulation, Net, without("layers.1.bias") * 2),
+        (hooked_for_all, Net, []),
+        (asked_for, Net, []),
+        (of_an_input, Net, ALL),
+        (twice_through_a_graph, Net, ALL),
+        (in_parts, Net, ALL),
+        (checkpointed, Net, ALL),
+        (functools.partial(checkpointed, early_stop=False), Net, ALL),
+        (recomputed_and_kept, Net, without("layers.1.weight")),
+        (saved_elsewhere, Net, ALL),
+        (hooked_when_saved, Scaling, ["scale", *ALL]),
+        (changed_since_the_forward, Scaling, ["scale", *ALL]),
+        (raising_in_the_loss, Net, []),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_whatever_is_asked_of_autograd_the_answer_is_eagers(
+    act: Act, model: type[nn.Module], handed: list[str], twins_of: Callable[[Any], Twins]
+) -> None:
+    twins = twins_of(model)
+    twins.act(train)
+    for _ in range(STEPS):
+        assert twins.act(act)[1] == handed
+    assert set(twins.act(train)[1]) >= set(ALL)
 
-    eager, inline, handed = shared.act(twice)
+
+def test_what_eager_says_of_these_is_no_accident(shared: Twins) -> None:
+    assert "Trying to backward through the graph a second time" in shared.act(twice_through_a_graph)[0]
+    assert shared.act(raising_in_the_loss)[0] == "ZeroDivisionError: in the middle"
+
+
+# torch warns of a reference cycle, which the test breaks again
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+@pytest.mark.usefixtures("keeping_graphs")
+@pytest.mark.parametrize("by", ["grad", "backward"])
+def test_double_backward_raises_torchs_own_error_and_nothing_is_handed_over(shared: Twins, by: str) -> None:
+    def twice(call: Any, ddp: DistributedDataParallel) -> str:
+        parameters = [*ddp.parameters()]
+        if by == "grad":
+            gradients = torch.autograd.grad(loss(call(rows())), parameters, create_graph=True)
+        else:
+            with ddp.no_sync():
+                backward(loss(call(rows())), create_graph=True)
+            gradients = tuple(parameter.grad for parameter in parameters if parameter.grad is not None)
+        assert len(gradients) == len(ALL)
+        total = torch.stack([gradient.square().sum() for gradient in gradients]).sum()
+        error = error_of(lambda: torch.autograd.grad(total, parameters))
+        if by == "backward":
+            for gradient in gradients:
+                gradient.detach_()
+        return error
+
+    shared.act(train)  # DDP no longer waits for a backward
+    (eager, inline), handed = shared.apart(twice)
     assert eager == ""
     assert inline.startswith(
         "RuntimeError: torch.compile with aot_autograd does not currently support double"
@@ -163,141 +280,99 @@ def test_a_gradient_that_is_not_a_number_is_found_as_in_eager(check_nan: bool) -
         ddp.zero_grad()
         return found
 
-    eager, inline, _ = Twins().act(looking)
-    assert eager is inline is check_nan
+    assert Twins().act(looking)[0] is check_nan
 
 
-# torch warns of a reference cycle, which the test breaks again
-@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
-@pytest.mark.usefixtures("keeping_graphs")
-def test_gradients_that_are_to_be_differentiated_are_not_handed_over(shared: Twins) -> None:
-    def twice(call: Any, ddp: DistributedDataParallel) -> str:
-        with ddp.no_sync():
-            backward(loss(call(rows())), create_graph=True)
-        gradients = [parameter.grad for parameter in ddp.parameters() if parameter.grad is not None]
-        total = torch.stack([gradient.square().sum() for gradient in gradients]).sum()
-        error = error_of(lambda: torch.autograd.grad(total, [*ddp.parameters()]))
-        assert len(gradients) == len(ALL)
-        for gradient in gradients:
-            gradient.detach_()
-        return error
-
-    shared.act(train)  # DDP no longer waits for a backward
-    eager, inline, handed = shared.act(twice)
-    assert eager == ""
-    assert inline.startswith(
-        "RuntimeError: torch.compile with aot_autograd does not currently support double"
-    )
-    assert handed == []
+# ---------------------------------------------------------------------------------------------- of what model
 
 
-def test_a_second_backward_without_retain_graph_raises_torchs_own_error(shared: Twins) -> None:
-    def twice(call: Any, ddp: DistributedDataParallel) -> str:
-        total = loss(call(rows()))
-        backward(total)
-        return error_of(lambda: backward(total))
-
-    eager, inline, _ = shared.act(twice)
-    assert inline == eager
-    assert "Trying to backward through the graph a second time" in inline
+def frozen_and_ignored() -> Net:
+    model = Net()
+    model.layers[1].requires_grad_(False)
+    wrapper: Any = DistributedDataParallel
+    wrapper._set_params_and_buffers_to_ignore_for_model(model, ["layers.2.weight"])
+    return model
 
 
-@pytest.mark.usefixtures("keeping_graphs")
-def test_parts_of_a_loss_can_be_differentiated_one_after_the_other(shared: Twins) -> None:
-    def parts(call: Any, ddp: DistributedDataParallel) -> list[Tensor]:
-        output = call(rows())
-        weight = ddp.get_parameter("module.layers.1.weight")
-        (alone,) = torch.autograd.grad(output.sum(), [weight], retain_graph=True)
-        backward(loss(output) * alone.norm())
-        return [alone]
-
-    eager, inline, handed = shared.act(parts)
-    assert same([inline], [eager])
-    assert handed == ALL
-
-
-@pytest.mark.parametrize("early_stop", [True, False])
-def test_a_whole_step_can_be_checkpointed(shared: Twins, early_stop: bool) -> None:
-    def recomputed(call: Any, ddp: DistributedDataParallel) -> None:
-        backward(loss(checkpoint(call, rows(), use_reentrant=False, early_stop=early_stop)))
-
-    shared.act(train)
+@pytest.mark.parametrize(
+    ("model", "cap_mb", "expected"),
+    [
+        pytest.param(WithoutGradient, TINY_MB, ALL, id="a parameter without a gradient holds up no other"),
+        pytest.param(WithoutGradient, LAYER_MB, ALL, id="nor in a bucket with others"),
+        pytest.param(Decaying, LAYER_MB, ["scale", *ALL], id="a gradient that needs nothing of the loss"),
+        pytest.param(Broken, TINY_MB, ALL, id="graph breaks"),
+        pytest.param(Checkpointed, LAYER_MB, ALL, id="checkpointed layers"),
+        pytest.param(Tied, LAYER_MB, without("layers.2.weight"), id="a weight that one graph reads twice"),
+        pytest.param(
+            TiedAndBroken,
+            TINY_MB,
+            without("layers.0.weight", "layers.2.weight"),
+            id="a weight that two graphs read waits",
+        ),
+        pytest.param(
+            frozen_and_ignored,
+            TINY_MB,
+            without("layers.1.weight", "layers.1.bias", "layers.2.weight"),
+            id="what is frozen or ignored",
+        ),
+    ],
+)
+def test_gradients_are_eagers_and_handed_over_where_they_may(
+    model: Callable[[], nn.Module], cap_mb: float, expected: list[str]
+) -> None:
+    twins = Twins(model, bucket_cap_mb=cap_mb)
     for _ in range(STEPS):
-        assert shared.act(recomputed)[2] == ALL
+        assert sorted(twins.act(train)[1]) == sorted(expected)
 
 
-def test_what_a_recomputation_leaves_behind_takes_no_gradient(shared: Twins) -> None:
-    kept: list[Tensor] = []
+def test_backward_with_inputs_fills_only_these_and_ddp_minds_as_ever() -> None:
+    twins = Twins()
+    wanted = ["layers.2.bias", "layers.1.weight"]
 
-    def recomputed(call: Any, ddp: DistributedDataParallel) -> None:
-        def forward(x: Tensor) -> Tensor:
-            kept.append(call(x))
-            return kept[-1]
+    def some(call: Any, ddp: DistributedDataParallel) -> None:
+        backward(loss(call(rows())), inputs=[ddp.get_parameter(f"module.{name}") for name in wanted])
 
-        weight = ddp.get_parameter("module.layers.1.weight")
-        total = loss(checkpoint(forward, rows(), use_reentrant=False, early_stop=False))
-        backward(total + weight.square().sum())
+    assert twins.act(some)[1] == wanted
+    assert [n for n, p in twins.inline.module.named_parameters() if p.grad is not None] == wanted[::-1]
+    said, _ = twins.act(lambda call, ddp: error_of(lambda: call(rows())))
+    assert "Expected to have finished reduction" in said
 
-    shared.act(train)
+
+def test_an_exception_in_the_middle_of_backward_leaves_ddp_as_eager_does() -> None:
+    twins = Twins(RaisingInTheMiddle, bucket_cap_mb=TINY_MB)
+    twins.act(train)
+    for ddp in (twins.eager, twins.inline):
+        ddp.module.raises = True
+    said, handed = twins.act(lambda call, ddp: error_of(lambda: train(call, ddp)))
+    assert said == "ZeroDivisionError: in the middle"
+    assert handed == ["layers.2.bias", "layers.2.weight"]
+    for _ in range(2):
+        said, _ = twins.act(lambda call, ddp: error_of(lambda: train(call, ddp)))
+        assert "Expected to have finished reduction" in said
+
+
+def test_two_modules_can_share_one_backward() -> None:
+    first, second = Twins(), Twins()
+
+    def chained(call: Any, ddp: DistributedDataParallel) -> None:
+        inner = first.step if ddp is second.inline else first.eager
+        backward(loss(call(inner(rows()))))
+
     for _ in range(STEPS):
-        assert shared.act(recomputed)[2] == without("layers.1.weight")
-    assert len(kept) == 4 * STEPS
+        for ddp in (first.eager, first.inline):
+            ddp.zero_grad()
+        handed: list[str] = []
+        with hand_overs(first.inline, handed.append):
+            assert second.act(chained)[1] == ALL
+        first.assert_equal()
+        assert handed == ALL
 
 
-def test_saved_tensors_may_be_moved_elsewhere(shared: Twins) -> None:
-    def moved(call: Any, ddp: DistributedDataParallel) -> None:
-        with save_on_cpu():
-            total = loss(call(rows()))
-        backward(total)
-
-    assert shared.act(moved)[2] == ALL
-
-
-def test_hooks_on_saved_tensors_meet_the_parameters_themselves() -> None:
-    def hooked(call: Any, ddp: DistributedDataParallel) -> int:
-        scale, seen = ddp.get_parameter("module.scale"), []
-
-        def pack(tensor: Tensor) -> Tensor:
-            seen.append(tensor is scale)
-            return tensor
-
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
-            total = loss(call(rows()))
-        backward(total)
-        return sum(seen)
-
-    assert Twins(Scaling).act(hooked) == (1, 1, ["scale", *ALL])
-
-
-def test_a_backward_reads_what_a_parameter_was_given_since_the_forward() -> None:
-    def given(call: Any, ddp: DistributedDataParallel) -> None:
-        total = loss(call(rows()))
-        scale = ddp.get_parameter("module.scale")
-        scale.data = scale.data * 2
-        backward(total)
-
-    twins = Twins(Scaling)
-    for _ in range(2):
-        assert twins.act(given)[2] == ["scale", *ALL]
-
-
-def test_an_exception_in_the_loss_or_in_no_sync_leaves_ddp_as_eager_does(shared: Twins) -> None:
-    def raising(call: Any, ddp: DistributedDataParallel) -> str:
-        with ddp.no_sync():
-            output = call(rows())
-        return error_of(lambda: backward(loss(Raising.apply(output, True))))  # type: ignore[no-untyped-call]
-
-    for _ in range(2):
-        eager, inline, handed = shared.act(raising)
-        assert inline == eager == "ZeroDivisionError: in the middle"
-        assert handed == []
-        assert shared.act(train)[2] == ALL
+# ------------------------------------------------------------------------------------ what is kept alive
 
 
 def test_a_forwards_memory_is_freed_without_the_collector(shared: Twins) -> None:
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
+    with gc_paused():
         for differentiated in (True, False):
             output = shared.step(rows())
             node, given = weakref.ref(output.grad_fn), weakref.ref(output)
@@ -305,6 +380,15 @@ def test_a_forwards_memory_is_freed_without_the_collector(shared: Twins) -> None
                 backward(loss(output))
             del output
             assert (node(), given()) == (None, None)
-    finally:
-        if collecting:
-            gc.enable()
+
+
+def test_nothing_is_kept_alive_once_module_and_callable_are_gone() -> None:
+    twins = Twins()
+    for _ in range(2):
+        train(twins.step, twins.inline)
+    inline: Any = twins.inline
+    parts = [inline, inline.reducer, twins.step, *inline.parameters()]
+    alive = [weakref.ref(part) for part in parts]
+    del twins, inline, parts
+    gc.collect()
+    assert [reference() for reference in alive if reference() is not None] == []

@@ -1,0 +1,36 @@
+"""Every corpus case in a group of one: eager DDP's gradients, and the plan's buckets, at every iteration."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ddpopt.cases import corpus
+from ddpopt.cases.case import Case
+from ddpopt.planning.strategy import Strategy
+from ddpopt.ranks.group import Ranks, joined, one_rank
+from tests.multigpu.corpus_training import RANKS_MATTER, STRATEGIES, assert_trains_as_eager
+from tests.multigpu.turns import at_night, in_turn
+
+REPORTED = ("gpt", "llama", "linear8", "growing_length", "selective_checkpoint", "nested")
+"""Long ones that the reports about them train on ranks by day."""
+
+
+def each_case() -> list[Any]:
+    on_one = [(case,) for case in corpus.cases() if case.name not in RANKS_MATTER]
+    reported = [(corpus.case(name),) for name in REPORTED]
+    by_day = [row for row in on_one if row not in reported]
+    return [*in_turn(by_day, STRATEGIES), *at_night(reported, STRATEGIES)]
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Ranks]:
+    with one_rank(), joined() as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize(("case", "strategy"), each_case(), ids=lambda value: getattr(value, "name", value))
+def test_a_case_has_the_gradients_of_eager_ddp_and_the_buckets_of_the_plan(
+    case: Case, strategy: Strategy, alone: Ranks
+) -> None:
+    assert_trains_as_eager(case, strategy, alone)
