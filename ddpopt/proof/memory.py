@@ -59,7 +59,7 @@ def copies_are_not_noticed(evidence: Evidence) -> Iterator[str]:
         where = f"segment {crossing.segment}, input {crossing.node.name}"
         if copy.before != crossing.segment:
             yield f"{where}: is a copy that was already made before segment {copy.before}"
-        if copy.method == "detach":
+        if copy.method != "clone":
             readers = [sending.get((crossing.segment, leaf)) for leaf in leaves(crossing.term)]
             yield from (f"{where}: is detached, but {name} sends gradient to it" for name in readers if name)
             continue
@@ -87,8 +87,11 @@ def views_without_gradient_stay(evidence: Evidence) -> Iterator[str]:
     for leaf in leaves(evidence.stitched.result):
         if _maker(leaf) in severed:
             yield f"output: {show(leaf)} is a view that was taken without gradient"
-        elif isinstance(leaf, Copy) and (leaf.method != "detach" or _maker(leaf.of) not in severed):
-            yield f"output: {show(leaf)} is a copy"
+        elif isinstance(leaf, Copy):
+            trained = requires_grad(evidence.original.example(leaf.of))
+            handed_out = "detach().requires_grad_" if trained else "detach"
+            if leaf.method != handed_out or _maker(leaf.of) not in severed:
+                yield f"output: {show(leaf)} is a copy"
 
 
 def values_cross_as_they_are_described(evidence: Evidence) -> Iterator[str]:

@@ -231,8 +231,10 @@ class _Stitched(_Walk):
             return self._inline(step.callee, step.args)
         if step.node.op == "call_method" and step.callee in ("clone", "detach") and len(step.args) == 1:
             return Copy(str(step.callee), step.args[0], self.segment)
-        if step.node.op == "call_method" and step.callee == "requires_grad_" and _is_detached(step.args):
-            return step.args[0]
+        if step.node.op == "call_method" and step.callee == "requires_grad_":
+            match step.args:
+                case (Copy(method="detach") as copy,):
+                    return Copy("detach().requires_grad_", copy.of, copy.before)
         if step.node.op == "call_method" and step.callee == "copy_" and self._restores(step.args):
             return step.args[0]
         picked = _picked(self.nodes, step)
@@ -268,11 +270,6 @@ def _grad_mode_outside(graph: fx.Graph) -> bool:
     """The grad mode in which a graph is called; Dynamo writes down changes only, so not the first one set."""
     switches = (node.args[0] for node in graph.nodes if node.target is SET_GRAD_MODE)
     return next(switches, False) is False
-
-
-def _is_detached(args: Sequence[Term]) -> bool:
-    """Whether the one argument is a detached copy: to have it require grad again sends nothing further."""
-    return len(args) == 1 and isinstance(args[0], Copy) and args[0].method == "detach"
 
 
 def _picked(nodes: Mapping[str, fx.Node], step: Step) -> Term:

@@ -14,6 +14,7 @@ from ddpopt.planning.planner import plan_graph
 from ddpopt.split.partition import partition
 from ddpopt.testing.profiles import share
 from tests.graph_builder import SmallGraph, real_inputs
+from tests.mutants import MUTANTS, Mutant, recompile
 from tests.property import naive
 from tests.property.drawn_graphs import (
     assert_recomposes,
@@ -23,7 +24,6 @@ from tests.property.drawn_graphs import (
     prove,
     small_configs,
 )
-from tests.property.partition_mutants import MUTANTS, Mutant
 from tests.property.strategies import graphs
 from tests.unit.effects import Effects
 from tests.unit.tracing import cut_before
@@ -119,6 +119,8 @@ def test_what_the_certificate_accepts_of_a_mutated_partition_is_still_the_same_p
         event(f"rejected: {mutant.name}")
         return
     event(f"accepted: {mutant.name}")
+    assert not mutant.unseen
+    recompile(stitched)
     inputs = list(real_inputs(graph))
     Effects(stitched, inputs).assert_equal(Effects(graph.gm, inputs))
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
 
+from tests import mutants
+from tests.mutants import Edits
 from tests.selftest import codes as code
 from tests.selftest import defects, graphs, plans, shown, wires
 from tests.selftest.metadata import shared_metadata
@@ -93,13 +96,11 @@ def _plan(name: str, inject: Inject, seen_by: str = "L3", mode: str = "ddpopt-in
 
 
 def _cut(
-    name: str, change: graphs.Change, case: str = "plain", seen_by: tuple[str, ...] = NUMBERS
+    name: str, edits: Edits | None, case: str = "plain", seen_by: tuple[str, ...] = NUMBERS
 ) -> tuple[Fault, Fault]:
     """A wrong partition: as it comes, and without the certificate, so that the numbers must show it."""
-    proved = Fault(
-        name, "partition", ("certificate",), graphs.cutting(change), mode="ddpopt-split", case=case
-    )
-    unproved = graphs.cutting(change, certified=False)
+    proved = Fault(name, "partition", ("certificate",), graphs.cutting(edits), mode="ddpopt-split", case=case)
+    unproved = graphs.cutting(edits, certified=False)
     return proved, replace(proved, name=f"{name}, uncertified", seen_by=seen_by, inject=unproved)
 
 
@@ -174,16 +175,26 @@ FAULTS: tuple[Fault, ...] = (
         carriers=second_rank,
     ),
     _plan("no plan is in force", plans.no_plan),
-    *_cut("a segment reads what the one before it read", graphs.skipped_segment, seen_by=(*NUMBERS, "run")),
-    *_cut("two segments swap their parameters", graphs.swapped_parameters),
-    *_cut("a tied contribution is lost", graphs.lost_contribution, "tied"),
-    *_cut("no gradient crosses a cut", graphs.detached_crossing, seen_by=(*NUMBERS, "run")),
-    *_cut("what crosses a cut is cast to bfloat16 and back", graphs.rounded_crossing),
-    *_cut("a mutation is lost", graphs.lost_mutation, "writing"),
-    *_cut("a mutation runs at the end of its segment", graphs.late_mutation, "writing"),
-    *_cut("a mutation is moved across a cut", graphs.moved_mutation, "writing"),
-    *_cut("a mutation runs twice", graphs.repeated_mutation, "writing"),
-    *_cut("segments run in another order", graphs.swapped_segments),
+    *_cut(
+        "a segment reads what the one before it read",
+        partial(mutants.given_another, where=graphs.is_input_of_the_first),
+        seen_by=(*NUMBERS, "run"),
+    ),
+    *_cut("two segments swap their parameters", mutants.inputs_exchanged),
+    *_cut("a tied contribution is lost", mutants.through("detach", graphs.is_last_of_several), "tied"),
+    *_cut("no gradient crosses a cut", mutants.through("detach", graphs.crosses), seen_by=(*NUMBERS, "run")),
+    *_cut(
+        "what crosses a cut is cast to bfloat16 and back", mutants.through(mutants.rounded, graphs.crosses)
+    ),
+    *_cut("a mutation is lost", partial(mutants.left_out, where=graphs.writes), "writing"),
+    *_cut(
+        "a mutation runs at the end of its segment", partial(mutants.run_late, where=graphs.writes), "writing"
+    ),
+    *_cut(
+        "a mutation is moved across a cut", partial(mutants.in_next_segment, where=graphs.writes), "writing"
+    ),
+    *_cut("a mutation runs twice", partial(mutants.run_twice, where=graphs.writes), "writing"),
+    *_cut("segments run in another order", mutants.segments_swapped),
     *map(_forgotten, defects.DEFECTS),
     Fault(
         "a segment has the metadata of another one",
@@ -242,7 +253,7 @@ FAULTS: tuple[Fault, ...] = (
 )
 PLACEBOS: tuple[Fault, ...] = (
     replace(_plan("the reducer's buckets", plans.bucketing(list)), seen_by=()),
-    replace(_cut("a partition", graphs.as_it_is)[0], seen_by=()),
+    replace(_cut("a partition", None)[0], seen_by=()),
     replace(_code("a gradient", code.on_gradient(torch.clone))[0], seen_by=()),
     replace(_code("a gradient", code.on_gradient(torch.clone))[1], seen_by=()),
     _wire("a bucket", wires.on_mean(torch.clone), ()),

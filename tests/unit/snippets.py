@@ -136,6 +136,50 @@ def data_dependent_size(m: Model, x: Tensor) -> Any:
     return m.layers[1](y), y.shape[0]
 
 
+def reshaped_in_place(m: Model, x: Tensor) -> Tensor:
+    y = m.layers[0](x) * 1
+    view = y.view(4, 3)
+    view.t_()
+    out: Tensor = m.layers[2](m.layers[1](view)) * view
+    return out
+
+
+def gaps_and_strides(m: Model, x: Tensor) -> Tensor:
+    gaps = torch.cat([x, x], 1)[:, ::2]
+    y = m.layers[0](gaps)
+    z = m.layers[1](y) * gaps.sum()
+    out: Tensor = m.layers[2](z) + y.as_strided((3, 4), (4, 1))
+    return out
+
+
+def early_readers_without_gradient(m: Model, x: Tensor) -> Tensor:
+    last: Tensor = m.layers.get_parameter("2.weight")
+    seen, place = last.detach().sum(), last.argmax()
+    with torch.no_grad():
+        total = last.sum()
+    last.sum()
+    last.sin().add_(1)
+    out: Tensor = m.layers[2](m.layers[1](m.layers[0](x))) * seen * place * total
+    return out
+
+
+def written_everywhere(m: Model, x: Tensor, count: Tensor) -> Tensor:
+    count.add_(1)
+    y = m.layers[0](x) + count
+    row = count[0]
+    y = m.layers[1](y) * row
+    count.add_(1)
+    out: Tensor = m.layers[2](y) + row
+    count.add_(1)
+    return out
+
+
+def doubled_size(m: Model, x: Tensor) -> Tensor:
+    y = m.layers[0](torch.cat([x, x]))
+    out: Tensor = m.layers[2](m.layers[1](y))
+    return out
+
+
 @dataclass(frozen=True)
 class Snippet:
     """A forward, its inputs, and how it has to be compiled.
@@ -162,7 +206,7 @@ class Snippet:
 OWN = (
     named_tuple, nested_autocast, grad_mode_spans, views_without_grad, mutated_views_without_grad,
     inputs_that_no_grad_returns, written_without_grad, outputs_without_grad, outputs_of_all_kinds, branches,
-    data_dependent_size, item,
+    data_dependent_size, item, reshaped_in_place, gaps_and_strides, early_readers_without_gradient,
 )  # fmt: skip
 
 
@@ -193,6 +237,8 @@ SNIPPETS: Mapping[str, Snippet | Drawn] = {
     **{forward.__name__: Snippet(forward) for forward in OWN},
     **{f"blocks_{i}": Drawn(tuple(BLOCK_STEPS[i::MODELS])) for i in range(MODELS)},
     "blocks_of_any_batch": Drawn((step("linear"), step("size"), step("wide")), dynamic=True),
+    "written_everywhere": Snippet(written_everywhere, (torch.zeros(4),)),
+    "doubled_size": Snippet(doubled_size, dynamic=True),
     "dynamic_float": Snippet(scalar, (0.5,), dynamic=True),
 }
 """Every snippet by its name."""
@@ -202,4 +248,4 @@ def copied(value: Any) -> Any:
     """A leaf of its own with the same value; a symbolic number as the number that it stands for."""
     if isinstance(value, Tensor):
         return value.detach().clone().requires_grad_(value.requires_grad)
-    return int(value) if isinstance(value, torch.SymInt) else value
+    return int(value.node.hint) if isinstance(value, torch.SymInt) else value  # to ask it would fix it
