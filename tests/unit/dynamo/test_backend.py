@@ -30,7 +30,7 @@ from ddpopt.dynamo.backend import DdpoptBackend
 from ddpopt.errors import CertificateError, UsageError
 from ddpopt.observation.observe import observe
 from ddpopt.planning.plan import Plan
-from ddpopt.planning.regions import Planned, plan_for_ddp
+from ddpopt.planning.regions import Planned, plan_for_reducer
 from ddpopt.planning.strategy import Strategy
 from ddpopt.split.partition import partition
 from tests.multigpu.turns import in_turn
@@ -566,11 +566,11 @@ def test_ddp_rebuilds_its_own_buckets_where_the_cuts_foretold(
     plans: list[Plan] = []
 
     def noted(*arguments: Any) -> Planned:
-        planned = plan_for_ddp(*arguments)
+        planned = plan_for_reducer(*arguments)
         plans.append(planned.plan)
         return planned
 
-    monkeypatch.setattr(ddpopt.dynamo.backend, "plan_for_ddp", noted)
+    monkeypatch.setattr(ddpopt.dynamo.backend, "plan_for_reducer", noted)
     ddp = ddp_of(bucket_cap_mb=layers * ONE_LAYER_MB)
     reducer = ddp.reducer
     call = ddpopt.compile(ddp, backend="aot_eager", strategy="split", buckets="ddp")

@@ -22,7 +22,7 @@ def names(write: str, verb: str = "writes to") -> str:
 def blocked(graph: fx.Graph) -> dict[str, str]:
     """The nodes before which no cut may lie, with the reason."""
     body = body_nodes(graph)
-    return {node.name: why for node, why in zip(body, blocked_positions(graph, body), strict=True) if why}
+    return {node.name: why for node, why in zip(body, blocked_positions(graph), strict=True) if why}
 
 
 def finished(builder: GraphBuilder, *outputs: fx.Node) -> dict[str, str]:

@@ -12,8 +12,7 @@ from ddpopt.planning.regions import (
     Regions,
     ends_in_break,
     frame_of,
-    plan_for_ddp,
-    plan_for_imposed,
+    plan_for_reducer,
     specs_by_id,
 )
 from tests.unit.tracing import Traced, trace_all
@@ -111,7 +110,7 @@ def test_as_long_as_no_graph_trains_anything_there_is_no_plan() -> None:
 
 def test_for_ddps_own_buckets_the_graph_is_cut_where_they_complete() -> None:
     ddp, (graph,) = setting(Net(order=(2, 0, 3, 1)), bucket_cap_mb=2 * LAYER_MB)
-    plan = plan_for_ddp(ddp, graph.gm, graph.inputs, "split").plan
+    plan = plan_for_reducer(ddp, None, graph.gm, graph.inputs, "split").plan
     assert layers(plan) == ["1 3", "0 2"]
     assert [cut.before for cut in plan.cuts] == [graph.facts.nodes[4]]
     assert plan.policy == "ddp"
@@ -122,8 +121,8 @@ def test_a_later_graph_that_reads_less_is_cut_for_what_it_reads() -> None:
     imposed = joined(ddp, [graph])
     (other,) = trace_all(ddp.module.get_submodule("layers.3"), rows())
     (part,) = trace_all(nn.Sequential(ddp.module.layers[1], ddp.module.layers[2]), rows())
-    assert layers(plan_for_imposed(ddp, imposed, other.gm, other.inputs, "split").plan) == ["3"]
-    assert layers(plan_for_imposed(ddp, imposed, part.gm, part.inputs, "split").plan) == [
+    assert layers(plan_for_reducer(ddp, imposed, other.gm, other.inputs, "split").plan) == ["3"]
+    assert layers(plan_for_reducer(ddp, imposed, part.gm, part.inputs, "split").plan) == [
         "2",
         "1",
     ]

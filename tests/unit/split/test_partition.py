@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 def possible_cuts(gm: fx.GraphModule) -> list[str]:
     body = body_nodes(gm.graph)
-    blocked = blocked_positions(gm.graph, body)
+    blocked = blocked_positions(gm.graph)
     return [node.name for node, why in zip(body[1:], blocked[1:], strict=True) if why is None]
 
 

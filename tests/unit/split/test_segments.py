@@ -175,7 +175,7 @@ def test_the_fields_that_a_compilation_fills_are_those_of_this_torch() -> None:
 def cutting_everywhere(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
     """A Dynamo backend that cuts a graph wherever it can be cut and compiles the pieces with aot_eager."""
     body = body_nodes(gm.graph)
-    blocked = blocked_positions(gm.graph, body)
+    blocked = blocked_positions(gm.graph)
     openers = [node.name for node, why in zip(body[1:], blocked[1:], strict=True) if why is None]
     if not openers:
         return aot_eager(gm, inputs)
