@@ -27,7 +27,6 @@ from ddpopt.graph.nodes import CompilerFn
 from ddpopt.graph.state import begins_without_grad
 from ddpopt.inline.compile import compile_inline, lendable, together
 from ddpopt.inline.inductor import in_order, is_inductor
-from ddpopt.planning.facts import parameter_names
 from ddpopt.planning.reduced import held_parameters
 from ddpopt.planning.regions import (
     Planned,
@@ -42,7 +41,6 @@ from ddpopt.split.partition import partition
 from ddpopt.split.segments import compile_segments
 
 Buckets = Literal["plan", "ddp"]
-SINGLE = "it has a single bucket"
 REPLAYED = "CUDA graphs replay a backward without Python"
 RegionsByModule = weakref.WeakKeyDictionary[DistributedDataParallel, Regions]
 logger = logging.getLogger("ddpopt")
@@ -96,16 +94,14 @@ class DdpoptBackend:
             planned = self._plan(ddp, gm, example_inputs, "split" if replayed else self.strategy)
         if planned is None:
             return compiler(gm, example_inputs)
-        if not planned.plan.buckets:
-            run = _compile_whole("nothing in it is trained", gm, example_inputs, compiler)
-        elif planned.inline:
+        if planned.plan.buckets:
             with compiling():
-                run = self._inline(ddp, planned, example_inputs, compiler)
+                inline = planned.inline
+                run = self._inline(planned, compiler) if inline else self._split(planned, compiler, replayed)
         else:
-            with compiling():
-                run = self._split(ddp, planned, example_inputs, compiler, replayed=replayed)
+            run = _compile_whole("nothing in it is trained", planned, compiler)
         regions = self._regions.get(ddp)
-        return run if regions is None else regions.with_read_tracking(planned, example_inputs, run)
+        return run if regions is None else regions.with_read_tracking(planned, run)
 
     def _plan(
         self,
@@ -125,49 +121,35 @@ class DdpoptBackend:
             _say_once(f"the reducer cannot follow a plan, so graphs are compiled whole: {error}")
             return None
 
-    def _inline(
-        self,
-        ddp: DistributedDataParallel,
-        planned: Planned,
-        example_inputs: Sequence[object],
-        compiler: CompilerFn,
-    ) -> Callable[..., Any]:
+    def _inline(self, planned: Planned, compiler: CompilerFn) -> Callable[..., Any]:
         gm, plan, sources = planned.gm, planned.plan, planned.sources
         if len(plan.buckets) == 1 and not ends_in_break(gm) and not planned.completed:
-            return _compile_whole(SINGLE, gm, example_inputs, compiler)
+            return _compile_whole("it has a single bucket", planned, compiler)
         completed = {name for segment in plan.segments for name in segment.params}
         lent = [node for node in lendable(gm, sources) if completed.issuperset(sources[node].values())]
-        if planned.reused or (self.buckets == "ddp" and imposed_plan(ddp) is None):
-            # where buckets end is not known: DDP may fill its own again, in the order in which gradients come
-            groups = [[node] for node in lent]
-        else:
+        groups = [[node] for node in lent]
+        if planned.settled:
             groups = together(lent, sources, planned.facts, plan.buckets)
         logger.info("ddpopt: %d buckets, one graph", len(plan.buckets))
-        return compile_inline(
-            gm, example_inputs, groups, in_order(compiler) if is_inductor(self.compiler) else compiler
-        )
+        compiler = in_order(compiler) if is_inductor(self.compiler) else compiler
+        return compile_inline(gm, planned.example_inputs, groups, compiler)
 
-    def _split(
-        self,
-        ddp: DistributedDataParallel,
-        planned: Planned,
-        example_inputs: Sequence[object],
-        compiler: CompilerFn,
-        *,
-        replayed: bool,
-    ) -> Callable[..., Any]:
+    def _split(self, planned: Planned, compiler: CompilerFn, replayed: bool) -> Callable[..., Any]:
         gm, plan = planned.gm, planned.plan
+        held = (item for names in planned.sources.values() for item in names.items())
         with undisturbed():
-            stitched = cut(planned, example_inputs, ddp)
+            stitched = partition(gm, plan)
+            certify(gm, stitched, plan, {k: name for k, name in held if name not in planned.completed})
         if stitched is gm:
-            why = SINGLE if len(plan.buckets) == 1 else "one segment completes all its buckets"
-            return _compile_whole(why, gm, example_inputs, compiler)
+            single = len(plan.buckets) == 1
+            why = "it has a single bucket" if single else "one segment completes all its buckets"
+            return _compile_whole(why, planned, compiler)
         reason = REPLAYED if replayed else planned.why_split
         if self.strategy != "split" and reason is not None:
             level = logging.WARNING if self.strategy == "inline" else logging.INFO
             _say_once(f"a graph is split and not compiled inline: {reason}", level)
         reasons = [None, *(cut.reason for cut in plan.cuts)]
-        compiled = compile_segments(stitched, example_inputs, compiler, reasons, share=not replayed)
+        compiled = compile_segments(stitched, planned.example_inputs, compiler, reasons, share=not replayed)
         counts = len(plan.buckets), compiled.segments, compiled.distinct
         logger.info("ddpopt: %d buckets, %d segments, %d of them distinct", *counts)
         return compiled.call
@@ -191,19 +173,6 @@ class DdpoptBackend:
         elif not (isinstance(ddp.logger, PendingLogger) and ddp.logger.deferral.decide == joined):
             defer(ddp, joined)
         return self._regions[ddp]
-
-
-def cut(planned: Planned, example_inputs: Sequence[object], ddp: DistributedDataParallel) -> fx.GraphModule:
-    """Cut a graph as planned, and prove that it is still the same program.
-
-    Raises:
-        CertificateError: it is not.
-    """
-    names = parameter_names(planned.gm, example_inputs, specs_by_id(ddp))
-    own = {label: name for label, name in names.items() if name not in planned.completed}
-    stitched = partition(planned.gm, planned.plan)
-    certify(planned.gm, stitched, planned.plan, own)
-    return stitched
 
 
 def find_compiler(compiler: str | CompilerFn) -> CompilerFn:
@@ -295,11 +264,9 @@ def _ties_addresses(compiler: CompilerFn, options: dict[str, Any]) -> bool:
     return named or mode or configured
 
 
-def _compile_whole(
-    why: str, gm: fx.GraphModule, example_inputs: Sequence[object], compiler: CompilerFn
-) -> Callable[..., Any]:
+def _compile_whole(why: str, planned: Planned, compiler: CompilerFn) -> Callable[..., Any]:
     _say_once(f"a graph is compiled whole: {why}")
-    return compiler(gm, example_inputs)
+    return compiler(planned.gm, planned.example_inputs)
 
 
 @functools.lru_cache(maxsize=256)

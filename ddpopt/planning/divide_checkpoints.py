@@ -106,18 +106,12 @@ def _places(region: fx.GraphModule) -> dict[fx.Node, fx.Node]:
 
 def _undivided(body: Body) -> Iterator[Span]:
     """Where a body is not to be divided."""
-    kinds = (
-        isinstance(example_value(node), torch.SymInt) or is_uncrossable_number(node) for node in body.nodes
-    )
-    numbers = sum(itertools.takewhile(bool, kinds))
-    yield Span(
-        0, numbers, "a piece of numbers alone would be divided from what reads them, and recomputes them"
-    )
+    sizes = (isinstance(example_value(node), torch.SymInt) for node in body.nodes)
+    numbers = map(operator.or_, sizes, map(is_uncrossable_number, body.nodes))
+    yield Span(0, sum(itertools.takewhile(bool, numbers)), "what reads these numbers computes them again")
     made = {key: body.position.get(n, -1) for n in reversed(body.graph.nodes) for key in storages(n)}
     for key, last in body.written.items():
-        yield Span(
-            made[key] + 1, last, "a piece would write to what an earlier one makes, recomputes and keeps"
-        )
+        yield Span(made[key] + 1, last, "a piece would write to what an earlier one recomputes and keeps")
     taken: dict[fx.Node, None] = {}
     for node in filter(is_uncrossable_number, body.nodes):
         if not _is_made_of_numbers(node) or not taken.keys().isdisjoint(node.all_input_nodes):

@@ -172,14 +172,6 @@ def parameter_sources(
     return found
 
 
-def parameter_names(
-    gm: fx.GraphModule, example_inputs: Sequence[object], specs: Mapping[int, ParamSpec]
-) -> dict[str, str]:
-    """The parameters that the graph reads, by what the graph calls them; as in `parameter_sources`."""
-    sources = parameter_sources(gm, example_inputs, specs)
-    return {label: name for names in sources.values() for label, name in names.items()}
-
-
 def _held(node: fx.Node, value: object) -> dict[str, object]:
     if isinstance(value, torch.nn.Module):
         return {f"{node.name}.{name}": param for name, param in value.named_parameters()}

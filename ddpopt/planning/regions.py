@@ -34,6 +34,7 @@ class Planned(NamedTuple):
 
     Attributes:
         gm: the graph, perhaps with calls opened if it is to be cut.
+        example_inputs: one value for each of its placeholders.
         facts: read off `gm`.
         plan: made from them.
         sources: which nodes of `gm` bring which parameters into it.
@@ -41,11 +42,13 @@ class Planned(NamedTuple):
         inline: whether it stays whole, and hands its gradients over from inside its backward.
         completed: parameters whose gradients an earlier graph completes, though this one may read them.
         region: as what it is known; None if it has no part in the plan of the whole model.
-        reused: whether parameters are left that no graph reads yet: its code may serve for them, too, as that
-            of one layer does for all where Dynamo compiles layer by layer.
+        settled: whether it is known where buckets end. Not if DDP may fill its own again, in the order in
+            which gradients come; nor while parameters are left that no graph reads yet: its code may serve
+            for them, too, as that of one layer does for all where Dynamo compiles layer by layer.
     """
 
     gm: fx.GraphModule
+    example_inputs: Sequence[object]
     facts: GraphFacts
     plan: Plan
     sources: Sources
@@ -53,7 +56,7 @@ class Planned(NamedTuple):
     inline: bool = False
     completed: frozenset[str] = frozenset()
     region: GraphPlan | None = None
-    reused: bool = False
+    settled: bool = True
 
 
 class Regions:
@@ -102,23 +105,20 @@ class Regions:
         if not planned.inline:
             region.plan = planned.plan
         self._regions.append(region)
-        known = taken | read
-        reused = any(spec.name not in known for spec in self.specs.values())
-        return planned._replace(completed=taken, region=region, reused=reused)
+        settled = (taken | read).issuperset(spec.name for spec in self.specs.values())
+        return planned._replace(completed=taken, region=region, settled=settled)
 
-    def with_read_tracking(
-        self, planned: Planned, example_inputs: Sequence[object], run: Callable[..., Any]
-    ) -> Callable[..., Any]:
+    def with_read_tracking(self, planned: Planned, run: Callable[..., Any]) -> Callable[..., Any]:
         """A callable like `run`, by which the joined plan knows what other code read before this graph.
 
         Args:
-            planned: what `add` returned for a graph.
-            example_inputs: one value for each of its placeholders; where none but parameters requires grad,
-                there is nothing to know.
+            planned: what `add` returned for a graph. Where none but parameters among its inputs requires
+                grad, there is nothing to know.
             run: takes the graph's inputs.
         """
-        given = (v for v in example_inputs if isinstance(v, torch.Tensor) and id(v) not in self.specs)
-        if planned.region is None or not any(value.requires_grad for value in given):
+        tensors = (value for value in planned.example_inputs if isinstance(value, torch.Tensor))
+        trained = any(value.requires_grad and id(value) not in self.specs for value in tensors)
+        if planned.region is None or not trained:
             return run
         return noting_reads(run, self.specs, planned.region.read_before)
 
@@ -147,11 +147,11 @@ def _planned(
     sources = parameter_sources(gm, example_inputs, specs)
     why = None if strategy == "split" else why_not_inline(gm, sources)
     if strategy != "split" and why is None:
-        return Planned(gm, facts, decide(facts, True), sources, inline=True)
-    opened = plan_and_open(gm, example_inputs, specs, lambda facts: decide(facts, False), facts)
-    if opened.gm is not gm:
-        sources = parameter_sources(opened.gm, example_inputs, specs)
-    return Planned(*opened, sources, why)
+        return Planned(gm, example_inputs, facts, decide(facts, True), sources, inline=True)
+    opened, facts, plan = plan_and_open(gm, example_inputs, specs, lambda facts: decide(facts, False), facts)
+    if opened is not gm:
+        sources = parameter_sources(opened, example_inputs, specs)
+    return Planned(opened, example_inputs, facts, plan, sources, why)
 
 
 def specs_by_id(ddp: nn.parallel.DistributedDataParallel) -> dict[int, ParamSpec]:
@@ -186,7 +186,8 @@ def plan_for_reducer(
         rebuilt = rebuilt_buckets(ready, BucketConfig.from_ddp(ddp))
         return plan_for_buckets(facts, [[ready[k].name for k in bucket] for bucket in rebuilt], whole=inline)
 
-    return _planned(gm, example_inputs, specs, strategy, collect(gm, example_inputs, specs), decide)
+    planned = _planned(gm, example_inputs, specs, strategy, collect(gm, example_inputs, specs), decide)
+    return planned._replace(settled=imposed is not None)
 
 
 def ends_in_break(gm: fx.GraphModule) -> bool:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 
 from ddpopt.errors import CertificateError
-from ddpopt.planning.facts import collect, parameter_names
+from ddpopt.planning.facts import collect
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Plan, Segment
 from ddpopt.planning.planner import plan_graph
@@ -22,6 +22,7 @@ from ddpopt.testing.profiles import share
 from tests.graph_builder import SmallGraph
 from tests.property.drawn_graphs import small_configs
 from tests.property.strategies import graphs
+from tests.unit.tracing import parameter_names
 
 Broken = Iterator[Plan]
 Items = tuple[Any, ...]
