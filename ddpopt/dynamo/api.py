@@ -71,16 +71,8 @@ def compile(  # the public name, as in torch.compile
             given["options"] = dict(given["options"] or {})
         return torch.compile(function, backend=dynamo_backend, **given)
 
-    inner = ddp_model.module
-    while isinstance(inner, DistributedDataParallel):
-        inner = inner.module
-    if options.get("fullgraph") and _is_compiled(inner):
-        raise UsageError(
-            "fullgraph: the module inside DDP is compiled already, so no break in it can be refused here; "
-            "pass fullgraph=True where it is compiled, or do not compile it"
-        )
-    through = (options.get("fullgraph") or _is_skipped(inner)) and not _is_compiled(inner)
-    inside = (inner, functools.partial(compiled(_call_inside), inner)) if through else None
+    inner = _compiled_inside(ddp_model, fullgraph=bool(options.get("fullgraph")))
+    inside = None if inner is None else (inner, functools.partial(compiled(_call_inside), inner))
     module = compiled(ddp_model, fullgraph=False)
     if module is not ddp_model:
         dynamo_backend.leave_to_torch()
@@ -119,10 +111,9 @@ def replacing_ddp_optimizer(*, buckets: Buckets = "plan") -> Iterator[None]:
     regions: RegionsByModule = weakref.WeakKeyDictionary()
 
     def choose(compiler: CompilerFn) -> CompilerFn:
-        own = is_ddpopt(compiler)
-        return (
-            compiler if own else DdpoptBackend(compiler, strategy="split", buckets=buckets, regions=regions)
-        )
+        if is_ddpopt(compiler):
+            return compiler
+        return DdpoptBackend(compiler, strategy="split", buckets=buckets, regions=regions)
 
     with hook.replacing(choose):
         yield
@@ -148,9 +139,22 @@ def _uncut(
     return uncut
 
 
-def _is_compiled(module: Any) -> bool:
-    """Whether calls of a module run code already that somebody else compiled."""
-    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+def _compiled_inside(ddp: DistributedDataParallel, *, fullgraph: bool) -> nn.Module | None:
+    """The module inside DDP if it is compiled by itself: where `fullgraph` is about it, or Dynamo skips it.
+
+    Raises:
+        UsageError: somebody else compiled it, so that nobody can be held to `fullgraph`.
+    """
+    inner: Any = ddp.module
+    while isinstance(inner, DistributedDataParallel):
+        inner = inner.module
+    is_compiled = isinstance(inner, OptimizedModule) or inner._compiled_call_impl is not None
+    if fullgraph and is_compiled:
+        raise UsageError(
+            "fullgraph: the module inside DDP is compiled already, so no break in it can be refused here; "
+            "pass fullgraph=True where it is compiled, or do not compile it"
+        )
+    return inner if not is_compiled and (fullgraph or _is_skipped(inner)) else None
 
 
 def _is_skipped(module: nn.Module) -> bool:

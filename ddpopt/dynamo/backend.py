@@ -27,14 +27,12 @@ from ddpopt.graph.nodes import CompilerFn
 from ddpopt.graph.state import begins_without_grad
 from ddpopt.inline.compile import compile_inline, lendable, together
 from ddpopt.inline.inductor import in_order, is_inductor
-from ddpopt.planning.facts import parameter_names
 from ddpopt.planning.reduced import held_parameters
 from ddpopt.planning.regions import (
     Planned,
     Regions,
     ends_in_break,
-    plan_for_ddp,
-    plan_for_imposed,
+    plan_for_reducer,
     specs_by_id,
 )
 from ddpopt.planning.strategy import Strategy, require_choice
@@ -87,89 +85,23 @@ class DdpoptBackend:
         """Compile one of Dynamo's graphs; `options`, the mode among them, go to the compiler underneath."""
         compiler = configured(self.compiler, **options)
         ddp = active_module()
-        if ddp is None:
-            _say_once("no DistributedDataParallel forward is running; the graph is compiled whole")
-            return compiler(gm, example_inputs)
-        if begins_without_grad(gm.graph):
-            _say_once("a graph that is called without gradient turns it on; it is compiled whole")
-            return compiler(gm, example_inputs)
-        if _shares_parameters(ddp):
-            _say_once("two DDP modules, one inside the other, reduce the same gradients; compiled whole")
+        why = _why_left_alone(ddp, gm)
+        if ddp is None or why:
+            _say_once(why)
             return compiler(gm, example_inputs)
         replayed = _ties_addresses(self.compiler, options)
         with undisturbed():
             planned = self._plan(ddp, gm, example_inputs, "split" if replayed else self.strategy)
-        if planned is None or not planned.plan.buckets:
-            _say_whole(planned)
-            run = compiler(gm, example_inputs)
-        else:
-            with compiling():
-                run = self._compile(ddp, planned, gm, example_inputs, compiler, options)
-        regions = self._regions.get(ddp)
-        if regions is None or planned is None:
-            return run
-        return regions.with_read_tracking(planned, example_inputs, run)
-
-    def _compile(
-        self,
-        ddp: DistributedDataParallel,
-        planned: Planned,
-        gm: fx.GraphModule,
-        example_inputs: Sequence[object],
-        compiler: CompilerFn,
-        options: dict[str, Any],
-    ) -> Callable[..., Any]:
-        if not planned.inline:
-            return self._split(ddp, planned, example_inputs, compiler, options)
-        if len(planned.plan.buckets) > 1 or ends_in_break(gm) or planned.completed:
-            return self._inline(ddp, planned, example_inputs, compiler)
-        _say_whole(planned)
-        return compiler(gm, example_inputs)
-
-    def _inline(
-        self,
-        ddp: DistributedDataParallel,
-        planned: Planned,
-        example_inputs: Sequence[object],
-        compiler: CompilerFn,
-    ) -> Callable[..., Any]:
-        gm, sources = planned.gm, planned.sources
-        completed = {name for segment in planned.plan.segments for name in segment.params}
-        lent = [node for node in lendable(gm, sources) if completed.issuperset(sources[node].values())]
-        if planned.reused or (self.buckets == "ddp" and imposed_plan(ddp) is None):
-            # where buckets end is not known: DDP may fill its own again, in the order in which gradients come
-            groups = [[node] for node in lent]
-        else:
-            groups = together(lent, sources, planned.facts, planned.plan.buckets)
-        logger.info("ddpopt: %d buckets, one graph", len(planned.plan.buckets))
-        return compile_inline(
-            gm, example_inputs, groups, in_order(compiler) if is_inductor(self.compiler) else compiler
-        )
-
-    def _split(
-        self,
-        ddp: DistributedDataParallel,
-        planned: Planned,
-        example_inputs: Sequence[object],
-        compiler: CompilerFn,
-        options: dict[str, Any],
-    ) -> Callable[..., Any]:
-        gm, plan = planned.gm, planned.plan
-        with undisturbed():
-            stitched = cut(planned, example_inputs, ddp)
-        if stitched is gm:
-            _say_whole(planned)
+        if planned is None:
             return compiler(gm, example_inputs)
-        share = not _ties_addresses(self.compiler, options)
-        reason = planned.why_split if share else REPLAYED
-        if self.strategy != "split" and reason is not None:
-            level = logging.WARNING if self.strategy == "inline" else logging.INFO
-            _say_once(f"a graph is split and not compiled inline: {reason}", level)
-        reasons = [None, *(cut.reason for cut in plan.cuts)]
-        compiled = compile_segments(stitched, example_inputs, compiler, reasons, share=share)
-        counts = len(plan.buckets), compiled.segments, compiled.distinct
-        logger.info("ddpopt: %d buckets, %d segments, %d of them distinct", *counts)
-        return compiled.call
+        if planned.plan.buckets:
+            with compiling():
+                inline = planned.inline
+                run = self._inline(planned, compiler) if inline else self._split(planned, compiler, replayed)
+        else:
+            run = _compile_whole("nothing in it is trained", planned, compiler)
+        regions = self._regions.get(ddp)
+        return run if regions is None else regions.with_read_tracking(planned, run)
 
     def _plan(
         self,
@@ -180,14 +112,47 @@ class DdpoptBackend:
     ) -> Planned | None:
         imposed = imposed_plan(ddp)
         if imposed is not None:
-            return plan_for_imposed(ddp, imposed, gm, example_inputs, strategy)
+            return plan_for_reducer(ddp, imposed, gm, example_inputs, strategy)
         try:
             if self.buckets == "ddp":
-                return plan_for_ddp(ddp, gm, example_inputs, strategy)
+                return plan_for_reducer(ddp, None, gm, example_inputs, strategy)
             return self.follow(ddp).add(gm, example_inputs, strategy)
         except UnsupportedError as error:
             _say_once(f"the reducer cannot follow a plan, so graphs are compiled whole: {error}")
             return None
+
+    def _inline(self, planned: Planned, compiler: CompilerFn) -> Callable[..., Any]:
+        gm, plan, sources = planned.gm, planned.plan, planned.sources
+        if len(plan.buckets) == 1 and not ends_in_break(gm) and not planned.completed:
+            return _compile_whole("it has a single bucket", planned, compiler)
+        completed = {name for segment in plan.segments for name in segment.params}
+        lent = [node for node in lendable(gm, sources) if completed.issuperset(sources[node].values())]
+        groups = [[node] for node in lent]
+        if planned.settled:
+            groups = together(lent, sources, planned.facts, plan.buckets)
+        logger.info("ddpopt: %d buckets, one graph", len(plan.buckets))
+        compiler = in_order(compiler) if is_inductor(self.compiler) else compiler
+        return compile_inline(gm, planned.example_inputs, groups, compiler)
+
+    def _split(self, planned: Planned, compiler: CompilerFn, replayed: bool) -> Callable[..., Any]:
+        gm, plan = planned.gm, planned.plan
+        held = (item for names in planned.sources.values() for item in names.items())
+        with undisturbed():
+            stitched = partition(gm, plan)
+            certify(gm, stitched, plan, {k: name for k, name in held if name not in planned.completed})
+        if stitched is gm:
+            single = len(plan.buckets) == 1
+            why = "it has a single bucket" if single else "one segment completes all its buckets"
+            return _compile_whole(why, planned, compiler)
+        reason = REPLAYED if replayed else planned.why_split
+        if self.strategy != "split" and reason is not None:
+            level = logging.WARNING if self.strategy == "inline" else logging.INFO
+            _say_once(f"a graph is split and not compiled inline: {reason}", level)
+        reasons = [None, *(cut.reason for cut in plan.cuts)]
+        compiled = compile_segments(stitched, planned.example_inputs, compiler, reasons, share=not replayed)
+        counts = len(plan.buckets), compiled.segments, compiled.distinct
+        logger.info("ddpopt: %d buckets, %d segments, %d of them distinct", *counts)
+        return compiled.call
 
     def follow(self, ddp: DistributedDataParallel) -> Regions:
         """Have the reducer of `ddp` follow the plan of the graphs that this backend is about to see.
@@ -208,19 +173,6 @@ class DdpoptBackend:
         elif not (isinstance(ddp.logger, PendingLogger) and ddp.logger.deferral.decide == joined):
             defer(ddp, joined)
         return self._regions[ddp]
-
-
-def cut(planned: Planned, example_inputs: Sequence[object], ddp: DistributedDataParallel) -> fx.GraphModule:
-    """Cut a graph as planned, and prove that it is still the same program.
-
-    Raises:
-        CertificateError: it is not.
-    """
-    names = parameter_names(planned.gm, example_inputs, specs_by_id(ddp))
-    own = {label: name for label, name in names.items() if name not in planned.completed}
-    stitched = partition(planned.gm, planned.plan)
-    certify(planned.gm, stitched, planned.plan, own)
-    return stitched
 
 
 def find_compiler(compiler: str | CompilerFn) -> CompilerFn:
@@ -271,6 +223,17 @@ def is_ddpopt(compiler: object) -> bool:
     return compiler is not None
 
 
+def _why_left_alone(ddp: DistributedDataParallel | None, gm: fx.GraphModule) -> str:
+    """Why a graph is no concern of ddpopt's; empty if it is one."""
+    if ddp is None:
+        return "no DistributedDataParallel forward is running; the graph is compiled whole"
+    if begins_without_grad(gm.graph):
+        return "a graph that is called without gradient turns it on; it is compiled whole"
+    if _shares_parameters(ddp):
+        return "two DDP modules, one inside the other, reduce the same gradients; compiled whole"
+    return ""
+
+
 def _shares_parameters(ddp: DistributedDataParallel) -> bool:
     """Whether another DDP module, inside `ddp` or around it, reduces some of its parameters, too.
 
@@ -301,15 +264,9 @@ def _ties_addresses(compiler: CompilerFn, options: dict[str, Any]) -> bool:
     return named or mode or configured
 
 
-def _say_whole(planned: Planned | None) -> None:
-    if planned is not None:
-        buckets = len(planned.plan.buckets)
-        reasons = (
-            "nothing in it is trained",
-            "it has a single bucket",
-            "one segment completes all its buckets",
-        )
-        _say_once(f"a graph is compiled whole: {reasons[min(buckets, 2)]}")
+def _compile_whole(why: str, planned: Planned, compiler: CompilerFn) -> Callable[..., Any]:
+    _say_once(f"a graph is compiled whole: {why}")
+    return compiler(planned.gm, planned.example_inputs)
 
 
 @functools.lru_cache(maxsize=256)

@@ -14,9 +14,9 @@ only ``compile_fn`` is used.
 from __future__ import annotations
 
 import contextlib
-import itertools
+import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -30,24 +30,16 @@ Chooser = Callable[[Compiler], "Compiler | None"]
 """Given a backend: what is to compile in place of torch's optimizer, or None to let torch's do it."""
 
 
-@dataclass(frozen=True)
-class _Chosen:
-    """Stands in for a DDPOptimizer; Dynamo only ever calls `compile_fn`."""
-
-    compile_fn: Compiler
-
-
-_choosers: dict[int, Chooser] = {}
-_numbers = itertools.count()
+_choosers: list[Chooser] = []
 
 
 def _build(*args: Any, **kwargs: Any) -> object:
     """What Dynamo calls in place of the class; an object that is not built skips the checks of its caps."""
     compiler = kwargs["backend_compile_fn"] if "backend_compile_fn" in kwargs else args[1]
-    for choose in [*_choosers.values()][::-1]:  # a choice may make a backend, or free one
+    for choose in _choosers[::-1]:  # a choice may make a backend, or free one
         chosen = choose(compiler)
         if chosen is not None:
-            return _Chosen(chosen)
+            return SimpleNamespace(compile_fn=chosen)  # Dynamo only ever calls this
     return DDPOptimizer(*args, **kwargs)
 
 
@@ -58,18 +50,18 @@ def install(choose: Chooser) -> Callable[[], None]:
     """Have `choose` asked, before those installed earlier, whenever Dynamo is about to build a DDPOptimizer.
 
     Returns:
-        To be called when it is to be asked no longer; a second call does nothing.
+        To be called once, when it is to be asked no longer.
     """
     if not _choosers:
         _hook.start()
-    number = next(_numbers)
-    _choosers[number] = choose
+    _choosers.append(choose)
+    return functools.partial(_remove, choose)
 
-    def remove() -> None:
-        if _choosers.pop(number, None) is not None and not _choosers:
-            _hook.stop()
 
-    return remove
+def _remove(choose: Chooser) -> None:
+    _choosers.remove(choose)
+    if not _choosers:
+        _hook.stop()
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from torch._ops import HigherOrderOperator
 from torch.utils import _pytree as pytree
 
 from ddpopt.graph.effects import mutated_inputs
-from ddpopt.graph.nodes import SOURCES, example_value, storages
+from ddpopt.graph.nodes import SOURCES, example_value, read_storages, storages
 
 
 def viewed_input(node: fx.Node) -> fx.Node | None:
@@ -49,8 +49,7 @@ def is_view(node: fx.Node) -> bool:
     if node.op in (*SOURCES, "output", "call_module") or isinstance(node.target, HigherOrderOperator):
         return False
     own = set(storages(node))
-    given = {key for source in node.all_input_nodes for key in storages(source)}
-    return bool(own) and own <= given and not mutated_inputs(node)
+    return bool(own) and own <= read_storages(node).keys() and not mutated_inputs(node)
 
 
 def reads_value(node: fx.Node, storage: int) -> bool:

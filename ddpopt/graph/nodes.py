@@ -55,6 +55,12 @@ def checkpointed(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
     return body if isinstance(body, fx.GraphModule) else None
 
 
+def operands(region: fx.Node, body: fx.GraphModule) -> dict[fx.Node, fx.Node]:
+    """For each placeholder of the body of a `checkpointed` region: the node whose value it receives."""
+    given = [arg for arg in region.args[1:] if isinstance(arg, fx.Node)]
+    return dict(zip(body.graph.find_nodes(op="placeholder"), given, strict=True))
+
+
 def with_values(arguments: Any, value_of: Callable[[fx.Node], object]) -> Any:
     """Nested arguments of a node, with the value of each node in its place."""
     replace: Any = value_of  # fx types its result as an argument, and maps to anything
@@ -89,6 +95,20 @@ def storages_of(value: object) -> list[int]:
     # a functorch wrapper owns no storage, and never leaves its transform, inside which no cut lies
     own = [t for t in dense if not torch._C._functorch.is_functorch_wrapped_tensor(t)]
     return [t.untyped_storage()._cdata for t in own]
+
+
+def read_storages(node: fx.Node) -> dict[int, None]:
+    """Identities of the storages behind the inputs of a node."""
+    return {key: None for source in node.all_input_nodes for key in storages(source)}
+
+
+def is_uncrossable_number(node: fx.Node) -> bool:
+    """Whether the value of a node is a symbolic float or bool.
+
+    AOTAutograd takes none as an input of a graph with a backward; what they are computed from (sizes, the
+    tensors behind float arguments) it does take. So they are computed again where they are read.
+    """
+    return isinstance(example_value(node), (torch.SymFloat, torch.SymBool))
 
 
 def unwritten_module(root: nn.Module | dict[str, Any], graph: fx.Graph) -> fx.GraphModule:

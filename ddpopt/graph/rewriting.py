@@ -6,7 +6,7 @@ Invariant: what is not replaced is copied with its metadata, and with the source
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import fx
@@ -26,6 +26,21 @@ def copy_node(node: fx.Node, graph: fx.Graph, copies: Copies) -> fx.Node:
     if hasattr(node, "_dynamo_source"):
         copied._dynamo_source = node._dynamo_source
     return copied
+
+
+def copy_body(
+    inner: fx.Graph, graph: fx.Graph, values: dict[fx.Node, Argument]
+) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Copy the nodes of one graph into another, given the values of its placeholders; each with its copy."""
+    for node in inner.nodes:
+        if node.op not in ("placeholder", "output"):
+            values[node] = copied = graph.node_copy(node, values.__getitem__)
+            yield node, copied
+
+
+def returned(inner: fx.Graph, values: Copies) -> Argument:
+    """What a graph returns, given the values of its nodes."""
+    return fx.map_arg(inner.output_node().args[0], values.__getitem__)
 
 
 def rewritten(

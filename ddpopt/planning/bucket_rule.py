@@ -13,7 +13,7 @@ Source: ``Reducer::rebuild_buckets`` in ``torch/csrc/distributed/c10d/reducer.cp
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,18 +41,6 @@ class ParamSpec:
     dtype: str
     device: str
     sparse: bool = False
-
-
-class ReadyBucket(NamedTuple):
-    """A bucket of gradients that are numbered in the order of their readiness.
-
-    Attributes:
-        members: their numbers.
-        reason: why the bucket ends where it ends, for a person.
-    """
-
-    members: tuple[int, ...]
-    reason: str
 
 
 def assign_buckets(params: Sequence[ParamSpec], limits: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -141,13 +129,13 @@ def _rebuilt(ready: Sequence[ParamSpec], config: BucketConfig) -> list[tuple[tup
     return [(tuple(last - index for index in members), limit) for members, limit in reversed(buckets)]
 
 
-def ready_buckets(ready: Sequence[ParamSpec], config: BucketConfig) -> list[ReadyBucket]:
-    """As `rebuilt_buckets`, but each bucket comes when its last gradient is ready, and is reduced then.
+def ready_buckets(ready: Sequence[ParamSpec], config: BucketConfig) -> list[tuple[tuple[int, ...], str]]:
+    """As `rebuilt_buckets`, but each comes when its last gradient is ready, and with why it ends there.
 
     DDP appends what is still open at the end; by this order no bucket waits for one that is ready later.
     """
     buckets = sorted(_rebuilt(ready, config), key=lambda bucket: max(bucket[0]))
-    return [ReadyBucket(members, _reason(ready, members, limit)) for members, limit in buckets]
+    return [(members, _reason(ready, members, limit)) for members, limit in buckets]
 
 
 def _reason(ready: Sequence[ParamSpec], members: tuple[int, ...], limit: int) -> str:

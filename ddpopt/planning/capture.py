@@ -135,7 +135,7 @@ def _trace(
         all_reduced = trained.keys() == by_id.keys()
         facts = planned.facts if all_reduced else collect(planned.gm, example_inputs, trained)
         uses.append(facts.params)
-        return regions.with_read_tracking(planned, example_inputs, gm.forward)
+        return regions.with_read_tracking(planned, gm.forward)
 
     step = torch.compile(_Traced(fake), backend=backend, **_isolated())  # type: ignore[call-overload]
     with mode, private_dynamo(), torch.inference_mode(mode=False), torch.enable_grad():

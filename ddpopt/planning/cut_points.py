@@ -9,7 +9,7 @@ Invariant: a position that is not blocked can be cut without changing what the p
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,19 +19,23 @@ from torch.utils import _pytree as pytree
 
 from ddpopt.graph.aliases import first_names, is_view, reads_value, viewed_input
 from ddpopt.graph.effects import is_known, mutated_inputs, reads_memory, redescribes, updates_statistics
-from ddpopt.graph.nodes import SOURCES, example_value, requires_grad, storages
+from ddpopt.graph.nodes import (
+    SOURCES,
+    body_nodes,
+    example_value,
+    is_uncrossable_number,
+    read_storages,
+    requires_grad,
+    storages,
+)
 from ddpopt.graph.state import AUTOCAST, GRAD_MODE
 
 CROSSABLE = (
     torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool, str, type(None),
     torch.dtype, torch.device, torch.layout, torch.memory_format, slice,
 )  # fmt: skip
-
-
-HOOK_SWITCHES = HOOKS_OFF, HOOKS_ON = (
-    torch._C._autograd._saved_tensors_hooks_disable,
-    torch._C._autograd._saved_tensors_hooks_enable,
-)
+HOOKS_OFF = torch._C._autograd._saved_tensors_hooks_disable
+HOOKS_ON = torch._C._autograd._saved_tensors_hooks_enable
 
 
 @dataclass(frozen=True)
@@ -43,96 +47,96 @@ class Span:
     why: str
 
 
-def blocked_positions(
-    graph: fx.Graph, body: Sequence[fx.Node], others: Iterable[Span] = ()
-) -> tuple[str | None, ...]:
+class Body:
+    """The body of a graph: the place of each node, and of the last write to each storage."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.nodes = body_nodes(graph)
+        self.position = {node: index for index, node in enumerate(self.nodes)}
+        self.written = {
+            key: index
+            for index, node in enumerate(self.nodes)
+            for source in mutated_inputs(node)
+            for key in storages(source)
+        }
+
+    def last_use(self, node: fx.Node) -> int:
+        """Position of the last reader of a node; after the last node if the graph returns it."""
+        return max((self.position.get(user, len(self.nodes)) for user in node.users), default=-1)
+
+    def blocked(self, spans: Iterable[Span]) -> tuple[str | None, ...]:
+        """For each position, why no cut may lie right before it, or None."""
+        blocked: list[str | None] = [None] * len(self.nodes)
+        filled = 0
+        for span in sorted(spans, key=lambda s: s.first):
+            for index in range(max(filled, span.first), min(span.last + 1, len(blocked))):
+                blocked[index] = span.why
+            filled = max(filled, span.last + 1)
+        return tuple(blocked)
+
+
+def blocked_positions(graph: fx.Graph, others: Iterable[Span] = ()) -> tuple[str | None, ...]:
     """For each body position, why no cut may lie right before it, or None; `others` are known already."""
-    position = {node: index for index, node in enumerate(body)}
-    spans = [
-        *others,
-        *_uncrossable_spans(body, position),
-        *_hookless_spans(body),
-        *_setter_spans(body),
-        *_nesting_spans(body),
-        *_redescribed_spans(graph, body, position),
-        *_scalar_spans(body, position),
-        *_view_spans(body, position),
-        *_alias_spans(graph, position, len(body)),
-        *_copy_spans(graph, position),
-        *_kept_spans(graph, position),
-    ]
-    blocked: list[str | None] = [None] * len(body)
-    filled = 0
-    for span in sorted(spans, key=lambda s: s.first):
-        for index in range(max(filled, span.first), min(span.last + 1, len(body))):
-            blocked[index] = span.why
-        filled = max(filled, span.last + 1)
-    return tuple(blocked)
+    body = Body(graph)
+    return body.blocked([*others, *itertools.chain.from_iterable(find(body) for find in OBSTACLES)])
 
 
-def _uncrossable_spans(body: Sequence[fx.Node], position: Mapping[fx.Node, int]) -> Iterator[Span]:
+# --- values and global state -------------------------------------------------------------------------
+
+
+def _uncrossable(body: Body) -> Iterator[Span]:
     """From a node whose value cannot be handed over (a stream, a generator) to its last reader."""
-    for index, node in enumerate(body):
-        if not node.users or node.target in AUTOCAST or _crossable(example_value(node)):
-            continue
-        last = max(position.get(user, len(body)) for user in node.users)
-        yield Span(index + 1, last, f"{node.name!r} returns a value that cannot cross a cut")
+    for index, node in enumerate(body.nodes):
+        if node.users and node.target not in AUTOCAST and not _crossable(example_value(node)):
+            why = f"{node.name!r} returns a value that cannot cross a cut"
+            yield Span(index + 1, body.last_use(node), why)
 
 
 def _crossable(value: object) -> bool:
     leaves = pytree.tree_leaves(value)
-    return all(isinstance(leaf, CROSSABLE) and not any(is_so(leaf) for is_so in _HELD) for leaf in leaves)
+    return all(isinstance(leaf, CROSSABLE) and not _is_held(leaf) for leaf in leaves)
 
 
-def _is_reinterpreted(value: object) -> bool:
-    """Whether a tensor is a view of real numbers as another dtype, of which torch makes no fake copy."""
-    base = value._base if isinstance(value, torch.Tensor) else None
-    return base is not None and base.dtype != value.dtype and not base.is_complex()  # type: ignore[attr-defined]
+def _is_held(value: object) -> bool:
+    """Whether a tensor is one that AOTAutograd takes for another, or cannot take.
 
-
-def _is_lazy(value: object) -> bool:
-    """Whether a tensor is yet to be conjugated or negated: AOTAutograd takes its gradient to be so too."""
-    return isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg())
-
-
-def _is_nested(value: object) -> bool:
-    """Whether a tensor is nested, or a view of one that is: torch makes no fake copy of such a view."""
-    base = value._base if isinstance(value, torch.Tensor) else None
-    return isinstance(value, torch.Tensor) and (value.is_nested or (base is not None and base.is_nested))
-
-
-_HELD = (_is_reinterpreted, _is_lazy, _is_nested)
-
-
-def _setter_spans(body: Sequence[fx.Node]) -> Iterator[Span]:
-    """Between two calls that set the same global state (sdpa kernels, deterministic mode, …).
-
-    What has separate spans is left out, and what a functorch transform sets and resets within itself.
+    Of one that is yet to be conjugated or negated it takes the gradient to be so, too. Of a nested tensor's
+    view, and of real numbers as another dtype, torch makes no fake copy.
     """
-    first: dict[object, int] = {}
-    depth = 0
-    for index, node in enumerate(body):
-        depth += (change := _nesting(node))
-        sets_state = node.op == "call_function" and not node.users and not node.all_input_nodes
-        spanned = node.target in (GRAD_MODE, *AUTOCAST, *HOOK_SWITCHES) or change or depth > 0
-        if not sets_state or spanned or mutated_inputs(node):
-            continue
-        if node.target in first:
-            yield Span(first[node.target] + 1, index, f"{node.name!r} undoes global state set before")
-        else:
-            first[node.target] = index
+    if not isinstance(value, torch.Tensor):
+        return False
+    base: torch.Tensor | None = value._base
+    if base is not None and (base.is_nested or (base.dtype != value.dtype and not base.is_complex())):
+        return True
+    return value.is_conj() or value.is_neg() or value.is_nested
 
 
-def _nesting_spans(body: Sequence[fx.Node]) -> Iterator[Span]:
-    """Inside a functorch level (``torch.func.grad``, ``vmap``), which lives within one trace."""
-    depth, opened = 0, 0
-    for index, node in enumerate(body):
-        if (change := _nesting(node)) == 0:
-            continue
-        opened = index if depth == 0 else opened
-        depth += change
-        if depth == 0:
-            yield Span(opened + 1, index, "inside a functorch transform")
+def _transforms(body: Body) -> Iterator[Span]:
+    """Inside a functorch level (``torch.func.grad``, ``vmap``), which lives within one trace.
+
+    And where hooks on saved tensors are forbidden, as inside ``torch.func.grad``. The switch is the
+    thread's, so a segment that left it off would forbid hooks to what is traced next. Nested spans turn it
+    off again, with the message of the outer one; the outermost one turns it on.
+    """
+
+    def hookless(node: fx.Node, before: int) -> int:
+        return 1 if node.target is HOOKS_OFF else 0 if node.target is HOOKS_ON else before
+
+    def nested(node: fx.Node, before: int) -> int:
+        return before + _nesting(node)
+
+    for depth_after, why in (
+        (hookless, "hooks on saved tensors are forbidden here"),
+        (nested, "inside a functorch transform"),
+    ):
+        depth, opened = 0, 0
+        for index, node in enumerate(body.nodes):
+            before, depth = depth, depth_after(node, depth)
+            if before == 0 < depth:
+                opened = index
+            elif depth == 0 < before:
+                yield Span(opened + 1, index, why)
 
 
 def _nesting(node: fx.Node) -> int:
@@ -141,196 +145,108 @@ def _nesting(node: fx.Node) -> int:
     return name.endswith("_increment_nesting") - name.endswith("_decrement_nesting")
 
 
-def _hookless_spans(body: Sequence[fx.Node]) -> Iterator[Span]:
-    """Where hooks on saved tensors are forbidden, as inside ``torch.func.grad``.
+def _setters(body: Body) -> Iterator[Span]:
+    """Between two calls that set the same global state (sdpa kernels, deterministic mode, …).
 
-    The switch is the thread's, so a segment that left it off would forbid hooks to what is traced next.
-    Nested spans turn it off again, with the message of the outer one; the outermost one turns it on.
+    What has separate spans is left out, and what a functorch transform sets and resets within itself.
     """
-    opened: int | None = None
-    for index, node in enumerate(body):
-        if node.target is HOOKS_OFF and opened is None:
-            opened = index
-        elif node.target is HOOKS_ON and opened is not None:
-            yield Span(opened + 1, index, "hooks on saved tensors are forbidden here")
-            opened = None
+    first: dict[object, int] = {}
+    depth = 0
+    for index, node in enumerate(body.nodes):
+        depth += (change := _nesting(node))
+        sets_state = node.op == "call_function" and not node.users and not node.all_input_nodes
+        spanned = node.target in (GRAD_MODE, *AUTOCAST, HOOKS_OFF, HOOKS_ON) or change or depth > 0
+        if not sets_state or spanned or mutated_inputs(node):
+            continue
+        if node.target in first:
+            yield Span(first[node.target] + 1, index, f"{node.name!r} undoes global state set before")
+        else:
+            first[node.target] = index
 
 
-def _redescribed_spans(
-    graph: fx.Graph, body: Sequence[fx.Node], position: Mapping[fx.Node, int]
-) -> Iterator[Span]:
+# --- what is written to ------------------------------------------------------------------------------
+
+
+def _redescribed(body: Body) -> Iterator[Span]:
     """From a value that is reshaped or detached in place to the last reader of its storage, by any view.
 
     The example that tracing left is of after the change: neither the value before it nor a view of that can
     be described to another segment.
     """
-    redescribed = {key: node for node in body if redescribes(node) for key in storages(node)}
+    redescribed = {key: node for node in body.nodes if redescribes(node) for key in storages(node)}
     if not redescribed:
         return
     first: dict[int, int] = {}
     last: dict[int, int] = {}
-    for node in graph.nodes:
+    for node in body.graph.nodes:
         for key in (key for key in storages(node) if key in redescribed):
-            first.setdefault(key, position.get(node, -1))
-            last[key] = max(last.get(key, -1), _last_use(node, position))
+            first.setdefault(key, body.position.get(node, -1))
+            last[key] = max(last.get(key, -1), body.last_use(node))
     for key, node in redescribed.items():
         yield Span(first[key] + 1, last[key], f"{node.name!r} changes what a tensor is in place")
 
 
-def _scalar_spans(body: Sequence[fx.Node], position: Mapping[fx.Node, int]) -> Iterator[Span]:
-    """From a symbolic float or bool that is read off a tensor which is written to, to its last reader.
+def _taken_again(body: Body) -> Iterator[Span]:
+    """From what a segment that reads it takes again, by a tensor that is written to, to its last reader.
 
-    A segment that reads such a number computes it again, from what the tensor holds by then.
+    That is a symbolic float or bool that is read off the tensor, or a view whose place the tensor tells. The
+    segment would take it by what that tensor holds by then.
     """
-    scalars = [n for n in body if isinstance(example_value(n), (torch.SymFloat, torch.SymBool))]
-    if not scalars:
-        return
-    written = _written(body)
-    last: dict[fx.Node, int] = {}
-    for node in reversed(scalars):
-        last[node] = max([_last_use(node, position), *(last[u] for u in node.users if u in last)])
-        if any(not written.keys().isdisjoint(storages(source)) for source in node.all_input_nodes):
-            why = f"{node.name!r} is read off a tensor that is written to"
-            yield Span(position[node] + 1, last[node], why)
-
-
-def _view_spans(body: Sequence[fx.Node], position: Mapping[fx.Node, int]) -> Iterator[Span]:
-    """From a view that another tensor tells the place of, which is written to, to its last reader.
-
-    A segment that reads a view may take it again, and would take it where that tensor says by then.
-    """
-    written = _written(body)
-    for node in body if written else ():
-        own = set(storages(node))
-        others = {key for source in node.all_input_nodes for key in storages(source)} - own
-        if own and not written.keys().isdisjoint(others) and is_view(node):
-            why = f"{node.name!r} is a view by a tensor that is written to"
-            yield Span(position[node] + 1, _last_view_use(node, position), why)
-
-
-def _last_view_use(node: fx.Node, position: Mapping[fx.Node, int]) -> int:
-    """Position of the last reader of a view, by whatever view of it."""
-    pending, last = [node], -1
-    seen = dict.fromkeys(pending)
-    for view in pending:
-        last = max(last, _last_use(view, position))
-        further = [user for user in view.users if user not in seen and is_view(user)]
-        seen.update(dict.fromkeys(further))
-        pending += further
-    return last
-
-
-def _copy_spans(graph: fx.Graph, position: Mapping[fx.Node, int]) -> Iterator[Span]:
-    """From the first reader of a tensor that a copy cannot take the place of, to the last write to it.
-
-    A segment that reads what a later one writes to gets a copy, whose memory layout may differ. And autograd
-    does not see running statistics change: the backward of what reads them reads what they hold by then.
-    """
-    mutated = _written(position)
-    uncopied = _uncopied(graph, mutated) if mutated else {}
-    updating = [node for node in position if updates_statistics(node)] if mutated else []
-    unseen = {key for node in updating for source in mutated_inputs(node) for key in storages(source)}
-    for node, index in position.items() if uncopied or unseen else ():
-        kept = unseen if requires_grad(example_value(node)) else ()
-        read = {key for source in node.all_input_nodes for key in storages(source)}
-        for key in (key for key in read if key in uncopied or key in kept):
-            if index < mutated[key] and reads_value(node, key):
-                why = f"what {node.name!r} reads is written to later, and no copy could take its place here"
-                yield Span(index + 1, mutated[key], why)
-
-
-def _kept_spans(graph: fx.Graph, position: Mapping[fx.Node, int]) -> Iterator[Span]:
-    """From the making of a tensor that is read and later written to, to the last write.
-
-    A segment that is given a tensor, reads it and then writes to it may keep it for its backward, which then
-    reads what was written: torch 2.13 takes a graph's inputs for values that do not change.
-    """
-    mutated = _written(position)
-    given = {key for node in graph.nodes if node.op in SOURCES for key in storages(node)}
-    made: dict[int, int] = {}
-    for node, index in position.items() if mutated else ():
-        for key in (key for key in storages(node) if key in mutated and key not in given):
-            made.setdefault(key, index)
-        read = {key for source in node.all_input_nodes for key in storages(source)}
-        for key in (key for key in read if key in made and index < mutated[key]):
-            if reads_value(node, key):
-                yield Span(made[key] + 1, mutated[key], f"{node.name!r} reads what is written to later")
-
-
-def _uncopied(graph: fx.Graph, mutated: Container[int]) -> dict[int, fx.Node]:
-    """The storages whose place is looked at, or that hold tensors that are no views of one another."""
-    shown = {
-        key for node in graph.nodes if reads_memory(node) for s in node.all_input_nodes for key in storages(s)
-    }
-    made: dict[int, fx.Node] = {}
-    found: dict[int, fx.Node] = {}
-    for node in (node for node in graph.nodes if node.op not in ("get_attr", "output")):
-        own = [key for key in storages(node) if key in mutated]
-        if not own or viewed_input(node) is not None:
+    for node in body.nodes if body.written else ():
+        told_by = read_storages(node).keys() - storages(node)
+        if told_by.isdisjoint(body.written):
             continue
-        written = {key for source in mutated_inputs(node) for key in storages(source)}
-        alike = _is_copied_alike(example_value(node))
-        for key in (key for key in own if key not in written):
-            if key in shown or key in made or not alike:
-                found.setdefault(key, node)
-            made[key] = node
-    return found
+        for is_taken, how in ((is_uncrossable_number, "read off"), (is_view, "a view by")):
+            if is_taken(node):
+                last = max(map(body.last_use, _with_users(node, is_taken)))
+                why = f"{node.name!r} is {how} a tensor that is written to"
+                yield Span(body.position[node] + 1, last, why)
 
 
-def _is_copied_alike(value: object) -> bool:
-    """Whether a clone of each tensor in a value has the strides that the tensor has."""
-    tensors = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
-    return all(is_contiguous_or_false(t) or is_non_overlapping_and_dense_or_false(t) for t in tensors)
+def _with_users(node: fx.Node, of_kind: Callable[[fx.Node], bool]) -> list[fx.Node]:
+    """A node, and what of one kind is made of it, and of that in turn."""
+    found = dict.fromkeys([node])
+    pending = [node]
+    for maker in pending:
+        further = [user for user in maker.users if user not in found and of_kind(user)]
+        found.update(dict.fromkeys(further))
+        pending += further
+    return pending
 
 
-def _written(nodes: Iterable[fx.Node]) -> dict[int, int]:
-    """For each storage that is written to: the place among `nodes` of the last one that does."""
-    return {
-        key: index
-        for index, node in enumerate(nodes)
-        for source in mutated_inputs(node)
-        for key in storages(source)
-    }
-
-
-def _last_use(node: fx.Node, position: Mapping[fx.Node, int]) -> int:
-    """Position of the last reader of a node; after the last node if the graph returns it."""
-    return max((position.get(user, len(position)) for user in node.users), default=-1)
-
-
-def _alias_spans(graph: fx.Graph, position: Mapping[fx.Node, int], end: int) -> Iterator[Span]:
+def _aliases(body: Body) -> Iterator[Span]:
     """Where two live names of one storage would cross a cut before that storage is mutated.
 
     A single mutated value crosses well: the later segment mutates its input, and views are taken again from
     it. Two values that are one tensor (``y = x.add_(1)``, both read later) would arrive as strangers.
     """
-    mutated: dict[int, int] = {}
-    whys: dict[int, str] = {}
-    for node, index in position.items():
-        for key in (key for value in mutated_inputs(node) for key in storages(value)):
-            mutated[key] = index
-            verb = "writes to" if is_known(node) else "may write to"
-            whys[key] = f"two names of one tensor that {node.name!r} {verb}"
-    if not mutated:
+    if not body.written:
         return
-    first = first_names(graph.nodes)
+    end, position = len(body.nodes), body.position
+    first = first_names(body.graph.nodes)
     roots: dict[fx.Node, fx.Node] = {}
-    lives: dict[int, dict[fx.Node, int]] = {key: {} for key in mutated}
-    for node in graph.nodes:
-        for key in (key for key in storages(node) if key in mutated):
+    lives: dict[int, dict[fx.Node, int]] = {key: {} for key in body.written}
+    for node in body.graph.nodes:
+        for key in (key for key in storages(node) if key in body.written):
             if node.op == "placeholder" and requires_grad(example_value(node)):
-                yield Span(0, mutated[key], f"{node.name!r} requires grad and is itself mutated")
-            last = _last_use(node, position)
+                why = f"{node.name!r} requires grad and is itself mutated"
+                yield Span(0, body.written[key], why)
+            last = body.last_use(node)
             base = viewed_input(first.get(node, node))
             if base is not None and last == end:  # the caller sees what is written to a view that it gets
-                yield Span(position[node] + 1, mutated[key], whys[key])
+                yield Span(position[node] + 1, body.written[key], _two_names(body, key))
             elif node.op == "placeholder":
                 last = end  # and what is written to an input
             roots[node] = root = node if base is None else roots.get(base, base)
             lives[key][root] = max(lives[key].get(root, -1), last)
     for key, live in lives.items():
         spans = [(position.get(root, -1), last) for root, last in live.items() if last >= 0]
-        yield from _overlaps(spans, mutated[key], whys[key])
+        yield from _overlaps(spans, body.written[key], _two_names(body, key))
+
+
+def _two_names(body: Body, key: int) -> str:
+    writer = body.nodes[body.written[key]]
+    return f"two names of one tensor that {writer.name!r} {'writes' if is_known(writer) else 'may write'} to"
 
 
 def _overlaps(live: Sequence[tuple[int, int]], last_mutation: int, why: str) -> Iterator[Span]:
@@ -341,3 +257,67 @@ def _overlaps(live: Sequence[tuple[int, int]], last_mutation: int, why: str) -> 
         count += step
         if count > 1 and at <= last_mutation:
             yield Span(at, min(until - 1, last_mutation), why)
+
+
+def _read_before_a_write(body: Body) -> Iterator[Span]:
+    """To the last write to a tensor that is read before: from its making, or from that reader.
+
+    From its making, for a segment that is given a tensor, reads it and then writes to it may keep it for its
+    backward, which then reads what was written: torch 2.13 takes a graph's inputs for values that do not
+    change. Of what the graph is given, from a reader to which no copy can be handed: a copy's memory layout
+    may differ. And autograd does not see running statistics change: the backward of what reads them reads
+    what they hold by then.
+    """
+    if not body.written:
+        return
+    uncopied = _uncopied(body.graph, body.written)
+    updated = (source for node in body.nodes if updates_statistics(node) for source in mutated_inputs(node))
+    unseen = {key for source in updated for key in storages(source)}
+    made = {key: -1 for node in body.graph.nodes if node.op in SOURCES for key in storages(node)}
+    for index, node in enumerate(body.nodes):
+        for key in storages(node):
+            made.setdefault(key, index)
+        late = (key for key in read_storages(node) if index < body.written.get(key, -1))
+        for key in (key for key in late if reads_value(node, key)):
+            if key in uncopied or (key in unseen and requires_grad(example_value(node))):
+                why = f"what {node.name!r} reads is written to later, and no copy could take its place here"
+                yield Span(index + 1, body.written[key], why)
+            if made[key] >= 0:
+                why = f"{node.name!r} reads what is written to later"
+                yield Span(made[key] + 1, body.written[key], why)
+
+
+def _uncopied(graph: fx.Graph, mutated: Container[int]) -> set[int]:
+    """The storages whose place is looked at, or that hold tensors that are no views of one another."""
+    shown = {key for node in graph.nodes if reads_memory(node) for key in read_storages(node)}
+    made: set[int] = set()
+    found: set[int] = set()
+    for node in (node for node in graph.nodes if node.op not in ("get_attr", "output")):
+        own = [key for key in storages(node) if key in mutated]
+        if not own or viewed_input(node) is not None:
+            continue
+        written = {key for source in mutated_inputs(node) for key in storages(source)}
+        alike = _is_copied_alike(example_value(node))
+        for key in (key for key in own if key not in written):
+            if key in shown or key in made or not alike:
+                found.add(key)
+            made.add(key)
+    return found
+
+
+def _is_copied_alike(value: object) -> bool:
+    """Whether a clone of each tensor in a value has the strides that the tensor has."""
+    tensors = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    return all(is_contiguous_or_false(t) or is_non_overlapping_and_dense_or_false(t) for t in tensors)
+
+
+OBSTACLES: tuple[Callable[[Body], Iterator[Span]], ...] = (
+    _uncrossable,
+    _transforms,
+    _setters,
+    _redescribed,
+    _taken_again,
+    _aliases,
+    _read_before_a_write,
+)
+"""All that keeps a graph from being cut; where several do, the first of these that begins first is told."""

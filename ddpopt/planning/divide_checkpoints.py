@@ -15,13 +15,13 @@ comes back as the same object.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import fx
 
-from ddpopt.graph.effects import mutated_inputs
 from ddpopt.graph.nodes import (
     CHECKPOINT,
     SOURCES,
@@ -29,14 +29,15 @@ from ddpopt.graph.nodes import (
     checkpointed,
     example_value,
     fetch,
+    is_uncrossable_number,
     module_like,
+    operands,
     storages,
 )
-from ddpopt.graph.rewriting import Argument, Copies, rewritten
+from ddpopt.graph.rewriting import Argument, Copies, copy_body, returned, rewritten
 from ddpopt.graph.state import State, states
+from ddpopt.planning.cut_points import Body, Span
 from ddpopt.planning.facts import gradient_carriers
-
-_NUMBERS = (torch.SymFloat, torch.SymBool)
 
 
 def divide_regions(
@@ -85,65 +86,42 @@ def write_out_idle_regions(gm: fx.GraphModule) -> fx.GraphModule:
     return _write_out(gm, idle)[0] if idle else gm
 
 
-def _places(body: fx.GraphModule) -> dict[fx.Node, fx.Node]:
+def _places(region: fx.GraphModule) -> dict[fx.Node, fx.Node]:
     """For each node of a body, the one before which it is divided if a bucket ends there.
 
     Before the node itself as a rule; inside a span of autocast or ``no_grad``, before the whole
-    span, which must not begin in one piece and end in another. Never before the first node, nor after
-    symbolic numbers alone: a piece of these would be divided from what reads them, which recomputes them.
-    And nowhere between a value and the last write to it: the piece that makes it recomputes and keeps it, and
-    a later one would write to what was kept. Nor between a symbolic float or bool that is read off a tensor
-    and its last reader: AOTAutograd has none of these cross from one graph to another.
+    span, which must not begin in one piece and end in another.
     """
     found: dict[fx.Node, fx.Node] = {}
-    unwritten = _unwritten(body.graph)
-    unread = _unread(body.graph)
-    opener, begun = None, False
-    for node, state in states(body.graph):
+    body = Body(region.graph)
+    blocked = body.blocked(_undivided(body))
+    opener = None
+    for (node, state), why in zip(states(region.graph), blocked, strict=True):
         if state == State():
-            opener = node if begun and node in unwritten and node in unread else None
+            opener = node if why is None else None
         if opener is not None:
             found[node] = opener
-        begun |= not isinstance(example_value(node), (torch.SymInt, torch.SymFloat, torch.SymBool))
     return found
 
 
-def _unwritten(graph: fx.Graph) -> dict[fx.Node, None]:
-    """The nodes from which on nothing is written to that was made before them."""
-    made = {key: node for node in reversed(graph.nodes) for key in storages(node)}
-    found: dict[fx.Node, None] = {}
-    awaited: dict[int, None] = {}  # what is yet to be written to, and was made before
-    for node in reversed(graph.nodes):
-        awaited.update(dict.fromkeys(key for source in mutated_inputs(node) for key in storages(source)))
-        for key in [key for key in awaited if made[key] is node]:
-            del awaited[key]
-        if not awaited:
-            found[node] = None
-    return found
-
-
-def _unread(graph: fx.Graph) -> dict[fx.Node, None]:
-    """The nodes from which on no number is read that was read off a tensor before them, or made of one."""
+def _undivided(body: Body) -> Iterator[Span]:
+    """Where a body is not to be divided."""
+    sizes = (isinstance(example_value(node), torch.SymInt) for node in body.nodes)
+    numbers = map(operator.or_, sizes, map(is_uncrossable_number, body.nodes))
+    yield Span(0, sum(itertools.takewhile(bool, numbers)), "what reads these numbers computes them again")
+    made = {key: body.position.get(n, -1) for n in reversed(body.graph.nodes) for key in storages(n)}
+    for key, last in body.written.items():
+        yield Span(made[key] + 1, last, "a piece would write to what an earlier one recomputes and keeps")
     taken: dict[fx.Node, None] = {}
-    for node in graph.nodes:
-        of_taken = not taken.keys().isdisjoint(node.all_input_nodes)
-        of_tensors = node.op not in SOURCES and not _is_made_of_numbers(node)
-        if isinstance(example_value(node), _NUMBERS) and (of_taken or of_tensors):
+    for node in filter(is_uncrossable_number, body.nodes):
+        if not _is_made_of_numbers(node) or not taken.keys().isdisjoint(node.all_input_nodes):
             taken[node] = None
-    found: dict[fx.Node, None] = {}
-    awaited: dict[fx.Node, None] = {}
-    for node in reversed(graph.nodes):
-        awaited.update(dict.fromkeys(source for source in node.all_input_nodes if source in taken))
-        awaited.pop(node, None)
-        if not awaited:
-            found[node] = None
-    return found
+            yield Span(body.position[node] + 1, body.last_use(node), "AOTAutograd lets no such number cross")
 
 
 def _regions(gm: fx.GraphModule) -> dict[fx.Node, fx.GraphModule]:
     """The checkpointed regions of a graph, with their bodies."""
-    bodies = ((node, checkpointed(gm, node)) for node in gm.graph.nodes)
-    return {node: body for node, body in bodies if body is not None}
+    return {node: body for node in gm.graph.nodes if (body := checkpointed(gm, node)) is not None}
 
 
 def _write_out(
@@ -155,15 +133,14 @@ def _write_out(
 
     def write(region: fx.Node, graph: fx.Graph, copies: Copies) -> Argument:
         body = regions[region]
-        values = _operands(body, region, copies)
-        for step in (n for n in body.graph.nodes if n.op not in ("placeholder", "output")):
-            values[step] = copied = graph.node_copy(step, values.__getitem__)
+        values = {place: copies[given] for place, given in operands(region, body).items()}
+        for step, copied in copy_body(body.graph, graph, values):
             copied.meta["example_value"] = step.meta.get("example_value")
             if step.op == "get_attr":
                 copied.target = f"{region.name}_{step.target}".replace(".", "_")
                 held[copied.target] = fetch(body, str(step.target))
             inner[copied.name] = (region, step)
-        return fx.map_arg(body.graph.output_node().args[0], values.__getitem__)
+        return returned(body.graph, values)
 
     return rewritten(gm, dict.fromkeys(regions, write), held), inner
 
@@ -177,7 +154,7 @@ def _write_pieces(
     copies: Copies,
 ) -> Argument:
     """Add one checkpointed call for each piece of a region to `graph`; what the region returns."""
-    values = _operands(body, region, copies)
+    values = {place: copies[given] for place, given in operands(region, body).items()}
     pieces = [_with_scalars(nodes) for nodes in _pieces(body, openers)]
     for index, nodes in enumerate(pieces):
         later = {n for piece in pieces[index + 1 :] for n in _read(piece)}
@@ -192,13 +169,7 @@ def _write_pieces(
         for position, node in enumerate(exports):
             values[node] = graph.call_function(operator.getitem, (call, position))
             values[node].meta = dict(node.meta)
-    return fx.map_arg(body.graph.output_node().args[0], values.__getitem__)
-
-
-def _operands(body: fx.GraphModule, region: fx.Node, copies: Copies) -> dict[fx.Node, Argument]:
-    """The value of each placeholder of a region's body."""
-    operands = [copies[arg] for arg in region.args[1:] if isinstance(arg, fx.Node)]
-    return dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
+    return returned(body.graph, values)
 
 
 def _pieces(body: fx.GraphModule, openers: Iterable[fx.Node]) -> list[list[fx.Node]]:
@@ -233,9 +204,8 @@ def _with_scalars(piece: Sequence[fx.Node]) -> list[fx.Node]:
 
 def _is_made_of_numbers(node: fx.Node) -> bool:
     """Whether it is a symbolic float or bool, and computed from numbers alone."""
-    return isinstance(example_value(node), _NUMBERS) and not any(
-        isinstance(example_value(source), torch.Tensor) for source in node.all_input_nodes
-    )
+    values = map(example_value, node.all_input_nodes)
+    return is_uncrossable_number(node) and not any(isinstance(value, torch.Tensor) for value in values)
 
 
 def _read(piece: Sequence[fx.Node]) -> list[fx.Node]:

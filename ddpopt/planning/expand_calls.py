@@ -26,8 +26,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils import _pytree as pytree
 
-from ddpopt.graph.nodes import MISSING, body_nodes, example_value, with_values
-from ddpopt.graph.rewriting import Argument, Copies, rewritten
+from ddpopt.graph.nodes import MISSING, example_value, with_values
+from ddpopt.graph.rewriting import Argument, Copies, copy_body, returned, rewritten
 from ddpopt.graph.state import State, states
 from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.divide_checkpoints import divide_regions, write_out_idle_regions
@@ -196,19 +196,16 @@ def _separates_weights(node: fx.Node, traced: fx.GraphModule) -> bool:
 def _write_out(traced: fx.GraphModule, node: fx.Node, graph: fx.Graph, copies: Copies) -> Argument:
     """Add the operations of an opened call to `graph`; what the call returned, as nodes."""
     inputs = dict(zip(traced.graph.find_nodes(op="placeholder"), node.all_input_nodes, strict=True))
-    inner: dict[fx.Node, fx.Node] = {placeholder: copies[source] for placeholder, source in inputs.items()}
+    inner = {placeholder: copies[source] for placeholder, source in inputs.items()}
     mode = next(v.fake_mode for v in map(example_value, inputs.values()) if isinstance(v, FakeTensor))
-    for step in body_nodes(traced.graph):
-        inner[step] = copied = graph.node_copy(step, inner.__getitem__)
+    for step, copied in copy_body(traced.graph, graph, inner):
         copied.meta = {**node.meta, "example_value": MISSING}
         args, kwargs = with_values((copied.args, copied.kwargs), example_value)
         with mode, torch.enable_grad():
             copied.meta["example_value"] = step.target(*args, **kwargs)  # type: ignore[operator]
-    returned = traced.graph.output_node().args[0]
     # what follows knows the call's values, and its views share their storages
-    for leaf, value in zip(
-        pytree.tree_leaves(returned), pytree.tree_leaves(example_value(node)), strict=True
-    ):
+    leaves = pytree.tree_leaves(traced.graph.output_node().args[0])
+    for leaf, value in zip(leaves, pytree.tree_leaves(example_value(node)), strict=True):
         if isinstance(leaf, fx.Node) and leaf.op != "placeholder":
             inner[leaf].meta["example_value"] = value
-    return fx.map_arg(returned, inner.__getitem__)
+    return returned(traced.graph, inner)

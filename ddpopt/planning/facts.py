@@ -24,6 +24,8 @@ from ddpopt.graph.nodes import (
     checkpointed,
     example_value,
     fetch,
+    operands,
+    read_storages,
     requires_grad,
     storages,
 )
@@ -122,7 +124,7 @@ def collect(
         Span(first + 1, last, _LATE.format(body[first].name, node.name))
         for node, (first, last) in late_reads(gm, sources, carries).items()
     )
-    return GraphFacts(tuple(node.name for node in body), uses, blocked_positions(gm.graph, body, late))
+    return GraphFacts(tuple(node.name for node in body), uses, blocked_positions(gm.graph, late))
 
 
 def _places_inside(
@@ -135,11 +137,9 @@ def _places_inside(
         if inner is None:
             continue
         place = {step: index for index, step in enumerate(inner.graph.nodes)}
-        operands = zip(inner.graph.find_nodes(op="placeholder"), node.args[1:], strict=True)
-        for operand, source in operands:
+        for operand, source in operands(node, inner).items():
             first = min((place[user] for user in operand.users), default=0)
-            names = sources.get(source, {}) if isinstance(source, fx.Node) else {}
-            found.update(dict.fromkeys(((name, position) for name in names.values()), first))
+            found.update({(name, position): first for name in sources.get(source, {}).values()})
     return found
 
 
@@ -170,14 +170,6 @@ def parameter_sources(
         if names:
             found[node] = names
     return found
-
-
-def parameter_names(
-    gm: fx.GraphModule, example_inputs: Sequence[object], specs: Mapping[int, ParamSpec]
-) -> dict[str, str]:
-    """The parameters that the graph reads, by what the graph calls them; as in `parameter_sources`."""
-    sources = parameter_sources(gm, example_inputs, specs)
-    return {label: name for names in sources.values() for label, name in names.items()}
 
 
 def _held(node: fx.Node, value: object) -> dict[str, object]:
@@ -224,7 +216,7 @@ def gradient_carriers(graph: fx.Graph) -> dict[fx.Node, None]:
             continue
         if used or any(map(is_awaited, mutated_inputs(node))):
             carriers[node] = None
-            awaited.update(key for source in node.all_input_nodes for key in storages(source))
+            awaited.update(read_storages(node))
     return carriers
 
 
@@ -243,13 +235,11 @@ def _inputs_with_gradient(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
     if inner is None:
         return node.all_input_nodes
     carriers = gradient_carriers(inner.graph)
-    operands = zip(inner.graph.find_nodes(op="placeholder"), node.args[1:], strict=True)
-    read = (
+    return [
         source
-        for operand, source in operands
-        if any(u in carriers or u.op == "output" for u in operand.users)
-    )
-    return [source for source in read if isinstance(source, fx.Node)]
+        for operand, source in operands(node, inner).items()
+        if any(user in carriers or user.op == "output" for user in operand.users)
+    ]
 
 
 def late_reads(

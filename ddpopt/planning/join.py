@@ -15,7 +15,7 @@ Invariant: every parameter that DDP reduces is in exactly one bucket.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ddpopt.planning.bucket_rule import ParamSpec, ready_buckets
@@ -25,18 +25,21 @@ from ddpopt.planning.plan import Bucket, Cut, Plan, Segment, cut_reason
 UNREAD = "no compiled graph reads these parameters; they are placed by their order of registration"
 
 
-class GraphPlan(NamedTuple):
+@dataclass(eq=False)
+class GraphPlan:
     """What the plan of the whole model needs to know of one graph.
 
     Attributes:
         plan: its segments; and its buckets, if it is cut.
         ready: its gradients in the order of readiness, if it stays whole: their buckets are still to be made.
-        read_before: the parameters from which its inputs were computed, whoever read them.
+        read_before: the parameters from which its inputs were computed when it ran first, whoever read them.
+        frame: the Python frame that it was traced from.
     """
 
     plan: Plan
     ready: Sequence[ParamSpec] | None = None
-    read_before: Collection[str] = ()
+    read_before: set[str] = field(default_factory=set)
+    frame: object = None
 
     @property
     def params(self) -> frozenset[str]:
@@ -66,19 +69,29 @@ def join_plans(graphs: Sequence[GraphPlan], specs: Sequence[ParamSpec], config: 
     between = _read_between(graphs, specs)
     elsewhere = frozenset(spec.name for group in between for spec in group)
     segments: list[Segment] = []
-    for number, (plan, *_) in enumerate(graphs):
+    cuts: dict[int, Cut] = {}  # by the segment that each opens
+    parts: list[_Part] = []  # of later graphs first
+    for number, (graph, before) in enumerate(zip(graphs, between, strict=True)):
         offset = len(segments)
-        for segment in plan.segments:
+        parts = [*_parts(graph, offset, specs, elsewhere), *(_Part((spec,), None) for spec in before), *parts]
+        cuts.update((offset + k, replace(cut, graph=number)) for k, cut in enumerate(graph.plan.cuts, 1))
+        for segment in graph.plan.segments:
             own = tuple(name for name in segment.params if name not in elsewhere)
             segments.append(replace(segment, index=segment.index + offset, graph=number, params=own))
     read = {name for segment in segments for name in segment.params}
-    parts = _with_unread(list(_parts(graphs, specs, between, elsewhere)), specs)
-    buckets = _buckets(parts, config, read)
-    cuts = [replace(cut, graph=number) for number, (plan, *_) in enumerate(graphs) for cut in plan.cuts]
+    buckets = _buckets(_with_unread(parts, specs), config, read)
+    completed: dict[int, list[Bucket]] = {}
+    for bucket in buckets:
+        completed.setdefault(bucket.segment, []).append(bucket)
+    for opened, (first, *_) in completed.items():
+        if opened in cuts:  # the bucket's number is that in the whole plan
+            cuts[opened] = replace(cuts[opened], reason=cut_reason(first.index, first.reason))
     return Plan(
         buckets=buckets,
-        segments=_completed(segments, buckets),
-        cuts=_renumbered(cuts, segments, buckets),
+        segments=tuple(
+            replace(s, buckets=tuple(b.index for b in completed.get(s.index, ()))) for s in segments
+        ),
+        cuts=tuple(cuts.values()),
         unread=tuple(spec.name for spec in specs if spec.name not in read),
         policy=graphs[0].plan.policy if graphs else "plan",
     )
@@ -97,24 +110,17 @@ def _read_between(graphs: Sequence[GraphPlan], specs: Sequence[ParamSpec]) -> li
 
 
 def _parts(
-    graphs: Sequence[GraphPlan],
-    specs: Sequence[ParamSpec],
-    between: Sequence[Sequence[ParamSpec]],
-    elsewhere: Collection[str],
+    graph: GraphPlan, offset: int, specs: Sequence[ParamSpec], elsewhere: Collection[str]
 ) -> Iterator[_Part]:
-    """What is known to be read, in ready order; `elsewhere` are the names in `between`."""
-    by_name = {spec.name: spec for spec in specs}
-    first = sum(len(graph.plan.segments) for graph in graphs)
-    for (plan, ready, _), before in zip(reversed(graphs), reversed(between), strict=True):
-        first -= len(plan.segments)
-        if ready is not None:
-            yield from (_Part((spec,), first) for spec in ready if spec.name not in elsewhere)
-        else:
-            for bucket in plan.buckets:
-                own = tuple(by_name[name] for name in bucket.params if name not in elsewhere)
-                if own:
-                    yield _Part(own, first + bucket.segment, bucket.reason)
-        yield from (_Part((spec,), None) for spec in before)
+    """What a graph is known to read, in ready order, but for what is read `elsewhere`."""
+    if graph.ready is not None:
+        yield from (_Part((spec,), offset) for spec in graph.ready if spec.name not in elsewhere)
+        return
+    by_name = {spec.name: spec for spec in specs if spec.name not in elsewhere}
+    for bucket in graph.plan.buckets:
+        own = tuple(by_name[name] for name in bucket.params if name in by_name)
+        if own:
+            yield _Part(own, offset + bucket.segment, bucket.reason)
 
 
 def _with_unread(parts: Sequence[_Part], specs: Sequence[ParamSpec]) -> list[_Part]:
@@ -155,25 +161,3 @@ def _buckets(parts: Sequence[_Part], config: BucketConfig, read: Collection[str]
         Bucket.of(index, specs, segments[-1 - place], reason)
         for index, (place, specs, reason) in enumerate(sorted(rows, key=lambda row: row[0]))
     )
-
-
-def _renumbered(
-    cuts: Sequence[Cut], segments: Sequence[Segment], buckets: Sequence[Bucket]
-) -> tuple[Cut, ...]:
-    """The cuts, whose reasons name buckets by the numbers that they have in the whole plan."""
-    opened = {(segment.graph, segment.nodes[0]): segment.index for segment in segments if segment.nodes}
-    first = {bucket.segment: bucket for bucket in reversed(buckets)}
-
-    def renumber(cut: Cut) -> Cut:
-        bucket = first.get(opened[cut.graph, cut.before])
-        return cut if bucket is None else replace(cut, reason=cut_reason(bucket.index, bucket.reason))
-
-    return tuple(renumber(cut) for cut in cuts)
-
-
-def _completed(segments: Sequence[Segment], buckets: Sequence[Bucket]) -> tuple[Segment, ...]:
-    """The segments, each with the new numbers of the buckets that it completes."""
-    by_segment: dict[int, list[int]] = {segment.index: [] for segment in segments}
-    for bucket in buckets:
-        by_segment.setdefault(bucket.segment, []).append(bucket.index)
-    return tuple(replace(segment, buckets=tuple(by_segment[segment.index])) for segment in segments)

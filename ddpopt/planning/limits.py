@@ -106,10 +106,8 @@ class BucketConfig:
             if not isinstance(flag, bool):
                 raise UsageError(f"{name}: expected True or False, got {flag!r}; pass what you pass to DDP")
         cap_mb = DEFAULT_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
-        cap_bytes = _cap_bytes("bucket_cap_mb", cap_mb)
         caps = _cap_list_bytes(bucket_cap_mb_list)
-        if caps:
-            cap_bytes = max(caps)
+        cap_bytes = max(caps, default=_cap_bytes("bucket_cap_mb", cap_mb))
         explicit = bucket_cap_mb is not None or bool(caps)
         return cls(
             cap_bytes=cap_bytes,
@@ -133,11 +131,10 @@ class BucketConfig:
             UsageError: the argument is no DDP module, or a torch outside 2.11 to 2.13 moved its attributes.
         """
         try:
-            cap_bytes, first_bucket_bytes, caps = _limits_of(ddp)
             return cls(
-                cap_bytes=cap_bytes,
-                first_bucket_bytes=first_bucket_bytes,
-                cap_bytes_list=caps,
+                cap_bytes=int(ddp.bucket_bytes_cap),
+                first_bucket_bytes=_first_bucket_bytes(ddp),
+                cap_bytes_list=tuple(map(int, ddp.bucket_bytes_cap_list)),
                 find_unused_parameters=bool(ddp.find_unused_parameters),
                 static_graph=bool(ddp.static_graph),
                 small_last_bucket=_last_bucket_is_small(),
@@ -150,17 +147,14 @@ class BucketConfig:
             ) from error
 
 
-def _limits_of(ddp: nn.parallel.DistributedDataParallel) -> tuple[int, int, tuple[int, ...]]:
-    # DDP's own names, torch 2.11 to 2.13, all read here. 2.11 has no _bucket_config yet: there a default cap
+def _first_bucket_bytes(ddp: nn.parallel.DistributedDataParallel) -> int:
+    # DDP's own names, torch 2.11 to 2.13, here and above. 2.11 has no _bucket_config yet: there a default cap
     # means torch.distributed's first bucket, which users tune (a DDP module exists, so the import is free).
-    cap_bytes = int(ddp.bucket_bytes_cap)
-    caps = tuple(int(cap) for cap in ddp.bucket_bytes_cap_list)
     bucket_config = getattr(ddp, "_bucket_config", None)
     if bucket_config is not None:
-        return cap_bytes, int(bucket_config.first_bucket_bytes_cap), caps
-    if not ddp.bucket_bytes_cap_default:
-        return cap_bytes, cap_bytes, caps
-    return cap_bytes, int(torch.distributed._DEFAULT_FIRST_BUCKET_BYTES), caps  # type: ignore[attr-defined]
+        return int(bucket_config.first_bucket_bytes_cap)
+    default = int(torch.distributed._DEFAULT_FIRST_BUCKET_BYTES)  # type: ignore[attr-defined]
+    return default if ddp.bucket_bytes_cap_default else int(ddp.bucket_bytes_cap)
 
 
 def _last_bucket_is_small() -> bool:

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from ddpopt.errors import UsageError
 from ddpopt.planning.bucket_rule import ParamSpec
 
 Policy = Literal["plan", "ddp"]
+Part = TypeVar("Part")
 
 FORMAT = 1
 
@@ -151,9 +152,9 @@ class Plan:
         document = _document(text)
         try:
             plan = cls(
-                buckets=tuple(_bucket(row) for row in document["buckets"]),
-                segments=tuple(_segment(row) for row in document["segments"]),
-                cuts=tuple(Cut(**row) for row in document["cuts"]),
+                buckets=_read(Bucket, document["buckets"]),
+                segments=_read(Segment, document["segments"]),
+                cuts=_read(Cut, document["cuts"]),
                 unread=tuple(document["unread"]),
                 policy=document["policy"],
             )
@@ -189,9 +190,6 @@ def _document(text: str) -> Mapping[str, Any]:
     return document
 
 
-def _bucket(row: Mapping[str, Any]) -> Bucket:
-    return Bucket(**{**row, "params": tuple(row["params"])})
-
-
-def _segment(row: Mapping[str, Any]) -> Segment:
-    return Segment(**{**row, **{key: tuple(row[key]) for key in ("nodes", "params", "buckets")}})
+def _read(kind: Callable[..., Part], rows: Iterable[Mapping[str, Any]]) -> tuple[Part, ...]:
+    """Buckets, segments or cuts from rows of JSON, which knows lists only."""
+    return tuple(kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}) for row in rows)

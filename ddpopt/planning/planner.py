@@ -24,9 +24,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.facts import GraphFacts, ParamUse, has_multiple_weights
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Bucket, Cut, Plan, Policy, Segment, cut_reason
@@ -36,6 +34,8 @@ Group = tuple[int, list[ParamUse]]
 """The body position where an atom starts, and the parameters that complete in it, in ready order."""
 Key = tuple[str, str]
 """What may not mix in a bucket: (dtype, device)."""
+Shape = tuple[int, tuple[tuple[int, str, bool], ...]]
+"""What tells one group from another where names do not count: how long its code is, and its gradients."""
 NEARLY_FULL = 0.9
 """The share of its limit at which a bucket closes where a repeated block ends."""
 
@@ -53,7 +53,7 @@ def plan_graph(facts: GraphFacts, config: BucketConfig) -> Plan:
     dense = (use.spec for use in facts.params if not use.spec.sparse)
     filler = _Filler(config.rebuilt_limits, Counter((spec.dtype, spec.device) for spec in dense))
     groups = list(_by_atom(facts, _atoms(facts)))
-    ends = block_ends(_shapes(groups, len(facts.nodes)), alone=_Shape.has_multiple_weights)
+    ends = block_ends(_shapes(groups, len(facts.nodes)), alone=_parts_weights)
     for index, (start, uses) in enumerate(groups):
         filler.fill(start, uses, cut_follows=index + 1 < len(groups), block_ends=index in ends)
     return _assemble(facts, filler.finish(0), "plan")
@@ -69,46 +69,40 @@ def plan_whole(facts: GraphFacts, buckets: Sequence[Bucket] = ()) -> Plan:
     Returns:
         A plan of one segment (policy ``"plan"``).
     """
-    uses = {use.spec.name: use for use in facts.params}
-    pairs = (([uses[name] for name in b.params if name in uses], b.reason) for b in buckets)
-    return _assemble(facts, [_Draft(own, 0, reason) for own, reason in pairs if own], "plan")
+    read = _read(facts, [bucket.params for bucket in buckets])
+    drafts = [_Draft(uses, 0, bucket.reason) for uses, bucket in zip(read, buckets, strict=True) if uses]
+    return _assemble(facts, drafts, "plan")
 
 
-def plan_for_buckets(
-    facts: GraphFacts, buckets: Sequence[Sequence[ParamSpec]], *, whole: bool = False
-) -> Plan:
+def plan_for_buckets(facts: GraphFacts, buckets: Sequence[Sequence[str]], *, whole: bool = False) -> Plan:
     """Plan one graph for the buckets that the reducer has: it is cut where they become complete.
 
     Args:
         facts: what the graph reads, and where it can be cut.
-        buckets: the reducer's buckets in reduction order; parameters that this graph does not read are
-            left out of the plan.
+        buckets: the parameters of each of the reducer's buckets, in reduction order; those that this graph
+            does not read are left out of the plan.
         whole: whether the graph stays whole.
 
     Returns:
         A plan in which a bucket may wait on several segments, for its order is not ours to choose (policy
         ``"ddp"``).
     """
-    drafts = _launches(facts, buckets)
-    if whole:
-        for draft in drafts:
-            draft.start = 0
+    atoms = _atoms(facts)
+    drafts: list[_Draft] = []
+    launch = 0 if whole else len(facts.nodes)
+    for uses in filter(None, _read(facts, buckets)):
+        last = min(uses, key=lambda use: use.completes_at)
+        launch = min(
+            launch, atoms[_place(atoms, last.completes_at)]
+        )  # strictly in list order, once it is complete
+        drafts.append(_Draft(uses, launch, f"the reducer's own bucket; {last.spec.name} completes it"))
     return _assemble(facts, drafts, "ddp")
 
 
-def _launches(facts: GraphFacts, buckets: Sequence[Sequence[ParamSpec]]) -> list[_Draft]:
-    """Where each of the given buckets would be launched: strictly in list order, once it is complete."""
-    atoms = _atoms(facts)
+def _read(facts: GraphFacts, buckets: Sequence[Sequence[str]]) -> list[list[ParamUse]]:
+    """What a graph reads of each bucket."""
     uses = {use.spec.name: use for use in facts.params}
-    drafts: list[_Draft] = []
-    launch = len(facts.nodes)
-    for bucket in buckets:
-        members = [uses[spec.name] for spec in bucket if spec.name in uses]
-        if members:
-            last = min(members, key=lambda use: use.completes_at)
-            launch = min(launch, atoms[bisect.bisect_right(atoms, last.completes_at) - 1])
-            drafts.append(_Draft(members, launch, f"the reducer's own bucket; {last.spec.name} completes it"))
-    return drafts
+    return [[uses[name] for name in bucket if name in uses] for bucket in buckets]
 
 
 @dataclass
@@ -118,9 +112,7 @@ class _Draft:
     members: list[ParamUse] = field(default_factory=list)
     start: int = 0
     reason: str = ""
-
-    def __post_init__(self) -> None:
-        self.nbytes = sum(use.spec.nbytes for use in self.members)
+    nbytes: int = 0
 
     def add(self, use: ParamUse) -> None:
         self.members.append(use)
@@ -136,7 +128,7 @@ class _Filler:
     def __init__(self, limits: Sequence[int], expected: Mapping[Key, int]) -> None:
         self._limits = limits
         self._missing = dict(expected)
-        self._used: dict[Key, int] = {}
+        self._used: Counter[Key] = Counter()
         self._open: dict[Key, _Draft] = {}
         self._closed: list[_Draft] = []
 
@@ -154,20 +146,20 @@ class _Filler:
         before = len(self._closed)
         last_closed: dict[Key, _Draft] = {}
         for use in uses:
-            key = (use.spec.dtype, use.spec.device)
+            name, key = use.spec.name, (use.spec.dtype, use.spec.device)
             if use.spec.sparse:
-                self._close(_Draft([use]), start, f"{use.spec.name} has a sparse gradient and travels alone")
+                self._closed.append(_Draft([use], start, f"{name} has a sparse gradient and travels alone"))
                 continue
             draft = self._open.setdefault(key, _Draft())
             draft.add(use)
             self._missing[key] -= 1
             if draft.nbytes >= (limit := self._limit(key)):
                 last_closed[key] = draft
-                reason = f"{use.spec.name} brings it to {draft.nbytes} bytes, at or over the limit of {limit}"
-                self._close(self._open.pop(key), start, reason)
-                self._next_limit(key)
+                self._close(
+                    key, start, f"{name} brings it to {draft.nbytes} bytes, at or over the limit of {limit}"
+                )
             elif self._missing[key] == 0:  # nothing will ever fill it, so it need not wait for backward's end
-                self._close(self._open.pop(key), start, "no gradient is left to add")
+                self._close(key, start, "no gradient is left to add")
         if block_ends:
             self._close_nearly_full(start)
         if cut_follows and len(self._closed) > before:
@@ -175,39 +167,33 @@ class _Filler:
 
     def finish(self, start: int) -> list[_Draft]:
         """Close what is still open; all buckets, in the order in which they were closed."""
-        for draft in self._open.values():
-            self._close(draft, start, "no gradient is left to add")
-        self._open = {}
+        for key in [*self._open]:
+            self._close(key, start, "no gradient is left to add")
         return self._closed
 
     def _close_nearly_full(self, start: int) -> None:
-        for key, draft in list(self._open.items()):
+        for key, draft in [*self._open.items()]:
             limit, last = self._limit(key), draft.members[-1].spec.name
             if draft.nbytes >= NEARLY_FULL * limit:
                 near = f"{last} brings it to {draft.nbytes} bytes, nearly the limit of {limit}"
-                self._close(self._open.pop(key), start, f"{near}, and ends a block that the graph repeats")
-                self._next_limit(key)
+                self._close(key, start, f"{near}, and ends a block that the graph repeats")
 
     def _settle(self, start: int, last_closed: Mapping[Key, _Draft]) -> None:
         """The graph is cut next to this atom: leave no bucket open across the cut."""
-        for key, draft in self._open.items():
+        for key in [*self._open]:
             if key in last_closed:  # what is open was left over by this same atom
-                for use in draft.members:
-                    last_closed[key].add(use)
+                last_closed[key].members += self._open.pop(key).members
             else:
-                self._close(draft, start, "another bucket ends at this cut, and none waits on two segments")
-                self._next_limit(key)
-        self._open = {}
+                self._close(key, start, "another bucket ends at this cut, and none waits on two segments")
 
-    def _close(self, draft: _Draft, start: int, reason: str) -> None:
+    def _close(self, key: Key, start: int, reason: str) -> None:
+        draft = self._open.pop(key)
         draft.start, draft.reason = start, reason
         self._closed.append(draft)
-
-    def _next_limit(self, key: Key) -> None:
-        self._used[key] = self._used.get(key, 0) + 1
+        self._used[key] += 1
 
     def _limit(self, key: Key) -> int:
-        return self._limits[min(self._used.get(key, 0), len(self._limits) - 1)]
+        return self._limits[min(self._used[key], len(self._limits) - 1)]
 
 
 def _atoms(facts: GraphFacts) -> list[int]:
@@ -215,36 +201,33 @@ def _atoms(facts: GraphFacts) -> list[int]:
     return [0, *(p for p, why in enumerate(facts.blocked) if why is None and p > 0)]
 
 
+def _place(starts: Sequence[int], position: int) -> int:
+    """Into which of the pieces that start at ascending positions a body position falls."""
+    return bisect.bisect_right(starts, position) - 1
+
+
 def _by_atom(facts: GraphFacts, atoms: Sequence[int]) -> Iterator[Group]:
     """The parameters that complete in each atom, latest atom first, in the order of readiness within."""
-
-    def start_of(use: ParamUse) -> int:
-        return atoms[bisect.bisect_right(atoms, use.completes_at) - 1]
 
     def readiness(use: ParamUse) -> tuple[int, int]:
         return -use.completes_at, use.spec.nbytes
 
-    for start, uses in itertools.groupby(sorted(facts.params, key=readiness), key=start_of):
+    ready = sorted(facts.params, key=readiness)
+    for start, uses in itertools.groupby(ready, key=lambda use: atoms[_place(atoms, use.completes_at)]):
         yield start, list(uses)
 
 
-class _Shape(NamedTuple):
-    """What tells one group from another where names do not count: how long its code is, and its gradients."""
-
-    nodes: int
-    gradients: tuple[tuple[int, str, bool], ...]
-
-    def has_multiple_weights(self) -> bool:
-        """Whether a bucket that needs only some of these gradients waits for all of them."""
-        return has_multiple_weights([nbytes for nbytes, *_ in self.gradients])
-
-
-def _shapes(groups: Sequence[Group], body: int) -> list[_Shape]:
+def _shapes(groups: Sequence[Group], body: int) -> list[Shape]:
     ends = [body, *(start for start, _ in groups)]
     return [
-        _Shape(end - start, tuple((use.spec.nbytes, use.spec.dtype, use.spec.sparse) for use in uses))
+        (end - start, tuple((use.spec.nbytes, use.spec.dtype, use.spec.sparse) for use in uses))
         for end, (start, uses) in zip(ends, groups, strict=False)
     ]
+
+
+def _parts_weights(shape: Shape) -> bool:
+    """Whether a bucket that needs only some of the gradients of a group waits for all of them."""
+    return has_multiple_weights([nbytes for nbytes, *_ in shape[1]])
 
 
 def _assemble(facts: GraphFacts, drafts: Sequence[_Draft], policy: Policy) -> Plan:
@@ -255,28 +238,19 @@ def _assemble(facts: GraphFacts, drafts: Sequence[_Draft], policy: Policy) -> Pl
         if draft.start > last:  # with no gradient left to wait for, a cut would serve nobody
             reasons.setdefault(draft.start, cut_reason(index, draft.reason))
     starts = [0, *sorted(reasons)]
-    buckets = tuple(
-        Bucket.of(
-            index,
-            [use.spec for use in draft.members],
-            bisect.bisect_right(starts, draft.start) - 1,
-            draft.reason,
-        )
-        for index, draft in enumerate(drafts)
-    )
-    cuts = tuple(Cut(0, facts.nodes[start], reasons[start]) for start in starts[1:])
-    return Plan(buckets, _segments(facts, starts, buckets), cuts, policy=policy)
-
-
-def _segments(facts: GraphFacts, starts: Sequence[int], buckets: Sequence[Bucket]) -> tuple[Segment, ...]:
-    ends = [*starts[1:], len(facts.nodes)]
     params: list[list[str]] = [[] for _ in starts]
     for use in facts.params:
-        params[bisect.bisect_right(starts, use.completes_at) - 1].append(use.spec.name)
+        params[_place(starts, use.completes_at)].append(use.spec.name)
     completed: list[list[int]] = [[] for _ in starts]
-    for bucket in buckets:
-        completed[bucket.segment].append(bucket.index)
-    return tuple(
-        Segment(i, 0, facts.nodes[start:end], tuple(params[i]), tuple(completed[i]))
-        for i, (start, end) in enumerate(zip(starts, ends, strict=True))
+    buckets: list[Bucket] = []
+    for index, draft in enumerate(drafts):
+        segment = _place(starts, draft.start)
+        completed[segment].append(index)
+        buckets.append(Bucket.of(index, [use.spec for use in draft.members], segment, draft.reason))
+    pairs = itertools.pairwise([*starts, len(facts.nodes)])
+    segments = tuple(
+        Segment(index, 0, facts.nodes[start:end], tuple(params[index]), tuple(completed[index]))
+        for index, (start, end) in enumerate(pairs)
     )
+    cuts = tuple(Cut(0, facts.nodes[start], reasons[start]) for start in starts[1:])
+    return Plan(tuple(buckets), segments, cuts, policy=policy)

@@ -11,7 +11,7 @@ Invariant: no parameter completes in two graphs; its gradient is complete in the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -29,26 +29,12 @@ from ddpopt.planning.reduced import running_reducer
 from ddpopt.planning.strategy import Sources, Strategy, why_not_inline
 
 
-@dataclass(eq=False)
-class Region:
-    """One graph of a model.
-
-    Attributes:
-        frame: the Python frame that it was traced from.
-        of_graph: what the plan of the whole model needs to know of it.
-        read_before: the parameters from which its inputs were computed when it ran first.
-    """
-
-    frame: object
-    of_graph: GraphPlan
-    read_before: set[str] = field(default_factory=set)
-
-
 class Planned(NamedTuple):
     """A graph as planned, with its facts and its plan.
 
     Attributes:
         gm: the graph, perhaps with calls opened if it is to be cut.
+        example_inputs: one value for each of its placeholders.
         facts: read off `gm`.
         plan: made from them.
         sources: which nodes of `gm` bring which parameters into it.
@@ -56,19 +42,21 @@ class Planned(NamedTuple):
         inline: whether it stays whole, and hands its gradients over from inside its backward.
         completed: parameters whose gradients an earlier graph completes, though this one may read them.
         region: as what it is known; None if it has no part in the plan of the whole model.
-        reused: whether parameters are left that no graph reads yet: its code may serve for them, too, as that
-            of one layer does for all where Dynamo compiles layer by layer.
+        settled: whether it is known where buckets end. Not if DDP may fill its own again, in the order in
+            which gradients come; nor while parameters are left that no graph reads yet: its code may serve
+            for them, too, as that of one layer does for all where Dynamo compiles layer by layer.
     """
 
     gm: fx.GraphModule
+    example_inputs: Sequence[object]
     facts: GraphFacts
     plan: Plan
     sources: Sources
     why_split: str | None = None
     inline: bool = False
     completed: frozenset[str] = frozenset()
-    region: Region | None = None
-    reused: bool = False
+    region: GraphPlan | None = None
+    settled: bool = True
 
 
 class Regions:
@@ -82,7 +70,7 @@ class Regions:
     def __init__(self, specs: Mapping[int, ParamSpec], config: BucketConfig) -> None:
         self.config = config
         self.specs = specs
-        self._regions: list[Region] = []
+        self._regions: list[GraphPlan] = []
 
     @classmethod
     def of(cls, ddp: nn.parallel.DistributedDataParallel) -> Regions:
@@ -100,11 +88,9 @@ class Regions:
         frame = frame_of(gm)
         facts = collect(gm, example_inputs, self.specs)
         read = {use.spec.name for use in facts.params}
-        self._regions = [
-            r for r in self._regions if r.frame != frame or not r.of_graph.params or r.of_graph.params - read
-        ]
-        taken = frozenset[str]().union(*(region.of_graph.params for region in self._regions))
-        region = Region(frame, GraphPlan(Plan((), (), ())))
+        self._regions = [r for r in self._regions if r.frame != frame or not r.params or r.params - read]
+        taken = frozenset[str]().union(*(region.params for region in self._regions))
+        region = GraphPlan(Plan((), (), ()), frame=frame)
         # a later graph fills the first buckets
         config = self.config.after_the_first if ends_in_break(gm) else self.config
 
@@ -112,46 +98,41 @@ class Regions:
             facts = replace(facts, params=tuple(use for use in facts.params if use.spec.name not in taken))
             if not inline:
                 return plan_graph(facts, config)
-            region.of_graph = GraphPlan(plan_whole(facts), facts.ready)
+            region.plan, region.ready = plan_whole(facts), facts.ready
             return plan_whole(facts, self._join([*self._regions, region]).buckets)
 
         planned = _planned(gm, example_inputs, self.specs, strategy, facts, decide)
         if not planned.inline:
-            region.of_graph = GraphPlan(planned.plan)
+            region.plan = planned.plan
         self._regions.append(region)
-        known = taken | read
-        reused = any(spec.name not in known for spec in self.specs.values())
-        return planned._replace(completed=taken, region=region, reused=reused)
+        settled = (taken | read).issuperset(spec.name for spec in self.specs.values())
+        return planned._replace(completed=taken, region=region, settled=settled)
 
-    def with_read_tracking(
-        self, planned: Planned, example_inputs: Sequence[object], run: Callable[..., Any]
-    ) -> Callable[..., Any]:
+    def with_read_tracking(self, planned: Planned, run: Callable[..., Any]) -> Callable[..., Any]:
         """A callable like `run`, by which the joined plan knows what other code read before this graph.
 
         Args:
-            planned: what `add` returned for a graph.
-            example_inputs: one value for each of its placeholders; where none but parameters requires grad,
-                there is nothing to know.
+            planned: what `add` returned for a graph. Where none but parameters among its inputs requires
+                grad, there is nothing to know.
             run: takes the graph's inputs.
         """
-        given = (v for v in example_inputs if isinstance(v, torch.Tensor) and id(v) not in self.specs)
-        if planned.region is None or not any(value.requires_grad for value in given):
+        tensors = (value for value in planned.example_inputs if isinstance(value, torch.Tensor))
+        trained = any(value.requires_grad and id(value) not in self.specs for value in tensors)
+        if planned.region is None or not trained:
             return run
         return noting_reads(run, self.specs, planned.region.read_before)
 
-    def relevant(self) -> list[Region]:
+    def relevant(self) -> list[GraphPlan]:
         """Those that the plan is about: they complete a gradient, or tell of reads before them."""
-        return [region for region in self._regions if region.of_graph.params or region.read_before]
+        return [region for region in self._regions if region.params or region.read_before]
 
     def joined(self) -> Plan | None:
         """The plan of the whole model, or None while no graph trains a parameter."""
-        if not any(region.of_graph.params for region in self._regions):
-            return None
-        return self._join(self.relevant())
+        trains = any(region.params for region in self._regions)
+        return self._join(self.relevant()) if trains else None
 
-    def _join(self, regions: Sequence[Region]) -> Plan:
-        graphs = [region.of_graph._replace(read_before=region.read_before) for region in regions]
-        return join_plans(graphs, tuple(self.specs.values()), self.config)
+    def _join(self, regions: Sequence[GraphPlan]) -> Plan:
+        return join_plans(regions, tuple(self.specs.values()), self.config)
 
 
 def _planned(
@@ -166,11 +147,11 @@ def _planned(
     sources = parameter_sources(gm, example_inputs, specs)
     why = None if strategy == "split" else why_not_inline(gm, sources)
     if strategy != "split" and why is None:
-        return Planned(gm, facts, decide(facts, True), sources, inline=True)
-    opened = plan_and_open(gm, example_inputs, specs, lambda facts: decide(facts, False), facts)
-    if opened.gm is not gm:
-        sources = parameter_sources(opened.gm, example_inputs, specs)
-    return Planned(*opened, sources, why)
+        return Planned(gm, example_inputs, facts, decide(facts, True), sources, inline=True)
+    opened, facts, plan = plan_and_open(gm, example_inputs, specs, lambda facts: decide(facts, False), facts)
+    if opened is not gm:
+        sources = parameter_sources(opened, example_inputs, specs)
+    return Planned(opened, example_inputs, facts, plan, sources, why)
 
 
 def specs_by_id(ddp: nn.parallel.DistributedDataParallel) -> dict[int, ParamSpec]:
@@ -184,43 +165,29 @@ def specs_by_id(ddp: nn.parallel.DistributedDataParallel) -> dict[int, ParamSpec
     return {key: replace(spec, name=planned.get(key, spec.name)) for key, spec in by_id.items()}
 
 
-def plan_for_ddp(
+def plan_for_reducer(
     ddp: nn.parallel.DistributedDataParallel,
+    imposed: Plan | None,
     gm: fx.GraphModule,
     example_inputs: Sequence[object],
     strategy: Strategy = "auto",
 ) -> Planned:
-    """Plan a graph for the buckets that DDP will rebuild by itself.
+    """Plan a graph for the buckets that the reducer has, those of the plan that is `imposed` on it.
 
-    DDP fills its buckets in the order in which gradients arrive, which this graph's readers foretell.
+    Without one DDP will rebuild its own. It fills them in the order in which gradients arrive, which this
+    graph's readers foretell.
     """
-    specs, config = specs_by_id(ddp), BucketConfig.from_ddp(ddp)
-
-    def decide(facts: GraphFacts, inline: bool) -> Plan:
-        ready = [use.spec for use in sorted(facts.params, key=lambda use: -use.completes_at)]
-        buckets = [[ready[index] for index in bucket] for bucket in rebuilt_buckets(ready, config)]
-        return plan_for_buckets(facts, buckets, whole=inline)
-
-    return _planned(gm, example_inputs, specs, strategy, collect(gm, example_inputs, specs), decide)
-
-
-def plan_for_imposed(
-    ddp: nn.parallel.DistributedDataParallel,
-    imposed: Plan,
-    gm: fx.GraphModule,
-    example_inputs: Sequence[object],
-    strategy: Strategy = "auto",
-) -> Planned:
-    """Plan a later graph of a module whose reducer already follows a plan."""
     specs = specs_by_id(ddp)
-    by_name = {spec.name: spec for spec in specs.values()}  # without what was replaced since
-    kept = [[by_name[name] for name in bucket.params if name in by_name] for bucket in imposed.buckets]
-    buckets = [bucket for bucket in kept if bucket]
 
     def decide(facts: GraphFacts, inline: bool) -> Plan:
-        return plan_for_buckets(facts, buckets, whole=inline)
+        if imposed is not None:
+            return plan_for_buckets(facts, [bucket.params for bucket in imposed.buckets], whole=inline)
+        ready = [use.spec for use in sorted(facts.params, key=lambda use: -use.completes_at)]
+        rebuilt = rebuilt_buckets(ready, BucketConfig.from_ddp(ddp))
+        return plan_for_buckets(facts, [[ready[k].name for k in bucket] for bucket in rebuilt], whole=inline)
 
-    return _planned(gm, example_inputs, specs, strategy, collect(gm, example_inputs, specs), decide)
+    planned = _planned(gm, example_inputs, specs, strategy, collect(gm, example_inputs, specs), decide)
+    return planned._replace(settled=imposed is not None)
 
 
 def ends_in_break(gm: fx.GraphModule) -> bool:

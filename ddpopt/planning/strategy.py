@@ -52,13 +52,8 @@ def why_not_inline(gm: fx.GraphModule, sources: Sources) -> str | None:
             known = [f"parameter {name!r}" for name in sources.get(node, {}).values()]
             what = known[0] if known else repr(node.name)
             return f"{what} is a {type(value).__name__}, a tensor made of others"
-        for written in mutated_inputs(node):
-            for storage in storages(written):
-                if storage in held:
-                    verb = (
-                        "is written to in the graph"
-                        if is_known(node)
-                        else f"may be written to by {node.name!r}"
-                    )
-                    return f"parameter {held[storage]!r} {verb}"
+        written = (key for source in mutated_inputs(node) for key in storages(source) if key in held)
+        if (key := next(written, None)) is not None:
+            may = "is written to in the graph" if is_known(node) else f"may be written to by {node.name!r}"
+            return f"parameter {held[key]!r} {may}"
     return None

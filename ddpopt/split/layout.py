@@ -9,7 +9,8 @@ node's value; linear in the nodes of the graph.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import sympy
 import torch
@@ -19,7 +20,14 @@ from torch.utils import _pytree as pytree
 
 from ddpopt.graph.aliases import first_names, is_view, reads_value, tensors_of, viewed_input
 from ddpopt.graph.effects import mutated_inputs
-from ddpopt.graph.nodes import MISSING, example_value, requires_grad, storages, storages_of
+from ddpopt.graph.nodes import (
+    MISSING,
+    example_value,
+    is_uncrossable_number,
+    requires_grad,
+    storages,
+    storages_of,
+)
 from ddpopt.graph.state import ENTER_AUTOCAST, State, states
 from ddpopt.planning.facts import gradient_carriers
 
@@ -50,51 +58,86 @@ class Leaf:
 
 @dataclass
 class Layout:
-    """Who lives where: the segment of each body node, and what each segment hands to later ones."""
+    """Who lives where: the segment of each body node, and what each segment hands to later ones.
 
-    segments: list[list[fx.Node]]
-    home: dict[fx.Node, int]
-    exports: list[dict[Leaf, None]]
-    binders: dict[sympy.Symbol, fx.Node]
-    states: list[State]
-    mutations: dict[int, set[int]]
-    carriers: Mapping[fx.Node, None]
-    sources: Mapping[fx.Node, fx.Node]
-    grad_modes: Mapping[fx.Node, bool]
-    severed: Mapping[fx.Node, None]
+    Attributes:
+        graph: the graph that is cut.
+        segments: the body nodes of each segment, in order.
+        states: the state in which each segment begins.
+        home: the segment of each body node, in order.
+        grad_modes: whether each body node runs with gradient.
+        exports: what each segment hands out.
+    """
+
+    graph: fx.Graph
+    segments: list[list[fx.Node]] = field(default_factory=lambda: [[]])
+    states: list[State] = field(default_factory=lambda: [State()])
+    home: dict[fx.Node, int] = field(default_factory=dict)
+    grad_modes: dict[fx.Node, bool] = field(default_factory=dict)
+    exports: list[dict[Leaf, None]] = field(default_factory=list)
 
     @classmethod
     def of(cls, graph: fx.Graph, openers: Sequence[str]) -> Layout:
         """The layout of a graph that is cut before the nodes named `openers`."""
-        opening = {name: index + 1 for index, name in enumerate(openers)}
-        segments: list[list[fx.Node]] = [[] for _ in range(len(openers) + 1)]
-        home: dict[fx.Node, int] = {}
-        entered = [State()]
-        grad_modes: dict[fx.Node, bool] = {}
-        current = 0
+        layout, opening = cls(graph), frozenset(openers)
         for node, state in states(graph):
             if node.name in opening:
-                current = opening[node.name]
-                entered.append(state)
-            segments[current].append(node)
-            home[node] = current
-            grad_modes[node] = state.grad_enabled
-        layout = cls(
-            segments,
-            home,
-            exports=[{} for _ in segments],
-            binders=_symbol_binders(graph),
-            states=entered,
-            mutations=_mutations(home),
-            carriers=gradient_carriers(graph),
-            sources=_returned_sources(home),
-            grad_modes=grad_modes,
-            severed=_severed_views(grad_modes),
-        )
+                layout.segments.append([])
+                layout.states.append(state)
+            layout.segments[-1].append(node)
+            layout.home[node] = len(layout.segments) - 1
+            layout.grad_modes[node] = state.grad_enabled
+        layout.exports = [{} for _ in layout.segments]
         for node in graph.output_node().all_input_nodes:
             for leaf in _leaves(layout.source(node)):
                 layout.export(leaf)
         return layout
+
+    @cached_property
+    def carriers(self) -> Mapping[fx.Node, None]:
+        """The nodes that send gradient."""
+        return gradient_carriers(self.graph)
+
+    @cached_property
+    def mutations(self) -> Mapping[int, set[int]]:
+        """For each storage that is written to: the segments that do."""
+        found: dict[int, set[int]] = {}
+        for node, index in self.home.items():
+            for key in (key for source in mutated_inputs(node) for key in storages(source)):
+                found.setdefault(key, set()).add(index)
+        return found
+
+    @cached_property
+    def binders(self) -> Mapping[sympy.Symbol, fx.Node]:
+        """For each symbol, the node whose value is just that symbol."""
+        found: dict[sympy.Symbol, fx.Node] = {}
+        for node in self.graph.nodes:
+            value = example_value(node)
+            if isinstance(value, torch.SymInt) and isinstance(value.node.expr, sympy.Symbol):
+                found.setdefault(value.node.expr, node)
+        return found
+
+    @cached_property
+    def sources(self) -> Mapping[fx.Node, fx.Node]:
+        """For each node that returns what it writes to: the node that brought the tensor in.
+
+        A view that the graph returns is left out: it is handed out as it is after the write.
+        """
+        return {
+            node: first
+            for node, first in first_names(self.home).items()
+            if viewed_input(first) is None or all(user.op != "output" for user in node.users)
+        }
+
+    @cached_property
+    def severed(self) -> Mapping[fx.Node, None]:
+        """The views through which no gradient reaches their base, though tracing says that it would."""
+        found: dict[fx.Node, None] = {}
+        for node, enabled in self.grad_modes.items():
+            of_severed = not found.keys().isdisjoint(node.all_input_nodes)
+            if (of_severed or (not enabled and _makes_trained(node))) and is_view(node):
+                found[node] = None
+        return found
 
     def source(self, node: fx.Node) -> fx.Node:
         """The node that brings in the tensor of `node`: another one if `node` writes to it and returns it.
@@ -112,14 +155,13 @@ class Layout:
     def is_echoed(self, node: fx.Node) -> bool:
         """Whether a node is computed again in each segment that reads it.
 
-        AOTAutograd takes no symbolic float or bool as an input of a graph with a backward; what they are
-        computed from (sizes, the tensors behind float arguments) it does take. A view of a tensor that is
-        written to has to be a view of what the reading segment gets. And a view taken without gradient, were
-        it handed out, AOTAutograd would recreate from its base, with gradient.
+        A symbolic float or bool cannot cross. A view of a tensor that is written to has to be a view of what
+        the reading segment gets. And a view taken without gradient, were it handed out, AOTAutograd would
+        recreate from its base, with gradient.
         """
         if node.op == "placeholder":
             return False
-        if node in self.severed or isinstance(example_value(node), (torch.SymFloat, torch.SymBool)):
+        if node in self.severed or is_uncrossable_number(node):
             return True
         return not self.mutations.keys().isdisjoint(storages(node)) and viewed_input(node) is not None
 
@@ -161,51 +203,6 @@ class Layout:
     def _is_kept(self, storage: int, index: int) -> bool:
         later = max(self.mutations.get(storage, ()), default=-1) > index
         return later and any(reads_value(node, storage) for node in self.segments[index])
-
-
-def _mutations(home: Mapping[fx.Node, int]) -> dict[int, set[int]]:
-    """For each storage that is written to: the segments that do."""
-    found: dict[int, set[int]] = {}
-    for node, index in home.items():
-        for key in (key for source in mutated_inputs(node) for key in storages(source)):
-            found.setdefault(key, set()).add(index)
-    return found
-
-
-def _symbol_binders(graph: fx.Graph) -> dict[sympy.Symbol, fx.Node]:
-    """For each symbol, the node whose value is just that symbol."""
-    binders: dict[sympy.Symbol, fx.Node] = {}
-    for node in graph.nodes:
-        value = example_value(node)
-        if isinstance(value, torch.SymInt) and isinstance(value.node.expr, sympy.Symbol):
-            binders.setdefault(value.node.expr, node)
-    return binders
-
-
-def _returned_sources(nodes: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """For each of `nodes`, in order, that returns what it writes to: the node that brought the tensor in.
-
-    A view that the graph returns is left out: it is handed out as it is after the write.
-    """
-    found: dict[fx.Node, fx.Node] = {}
-    for node, first in first_names(nodes).items():
-        if viewed_input(first) is None or all(user.op != "output" for user in node.users):
-            found[node] = first
-    return found
-
-
-def _severed_views(grad_modes: Mapping[fx.Node, bool]) -> dict[fx.Node, None]:
-    """The views through which no gradient reaches their base, though torch says that they require grad.
-
-    Args:
-        grad_modes: for each body node, in order, whether it runs with gradient.
-    """
-    found: dict[fx.Node, None] = {}
-    for node, enabled in grad_modes.items():
-        of_severed = not found.keys().isdisjoint(node.all_input_nodes)
-        if (of_severed or (not enabled and _makes_trained(node))) and is_view(node):
-            found[node] = None
-    return found
 
 
 def _makes_trained(node: fx.Node) -> bool:

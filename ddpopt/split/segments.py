@@ -100,8 +100,7 @@ def _for_backend(value: object) -> object:
     Dynamo traces under one fake mode and gives its backends another. AOTAutograd would move the value over
     by itself, but asks each tensor for its gradient as it does, and warns if the tensor is no leaf.
     """
-    context = TracingContext.try_get()
-    mode = context.fake_mode if context is not None else None
+    mode = getattr(TracingContext.try_get(), "fake_mode", None)
     if mode is None or not isinstance(value, FakeTensor) or value.fake_mode is mode:
         return value
     with warnings.catch_warnings():
@@ -138,12 +137,11 @@ def _own_floats(segment: fx.GraphModule) -> Iterator[None]:
     that tracing has found to be constant: Dynamo would trace again for each value of that float.
     Touches a private part of torch 2.11 to 2.13, the values that ``ShapeEnv`` knows its symbols by.
     """
-    context = TracingContext.try_get()
-    mode = context.fake_mode if context is not None else None
-    if mode is None or mode.shape_env is None:
+    mode = getattr(TracingContext.try_get(), "fake_mode", None)
+    known: dict[Any, Any] = getattr(getattr(mode, "shape_env", None), "backed_var_to_val", {})
+    if not known:
         yield
         return
-    known: dict[Any, Any] = getattr(mode.shape_env, "backed_var_to_val", {})
     bodies = [module for module in segment.modules() if isinstance(module, fx.GraphModule)]
     values = pytree.tree_leaves([example_value(node) for body in bodies for node in body.graph.nodes])
     scalars = [value for value in values if isinstance(value, SYMBOLIC)]

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from torch import fx
 
 from ddpopt.planning.bucket_rule import ParamSpec
-from ddpopt.planning.facts import GraphFacts, ParamUse, collect, parameter_names
+from ddpopt.planning.facts import GraphFacts, ParamUse, collect
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Plan
 from ddpopt.proof.certificate import certify
 from ddpopt.split.partition import partition
 from tests.graph_builder import SmallGraph, real_inputs
 from tests.unit.effects import Effects
-from tests.unit.tracing import cut_before
+from tests.unit.tracing import cut_before, parameter_names
 
 Gradient = tuple[int, str, bool]
 """Its bytes, its dtype, and whether it is sparse."""

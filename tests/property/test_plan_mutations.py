@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 
 from ddpopt.errors import CertificateError
-from ddpopt.planning.facts import collect, parameter_names
+from ddpopt.planning.facts import collect
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.planner import plan_graph
 from ddpopt.proof.certificate import certify
@@ -16,6 +16,7 @@ from tests.graph_builder import SmallGraph
 from tests.mutants import PLAN_MUTANTS
 from tests.property.drawn_graphs import small_configs
 from tests.property.strategies import graphs
+from tests.unit.tracing import parameter_names
 
 
 @share(0.4)

@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from ddpopt.graph.nodes import body_nodes
 from ddpopt.planning.bucket_rule import ParamSpec, specs_from_module
-from ddpopt.planning.facts import GraphFacts, collect
+from ddpopt.planning.facts import GraphFacts, collect, parameter_sources
 from ddpopt.planning.plan import Cut, Plan, Segment
 
 
@@ -53,6 +53,14 @@ class Traced:
         """Which nodes read which parameter, by name."""
         facts = self.facts
         return {use.spec.name: " ".join(facts.nodes[i] for i in use.readers) for use in facts.params}
+
+
+def parameter_names(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], specs: Mapping[int, ParamSpec]
+) -> dict[str, str]:
+    """The parameters that the graph reads, by what the graph calls them."""
+    sources = parameter_sources(gm, example_inputs, specs)
+    return {label: name for names in sources.values() for label, name in names.items()}
 
 
 def trace_all(model: nn.Module, *inputs: Any, **options: Any) -> list[Traced]:

@@ -160,7 +160,7 @@ def pieces_of(gm: fx.GraphModule, *, cuts: bool = True) -> list[list[fx.Node]]:
     body = body_nodes(gm.graph)
     if not cuts:
         return [body]
-    blocked = blocked_positions(gm.graph, body)
+    blocked = blocked_positions(gm.graph)
     held = _emptied(gm.graph, body)
     starts = [i for i in range(1, len(body)) if blocked[i] is None and i not in held and not _lent(body, i)]
     return [body[start:end] for start, end in itertools.pairwise([0, *starts, len(body)])]

@@ -1,5 +1,6 @@
 """The three ways in, on one rank: each cuts at the plan's buckets, trains as eager DDP, leaves no trace."""
 
+import contextlib
 import copy
 import functools
 import gc
@@ -14,7 +15,6 @@ import pytest
 import torch
 import torch._dynamo.backends.registry
 import torch._inductor.compile_fx as compile_fx
-import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._dynamo.backends import distributed
 from torch._dynamo.backends.distributed import DDPOptimizer
@@ -30,11 +30,11 @@ from ddpopt.dynamo.backend import DdpoptBackend
 from ddpopt.errors import CertificateError, UsageError
 from ddpopt.observation.observe import observe
 from ddpopt.planning.plan import Plan
-from ddpopt.planning.regions import Planned, plan_for_ddp
+from ddpopt.planning.regions import Planned, plan_for_reducer
 from ddpopt.planning.strategy import Strategy
 from ddpopt.split.partition import partition
 from tests.multigpu.turns import in_turn
-from tests.unit.rehearsing import Linears
+from tests.unit.rehearsing import Linears, marked
 from tests.unit.tracing import Recorder
 
 pytestmark = [
@@ -111,13 +111,6 @@ def eager(ddp: DistributedDataParallel) -> DistributedDataParallel:
     return ddp
 
 
-def scaled(share: float, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]  # not in torch's stubs
-    """A communication hook that shows who reduced last."""
-    done: torch.futures.Future[Tensor] = torch.futures.Future()
-    done.set_result(bucket.buffer() * share)
-    return done
-
-
 def plan_in_force(ddp: DistributedDataParallel) -> Plan:
     plan = imposed_plan(ddp)
     assert plan is not None
@@ -186,33 +179,6 @@ def test_the_entry_point_compiles_with_inductor() -> None:
     assert "ddpopt" in torch.compiler.list_backends()
 
 
-def test_nothing_is_split_twice_at_dynamos_default_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
-        raise AssertionError("torch's DDPOptimizer was built")
-
-    assert torch._dynamo.config.optimize_ddp is True
-    monkeypatch.setattr(DDPOptimizer, "__init__", refuse)
-    for way in WAYS:
-        torch._dynamo.reset()
-        ddp = ddp_of()
-        step(way(ddp, "eager"), ddp, rows())
-
-
-def test_without_ddpopt_torchs_optimizer_is_built_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    built: list[DDPOptimizer] = []
-    original: Any = DDPOptimizer.__init__
-
-    def counted(self: DDPOptimizer, *args: Any, **kwargs: Any) -> None:
-        built.append(self)
-        original(self, *args, **kwargs)
-
-    monkeypatch.setattr(DDPOptimizer, "__init__", counted)
-    ddp = ddp_of(bucket_cap_mb=25)
-    step(torch.compile(ddp, backend="eager"), ddp, rows())
-    assert built
-    assert imposed_plan(ddp) is None
-
-
 def sequential() -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
 
@@ -266,36 +232,12 @@ def test_a_forward_without_gradient_may_turn_it_on(strategy: Strategy) -> None:
     assert torch.equal(forward(compiled)(rows()), forward(eager)(rows()))
 
 
-def test_garbage_is_collected_again_after_a_compiler_has_failed() -> None:
-    def compiler(*_: Any) -> Callable[..., Any]:
-        raise ZeroDivisionError
-
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed):
-        ddpopt.compile(ddp_of(), backend=compiler)(rows())
-    assert gc.isenabled()
-
-
 def test_replicate_is_cut_like_ddp() -> None:
     model, eager, recorder = seeded(Net), seeded(Net), Recorder()
     replicate(model, bucket_cap_mb=ONE_LAYER_MB)
     call = torch.compile(model, backend=DdpoptBackend(recorder, strategy="split"))
     assert same(step(call, model, rows()), step(eager, eager, rows()))
     assert recorder.calls == 2
-
-
-def test_the_compiled_module_has_the_attributes_of_the_ddp_module() -> None:
-    ddp = ddp_of()
-    compiled = ddpopt.compile(ddp, backend="eager", strategy="split")
-    assert compiled.module is ddp.module
-    assert compiled.bucket_bytes_cap == ddp.bucket_bytes_cap
-    with compiled.no_sync():
-        assert not ddp.require_backward_grad_sync
-
-
-def test_options_reach_torch_compile() -> None:
-    ddp = ddp_of(Broken)
-    with pytest.raises(torch._dynamo.exc.Unsupported):
-        ddpopt.compile(ddp, backend="eager", strategy="split", fullgraph=True)(rows())
 
 
 def test_options_of_the_backend_reach_it_once_for_each_distinct_segment() -> None:
@@ -422,8 +364,8 @@ def test_where_two_ddp_modules_reduce_one_gradient_the_outer_one_has_the_last_wo
         torch._dynamo.reset()
         inner = ddp_of()
         outer = DistributedDataParallel(nn.Sequential(inner, seeded(Net)), bucket_cap_mb=ONE_LAYER_MB)
-        inner.register_comm_hook(0.5, scaled)
-        outer.register_comm_hook(0.25, scaled)
+        inner.register_comm_hook(0.5, marked)
+        outer.register_comm_hook(0.25, marked)
         call = wrap(outer)
         found.append([step(call, outer, rows()) for _ in range(3)])
     assert all(map(same, *found))
@@ -461,7 +403,7 @@ def test_parameters_may_get_other_names_and_another_order_at_any_time(
     for wrap in (eager, compiled):
         torch._dynamo.reset()
         ddp = ddp_of(static_graph="eager" in when)
-        ddp.register_comm_hook(0.5, scaled)
+        ddp.register_comm_hook(0.5, marked)
         if "eager" in when:
             step(ddp, ddp, rows())
         if when.startswith("before compile"):
@@ -487,6 +429,8 @@ def test_fullgraph_is_about_the_module_inside(factory: Callable[[], nn.Module], 
     for number in range(2):
         assert same(step(call, ddp, rows(seed=number)), step(eager, eager, rows(seed=number)))
     assert recorder.calls
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        ddpopt.compile(ddp_of(Broken), backend="eager", strategy=strategy, fullgraph=True)(rows())
 
 
 def test_a_module_whose_own_compilation_cannot_be_held_to_fullgraph_is_refused() -> None:
@@ -566,11 +510,11 @@ def test_ddp_rebuilds_its_own_buckets_where_the_cuts_foretold(
     plans: list[Plan] = []
 
     def noted(*arguments: Any) -> Planned:
-        planned = plan_for_ddp(*arguments)
+        planned = plan_for_reducer(*arguments)
         plans.append(planned.plan)
         return planned
 
-    monkeypatch.setattr(ddpopt.dynamo.backend, "plan_for_ddp", noted)
+    monkeypatch.setattr(ddpopt.dynamo.backend, "plan_for_reducer", noted)
     ddp = ddp_of(bucket_cap_mb=layers * ONE_LAYER_MB)
     reducer = ddp.reducer
     call = ddpopt.compile(ddp, backend="aot_eager", strategy="split", buckets="ddp")
@@ -726,11 +670,19 @@ def test_a_graph_outside_of_ddp_is_compiled_whole_and_says_so_once(said: Callabl
     assert said() == ["ddpopt: no DistributedDataParallel forward is running; the graph is compiled whole"]
 
 
-def test_a_single_bucket_is_compiled_whole_and_says_so(said: Callable[[], list[str]]) -> None:
-    ddp, recorder = ddp_of(bucket_cap_mb=25), Recorder()
+@pytest.mark.parametrize(
+    ("layers", "calls", "message"),
+    [
+        (1, 2, "ddpopt: 4 buckets, 4 segments, 2 of them distinct"),
+        (400, 1, "ddpopt: a graph is compiled whole: it has a single bucket"),
+    ],
+)
+def test_what_becomes_of_a_graph_is_said(
+    layers: int, calls: int, message: str, said: Callable[[], list[str]]
+) -> None:
+    ddp, recorder = ddp_of(bucket_cap_mb=layers * ONE_LAYER_MB), Recorder()
     step(ddpopt.compile(ddp, backend=recorder, strategy="split"), ddp, rows())
-    assert recorder.calls == 1
-    assert said() == ["ddpopt: a graph is compiled whole: it has a single bucket"]
+    assert (recorder.calls, said()) == (calls, [message])
 
 
 def test_a_graph_that_trains_nothing_is_compiled_whole_says_so_and_plans_nothing_for_good(
@@ -743,12 +695,6 @@ def test_a_graph_that_trains_nothing_is_compiled_whole_says_so_and_plans_nothing
     assert said() == ["ddpopt: a graph is compiled whole: nothing in it is trained"]
     assert same(step(call, ddp, rows()), step(eager, eager, rows()))
     assert layers_of(plan_in_force(ddp)) == FOUR_LAYERS
-
-
-def test_a_cut_graph_says_into_how_many_segments(said: Callable[[], list[str]]) -> None:
-    ddp = ddp_of()
-    step(ddpopt.compile(ddp, backend="eager", strategy="split"), ddp, rows())
-    assert said() == ["ddpopt: 4 buckets, 4 segments, 2 of them distinct"]
 
 
 # ------------------------------------------------------------------------------------ never wrong
@@ -778,6 +724,7 @@ def test_a_module_whose_compilation_failed_still_trains_in_eager() -> None:
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="no such operator"):
         ddpopt.compile(ddp, backend=failing, strategy="split")(rows())
     assert DistributedDataParallel._active_ddp_module is None
+    assert gc.isenabled()
     for _ in range(3):
         assert same(step(ddp, ddp, rows()), step(eager, eager, rows()))
 
@@ -830,21 +777,17 @@ def refusal(**arguments: Any) -> str:
         ),
         ({"strategy": "cut"}, "strategy: expected 'split', 'inline' or 'auto', got 'cut'"),
         ({"backend": 3}, "backend: expected a name or a callable (gm, example_inputs), got 3"),
+        ({"buckets": "mine"}, "buckets: expected 'plan' or 'ddp', got 'mine'"),
     ],
 )
 def test_an_argument_of_no_use_is_refused(arguments: dict[str, Any], message: str) -> None:
     assert refusal(**arguments) == message
 
 
-def test_an_unknown_choice_of_buckets_is_refused() -> None:
-    assert refusal(buckets="mine") == "buckets: expected 'plan' or 'ddp', got 'mine'"
+@pytest.mark.parametrize("given", [ddpopt.replacing_ddp_optimizer, functools.partial(DdpoptBackend, "eager")])
+def test_an_unknown_choice_of_buckets_is_refused(given: Any) -> None:
     with pytest.raises(UsageError, match=r"^buckets: expected 'plan' or 'ddp', got 'mine'$"):
-        DdpoptBackend("eager", buckets=cast(Any, "mine"))
-    with (
-        pytest.raises(UsageError, match=r"^buckets: "),
-        ddpopt.replacing_ddp_optimizer(buckets=cast(Any, "mine")),
-    ):
-        pass
+        contextlib.ExitStack().enter_context(given(buckets="mine"))
 
 
 def test_an_unknown_backend_is_refused_with_the_names_that_there_are() -> None:

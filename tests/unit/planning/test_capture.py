@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 from ddpopt.errors import UsageError
 from ddpopt.planning.plan import Plan
+from tests.unit.rehearsing import Linears, rows
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 WIDTH = 128
@@ -39,48 +40,30 @@ class Net(nn.Module):
         return x
 
 
-class Broken(nn.Module):
+class Broken(Linears):
     """Two layers with a graph break between them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.second = nn.Linear(WIDTH, WIDTH)
-
     def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
+        first, second = self.layers
+        x = first(x)
         torch._dynamo.graph_break()
-        y: Tensor = self.second(x)
+        y: Tensor = second(x)
         return y
 
 
-class Ragged(nn.Module):
+class Ragged(Linears):
     """Two layers on a nested tensor."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.second = nn.Linear(WIDTH, WIDTH)
-
     def forward(self, x: Tensor) -> Tensor:
-        ends = torch.arange(len(x) + 1)
-        parts = torch.nested.nested_tensor_from_jagged(x, ends)
-        y: Tensor = self.second(self.first(parts)).values()
+        first, second = self.layers
+        parts = torch.nested.nested_tensor_from_jagged(x, torch.arange(len(x) + 1))
+        y: Tensor = second(first(parts)).values()
         return y
 
 
 def net() -> Net:
     torch.manual_seed(0)
     return Net()
-
-
-def rows(count: int = 4) -> Tensor:
-    return torch.ones(count, WIDTH)
-
-
-def layers(plan: Plan) -> list[str]:
-    found = [dict.fromkeys(name.split(".")[1] for name in bucket.params) for bucket in plan.buckets]
-    return [" ".join(numbers) for numbers in found]
 
 
 def planned(model: nn.Module | None = None, **kwargs: Any) -> Plan:
@@ -92,25 +75,11 @@ def planned(model: nn.Module | None = None, **kwargs: Any) -> Plan:
 
 
 def test_layers_on_a_nested_tensor_whose_size_is_a_symbol_are_planned() -> None:
-    plan = ddpopt.plan(Ragged(), rows(), strategy="split", bucket_cap_mb=LAYER_MB)
+    plan = ddpopt.plan(Ragged(WIDTH, 2), rows(), strategy="split", bucket_cap_mb=LAYER_MB)
     assert [bucket.params for bucket in plan.buckets] == [
-        ("second.bias", "second.weight"),
-        ("first.bias", "first.weight"),
+        ("layers.1.bias", "layers.1.weight"),
+        ("layers.0.bias", "layers.0.weight"),
     ]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ({"bucket_cap_mb": 2 * LAYER_MB}, ["2 1", "0"]),
-        ({"bucket_cap_mb_list": [2 * LAYER_MB, LAYER_MB]}, ["2 1", "0"]),
-        ({"bucket_cap_mb_list": [LAYER_MB, 2 * LAYER_MB]}, ["2", "1 0"]),
-        ({}, ["2 1 0"]),
-    ],
-    ids=str,
-)
-def test_the_arguments_are_ddps_own(arguments: dict[str, Any], expected: list[str]) -> None:
-    assert layers(ddpopt.plan(net(), rows(), **arguments)) == expected
 
 
 def test_arguments_of_ddp_that_change_no_bucket_are_taken_too() -> None:
@@ -128,41 +97,19 @@ def test_a_compiled_module_is_planned_under_the_names_that_ddp_sees() -> None:
     assert plan.unread == ()
 
 
-def test_a_plan_is_what_compiling_with_that_strategy_will_do() -> None:
-    of_split, of_inline = planned(), ddpopt.plan(net(), rows(), bucket_cap_mb=LAYER_MB)
-    assert [b.params for b in of_split.buckets] == [b.params for b in of_inline.buckets]
-    assert (len(of_split.segments), len(of_inline.segments)) == (3, 1)
-    assert refusal(net(), rows(), strategy="splits") == (
-        "strategy: expected 'split', 'inline' or 'auto', got 'splits'"
-    )
-
-
 # ---------------------------------------------------------------------------------- under which conditions
 
 
-def same_decision(plan: Plan) -> bool:
-    """Whether buckets and cuts are those of the plain model; a meta model's buckets name its device."""
-    expected = planned()
-    return [(b.params, b.nbytes, b.segment) for b in plan.buckets] == [
-        (b.params, b.nbytes, b.segment) for b in expected.buckets
-    ] and [segment.nodes for segment in plan.segments] == [segment.nodes for segment in expected.segments]
-
-
-def test_a_meta_model_is_planned_on_real_and_on_meta_inputs() -> None:
-    with torch.device("meta"):
-        model = Net()
-    assert same_decision(planned(model))
-    assert same_decision(ddpopt.plan(model, rows().to("meta"), strategy="split", bucket_cap_mb=LAYER_MB))
-
-
-def test_a_fake_model_is_planned_on_real_and_on_fake_inputs() -> None:
-    with FakeTensorMode() as mode:
+@pytest.mark.parametrize("mode", [FakeTensorMode, lambda: torch.device("meta")])
+def test_a_model_without_memory_is_planned_on_inputs_with_and_without(mode: Callable[[], Any]) -> None:
+    with (entered := mode()):
         model, inputs = Net(), rows()
-    expected = planned()
-    assert planned(model) == expected
-    assert ddpopt.plan(model, inputs, strategy="split", bucket_cap_mb=LAYER_MB) == expected
-    with mode:
-        assert ddpopt.plan(model, inputs, strategy="split", bucket_cap_mb=LAYER_MB) == expected
+    expected = [(b.params, b.nbytes, b.segment) for b in planned().buckets]
+    for given in (rows(), inputs):
+        plan = ddpopt.plan(model, given, strategy="split", bucket_cap_mb=LAYER_MB)
+        assert [(b.params, b.nbytes, b.segment) for b in plan.buckets] == expected
+    with entered:
+        assert ddpopt.plan(model, inputs, strategy="split", bucket_cap_mb=LAYER_MB) == plan
 
 
 def test_a_model_far_larger_than_memory_is_planned() -> None:
@@ -177,11 +124,6 @@ def test_a_plan_is_one_for_training_whatever_the_grad_mode(mode: Callable[[], An
     model, inputs, expected = net(), rows(), planned()
     with mode():
         assert ddpopt.plan(model, inputs, strategy="split", bucket_cap_mb=LAYER_MB) == expected
-
-
-def test_a_ddp_modules_own_options_hold(one_rank_group: None) -> None:
-    ddp = DistributedDataParallel(net(), bucket_cap_mb=2 * LAYER_MB)
-    assert layers(ddpopt.plan(ddp, rows())) == ["2 1", "0"]
 
 
 @pytest.mark.usefixtures("one_rank_group")
@@ -204,9 +146,11 @@ def refusal(*arguments: Any, **kwargs: Any) -> str:
     return str(caught.value)
 
 
-def test_what_is_no_module_is_refused() -> None:
-    assert refusal(torch.relu, rows()).startswith(
-        "model: expected a torch.nn.Module, got <built-in method relu"
+def test_what_is_no_module_or_no_strategy_is_refused() -> None:
+    no_module = refusal(torch.relu, rows())
+    assert no_module.startswith("model: expected a torch.nn.Module, got <built-in method relu")
+    assert refusal(net(), rows(), strategy="splits") == (
+        "strategy: expected 'split', 'inline' or 'auto', got 'splits'"
     )
 
 
@@ -263,7 +207,7 @@ def test_no_weight_is_copied() -> None:
     reason="this torch counts recompilations of a frame together, whoever asked for them",
 )
 def test_the_callers_own_compilations_find_their_limits_untouched() -> None:
-    model = Broken()
+    model = Broken(WIDTH, 2)
     for _ in range(torch._dynamo.config.recompile_limit + 1):
         ddpopt.plan(model, rows())
     counter = CompileCounter()

@@ -22,7 +22,7 @@ def names(write: str, verb: str = "writes to") -> str:
 def blocked(graph: fx.Graph) -> dict[str, str]:
     """The nodes before which no cut may lie, with the reason."""
     body = body_nodes(graph)
-    return {node.name: why for node, why in zip(body, blocked_positions(graph, body), strict=True) if why}
+    return {node.name: why for node, why in zip(body, blocked_positions(graph), strict=True) if why}
 
 
 def finished(builder: GraphBuilder, *outputs: fx.Node) -> dict[str, str]:
@@ -214,49 +214,50 @@ def test_no_cut_lies_where_a_transform_forbids_hooks_on_saved_tensors() -> None:
     assert run.count("_saved_tensors_hooks_enable") == 1
 
 
-def test_a_cut_may_lie_between_two_transforms() -> None:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        slope = torch.func.grad(lambda y: y.sin().sum())
-        result: torch.Tensor = slope(slope(x).tanh())
-        return result
-
-    graph = dynamo_graph(function, torch.ones(2, 4))
-    names = [node.name for node in body_nodes(graph)]
-    assert "tanh" in names
-    assert "tanh" not in blocked(graph)
-
-
 # -------------------------------------------------------------------------------------------- mutation
 
 
-def test_two_names_of_one_tensor_do_not_cross_before_it_is_mutated() -> None:
-    builder = new_builder()
-    value = builder.call(operator.add, builder.x, 1.0)
+def two_names(builder: GraphBuilder, value: fx.Node) -> list[fx.Node]:
     same = builder.method("add_", value, 1.0)
     between = builder.method("sin", builder.x)
-    write = builder.method("mul_", value, 2.0)
-    after = builder.call(operator.add, builder.call(operator.add, same, between), value)
-    assert finished(builder, after) == dict.fromkeys((between.name, write.name), names(write.name))
+    builder.method("mul_", value, 2.0)
+    return [builder.call(operator.add, builder.call(operator.add, same, between), value)]
 
 
-def test_what_is_read_and_then_written_to_does_not_cross_between_its_making_and_the_write() -> None:
-    builder = new_builder()
-    value = builder.call(operator.add, builder.x, 1.0)
-    read = builder.method("sin", value)
-    write = builder.method("mul_", value, 2.0)
-    after = builder.call(operator.add, read, value)
-    why = f"{read.name!r} reads what is written to later"
-    assert finished(builder, after) == dict.fromkeys((read.name, write.name), why)
-
-
-def test_a_view_that_the_graph_returns_does_not_cross_before_its_base_is_written_to() -> None:
-    builder = new_builder()
-    value = builder.call(operator.add, builder.x, 1.0)
+def a_view_that_is_returned(builder: GraphBuilder, value: fx.Node) -> list[fx.Node]:
     row = builder.method("view", value, -1)
     between = builder.method("sin", builder.x)
-    write = builder.method("mul_", value, 2.0)
-    after = builder.method("relu", between)
-    assert finished(builder, after, row) == dict.fromkeys((between.name, write.name), names(write.name))
+    builder.method("mul_", value, 2.0)
+    return [builder.method("relu", between), row]
+
+
+def an_input_that_is_alive_to_the_end(builder: GraphBuilder, _: fx.Node) -> list[fx.Node]:
+    same = builder.method("add_", builder.x, 1.0)
+    builder.method("mul_", builder.x, 2.0)
+    return [builder.method("relu", same)]
+
+
+def read_and_then_written_to(builder: GraphBuilder, value: fx.Node) -> list[fx.Node]:
+    read = builder.method("sin", value)
+    builder.method("mul_", value, 2.0)
+    return [builder.call(operator.add, read, value)]
+
+
+@pytest.mark.parametrize(
+    ("build", "kept", "why"),
+    [
+        (two_names, ["sin", "mul_"], names("mul_")),
+        (a_view_that_is_returned, ["sin", "mul_"], names("mul_")),
+        (an_input_that_is_alive_to_the_end, ["mul_"], names("mul_")),
+        (read_and_then_written_to, ["sin", "mul_"], "'sin' reads what is written to later"),
+    ],
+)
+def test_what_is_mutated_later_does_not_cross(
+    build: Callable[[GraphBuilder, fx.Node], list[fx.Node]], kept: list[str], why: str
+) -> None:
+    builder = new_builder()
+    outputs = build(builder, builder.call(operator.add, builder.x, 1.0))
+    assert finished(builder, *outputs) == dict.fromkeys(kept, why)
 
 
 def test_what_may_write_to_a_tensor_counts_as_a_write_and_says_so() -> None:
@@ -269,13 +270,6 @@ def test_what_may_write_to_a_tensor_counts_as_a_write_and_says_so() -> None:
     total = builder.method("sum", same)
     found = finished(builder, builder.call(operator.add, unknown, total))
     assert found == {name: names(unknown.name, "may write to") for name in (same.name, unknown.name)}
-
-
-def test_an_input_that_is_mutated_is_alive_to_the_end() -> None:
-    builder = new_builder()
-    same = builder.method("add_", builder.x, 1.0)
-    write = builder.method("mul_", builder.x, 2.0)
-    assert finished(builder, builder.method("relu", same)) == {write.name: names(write.name)}
 
 
 def test_a_parameter_that_forward_writes_to_keeps_everything_before_together() -> None:

@@ -26,12 +26,12 @@ def facts(*specs: ParamSpec) -> GraphFacts:
 
 def cut(*specs: ParamSpec, before: str = "") -> GraphPlan:
     """A graph that is cut."""
-    return GraphPlan(plan_graph(facts(*specs), CAP_100), read_before=before.split())
+    return GraphPlan(plan_graph(facts(*specs), CAP_100), read_before={*before.split()})
 
 
 def whole(*specs: ParamSpec, before: str = "") -> GraphPlan:
     """A graph that stays whole."""
-    return GraphPlan(plan_whole(facts(*specs)), facts(*specs).ready, before.split())
+    return GraphPlan(plan_whole(facts(*specs)), facts(*specs).ready, {*before.split()})
 
 
 def buckets(plan: Plan) -> list[str]:

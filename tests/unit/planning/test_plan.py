@@ -136,12 +136,3 @@ def on(*devices: str) -> Plan:
 def test_which_device_a_rank_uses_does_not_enter_the_fingerprint_but_how_many() -> None:
     first, second, both = on("cuda:0", "cuda:0"), on("cuda:1", "cuda:1"), on("cuda:0", "cuda:1")
     assert first.fingerprint == second.fingerprint != both.fingerprint
-
-
-# --------------------------------------------------------------------------- segments and buckets
-
-
-def test_a_bucket_names_every_segment_in_which_its_gradients_complete() -> None:
-    across = with_bucket(PLAN, 0, params=("head.weight", "body.weight"))
-    assert PLAN.segments_of(PLAN.buckets[0]) == (1,)
-    assert across.segments_of(across.buckets[0]) == (0, 1)

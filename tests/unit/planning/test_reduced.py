@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch does not mark its re-exports
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
@@ -18,18 +17,15 @@ from ddpopt.planning.reduced import as_built, held_parameters, numbered_paramete
 from ddpopt.planning.strategy import Strategy
 from tests.multigpu.models import same
 from tests.multigpu.turns import in_turn
+from tests.unit.rehearsing import Linears, marked
 
 pytestmark = pytest.mark.usefixtures("one_rank_group", "fresh_dynamo")
 WIDTH = 16
 ONE_LAYER_MB = 4 * WIDTH * (WIDTH + 1) / 2**20
 
 
-class Net(nn.Module):
+class Net(Linears):
     """Four layers, of which a forward may use only the first two."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
     def forward(self, x: Tensor, count: int = 4) -> Tensor:
         for layer in self.layers[:count]:
@@ -51,17 +47,9 @@ def freeze(module: nn.Module, frozen: bool = True) -> None:
         parameter.requires_grad_(not frozen)
 
 
-def sevenfold(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """A reduction that shows, on one rank, what was reduced."""
-    del state
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer() * 7 + 1)
-    return future
-
-
 def ddp_of(**kwargs: Any) -> Any:
     torch.manual_seed(0)
-    return DistributedDataParallel(Net(), **{"bucket_cap_mb": ONE_LAYER_MB, **kwargs})
+    return DistributedDataParallel(Net(WIDTH, 4), **{"bucket_cap_mb": ONE_LAYER_MB, **kwargs})
 
 
 def names(ddp: Any) -> list[str]:
@@ -69,7 +57,7 @@ def names(ddp: Any) -> list[str]:
 
 
 def test_what_was_frozen_or_thawed_after_ddp_was_built_does_not_count() -> None:
-    net = Net()
+    net = Net(WIDTH, 4)
     freeze(net.layers[0])
     ddp = DistributedDataParallel(net)
     before = names(ddp)
@@ -77,8 +65,12 @@ def test_what_was_frozen_or_thawed_after_ddp_was_built_does_not_count() -> None:
     freeze(net.layers[2])
     assert names(ddp) == before
     assert [parameter.requires_grad for parameter in net.layers[2].parameters()] == [False, False]
-    with as_built(ddp):
+    flags = [parameter.requires_grad for parameter in net.parameters()]
+    with contextlib.suppress(ZeroDivisionError), as_built(ddp):
         assert {id(p) for p in net.parameters() if p.requires_grad} == set(map(id, held_parameters(ddp)))
+        freeze(net)
+        raise ZeroDivisionError
+    assert [parameter.requires_grad for parameter in net.parameters()] == flags
 
 
 def test_a_frozen_parameter_can_be_imposed_on_and_is_reduced_once_it_is_thawed() -> None:
@@ -88,7 +80,7 @@ def test_a_frozen_parameter_can_be_imposed_on_and_is_reduced_once_it_is_thawed()
     impose(ddp, plan)
     freeze(ddp.module, frozen=False)
     for module in (ddp, eager):
-        module.register_comm_hook(None, sevenfold)
+        module.register_comm_hook(7, marked)
         module(torch.ones(2, WIDTH)).sum().backward()
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(ddp.parameters(), eager.parameters(), strict=True))
 
@@ -144,16 +136,6 @@ def test_before_the_first_backward_of_a_sparse_gradient_the_log_must_tell() -> N
     freeze(part.layer)
     with pytest.raises(UnsupportedError, match=r"DDP was built with 2 parameters, some of which have been"):
         specs_from_ddp(ddp)
-
-
-def test_asking_leaves_every_flag_as_it_was_whatever_happens_meanwhile() -> None:
-    ddp = ddp_of()
-    freeze(ddp.module.layers[1])
-    before = [parameter.requires_grad for parameter in ddp.parameters()]
-    with contextlib.suppress(ZeroDivisionError), as_built(ddp):
-        freeze(ddp.module)
-        raise ZeroDivisionError
-    assert [parameter.requires_grad for parameter in ddp.parameters()] == before
 
 
 def test_integers_are_never_trained() -> None:
@@ -236,7 +218,7 @@ def test_a_module_whose_parameters_changed_trains_as_eager_ddp_does(
 
     def told(compiled: Callable[[Any], Any]) -> list[Tensor | None]:
         ddp = ddp_of(**{option: True})
-        ddp.register_comm_hook(None, sevenfold)
+        ddp.register_comm_hook(7, marked)
         try:
             return lived(story, ddp, compiled)
         except RuntimeError as error:

@@ -10,41 +10,33 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.regions import (
     Regions,
-    ends_in_break,
-    frame_of,
-    plan_for_ddp,
-    plan_for_imposed,
+    plan_for_reducer,
     specs_by_id,
 )
+from tests.unit.rehearsing import WIDTH, Linears, rows
 from tests.unit.tracing import Traced, trace_all
 
 pytestmark = [
     pytest.mark.usefixtures("one_rank_group", "fresh_dynamo"),
     pytest.mark.filterwarnings("ignore:You passed find_unused_parameters=true:UserWarning"),
 ]
-WIDTH = 128  # wide enough for a bias to be small beside its weight
 LAYER_MB = 4 * WIDTH * (WIDTH + 1) / 2**20
 
 
-class Net(nn.Module):
-    """Layers that run in a given order, with a graph break in front of each place in `breaks`."""
+class Net(Linears):
+    """Four layers that run in a given order, perhaps with a graph break in the middle."""
 
-    def __init__(self, order: tuple[int, ...] = (0, 1, 2, 3), breaks: tuple[int, ...] = ()) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.order, self.breaks = order, breaks
+    def __init__(self, order: tuple[int, ...] = (0, 1, 2, 3), broken: bool = False) -> None:
+        super().__init__(WIDTH, 4, order)
+        self.broken = broken
 
     def forward(self, x: Tensor) -> Tensor:
         a, b, c, d = (self.layers[index] for index in self.order)
         x = b(a(x).relu()).relu()
-        if self.breaks:
+        if self.broken:
             torch._dynamo.graph_break()
         out: Tensor = d(c(x).relu()).relu()
         return out
-
-
-def rows(count: int = 2) -> Tensor:
-    return torch.ones(count, WIDTH)
 
 
 def setting(model: nn.Module, **kwargs: Any) -> tuple[DistributedDataParallel, list[Traced]]:
@@ -55,6 +47,7 @@ def setting(model: nn.Module, **kwargs: Any) -> tuple[DistributedDataParallel, l
 
 def joined(ddp: DistributedDataParallel, graphs: list[Traced]) -> Plan:
     regions = Regions.of(ddp)
+    assert regions.joined() is None
     for graph in graphs:
         regions.add(graph.gm, graph.inputs, "split")
     plan = regions.joined()
@@ -69,7 +62,7 @@ def layers(plan: Plan) -> list[str]:
 
 
 def test_each_graph_is_planned_for_its_own_parameters() -> None:
-    ddp, graphs = setting(Net(breaks=(2,)))
+    ddp, graphs = setting(Net(broken=True))
     regions = Regions.of(ddp)
     plans = [regions.add(graph.gm, graph.inputs, "split").plan for graph in graphs]
     assert [layers(plan) for plan in plans] == [["1", "0"], ["3", "2"]]
@@ -82,7 +75,7 @@ def test_each_graph_is_planned_for_its_own_parameters() -> None:
 def test_buckets_end_where_they_would_without_the_graph_break() -> None:
     model = Net()
     whole = joined(*setting(model, bucket_cap_mb=1.5 * LAYER_MB))
-    parted = joined(*setting(Net(breaks=(2,)), bucket_cap_mb=1.5 * LAYER_MB))
+    parted = joined(*setting(Net(broken=True), bucket_cap_mb=1.5 * LAYER_MB))
     assert layers(whole) == ["3 2", "1 0"]
     assert layers(parted) == ["3 2", "1 0"]
 
@@ -96,22 +89,12 @@ def test_a_recompilation_takes_the_place_of_the_graph_that_it_replaces() -> None
     assert joined(ddp, [*first, *second]) == joined(ddp, second)
 
 
-def test_as_long_as_no_graph_trains_anything_there_is_no_plan() -> None:
-    ddp = DistributedDataParallel(Net())
-    regions = Regions.of(ddp)
-    assert regions.joined() is None
-    with torch.no_grad():
-        (graph,) = trace_all(ddp.module, rows())
-    assert regions.add(graph.gm, graph.inputs, "split").plan.buckets == ()
-    assert regions.joined() is None
-
-
 # ---------------------------------------------------------------------------------- buckets that are given
 
 
 def test_for_ddps_own_buckets_the_graph_is_cut_where_they_complete() -> None:
     ddp, (graph,) = setting(Net(order=(2, 0, 3, 1)), bucket_cap_mb=2 * LAYER_MB)
-    plan = plan_for_ddp(ddp, graph.gm, graph.inputs, "split").plan
+    plan = plan_for_reducer(ddp, None, graph.gm, graph.inputs, "split").plan
     assert layers(plan) == ["1 3", "0 2"]
     assert [cut.before for cut in plan.cuts] == [graph.facts.nodes[4]]
     assert plan.policy == "ddp"
@@ -122,8 +105,8 @@ def test_a_later_graph_that_reads_less_is_cut_for_what_it_reads() -> None:
     imposed = joined(ddp, [graph])
     (other,) = trace_all(ddp.module.get_submodule("layers.3"), rows())
     (part,) = trace_all(nn.Sequential(ddp.module.layers[1], ddp.module.layers[2]), rows())
-    assert layers(plan_for_imposed(ddp, imposed, other.gm, other.inputs, "split").plan) == ["3"]
-    assert layers(plan_for_imposed(ddp, imposed, part.gm, part.inputs, "split").plan) == [
+    assert layers(plan_for_reducer(ddp, imposed, other.gm, other.inputs, "split").plan) == ["3"]
+    assert layers(plan_for_reducer(ddp, imposed, part.gm, part.inputs, "split").plan) == [
         "2",
         "1",
     ]
@@ -141,17 +124,3 @@ def test_parameters_are_known_by_identity_in_the_reducers_order() -> None:
     names = ["layers.0.weight", "layers.0.bias", "layers.2.weight", "layers.2.bias", "layers.3.bias"]
     assert [spec.name for spec in specs.values()] == names
     assert list(specs) == [id(model.get_parameter(name)) for name in names]
-
-
-def test_graphs_know_whether_the_forward_goes_on_behind_them() -> None:
-    first, second = trace_all(Net(breaks=(2,)), rows())
-    assert ends_in_break(first.gm)
-    assert not ends_in_break(second.gm)
-    assert not ends_in_break(torch.fx.symbolic_trace(nn.Linear(2, 2)))
-
-
-def test_graphs_of_one_frame_are_known_by_it() -> None:
-    first, second = trace_all(Net(breaks=(2,)), rows())
-    assert frame_of(first.gm) is not None
-    assert frame_of(first.gm) != frame_of(second.gm)
-    assert frame_of(torch.fx.symbolic_trace(nn.Linear(2, 2))) is None
