@@ -42,8 +42,10 @@ def count_of(number: int, noun: str) -> str:
 def number(value: float | None) -> str:
     """A figure as short as it can be read: whole numbers up to a million, else three digits.
 
-    >>> number(None), number(0.0), number(12.0), number(1.23456e-8), number(2**24), number(float("inf"))
-    ('-', '0', '12', '1.23e-08', '1.68e+07', 'inf')
+    >>> number(None), number(0.0), number(999999.0), number(1.23456e-8), number(1e6), number(float("inf"))
+    ('-', '0', '999999', '1.23e-08', '1e+06', 'inf')
+    >>> number(float("nan"))
+    'nan'
     """
     if value is None:
         return "-"
