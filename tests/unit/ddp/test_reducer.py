@@ -137,7 +137,7 @@ def test_buckets_follow_a_memory_format_that_changes_after_the_first_step(as_vie
 def test_gradients_become_views_of_their_buckets_when_ddps_own_do(arguments: dict[str, Any]) -> None:
     def story(is_planned: bool) -> list[Any]:
         seen: list[Any] = []
-        ddp = wrapped(gradient_as_bucket_view=True, **arguments)
+        ddp = towers(gradient_as_bucket_view=True, **arguments)
         for parameter in ddp.parameters():
             parameter.grad = torch.zeros_like(parameter)
         if is_planned:

@@ -11,7 +11,6 @@ from expecttest import TestCase
 from torch import fx
 
 from ddpopt.errors import CertificateError
-from ddpopt.planning.facts import parameter_names
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.planner import plan_for_buckets, plan_graph, plan_whole
@@ -31,7 +30,7 @@ from tests.mutants import (
 )
 from tests.unit.effects import Effects
 from tests.unit.snippets import SNIPPETS
-from tests.unit.tracing import Traced, cut_before, trace
+from tests.unit.tracing import Traced, cut_before, parameter_names, trace
 
 PROGRAMS = (
     "nested_autocast", "grad_mode_spans", "views_without_grad", "outputs_without_grad", "dynamic_float",
@@ -186,8 +185,7 @@ def test_a_graph_that_is_not_cut_has_to_keep_its_plan() -> None:
 
 def test_buckets_of_ddp_may_wait_on_several_segments_and_go_in_order() -> None:
     cut = program("grad_mode_spans")
-    specs = {spec.name: spec for spec in cut.traced.specs.values()}
-    first, second, third, *others = [specs[name] for bucket in cut.plan.buckets for name in bucket.params]
+    first, second, third, *others = [name for bucket in cut.plan.buckets for name in bucket.params]
     plan = plan_for_buckets(cut.traced.facts, [[first], [third, second], others])
     assert [len(plan.segments_of(bucket)) for bucket in plan.buckets] == [1, 2, 2]
     found = [clause for each in of_broken_plans(cut, partition(cut.traced.gm, plan), plan) for clause in each]
