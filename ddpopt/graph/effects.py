@@ -80,6 +80,11 @@ def mutated_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
     return tuple(dict.fromkeys(_mutated(node)))
 
 
+def written_storages(node: fx.Node) -> dict[int, None]:
+    """Identities of the storages that `node` may write to."""
+    return {key: None for source in mutated_inputs(node) for key in storages(source)}
+
+
 def is_known(node: fx.Node) -> bool:
     """Whether what `node` writes to is known, not assumed."""
     if node.op == "call_module":
@@ -96,20 +101,33 @@ def reads_memory(node: fx.Node) -> bool:
     """Whether `node` could tell a copy: by the memory around it, or by what autograd does not see written."""
     if _name(node.target).startswith(("as_strided", "_get_data_attr")):
         return True
-    bodies = (body for source in node.all_input_nodes if (body := _body(source)) is not None)
-    graphs = (part.graph for body in bodies for part in body.modules() if isinstance(part, fx.GraphModule))
-    return any(_name(inner.target) == "_get_data_attr" for graph in graphs for inner in graph.nodes)
+    return any(_name(inner.target) == "_get_data_attr" for inner in _nodes_of_bodies(node))
 
 
-def updates_statistics(node: fx.Node) -> bool:
-    """Whether `node` is a norm that writes to running statistics.
+def writes_unseen(node: fx.Node) -> bool:
+    """Whether `node` may write to what it is given without autograd's noticing: running statistics, by NumPy.
 
     Such a write does not raise a tensor's version: autograd reads what it keeps of them as it is by then.
     """
-    if node.op not in ("call_function", "call_method"):
+    if node.op in (*SOURCES, "output"):
         return False
-    given = (_given(signature, node) for signature in _signatures(node.target))
-    return any(statistic is not None for each in given for statistic in _statistics(each))
+    given = (_given(signature, node) for signature in _called(node))
+    return (
+        not is_known(node)
+        or any(statistic is not None for each in given for statistic in _statistics(each))
+        or any(map(writes_unseen, _nodes_of_bodies(node)))
+    )
+
+
+def _called(node: fx.Node) -> tuple[Signature, ...]:
+    return () if node.op == "call_module" else _signatures(node.target)
+
+
+def _nodes_of_bodies(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes of the bodies that a call is given, and of all that is in these."""
+    bodies = (body for source in node.all_input_nodes if (body := _body(source)) is not None)
+    for part in (part for body in bodies for part in body.modules() if isinstance(part, fx.GraphModule)):
+        yield from part.graph.nodes
 
 
 def detaches(node: fx.Node) -> bool:

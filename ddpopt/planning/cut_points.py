@@ -14,11 +14,19 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx
+from torch._ops import HigherOrderOperator
 from torch._prims_common import is_contiguous_or_false, is_non_overlapping_and_dense_or_false
 from torch.utils import _pytree as pytree
 
 from ddpopt.graph.aliases import first_names, is_view, reads_value, viewed_input
-from ddpopt.graph.effects import is_known, mutated_inputs, reads_memory, redescribes, updates_statistics
+from ddpopt.graph.effects import (
+    is_known,
+    mutated_inputs,
+    reads_memory,
+    redescribes,
+    writes_unseen,
+    written_storages,
+)
 from ddpopt.graph.nodes import (
     SOURCES,
     body_nodes,
@@ -54,12 +62,7 @@ class Body:
         self.graph = graph
         self.nodes = body_nodes(graph)
         self.position = {node: index for index, node in enumerate(self.nodes)}
-        self.written = {
-            key: index
-            for index, node in enumerate(self.nodes)
-            for source in mutated_inputs(node)
-            for key in storages(source)
-        }
+        self.written = {key: index for index, node in enumerate(self.nodes) for key in written_storages(node)}
 
     def last_use(self, node: fx.Node) -> int:
         """Position of the last reader of a node; after the last node if the graph returns it."""
@@ -265,19 +268,23 @@ def _read_before_a_write(body: Body) -> Iterator[Span]:
     From its making, for a segment that is given a tensor, reads it and then writes to it may keep it for its
     backward, which then reads what was written: torch 2.13 takes a graph's inputs for values that do not
     change. Of what the graph is given, from a reader to which no copy can be handed: a copy's memory layout
-    may differ. And autograd does not see running statistics change: the backward of what reads them reads
-    what they hold by then.
+    may differ. And autograd does not see running statistics change, nor what NumPy writes: the backward of
+    what reads them reads what they hold by then. A region that is computed again in backward (a checkpoint)
+    keeps what it is given, written to or not.
     """
     if not body.written:
         return
     uncopied = _uncopied(body.graph, body.written)
-    updated = (source for node in body.nodes if updates_statistics(node) for source in mutated_inputs(node))
-    unseen = {key for source in updated for key in storages(source)}
+    unseen = {key for node in body.nodes if writes_unseen(node) for key in written_storages(node)}
     made = {key: -1 for node in body.graph.nodes if node.op in SOURCES for key in storages(node)}
     for index, node in enumerate(body.nodes):
         for key in storages(node):
             made.setdefault(key, index)
-        late = (key for key in read_storages(node) if index < body.written.get(key, -1))
+        late = [key for key in read_storages(node) if index < body.written.get(key, -1)]
+        kept = written_storages(node) if isinstance(node.target, HigherOrderOperator) else ()
+        for key in (key for key in late if key in kept):
+            why = f"{node.name!r} keeps what it writes to, which is written to later"
+            yield Span(index + 1, body.written[key], why)
         for key in (key for key in late if reads_value(node, key)):
             if key in uncopied or (key in unseen and requires_grad(example_value(node))):
                 why = f"what {node.name!r} reads is written to later, and no copy could take its place here"
@@ -296,7 +303,7 @@ def _uncopied(graph: fx.Graph, mutated: Container[int]) -> set[int]:
         own = [key for key in storages(node) if key in mutated]
         if not own or viewed_input(node) is not None:
             continue
-        written = {key for source in mutated_inputs(node) for key in storages(source)}
+        written = written_storages(node)
         alike = _is_copied_alike(example_value(node))
         for key in (key for key in own if key not in written):
             if key in shown or key in made or not alike:

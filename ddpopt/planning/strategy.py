@@ -13,7 +13,7 @@ from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ddpopt.errors import UsageError
-from ddpopt.graph.effects import is_known, mutated_inputs
+from ddpopt.graph.effects import is_known, written_storages
 from ddpopt.graph.nodes import example_value, storages
 
 Strategy = Literal["split", "inline", "auto"]
@@ -52,7 +52,7 @@ def why_not_inline(gm: fx.GraphModule, sources: Sources) -> str | None:
             known = [f"parameter {name!r}" for name in sources.get(node, {}).values()]
             what = known[0] if known else repr(node.name)
             return f"{what} is a {type(value).__name__}, a tensor made of others"
-        written = (key for source in mutated_inputs(node) for key in storages(source) if key in held)
+        written = (key for key in written_storages(node) if key in held)
         if (key := next(written, None)) is not None:
             may = "is written to in the graph" if is_known(node) else f"may be written to by {node.name!r}"
             return f"parameter {held[key]!r} {may}"

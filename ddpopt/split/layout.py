@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils import _pytree as pytree
 
 from ddpopt.graph.aliases import first_names, is_view, reads_value, tensors_of, viewed_input
-from ddpopt.graph.effects import mutated_inputs
+from ddpopt.graph.effects import written_storages
 from ddpopt.graph.nodes import (
     MISSING,
     example_value,
@@ -103,7 +103,7 @@ class Layout:
         """For each storage that is written to: the segments that do."""
         found: dict[int, set[int]] = {}
         for node, index in self.home.items():
-            for key in (key for source in mutated_inputs(node) for key in storages(source)):
+            for key in written_storages(node):
                 found.setdefault(key, set()).add(index)
         return found
 

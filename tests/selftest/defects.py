@@ -102,14 +102,30 @@ def unhooked(site: Site) -> Iterator[None]:
 @contextlib.contextmanager
 def unseen_updates(site: Site) -> Iterator[None]:
     """Cut between what reads running statistics and the norm that updates them."""
-    updates = effects.updates_statistics
+    writes = effects.writes_unseen
 
     def unseen(node: fx.Node) -> bool:
-        if updates(node):
+        if writes(node):
             site.mark()
         return False
 
-    with patch.object(cut_points, "updates_statistics", unseen):
+    with patch.object(cut_points, "writes_unseen", unseen):
+        yield
+
+
+@contextlib.contextmanager
+def regions_cut_apart(site: Site) -> Iterator[None]:
+    """Cut between checkpointed regions that write to one tensor, which each keeps to be computed again."""
+
+    find = cut_points._read_before_a_write
+
+    def marked(body: cut_points.Body) -> Iterator[cut_points.Span]:
+        site.mark()
+        with patch.object(cut_points, "HigherOrderOperator", type(None)):
+            yield from find(body)
+
+    obstacles = tuple(marked if found is find else found for found in cut_points.OBSTACLES)
+    with patch.object(cut_points, "OBSTACLES", obstacles):
         yield
 
 
@@ -204,6 +220,14 @@ DEFECTS: tuple[Defect, ...] = (
         DrawnModel(steps=(_LINEAR, step("statistics", read="saved")), width=4, cap_bytes=1),
         ("L0",),
         r"s\d+ = torch\.tanh",
+    ),
+    Defect(
+        "what a checkpointed region keeps is written to in another segment",
+        "ddpopt-split",
+        regions_cut_apart,
+        _written("written_inside", "checkpoints"),
+        ("run",),
+        r"clamp_\(max=1\.0\)",
     ),
     Defect(
         "a hook is not waited for",

@@ -49,6 +49,9 @@ INSIDE = {
     "operator": "shrink({t})",
     "checkpoint": "def inside(x):\n    {t}.fill_(0.5)\n    return x.tanh()\n"
     "{y} = checkpoint(inside, {y}, use_reentrant=False)",
+    "checkpoints": "def inside(x):\n    {t}.clamp_(max=1.0)\n    return x * {t}.mean()\n"
+    "{y} = {z}(checkpoint(inside, {y}, use_reentrant=False))\n"
+    "{y} = checkpoint(inside, {y}, use_reentrant=False)",
 }
 WAYS: Mapping[str, tuple[int, Mapping[str, str], tuple[str, ...]]] = {
     "written": (8, METHODS, ()),
@@ -59,8 +62,8 @@ WAYS: Mapping[str, tuple[int, Mapping[str, str], tuple[str, ...]]] = {
 }
 """For each block its rate, the lines that it may write, and what else it brings.
 
-The lines may name ``{y}``, a value of rows, which they may replace; ``{t}``, what they write to; ``{u}``, a
-buffer for a variance; ``{ids}``, rows of ``{t}``; and what is in `DEFINITIONS`.
+The lines may name ``{y}``, a value of rows, which they may replace; ``{z}``, another layer; ``{t}``, what they
+write to; ``{u}``, a buffer for a variance; ``{ids}``, rows of ``{t}``; and what is in `DEFINITIONS`.
 """
 
 
@@ -79,6 +82,8 @@ def _write(ways: Mapping[str, str], w: Writer, x: str, *, by: str, of: str, read
     if read == "saved" and by != "instance":  # which raises the version, so that eager refuses to go back
         given = w.assign("s", f"torch.tanh({given} * {names['t']})")
     names["y"] = w.assign("y", f"torch.tanh({first}({body(given)}))")
+    if "{z}" in lines:
+        names["z"] = w.module(f"nn.Linear({w.width}, {w.width})")
     if "{u}" in lines:
         names["u"] = w.buffer(f"torch.ones({w.width})", "variance")
     if "{ids}" in lines:

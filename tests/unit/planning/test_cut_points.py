@@ -272,6 +272,39 @@ def test_what_may_write_to_a_tensor_counts_as_a_write_and_says_so() -> None:
     assert found == {name: names(unknown.name, "may write to") for name in (same.name, unknown.name)}
 
 
+def test_regions_that_write_to_one_tensor_stay_together_for_each_keeps_it_to_be_computed_again() -> None:
+    def write(inner: GraphBuilder, x: fx.Node, buffer: fx.Node) -> tuple[fx.Node]:
+        inner.method("clamp_", buffer, -1.0)
+        return (inner.call(operator.mul, x, buffer),)
+
+    builder = new_builder()
+    value, buffer = builder.x, builder.buffer("layer", "mean", 4)
+    calls = []
+    for number in range(2):
+        between = builder.method("sin", value)
+        body = builder.subgraph(f"body_{number}", {"x": between, "buffer": buffer}, write)
+        computed = builder.call_like(
+            lambda _, x, b: (x * b,), tag_activation_checkpoint, body, between, buffer
+        )
+        value = builder.call(operator.getitem, computed, 0)
+        calls.append((computed, between))
+    (first, _), (second, between) = calls
+    found = finished(builder, value)
+    why = f"{first.name!r} keeps what it writes to, which is written to later"
+    assert {name: found[name] for name in (between.name, second.name)} == dict.fromkeys(
+        (between.name, second.name), why
+    )
+
+
+def test_nothing_is_cut_between_a_trained_reader_and_what_numpy_may_write() -> None:
+    builder = new_builder()
+    buffer = builder.buffer("layer", "mean", 4)
+    weight = builder.parameter("layer", "weight", 4)
+    read = builder.call(operator.mul, weight, buffer)
+    builder.call(lambda array: None, buffer)  # as of NumPy, it is not known to be torch's
+    assert finished(builder, builder.method("sin", read)).keys() == {"_lambda_"}
+
+
 def test_a_parameter_that_forward_writes_to_keeps_everything_before_together() -> None:
     builder = new_builder()
     weight = builder.parameter("layer", "weight", 4, 4)
