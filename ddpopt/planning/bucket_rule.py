@@ -188,22 +188,19 @@ def specs_from_module(module: nn.Module, ignored: Iterable[str] = ()) -> tuple[P
             f"ignored: expected a list of parameter names, got the string {ignored!r}; use [{ignored!r}]"
         )
     left_out = frozenset(ignored) | frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    return _trainable(module, left_out)
+    return trainable_specs(module, left_out)
 
 
-def trainable_specs(module: nn.Module) -> tuple[ParamSpec, ...]:
-    """All trainable parameters of a module, those too that DDP is told to leave alone.
+def trainable_specs(module: nn.Module, left_out: frozenset[str] = frozenset()) -> tuple[ParamSpec, ...]:
+    """All trainable parameters of a module but some, those too that DDP is told to leave alone.
 
     Args:
         module: its parameters may be meta or fake tensors.
+        left_out: names of those to leave out, as DDP matches them.
 
     Returns:
         One spec for each parameter, named and ordered as by `specs_from_module`.
     """
-    return _trainable(module, frozenset())
-
-
-def _trainable(module: nn.Module, left_out: frozenset[str]) -> tuple[ParamSpec, ...]:
     names = {id(param): name for name, param in module.named_parameters()}
     specs: dict[int, ParamSpec] = {}
     for qualified_name, owner, param in _owned_parameters(module):

@@ -6,12 +6,11 @@ stay as they were.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import copyreg
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -138,7 +137,7 @@ def _trace(
         return regions.with_read_tracking(planned, gm.forward)
 
     step = torch.compile(_Traced(fake), backend=backend, **_isolated())  # type: ignore[call-overload]
-    with mode, private_dynamo(), torch.inference_mode(mode=False), torch.enable_grad():
+    with mode, private_dynamo():
         try:
             step(*fake_inputs, **fake_kwargs)
         except Exception as error:
@@ -209,10 +208,7 @@ def _isolated() -> dict[str, bool]:
     return {name: True} if name in inspect.signature(torch.compile).parameters else {}
 
 
-@contextlib.contextmanager
-def private_dynamo() -> Iterator[None]:
-    """Let this trace neither meet nor leave limits and settings of the caller's own compilations."""
-    with torch._dynamo.config.patch(
-        optimize_ddp=False, recompile_limit=2**16, accumulated_recompile_limit=2**16
-    ):
-        yield
+def private_dynamo() -> Any:
+    """A context whose traces neither meet nor leave limits and settings of the caller's own compilations."""
+    patch_settings: Any = torch._dynamo.config.patch
+    return patch_settings(optimize_ddp=False, recompile_limit=2**16, accumulated_recompile_limit=2**16)

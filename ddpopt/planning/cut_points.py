@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import fx
@@ -28,7 +29,6 @@ from ddpopt.graph.effects import (
     written_storages,
 )
 from ddpopt.graph.nodes import (
-    SOURCES,
     body_nodes,
     example_value,
     is_uncrossable_number,
@@ -63,6 +63,12 @@ class Body:
         self.nodes = body_nodes(graph)
         self.position = {node: index for index, node in enumerate(self.nodes)}
         self.written = {key: index for index, node in enumerate(self.nodes) for key in written_storages(node)}
+
+    @cached_property
+    def made(self) -> dict[int, int]:
+        """For each storage, the place of the first node that has it; -1 if it is given to the graph."""
+        nodes = reversed(self.graph.nodes)
+        return {key: self.position.get(node, -1) for node in nodes for key in storages(node)}
 
     def last_use(self, node: fx.Node) -> int:
         """Position of the last reader of a node; after the last node if the graph returns it."""
@@ -177,16 +183,12 @@ def _redescribed(body: Body) -> Iterator[Span]:
     be described to another segment.
     """
     redescribed = {key: node for node in body.nodes if redescribes(node) for key in storages(node)}
-    if not redescribed:
-        return
-    first: dict[int, int] = {}
     last: dict[int, int] = {}
-    for node in body.graph.nodes:
-        for key in (key for key in storages(node) if key in redescribed):
-            first.setdefault(key, body.position.get(node, -1))
+    for node in body.graph.nodes if redescribed else ():
+        for key in storages(node):
             last[key] = max(last.get(key, -1), body.last_use(node))
     for key, node in redescribed.items():
-        yield Span(first[key] + 1, last[key], f"{node.name!r} changes what a tensor is in place")
+        yield Span(body.made[key] + 1, last[key], f"{node.name!r} changes what a tensor is in place")
 
 
 def _taken_again(body: Body) -> Iterator[Span]:
@@ -276,10 +278,7 @@ def _read_before_a_write(body: Body) -> Iterator[Span]:
         return
     uncopied = _uncopied(body.graph, body.written)
     unseen = {key for node in body.nodes if writes_unseen(node) for key in written_storages(node)}
-    made = {key: -1 for node in body.graph.nodes if node.op in SOURCES for key in storages(node)}
     for index, node in enumerate(body.nodes):
-        for key in storages(node):
-            made.setdefault(key, index)
         late = [key for key in read_storages(node) if index < body.written.get(key, -1)]
         kept = written_storages(node) if isinstance(node.target, HigherOrderOperator) else ()
         for key in (key for key in late if key in kept):
@@ -289,9 +288,9 @@ def _read_before_a_write(body: Body) -> Iterator[Span]:
             if key in uncopied or (key in unseen and requires_grad(example_value(node))):
                 why = f"what {node.name!r} reads is written to later, and no copy could take its place here"
                 yield Span(index + 1, body.written[key], why)
-            if made[key] >= 0:
+            if body.made[key] >= 0:
                 why = f"{node.name!r} reads what is written to later"
-                yield Span(made[key] + 1, body.written[key], why)
+                yield Span(body.made[key] + 1, body.written[key], why)
 
 
 def _uncopied(graph: fx.Graph, mutated: Container[int]) -> set[int]:

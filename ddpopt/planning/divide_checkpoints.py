@@ -32,7 +32,6 @@ from ddpopt.graph.nodes import (
     is_uncrossable_number,
     module_like,
     operands,
-    storages,
 )
 from ddpopt.graph.rewriting import Argument, Copies, copy_body, returned, rewritten
 from ddpopt.graph.state import State, states
@@ -109,9 +108,8 @@ def _undivided(body: Body) -> Iterator[Span]:
     sizes = (isinstance(example_value(node), torch.SymInt) for node in body.nodes)
     numbers = map(operator.or_, sizes, map(is_uncrossable_number, body.nodes))
     yield Span(0, sum(itertools.takewhile(bool, numbers)), "what reads these numbers computes them again")
-    made = {key: body.position.get(n, -1) for n in reversed(body.graph.nodes) for key in storages(n)}
     for key, last in body.written.items():
-        yield Span(made[key] + 1, last, "a piece would write to what an earlier one recomputes and keeps")
+        yield Span(body.made[key] + 1, last, "a piece would write to what an earlier one keeps")
     taken: dict[fx.Node, None] = {}
     for node in filter(is_uncrossable_number, body.nodes):
         if not _is_made_of_numbers(node) or not taken.keys().isdisjoint(node.all_input_nodes):

@@ -166,17 +166,14 @@ def _trace(node: fx.Node, state: State) -> fx.GraphModule | None:
 @contextlib.contextmanager
 def _settings(state: State) -> Iterator[None]:
     """Autocast as in `state`; each node that reads a weight casts it again."""
-    cached = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        with contextlib.ExitStack() as stack:
-            for span in state.autocast:
-                device, dtype, enabled, _ = span.args
-                stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))  # type: ignore[arg-type]
-            stack.enter_context(torch.enable_grad())
-            yield
-    finally:
-        torch.set_autocast_cache_enabled(cached)
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+        torch.set_autocast_cache_enabled(False)
+        for span in state.autocast:
+            device, dtype, enabled, _ = span.args
+            stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))  # type: ignore[arg-type]
+        stack.enter_context(torch.enable_grad())
+        yield
 
 
 def _separates_weights(node: fx.Node, traced: fx.GraphModule) -> bool:

@@ -65,15 +65,6 @@ class Broken(Net):
         return out
 
 
-class Noise(Net):
-    """Dropout after every layer."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = nn.functional.dropout(layer(x), 0.5, self.training)
-        return x
-
-
 def seeded(factory: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return factory()
@@ -152,24 +143,17 @@ every_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 
 
 @every_way
-def test_each_way_in_cuts_at_the_buckets_and_has_ddp_follow(way: Wrap) -> None:
-    ddp, recorder = ddp_of(), Recorder()
-    step(way(ddp, recorder), ddp, rows())
+def test_each_way_in_cuts_at_the_buckets_has_ddp_follow_and_trains_as_in_eager(way: Wrap) -> None:
+    eager, ddp, recorder = ddp_of(), ddp_of(), Recorder()
+    call = way(ddp, recorder)
+    for seed in range(3):
+        assert same(step(call, ddp, rows(seed=seed)), step(eager, eager, rows(seed=seed)))
     plan = plan_in_force(ddp)
     assert layers_of(plan) == FOUR_LAYERS
     assert [segment.params for segment in plan.segments] == [
         (f"layers.{i}.weight", f"layers.{i}.bias") for i in range(4)
     ]
     assert recorder.calls == 2  # the first layer, whose input needs no gradient; and three twins
-
-
-@every_way
-def test_each_way_in_trains_as_eager_ddp_does_bit_by_bit(way: Wrap) -> None:
-    eager, ddp = ddp_of(Noise), ddp_of(Noise)
-    call = way(ddp, "aot_eager")
-    for seed in range(3):
-        x = rows(seed=seed)
-        assert same(step(call, ddp, x), step(eager, eager, x))
 
 
 def test_the_entry_point_compiles_with_inductor() -> None:

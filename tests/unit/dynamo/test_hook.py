@@ -10,6 +10,7 @@ from torch._dynamo import convert_frame
 from torch._dynamo.backends import distributed
 from torch._dynamo.backends.distributed import DDPOptimizer
 
+import ddpopt
 import ddpopt.dynamo.backend
 from ddpopt.dynamo import hook
 
@@ -73,6 +74,9 @@ def test_ddpopts_own_backends_are_never_split_by_torch_and_others_are_left_to_it
     assert built(own).compile_fn is own
     assert type(built(backend)) is DDPOptimizer
     assert type(built("inductor")) is DDPOptimizer
+    with ddpopt.replacing_ddp_optimizer():
+        assert built(own).compile_fn is own
+        assert built(backend).compile_fn.compiler is backend
 
 
 def test_with_the_last_backend_of_ddpopts_the_hook_is_gone() -> None:

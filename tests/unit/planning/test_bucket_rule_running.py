@@ -115,7 +115,6 @@ ROWS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "default cap": (linears, {}),
     "cap below every parameter": (linears, {"bucket_cap_mb": 1e-6}),
     "cap list beside a cap": (linears, {"bucket_cap_mb": 9, "bucket_cap_mb_list": [1, 3, 0.5]}),
-    "cap list": (linears, {"bucket_cap_mb_list": [0.5, 0.25, 0.125]}),
     "cap list and unused": (linears, {"bucket_cap_mb_list": [0.5, 0.25], "find_unused_parameters": True}),
     "cap list and static graph": (linears, {"bucket_cap_mb_list": [0.5, 0.25], "static_graph": True}),
     "default cap and unused": (RootParameters, {"find_unused_parameters": True}),

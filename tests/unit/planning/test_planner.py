@@ -150,24 +150,12 @@ def test_a_given_bucket_waits_for_those_before_it() -> None:
     assert cuts(plan) == ["n1"]
 
 
-@pytest.mark.parametrize("sizes", [(100, 100, 100), (50, 60, 30, 60, 20), (10, 200, 10), (40, 60, 59, 40)])
-def test_with_one_parameter_a_node_our_buckets_are_ddps(sizes: tuple[int, ...]) -> None:
-    given = chain(*sizes)
-    ready = [u.spec for u in reversed(given.params)]
-    by_ddp = [" ".join(ready[i].name for i in bucket) for bucket in rebuilt_buckets(ready, CAP_100)]
-    assert buckets(plan_graph(given, CAP_100)) == by_ddp
-
-
 # ------------------------------------------------------------------------------------- repeated blocks
 
 
 def layers(count: int, *sizes: int) -> GraphFacts:
     """`count` equal layers with one node for each size, between parameters that no layer has."""
     return chain(3, *(sizes * count), 7, 8)
-
-
-def distinct(bucket_sizes: Sequence[Sequence[int]]) -> int:
-    return len({tuple(sizes) for sizes in bucket_sizes})
 
 
 def test_a_nearly_full_bucket_closes_where_a_repeated_block_ends() -> None:
@@ -184,20 +172,22 @@ def test_a_bucket_below_nine_tenths_of_the_limit_waits_for_the_next_block() -> N
     assert {bucket.nbytes for bucket in plan_graph(layers(8, 54, 15, 20), CAP_100).buckets[1:-1]} != {89}
 
 
+def by_ddps_rule(given: GraphFacts) -> list[tuple[ParamSpec, ...]]:
+    ready = [u.spec for u in reversed(given.params)]
+    return [tuple(ready[i] for i in bucket) for bucket in rebuilt_buckets(ready, CAP_100)]
+
+
 def test_ends_of_blocks_leave_few_distinct_segments() -> None:
     given = layers(24, 60, 15, 20)
     size = {u.spec.name: u.spec.nbytes for u in given.params}
-    ready = [u.spec for u in reversed(given.params)]
-    by_rule = [[ready[i].nbytes for i in bucket] for bucket in rebuilt_buckets(ready, CAP_100)]
-    ours = [[size[name] for name in bucket.params] for bucket in plan_graph(given, CAP_100).buckets]
-    assert distinct(ours) == 3 < distinct(by_rule)
+    ours = {tuple(size[name] for name in bucket.params) for bucket in plan_graph(given, CAP_100).buckets}
+    assert len(ours) == 3 < len({tuple(spec.nbytes for spec in bucket) for bucket in by_ddps_rule(given)})
 
 
-def test_what_only_looks_like_a_few_blocks_keeps_ddps_own_rule() -> None:
-    few = layers(3, 60, 15, 20)
-    ready = [u.spec for u in reversed(few.params)]
-    by_ddp = [" ".join(ready[i].name for i in bucket) for bucket in rebuilt_buckets(ready, CAP_100)]
-    assert buckets(plan_graph(few, CAP_100)) == by_ddp
+@pytest.mark.parametrize("given", [chain(50, 60, 30, 60, 20), chain(40, 60, 59, 40), layers(3, 60, 15, 20)])
+def test_without_many_blocks_our_buckets_are_ddps(given: GraphFacts) -> None:
+    by_ddp = [" ".join(spec.name for spec in bucket) for bucket in by_ddps_rule(given)]
+    assert buckets(plan_graph(given, CAP_100)) == by_ddp
 
 
 def atoms(count: int, *sizes: int) -> GraphFacts:

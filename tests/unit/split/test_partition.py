@@ -271,16 +271,6 @@ def test_symbols_in_the_shapes_of_a_segments_inputs_are_inputs_too() -> None:
     assert kinds[0] == "SymInt"
 
 
-def test_a_symbolic_float_is_computed_again_where_it_is_read() -> None:
-    # AOTAutograd takes no symbolic float as an input of a graph with a backward
-    (graph,) = graphs_of("dynamic_float")
-    places = possible_cuts(graph.gm)
-    stitched = cut(graph.gm, *places)
-    for index in range(len(places) + 1):
-        for node in segment(stitched, index).graph.find_nodes(op="placeholder"):
-            assert not isinstance(node.meta["example_value"], torch.SymFloat)
-
-
 def test_what_is_computed_again_is_so_in_front_of_a_transform_that_reads_it() -> None:
     def function(model: Model, x: Tensor) -> Tensor:
         value = model.layers[0](x)
