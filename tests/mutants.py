@@ -233,7 +233,7 @@ def _give_instead(again: fx.Node, node: fx.Node, former: fx.Node, latter: fx.Nod
 
 def switched(stitched: fx.GraphModule) -> Iterator[Edit]:
     for node in steps(stitched):
-        for enabled in (True, False):
+        for enabled in (False, True):
             yield partial(_add_after, node, partial(node.graph.call_function, GRAD, (enabled,)))
 
 

@@ -107,7 +107,7 @@ def all_parameters(self: Layout, inputs: Any, index: int) -> list[Any]:
 LAYOUT_OF, ENTER, REBUILD = Layout.of, partition._enter, partition._rebuild
 WITHIN = ("what draws or writes runs early", "what writes runs late", "two nodes are swapped")
 """Mutants that take segments of several nodes."""
-UNSEEN = ("a segment is given a copy", "a source is lost")
+UNSEEN = ("a segment is given a copy", "a segment is not given what it does not read", "a source is lost")
 """Mutants that mostly change nothing in a drawn graph; the unit tests of the proof have them."""
 MADE = {mutant.name: edited(mutant) for mutant in MUTANTS if mutant.name not in UNSEEN}
 ANYWHERE: dict[str, Bug] = {
