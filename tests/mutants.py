@@ -233,7 +233,7 @@ def _give_instead(again: fx.Node, node: fx.Node, former: fx.Node, latter: fx.Nod
 
 def switched(stitched: fx.GraphModule) -> Iterator[Edit]:
     for node in steps(stitched):
-        for enabled in (True, False):
+        for enabled in (False, True):
             yield partial(_add_after, node, partial(node.graph.call_function, GRAD, (enabled,)))
 
 
@@ -371,7 +371,7 @@ def inputs_in_another_order(stitched: fx.GraphModule) -> Iterator[Edit]:
 
 
 def input_with_a_default(stitched: fx.GraphModule) -> Iterator[Edit]:
-    for node in stitched.graph.find_nodes(op="placeholder"):
+    for node in reversed(stitched.graph.find_nodes(op="placeholder")):
         yield partial(setattr, node, "args", (None,))
 
 
@@ -439,6 +439,10 @@ def _pass_through(
         _add_after(given[-1], partial(given[-1].graph.placeholder, "next_to_it"))
         given[-1].next.meta = dict(source.meta)
         call.args = (*call.args, source)
+
+
+def all_at_once(edits: Edits) -> Edits:
+    return lambda stitched: iter([lambda: [edit() for edit in [*edits(stitched)]]])
 
 
 def rounded(value: torch.Tensor) -> torch.Tensor:
@@ -522,6 +526,7 @@ MUTANTS = (
     Mutant("outputs are others", other_outputs, unseen=True),
     Mutant("a segment is given a detached value", through("detach")),
     Mutant("a segment is given a copy", through("clone")),
+    Mutant("segments are given copies", all_at_once(through("clone"))),
     Mutant("a segment is given a copy that is written back", through("clone", back=0)),
     Mutant("a segment is given a copy that is written back too late", through("clone", back=1)),
     Mutant("a segment is given a copy that is made too early", through("clone", early=True)),

@@ -85,7 +85,7 @@ def steps_passing_gradient(original: Original) -> dict[str, None]:
     for step in reversed(program.steps):
         term = original.terms[step.name]
         if detaches(step.node):
-            detached.update(leaf for value in step.written for leaf in leaves(value))
+            detached.update(step.written)
             continue
         if not _is_trained(original, term, detached):
             continue
@@ -97,7 +97,7 @@ def steps_passing_gradient(original: Original) -> dict[str, None]:
             continue
         if reaches or _writes_what_is_seen(original, step, seen, detached):
             passing[step.name] = None
-            seen.update(_storages(original, (*step.args, *step.kwargs.values())))
+            seen.update(_storages(original, step.given))
     return passing
 
 
@@ -129,8 +129,7 @@ def earliest_readers(
 
 def given_back(original: Original, step: Step) -> dict[int, torch.Tensor]:
     """By identity, the tensors that a step was given and returns as they are; none if it writes to any."""
-    given = (leaf for term in (*step.args, *step.kwargs.values()) for leaf in leaves(term))
-    known = {id(tensor) for leaf in given for tensor in tensors_in(original.example(leaf))}
+    known = {id(tensor) for leaf in step.given for tensor in tensors_in(original.example(leaf))}
     own = tensors_in(original.example(original.terms[step.name]))
     back = {id(tensor): tensor for tensor in own if id(tensor) in known}
     return {} if back and step.written else back
@@ -143,8 +142,7 @@ def _is_trained(original: Original, term: Term, detached: Set[Term]) -> bool:
 
 def _writes_what_is_seen(original: Original, step: Step, seen: Set[int], detached: Set[Term]) -> bool:
     """Whether a step writes to what requires grad and lies in storages that are seen, or in none."""
-    values = (leaf for value in step.written for leaf in leaves(value))
-    for leaf in (value for value in values if isinstance(value, (Made, Item, Held))):
+    for leaf in (value for value in step.written if isinstance(value, (Made, Item, Held))):
         own = set(_storages(original, [leaf]))
         if _is_trained(original, leaf, detached) and (not own or not own.isdisjoint(seen)):
             return True

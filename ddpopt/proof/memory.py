@@ -102,7 +102,7 @@ def values_cross_as_they_are_described(evidence: Evidence) -> Iterator[str]:
         for leaf in leaves(crossing.term):
             first.setdefault(leaf, crossing)
     for step in evidence.stitched.steps:
-        for leaf in (leaf for value in step.written for leaf in leaves(value) if redescribes(step.node)):
+        for leaf in step.written if redescribes(step.node) else ():
             if leaf in first and first[leaf].segment <= step.segment and isinstance(leaf, (Made, Item)):
                 where = f"segment {first[leaf].segment}, input {first[leaf].node.name}"
                 yield f"{where}: is described as it is after {step.name}, which changes it in place"
@@ -146,7 +146,7 @@ def _written_families(original: Original) -> dict[Hashable, str]:
     """Each storage that the steps write to, with the first name that they write it by."""
     found: dict[Hashable, str] = {}
     for step in original.program.steps:
-        for leaf in (leaf for value in step.written for leaf in leaves(value)):
+        for leaf in step.written:
             for family in _families(original, leaf):
                 found.setdefault(family, show(leaf))
     return found
@@ -155,7 +155,7 @@ def _written_families(original: Original) -> dict[Hashable, str]:
 def _redescribed(original: Original) -> set[Term]:
     """The values that a step reshapes or detaches in place."""
     steps = (step for step in original.program.steps if redescribes(step.node))
-    return {leaf for step in steps for value in step.written for leaf in leaves(value)}
+    return {leaf for step in steps for leaf in step.written}
 
 
 def _severed(original: Original) -> set[Term]:
@@ -165,8 +165,7 @@ def _severed(original: Original) -> set[Term]:
         if step.state.grad_mode and not found:
             continue
         value = original.terms[step.name]
-        read = [_maker(leaf) for term in (*step.args, *step.kwargs.values()) for leaf in leaves(term)]
-        if not found.isdisjoint(read):
+        if not found.isdisjoint(map(_maker, step.given)):
             severs = True
         else:
             back = given_back(original, step)
@@ -184,10 +183,15 @@ def _maker(term: Term) -> Term:
     return term if isinstance(term, Made) else None
 
 
+def _made_and_read(original: Original, step: Step) -> tuple[set[Hashable], set[Hashable]]:
+    """The storages of what a step makes, and those of its arguments."""
+    made = set(_families(original, original.terms[step.name]))
+    return made, {family for term in step.given for family in _families(original, term)}
+
+
 def _is_view(original: Original, step: Step) -> bool:
     """Whether a step writes to nothing and makes nothing that its arguments do not hold already."""
-    made = set(_families(original, original.terms[step.name]))
-    read = {f for term in (*step.args, *step.kwargs.values()) for f in _families(original, term)}
+    made, read = _made_and_read(original, step)
     return bool(made) and made <= read and not step.written
 
 
@@ -195,8 +199,7 @@ def _may_repeat(original: Original, step: Step, watched: Mapping[Hashable, str])
     """Whether a step may be taken again: a view of its arguments, or a symbol, that no write can change."""
     if step.written or step.node.op == "call_module" or isinstance(step.callee, HigherOrderOperator):
         return False
-    made = set(_families(original, original.terms[step.name]))
-    read = {f for term in (*step.args, *step.kwargs.values()) for f in _families(original, term)}
+    made, read = _made_and_read(original, step)
     if made:
         return made <= read and (read - made).isdisjoint(watched)
     symbolic = isinstance(original.example(original.terms[step.name]), SYMBOLIC)
@@ -218,7 +221,7 @@ def _read_with_gradient(evidence: Evidence) -> dict[tuple[int, Term], str]:
         if step.name not in evidence.passing:
             continue
         back = None if step.state.grad_mode else given_back(evidence.original, step)
-        for leaf in (leaf for term in (*step.args, *step.kwargs.values()) for leaf in leaves(term)):
+        for leaf in step.given:
             passes = back is None or any(id(t) in back for t in tensors_in(evidence.original.example(leaf)))
             if isinstance(leaf, (Made, Item)) and passes:
                 found.setdefault((step.segment, leaf), step.name)

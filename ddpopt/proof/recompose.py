@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from ddpopt.proof.steps import Crossing, OpenSpan, Original, Program, ProgramState, Step, example_of, value_on
-from ddpopt.proof.terms import ABSENT, Copy, Group, Held, Item, Made, Term, Unknown, group, leaves, show
+from ddpopt.proof.terms import ABSENT, Copy, Group, Held, Item, Made, Term, Unknown, group, show
 
 # torch 2.11 to 2.13: how Dynamo writes `torch.autocast` and `torch.no_grad` into its graphs.
 ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
@@ -294,8 +294,7 @@ def _handed_back(nodes: Mapping[str, fx.Node], step: Step) -> Term:
     value = value_on(step.node)
     if not isinstance(value, torch.Tensor):
         return ABSENT
-    arguments = (leaf for argument in step.written for leaf in leaves(argument))
-    return next((leaf for leaf in arguments if example_of(nodes, leaf) is value), ABSENT)
+    return next((leaf for leaf in step.written if example_of(nodes, leaf) is value), ABSENT)
 
 
 def _read_attribute(module: fx.GraphModule, node: fx.Node) -> Term:

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from ddpopt.graph.effects import mutated_inputs
-from ddpopt.proof.terms import ABSENT, Copy, Held, Item, Made, Term
+from ddpopt.proof.terms import ABSENT, Copy, Held, Item, Made, Term, leaves
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 """Numbers that tracing has only a symbol for."""
@@ -52,8 +52,13 @@ class Step:
 
     @property
     def written(self) -> tuple[Term, ...]:
-        """The values that it may write to."""
-        return tuple(self.reads[node] for node in mutated_inputs(self.node))
+        """The values that it may write to; no groups of them."""
+        return tuple(leaf for node in mutated_inputs(self.node) for leaf in leaves(self.reads[node]))
+
+    @property
+    def given(self) -> tuple[Term, ...]:
+        """The values that it is called with; no groups of them."""
+        return tuple(leaf for term in (*self.args, *self.kwargs.values()) for leaf in leaves(term))
 
     @property
     def name(self) -> str:

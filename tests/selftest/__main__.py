@@ -11,7 +11,6 @@ from ddpopt.judge.trials import Started
 from tests.selftest.clean_runs import clean_runs
 from tests.selftest.faults import FAULTS
 from tests.selftest.self_test import SelfTest, self_test
-from tests.selftest.text import self_test_text
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
         return error.exit_code
     if given.json:
         given.json.write_text(f"{result.to_json()}\n", encoding="utf-8")
-    sys.stdout.write(f"{self_test_text(result)}\n")
+    sys.stdout.write(f"{result}\n")
     return 0 if result else 1
 
 

@@ -62,6 +62,22 @@ class SelfTest:
         data["clean"] = json.loads(self.clean.to_json())
         return json.dumps(data, indent=2)
 
+    def __str__(self) -> str:
+        """Say who found which fault and what went wrong, and count faults and clean runs."""
+        faults = [f"{f.layer}: {f.fault}: {f.complaint or ', '.join(f.by)}" for f in self.found]
+        left_out = [f"left out, for it is rounding on so many ranks: {name}" for name in self.left_out]
+        unclean = [trial for trial in self.clean.trials if trial.status is not Status.OK]
+        caught = sum(bool(found.by) for found in self.found)
+        return "\n".join(
+            [
+                *faults,
+                *left_out,
+                *(f"{t.name}: {t.status}: {t.reason or t.findings[0].message}" for t in unclean),
+                f"{caught} of {len(self.found)} faults found on {self.world_size} ranks",
+                f"{self.clean_runs} of {len(self.clean.trials)} clean runs raised nothing",
+            ]
+        )
+
     @property
     def clean_runs(self) -> int:
         """How many clean runs ended, with nothing found."""

@@ -140,7 +140,7 @@ def reshaped_in_place(m: Model, x: Tensor) -> Tensor:
     y = m.layers[0](x) * 1
     view = y.view(4, 3)
     view.t_()
-    out: Tensor = m.layers[2](m.layers[1](view)) * view
+    out: Tensor = m.layers[2](m.layers[1](view).tanh())
     return out
 
 
@@ -167,7 +167,7 @@ def written_everywhere(m: Model, x: Tensor, count: Tensor) -> Tensor:
     count.add_(1)
     y = m.layers[0](x) + count
     row = count[0]
-    y = m.layers[1](y) * row
+    y = m.layers[1](y) + row
     count.add_(1)
     out: Tensor = m.layers[2](y) + row
     count.add_(1)

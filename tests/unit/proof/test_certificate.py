@@ -255,7 +255,7 @@ balance: segment 0: expected no autocast and grad mode on after it, found autoca
 aliases: segment 2, input v3_1: is one tensor with input b3, and add_ writes to it
 descriptions: segment 1, input view_1: is described as it is after t_, which changes it in place
 copies: segment 0, input l_args_0_: is detached, but y sends gradient to it
-severed views: segment 1, input turned_1: is a view that was taken without gradient
+severed views: output: float_2.clone() is a copy
 symbols: segment 2, input linear_1: no input binds the symbol s33
 planned nodes: segment 1: expected y_1, found _exit_autocast
 planned cuts: cut 0: expected before y_1, found before _exit_autocast

@@ -162,6 +162,20 @@ def test_a_clean_run_that_is_not_ok_and_a_fault_that_nobody_found_fail_the_self_
     assert not whole(complaint=True)
 
 
+def test_the_text_names_who_found_what_and_all_that_went_wrong() -> None:
+    found = (*whole().found, *whole(complaint=True).found)
+    impossible = replace(impossible_trial("tied"), reason="no GPU")
+    result = replace(whole(ok_trial(), impossible), found=found, left_out=("one ULP",))
+    assert str(result).splitlines() == [
+        "compiled code: a gradient is zeroed: L0",
+        "compiled code: a gradient is zeroed: not found: nothing was said of it",
+        "left out, for it is rounding on so many ranks: one ULP",
+        "tied: eager / mixed: not possible: no GPU",
+        "1 of 2 faults found on 2 ranks",
+        "1 of 2 clean runs raised nothing",
+    ]
+
+
 @pytest.mark.parametrize(("complaint", "code"), [(False, 0), (True, 1)])
 def test_the_command_runs_the_faults_that_are_named_and_exits_with_the_result(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, complaint: bool, code: int
