@@ -116,6 +116,13 @@ def with_second_sending(change: Callable[[list[Collective]], list[Collective]]) 
     return changed
 
 
+def other_count(evidence: Evidence) -> Evidence:
+    def counting(record: Record, count: int) -> Record:
+        return changed_step(record, state={**record.steps[1].state, "count": torch.tensor(count)})
+
+    return replace(evidence, got=counting(evidence.got, 4), eager=counting(evidence.eager, 3))
+
+
 def turned(plan: Plan | None) -> Plan:
     assert plan is not None
     return replace(plan, buckets=plan.buckets[::-1])
@@ -140,6 +147,7 @@ MUTANTS: dict[str, dict[str, Change]] = {
     "parameters and buffers of eager DDP's form, integers equal": {
         "a parameter of another form": with_more("state", NAME, torch.zeros(1)),
         "a buffer more": with_more("state", "new", torch.zeros(1)),
+        "another count": other_count,
     },
     "the random generator as after eager's step": {
         "random numbers drawn": lambda e: with_step(random=e.got.steps[1].random.flip(0))(e),
