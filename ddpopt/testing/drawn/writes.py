@@ -62,8 +62,8 @@ WAYS: Mapping[str, tuple[int, Mapping[str, str], tuple[str, ...]]] = {
 }
 """For each block its rate, the lines that it may write, and what else it brings.
 
-The lines may name ``{y}``, a value of rows, which they may replace; ``{z}``, another layer; ``{t}``, what they
-write to; ``{u}``, a buffer for a variance; ``{ids}``, rows of ``{t}``; and what is in `DEFINITIONS`.
+The lines may name ``{y}``, a value of rows, which they may replace; ``{z}``, another layer; ``{t}``, what
+they write to; ``{u}``, a buffer for a variance; ``{ids}``, rows of ``{t}``; and what is in `DEFINITIONS`.
 """
 
 
