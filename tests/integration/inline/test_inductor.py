@@ -14,6 +14,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch 
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
+from ddpopt.ddp.ready_hooks import ReadyHooks
 from ddpopt.inline import inductor
 from ddpopt.inline.handover import COPIED, LATE, TAKEN, Call
 
@@ -134,9 +135,17 @@ def test_memory_is_taken_only_where_generated_code_is_done_with_it(
 
 def test_a_late_gradient_takes_the_usual_way(received: dict[int, tuple[int, int]], monkeypatch: Any) -> None:
     monkeypatch.setattr("ddpopt.inline.lowering._is_read_after", lambda *_: True)
+    handed, hand_over = list[Tensor](), ReadyHooks.hand_over
+
+    def noted(hooks: ReadyHooks, place: int, parameter: Tensor, *others: Any) -> None:
+        handed.append(parameter)
+        hand_over(hooks, place, parameter, *others)
+
+    monkeypatch.setattr(ReadyHooks, "hand_over", noted)
     with fresh_cache():
         (net,) = assert_trained_as_eager(("a gradient of its own",))
     assert received[id(net.watched)][0] == LATE
+    assert not any(parameter is net.watched for parameter in handed)
 
 
 class SharedGradient(nn.Module):
