@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from torch._dynamo.utils import counters
 from ddpopt.cases.case import Case, step_seed
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.errors import UsageError
+from ddpopt.judge.compare import raw_bytes
 from ddpopt.judge.judging.record import Record, Step
 from ddpopt.judge.modes import Mode
 from ddpopt.judge.parallel import Gradients, Named, Parallel, Setup
@@ -178,7 +180,9 @@ def _evaluate(trainer: Trainer) -> None:
                 seen = trainer.extras | trainer.sight.after_step()
                 sharing |= trainer.sight.memory()[0]
             seen |= trainer.sight.settings(trainer.place.device)
-            seen["list of changed parameters"] = ", ".join(_changed(trainer, before)) or "none"
+            seen["list of what it changed"] = ", ".join(_changed(trainer, before)) or "none"
+            drawn = random_state(trainer.place.device)
+            seen["state of torch's generators"] = hashlib.blake2b(raw_bytes(drawn), digest_size=8).hexdigest()
             for what, value in seen.items():
                 is_of_inference = isinstance(value, Tensor) and value.is_inference()
                 # a tensor of inference mode may not be used outside of it
@@ -190,12 +194,12 @@ def _evaluate(trainer: Trainer) -> None:
 
 
 def _changed(trainer: Trainer, before: Named) -> Iterator[str]:
-    """Names of parameters that are not as they were: in value, form or gradient."""
+    """Names of parameters and buffers that are not as they were: in value, form or gradient."""
     now = trainer.state()
-    trained = trainer.gradients()
-    for name in trainer.record.steps[-1].gradients:
-        is_as_before = form_of(now[name]) == form_of(before[name]) and torch.equal(now[name], before[name])
-        if not is_as_before or trained.get(name, now[name]) is not None:
+    gradients = trainer.gradients()
+    for name, tensor in before.items():
+        is_as_before = form_of(now[name]) == form_of(tensor) and torch.equal(now[name], tensor)
+        if not is_as_before or gradients.get(name) is not None:
             yield name
 
 

@@ -291,7 +291,8 @@ class Sight:
     def settings(self, device: torch.device) -> dict[str, str]:
         """Tell what code may leave switched, and which generators besides torch's have been drawn from."""
         training = sorted({part.training for model in self._models.values() for part in model.modules()})
-        autocast, dtype = torch.is_autocast_enabled(device.type), torch.get_default_dtype()
+        kind, dtype = device.type, torch.get_default_dtype()
+        autocast = f"{torch.is_autocast_enabled(kind)} to {torch.get_autocast_dtype(kind)}"
         words = f"gradients {torch.is_grad_enabled()}, autocast {autocast}, default {dtype}"
         now = _generators()
         drawn = ", ".join(name for name, state in self._generators.items() if now[name] != state)
