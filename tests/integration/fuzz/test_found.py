@@ -98,9 +98,27 @@ BASE_AND_VIEW = DrawnModel(
 )
 
 
+INPUT_ALONE = DrawnModel(
+    steps=(
+        step("empty"),
+        step("write_late"),
+        step("statistics", by="torch", read="saved", body=(step("bfloat16_linear", 5),)),
+        step("activation", 1),
+        step("linear"),
+    ),
+    takes="dict",
+    leaves="trained",
+    width=4,
+    cap_bytes=1,
+)
+
+
+@pytest.mark.parametrize("model", [BASE_AND_VIEW, INPUT_ALONE], ids=["next to a view", "only to an input"])
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
-def test_what_crosses_beside_a_view_of_it_is_known_to_be_summed_in_another_order(ranks: Ranks) -> None:
-    answers = examine(ranks, task_of(BASE_AND_VIEW, OURS, Setting("aot_eager")), lambda _: None)
+def test_what_leads_to_a_value_read_in_several_segments_is_known_to_be_summed_in_another_order(
+    model: DrawnModel, ranks: Ranks
+) -> None:
+    answers = examine(ranks, task_of(model, OURS, Setting("aot_eager")), lambda _: None)
     assert [(answer.mode, answer.kind) for answer in answers] == [(name, Kind.OK) for name in OURS]
 
 
