@@ -189,6 +189,12 @@ def hooked_when_saved(call: Any, ddp: DistributedDataParallel) -> int:
     return sum(seen)
 
 
+def autocast_in_backward_alone(call: Any, ddp: DistributedDataParallel) -> None:
+    total = loss(call(rows()))
+    with torch.autocast("cpu", torch.bfloat16):
+        backward(total)
+
+
 def changed_since_the_forward(call: Any, ddp: DistributedDataParallel) -> None:
     total = loss(call(rows()))
     scale = ddp.get_parameter("module.scale")
@@ -219,6 +225,7 @@ def raising_in_the_loss(call: Any, ddp: DistributedDataParallel) -> str:
         (recomputed_and_kept, Net, without("layers.1.weight")),
         (saved_elsewhere, Net, ALL),
         (hooked_when_saved, Scaling, ["scale", *ALL]),
+        (autocast_in_backward_alone, Net, ALL),
         (changed_since_the_forward, Scaling, ["scale", *ALL]),
         (raising_in_the_loss, Net, []),
     ],
