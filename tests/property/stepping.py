@@ -87,8 +87,11 @@ class Run:
         seen: what the last forward returned.
     """
 
-    def __init__(self, drawn: DrawnModel, wrap: Wrap, group: ProcessGroup | None = None) -> None:
+    def __init__(
+        self, drawn: DrawnModel, wrap: Wrap, group: ProcessGroup | None = None, **options: bool
+    ) -> None:
         self.wrap = wrap
+        self._options = options
         self.group = group or dist.group.WORLD
         self._program = drawn.program
         self.model = self._program.model()
@@ -99,7 +102,7 @@ class Run:
     def rewrap(self) -> None:
         """Wrap the module anew, as after a change of what is trained."""
         self.ddp = DistributedDataParallel(
-            self.model, process_group=self.group, **self._program.module.DDP_KWARGS
+            self.model, process_group=self.group, **self._program.module.DDP_KWARGS | self._options
         )
         self._call = self.wrap(self.ddp)
         trained = [param for param in self.model.parameters() if param.requires_grad]

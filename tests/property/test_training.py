@@ -49,14 +49,19 @@ GRAPHS_OF_A_SHAPE = 4
 class Training(RuleBasedStateMachine):
     """An eager DDP module and a compiled one, which are told the same."""
 
-    @initialize(drawn=models(features=FEATURES, max_steps=3), strategy=st.sampled_from(("split", "inline")))
-    def begin(self, drawn: DrawnModel, strategy: Strategy) -> None:
+    @initialize(
+        drawn=models(features=FEATURES, max_steps=3),
+        strategy=st.sampled_from(("split", "inline")),
+        as_view=st.booleans(),
+    )
+    def begin(self, drawn: DrawnModel, strategy: Strategy, as_view: bool) -> None:
         torch._dynamo.reset()
         counters.clear()
         # compiled code leaves out a dropout that nothing reads, and with it its numbers: one stands last
         drawn = replace(drawn, batches=(2, 3), steps=(*drawn.steps, step("dropout")))
         self.drawn, self.strategy = drawn, strategy
-        self.runs = [Run(drawn, wrap) for wrap in (eager, compiled(strategy))]
+        wraps = (eager, compiled(strategy))
+        self.runs = [Run(drawn, wrap, gradient_as_bucket_view=as_view) for wrap in wraps]
         self.step_number = 0
         self.saved: list[tuple[Any, Any]] = []
         self.wraps = 1
@@ -99,6 +104,18 @@ class Training(RuleBasedStateMachine):
     def zero_grad(self, set_to_none: bool) -> None:
         for run in self.runs:
             run.optimizer.zero_grad(set_to_none=set_to_none)
+
+    @precondition(lambda self: not self.pending)
+    @rule()
+    def put_gradients_aside(self) -> None:
+        """Gradients are kept during another iteration and put back: by then they may be views of a bucket."""
+        kept = [[parameter.grad for parameter in run.model.parameters()] for run in self.runs]
+        for run in self.runs:
+            run.optimizer.zero_grad()
+        self.iterate()
+        for run, gradients in zip(self.runs, kept, strict=True):
+            for parameter, gradient in zip(run.model.parameters(), gradients, strict=True):
+                parameter.grad = gradient
 
     @precondition(lambda self: not self.pending)
     @rule(training=st.booleans())
@@ -183,6 +200,8 @@ TestTraining.settings = settings(share(0.05), stateful_step_count=16)
 SCRIPT: tuple[tuple[str, dict[str, Any]], ...] = (
     ("forward", {"synchronised": False}),
     ("backward", {}),
+    ("put_gradients_aside", {}),
+    ("put_gradients_aside", {}),
     ("register_again", {"place": 0}),
     ("forward", {"synchronised": True}),
     ("backward", {}),
@@ -209,12 +228,12 @@ SCRIPT: tuple[tuple[str, dict[str, Any]], ...] = (
 LAYERS = DrawnModel(steps=(step("linear"), step("batch_norm"), step("linear"), step("linear")))
 
 
-@settings(max_examples=2, database=None, deadline=None)
-@given(st.sampled_from(("split", "inline")))
-def test_a_sequence_of_every_rule(strategy: Strategy) -> None:
+@settings(max_examples=4, database=None, deadline=None)
+@given(st.sampled_from(("split", "inline")), st.booleans())
+def test_a_sequence_of_every_rule(strategy: Strategy, as_view: bool) -> None:
     machine = Training()
     assert {name for name, _ in SCRIPT} == {each.function.__name__ for each in machine.rules}
-    machine.begin(LAYERS, strategy)
+    machine.begin(LAYERS, strategy, as_view)
     for name, arguments in SCRIPT:
         getattr(machine, name)(**arguments)
         machine.both_are_in_the_same_state()
