@@ -201,6 +201,8 @@ SCRIPT: tuple[tuple[str, dict[str, Any]], ...] = (
     ("forward", {"synchronised": False}),
     ("backward", {}),
     ("put_gradients_aside", {}),
+    ("forward", {"synchronised": False}),
+    ("backward", {}),
     ("put_gradients_aside", {}),
     ("register_again", {"place": 0}),
     ("forward", {"synchronised": True}),
