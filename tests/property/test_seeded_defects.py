@@ -13,9 +13,8 @@ from ddpopt.fuzz.examine import examine
 from ddpopt.fuzz.questions import Kind, Setting
 from ddpopt.fuzz.stream import Source
 from ddpopt.judge.trials import quickly
-from ddpopt.ranks.group import Ranks, joined
+from ddpopt.ranks.group import Ranks, joined, one_rank
 from ddpopt.testing.drawn import DrawnModel
-from tests.multigpu.single import single_rank
 from tests.selftest.defects import DEFECTS, Defect
 from tests.selftest.sites import Site
 
@@ -27,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    with single_rank(), joined(timeout_s=60) as made, quickly():
+    with one_rank(), joined(timeout_s=60) as made, quickly():
         yield made
 
 

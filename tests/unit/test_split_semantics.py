@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import ddpopt
+from ddpopt.ranks.group import one_rank
 from ddpopt.testing.drawn import BLOCKS, DrawnModel, step
-from tests.multigpu.single import single_rank
 from tests.property import stepping
 
 WIDTH = 8
@@ -22,7 +22,7 @@ CAP = WIDTH * WIDTH * 4 / 2**20
 
 @pytest.fixture(scope="module", autouse=True)
 def alone() -> Iterator[None]:
-    with single_rank():
+    with one_rank():
         yield
     torch._dynamo.reset()
 

@@ -19,9 +19,8 @@ from ddpopt.fuzz.examine import examine
 from ddpopt.fuzz.questions import Answer, Kind, Setting
 from ddpopt.fuzz.signatures import ROUNDING, Signature
 from ddpopt.judge.judging.reference import Bench
-from ddpopt.ranks.group import Ranks, joined
+from ddpopt.ranks.group import Ranks, joined, one_rank
 from ddpopt.testing.drawn import DrawnModel, step
-from tests.multigpu.single import single_rank
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
 FAILURE = Signature("error", "AssertionError", "distributed.py in __init__")
@@ -36,7 +35,7 @@ CASE = FoundCase(
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    with single_rank(), joined(timeout_s=60) as made:
+    with one_rank(), joined(timeout_s=60) as made:
         yield made
 
 

@@ -16,10 +16,9 @@ from ddpopt.fuzz.scripting import GRAPHS, script_of
 from ddpopt.fuzz.signatures import ROUNDING, Signature
 from ddpopt.judge.locating.reproduction import shows
 from ddpopt.judge.trials import quickly
-from ddpopt.ranks.group import Ranks, joined
+from ddpopt.ranks.group import Ranks, joined, one_rank
 from ddpopt.testing.drawn import DrawnModel, Step, step
 from tests.found import FOLDER, fails_undivided, found_cases
-from tests.multigpu.single import single_rank
 
 OURS = ("ddpopt-split", "ddpopt-inline")
 
@@ -30,7 +29,7 @@ def each(cases: Sequence[FoundCase]) -> pytest.MarkDecorator:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    with single_rank(), joined(timeout_s=60) as made, quickly():
+    with one_rank(), joined(timeout_s=60) as made, quickly():
         yield made
 
 

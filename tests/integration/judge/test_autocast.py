@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ddpopt.cases.case import Case
 from ddpopt.judge.runner import verify_here
-from tests.multigpu.single import single_rank
+from ddpopt.ranks.group import one_rank
 
 
 class Block(nn.Module):
@@ -49,6 +49,6 @@ def case_of(model: type[Block]) -> Case:
 @pytest.mark.parametrize(("model", "exit_code"), [(Block, 0), (Wrong, 1)])
 def test_roundings_that_a_compiler_leaves_out_are_no_fault(model: type[Block], exit_code: int) -> None:
     torch._dynamo.reset()
-    with single_rank():
+    with one_rank():
         verdict = verify_here(case_of(model), mode="whole", backend="inductor", steps=2)
     assert verdict.exit_code == exit_code, verdict.findings

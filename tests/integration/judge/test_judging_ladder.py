@@ -24,8 +24,7 @@ from ddpopt.judge.modes import mode
 from ddpopt.judge.options import option
 from ddpopt.judge.parallel import Parallel
 from ddpopt.judge.verdict import Status
-from ddpopt.ranks.group import joined
-from tests.multigpu.single import single_rank
+from ddpopt.ranks.group import joined, one_rank
 
 NAME = "layers.1.weight"
 OTHER = "layers.0.bias"
@@ -35,7 +34,7 @@ NORMED = CASES[2]
 @pytest.fixture(scope="module")
 def clipped() -> Iterator[Reference]:
     """Eager runs of a model with buffers, whose gradients are clipped."""
-    with single_rank(), joined() as ranks:
+    with one_rank(), joined() as ranks:
         bench = Bench(Subject(NORMED, option("clipping"), 2, ranks.device), ranks)
         reference = Reference.make(bench)
         assert reference is not None

@@ -23,8 +23,7 @@ from ddpopt.judge.option_cases import set_extra
 from ddpopt.judge.options import option
 from ddpopt.judge.trainer import Option
 from ddpopt.planning.plan import Plan
-from ddpopt.ranks.group import Ranks, joined
-from tests.multigpu.single import single_rank
+from ddpopt.ranks.group import Ranks, joined, one_rank
 
 CAP = {"bucket_cap_mb": 1e-4}
 
@@ -96,7 +95,7 @@ CASE = Case(
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    with single_rank(), joined() as found:
+    with one_rank(), joined() as found:
         yield found
 
 

@@ -19,13 +19,12 @@ from ddpopt.judge.modes import mode
 from ddpopt.judge.options import option
 from ddpopt.judge.trials import Asked, Settings, run_trials
 from ddpopt.judge.verdict import Status
-from ddpopt.ranks.group import Ranks, joined
-from tests.multigpu.single import single_rank
+from ddpopt.ranks.group import Ranks, joined, one_rank
 
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    with single_rank(), joined() as found:
+    with one_rank(), joined() as found:
         yield found
 
 

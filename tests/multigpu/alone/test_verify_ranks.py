@@ -22,10 +22,9 @@ import torch.distributed as dist
 from ddpopt.errors import InfrastructureError, UsageError
 from ddpopt.ranks.environment import environment_of_no_rank
 from ddpopt.ranks.failures import Kind, RankFailure, RanksFailed
-from ddpopt.ranks.group import Ranks, joined, under_torchrun
+from ddpopt.ranks.group import Ranks, joined, one_rank, under_torchrun
 from ddpopt.ranks.marked import marked
 from ddpopt.ranks.pool import LAST_WORDS_S, PATIENCE_S, Pool, launch
-from tests.multigpu.single import single_rank
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -477,7 +476,7 @@ def test_an_exception_is_written_before_the_group_is_left(
 def test_a_process_group_that_exists_is_used_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[object] = []
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch replaces it when it makes a group
-    with single_rank():
+    with one_rank():
         with joined(on_event=heard.append) as ranks, ranks.limited(AMPLE_S, "nothing"):
             assert (ranks.rank, ranks.size, ranks.backend, ranks.device.type) == (0, 1, "gloo", "cpu")
             assert ranks.gather("a") == ["a"]

@@ -16,8 +16,7 @@ from ddpopt.judge.modes import mode
 from ddpopt.judge.options import option
 from ddpopt.observation.observe import Collective
 from ddpopt.planning.plan import Plan
-from ddpopt.ranks.group import joined
-from tests.multigpu.single import single_rank
+from ddpopt.ranks.group import joined, one_rank
 
 Change = Callable[[Evidence], Evidence]
 NAME = "layers.1.weight"
@@ -26,7 +25,7 @@ NAME = "layers.1.weight"
 @pytest.fixture(scope="module")
 def right() -> Iterator[Evidence]:
     """A run of inline, and what eager DDP did."""
-    with single_rank(), joined() as ranks:
+    with one_rank(), joined() as ranks:
         bench = Bench(Subject(CASES[0], option("default"), 3, ranks.device), ranks)
         eager, got = bench.run(mode("eager"), None), bench.run(mode("ddpopt-inline"), "eager")
         assert eager is not None

@@ -14,13 +14,12 @@ from ddpopt.judge.option_steps import _KEPT as KEPT
 from ddpopt.judge.option_steps import LATE
 from ddpopt.judge.options import option
 from ddpopt.observation.launches import Launch, LaunchMode
-from ddpopt.ranks.group import Ranks, joined
-from tests.multigpu.single import single_rank
+from ddpopt.ranks.group import Ranks, joined, one_rank
 
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    with single_rank(), joined() as ranks:
+    with one_rank(), joined() as ranks:
         yield ranks
 
 
