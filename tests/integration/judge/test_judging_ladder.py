@@ -113,7 +113,7 @@ DAMAGE = {
     "final": ({"L0"}, {"L2"}, {"L2"}, FINAL + NAME),
     "loss": ({"L0"}, {"L0"}, {"L2"}, LOSS),
     "norm": ({"L0"}, {"L2"}, {"L2"}, SEEN + "norm"),
-    "norm.running_mean": ({"L0"}, {"L0"}, {"L2"}, "buffer norm.running_mean"),
+    "between.running_mean": ({"L0"}, {"L0"}, {"L2"}, "buffer between.running_mean"),
     NAME: ({"L0"}, {"L0"}, {"L0"}, PARAMETER + NAME),
 }
 
@@ -183,14 +183,14 @@ def test_nan_in_eager_is_named_and_asked_for_in_the_same_places(clipped: Referen
 
 def test_without_ddp_buffers_are_compared_on_the_first_rank_and_named_on_others(clipped: Reference) -> None:
     state = clipped.again.steps[1].state
-    buffer = "norm.running_mean"
+    buffer = "between.running_mean"
     record = changed(clipped.again, state={**state, buffer: next_up(state[buffer])})
     assert wrong_of(climb(clipped, record, how="manual")) == {("L0", f"buffer {buffer}")}
     bench = bench_like(clipped.bench, rank=1)
     peers = [*clipped.eager_peers, *clipped.eager_peers]
     sheet = climb(standing_in(clipped, bench=bench, eager_peers=peers), record, how="manual")
     assert wrong_of(sheet) == set()
-    assert set(sheet.about[OTHER_BUFFERS]) == {"buffer norm.running_mean", "buffer norm.running_var"}
+    assert set(sheet.about[OTHER_BUFFERS]) == {"buffer between.running_mean", "buffer between.running_var"}
 
 
 def evaluating(record: Record, factor: float) -> Record:
@@ -212,8 +212,10 @@ def test_what_saw_buffers_that_only_ddp_broadcasts_is_compared_on_the_first_rank
     clipped: Reference, rank: int, how: str, buffers: bytes, left_out: bool
 ) -> None:
     states = clipped.eager_peers[0].states
-    first = replace(clipped.eager_peers[0], states=({**states[0], "norm.running_mean": b"same"}, states[1]))
-    other = replace(first, states=({**states[0], "norm.running_mean": buffers}, states[1]))
+    first = replace(
+        clipped.eager_peers[0], states=({**states[0], "between.running_mean": b"same"}, states[1])
+    )
+    other = replace(first, states=({**states[0], "between.running_mean": buffers}, states[1]))
     bench = bench_like(clipped.bench, rank=rank)
     peers = [first, other] if rank else [other, first]
     reference = standing_in(clipped, eager=evaluating(clipped.eager, 1), bench=bench, eager_peers=peers)
@@ -282,7 +284,7 @@ def test_a_trial_names_every_number_of_the_last_step(clipped: Reference) -> None
     last = left_behind(clipped.eager.moments[1]).keys() | left_behind(clipped.eager.moments[2]).keys()
     assert {seen.parameter for seen in trial.measured} == last
     assert {plain(seen.parameter) for seen in trial.measured} >= set(clipped.eager.steps[1].state) - {
-        "norm.num_batches_tracked"
+        "between.num_batches_tracked"
     }
 
 
