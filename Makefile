@@ -22,8 +22,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TEST_STAMP := $(VENV)/.installed-$(TORCH_VERSION)-test
 DEV_STAMP := $(VENV)/.installed-$(TORCH_VERSION)-dev
 # One run, so one summary. conftest.py has one worker run all tests that start ranks; meanwhile the others run the
-# rest. Eight workers are enough: each holds a torch in memory.
-ALL_CORES := -n auto --maxprocesses 8
+# rest. Eight workers are enough: each holds a torch in memory. One that crashes ends the run: xdist waits for it.
+ALL_CORES := -n auto --maxprocesses 8 --max-worker-restart 0
 BENCHMARKS := planning compile step alignment
 # Those that read the clock; what they timed is kept for `python -m pyperf compare_to` as well.
 TIMED := planning compile step
