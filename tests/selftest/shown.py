@@ -89,6 +89,11 @@ def in_evaluation(trainer: Trainer) -> bool:
     return not torch.is_grad_enabled()
 
 
+def in_no_grad(trainer: Trainer) -> bool:
+    """In the evaluations that come before the one under inference mode."""
+    return in_evaluation(trainer) and not torch.is_inference_mode_enabled()
+
+
 def in_inference(trainer: Trainer) -> bool:
     """Under inference mode alone."""
     return torch.is_inference_mode_enabled()
@@ -318,11 +323,11 @@ FAULTS: dict[str, tuple[str, Tamper]] = {
     ),
     "a draw of random numbers in evaluation": (
         "L3",
-        during_call(lambda _: torch.rand(1), in_evaluation),
+        during_call(lambda _: torch.rand(1), in_no_grad),
     ),
     "a buffer in evaluation": (
         "L0",
-        during_call(lambda t: next(t.parallel.model.buffers()).add_(1), in_evaluation),
+        during_call(lambda t: next(t.parallel.model.buffers()).add_(1), in_no_grad),
     ),
     "whether a model trains": ("L3", on_model(lambda model: model.norm.eval())),
 }

@@ -158,3 +158,14 @@ def test_an_output_that_is_an_input_has_one_gradient_under_the_inputs_name() -> 
         found = sight.after_step()
         assert f"{GRADIENT_OF}input 0" in found
         assert sight.memory()[1] == ()
+
+
+def test_what_code_leaves_autocast_switched_to_is_told() -> None:
+    sight, device = Sight((), {}), torch.device("cpu")
+    before, dtype = sight.settings(device), torch.get_autocast_dtype("cpu")
+    try:
+        torch.set_autocast_dtype("cpu", torch.float16)
+        assert sight.settings(device) != before
+    finally:
+        torch.set_autocast_dtype("cpu", dtype)
+    assert sight.settings(device) == before
