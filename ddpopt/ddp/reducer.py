@@ -180,12 +180,14 @@ def install(ddp: DistributedDataParallel, plan: Plan) -> None:
 @contextlib.contextmanager
 def _own_gradients(ddp: Any, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
     """Until DDP has rebuilt its buckets, gradients stay where they are: a new reducer would move them."""
-    gradients = [None if ddp._has_rebuilt_buckets else parameter.grad for parameter in parameters]
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = parameter.grad if gradient is None else None
-    yield
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = parameter.grad if gradient is None else gradient
+    moved = [] if ddp._has_rebuilt_buckets else [(parameter, parameter.grad) for parameter in parameters]
+    for parameter, _ in moved:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in moved:
+            parameter.grad = gradient
 
 
 def _reducer_arguments(ddp: Any, plan: Plan, names: Sequence[str]) -> dict[str, Any]:

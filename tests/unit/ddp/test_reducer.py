@@ -155,3 +155,16 @@ def test_gradients_become_views_of_their_buckets_when_ddps_own_do(arguments: dic
         return seen
 
     torch.testing.assert_close(story(is_planned=True), story(is_planned=False))
+
+
+def test_gradients_outlive_a_reducer_that_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise ZeroDivisionError
+
+    ddp = towers()
+    step(ddp)
+    before = [parameter.grad for parameter in ddp.parameters()]
+    monkeypatch.setattr("ddpopt.ddp.reducer.PlannedReducer", refuse)
+    with pytest.raises(ZeroDivisionError):
+        install(ddp, arbitrary_plan(ddp, 0))
+    assert all(p.grad is gradient for p, gradient in zip(ddp.parameters(), before, strict=True))
