@@ -225,7 +225,7 @@ DEFECTS: tuple[Defect, ...] = (
         "what a checkpointed region keeps is written to in another segment",
         "ddpopt-split",
         regions_cut_apart,
-        _written("written_inside", "checkpoints"),
+        _written("kept_and_written", "checkpoints"),
         ("run",),
         r"clamp_\(max=1\.0\)",
     ),

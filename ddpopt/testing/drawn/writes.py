@@ -49,6 +49,8 @@ INSIDE = {
     "operator": "shrink({t})",
     "checkpoint": "def inside(x):\n    {t}.fill_(0.5)\n    return x.tanh()\n"
     "{y} = checkpoint(inside, {y}, use_reentrant=False)",
+}
+KEPT = {
     "checkpoints": "def inside(x):\n    {t}.clamp_(max=1.0)\n    return x * {t}.mean()\n"
     "{y} = {z}(checkpoint(inside, {y}, use_reentrant=False))\n"
     "{y} = checkpoint(inside, {y}, use_reentrant=False)",
@@ -56,7 +58,8 @@ INSIDE = {
 WAYS: Mapping[str, tuple[int, Mapping[str, str], tuple[str, ...]]] = {
     "written": (8, METHODS, ()),
     "written_by_function": (6, FUNCTIONS, ()),
-    "statistics": (4, STATISTICS, ("norm",)),
+    "kept_and_written": (3, KEPT, ()),
+    "statistics": (6, STATISTICS, ("norm",)),
     "looked_up": (3, LOOKUPS, ("embedding",)),
     "written_inside": (6, INSIDE, ()),
 }
@@ -106,6 +109,8 @@ for _name, (_rate, _ways, _features) in WAYS.items():
     }
     if _ways is STATISTICS:
         _options["read"]["saved"] = None
+    if _ways is KEPT:  # a view that is returned holds all together, whatever the checkpoints keep
+        del _options["read"]["returned"]
     _block = register_block(
         "view-and-write", *_features, name=_name, options=_options, body="any", pure=False, rate=_rate
     )
