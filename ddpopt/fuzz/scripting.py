@@ -77,10 +77,8 @@ def script_of(case: FoundCase, name: str) -> str:
     if alone:
         given |= {
             "mode_of_ddp": case.owner_mode,
-            "call": "make_inputs",
             "ddp_kwargs": dict(case.model.program.module.DDP_KWARGS),
             "learning_rate": LEARNING_RATE,
-            "dtype": "",
             "exact": not samples,
             "samples": samples,
             **factors(),

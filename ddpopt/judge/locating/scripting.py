@@ -1,124 +1,138 @@
-"""Writing scripts that show a difference: the segment alone, the model, or the data-parallel step.
+"""Writing a script that shows a difference: the guilty segment alone, or the data-parallel step.
 
-A segment's script needs torch alone; a model's imports what the target imports, and ddpopt only where the
-target is a case. Invariant: a script says how to run it, and judges as `ddpopt.judge.compare` does.
+A segment's script needs torch alone, and judges as `ddpopt.judge.compare` does; the other one asks
+`ddpopt.verify` again. Invariant: a script says how to run it, and what stays on disk is the first that showed
+the difference in a fresh interpreter, or else the last one.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import platform
 import re
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
-from ddpopt.cases.case import Case
 from ddpopt.dynamo.backend import find_compiler
 from ddpopt.judge.judging.arithmetic import CREDIBLE, centred_factor, tail_factor
 from ddpopt.judge.judging.rounding import SAMPLES
 from ddpopt.judge.locating.known import Blamed
-from ddpopt.judge.locating.reproduction import REACHED, Draft, command_of
-from ddpopt.judge.locating.rungs import Question, Stage
+from ddpopt.judge.locating.reproduction import REACHED, command_of, shows
+from ddpopt.judge.locating.rungs import Question, Stage, Symptom
 from ddpopt.judge.modes import LOCAL
-from ddpopt.judge.training import LEARNING_RATE
 
-PLAIN_DDP = ("torch", "whole")
-"""Modes that are DDP and torch.compile, and nothing else."""
+SCRIPTS = "judge/locating/scripts"
+DOES = {"died": "takes the process down ({})", "run": "fails where eager runs"}
+"""How a layer differs; all else is numbers, or structure."""
 
 
 @dataclass(frozen=True)
-class Author:
-    """Writes scripts about one trial.
+class Draft:
+    """A script that is yet to be tried.
 
     Attributes:
-        question: the trial.
-        script: where they are to stand.
+        kind: what it runs.
+        text: its source code.
+        death: name of the signal or exit code of which its process dies, if that is the difference.
     """
 
-    question: Question
-    script: Path
+    kind: str
+    text: str
+    death: str = ""
 
-    @property
-    def _module(self) -> str:
-        """Where the target stands; empty for a case of the corpus."""
-        return self.question.target.partition(":")[0] if ":" in self.question.target else ""
 
-    def drafts(self, stage: Stage, blamed: Blamed) -> list[Draft]:
-        """Write every script that may show it, the smallest first.
+@dataclass(frozen=True)
+class Written:
+    """What is on disk.
 
-        Args:
-            stage: the lowest rung that disagrees.
-            blamed: what has to be compiled for it.
+    Attributes:
+        script: name of the file; empty if none was written.
+        reproduces: whether it showed the difference in a fresh interpreter.
+        note: what a reader should know of it.
+    """
 
-        Returns:
-            At least one draft.
-        """
-        found: list[Draft] = []
-        if blamed.code is not None:
-            alone = "the segment alone, without DDP and without ddpopt"
-            if drawn := blamed.code.drawn():
-                found.append(Draft(alone, self._text("segment.jinja", stage, blamed, "", drawn=drawn)))
-            text = self._text("segment.jinja", stage, blamed, self._module, drawn={})
-            found.append(Draft(alone, text, blamed.code.arguments))
-        if stage.mode in (LOCAL.name, *PLAIN_DDP) and self.question.option == "default":
-            found.append(self._of_model(stage, blamed))
-        if stage.mode != LOCAL.name or not found:
-            text = self._text("verify.jinja", stage, blamed, self._module)
-            found.append(Draft("the data-parallel step", text, ranks=stage.ranks))
-        return [replace(draft, death=blamed.death) for draft in found]
+    script: str = ""
+    reproduces: bool = False
+    note: str = ""
 
-    def _of_model(self, stage: Stage, blamed: Blamed) -> Draft:
-        is_made, with_ddp = _is_made_by_factory(self.question.target), stage.mode in PLAIN_DDP
-        text = self._text(
-            "model.jinja",
-            stage,
-            blamed,
-            self._module,
-            call=is_made,
-            mode_of_ddp=stage.mode if with_ddp else "",
-            learning_rate=LEARNING_RATE,
-        )
-        kind = "the model under DDP" if with_ddp else "the model, without DDP"
-        return Draft(f"{kind}{', without ddpopt' if is_made else ''}", text, ranks=stage.ranks)
 
-    def _text(self, template: str, stage: Stage, blamed: Blamed, module: str, **more: Any) -> str:
-        """Fill a template of a script that imports a module of the target's."""
-        question, registering = self.question, _module_of_backend(stage.backend)
-        roots = [_root(each, self.script) for each in (registering, module) if each]
-        name = question.backend.partition(":")[2] if ":" in stage.backend else ""
-        given = {
-            "headline": _headline(stage, blamed),
-            "question": question,
-            "stage": stage,
-            "code": blamed.code,
-            "symptom": blamed.kind,
-            "exact": blamed.exact,
-            "samples": blamed.samples,
-            "death": blamed.death,
-            "reached": REACHED,
-            "platform": platform,
-            "torch_version": torch.__version__,
-            "is_alone": stage.mode == LOCAL.name,
-            "compiler": name or repr(stage.backend),
-            "name": name,
-            "registering": registering,
-            "module": module,
-            "folders": [root for root in dict.fromkeys(roots) if root],
-            "steps": question.steps,
-            "dtype": f"torch.{question.dtype}" if question.dtype else "",
-            "ddp_kwargs": dict(question.ddp_kwargs),
-            "ranks": stage.ranks,
-            "command": f"'{command_of(stage.ranks)} {self.script.name}'",
-        }
-        return rendered(template, given | factors() | more)
+def write(script: Path, drafts: Sequence[Draft], time_left: Callable[[], float]) -> Written:
+    """Write the first draft that shows the difference.
+
+    Args:
+        script: where to.
+        drafts: in order of preference.
+        time_left: how much time is left for trying, in seconds.
+
+    Returns:
+        What is on disk now.
+
+    Raises:
+        OSError: a script cannot be written, or no process can be started.
+    """
+    written = Written()
+    for draft in drafts:
+        script.write_text(draft.text, encoding="utf-8")
+        written = Written(script.name, note=f"the script runs {draft.kind}")
+        if time_left() <= 0:
+            return Written(script.name, note=f"{written.note}; no time was left to run it")
+        if shows(script, 1, time_left(), death=draft.death):
+            return Written(script.name, True, written.note)
+    return written
+
+
+def drafts_of(
+    question: Question, stage: Stage, symptom: Symptom, blamed: Blamed, layer: str, script: Path
+) -> list[Draft]:
+    """Write every script that may show a difference, the smallest first.
+
+    Args:
+        question: the trial.
+        stage: the lowest rung that disagrees.
+        symptom: how it does.
+        blamed: what has to be compiled for it.
+        layer: which layer is wrong, in words.
+        script: where they are to stand.
+    """
+    death = symptom.how if symptom.kind == "died" else ""
+    module, _, name = stage.backend.rpartition(":")
+    folder = Path.cwd()
+    given = {
+        "layer": layer,
+        "does": DOES.get(symptom.kind, "does not do what eager does").format(death),
+        "question": question,
+        "stage": stage,
+        "mode": question.mode if stage.mode == LOCAL.name else stage.mode,
+        "segments": blamed.segments,
+        "platform": platform,
+        "torch_version": torch.__version__,
+        "command": f"'{command_of(1)} {script.name}'",
+        "folder": "" if folder == script.absolute().parent else str(folder),
+        "module": module,
+        "compiler": name if module else repr(name),
+        "registering": "" if module or not name else _module_of(name),
+        "death": death,
+        "reached": REACHED,
+    }
+    found = []
+    if blamed.code is not None:
+        samples = not blamed.exact and symptom.kind not in ("died", "run")
+        alone = {"code": blamed.code, "symptom": symptom.kind, "exact": blamed.exact, "samples": samples}
+        text = rendered("segment.jinja", given | alone | factors())
+        found.append(Draft("the segment alone, without DDP and without ddpopt", text, death))
+    ranks = max(stage.ranks, question.rank + 1)  # the inputs of a rank take as many
+    text = rendered("verify.jinja", given | {"ranks": ranks})
+    return [*found, Draft(f"the data-parallel step, on {ranks} rank(s) that it starts", text)]
+
+
+def _module_of(backend: str) -> str:
+    """The module that brings a backend; empty for those that torch has."""
+    module = str(getattr(find_compiler(backend), "__module__", "torch"))
+    return "" if module.partition(".")[0] in ("torch", "ddpopt", "functools", "__main__") else module
 
 
 def factors() -> dict[str, float]:
@@ -131,60 +145,10 @@ def factors() -> dict[str, float]:
     }
 
 
-def _headline(stage: Stage, blamed: Blamed) -> str:
-    """The difference in one sentence, as the title of a report."""
-    what = "torch.compile" if stage.mode == LOCAL.name else f"The data-parallel mode {stage.mode}"
-    if stage.mode in PLAIN_DDP:
-        what = "torch.compile of a DDP module"
-    who = f"{what} with backend {stage.backend!r}" if stage.backend else what
-    return {
-        "died": f"{who} takes the process down ({blamed.death}).",
-        "run": f"{who} fails where eager runs.",
-    }.get(blamed.kind, f"{who} does not compute what eager computes.")
-
-
-def _is_made_by_factory(target: str) -> bool:
-    """Whether a function makes a model and its inputs; else the target is a case, or makes one."""
-    module, _, name = target.partition(":")
-    found = getattr(importlib.import_module(module), name, None) if name else None
-    if isinstance(found, Case) or not callable(found):
-        return False
-    with torch.random.fork_rng(devices=()):
-        return isinstance(found(), tuple)
-
-
-def _module_of_backend(backend: str) -> str:
-    """The module that brings a backend; empty for those that torch has."""
-    if not backend:
-        return ""
-    if ":" in backend:
-        return backend.partition(":")[0]
-    compiler: Any = find_compiler(backend)
-    while isinstance(compiler, partial):
-        compiler = compiler.func
-    module = str(getattr(compiler, "__module__", "torch"))
-    return "" if module.partition(".")[0] in ("torch", "ddpopt", "functools", "__main__") else module
-
-
-def _root(module: str, script: Path) -> str:
-    """The folder that has to be on the path for a module to be found; empty if it is found anyway."""
-    spec = importlib.util.find_spec(module.partition(".")[0])
-    places = [] if spec is None else [*(spec.submodule_search_locations or ()), spec.origin or ""]
-    if not places or not places[0] or spec is None:
-        return ""
-    root = Path(places[0]).absolute().parent
-    found_anyway = (
-        root == script.absolute().parent or str(root).startswith(sys.prefix) or module.startswith("ddpopt.")
-    )
-    return "" if found_anyway else str(root)
-
-
-def rendered(template: str, given: Mapping[str, Any], folder: str = "judge/locating/scripts") -> str:
-    """Fill a template of this package, or of another folder of ddpopt's that includes some of this one."""
+def rendered(template: str, given: Mapping[str, Any], *folders: str) -> str:
+    """Fill a template of this package, or of other folders of ddpopt's that include some of this one."""
     environment = Environment(
-        loader=ChoiceLoader(
-            [PackageLoader("ddpopt", each) for each in dict.fromkeys((folder, "judge/locating/scripts"))]
-        ),
+        loader=ChoiceLoader([PackageLoader("ddpopt", folder) for folder in (*folders, SCRIPTS)]),
         autoescape=False,  # these are programs, not pages
         undefined=StrictUndefined,
         trim_blocks=True,

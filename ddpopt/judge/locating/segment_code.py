@@ -1,15 +1,12 @@
-"""A part of a graph as source code that needs torch alone, and what was put into it.
+"""A part of a graph as source code that needs torch alone.
 
 The code is what `torch.fx.GraphModule.print_readable` writes, with the user's own lines as comments. What it
 cannot write (a function of the user's, a tensor or a module that the graph holds) makes a script that fails,
 and a script counts only once it has shown the difference in a fresh interpreter.
-
-Invariant: arguments are kept as they were before anything ran on them.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,53 +21,51 @@ class Code:
 
     Attributes:
         text: its class, ``Segment``; in it a class for each graph that it holds.
-        arguments: what was put into it, by the name of the parameter of ``forward``.
+        arguments: for each parameter of ``forward`` an expression that draws one of the form that it had.
     """
 
     text: str
-    arguments: dict[str, Any]
-
-    def drawn(self) -> dict[str, str]:
-        """Expressions that draw arguments of the same form; empty where torch cannot."""
-        found = {}
-        for name, value in self.arguments.items():
-            found[name] = repr(value)
-            if isinstance(value, Tensor):
-                if type(value) is not Tensor or value.layout is not torch.strided:
-                    return {}
-                form = f"{tuple(value.shape)}, {value.stride()}, {value.dtype}, {str(value.device)!r}"
-                found[name] = f"rand_strided({form}).requires_grad_({value.requires_grad})"
-        return found
+    arguments: dict[str, str]
 
 
 class Recorder:
-    """A compiler that compiles nothing, and keeps what it is given and what goes into that."""
+    """A compiler that compiles nothing, and keeps what it is given as source code.
+
+    Attributes:
+        codes: of each graph that ran; None where torch cannot draw an argument.
+    """
 
     def __init__(self) -> None:
-        self.parts: list[fx.GraphModule] = []
-        self.given: list[Any] = []
+        self.codes: list[Code | None] = []
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[object], **_: object) -> Callable[..., Any]:
-        """Keep a graph, and have it run as it is."""
-        del inputs
-        self.parts.append(gm)
+        """Have a graph run as it is, and write it down when it first does."""
+        del inputs  # of symbolic sizes, maybe
+        place = len(self.codes)
+        self.codes.append(None)
 
         def run(*arguments: Any) -> Any:
-            self.given = [_copied(value) if isinstance(value, Tensor) else value for value in arguments]
+            self.codes[place] = self.codes[place] or _code(gm, arguments)
             return gm(*arguments)
 
         return run
 
-    def code(self) -> Code | None:
-        """Write down what was kept; None if it is not one graph that ran."""
-        if len(self.parts) != 1 or not self.given:
-            return None
-        (part,) = self.parts
-        names = [str(node.target) for node in part.graph.find_nodes(op="placeholder")]
-        text = part.print_readable(print_output=False).replace("class GraphModule(", "class Segment(", 1)
-        return Code(text, dict(zip(names, self.given, strict=True)))
+
+def _code(gm: fx.GraphModule, arguments: Sequence[object]) -> Code | None:
+    if any(isinstance(one, Tensor) and not _is_plain(one) for one in arguments):
+        return None
+    names = [str(node.target) for node in gm.graph.find_nodes(op="placeholder")]
+    text = gm.print_readable(print_output=False).replace("class GraphModule(", "class Segment(", 1)
+    return Code(text, dict(zip(names, map(_drawn, arguments), strict=True)))
 
 
-def _copied(tensor: Tensor) -> Tensor:
-    """The same numbers in the same layout, as a leaf."""
-    return copy.deepcopy(tensor.detach()).requires_grad_(tensor.requires_grad)
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+
+
+def _drawn(argument: object) -> str:
+    """An expression that draws an argument of the same form."""
+    if not isinstance(argument, Tensor):
+        return repr(argument)
+    form = f"{tuple(argument.shape)}, {argument.stride()}, {argument.dtype}, {str(argument.device)!r}"
+    return f"rand_strided({form}).requires_grad_({argument.requires_grad})"
