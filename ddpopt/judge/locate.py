@@ -22,8 +22,9 @@ from ddpopt.cases.case import resolve
 from ddpopt.errors import InfrastructureError
 from ddpopt.judge.backends import backend_of
 from ddpopt.judge.locating.known import Known
+from ddpopt.judge.locating.reproduction import shows
 from ddpopt.judge.locating.rungs import Question, Stage, Symptom, stages_of
-from ddpopt.judge.locating.scripting import Written, drafts_of, write
+from ddpopt.judge.locating.scripting import script_of
 from ddpopt.judge.locating.search import search
 from ddpopt.judge.modes import LOCAL, mode
 from ddpopt.judge.trials import STEPS
@@ -32,9 +33,9 @@ from ddpopt.ranks.failures import RanksFailed
 from ddpopt.ranks.group import COLLECTIVE_LIMIT_S, joined, under_torchrun
 from ddpopt.ranks.pool import launch
 
-LIMIT_S = 120.0
+LIMIT_S = 180.0
 FOR_NARROWING = 0.55
-"""Share of the time after which no new choice of segments is tried: the rest is for scripts."""
+"""Share of the time after which no new choice of segments is tried: the rest is for the script."""
 FOR_RANKS = 0.7
 """Share of the time after which ranks are ended."""
 LAYERS = {
@@ -62,7 +63,7 @@ def locate(  # noqa: PLR0913  # what a trial does not say of the verification th
     Args:
         target: what was verified.
         trial: a trial of it that is wrong.
-        script: where to write the script that shows it; what it needs goes next to it, with ``.pt``.
+        script: where to write the script that shows it.
         nproc: on how many ranks the trial ran.
         steps: how many steps it took.
         dtype: in which it computed; None for the case's own.
@@ -109,20 +110,19 @@ def _located(
             layer = "none was found before the search ended"
         nothing = "no script was written, for there is nothing that it could show"
         return Location(tuple(known.rungs), layer, note="; ".join([*known.notes, nothing]))
-    layer = layer_of(known.stage, known.symptom)
+    layer, notes = layer_of(known.stage, known.symptom), [*known.notes, known.about_segments]
+    location = Location(tuple(known.rungs), layer, known.segments)
     try:
-        drafts = drafts_of(question, known.stage, known.symptom, known.blamed, layer, script)
-        written = write(script, drafts, left)
+        text = script_of(question, known.stage, known.symptom, known, layer, script, device)
+        script.write_text(text, encoding="utf-8")
+        location = replace(location, script=script.name)
+        if left() > 0:
+            location = replace(location, reproduces=shows(script, 1, left()))
+        else:
+            notes.append("no time was left to run the script")
     except OSError as error:
-        written = Written(note=f"no script could be written or run: {script}: {error.strerror or error}")
-    return Location(
-        rungs=tuple(known.rungs),
-        layer=layer,
-        segments=known.blamed.segments,
-        script=written.script,
-        reproduces=written.reproduces,
-        note="; ".join(note for note in (*known.notes, known.blamed.note, written.note) if note),
-    )
+        notes.append(f"no script could be written or run: {script}: {error.strerror or error}")
+    return replace(location, note="; ".join(filter(None, notes)))
 
 
 def _asked_of(trial: Trial, target: str, compiler: str, steps: int) -> Question:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 
 from ddpopt.judge.locating.pieces import EVERYTHING
 from ddpopt.judge.locating.rungs import Stage, Symptom
-from ddpopt.judge.locating.segment_code import Code
 from ddpopt.judge.verdict import Rung
 from ddpopt.ranks.failures import RankFailure
 
@@ -29,23 +28,6 @@ class Try:
     exact: bool | None = None
 
 
-@dataclass(frozen=True)
-class Blamed:
-    """What has to be compiled for the difference to appear.
-
-    Attributes:
-        segments: in words; empty where the difference appears though nothing is compiled.
-        code: the guilty part as source code; None if it has none.
-        exact: whether only a comparison bit by bit shows it.
-        note: what a reader should know.
-    """
-
-    segments: tuple[str, ...] = ()
-    code: Code | None = None
-    exact: bool = False
-    note: str = ""
-
-
 @dataclass
 class Known:
     """What is known so far.
@@ -56,8 +38,9 @@ class Known:
         symptom: how it does.
         trying: what is being tried.
         symptoms: how each try disagreed that was made when the stage was known; None for one that agreed.
-        blamed: what has to be compiled for it.
-        notes: what a reader should know.
+        segments: what has to be compiled for it, in words; empty if it appears though nothing is compiled.
+        about_segments: what a reader should know of them.
+        notes: what a reader should know of the search.
     """
 
     rungs: list[Rung] = field(default_factory=list)
@@ -65,7 +48,8 @@ class Known:
     symptom: Symptom | None = None
     trying: Try | None = None
     symptoms: dict[Try, Symptom | None] = field(default_factory=dict)
-    blamed: Blamed = field(default_factory=Blamed)
+    segments: tuple[str, ...] = ()
+    about_segments: str = ""
     notes: list[str] = field(default_factory=list)
 
     def hear(self, told: object) -> None:

@@ -21,16 +21,16 @@ from ddpopt.dynamo.backend import find_compiler
 from ddpopt.judge.backends import backend_of
 from ddpopt.judge.judge import judge
 from ddpopt.judge.judging.reference import Bench, Reference, Subject
-from ddpopt.judge.locating.known import Blamed, Known, Try
+from ddpopt.judge.locating.known import Known, Try
 from ddpopt.judge.locating.pieces import NOTHING, ChosenPieces
 from ddpopt.judge.locating.rungs import Question, Stage, Symptom, rung_of, symptom_of
-from ddpopt.judge.locating.segment_code import Recorder
 from ddpopt.judge.modes import LOCAL, mode
 from ddpopt.judge.options import option
 from ddpopt.judge.trials import Settings, quickly
 from ddpopt.judge.verdict import Trial
 from ddpopt.ranks.group import Ranks
 
+EARLY = "the search ended early: fewer segments may do"
 CUT_BY_MODE = ("torch", "ddpopt-split")
 """Modes that cut the graph themselves: their own segments are the pieces."""
 
@@ -78,8 +78,6 @@ class Search:
         self.until = until
         self.known = known
         self.listed: ChosenPieces | None = None
-        self.tries = 0
-        self.ended = True
 
     def climb(self, stages: Sequence[Stage]) -> None:
         """Try stages, from the lowest upwards, until one disagrees."""
@@ -96,55 +94,45 @@ class Search:
     def narrow(self, stage: Stage) -> None:
         """Find what has to be compiled for a stage to disagree, and tell it."""
         if not stage.backend:
-            self._blame(Blamed(note="nothing is compiled in this mode"))
+            self._blame("nothing is compiled in this mode")
             return
         whole = Try(stage, exact=False)  # as far as rounding goes; then, if that shows nothing, bit by bit
         if self._symptom(whole) is None:
             whole = replace(whole, exact=True)
         symptom, nothing = self._symptom(whole), replace(whole, part=NOTHING)
         if symptom is None:
-            note = "the difference did not appear again when pieces were about to be chosen"
-            self._blame(Blamed(note=note))
+            self._blame("the difference did not appear again when pieces were about to be chosen")
         elif (self.known.symptoms.get(nothing) or self._run(nothing)) == symptom or self.listed is None:
-            self._blame(Blamed(note="the difference appears though no piece is compiled"))
+            self._blame("the difference appears though no piece is compiled")
         else:
+            self._blame(EARLY, self.listed.described(whole.part))
             self._bisect(whole, self.listed)
 
     def _bisect(self, whole: Try, listed: ChosenPieces) -> None:
         """Find the first place where a part may end that shows it, then the last where it may begin."""
-        self._blame(self._blamed(whole, early=True))
-        ends = [*range(1, listed.count), sys.maxsize]
-        stop = ends[bisect_left(ends[:-1], True, key=lambda stop: self._shows(whole, range(stop)))]
-        starts = range(1, min(stop, listed.count))
-        start = bisect_left(starts, True, key=lambda start: not self._shows(whole, range(start, stop)))
-        blamed = self._blamed(part := replace(whole, part=range(start, stop)), early=not self.ended)
-        self._blame(blamed)
-        if whole.stage.ranks == 1:
-            recorder = Recorder()
-            self._trial(replace(part, exact=False), self._backend(part, recorder))
-            code = recorder.codes[0] if len(recorder.codes) == 1 else None
-            self._blame(replace(blamed, code=code))
 
-    def _shows(self, whole: Try, part: range) -> bool:
+        def shows(start: int, stop: int) -> bool:
+            return self._shows(whole, replace(whole, part=range(start, stop)))
+
+        ends = [*range(1, listed.count), sys.maxsize]
+        stop = ends[bisect_left(ends[:-1], True, key=lambda stop: shows(0, stop))]
+        starts = range(1, min(stop, listed.count))
+        start = bisect_left(starts, True, key=lambda start: not shows(start, stop))
+        if self._has_time():
+            self._blame("", self.listed.described(range(start, stop)) if self.listed else ())
+
+    def _shows(self, whole: Try, one: Try) -> bool:
         """Whether a part suffices, so that what is told was seen; after the time is over nothing does."""
-        one = replace(whole, part=part)
-        if one not in self.known.symptoms:
-            # asked of all ranks, so that they end together
-            self.ended = min(self.ranks.gather(self.until - time.monotonic())) > 0
-            if not self.ended:
-                return False
-            self.tries += 1
+        if one not in self.known.symptoms and not self._has_time():
+            return False
         shows = self._symptom(one) == self.known.symptoms[whole]
-        if shows:
-            self._blame(self._blamed(one, early=True))
+        if shows and self.listed is not None:
+            self._blame(EARLY, self.listed.described(one.part))
         return shows
 
-    def _blamed(self, one: Try, *, early: bool) -> Blamed:
-        notes = [f"the search ended early, after {self.tries} tries: fewer segments may do"] if early else []
-        if _cuts(one.stage) and one.stage.mode != LOCAL.name:
-            notes.append("the segments were cut for this search alone")
-        segments = self.listed.described(one.part) if self.listed else ()
-        return Blamed(segments, exact=bool(one.exact), note="; ".join(notes))
+    def _has_time(self) -> bool:
+        """Whether a new try may begin: asked of all ranks, so that they end together."""
+        return all(self.ranks.gather(time.monotonic() < self.until))
 
     def _symptom(self, one: Try) -> Symptom | None:
         """How a try disagrees."""
@@ -155,30 +143,23 @@ class Search:
         return symptoms[one]
 
     def _run(self, one: Try) -> Symptom | None:
-        backend = self._backend(one, find_compiler(backend_of(one.stage.backend)))
+        compiler = find_compiler(backend_of(one.stage.backend))
+        backend = ChosenPieces(compiler, one.part, cuts=one.stage.mode not in CUT_BY_MODE)
         symptom = symptom_of(self._trial(one, backend))
         if self.listed is None or symptom == self.known.symptom:
             self.listed = backend  # what compiled the guilty part knows the graphs best
         return symptom
-
-    def _backend(self, one: Try, compiler: Any) -> ChosenPieces:
-        return ChosenPieces(compiler, one.part, cuts=_cuts(one.stage))
 
     def _trial(self, one: Try, backend: Any) -> Trial:
         self._tell(one)
         own = LOCAL if one.stage.mode == LOCAL.name else mode(one.stage.mode)
         return judge(self.reference, own, backend, exact=one.exact)
 
-    def _blame(self, blamed: Blamed) -> None:
-        self.known.blamed = blamed
+    def _blame(self, about: str, segments: tuple[str, ...] = ()) -> None:
+        self.known.about_segments, self.known.segments = about, segments
         self._tell()
 
     def _tell(self, trying: Try | None = None) -> None:
         """Tell what is known, and what is about to be tried."""
         self.known.trying = trying
         self.ranks.emit(self.known)
-
-
-def _cuts(stage: Stage) -> bool:
-    """Whether graphs have to be cut for a search."""
-    return stage.mode not in CUT_BY_MODE

@@ -9,14 +9,12 @@ import pytest
 import torch.distributed as dist
 
 from ddpopt.judge.locate import layer_of
-from ddpopt.judge.locating.known import Blamed, Known, Try
+from ddpopt.judge.locating.known import Known, Try
 from ddpopt.judge.locating.rungs import Question, Stage, Symptom, stages_of
-from ddpopt.judge.locating.search import search
-from ddpopt.judge.locating.segment_code import Code
+from ddpopt.judge.locating.search import EARLY, search
 from ddpopt.ranks.group import joined
 
 MODULE = "tests.unit.miscompiled"
-APART = "the segments were cut for this search alone"
 
 Searching = Callable[..., Known]
 
@@ -43,7 +41,7 @@ def searching(one_rank_group: None, fresh_dynamo: None) -> Searching:
 
 
 def segments(known: Known) -> list[str]:
-    return [segment.partition(" (")[0] for segment in known.blamed.segments]
+    return [segment.partition(" (")[0] for segment in known.segments]
 
 
 def rungs(known: Known) -> dict[str, bool]:
@@ -51,35 +49,32 @@ def rungs(known: Known) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize(
-    ("target", "mode", "backend", "guilty", "note"),
+    ("target", "mode", "backend", "guilty"),
     [
-        ("stages", "local", "losing_bias", "graph 0, segments 2 to 3 of 8: linear", ""),
+        ("stages", "local", "losing_bias", "graph 0, segments 2 to 3 of 8: linear"),
         pytest.param(
-            *("stages", "local", "crossing_two", "graph 0, segments 1 to 5 of 8: relu", ""),
+            *("stages", "local", "crossing_two", "graph 0, segments 1 to 5 of 8: relu"),
             marks=pytest.mark.nightly,
         ),
         pytest.param(
-            *("stages", "local", "remembering", "graph 0, segments 3 to 5 of 8: sigmoid", ""),
+            *("stages", "local", "remembering", "graph 0, segments 3 to 5 of 8: sigmoid"),
             marks=pytest.mark.nightly,
         ),
-        ("stages", "local", "refusing_tanh", "graph 0, segment 5 of 8: tanh", ""),
-        ("short", "ddpopt-inline", "scaling_tanh", "graph 0, segment 1 of 2: tanh", APART),
+        ("stages", "local", "refusing_tanh", "graph 0, segment 5 of 8: tanh"),
+        ("short", "ddpopt-inline", "scaling_tanh", "graph 0, segment 1 of 2: tanh"),
     ],
 )
 def test_the_segments_that_a_backend_gets_wrong_are_found(
-    searching: Searching, target: str, mode: str, backend: str, guilty: str, note: str
+    searching: Searching, target: str, mode: str, backend: str, guilty: str
 ) -> None:
     known = searching(f"{MODULE}:{target}", "ddpopt-inline", backend, Stage(mode, backend))
-    assert segments(known) == [guilty]
-    assert isinstance(known.blamed.code, Code)
-    assert known.blamed.note == note
+    assert (segments(known), known.about_segments) == ([guilty], "")
 
 
 def test_a_search_without_time_blames_all_that_it_knows_to_show_it(searching: Searching) -> None:
     stage = Stage("local", "scaling_tanh")
     known = searching(f"{MODULE}:short", "whole", "scaling_tanh", stage, seconds=0.0)
-    assert segments(known) == ["graph 0, segments 0 to 1 of 2: linear"]
-    assert known.blamed.note == "the search ended early, after 0 tries: fewer segments may do"
+    assert (segments(known), known.about_segments) == (["graph 0, segments 0 to 1 of 2: linear"], EARLY)
 
 
 def test_what_took_its_ranks_down_before_is_not_tried_again(searching: Searching) -> None:
@@ -91,13 +86,12 @@ def test_what_took_its_ranks_down_before_is_not_tried_again(searching: Searching
     known = Known(stage=stage, symptom=died, symptoms=symptoms)
     searching(f"{MODULE}:short", "whole", "dying_on_tanh", stage, known=known)
     assert segments(known) == ["graph 0, segment 1 of 2: tanh"]
-    assert isinstance(known.blamed.code, Code)
 
 
 def test_a_model_that_is_wrong_from_aot_on_is_told_from_one_that_dynamo_breaks(searching: Searching) -> None:
     known = searching(f"{MODULE}:aliased", "whole", "aot_eager")
     assert rungs(known) == {"eager, no DDP": True, "aot_eager, no DDP": False}
-    assert any("add_" in segment for segment in known.blamed.segments)
+    assert any("add_" in segment for segment in known.segments)
 
 
 def test_segments_that_are_wrong_only_once_the_mode_has_cut_are_found_among_its_own(
@@ -113,23 +107,24 @@ def test_segments_that_are_wrong_only_once_the_mode_has_cut_are_found_among_its_
 def test_what_fails_though_nothing_is_compiled_has_no_segment_to_blame(searching: Searching) -> None:
     known = searching("cap_below_1", "torch", "eager", Stage("whole", "eager"), Stage("torch", "eager"))
     assert rungs(known) == {"eager, whole on 1 rank": True, "eager, torch on 1 rank": False}
-    assert known.blamed == Blamed(note="the difference appears though no piece is compiled")
+    assert known.segments == ()
+    assert known.about_segments == "the difference appears though no piece is compiled"
 
 
 def test_a_model_that_is_right_ends_without_a_blame(searching: Searching) -> None:
     known = searching(f"{MODULE}:stages", "whole", "aot_eager")
     assert list(rungs(known).values()) == [True] * 4
-    assert (known.stage, known.blamed) == (None, Blamed())
+    assert (known.stage, known.segments) == (None, ())
 
 
 def test_the_best_so_far_is_told_before_the_search_has_ended(searching: Searching) -> None:
-    heard: list[Blamed] = []
-    stage = Stage("local", "scaling_tanh")
+    heard: list[tuple[tuple[str, ...], str]] = []
     searching(
-        f"{MODULE}:short", "whole", "scaling_tanh", stage, on_event=lambda known: heard.append(known.blamed)
+        *(f"{MODULE}:short", "whole", "scaling_tanh", Stage("local", "scaling_tanh")),
+        on_event=lambda known: heard.append((known.segments, known.about_segments)),
     )
-    told = [blamed for _, (blamed, *_) in groupby(heard, key=id) if blamed.segments]
-    assert [blamed.note.startswith("the search ended early") for blamed in told] == [True, True, False, False]
+    told = [about for (segments, about), _ in groupby(heard) if segments]
+    assert told == [EARLY, EARLY, ""]
 
 
 def test_the_model_alone_comes_first_and_the_mode_on_trial_last() -> None:

@@ -6,7 +6,7 @@ import pytest
 from expecttest import assert_expected_inline
 
 from ddpopt.explanation.tables import WIDTH
-from ddpopt.judge.report.text import LINES, verdict_text
+from ddpopt.judge.report.text import AT_MOST, LINES, verdict_text
 from ddpopt.judge.report.wording import headline, sentence, share, worst_first
 from ddpopt.judge.verdict import Finding, Measured, Verdict
 from tests.unit.verdicts import (
@@ -40,17 +40,15 @@ def test_one_wrong_trial_says_what_and_where() -> None:
         """\
 torch 2.13.0; ddpopt 0.1.0; python 3.11.2; device cpu; platform Linux
 
-pkg.module:model: ddpopt-split / default, aot_eager: wrong
-judged by L3 structure, L0 bitwise, L1 communication bound; 1 graph compiled;
-  1.2 s
+pkg.module:model: ddpopt-split / default, aot_eager: wrong; judged by L3
+  structure, L0 bitwise, L1 communication bound; 1 graph compiled; 1.2 s
 
 L0 bitwise does not hold: an aot_eager gradient equals eager's in every bit.
-  - layers.0.weight: expected eager's gradient, got one that is 512 ULPs away at
-    [3, 4] (bucket 1, rank 1, step 2)
-
 L3 structure does not hold: every planned bucket is reduced exactly once per
   backward.
-  - bucket 1 was reduced 2 times in step 2 of rank 0, expected 1
+  - L0: layers.0.weight: expected eager's gradient, got one that is 512 ULPs
+    away at [3, 4] (bucket 1, rank 1, step 2)
+  - L3: bucket 1 was reduced 2 times in step 2 of rank 0, expected 1
 
 level  parameters  the worst of them  ULPs  error  bound
 --------------------------------------------------------
@@ -78,7 +76,7 @@ The smallest set of compiled segments that shows it:
   - graph 0, segment 1: linear, relu
 Script: repro_linears.py (run in a fresh interpreter, it shows the difference)
 
-WRONG: pkg.module:model on 2 ranks: 2 findings; 1 trial wrong""",
+WRONG: pkg.module:model on 2 ranks: 2 findings; 1 trial: 1 wrong""",
     )
 
 
@@ -105,26 +103,27 @@ W wrong, B broken, n not possible, with the number of the reason below; . did
   not run
 
 W1: wrong, 1 trial
-    L0 bitwise does not hold: an aot_eager gradient equals eager's in every bit.
-    L3 structure does not hold: every planned bucket is reduced exactly once per
-    backward.
-    - pkg.module:model: ddpopt-split / default, aot_eager: layers.0.weight:
-      expected eager's gradient, got one that is 512 ULPs away at [3, 4] (bucket
-      1, rank 1, step 2)
-    - and 1 finding more, all in the JSON
+L0 bitwise does not hold: an aot_eager gradient equals eager's in every bit.
+L3 structure does not hold: every planned bucket is reduced exactly once per
+  backward.
+  - pkg.module:model: ddpopt-split / default, aot_eager: L0: layers.0.weight:
+    expected eager's gradient, got one that is 512 ULPs away at [3, 4] (bucket
+    1, rank 1, step 2)
+  - pkg.module:model: ddpopt-split / default, aot_eager: L3: bucket 1 was
+    reduced 2 times in step 2 of rank 0, expected 1
 
 B1: broken, 1 trial
-    rank 1 died with signal 9
-    File "model.py", line 7, in forward
-      return self.layer(x)
+  rank 1 died with signal 9
+  File "model.py", line 7, in forward
+    return self.layer(x)
 
 n1: not possible, 1 trial
-    eager itself cannot: RuntimeError: cpu backend doesn't support events
+  eager itself cannot: RuntimeError: cpu backend doesn't support events
 
 notes
-  - L2 needs Inductor, so it was not applied (2 trials)
+  - L2 needs Inductor, so it was not applied
 
-WRONG: pkg.module:model on 2 ranks: 2 findings; of 4 trials 1 ok, 1 wrong, 1 not
+WRONG: pkg.module:model on 2 ranks: 2 findings; 4 trials: 1 ok, 1 wrong, 1 not
   possible, 1 broken""",
     )
 
@@ -140,17 +139,24 @@ def test_every_line_fits_and_the_last_paragraph_is_the_verdict(made: Verdict) ->
 def test_what_is_equal_in_every_bit_is_said_so() -> None:
     text = verdict_text(verdict(ok_trial()))
     assert "L0              4  all equal, bit for bit     0      0      0\n" in text
-    assert text.endswith("\n\nRIGHT: pkg.module:model on 2 ranks: no findings; 1 trial ok")
+    assert text.endswith("\n\nRIGHT: pkg.module:model on 2 ranks: 0 findings; 1 trial: 1 ok")
 
 
 def test_lines_of_a_reason_and_findings_that_are_left_out_are_counted() -> None:
     reason = "\n".join(f"line {index}" for index in range(LINES + 7))
     text = verdict_text(verdict(replace(broken_trial(), reason=reason)))
     assert f"line {LINES}\n  ... 6 lines more, all in the JSON" in text
-    many = replace(wrong_trial(), findings=wrong_trial().findings[:1] * 30)
-    assert "and 22 findings more, all in the JSON" in verdict_text(verdict(many))
-    assert "    - and 29 findings more, all in the JSON" in verdict_text(verdict(many, ok_trial()))
-    assert len(verdict_text(matrix()).splitlines()) < 6 * (35 + 5) + 60
+    many = replace(wrong_trial(), findings=wrong_trial().findings[:1] * 30, notes=tuple(map(str, range(10))))
+    for made in (verdict(many), verdict(many, ok_trial())):
+        assert f"and {30 - AT_MOST} findings more, all in the JSON" in verdict_text(made)
+    assert "and 2 notes more, all in the JSON" in verdict_text(verdict(many))
+    assert len(verdict_text(matrix()).splitlines()) < 6 * (35 + 5) + 80
+
+
+def test_each_of_several_wrong_trials_has_a_finding_shown_before_any_has_two() -> None:
+    text = verdict_text(verdict(*(wrong_trial(option=f"option {index}") for index in range(AT_MOST))))
+    assert all(f"option {index}, aot_eager: L0: layers" in " ".join(text.split()) for index in range(AT_MOST))
+    assert f"and {AT_MOST} findings more, all in the JSON" in text
 
 
 def test_a_script_that_shows_nothing_is_not_praised_and_where_there_is_none_the_text_says_why() -> None:
