@@ -116,46 +116,30 @@ def test_ranks_that_fail_between_two_tries_or_stall_end_the_search_with_a_note(
     assert known.notes == [note]
 
 
-def test_under_torchrun_the_first_rank_searches_and_its_peers_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (2, "cpu"), (3, "cuda")])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_rank_of_torchruns_searches_where_the_trial_ran_and_its_peers_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, device: str, rank: int
 ) -> None:
     class Peers:
-        def __init__(self, rank: int) -> None:
-            self.rank = rank
+        rank: int
 
         def gather(self, own: Location | None) -> list[Location | None]:
             return [own or Location((), "told")]
 
-    asked: list[int] = []
-    monkeypatch.setattr(located, "under_torchrun", lambda: True)
-    monkeypatch.setattr(located, "_in_ranks", lambda *arguments: asked.append(arguments[2]))
-    for rank, layer in enumerate(("none was found: the difference did not appear again", "told")):
-        monkeypatch.setattr(located, "joined", lambda rank=rank, **_: nullcontext(Peers(rank)))
-        found = locate(f"{MODULE}:short", wrong("whole", "eager"), tmp_path / "shown.py", nproc=3)
-        assert (found.layer, asked) == (layer, [1, 3])
-
-
-def test_what_does_not_appear_again_is_said_to_be_gone_and_no_script_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = tmp_path / "shown.py"
-    monkeypatch.setattr(located, "_in_ranks", lambda *_: None)
-    found = locate(f"{MODULE}:short", wrong("whole", "aot_eager"), script, nproc=1)
-    assert found.layer == "none was found: the difference did not appear again"
-    assert found.note == "no script was written, for there is nothing that it could show"
-    assert (found.segments, found.script, found.reproduces) == ((), "", False)
-    assert not script.exists()
-
-
-@pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (1, "cpu"), (2, "cuda")])
-def test_what_ran_where_nobody_chose_is_searched_where_it_ran(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, device: str
-) -> None:
+    Peers.rank = rank
     asked: list[Any] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(located, "under_torchrun", lambda: True)
+    monkeypatch.setattr(located, "joined", lambda **_: nullcontext(Peers()))
     monkeypatch.setattr(located, "_in_ranks", lambda *arguments: asked.append(arguments[2:4]))
-    locate(f"{MODULE}:short", wrong("whole", "eager"), tmp_path / "shown.py", nproc=2)
-    assert asked == [(1, device), (2, device)]
+    found = locate(f"{MODULE}:short", wrong("whole", "eager"), tmp_path / "shown.py", nproc=3)
+    if rank == 0:
+        gone = "none was found: the difference did not appear again"
+        nothing = "no script was written, for there is nothing that it could show"
+        assert (asked, found) == ([(1, device), (3, device)], Location((), gone, note=nothing))
+    else:
+        assert (asked, found) == ([], Location((), "told"))
 
 
 def test_a_script_that_cannot_be_written_is_a_note_with_the_layer(
