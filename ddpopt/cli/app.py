@@ -199,8 +199,7 @@ def gate(  # noqa: PLR0913  # one for each option of the command line
     """
     from ddpopt.gate.gate import gate as compare
     from ddpopt.judge.modes import MODES
-    from ddpopt.judge.report.files import require_writable, show, write_reports
-    from ddpopt.judge.report.progress import status_line
+    from ddpopt.judge.report.files import require_writable, show, status_line, write_reports
 
     require_writable(json, report or ())
     asked: dict[str, Any] = {"nproc": nproc, "backend": backend, "steps": steps, "device": device}

@@ -18,8 +18,7 @@ import typer
 
 from ddpopt.cli.options import chosen
 from ddpopt.errors import UsageError, VerificationError
-from ddpopt.judge.report.files import show
-from ddpopt.judge.report.progress import status_line
+from ddpopt.judge.report.files import show, status_line
 
 if TYPE_CHECKING:
     from ddpopt.fuzz.campaign import Campaign

@@ -21,8 +21,7 @@ from ddpopt.judge.matrix import CASES
 from ddpopt.judge.modes import MODES, mode_of
 from ddpopt.judge.option_cases import differing
 from ddpopt.judge.options import OPTIONS
-from ddpopt.judge.report.files import show, write_reports
-from ddpopt.judge.report.progress import status_line
+from ddpopt.judge.report.files import show, status_line, write_reports
 from ddpopt.judge.report.text import verdict_text
 from ddpopt.judge.report.wording import headline
 from ddpopt.judge.runner import OPTIONS_BY_DEFAULT, checked, is_first, verify_all, verify_and_locate

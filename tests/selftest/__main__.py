@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ddpopt.errors import DdpoptError, UsageError
-from ddpopt.judge.report.progress import status_line
+from ddpopt.judge.report.files import status_line
 from ddpopt.judge.trials import Started
 from tests.selftest.clean_runs import clean_runs
 from tests.selftest.faults import FAULTS

@@ -1,4 +1,4 @@
-"""The files that a report goes to: JSON, and others by their suffix.
+"""Where a report goes: to the terminal, and to files by their suffix. Before that, a line says how it goes.
 
 Invariant: whether each file can be written is known before anything runs; nothing in a text can end its block
 of a Markdown page, and such a page stays far below the 1 MiB that GitHub takes.
@@ -9,8 +9,12 @@ from __future__ import annotations
 import html
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
 
 from ddpopt.errors import UsageError
 from ddpopt.judge.verdict import Verdict
@@ -53,6 +57,19 @@ def require_writable(json: str | None, reports: Sequence[str] = ()) -> None:
 
 def _suffix(file: str) -> str:
     return ".md" if file == os.environ.get(SUMMARY) else Path(file).suffix
+
+
+@contextmanager
+def status_line(first: str) -> Iterator[Callable[[str], None]]:
+    """Show a line on stderr, in a terminal alone; yields what shows another one in its place.
+
+    What is written to stderr meanwhile stays above the line. ``NO_COLOR`` is respected.
+
+    Args:
+        first: what it says at first.
+    """
+    with Console(stderr=True).status(escape(first)) as status:
+        yield lambda line: status.update(escape(line))
 
 
 def show(text: str, data: str, json: str | None) -> None:

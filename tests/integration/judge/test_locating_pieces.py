@@ -102,4 +102,4 @@ def test_a_backward_that_compiled_autograd_captures_is_cut_too_and_gradients_sta
     assert all(torch.equal(left, right) for left, right in zip(got, expected, strict=True))
     (named,) = forward.described(range(8 + tanh, 8 + tanh + 1))
     assert named.startswith(f"graph 1, segment {tanh} of ")
-    assert named.endswith(": tanh_backward.default (miscompiled.py:35)")
+    assert ": tanh_backward.default (miscompiled.py:" in named

@@ -56,10 +56,6 @@ def rungs(known: Known) -> dict[str, bool]:
             *("stages", "local", "crossing_two", "graph 0, segments 1 to 5 of 8: relu"),
             marks=pytest.mark.nightly,
         ),
-        pytest.param(
-            *("stages", "local", "remembering", "graph 0, segments 3 to 5 of 8: sigmoid"),
-            marks=pytest.mark.nightly,
-        ),
         ("stages", "local", "refusing_tanh", "graph 0, segment 5 of 8: tanh"),
         ("short", "ddpopt-inline", "scaling_tanh", "graph 0, segment 1 of 2: tanh"),
     ],
@@ -141,11 +137,6 @@ def test_the_model_alone_comes_first_and_the_mode_on_trial_last() -> None:
     [
         (Stage("local", "aot_eager"), Symptom("numbers"), "AOTAutograd (backend aot_eager)"),
         (Stage("local", "mine"), Symptom("structure"), "the backend mine (in structure alone)"),
-        (
-            Stage("torch", "eager"),
-            Symptom("run", "AssertionError"),
-            "the data-parallel mode torch (torch's DDPOptimizer), one rank suffices",
-        ),
         (
             Stage("torch", "inductor", 2),
             Symptom("numbers"),

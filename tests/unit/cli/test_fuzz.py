@@ -10,7 +10,7 @@ from ddpopt.fuzz.minimize import Minimized
 from ddpopt.fuzz.questions import Setting
 from ddpopt.fuzz.signatures import Signature
 from ddpopt.fuzz.text import searching_line
-from ddpopt.judge.report.progress import status_line
+from ddpopt.judge.report.files import status_line
 from ddpopt.testing.drawn import DrawnModel, step
 
 CASE = FoundCase(
