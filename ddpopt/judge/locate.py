@@ -33,7 +33,7 @@ from ddpopt.ranks.failures import RanksFailed
 from ddpopt.ranks.group import COLLECTIVE_LIMIT_S, joined, under_torchrun
 from ddpopt.ranks.pool import launch
 
-LIMIT_S = 180.0
+LIMIT_S = 120.0
 FOR_NARROWING = 0.55
 """Share of the time after which no new choice of segments is tried: the rest is for the script."""
 FOR_RANKS = 0.7

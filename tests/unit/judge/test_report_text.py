@@ -166,6 +166,7 @@ def test_a_sentence_adds_the_place_that_the_message_leaves_out() -> None:
 
 def test_the_worst_error_is_the_one_that_takes_most_of_its_bound() -> None:
     nan = float("nan")
+    errors: list[tuple[str, float, float, float]]
     errors = [("near", 9, 10, 1), ("far", 1, 10, 1), ("equal", 0, 0, 0), ("missed", 1e-30, 0, 1)]
     errors += [("nan", nan, 1, 1), ("b", 9, 10, 1), ("c", 9, 10, nan)]
     entries = [Measured(name, "L1", None, ulps, error, bound, 0, 0) for name, error, bound, ulps in errors]
