@@ -199,21 +199,20 @@ def gate(  # noqa: PLR0913  # one for each option of the command line
     """
     from ddpopt.gate.gate import gate as compare
     from ddpopt.judge.modes import MODES
-    from ddpopt.judge.report.files import require_writable, show, write_reports
-    from ddpopt.judge.report.progress import StatusLine
+    from ddpopt.judge.report.files import require_writable, show, status_line, write_reports
 
     require_writable(json, report or ())
     asked: dict[str, Any] = {"nproc": nproc, "backend": backend, "steps": steps, "device": device}
     asked = {name: value for name, value in asked.items() if _is_given(context, name)}
     if mode is not None:
         asked["modes"] = given.chosen(mode, [known.name for known in MODES], "--mode")
-    with StatusLine("starting ranks") as line:
+    with status_line("starting ranks") as show_line:
         comparison, written = compare(
             Path(baseline),
             targets or (),
             asked,
             update=update,
-            begin=lambda name, total: line.show(lambda: f"{name}, one of {total} cases"),
+            begin=lambda name, total: show_line(f"{name}, one of {total} cases"),
         )
     write_reports(report or (), comparison.as_verdict(), comparison.headline, str(comparison))
     show(str(comparison), comparison.to_json(), json)

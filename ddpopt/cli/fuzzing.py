@@ -10,7 +10,7 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,8 +18,7 @@ import typer
 
 from ddpopt.cli.options import chosen
 from ddpopt.errors import UsageError, VerificationError
-from ddpopt.judge.report.files import show
-from ddpopt.judge.report.progress import StatusLine
+from ddpopt.judge.report.files import show, status_line
 
 if TYPE_CHECKING:
     from ddpopt.fuzz.campaign import Campaign
@@ -147,8 +146,8 @@ def fuzz(  # one for each option of the command line
     limits = Limits(None if minutes is None else minutes * 60, examples, timeout_s)
     with Journal(folder, plan) as journal:
         campaign = Campaign(journal, plan, limits, open_database(database))
-        with StatusLine("starting workers") as line:
-            campaign.tell = functools.partial(_tell, campaign, line, len(known_features()))
+        with status_line("starting workers") as show_line:
+            campaign.tell = functools.partial(_tell, campaign, show_line, len(known_features()))
             summary = campaign.run()
     write_whole(folder / SUMMARY, f"{summary.to_json()}\n")
     show(fuzz_text(summary, str(journal.cases), known_features()), summary.to_json(), json)
@@ -157,14 +156,17 @@ def fuzz(  # one for each option of the command line
     return VerificationError.exit_code if summary.distinct else 0
 
 
-def _tell(campaign: Campaign, line: StatusLine, features: int, new: tuple[FoundCase, ...]) -> None:
+def _tell(
+    campaign: Campaign, show_line: Callable[[str], None], features: int, new: tuple[FoundCase, ...]
+) -> None:
     """Show what came of a model."""
     from ddpopt.fuzz.text import progress_line
 
     for case in new:
         script = campaign.journal.cases / f"{case.stem}.py"
-        line.say(f"new: {case.owner}: {case.signature} ({script})")
-    line.show(lambda: progress_line(campaign.summary(), features))
+        typer.echo(f"new: {case.owner}: {case.signature} ({script})", err=True)
+    if sys.stderr.isatty():  # summing up a long campaign takes a while
+        show_line(progress_line(campaign.summary(), features))
 
 
 def minimize(  # one for each option of the command line
@@ -209,13 +211,13 @@ def minimize(  # one for each option of the command line
     if small.absolute() == Path(file).absolute():
         raise UsageError(f"--out: {out!r} would put the small case in place of {file!r}; name another file")
     seconds, limit_s = None if minutes is None else minutes * 60, timeout_s
-    with StatusLine(f"looking for a smaller model: {case.signature}") as line, Asking(limit_s) as ask:
+    with status_line(f"looking for a smaller model: {case.signature}") as show_line, Asking(limit_s) as ask:
         result = minimized(
             case,
             ask,
             tries=tries,
             seconds=seconds,
-            tell=lambda found: line.show(lambda: searching_line(found)),
+            tell=lambda found: show_line(searching_line(found)),
         )
     confirmed(result.case, limit_s)
     write_whole(small, result.case.to_json())

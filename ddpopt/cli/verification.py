@@ -21,8 +21,7 @@ from ddpopt.judge.matrix import CASES
 from ddpopt.judge.modes import MODES, mode_of
 from ddpopt.judge.option_cases import differing
 from ddpopt.judge.options import OPTIONS
-from ddpopt.judge.report.files import show, write_reports
-from ddpopt.judge.report.progress import StatusLine, counting
+from ddpopt.judge.report.files import show, status_line, write_reports
 from ddpopt.judge.report.text import verdict_text
 from ddpopt.judge.report.wording import headline
 from ddpopt.judge.runner import OPTIONS_BY_DEFAULT, checked, is_first, verify_all, verify_and_locate
@@ -90,12 +89,13 @@ class Verification:
     def _run(self, title: str, asked: list[Asked], search: Callable[[Trial, int], Location] | None) -> int:
         def verify() -> Verdict:
             trials = sum(len(one.modes) for one in asked)
-            with StatusLine("starting ranks") as line:
-                begin = counting(line, trials)
+            with status_line("starting ranks") as show_line:
 
                 def hear(event: object) -> None:
                     if isinstance(event, Started) and event.mode:
-                        begin(f"{event.case}: {event.mode} / {event.option}")
+                        show_line(
+                            f"{event.index + 1} of {trials}: {event.case}: {event.mode} / {event.option}"
+                        )
 
                 return verify_all(
                     title,

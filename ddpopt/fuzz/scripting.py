@@ -1,6 +1,6 @@
 """Scripts that show a failure: with torch alone where the fault is torch's own.
 
-They judge as those of `ddpopt.judge.locating` do, whose templates they share.
+They judge as `ddpopt.judge.compare` does.
 Invariant: a script for a fault of torch's imports nothing but torch and the standard library.
 """
 
@@ -13,8 +13,10 @@ import torch
 
 from ddpopt.fuzz.cases import FoundCase, write_whole
 from ddpopt.judge.judge import EXACT
+from ddpopt.judge.judging.arithmetic import CREDIBLE, centred_factor, tail_factor
+from ddpopt.judge.judging.rounding import SAMPLES
 from ddpopt.judge.locating.reproduction import REACHED, command_of
-from ddpopt.judge.locating.scripting import factors, rendered
+from ddpopt.judge.locating.scripting import rendered
 from ddpopt.judge.training import LEARNING_RATE
 
 FIRST_BUCKET_BYTES = 2**20
@@ -77,13 +79,11 @@ def script_of(case: FoundCase, name: str) -> str:
     if alone:
         given |= {
             "mode_of_ddp": case.owner_mode,
-            "call": "make_inputs",
             "ddp_kwargs": dict(case.model.program.module.DDP_KWARGS),
             "learning_rate": LEARNING_RATE,
-            "dtype": "",
             "exact": not samples,
             "samples": samples,
-            **factors(),
+            **_factors(),
         }
     else:
         given |= {
@@ -93,6 +93,16 @@ def script_of(case: FoundCase, name: str) -> str:
             "training": case.model.training,
         }
     return rendered("model.jinja" if alone else "judged.jinja", given, "fuzz/scripts")
+
+
+def _factors() -> dict[str, float]:
+    """How many times eager's own errors one more error may be, as scripts that judge by them are told."""
+    known, unknown = tail_factor(SAMPLES), centred_factor(SAMPLES)
+    return {
+        "factor": round(known, 1),
+        "centred_factor": round(unknown, 1),
+        "credible": round(CREDIBLE * known),
+    }
 
 
 def _headline(case: FoundCase) -> str:

@@ -21,10 +21,10 @@ import torch
 from ddpopt.cases.case import resolve
 from ddpopt.errors import InfrastructureError
 from ddpopt.judge.backends import backend_of
-from ddpopt.judge.locating.known import Blamed, Known
-from ddpopt.judge.locating.reproduction import Written, write
+from ddpopt.judge.locating.known import Known
+from ddpopt.judge.locating.reproduction import shows
 from ddpopt.judge.locating.rungs import Question, Stage, Symptom, stages_of
-from ddpopt.judge.locating.scripting import Author
+from ddpopt.judge.locating.scripting import script_of
 from ddpopt.judge.locating.search import search
 from ddpopt.judge.modes import LOCAL, mode
 from ddpopt.judge.trials import STEPS
@@ -35,8 +35,8 @@ from ddpopt.ranks.pool import launch
 
 LIMIT_S = 120.0
 FOR_NARROWING = 0.55
-"""Share of the time after which no new choice of segments is tried: the rest is for scripts."""
-FOR_RANKS = 0.8
+"""Share of the time after which no new choice of segments is tried: the rest is for the script."""
+FOR_RANKS = 0.7
 """Share of the time after which ranks are ended."""
 LAYERS = {
     "eager": "Dynamo (torch.compile, backend eager)",
@@ -63,7 +63,7 @@ def locate(  # noqa: PLR0913  # what a trial does not say of the verification th
     Args:
         target: what was verified.
         trial: a trial of it that is wrong.
-        script: where to write the script that shows it; what it needs goes next to it, with ``.pt``.
+        script: where to write the script that shows it.
         nproc: on how many ranks the trial ran.
         steps: how many steps it took.
         dtype: in which it computed; None for the case's own.
@@ -98,20 +98,31 @@ def locate(  # noqa: PLR0913  # what a trial does not say of the verification th
 def _located(
     question: Question, script: Path, nproc: int, device: str | None, left: Callable[..., float]
 ) -> Location:
-    known, written = Known(), Written()
+    known = Known()
     # where a trial on so many ranks ran if nobody chose, a single rank of the search goes too
     device = device or ("cuda" if torch.cuda.device_count() >= nproc else "cpu")
     for ranks in dict.fromkeys((1, nproc)):
         if known.stage is None and left(FOR_RANKS) > 0:
             _in_ranks(known, question, ranks, device, left)
-    if known.stage is not None:
-        blamed = known.blamed or Blamed((), symptom=known.symptom)
-        try:
-            written = write(script, Author(question, script).drafts(known.stage, blamed), left)
-        except OSError as error:
-            why = error.strerror or error
-            written = Written(note=f"no script could be written or run: {script}: {why}")
-    return _location(known, written, question.mode)
+    if known.stage is None or known.symptom is None:
+        layer = "none was found: the difference did not appear again"
+        if known.notes:
+            layer = "none was found before the search ended"
+        nothing = "no script was written, for there is nothing that it could show"
+        return Location(tuple(known.rungs), layer, note="; ".join([*known.notes, nothing]))
+    layer, notes = layer_of(known.stage, known.symptom), [*known.notes, known.about_segments]
+    location = Location(tuple(known.rungs), layer, known.segments)
+    try:
+        text = script_of(question, known.stage, known.symptom, known, layer, script, device)
+        script.write_text(text, encoding="utf-8")
+        location = replace(location, script=script.name)
+        if left() > 0:
+            location = replace(location, reproduces=shows(script, 1, left()))
+        else:
+            notes.append("no time was left to run the script")
+    except OSError as error:
+        notes.append(f"no script could be written or run: {script}: {error.strerror or error}")
+    return replace(location, note="; ".join(filter(None, notes)))
 
 
 def _asked_of(trial: Trial, target: str, compiler: str, steps: int) -> Question:
@@ -148,7 +159,7 @@ def _in_ranks(
             )
             return
         except RanksFailed as failed:
-            if not known.survive(failed.culprits[0], ranks):
+            if not known.survive(failed.culprits[0]):
                 return
         except (InfrastructureError, OSError) as error:
             known.notes.append(f"the search on {ranks} rank(s) ended early: {error}")
@@ -156,32 +167,12 @@ def _in_ranks(
     known.notes.append("the search ended early, for its ranks died again and again")
 
 
-def _location(known: Known, written: Written, mode_on_trial: str) -> Location:
-    blamed = known.blamed or Blamed(())
-    notes = [note for note in (*known.notes, blamed.note, written.note) if note]
-    if known.stage is None:
-        gone = "none was found: the difference did not appear again"
-        layer = gone if not notes else "none was found before the search ended"
-        notes.append("no script was written, for there is nothing that it could show")
-    else:
-        layer = layer_of(known.stage, known.symptom, mode_on_trial)
-    return Location(
-        rungs=tuple(known.rungs),
-        layer=layer,
-        segments=blamed.segments,
-        script=written.script,
-        reproduces=written.reproduces,
-        note="; ".join(notes),
-    )
-
-
-def layer_of(stage: Stage, symptom: Symptom | None, mode_on_trial: str) -> str:
+def layer_of(stage: Stage, symptom: Symptom) -> str:
     """Name the layer that a stage adds to those below it.
 
     Args:
         stage: the lowest that disagrees.
         symptom: how it does.
-        mode_on_trial: name of the mode that was found wrong.
 
     Returns:
         The layer, in words.
@@ -190,11 +181,6 @@ def layer_of(stage: Stage, symptom: Symptom | None, mode_on_trial: str) -> str:
     only = " (in structure alone)" if symptom == Symptom("structure") else ""
     if stage.mode == LOCAL.name:
         return compiled + only
-    ranks = "one rank suffices" if stage.ranks == 1 else f"with {stage.ranks} ranks"
-    if stage.mode == "whole" and mode_on_trial != "whole":
-        return (
-            f"torch.compile of a DDP module, before {mode_on_trial} comes into it: {compiled}, {ranks}{only}"
-        )
     together = "" if stage.backend in ("", "eager") else f" together with {compiled}"
-    about = mode(stage.mode).about
-    return f"the data-parallel mode {stage.mode} ({about}) under DDP{together}, {ranks}{only}"
+    ranks = "one rank suffices" if stage.ranks == 1 else f"with {stage.ranks} ranks"
+    return f"the data-parallel mode {stage.mode} ({mode(stage.mode).about}){together}, {ranks}{only}"

@@ -7,11 +7,10 @@ tensor. Invariant: a verdict is true only if something was judged, nothing was w
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass
 from enum import StrEnum
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from ddpopt.errors import DdpoptError, InfrastructureError, VerificationError
 
@@ -238,8 +237,8 @@ class Verdict:
         It is strict JSON, which has no numbers beyond the finite ones: these are the strings
         ``"Infinity"``, ``"-Infinity"`` and ``"NaN"``.
         """
-        data = _finite(asdict(self) | {"right": bool(self)})
-        return json.dumps(data, indent=2, default=str, allow_nan=False)
+        data = json.dumps(asdict(self) | {"right": bool(self)}, default=str)
+        return json.dumps(json.loads(data, parse_constant=str), indent=2, allow_nan=False)
 
     @staticmethod
     def from_json(text: str) -> Verdict:
@@ -260,31 +259,12 @@ class Verdict:
         return found
 
 
-def _finite(value: Any) -> Any:
-    """Put words in place of the numbers that JSON does not have.
-
-    >>> _finite({"ulps": [1.5, float("inf"), float("-inf"), float("nan")]})
-    {'ulps': [1.5, 'Infinity', '-Infinity', 'NaN']}
-    """
-    if isinstance(value, dict):
-        return {name: _finite(entry) for name, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else f"{'-' if value < 0 else ''}Infinity"
-    return value
-
-
 def _read(kind: Any, value: Any) -> Any:
-    """Make what a field's type says of plain data; undoes `asdict` and `_finite`."""
-    kinds = get_args(kind)
-    if is_dataclass(kind):
-        types = get_type_hints(kind)
-        return kind(**{name: _read(types[name], entry) for name, entry in value.items()})  # type: ignore[operator]  # a class
-    if get_origin(kind) is tuple:
-        return tuple(_read(kinds[0], entry) for entry in value)
-    if kind is Status:
-        return Status(value)
-    if isinstance(value, str) and float in (kind, *kinds):
-        return float(value)
-    return value if value is None or not kinds or not is_dataclass(kinds[0]) else _read(kinds[0], value)
+    """Make what a field's type says of plain data; undoes `asdict`, and the words for numbers."""
+    inner = next(iter(get_args(kind)), kind)  # of tuples, and of what may be None
+    if isinstance(value, list):
+        return tuple(_read(inner, entry) for entry in value)
+    if isinstance(value, dict) and is_dataclass(inner):
+        types = get_type_hints(inner)
+        return inner(**{name: _read(types[name], entry) for name, entry in value.items()})  # type: ignore[operator]  # a class
+    return inner(value) if isinstance(value, str) and inner in (Status, float) else value

@@ -1,12 +1,13 @@
 """``python -m tests.selftest``: put faults in, and count which of them the verification finds."""
 
 import argparse
+import itertools
 import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ddpopt.errors import DdpoptError, UsageError
-from ddpopt.judge.report.progress import StatusLine, counting
+from ddpopt.judge.report.files import status_line
 from ddpopt.judge.trials import Started
 from tests.selftest.clean_runs import clean_runs
 from tests.selftest.faults import FAULTS
@@ -43,12 +44,12 @@ def _run(nproc: int, pattern: str | None) -> SelfTest:
         raise UsageError(f"--faults: expected a pattern that some name matches, got {pattern!r}")
     clean = {} if pattern else clean_runs()
     total = len(faults) + sum(len(asked.modes) for runs in clean.values() for asked in runs)
-    with StatusLine("starting ranks") as line:
-        begin = counting(line, total)
+    begun = itertools.count(1)
+    with status_line("starting ranks") as show_line:
 
         def hear(event: object) -> None:
             if isinstance(event, Started) and event.mode:
-                begin(f"{event.case}: {event.mode} / {event.option}")
+                show_line(f"{next(begun)} of {total}: {event.case}: {event.mode} / {event.option}")
 
         return self_test(nproc, faults=faults, clean=clean, on_event=hear)
 

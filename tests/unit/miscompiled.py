@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch import distributed as dist
 from torch._dynamo import lookup_backend, register_backend
-from torch._guards import TracingContext
 
 from ddpopt.cases.case import Case
 
@@ -47,17 +46,6 @@ class Short(nn.Module):
         return torch.tanh(self.layer(x))
 
 
-class Dropping(nn.Module):
-    """A layer and a dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.dropout(self.layer(x))
-
-
 class Aliased(nn.Module):
     """Writes to what an operator hands back, which is its argument though it does not say so."""
 
@@ -86,11 +74,6 @@ def stages() -> tuple[nn.Module, Tensor]:
 def short() -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     return Short(), torch.randn(4, WIDTH)
-
-
-def dropping() -> tuple[nn.Module, Tensor]:
-    torch.manual_seed(0)
-    return Dropping(), torch.randn(4, WIDTH)
 
 
 def aliased() -> tuple[nn.Module, Tensor]:
@@ -154,24 +137,6 @@ def crossing_two(gm: fx.GraphModule, example_inputs: list[Tensor]) -> Any:
 
     def edit(copy: fx.GraphModule) -> None:
         for node in _calls(copy, "relu") if _calls(copy, "tanh") else []:
-            _scale(copy, node, 1.01)
-
-    return _edited(edit)(gm, example_inputs)
-
-
-SEEN: list[Any] = []
-"""What stands for the graph of which a sigmoid was compiled last: all its segments share one fake mode."""
-
-
-@register_backend
-def remembering(gm: fx.GraphModule, example_inputs: list[Tensor]) -> Any:
-    """Gets a tanh wrong if it compiled a sigmoid of the same model before."""
-    mode = TracingContext.get().fake_mode
-
-    def edit(copy: fx.GraphModule) -> None:
-        if _calls(copy, "sigmoid"):
-            SEEN[:] = [mode]
-        for node in _calls(copy, "tanh") if SEEN and SEEN[0] is mode else []:
             _scale(copy, node, 1.01)
 
     return _edited(edit)(gm, example_inputs)

@@ -120,6 +120,18 @@ def _sample(case: str, mode: str, option: str) -> Trial:
     return replace(trial, backend="" if mode in {"eager", "manual"} else trial.backend)
 
 
+EVERY = [
+    verdict(),
+    verdict(ok_trial()),
+    verdict(wrong_trial(), location=location()),
+    verdict(broken_trial()),
+    verdict(impossible_trial()),
+    all_kinds(),
+    matrix(options=3),
+    matrix(MODES[:1], 40, CASES),
+]
+
+
 def folded(text: str) -> str:
     """Long lines folded between words, so that a snapshot of them fits a source file."""
     lines = (textwrap.wrap(line, 100, subsequent_indent="    ") or [""] for line in text.splitlines())

@@ -17,8 +17,6 @@ from ddpopt.judge.modes import LOCAL, mode
 from ddpopt.judge.option_cases import differing, in_dtype
 from ddpopt.judge.verdict import Rung, Status, Trial
 
-NUMBERS = ("L0", "L1", "L2")
-
 
 @dataclass(frozen=True)
 class Question:
@@ -61,10 +59,10 @@ class Question:
             found = differing(found, self.ddp_kwargs)
         return found if self.dtype is None else in_dtype(found, getattr(torch, self.dtype))
 
-    def case_of_rank(self) -> Case:
-        """The case with the inputs of a single rank, on whichever rank it runs."""
+    def case_on(self, ranks: int) -> Case:
+        """The same for so many ranks: a single one gets the inputs of `rank`."""
         found = self.case()
-        return replace(found, inputs=lambda _, step: found.inputs(self.rank, step))
+        return found if ranks > 1 else replace(found, inputs=lambda _, step: found.inputs(self.rank, step))
 
 
 @dataclass(frozen=True)
@@ -110,19 +108,15 @@ def symptom_of(trial: Trial) -> Symptom | None:
     levels = {finding.level: finding.message for finding in trial.findings[::-1]}
     if "run" in levels:
         return Symptom("run", levels["run"].partition(":")[0])
-    return Symptom("numbers") if levels.keys() & {*NUMBERS} else Symptom("structure")
+    return Symptom("structure" if {*levels} == {"L3"} else "numbers")
 
 
 def rung_of(stage: Stage, trial: Trial) -> Rung:
     """A trial in one line."""
-    if trial.status is Status.NOT_POSSIBLE:
-        return Rung(stage.name, agrees=True, detail=f"not possible: {trial.reason}")
-    if trial.status is Status.BROKEN:
-        return Rung(stage.name, agrees=True, detail=f"not judged: {trial.reason}")
-    if not trial.findings:
-        return Rung(stage.name, agrees=True)
-    first = trial.findings[0]
-    return Rung(stage.name, agrees=False, detail=f"{first.level}: {first.message}")
+    detail = f"{trial.status}: {trial.reason}" if trial.reason else ""
+    if trial.findings:
+        detail = f"{trial.findings[0].level}: {trial.findings[0].message}"
+    return Rung(stage.name, agrees=trial.status is not Status.WRONG, detail=detail)
 
 
 def ladder(backend: str) -> tuple[str, ...]:

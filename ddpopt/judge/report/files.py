@@ -1,4 +1,4 @@
-"""The files that a report goes to: JSON, and others by their suffix.
+"""Where a report goes: to the terminal, and to files by their suffix. Before that, a line says how it goes.
 
 Invariant: whether each file can be written is known before anything runs; nothing in a text can end its block
 of a Markdown page, and such a page stays far below the 1 MiB that GitHub takes.
@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import html
 import os
-import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
 
 from ddpopt.errors import UsageError
 from ddpopt.judge.verdict import Verdict
@@ -21,10 +24,9 @@ SUFFIXES = (".xml", ".html", ".md")
 SUMMARY = "GITHUB_STEP_SUMMARY"
 """The variable in which GitHub Actions names the file of a step's summary, which has no suffix."""
 
-SIGNS = {0: ":white_check_mark:", 1: ":x:", 3: ":warning:"}
+SIGNS = {0: "\N{WHITE HEAVY CHECK MARK}", 1: "\N{CROSS MARK}", 3: "\N{WARNING SIGN}"}
 AT_MOST = 2**18
 """Characters of the text that are shown."""
-SPECIAL = re.compile(r"([\\`*_\[\]#|~])")
 
 
 def require_writable(json: str | None, reports: Sequence[str] = ()) -> None:
@@ -55,6 +57,19 @@ def require_writable(json: str | None, reports: Sequence[str] = ()) -> None:
 
 def _suffix(file: str) -> str:
     return ".md" if file == os.environ.get(SUMMARY) else Path(file).suffix
+
+
+@contextmanager
+def status_line(first: str) -> Iterator[Callable[[str], None]]:
+    """Show a line on stderr, in a terminal alone; yields what shows another one in its place.
+
+    What is written to stderr meanwhile stays above the line. ``NO_COLOR`` is respected.
+
+    Args:
+        first: what it says at first.
+    """
+    with Console(stderr=True).status(escape(first)) as status:
+        yield lambda line: status.update(escape(line))
 
 
 def show(text: str, data: str, json: str | None) -> None:
@@ -99,7 +114,7 @@ def _page(suffix: str, verdict: Verdict, headline: str, text: str) -> str:
 
 
 def step_summary(title: str, text: str, exit_code: int) -> str:
-    r"""Write a report as GitHub's Markdown.
+    r"""Write a report as GitHub's Markdown, in elements of HTML, in which nothing is read as Markdown.
 
     Args:
         title: one line.
@@ -109,16 +124,15 @@ def step_summary(title: str, text: str, exit_code: int) -> str:
     Returns:
         A heading and a block, with an empty line after each: GitHub joins the summaries of several commands.
 
-    >>> print(step_summary("WRONG: a_b", "two\nlines", 1), end="")
-    ## :x: WRONG: a\_b
+    >>> print(step_summary("WRONG: a_b", "two\nlines & more", 1), end="")
+    <h2>❌ WRONG: a_b</h2>
     <BLANKLINE>
-    ```text
+    <pre>
     two
-    lines
-    ```
+    lines &amp; more
+    </pre>
     <BLANKLINE>
     """
-    plain = SPECIAL.sub(r"\\\1", html.escape(" ".join(title.split()), quote=False))
     shown = text if len(text) <= AT_MOST else f"{text[:AT_MOST]}\n... (the JSON has the rest)"
-    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", shown)), default=0))
-    return f"## {SIGNS[exit_code]} {plain}\n\n{fence}text\n{shown}\n{fence}\n\n"
+    heading, block = html.escape(" ".join(title.split())), html.escape(shown)
+    return f"<h2>{SIGNS[exit_code]} {heading}</h2>\n\n<pre>\n{block}\n</pre>\n\n"

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 
-from ddpopt.explanation.tables import Column, paragraph, table
+from ddpopt.explanation.tables import Column, numbers, paragraph, table
 from ddpopt.judge.verdict import Finding, Status, Trial, Verdict
 
 LETTERS = {Status.WRONG: "W", Status.BROKEN: "B", Status.NOT_POSSIBLE: "n"}
@@ -19,6 +20,7 @@ LETTERS = {Status.WRONG: "W", Status.BROKEN: "B", Status.NOT_POSSIBLE: "n"}
 
 OK = "ok"
 NOT_RUN = "."
+LEGEND = "W wrong, B broken, n not possible, with the number of the reason below; . did not run"
 VARYING = re.compile(r"0x[0-9a-f]+|\d+")
 """Addresses, ports and process ids: reasons that differ in nothing else are one reason."""
 
@@ -43,29 +45,9 @@ class Reason:
 
     @property
     def findings(self) -> tuple[tuple[Trial, Finding], ...]:
-        """All findings, with the trial of each."""
-        return tuple((trial, finding) for trial in self.trials for finding in trial.findings)
-
-
-@dataclass(frozen=True)
-class Cell:
-    """What a grid shows of a trial."""
-
-    mark: str
-    trial: Trial
-
-
-@dataclass(frozen=True)
-class Grid:
-    """The trials of one case, or of all cases where there is one option.
-
-    Attributes:
-        title: the case, or the option.
-        rows: for each option or case its name and one cell for each mode; None where nothing ran.
-    """
-
-    title: str
-    rows: tuple[tuple[str, tuple[Cell | None, ...]], ...]
+        """All findings, with the trial of each: first the first of every trial."""
+        placed = [(place, t, found) for t in self.trials for place, found in enumerate(t.findings)]
+        return tuple((trial, finding) for _, trial, finding in sorted(placed, key=itemgetter(0)))
 
 
 @dataclass(frozen=True)
@@ -75,14 +57,18 @@ class Overview:
     Attributes:
         down: what rows are: ``"option"``, or ``"case"`` where there is one option.
         columns: the modes, with their backends; the same in all grids.
-        grids: one for each value of the third coordinate.
+        grids: by title, the trials by row and column; there is none where nothing ran.
         reasons: what is wrong first, then what broke, then what is not possible.
     """
 
     down: str
     columns: tuple[str, ...]
-    grids: tuple[Grid, ...]
+    grids: Mapping[str, Mapping[str, Mapping[str, Trial]]]
     reasons: tuple[Reason, ...]
+
+    def marks(self) -> dict[int, str]:
+        """What the grids show of each trial that is not ok, by its ``id``."""
+        return {id(trial): reason.mark for reason in self.reasons for trial in reason.trials}
 
 
 def overview(verdict: Verdict) -> Overview:
@@ -96,43 +82,27 @@ def overview(verdict: Verdict) -> Overview:
     Returns:
         The grids and their reasons.
     """
-    trials = verdict.trials
-    reasons = _reasons(trials)
-    marks = {id(trial): reason.mark for reason in reasons for trial in reason.trials}
-    down, apart = ("option", "case") if len({trial.option for trial in trials}) > 1 else ("case", "option")
+    options = {trial.option for trial in verdict.trials}
+    down, apart = ("option", "case") if len(options) > 1 else ("case", "option")
     columns: dict[str, None] = {}
-    grids: dict[str, dict[str, dict[str, Cell]]] = {}
-    for trial in trials:
+    grids: dict[str, dict[str, dict[str, Trial]]] = {}
+    for trial in verdict.trials:
         column = f"{trial.mode}, {trial.backend}" if trial.backend else trial.mode
         columns[column] = None
-        row = grids.setdefault(getattr(trial, apart), {}).setdefault(getattr(trial, down), {})
-        row[column] = Cell(marks.get(id(trial), OK), trial)
-    return Overview(
-        down,
-        tuple(columns),
-        tuple(
-            Grid(
-                f"{apart} {title}", tuple((name, tuple(map(row.get, columns))) for name, row in rows.items())
-            )
-            for title, rows in grids.items()
-        ),
-        reasons,
-    )
+        grid = grids.setdefault(f"{apart} {getattr(trial, apart)}", {})
+        grid.setdefault(getattr(trial, down), {})[column] = trial
+    return Overview(down, tuple(columns), grids, tuple(_reasons(verdict.trials)))
 
 
-def _reasons(trials: Iterable[Trial]) -> tuple[Reason, ...]:
+def _reasons(trials: Iterable[Trial]) -> Iterator[Reason]:
     alike: dict[tuple[object, ...], list[Trial]] = {}
     for trial in trials:
-        if trial.status is not Status.OK:
-            key = trial.status, VARYING.sub("#", trial.reason), frozenset(_claims(trial))
-            alike.setdefault(key, []).append(trial)
-    reasons = []
+        key = trial.status, VARYING.sub("#", trial.reason), frozenset(_claims(trial))
+        alike.setdefault(key, []).append(trial)
     for status, letter in LETTERS.items():
         groups = [group for group in alike.values() if group[0].status is status]
         for place, group in enumerate(groups, 1):
-            first = group[0]
-            reasons.append(Reason(f"{letter}{place}", status, first.reason, _claims(first), tuple(group)))
-    return tuple(reasons)
+            yield Reason(f"{letter}{place}", status, group[0].reason, _claims(group[0]), tuple(group))
 
 
 def _claims(trial: Trial) -> tuple[tuple[str, str], ...]:
@@ -149,22 +119,19 @@ def matrix_text(view: Overview) -> Iterator[str]:
         Which letter is which mode and how its trials ended, each grid, and what the marks mean.
     """
     letters = [chr(ord("a") + index) for index in range(len(view.columns))]
-    ends: list[Counter[Status]] = [Counter() for _ in letters]
-    for grid in view.grids:
-        for _, cells in grid.rows:
-            for counter, cell in zip(ends, cells, strict=True):
-                counter.update([cell.trial.status] if cell else [])
-    rows = [
-        (letter, name, *(counter[status] or "-" for status in Status))
-        for letter, name, counter in zip(letters, view.columns, ends, strict=True)
+    cells = [cell for rows in view.grids.values() for row in rows.values() for cell in row.items()]
+    ends = Counter((column, trial.status) for column, trial in cells)
+    legend = [
+        (letter, column, *(ends[column, status] or "-" for status in Status))
+        for letter, column in zip(letters, view.columns, strict=True)
     ]
-    columns = [Column("", "right"), Column("mode", fills=True)]
-    yield table([*columns, *(Column(status, "right") for status in Status)], rows)
-    for grid in view.grids:
-        marks = [(name, *(cell.mark if cell else NOT_RUN for cell in cells)) for name, cells in grid.rows]
-        columns = [Column(view.down, fills=True), *(Column(letter, "right") for letter in letters)]
-        yield f"{grid.title}\n{table(columns, marks)}"
+    yield table([Column("", "right"), Column("mode", fills=True), *numbers(*Status)], legend)
+    marks = {id(trial): OK for _, trial in cells} | view.marks()
+    for title, rows in view.grids.items():
+        drawn = [
+            (name, *(marks.get(id(row.get(column)), NOT_RUN) for column in view.columns))
+            for name, row in rows.items()
+        ]
+        yield f"{title}\n{table([Column(view.down, fills=True), *numbers(*letters)], drawn)}"
     if view.reasons:
-        letters_used = {reason.status: LETTERS[reason.status] for reason in view.reasons}
-        meanings = ", ".join(f"{letter} {status}" for status, letter in letters_used.items())
-        yield paragraph(f"{meanings}, with the number of the reason below; {NOT_RUN} did not run", "  ")
+        yield paragraph(LEGEND, "  ")

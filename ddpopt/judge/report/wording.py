@@ -40,12 +40,10 @@ def count_of(number: int, noun: str) -> str:
 
 
 def number(value: float | None) -> str:
-    """A figure as short as it can be read: whole numbers up to a million, else three digits.
+    """A figure with three digits; whole numbers up to a million in full.
 
-    >>> number(None), number(0.0), number(999999.0), number(1.23456e-8), number(1e6), number(float("inf"))
-    ('-', '0', '999999', '1.23e-08', '1e+06', 'inf')
-    >>> number(float("nan"))
-    'nan'
+    >>> number(None), number(0.0), number(999999.0), number(1.23456e-8), number(1e6), number(float("nan"))
+    ('-', '0', '999999', '1.23e-08', '1e+06', 'nan')
     """
     if value is None:
         return "-"
@@ -59,34 +57,13 @@ def headline(verdict: Verdict) -> str:
         verdict: what to sum up.
 
     Returns:
-        For instance ``"WRONG: pkg:model on 2 ranks: 3 findings; of 2 trials 1 ok, 1 wrong"``.
+        For instance ``"WRONG: pkg:model on 2 ranks: 3 findings; 2 trials: 1 ok, 1 wrong"``.
     """
-    return f"{WORDS[verdict.exit_code]}: {verdict.target} on {summary(verdict)}"
-
-
-def summary(verdict: Verdict) -> str:
-    """The headline after the target: ranks, findings, and how the trials ended.
-
-    Args:
-        verdict: what to sum up.
-
-    Returns:
-        For instance ``"2 ranks: 3 findings; of 2 trials 1 ok, 1 wrong"``.
-    """
-    findings = count_of(len(verdict.findings), "finding") if verdict.findings else "no findings"
     counts = Counter(trial.status for trial in verdict.trials)
-    ends = [f"{counts[status]} {status}" for status in Status if counts[status]]
-    trials = count_of(len(verdict.trials), "trial")
-    if len(ends) > 1:
-        trials = f"of {trials} {', '.join(ends)}"
-    elif ends:
-        trials = f"{trials} {next(iter(counts))}"
-    return f"{count_of(verdict.world_size, 'rank')}: {findings}; {trials}"
-
-
-def environment(verdict: Verdict) -> str:
-    """Versions and hardware in one line; empty if nothing is known."""
-    return "; ".join(f"{name} {value}" for name, value in verdict.environment.items())
+    ends = ", ".join(f"{counts[status]} {status}" for status in Status if counts[status]) or "none"
+    where = f"{verdict.target} on {count_of(verdict.world_size, 'rank')}"
+    found = count_of(len(verdict.findings), "finding")
+    return f"{WORDS[verdict.exit_code]}: {where}: {found}; {count_of(len(verdict.trials), 'trial')}: {ends}"
 
 
 def sentence(finding: Finding) -> str:
@@ -95,17 +72,19 @@ def sentence(finding: Finding) -> str:
     >>> sentence(Finding("L0", "bits", "w differs on rank 1", rank=1, step=0, parameter="w"))
     'w differs on rank 1 (step 0)'
     """
-    known = {
-        "parameter": finding.parameter,
-        "bucket": finding.bucket,
-        "rank": finding.rank,
-        "step": finding.step,
-    }
-    parts = [f"{noun} {value}" for noun, value in known.items() if value is not None]
-    if finding.parameter is not None and finding.parameter in finding.message:
-        parts = parts[1:]
-    missing = [part for part in parts if part not in finding.message]
+    missing = []
+    for noun in ("parameter", "bucket", "rank", "step"):
+        value = getattr(finding, noun)
+        said = value if noun == "parameter" else f"{noun} {value}"
+        if value is not None and said not in finding.message:
+            missing.append(f"{noun} {value}")
     return f"{finding.message} ({', '.join(missing)})" if missing else finding.message
+
+
+def script_outcome(location: Location) -> str:
+    """What running the reproducing script showed."""
+    outcome = "it shows the difference" if location.reproduces else "it did not show the difference"
+    return f"run in a fresh interpreter, {outcome}"
 
 
 def share(measured: Measured) -> float:
@@ -116,11 +95,10 @@ def share(measured: Measured) -> float:
     >>> share(Measured("w", "L0", 0, 1.0, error=1e-9, bound=0.0, rank=0, step=0))
     inf
     """
-    if math.isnan(measured.error) or math.isnan(measured.bound):
-        return math.inf
-    if measured.bound > 0:
-        return measured.error / measured.bound
-    return 0.0 if measured.error == 0 else math.inf
+    if measured.error == 0 and measured.bound >= 0:
+        return 0.0
+    taken = measured.error / measured.bound if measured.bound > 0 else math.inf
+    return math.inf if math.isnan(taken) else taken
 
 
 def worst_first(measured: Iterable[Measured]) -> list[Measured]:
@@ -130,9 +108,3 @@ def worst_first(measured: Iterable[Measured]) -> list[Measured]:
         return -share(one), -math.inf if math.isnan(one.ulps) else -one.ulps, one.parameter
 
     return sorted(measured, key=badness)
-
-
-def script_outcome(location: Location) -> str:
-    """What running the reproducing script showed."""
-    outcome = "it shows the difference" if location.reproduces else "it did not show the difference"
-    return f"run in a fresh interpreter, {outcome}"

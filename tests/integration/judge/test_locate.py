@@ -12,11 +12,8 @@ from torch import distributed as dist
 
 from ddpopt.judge import locate as located
 from ddpopt.judge.locate import locate
-from ddpopt.judge.locating.known import Known, Trying
-from ddpopt.judge.locating.pieces import EVERYTHING, Part, Piece
-from ddpopt.judge.locating.reproduction import Draft
+from ddpopt.judge.locating.known import Known, Try
 from ddpopt.judge.locating.rungs import Question, Stage, Symptom
-from ddpopt.judge.locating.scripting import Author
 from ddpopt.judge.runner import to_locate
 from ddpopt.judge.verdict import Finding, Location, Rung, Status, Trial, Verdict
 from ddpopt.ranks.failures import RankFailure
@@ -44,23 +41,16 @@ def top_rung_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.nightly
-def test_what_a_single_rank_does_not_show_is_located_on_two_and_shown_under_torchrun(
+def test_what_a_single_rank_does_not_show_is_located_and_shown_on_two(
     tmp_path: Path, top_rung_alone: None
 ) -> None:
-    settings = (
-        torch._dynamo.config.optimize_ddp,
-        torch.random.get_rng_state().sum(),
-        torch.is_grad_enabled(),
-    )
     found = locate(f"{MODULE}:short", wrong("whole", "wrong_on_rank_1"), tmp_path / "shown.py", limit_s=400)
     assert [rung.name for rung in found.rungs if not rung.agrees] == ["wrong_on_rank_1, whole on 2 ranks"]
-    assert found.layer.endswith("under DDP together with the backend wrong_on_rank_1, with 2 ranks")
+    assert found.layer.endswith("together with the backend wrong_on_rank_1, with 2 ranks")
     assert [segment.partition(" (")[0] for segment in found.segments] == ["graph 0, segment 1 of 2: tanh"]
     assert (found.script, found.reproduces) == ("shown.py", True)
-    assert "torchrun --nproc-per-node 2" in found.note
+    assert "nproc=2," in (tmp_path / "shown.py").read_text()
     assert not dist.is_initialized()
-    after = (torch._dynamo.config.optimize_ddp, torch.random.get_rng_state().sum(), torch.is_grad_enabled())
-    assert settings == after
 
 
 @pytest.mark.nightly
@@ -74,7 +64,7 @@ def test_a_backend_that_takes_its_ranks_down_is_located_as_any_other(
     assert found.layer == "the backend dying_on_tanh"
     assert [segment.partition(" (")[0] for segment in found.segments] == ["graph 0, segment 1 of 2: tanh"]
     assert (found.script, found.reproduces) == ("shown.py", True)
-    assert found.note == "the script runs the segment alone, without DDP and without ddpopt"
+    assert found.note == ""
 
 
 STAGE = Stage("local", "mine")
@@ -91,90 +81,71 @@ STALLED = RankFailure(0, "stalled", "a task", -9, "SIGKILL")
         (RAISED, "rank 0 raised", Symptom("run", "KeyError")),
     ],
 )
-def test_how_a_rank_fails_while_the_ladder_is_climbed_is_what_that_rung_does(
+def test_how_a_rank_fails_is_what_that_rung_does_or_what_that_part_does(
     failure: RankFailure, detail: str, symptom: Symptom
 ) -> None:
-    known = Known(trying=Trying(STAGE))
-    assert known.survive(failure, 1)
-    assert known.rungs == [Rung("mine, no DDP", agrees=False, detail=detail)]
-    assert (known.stage, known.symptoms) == (STAGE, {(EVERYTHING, False): symptom})
+    climbing, part = Known(trying=Try(STAGE)), Try(STAGE, range(1, 2), True)
+    assert climbing.survive(failure)
+    assert climbing.rungs == [Rung("mine, no DDP", agrees=False, detail=detail)]
+    assert (climbing.stage, climbing.symptom) == (STAGE, symptom)
+    assert climbing.symptoms == {Try(STAGE, exact=False): symptom}
+    narrowing = Known([RUNG], STAGE, Symptom("numbers"), trying=part)
+    assert narrowing.survive(failure)
+    assert (narrowing.rungs, narrowing.symptoms) == ([RUNG], {part: symptom})
 
 
-def test_a_rank_that_dies_over_a_part_is_an_answer_about_that_part() -> None:
-    known = Known([RUNG], STAGE, Symptom("numbers"), symptoms={(EVERYTHING, False): Symptom("numbers")})
-    part = Part(Piece(0, 1), Piece(0, 1))
-    known.trying = Trying(STAGE, part, True)
-    assert known.survive(DIED, 1)
-    assert len(known.rungs) == 1
-    assert known.symptoms == {
-        (EVERYTHING, False): Symptom("numbers"),
-        (part, True): Symptom("died", "SIGSEGV"),
-    }
+@pytest.mark.parametrize(
+    ("trying", "failure", "note"),
+    [
+        (None, RAISED, "the search ended early: rank 0 raised: KeyError: 'x'"),
+        (Try(STAGE), STALLED, "the search ended early while mine, no DDP was tried: rank 0 stalled"),
+    ],
+)
+def test_ranks_that_fail_between_two_tries_or_stall_end_the_search_with_a_note(
+    trying: Try | None, failure: RankFailure, note: str
+) -> None:
+    known = Known(trying=trying)
+    assert not known.survive(failure)
+    assert known.notes == [note]
 
 
-def test_ranks_that_die_between_two_tries_or_stall_end_the_search_with_a_note() -> None:
-    between, late = Known(), Known(trying=Trying(STAGE))
-    assert not between.survive(DIED, 2)
-    assert between.notes == ["the search on 2 rank(s) ended early: rank 0 died of SIGSEGV: without a word"]
-    assert not late.survive(STALLED, 1)
-    assert late.notes == ["the time was over before the search ended while mine, no DDP was tried"]
-
-
-def test_under_torchrun_the_first_rank_searches_and_its_peers_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (2, "cpu"), (3, "cuda")])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_rank_of_torchruns_searches_where_the_trial_ran_and_its_peers_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, device: str, rank: int
 ) -> None:
     class Peers:
-        def __init__(self, rank: int) -> None:
-            self.rank = rank
+        rank: int
 
         def gather(self, own: Location | None) -> list[Location | None]:
             return [own or Location((), "told")]
 
-    asked: list[int] = []
-    monkeypatch.setattr(located, "under_torchrun", lambda: True)
-    monkeypatch.setattr(located, "_in_ranks", lambda *arguments: asked.append(arguments[2]))
-    for rank, layer in enumerate(("none was found: the difference did not appear again", "told")):
-        monkeypatch.setattr(located, "joined", lambda rank=rank, **_: nullcontext(Peers(rank)))
-        found = locate(f"{MODULE}:short", wrong("whole", "eager"), tmp_path / "shown.py", nproc=3)
-        assert (found.layer, asked) == (layer, [1, 3])
-
-
-def test_what_does_not_appear_again_is_said_to_be_gone_and_no_script_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = tmp_path / "shown.py"
-    monkeypatch.setattr(located, "_in_ranks", lambda *_: None)
-    found = locate(f"{MODULE}:short", wrong("whole", "aot_eager"), script, nproc=1)
-    assert found.layer == "none was found: the difference did not appear again"
-    assert found.note == "no script was written, for there is nothing that it could show"
-    assert (found.segments, found.script, found.reproduces) == ((), "", False)
-    assert not script.exists()
-
-
-@pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (1, "cpu"), (2, "cuda")])
-def test_what_ran_where_nobody_chose_is_searched_where_it_ran(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, device: str
-) -> None:
+    Peers.rank = rank
     asked: list[Any] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(located, "under_torchrun", lambda: True)
+    monkeypatch.setattr(located, "joined", lambda **_: nullcontext(Peers()))
     monkeypatch.setattr(located, "_in_ranks", lambda *arguments: asked.append(arguments[2:4]))
-    locate(f"{MODULE}:short", wrong("whole", "eager"), tmp_path / "shown.py", nproc=2)
-    assert asked == [(1, device), (2, device)]
+    found = locate(f"{MODULE}:short", wrong("whole", "eager"), tmp_path / "shown.py", nproc=3)
+    if rank == 0:
+        gone = "none was found: the difference did not appear again"
+        nothing = "no script was written, for there is nothing that it could show"
+        assert (asked, found) == ([(1, device), (3, device)], Location((), gone, note=nothing))
+    else:
+        assert (asked, found) == ([], Location((), "told"))
 
 
-@pytest.mark.parametrize("tensors", [{}, {"x": torch.ones(1)}], ids=["the script", "what it reads"])
-def test_a_script_that_cannot_be_written_is_a_note_beside_the_layer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensors: dict[str, torch.Tensor]
+def test_a_script_that_cannot_be_written_is_a_note_with_the_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def found_wrong(known: Known, *_: object) -> None:
-        known.hear(Known([RUNG], STAGE, Symptom("numbers")))
+        known.hear(Known([RUNG], Stage("local", "eager"), Symptom("numbers")))
 
     script = tmp_path / "shown.py"
-    (script.with_suffix(".pt") if tensors else script).mkdir()
+    script.mkdir()
     monkeypatch.setattr(located, "_in_ranks", found_wrong)
-    monkeypatch.setattr(Author, "drafts", lambda *_: [Draft("the model", "raise SystemExit(1)", tensors)])
     found = locate(f"{MODULE}:short", wrong("whole", "eager"), script, nproc=1)
-    assert (found.layer, found.script) == ("the backend mine", "")
+    assert (found.layer, found.script) == ("Dynamo (torch.compile, backend eager)", "")
     assert found.note == f"no script could be written or run: {script}: Is a directory"
 
 

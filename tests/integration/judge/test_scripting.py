@@ -1,179 +1,104 @@
-"""The text of the scripts, and one of each kind run in a fresh interpreter."""
+"""The script that shows a difference: what it says, what it does, and what counts as showing it."""
 
-import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from ddpopt.judge.locating.known import Blamed
-from ddpopt.judge.locating.reproduction import Draft, write
+from ddpopt.judge.locating.known import Known
+from ddpopt.judge.locating.reproduction import shows
 from ddpopt.judge.locating.rungs import Question, Stage, Symptom
-from ddpopt.judge.locating.scripting import Author
-from ddpopt.judge.locating.segment_code import Code
+from ddpopt.judge.locating.scripting import script_of
 from tests.unit import miscompiled
 
 MODULE = miscompiled.__name__  # which registers its backends
-LIMIT_S = 100.0
-DOUBLING = """
-def compiler(gm, example_inputs):
-    return lambda *args: tuple(2 * out for out in gm(*args))
-"""
-SEGMENT = """class Segment(torch.nn.Module):
-    def forward(self, x):
-        return ({}(x),)
-"""
-TRAINED = torch.ones(2, 3, requires_grad=True)
+NUMBERS = Symptom("numbers")
+SHOWS = "print('the difference appears'); raise SystemExit(1)"
+REACHED = "print('eager is done; compiled:', flush=True); "
+KILLED = f"{REACHED}import os; os.kill(os.getpid(), 9)"
 
 
-def author(tmp_path: Path, backend: str, target: str = f"{MODULE}:stages", rank: int = 0) -> Author:
-    return Author(Question(target, "default", "whole", backend, steps=1, rank=rank), tmp_path / "shown.py")
-
-
-def exit_code(draft: Draft) -> int:
-    """Run a script here, where its process group is there already."""
-    scope: dict[str, Any] = {}
-    dynamo, inductor = torch._dynamo.config, torch._inductor.config
-    # a script sets them for good
-    with dynamo.patch(optimize_ddp=True), inductor.patch(fallback_random=False):
-        exec(draft.text, scope)
-        code: int = scope["main"]()
-    return code
-
-
-def segment(x: torch.Tensor, function: str = "torch.tanh") -> Blamed:
-    return Blamed(("graph 0, segment 5 of 8",), Code(SEGMENT.format(function), {"x": x}))
-
-
-def test_every_script_is_a_program_that_says_how_to_run_it(tmp_path: Path) -> None:
-    blamed = segment(TRAINED)
-    drafts = author(tmp_path, "scaling_tanh").drafts(Stage("local", "scaling_tanh"), blamed)
-    drafts += author(tmp_path, "scaling_tanh", rank=1).drafts(Stage("torch", "scaling_tanh", 2), Blamed(()))
-    for draft in drafts:
-        compile(draft.text, "shown.py", "exec")
-        assert ("from ddpopt" in draft.text) == ("without ddpopt" not in draft.kind)
-        registers = draft.text.index(f"import {MODULE}  # registers the backend")
-        assert draft.text.index("sys.path.insert") < registers
-        command = "python" if draft.ranks == 1 else "torchrun --nproc-per-node 2"
-        assert f"Run it with '{command} shown.py'.\n" in draft.text
-        assert max(map(len, draft.text.splitlines())) <= 110
-    assert [draft.kind for draft in drafts] == [
-        "the segment alone, without DDP and without ddpopt",
-        "the segment alone, without DDP and without ddpopt",
-        "the model, without DDP, without ddpopt",
-        "the model under DDP, without ddpopt",
-        "the data-parallel step",
-    ]
-
-
-def test_a_segment_that_needs_it_is_tried_with_the_module_of_the_target_too(tmp_path: Path) -> None:
-    blamed = segment(torch.ones(2, 3))
-    drafts = author(tmp_path, "aot_eager").drafts(Stage("local", "aot_eager"), blamed)
-    imported = [f"import {MODULE}  # it may set up" in draft.text for draft in drafts]
-    assert imported == [False, True, False]
-    assert [bool(draft.tensors) for draft in drafts] == [False, True, False]
-
-
-def test_arguments_that_cannot_be_drawn_are_saved_beside_the_script(tmp_path: Path) -> None:
-    sparse = torch.eye(2).to_sparse()
-    drafts = author(tmp_path, "aot_eager").drafts(Stage("local", "aot_eager"), segment(sparse))
-    assert list(drafts[0].tensors) == ["x"]
-    assert "rand_strided(" not in drafts[0].text
-
-
-def test_the_segment_shows_the_difference_in_a_fresh_interpreter_that_never_loads_ddpopt(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "doubling.py").write_text(DOUBLING)
-    writer = Author(Question("x:y", "default", "whole", "doubling:compiler", steps=1), tmp_path / "shown.py")
-    blamed = segment(TRAINED)
-    path = [*sys.path]
-    sys.path.insert(0, str(tmp_path))
-    try:
-        text = writer.drafts(Stage("ddpopt-inline", "doubling:compiler"), blamed)[0].text
-    finally:
-        sys.path[:] = path
-    assert "from doubling import compiler\n" in text
-    assert "\nBACKEND = compiler\n" in text
-    text = text.replace(
-        "sys.exit(main())", "code = main()\n    assert 'ddpopt' not in sys.modules\n    sys.exit(code)"
-    )
-    assert write(writer.script, [Draft("it", text)], lambda: LIMIT_S).reproduces
+def script(tmp_path: Path, stage: Stage, symptom: Symptom = NUMBERS, **more: Any) -> Path:
+    asked = Question(f"{MODULE}:short", "default", "whole", stage.backend, **{"steps": 1, **more})
+    known = Known(segments=("graph 0, segment 5 of 8",))
+    file = tmp_path / "shown.py"
+    file.write_text(script_of(asked, stage, symptom, known, "the backend that is wrong", file, "cpu"))
+    return file
 
 
 @pytest.mark.parametrize(
-    ("symptom", "headline", "ends"),
+    ("symptom", "does"),
     [
-        (Symptom("died", "SIGSEGV"), "takes the process down (SIGSEGV).", "It ends of SIGSEGV"),
-        (Symptom("run", "BackendCompilerFailed"), "fails where eager runs.", "It exits with 1"),
-        (Symptom("numbers"), "does not compute what eager computes.", "It exits with 1"),
+        (Symptom("died", "SIGSEGV"), "takes the process down (SIGSEGV)."),
+        (Symptom("run", "BackendCompilerFailed"), "fails where eager runs."),
+        (NUMBERS, "does not do what eager does."),
     ],
 )
-def test_a_script_begins_with_the_difference_and_has_no_more_than_shows_it(
-    tmp_path: Path, fresh_dynamo: None, symptom: Symptom, headline: str, ends: str
+def test_a_script_says_what_is_wrong_where_and_how_to_run_it(
+    tmp_path: Path, symptom: Symptom, does: str
 ) -> None:
-    blamed = replace(segment(TRAINED), symptom=symptom)
-    for draft in author(tmp_path, "aot_eager").drafts(Stage("local", "aot_eager"), blamed):
-        begins = f"torch.compile with backend 'aot_eager' {headline}"
-        assert draft.text.startswith(f'"""{begins}\n\nFound by `ddpopt verify`:\n')
-        assert f"\n{ends} if the difference appears, with " in draft.text
-        assert ("def expectation" in draft.text) == (symptom.kind == "numbers")
-        assert draft.death == ("SIGSEGV" if symptom.kind == "died" else "")
-        assert draft.tensors or exit_code(draft) == 0
-
-
-def test_a_failure_is_shown_with_its_traceback(
-    tmp_path: Path, fresh_dynamo: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    blamed = replace(segment(torch.ones(2)), symptom=Symptom("run", "BackendCompilerFailed"))
-    draft = author(tmp_path, "refusing_tanh").drafts(Stage("local", "refusing_tanh"), blamed)[0]
-    assert exit_code(draft) == 1
-    printed = capsys.readouterr()
-    assert "ArithmeticError: no tanh here" in printed.err
-    assert "the difference appears: eager runs, compiled code does not" in printed.out
-
-
-def test_a_segment_that_is_right_shows_no_difference(tmp_path: Path, fresh_dynamo: None) -> None:
-    blamed = segment(TRAINED)
-    right, wrong = (
-        author(tmp_path, backend).drafts(Stage("local", backend), blamed)[0]
-        for backend in ("aot_eager", "scaling_tanh")
-    )
-    assert (exit_code(right), exit_code(wrong)) == (0, 1)
-
-
-@pytest.mark.parametrize("mode", ["local", "torch"])
-def test_a_model_that_is_right_shows_no_difference_without_ddp_and_with(
-    tmp_path: Path, mode: str, one_rank_group: None, fresh_dynamo: None
-) -> None:
-    before = torch.random.get_rng_state()
-    draft = author(tmp_path, "aot_eager").drafts(Stage(mode, "aot_eager"), Blamed(()))[0]
-    assert torch.equal(torch.random.get_rng_state(), before)
-    assert exit_code(draft) == 0
-
-
-def test_a_script_draws_the_random_numbers_that_eager_draws(
-    tmp_path: Path, one_rank_group: None, fresh_dynamo: None
-) -> None:
-    blamed = segment(torch.ones(4, 8, requires_grad=True), "torch.nn.functional.dropout")
-    writer = author(tmp_path, "inductor", f"{MODULE}:dropping")
-    drafts = writer.drafts(Stage("torch", "inductor"), blamed)
-    alone = {draft.kind: draft for draft in drafts if "without ddpopt" in draft.kind and not draft.tensors}
-    assert len(alone) == 2
-    for draft in alone.values():
-        assert exit_code(draft) == 0, draft.kind
+    text = script(tmp_path, Stage("local", "scaling_tanh"), symptom).read_text()
+    assert text.startswith(f'"""The backend that is wrong {does}\n\nFound by `ddpopt verify`:\n')
+    assert "\ngraph 0, segment 5 of 8\n" in text
+    assert "Run it with 'python shown.py'; it starts its own ranks.\n" in text
+    assert max(map(len, text.splitlines())) <= 110
+    assert ("'SIGSEGV' in trial.reason" in text) == (symptom.kind == "died")
 
 
 @pytest.mark.parametrize(
-    ("target", "symptom"),
-    [("cap_below_1", Symptom("run", "AssertionError")), ("sequential", Symptom("structure"))],
+    ("stage", "question", "lines"),
+    [
+        (Stage("local", "eager"), {}, ["nproc=1,", "mode='whole',", "backend='eager',", "steps=1,"]),
+        (Stage("torch", "eager", 2), {"steps": 3}, ["nproc=2,", "mode='torch',", "steps=3,"]),
+        (Stage("local", "eager"), {"rank": 2, "dtype": "bfloat16"}, ["nproc=3,", "dtype='bfloat16',"]),
+        (
+            Stage("local", f"{MODULE}:halving_tanh"),
+            {"ddp_kwargs": {"bucket_cap_mb": 0.5}},
+            [f"from {MODULE} import halving_tanh", "backend=halving_tanh,", "{'bucket_cap_mb': 0.5}"],
+        ),
+    ],
 )
-def test_failures_of_ddp_compiled_by_torch_show_in_one_process(
-    tmp_path: Path, target: str, symptom: Symptom, one_rank_group: None, fresh_dynamo: None
+def test_a_script_verifies_the_stage_that_disagrees_as_the_trial_was_verified(
+    tmp_path: Path, stage: Stage, question: dict[str, Any], lines: list[str]
 ) -> None:
-    blamed = Blamed((), symptom=symptom)
-    draft = author(tmp_path, "eager", target).drafts(Stage("torch", "eager"), blamed)[0]
-    assert draft.kind == "the model under DDP"
-    assert exit_code(draft) == 1
+    text = script(tmp_path, stage, **question).read_text()
+    compile(text, "shown.py", "exec")
+    assert [line for line in lines if line not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("backend", "symptom", "shown"),
+    [
+        (f"{MODULE}:halving_tanh", NUMBERS, True),
+        pytest.param("aot_eager", NUMBERS, False, marks=pytest.mark.nightly),
+        pytest.param("dying_on_tanh", Symptom("died", "SIGSEGV"), True, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_script_shows_the_difference_in_a_fresh_interpreter_if_there_is_one(
+    tmp_path: Path, backend: str, symptom: Symptom, shown: bool
+) -> None:
+    file = script(tmp_path, Stage("local", backend), symptom, ddp_kwargs={"bucket_cap_mb": 0.5})
+    assert shows(file, 1, 200.0) is shown
+
+
+@pytest.mark.parametrize(
+    ("text", "death", "shown"),
+    [
+        (SHOWS, "", True),
+        ("print('no difference')", "", False),
+        ("raise RuntimeError('of its own')", "", False),
+        ("raise SystemExit(1)", "", False),
+        ("print('the difference appears')", "", False),
+        ("import time; time.sleep(60)", "", False),
+        ("raise SystemExit(7)", "exit code 7", False),  # before eager was done
+        (f"{REACHED}raise SystemExit(7)", "exit code 7", True),
+        (KILLED, "SIGKILL", True),
+        (KILLED, "SIGSEGV", False),
+        (KILLED, "", False),
+    ],
+)
+def test_a_script_counts_only_if_it_ends_as_the_difference_makes_it_end(
+    tmp_path: Path, text: str, death: str, shown: bool
+) -> None:
+    (tmp_path / "shown.py").write_text(text)
+    assert shows(tmp_path / "shown.py", 1, 0.5 if "sleep" in text else 30.0, death=death) is shown

@@ -1,5 +1,7 @@
 """ddpopt fuzz and ddpopt minimize: what they refuse before a worker starts, and how they show progress."""
 
+import sys
+
 import pytest
 
 from ddpopt.cli.fuzzing import planned
@@ -8,7 +10,7 @@ from ddpopt.fuzz.minimize import Minimized
 from ddpopt.fuzz.questions import Setting
 from ddpopt.fuzz.signatures import Signature
 from ddpopt.fuzz.text import searching_line
-from ddpopt.judge.report.progress import StatusLine
+from ddpopt.judge.report.files import status_line
 from ddpopt.testing.drawn import DrawnModel, step
 
 CASE = FoundCase(
@@ -39,24 +41,30 @@ def test_a_search_says_how_many_models_were_tried_and_what_is_left() -> None:
     )
 
 
-def test_without_a_terminal_a_line_is_written_now_and_then_and_made_only_then(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("variables", "holds", "lacks"),
+    [
+        ({}, "", "at"),  # no terminal
+        ({"FORCE_COLOR": "1", "COLUMNS": "80"}, "\x1b[32m", "\\[not markup]"),
+        ({"FORCE_COLOR": "1", "COLUMNS": "80", "NO_COLOR": "1"}, "[not markup]", "\x1b[32m"),
+    ],
+)
+def test_a_line_is_shown_in_a_terminal_alone_on_stderr_and_without_colours_where_nobody_wants_them(
+    variables: dict[str, str],
+    holds: str,
+    lacks: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    now = 0.0
-    monkeypatch.setattr("ddpopt.judge.report.progress.time.monotonic", lambda: now)
-    made: list[float] = []
-
-    def line() -> str:
-        made.append(now)
-        return f"at {now:g} [not markup] {'x' * 100}"
-
-    with StatusLine("at first") as shown:
-        for second in range(25):
-            now = float(second)
-            shown.show(line)
-        shown.say("found")
-    assert made == [10, 20]
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with status_line("first") as show:
+        show("at 10 [not markup]")
+        sys.stderr.write("found\n")
     output = capsys.readouterr()
     assert output.out == ""
-    tail = " [not markup] " + "x" * 100
-    assert output.err.splitlines() == [f"at 10{tail}", f"at 20{tail}", "found"]
+    assert "found\n" in output.err
+    assert holds in output.err
+    assert lacks not in output.err
