@@ -31,7 +31,7 @@ ROWS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     ),
     "tied and read twice": (tied, {"bucket_cap_mb": 0.1}),
     "two dtypes and graph breaks": (
-        DrawnModel(TWO_DTYPES * 3, width=WIDTH).program.model,
+        DrawnModel(TWO_DTYPES * 2, width=WIDTH).program.model,
         {"bucket_cap_mb": 0.1},
     ),
     "nothing but torch's own modules": (
