@@ -95,6 +95,15 @@ def test_small_unread_parameters_share_a_bucket_with_what_is_ready_next_unless_c
     assert plan.buckets[1].reason == UNREAD
 
 
+@pytest.mark.parametrize("make", [cut, whole])
+def test_what_code_before_the_first_graph_that_reads_it_reads_too_is_ready_after_it(make: Any) -> None:
+    a, b, head = spec("a"), spec("b"), spec("head")
+    plan = joined([make(a, before="head"), make(b, head, before="head a")], head, a, b)
+    assert buckets(plan) == ["b", "a", "head"]
+    assert (plan.unread, plan.spread) == (("head",), 0)
+    assert "head" not in [name for segment in plan.segments for name in segment.params]
+
+
 def test_a_model_of_which_no_graph_is_known_is_planned_by_registration() -> None:
     a, b, c = spec("a", 60), spec("b", 60), spec("c", 60)
     plan = joined([], a, b, c)

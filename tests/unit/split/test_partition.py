@@ -11,7 +11,7 @@ from ddpopt.graph.nodes import body_nodes
 from ddpopt.planning.cut_points import blocked_positions
 from ddpopt.proof.certificate import certify
 from ddpopt.split.partition import partition, segment_name
-from tests.graph_builder import GraphBuilder
+from tests.graph_builder import GraphBuilder, real_inputs
 from tests.unit.effects import Effects
 from tests.unit.snippets import SNIPPETS
 from tests.unit.tracing import Traced, cut_before, trace, trace_all, written_segments
@@ -99,6 +99,21 @@ return (input_3,)""",
     )
 
 
+def test_the_stitched_module_returns_what_the_original_returned_in_its_structure() -> None:
+    builder = GraphBuilder(batch=2, width=4)
+    first = builder.method("sin", builder.x)
+    second = builder.method("cos", first)
+    gm = builder.finish(second).gm
+    gm.graph.output_node().args = ((second, [first, second], {"input": builder.x}, None, 3),)
+    x = torch.ones(2, 4)
+    found, (sine, again), given, *others = cut(gm, "cos")(x)
+    assert torch.equal(found, x.sin().cos())
+    assert torch.equal(sine, x.sin())
+    assert found is again
+    assert given["input"] is x
+    assert others == [None, 3]
+
+
 def test_a_segment_holds_only_the_attributes_that_it_reads() -> None:
     builder = GraphBuilder(batch=2, width=4)
     first = builder.call(torch.mul, builder.x, builder.constant(torch.ones(4)))
@@ -152,6 +167,21 @@ def test_what_was_written_to_an_input_and_returned_is_the_input_itself() -> None
     stitched = cut(builder.finish(builder.method("sin", builder.x), written).gm, "sin")
     x = torch.zeros(2, 4)
     assert stitched(x)[1] is x
+
+
+def test_what_a_segment_writes_to_its_copy_reaches_the_tensor_itself() -> None:
+    builder = GraphBuilder(batch=2, width=4)
+    value = builder.call(torch.mul, builder.x, builder.parameter("a", "scale", 4))
+    read = builder.call(torch.mul, value, builder.parameter("b", "scale", 4))
+    builder.method("add_", value, 1.0)
+    last = builder.method("mul_", value, 3.0)
+    graph = builder.finish(builder.call(torch.add, read, last))
+    stitched = cut(graph.gm, "mul_1", "mul_")
+    kept = [str(node.target) for node in stitched.graph.nodes if node.op == "call_method"]
+    assert kept == ["clone", "copy_"]
+    inputs = list(real_inputs(graph))
+    expected = graph.gm(*(value.detach() for value in inputs))
+    assert all(map(torch.equal, stitched(*(value.detach() for value in inputs)), expected))
 
 
 def test_what_is_never_written_to_is_never_copied() -> None:
