@@ -7,7 +7,6 @@ from pathlib import Path
 
 from ddpopt.ranks.environment import environment_of_no_rank
 
-NOTHING_SET: Mapping[str, str] = {}
 MODELS = """
 import inspect, os, signal, time
 import torch
@@ -32,15 +31,12 @@ def net():
     return Net(), torch.randn(4, 8)
 
 
+class Failing(Net):
+    def forward(self, x):
+        raise ValueError("this model cannot run")
+
+
 def failing():
-    class Failing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
-        def forward(self, x):
-            raise ValueError("this model cannot run")
-
     return Failing(), torch.randn(4, 8)
 
 
@@ -73,12 +69,10 @@ def write_shop(folder: Path) -> Path:
 
 
 def run(
-    folder: Path, *arguments: str, torchrun: bool = False, variables: Mapping[str, str] = NOTHING_SET
+    folder: Path, *arguments: str, torchrun: bool = False, variables: Mapping[str, str] | None = None
 ) -> "subprocess.CompletedProcess[str]":
     """Run ``ddpopt verify`` in a folder, on ranks of its own or on two of torchrun's."""
-    command = [sys.executable, "-m", "ddpopt", "verify", *arguments]
-    if torchrun:
-        start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ddpopt"]
-        command = [sys.executable, *start, "verify", *arguments]
-    environment = {**environment_of_no_rank(), "OMP_NUM_THREADS": "1", **variables}
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if torchrun else []
+    command = [sys.executable, *ranks, "-m", "ddpopt", "verify", *arguments]
+    environment = {**environment_of_no_rank(), "OMP_NUM_THREADS": "1", **(variables or {})}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)

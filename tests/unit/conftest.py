@@ -1,8 +1,21 @@
 """Fixtures that several unit tests share."""
 
+import logging
+from collections.abc import Callable, Iterator
+
 import pytest
 
 
 @pytest.fixture(scope="session", autouse=True)
 def spared(compiling_quickly: None) -> None:
     """Many a unit is judged by what it compiles."""
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
+    """What ddpopt logs from INFO on, with the level; also what it had said before."""
+    from ddpopt.dynamo import backend  # heavy, and not needed to collect tests
+
+    backend._say_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="ddpopt"):
+        yield lambda: [f"{r.levelname}: {r.getMessage()}" for r in caplog.records if r.name == "ddpopt"]

@@ -59,6 +59,17 @@ class TiedAndBroken(Broken):
         self.layers[2].weight = self.layers[0].weight
 
 
+class ViewLeaves(Net):
+    """The first graph gives the second one a view of a weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, _ = self.layers
+        weight = self.get_parameter("layers.2.weight").t()
+        x = second(first(x).tanh()).tanh()
+        torch._dynamo.graph_break()
+        return x @ weight + self.get_parameter("layers.2.bias")
+
+
 class Checkpointed(Net):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

@@ -133,7 +133,7 @@ def item(m: Model, x: Tensor) -> Tensor:
 def data_dependent_size(m: Model, x: Tensor) -> Any:
     rows = (x[:, 0] > 0).nonzero().squeeze(-1)
     y = m.layers[0](x[rows])
-    return m.layers[1](y), y.shape[0]
+    return m.layers[2](m.layers[1](y)), y.shape[0]
 
 
 def reshaped_in_place(m: Model, x: Tensor) -> Tensor:
@@ -150,6 +150,15 @@ def gaps_and_strides(m: Model, x: Tensor) -> Tensor:
     z = m.layers[1](y) * gaps.sum()
     out: Tensor = m.layers[2](z) + y.as_strided((3, 4), (4, 1))
     return out
+
+
+def taken_again_for_a_transform(m: Model, x: Tensor) -> Tensor:
+    value = m.layers[0](x)
+    with torch.no_grad():
+        view = value.view(-1)
+    grown: Tensor = torch.func.grad(lambda rows: rows.sin().sum())(view)
+    out: Tensor = m.layers[2](m.layers[1](value))
+    return out + grown.view(x.shape)
 
 
 def early_readers_without_gradient(m: Model, x: Tensor) -> Tensor:
@@ -207,6 +216,7 @@ OWN = (
     named_tuple, nested_autocast, grad_mode_spans, views_without_grad, mutated_views_without_grad,
     inputs_that_no_grad_returns, written_without_grad, outputs_without_grad, outputs_of_all_kinds, branches,
     data_dependent_size, item, reshaped_in_place, gaps_and_strides, early_readers_without_gradient,
+    taken_again_for_a_transform,
 )  # fmt: skip
 
 

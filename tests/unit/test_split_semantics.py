@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -15,6 +16,7 @@ import ddpopt
 from ddpopt.ranks.group import one_rank
 from ddpopt.testing.drawn import BLOCKS, DrawnModel, step
 from tests.property import stepping
+from tests.unit.snippets import SNIPPETS
 
 WIDTH = 8
 CAP = WIDTH * WIDTH * 4 / 2**20
@@ -27,6 +29,7 @@ def alone() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified:UserWarning")
 WRITING = ("written", "written_by_function", "statistics", "looked_up", "written_inside")
 """Blocks that take a view of a buffer or an input, write behind a layer, and read the view behind that."""
 WRITES = [
@@ -42,30 +45,6 @@ def test_a_view_is_read_as_it_is_behind_a_write(first: int) -> None:
     torch._dynamo.reset()
     drawn = DrawnModel(tuple(WRITES[first : first + 3]), cap_bytes=1)
     stepping.assert_equal_steps(drawn, stepping.compiled("split"), stepping.trained(drawn, stepping.eager))
-
-
-class InPlaceResidual(nn.Module):
-    """A block that adds to what it has made, in a checkpoint or by a view."""
-
-    def __init__(self, *, checkpointed: bool) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.checkpointed = checkpointed
-
-    def block(self, x: Tensor) -> Tensor:
-        h = self.layers[0](x).view(2, -1, WIDTH)
-        h += self.layers[1](torch.tanh(h + 1))
-        h += self.layers[2](torch.tanh(h + 1))
-        return torch.tanh(h)
-
-    def forward(self, x: Tensor, _: Tensor) -> tuple[Tensor, ...]:
-        h = checkpoint(self.block, x, use_reentrant=False) if self.checkpointed else self.block(x)
-        return (self.layers[3](h),)
-
-
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_a_residual_may_be_added_in_place(checkpointed: bool) -> None:
-    expect_as_eager(InPlaceResidual(checkpointed=checkpointed))
 
 
 class Between(nn.Module):
@@ -86,6 +65,17 @@ class Between(nn.Module):
 
     def forward(self, x: Tensor, given: Tensor) -> tuple[Tensor, ...]:
         return (self.layers[3](self.body(self, self.layer(0, x), given)),)
+
+
+def residual(model: Between, h: Tensor, _: Tensor) -> Tensor:
+    h = (h * 1).view(2, -1, WIDTH)
+    h += model.layer(1, h + 1)
+    h += model.layer(2, h + 1)
+    return torch.tanh(h).view(WIDTH, WIDTH)
+
+
+def residual_in_a_checkpoint(model: Between, h: Tensor, given: Tensor) -> Tensor:
+    return cast(Tensor, checkpoint(residual, model, h, given, use_reentrant=False))
 
 
 def detached_in_place(model: Between, h: Tensor, _: Tensor) -> Tensor:
@@ -206,41 +196,55 @@ def made_before_it_is_trained(model: Between, h: Tensor, _: Tensor) -> Tensor:
 
 
 BODIES = (
-    detached_in_place, strided, columns, view_by_tensor, broadcast, batch, float_in_region, bool_in_region,
-    by_data, by_data_in_a_body, scaled_by_statistics,
+    residual, residual_in_a_checkpoint, detached_in_place, strided, columns, view_by_tensor, broadcast,
+    batch, float_in_region, bool_in_region, by_data, by_data_in_a_body, scaled_by_statistics,
     read_and_written_in_one_segment, input_that_is_trained_from_then_on, made_before_it_is_trained,
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_what_is_done_in_place_is_seen_where_eager_sees_it(body: Any) -> None:
-    with torch._dynamo.config.patch(capture_scalar_outputs=True):
-        expect_as_eager(Between(body))
+    def inputs() -> tuple[Tensor, ...]:
+        return torch.randn(WIDTH, WIDTH), torch.randn(WIDTH, WIDTH)
+
+    expect_as_eager(Between(body), inputs)
 
 
-def expect_as_eager(model: nn.Module) -> None:
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize(
+    "name", ["nested_autocast", "views_without_grad", "data_dependent_size", "dynamic_float", "blocks_2"]
+)
+def test_what_crosses_a_cut_or_spans_it_is_eagers(name: str) -> None:
+    snippet = SNIPPETS[name]
+    expect_as_eager(snippet.model(), snippet.inputs, dynamic=snippet.dynamic)
+
+
+def expect_as_eager(
+    model: nn.Module, inputs: Callable[[], tuple[Any, ...]], dynamic: bool | None = None
+) -> None:
     """Two steps of training must leave the same behind, bit by bit, compiled by strategy split."""
     torch._dynamo.reset()
-    expected, found = trained(copy.deepcopy(model), lambda ddp: ddp), trained(model, compiled)
+    compiled = partial(ddpopt.compile, backend="aot_eager", strategy="split", dynamic=dynamic)
+    expected = trained(copy.deepcopy(model), lambda ddp: ddp, inputs)
+    capture = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
+    with torch._dynamo.config.patch(capture):
+        found = trained(model, compiled, inputs)
     assert [n for n, (a, b) in enumerate(zip(expected, found, strict=True)) if not torch.equal(a, b)] == []
 
 
-def compiled(ddp: DistributedDataParallel) -> Callable[..., Any]:
-    step: Callable[..., Any] = ddpopt.compile(ddp, backend="aot_eager", strategy="split")
-    return step
-
-
-def trained(model: nn.Module, wrap: Callable[[DistributedDataParallel], Callable[..., Any]]) -> list[Tensor]:
+def trained(
+    model: nn.Module, wrap: Callable[[DistributedDataParallel], Any], draw: Callable[[], tuple[Any, ...]]
+) -> list[Tensor]:
     """Outputs, inputs, gradients and buffers of two steps."""
-    step = wrap(DistributedDataParallel(model, bucket_cap_mb=CAP))
+    step = wrap(DistributedDataParallel(model, bucket_cap_mb=CAP, find_unused_parameters=True))
     left: list[Tensor] = []
     for seed in range(2):
         torch.manual_seed(seed)
-        inputs = torch.randn(WIDTH, WIDTH), torch.randn(WIDTH, WIDTH)
-        outputs = step(*inputs)
-        outputs[0].square().mean().backward()
+        inputs = draw()
+        outputs = [leaf for leaf in pytree.tree_leaves(step(*inputs)) if isinstance(leaf, Tensor)]
+        losses = [leaf.square().mean() for leaf in outputs if leaf.requires_grad]
+        torch.autograd.backward(torch.stack(losses).sum())
         gradients = [parameter.grad for parameter in model.parameters()]
-        left += (
-            t.detach().clone() for t in pytree.tree_leaves((outputs, inputs, gradients, [*model.buffers()]))
-        )
+        leaves = pytree.tree_leaves((outputs, inputs, gradients, [*model.buffers()]))
+        left += (leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor))
     return left

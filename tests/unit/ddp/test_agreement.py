@@ -1,7 +1,6 @@
 """ddpopt.ddp.agreement: texts of several ranks, here several threads over one store."""
 
 import functools
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -59,23 +58,17 @@ def outcomes(actions: Sequence[Callable[[], object]]) -> list[object]:
         return list(pool.map(outcome, actions))
 
 
-def calls(members: Sequence[Any], payloads: Sequence[str], **options: Any) -> list[Callable[[], object]]:
+def calls(members: Sequence[Any], payloads: Sequence[str], seconds: float = 10) -> list[Callable[[], object]]:
+    timeout = timedelta(seconds=seconds)
     return [
-        functools.partial(agree, member, "test", payload, **options)
+        functools.partial(agree, member, "test", payload, timeout)
         for member, payload in zip(members, payloads, strict=True)
     ]
 
 
-def seconds(count: float) -> dict[str, Any]:
-    return {"timeout": timedelta(seconds=count)}
-
-
-def test_every_rank_learns_every_text_in_rank_order(members: Callable[[int], list[Any]]) -> None:
-    texts = ["b", "a", "b", "c"]
-    assert outcomes(calls(members(4), texts)) == [("b", "a", "b", "c")] * 4
-
-
-def test_calls_in_a_row_do_not_mix(members: Callable[[int], list[Any]]) -> None:
+def test_every_rank_learns_every_text_in_rank_order_and_calls_in_a_row_do_not_mix(
+    members: Callable[[int], list[Any]],
+) -> None:
     group = members(3)
 
     def several(member: Any) -> list[tuple[str, ...]]:
@@ -83,10 +76,10 @@ def test_calls_in_a_row_do_not_mix(members: Callable[[int], list[Any]]) -> None:
         texts = []
         for number in range(20):
             time.sleep(0.001 * ((member.rank() + number) % 3))
-            texts.append(agree(member, "test", f"{number}"))
+            texts.append(agree(member, "test", f"{number} of {member.rank()}"))
         return texts
 
-    expected = [(f"{number}",) * 3 for number in range(20)]
+    expected = [tuple(f"{number} of {rank}" for rank in range(3)) for number in range(20)]
     assert outcomes([functools.partial(several, member) for member in group]) == [expected] * 3
 
 
@@ -113,9 +106,9 @@ def test_what_no_rank_reads_any_more_is_deleted(members: Callable[[int], list[An
 
 def test_a_missing_rank_is_named(members: Callable[[int], list[Any]]) -> None:
     group = members(4)
-    present = [group[0], group[2]]
+    found = outcomes(calls([group[0], group[2]], "aa", 0.2))
     assert (
-        outcomes(calls(present, ["a", "a"], **seconds(0.2)))
+        found
         == [
             "test: no answer from rank 1, 3 of 4 within 0.2 s. Every rank of the process group must make "
             "this call: look in the missing rank's log for what stopped it, or allow more time with timeout="
@@ -128,14 +121,14 @@ def test_a_rank_that_comes_too_late_raises_too_and_the_next_call_works(
     members: Callable[[int], list[Any]],
 ) -> None:
     early, late = members(2)
-    first = outcomes(calls([early], ["a"], **seconds(0.1)))
-    second = outcomes(calls([late], ["a"], **seconds(0.1)))
+    first = outcomes(calls([early], "a", 0.1))
+    second = outcomes(calls([late], "a", 0.1))
     assert isinstance(first[0], str)
     assert second == [
         "test: rank 1 answered after another rank had given up waiting. Let the ranks make this call at "
         "about the same time, or allow more time with timeout="
     ]
-    assert outcomes(calls([early, late], ["b", "c"])) == [("b", "c")] * 2
+    assert outcomes(calls([early, late], "bc")) == [("b", "c")] * 2
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.0995, 0.1, 0.1005])
@@ -143,11 +136,12 @@ def test_either_all_ranks_agree_or_all_raise(members: Callable[[int], list[Any]]
     """The last rank comes just when the others give up."""
     for _ in range(5):
         first, second, last = members(3)
-        punctual = calls([first, second], ["a", "a"], **seconds(0.1))
+        punctual = calls([first, second], "aa", 0.1)
+        (late,) = calls([last], "a", 0.1)
 
-        def arrive(last: Any = last) -> object:
-            threading.Event().wait(delay_s)
-            return agree(last, "test", "a", **seconds(0.1))
+        def arrive(late: Callable[[], object] = late) -> object:
+            time.sleep(delay_s)
+            return late()
 
         kinds = {type(outcome) for outcome in outcomes([*punctual, arrive])}
         assert len(kinds) == 1
@@ -174,10 +168,3 @@ def test_a_store_that_is_gone_is_an_infrastructure_error(
         "test: the process group's key-value store failed (connection reset). Most often the rank that holds "
         "it, rank 0, has ended: look in its log for the reason"
     )
-
-
-@pytest.mark.usefixtures("one_rank_group")
-def test_a_group_of_one_agrees_with_itself_without_a_store() -> None:
-    group = dist.group.WORLD
-    assert group is not None
-    assert agree(group, "test", "a") == ("a",)

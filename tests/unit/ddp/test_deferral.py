@@ -13,10 +13,10 @@ import torch.distributed as dist
 from ddpopt.ddp.deferral import PendingLogger, PendingReducer, defer
 from ddpopt.ddp.impose import impose, imposed_plan
 from ddpopt.dynamo.quiet import gc_paused
-from ddpopt.errors import PlanMismatchError, UsageError
+from ddpopt.errors import PlanMismatchError
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.reduced import running_reducer
-from tests.multigpu.models import Tower, arbitrary_plan, step, towers
+from tests.multigpu.models import arbitrary_plan, step, towers
 
 pytestmark = pytest.mark.usefixtures("one_rank_group")
 
@@ -52,16 +52,6 @@ def test_the_plan_is_asked_for_once_at_the_end_of_the_first_synchronised_forward
     torch.autograd.backward(output)
     step(ddp)
     assert asked == [0]
-    assert not stands_in(ddp)
-
-
-def test_defer_works_from_inside_the_forward() -> None:
-    ddp = towers()
-    plan = arbitrary_plan(ddp, 1)
-    handle = ddp.module.register_forward_hook(lambda *_: defer(ddp, lambda: plan))
-    step(ddp)
-    handle.remove()
-    assert imposed_plan(ddp) == plan
     assert not stands_in(ddp)
 
 
@@ -133,8 +123,3 @@ def test_ddps_log_can_be_read_while_waiting() -> None:
     defer(ddp, lambda: None)
     assert ddp._get_ddp_logging_data() == before
     assert running_reducer(ddp) is running_reducer(ddp)
-
-
-def test_only_ddp_modules_can_wait() -> None:
-    with pytest.raises(UsageError):
-        defer(Tower(), lambda: None)

@@ -33,17 +33,11 @@ class Model(nn.Module):
         self.last = nn.Linear(2, 2)
 
 
-def refusal(kind: type[DdpoptError], action: Callable[[], object]) -> str:
-    with pytest.raises(kind) as caught:
-        action()
-    return str(caught.value)
-
-
-def said_against(action: Callable[[], object]) -> str:
+def said(action: Callable[[], object], kind: type[DdpoptError] = UsageError) -> str:
     """What an action is refused with; empty if it is not."""
     try:
         action()
-    except DdpoptError as error:
+    except kind as error:
         return str(error)
     return ""
 
@@ -58,30 +52,22 @@ def planned(*buckets: Sequence[str], nbytes: int = 16, dtype: str = "float32") -
 
 def misfit(model: nn.Module, plan: Plan) -> str:
     ddp = DistributedDataParallel(model)
-    return refusal(PlanMismatchError, lambda: require_fit(ddp, plan))
+    return said(partial(require_fit, ddp, plan), PlanMismatchError)
 
 
 def test_every_partition_of_the_parameters_fits() -> None:
     ddp = DistributedDataParallel(Model())
     plans = [arbitrary_plan(ddp, seed) for seed in range(10)]
-    assert [said_against(partial(require_fit, ddp, plan)) for plan in plans] == [""] * 10
+    assert [said(partial(require_fit, ddp, plan), PlanMismatchError) for plan in plans] == [""] * 10
     assert len({plan.fingerprint for plan in plans}) > 5
 
 
 def test_everything_that_is_wrong_with_the_names_is_said_at_once() -> None:
-    text = misfit(
-        Model(),
-        planned(
-            ["first.weight"],
-            ["nowhere", "last.bias"],
-            [],
-            ["tied.weight"],
-            ["frozen.weight"],
-            ["first.weight"],
-        ),
+    plan = planned(
+        ["first.weight"], ["nowhere", "last.bias"], [], ["tied.weight"], ["frozen.weight"], ["first.weight"]
     )
     expecttest.assert_expected_inline(
-        text,
+        misfit(Model(), plan),
         """\
 the plan does not fit the DDP module, 8 problem(s):
   - 'first.weight' appears 2 times, in buckets 0, 5
@@ -97,11 +83,9 @@ Nothing was changed. Make the plan from this module: ddpopt.plan(ddp_module, *in
 
 
 def test_what_cannot_share_a_bucket_is_named() -> None:
-    text = misfit(
-        Model(), planned(["table.weight", "first.weight", "wide.weight"], ["last.weight", "last.bias"])
-    )
+    plan = planned(["table.weight", "first.weight", "wide.weight"], ["last.weight", "last.bias"])
     expecttest.assert_expected_inline(
-        text,
+        misfit(Model(), plan),
         """\
 the plan does not fit the DDP module, 3 problem(s):
   - bucket 0 mixes float32 on cpu ('first.weight') with float64 on cpu ('wide.weight')
@@ -134,7 +118,7 @@ def test_a_foreign_plan_does_not_flood_the_screen() -> None:
 
 
 def test_only_ddp_modules_have_buckets() -> None:
-    assert refusal(UsageError, lambda: ddp_module(nn.Linear(1, 1))) == (
+    assert said(lambda: ddp_module(nn.Linear(1, 1))) == (
         "expected a DistributedDataParallel module, got 'Linear': only DDP has buckets to plan; wrap the "
         "model first"
     )
@@ -152,7 +136,7 @@ def test_options_that_leave_no_buckets_to_plan_are_refused(monkeypatch: pytest.M
     monkeypatch.setattr(ddp, "mixed_precision", object())
     monkeypatch.setattr(ddp, "_use_python_reducer", True)
     monkeypatch.setattr(ddp, "_delay_all_reduce_all_params", True)
-    assert refusal(UsageError, lambda: ddp_module(ddp)) == (
+    assert said(lambda: ddp_module(ddp)) == (
         "this DDP module's buckets cannot be planned:\n"
         "  - it was built under torch._dynamo.config.optimize_ddp='python_reducer', which reduces without "
         "buckets; set another value before building it\n"
@@ -170,10 +154,6 @@ def output_of(ddp: DistributedDataParallel) -> torch.Tensor:
     return output
 
 
-def backward(output: torch.Tensor) -> None:
-    torch.autograd.backward(output)
-
-
 def linear(**arguments: Any) -> DistributedDataParallel:
     return DistributedDataParallel(nn.Linear(2, 2), **arguments)
 
@@ -183,13 +163,13 @@ def test_between_iterations_is_a_good_moment_and_between_forward_and_backward_a_
     arguments: dict[str, Any],
 ) -> None:
     ddp = linear(**arguments)
-    moment = partial(said_against, partial(require_between_iterations, ddp))
+    moment = partial(said, partial(require_between_iterations, ddp))
     good, bad = set(), set()
     for _ in range(15):  # DDP's log is sampled from the tenth iteration on
         good.add(moment())
         output = output_of(ddp)
         bad.add(moment())
-        backward(output)
+        torch.autograd.backward(output)
         good.add(moment())  # gradients still there
         ddp.zero_grad()
     with torch.no_grad():
@@ -215,10 +195,10 @@ def test_inside_an_iteration_is_a_bad_moment(why: str) -> None:
     texts = []
 
     def during(*_: object) -> None:
-        texts.append(refusal(UsageError, lambda: require_between_iterations(ddp)))
+        texts.append(said(lambda: require_between_iterations(ddp)))
 
     handle = INSIDE[why](ddp.module, during)
-    backward(output_of(ddp))
+    torch.autograd.backward(output_of(ddp))
     handle.remove()
     assert texts == [f"the buckets cannot change now: {why}"]
 
@@ -226,10 +206,10 @@ def test_inside_an_iteration_is_a_bad_moment(why: str) -> None:
 def test_while_unused_parameters_are_noted_under_no_sync_is_a_bad_moment() -> None:
     ddp = linear(find_unused_parameters=True)
     with ddp.no_sync():
-        backward(output_of(ddp))
-    text = refusal(UsageError, lambda: require_between_iterations(ddp))
+        torch.autograd.backward(output_of(ddp))
+    text = said(lambda: require_between_iterations(ddp))
     ddp.zero_grad()
-    require_between_iterations(ddp)
+    assert said(lambda: require_between_iterations(ddp)) == ""
     assert text == (
         "the buckets cannot change now: under no_sync() the reducer notes which parameters were used, and a "
         "new reducer would not know; call this before the first of the accumulated backwards, or after "

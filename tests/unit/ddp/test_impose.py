@@ -38,17 +38,6 @@ def test_a_bad_moment_changes_nothing() -> None:
     assert imposed_plan(ddp) == plan
 
 
-def test_the_state_of_the_module_is_untouched() -> None:
-    ddp = towers()
-    step(ddp)
-    state, gradients = {k: v.clone() for k, v in ddp.state_dict().items()}, gradients_of(ddp)
-    impose(ddp, arbitrary_plan(ddp, 1))
-    after = ddp.state_dict()
-    assert list(after) == list(state)
-    assert all(torch.equal(after[name], state[name]) for name in state)
-    assert same([gradients_of(ddp)], [gradients])
-
-
 @pytest.mark.parametrize("arguments", [{}, {"static_graph": True}])
 def test_copies_and_pickles_have_ddps_own_buckets_again(arguments: dict[str, Any]) -> None:
     ddp = towers(**arguments)

@@ -4,9 +4,8 @@ import contextlib
 import copy
 import functools
 import gc
-import logging
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import product
 from typing import Any, cast
 from unittest.mock import create_autospec
@@ -20,7 +19,6 @@ from torch._dynamo.backends import distributed
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch.distributed._composable.replicate import replicate
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import ddpopt
@@ -102,6 +100,14 @@ def eager(ddp: DistributedDataParallel) -> DistributedDataParallel:
     return ddp
 
 
+def assert_trains_as_eager(
+    call: Callable[..., Any], ddp: nn.Module, by_eager: nn.Module, steps: int = 1
+) -> None:
+    """Both have the same outputs and gradients, bit by bit, at each step."""
+    for seed in range(steps):
+        assert same(step(call, ddp, rows(seed=seed)), step(by_eager, by_eager, rows(seed=seed)))
+
+
 def plan_in_force(ddp: DistributedDataParallel) -> Plan:
     plan = imposed_plan(ddp)
     assert plan is not None
@@ -146,8 +152,7 @@ every_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_each_way_in_cuts_at_the_buckets_has_ddp_follow_and_trains_as_in_eager(way: Wrap) -> None:
     eager, ddp, recorder = ddp_of(), ddp_of(), Recorder()
     call = way(ddp, recorder)
-    for seed in range(3):
-        assert same(step(call, ddp, rows(seed=seed)), step(eager, eager, rows(seed=seed)))
+    assert_trains_as_eager(call, ddp, eager, steps=3)
     plan = plan_in_force(ddp)
     assert layers_of(plan) == FOUR_LAYERS
     assert [segment.params for segment in plan.segments] == [
@@ -196,31 +201,22 @@ def test_what_no_grad_returns_of_an_opened_call_has_its_gradient(layers: float) 
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("strategy", ["split", "inline"])
+class TurnsGradOn(Net):
+    forward = torch.enable_grad()(Linears.forward)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_forward_without_gradient_may_turn_it_on(strategy: Strategy) -> None:
-    ddp, eager = ddp_of(), ddp_of()
-    layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(model: nn.Module) -> Callable[[Tensor], Tensor]:
-        def call(x: Tensor) -> Tensor:
-            with torch.no_grad():
-                out: Tensor = model(x)
-            return out
-
-        return call
-
-    for model in (ddp.module, eager.module):
-        model.forward = torch.enable_grad()(model.forward)
-        model.register_module("layer", layer)
-    compiled = ddpopt.compile(ddp, backend="aot_eager", strategy=strategy)
-    assert torch.equal(forward(compiled)(rows()), forward(eager)(rows()))
+    compiled = ddpopt.compile(ddp_of(TurnsGradOn), backend="aot_eager", strategy=strategy)
+    with torch.no_grad():
+        assert torch.equal(compiled(rows()), ddp_of(TurnsGradOn)(rows()))
 
 
 def test_replicate_is_cut_like_ddp() -> None:
     model, eager, recorder = seeded(Net), seeded(Net), Recorder()
     replicate(model, bucket_cap_mb=ONE_LAYER_MB)
     call = torch.compile(model, backend=DdpoptBackend(recorder, strategy="split"))
-    assert same(step(call, model, rows()), step(eager, eager, rows()))
+    assert_trains_as_eager(call, model, eager)
     assert recorder.calls == 2
 
 
@@ -231,12 +227,8 @@ def test_options_of_the_backend_reach_it_once_for_each_distinct_segment() -> Non
         seen.append(options)
         return gm.forward
 
-    ddp = ddp_of()
-    step(
-        torch.compile(ddp, backend=DdpoptBackend(compiler, strategy="split"), options={"depth": 3}),
-        ddp,
-        rows(),
-    )
+    ddp, backend = ddp_of(), DdpoptBackend(compiler, strategy="split")
+    step(torch.compile(ddp, backend=backend, options={"depth": 3}), ddp, rows())
     assert seen == [{"options": {"depth": 3}}] * 2
 
 
@@ -341,7 +333,7 @@ def test_whatever_the_module_inside_is_it_trains_as_in_eager(inner: str, strateg
     assert all(map(same, found, eager))
 
 
-@pytest.mark.parametrize("strategy", ["split", "inline"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_where_two_ddp_modules_reduce_one_gradient_the_outer_one_has_the_last_word(strategy: Any) -> None:
     found = []
     for wrap in (eager, functools.partial(ddpopt.compile, backend="aot_eager", strategy=strategy)):
@@ -355,74 +347,17 @@ def test_where_two_ddp_modules_reduce_one_gradient_the_outer_one_has_the_last_wo
     assert all(map(same, *found))
 
 
-def pruned(net: Net) -> None:
-    prune.identity(net.layers[1], "weight")  # type: ignore[no-untyped-call]  # of torch
-
-
-def wrapped_once_more(net: Net) -> None:
-    net.layers[1] = nn.Sequential(net.layers[1])
-
-
-def swapped(net: Net) -> None:
-    net.layers[0], net.layers[3] = net.layers[3], net.layers[0]
-
-
-@pytest.mark.parametrize("strategy", ["split", "inline"])
 @pytest.mark.parametrize(
-    ("change", "when", "arguments"),
-    [
-        (pruned, "before compile", {"buckets": "ddp"}),
-        (pruned, "before compile, after a step in eager", {}),
-        (pruned, "before the first step", {}),
-        (swapped, "after a step under no_sync", {}),
-        (wrapped_once_more, "after the first step", {}),
-        (pruned, "after the first step", {}),
-    ],
+    ("factory", "strategy"), in_turn([(Net,), (lambda: ddp_of(),), (lambda: sequential(),)], STRATEGIES)
 )
-def test_parameters_may_get_other_names_and_another_order_at_any_time(
-    change: Callable[[Net], None], when: str, arguments: dict[str, Any], strategy: Strategy
-) -> None:
-    found = []
-    compiled: Any = functools.partial(ddpopt.compile, backend="aot_eager", strategy=strategy, **arguments)
-    for wrap in (eager, compiled):
-        torch._dynamo.reset()
-        ddp = ddp_of(static_graph="eager" in when)
-        ddp.register_comm_hook(0.5, marked)
-        if "eager" in when:
-            step(ddp, ddp, rows())
-        if when.startswith("before compile"):
-            change(ddp.module)
-        call = wrap(ddp)
-        if when == "after a step under no_sync":
-            with ddp.no_sync():
-                step(call, ddp, rows())
-        if when == "after the first step":
-            step(call, ddp, rows())
-        if not when.startswith("before compile"):
-            change(ddp.module)
-        found.append([step(call, ddp, rows()) for _ in range(3)])
-    assert all(map(same, *found))
-
-
-@pytest.mark.parametrize("strategy", ["split", "inline"])
-@pytest.mark.parametrize("factory", [Net, lambda: ddp_of(), lambda: sequential()])
 def test_fullgraph_is_about_the_module_inside(factory: Callable[[], nn.Module], strategy: Strategy) -> None:
     recorder = Recorder()
     eager, ddp = ddp_of(factory), ddp_of(factory)
     call = ddpopt.compile(ddp, backend=recorder, strategy=strategy, fullgraph=True)
-    for number in range(2):
-        assert same(step(call, ddp, rows(seed=number)), step(eager, eager, rows(seed=number)))
+    assert_trains_as_eager(call, ddp, eager, steps=2)
     assert recorder.calls
     with pytest.raises(torch._dynamo.exc.Unsupported):
         ddpopt.compile(ddp_of(Broken), backend="eager", strategy=strategy, fullgraph=True)(rows())
-
-
-def test_a_module_whose_own_compilation_cannot_be_held_to_fullgraph_is_refused() -> None:
-    message = refusal(ddp_model=ddp_of(compiled_in_place), fullgraph=True)
-    assert message == (
-        "fullgraph: the module inside DDP is compiled already, so no break in it can be refused here; pass "
-        "fullgraph=True where it is compiled, or do not compile it"
-    )
 
 
 @pytest.mark.parametrize("options", [{}, {"fullgraph": True}], ids=str)
@@ -533,7 +468,7 @@ class Attention(nn.Module):
         return self.attention(x, x, x, need_weights=False)[0]  # type: ignore[no-any-return]  # of torch
 
 
-@pytest.mark.parametrize("strategy", ["split", "inline"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_first_forward_may_run_inside_a_checkpoint(strategy: Any) -> None:
     eager, ddp = ddp_of(Attention), ddp_of(Attention)
     compiled = ddpopt.compile(ddp, backend="aot_eager", strategy=strategy)
@@ -550,14 +485,6 @@ def test_the_first_forward_may_run_inside_a_checkpoint(strategy: Any) -> None:
 
 def graphs_compiled() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-
-
-def test_a_batch_size_that_varies_costs_one_recompilation() -> None:
-    ddp, eager = ddp_of(), ddp_of()
-    call = ddpopt.compile(ddp, backend="aot_eager", strategy="split")
-    for count in (3, 6, 9, 6, 3):
-        assert same(step(call, ddp, rows(count)), step(eager, eager, rows(count)))
-    assert graphs_compiled() <= 2
 
 
 class Scaled(Net):
@@ -637,28 +564,22 @@ def test_code_that_is_tied_to_addresses_is_not_shared(
 # ------------------------------------------------------------------------------------ never silent
 
 
-@pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
-    """What ddpopt logs at INFO, also what it had said before."""
-    ddpopt.dynamo.backend._say_once.cache_clear()
-    with caplog.at_level(logging.INFO, logger="ddpopt"):
-        yield lambda: [record.getMessage() for record in caplog.records if record.name == "ddpopt"]
-
-
 def test_a_graph_outside_of_ddp_is_compiled_whole_and_says_so_once(said: Callable[[], list[str]]) -> None:
     recorder = Recorder()
     for _ in range(2):
         torch._dynamo.reset()
         torch.compile(seeded(Net), backend=DdpoptBackend(recorder))(rows())
     assert [len(gm.graph.find_nodes(op="call_method", target="relu")) for gm in recorder.graphs] == [4, 4]
-    assert said() == ["ddpopt: no DistributedDataParallel forward is running; the graph is compiled whole"]
+    assert said() == [
+        "INFO: ddpopt: no DistributedDataParallel forward is running; the graph is compiled whole"
+    ]
 
 
 @pytest.mark.parametrize(
     ("layers", "calls", "message"),
     [
-        (1, 2, "ddpopt: 4 buckets, 4 segments, 2 of them distinct"),
-        (400, 1, "ddpopt: a graph is compiled whole: it has a single bucket"),
+        (1, 2, "INFO: ddpopt: 4 buckets, 4 segments, 2 of them distinct"),
+        (400, 1, "INFO: ddpopt: a graph is compiled whole: it has a single bucket"),
     ],
 )
 def test_what_becomes_of_a_graph_is_said(
@@ -676,8 +597,8 @@ def test_a_graph_that_trains_nothing_is_compiled_whole_says_so_and_plans_nothing
     call = ddpopt.compile(ddp, backend="eager", strategy="split")
     with torch.no_grad():
         call(rows())
-    assert said() == ["ddpopt: a graph is compiled whole: nothing in it is trained"]
-    assert same(step(call, ddp, rows()), step(eager, eager, rows()))
+    assert said() == ["INFO: ddpopt: a graph is compiled whole: nothing in it is trained"]
+    assert_trains_as_eager(call, ddp, eager)
     assert layers_of(plan_in_force(ddp)) == FOUR_LAYERS
 
 
@@ -709,8 +630,7 @@ def test_a_module_whose_compilation_failed_still_trains_in_eager() -> None:
         ddpopt.compile(ddp, backend=failing, strategy="split")(rows())
     assert DistributedDataParallel._active_ddp_module is None
     assert gc.isenabled()
-    for _ in range(3):
-        assert same(step(ddp, ddp, rows()), step(eager, eager, rows()))
+    assert_trains_as_eager(ddp, ddp, eager, steps=3)
 
 
 def dynamo_state() -> dict[str, Any]:
@@ -744,10 +664,13 @@ def test_no_global_of_torch_is_changed(way: Wrap) -> None:
 # --------------------------------------------------------------------------------------- usage errors
 
 
-def refusal(**arguments: Any) -> str:
-    given = {"ddp_model": ddp_of(), **arguments}
+def refusal(inside: Callable[[], nn.Module] = sequential, **arguments: Any) -> str:
+    """What is said of arguments; the module is left as it was."""
+    ddp = ddp_of(inside)
+    before = ddp.reducer, ddp.logger, ddp.module._compiled_call_impl
     with pytest.raises(UsageError) as caught:
-        ddpopt.compile(given.pop("ddp_model"), **given)
+        ddpopt.compile(**{"ddp_model": ddp, **arguments})
+    assert (ddp.reducer, ddp.logger, ddp.module._compiled_call_impl) == before
     return str(caught.value)
 
 
@@ -762,6 +685,11 @@ def refusal(**arguments: Any) -> str:
         ({"strategy": "cut"}, "strategy: expected 'split', 'inline' or 'auto', got 'cut'"),
         ({"backend": 3}, "backend: expected a name or a callable (gm, example_inputs), got 3"),
         ({"buckets": "mine"}, "buckets: expected 'plan' or 'ddp', got 'mine'"),
+        (
+            {"inside": compiled_in_place, "fullgraph": True},
+            "fullgraph: the module inside DDP is compiled already, so no break in it can be refused here; "
+            "pass fullgraph=True where it is compiled, or do not compile it",
+        ),
     ],
 )
 def test_an_argument_of_no_use_is_refused(arguments: dict[str, Any], message: str) -> None:
@@ -778,11 +706,3 @@ def test_an_unknown_backend_is_refused_with_the_names_that_there_are() -> None:
     message = refusal(backend="indcutor")
     assert message.startswith("backend: expected the name of a Dynamo backend, got 'indcutor'; known are ")
     assert {"inductor", "aot_eager", "eager"} <= set(message.partition("known are ")[2].split(", "))
-
-
-def test_a_refused_module_is_left_as_it_was() -> None:
-    ddp = ddp_of(sequential)
-    before = ddp.reducer, ddp.logger, ddp.module._compiled_call_impl
-    for arguments in ({"strategy": "cut"}, {"buckets": "mine"}, {"backend": 3}):
-        refusal(ddp_model=ddp, **arguments)
-    assert (ddp.reducer, ddp.logger, ddp.module._compiled_call_impl) == before

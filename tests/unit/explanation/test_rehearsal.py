@@ -24,19 +24,14 @@ def tied() -> nn.Module:
 
 TWO_DTYPES = (step("graph_break"), step("linear"), step("graph_break"), step("double_linear"))
 ROWS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
-    "cap list": (Linears, {"bucket_cap_mb_list": [0.1, 0.03]}),
     "static graph with unused parameters": (
         lambda: Linears(layers=4, order=(0, 1, 3)),
         {"bucket_cap_mb": 0.07, "static_graph": True},
     ),
     "tied and read twice": (tied, {"bucket_cap_mb": 0.1}),
     "two dtypes and graph breaks": (
-        DrawnModel(TWO_DTYPES * 3, width=WIDTH).program.model,
+        DrawnModel(TWO_DTYPES * 2, width=WIDTH).program.model,
         {"bucket_cap_mb": 0.1},
-    ),
-    "nothing but torch's own modules": (
-        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)),
-        {"bucket_cap_mb": 0.01},
     ),
 }
 

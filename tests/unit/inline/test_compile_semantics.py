@@ -33,6 +33,7 @@ from tests.unit.inline_twins import (
     Tied,
     TiedAndBroken,
     Twins,
+    ViewLeaves,
     WithoutGradient,
     backward,
     error_of,
@@ -309,6 +310,7 @@ def frozen_and_ignored() -> Net:
         pytest.param(Decaying, LAYER_MB, ["scale", *ALL], id="a gradient that needs nothing of the loss"),
         pytest.param(Broken, TINY_MB, ALL, id="graph breaks"),
         pytest.param(Checkpointed, LAYER_MB, ALL, id="checkpointed layers"),
+        pytest.param(ViewLeaves, TINY_MB, without("layers.2.weight"), id="a view of a weight leaves a graph"),
         pytest.param(Tied, LAYER_MB, without("layers.2.weight"), id="a weight that one graph reads twice"),
         pytest.param(
             TiedAndBroken,
@@ -358,14 +360,14 @@ def test_an_exception_in_the_middle_of_backward_leaves_ddp_as_eager_does() -> No
         assert "Expected to have finished reduction" in said
 
 
-def test_two_modules_can_share_one_backward() -> None:
-    first, second = Twins(), Twins()
+def test_two_modules_can_share_one_backward(shared: Twins) -> None:
+    first, second = shared, Twins()
 
     def chained(call: Any, ddp: DistributedDataParallel) -> None:
         inner = first.step if ddp is second.inline else first.eager
         backward(loss(call(inner(rows()))))
 
-    for _ in range(STEPS):
+    for _ in range(2):
         for ddp in (first.eager, first.inline):
             ddp.zero_grad()
         handed: list[str] = []

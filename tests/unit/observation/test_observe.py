@@ -1,4 +1,4 @@
-"""ddpopt.observe and ddpopt.observation.launches: what is seen, and that seeing changes nothing."""
+"""ddpopt.observe: what is seen, and that seeing changes nothing."""
 
 from collections.abc import Sequence
 from itertools import permutations
@@ -8,17 +8,18 @@ import expecttest
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from ddpopt.ddp.deferral import defer
 from ddpopt.ddp.impose import impose
 from ddpopt.errors import UsageError
 from ddpopt.observation.observe import Observation, observe
 from ddpopt.planning.bucket_rule import specs_from_ddp
 from ddpopt.planning.plan import Plan
-from tests.multigpu.models import Tower, arbitrary_plan, plan_of
+from tests.multigpu.models import arbitrary_plan, changing, plan_of
+from tests.unit.tracing import Recorder
 
 c10d: Any = dist  # torch does not mark its re-exports
 
@@ -92,31 +93,6 @@ allreduce of 168 bytes of float32: bucket 1""",
     )
 
 
-MODES: list[dict[str, Any]] = [
-    {},
-    {"static_graph": True},
-    {"find_unused_parameters": True},
-    {"gradient_as_bucket_view": True},
-]
-
-
-@pytest.mark.parametrize("arguments", MODES)
-@pytest.mark.parametrize("way", ["impose", "defer"])
-def test_a_plans_buckets_are_seen_at_every_iteration(way: str, arguments: dict[str, Any]) -> None:
-    ddp: Any = DistributedDataParallel(Tower(mixed=True), **arguments)
-    plan = arbitrary_plan(ddp, 1)
-    if way == "impose":
-        impose(ddp, plan)
-    else:
-        defer(ddp, lambda: plan)
-    with observe(ddp) as seen:
-        for _ in range(4):
-            step(ddp)
-    assert observed(seen) == [planned(plan)] * 4
-    assert [iteration.unmatched for iteration in seen.iterations] == [()] * 4
-    assert seen.buckets == seen.iterations[-1].buckets
-
-
 def test_a_plan_imposed_inside_the_block_is_seen_from_then_on_and_no_sync_launches_nothing() -> None:
     ddp = pair()
     plan = arbitrary_plan(ddp, 1)
@@ -177,14 +153,34 @@ def test_iterations_are_told_apart_where_compiled_code_shows_no_operators(
     assert observed(seen) == [planned(plan)] * 2
 
 
+def test_every_kind_of_collective_is_noted_once_with_what_it_sends_and_waiting_is_not() -> None:
+    other: Any = dist.new_group([0])
+    with observe(pair()) as seen:
+        dist.all_reduce(torch.ones(3))
+        dist.broadcast(torch.ones(2, dtype=torch.float64), 0)
+        dist.all_gather([torch.zeros(4, dtype=torch.int32)], torch.ones(4, dtype=torch.int32))
+        dist.barrier()
+        assert functional.all_reduce(torch.ones(3), "sum", other).sum() == 3
+        dist.all_reduce(torch.ones(4), group=other)
+    assert [(c.op, c.nbytes, c.dtype) for c in seen.collectives] == [
+        ("allreduce", 12, "float32"),
+        ("broadcast", 16, "float64"),
+        ("allgather", 16, "int32"),
+        ("barrier", 0, ""),
+    ]
+    assert [(c.op, c.nbytes) for c in seen.elsewhere] == [("all_reduce", 12), ("allreduce", 16)]
+
+
 class Spectrum(nn.Module):
     """As many bytes of complex numbers as of two kinds of real ones, each to stand in a bucket of its own."""
 
-    def __init__(self, dtype: torch.dtype = torch.complex64) -> None:
+    def __init__(self, dtype: torch.dtype, trained: Sequence[str]) -> None:
         super().__init__()
         self.pairs = nn.Parameter(torch.ones(6, dtype=dtype))
         self.floats = nn.Parameter(torch.ones(6 * dtype.itemsize // 4))
         self.doubles = nn.Parameter(torch.ones(6 * dtype.itemsize // 8, dtype=torch.float64))
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(name in trained)
 
     def forward(self, x: Tensor) -> Tensor:
         total: Tensor = self.pairs.abs().sum() + self.floats.sum() + self.doubles.sum()
@@ -193,12 +189,8 @@ class Spectrum(nn.Module):
 
 def spectrum(order: Sequence[str], dtype: torch.dtype = torch.complex64) -> Any:
     """Under DDP, with one bucket for each of these parameters, in this order; the others are frozen."""
-    model = Spectrum(dtype)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in order)
-    ddp: Any = DistributedDataParallel(model)
-    specs = {spec.name: spec for spec in specs_from_ddp(ddp)}
-    impose(ddp, plan_of([[specs[name]] for name in order]))
+    ddp: Any = DistributedDataParallel(Spectrum(dtype, order))
+    impose(ddp, plan_of([[spec] for name in order for spec in specs_from_ddp(ddp) if spec.name == name]))
     return ddp
 
 
@@ -242,15 +234,12 @@ def test_a_hook_that_sends_another_type_is_matched_by_size_and_one_that_sends_an
         step(ddp)
     assert [(c.dtype, c.bucket) for c in seen.collectives if c.op == "allreduce"] == [("float16", 0)]
 
-    def half(state: object, bucket: Any) -> Any:
-        dist.all_reduce(bucket.buffer()[:5].clone())
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
+    def part(buffer: Tensor) -> Tensor:
+        dist.all_reduce(buffer[:5].clone())
+        return buffer
 
-    half.__annotations__.clear()
     ddp = pair()
-    ddp.register_comm_hook(None, half)
+    ddp.register_comm_hook(None, changing(part))
     with observe(ddp) as seen:
         step(ddp)
     assert seen.iterations[0].unmatched == (0,)
@@ -276,20 +265,14 @@ def test_collectives_of_the_users_own_are_listed_in_order_and_those_of_other_gro
 
 
 def test_compilation_is_seen_and_happens_as_without_observing() -> None:
-    counts: list[int] = []
-
-    def backend(gm: torch.fx.GraphModule, _: list[Tensor]) -> Any:
-        counts.append(len(gm.graph.nodes))
-        return gm.forward
-
     ddp: Any = DistributedDataParallel(Pair())
-    compiled: Any = torch.compile(ddp, backend=backend)
+    compiled: Any = torch.compile(ddp, backend=(recorder := Recorder()))
     with observe(compiled) as first:
         step(compiled)
         step(compiled)
     with observe(ddp) as second:
         step(compiled)
-    assert (len(counts), len(first.graphs), len(second.graphs)) == (1, 1, 0)
+    assert (recorder.calls, len(first.graphs), len(second.graphs)) == (1, 1, 0)
     assert len(second.iterations) == 1
 
 

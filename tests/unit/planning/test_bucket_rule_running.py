@@ -1,8 +1,6 @@
 """Our buckets against those of reducers that run: one rank, gloo, real DDP modules with each option."""
 
-import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +9,14 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.planning.bucket_rule import initial_buckets, rebuilt_buckets, specs_from_ddp, specs_from_module
+from ddpopt.ddp.reducer_buckets import running_buckets
+from ddpopt.planning.bucket_rule import (
+    ParamSpec,
+    initial_buckets,
+    rebuilt_buckets,
+    specs_from_ddp,
+    specs_from_module,
+)
 from ddpopt.planning.limits import BucketConfig
 
 WIDTH = 256  # a weight of 256 KiB and a bias of 1 KiB
@@ -68,46 +73,32 @@ def with_tied_weight_ignored_under_one_name() -> nn.Module:
 # --------------------------------------------------------------------------- what a reducer does
 
 
-Buckets = tuple[tuple[int, ...], ...]
-"""Each bucket by the places of its parameters in the reducer's order."""
+def named(buckets: Iterable[Iterable[int]], specs: Sequence[ParamSpec]) -> list[tuple[str, ...]]:
+    return [tuple(specs[place].name for place in bucket) for bucket in buckets]
 
 
-@dataclass
-class Observed:
-    """What a DDP module does in four steps."""
-
-    ddp: Any
-
-    def __post_init__(self) -> None:
-        self.specs, self.config = specs_from_ddp(self.ddp), BucketConfig.from_ddp(self.ddp)
-        ready: list[list[str]] = []
-        param: Any  # torch leaves the hook's registration untyped
-        for name, param in self.ddp.module.named_parameters():
-            if param.requires_grad:
-                param.register_post_accumulate_grad_hook(lambda _, name=name: ready[-1].append(name))
-        for _ in range(4):
-            ready.append([])
-            self.ddp(torch.ones(4, WIDTH)).float().square().mean().backward()
-        places = {spec.name: place for place, spec in enumerate(self.specs)}
-        order = [places[name] for name in ready[1 if self.config.static_graph else 0] if name in places]
-        self.ready_order = (*order, *(place for place in places.values() if place not in order))
-        self.log: dict[str, Any] = self.ddp._get_ddp_logging_data()
-
-    def sizes(self, buckets: Buckets) -> tuple[int, ...]:
-        return tuple(sum(self.specs[place].nbytes for place in bucket) for bucket in buckets)
-
-    def assert_rebuilt_as_predicted(self) -> None:
-        predicted: Buckets = ()
-        if self.config.rebuilds:
-            ready = rebuilt_buckets([self.specs[place] for place in self.ready_order], self.config)
-            predicted = tuple(tuple(self.ready_order[place] for place in bucket) for bucket in ready)
-        rebuilt = self.log.get("rebuilt_per_bucket_param_indices", "")
-        assert (tuple(map(numbers, rebuilt.split(","))) if rebuilt else ()) == predicted
-        assert numbers(self.log.get("rebuilt_bucket_sizes", "")) == self.sizes(predicted)
+def in_buckets(ddp: Any) -> list[tuple[str, ...]]:
+    return [bucket.params for bucket in running_buckets(ddp)]
 
 
-def numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", text))
+def assert_buckets_as_predicted(ddp: Any) -> BucketConfig:
+    """Before the first step, and after four; what its limits are."""
+    specs, config = specs_from_ddp(ddp), BucketConfig.from_ddp(ddp)
+    initial = named(initial_buckets(specs, config), specs)
+    assert in_buckets(ddp) == initial
+    ready: list[list[str]] = []
+    param: Any  # torch leaves the hook's registration untyped
+    for name, param in ddp.module.named_parameters():
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(lambda _, name=name: ready[-1].append(name))
+    for _ in range(4):
+        ready.append([])
+        ddp(torch.ones(4, WIDTH)).float().square().mean().backward()
+    by_name = {spec.name: spec for spec in specs}
+    seen = ready[1 if config.static_graph else 0]
+    order = [by_name[name] for name in dict.fromkeys([*seen, *by_name]) if name in by_name]
+    assert in_buckets(ddp) == (named(rebuilt_buckets(order, config), order) if config.rebuilds else initial)
+    return config
 
 
 # What models hold is drawn in tests/property/test_reducer.py; here is what DDP may be told of them.
@@ -134,25 +125,21 @@ def test_a_running_reducer_has_the_parameters_and_buckets_we_predict(row: str) -
     make, arguments = ROWS[row]
     ddp: Any = DistributedDataParallel(make(), **arguments)
     params, sparse = ddp._build_params_for_reducer()
-    observed = Observed(ddp)
-    named = dict(ddp.module.named_parameters())
-    pairs = zip(observed.specs, params, strict=True)
-    assert all(named[spec.name] is param for spec, param in pairs)
-    assert [spec.sparse for spec in observed.specs] == sparse
-    assert observed.config == BucketConfig.from_kwargs(**arguments)
-    initial = initial_buckets(observed.specs, observed.config)
-    assert numbers(observed.log["bucket_sizes"]) == observed.sizes(initial)
-    observed.assert_rebuilt_as_predicted()
+    named_params, specs = dict(ddp.module.named_parameters()), specs_from_ddp(ddp)
+    assert all(named_params[spec.name] is param for spec, param in zip(specs, params, strict=True))
+    assert [spec.sparse for spec in specs] == sparse
+    assert assert_buckets_as_predicted(ddp) == BucketConfig.from_kwargs(**arguments)
 
 
 @pytest.mark.parametrize("arguments", [{}, {"bucket_cap_mb_list": [0.5, 0.25, 0.125]}])
-def test_a_running_reducer_can_be_asked_for_a_small_last_bucket(
+def test_limits_that_are_set_elsewhere_are_read(
     arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DDP_SET_LAST_BUCKET_CAP", "1")
-    observed = Observed(DistributedDataParallel(linears(), **arguments))
-    assert observed.config.small_last_bucket
-    observed.assert_rebuilt_as_predicted()
+    monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 300 * KIB)
+    config = assert_buckets_as_predicted(DistributedDataParallel(linears(), **arguments))
+    assert config.small_last_bucket
+    assert arguments or config.rebuilt_limits == (300 * KIB, 25 * 2**20)
 
 
 @pytest.mark.skipif(
@@ -167,16 +154,5 @@ def test_parameters_whose_all_reduce_is_delayed_stand_in_no_bucket() -> None:
         delay_all_reduce_named_params=delayed,
         param_to_hook_all_reduce=model.get_parameter("0.weight"),
     )
-    observed = Observed(ddp)
-    assert observed.specs == specs_from_module(model, ignored=[name for name, _ in delayed])
-    observed.assert_rebuilt_as_predicted()
-    assert not {"1.weight", "2.bias"} & {spec.name for spec in observed.specs}
-
-
-def test_a_first_bucket_that_the_user_tuned_is_read_from_the_ddp_module(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 300 * KIB)
-    observed = Observed(DistributedDataParallel(linears()))
-    assert observed.config.rebuilt_limits == (300 * KIB, 25 * 2**20)
-    observed.assert_rebuilt_as_predicted()
+    assert specs_from_ddp(ddp) == specs_from_module(model, ignored=[name for name, _ in delayed])
+    assert_buckets_as_predicted(ddp)

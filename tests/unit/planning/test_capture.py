@@ -51,16 +51,6 @@ class Broken(Linears):
         return y
 
 
-class Ragged(Linears):
-    """Two layers on a nested tensor."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, second = self.layers
-        parts = torch.nested.nested_tensor_from_jagged(x, torch.arange(len(x) + 1))
-        y: Tensor = second(first(parts)).values()
-        return y
-
-
 def net() -> Net:
     torch.manual_seed(0)
     return Net()
@@ -72,14 +62,6 @@ def planned(model: nn.Module | None = None, **kwargs: Any) -> Plan:
 
 
 # ------------------------------------------------------------------------------------- what is planned
-
-
-def test_layers_on_a_nested_tensor_whose_size_is_a_symbol_are_planned() -> None:
-    plan = ddpopt.plan(Ragged(WIDTH, 2), rows(), strategy="split", bucket_cap_mb=LAYER_MB)
-    assert [bucket.params for bucket in plan.buckets] == [
-        ("layers.1.bias", "layers.1.weight"),
-        ("layers.0.bias", "layers.0.weight"),
-    ]
 
 
 def test_arguments_of_ddp_that_change_no_bucket_are_taken_too() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -25,6 +25,13 @@ class Region(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = checkpoint(self.body, self, x, use_reentrant=False)
         return output
+
+
+def pieces_of(model: nn.Module, layers: float, rows: int = 2) -> tuple[fx.Graph, list[fx.Node]]:
+    """The graph of a model as it is planned with buckets of so many layers, and its checkpointed regions."""
+    cap_mb = layers * 4 * 8 * 9 / 2**20
+    (graph,) = capture(model, torch.ones(rows, 8), strategy="split", bucket_cap_mb=cap_mb).graphs
+    return graph.gm.graph, graph.gm.graph.find_nodes(op="call_function", target=CHECKPOINT)
 
 
 def plain(region: Region, x: Tensor) -> Tensor:
@@ -76,18 +83,14 @@ def by_a_weight_of_its_share(region: Region, x: Tensor) -> Tensor:
     ("body", "pieces"), [(plain, 4), (under_autocast, 3), (partly_without_grad, 3), (in_place, 3)]
 )
 def test_a_region_is_divided_between_spans_and_writes_where_buckets_end(body: Body, pieces: int) -> None:
-    captured = capture(Region(body), torch.ones(2, 8), strategy="split", bucket_cap_mb=8 * 9 * 4 / 2**20)
-    (graph,) = captured.graphs
-    assert len(graph.gm.graph.find_nodes(op="call_function", target=CHECKPOINT)) == pieces
+    assert len(pieces_of(Region(body), layers=1)[1]) == pieces
 
 
 @pytest.mark.parametrize("body", [by_a_share_of_the_batch, by_a_weight_of_its_share])
 @pytest.mark.timeout(60)
 def test_a_symbolic_float_is_computed_again_in_each_piece(body: Body, fresh_dynamo: None) -> None:
     with torch._dynamo.config.patch(assume_static_by_default=False):
-        captured = capture(Region(body), torch.ones(3, 8), strategy="split", bucket_cap_mb=8 * 9 * 4 / 2**20)
-    (graph,) = captured.graphs
-    pieces = graph.gm.graph.find_nodes(op="call_function", target=CHECKPOINT)
+        _, pieces = pieces_of(Region(body), layers=1, rows=3)
     assert len(pieces) == 4
     passed = [pytree.tree_leaves(example_value(source)) for p in pieces for source in (p, *p.all_input_nodes)]
     assert any(isinstance(value, torch.SymInt) for values in passed for value in values)
@@ -133,9 +136,7 @@ class Frozen(nn.Module):
 
 @pytest.mark.parametrize(("layers", "regions"), [(1.0, 2), (9.0, 3)])
 def test_a_region_without_gradient_is_written_out_where_the_graph_is_cut(layers: float, regions: int) -> None:
-    captured = capture(Frozen(), torch.ones(2, 8), strategy="split", bucket_cap_mb=layers * 4 * 8 * 9 / 2**20)
-    (graph,) = captured.graphs
-    assert len(graph.gm.graph.find_nodes(op="call_function", target=CHECKPOINT)) == regions
-    assert [node for node in graph.gm.graph.find_nodes(op="get_attr") if not node.users] == []
-    sources = [n._dynamo_source for n in graph.gm.graph.find_nodes(op="placeholder")]
-    assert None not in sources
+    graph, pieces = pieces_of(Frozen(), layers)
+    assert len(pieces) == regions
+    assert [node for node in graph.find_nodes(op="get_attr") if not node.users] == []
+    assert None not in [node._dynamo_source for node in graph.find_nodes(op="placeholder")]

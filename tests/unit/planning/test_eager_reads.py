@@ -11,8 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 import ddpopt
 from ddpopt.observation.observe import observe
-from ddpopt.planning.eager_reads import noting_reads
-from ddpopt.planning.regions import specs_by_id
 
 pytestmark = [
     pytest.mark.usefixtures("one_rank_group", "fresh_dynamo"),
@@ -91,6 +89,47 @@ class Tied(Scaled):
         return x * self.get_parameter("scale.weight")
 
 
+class Named(torch.autograd.Function):
+    """Keeps a parameter under a name that the nodes which accumulate gradients have, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parameters: list[Tensor]) -> Tensor:
+        (ctx.variable,) = parameters
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] * 2, None
+
+
+class Kept(Scaled):
+    """Between graphs a function keeps a parameter, which is not what its result is computed from."""
+
+    def scaled(self, place: int, x: Tensor) -> Tensor:
+        return self.keeping(super().scaled(place, x)) if place in self.places else x
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # of torch
+    def keeping(self, x: Tensor) -> Tensor:
+        output: Tensor = Named.apply(x, [self.layers[3].weight])  # type: ignore[no-untyped-call]
+        return output
+
+
+class Deep(Scale):
+    """Scales columns, and back, so often that no recursion gets through the backward."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # of torch
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(5000):
+            x = x * self.weight
+        return x
+
+
+class ScaledDeep(Scaled):
+    def __init__(self) -> None:
+        super().__init__((2,))
+        self.scale = Deep()
+
+
 def rows() -> Tensor:
     return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1))
 
@@ -126,6 +165,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "recomputed": lambda: Recomputed(()),
     "beside a graph that trains nothing": lambda: Paramless(tail=False),
     "tied": lambda: Tied(()),
+    "between, by a long chain": ScaledDeep,
+    "kept by what runs between": lambda: Kept((2,)),
 }
 
 
@@ -141,66 +182,3 @@ def test_buckets_are_those_of_eager_ddp_and_foretold_without_running(name: str) 
     (iteration,) = seen.iterations
     assert [bucket.params for bucket in iteration.buckets] == [bucket.params for bucket in made.buckets]
     assert [frozenset(bucket.params) for bucket in iteration.buckets] == rebuilt_by_ddp(model)
-
-
-# ------------------------------------------------------------------------------------------ noting_reads
-
-
-def noted(ddp: DistributedDataParallel, *arguments: Any) -> set[str]:
-    found: set[str] = set()
-    assert noting_reads(lambda *given: given, specs_by_id(ddp), found)(*arguments) == arguments
-    return found
-
-
-def test_what_a_value_was_computed_from_is_noted_however_deep() -> None:
-    ddp = ddp_of(lambda: Scaled(()))
-    value = rows()
-    for _ in range(5000):
-        value = value * ddp.module.scale.weight
-    assert noted(ddp, 3, [value], None) == {"scale.weight"}
-
-
-def test_what_has_no_gradient_comes_from_nowhere() -> None:
-    ddp = ddp_of(lambda: Scaled(()))
-    weight = ddp.module.scale.weight
-    assert noted(ddp, weight, rows(), (rows() * weight).detach()) == set()
-
-
-def test_what_is_compiled_is_not_passed() -> None:
-    ddp = ddp_of(lambda: Scaled(()))
-    layer, scale = ddp.module.layers[0], ddp.module.scale
-    compiled: Any = torch.compile(layer, backend="aot_eager")
-    value = scale(compiled(rows()))
-    assert noted(ddp, value) == {"scale.weight"}
-
-
-class Named(torch.autograd.Function):
-    """Keeps a parameter under a name that the nodes which accumulate gradients have, too."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, parameters: list[Tensor]) -> Tensor:
-        (ctx.variable,) = parameters
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0] * 2, None
-
-
-def test_what_a_function_keeps_is_not_what_it_was_computed_from() -> None:
-    ddp = ddp_of(lambda: Scaled(()))
-    layer, scale = ddp.module.layers[0], ddp.module.scale
-    value = Named.apply(rows() * scale.weight, [layer.weight])  # type: ignore[no-untyped-call]
-    assert noted(ddp, value) == {"scale.weight"}
-
-
-def test_only_the_first_call_with_gradients_is_looked_at() -> None:
-    ddp, found = ddp_of(lambda: Scaled(())), set[str]()
-    layer, scale = ddp.module.layers[0], ddp.module.scale
-    run = noting_reads(lambda value: value, specs_by_id(ddp), found)
-    with torch.no_grad():
-        run(layer(rows()))
-    assert found == set()
-    run(scale(rows()))
-    run(layer(rows()))
-    assert found == {"scale.weight"}

@@ -1,16 +1,13 @@
 """Who reads which parameter: each counted once, at its own size, wherever and however the graph reads it."""
 
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.func import functional_call
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
-from ddpopt.graph.nodes import body_nodes
 from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.facts import collect, gradient_carriers, parameter_sources
 from tests.graph_builder import GraphBuilder
@@ -46,46 +43,8 @@ def read_by(forward: Forward) -> dict[str, str]:
     return traced(forward).readers()
 
 
-# ------------------------------------------------------------------------------- where a reader may stand
-
-
 def keyword(m: Weights, x: Tensor) -> Tensor:
     return F.linear(x, weight=m.a, bias=m.c)
-
-
-def in_a_dictionary(m: Weights, x: Tensor) -> Tensor:
-    layer = nn.Linear(4, 4)
-    result: Tensor = functional_call(layer, {"weight": m.a, "bias": m.c}, (x,))
-    return result
-
-
-def save_all(*_args: object, **_kwargs: object) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE
-
-
-def under_selective_checkpoint(m: Weights, x: Tensor) -> Tensor:
-    contexts = partial(create_selective_checkpoint_contexts, save_all)
-    result: Tensor = checkpoint(lambda y: y.mm(m.a).tanh(), x, use_reentrant=False, context_fn=contexts)
-    return result
-
-
-def in_a_setitem(m: Weights, x: Tensor) -> Tensor:
-    y = torch.zeros(2, 4)
-    y[0] = m.c
-    return y + x
-
-
-READERS: dict[Forward, dict[str, str]] = {
-    keyword: {"a": "linear", "c": "linear"},
-    in_a_dictionary: {"a": "result", "c": "result"},
-    under_selective_checkpoint: {"a": "tag_activation_checkpoint"},
-    in_a_setitem: {"c": "setitem"},
-}
-
-
-@pytest.mark.parametrize("forward", READERS, ids=lambda forward: forward.__name__)
-def test_a_parameter_is_found_wherever_it_is_read(forward: Forward) -> None:
-    assert read_by(forward) == READERS[forward]
 
 
 # ----------------------------------------------------------------------- modules that the graph calls
@@ -124,12 +83,6 @@ def test_module_calls_and_attributes_read_their_parameters_and_name_them() -> No
 # ------------------------------------------------------------------------------- counted once, at its size
 
 
-def test_a_parameter_with_two_names_goes_by_its_first() -> None:
-    model = Weights(lambda m, x: x.mm(m.a).mm(m.b))
-    model.b = model.a
-    assert trace(model, torch.ones(2, 4)).readers() == {"a": "mm mm_1"}
-
-
 def test_a_parameter_is_read_under_the_name_of_what_wrote_to_it_too() -> None:
     def forward(m: Weights, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -139,29 +92,7 @@ def test_a_parameter_is_read_under_the_name_of_what_wrote_to_it_too() -> None:
     assert read_by(forward)["a"] == "mm_1"
 
 
-def test_a_parameter_that_comes_out_of_no_grad_as_it_is_keeps_its_gradient() -> None:
-    def forward(m: Weights, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            same = m.a.contiguous()
-            turned = m.b.t()
-        return x.mm(same).mm(turned) + m.c
-
-    assert read_by(forward) == {"a": "same", "c": "add"}
-
-
 # ------------------------------------------------------------------------------------ what does not count
-
-
-@pytest.mark.parametrize("how", ["frozen", "ignored", "not the module's"])
-def test_a_parameter_that_ddp_does_not_reduce_is_not_among_the_facts(how: str) -> None:
-    stray = nn.Parameter(torch.eye(4))
-    model = Weights(lambda m, x: x.mm(m.a).mm(stray).mm(m.b))
-    if how == "frozen":
-        model.b.requires_grad_(False)
-    elif how == "ignored":
-        vars(model)["_ddp_params_and_buffers_to_ignore"] = [".b"]
-    expected = {"a": "mm"} if how != "not the module's" else {"a": "mm", "b": "mm_2"}
-    assert trace(model, torch.ones(2, 4)).readers() == expected
 
 
 def test_under_no_grad_nothing_is_trained() -> None:
@@ -170,31 +101,6 @@ def test_under_no_grad_nothing_is_trained() -> None:
 
 
 # ------------------------------------------------------------------------------------------- carriers
-
-
-def test_a_node_carries_gradient_if_its_result_requires_it_and_is_used_or_written() -> None:
-    builder = GraphBuilder(batch=2, width=4)
-    weight = builder.parameter("layer", "weight", 4, 4)
-    plain = builder.method("sin", builder.x)
-    used = builder.call(torch.mm, plain, weight)
-    dead = builder.method("cos", used)
-    written = builder.call(torch.mul, plain, 2.0)
-    write = builder.method("add_", written, used)
-    gm = builder.finish(builder.method("relu", written)).gm
-    carriers = [node for node in body_nodes(gm.graph) if node in gradient_carriers(gm.graph)]
-    assert [node.name for node in carriers] == [used.name, written.name, write.name, "relu"]
-    assert dead not in carriers
-
-
-def test_what_only_updates_running_statistics_carries_no_gradient() -> None:
-    builder = GraphBuilder(batch=4, width=4)
-    weight = builder.parameter("norm", "weight", 4)
-    mean, variance = (builder.buffer("norm", role, 4) for role in ("mean", "variance"))
-    used = builder.call(torch.mul, builder.x, weight)
-    dead = builder.call(F.batch_norm, used, mean, variance, weight, None, True)
-    gm = builder.finish(builder.method("relu", used)).gm
-    assert [node.name for node in gradient_carriers(gm.graph)] == ["relu", used.name]
-    assert dead not in gradient_carriers(gm.graph)
 
 
 @pytest.mark.parametrize("read", ["nothing", "the tensor", "a view", "the caller"])

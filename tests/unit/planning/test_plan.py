@@ -23,9 +23,10 @@ PLAN = Plan(
 )
 
 
-def with_bucket(plan: Plan, index: int, **changes: Any) -> Plan:
-    buckets = tuple(replace(b, **changes) if b.index == index else b for b in plan.buckets)
-    return replace(plan, buckets=buckets)
+def with_bucket(**changes: Any) -> Plan:
+    """The plan with another first bucket."""
+    first, second = PLAN.buckets
+    return replace(PLAN, buckets=(replace(first, **changes), second))
 
 
 # ------------------------------------------------------------------------------------------ JSON
@@ -51,18 +52,20 @@ def refusal(text: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
-    [("[1, 2]", "'list'"), ('{"buckets": []}', "None"), (edited(ddpopt_plan=2), "2")],
+    ("text", "said"),
+    [
+        ("[1, 2]", "a JSON object with ddpopt_plan=1 was expected; found 'list'"),
+        ('{"buckets": []}', "a JSON object with ddpopt_plan=1 was expected; found None"),
+        (edited(ddpopt_plan=2), "a JSON object with ddpopt_plan=1 was expected; found 2"),
+        (
+            "buckets:",
+            "a plan as Plan.to_json() writes it was expected; this is no JSON: "
+            "Expecting value: line 1 column 1 (char 0)",
+        ),
+    ],
 )
-def test_json_of_something_else_is_refused(text: str, found: str) -> None:
-    assert refusal(text) == f"a JSON object with ddpopt_plan=1 was expected; found {found}"
-
-
-def test_text_that_is_no_json_is_refused() -> None:
-    assert refusal("buckets:") == (
-        "a plan as Plan.to_json() writes it was expected; this is no JSON: "
-        "Expecting value: line 1 column 1 (char 0)"
-    )
+def test_something_else_is_refused(text: str, said: str) -> None:
+    assert refusal(text) == said
 
 
 @pytest.mark.parametrize("key", ["buckets", "segments", "cuts", "unread", "policy", "fingerprint"])
@@ -108,11 +111,11 @@ def test_the_fingerprint_is_the_same_in_every_process_and_on_every_platform() ->
     "other",
     [
         replace(PLAN, policy="ddp"),
-        with_bucket(PLAN, 0, params=("head.weight", "head.bias")),
-        with_bucket(PLAN, 0, nbytes=81),
-        with_bucket(PLAN, 0, dtype="bfloat16"),
-        with_bucket(PLAN, 0, segment=0),
-        with_bucket(PLAN, 0, device="cuda:0"),
+        with_bucket(params=("head.weight", "head.bias")),
+        with_bucket(nbytes=81),
+        with_bucket(dtype="bfloat16"),
+        with_bucket(segment=0),
+        with_bucket(device="cuda:0"),
         replace(PLAN, buckets=PLAN.buckets[:1]),
         replace(PLAN, segments=PLAN.segments[:1]),
         replace(PLAN, segments=(replace(PLAN.segments[0], nodes=("linear",)), PLAN.segments[1])),
@@ -124,15 +127,13 @@ def test_the_fingerprint_differs_where_two_ranks_would_reduce_or_cut_differently
 
 
 def test_reasons_do_not_enter_the_fingerprint() -> None:
-    assert with_bucket(PLAN, 0, reason="another word").fingerprint == PLAN.fingerprint
-
-
-def on(*devices: str) -> Plan:
-    """The plan with the device of each bucket."""
-    buckets = (replace(b, device=device) for b, device in zip(PLAN.buckets, devices, strict=True))
-    return replace(PLAN, buckets=tuple(buckets))
+    assert with_bucket(reason="another word").fingerprint == PLAN.fingerprint
 
 
 def test_which_device_a_rank_uses_does_not_enter_the_fingerprint_but_how_many() -> None:
+    def on(*devices: str) -> Plan:
+        pairs = zip(PLAN.buckets, devices, strict=True)
+        return replace(PLAN, buckets=tuple(replace(bucket, device=device) for bucket, device in pairs))
+
     first, second, both = on("cuda:0", "cuda:0"), on("cuda:1", "cuda:1"), on("cuda:0", "cuda:1")
     assert first.fingerprint == second.fingerprint != both.fingerprint

@@ -84,6 +84,7 @@ PLANNED: dict[str, tuple[GraphFacts, list[str], list[str]]] = {
         ["p3", "p2", "p1", "p0"], [],
     ),
     "a graph that reads no parameter has no bucket": (facts(3, []), [], []),
+    "an empty graph has an empty segment": (facts(0, []), [], []),
 }  # fmt: skip
 
 
@@ -100,11 +101,6 @@ def test_a_bucket_closed_for_a_cut_of_another_dtype_uses_up_its_limit() -> None:
     uses += [use("half_2", 20, 1, dtype="bfloat16"), use("half_3", 20, 0, dtype="bfloat16")]
     plan = plan_graph(facts(4, uses), config)
     assert (buckets(plan), cuts(plan)) == (["full", "half", "half_2 half_3"], ["n2"])
-
-
-def test_an_empty_graph_has_an_empty_segment() -> None:
-    plan = plan_graph(facts(0, []), CAP_100)
-    assert [segment.nodes for segment in plan.segments] == [()]
 
 
 # ---------------------------------------------------------------------------------- what a plan says
@@ -135,19 +131,17 @@ cut before n2: bucket 0 is complete: no gradient is left to add""",
 # ------------------------------------------------------------------------------- buckets that are given
 
 
-def given_buckets(given: GraphFacts, *names: str) -> Plan:
-    return plan_for_buckets(given, [bucket.split() for bucket in names])
-
-
-def test_given_buckets_are_kept_and_cut_where_they_complete() -> None:
-    plan = given_buckets(chain(10, 10, 10, 10), "p3", "p2 p1", "p0")
-    assert (buckets(plan), cuts(plan), plan.policy) == (["p3", "p2 p1", "p0"], ["n1", "n3"], "ddp")
-
-
-def test_a_given_bucket_waits_for_those_before_it() -> None:
-    plan = given_buckets(chain(10, 10, 10), "p1", "p2", "p0")
-    assert [bucket.segment for bucket in plan.buckets] == [1, 1, 0]
-    assert cuts(plan) == ["n1"]
+@pytest.mark.parametrize(
+    ("given", "segments", "before"),
+    [
+        pytest.param("p3, p2 p1, p0", [2, 1, 0], ["n1", "n3"], id="are kept and cut where they complete"),
+        pytest.param("p2, p3, p1 p0", [1, 1, 0], ["n2"], id="wait for those before them"),
+    ],
+)
+def test_given_buckets(given: str, segments: list[int], before: list[str]) -> None:
+    plan = plan_for_buckets(chain(10, 10, 10, 10), [bucket.split() for bucket in given.split(", ")])
+    assert (", ".join(buckets(plan)), plan.policy) == (given, "ddp")
+    assert ([bucket.segment for bucket in plan.buckets], cuts(plan)) == (segments, before)
 
 
 # ------------------------------------------------------------------------------------- repeated blocks
@@ -172,21 +166,10 @@ def test_a_bucket_below_nine_tenths_of_the_limit_waits_for_the_next_block() -> N
     assert {bucket.nbytes for bucket in plan_graph(layers(8, 54, 15, 20), CAP_100).buckets[1:-1]} != {89}
 
 
-def by_ddps_rule(given: GraphFacts) -> list[tuple[ParamSpec, ...]]:
-    ready = [u.spec for u in reversed(given.params)]
-    return [tuple(ready[i] for i in bucket) for bucket in rebuilt_buckets(ready, CAP_100)]
-
-
-def test_ends_of_blocks_leave_few_distinct_segments() -> None:
-    given = layers(24, 60, 15, 20)
-    size = {u.spec.name: u.spec.nbytes for u in given.params}
-    ours = {tuple(size[name] for name in bucket.params) for bucket in plan_graph(given, CAP_100).buckets}
-    assert len(ours) == 3 < len({tuple(spec.nbytes for spec in bucket) for bucket in by_ddps_rule(given)})
-
-
 @pytest.mark.parametrize("given", [chain(50, 60, 30, 60, 20), chain(40, 60, 59, 40), layers(3, 60, 15, 20)])
 def test_without_many_blocks_our_buckets_are_ddps(given: GraphFacts) -> None:
-    by_ddp = [" ".join(spec.name for spec in bucket) for bucket in by_ddps_rule(given)]
+    ready = [u.spec for u in reversed(given.params)]
+    by_ddp = [" ".join(ready[i].name for i in bucket) for bucket in rebuilt_buckets(ready, CAP_100)]
     assert buckets(plan_graph(given, CAP_100)) == by_ddp
 
 

@@ -11,7 +11,6 @@ from ddpopt.planning.plan import Plan
 from ddpopt.planning.regions import (
     Regions,
     plan_for_reducer,
-    specs_by_id,
 )
 from tests.unit.rehearsing import WIDTH, Linears, rows
 from tests.unit.tracing import Traced, trace_all
@@ -61,25 +60,6 @@ def layers(plan: Plan) -> list[str]:
     return [" ".join(numbers) for numbers in found]
 
 
-def test_each_graph_is_planned_for_its_own_parameters() -> None:
-    ddp, graphs = setting(Net(broken=True))
-    regions = Regions.of(ddp)
-    plans = [regions.add(graph.gm, graph.inputs, "split").plan for graph in graphs]
-    assert [layers(plan) for plan in plans] == [["1", "0"], ["3", "2"]]
-    whole = regions.joined()
-    assert whole is not None
-    assert layers(whole) == ["3", "2", "1", "0"]
-    assert [segment.graph for segment in whole.segments] == [0, 0, 1, 1]
-
-
-def test_buckets_end_where_they_would_without_the_graph_break() -> None:
-    model = Net()
-    whole = joined(*setting(model, bucket_cap_mb=1.5 * LAYER_MB))
-    parted = joined(*setting(Net(broken=True), bucket_cap_mb=1.5 * LAYER_MB))
-    assert layers(whole) == ["3 2", "1 0"]
-    assert layers(parted) == ["3 2", "1 0"]
-
-
 def test_a_recompilation_takes_the_place_of_the_graph_that_it_replaces() -> None:
     model = Net()
     ddp, first = setting(model)
@@ -113,14 +93,3 @@ def test_a_later_graph_that_reads_less_is_cut_for_what_it_reads() -> None:
 
 
 # ------------------------------------------------------------------------------------------ small parts
-
-
-def test_parameters_are_known_by_identity_in_the_reducers_order() -> None:
-    model = Net()
-    model.layers[3].weight = model.layers[0].weight
-    model.layers[1].requires_grad_(False)
-    ddp = DistributedDataParallel(model)
-    specs = specs_by_id(ddp)
-    names = ["layers.0.weight", "layers.0.bias", "layers.2.weight", "layers.2.bias", "layers.3.bias"]
-    assert [spec.name for spec in specs.values()] == names
-    assert list(specs) == [id(model.get_parameter(name)) for name in names]

@@ -7,13 +7,6 @@ import pytest
 from ddpopt.planning.repeats import MIN_REPEATS, block_ends
 
 
-@pytest.mark.parametrize("period", [2, 3, 7])
-def test_a_block_ends_where_it_starts_anew(period: int) -> None:
-    layer = list(range(period))
-    ends = sorted(block_ends(["head", *(layer * MIN_REPEATS), "tail"]))
-    assert ends == [period * number for number in range(MIN_REPEATS + 1)]
-
-
 def test_too_few_blocks_are_no_repetition() -> None:
     assert block_ends("xab" + "ab" * (MIN_REPEATS - 2) + "y") == frozenset()
 

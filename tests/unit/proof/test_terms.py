@@ -49,19 +49,6 @@ def test_literals_of_another_value_or_type_differ(expected: Any, found: Any) -> 
 
 
 @pytest.mark.parametrize(
-    "value",
-    [
-        1, True, 1.0, float("nan"), 1j, None, "a", b"a", Ellipsis, torch.float32, torch.device("cpu"),
-        torch.strided, torch.channels_last, (1, [2, {"a": slice(None, 3)}]), torch.Size([1, 2]), range(3),
-        TENSOR, (), [], {},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_literal_equals_itself(value: Any) -> None:
-    assert clauses(of(value), of(value)) == []
-
-
-@pytest.mark.parametrize(
     ("expected", "found"),
     [
         (Made("pair"), (Item(Made("pair"), 0), Item(Made("pair"), 1))),

@@ -6,24 +6,14 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
-from torch._dynamo.backends.debugging import aot_eager
+from torch import fx
 from torch._guards import TracingContext
-from torch.utils import _pytree as pytree
 
 from ddpopt.graph.nodes import CompilerFn, body_nodes
-from ddpopt.planning.cut_points import blocked_positions
 from ddpopt.split.partition import partition
 from ddpopt.split.segments import CompiledSegments, compile_segments, own_tracing_context
 from tests.graph_builder import GraphBuilder, SmallGraph
-from tests.unit.effects import identical
-from tests.unit.snippets import SNIPPETS, Drawn, Snippet
 from tests.unit.tracing import Recorder, cut_before
-
-# What Dynamo and AOTAutograd do to tensors that are no leaves.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
-)
 
 
 def layers(*widths: int) -> SmallGraph:
@@ -85,16 +75,6 @@ def test_code_is_written_once_for_each_distinct_segment_and_once_for_the_whole(
     assert (result.segments, len(kept), len(written)) == (5, 4, 4 + 1)
 
 
-def test_segments_are_compiled_in_forward_order_on_their_own_inputs() -> None:
-    recorder = Recorder()
-    compiled(layers(8, 16, 32), recorder)
-    assert [[tuple(value.shape) for value in inputs] for inputs in recorder.inputs] == [
-        [(2, 4), (4, 8)],
-        [(2, 8), (8, 16)],
-        [(2, 16), (16, 32)],
-    ]
-
-
 def test_a_segment_says_why_the_graph_was_cut_in_front_of_it() -> None:
     recorder, graph = Recorder(), layers(8, 16)
     vars(graph.gm)["compile_subgraph_reason"] = "the graph's own"
@@ -149,48 +129,3 @@ def test_the_tracing_metadata_comes_back_when_a_compilation_fails() -> None:
         with pytest.raises(RuntimeError, match="no such operator"):
             compiled(layers(4, 8), failing)
         assert TracingContext.get() is parent
-
-
-# ------------------------------------------------------------------------------------- compiled for real
-
-
-def cutting_everywhere(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """A Dynamo backend that cuts a graph wherever it can be cut and compiles the pieces with aot_eager."""
-    body = body_nodes(gm.graph)
-    blocked = blocked_positions(gm.graph)
-    openers = [node.name for node, why in zip(body[1:], blocked[1:], strict=True) if why is None]
-    if not openers:
-        return aot_eager(gm, inputs)
-    stitched = partition(gm, cut_before(gm, *openers))
-    reasons = [None, *("asked for" for _ in openers)]
-    return compile_segments(stitched, inputs, aot_eager, reasons, share=True).call
-
-
-def two_steps(snippet: Snippet | Drawn, wrap: Callable[[nn.Module], Callable[..., Any]]) -> list[Any]:
-    """Outputs, gradients, buffers and inputs after two steps of a snippet."""
-    model = snippet.model()
-    call, inputs = wrap(model), snippet.inputs()
-    leaves: list[Any] = []
-    for _ in range(2):
-        outputs = [leaf for leaf in pytree.tree_leaves(call(*inputs)) if isinstance(leaf, Tensor)]
-        losses = [leaf.square().sum() for leaf in outputs if leaf.requires_grad]
-        torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]  # of torch
-        leaves += outputs
-    return [*leaves, *(p.grad for p in model.parameters()), *model.buffers(), *inputs]
-
-
-COMPILED = ("nested_autocast", "views_without_grad", "data_dependent_size", "dynamic_float", "blocks_2")
-
-
-@pytest.mark.parametrize("name", COMPILED)
-def test_segments_compiled_one_by_one_train_as_the_eager_model_does(name: str) -> None:
-    torch._dynamo.reset()
-    snippet = SNIPPETS[name]
-    expected = two_steps(snippet, lambda model: model)
-    capture = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
-    with torch._dynamo.config.patch(capture):
-        found = two_steps(
-            snippet, lambda m: torch.compile(m, backend=cutting_everywhere, dynamic=snippet.dynamic)
-        )
-    pairs = list(zip(expected, found, strict=True))
-    assert [i for i, pair in enumerate(pairs) if isinstance(pair[0], Tensor) and not identical(*pair)] == []

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -14,17 +15,19 @@ from ddpopt.split.twins import signature
 from tests.graph_builder import GraphBuilder, SmallGraph
 from tests.unit.tracing import trace
 
-Change = Callable[[fx.GraphModule], None]
+
+def of(graph: SmallGraph) -> object:
+    return signature(graph.gm, graph.example_values)
 
 
 def layer(
     name: str = "layer",
     *,
-    alpha: float | int | bool = 1.0,
+    alpha: float = 1.0,
     width: int = 4,
     batch: int = 2,
-    activation: Any = torch.tanh,
     trainable: bool = True,
+    activation: Any = torch.tanh,
 ) -> SmallGraph:
     """A linear layer, an activation, and a sum with a literal."""
     builder = GraphBuilder(batch=batch, width=width)
@@ -34,24 +37,11 @@ def layer(
     return builder.finish(builder.call(torch.add, builder.call(activation, linear), alpha))
 
 
-def of(graph: SmallGraph) -> object:
-    return signature(graph.gm, graph.example_values)
-
-
 def test_two_layers_of_one_kind_are_twins_wherever_they_stand() -> None:
     first, second = layer("layers.0"), layer("layers.1")
     for node in second.gm.graph.nodes:
         node.meta["stack_trace"] = "elsewhere"
-    assert len({of(first), of(second)}) == 1
-
-
-def test_segments_that_compute_differently_are_no_twins() -> None:
-    changes: list[dict[str, Any]] = [{"alpha": alpha} for alpha in (1.0, 2.0, 1, True, 0.0, -0.0)]
-    changes += [{"width": 8}, {"batch": 3}, {"activation": torch.relu}, {"trainable": False}]
-    assert len({of(layer(**change)) for change in changes}) == len(changes)
-
-
-# ---------------------------------------------------------------------------------------------- inputs
+    assert of(first) == of(second)
 
 
 class Same(nn.Module):
@@ -64,48 +54,98 @@ class Same(nn.Module):
 SUM = fx.symbolic_trace(Same())
 
 
-def sums(*inputs: object) -> object:
-    return signature(SUM, inputs)
-
-
 def plain() -> Tensor:
     return torch.ones(4, 4)
 
 
-INPUTS: dict[str, Callable[[], Tensor]] = {
-    "parameter": lambda: nn.Parameter(plain(), requires_grad=False),
-    "dtype": lambda: plain().double(),
-    "shape": lambda: torch.ones(2, 8),
-    "strides": lambda: torch.ones(4, 4).t().contiguous().t(),
-    "offset": lambda: torch.ones(5, 4)[1:],
-    "gradient": lambda: plain().requires_grad_(),
-    "non-leaf": lambda: plain().requires_grad_() * 1,
-    "conjugate": lambda: plain().to(torch.complex64).conj(),
-    "device": lambda: torch.ones(4, 4, device="meta"),
-}
+def sums(*inputs: object) -> object:
+    return signature(SUM, [*inputs, plain()][:2])
 
 
-@pytest.mark.parametrize("kind", INPUTS)
-def test_inputs_of_another_layout_make_no_twins(kind: str) -> None:
-    reference = plain().to(torch.complex64) if kind == "conjugate" else plain()
-    reference = plain().requires_grad_() if kind == "non-leaf" else reference
-    assert sums(INPUTS[kind](), plain()) != sums(reference, plain())
-    assert sums(INPUTS[kind](), plain()) == sums(INPUTS[kind](), plain())
+def with_policy(key: str, value: int) -> object:
+    graph = layer()
+    graph.gm.graph.output_node().prev.meta[key] = value
+    return of(graph)
 
 
-def test_inputs_that_alias_alike_are_twins_and_strangers_are_none_of_views_of_one_storage() -> None:
-    first, second = torch.ones(4, 4), torch.ones(4, 4)
-    assert sums(first, first) == sums(second, second)
-    shared = torch.ones(8, 4)
-    upper, lower = shared[:4], shared[4:]
-    stranger = torch.ones(8, 4)[4:]
-    assert sums(upper, lower) != sums(upper, stranger)
-    assert sums(upper, upper) != sums(upper, stranger)
+def calling(*arguments: Any, body: nn.Module | None = None) -> object:
+    """Of a segment that calls a method with literals, or hands it a body, as checkpointing does."""
+    builder = GraphBuilder(batch=2, width=4)
+    call = builder.method("sin", builder.x)
+    graph = builder.finish(call)
+    call.args = (*call.args, *arguments)
+    if body is not None:
+        graph.gm.add_module("body", body)
+        with graph.gm.graph.inserting_before(call):
+            call.args = (*call.args, graph.gm.graph.get_attr("body"))
+    return of(graph)
 
 
-def test_numbers_enter_with_value_and_type() -> None:
-    assert sums(plain(), 1) == sums(plain(), 1)
-    assert len({sums(plain(), number) for number in (1, 1.0, True, 2)}) == 4
+def times(factor: float, policy: object = None) -> fx.GraphModule:
+    body = fx.symbolic_trace(lambda x: x * factor)
+    body.meta["_checkpoint_context_fn"] = policy
+    return body
+
+
+def holding(value: Tensor) -> object:
+    builder = GraphBuilder(batch=2, width=4)
+    return of(builder.finish(builder.call(torch.add, builder.x, builder.constant(value))))
+
+
+def save_all(*_: object) -> None: ...
+
+
+def save_none(*_: object) -> None: ...
+
+
+ONES, LINEAR, ROWS = torch.ones(4), nn.Linear(4, 4), torch.ones(8, 4)
+LITERALS = (
+    [0, 1], (0, 1), slice(0, 2), slice(0, 3), {"a": 1}, {"b": 1}, {"a": 2}, torch.float32, torch.float64,
+    "a", b"a",
+)  # fmt: skip
+POLICIES = (
+    save_all, save_none, None, partial(save_all, 1), partial(save_all, 2), partial(save_none, 1)
+)  # fmt: skip
+KEYS = ("recompute", "ac_graph_id", "custom", "has_backward_hook", "partitioner_tag")
+DISTINCT: dict[str, list[Callable[[], object]]] = {
+    "what they compute": [
+        lambda: of(layer()), lambda: of(layer(width=8)), lambda: of(layer(batch=3)),
+        lambda: of(layer(activation=torch.relu)), lambda: of(layer(trainable=False)),
+        *(partial(lambda alpha: of(layer(alpha=alpha)), alpha) for alpha in (2.0, 1, True, 0.0, -0.0)),
+    ],
+    "literals": [partial(calling, literal) for literal in LITERALS],
+    "numbers that are inputs": [partial(sums, number) for number in (1, 1.0, True, 2)],
+    "the layout of an input": [
+        lambda: sums(plain()),
+        lambda: sums(nn.Parameter(plain(), requires_grad=False)),
+        lambda: sums(plain().double()),
+        lambda: sums(torch.ones(2, 8)),
+        lambda: sums(torch.ones(4, 4).t().contiguous().t()),
+        lambda: sums(torch.ones(5, 4)[1:]),
+        lambda: sums(plain().requires_grad_()),
+        lambda: sums(plain().requires_grad_() * 1),
+        lambda: sums(plain().to(torch.complex64)),
+        lambda: sums(plain().to(torch.complex64).conj()),
+        lambda: sums(torch.ones(4, 4, device="meta")),
+    ],
+    "which inputs share memory": [
+        lambda: sums(ROWS[4:], ROWS[4:]), lambda: sums(ROWS[4:], torch.ones(8, 4)[4:]),
+        lambda: sums(ROWS[:4], ROWS[4:]), lambda: sums(ROWS[:4], torch.ones(8, 4)[4:]),
+    ],
+    "tensors that they hold": [partial(holding, ONES), partial(holding, torch.ones(4))],
+    "bodies": [lambda: calling(body=times(2)), lambda: calling(body=times(3))],
+    "modules": [partial(calling, body=LINEAR), partial(calling, body=nn.Linear(4, 4))],
+    "what is saved of a body": [lambda p=policy: calling(body=times(2, p)) for policy in POLICIES],  # type: ignore[misc]
+    **{key: [partial(with_policy, key, value) for value in (1, 2)] for key in KEYS},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", DISTINCT)
+def test_segments_that_differ_are_no_twins_and_those_that_do_not_are(what: str) -> None:
+    for one, other in combinations(DISTINCT[what], 2):
+        assert one() != other()
+    for make in DISTINCT[what]:
+        assert make() == make() is not None
 
 
 class Mine(Tensor):
@@ -129,94 +169,3 @@ def test_symbols_enter_by_their_expression() -> None:
     )
     assert first != other
     assert first is not None
-
-
-# ------------------------------------------------------------------------------------ what a graph holds
-
-
-def with_constant(value: Tensor) -> SmallGraph:
-    builder = GraphBuilder(batch=2, width=4)
-    return builder.finish(builder.call(torch.add, builder.x, builder.constant(value)))
-
-
-def test_segments_that_hold_different_tensors_are_no_twins() -> None:
-    shared = torch.ones(4)
-    assert of(with_constant(torch.ones(4))) != of(with_constant(torch.ones(4)))
-    assert of(with_constant(shared)) == of(with_constant(shared))
-
-
-def calling(body: nn.Module) -> SmallGraph:
-    """A segment that hands a body to an operator, as checkpointing does."""
-    builder = GraphBuilder(batch=2, width=4)
-    graph = builder.finish(builder.method("sin", builder.x))
-    graph.gm.add_module("body", body)
-    node = next(n for n in graph.gm.graph.nodes if n.op == "call_method")
-    with graph.gm.graph.inserting_before(node):
-        held = graph.gm.graph.get_attr("body")
-    node.args = (node.args[0], held)
-    return graph
-
-
-def times(factor: float) -> fx.GraphModule:
-    return fx.symbolic_trace(lambda x: x * factor)
-
-
-def test_bodies_of_operators_are_compared_by_their_program() -> None:
-    assert of(calling(times(2))) == of(calling(times(2))) != of(calling(times(3)))
-
-
-def test_modules_that_are_no_graphs_enter_by_identity() -> None:
-    module = nn.Linear(4, 4)
-    assert of(calling(module)) == of(calling(module))
-    assert of(calling(module)) != of(calling(nn.Linear(4, 4)))
-
-
-def checkpointed(policy: Callable[[], object] | None) -> object:
-    body = fx.symbolic_trace(lambda x: torch.sin(x))
-    body.meta["_checkpoint_context_fn"] = policy
-    return of(calling(body))
-
-
-def test_bodies_under_other_checkpoint_policies_are_no_twins() -> None:
-    def save_all(*_: object) -> None: ...
-
-    def save_none(*_: object) -> None: ...
-
-    assert checkpointed(save_all) == checkpointed(save_all)
-    assert checkpointed(partial(save_all, 1)) == checkpointed(partial(save_all, 1))
-    others = [save_none, None, partial(save_all, 1), partial(save_all, 2), partial(save_none, 1)]
-    assert len({checkpointed(policy) for policy in (save_all, *others)}) == 6
-
-
-@pytest.mark.parametrize(
-    "key", ["recompute", "ac_graph_id", "custom", "has_backward_hook", "partitioner_tag"]
-)
-def test_policies_of_nodes_tell_segments_apart(key: str) -> None:
-    first, second, third = layer(), layer(), layer()
-    for graph, value in ((first, 1), (second, 2), (third, 1)):
-        next(iter(reversed(graph.gm.graph.nodes))).prev.meta[key] = value
-    assert of(first) != of(second)
-    assert of(first) == of(third)
-
-
-@pytest.mark.parametrize(
-    ("left", "right"),
-    [
-        ([0, 1], (0, 1)),
-        (slice(0, 2), slice(0, 3)),
-        ({"a": 1}, {"b": 1}),
-        ({"a": 1}, {"a": 2}),
-        (torch.float32, torch.float64),
-        ("a", b"a"),
-    ],
-    ids=repr,
-)
-def test_literals_tell_segments_apart(left: object, right: object) -> None:
-    def calling_with(literal: Any) -> object:
-        builder = GraphBuilder(batch=2, width=4)
-        graph = builder.finish(builder.method("sin", builder.x))
-        next(n for n in graph.gm.graph.nodes if n.op == "call_method").kwargs = {"literal": literal}
-        return of(graph)
-
-    assert calling_with(left) != calling_with(right)
-    assert calling_with(left) == calling_with(left)
