@@ -238,8 +238,8 @@ def _alone(name: str, block: Block) -> Step:
     return step(name, body=(step("linear"),)) if block.body else step(name)
 
 
-APART = {"select", *(name for name, block in BLOCKS.items() if block.breaks)}
-"""Steps that compile by themselves, or end the graph."""
+APART = {"select", "kept_and_written", *(name for name, block in BLOCKS.items() if block.breaks)}
+"""Steps that compile by themselves or end the graph, and one whose graph cannot be trained uncompiled."""
 BLOCK_STEPS = [_alone(n, b) for n, b in BLOCKS.items() if b.place == "step" and n not in APART]
 MODELS = 9
 """As many have all blocks between them."""

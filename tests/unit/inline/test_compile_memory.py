@@ -1,5 +1,6 @@
 """What inline costs in memory: the peak of a training step beside that of one graph without it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,16 +20,28 @@ ALLOWED = 1.02
 
 
 def peak_bytes(way: str, **options: Any) -> int:
-    """The most that is allocated at once in the third step, over what is there before it."""
+    """The most that is allocated at once in a step that DDP has settled in, over what is there before it."""
     ddp = DistributedDataParallel(Linears(WIDTH, LAYERS), bucket_cap_mb=ONE_LAYER / 2**20, **options)
+
+    def train() -> None:
+        torch.autograd.backward(step(torch.ones(8, WIDTH)).sum())
+
     with torch._dynamo.config.patch(optimize_ddp=False):
         plain = torch.compile(ddp, backend="aot_eager")
         step = plain if way == "whole" else ddpopt.compile(ddp, backend="aot_eager", strategy="inline")
-        for _ in range(2):
-            torch.autograd.backward(step(torch.ones(8, WIDTH)).sum())
+        peaks = [0]
+        for number in range(4):
             ddp.zero_grad()
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
-            torch.autograd.backward(step(torch.ones(8, WIDTH)).sum())
+            if number < 2:
+                train()
+            else:  # twice, for the profiler may lose what a step allocates
+                peaks.append(peak_of(train))
+    return max(peaks)
+
+
+def peak_of(train: Callable[[], None]) -> int:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
+        train()
     events: Any = profiled.profiler
     changes = [event for event in events.kineto_results.events() if event.name() == "[memory]"]
     held = peak = 0
