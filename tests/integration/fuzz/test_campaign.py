@@ -250,7 +250,7 @@ MODULE = """
 from ddpopt.testing.drawn import register_block
 
 
-@register_block("twice")
+@register_block("twice", rate=60)  # so that models without it are rare, whatever Hypothesis draws
 def twice(w, x):
     return w.assign("doubled", f"{x} * {w.parameter('torch.ones(1)', 'two')}")
 """
