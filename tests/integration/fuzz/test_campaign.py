@@ -21,6 +21,7 @@ from hypothesis.database import ExampleDatabase, InMemoryExampleDatabase
 from typer.testing import CliRunner
 
 from ddpopt.cli.app import app
+from ddpopt.errors import UsageError
 from ddpopt.fuzz import asking, campaign
 from ddpopt.fuzz.campaign import KEY, Campaign, Limits, open_database
 from ddpopt.fuzz.cases import FoundCase
@@ -170,6 +171,12 @@ def test_machines_that_share_a_database_judge_what_the_others_found(
     assert len([entry for entry in again if entry.worker == campaign.FROM_OTHERS]) == len(places)
 
 
+def test_a_redis_server_needs_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(UsageError, match=r"'redis://host:6379/0' does not answer: .*'pip install redis'"):
+        open_database("redis://host:6379/0")
+
+
 def test_what_another_machine_found_is_judged_as_it_was_run_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,14 +222,14 @@ FUZZ = [  # three models, into the folder that follows
     *("fuzz", "--mode", "ddpopt-inline", "--backend", "eager", "--workers", "1"),
     *("--seed", "5", "--examples", "3", "--out"),
 ]
-NUMBERED = {"PYTEST_XDIST_WORKER": "gw1", "PYTEST_XDIST_WORKER_COUNT": "2"}
-"""What tells the second of two processes its number."""
+NUMBERED = {"RANK": "1", "WORLD_SIZE": "2"}
+"""What tells the second of torchrun's two processes its number."""
 
 
 @pytest.fixture
 def unnumbered(monkeypatch: pytest.MonkeyPatch) -> None:
     """One process, whoever runs this test."""
-    for name in ("RANK", "WORLD_SIZE", *NUMBERED):
+    for name in NUMBERED:
         monkeypatch.delenv(name, raising=False)
 
 
