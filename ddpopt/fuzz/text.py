@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ddpopt.explanation.tables import Column, Noted, numbers, paragraph, table
+from ddpopt.fuzz.cases import FoundCase
+from ddpopt.fuzz.journal import Summary
+from ddpopt.fuzz.minimize import Minimized
 from ddpopt.judge.report.wording import count_of
 
-if TYPE_CHECKING:
-    from ddpopt.fuzz.cases import FoundCase
-    from ddpopt.fuzz.journal import Summary
-    from ddpopt.fuzz.minimize import Minimized
 
-
-def fuzz_text(summary: Summary, cases: str, known_features: frozenset[str]) -> str:
+def fuzz_lines(summary: Summary, cases: str, known_features: frozenset[str]) -> Iterator[str]:
     """Write what a campaign came to.
 
     Args:
@@ -22,13 +19,9 @@ def fuzz_text(summary: Summary, cases: str, known_features: frozenset[str]) -> s
         cases: the folder that has the failures.
         known_features: all that could have been drawn.
 
-    Returns:
-        Lines of at most 80 columns.
+    Yields:
+        Pieces of text, of at most 80 columns.
     """
-    return "\n".join(_of_campaign(summary, cases, known_features))
-
-
-def _of_campaign(summary: Summary, cases: str, known_features: frozenset[str]) -> Iterator[str]:
     plan = summary.plan
     yield paragraph(
         f"{count_of(summary.models, 'model')} in {summary.seconds:.0f} s ({summary.rate:.2f} a second): "
@@ -79,7 +72,7 @@ def searching_line(found: Minimized) -> str:
     )
 
 
-def minimized_text(result: Minimized, script: str, ran: FoundCase, reproduces: bool) -> str:
+def minimized_lines(result: Minimized, script: str, ran: FoundCase, reproduces: bool) -> Iterator[str]:
     """Write what a search for a small model came to.
 
     Args:
@@ -88,20 +81,9 @@ def minimized_text(result: Minimized, script: str, ran: FoundCase, reproduces: b
         ran: the case that the script runs.
         reproduces: whether the script showed the failure in a fresh interpreter.
 
-    Returns:
-        Lines of at most 80 columns.
+    Yields:
+        Pieces of text, of at most 80 columns.
     """
-    return "\n".join(_of_search(result, script, ran, reproduces))
-
-
-def _sized(name: str, case: FoundCase) -> tuple[str | int, ...]:
-    model, setting = case.model, case.setting
-    parameters = sum(each.numel() for each in model.program.model().parameters())
-    lines = len(model.source.splitlines())
-    return (name, parameters, lines, model.cap_bytes, setting.nproc, setting.steps, setting.backend)
-
-
-def _of_search(result: Minimized, script: str, ran: FoundCase, reproduces: bool) -> Iterator[str]:
     yield paragraph(f"{result.case.owner}: {result.case.signature}")
     yield ""
     sizes = numbers("parameters", "lines", "bucket cap", "ranks", "steps")
@@ -121,3 +103,10 @@ def _of_search(result: Minimized, script: str, ran: FoundCase, reproduces: bool)
         how = f", with {ran.setting.steps} steps"
     shows = "shows it in a fresh interpreter" if reproduces else "DOES NOT SHOW IT in a fresh interpreter"
     yield paragraph(f"{script} {shows}{how}")
+
+
+def _sized(name: str, case: FoundCase) -> tuple[str | int, ...]:
+    model, setting = case.model, case.setting
+    parameters = sum(each.numel() for each in model.program.model().parameters())
+    lines = len(model.source.splitlines())
+    return (name, parameters, lines, model.cap_bytes, setting.nproc, setting.steps, setting.backend)
