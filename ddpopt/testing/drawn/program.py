@@ -73,11 +73,8 @@ class Program:
         value: Tensor = self.module.loss(output)
         return value
 
-    def case(self, tags: tuple[str, ...] = ()) -> Case:
+    def case(self) -> Case:
         """Make a case; one step is run, to see which parameters get no gradient.
-
-        Args:
-            tags: of the case.
 
         Returns:
             A case that needs this source only.
@@ -89,7 +86,6 @@ class Program:
             about=" ".join((self.module.__doc__ or "").partition("\n\n")[0].split()),
             loss=self.loss,
             ddp_kwargs=self.module.DDP_KWARGS,
-            tags=tags,
         )
         model = self.model()
         with torch.random.fork_rng(devices=()):
