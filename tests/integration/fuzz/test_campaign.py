@@ -243,11 +243,12 @@ def test_each_process_judges_the_models_of_its_number_in_a_folder_of_its_own(
 ) -> None:
     for name, value in NUMBERED.items():
         monkeypatch.setenv(name, value)
-    invoke(*FUZZ, str(tmp_path))
+    invoke(*FUZZ, str(tmp_path), "--without", "cond, dropout")
     (folder,) = tmp_path.iterdir()
-    assert (folder.name, json.loads((folder / FILE_OF_PLAN).read_text())["shard"]) == ("shard-1", 1)
+    plan = json.loads((folder / FILE_OF_PLAN).read_text())
+    assert (folder.name, plan["shard"], plan["modes"]) == ("shard-1", 1, ["ddpopt-inline"])
     entries = [Entry.from_line(line) for line in (folder / LINES).read_text().splitlines()]
-    drawn = [model for _, model in islice(Source(5, 1).models(), 3)]
+    drawn = [model for _, model in islice(Source(5, 1, 0, ("cond", "dropout")).models(), 3)]
     assert [entry.features for entry in entries] == [tuple(sorted(model.features)) for model in drawn]
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-from ddpopt.cli.fuzzing import planned
 from ddpopt.fuzz.cases import FoundCase
 from ddpopt.fuzz.minimize import Minimized
 from ddpopt.fuzz.questions import Setting
@@ -17,14 +16,6 @@ CASE = FoundCase(
     Setting(),
     Signature("error", "KeyError", "graph.py in find"),
 )
-
-
-def test_a_number_of_this_process_among_several_is_part_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "3")
-    plan = planned(5, "whole,ddpopt-split", "aot_eager", 1, 2, "cond, dropout", ())
-    assert (plan.seed, plan.shard, plan.workers) == (5, 3, 2)
-    assert plan.modes == ("whole", "ddpopt-split")
-    assert plan.without == ("cond", "dropout")
 
 
 # -------------------------------------------------------------------------------------------- how it goes
