@@ -102,10 +102,9 @@ def make_inputs(rank=0, step=0):
         )
 
 
-def test_a_case_says_what_it_has_and_knows_its_unused_parameters() -> None:
+def test_a_case_says_what_it_has_and_what_ddp_is_to_be_told() -> None:
     case = DrawnModel(steps=(step("linear"), step("unused"), step("dropout"))).case()
     assert case.about == "A model with dropout, matmul, unused-parameter."
-    assert case.unused == ("unused2",)
     assert case.ddp_kwargs == {"bucket_cap_mb": 256 / 2**20, "find_unused_parameters": True}
 
 

@@ -95,7 +95,7 @@ class DrawnModel:
         return Program(self.source)
 
     def case(self) -> Case:
-        """Make a case; one step of it is run."""
+        """Make a case."""
         return self.program.case()
 
     def all_steps(self) -> Iterator[Step]:

@@ -10,7 +10,7 @@ import hashlib
 import linecache
 import sys
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
@@ -74,12 +74,8 @@ class Program:
         return value
 
     def case(self) -> Case:
-        """Make a case; one step is run, to see which parameters get no gradient.
-
-        Returns:
-            A case that needs this source only.
-        """
-        case = Case(
+        """Make a case, which needs this source only."""
+        return Case(
             name=self.name,
             model=self.model,
             inputs=self.inputs,
@@ -87,8 +83,3 @@ class Program:
             loss=self.loss,
             ddp_kwargs=self.module.DDP_KWARGS,
         )
-        model = self.model()
-        with torch.random.fork_rng(devices=()):
-            case.step(model, 0, 0).backward()  # type: ignore[no-untyped-call]  # of torch
-        trained = ((name, param.grad) for name, param in model.named_parameters() if param.requires_grad)
-        return replace(case, unused=tuple(name for name, grad in trained if grad is None))

@@ -4,6 +4,7 @@ They are told how models end by a stand-in for the workers, which `test_workers.
 """
 
 import hashlib
+import importlib
 import json
 import sys
 import threading
@@ -288,6 +289,16 @@ def test_a_campaign_draws_blocks_of_a_module_and_goes_on_only_with_them() -> Non
     other = invoke(*FUZZ, "out", "--seed", "0", "--examples", "11")
     assert other.exit_code == 2
     assert "blocks: ['mine'] there, [] here" in other.stderr
+
+
+@pytest.mark.usefixtures("blocks")
+def test_what_is_drawn_of_many_blocks_does_not_depend_on_the_modules_that_are_loaded() -> None:
+    importlib.import_module("mine")
+    source = Source(7)
+    before = [drawn_block(source, number) for number in range(5)]
+    Path("numbers_of_mine.py").write_text(f"NUMBERS = {[*range(100, 200)]}")
+    importlib.import_module("numbers_of_mine")  # Hypothesis draws constants of the user's own modules, too
+    assert [drawn_block(source, number) for number in range(5)] == before
 
 
 @pytest.mark.usefixtures("blocks")
