@@ -113,7 +113,7 @@ class Campaign:
         workers = [Worker(self.plan.nproc, self.limits.model_s) for _ in range(self.plan.workers)]
         lanes = [self._lane(number, worker) for number, worker in enumerate(workers)]
         try:
-            while lanes and not self._is_over():
+            while lanes and (self.limits.seconds is None or self._elapsed() < self.limits.seconds):
                 lanes = [lane for lane in lanes if not next(lane, "ended")]
                 time.sleep(PAUSE_S)
         except KeyboardInterrupt:
@@ -126,9 +126,6 @@ class Campaign:
     def summary(self) -> Summary:
         """What came of it so far."""
         return summarized(self.plan, self.journal.entries)
-
-    def _is_over(self) -> bool:
-        return self.limits.seconds is not None and self._elapsed() >= self.limits.seconds
 
     def _elapsed(self) -> float:
         return time.monotonic() - self.started

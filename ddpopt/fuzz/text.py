@@ -64,11 +64,9 @@ def searching_line(found: Minimized) -> str:
     """How far a search for a small model is, in one line."""
     model, setting = found.case.model, found.case.setting
     steps = count_of(sum(1 for _ in model.all_steps()), "step")
-    drifted = sum(found.drifted.values())
-    others = f", {drifted} failed in another way" if drifted else ""
     return (
         f"{count_of(found.tries, 'model')} tried, down to {steps} at width {model.width}, "
-        f"{count_of(setting.nproc, 'rank')}, {setting.backend}{others}"
+        f"{count_of(setting.nproc, 'rank')}, {setting.backend}"
     )
 
 
@@ -94,8 +92,6 @@ def minimized_lines(result: Minimized, script: str, ran: FoundCase, reproduces: 
     yield ""
     ended = "nothing smaller fails so" if result.ended else "the search ran out of tries or time"
     yield paragraph(f"{count_of(result.tries, 'model')} tried; {ended}")
-    for other, times in result.drifted.items():
-        yield paragraph(f"left alone, {times} times, for it is another failure: {other}", "  ")
     given, how = result.case.setting, ""
     if ran.setting.lowers_limit != given.lowers_limit:
         how = f", at width {ran.model.width}, with torch's own limits"

@@ -59,7 +59,7 @@ class Asked:
         return Answer(case.mode, Kind.OK)
 
 
-def test_what_is_left_is_what_the_failure_needs_and_what_fails_in_another_way_is_counted() -> None:
+def test_what_is_left_is_what_the_failure_needs_and_what_fails_in_another_way_is_not_taken() -> None:
     asked = Asked("gain", "product")
     found = minimized(CASE, asked)
     assert found.case.model == DrawnModel(
@@ -69,9 +69,7 @@ def test_what_is_left_is_what_the_failure_needs_and_what_fails_in_another_way_is
     assert found.case.setting == cheapest
     assert {repr(case.setting) for case in asked.cases[4:]} == {repr(cheapest)}
     assert found.ended
-    others = [case for case in asked.cases if len(blocks(case) & {"gain", "product"}) == 1]
-    assert found.drifted == {f"wrong: {OTHER}": len(others)}
-    assert others
+    assert any(len(blocks(case) & {"gain", "product"}) == 1 for case in asked.cases)
 
 
 def test_what_the_failure_needs_of_the_setting_is_kept() -> None:
