@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from ddpopt.testing.profiles import load_profile
+from tests.profiles import load_profiles
 
 # HYPOTHESIS_PROFILE, or pytest's --hypothesis-profile: dev, ci or nightly. CI=true gives ci.
-load_profile()
+load_profiles()
 
 # Else each process that compiles C++ tries out first what the processor can do: seconds for each of its kinds
 # of vectors, in processes that import torch.

@@ -62,14 +62,14 @@ def planned(  # one for each option of the command line
     from ddpopt.dynamo.backend import find_compiler
     from ddpopt.fuzz.journal import Plan
     from ddpopt.fuzz.questions import MODES
-    from ddpopt.fuzz.stream import Source, fingerprint, shard_of
+    from ddpopt.fuzz.stream import Source, fingerprint
     from ddpopt.judge.backends import backend_of
     from ddpopt.testing.drawn import known_features
 
     modes = chosen(mode, MODES, "--mode") or OWN
     find_compiler(backend_of(backend))
     left_out = chosen(without, sorted(known_features()), "--without")
-    shard = shard_of()
+    shard = int(os.environ.get("RANK") or 0)
     return Plan(
         seed,
         shard,
@@ -137,12 +137,11 @@ def fuzz(  # one for each option of the command line
     from ddpopt.fuzz.campaign import Campaign, Limits, open_database
     from ddpopt.fuzz.cases import write_whole
     from ddpopt.fuzz.journal import Journal
-    from ddpopt.fuzz.text import fuzz_text
+    from ddpopt.fuzz.text import fuzz_lines
     from ddpopt.testing.drawn import known_features
 
     # one folder for each process, where several run together
-    shards = int(os.environ.get("WORLD_SIZE") or os.environ.get("PYTEST_XDIST_WORKER_COUNT") or 1)
-    folder = Path(out) / f"shard-{plan.shard}" if shards > 1 else Path(out)
+    folder = Path(out) / f"shard-{plan.shard}" if int(os.environ.get("WORLD_SIZE") or 1) > 1 else Path(out)
     limits = Limits(None if minutes is None else minutes * 60, examples, timeout_s)
     with Journal(folder, plan) as journal:
         campaign = Campaign(journal, plan, limits, open_database(database))
@@ -150,7 +149,8 @@ def fuzz(  # one for each option of the command line
             campaign.tell = functools.partial(_tell, campaign, show_line, len(known_features()))
             summary = campaign.run()
     write_whole(folder / SUMMARY, f"{summary.to_json()}\n")
-    show(fuzz_text(summary, str(journal.cases), known_features()), summary.to_json(), json)
+    lines = fuzz_lines(summary, str(journal.cases), known_features())
+    show("\n".join(lines), summary.to_json(), json)
     if not minutes and not examples:
         typer.echo(f"to resume: repeat the command with --out {out}", err=True)
     return VerificationError.exit_code if summary.distinct else 0
@@ -195,13 +195,12 @@ def minimize(  # one for each option of the command line
     Raises:
         UsageError: the case cannot be read.
         NotJudgedError: it does not fail as it says.
-        VerificationError: the smallest model fails in another way in a fresh interpreter.
     """
     _import_blocks(blocks)
-    from ddpopt.fuzz.asking import Asking, confirmed, write_script
+    from ddpopt.fuzz.asking import Asking, write_script
     from ddpopt.fuzz.cases import FoundCase, write_whole
     from ddpopt.fuzz.minimize import minimized
-    from ddpopt.fuzz.text import minimized_text, searching_line
+    from ddpopt.fuzz.text import minimized_lines, searching_line
 
     case = FoundCase.read(Path(file))
     script = Path(out) if out is not None else Path(file).with_suffix(".small.py")
@@ -219,8 +218,8 @@ def minimize(  # one for each option of the command line
             seconds=seconds,
             tell=lambda found: show_line(searching_line(found)),
         )
-    confirmed(result.case, limit_s)
     write_whole(small, result.case.to_json())
     ran, reproduces = write_script(result.case, script, limit_s)
-    show(minimized_text(result, script.name, ran, reproduces), result.case.to_json(), json)
+    lines = minimized_lines(result, script.name, ran, reproduces)
+    show("\n".join(lines), result.case.to_json(), json)
     return 0 if reproduces else VerificationError.exit_code

@@ -1,6 +1,6 @@
 """Asking workers about single cases, and writing a script that was seen to show one.
 
-Invariant: what is called confirmed failed in a process that had run nothing else.
+Invariant: a script is called one that shows its case only where it did so in a fresh interpreter.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from ddpopt.errors import VerificationError
 from ddpopt.fuzz.cases import FoundCase
 from ddpopt.fuzz.questions import STEPS, TORCH, Answer
 from ddpopt.fuzz.scripting import FIRST_BUCKET_BYTES, script_of
@@ -51,22 +50,6 @@ class Asking:
         while (answer := next(answers)) is None:
             time.sleep(PAUSE_S)
         return answer
-
-
-def confirmed(case: FoundCase, limit_s: float = 120.0) -> Answer:
-    """Ask a case in a worker that has run nothing else.
-
-    Raises:
-        VerificationError: there it does not fail as it says.
-    """
-    with Asking(limit_s) as ask:
-        answer = ask(case)
-    if not case.fails_so(answer):
-        raise VerificationError(
-            f"refused: in a fresh interpreter the smallest model comes to: {answer}; asked for: "
-            f"{case.signature}"
-        )
-    return answer
 
 
 def write_script(case: FoundCase, file: Path, limit_s: float) -> tuple[FoundCase, bool]:

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from hypothesis.database import ExampleDatabase, InMemoryExampleDatabase
+from hypothesis.database import DirectoryBasedExampleDatabase, ExampleDatabase, InMemoryExampleDatabase
 
 from ddpopt.errors import UsageError
 from ddpopt.fuzz.cases import FoundCase, task_of
@@ -26,10 +24,10 @@ from ddpopt.fuzz.scripting import save
 from ddpopt.fuzz.stream import BLOCK, Source
 from ddpopt.fuzz.workers import Worker
 from ddpopt.testing.drawn import DrawnModel
-from ddpopt.testing.profiles import shared_database
 
 KEY = b"ddpopt fuzz 1"
 """Of the cases in a database that machines share."""
+_REDIS = ("redis://", "rediss://", "unix://")
 FROM_OTHERS = -1
 """The worker of models that come from the database."""
 PAUSE_S = 0.005
@@ -107,7 +105,7 @@ class Campaign:
         self.places_of_others = itertools.count(journal.next_place(FROM_OTHERS))
 
     def run(self) -> Summary:
-        """Run until a limit, or until the process is asked to end.
+        """Run until a limit, or until Ctrl-C.
 
         Returns:
             What came of the whole campaign, earlier runs included.
@@ -115,10 +113,9 @@ class Campaign:
         workers = [Worker(self.plan.nproc, self.limits.model_s) for _ in range(self.plan.workers)]
         lanes = [self._lane(number, worker) for number, worker in enumerate(workers)]
         try:
-            with _interrupted_by_sigterm():
-                while lanes and not self._is_over():
-                    lanes = [lane for lane in lanes if not next(lane, "ended")]
-                    time.sleep(PAUSE_S)
+            while lanes and (self.limits.seconds is None or self._elapsed() < self.limits.seconds):
+                lanes = [lane for lane in lanes if not next(lane, "ended")]
+                time.sleep(PAUSE_S)
         except KeyboardInterrupt:
             pass
         finally:
@@ -129,9 +126,6 @@ class Campaign:
     def summary(self) -> Summary:
         """What came of it so far."""
         return summarized(self.plan, self.journal.entries)
-
-    def _is_over(self) -> bool:
-        return self.limits.seconds is not None and self._elapsed() >= self.limits.seconds
 
     def _elapsed(self) -> float:
         return time.monotonic() - self.started
@@ -213,29 +207,27 @@ class Campaign:
 
 
 def open_database(address: str | None) -> ExampleDatabase:
-    """Open what ``--database`` names; None keeps failures to this process.
+    """Open what ``--database`` names, a folder or a Redis server; None keeps failures to this process.
 
     Raises:
-        UsageError: it is neither a folder nor a server, or does not answer.
+        UsageError: it is neither, or does not answer.
     """
     if address is None:
         return InMemoryExampleDatabase()
-    database = shared_database(address, "--database")
+    if not address.startswith(_REDIS):
+        folder = Path(address)
+        if not address or "://" in address or (folder.exists() and not folder.is_dir()):
+            raise UsageError(f"--database: expected a folder or redis://host:port/number, got {address!r}")
+        return DirectoryBasedExampleDatabase(folder)
     try:
+        from hypothesis.extra.redis import RedisExampleDatabase
+        from redis import Redis  # type: ignore[import-not-found, unused-ignore]  # who wants it installs it
+
+        database = RedisExampleDatabase(Redis.from_url(address))
         next(iter(database.fetch(KEY)), None)
-    except Exception as error:  # of Redis's client, or of the folder
-        raise UsageError(f"--database: {address!r} does not answer: {error}; name one that does") from error
+    except Exception as error:  # it is not installed, or of its client
+        raise UsageError(
+            f"--database: {address!r} does not answer: {error}; name a server that does, for which "
+            "'pip install redis' brings the client, or a folder"
+        ) from error
     return database
-
-
-@contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
-    """Have SIGTERM end a campaign as Ctrl-C does; only the main thread hears of signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

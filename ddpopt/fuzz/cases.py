@@ -143,7 +143,7 @@ class FoundCase:
 
 def task_of(model: DrawnModel, modes: tuple[str, ...], setting: Setting) -> Task:
     """Ask a model in some modes."""
-    return Task(model.source, model.tags, model.cap_bytes, modes, setting, training=model.training)
+    return Task(model.source, model.cap_bytes, modes, setting, training=model.training)
 
 
 _CALLS: dict[str, Callable[..., Any]] = {"DrawnModel": DrawnModel, "step": step}

@@ -51,7 +51,7 @@ def examine(ranks: Ranks, task: Task, tell: Callable[[str], None]) -> list[Answe
     """
     tell("")
     try:
-        case = Program(task.source).case(task.tags)
+        case = Program(task.source).case()
     except Exception as error:
         return _all(task, Kind.EAGER, in_words(error))
     # Evaluation is compiled uncut: a campaign trains another model in that time.

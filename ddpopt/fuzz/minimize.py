@@ -2,7 +2,7 @@
 
 First how it is run: as few steps and ranks as show it, and a simpler backend, so that all that follows costs
 less. Then the model, by one change after the other, whole steps first. A model that fails in another way is
-no smaller version of the failure: it is counted, and left.
+no smaller version of the failure, and left.
 
 Any value is a valid model, so nothing here knows what a step does. Each candidate is strictly smaller by
 `weight`, so that taking one after the other comes to an end.
@@ -12,9 +12,8 @@ Invariant: what comes out was seen to fail as what went in.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ddpopt.errors import NotJudgedError
@@ -52,14 +51,12 @@ class Minimized:
         given: what went in.
         tries: how many models were tried.
         ended: whether nothing smaller fails so; else the search is running, or ran out of tries or time.
-        drifted: failures of another kind that were met and left, with how often.
     """
 
     case: FoundCase
     given: FoundCase
     tries: int = 0
     ended: bool = False
-    drifted: Mapping[str, int] = field(default_factory=dict)
 
 
 def minimized(
@@ -151,15 +148,9 @@ class _Search:
         """Whether a candidate fails in the same way, and is kept; not, where nothing may be asked now."""
         if candidate in self._known or not self.may_ask():
             return self._known.get(candidate, False)
-        answer = self._ask(candidate)
-        right = self._known[candidate] = candidate.fails_so(answer)
-        case, drifted = self.found.case, Counter(self.found.drifted)
-        if not right and answer.signature is not None:
-            drifted[str(answer)] += 1
-        tries = self.found.tries + 1
-        self.found = replace(
-            self.found, case=candidate if right else case, tries=tries, drifted=dict(drifted)
-        )
+        right = self._known[candidate] = candidate.fails_so(self._ask(candidate))
+        case = candidate if right else self.found.case
+        self.found = replace(self.found, case=case, tries=self.found.tries + 1)
         self._tell(self.found)
         return right
 

@@ -58,7 +58,6 @@ class Task:
 
     Attributes:
         source: the text of the model's module.
-        tags: of its case.
         cap_bytes: its bucket cap.
         modes: names of modes, of `MODES`.
         setting: how it is run.
@@ -66,7 +65,6 @@ class Task:
     """
 
     source: str
-    tags: tuple[str, ...]
     cap_bytes: int
     modes: tuple[str, ...]
     setting: Setting

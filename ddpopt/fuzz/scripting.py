@@ -88,7 +88,6 @@ def script_of(case: FoundCase, name: str) -> str:
     else:
         given |= {
             "name": case.stem,
-            "tags": case.model.tags,
             "mode": case.owner_mode,
             "training": case.model.training,
         }

@@ -8,8 +8,7 @@ Invariant: `drawn_block` is a function of its arguments.
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -92,14 +91,3 @@ def drawn_block(source: Source, number: int) -> list[DrawnModel]:
 def fingerprint(source: Source) -> str:
     """Digest of the first models of a source: equal for campaigns that draw the same ones."""
     return hashlib.sha256(repr(drawn_block(source, 0)).encode()).hexdigest()[:12]
-
-
-def shard_of(environment: Mapping[str, str] = os.environ) -> int:
-    """Which of several processes this is, under torchrun or pytest-xdist; 0 where it is alone.
-
-    >>> shard_of({"RANK": "3"}), shard_of({"PYTEST_XDIST_WORKER": "gw2"}), shard_of({})
-    (3, 2, 0)
-    """
-    worker = environment.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
-    number = environment.get("RANK") or worker
-    return int(number) if number.isdigit() else 0

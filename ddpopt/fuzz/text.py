@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ddpopt.explanation.tables import Column, Noted, numbers, paragraph, table
+from ddpopt.fuzz.cases import FoundCase
+from ddpopt.fuzz.journal import Summary
+from ddpopt.fuzz.minimize import Minimized
 from ddpopt.judge.report.wording import count_of
 
-if TYPE_CHECKING:
-    from ddpopt.fuzz.cases import FoundCase
-    from ddpopt.fuzz.journal import Summary
-    from ddpopt.fuzz.minimize import Minimized
 
-
-def fuzz_text(summary: Summary, cases: str, known_features: frozenset[str]) -> str:
+def fuzz_lines(summary: Summary, cases: str, known_features: frozenset[str]) -> Iterator[str]:
     """Write what a campaign came to.
 
     Args:
@@ -22,13 +19,9 @@ def fuzz_text(summary: Summary, cases: str, known_features: frozenset[str]) -> s
         cases: the folder that has the failures.
         known_features: all that could have been drawn.
 
-    Returns:
-        Lines of at most 80 columns.
+    Yields:
+        Pieces of text, of at most 80 columns.
     """
-    return "\n".join(_of_campaign(summary, cases, known_features))
-
-
-def _of_campaign(summary: Summary, cases: str, known_features: frozenset[str]) -> Iterator[str]:
     plan = summary.plan
     yield paragraph(
         f"{count_of(summary.models, 'model')} in {summary.seconds:.0f} s ({summary.rate:.2f} a second): "
@@ -71,15 +64,13 @@ def searching_line(found: Minimized) -> str:
     """How far a search for a small model is, in one line."""
     model, setting = found.case.model, found.case.setting
     steps = count_of(sum(1 for _ in model.all_steps()), "step")
-    drifted = sum(found.drifted.values())
-    others = f", {drifted} failed in another way" if drifted else ""
     return (
         f"{count_of(found.tries, 'model')} tried, down to {steps} at width {model.width}, "
-        f"{count_of(setting.nproc, 'rank')}, {setting.backend}{others}"
+        f"{count_of(setting.nproc, 'rank')}, {setting.backend}"
     )
 
 
-def minimized_text(result: Minimized, script: str, ran: FoundCase, reproduces: bool) -> str:
+def minimized_lines(result: Minimized, script: str, ran: FoundCase, reproduces: bool) -> Iterator[str]:
     """Write what a search for a small model came to.
 
     Args:
@@ -88,20 +79,9 @@ def minimized_text(result: Minimized, script: str, ran: FoundCase, reproduces: b
         ran: the case that the script runs.
         reproduces: whether the script showed the failure in a fresh interpreter.
 
-    Returns:
-        Lines of at most 80 columns.
+    Yields:
+        Pieces of text, of at most 80 columns.
     """
-    return "\n".join(_of_search(result, script, ran, reproduces))
-
-
-def _sized(name: str, case: FoundCase) -> tuple[str | int, ...]:
-    model, setting = case.model, case.setting
-    parameters = sum(each.numel() for each in model.program.model().parameters())
-    lines = len(model.source.splitlines())
-    return (name, parameters, lines, model.cap_bytes, setting.nproc, setting.steps, setting.backend)
-
-
-def _of_search(result: Minimized, script: str, ran: FoundCase, reproduces: bool) -> Iterator[str]:
     yield paragraph(f"{result.case.owner}: {result.case.signature}")
     yield ""
     sizes = numbers("parameters", "lines", "bucket cap", "ranks", "steps")
@@ -112,8 +92,6 @@ def _of_search(result: Minimized, script: str, ran: FoundCase, reproduces: bool)
     yield ""
     ended = "nothing smaller fails so" if result.ended else "the search ran out of tries or time"
     yield paragraph(f"{count_of(result.tries, 'model')} tried; {ended}")
-    for other, times in result.drifted.items():
-        yield paragraph(f"left alone, {times} times, for it is another failure: {other}", "  ")
     given, how = result.case.setting, ""
     if ran.setting.lowers_limit != given.lowers_limit:
         how = f", at width {ran.model.width}, with torch's own limits"
@@ -121,3 +99,10 @@ def _of_search(result: Minimized, script: str, ran: FoundCase, reproduces: bool)
         how = f", with {ran.setting.steps} steps"
     shows = "shows it in a fresh interpreter" if reproduces else "DOES NOT SHOW IT in a fresh interpreter"
     yield paragraph(f"{script} {shows}{how}")
+
+
+def _sized(name: str, case: FoundCase) -> tuple[str | int, ...]:
+    model, setting = case.model, case.setting
+    parameters = sum(each.numel() for each in model.program.model().parameters())
+    lines = len(model.source.splitlines())
+    return (name, parameters, lines, model.cap_bytes, setting.nproc, setting.steps, setting.backend)

@@ -21,6 +21,8 @@ Features = frozenset[str]
 
 _DEPTH = 2
 _BODY_STEPS = 3
+_CHOICES = 100
+"""The most at once: of larger numbers Hypothesis prefers those that the modules that are loaded have."""
 _READS = st.sampled_from((0, 0, 0, 0, 1, 1, 2, 3, 5))
 
 
@@ -158,14 +160,11 @@ class _Place:
 
 @lru_cache
 def _steps(place: _Place) -> st.SearchStrategy[Step]:
-    return st.one_of(
-        [
-            _step(block, place)
-            for name in place.blocks
-            if place.admits(block := BLOCKS[name])
-            for _ in range(block.rate)
-        ]
-    )
+    blocks = [block for name in place.blocks if place.admits(block := BLOCKS[name])]
+    steps = [_step(block, place) for block in blocks for _ in range(block.rate)]
+    count = -(-len(steps) // _CHOICES)
+    rows = [steps[first::count] for first in range(count)]
+    return st.one_of(steps) if count <= 1 else st.sampled_from(rows).flatmap(st.one_of)
 
 
 def _step(block: Block, place: _Place) -> st.SearchStrategy[Step]:

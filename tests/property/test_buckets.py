@@ -10,8 +10,8 @@ from ddpopt.planning.bucket_rule import initial_buckets, rebuilt_buckets, specs_
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.strategy import Strategy
 from ddpopt.testing.drawn import DrawnModel, step
-from ddpopt.testing.profiles import share
 from ddpopt.testing.strategies import models
+from tests.profiles import share
 from tests.property.examples import with_found_models, with_found_models_that_compile
 from tests.property.stepping import MARKS, Run, eager, where_torch_compiles
 

@@ -13,8 +13,8 @@ from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Bucket
 from ddpopt.planning.planner import plan_graph
 from ddpopt.planning.strategy import Sources, why_not_inline
-from ddpopt.testing.profiles import share
 from tests.graph_builder import SmallGraph, real_inputs
+from tests.profiles import share
 from tests.property.drawn_graphs import facts_of, small_configs
 from tests.property.strategies import graphs
 from tests.unit.effects import Effects

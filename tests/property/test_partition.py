@@ -12,9 +12,9 @@ from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.planner import plan_graph
 from ddpopt.split.partition import partition
-from ddpopt.testing.profiles import share
 from tests.graph_builder import SmallGraph, real_inputs
 from tests.mutants import MUTANTS, Mutant, recompile
+from tests.profiles import share
 from tests.property import naive
 from tests.property.drawn_graphs import (
     assert_recomposes,

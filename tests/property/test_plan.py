@@ -18,9 +18,9 @@ from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.planner import plan_for_buckets, plan_graph, plan_whole
 from ddpopt.testing.drawn import DrawnModel
-from ddpopt.testing.profiles import share
 from ddpopt.testing.strategies import models
 from tests.graph_builder import SmallGraph, real_inputs
+from tests.profiles import share
 from tests.property.drawn_graphs import (
     facts_of,
     small_configs,

@@ -11,9 +11,9 @@ from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.planner import plan_graph
 from ddpopt.proof.certificate import certify
 from ddpopt.split.partition import partition
-from ddpopt.testing.profiles import share
 from tests.graph_builder import SmallGraph
 from tests.mutants import PLAN_MUTANTS
+from tests.profiles import share
 from tests.property.drawn_graphs import small_configs
 from tests.property.strategies import graphs
 from tests.unit.tracing import parameter_names

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from ddpopt.testing import Ranks
 from ddpopt.testing.drawn import DrawnModel
-from ddpopt.testing.profiles import share
 from ddpopt.testing.strategies import models
+from tests.profiles import share
 from tests.property.lockstep import RanksDisagreeError, hold_on_ranks
 from tests.property.stepping import MARKS, STRATEGIES, Strategy, assert_equal_steps, compiled, eager, trained
 

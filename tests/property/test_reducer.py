@@ -18,7 +18,7 @@ from ddpopt.planning.bucket_rule import (
     rebuilt_buckets,
 )
 from ddpopt.planning.limits import BucketConfig
-from ddpopt.testing.profiles import share
+from tests.profiles import share
 from tests.property.examples import with_parameters_of_the_corpus
 from tests.property.strategies import bucket_configs, parameter_lists
 

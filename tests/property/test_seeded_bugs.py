@@ -24,8 +24,8 @@ from ddpopt.graph.state import ENTER_AUTOCAST, EXIT_AUTOCAST, GRAD_MODE, State
 from ddpopt.planning.plan import Plan
 from ddpopt.split import partition
 from ddpopt.split.layout import Layout
-from ddpopt.testing.profiles import EXAMPLES
 from tests.mutants import MUTANTS, Mutant, recompile
+from tests.profiles import EXAMPLES
 from tests.property import drawn_graphs, strategies, test_partition
 from tests.property.strategies import graph_features, graphs
 

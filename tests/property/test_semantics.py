@@ -6,8 +6,8 @@ from hypothesis import example, given, target
 
 from ddpopt.ranks.group import one_rank
 from ddpopt.testing.drawn import DrawnModel, step
-from ddpopt.testing.profiles import share
 from ddpopt.testing.strategies import models
+from tests.profiles import share
 from tests.property.stepping import (
     MARKS,
     STRATEGIES,

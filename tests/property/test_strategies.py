@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from ddpopt.planning.bucket_rule import ParamSpec
-from ddpopt.testing.profiles import share
 from tests.graph_builder import SmallGraph, is_trained, real_inputs
+from tests.profiles import share
 from tests.property.strategies import graphs, parameter_lists
 
 

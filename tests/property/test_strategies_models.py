@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from ddpopt.errors import UsageError
 from ddpopt.testing import strategies
 from ddpopt.testing.drawn import BLOCKS, DrawnModel, Step, known_features, step
-from ddpopt.testing.profiles import share
 from ddpopt.testing.strategies import models
+from tests.profiles import share
 from tests.property.examples import with_found_models
 
 Results = list[tuple[str, Tensor | None]]

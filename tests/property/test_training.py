@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch._dynamo.utils import counters
 
 from ddpopt.testing.drawn import DrawnModel, step
-from ddpopt.testing.profiles import share
 from ddpopt.testing.strategies import models
+from tests.profiles import share
 from tests.property.stepping import (
     MARKS,
     Run,

@@ -16,8 +16,8 @@ from ddpopt.dynamo.quiet import gc_paused
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.planner import plan_graph
 from ddpopt.split.partition import partition
-from ddpopt.testing.profiles import share
 from tests.graph_builder import GraphBuilder, SmallGraph
+from tests.profiles import share
 from tests.property import naive
 from tests.property.drawn_graphs import (
     Gradient,

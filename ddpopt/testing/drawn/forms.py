@@ -9,45 +9,32 @@ from ddpopt.testing.drawn.registry import Feature
 
 Names = Sequence[str]
 
-TAKES: Mapping[str, Feature] = {
-    "positional": None,
-    "keyword": "keyword-input",
-    "nested": "nested-input",
-    "dict": "dict-input",
-    "dataclass": "dataclass-input",
+CHOICES: Mapping[str, Mapping[str, Feature]] = {
+    "takes": {"positional": None}
+    | {form: f"{form}-input" for form in ("keyword", "nested", "dict", "dataclass")},
+    "returns": {"tuple": None} | {form: f"{form}-output" for form in ("nested", "dict", "dataclass")},
+    "leaves": {"data": None, "trained": "input-gradient", "hooked": "input-hook"},
+    "loss": {"squares": None, "given": "given-gradient"},
+    "training": {
+        "default": None,
+        "accumulation": "accumulation",
+        "two_forwards": "several-forwards",
+        "forward_in_no_sync": "several-forwards",
+        "zero_in_place": "kept-gradients",
+        "bucket_view_kept": "kept-gradients",
+        "clipping": "clipping",
+        "stepping_hook": "communication-hook",
+        "saved_tensors": "saved-tensor-hook",
+    },
 }
-"""How forward receives its inputs."""
-RETURNS: Mapping[str, Feature] = {
-    "tuple": None,
-    "nested": "nested-output",
-    "dict": "dict-output",
-    "dataclass": "dataclass-output",
-}
-"""How forward returns its outputs."""
-LEAVES: Mapping[str, Feature] = {"data": None, "trained": "input-gradient", "hooked": "input-hook"}
-"""Whether the input gets a gradient, and a hook that changes it."""
-LOSSES: Mapping[str, Feature] = {"squares": None, "given": "given-gradient"}
-"""The loss of each tensor that a model returns; one is a gradient that is given, and used again."""
-TRAININGS: Mapping[str, Feature] = {
-    "default": None,
-    "accumulation": "accumulation",
-    "two_forwards": "several-forwards",
-    "forward_in_no_sync": "several-forwards",
-    "zero_in_place": "kept-gradients",
-    "bucket_view_kept": "kept-gradients",
-    "clipping": "clipping",
-    "stepping_hook": "communication-hook",
-    "saved_tensors": "saved-tensor-hook",
-}
-"""Options of `ddpopt.judge.options` under which a model may be trained."""
-CHOICES = {"takes": TAKES, "returns": RETURNS, "leaves": LEAVES, "loss": LOSSES, "training": TRAININGS}
-"""For each field that names a form its choices, the simplest first, with the feature that each brings."""
-FORMS = frozenset(
-    {
-        *("dynamic-batch", "several-outputs"),
-        *(feature for choices in CHOICES.values() for feature in choices.values() if feature is not None),
-    }
-)
+"""For each field that names a form its choices, the simplest first, with the feature that each brings.
+
+How forward receives its inputs; how it returns several outputs; whether the input gets a gradient, and a hook
+that changes it; the loss of each tensor that a model returns, one of which is a gradient that is given, and
+used again; and the option of `ddpopt.judge.options` under which a model is trained.
+"""
+_BROUGHT = (feature for choices in CHOICES.values() for feature in choices.values() if feature)
+FORMS = frozenset({"dynamic-batch", "several-outputs", *_BROUGHT})
 """The features of models that no block brings."""
 PLAIN = 3
 """How many times as often as others the first choice is drawn."""
@@ -71,7 +58,7 @@ def inputs_as(form: str, names: Names) -> InputText:
     """Write how forward receives inputs, the first of which is ``x``.
 
     Args:
-        form: of `TAKES`.
+        form: of ``takes``.
         names: of the inputs.
     """
     match form:
@@ -79,15 +66,14 @@ def inputs_as(form: str, names: Names) -> InputText:
             return InputText(f"*, {', '.join(names)}", [], f"(), {_dict(names)}")
         case "nested":
             rest = _tuple(names[1:])
-            opening = f"x, {rest} = inputs" if names[1:] else "x, _ = inputs"
+            opening = f"x, {rest if names[1:] else '_'} = inputs"
             return InputText("inputs", [opening], f"((x, {rest}),), {{}}")
         case "dict":
-            opening_lines = [f'{name} = inputs["{name}"]' for name in names]
-            return InputText("inputs", opening_lines, f"({_dict(names)},), {{}}")
+            return InputText("inputs", [f'{n} = inputs["{n}"]' for n in names], f"({_dict(names)},), {{}}")
         case "dataclass":
-            opening_lines = [f"{name} = inputs.{name}" for name in names]
-            made = f"Inputs({', '.join(names)})"
-            return InputText("inputs", opening_lines, f"({made},), {{}}", _dataclass("Inputs", names))
+            call = f"(Inputs({', '.join(names)}),), {{}}"
+            opened = [f"{name} = inputs.{name}" for name in names]
+            return InputText("inputs", opened, call, _dataclass("Inputs", names))
     return InputText(", ".join(names), [], f"{_tuple(names)}, {{}}")
 
 
@@ -103,7 +89,7 @@ def outputs_as(form: str, outputs: Names) -> OutputText:
     """Write how forward returns outputs.
 
     Args:
-        form: of `RETURNS`.
+        form: of ``returns``.
         outputs: an expression for each.
     """
     names = [f"out{place}" for place in range(len(outputs))]

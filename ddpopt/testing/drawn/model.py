@@ -17,19 +17,6 @@ from ddpopt.testing.drawn.printing import write_model
 from ddpopt.testing.drawn.program import Program
 from ddpopt.testing.drawn.registry import BLOCKS, Step, find_block
 
-TAGS = {
-    "graph-break": "breaks",
-    **dict.fromkeys(("buffer-update", "norm-with-buffers"), "buffers"),
-    "dynamic-batch": "dynamic",
-    **dict.fromkeys(("checkpoint", "cond"), "higher_order"),
-    "ignored-parameter": "ignored",
-    **dict.fromkeys(("in-place", "in-place-view", "input-mutation"), "mutation"),
-    "dropout": "random",
-    "sparse-embedding": "sparse",
-    "unused-parameter": "unused",
-}
-"""For features that a runner of cases wants to know of, the tag of the case."""
-
 
 @dataclass(frozen=True, repr=False)
 class DrawnModel:
@@ -65,23 +52,19 @@ class DrawnModel:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            value, kind = getattr(self, field.name), type(field.default)
+            if type(value) is not kind:
+                raise UsageError(f"expected {field.name} to be of type {kind.__name__}, got {value!r}")
         for name, allowed in CHOICES.items():
             if (value := getattr(self, name)) not in allowed:
                 raise UsageError(f"expected {name} to be one of {', '.join(allowed)}, got {value!r}")
-        for name, kind in (("width", int), ("cap_bytes", int), ("seed", int), ("joined", bool)):
-            if type(value := getattr(self, name)) is not kind:
-                raise UsageError(f"expected {name} to be of type {kind.__name__}, got {value!r}")
         for name, place in (("steps", "step"), ("outputs", "output")):
             row = getattr(self, name)
-            if type(row) is not tuple or any(
-                type(each) is not Step or find_block(each.block).place != place for each in row
-            ):
-                raise UsageError(
-                    f"expected {name} to be a tuple of steps whose blocks are {name}, got {row!r}"
-                )
-        batches = self.batches
-        if type(batches) is not tuple or not batches or any(type(n) is not int or n < 2 for n in batches):
-            raise UsageError(f"expected batches to be a tuple of numbers from 2 on, got {batches!r}")
+            if any(type(each) is not Step or find_block(each.block).place != place for each in row):
+                raise UsageError(f"expected {name} to be steps whose blocks are {name}, got {row!r}")
+        if not self.batches or any(type(n) is not int or n < 2 for n in self.batches):
+            raise UsageError(f"expected batches to be numbers from 2 on, got {self.batches!r}")
         if self.width < 4 or self.width % 4 or self.cap_bytes < 1:
             raise UsageError(
                 "expected a width that is a multiple of 4 and a cap of at least one byte, "
@@ -112,13 +95,8 @@ class DrawnModel:
         return Program(self.source)
 
     def case(self) -> Case:
-        """Make a case, tagged with what a runner wants to know; one step of it is run."""
-        return self.program.case(self.tags)
-
-    @property
-    def tags(self) -> tuple[str, ...]:
-        """What a runner of cases wants to know of the model."""
-        return tuple(sorted({TAGS[feature] for feature in self.features if feature in TAGS}))
+        """Make a case."""
+        return self.program.case()
 
     def all_steps(self) -> Iterator[Step]:
         """Every step, with those in bodies, and every output."""

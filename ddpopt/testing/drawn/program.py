@@ -10,7 +10,7 @@ import hashlib
 import linecache
 import sys
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
@@ -73,26 +73,13 @@ class Program:
         value: Tensor = self.module.loss(output)
         return value
 
-    def case(self, tags: tuple[str, ...] = ()) -> Case:
-        """Make a case; one step is run, to see which parameters get no gradient.
-
-        Args:
-            tags: of the case.
-
-        Returns:
-            A case that needs this source only.
-        """
-        case = Case(
+    def case(self) -> Case:
+        """Make a case, which needs this source only."""
+        return Case(
             name=self.name,
             model=self.model,
             inputs=self.inputs,
             about=" ".join((self.module.__doc__ or "").partition("\n\n")[0].split()),
             loss=self.loss,
             ddp_kwargs=self.module.DDP_KWARGS,
-            tags=tags,
         )
-        model = self.model()
-        with torch.random.fork_rng(devices=()):
-            case.step(model, 0, 0).backward()  # type: ignore[no-untyped-call]  # of torch
-        trained = ((name, param.grad) for name, param in model.named_parameters() if param.requires_grad)
-        return replace(case, unused=tuple(name for name, grad in trained if grad is None))

@@ -20,7 +20,7 @@ from ddpopt.cli.app import app
 from ddpopt.doctor import Diagnosis, diagnose
 from ddpopt.doctor.diagnosis import Advice, Weight
 from ddpopt.doctor.recompiles import step_for
-from ddpopt.errors import NotJudgedError, UsageError
+from ddpopt.errors import NotJudgedError
 from ddpopt.testing.drawn import DrawnModel, step
 
 
@@ -281,21 +281,6 @@ def test_a_model_that_fails_in_eager_is_not_judged() -> None:
 Healthy: expected the model to run in eager, without DDP, but with the inputs of rank 0, step 0 it ended in \
 RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x7 and 8x8); make that step run first""",
     )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"backend": "nosuch"}, "backend: expected the name of a Dynamo backend, got 'nosuch'; known are "),
-        ({"steps": 1}, "steps: expected at least 2, for DDP rebuilds its buckets before the second, got 1"),
-        ({"ranks": 0}, "nproc: expected at least 1, got 0"),
-        ({"ddp_kwargs": {"bucket_cap_mb": -1}}, "bucket_cap_mb: expected a positive finite number of MiB"),
-    ],
-)
-def test_an_argument_that_cannot_be_used_is_a_usage_error(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        diagnose(case_of(Healthy), **arguments)
-    assert str(caught.value).startswith(message)
 
 
 # ------------------------------------------------------------------------------------------- the command

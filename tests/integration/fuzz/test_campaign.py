@@ -4,6 +4,7 @@ They are told how models end by a stand-in for the workers, which `test_workers.
 """
 
 import hashlib
+import importlib
 import json
 import sys
 import threading
@@ -21,6 +22,7 @@ from hypothesis.database import ExampleDatabase, InMemoryExampleDatabase
 from typer.testing import CliRunner
 
 from ddpopt.cli.app import app
+from ddpopt.errors import UsageError
 from ddpopt.fuzz import asking, campaign
 from ddpopt.fuzz.campaign import KEY, Campaign, Limits, open_database
 from ddpopt.fuzz.cases import FoundCase
@@ -170,6 +172,12 @@ def test_machines_that_share_a_database_judge_what_the_others_found(
     assert len([entry for entry in again if entry.worker == campaign.FROM_OTHERS]) == len(places)
 
 
+def test_a_redis_server_needs_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(UsageError, match=r"'redis://host:6379/0' does not answer: .*'pip install redis'"):
+        open_database("redis://host:6379/0")
+
+
 def test_what_another_machine_found_is_judged_as_it_was_run_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,14 +223,14 @@ FUZZ = [  # three models, into the folder that follows
     *("fuzz", "--mode", "ddpopt-inline", "--backend", "eager", "--workers", "1"),
     *("--seed", "5", "--examples", "3", "--out"),
 ]
-NUMBERED = {"PYTEST_XDIST_WORKER": "gw1", "PYTEST_XDIST_WORKER_COUNT": "2"}
-"""What tells the second of two processes its number."""
+NUMBERED = {"RANK": "1", "WORLD_SIZE": "2"}
+"""What tells the second of torchrun's two processes its number."""
 
 
 @pytest.fixture
 def unnumbered(monkeypatch: pytest.MonkeyPatch) -> None:
     """One process, whoever runs this test."""
-    for name in ("RANK", "WORLD_SIZE", *NUMBERED):
+    for name in NUMBERED:
         monkeypatch.delenv(name, raising=False)
 
 
@@ -236,11 +244,12 @@ def test_each_process_judges_the_models_of_its_number_in_a_folder_of_its_own(
 ) -> None:
     for name, value in NUMBERED.items():
         monkeypatch.setenv(name, value)
-    invoke(*FUZZ, str(tmp_path))
+    invoke(*FUZZ, str(tmp_path), "--without", "cond, dropout")
     (folder,) = tmp_path.iterdir()
-    assert (folder.name, json.loads((folder / FILE_OF_PLAN).read_text())["shard"]) == ("shard-1", 1)
+    plan = json.loads((folder / FILE_OF_PLAN).read_text())
+    assert (folder.name, plan["shard"], plan["modes"]) == ("shard-1", 1, ["ddpopt-inline"])
     entries = [Entry.from_line(line) for line in (folder / LINES).read_text().splitlines()]
-    drawn = [model for _, model in islice(Source(5, 1).models(), 3)]
+    drawn = [model for _, model in islice(Source(5, 1, 0, ("cond", "dropout")).models(), 3)]
     assert [entry.features for entry in entries] == [tuple(sorted(model.features)) for model in drawn]
 
 
@@ -250,7 +259,7 @@ MODULE = """
 from ddpopt.testing.drawn import register_block
 
 
-@register_block("twice")
+@register_block("twice", rate=60)  # so that models without it are rare, whatever Hypothesis draws
 def twice(w, x):
     return w.assign("doubled", f"{x} * {w.parameter('torch.ones(1)', 'two')}")
 """
@@ -280,6 +289,16 @@ def test_a_campaign_draws_blocks_of_a_module_and_goes_on_only_with_them() -> Non
     other = invoke(*FUZZ, "out", "--seed", "0", "--examples", "11")
     assert other.exit_code == 2
     assert "blocks: ['mine'] there, [] here" in other.stderr
+
+
+@pytest.mark.usefixtures("blocks")
+def test_what_is_drawn_of_many_blocks_does_not_depend_on_the_modules_that_are_loaded() -> None:
+    importlib.import_module("mine")
+    source = Source(7)
+    before = [drawn_block(source, number) for number in range(5)]
+    Path("numbers_of_mine.py").write_text(f"NUMBERS = {[*range(100, 200)]}")
+    importlib.import_module("numbers_of_mine")  # Hypothesis draws constants of the user's own modules, too
+    assert [drawn_block(source, number) for number in range(5)] == before
 
 
 @pytest.mark.usefixtures("blocks")

@@ -20,7 +20,7 @@ from ddpopt.fuzz.questions import Answer, Kind, Setting
 from ddpopt.fuzz.signatures import ROUNDING, Signature
 from ddpopt.judge.judging.reference import Bench
 from ddpopt.ranks.group import Ranks, joined, one_rank
-from ddpopt.testing.drawn import DrawnModel, step
+from ddpopt.testing.drawn import DrawnModel, Step, step
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
 FAILURE = Signature("error", "AssertionError", "distributed.py in __init__")
@@ -57,19 +57,18 @@ def answered(ranks: Ranks, model: DrawnModel, modes: tuple[str, ...], setting: S
     return examine(ranks, task_of(model, modes, setting), lambda _: None)
 
 
+@pytest.mark.parametrize(
+    ("steps", "mode"),
+    [((), "torch"), ((step("decayed"),), "ddpopt-split")],
+    ids=["", "writes to a parameter"],
+)
 def test_a_model_that_is_right_takes_one_run_of_eager_and_one_of_the_mode(
-    ranks: Ranks, runs: list[str]
+    steps: tuple[Step, ...], mode: str, ranks: Ranks, runs: list[str]
 ) -> None:
-    (answer,) = answered(ranks, CASE.model, ("torch",), replace(CASE.setting, lowers_limit=True))
+    model = replace(CASE.model, steps=steps)
+    (answer,) = answered(ranks, model, (mode,), Setting("eager", steps=2))
     assert answer.kind is Kind.OK
-    assert runs == ["eager", "torch"]
-
-
-def test_a_model_that_writes_to_its_parameters_needs_no_second_look(ranks: Ranks, runs: list[str]) -> None:
-    writing = DrawnModel((step("decayed"),), width=4, cap_bytes=1)
-    (answer,) = answered(ranks, writing, ("ddpopt-split",), Setting("eager", steps=2))
-    assert answer.kind is Kind.OK
-    assert runs == ["eager", "ddpopt-split"]
+    assert runs == ["eager", mode]
 
 
 def test_an_exception_is_held_against_the_backend_alone_and_needs_no_second_look(
@@ -133,12 +132,3 @@ def test_a_mode_that_is_wrong_beyond_the_rounding_of_its_backend_is_wrong(
     assert (torchs.kind, torchs.signature and torchs.signature.kind) == (Kind.WRONG, "L0")
     assert torchs.signature != ROUNDING
     assert (ours.kind, ours.signature) == (Kind.BACKEND, ROUNDING)
-
-
-def test_the_graphs_of_a_plan_are_found_behind_one_that_trains_nothing(ranks: Ranks) -> None:
-    # the weight's gradient is a sum of four, put together in another order behind the cut: no fault
-    silent_first = (step("running"), step("graph_break"))
-    reread = (step("transformed", layer="again"), step("transformed", layer="tied"))
-    drawn = DrawnModel((*silent_first, *reread), width=4, cap_bytes=1)
-    (answer,) = answered(ranks, drawn, ("ddpopt-split",), Setting())
-    assert answer.kind is Kind.OK, answer.detail

@@ -112,7 +112,23 @@ INPUT_ALONE = DrawnModel(
 )
 
 
-@pytest.mark.parametrize("model", [BASE_AND_VIEW, INPUT_ALONE], ids=["next to a view", "only to an input"])
+# The weight's gradient is a sum of four, put together in another order after the cut; before that is a graph
+# that trains nothing.
+REREAD = DrawnModel(
+    steps=(
+        *(step("running"), step("graph_break")),
+        *(step("transformed", layer="again"), step("transformed", layer="tied")),
+    ),
+    width=4,
+    cap_bytes=1,
+)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [BASE_AND_VIEW, INPUT_ALONE, REREAD],
+    ids=["next to a view", "only to an input", "after a graph that trains nothing"],
+)
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 def test_what_leads_to_a_value_read_in_several_segments_is_known_to_be_summed_in_another_order(
     model: DrawnModel, ranks: Ranks

@@ -41,7 +41,7 @@ def worker() -> Iterator[Worker]:
 
 
 def answered(worker: Worker, act: str) -> list[Answer]:
-    task = Task(acting(act), (), 1, (WHOLE,), Setting(steps=1))
+    task = Task(acting(act), 1, (WHOLE,), Setting(steps=1))
     found = []
     for answer in worker.ask(task):
         if answer is None:
@@ -81,7 +81,7 @@ def test_a_signature_tells_how_a_rank_was_lost() -> None:
 
 
 def test_what_no_mode_did_is_nobodys_answer() -> None:
-    task = Task("", (), 1, (WHOLE,), Setting())
+    task = Task("", 1, (WHOLE,), Setting())
     failed = RanksFailed([RankFailure(0, "died", "starting", exit_code=1)], 1)
     with pytest.raises(RanksFailed):
         workers._lost(task, failed)

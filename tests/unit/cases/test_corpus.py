@@ -150,6 +150,12 @@ RETURNS = "expected it to return (model, inputs), (model, args, kwargs) or a ddp
 @pytest.mark.parametrize(
     ("target", "message"),
     [
+        (3, "expected a target that is a string, a Case or a callable, got 3"),
+        (
+            "ddpopt.testing:",
+            "expected a target like 'package.module:name', got 'ddpopt.testing:'; "
+            "give 'package.module:name', or the name of a case in ddpopt.cases.corpus",
+        ),
         (returns_model, f"{RETURNS}, got Linear"),
         (returns_swapped, f"{RETURNS}, got (Tensor, Linear)"),
         (returns_list_of_kwargs, f"{RETURNS}, got (Linear, tuple, list)"),
@@ -172,25 +178,9 @@ RETURNS = "expected it to return (model, inputs), (model, args, kwargs) or a ddp
 def test_a_target_that_cannot_be_used_is_answered_with_what_to_do(target: Any, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         resolve(target)
-    name = target if isinstance(target, str) else f"{HERE}:{target.__name__}"
-    assert str(caught.value) == f"target {name!r}: {message}"
-
-
-@pytest.mark.parametrize(
-    ("target", "message"),
-    [
-        (3, "expected a target that is a string, a Case or a callable, got 3"),
-        (
-            "ddpopt.testing:",
-            "expected a target like 'package.module:name', got 'ddpopt.testing:'; "
-            "give 'package.module:name', or the name of a case in ddpopt.cases.corpus",
-        ),
-    ],
-)
-def test_what_is_no_target_is_answered_with_what_one_is(target: Any, message: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        resolve(target)
-    assert str(caught.value) == message
+    name = f"{HERE}:{target.__name__}" if callable(target) else target
+    named = "" if message.startswith("expected a target ") else f"target {name!r}: "
+    assert str(caught.value) == f"{named}{message}"
 
 
 @pytest.mark.parametrize(

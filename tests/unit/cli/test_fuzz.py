@@ -4,7 +4,6 @@ import sys
 
 import pytest
 
-from ddpopt.cli.fuzzing import planned
 from ddpopt.fuzz.cases import FoundCase
 from ddpopt.fuzz.minimize import Minimized
 from ddpopt.fuzz.questions import Setting
@@ -21,23 +20,12 @@ CASE = FoundCase(
 )
 
 
-def test_a_number_of_this_process_among_several_is_part_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "3")
-    plan = planned(5, "whole,ddpopt-split", "aot_eager", 1, 2, "cond, dropout", ())
-    assert (plan.seed, plan.shard, plan.workers) == (5, 3, 2)
-    assert plan.modes == ("whole", "ddpopt-split")
-    assert plan.without == ("cond", "dropout")
-
-
 # -------------------------------------------------------------------------------------------- how it goes
 
 
 def test_a_search_says_how_many_models_were_tried_and_what_is_left() -> None:
     assert searching_line(Minimized(CASE, CASE, 7)) == (
         "7 models tried, down to 2 steps at width 8, 1 rank, aot_eager"
-    )
-    assert searching_line(Minimized(CASE, CASE, 1, drifted={"wrong": 2})).endswith(
-        "1 rank, aot_eager, 2 failed in another way"
     )
 
 

@@ -1,5 +1,6 @@
 """What a command cannot use: it ends with 2 and says what to give instead, before a rank is started."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,11 +31,12 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     monkeypatch.setattr(Pool, "_start", start)
     monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT"):
+    for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)  # one process, whoever runs this test
     write(BASELINE.with_figures(release_of(torch.__version__), FIGURES), Path("b.json"))
     Path("case.json").write_text(CASE.to_json())
-    Path("other.json").write_text("[]")
+    Path("other.json").write_text("{}")
+    Path("fast.json").write_text(replace(CASE, mode="fast").to_json())
     Path("cut").mkdir()
     Path("cut/campaign.json").write_text("{")
 
@@ -45,6 +47,16 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("explain tied --ddp caps=3;1", "--ddp: expected KEY=VALUE where VALUE is a number, true, false, or"),
         ("explain tied --ddp static_grap=true", "; did you mean 'static_graph'?"),
         ("explain tied --json no/x.json", "--json: cannot write 'no/x.json'; name a file in a folder that"),
+        (
+            "doctor tied --backend nosuch",
+            "backend: expected the name of a Dynamo backend, got 'nosuch'; known are",
+        ),
+        (
+            "doctor tied --steps 1",
+            "steps: expected at least 2, for DDP rebuilds its buckets before the second",
+        ),
+        ("doctor tied --nproc 0", "nproc: expected at least 1, got 0"),
+        ("doctor tied --ddp bucket_cap_mb=-1", "bucket_cap_mb: expected a positive finite number of MiB"),
         ("verify tied --mode ddpopt-inlin", "got 'ddpopt-inlin'; did you mean 'ddpopt-inline'"),
         ("verify tied --mode ,", "--mode: expected one of eager, manual"),
         ("verify tied --options defalt", "got 'defalt'; did you mean 'default'?"),
@@ -84,9 +96,10 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("fuzz --database http://x", "--database: expected a folder or redis://host:port/number, got 'http:"),
         ("fuzz --database case.json", "--database: expected a folder or redis://host:port/number, got 'case"),
         ("fuzz --database redis://127.0.0.1:1/0", "'redis://127.0.0.1:1/0' does not answer: Error"),
-        ("fuzz --database redis://h:port/0", "'redis://h:port/0' is no address of a server: Port"),
+        ("fuzz --database redis://h:port/0", "'redis://h:port/0' does not answer: Port"),
         ("minimize none.json", "cannot read the case 'none.json': No such file"),
         ("minimize other.json", "other.json: expected a case that 'ddpopt fuzz' wrote"),
+        ("minimize fast.json", "expected a mode of torch, whole, ddpopt-split, ddpopt-inline, got 'fast'"),
         ("minimize case.json --tries 0", "--tries: expected a positive number, got 0"),
         ("minimize case.json --minutes nan", "--minutes: expected a positive number, got nan"),
         (

@@ -54,22 +54,6 @@ def test_the_text_of_a_model_is_read_and_not_run(text: str) -> None:
         read_model(text)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("{}", r"other\.json: expected a case that 'ddpopt fuzz' wrote"),
-        (None, "cannot read the case"),
-        (replace(CASE, mode="fast").to_json(), r"expected a mode of torch, .*, got 'fast'"),
-    ],
-)
-def test_a_file_that_is_no_case_is_refused(text: str | None, words: str, tmp_path: Path) -> None:
-    file = tmp_path / "other.json"
-    if text:
-        file.write_text(text)
-    with pytest.raises(UsageError, match=words):
-        FoundCase.read(file)
-
-
 def test_failures_of_one_signature_share_a_file_name_and_others_do_not() -> None:
     other = replace(CASE, model=DrawnModel(), origin="elsewhere")
     assert other.stem == CASE.stem

@@ -1,14 +1,11 @@
 """What a campaign writes down: a line a model, whole or not there, and only in a folder of its own."""
 
-import json
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ddpopt.errors import UsageError
-from ddpopt.fuzz.journal import LINES, PLAN, Entry, Journal, Plan
+from ddpopt.fuzz.journal import LINES, Entry, Journal, Plan
 from ddpopt.fuzz.questions import Answer, Kind
 from ddpopt.fuzz.signatures import Signature
 
@@ -44,16 +41,3 @@ def test_a_line_that_no_campaign_wrote_is_named(damaged: str, tmp_path: Path) ->
     (tmp_path / LINES).write_text(f"{entry(0, 0).to_line()}\n{damaged}\n{entry(0, 1).to_line()}\n")
     with pytest.raises(UsageError, match=r"line 2 of .*journal\.jsonl' is none that a campaign wrote"):
         Journal(tmp_path, THE_PLAN)
-
-
-@pytest.mark.parametrize(
-    ("other", "words"),
-    [({"draws": "1f"}, "draws: '5f' there, '1f' here"), ({"nproc": 2}, "nproc: 1 there, 2 here")],
-)
-def test_the_plan_is_beside_it_and_another_one_is_refused(
-    other: dict[str, Any], words: str, tmp_path: Path
-) -> None:
-    Journal(tmp_path, THE_PLAN).__exit__()
-    assert json.loads((tmp_path / PLAN).read_text())["modes"] == ["whole", "ddpopt-split"]
-    with pytest.raises(UsageError, match=words):
-        Journal(tmp_path, replace(THE_PLAN, **other))

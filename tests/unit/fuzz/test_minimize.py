@@ -1,21 +1,21 @@
 """Making a failure small: by the same failure alone, cheap ways first, in few tries."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ddpopt.errors import NotJudgedError, VerificationError
+from ddpopt.errors import NotJudgedError
 from ddpopt.fuzz import asking
-from ddpopt.fuzz.asking import confirmed, write_script
+from ddpopt.fuzz.asking import write_script
 from ddpopt.fuzz.cases import FoundCase
 from ddpopt.fuzz.minimize import Minimized, minimized, smaller, weight
-from ddpopt.fuzz.questions import Answer, Kind, Setting, Task
+from ddpopt.fuzz.questions import Answer, Kind, Setting
 from ddpopt.fuzz.scripting import script_of
 from ddpopt.fuzz.signatures import Signature
-from ddpopt.fuzz.text import minimized_text
+from ddpopt.fuzz.text import minimized_lines
 from ddpopt.testing.drawn import DrawnModel, step
 
 FAILURE = Signature("error", "KeyError", "graph.py in find")
@@ -59,7 +59,7 @@ class Asked:
         return Answer(case.mode, Kind.OK)
 
 
-def test_what_is_left_is_what_the_failure_needs_and_what_fails_in_another_way_is_counted() -> None:
+def test_what_is_left_is_what_the_failure_needs_and_what_fails_in_another_way_is_not_taken() -> None:
     asked = Asked("gain", "product")
     found = minimized(CASE, asked)
     assert found.case.model == DrawnModel(
@@ -69,9 +69,7 @@ def test_what_is_left_is_what_the_failure_needs_and_what_fails_in_another_way_is
     assert found.case.setting == cheapest
     assert {repr(case.setting) for case in asked.cases[4:]} == {repr(cheapest)}
     assert found.ended
-    others = [case for case in asked.cases if len(blocks(case) & {"gain", "product"}) == 1]
-    assert found.drifted == {f"wrong: {OTHER}": len(others)}
-    assert others
+    assert any(len(blocks(case) & {"gain", "product"}) == 1 for case in asked.cases)
 
 
 def test_what_the_failure_needs_of_the_setting_is_kept() -> None:
@@ -126,32 +124,6 @@ def test_each_candidate_is_smaller_so_that_a_search_comes_to_an_end() -> None:
     assert list(smaller(DrawnModel(width=4, cap_bytes=2**20))) == []
 
 
-class Elsewhere:
-    """In a worker's place: a fresh process, where a model fails in another way."""
-
-    def __init__(self, nproc: int, limit_s: float) -> None:
-        self.tasks: list[Task] = []
-
-    def ask(self, task: Task) -> Iterator[Answer | None]:
-        yield None
-        yield Answer(task.modes[0], Kind.WRONG, OTHER)
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-
-def test_what_fails_in_another_way_in_a_fresh_process_is_refused_with_both_failures(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(asking, "Worker", Elsewhere)
-    with pytest.raises(VerificationError) as caught:
-        confirmed(CASE)
-    assert str(caught.value) == (
-        "refused: in a fresh interpreter the smallest model comes to: wrong: error: IndexError in graph.py "
-        "in find; asked for: error: KeyError in graph.py in find"
-    )
-
-
 @pytest.mark.parametrize(
     ("needed", "told"), [(1, "interpreter"), (2, "with 2 steps"), (4, "DOES NOT SHOW IT")]
 )
@@ -169,5 +141,5 @@ def test_a_script_runs_the_fewest_steps_that_show_the_failure_and_says_how_many(
     ran, reproduces = write_script(case, script, 60.0)
     assert (reproduces, ran.setting.steps) == (needed <= 3, needed if needed <= 3 else 1)
     assert script.read_text() == script_of(ran, "x.py")
-    text = minimized_text(Minimized(case, case, 1, ended=True), "x.py", ran, reproduces)
-    assert told in text.splitlines()[-1]
+    *_, last = minimized_lines(Minimized(case, case, 1, ended=True), "x.py", ran, reproduces)
+    assert told in last

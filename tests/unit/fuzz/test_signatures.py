@@ -4,7 +4,7 @@ import pytest
 
 from ddpopt.errors import CertificateError
 from ddpopt.fuzz.examine import beyond_rounding, own_findings
-from ddpopt.fuzz.signatures import Signature, of_death, of_error, of_finding, signature_of
+from ddpopt.fuzz.signatures import of_death, of_error, signature_of
 from ddpopt.judge.verdict import Finding, Status, Trial
 
 STACK = """\
@@ -67,11 +67,6 @@ def test_an_exception_is_told_by_what_was_raised_first_and_its_innermost_frame(
     text: str, signature: str
 ) -> None:
     assert str(of_error(text)) == signature
-
-
-def test_the_number_of_a_step_is_no_part_of_a_signature() -> None:
-    found = [of_finding(unequal("L0", name)) for name in ("linear3.weight", "block2.linear14b.weight")]
-    assert found == [Signature("L0", "gradient", "linear.weight")] * 2
 
 
 def test_a_death_is_told_by_the_innermost_frame_of_the_thread_that_died() -> None:

@@ -56,10 +56,9 @@ def test_what_failed_is_not_for_a_baseline() -> None:
     assert len(failures({"m": {**MODE, "overlap, as a share of eager DDP's": "KeyError: a"}})) == 1
 
 
-def test_where_nothing_changed_the_text_is_one_line_and_a_comparison_of_nothing_is_no_verdict() -> None:
-    same, nothing = comparison(), replace(comparison(), figures={})
-    assert (same.exit_code, nothing.exit_code) == (0, 3)
-    assert str(same) == "UNCHANGED; 2 cases against ci/baseline.json (torch 2.13)"
+def test_a_comparison_of_nothing_is_no_verdict() -> None:
+    nothing = replace(comparison(), figures={})
+    assert nothing.exit_code == 3
     assert str(nothing).startswith("UNCHANGED; nothing was measured against ")
 
 

@@ -47,6 +47,9 @@ stalled = RankFailure(4, "stalled", "step 2", exit_code=1, stack=IN_A_STEP)
 waiting = RankFailure(5, "stalled", "step 2", exit_code=1, stack=IN_A_COLLECTIVE)
 ended = RankFailure(6, "ended", "step 2", exit_code=-15, signal="SIGTERM", stack=IN_A_STEP)
 ended_waiting = replace(ended, rank=7, stack=IN_A_COLLECTIVE)
+IN_A_GATHER = '  File "/x/ddpopt/ranks/exchange.py", line 1 in _await\n  File "a", line 1 in <module>\n'
+gathering = replace(ended, rank=9, stack=f"Thread 0x1:\n{IN_A_GATHER}")
+missing = replace(left_behind, rank=10, stack="ddpopt.ranks.exchange.PeersMissing: expected a value")
 watchdog = RankFailure(
     8, "died", "step 2", exit_code=-6, signal="SIGABRT", output="Watchdog caught collective operation timeout"
 )
@@ -63,6 +66,7 @@ watchdog = RankFailure(
         ([left_behind, killed], [3], 3),
         ([stalled, waiting, left_behind], [4], 3),
         ([stalled, watchdog], [4], 3),
+        ([stalled, gathering, missing], [4], 3),
         # It kept its peer waiting until the peer's collective gave up.
         ([timed_out, ended], [6], 3),
         # Each waits for another.

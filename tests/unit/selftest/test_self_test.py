@@ -206,12 +206,11 @@ def test_the_command_exits_with_2_for_what_it_cannot_use_and_3_without_ranks(
     assert command.main([]) == 3
 
 
-def test_ranks_that_cannot_disagree_are_refused() -> None:
+def test_ranks_that_cannot_disagree_and_those_of_torchrun_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(UsageError, match="expected 2 or more, for ranks to disagree, got 1"):
         self_test(1, faults=(), clean={})
-
-
-def test_torchruns_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     with pytest.raises(UsageError, match="run it without torchrun"):
         self_test(2, faults=(), clean={})
