@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from random import Random
+from typing import Any
 
+import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from ddpopt.graph.nodes import body_nodes
 from tests.graph_builder import SmallGraph, real_inputs
-from tests.property import naive
+from tests.mutants import is_switch
 
 
 def copied(
@@ -59,14 +62,14 @@ def reordered(graph: SmallGraph, in_order: list[str], random: Random) -> SmallGr
         in_order: names of nodes that keep their order among each other.
         random: decides.
     """
-    run = naive.Watched(graph.gm, real_inputs(graph))
+    run = Watched(graph.gm, real_inputs(graph))
     body = body_nodes(graph.gm.graph)
     waits = {node: [source for source in node.all_input_nodes if source in body] for node in body}
     for fixed in ([n for n in body if n.name in in_order], [n for n in body if _has_effect(run, n)]):
         for earlier, later in itertools.pairwise(fixed):
             waits[later].append(earlier)
     for place, node in enumerate(body):
-        if node.target in naive.SWITCHES:
+        if is_switch(node):
             waits[node] += body[:place]
             for later in body[place + 1 :]:
                 waits[later].append(node)
@@ -82,7 +85,38 @@ def reordered(graph: SmallGraph, in_order: list[str], random: Random) -> SmallGr
     return again._replace(example_values=tuple(values[node] for node in inputs))
 
 
-def _has_effect(run: naive.Watched, node: fx.Node) -> bool:
-    touched = [node, *node.all_input_nodes]
-    storages = {naive.storage(t) for each in touched for t in naive.tensors(run.values[each])}
+class Watched(fx.Interpreter):
+    """A run of a graph, with what each node made, and the storages that were ever written to.
+
+    A node writes where a tensor's version counter moves: nothing is read off names or schemas.
+    """
+
+    def __init__(self, gm: fx.GraphModule, inputs: Sequence[object]) -> None:
+        super().__init__(gm, garbage_collect_values=False)
+        self.written: set[int] = set()
+        self.run(*inputs)
+
+    def run_node(self, n: fx.Node) -> Any:
+        given = tensors([self.env[node] for node in n.all_input_nodes])
+        versions = [tensor._version for tensor in given]
+        made = super().run_node(n)
+        self.written |= {
+            storage(tensor)
+            for tensor, version in zip(given, versions, strict=True)
+            if tensor._version != version
+        }
+        return made
+
+
+def tensors(value: object) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _has_effect(run: Watched, node: fx.Node) -> bool:
+    touched = [run.env[each] for each in (node, *node.all_input_nodes)]
+    storages = {storage(tensor) for tensor in tensors(touched)}
     return bool(storages & run.written) or "dropout" in node.name
