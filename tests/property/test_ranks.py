@@ -26,7 +26,7 @@ LIMIT_S = 30.0
 
 def assert_steps_are_equal(ranks: Ranks, portion: float, *, at_least: int) -> None:
     """On all ranks, of some drawn models."""
-    # shrinking ends by the clock, and ranks have to do the same; test_semantics.py shrinks what one rank shows
+    # shrinking ends by the clock, and ranks must do the same; test_semantics.py shrinks what one rank shows
     how_many = settings(share(portion, at_least=at_least), phases=[Phase.generate], database=None)
     own_seed = 0 if how_many.derandomize else hash(object())
 

@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -27,7 +27,7 @@ from ddpopt.split.layout import Layout
 from ddpopt.testing.profiles import EXAMPLES
 from tests.graph_builder import SmallGraph
 from tests.mutants import MUTANTS, Mutant, recompile
-from tests.property import strategies
+from tests.property import graph_steps, strategies
 from tests.property.drawn_graphs import (
     assert_recomposes,
     assert_same_program,
@@ -150,7 +150,8 @@ def test_each_bug_is_found_and_each_step_and_output_tried_among_the_graphs_of_a_
                 errors.add(type(error))
                 del missing[name]
 
-    with patch.object(strategies, "event") as told:
+    told = Mock()
+    with patch.object(strategies, "event", told), patch.object(graph_steps, "event", told):
         look()
     assert missing == {}
     assert errors <= {CertificateError, AssertionError, KeyError}  # no slip of the bug itself
