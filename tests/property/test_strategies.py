@@ -9,7 +9,7 @@ from torch import fx
 
 from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.testing.profiles import share
-from tests.graph_builder import SmallGraph, is_trained, real_inputs
+from tests.graph_builder import SmallGraph, real_inputs
 from tests.property.strategies import graphs, parameter_lists
 
 
@@ -27,24 +27,6 @@ def layout(value: object) -> object:
         return value
     strides = [stride for stride, size in zip(value.stride(), value.shape, strict=True) if size > 1]
     return value.shape, value.dtype, value.device, strides
-
-
-@share(1.5)
-@given(graphs())
-def test_a_drawn_graph_runs_backward_into_trainable_parameters_and_nothing_else(graph: SmallGraph) -> None:
-    inputs = real_inputs(graph)
-    outputs = [value for value in graph.gm(*inputs) if isinstance(value, torch.Tensor)]
-    loss = torch.stack([value.square().sum() for value in outputs if value.requires_grad]).sum()
-    loss.backward()  # type: ignore[no-untyped-call]  # of torch
-    gradients = {
-        place: value.grad
-        for place, value in enumerate(inputs)
-        if isinstance(value, torch.Tensor) and value.grad is not None
-    }
-    trainable = {place for place, value in enumerate(graph.example_values) if is_trained(value)}
-    assert gradients
-    assert gradients.keys() <= trainable
-    assert all(torch.isfinite(gradient).all() for gradient in gradients.values())
 
 
 @share(1.5)

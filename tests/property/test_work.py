@@ -9,9 +9,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import FrameType
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from ddpopt.dynamo.quiet import gc_paused
 from ddpopt.planning.bucket_rule import ParamSpec
@@ -28,7 +30,6 @@ from tests.property.drawn_graphs import (
     small_configs,
 )
 from tests.property.graph_steps import STEPS, Sketch, Step
-from tests.property.same_graph import tensors
 from tests.property.strategies import parameter_lists
 
 ROUNDS = 6
@@ -59,7 +60,7 @@ def size(graph: SmallGraph) -> int:
     graphs = [module.graph for module in graph.gm.modules() if isinstance(module, fx.GraphModule)]
     nodes = [node for each in graphs for node in each.nodes]
     read = [source.meta.get("example_value") for node in nodes for source in node.all_input_nodes]
-    return len(nodes) + sum(len(tensors(value)) for value in read)
+    return len(nodes) + sum(isinstance(value, torch.Tensor) for value in pytree.tree_leaves(read))
 
 
 def calls(work: Callable[[], object]) -> int:
