@@ -4,6 +4,7 @@ import random
 from collections.abc import Sequence
 from functools import cache
 
+import pytest
 import torch
 from hypothesis import example, given
 from torch import distributed as dist
@@ -63,6 +64,7 @@ COLLIDING = tuple(
 )
 
 
+@pytest.mark.long
 @share(100)  # ten thousand in profile ci
 @given(parameter_lists(), bucket_configs())
 @example(COLLIDING, BucketConfig.from_kwargs())

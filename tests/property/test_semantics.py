@@ -102,7 +102,10 @@ def assert_has_the_planned_buckets(
     plan = ddpopt.plan(drawn.program.model(), *args, strategy=strategy, **kwargs, **limits)
     sent = {spec.name for spec in specs_from_ddp(ddp)}
     if any(param.grad is not None for name, param in ddp.module.named_parameters() if name in sent):
-        assert imposed_plan(ddp) == plan
+        # aot_eager may leave out a graph that trains nothing, and with it a segment, but no bucket
+        in_force = imposed_plan(ddp)
+        assert in_force is not None
+        assert [bucket.params for bucket in in_force.buckets] == [bucket.params for bucket in plan.buckets]
         assert in_buckets(ddp) == [bucket.params for bucket in plan.buckets]
     else:
         event("nothing that is sent is trained, so nothing was planned")
