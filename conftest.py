@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup("expecttest").addoption(
         "--accept",
         action="store_true",
-        help="write the snapshots that differ into the test files; the same as EXPECTTEST_ACCEPT=1",
+        help="write the snapshots that differ into the test files, in one process; as EXPECTTEST_ACCEPT=1",
     )
 
 
@@ -38,15 +38,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "long: begins before others, so that no worker ends alone with it")
     if config.getoption("--accept"):
         os.environ["EXPECTTEST_ACCEPT"] = "1"  # expecttest knows no other way
-    if not os.environ.get("EXPECTTEST_ACCEPT"):
-        return
-    writers = _processes_that_would_write(config)
-    if writers > 1:
-        raise pytest.UsageError(
-            f"accepting snapshots was asked for with {writers} processes. Each rewrites the test files, by "
-            "line number, so they would undo one another's edits. Run in one process: "
-            "EXPECTTEST_ACCEPT=1 python -m pytest -n 0 tests/unit"
-        )
+    if os.environ.get("EXPECTTEST_ACCEPT"):
+        # Each process would rewrite the test files, by line number, and so undo the others' edits.
+        config.option.tx = []
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -54,7 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         later = [item for item in items if item.get_closest_marker("nightly")]
         config.hook.pytest_deselected(items=later)
         items[:] = [item for item in items if item not in later]
-    # torchrun's ranks share out what needs no ranks, and come to its end at different times: so that is last.
+    # What needs no ranks runs on the first of torchrun's alone, and its peers do not wait: so that is last.
     # Of xdist's workers one begins with the ranks; the others run all else meanwhile.
     first = int(os.environ.get("WORLD_SIZE", "1")) > 1 or "PYTEST_XDIST_WORKER" in os.environ
     items.sort(key=lambda item: item.get_closest_marker("long") is None)  # stable: all else keeps its order
@@ -77,15 +71,6 @@ def _scope(nodeid: str) -> str:
     alone = nodeid.startswith("tests/multigpu/alone/")
     on_ranks = nodeid.startswith(("tests/multigpu/", "tests/property/test_ranks.py"))
     return "ranks" if on_ranks and not alone else nodeid
-
-
-def _processes_that_would_write(config: pytest.Config) -> int:
-    """Count xdist's workers, or torchrun's ranks where there are more of those."""
-    # xdist has turned -n and --dist into this list before we are called: ["popen", …] or ["4*popen"].
-    specs: list[str] = config.getoption("tx", None) or []
-    counts = (spec.partition("*")[0] for spec in specs)
-    workers = sum(int(count) if count.isdigit() else 1 for count in counts)
-    return max(workers, int(os.environ.get("WORLD_SIZE", "1")))
 
 
 @pytest.fixture

@@ -7,14 +7,14 @@ In ``alone/`` stands how ranks are started, followed and ended; these tests star
 number of ranks: on more than two they run at night only.
 
 Invariant: a test marked ``one_process``, and each in ``alone/``, runs once, in one process without a process
-group. Torchrun's ranks share such tests out among them.
+group: of torchrun's ranks in the first.
 """
 
 from pathlib import Path
 
 import pytest
 
-from ddpopt.ranks.environment import launched_ranks, own_rank, own_size
+from ddpopt.ranks.environment import launched_ranks, own_rank
 from ddpopt.testing import Ranks
 from tests.multigpu.turns import DEFAULT_RANKS, number_of_ranks
 
@@ -29,7 +29,6 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     launched = launched_ranks() is not None
     at_least = 1 if launched else number_of_ranks()
-    shared_out = 0
     for item in items:
         if FOLDER not in item.path.parents:
             continue
@@ -39,11 +38,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.nightly)
         if item.get_closest_marker("one_process") is None:
             add_ranks(item, at_least)
-        elif launched:
-            runner = shared_out % own_size()
-            shared_out += 1
-            if runner != own_rank():
-                item.add_marker(pytest.mark.skip(reason="another rank runs it"))
+        elif launched and own_rank() > 0:
+            item.add_marker(pytest.mark.skip(reason="the first rank runs it"))
 
 
 def add_ranks(item: pytest.Item, at_least: int) -> None:

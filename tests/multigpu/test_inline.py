@@ -14,19 +14,15 @@ from tests.multigpu.models import Gradients, hand_overs, hook_that_sees
 from tests.multigpu.training import (
     SETTINGS,
     STEPS,
-    UNEVEN,
-    UNUSED,
     Buckets,
     Setting,
     Step,
     alike,
     batch,
     build,
-    by_day,
     loss,
     train,
-    train_unevenly,
-    unused_everywhere_step,
+    unused_on_others_step,
     unused_somewhere_step,
     used_while_accumulating_step,
 )
@@ -43,15 +39,14 @@ def penalised_somewhere_step(ddp: DistributedDataParallel, step: int, ranks: Ran
     return plain + weight.square().sum() if (step + ranks.rank) % 2 else plain
 
 
-NOTHING_EARLY = {"static graph, one backward", "one backward", "one backward, unused"}
-BY_DAY_ELSEWHERE = ("mixed dtypes", "static graph, unused", "unused everywhere")
-"""What corpus cases, and options of verification, train on ranks too."""
+NOTHING_EARLY = {"static graph, one backward", "one backward"}
 WHOLE = {"used while accumulating", "one bucket"}
 """A graph is compiled whole; in the first, that of rank 0 that comes second, before a plan is in force."""
+ELSEWHERE = {"mixed dtypes", "static graph, unused", "unused everywhere"}
+"""What corpus cases, and options of verification, train on ranks too."""
 WAYS = {
-    **SETTINGS,
+    **{name: setting for name, setting in SETTINGS.items() if name not in ELSEWHERE},
     "penalty somewhere": Setting(penalised_somewhere_step),
-    "penalty somewhere, unused": Setting(penalised_somewhere_step, UNUSED),
     "one bucket": Setting(arguments={"bucket_cap_mb": 25}),
 }
 
@@ -72,7 +67,7 @@ def that_wait(name: str, ranks: Ranks, step: int) -> set[str]:
         return set(ALL)
     optional, weight = {"optional.weight", "optional.bias"}, {"layers.2.weight"}
     waiting: dict[Step, set[str]] = {
-        unused_everywhere_step: optional,
+        unused_on_others_step: optional if ranks.rank else set(),
         used_while_accumulating_step: optional,
         unused_somewhere_step: set() if (step + ranks.rank) % 3 == 0 else optional,
         penalised_somewhere_step: weight if (step + ranks.rank) % 2 else set(),
@@ -99,9 +94,7 @@ def is_bucket(event: tuple[str, ...]) -> bool:
     return event[0] == ""
 
 
-# DDP says that a static graph needs no find_unused_parameters; people pass both all the same.
-@pytest.mark.filterwarnings("ignore:You passed find_unused_parameters=true:UserWarning")
-@pytest.mark.parametrize("name", by_day(WAYS, *BY_DAY_ELSEWHERE))
+@pytest.mark.parametrize("name", WAYS)
 def test_gradients_are_eagers_and_handed_over_where_they_may(ranks: Ranks, name: str) -> None:
     setting = WAYS[name]
     expected = train(wrapped(setting, ranks), setting, ranks, [])
@@ -156,18 +149,6 @@ def test_ranks_may_differ_in_what_waits_for_a_hook(ranks: Ranks) -> None:
         runs.append(train(inlined(ddp) if index else ddp, Setting(), ranks, []))
     assert alike(ranks, runs[1], runs[0])
     assert seen == ([STEPS, STEPS] if ranks.rank == 0 else [0, 0])
-
-
-@pytest.mark.parametrize("batches", UNEVEN)
-def test_uneven_inputs_under_join_give_eagers_gradients(ranks: Ranks, batches: str) -> None:
-    count = UNEVEN[batches](ranks) if ranks.size > 1 else 2
-    expected = train_unevenly(wrapped(Setting(), ranks), count, ranks)
-    ddp = wrapped(Setting(), ranks)
-    handed: list[str] = []
-    with hand_overs(ddp, handed.append):
-        gradients = train_unevenly(inlined(ddp), count, ranks)
-    assert alike(ranks, gradients, expected)
-    assert sorted(handed) == sorted(ALL * count)
 
 
 def test_with_buckets_ddp_the_reducer_rebuilds_eagers_buckets(ranks: Ranks) -> None:

@@ -1,10 +1,9 @@
 """Ways to use DDP, and a training loop that runs each of them: what two runs must agree on."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -55,6 +54,10 @@ def unused_somewhere_step(ddp: DistributedDataParallel, step: int, ranks: Ranks)
     return loss(ddp(batch(ranks, step), use_optional=(step + ranks.rank) % 3 == 0))
 
 
+def unused_on_others_step(ddp: DistributedDataParallel, step: int, ranks: Ranks) -> Tensor:
+    return loss(ddp(batch(ranks, step), use_optional=ranks.rank == 0))
+
+
 def used_while_accumulating_step(ddp: DistributedDataParallel, step: int, ranks: Ranks) -> Tensor:
     with ddp.no_sync():
         backward(loss(ddp(batch(ranks, step, part=1), use_optional=ranks.rank == 0)))
@@ -77,36 +80,17 @@ SETTINGS = {
     "mixed dtypes": Setting(mixed=True),
     "static graph": Setting(arguments={"static_graph": True}),
     "static graph, unused": Setting(unused_everywhere_step, {"static_graph": True}),
-    "static graph, unused, both flags": Setting(unused_everywhere_step, {"static_graph": True, **UNUSED}),
+    "static graph, unused on others": Setting(
+        unused_on_others_step, {"static_graph": True, "gradient_as_bucket_view": True}
+    ),
     "static graph, one backward": Setting(shared_backward_step, {"static_graph": True}),
     "unused somewhere": Setting(unused_somewhere_step, UNUSED),
     "unused everywhere": Setting(unused_everywhere_step, UNUSED),
     "used while accumulating": Setting(used_while_accumulating_step, UNUSED),
     "bucket view": Setting(arguments={"gradient_as_bucket_view": True}, keeps_gradients=True),
-    "bucket view, unused": Setting(unused_somewhere_step, {"gradient_as_bucket_view": True, **UNUSED}),
     "accumulation": Setting(accumulating_step),
-    "accumulation, bucket view": Setting(accumulating_step, {"gradient_as_bucket_view": True}),
-    "accumulation, unused": Setting(accumulating_step, UNUSED),
     "one backward": Setting(shared_backward_step),
-    "one backward, unused": Setting(shared_backward_step, UNUSED),
 }
-
-
-# each is two ways at once that are tried by themselves too
-BY_NIGHT = (
-    "static graph, unused, both flags",
-    "bucket view, unused",
-    "accumulation, bucket view",
-    "accumulation, unused",
-    "one backward, unused",
-    "penalty somewhere, unused",
-)
-
-
-def by_day(names: Iterable[str], *others: str) -> list[Any]:
-    """These settings; some of them, and `others`, at night only."""
-    night = {*BY_NIGHT, *others}
-    return [pytest.param(name, marks=pytest.mark.nightly if name in night else ()) for name in names]
 
 
 def build(setting: Setting, ranks: Ranks) -> DistributedDataParallel:
@@ -129,25 +113,6 @@ def train(
                 if parameter.grad is not None:
                     parameter -= 0.1 * parameter.grad
         ddp.zero_grad(set_to_none=not setting.keeps_gradients)
-    return gradients
-
-
-UNEVEN: dict[str, Callable[[Ranks], int]] = {
-    "more on later ranks": lambda ranks: 2 + ranks.rank,
-    "none on rank 0": lambda ranks: 3 if ranks.rank else 0,
-    "none on the last rank": lambda ranks: 0 if ranks.rank == ranks.size - 1 else 3,
-}
-"""How many batches a rank has."""
-
-
-def train_unevenly(ddp: Any, count: int, ranks: Ranks, **options: Any) -> list[Gradients]:
-    """Steps under ``join``, as many as this rank has batches; the gradients after each."""
-    gradients = []
-    with ddp.join(**options):
-        for step in range(count):
-            backward(loss(ddp(batch(ranks, step))))
-            gradients.append(gradients_of(ddp.module))
-            ddp.zero_grad()
     return gradients
 
 

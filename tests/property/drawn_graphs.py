@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+import torch
 from hypothesis import strategies as st
 from torch import fx
 
-from ddpopt.planning.bucket_rule import ParamSpec
-from ddpopt.planning.facts import GraphFacts, ParamUse, collect
+from ddpopt.planning.facts import GraphFacts, collect
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Plan
 from ddpopt.proof.certificate import certify
@@ -16,9 +14,6 @@ from ddpopt.split.partition import partition
 from tests.graph_builder import SmallGraph, real_inputs
 from tests.unit.effects import Effects
 from tests.unit.tracing import cut_before, parameter_names
-
-Gradient = tuple[int, str, bool]
-"""Its bytes, its dtype, and whether it is sparse."""
 
 
 def small_configs() -> st.SearchStrategy[BucketConfig]:
@@ -30,31 +25,6 @@ def small_configs() -> st.SearchStrategy[BucketConfig]:
 
 def facts_of(graph: SmallGraph) -> GraphFacts:
     return collect(graph.gm, graph.example_values, graph.specs())
-
-
-def interleaved_gradients() -> st.SearchStrategy[list[list[Gradient]]]:
-    """Gradients of up to three dtypes that take turns, in groups that complete together; few are sparse."""
-    dtypes = st.sampled_from(("bfloat16", "float16", "float32"))
-    gradient = st.tuples(st.integers(0, 9), dtypes, st.sampled_from((*[False] * 15, True)))
-    return st.lists(st.lists(gradient, min_size=1, max_size=3), min_size=2, max_size=8)
-
-
-def facts_of_gradients(groups: Sequence[Sequence[Gradient]]) -> GraphFacts:
-    """A graph with a node for each group of gradients, which complete in the order of the groups."""
-    uses = [
-        ParamUse(spec, (len(groups) - 1 - place,))
-        for place, group in enumerate(groups)
-        for spec in specs_of_gradients(group, f"{place}.")
-    ]
-    nodes = tuple(f"node_{place}" for place in range(len(groups)))
-    return GraphFacts(nodes, tuple(uses), (None,) * len(groups))
-
-
-def specs_of_gradients(gradients: Sequence[Gradient], prefix: str) -> list[ParamSpec]:
-    return [
-        ParamSpec(f"{prefix}{index}", nbytes, dtype, "cpu", sparse)
-        for index, (nbytes, dtype, sparse) in enumerate(gradients)
-    ]
 
 
 def possible_cuts(graph: SmallGraph) -> list[str]:
@@ -73,13 +43,32 @@ def prove(graph: SmallGraph, stitched: fx.GraphModule, plan: Plan) -> None:
     certify(graph.gm, stitched, plan, parameter_names(graph.gm, graph.example_values, specs))
 
 
-def assert_recomposes(graph: SmallGraph, plan: Plan) -> fx.GraphModule:
-    """Cut as planned, prove it, and run both; the stitched module."""
-    stitched = partition(graph.gm, plan)
+def assert_recomposes(graph: SmallGraph, plan: Plan) -> None:
+    """Cut as planned, and require the same program of it."""
+    assert_same_program(graph, plan, partition(graph.gm, plan))
+
+
+def assert_same_program(graph: SmallGraph, plan: Plan, stitched: fx.GraphModule) -> None:
+    """Prove a cut, run both, and require that the cut hands on what is needed alone."""
     for module in stitched.modules():
         if isinstance(module, fx.GraphModule):
             module.graph.lint()
     prove(graph, stitched, plan)
     inputs = list(real_inputs(graph))
     Effects(stitched, inputs).assert_equal(Effects(graph.gm, inputs))
-    return stitched
+    assert_nothing_is_handed_on_in_vain(stitched)
+
+
+def assert_nothing_is_handed_on_in_vain(stitched: fx.GraphModule) -> None:
+    """A segment reads each tensor that it is given; what it returns is read by another one, or returned."""
+    for call in stitched.graph.find_nodes(op="call_module"):
+        segment = getattr(stitched, str(call.target)).graph
+        given = [n for n in segment.find_nodes(op="placeholder") if is_tensor(n)]
+        assert all(node.users for node in given)
+        handed_on = len(segment.output_node().args[0])
+        items = {user.args[1] for user in call.users if user.users}
+        assert items == set(range(handed_on))
+
+
+def is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("example_value"), torch.Tensor)

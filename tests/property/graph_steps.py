@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from hypothesis import event
 from hypothesis import strategies as st
 from torch import fx
 from torch._functorch.autograd_function import autograd_function_apply
@@ -48,7 +49,9 @@ class Sketch:
         """A (width, width) parameter: new and trainable as a rule, else tied or frozen."""
         kind = self.draw(st.sampled_from(("new", "new", "tied", "frozen")))
         if kind == "tied" and self.weights:
+            event("step: tied weight")
             return self.draw(st.sampled_from(self.weights))
+        event(f"step: {kind} weight")
         width = self.builder.width
         node = self.builder.parameter(self.layer(), "weight", width, width, trainable=kind != "frozen")
         self.weights.append(node)
@@ -181,6 +184,8 @@ def _no_grad_span(sketch: Sketch) -> fx.Node | None:
     with without_grad(sketch.builder):
         inside = sketch.draw(st.sampled_from(_PURE_STEPS))(sketch) if sketch.draw(st.booleans()) else None
     dead = sketch.draw(st.booleans())
+    if dead and inside is not None:
+        event("step: dead span without grad")
     return None if dead else inside
 
 

@@ -12,10 +12,8 @@ Invariant: whatever differs is compared with something; nothing is left out.
 from __future__ import annotations
 
 import contextlib
-import logging
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -151,13 +149,8 @@ def differing(first: Seen, second: Seen) -> list[str]:
 def same(first: object, second: object) -> bool:
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         alike = (first.shape, first.dtype) == (second.shape, second.dtype)
-        return alike and (torch.equal(first, second) or _equal_with_nans(first, second))
+        return alike and torch.allclose(first, second, rtol=0, atol=0, equal_nan=True)
     return type(first) is type(second) and first == second
-
-
-def _equal_with_nans(first: Tensor, second: Tensor) -> bool:
-    numbers = first.is_floating_point() or first.is_complex()
-    return numbers and torch.allclose(first, second, rtol=0, atol=0, equal_nan=True)
 
 
 def nearly(first: object, second: object) -> bool:
@@ -174,34 +167,6 @@ def nearly(first: object, second: object) -> bool:
 def follows_gradients(step: int, name: str) -> bool:
     """Whether a value comes of gradients: those do themselves, and whatever is computed after an update."""
     return step > 0 or name.startswith(("gradient of ", "parameter "))
-
-
-@dataclass
-class Notes(logging.Handler):
-    """What ddpopt says while it compiles."""
-
-    lines: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        super().__init__(logging.INFO)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-    __hash__ = logging.Handler.__hash__
-
-
-@contextlib.contextmanager
-def listening() -> Iterator[Notes]:
-    logger, notes = logging.getLogger("ddpopt"), Notes()
-    before = logger.level
-    logger.addHandler(notes)
-    logger.setLevel(logging.INFO)
-    try:
-        yield notes
-    finally:
-        logger.removeHandler(notes)
-        logger.setLevel(before)
 
 
 def trained(drawn: DrawnModel, wrap: Wrap, steps: int = 2, group: ProcessGroup | None = None) -> list[Seen]:
@@ -221,8 +186,7 @@ def assert_equal_steps(
     drawn: DrawnModel, wrap: Wrap, expected: list[Seen], group: ProcessGroup | None = None
 ) -> None:
     """Train and compare with eager, or else with what is known to differ from it."""
-    with listening() as notes:
-        found = trained(drawn, wrap, group=group)
+    found = trained(drawn, wrap, group=group)
     wrong = _differing_steps(found, expected)
     if not somewhere(bool(wrong), group):
         return
@@ -231,18 +195,17 @@ def assert_equal_steps(
     left = [each for each in wrong if each in _differing_steps(found, by_torch)]
     reordered = somewhere(bool(left) and resummed(drawn), group)
     if left and (reordered or dist.get_world_size(group) > 2):  # three terms have several orders
-        _tell("a cut, or the form of a bucket, changes the order of a sum")
+        tell("a cut, or the form of a bucket, changes the order of a sum")
         left = [
             (step, name)
             for step, name in left
             if not follows_gradients(step, name) or not nearly(found[step][name], by_torch[step][name])
         ]
     elif torchs:
-        _tell("plain aot_eager differs from eager")
+        tell("plain aot_eager differs from eager")
     assert not left, (
         f"{getattr(wrap, '__name__', wrap)}: expected what eager DDP leaves behind, but (step, value) {left} "
-        f"differ. Plain torch.compile(backend='aot_eager') of the undivided model differs in {torchs}; "
-        f"ddpopt said: {notes.lines}"
+        f"differ. Plain torch.compile(backend='aot_eager') of the undivided model differs in {torchs}"
     )
 
 
@@ -290,8 +253,8 @@ def resummed(drawn: DrawnModel) -> bool:
     )
 
 
-def _tell(what: str) -> None:
-    """Have Hypothesis count an event where it draws: not on ranks that follow another one."""
+def tell(what: str) -> None:
+    """Have Hypothesis count an event where it draws: not in tests of one model."""
     if currently_in_test_context():
         event(what)
 

@@ -30,6 +30,8 @@ _DEVICES = ("cpu", "cuda:0", "cuda:1")
 _GROUPS = tuple((dtype, device) for device in _DEVICES for dtype in _DTYPES)
 SYMBOLIC = "symbolic batch"
 """The feature of a graph whose number of rows is a symbol."""
+CHOICES = ("tied weight", "frozen weight", "dead span without grad")
+"""What steps may choose."""
 _CAPS_MB = (25, 1, 0.25, 0.3, 0.5, 0.75, 1.5, 2.5, 2**-18, 1e-7)
 
 
@@ -111,8 +113,8 @@ def _builders(draw: st.DrawFn) -> GraphBuilder:
 
 
 def graph_features() -> frozenset[str]:
-    """Every step and output that a drawn graph can have, and what its input may be."""
-    return frozenset((SYMBOLIC, *map(_named, (*STEPS, *OUTPUTS))))
+    """Every step, choice and output that a drawn graph can have, and what its input may be."""
+    return frozenset((SYMBOLIC, *CHOICES, *map(_named, (*STEPS, *OUTPUTS))))
 
 
 def _named(step: Callable[..., Any]) -> str:

@@ -4,15 +4,14 @@ import random
 from collections.abc import Sequence
 from functools import cache
 
+import pytest
 import torch
 from hypothesis import example, given
-from hypothesis import strategies as st
 from torch import distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ddpopt.planning.bucket_rule import (
     ParamSpec,
-    assign_buckets,
     initial_buckets,
     ready_buckets,
     rebuilt_buckets,
@@ -65,6 +64,7 @@ COLLIDING = tuple(
 )
 
 
+@pytest.mark.long
 @share(100)  # ten thousand in profile ci
 @given(parameter_lists(), bucket_configs())
 @example(COLLIDING, BucketConfig.from_kwargs())
@@ -76,32 +76,6 @@ def test_initial_and_rebuilt_buckets_are_those_of_torch(
     assert initial_buckets(params, config) == by_torch[::-1]  # DDP hands them to its reducer last first
     ready_order = random.Random(len(params)).sample(range(len(params)), len(params))
     assert rebuilt_by_us(params, config, ready_order) == rebuilt_by_torch(params, config, ready_order)
-
-
-@share(5)
-@given(parameter_lists(), bucket_configs())
-@with_parameters_of_the_corpus
-def test_every_parameter_stands_in_exactly_one_bucket_of_one_kind(
-    params: tuple[ParamSpec, ...], config: BucketConfig
-) -> None:
-    for buckets in (initial_buckets(params, config), rebuilt_buckets(params, config)):
-        assert sorted(index for bucket in buckets for index in bucket) == list(range(len(params)))
-        assert all(len({(params[i].dtype, params[i].device) for i in bucket}) == 1 for bucket in buckets)
-        assert all(len(bucket) == 1 for bucket in buckets if any(params[index].sparse for index in bucket))
-
-
-@share(5)
-@given(parameter_lists(), st.lists(st.integers(0, 2**21), min_size=1, max_size=5))
-def test_a_bucket_stays_below_its_limit_until_its_last_parameter(
-    params: tuple[ParamSpec, ...], limits: list[int]
-) -> None:
-    kind = (params[0].dtype, params[0].device)
-    own = [param for param in params if (param.dtype, param.device) == kind and not param.sparse]
-    for number, bucket in enumerate(assign_buckets(own, limits)):
-        limit = limits[min(number, len(limits) - 1)]
-        nbytes = [own[index].nbytes for index in bucket]
-        assert len(bucket) == 1 or sum(nbytes[:-1]) < limit
-        assert sum(nbytes) >= limit or bucket[-1] == len(own) - 1
 
 
 @share(5)

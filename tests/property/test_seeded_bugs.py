@@ -1,65 +1,64 @@
-"""The properties of cutting find each bug that is put in for a moment into what cuts a graph.
+"""Drawn graphs show each bug that is put in for a moment into what cuts a graph.
 
 Some bugs make partition give a mutant of what it made, and some are slips in one line of partition, layout or
-facts.
+facts. Each drawn graph is cut with all bugs that no earlier one has shown.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 import operator
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 from torch import fx
 
+from ddpopt.errors import CertificateError
 from ddpopt.graph.nodes import body_nodes
 from ddpopt.graph.state import ENTER_AUTOCAST, EXIT_AUTOCAST, GRAD_MODE, State
+from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Plan
+from ddpopt.planning.planner import plan_graph
 from ddpopt.split import partition
 from ddpopt.split.layout import Layout
+from tests.graph_builder import SmallGraph
 from tests.mutants import MUTANTS, Mutant, recompile
 from tests.profiles import EXAMPLES
-from tests.property import drawn_graphs, strategies, test_partition
+from tests.property import graph_steps, strategies
+from tests.property.drawn_graphs import (
+    assert_recomposes,
+    assert_same_program,
+    cut_wherever_it_can_be,
+    facts_of,
+    small_configs,
+)
 from tests.property.strategies import graph_features, graphs
+from tests.property.test_partition import SHARE
 
-Bug = Callable[[], AbstractContextManager[Any]]
-Property = Callable[..., None]
-
-
-class BrokenBugError(BaseException):
-    """A bug could not be put in: no property has found anything."""
+Bug = Callable[[SmallGraph, Plan], object]
+"""Cuts a graph wrongly; raises if that is found."""
 
 
-# --- bugs that change what partition made ----------------------------------------------------------------
-
-
-def edited(mutant: Mutant) -> Bug:
-    """Have each module that partition makes be a mutant of itself, where it has a place for that."""
-
-    def changed(gm: fx.GraphModule, plan: Plan) -> fx.GraphModule:
-        stitched = partition.partition(gm, plan)
-        try:
-            if stitched is not gm and mutant.apply(stitched):
-                recompile(stitched)
-        except Exception as error:
-            raise BrokenBugError(f"{mutant.name} failed: {error!r}") from error
-        return stitched
-
-    return lambda: patch.object(drawn_graphs, "partition", changed)
+def edited(mutant: Mutant, graph: SmallGraph, plan: Plan) -> None:
+    """Judge a mutant of what partition made, where it has a place for that."""
+    stitched = partition.partition(graph.gm, plan)
+    if stitched is not graph.gm and mutant.apply(stitched):
+        recompile(stitched)
+        assert_same_program(graph, plan, stitched)
 
 
 # --- slips in one line -----------------------------------------------------------------------------------
 
 
 def replaced(holder: Any, name: str, changed: Any) -> Bug:
-    return lambda: patch.object(holder, name, changed)
+    def cut(graph: SmallGraph, plan: Plan) -> None:
+        with patch.object(holder, name, changed):
+            assert_recomposes(graph, plan)
+
+    return cut
 
 
 def after_without(*targets: object) -> Bug:
@@ -109,7 +108,7 @@ WITHIN = ("what draws or writes runs early", "what writes runs late", "two nodes
 """Mutants that take segments of several nodes."""
 UNSEEN = ("a segment is given a copy", "a segment is not given what it does not read", "a source is lost")
 """Mutants that mostly change nothing in a drawn graph; the unit tests of the proof have them."""
-MADE = {mutant.name: edited(mutant) for mutant in MUTANTS if mutant.name not in UNSEEN}
+MADE = {mutant.name: partial(edited, mutant) for mutant in MUTANTS if mutant.name not in UNSEEN}
 ANYWHERE: dict[str, Bug] = {
     **{name: bug for name, bug in MADE.items() if name not in WITHIN},
     "grad mode is not carried across a cut": after_without(GRAD_MODE),
@@ -128,74 +127,33 @@ PLANNED: dict[str, Bug] = {
 }
 BUGS = {**ANYWHERE, **PLANNED}
 
-# --- the properties, as the profile `ci` has them --------------------------------------------------------
 
+@pytest.mark.timeout(900)  # many bugs, some milliseconds for each graph, on cores that others may use too
+def test_each_bug_is_found_and_each_step_and_output_tried_among_the_graphs_of_a_property_in_ci() -> None:
+    missing, errors = BUGS.copy(), set[type[Exception]]()
 
-def _of_ci(test: Property, *drawn: st.SearchStrategy[Any]) -> Property:
-    """A property with the examples that the profile ``ci`` draws for it, whatever the profile is now."""
-    of_ci = settings(
-        max_examples=round(test_partition.SHARE * EXAMPLES["ci"]),
+    @settings(
+        max_examples=round(SHARE * EXAMPLES["ci"]),
         derandomize=True,
         database=None,
         deadline=None,
         phases=[Phase.generate],
         suppress_health_check=[HealthCheck.too_slow],
     )
-    # what is drawn follows from the source of the test itself
-    return of_ci(given(*drawn)(test.hypothesis.inner_test))  # type: ignore[attr-defined]  # of Hypothesis
+    @given(graphs(), small_configs())
+    def look(graph: SmallGraph, config: BucketConfig) -> None:
+        plans = plan_graph(facts_of(graph), config), cut_wherever_it_can_be(graph)
+        for name, bug in list(missing.items()):
+            try:
+                bug(graph, plans[name in ANYWHERE])
+            except Exception as error:
+                errors.add(type(error))
+                del missing[name]
 
-
-CUT_ANYWHERE = _of_ci(test_partition.test_a_graph_cut_wherever_it_can_be_is_the_same_program, graphs())
-CUT_AS_PLANNED = _of_ci(
-    test_partition.test_a_graph_cut_as_planned_is_the_same_program, graphs(), drawn_graphs.small_configs()
-)
-PROPERTIES = {**dict.fromkeys(ANYWHERE, CUT_ANYWHERE), **dict.fromkeys(PLANNED, CUT_AS_PLANNED)}
-"""Each bug's name, and the property that is to find it."""
-
-
-def draw_only(test: Property) -> None:
-    """Draw the examples of a property, and do nothing with them: which are drawn does not depend on it."""
-    holds = test.hypothesis.inner_test  # type: ignore[attr-defined]  # of Hypothesis
-
-    @functools.wraps(holds)
-    def nothing(*_: Any, **__: Any) -> None:
-        pass
-
-    nothing.__signature__ = inspect.signature(holds)  # type: ignore[attr-defined]  # decides what is drawn
-    with patch.object(test.hypothesis, "inner_test", nothing):  # type: ignore[attr-defined]
-        test()
-
-
-def found(name: str) -> str:
-    """The error by which the property that is to find a bug does; empty if it does not."""
-    try:
-        with BUGS[name]():
-            PROPERTIES[name]()
-    except Exception as error:
-        return type(error).__name__
-    return ""
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)  # many bugs, some seconds each, on cores that others may use too
-@pytest.mark.skipif(
-    settings.get_current_profile_name() == "dev",
-    reason="it judges the examples of profile ci, for most of a minute: profiles ci and nightly",
-)
-def test_each_bug_that_is_put_in_is_found() -> None:
-    errors = {name: found(name) for name in BUGS}
-    assert [name for name, error in errors.items() if not error] == []
-    assert {*errors.values()} <= {
-        "CertificateError",
-        "AssertionError",
-        "KeyError",
-    }  # no slip of the bug itself
-
-
-@pytest.mark.parametrize("property_of_ci", [CUT_ANYWHERE, CUT_AS_PLANNED])
-def test_the_examples_of_ci_have_every_step_and_output(property_of_ci: Callable[[], None]) -> None:
-    """Which are drawn follows from the text of the property: a lucky one would hide what it never tries."""
-    with patch.object(strategies, "event") as told:
-        draw_only(property_of_ci)
+    told = Mock()
+    with patch.object(strategies, "event", told), patch.object(graph_steps, "event", told):
+        look()
+    assert missing == {}
+    assert errors <= {CertificateError, AssertionError, KeyError}  # no slip of the bug itself
     words = {call.args[0].partition(": ")[2] for call in told.call_args_list}
     assert graph_features() - words == set()

@@ -6,29 +6,31 @@ Calls are counted and no clock is read, so that a busy machine does not change w
 import operator
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from types import FrameType
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from ddpopt.dynamo.quiet import gc_paused
+from ddpopt.planning.bucket_rule import ParamSpec
+from ddpopt.planning.facts import GraphFacts, ParamUse
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.planner import plan_graph
 from ddpopt.split.partition import partition
 from tests.graph_builder import GraphBuilder, SmallGraph
 from tests.profiles import share
-from tests.property import naive
 from tests.property.drawn_graphs import (
-    Gradient,
     cut_wherever_it_can_be,
     facts_of,
-    facts_of_gradients,
-    interleaved_gradients,
     prove,
     small_configs,
 )
 from tests.property.graph_steps import STEPS, Sketch, Step
+from tests.property.strategies import parameter_lists
 
 ROUNDS = 6
 """How often the smaller graph repeats its steps; the larger one does so twice as often."""
@@ -58,7 +60,7 @@ def size(graph: SmallGraph) -> int:
     graphs = [module.graph for module in graph.gm.modules() if isinstance(module, fx.GraphModule)]
     nodes = [node for each in graphs for node in each.nodes]
     read = [source.meta.get("example_value") for node in nodes for source in node.all_input_nodes]
-    return len(nodes) + sum(len(naive.tensors(value)) for value in read)
+    return len(nodes) + sum(isinstance(value, torch.Tensor) for value in pytree.tree_leaves(read))
 
 
 def calls(work: Callable[[], object]) -> int:
@@ -102,15 +104,21 @@ def test_twice_the_graph_takes_twice_the_calls(
 
 
 @share(0.3)
-@given(interleaved_gradients(), st.booleans(), st.sampled_from((10, 1000, 10**6)))
+@given(parameter_lists(), st.integers(1, 3), st.booleans(), st.sampled_from((10, 1000, 10**6)))
 def test_twice_the_gradients_take_twice_the_calls_to_plan(
-    gradients: list[list[Gradient]], together: bool, cap: int
+    params: tuple[ParamSpec, ...], group: int, at_once: bool, cap: int
 ) -> None:
-    """Also where as many complete together at the end as one by one before it."""
+    """Also where as many complete together at the end as before it."""
     config = BucketConfig(cap_bytes=cap, first_bucket_bytes=cap)
-    at_once = [[gradient for group in gradients for gradient in group]] if together else []
-    smaller, larger = (
-        facts_of_gradients([*gradients * times, *[group * times for group in at_once]]) for times in (32, 64)
-    )
+    smaller, larger = (facts_of_params(params * times, group, at_once) for times in (32, 64))
     before = calls(lambda: plan_graph(smaller, config))
     assert calls(lambda: plan_graph(larger, config)) <= 2.2 * before
+
+
+def facts_of_params(params: tuple[ParamSpec, ...], group: int, at_once: bool) -> GraphFacts:
+    """A graph whose nodes complete so many gradients each; or half of all by its first node."""
+    last = len(params) // 2 if at_once else 0
+    specs = [replace(spec, name=f"{number}") for number, spec in enumerate(params)]
+    uses = tuple(ParamUse(spec, (max(0, n - last) // group,)) for n, spec in enumerate(specs))
+    count = 1 + max(use.completes_at for use in uses)
+    return GraphFacts(tuple(f"node_{place}" for place in range(count)), uses, (None,) * count)

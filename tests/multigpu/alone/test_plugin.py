@@ -6,7 +6,6 @@ and under torchrun.
 
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -37,7 +36,13 @@ import torch.distributed as dist
 
 pytestmark = pytest.mark.world_size(2)
 
-def test_sum(ddp_ranks):
+made = []
+
+@pytest.fixture(scope="module")
+def made_once():
+    made.append("made")
+
+def test_sum(ddp_ranks, made_once):
     ones = torch.ones(1, device=ddp_ranks.device)
     dist.all_reduce(ones)
     assert ones.item() == ddp_ranks.size == 2
@@ -57,7 +62,8 @@ def broken(ddp_ranks):
 def test_one_rank_fails_in_a_fixture():
     dist.barrier()
 
-def test_gather(ddp_ranks):
+def test_gather(ddp_ranks, made_once):
+    assert made == ["made"]
     assert ddp_ranks.gather(ddp_ranks.rank) == list(range(ddp_ranks.size))
 
 def test_a_group_without_the_fixture():
@@ -119,49 +125,8 @@ def test_endless(ddp_ranks):
     pathlib.Path(f"begun-{ddp_ranks.rank}").touch()
     time.sleep(1000)
 """
-SPARED = """
-import pytest
-
-@pytest.fixture(scope="module", autouse=True)
-def spared(): pass
-"""
-IN_ONE_PROCESS = f"""{SPARED}
-import os, pathlib
-
-@pytest.mark.one_process
-@pytest.mark.parametrize("name", ["first", "second", "third"])
-def test_named(name): pathlib.Path(f"{{name}} {{os.environ['RANK']}}").touch(exist_ok=False)
-"""
-FIXTURES = """
-import pytest
-
-pytestmark = pytest.mark.world_size(2)
-made = []
-
-@pytest.fixture(scope="module")
-def costly():
-    made.append("made")
-    yield
-    made.append("gone")
-
-def test_first(costly): assert made == ["made"]
-
-def test_second(costly): assert made == ["made"]
-"""
-AFTER_FIXTURES = """
-import pytest
-
-import test_fixtures
-
-@pytest.mark.world_size(2)
-def test_third(): assert test_fixtures.made == ["made", "gone"]
-"""
 PLAIN = ("pytest",)
-
-
-def torchrun(ranks: int, *options: str) -> tuple[str, ...]:
-    where = options or ("--standalone",)
-    return ("torch.distributed.run", *where, "--nproc-per-node", str(ranks), "-m", "pytest")
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "pytest")
 
 
 class Suite:
@@ -248,7 +213,7 @@ def test_under_torchrun_a_failure_is_shown_by_rank_zero_and_the_run_goes_on_unti
     suite: Suite,
 ) -> None:
     suite.write(SAMPLES)
-    code, text = suite.run(torchrun(2), "-k", "sum or fails or gather or killed or after")
+    code, text = suite.run(TORCHRUN, "-k", "sum or fails or gather or killed or after")
     assert outcomes(text) == [
         "ERROR one_rank_fails_in_a_fixture",
         "FAILED one_rank_fails",
@@ -267,7 +232,7 @@ def test_under_torchrun_a_failure_is_shown_by_rank_zero_and_the_run_goes_on_unti
 
 def test_under_torchrun_a_rank_that_stalls_ends_the_run_and_says_where_it_was(suite: Suite) -> None:
     suite.write(SAMPLES)
-    code, text = suite.run(torchrun(2), "-k", "stalls or after")
+    code, text = suite.run(TORCHRUN, "-k", "stalls or after")
     assert "[rank 1] call failed:\nthis rank did not end within 2 s:\n" in text, text
     assert text.count("in sleep_here") >= 2  # in the rank's own words, and in its peer's
     assert "a rank is lost; the tests after this one were not run" in text
@@ -276,7 +241,7 @@ def test_under_torchrun_a_rank_that_stalls_ends_the_run_and_says_where_it_was(su
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("launcher", [PLAIN, torchrun(2)], ids=["plain", "torchrun"])
+@pytest.mark.parametrize("launcher", [PLAIN, TORCHRUN], ids=["plain", "torchrun"])
 def test_no_test_runs_where_the_ranks_collected_different_ones(
     suite: Suite, launcher: tuple[str, ...]
 ) -> None:
@@ -303,16 +268,6 @@ def test_ranks_have_the_options_of_the_pytest_that_starts_them_also_under_xdist(
     assert (suite.folder / "results.xml").read_text().count("<testcase") == 3
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("options", [(), ("--deselect", "test_fixtures.py::test_second")], ids=["all", "one"])
-def test_a_fixture_of_a_module_is_made_once_on_each_rank(suite: Suite, options: tuple[str, ...]) -> None:
-    suite.write(FIXTURES, "test_fixtures.py")
-    suite.write(AFTER_FIXTURES, "test_later.py")
-    code, text = suite.run(PLAIN, *options)
-    assert f"{3 - len(options) // 2} passed" in text, text
-    assert code == 0
-
-
 def test_nothing_outlives_a_pytest_that_is_killed(suite: Suite) -> None:
     suite.write(STARTS_A_PROCESS)
     process = suite.start(PLAIN)
@@ -321,34 +276,6 @@ def test_nothing_outlives_a_pytest_that_is_killed(suite: Suite) -> None:
     process.send_signal(signal.SIGKILL)
     wait_until(lambda: not marked(suite.mark))
     process.communicate()
-
-
-@pytest.mark.nightly
-def test_the_ranks_of_several_nodes_run_a_test_together(suite: Suite) -> None:
-    suite.write(SAMPLES)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    nodes = []
-    for node in range(2):
-        place = f"--nnodes=2 --node-rank={node} --master-addr=127.0.0.1 --master-port={port}"
-        nodes.append(suite.start(torchrun(1, *place.split()), "-k", "gather or one_rank_fails_and"))
-    texts = [node.communicate(timeout=RUN_LIMIT_S)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [1, 1], texts
-    assert outcomes(texts[0]) == [
-        "FAILED one_rank_fails_and_its_peer_waits_for_it",
-        "PASSED gather",
-    ]
-    assert "[rank 1] call failed:" in texts[0]
-
-
-@pytest.mark.nightly
-def test_torchruns_ranks_share_out_the_tests_suite_that_run_in_one_process(suite: Suite) -> None:
-    shutil.copy(Path(__file__).parents[1] / "conftest.py", suite.folder)
-    suite.write(IN_ONE_PROCESS)
-    code, text = suite.run(torchrun(2))
-    assert code == 0, text
-    assert {path.name for path in suite.folder.glob("* ?")} == {"first 0", "second 1", "third 0"}
 
 
 @pytest.mark.nightly
