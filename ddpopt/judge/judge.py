@@ -60,8 +60,7 @@ def judge(
     trial = Trial(bench.subject.case.name, mode.name, bench.subject.option.name, name, Status.NOT_POSSIBLE)
     if reason := _why_not(mode, backend, bench.subject.option):
         return replace(trial, reason=reason)
-    probe = bench.subject.option.probes and mode.gives == "module"
-    record = bench.run(mode, backend, follow=reference.eager.starts, probe=probe, tamper=tamper)
+    record = bench.run(mode, backend, follow=reference.eager.starts, tamper=tamper)
     if record is None:
         known = _failed(reference, mode, backend)
     else:

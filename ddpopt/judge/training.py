@@ -22,7 +22,7 @@ from ddpopt.cases.case import Case, step_seed
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.errors import UsageError
 from ddpopt.judge.compare import raw_bytes
-from ddpopt.judge.judging.record import Record, Step
+from ddpopt.judge.judging.record import Record, Step, unreduced
 from ddpopt.judge.modes import Mode
 from ddpopt.judge.parallel import Gradients, Named, Parallel, Setup
 from ddpopt.judge.trainer import Option, Place, Trainer
@@ -43,7 +43,6 @@ class Course:
         backend: Dynamo's, for modes that compile; None to compile nothing.
         steps: how many.
         follow: parameters and buffers to start each step from; else each goes on from the one before.
-        probe: whether to take one more step that nothing reduces.
         evaluate: whether to run the model after the last step, in evaluation mode and without gradients.
         tamper: called once the model is data-parallel and configured; for faults that are put in by hand.
     """
@@ -53,7 +52,6 @@ class Course:
     backend: Any
     steps: int
     follow: Sequence[Named] | None = None
-    probe: bool = False
     evaluate: bool = False
     tamper: Callable[[Trainer], None] = lambda _: None
 
@@ -76,7 +74,7 @@ def train(course: Course, mode: Mode, place: Place) -> Record:
                 if course.follow is not None:
                     trainer.load(course.follow[trainer.step])
                 _one_step(trainer, course.option)
-        if course.probe:
+        if course.option.probes and trainer.ddp is not None:
             _probe(trainer, course.option)
         if course.evaluate:
             _evaluate(trainer)
@@ -210,6 +208,7 @@ def random_state(device: torch.device) -> Tensor:
 
 
 def _probe(trainer: Trainer, option: Option) -> None:
+    """Take the last step once more, under no_sync."""
     record, ddp = trainer.record, trainer.ddp
     trainer.step = len(record.steps) - 1
     trainer.load(record.starts[trainer.step])
@@ -218,7 +217,8 @@ def _probe(trainer: Trainer, option: Option) -> None:
     with trainer.parallel.no_sync():
         option.take_step(trainer)
     ddp.require_forward_param_sync = broadcasts  # of buffers, before the next forward
-    record.local = trainer.gradients()
+    gradients = {unreduced(name): gradient for name, gradient in trainer.gradients().items()}
+    record.local = Step(None, {}, {}, random_state(trainer.place.device), gradients)
 
 
 def _clear_gradients(trainer: Trainer, *, keep: bool) -> None:

@@ -13,14 +13,11 @@ import torch
 from ddpopt.judge.compare import Difference, bitwise, communication, dense
 from ddpopt.judge.judging.arithmetic import arithmetic
 from ddpopt.judge.judging.numbers import BUFFER, LOSS, Kind, Number, Rules, pairs
-from ddpopt.judge.judging.reassociation import reassociated, together
-from ddpopt.judge.judging.record import Record, buckets_of
+from ddpopt.judge.judging.record import Record, Step, buckets_of, unreduced
 from ddpopt.judge.judging.reference import Reference
 from ddpopt.judge.judging.sheet import Sheet
 from ddpopt.judge.modes import Mode
-from ddpopt.judge.parallel import Gradients
 from ddpopt.judge.training import updated
-from ddpopt.judge.verdict import Finding
 
 OTHER_BUFFERS = "not compared but on the first rank, for only DDP broadcasts buffers"
 OTHER_LAYOUT = (
@@ -33,6 +30,10 @@ NOT_REPRODUCED = (
     "(torch.use_deterministic_algorithms names operations that are not deterministic)"
 )
 NOT_EVALUATED = "evaluation was not compared, for eager DDP fails there: {reason}"
+RESUMMED = (
+    "judged at L2, for the compiled graph is cut, or one backward runs through several: what gradients are "
+    "summed from may have another order"
+)
 NOT_FINITE = "eager itself computes NaN or infinity, and the same is asked for in the same places"
 
 
@@ -65,7 +66,8 @@ class Ladder:
     def climb(self, record: Record) -> Sheet:
         """Judge all numbers of a run.
 
-        What is not equal, but may be summed in another order, is judged at L2 instead.
+        A gradient, or what is computed from one, that may be summed in another order and is not equal is
+        judged at L2 instead.
 
         Args:
             record: the run, each of whose steps began from eager's state.
@@ -74,22 +76,22 @@ class Ladder:
             What this rank found.
         """
         sheet = self._judged(record, self.rules)
-        # Every rank looks, also one that saw nothing wrong: what follows has collectives.
-        if not self.rules.exact or not any(self.ranks.gather(bool(sheet.wrong()))):
+        own = self._resummed(record, sheet) if self.rules.exact else set[str]()
+        resummed = frozenset[str]().union(*self.ranks.gather(own))
+        if not resummed:
             return sheet
-        moved = together(self.ranks.gather(reassociated(self.reference.bench, self.mode.name, record.plan)))
-        # which gradients of inputs and of outside tensors depend on moved sums nobody knows
-        own = {number.name for number in pairs(record, self.reference.eager) if number.kind is Kind.OWN}
-        may_move = moved.reached | (own if moved.values else set())
-        excused = frozenset[str]().union(*self.ranks.gather(sheet.wrong() & may_move))
-        if excused:
-            sheet = self._judged(record, replace(self.rules, excused=excused))
-            sheet.notes.append(
-                f"{moved.why}, hence judged at L2: the gradients of {', '.join(moved.values)}, and of "
-                "the parameters that they are computed from"
-            )
-        sheet.notes += moved.unproved
+        sheet = self._judged(record, replace(self.rules, resummed=resummed))
+        for name in sorted(resummed):
+            sheet.say(RESUMMED, name)
         return sheet
+
+    def _resummed(self, record: Record, sheet: Sheet) -> set[str]:
+        """Names of what is not equal, but may be summed in another order than in eager."""
+        is_cut = bool(record.plan and record.plan.cuts) or self.mode.optimize_ddp == "ddp_optimizer"
+        if not record.graphs or not (is_cut or self.option.forwards > 1):
+            return set()
+        after = {n.name for n in pairs(record, self.reference.eager) if self.rules.sums(n.kind, n.name)}
+        return sheet.wrong() & after
 
     def _judged(self, record: Record, rules: Rules) -> Sheet:
         """Compare all numbers that both sides have, each at its levels."""
@@ -105,37 +107,25 @@ class Ladder:
             for level in rules.levels(number.kind, number.name):
                 sheet.add(level, number.step, number.name, self._compared(level, number, record))
         if record.local is not None:
-            self._probe(record, record.local, rules, sheet)
+            self._communicated(record, record.local, sheet)
         return sheet
 
-    def _probe(self, record: Record, local: Gradients, rules: Rules, sheet: Sheet) -> None:
-        """Judge the last step by one more, from the same state, that nothing reduced.
+    def _communicated(self, record: Record, local: Step, sheet: Sheet) -> None:
+        """Compare what the last step reduced with the mean of the same step's gradients under no_sync.
 
-        What the mode reduced is compared with the mean of the mode's own gradients, so that nothing that
-        compiled code computes otherwise can hide what communication does; and these with what the model
-        alone computes in eager. What eager does not reproduce says nothing when computed once more.
+        Nothing that compiled code computes otherwise can then hide what communication does. What eager does
+        not reproduce says nothing when computed once more.
         """
         step, reference = len(record.steps) - 1, self.reference
-        sums = reference.bench.sums(local, record.steps[step].state)
+        gradients = {name: local.extras[unreduced(name)] for name in record.steps[step].gradients}
+        sums = reference.bench.sums(gradients, record.steps[step].state)
         eager = reference.eager.steps[step].gradients
         for name, got in record.steps[step].gradients.items():
-            if got is None or name not in sums or name in rules.unstable | rules.ignored:
+            if got is None or name in self.rules.unstable | self.rules.ignored:
                 continue
             if dense(got).shape == sums[name].total.shape:  # else the structure says so
                 compared = communication(got, sums[name], self.option.comm_dtype, eager.get(name))
                 sheet.add("L1", step, name, compared)
-        if reference.alone is None or not rules.exact:
-            return
-        for name, got in local.items():
-            wanted = reference.alone.steps[step].gradients.get(name)
-            if got is None or wanted is None:
-                if got is not wanted:
-                    message = f"under no_sync the gradient of {name} is there on one side only"
-                    sheet.findings.append(
-                        Finding("L3", "no_sync as in eager", message, sheet.rank, step, name)
-                    )
-            elif name not in rules.unstable | rules.excused and dense(got).shape == dense(wanted).shape:
-                sheet.add("L0", step, name, bitwise(got, wanted))
 
     def _remark(self, sheet: Sheet) -> None:
         """Say what eager does, and what therefore is not asked."""

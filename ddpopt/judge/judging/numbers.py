@@ -142,7 +142,7 @@ class Rules:
             own gradient.
         unstable: names of what eager does not reproduce.
         written: names of parameters that something else than the optimizer writes to.
-        excused: names of gradients that may be summed in another order.
+        resummed: names of what is not equal, and may be summed in another order.
     """
 
     exact: bool
@@ -153,7 +153,11 @@ class Rules:
     ignored: frozenset[str] = frozenset()
     unstable: frozenset[str] = frozenset()
     written: frozenset[str] = frozenset()
-    excused: frozenset[str] = frozenset()
+    resummed: frozenset[str] = frozenset()
+
+    def sums(self, kind: Kind, name: str) -> bool:
+        """Whether a number is a gradient or computed from one: not what the optimizer makes of its own."""
+        return kind is not Kind.FORWARD and (kind is not Kind.PARAMETER or plain(name) in self.written)
 
     def levels(self, kind: Kind, name: str) -> tuple[str, ...]:
         """The levels that judge a number.
@@ -169,21 +173,19 @@ class Rules:
         equal = self.exact and self.ordered
         if kind is Kind.PARAMETER and plain(name) not in self.written:
             return ("L0",)
-        if plain(name) in self.unstable or plain(name) in self.excused:
-            return ("L2",)
-        if kind is Kind.OWN and self.excused:  # which of them depend on those values nobody knows
+        if plain(name) in self.unstable or name in self.resummed:
             return ("L2",)
         if kind in (Kind.FORWARD, Kind.OWN) or (kind is Kind.GRADIENT and name in self.ignored):
             return ("L0",) if self.exact else ("L2",)
         if kind is Kind.GRADIENT and self.exact and self.means:
             return ("L0", "L1") if self.ordered else ("L1",)
-        if kind is Kind.FINISHED and (self.shards or self.excused):
+        if kind is Kind.FINISHED and self.shards:
             return ("L2",)
         return ("L0",) if equal else ("L2",)
 
     @property
     def need_rounding(self) -> bool:
         """Whether anything may come to be judged at L2."""
-        if not self.exact or self.unstable or self.excused or (self.shards and self.finishes):
+        if not self.exact or self.unstable or self.resummed or (self.shards and self.finishes):
             return True
         return not self.ordered and (not self.means or self.finishes or bool(self.written))

@@ -51,6 +51,11 @@ class Step:
         return self.final or self.gradients
 
 
+def unreduced(name: str) -> str:
+    """The name among the extras of a parameter's gradient that nothing reduced."""
+    return f"{GRADIENT_OF}{name} under no_sync"
+
+
 def in_sight(name: str, eager: Step) -> bool:
     """Whether a script can see what bears a name: no leaf or attribute that compiled code has of its own."""
     _, outside, rest = name.partition(OUTSIDE)
@@ -80,8 +85,8 @@ class Record:
         ignored: names of parameters and buffers that DDP ignores.
         planned: whether ddpopt's plan is to be in force.
         plan: ddpopt's plan in force at the end, if there is one.
-        local: the gradients of one more step that nothing reduced, taken from the state before the last
-            step; None if it was not asked for.
+        local: the last step once more, from the same state, which nothing reduced: its gradients are extras;
+            None if it was not asked for.
     """
 
     start: Named
@@ -97,12 +102,12 @@ class Record:
     ignored: frozenset[str] = frozenset()
     planned: bool = False
     plan: Plan | None = None
-    local: Gradients | None = None
+    local: Step | None = None
 
     @property
     def moments(self) -> list[Step]:
-        """The steps, and the evaluation after them."""
-        return [*self.steps, *([] if self.evaluation is None else [self.evaluation])]
+        """The steps, the evaluation after them, and the last step under no_sync."""
+        return [*self.steps, *(one for one in (self.evaluation, self.local) if one is not None)]
 
     @property
     def starts(self) -> list[Named]:
