@@ -63,35 +63,29 @@ class Attempts:
             try:
                 launch(*task, nproc=nproc, limit_s=left_s, device=device, on_event=self._note)
             except RanksFailed as failed:
-                is_late = time.monotonic() >= deadline
                 if self._running is not None:
-                    self._lose(self._running, failed, is_late=is_late)
-                elif not (self.done and is_late):
+                    self._lose(self._running, failed)
+                elif not self.done or time.monotonic() < deadline:
                     raise
         return tuple(self.trials)
 
-    def _lose(self, began: Started, failed: RanksFailed, *, is_late: bool) -> None:
+    def _lose(self, began: Started, failed: RanksFailed) -> None:
         """Give up what a failure of the ranks took with it.
 
         If it was eager DDP itself that ran, those are all modes of that case under that option; else the
-        trial that ran, and the same mode under the same option on the cases after it.
+        trial that ran, and unless it only raised, the same mode under the same option on later cases.
         """
-        one, alike = [began.index], self._left("case", "option", began.index)
-        if is_late and all(culprit.kind == "stalled" for culprit in failed.culprits):
-            reason = f"the limit of the whole run passed meanwhile: {failed}"
-            self._end(one, case=began.case, reason=reason)
-        elif not began.mode and failed.of_time_alone:
-            how = f"eager DDP did not come to an end, on {began.case}: {_in_short(failed)}"
-            self._end(alike, case=began.case, reason=f"{how}. If it is only slow, raise --timeout.")
-        elif not began.mode:
-            reason = f"eager DDP itself fails here, on {began.case}: {_in_short(failed)}"
-            self._end(alike, case=began.case, status=Status.NOT_POSSIBLE, reason=reason)
+        case, one = began.case, [began.index]
+        if not began.mode:
+            status = Status.BROKEN if failed.of_time_alone else Status.NOT_POSSIBLE
+            reason = f"eager DDP itself fails here, on {case}: {failed}"
+            self._end(self._left("case", "option", began.index), case=case, status=status, reason=reason)
         elif failed.exit_code == 1:
             finding = Finding("run", "the step runs", str(failed), rank=failed.culprits[0].rank)
-            self._end(one, case=began.case, status=Status.WRONG, findings=(finding,))
+            self._end(one, case=case, status=Status.WRONG, findings=(finding,))
         else:
-            self._end(one, case=began.case, reason=str(failed))
-            reason = f"not tried again: on {began.case} {_in_short(failed)}"
+            self._end(one, case=case, reason=str(failed))
+            reason = f"not tried again: it took the ranks down on {case}"
             self._end(self._left("option", "mode", began.index), reason=reason)
 
     def _left(self, first: str, second: str, like: int) -> list[int]:
@@ -116,15 +110,3 @@ class Attempts:
                 self.trials[event.index] = event.trial
                 self.done.add(event.index)
             self._tell(event)
-
-
-def _in_short(failed: RanksFailed) -> str:
-    """One line about ranks that failed, without their stacks."""
-    one = failed.culprits[0]
-    if one.kind == "raised":
-        return f"rank {one.rank} raised {one.stack.strip().rpartition(chr(10))[2]}"
-    how = f"{one.kind} ({one.signal})" if one.signal else one.kind
-    crashed = one.stack.partition("Current thread")[2] or one.stack  # of several, the one that did it
-    frames = [line.strip() for line in crashed.splitlines() if line.strip().startswith("File ")]
-    where = f", in {frames[0].rpartition('/')[2]}" if frames else ""
-    return f"rank {one.rank} {how}{where}"

@@ -12,13 +12,12 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from ddpopt.judge.compare import dense
-from ddpopt.judge.judging.evidence import Evidence
 from ddpopt.judge.judging.failing import told
 from ddpopt.judge.judging.ladder import Ladder
 from ddpopt.judge.judging.record import Record
 from ddpopt.judge.judging.reference import Reference
 from ddpopt.judge.judging.sheet import findings, remarks, worst
-from ddpopt.judge.judging.structure import structure
+from ddpopt.judge.judging.structure import Evidence, structure
 from ddpopt.judge.modes import Gives, Mode
 from ddpopt.judge.trainer import Option, Trainer
 from ddpopt.judge.verdict import Finding, SeenBucket, Status, Trial

@@ -12,19 +12,18 @@ import torch
 
 from ddpopt.judge.compare import Difference, bitwise, communication, dense
 from ddpopt.judge.judging.arithmetic import arithmetic
-from ddpopt.judge.judging.numbers import BUFFER, LOSS, Kind, Number, Rules, pairs
+from ddpopt.judge.judging.numbers import LOSS, Kind, Number, Rules, pairs
 from ddpopt.judge.judging.record import Record, Step, buckets_of, unreduced
 from ddpopt.judge.judging.reference import Reference
 from ddpopt.judge.judging.sheet import Sheet
 from ddpopt.judge.modes import Mode
 from ddpopt.judge.training import updated
 
-OTHER_BUFFERS = "not compared but on the first rank, for only DDP broadcasts buffers"
+OTHER_BUFFERS = "not compared but on the first rank, for this model has buffers that only DDP broadcasts"
 OTHER_LAYOUT = (
     "not compared, for what is sent depends on the order of parameters in a bucket, and the reducer's "
     "buckets are not those of eager DDP"
 )
-NO_MEANS = "L1 was not applied: under this option a gradient is no mean over ranks"
 NOT_REPRODUCED = (
     "eager itself does not reproduce {names}; judged at L2, by how far eager's own runs differ "
     "(torch.use_deterministic_algorithms names operations that are not deterministic)"
@@ -58,7 +57,7 @@ class Ladder:
             means=bool(reference.sums),
             shards=self.option.norms and mode.is_sharded,
             finishes=self.option.finish_step is not None,
-            ignored=frozenset() if self.option.others else reference.eager.ignored,
+            ignored=reference.eager.ignored if self.option.local else frozenset(),
             unstable=reference.unstable,
             written=reference.written,
         )
@@ -136,8 +135,6 @@ class Ladder:
             sheet.notes.append(NOT_EVALUATED.format(reason=self.reference.bench.unevaluated))
         for name in self.reference.not_finite:
             sheet.say(NOT_FINITE, name)
-        if self.rules.exact and not self.rules.ordered and not self.rules.means:
-            sheet.notes.append(NO_MEANS)
 
     def _other_layout(self, record: Record) -> bool:
         if not self.option.compresses:
@@ -148,21 +145,12 @@ class Ladder:
         """Why a number is not compared; empty if it is."""
         if other_layout and number.kind in (Kind.GRADIENT, Kind.FINISHED):
             return OTHER_LAYOUT
-        if self.mode.gives != "nothing" or self.reference.bench.rank == 0:
+        if self.mode.gives != "nothing" or self.reference.bench.rank == 0 or number.kind is not Kind.FORWARD:
             return ""
-        if number.name.startswith(BUFFER):
-            before = self.reference.eager.starts[number.step][number.plain]
-            return "" if torch.equal(before, number.eager) else OTHER_BUFFERS
-        is_seen = number.kind is Kind.FORWARD and number.name != LOSS
-        return OTHER_BUFFERS if is_seen and self._broadcast_matters(number.step) else ""
-
-    def _broadcast_matters(self, step: int) -> bool:
-        """Whether this rank starts a step of eager DDP with other buffers than the first rank."""
-        peers, trained = self.reference.eager_peers, self.reference.eager.steps[0].gradients
-        if step == 0:
-            return False  # all ranks start alike
-        own, first = (peers[rank].states[step - 1] for rank in (self.reference.bench.rank, 0))
-        return any(own[name] != first[name] for name in own.keys() - trained.keys())
+        before, *_, after = self.reference.eager.starts
+        buffers = before.keys() - self.reference.eager.steps[0].gradients.keys()
+        change = any(not torch.equal(before[name], after[name]) for name in buffers)
+        return OTHER_BUFFERS if change and number.name != LOSS else ""
 
     def _compared(self, level: str, number: Number, record: Record) -> Difference:
         """Compare a number at one level."""

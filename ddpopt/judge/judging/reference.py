@@ -10,7 +10,6 @@ import contextlib
 import functools
 import gc
 import os
-import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -25,7 +24,6 @@ from torch import Tensor, nn
 from ddpopt.cases.case import Case
 from ddpopt.judge.compare import Sum, bitwise, contribution, dense, exact
 from ddpopt.judge.judging.arithmetic import Arithmetic
-from ddpopt.judge.judging.evidence import Peer, peer_of
 from ddpopt.judge.judging.failing import Failure, failure_of, stalled, told
 from ddpopt.judge.judging.numbers import BUFFER, is_rounded, left_behind, plain
 from ddpopt.judge.judging.record import Record, Step
@@ -38,6 +36,7 @@ from ddpopt.judge.judging.rounding import (
     perturbed_state,
     widened,
 )
+from ddpopt.judge.judging.structure import Peer, peer_of
 from ddpopt.judge.modes import LOCAL, Mode, mode
 from ddpopt.judge.option_cases import in_dtype
 from ddpopt.judge.parallel import Gradients, Named
@@ -49,8 +48,6 @@ COLLECTIVE_LIMIT_S = 20.0
 """For small models. Elsewhere a rank may have to wait for as long as a peer compiles."""
 CALM_LIMIT_S = 300.0
 """In the comparison's own group nothing goes wrong by a mode's fault: a rank may just be busy for long."""
-PATIENCE_S = 20.0
-"""How long a rank that is through with a run leaves its peers in collectives that it never enters."""
 
 
 @dataclass(frozen=True)
@@ -137,12 +134,10 @@ class Bench:
             finally:
                 with contextlib.suppress(Exception):
                     dist.destroy_process_group(group)
-            # Peers learn of it from closed connections, so nothing may hold the group.
+            # Peers learn of a failure from closed connections, so nothing may hold the group.
             del course, group
-            if failure is not None:
-                gc.collect()
-        with _letting_go():
-            self.failures = [other for other in self.ranks.gather(failure) if other is not None]
+            gc.collect()
+        self.failures = [other for other in self.ranks.gather(failure) if other is not None]
         return None if self.failures else record
 
     def run_eager(self, **more: Any) -> Record | None:
@@ -198,21 +193,6 @@ class Bench:
         return own
 
 
-@contextlib.contextmanager
-def _letting_go() -> Iterator[None]:
-    """Close the connections of a run that has ended, unless the peers end soon too.
-
-    What they still wait for by then is never sent. Where all goes well nobody pays for the collection.
-    """
-    timer = threading.Timer(PATIENCE_S, gc.collect)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
 class SeenBuffers:
     """The buffers that each forward of a run saw, for a run of the model alone to see the same.
 
@@ -222,22 +202,19 @@ class SeenBuffers:
     """
 
     def __init__(self) -> None:
-        self._seen: list[list[Named]] = []
+        self._seen: list[Named] = []
 
     def remember(self, trainer: Trainer) -> None:
         """Note what the forwards of a run see from now on; for `ddpopt.judge.training.Course.tamper`."""
-        self._seen = [[] for _ in trainer.models]
-        for parallel, seen in zip(trainer.models, self._seen, strict=True):
-            parallel.model.register_forward_pre_hook(functools.partial(_note, seen))
+        self._seen.clear()
+        trainer.parallel.model.register_forward_pre_hook(self._note)
 
     def show(self, trainer: Trainer) -> None:
         """Have the forwards of a run see what those of the remembered one saw."""
-        for parallel, seen in zip(trainer.models, self._seen, strict=True):
-            parallel.model.register_forward_pre_hook(functools.partial(_set, iter(seen)))
+        trainer.parallel.model.register_forward_pre_hook(functools.partial(_set, iter(self._seen)))
 
-
-def _note(seen: list[Named], model: nn.Module, _: object) -> None:
-    seen.append({name: buffer.detach().clone() for name, buffer in model.named_buffers()})
+    def _note(self, model: nn.Module, _: object) -> None:
+        self._seen.append({name: buffer.detach().clone() for name, buffer in model.named_buffers()})
 
 
 def _set(left: Iterator[Named], model: nn.Module, _: object) -> None:
