@@ -182,7 +182,7 @@ OPTIONS: tuple[Option, ...] = (
         "module_hooks", "forward and backward hooks on modules", configure=do.module_hooks, more_graphs=True
     ),
     Option("autocast", "forward under bfloat16 autocast", take_step=do.autocast, computes=torch.bfloat16),
-    Option("clipping", "clip_grad_norm_ after each backward", finish_step=do.clip, norms=True),
+    Option("clipping", "clip_grad_norm_ after each backward", finish_step=do.clip),
     Option(
         "scaling", "the loss is scaled, and gradients unscaled", take_step=do.scaled, finish_step=do.unscale
     ),

@@ -135,7 +135,6 @@ class Option:
         computes: in which dtype operations round, if not in that of their parameters: uncompiled code then
             keeps casts that compiled code makes again, so they differ in their last bits.
         compresses: whether what is sent depends on the order of parameters in a bucket.
-        norms: whether a norm over all gradients is computed.
     """
 
     name: str
@@ -161,7 +160,6 @@ class Option:
     forwards: int = 1
     computes: torch.dtype | None = None
     compresses: bool = False
-    norms: bool = False
 
     def arguments(self, case: Case, model: nn.Module) -> dict[str, Any]:
         """DDP's arguments for a model of a case under this option."""

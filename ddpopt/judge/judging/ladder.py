@@ -12,8 +12,7 @@ import torch
 
 from ddpopt.judge.compare import Difference, bitwise, communication, dense
 from ddpopt.judge.judging.arithmetic import arithmetic
-from ddpopt.judge.judging.numbers import LOSS, Kind, Number, Rules, pairs
-from ddpopt.judge.judging.record import Record, Step, buckets_of, unreduced
+from ddpopt.judge.judging.record import LOSS, Kind, Number, Record, Rules, Step, buckets_of, pairs, unreduced
 from ddpopt.judge.judging.reference import Reference
 from ddpopt.judge.judging.sheet import Sheet
 from ddpopt.judge.modes import Mode
@@ -55,8 +54,7 @@ class Ladder:
             exact=exact,
             ordered=ordered,
             means=bool(reference.sums),
-            shards=self.option.norms and mode.is_sharded,
-            finishes=self.option.finish_step is not None,
+            shards=mode.is_sharded,
             ignored=reference.eager.ignored if self.option.local else frozenset(),
             unstable=reference.unstable,
             written=reference.written,
@@ -96,14 +94,17 @@ class Ladder:
         """Compare all numbers that both sides have, each at its levels."""
         sheet = Sheet(self.ranks.rank, buckets_of(record))
         self._remark(sheet)
-        if rules.need_rounding:
+        numbers = [(n, rules.levels(n.kind, n.name)) for n in pairs(record, self.reference.eager)]
+        if any(self.ranks.gather(any("L2" in levels for _, levels in numbers))):
             _ = self.reference.arithmetic  # all ranks learn it together
         other_layout = self._other_layout(record)
-        for number in pairs(record, self.reference.eager):
+        for number, levels in numbers:
             if reason := self._left_out(number, other_layout):
                 sheet.say(reason, number.name)
                 continue
-            for level in rules.levels(number.kind, number.name):
+            if not bool(dense(number.eager).isfinite().all()):
+                sheet.say(NOT_FINITE, number.name)
+            for level in levels:
                 sheet.add(level, number.step, number.name, self._compared(level, number, record))
         if record.local is not None:
             self._communicated(record, record.local, sheet)
@@ -133,8 +134,6 @@ class Ladder:
             sheet.notes.append(NOT_REPRODUCED.format(names=names))
         if self.reference.bench.unevaluated:
             sheet.notes.append(NOT_EVALUATED.format(reason=self.reference.bench.unevaluated))
-        for name in self.reference.not_finite:
-            sheet.say(NOT_FINITE, name)
 
     def _other_layout(self, record: Record) -> bool:
         if not self.option.compresses:

@@ -19,14 +19,13 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from ddpopt.cases.case import Case
-from ddpopt.judge.compare import Sum, bitwise, contribution, dense, exact
+from ddpopt.judge.compare import Sum, bitwise, contribution, exact
 from ddpopt.judge.judging.arithmetic import Arithmetic
 from ddpopt.judge.judging.failing import Failure, failure_of, stalled, told
-from ddpopt.judge.judging.numbers import BUFFER, is_rounded, left_behind, plain
-from ddpopt.judge.judging.record import Record, Step
+from ddpopt.judge.judging.record import Record, pairs
 from ddpopt.judge.judging.rounding import (
     SAMPLES,
     autocast_dtypes,
@@ -233,7 +232,6 @@ class Reference:
         again: the record of the same once more, each step from the same state.
         unstable: names of what was not the same once more, on any rank.
         written: names of parameters that something else than the optimizer writes to.
-        not_finite: names of what has NaN or infinity on this rank.
         sums: for each step what the ranks contribute to each gradient; empty where the reduced gradient is
             no mean of what the model alone computes, or the model alone fails.
         alone: the model's own run on this rank, from the states of the eager run.
@@ -245,7 +243,6 @@ class Reference:
         self.again = again
         self.unstable = frozenset[str]().union(*bench.ranks.gather(_changed(eager, again)))
         self.written = frozenset[str]().union(*bench.ranks.gather(_written(eager)))
-        self.not_finite = _not_finite(eager)
         self.alone: Record | None = None
         self.sums: list[dict[str, Sum]] = []
         self.eager_peers = bench.peers(eager)
@@ -298,20 +295,8 @@ class Reference:
 
 
 def _changed(eager: Record, again: Record) -> set[str]:
-    """Names of what two runs do not agree on."""
-    return {
-        plain(name)
-        for moment, same in zip(eager.moments, again.moments, strict=False)
-        for first, second in [(_all_of(moment), _all_of(same))]
-        for name in first.keys() | second.keys()
-        if not _same(first.get(name), second.get(name))
-    }
-
-
-def _all_of(moment: Step) -> Named:
-    """What a step left, integers too."""
-    integers = {BUFFER + name: tensor for name, tensor in moment.state.items() if not is_rounded(tensor)}
-    return integers | {name: tensor for name, (_, tensor) in left_behind(moment).items()}
+    """Names of the numbers that two runs do not agree on."""
+    return {number.plain for number in pairs(again, eager) if not bitwise(number.got, number.eager).right}
 
 
 def _written(eager: Record) -> set[str]:
@@ -320,18 +305,5 @@ def _written(eager: Record) -> set[str]:
         name
         for start, step in zip(eager.starts, eager.steps, strict=False)
         for name, gradient in step.taken.items()
-        if not _same(step.state[name], updated(start[name], gradient))
+        if not bitwise(step.state[name], updated(start[name], gradient)).right
     }
-
-
-def _not_finite(eager: Record) -> tuple[str, ...]:
-    """Names of what has NaN or infinity in any step."""
-    left = (pair for moment in eager.moments for pair in left_behind(moment).items())
-    rounded = ((name, dense(tensor)) for name, (_, tensor) in left if is_rounded(tensor))
-    return tuple(dict.fromkeys(name for name, tensor in rounded if not bool(tensor.isfinite().all())))
-
-
-def _same(left: Tensor | None, right: Tensor | None) -> bool:
-    if left is None or right is None or left.dtype != right.dtype or left.shape != right.shape:
-        return False
-    return bitwise(left, right).right

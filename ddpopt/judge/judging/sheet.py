@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ddpopt.judge.compare import Difference
-from ddpopt.judge.judging.numbers import BUFFER, FINAL, PARAMETER, SEEN, plain
+from ddpopt.judge.judging.record import BUFFER, FINAL, PARAMETER, SEEN, plain
 from ddpopt.judge.verdict import Finding, Measured
 
 CLAIM = {

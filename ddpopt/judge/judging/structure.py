@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from ddpopt.judge.compare import raw_bytes
-from ddpopt.judge.judging.numbers import FINAL, is_rounded, plain, seen
-from ddpopt.judge.judging.record import Record, Step, in_sight
+from ddpopt.judge.judging.record import FINAL, Record, Step, in_sight, is_rounded, plain, seen
 from ddpopt.judge.modes import Mode
 from ddpopt.judge.trainer import Option
 from ddpopt.judge.verdict import Finding

@@ -13,8 +13,7 @@ from torch import Tensor
 from ddpopt.errors import UnsupportedError
 from ddpopt.judge.judge import judge
 from ddpopt.judge.judging.ladder import NOT_FINITE, OTHER_BUFFERS, RESUMMED, Ladder
-from ddpopt.judge.judging.numbers import FINAL, LOSS, PARAMETER, SEEN, left_behind, plain
-from ddpopt.judge.judging.record import Record
+from ddpopt.judge.judging.record import FINAL, LOSS, PARAMETER, SEEN, Record, left_behind, plain
 from ddpopt.judge.judging.reference import Bench, Reference, Subject
 from ddpopt.judge.judging.sheet import Sheet
 from ddpopt.judge.matrix import CASES
@@ -171,9 +170,7 @@ def test_nan_in_eager_is_named_and_asked_for_in_the_same_places(clipped: Referen
     broken = gradient.clone()
     broken[0, 0] = torch.nan
     gradients = {**clipped.eager.steps[1].gradients, NAME: broken}
-    reference = standing_in(
-        clipped, eager=changed(clipped.eager, gradients=gradients), not_finite=(NAME,), sums=[]
-    )
+    reference = standing_in(clipped, eager=changed(clipped.eager, gradients=gradients), sums=[])
     sheet = climb(reference, changed(clipped.again, gradients=gradients))
     assert sheet.about[NOT_FINITE] == {NAME: None}
     assert wrong_of(sheet) == set()

@@ -1,14 +1,12 @@
-"""ddpopt.judge.judging.numbers: each has a name, and is known by what it depends on."""
+"""ddpopt.judge.judging.record: each has a name, and is known by what it depends on."""
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from ddpopt.judge.judging.numbers import FINAL, PARAMETER, Kind, Rules, left_behind, pairs
-from ddpopt.judge.judging.record import Record, Step
+from ddpopt.judge.judging.record import FINAL, PARAMETER, Kind, Record, Rules, Step, left_behind, pairs
 
 W, B = torch.ones(2, 2), torch.ones(3)
 
@@ -94,18 +92,6 @@ def test_what_is_not_reproduced_or_summed_in_another_order_is_judged_by_rounding
     assert rules.levels(Kind.FINISHED, FINAL + "b") == ("L0",)  # it is equal
     assert rules.levels(Kind.GRADIENT, "c") == ("L0", "L1")
     assert rules.levels(Kind.FORWARD, "the loss") == ("L0",)
-
-
-def test_where_anything_is_judged_by_rounding_it_is_known_beforehand() -> None:
-    for exact, ordered, means, shards, finishes in itertools.product((True, False), repeat=5):
-        for name in ("unstable", "written", "resummed", "ignored"):
-            named: dict[str, Any] = {name: frozenset({"w"})}
-            rules = Rules(exact, ordered, means, shards, finishes, **named)
-            kinds = [kind for kind in Kind if finishes or kind is not Kind.FINISHED]
-            levels = {level for kind in kinds for level in rules.levels(kind, "w")}
-            assert "L2" not in levels or rules.need_rounding
-    assert not TWO_RANKS.need_rounding
-    assert not THREE_RANKS.need_rounding
 
 
 @pytest.mark.parametrize(("rules", "level"), [(TWO_RANKS, "L0"), (THREE_RANKS, "L0"), (INDUCTOR, "L2")])

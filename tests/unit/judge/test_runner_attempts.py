@@ -1,4 +1,4 @@
-"""ddpopt.judge.attempts: ranks that fail are started again, within one limit, and every trial gets a status.
+"""ddpopt.judge.runner: ranks that fail are started again, within one limit, and every trial gets a status.
 
 The ranks are played by functions that emit what ranks would.
 """
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ddpopt.judge import attempts
-from ddpopt.judge.attempts import Attempts
+from ddpopt.judge import runner
+from ddpopt.judge.runner import Attempts
 from ddpopt.judge.trials import Asked, Ended, Settings, Started
 from ddpopt.judge.verdict import Status, Trial
 from ddpopt.ranks.failures import RankFailure, RanksFailed
@@ -87,8 +87,8 @@ def attempt(
     monkeypatch: pytest.MonkeyPatch, *plays: Play, limit_s: float = 3600
 ) -> tuple[Stage, tuple[Trial, ...]]:
     stage = Stage(plays)
-    monkeypatch.setattr(attempts, "launch", stage.launch)
-    monkeypatch.setattr(attempts, "time", stage.clock)
+    monkeypatch.setattr(runner, "launch", stage.launch)
+    monkeypatch.setattr(runner, "time", stage.clock)
     return stage, Attempts(ASKED, Settings("eager"), lambda _: None).run(2, limit_s, None)
 
 
