@@ -7,6 +7,7 @@ and what may be asked of the result. Invariant: an option changes the reference 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def _unused(name: str, about: str, ddp_kwargs: Mapping[str, Any], *, sends_as_us
         ddp_kwargs,
         before_step=do.use_extra_nowhere,
         sends_as_usual=sends_as_usual,
-        adapt=cases.with_extra,
+        adapt=partial(cases.around, kind=cases.WithExtra),
     )
 
 
@@ -55,7 +56,7 @@ OPTIONS: tuple[Option, ...] = (
         UNUSED,
         before_step=do.use_extra_somewhere,
         more_graphs=True,
-        adapt=cases.with_extra,
+        adapt=partial(cases.around, kind=cases.WithExtra),
     ),
     _unused(
         "unused_skipped",
@@ -215,7 +216,7 @@ OPTIONS: tuple[Option, ...] = (
         grouped=cases.exchanging_in,
         local=False,
         more_graphs=True,
-        adapt=cases.all_to_all,
+        adapt=partial(cases.around, kind=cases.WithExchange),
     ),
     Option(
         "mixed_precision",

@@ -20,8 +20,8 @@ from ddpopt.judge.training import updated
 
 OTHER_BUFFERS = "not compared but on the first rank, for this model has buffers that only DDP broadcasts"
 OTHER_LAYOUT = (
-    "not compared, for what is sent depends on the order of parameters in a bucket, and the reducer's "
-    "buckets are not those of eager DDP"
+    "not compared, for what is sent depends on the order of parameters in a bucket, and the plan's is not "
+    "that of DDP's first iteration"
 )
 NOT_REPRODUCED = (
     "eager itself does not reproduce {names}; judged at L2, by how far eager's own runs differ "
@@ -97,9 +97,8 @@ class Ladder:
         numbers = [(n, rules.levels(n.kind, n.name)) for n in pairs(record, self.reference.eager)]
         if any(self.ranks.gather(any("L2" in levels for _, levels in numbers))):
             _ = self.reference.arithmetic  # all ranks learn it together
-        other_layout = self._other_layout(record)
         for number, levels in numbers:
-            if reason := self._left_out(number, other_layout):
+            if reason := self._left_out(number, record):
                 sheet.say(reason, number.name)
                 continue
             if not bool(dense(number.eager).isfinite().all()):
@@ -135,14 +134,9 @@ class Ladder:
         if self.reference.bench.unevaluated:
             sheet.notes.append(NOT_EVALUATED.format(reason=self.reference.bench.unevaluated))
 
-    def _other_layout(self, record: Record) -> bool:
-        if not self.option.compresses:
-            return False
-        return any(self.ranks.gather(_layout(record) != _layout(self.reference.eager)))
-
-    def _left_out(self, number: Number, other_layout: bool) -> str:
+    def _left_out(self, number: Number, record: Record) -> str:
         """Why a number is not compared; empty if it is."""
-        if other_layout and number.kind in (Kind.GRADIENT, Kind.FINISHED):
+        if self.option.compresses and record.planned and number.kind in (Kind.GRADIENT, Kind.FINISHED):
             return OTHER_LAYOUT
         if self.mode.gives != "nothing" or self.reference.bench.rank == 0 or number.kind is not Kind.FORWARD:
             return ""
@@ -164,8 +158,3 @@ class Ladder:
             if gradient is None or gradient.shape == start.shape:  # a misshapen one is L3's to name
                 return bitwise(number.got, updated(start, gradient))
         return bitwise(number.got, number.eager)
-
-
-def _layout(record: Record) -> list[list[tuple[str, ...]]]:
-    """The buckets of each synchronised backward."""
-    return [[tuple(bucket.params) for bucket in one.buckets] for one in record.iterations or ()]
