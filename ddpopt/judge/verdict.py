@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from ddpopt.errors import DdpoptError, InfrastructureError, VerificationError
 
@@ -233,13 +233,31 @@ class Verdict:
         raise kind("\n".join(lines))
 
     def to_json(self) -> str:
-        """Return the verdict as a JSON object.
+        """Return the verdict as a JSON object; `from_json` reads it back.
 
         It is strict JSON, which has no numbers beyond the finite ones: these are the strings
         ``"Infinity"``, ``"-Infinity"`` and ``"NaN"``.
         """
         data = _finite(asdict(self) | {"right": bool(self)})
         return json.dumps(data, indent=2, default=str, allow_nan=False)
+
+    @staticmethod
+    def from_json(text: str) -> Verdict:
+        """Read what `to_json` wrote.
+
+        Args:
+            text: a JSON object.
+
+        Returns:
+            An equal verdict.
+
+        Raises:
+            KeyError, TypeError, ValueError: the text is something else.
+        """
+        data = json.loads(text)
+        del data["right"]  # that follows from the rest
+        found: Verdict = _read(Verdict, data)
+        return found
 
 
 def _finite(value: Any) -> Any:
@@ -255,3 +273,18 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else f"{'-' if value < 0 else ''}Infinity"
     return value
+
+
+def _read(kind: Any, value: Any) -> Any:
+    """Make what a field's type says of plain data; undoes `asdict` and `_finite`."""
+    kinds = get_args(kind)
+    if is_dataclass(kind):
+        types = get_type_hints(kind)
+        return kind(**{name: _read(types[name], entry) for name, entry in value.items()})  # type: ignore[operator]  # a class
+    if get_origin(kind) is tuple:
+        return tuple(_read(kinds[0], entry) for entry in value)
+    if kind is Status:
+        return Status(value)
+    if isinstance(value, str) and float in (kind, *kinds):
+        return float(value)
+    return value if value is None or not kinds or not is_dataclass(kinds[0]) else _read(kinds[0], value)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 from expecttest import assert_expected_inline
@@ -51,10 +51,9 @@ def test_findings_are_those_of_all_trials_in_order() -> None:
 
 
 @pytest.mark.parametrize("made", [all_kinds(), verdict(), verdict(ok_trial())])
-def test_json_has_all_of_a_verdict_and_says_whether_it_is_right(made: Verdict) -> None:
-    read = json.loads(made.to_json())
-    assert read.pop("right") is bool(made)
-    assert read == json.loads(json.dumps(asdict(made)))
+def test_json_gives_an_equal_verdict_back_and_says_whether_it_is_right(made: Verdict) -> None:
+    assert Verdict.from_json(made.to_json()) == made
+    assert json.loads(made.to_json())["right"] is bool(made)
 
 
 @pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
@@ -65,9 +64,16 @@ def test_json_is_strict_and_keeps_what_is_no_finite_number(number: float) -> Non
     finding = replace(wrong_trial().findings[0], ulps=number, error=number, bound=number)
     seen = Measured("layers.0.weight", "L0", 0, number, number, number, 0, 0)
     made = verdict(replace(wrong_trial(), findings=(finding,), measured=(seen,)))
-    (trial,) = json.loads(made.to_json(), parse_constant=refuse)["trials"]
-    for one in (*trial["findings"], *trial["measured"]):
-        assert [repr(float(one[name])) for name in ("ulps", "error", "bound")] == [repr(number)] * 3
+    json.loads(made.to_json(), parse_constant=refuse)
+    (trial,) = Verdict.from_json(made.to_json()).trials
+    for one in (trial.findings[0], trial.measured[0]):
+        assert [repr(value) for value in (one.ulps, one.error, one.bound)] == [repr(number)] * 3
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", "no JSON"])
+def test_other_json_is_refused(text: str) -> None:
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        Verdict.from_json(text)
 
 
 def test_requiring_a_wrong_verdict_raises_every_finding_at_once() -> None:
