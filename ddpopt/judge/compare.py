@@ -105,39 +105,24 @@ def _spread(sparse: Tensor, entries: Tensor) -> Tensor:
 
 
 def ulps(left: Tensor, right: Tensor) -> float:
-    """Return the largest distance of two tensors, in units in the last place.
+    """Return the largest distance of two tensors, in units in the last place of the larger of two elements.
 
     Args:
         left: a tensor of any floating-point or complex dtype.
         right: of the same dtype and shape.
 
     Returns:
-        How many representable numbers lie between two elements at most, counting one of the two; infinite if
-        one is NaN and the other is not.
+        That many units; infinite if one is NaN and the other is not.
 
     >>> one = torch.tensor([1.0])
     >>> ulps(one, torch.nextafter(one, torch.tensor([2.0]))), ulps(one, one)
     (1.0, 0.0)
     """
-    if left.numel() == 0:
-        return 0.0
     a, b = dense(left), dense(right)
-    if bool((a.isnan() != b.isnan()).any()):
-        return float("inf")
-    left_ranks, right_ranks = _ordered(a), _ordered(b)
-    # of opposite signs the distance may not fit into 64 bits
-    apart = (left_ranks < 0) != (right_ranks < 0)
-    wide = left_ranks.double().abs() + right_ranks.double().abs()
-    gap = torch.where(apart, wide, torch.where(apart, 0, left_ranks - right_ranks).abs().double())
-    return float(gap.masked_fill(a.isnan(), 0).max())
-
-
-def _ordered(tensor: Tensor) -> Tensor:
-    """Integers in the order of the floating-point numbers, neighbours one apart, both zeros at 0."""
-    integers = {8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.element_size()]
-    bits = tensor.contiguous().view(integers)
-    magnitude = (bits & torch.iinfo(integers).max).long()
-    return torch.where(bits < 0, -magnitude, magnitude)
+    info = torch.finfo(a.dtype)
+    size = torch.maximum(a.double().abs(), b.double().abs()).clamp_min(info.smallest_normal)
+    unit = size / torch.frexp(size).mantissa * (info.eps / 2)
+    return largest(torch.where(same(a, b), 0, (a.double() - b.double()).abs() / unit))
 
 
 def bitwise(got: Tensor, expected: Tensor) -> Difference:
@@ -238,22 +223,18 @@ def communication(
         bound = bound + (mean.abs() + bound) * unit_roundoff(own) + info.smallest_normal * info.eps
     expected = mean if eager is None else exact(eager)
     finite = expected.isfinite() & mean.isfinite()
-    error = torch.where(finite, (value - mean).abs(), 0)
-    bound = torch.where(finite, bound, 0)
-    excess = (error - bound).nan_to_num(nan=float("inf"))
     unlike = torch.where(finite, ~value.isfinite(), ~same(value, expected))
-    excess = torch.where(unlike, float("inf"), excess).flatten()
-    worst = int(excess.argmax())
-    right = not bool(excess[worst] > 0)
-    if right:  # the closest to its bound is the one with the largest share of it: bounds differ in size
-        worst = int((error / bound).nan_to_num(nan=0.0).flatten().argmax())
+    error = torch.where(finite, (value - mean).abs(), 0).masked_fill(unlike, float("inf"))
+    bound = torch.where(finite, bound, 0)
+    share = torch.where(error > 0, error / bound, 0).flatten()  # bounds differ in size
+    worst = int(share.argmax())
     narrow = dense(got)
     return Difference(
-        error=float("inf") if unlike.any() else float(error.flatten()[worst]),
+        error=float(error.flatten()[worst]),
         bound=float(bound.flatten()[worst]),
         ulps=ulps(narrow.flatten()[worst], expected.flatten()[worst].to(narrow.dtype)),
         note=NOT_FINITE if unlike.any() else "",
-        right=right,
+        right=bool((error <= bound).all()) and not unlike.any(),
     )
 
 

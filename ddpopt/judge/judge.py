@@ -12,13 +12,12 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from ddpopt.judge.compare import dense
-from ddpopt.judge.judging.evidence import Evidence
 from ddpopt.judge.judging.failing import told
 from ddpopt.judge.judging.ladder import Ladder
 from ddpopt.judge.judging.record import Record
 from ddpopt.judge.judging.reference import Reference
 from ddpopt.judge.judging.sheet import findings, remarks, worst
-from ddpopt.judge.judging.structure import structure
+from ddpopt.judge.judging.structure import Evidence, structure
 from ddpopt.judge.modes import Gives, Mode
 from ddpopt.judge.trainer import Option, Trainer
 from ddpopt.judge.verdict import Finding, SeenBucket, Status, Trial
@@ -60,8 +59,7 @@ def judge(
     trial = Trial(bench.subject.case.name, mode.name, bench.subject.option.name, name, Status.NOT_POSSIBLE)
     if reason := _why_not(mode, backend, bench.subject.option):
         return replace(trial, reason=reason)
-    probe = bench.subject.option.probes and mode.gives == "module"
-    record = bench.run(mode, backend, follow=reference.eager.starts, probe=probe, tamper=tamper)
+    record = bench.run(mode, backend, follow=reference.eager.starts, tamper=tamper)
     if record is None:
         known = _failed(reference, mode, backend)
     else:

@@ -67,16 +67,6 @@ def set_extra(model: nn.Module, used: bool) -> None:
         model.uses_extra = used
 
 
-def with_extra(case: Case) -> Case:
-    """Add a parameter to the model."""
-    return _around(case, WithExtra)
-
-
-def all_to_all(case: Case) -> Case:
-    """Add an expert after the model, whose rows travel."""
-    return _around(case, WithExchange)
-
-
 def exchanging_in(case: Case, group: dist.ProcessGroup) -> Case:
     """Have an expert's rows travel in a process group."""
 
@@ -89,7 +79,9 @@ def exchanging_in(case: Case, group: dist.ProcessGroup) -> Case:
     return replace(case, model=exchanging)
 
 
-def _around(case: Case, kind: Callable[[nn.Module], nn.Module]) -> Case:
+def around(case: Case, kind: Callable[[nn.Module], nn.Module]) -> Case:
+    """Put a model into one of a kind that returns its output and a term of the loss."""
+
     def loss(output: Any) -> Tensor:
         own, term = output
         total = case.loss(own)
@@ -162,7 +154,7 @@ class Nested(nn.Module):
 
 def nested(case: Case, group: dist.ProcessGroup) -> Case:
     """Put a DDP module into the model, which reduces in the same process group."""
-    return _around(case, lambda model: Nested(model, group))
+    return around(case, lambda model: Nested(model, group))
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:

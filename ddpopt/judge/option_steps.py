@@ -107,10 +107,22 @@ def scaled(trainer: Trainer) -> None:
 
 def both_models(trainer: Trainer) -> None:
     """Run one backward through two models that know nothing of each other."""
-    trainer.backward(trainer.loss() + trainer.loss(part=1, model=1))
+    loss, other = trainer.loss(), trainer.other
+    if other is not None:
+        args, kwargs = trainer.inputs(part=1)
+        loss = loss + trainer.case.loss(other.call(*args, **kwargs))
+    trainer.backward(loss)
 
 
 # --------------------------------------------------------------------------------- before and after a step
+
+
+def keep_other_gradients(trainer: Trainer) -> None:
+    """Have the gradients of the other model judged."""
+    if trainer.other is not None:
+        trainer.other.after_backward()
+        trainer.extras |= {f"other {name}": each for name, each in trainer.other.gradients().items()}
+        trainer.other.model.zero_grad()
 
 
 def clip(trainer: Trainer) -> None:
@@ -198,6 +210,11 @@ def comm_hook(hook: Callable[..., Any]) -> Callable[[Trainer], None]:
             trainer.ddp.register_comm_hook(trainer.place.group, hook)
 
     return configure
+
+
+def other_model(trainer: Trainer) -> None:
+    """Make another model, from the same weights."""
+    trainer.other = trainer.make()
 
 
 def hook_stepping(trainer: Trainer) -> None:

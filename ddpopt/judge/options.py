@@ -7,6 +7,7 @@ and what may be asked of the result. Invariant: an option changes the reference 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from ddpopt.judge import option_cases as cases
 from ddpopt.judge import option_steps as do
 from ddpopt.judge.modes import named
-from ddpopt.judge.trainer import Option, Trainer
+from ddpopt.judge.trainer import Option
 
 HALF = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 UNUSED = {"find_unused_parameters": True}
@@ -24,7 +25,7 @@ STATIC = {"static_graph": True}
 VIEWS = {"gradient_as_bucket_view": True}
 
 
-def _unused(name: str, about: str, ddp_kwargs: Mapping[str, Any], *, missing: bool = False) -> Option:
+def _unused(name: str, about: str, ddp_kwargs: Mapping[str, Any], *, sends_as_usual: bool = True) -> Option:
     """A parameter more that nobody uses."""
     return Option(
         name,
@@ -32,8 +33,8 @@ def _unused(name: str, about: str, ddp_kwargs: Mapping[str, Any], *, missing: bo
         "arguments",
         ddp_kwargs,
         before_step=do.use_extra_nowhere,
-        missing=missing,
-        adapt=cases.with_extra,
+        sends_as_usual=sends_as_usual,
+        adapt=partial(cases.around, kind=cases.WithExtra),
     )
 
 
@@ -55,13 +56,13 @@ OPTIONS: tuple[Option, ...] = (
         UNUSED,
         before_step=do.use_extra_somewhere,
         more_graphs=True,
-        adapt=cases.with_extra,
+        adapt=partial(cases.around, kind=cases.WithExtra),
     ),
     _unused(
         "unused_skipped",
         "a parameter that no rank ever uses, with skip_all_reduce_unused_params",
         {**UNUSED, "skip_all_reduce_unused_params": True},
-        missing=True,
+        sends_as_usual=False,
     ),
     _unused("static_unused", "static_graph=True and a parameter that no rank uses", STATIC),
     _unused("static_find_unused", "the same with find_unused_parameters=True too", {**STATIC, **UNUSED}),
@@ -109,7 +110,7 @@ OPTIONS: tuple[Option, ...] = (
         keeps_gradients=True,
         for_model=cases.delaying_last,
         more_graphs=True,
-        missing=True,
+        sends_as_usual=False,
     ),
     _sending("hook_allreduce", "the all-reduce communication hook", default_hooks.allreduce_hook),
     _sending("hook_fp16", "the fp16 compression hook", default_hooks.fp16_compress_hook, torch.float16),
@@ -121,7 +122,7 @@ OPTIONS: tuple[Option, ...] = (
         {"bucket_cap_mb": 1000},
         configure=do.hook_powersgd,
         local=False,
-        missing=True,
+        sends_as_usual=False,
         compresses=True,
     ),
     Option(
@@ -131,7 +132,7 @@ OPTIONS: tuple[Option, ...] = (
         around=do.joining,
         steps=do.fewer_steps_later,
         local=False,
-        syncs=None,
+        sends_as_usual=False,
     ),
     Option(
         "new_group",
@@ -139,8 +140,7 @@ OPTIONS: tuple[Option, ...] = (
         "module",
         around=do.giving_back,
         before_step=do.update_group,
-        missing=True,
-        syncs=None,
+        sends_as_usual=False,
     ),
     Option(
         "hooks_removed",
@@ -148,8 +148,7 @@ OPTIONS: tuple[Option, ...] = (
         "module",
         before_step=do.remove_hooks_later,
         local=False,
-        syncs=None,
-        missing=True,
+        sends_as_usual=False,
     ),
     Option(
         "finalized",
@@ -184,21 +183,27 @@ OPTIONS: tuple[Option, ...] = (
         "module_hooks", "forward and backward hooks on modules", configure=do.module_hooks, more_graphs=True
     ),
     Option("autocast", "forward under bfloat16 autocast", take_step=do.autocast, computes=torch.bfloat16),
-    Option("clipping", "clip_grad_norm_ after each backward", finish_step=do.clip, norms=True),
+    Option("clipping", "clip_grad_norm_ after each backward", finish_step=do.clip),
     Option(
         "scaling", "the loss is scaled, and gradients unscaled", take_step=do.scaled, finish_step=do.unscale
     ),
     Option("sync_batchnorm", "BatchNorm becomes SyncBatchNorm", adapt=cases.sync_batchnorm, local=False),
     Option(
-        "nested", "a DDP module inside the model", "module", grouped=cases.nested, local=False, others=True
+        "nested",
+        "a DDP module inside the model",
+        "module",
+        grouped=cases.nested,
+        local=False,
+        sends_as_usual=False,
     ),
     Option(
         "two_models",
         "two DDP models in one process",
         take_step=do.both_models,
-        configure=Trainer.add_model,
+        configure=do.other_model,
+        finish_step=do.keep_other_gradients,
         more_graphs=True,
-        others=True,
+        sends_as_usual=False,
     ),
     Option("subgroup", "the last of three ranks or more trains alone", groups=do.last_alone),
     Option("train_eval", "an evaluation between two steps", before_step=do.evaluate, more_graphs=True),
@@ -211,7 +216,7 @@ OPTIONS: tuple[Option, ...] = (
         grouped=cases.exchanging_in,
         local=False,
         more_graphs=True,
-        adapt=cases.all_to_all,
+        adapt=partial(cases.around, kind=cases.WithExchange),
     ),
     Option(
         "mixed_precision",

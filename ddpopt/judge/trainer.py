@@ -17,7 +17,7 @@ from ddpopt.cases.case import Case, step_seed
 from ddpopt.judge.judging.record import Record
 from ddpopt.judge.modes import Gives
 from ddpopt.judge.option_cases import differing
-from ddpopt.judge.parallel import Gradients, Named, Parallel
+from ddpopt.judge.parallel import Parallel
 from ddpopt.judge.visible import Sight
 from ddpopt.observation.compilations import Compilations
 
@@ -45,7 +45,9 @@ class Trainer:
     Attributes:
         case: what is trained.
         place: where.
-        models: the model; an option may add others.
+        parallel: the model.
+        make: makes another one, from the same weights.
+        other: one that an option trains in the same process.
         step: index of the step that runs.
         record: what is known so far.
         extras: what a script can see of the step (`sight` finds it), and what the option leaves.
@@ -55,77 +57,47 @@ class Trainer:
     def __init__(self, case: Case, place: Place, make: Callable[[], Parallel]) -> None:
         self.case = case
         self.place = place
-        self._make = make
-        self.models = [make()]
-        self.sight = self._sight()
+        self.make = make
+        self.parallel = make()
+        self.other: Parallel | None = None
+        self.sight = Sight((case.inputs, case.loss), self.parallel.model)
         self.step = 0
         self.last_loss: Tensor | None = None
         self.extras: dict[str, Any] = {}
         self.compilations = Compilations()
-        self.record = Record(self.state(), planned=self.parallel.planned)
-
-    @property
-    def parallel(self) -> Parallel:
-        """The model that is judged."""
-        return self.models[0]
+        self.record = Record(self.parallel.state(), planned=self.parallel.planned)
 
     @property
     def ddp(self) -> Any:
         """Its DDP module; None where the mode has none."""
         return self.parallel.ddp
 
-    def _prefixed(self) -> list[tuple[str, Parallel]]:
-        """All models, each with what the names of its parameters and buffers begin with."""
-        return [(f"model {index + 1}: " if index else "", model) for index, model in enumerate(self.models)]
-
-    def _sight(self) -> Sight:
-        models = {prefix: model.model for prefix, model in self._prefixed()}
-        return Sight((self.case.inputs, self.case.loss), models)
-
-    def add_model(self) -> None:
-        """Make another one, from the same weights."""
-        self.models.append(self._make())
-        self.sight = self._sight()
-        self.record.start = self.state()
-
-    def loss(self, part: int = 0, model: int = 0) -> Tensor:
+    def loss(self, part: int = 0) -> Tensor:
         """Run a forward on inputs of this rank, step and part of the step."""
-        loss = self.case.loss(self.forward(part, model))
+        loss = self.case.loss(self.forward(part))
         self.sight.reach(loss)
         self.last_loss = loss.detach()
         return loss
 
-    def forward(self, part: int = 0, model: int = 0) -> Any:
+    def forward(self, part: int = 0) -> Any:
         """The output of the model for such inputs."""
-        source = self.place.rank + part * self.place.size
-        torch.manual_seed(step_seed(source, self.step))
-        args, kwargs = on_device(self.case.inputs(source, self.step), self.place.device)
+        args, kwargs = self.inputs(part)
         self.sight.calls(args, kwargs)
-        output = self.models[model].call(*args, **kwargs)
+        output = self.parallel.call(*args, **kwargs)
         self.extras |= self.sight.returns(output)
         return output
+
+    def inputs(self, part: int) -> Any:
+        """Such inputs, and the random numbers that go with them."""
+        source = self.place.rank + part * self.place.size
+        torch.manual_seed(step_seed(source, self.step))
+        return on_device(self.case.inputs(source, self.step), self.place.device)
 
     def backward(self, loss: Tensor) -> None:
         """Run a backward as the mode runs it."""
         with self.parallel.around_backward():
             torch.autograd.backward(loss)
-        for model in self.models:
-            model.after_backward()
-
-    def gradients(self) -> Gradients:
-        """Copies of all gradients, by name; those of an added model begin with its number."""
-        return {
-            f"{prefix}{name}": g for prefix, one in self._prefixed() for name, g in one.gradients().items()
-        }
-
-    def state(self) -> Named:
-        """Copies of all parameters and buffers, by name."""
-        return {f"{start}{name}": t for start, one in self._prefixed() for name, t in one.state().items()}
-
-    def load(self, state: Named) -> None:
-        """Set all parameters and buffers."""
-        for prefix, model in self._prefixed():
-            model.load({name[len(prefix) :]: t for name, t in state.items() if name.startswith(prefix)})
+        self.parallel.after_backward()
 
 
 def plain_step(trainer: Trainer) -> None:
@@ -155,17 +127,14 @@ class Option:
         local: whether the reduced gradient is the mean over ranks of what the model alone computes.
         comm_dtype: in which gradients are sent, if not in their own dtype.
         probes: whether one more step, which nothing reduces, may be asked for.
-        syncs: synchronised backwards per step; None where it is not the same for each rank and step.
         more_graphs: whether ranks may compile more graphs than the model alone, and others than their peers.
-        missing: whether a bucket may go unsent, or in another size.
-        others: whether other modules send in the same backward too, in other buckets.
+        sends_as_usual: whether each step sends each bucket once, in order and on all ranks alike, and the
+            model sends no others.
         groups: from the world size to the groups of ranks that train together, where not all do together.
         forwards: how many forwards one backward goes through.
         computes: in which dtype operations round, if not in that of their parameters: uncompiled code then
             keeps casts that compiled code makes again, so they differ in their last bits.
-        compresses: whether what is sent depends on the order of parameters in a bucket. It is sent in
-            callbacks, and which of these are seen is up to chance, for c10d runs some on its own threads.
-        norms: whether a norm over all gradients is computed.
+        compresses: whether what is sent depends on the order of parameters in a bucket.
     """
 
     name: str
@@ -185,15 +154,12 @@ class Option:
     local: bool = True
     comm_dtype: torch.dtype | None = None
     probes: bool = False
-    syncs: int | None = 1
     more_graphs: bool = False
-    missing: bool = False
-    others: bool = False
+    sends_as_usual: bool = True
     groups: Callable[[int], list[list[int]]] = lambda size: [list(range(size))]
     forwards: int = 1
     computes: torch.dtype | None = None
     compresses: bool = False
-    norms: bool = False
 
     def arguments(self, case: Case, model: nn.Module) -> dict[str, Any]:
         """DDP's arguments for a model of a case under this option."""

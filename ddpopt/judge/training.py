@@ -22,7 +22,7 @@ from ddpopt.cases.case import Case, step_seed
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.errors import UsageError
 from ddpopt.judge.compare import raw_bytes
-from ddpopt.judge.judging.record import Record, Step
+from ddpopt.judge.judging.record import Record, Step, unreduced
 from ddpopt.judge.modes import Mode
 from ddpopt.judge.parallel import Gradients, Named, Parallel, Setup
 from ddpopt.judge.trainer import Option, Place, Trainer
@@ -43,7 +43,6 @@ class Course:
         backend: Dynamo's, for modes that compile; None to compile nothing.
         steps: how many.
         follow: parameters and buffers to start each step from; else each goes on from the one before.
-        probe: whether to take one more step that nothing reduces.
         evaluate: whether to run the model after the last step, in evaluation mode and without gradients.
         tamper: called once the model is data-parallel and configured; for faults that are put in by hand.
     """
@@ -53,7 +52,6 @@ class Course:
     backend: Any
     steps: int
     follow: Sequence[Named] | None = None
-    probe: bool = False
     evaluate: bool = False
     tamper: Callable[[Trainer], None] = lambda _: None
 
@@ -74,9 +72,9 @@ def train(course: Course, mode: Mode, place: Place) -> Record:
         with _watched(trainer, mode), course.option.around(trainer):
             for trainer.step in range(course.option.steps(place, course.steps)):
                 if course.follow is not None:
-                    trainer.load(course.follow[trainer.step])
+                    trainer.parallel.load(course.follow[trainer.step])
                 _one_step(trainer, course.option)
-        if course.probe:
+        if course.option.probes and trainer.ddp is not None:
             _probe(trainer, course.option)
         if course.evaluate:
             _evaluate(trainer)
@@ -117,18 +115,18 @@ def _watched(trainer: Trainer, mode: Mode) -> Iterator[None]:
 
 def _one_step(trainer: Trainer, option: Option) -> None:
     trainer.extras = {}
-    _clear_gradients(trainer, keep=option.keeps_gradients)
+    trainer.parallel.model.zero_grad(set_to_none=not option.keeps_gradients)
     option.before_step(trainer)
     trainer.sight.before_step(keep=option.keeps_gradients)
     option.take_step(trainer)
     random = random_state(trainer.place.device)
     trainer.extras |= trainer.sight.after_step() | trainer.sight.settings(trainer.place.device)
     sharing, written = (None, ()) if trainer.ddp is None else trainer.sight.memory()
-    gradients, early = trainer.gradients(), set(trainer.extras)
+    gradients, early = trainer.parallel.gradients(), set(trainer.extras)
     final: Gradients = {}
     if option.finish_step is not None:
         option.finish_step(trainer)
-        final = trainer.gradients()
+        final = trainer.parallel.gradients()
     _update(trainer)
     trainer.record.graphs_after.append(len(trainer.compilations.graphs))
     loss = trainer.last_loss
@@ -138,7 +136,7 @@ def _one_step(trainer: Trainer, option: Option) -> None:
         Step(
             loss=loss.clone(),
             gradients=gradients,
-            state=trainer.state(),
+            state=trainer.parallel.state(),
             random=random,
             extras=dict(trainer.extras),
             final=final,
@@ -156,10 +154,9 @@ def _evaluate(trainer: Trainer) -> None:
     extras: dict[str, Any] = {}
     sharing: frozenset[tuple[str, str]] = frozenset()
     with contextlib.ExitStack() as stack:
-        for model in trainer.models:
-            for part in model.model.modules():
-                stack.callback(setattr, part, "training", part.training)
-            model.model.eval()
+        for part in trainer.parallel.model.modules():
+            stack.callback(setattr, part, "training", part.training)
+        trainer.parallel.model.eval()
         # attention is to compute what compiled code computes, and not by a special kernel
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
@@ -168,15 +165,14 @@ def _evaluate(trainer: Trainer) -> None:
             ("evaluation", last, torch.no_grad),
             ("inference", last, torch.inference_mode),
         ):
-            trainer.load(states[steps])
+            trainer.parallel.load(states[steps])
             trainer.step = max(0, steps - 1)
             trainer.extras = {}
-            _clear_gradients(trainer, keep=False)
-            before = trainer.state()
+            trainer.parallel.model.zero_grad()
+            before = trainer.parallel.state()
             trainer.sight.before_step(keep=False)
             with without_gradients():
-                for index in range(len(trainer.models)):
-                    trainer.forward(model=index)
+                trainer.forward()
                 seen = trainer.extras | trainer.sight.after_step()
                 sharing |= trainer.sight.memory()[0]
             seen |= trainer.sight.settings(trainer.place.device)
@@ -188,15 +184,15 @@ def _evaluate(trainer: Trainer) -> None:
                 # a tensor of inference mode may not be used outside of it
                 extras[f"{name}'s {what}"] = value.clone() if is_of_inference else value
     trained = record.steps[-1].gradients
-    state = {name: tensor for name, tensor in trainer.state().items() if name not in trained}
+    state = {name: tensor for name, tensor in trainer.parallel.state().items() if name not in trained}
     random, shared = random_state(trainer.place.device), None if trainer.ddp is None else sharing
     record.evaluation = Step(None, {}, state, random, extras, sharing=shared)
 
 
 def _changed(trainer: Trainer, before: Named) -> Iterator[str]:
     """Names of parameters and buffers that are not as they were: in value, form or gradient."""
-    now = trainer.state()
-    gradients = trainer.gradients()
+    now = trainer.parallel.state()
+    gradients = trainer.parallel.gradients()
     for name, tensor in before.items():
         is_as_before = form_of(now[name]) == form_of(tensor) and torch.equal(now[name], tensor)
         if not is_as_before or gradients.get(name) is not None:
@@ -210,26 +206,23 @@ def random_state(device: torch.device) -> Tensor:
 
 
 def _probe(trainer: Trainer, option: Option) -> None:
+    """Take the last step once more, under no_sync."""
     record, ddp = trainer.record, trainer.ddp
     trainer.step = len(record.steps) - 1
-    trainer.load(record.starts[trainer.step])
-    _clear_gradients(trainer, keep=False)
+    trainer.parallel.load(record.starts[trainer.step])
+    trainer.parallel.model.zero_grad()
     broadcasts = ddp.require_forward_param_sync
     with trainer.parallel.no_sync():
         option.take_step(trainer)
     ddp.require_forward_param_sync = broadcasts  # of buffers, before the next forward
-    record.local = trainer.gradients()
-
-
-def _clear_gradients(trainer: Trainer, *, keep: bool) -> None:
-    for model in trainer.models:
-        model.model.zero_grad(set_to_none=not keep)
+    gradients = {unreduced(name): gradient for name, gradient in trainer.parallel.gradients().items()}
+    record.local = Step(None, {}, {}, random_state(trainer.place.device), gradients)
 
 
 def _update(trainer: Trainer) -> None:
     """Plain SGD; an optimizer of torch's would refuse to mix dense and sparse gradients in one call."""
     with torch.no_grad():
-        for parameter in (parameter for model in trainer.models for parameter in model.model.parameters()):
+        for parameter in trainer.parallel.model.parameters():
             if parameter.grad is not None:
                 parameter.copy_(updated(parameter, parameter.grad))
 

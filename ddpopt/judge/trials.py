@@ -8,16 +8,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import logging
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch._dynamo import guards, trace_rules
-from torch._functorch._aot_autograd import graph_compile
 
 from ddpopt.cases.case import Case, resolve
 from ddpopt.judge.judge import judge
@@ -145,28 +140,13 @@ def hardware(device: torch.device) -> str:
 
 @contextlib.contextmanager
 def quickly() -> Iterator[None]:
-    """Spare a process of our own what costs a third of a trial and what nobody reads.
-
-    What is imported by now is no garbage; each run collects its own. Dynamo does not time its guards, puts
-    together no structured trace, and keeps its table of torch's functions when a process group is made.
-    AOTAutograd writes its graphs down only for who set ``TORCH_LOGS``.
-    """
+    """Spare a process of our own runs of the garbage collector over what is imported: that is no garbage."""
     _load_compiler()
     keep_for_good()
-    spared: list[tuple[Any, str, Any]] = [
-        (logging.getLogger("torch.__trace"), "handlers", []),
-        (guards, "profile_guard_manager", lambda *_: 0.0),
-        (trace_rules, "clear_lru_cache", nothing),
-    ]
-    if not os.environ.get("TORCH_LOGS"):
-        spared += [
-            (graph_compile, "_log_joint_graph", lambda *_: None),
-            (graph_compile, "_log_fw_bw_graphs", lambda *_: (None, None)),
-        ]
-    with contextlib.ExitStack() as stack:
-        for where, name, instead in spared:  # a release that does not do it has no such name
-            stack.enter_context(patch.object(where, name, instead, create=True))
+    try:
         yield
+    finally:
+        gc.unfreeze()
 
 
 def keep_for_good() -> None:

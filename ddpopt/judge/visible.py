@@ -32,8 +32,6 @@ KEPT = "kept "
 OUTSIDE = "the tensor outside of DDP"
 ATTRIBUTE = "attribute "
 LAST = "the last step's "
-UNMOVED = "as it was"
-"""Of a version counter: compiled code may move it where eager writes without moving it."""
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 DEPTH = 8
 """Of containers in containers that are looked into."""
@@ -197,20 +195,18 @@ class Sight:
 
     Args:
         functions: of the case, which may use tensors outside of DDP and keep what they see.
-        models: by the words before their names: their parameters are not outside of DDP, and their
-            modules may keep what they see.
+        model: its parameters are not outside of DDP, and its modules may keep what they see.
     """
 
-    def __init__(self, functions: Sequence[Any], models: Mapping[str, nn.Module]) -> None:
+    def __init__(self, functions: Sequence[Any], model: nn.Module) -> None:
         self._functions = functions
-        self._models = models
+        self._model = model
         self._inputs: dict[str, Tensor] = {}
         self._outputs: dict[str, Tensor] = {}
         self._outside: dict[int, Tensor] = {}
         self._cleared: dict[int, Tensor] = {}
         self._held: dict[str, Any] = {}
         self._last: dict[str, tuple[Tensor, Tensor]] = {}
-        self._versions: dict[str, int] = {}
         self._generators: dict[str, bytes] = {}
         self._forwards = 0
 
@@ -231,7 +227,7 @@ class Sight:
         for name, value in (*enumerate(args), *kwargs.items()):
             for path, leaf in leaves(value, f"input {name}{self._which}"):
                 if isinstance(leaf, Tensor):
-                    self._inputs[path], self._versions[path] = leaf, _version(leaf)
+                    self._inputs[path] = leaf
                     self._clear_once(leaf)
 
     def returns(self, output: Any) -> dict[str, Any]:
@@ -265,14 +261,11 @@ class Sight:
             tensor.grad = None
 
     def _parameters(self) -> set[int]:
-        return {id(parameter) for model in self._models.values() for parameter in model.parameters()}
+        return {id(parameter) for parameter in self._model.parameters()}
 
     def after_step(self) -> dict[str, Any]:
         """Return all that is there to see after the backward, by name."""
         found = {f"{path} after the step": _as_tensor(tensor) for path, tensor in self._inputs.items()}
-        for path, tensor in self._inputs.items():
-            moved = _version(tensor) > self._versions[path]
-            found[f"version counter of {path}"] = "moved" if moved else UNMOVED
         found["list of gradients with a history, or of frozen parameters"] = ", ".join(self._odd()) or "none"
         for name, tensor in self._leaves():
             found[f"{GRADIENT_OF}{name}"] = _as_tensor(tensor.grad)
@@ -282,15 +275,14 @@ class Sight:
 
     def _odd(self) -> Iterator[str]:
         """Parameters whose gradients require gradients themselves, or that should have none."""
-        for prefix, model in self._models.items():
-            for name, parameter in model.named_parameters():
-                gradient = parameter.grad
-                if gradient is not None and (gradient.requires_grad or not parameter.requires_grad):
-                    yield f"{prefix}{name}"
+        for name, parameter in self._model.named_parameters():
+            gradient = parameter.grad
+            if gradient is not None and (gradient.requires_grad or not parameter.requires_grad):
+                yield name
 
     def settings(self, device: torch.device) -> dict[str, str]:
         """Tell what code may leave switched, and which generators besides torch's have been drawn from."""
-        training = sorted({part.training for model in self._models.values() for part in model.modules()})
+        training = sorted({part.training for part in self._model.modules()})
         kind, dtype = device.type, torch.get_default_dtype()
         autocast = f"{torch.is_autocast_enabled(kind)} to {torch.get_autocast_dtype(kind)}"
         words = f"gradients {torch.is_grad_enabled()}, autocast {autocast}, default {dtype}"
@@ -305,10 +297,8 @@ class Sight:
 
     def memory(self) -> tuple[Pairs, tuple[str, ...]]:
         """Tell what shares memory, and what a script kept of the last step that has been written since."""
-        seen = self._inputs | dict(self._leaves())
-        for prefix, model in self._models.items():
-            seen |= {f"{prefix}{name}": tensor for name, tensor in model.named_parameters()}
-            seen |= {f"buffer {prefix}{name}": tensor for name, tensor in model.named_buffers()}
+        seen = self._inputs | dict(self._leaves()) | dict(self._model.named_parameters())
+        seen |= {f"buffer {name}": tensor for name, tensor in self._model.named_buffers()}
         leaf_gradients = ((name, tensor.grad) for name, tensor in seen.items() if tensor.is_leaf)
         results = {f"{GRADIENT_OF}{name}": grad for name, grad in leaf_gradients if grad is not None}
         results |= self._outputs
@@ -336,14 +326,13 @@ class Sight:
 
         A DDP module's attributes are its own business.
         """
-        for prefix, model in self._models.items():
-            for path, module in model.named_modules():
-                own = {} if isinstance(module, DistributedDataParallel) else vars(module)
-                for name, value in own.items():
-                    if name not in OF_EVERY_MODULE and isinstance(value, (Tensor, *PLAIN, list, dict, tuple)):
-                        yield from leaves(value, f"{ATTRIBUTE}{prefix}{path}.{name}")
-            for hook in _hooks(model):
-                yield from ((f"by a hook: {name}", value) for name, value in held_by(hook))
+        for path, module in self._model.named_modules():
+            own = {} if isinstance(module, DistributedDataParallel) else vars(module)
+            for name, value in own.items():
+                if name not in OF_EVERY_MODULE and isinstance(value, (Tensor, *PLAIN, list, dict, tuple)):
+                    yield from leaves(value, f"{ATTRIBUTE}{path}.{name}")
+        for hook in _hooks(self._model):
+            yield from ((f"by a hook: {name}", value) for name, value in held_by(hook))
         for function in self._functions:
             yield from ((f"by the case: {name}", value) for name, value in held_by(function))
 
@@ -369,10 +358,6 @@ def _hooks(model: nn.Module) -> Iterator[Any]:
     for parameter in model.parameters():
         yield from (parameter._backward_hooks or {}).values()
         yield from (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _generators() -> dict[str, bytes]:

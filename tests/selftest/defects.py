@@ -218,7 +218,7 @@ DEFECTS: tuple[Defect, ...] = (
         "ddpopt-split",
         unseen_updates,
         DrawnModel(steps=(_LINEAR, step("statistics", read="saved")), width=4, cap_bytes=1),
-        ("L0",),
+        ("L2",),
         r"s\d+ = torch\.tanh",
     ),
     Defect(

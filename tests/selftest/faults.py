@@ -75,12 +75,14 @@ class Fault:
     def due(self, levels: Iterable[str], size: int) -> tuple[str, ...]:
         """Those that have to find it, where these levels were applied on so many ranks.
 
-        L0 has to where equality is asked for: of reduced gradients on two ranks, of all else on any. L1
+        L0 has to where equality is asked for: of reduced gradients on two ranks, of all else on any; of
+        gradients of a cut graph not, where L2 judged them instead. L1
         holds what is received against what was sent, so it has to find faults in communication; of other
         wrong gradients it has to hear only where nothing else compares them.
         """
         applied = {*levels, "certificate", "agreement"}
-        if (size > 2 and self.reduced) or self.backend == "rounding":
+        resummed = self.mode == "ddpopt-split" and "L2" in applied
+        if (size > 2 and self.reduced) or self.backend == "rounding" or resummed:
             applied -= {"L0"}
         if self.layer != "communication" and not applied.isdisjoint(("L0", "L2")):
             applied -= {"L1"}

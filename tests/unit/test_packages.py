@@ -40,7 +40,7 @@ MAY_IMPORT = {
 """For each package those that it may import; all may import `ddpopt.errors` and `ddpopt.torch_private`."""
 CYCLES = {"cases", "testing"}
 """Packages with a cycle inside them."""
-TWICE = "Counted Evidence Kind Limits Plan Program Signature Step _Run"
+TWICE = "Counted Evidence Kind Limits Plan Program Signature Step"
 
 
 def module_name(path: Path) -> str:

@@ -1,8 +1,7 @@
 """What one step left, and the rules and bounds by which `ddpopt.judge.judge` judges it.
 
-A `record` holds `numbers`, each with its levels. `ladder` judges them: by `ddpopt.judge.compare`, by
-`arithmetic`, which needs to know what `rounding` does, or as a `reassociation` that the plan proves, by who
-reads a value and by the `layouts` of gradients. `reference` is eager's side, `structure` and `sent` hold what
-is no number, by the `evidence` of all ranks, `failing` tells how a run fails, and `sheet` collects what was
-found.
+A `record` holds numbers, each with its levels. `ladder` judges them: by `ddpopt.judge.compare`, or by
+`arithmetic`, which needs to know what `rounding` does. `reference` is eager's side, `structure` holds
+what is no number, by the evidence of all ranks, `failing` tells how a run fails, and `sheet` collects
+what was found.
 """

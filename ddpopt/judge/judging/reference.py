@@ -10,7 +10,6 @@ import contextlib
 import functools
 import gc
 import os
-import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -20,15 +19,13 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from ddpopt.cases.case import Case
-from ddpopt.judge.compare import Sum, bitwise, contribution, dense, exact
+from ddpopt.judge.compare import Sum, bitwise, contribution, exact
 from ddpopt.judge.judging.arithmetic import Arithmetic
-from ddpopt.judge.judging.evidence import Peer, peer_of
 from ddpopt.judge.judging.failing import Failure, failure_of, stalled, told
-from ddpopt.judge.judging.numbers import BUFFER, is_rounded, left_behind, plain
-from ddpopt.judge.judging.record import Record, Step
+from ddpopt.judge.judging.record import Record, pairs
 from ddpopt.judge.judging.rounding import (
     SAMPLES,
     autocast_dtypes,
@@ -38,6 +35,7 @@ from ddpopt.judge.judging.rounding import (
     perturbed_state,
     widened,
 )
+from ddpopt.judge.judging.structure import Peer, peer_of
 from ddpopt.judge.modes import LOCAL, Mode, mode
 from ddpopt.judge.option_cases import in_dtype
 from ddpopt.judge.parallel import Gradients, Named
@@ -49,8 +47,6 @@ COLLECTIVE_LIMIT_S = 20.0
 """For small models. Elsewhere a rank may have to wait for as long as a peer compiles."""
 CALM_LIMIT_S = 300.0
 """In the comparison's own group nothing goes wrong by a mode's fault: a rank may just be busy for long."""
-PATIENCE_S = 20.0
-"""How long a rank that is through with a run leaves its peers in collectives that it never enters."""
 
 
 @dataclass(frozen=True)
@@ -137,12 +133,10 @@ class Bench:
             finally:
                 with contextlib.suppress(Exception):
                     dist.destroy_process_group(group)
-            # Peers learn of it from closed connections, so nothing may hold the group.
+            # Peers learn of a failure from closed connections, so nothing may hold the group.
             del course, group
-            if failure is not None:
-                gc.collect()
-        with _letting_go():
-            self.failures = [other for other in self.ranks.gather(failure) if other is not None]
+            gc.collect()
+        self.failures = [other for other in self.ranks.gather(failure) if other is not None]
         return None if self.failures else record
 
     def run_eager(self, **more: Any) -> Record | None:
@@ -198,21 +192,6 @@ class Bench:
         return own
 
 
-@contextlib.contextmanager
-def _letting_go() -> Iterator[None]:
-    """Close the connections of a run that has ended, unless the peers end soon too.
-
-    What they still wait for by then is never sent. Where all goes well nobody pays for the collection.
-    """
-    timer = threading.Timer(PATIENCE_S, gc.collect)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
 class SeenBuffers:
     """The buffers that each forward of a run saw, for a run of the model alone to see the same.
 
@@ -222,22 +201,19 @@ class SeenBuffers:
     """
 
     def __init__(self) -> None:
-        self._seen: list[list[Named]] = []
+        self._seen: list[Named] = []
 
     def remember(self, trainer: Trainer) -> None:
         """Note what the forwards of a run see from now on; for `ddpopt.judge.training.Course.tamper`."""
-        self._seen = [[] for _ in trainer.models]
-        for parallel, seen in zip(trainer.models, self._seen, strict=True):
-            parallel.model.register_forward_pre_hook(functools.partial(_note, seen))
+        self._seen.clear()
+        trainer.parallel.model.register_forward_pre_hook(self._note)
 
     def show(self, trainer: Trainer) -> None:
         """Have the forwards of a run see what those of the remembered one saw."""
-        for parallel, seen in zip(trainer.models, self._seen, strict=True):
-            parallel.model.register_forward_pre_hook(functools.partial(_set, iter(seen)))
+        trainer.parallel.model.register_forward_pre_hook(functools.partial(_set, iter(self._seen)))
 
-
-def _note(seen: list[Named], model: nn.Module, _: object) -> None:
-    seen.append({name: buffer.detach().clone() for name, buffer in model.named_buffers()})
+    def _note(self, model: nn.Module, _: object) -> None:
+        self._seen.append({name: buffer.detach().clone() for name, buffer in model.named_buffers()})
 
 
 def _set(left: Iterator[Named], model: nn.Module, _: object) -> None:
@@ -256,7 +232,6 @@ class Reference:
         again: the record of the same once more, each step from the same state.
         unstable: names of what was not the same once more, on any rank.
         written: names of parameters that something else than the optimizer writes to.
-        not_finite: names of what has NaN or infinity on this rank.
         sums: for each step what the ranks contribute to each gradient; empty where the reduced gradient is
             no mean of what the model alone computes, or the model alone fails.
         alone: the model's own run on this rank, from the states of the eager run.
@@ -268,7 +243,6 @@ class Reference:
         self.again = again
         self.unstable = frozenset[str]().union(*bench.ranks.gather(_changed(eager, again)))
         self.written = frozenset[str]().union(*bench.ranks.gather(_written(eager)))
-        self.not_finite = _not_finite(eager)
         self.alone: Record | None = None
         self.sums: list[dict[str, Sum]] = []
         self.eager_peers = bench.peers(eager)
@@ -321,20 +295,8 @@ class Reference:
 
 
 def _changed(eager: Record, again: Record) -> set[str]:
-    """Names of what two runs do not agree on."""
-    return {
-        plain(name)
-        for moment, same in zip(eager.moments, again.moments, strict=False)
-        for first, second in [(_all_of(moment), _all_of(same))]
-        for name in first.keys() | second.keys()
-        if not _same(first.get(name), second.get(name))
-    }
-
-
-def _all_of(moment: Step) -> Named:
-    """What a step left, integers too."""
-    integers = {BUFFER + name: tensor for name, tensor in moment.state.items() if not is_rounded(tensor)}
-    return integers | {name: tensor for name, (_, tensor) in left_behind(moment).items()}
+    """Names of the numbers that two runs do not agree on."""
+    return {number.plain for number in pairs(again, eager) if not bitwise(number.got, number.eager).right}
 
 
 def _written(eager: Record) -> set[str]:
@@ -343,18 +305,5 @@ def _written(eager: Record) -> set[str]:
         name
         for start, step in zip(eager.starts, eager.steps, strict=False)
         for name, gradient in step.taken.items()
-        if not _same(step.state[name], updated(start[name], gradient))
+        if not bitwise(step.state[name], updated(start[name], gradient)).right
     }
-
-
-def _not_finite(eager: Record) -> tuple[str, ...]:
-    """Names of what has NaN or infinity in any step."""
-    left = (pair for moment in eager.moments for pair in left_behind(moment).items())
-    rounded = ((name, dense(tensor)) for name, (_, tensor) in left if is_rounded(tensor))
-    return tuple(dict.fromkeys(name for name, tensor in rounded if not bool(tensor.isfinite().all())))
-
-
-def _same(left: Tensor | None, right: Tensor | None) -> bool:
-    if left is None or right is None or left.dtype != right.dtype or left.shape != right.shape:
-        return False
-    return bitwise(left, right).right

@@ -24,8 +24,7 @@ from torch.utils._pytree import tree_map
 from ddpopt.cases.case import Case
 from ddpopt.judge.compare import Sum, exact
 from ddpopt.judge.judging.arithmetic import Arithmetic, arithmetic_of
-from ddpopt.judge.judging.numbers import Kind, is_rounded, left_behind, plain
-from ddpopt.judge.judging.record import Record
+from ddpopt.judge.judging.record import Kind, Record, is_rounded, left_behind, plain
 from ddpopt.judge.option_cases import cast
 from ddpopt.judge.parallel import Named
 from ddpopt.judge.trainer import on_device

@@ -6,10 +6,10 @@ Invariant: of each number and level the worst comparison is kept, and every rema
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from ddpopt.judge.compare import Difference
-from ddpopt.judge.judging.numbers import BUFFER, FINAL, PARAMETER, SEEN, plain
+from ddpopt.judge.judging.record import BUFFER, FINAL, PARAMETER, SEEN, plain
 from ddpopt.judge.verdict import Finding, Measured
 
 CLAIM = {
@@ -47,19 +47,12 @@ class Judged:
         bucket = f", bucket {seen.bucket}" if seen.bucket is not None else ""
         remark = f" ({self.note})" if self.note else ""
         by_optimizer = seen.level == "L0" and seen.parameter.startswith(PARAMETER)
-        return Finding(
-            seen.level,
-            BY_OPTIMIZER if by_optimizer else CLAIM[seen.level],
+        message = (
             f"{_what(seen.parameter)}{bucket}, step {seen.step}, rank {seen.rank}: off by {seen.error:.3g} "
-            f"where {seen.bound:.3g} is allowed, {seen.ulps:.3g} ULP{remark}",
-            rank=seen.rank,
-            step=seen.step,
-            parameter=seen.parameter,
-            bucket=seen.bucket,
-            ulps=seen.ulps,
-            error=seen.error,
-            bound=seen.bound,
+            f"where {seen.bound:.3g} is allowed, {seen.ulps:.3g} ULP{remark}"
         )
+        claim = BY_OPTIMIZER if by_optimizer else CLAIM[seen.level]
+        return Finding(claim=claim, message=message, **asdict(seen))
 
 
 def _what(name: str) -> str:

@@ -1,26 +1,120 @@
 """L3, the structure: all that must hold of a run before its numbers mean anything.
 
-A table of claims, each one sentence and one small function. All are asked, and all findings are kept.
-Invariant: nothing here looks at how close two numbers are; None against a tensor is a finding.
+A table of claims, each one sentence and one small function, on this rank's records and on every rank's
+summary of its own, which holds no tensor. All are asked, and all findings are kept. Invariant: nothing here
+looks at how close two numbers are; None against a tensor is a finding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from ddpopt.judge.judging import sent
-from ddpopt.judge.judging.evidence import Break, Broken, Claim, Evidence, Peer
-from ddpopt.judge.judging.numbers import FINAL, is_rounded, plain, seen
-from ddpopt.judge.judging.record import Step, in_sight
+from ddpopt.judge.compare import raw_bytes
+from ddpopt.judge.judging.record import FINAL, Record, Step, in_sight, is_rounded, plain, seen
+from ddpopt.judge.modes import Mode
+from ddpopt.judge.trainer import Option
 from ddpopt.judge.verdict import Finding
-from ddpopt.judge.visible import GRADIENT_OF, UNMOVED, form_of, is_of_last_step
+from ddpopt.judge.visible import GRADIENT_OF, form_of, is_of_last_step
+from ddpopt.observation.observe import Collective
 
 MISSING, UNTRAINED = "missing", "that of no parameter that is trained"
+ONE_SIDED = ("send", "recv")
+"""Between two ranks: the others have none."""
+UNEVEN = ("alltoall", "all_to_all", "gather", "scatter", "barrier")
+"""Each rank may send another number of bytes."""
+Told = TypeVar("Told")
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What one rank tells the others of its run.
+
+    Attributes:
+        rank: in the group that trains together.
+        states: for each step, a digest of every parameter and buffer after it.
+        graphs: Dynamo's compile ids, step by step.
+        buckets: names of the parameters of each bucket, at each synchronised backward.
+        collectives: on the DDP module's process group, in order: what of each must be the same on all ranks.
+    """
+
+    rank: int
+    states: tuple[dict[str, bytes], ...]
+    graphs: tuple[tuple[str, ...], ...]
+    buckets: tuple[tuple[tuple[str, ...], ...], ...]
+    collectives: tuple[str, ...] = ()
+
+
+def peer_of(rank: int, record: Record) -> Peer:
+    """Sum up a run for the other ranks."""
+    return Peer(
+        rank=rank,
+        states=tuple({name: _digest(t) for name, t in step.state.items()} for step in record.steps),
+        graphs=tuple(
+            record.graphs[before:after]
+            for before, after in zip([0, *record.graphs_after], record.graphs_after, strict=False)
+        ),
+        buckets=tuple(tuple(bucket.params for bucket in one.buckets) for one in record.iterations or ()),
+        collectives=tuple(_sent(c) for c in record.collectives if not c.op.startswith(ONE_SIDED)),
+    )
+
+
+def _digest(tensor: Tensor) -> bytes:
+    return hashlib.blake2b(raw_bytes(tensor), digest_size=16).digest()
+
+
+def _sent(collective: Collective) -> str:
+    words = collective.op if collective.op.startswith(UNEVEN) else _words_of(collective)
+    return words if collective.bucket is None else f"{words}, bucket {collective.bucket}"
+
+
+def _words_of(collective: Collective) -> str:
+    return f"{collective.op} of {collective.nbytes} bytes of {collective.dtype}"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What claims are judged by.
+
+    Attributes:
+        mode: the mode under test.
+        option: the option.
+        compiled: whether anything was to be compiled.
+        got: this rank's run in the mode.
+        eager: this rank's run in eager DDP.
+        peers: every rank's run in the mode, by rank in the group.
+        eager_peers: the same for eager.
+        alone: the graphs that Dynamo makes of the model alone, after each step; None if that is not known.
+        ranks_differ: whether ranks may run different graphs.
+    """
+
+    mode: Mode
+    option: Option
+    compiled: bool
+    got: Record
+    eager: Record
+    peers: Sequence[Peer]
+    eager_peers: Sequence[Peer]
+    alone: Sequence[int] | None
+    ranks_differ: bool
+
+
+class Break(NamedTuple):
+    """Where a claim does not hold: what was seen, of which parameter, in which step."""
+
+    message: str
+    parameter: str | None = None
+    step: int | None = None
+
+
+Broken = Iterator[Break]
 
 
 def structure(evidence: Evidence, rank: int) -> list[Finding]:
@@ -34,10 +128,17 @@ def structure(evidence: Evidence, rank: int) -> list[Finding]:
         All that does not hold.
     """
     return [
-        Finding("L3", claim, one.in_words, rank=rank, step=one.step, parameter=one.parameter)
+        Finding("L3", claim, _with_step(one), rank=rank, step=one.step, parameter=one.parameter)
         for claim, holds in CLAIMS
         for one in holds(evidence)
     ]
+
+
+def _with_step(one: Break) -> str:
+    return one.message if one.step is None else f"step {one.step}: {one.message}"
+
+
+# ------------------------------------------------------------------------------------- what each rank has
 
 
 def _steps(evidence: Evidence) -> Broken:
@@ -77,7 +178,7 @@ def _seen(evidence: Evidence) -> Broken:
     """What else a script can see: the form of each tensor; types, None and counts as they are."""
     for step, (got, eager) in _moments(evidence):
         for name, has, wants in _unlike(seen(got), seen(eager)):
-            if wants != UNMOVED and in_sight(name, eager):
+            if in_sight(name, eager):
                 message = f"{name} is {has}, in eager DDP {wants}"
                 yield Break(message, plain(name) if name.startswith(FINAL) else None, step)
 
@@ -145,7 +246,132 @@ def _unequal(peers: Sequence[Peer]) -> dict[tuple[int, str], int]:
     }
 
 
-CLAIMS: tuple[tuple[str, Claim], ...] = (
+# --------------------------------------------------------------------------------- what was sent and compiled
+
+
+def _unlike_first(
+    peers: Sequence[Peer], what: Callable[[Peer], Sequence[Told]]
+) -> Iterator[tuple[int, int, Told, Told]]:
+    """Yield where each rank first tells something else than the first: rank, index, what either tells."""
+    for peer in peers[1:]:
+        for index, (theirs, ours) in enumerate(zip(what(peer), what(peers[0]), strict=False)):
+            if theirs != ours:
+                yield peer.rank, index, theirs, ours
+                break
+
+
+def _same_buckets(evidence: Evidence) -> Broken:
+    """Ranks that disagree on buckets add up what does not belong together."""
+    for rank, index, theirs, ours in _unlike_first(evidence.peers, lambda peer: peer.buckets):
+        yield Break(f"backward {index}: rank {rank} has buckets {theirs}, rank 0 {ours}")
+
+
+def _reduced_once(evidence: Evidence) -> Broken:
+    if not evidence.option.sends_as_usual:
+        return
+    for index, iteration in enumerate(evidence.got.iterations or ()):
+        carried = [c.bucket for c in iteration.collectives if c.bucket is not None]
+        expected = [bucket.index for bucket in iteration.buckets]
+        if carried != expected:
+            yield Break(
+                f"backward {index}: buckets {carried} were reduced, expected {expected}: each once, in order"
+            )
+
+
+def _no_others(evidence: Evidence) -> Broken:
+    """Collectives that carry no bucket: the map of used parameters, what layers and hooks send."""
+    more = Counter(_bucketless(evidence.got)) - Counter(_bucketless(evidence.eager))
+    if more and evidence.option.sends_as_usual:
+        words = ", ".join(f"{count} x {collective}" for collective, count in more.items())
+        yield Break(f"sent {words} more than eager DDP does, and none is a bucket")
+
+
+def _bucketless(record: Record) -> list[str]:
+    """What carried no bucket; but for what a reducer sends for itself.
+
+    That is the order and the sizes of rebuilt buckets, and which parameters were used.
+    """
+    layouts = [[len(bucket.params) for bucket in one.buckets] for one in record.iterations or ()]
+    numbers = {number for counts in layouts for number in (sum(counts) + 1, len(counts))}
+    rebuilding = {_words_of(Collective("broadcast", 4 * number, "int32", None)) for number in numbers}
+    rebuilding |= {_words_of(Collective("allreduce", 4 * sum(counts), "int32", None)) for counts in layouts}
+    own = [_words_of(collective) for collective in record.collectives if collective.bucket is None]
+    others = [f"{_words_of(collective)} in another group" for collective in record.elsewhere]
+    return [*(words for words in own if words not in rebuilding), *others]
+
+
+def _same_order(evidence: Evidence) -> Broken:
+    """Collectives that ranks enter in another order never end, or mix up their data."""
+    if not evidence.option.sends_as_usual:
+        return
+    for rank, index, theirs, ours in _unlike_first(
+        evidence.peers, lambda peer: (*peer.collectives, "nothing")
+    ):
+        yield Break(f"collective {index}: rank {rank} has {theirs}, rank 0 {ours}")
+
+
+def _synchronised(evidence: Evidence) -> Broken:
+    """Backwards were reduced where they should be, one in each step, and nowhere else."""
+    if evidence.got.iterations is None or not evidence.option.sends_as_usual:
+        return
+    got, expected = len(evidence.got.iterations), len(evidence.got.steps)
+    if got != expected:
+        yield Break(f"{got} backwards were reduced in {expected} steps, expected one in each")
+
+
+def _planned(evidence: Evidence) -> Broken:
+    """The reducer's buckets are the plan's; there is none where no gradient of a bucket is ever computed."""
+    got = evidence.got
+    if not got.planned or not got.iterations or not evidence.compiled:
+        return
+    if got.plan is None:
+        if _trains(evidence):
+            yield Break("ddpopt's plan is not in force: DDP went on with buckets of its own")
+        return
+    planned = [bucket.params for bucket in got.plan.buckets]
+    for index, iteration in enumerate(got.iterations):
+        seen = [bucket.params for bucket in iteration.buckets]
+        if [frozenset(params) for params in seen] != [frozenset(params) for params in planned]:
+            yield Break(f"backward {index}: the reducer has buckets {seen}, the plan {planned}")
+
+
+def _trains(evidence: Evidence) -> bool:
+    """Whether eager DDP has a gradient for anything that is sent."""
+    buckets = (bucket for iteration in evidence.got.iterations or () for bucket in iteration.buckets)
+    names = {name for bucket in buckets for name in bucket.params}
+    return any(step.gradients.get(name) is not None for step in evidence.eager.steps for name in names)
+
+
+def _compiled(evidence: Evidence) -> Broken:
+    """A mode that does nothing is no mode."""
+    if not evidence.compiled:
+        return
+    if not evidence.got.graphs:
+        yield Break("nothing was compiled: Dynamo made no graph")
+    if evidence.mode.captures_backward and evidence.got.captures == 0:
+        yield Break("compiled autograd captured no backward")
+
+
+def _same_graphs(evidence: Evidence) -> Broken:
+    """A rank that compiles alone keeps its peers waiting."""
+    if evidence.ranks_differ or not evidence.compiled:
+        return
+    for rank, step, *graphs in _unlike_first(evidence.peers, lambda peer: peer.graphs):
+        theirs, ours = (", ".join(ids) or "nothing" for ids in graphs)
+        yield Break(f"rank {rank} compiled {theirs}, rank 0 {ours}", None, step)
+
+
+def _as_alone(evidence: Evidence) -> Broken:
+    """Being data-parallel costs no graph."""
+    if evidence.alone is None or not evidence.got.graphs or evidence.option.more_graphs:
+        return
+    for step, (got, alone) in enumerate(zip(evidence.got.graphs_after, evidence.alone, strict=False)):
+        if got != alone:
+            yield Break(f"{got} graphs were compiled by then, of the model alone {alone}", None, step)
+            return
+
+
+CLAIMS: tuple[tuple[str, Callable[[Evidence], Broken]], ...] = (
     ("as many steps as in eager DDP", _steps),
     ("a gradient wherever eager DDP has one", partial(_gradients, missing=True)),
     ("gradients of eager DDP's shape, dtype, strides and device", partial(_gradients, missing=False)),
@@ -157,13 +383,13 @@ CLAIMS: tuple[tuple[str, Claim], ...] = (
         _memory,
     ),
     ("parameters and buffers equal on all ranks where they are in eager DDP", _agreement),
-    ("the same buckets on every rank", sent.same_buckets),
-    ("every bucket reduced exactly once, in order", sent.reduced_once),
-    ("no collective but buckets and what eager DDP sends", sent.no_others),
-    ("the same collectives on every rank, in the same order", sent.same_order),
-    ("as many synchronised backwards as asked for, none under no_sync", sent.synchronised),
-    ("the reducer follows the plan", sent.planned),
-    ("something was compiled", sent.compiled),
-    ("the same graphs on every rank, step by step", sent.same_graphs),
-    ("as many graphs as of the model alone", sent.as_alone),
+    ("the same buckets on every rank", _same_buckets),
+    ("every bucket reduced exactly once, in order", _reduced_once),
+    ("no collective but buckets and what eager DDP sends", _no_others),
+    ("the same collectives on every rank, in the same order", _same_order),
+    ("as many synchronised backwards as asked for, none under no_sync", _synchronised),
+    ("the reducer follows the plan", _planned),
+    ("something was compiled", _compiled),
+    ("the same graphs on every rank, step by step", _same_graphs),
+    ("as many graphs as of the model alone", _as_alone),
 )

@@ -1,10 +1,10 @@
 """``ddpopt verify`` as people run it, on ranks that it starts: its exit codes, and what it writes."""
 
+import json
 from pathlib import Path
 
 import pytest
 
-from ddpopt.judge.verdict import Verdict
 from tests.shop import run, write_shop
 
 pytestmark = pytest.mark.timeout(240)
@@ -23,8 +23,8 @@ def test_a_right_model_ends_with_0_and_writes_every_report(folder: Path) -> None
     done = run(folder, "shop:small", "--options", "default,accumulation", *files)
     assert done.returncode == 0, done.stderr
     assert "RIGHT: shop:small on 2 ranks" in done.stdout
-    verdict = Verdict.from_json((folder / "v.json").read_text())
-    assert [trial.option for trial in verdict.trials] == ["default", "accumulation"]
+    trials = json.loads((folder / "v.json").read_text())["trials"]
+    assert [trial["option"] for trial in trials] == ["default", "accumulation"]
     assert all((folder / name).stat().st_size > 100 for name in ("v.json", "v.xml", "v.html"))
 
 
@@ -38,10 +38,9 @@ def test_a_model_of_the_transformers_library_is_right() -> None:
 def test_a_backend_that_is_wrong_ends_with_1_and_is_located(folder: Path) -> None:
     done = run(folder, "shop:small", "--backend", "doubling", "--json", "v.json")
     assert done.returncode == 1, done.stderr
-    verdict = Verdict.from_json((folder / "v.json").read_text())
-    assert {finding.level for finding in verdict.findings} >= {"L2"}
-    assert verdict.location is not None
-    assert not all(rung.agrees for rung in verdict.location.rungs)
+    verdict = json.loads((folder / "v.json").read_text())
+    assert "L2" in {finding["level"] for trial in verdict["trials"] for finding in trial["findings"]}
+    assert not all(rung["agrees"] for rung in verdict["location"]["rungs"])
 
 
 @pytest.mark.nightly

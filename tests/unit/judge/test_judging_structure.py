@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from ddpopt.judge.judging.evidence import Evidence, Peer, peer_of
 from ddpopt.judge.judging.record import Record
 from ddpopt.judge.judging.reference import Bench, Subject
-from ddpopt.judge.judging.structure import CLAIMS, structure
+from ddpopt.judge.judging.structure import CLAIMS, Evidence, Peer, peer_of, structure
 from ddpopt.judge.matrix import CASES
 from ddpopt.judge.modes import mode
 from ddpopt.judge.options import option
@@ -244,12 +243,6 @@ def test_ranks_may_exchange_different_amounts_where_the_collective_allows_it(rig
     uneven = [Collective("alltoall_base", 4 * size, "float32", None) for size in (1, 2)]
     sent = [peer_of(rank, replace(right.got, collectives=(one,))) for rank, one in enumerate(uneven)]
     assert claims_broken(replace(right, peers=sent)) == set()
-
-
-def test_a_rank_without_data_may_take_part_in_a_bucket_that_it_does_not_know(right: Evidence) -> None:
-    shadows = [replace(one, bucket=None) for one in right.got.collectives]
-    peer = peer_of(1, replace(right.got, collectives=tuple(shadows)))
-    assert claims_broken(replace(right, peers=[right.peers[0], peer])) == set()
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,12 @@
-"""ddpopt.judge.judging.numbers: each has a name, and is known by what it depends on."""
+"""ddpopt.judge.judging.record: each has a name, and is known by what it depends on."""
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from ddpopt.judge.judging.numbers import FINAL, PARAMETER, Kind, Rules, left_behind, pairs
-from ddpopt.judge.judging.record import Record, Step
+from ddpopt.judge.judging.record import FINAL, PARAMETER, Kind, Record, Rules, Step, left_behind, pairs
 
 W, B = torch.ones(2, 2), torch.ones(3)
 
@@ -84,26 +82,16 @@ def test_a_parameter_that_something_else_writes_to_is_judged_as_what_it_is() -> 
         assert written.levels(Kind.PARAMETER, PARAMETER + "w") == (level,)
 
 
-def test_what_is_not_reproduced_or_excused_is_judged_by_rounding_and_nothing_else_is() -> None:
-    rules = Rules(exact=True, ordered=True, means=True, unstable=frozenset({"a"}), excused=frozenset({"b"}))
+def test_what_is_not_reproduced_or_summed_in_another_order_is_judged_by_rounding_and_nothing_else_is() -> (
+    None
+):
+    rules = Rules(exact=True, ordered=True, means=True, unstable=frozenset({"a"}), resummed=frozenset({"b"}))
     for name in "ab":
         assert rules.levels(Kind.GRADIENT, name) == ("L2",)
-        assert rules.levels(Kind.FINISHED, FINAL + name) == ("L2",)
-    assert rules.levels(Kind.FINISHED, "the norm") == ("L2",)  # it depends on all gradients
+    assert rules.levels(Kind.FINISHED, FINAL + "a") == ("L2",)
+    assert rules.levels(Kind.FINISHED, FINAL + "b") == ("L0",)  # it is equal
     assert rules.levels(Kind.GRADIENT, "c") == ("L0", "L1")
     assert rules.levels(Kind.FORWARD, "the loss") == ("L0",)
-
-
-def test_where_anything_is_judged_by_rounding_it_is_known_beforehand() -> None:
-    for exact, ordered, means, shards, finishes in itertools.product((True, False), repeat=5):
-        for name in ("unstable", "written", "excused", "ignored"):
-            named: dict[str, Any] = {name: frozenset({"w"})}
-            rules = Rules(exact, ordered, means, shards, finishes, **named)
-            kinds = [kind for kind in Kind if finishes or kind is not Kind.FINISHED]
-            levels = {level for kind in kinds for level in rules.levels(kind, "w")}
-            assert "L2" not in levels or rules.need_rounding
-    assert not TWO_RANKS.need_rounding
-    assert not THREE_RANKS.need_rounding
 
 
 @pytest.mark.parametrize(("rules", "level"), [(TWO_RANKS, "L0"), (THREE_RANKS, "L0"), (INDUCTOR, "L2")])
@@ -111,3 +99,9 @@ def test_a_gradient_that_ddp_leaves_alone_is_no_sum_over_ranks(rules: Rules, lev
     leaving_alone = replace(rules, ignored=frozenset({"weight"}))
     assert leaving_alone.levels(Kind.GRADIENT, "weight") == (level,)
     assert leaving_alone.levels(Kind.GRADIENT, "bias") == rules.levels(Kind.GRADIENT, "bias")
+
+
+def test_of_what_a_step_leaves_gradients_and_what_comes_of_them_are_sums() -> None:
+    rules = replace(TWO_RANKS, written=frozenset({"w"}))
+    assert [kind for kind in Kind if rules.sums(kind, "u")] == [Kind.OWN, Kind.GRADIENT, Kind.FINISHED]
+    assert rules.sums(Kind.PARAMETER, PARAMETER + "w")

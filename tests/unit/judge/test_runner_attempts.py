@@ -1,4 +1,4 @@
-"""ddpopt.judge.attempts: ranks that fail are started again, within one limit, and every trial gets a status.
+"""ddpopt.judge.runner: ranks that fail are started again, within one limit, and every trial gets a status.
 
 The ranks are played by functions that emit what ranks would.
 """
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ddpopt.judge import attempts
-from ddpopt.judge.attempts import Attempts
+from ddpopt.judge import runner
+from ddpopt.judge.runner import Attempts
 from ddpopt.judge.trials import Asked, Ended, Settings, Started
 from ddpopt.judge.verdict import Status, Trial
 from ddpopt.ranks.failures import RankFailure, RanksFailed
@@ -87,8 +87,8 @@ def attempt(
     monkeypatch: pytest.MonkeyPatch, *plays: Play, limit_s: float = 3600
 ) -> tuple[Stage, tuple[Trial, ...]]:
     stage = Stage(plays)
-    monkeypatch.setattr(attempts, "launch", stage.launch)
-    monkeypatch.setattr(attempts, "time", stage.clock)
+    monkeypatch.setattr(runner, "launch", stage.launch)
+    monkeypatch.setattr(runner, "time", stage.clock)
     return stage, Attempts(ASKED, Settings("eager"), lambda _: None).run(2, limit_s, None)
 
 
@@ -132,22 +132,15 @@ def test_ranks_that_fail_are_started_again_within_one_limit(
     assert ([trial.status for trial in trials], stage.limits, stage.done) == (statuses, limits, done)
 
 
-EAGER_STALLED = (
-    'eager DDP did not come to an end, on case b: rank 1 stalled, in slow.py", line 3 in f. '
-    "If it is only slow, raise --timeout."
-)
-AGAIN = 'not tried again: on case b rank 0 died (SIGSEGV), in reduce.py", line 7 in send'
+EAGER_FAILS = "eager DDP itself fails here, on case b: {}"
+AGAIN = "not tried again: it took the ranks down on case b"
 
 
 @pytest.mark.parametrize(
     ("failure", "mode", "lost"),
     [
-        (
-            KILLED,
-            "",
-            dict.fromkeys((1, 2), (LOST, "eager DDP itself fails here, on case b: rank 1 died (SIGKILL)")),
-        ),
-        (STALLED, "", dict.fromkeys((1, 2), (BROKEN, EAGER_STALLED))),
+        (KILLED, "", dict.fromkeys((1, 2), (LOST, EAGER_FAILS.format(KILLED)))),
+        (STALLED, "", dict.fromkeys((1, 2), (BROKEN, EAGER_FAILS.format(STALLED)))),
         (CRASHED, "torch", {1: (BROKEN, str(CRASHED)), 3: (BROKEN, AGAIN), 4: (BROKEN, AGAIN)}),
         (RAISED, "torch", {1: (Status.WRONG, "")}),
     ],
@@ -166,12 +159,9 @@ def test_a_failure_takes_its_trial_and_what_would_fail_as_well(
 
 def test_what_a_run_had_no_time_for_is_broken_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     _, trials = attempt(monkeypatch, fails(STALLED, 1, 0, mode="torch", after_s=90), limit_s=90)
-    assert trials[1].reason.startswith(
-        "the limit of the whole run passed meanwhile: expected a value from each"
-    )
-    assert {trial.reason for trial in trials[2:]} == {
-        "not tried: the limit of the whole run, 90 s, had passed. Raise it, or ask for less."
-    }
+    assert trials[1].reason == str(STALLED)
+    passed = "not tried: the limit of the whole run, 90 s, had passed. Raise it, or ask for less."
+    assert trials[2].reason == passed
 
 
 @pytest.mark.parametrize("before", [(), (fails(KILLED, 0),)])
