@@ -13,8 +13,6 @@ from collections.abc import Mapping
 
 from ddpopt.errors import UnsupportedError
 
-__all__ = ["NAMES", "RELEASES", "missing", "require_supported"]
-
 RELEASES = "torch 2.11 to 2.13"
 PLANS = "buckets cannot be planned as DDP fills them"
 FOLLOWS = "DDP cannot follow a plan"

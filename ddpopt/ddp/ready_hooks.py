@@ -29,7 +29,7 @@ from ddpopt.errors import HandOverError, UnsupportedError
 from ddpopt.graph.nodes import storages_of
 from ddpopt.planning.reduced import as_built, numbered_parameters, running_reducer
 
-__all__ = ["ReadyHooks", "ready_hooks", "registered"]
+c10d: Any = dist  # torch does not mark its re-exports
 
 
 class ReadyHooks:
@@ -86,7 +86,8 @@ class ReadyHooks:
             self._numbers = self._numbered()
             if not self._numbers:
                 return False
-            _remove_hooks(reducer)
+            # not the reducer's own method: it would note that somebody wants it out of the backward
+            c10d.Reducer._remove_autograd_hooks(reducer)
             self._taken_over = weakref.ref(reducer)
             self._buckets = set()
         return True
@@ -163,12 +164,6 @@ def registered(register: Callable[[Callable[..., None]], Any]) -> Any:
     handle = register(lambda *_: None)
     handle.remove()
     return handle.hooks_dict_ref()
-
-
-def _remove_hooks(reducer: Any) -> None:
-    """Take a reducer's own hooks away, without its noting that somebody wants it out of the backward."""
-    c10d: Any = dist  # torch does not mark its re-exports
-    c10d.Reducer._remove_autograd_hooks(reducer)
 
 
 def _may_be_gradient_of(gradient: Tensor, parameter: Tensor) -> bool:

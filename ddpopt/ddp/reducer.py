@@ -13,12 +13,13 @@ torch 2.11 to 2.13 (``torch/nn/parallel/distributed.py``, ``torch/csrc/distribut
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed import Reducer  # type: ignore[attr-defined]  # torch does not mark its re-exports
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.ddp.ready_hooks import ready_hooks, registered
@@ -26,23 +27,14 @@ from ddpopt.planning.plan import Plan
 from ddpopt.planning.reduced import as_built
 from ddpopt.planning.regions import specs_by_id
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Reducer
-else:
-    # A torch built without distributed has no reducer; nothing of this module is reached there.
-    Reducer = getattr(dist, "Reducer", object)
-
-__all__ = ["PlannedReducer", "install", "outside_dynamo"]
-
 REASON = "part of DDP, not of the model"
 
 # torch does not mark what torch.distributed re-exports.
 _c10d: Any = dist
-_Args = ParamSpec("_Args")
-_Result = TypeVar("_Result")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def outside_dynamo(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+def outside_dynamo(function: _Function) -> _Function:
     """Decorate a function that DDP's forward calls, so that Dynamo neither traces it nor what it calls.
 
     Dynamo skips the frames of ``torch.nn.parallel.distributed``, but would trace ours below them.
@@ -53,7 +45,7 @@ def outside_dynamo(function: Callable[_Args, _Result]) -> Callable[_Args, _Resul
     Returns:
         The function, as ``torch.compiler.disable`` wraps it.
     """
-    disabled: Callable[_Args, _Result] = torch.compiler.disable(function, reason=REASON)  # type: ignore[no-untyped-call]  # of torch
+    disabled: _Function = torch.compiler.disable(function, reason=REASON)  # type: ignore[no-untyped-call]  # of torch
     return disabled
 
 

@@ -14,8 +14,6 @@ from ddpopt.planning.bucket_rule import initial_buckets, specs_from_ddp
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.reduced import bucket_members, running_reducer
 
-__all__ = ["ObservedBucket", "running_buckets"]
-
 
 @dataclass(frozen=True)
 class ObservedBucket:

@@ -18,8 +18,8 @@ from torch import fx
 from torch._dynamo.backends.registry import lookup_backend
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.ddp.deferral import PendingLogger, active_module
-from ddpopt.ddp.impose import defer, imposed_plan
+from ddpopt.ddp.deferral import PendingLogger, active_module, defer
+from ddpopt.ddp.impose import imposed_plan
 from ddpopt.dynamo import hook
 from ddpopt.dynamo.quiet import compiling, undisturbed
 from ddpopt.errors import UnsupportedError, UsageError, did_you_mean
@@ -28,13 +28,7 @@ from ddpopt.graph.state import begins_without_grad
 from ddpopt.inline.compile import compile_inline, lendable, together
 from ddpopt.inline.inductor import in_order, is_inductor
 from ddpopt.planning.reduced import held_parameters
-from ddpopt.planning.regions import (
-    Planned,
-    Regions,
-    ends_in_break,
-    plan_for_reducer,
-    specs_by_id,
-)
+from ddpopt.planning.regions import Planned, Regions, ends_in_break, plan_for_reducer, specs_by_id
 from ddpopt.planning.strategy import Strategy, require_choice
 from ddpopt.proof.certificate import certify
 from ddpopt.split.partition import partition
@@ -275,13 +269,9 @@ def _say_once(reason: str, level: int = logging.INFO) -> None:
     logger.log(level, "ddpopt: %s", reason)
 
 
-@functools.cache
-def _entry_point() -> DdpoptBackend:
-    return DdpoptBackend("inductor")
-
-
 def __getattr__(name: str) -> DdpoptBackend:
     """``ddpopt_backend``, what ``torch.compile(model, backend="ddpopt")`` finds: made when looked up."""
-    if name == "ddpopt_backend":
-        return _entry_point()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name != "ddpopt_backend":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    backend: DdpoptBackend = globals().setdefault(name, DdpoptBackend("inductor"))
+    return backend

@@ -25,7 +25,7 @@ import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
-from ddpopt.graph.nodes import MISSING, SOURCES, example_value, storages
+from ddpopt.graph.nodes import MISSING, SOURCES, example_value, fetch, storages
 
 WRITING_OPERATORS = frozenset(
     getattr(operator, name)
@@ -218,10 +218,7 @@ def _body(node: fx.Node) -> fx.GraphModule | None:
 
 def _held(node: fx.Node) -> object:
     """The attribute or the module that the target of a node names, or None."""
-    value: object = node.graph.owning_module
-    for name in str(node.target).split("."):
-        value = getattr(value, name, None)
-    return value
+    return fetch(node.graph.owning_module, str(node.target), None)
 
 
 def _is_of_torch(module: object) -> bool:

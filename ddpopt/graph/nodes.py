@@ -17,6 +17,9 @@ from torch.utils import _pytree as pytree
 SOURCES = ("placeholder", "get_attr")
 """Node kinds that bring a value into a graph and compute nothing."""
 
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+"""Numbers that tracing has only a symbol for."""
+
 CompilerFn = Callable[..., Callable[..., Any]]
 """A Dynamo backend: ``(gm, example_inputs) -> callable``; some take options."""
 
@@ -26,6 +29,9 @@ CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 class Missing:
     """The example value of a node that carries none: nothing is known of what it returns."""
+
+    def __repr__(self) -> str:
+        return "nothing"
 
 
 MISSING = Missing()
@@ -41,9 +47,9 @@ def example_value(node: fx.Node) -> object:
     return node.meta.get("example_value", node.meta.get("val", MISSING))
 
 
-def fetch(gm: fx.GraphModule, target: str) -> object:
-    """The attribute of `gm` at a dotted path."""
-    return functools.reduce(getattr, target.split("."), gm)
+def fetch(module: object, path: str, *default: object) -> object:
+    """The attribute of a module at a dotted path; `default`, if one is given, where there is none."""
+    return functools.reduce(lambda value, name: getattr(value, name, *default), path.split("."), module)
 
 
 def checkpointed(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:

@@ -43,8 +43,6 @@ from ddpopt.ddp.ready_hooks import ready_hooks
 from ddpopt.errors import HandOverError
 from ddpopt.graph.nodes import storages_of
 
-__all__ = ["COPIED", "LATE", "TAKEN", "Call", "hand_over", "lend"]
-
 COPIED, TAKEN, LATE = range(3)
 """How a gradient is handed over: copied; taken with its memory, which compiled code is proved not to use,
 return or alias again; or only at the end of the backward, because code that follows reads the parameter."""

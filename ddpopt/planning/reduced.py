@@ -21,8 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpopt.errors import UnsupportedError
 
-__all__ = ["as_built", "bucket_members", "held_parameters", "numbered_parameters", "running_reducer"]
-
 
 def running_reducer(ddp: Any) -> Any:
     """The reducer that a DDP module uses, seen through a pending `ddpopt.ddp.deferral.defer`.

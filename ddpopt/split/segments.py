@@ -25,10 +25,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
-from ddpopt.graph.nodes import CompilerFn, example_value, requires_grad, write_code
+from ddpopt.graph.nodes import SYMBOLIC, CompilerFn, example_value, requires_grad, write_code
 from ddpopt.split.twins import signature
-
-SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @dataclass(frozen=True)
