@@ -33,7 +33,7 @@ from ddpopt.graph.nodes import (
     module_like,
     operands,
 )
-from ddpopt.graph.rewriting import Argument, Copies, copy_body, returned, rewritten
+from ddpopt.graph.rewriting import Argument, Copies, rewritten
 from ddpopt.graph.state import State, states
 from ddpopt.planning.cut_points import Body, Span
 from ddpopt.planning.facts import gradient_carriers
@@ -132,13 +132,15 @@ def _write_out(
     def write(region: fx.Node, graph: fx.Graph, copies: Copies) -> Argument:
         body = regions[region]
         values = {place: copies[given] for place, given in operands(region, body).items()}
-        for step, copied in copy_body(body.graph, graph, values):
+        returned = graph.graph_copy(body.graph, values)
+        for step in (node for node in body.graph.nodes if node.op not in ("placeholder", "output")):
+            copied = values[step]
             copied.meta["example_value"] = step.meta.get("example_value")
             if step.op == "get_attr":
                 copied.target = f"{region.name}_{step.target}".replace(".", "_")
                 held[copied.target] = fetch(body, str(step.target))
             inner[copied.name] = (region, step)
-        return returned(body.graph, values)
+        return returned
 
     return rewritten(gm, dict.fromkeys(regions, write), held), inner
 
@@ -167,7 +169,7 @@ def _write_pieces(
         for position, node in enumerate(exports):
             values[node] = graph.call_function(operator.getitem, (call, position))
             values[node].meta = dict(node.meta)
-    return returned(body.graph, values)
+    return fx.map_arg(body.graph.output_node().args[0], values.__getitem__)
 
 
 def _pieces(body: fx.GraphModule, openers: Iterable[fx.Node]) -> list[list[fx.Node]]:

@@ -26,8 +26,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils import _pytree as pytree
 
-from ddpopt.graph.nodes import MISSING, example_value, with_values
-from ddpopt.graph.rewriting import Argument, Copies, copy_body, returned, rewritten
+from ddpopt.graph.nodes import MISSING, body_nodes, example_value, with_values
+from ddpopt.graph.rewriting import Argument, Copies, rewritten
 from ddpopt.graph.state import State, states
 from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.divide_checkpoints import divide_regions, write_out_idle_regions
@@ -195,7 +195,9 @@ def _write_out(traced: fx.GraphModule, node: fx.Node, graph: fx.Graph, copies: C
     inputs = dict(zip(traced.graph.find_nodes(op="placeholder"), node.all_input_nodes, strict=True))
     inner = {placeholder: copies[source] for placeholder, source in inputs.items()}
     mode = next(v.fake_mode for v in map(example_value, inputs.values()) if isinstance(v, FakeTensor))
-    for step, copied in copy_body(traced.graph, graph, inner):
+    returned = graph.graph_copy(traced.graph, inner)
+    for step in body_nodes(traced.graph):
+        copied = inner[step]
         copied.meta = {**node.meta, "example_value": MISSING}
         args, kwargs = with_values((copied.args, copied.kwargs), example_value)
         with mode, torch.enable_grad():
@@ -205,4 +207,4 @@ def _write_out(traced: fx.GraphModule, node: fx.Node, graph: fx.Graph, copies: C
     for leaf, value in zip(leaves, pytree.tree_leaves(example_value(node)), strict=True):
         if isinstance(leaf, fx.Node) and leaf.op != "placeholder":
             inner[leaf].meta["example_value"] = value
-    return returned(traced.graph, inner)
+    return returned

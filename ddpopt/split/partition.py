@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from ddpopt.graph.nodes import example_value, module_like, unwritten_module
+from ddpopt.graph.rewriting import copy_input
 from ddpopt.graph.state import EXIT_AUTOCAST, GRAD_MODE, State
 from ddpopt.planning.plan import Plan
 from ddpopt.split.layout import Layout, Leaf, Path, inputs_of, is_constant
@@ -206,8 +207,7 @@ def _stitch(gm: fx.GraphModule, layout: Layout, segments: Sequence[_Segment]) ->
     copies: dict[fx.Node, fx.node.Argument] = {}
     for node in gm.graph.nodes:
         if node.op == "placeholder":
-            values[Leaf(node)] = copied = graph.node_copy(node)
-            copied._dynamo_source = getattr(node, "_dynamo_source", None)
+            values[Leaf(node)] = copy_input(node, graph)
     for index, segment in enumerate(segments):
         shields = {leaf: _copy(values[leaf], "clone") for leaf in layout.shielded(segment.inputs, index)}
         detached = {leaf: _leaf(values[leaf]) for leaf in layout.detached(segment.inputs, index)}
