@@ -6,8 +6,6 @@ one error that names them, not an `AttributeError` in the middle of a training.
 Invariant: to look the names up changes nothing of torch.
 """
 
-from __future__ import annotations
-
 import pkgutil
 from collections.abc import Mapping
 

@@ -11,8 +11,6 @@ Touches private names of torch 2.11 to 2.13: ``torch.autograd.graph._engine_run_
 ``torch._C._will_engine_execute_node``.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping

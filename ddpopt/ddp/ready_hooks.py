@@ -10,8 +10,6 @@ Touches private parts of torch 2.11 to 2.13: ``Reducer._remove_autograd_hooks``,
 and ``DistributedDataParallel._build_params_for_reducer``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import weakref

@@ -4,8 +4,6 @@ This is the only module that knows all the others. A graph that ddpopt cannot he
 nothing to train, a single bucket) is compiled whole, and the reason is logged once at INFO.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import sys
@@ -105,18 +103,16 @@ class DdpoptBackend:
         strategy: Strategy,
     ) -> Planned | None:
         imposed = imposed_plan(ddp)
-        if imposed is not None:
-            return plan_for_reducer(ddp, imposed, gm, example_inputs, strategy)
         try:
-            if self.buckets == "ddp":
-                return plan_for_reducer(ddp, None, gm, example_inputs, strategy)
+            if imposed is not None or self.buckets == "ddp":
+                return plan_for_reducer(ddp, imposed, gm, example_inputs, strategy)
             return self.follow(ddp).add(gm, example_inputs, strategy)
         except UnsupportedError as error:
             _say_once(f"the reducer cannot follow a plan, so graphs are compiled whole: {error}")
             return None
 
     def _inline(self, planned: Planned, compiler: CompilerFn) -> Callable[..., Any]:
-        gm, plan, sources = planned.gm, planned.plan, planned.sources
+        gm, plan, sources = planned.gm, planned.plan, planned.facts.sources
         if len(plan.buckets) == 1 and not ends_in_break(gm) and not planned.completed:
             return _compile_whole("it has a single bucket", planned, compiler)
         completed = {name for segment in plan.segments for name in segment.params}
@@ -130,7 +126,7 @@ class DdpoptBackend:
 
     def _split(self, planned: Planned, compiler: CompilerFn, replayed: bool) -> Callable[..., Any]:
         gm, plan = planned.gm, planned.plan
-        held = (item for names in planned.sources.values() for item in names.items())
+        held = (item for names in planned.facts.sources.values() for item in names.items())
         with undisturbed():
             stitched = partition(gm, plan)
             certify(gm, stitched, plan, {k: name for k, name in held if name not in planned.completed})

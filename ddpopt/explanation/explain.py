@@ -3,8 +3,6 @@
 Everything is predicted on fake tensors: no process group, no accelerator, no copy of the weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol

@@ -3,8 +3,6 @@
 Invariant: frozen; equal models and options give equal explanations, and equal text in every terminal.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace

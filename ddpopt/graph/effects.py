@@ -11,8 +11,6 @@ Invariant: a tensor that `mutated_inputs` does not name is not written to; what 
 Planning, cutting and proof ask here, and share nothing else.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import operator
@@ -111,16 +109,13 @@ def writes_unseen(node: fx.Node) -> bool:
     """
     if node.op in (*SOURCES, "output"):
         return False
-    given = (_given(signature, node) for signature in _called(node))
+    called = () if node.op == "call_module" else _signatures(node.target)
+    given = (_given(signature, node) for signature in called)
     return (
         not is_known(node)
         or any(statistic is not None for each in given for statistic in _statistics(each))
         or any(map(writes_unseen, _nodes_of_bodies(node)))
     )
-
-
-def _called(node: fx.Node) -> tuple[Signature, ...]:
-    return () if node.op == "call_module" else _signatures(node.target)
 
 
 def _nodes_of_bodies(node: fx.Node) -> Iterator[fx.Node]:

@@ -3,8 +3,6 @@
 Positions count the *body* of a graph: all nodes but placeholders, attributes and the output.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -3,8 +3,6 @@
 Invariant: what is not replaced is copied with its metadata, and with the source that Dynamo left on it.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any

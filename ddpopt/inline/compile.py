@@ -7,8 +7,6 @@ in this process or on disk, is kept for this graph and never mistaken for the on
 Invariant: forward and backward compute what they would have, in the order in which autograd would have.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import operator
@@ -25,9 +23,8 @@ from ddpopt.ddp.deferral import active_module
 from ddpopt.graph.nodes import CompilerFn, example_value, module_like, storages
 from ddpopt.graph.rewriting import copy_input
 from ddpopt.inline.handover import Call, empty_token, lend
-from ddpopt.planning.facts import GraphFacts, gradient_carriers, late_reads
+from ddpopt.planning.facts import GraphFacts, Sources, gradient_carriers, late_reads
 from ddpopt.planning.plan import Bucket
-from ddpopt.planning.strategy import Sources
 
 
 def lendable(gm: fx.GraphModule, sources: Sources) -> list[fx.Node]:

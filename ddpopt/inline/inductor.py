@@ -7,8 +7,6 @@ Touches private parts of torch 2.11 to 2.13: the options ``reorder_for_peak_memo
 ``unsafe_marked_cacheable_functions``.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import inspect

@@ -11,7 +11,7 @@ Source: ``Reducer::rebuild_buckets`` in ``torch/csrc/distributed/c10d/reducer.cp
 """
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,10 @@ class ParamSpec:
     dtype: str
     device: str
     sparse: bool = False
+
+
+Specs = Mapping[int, ParamSpec]
+"""What DDP reduces, by ``id`` of the parameter, in the order of the reducer's list."""
 
 
 def assign_buckets(params: Sequence[ParamSpec], limits: Sequence[int]) -> tuple[tuple[int, ...], ...]:

@@ -4,8 +4,6 @@ Invariant: no process group, no accelerator, no weight copied; the caller's mode
 stay as they were.
 """
 
-from __future__ import annotations
-
 import copy
 import copyreg
 import inspect

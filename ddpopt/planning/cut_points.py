@@ -6,8 +6,6 @@ stream, a functorch level or two views of a tensor that is mutated later do not.
 Invariant: a position that is not blocked can be cut without changing what the program computes.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass

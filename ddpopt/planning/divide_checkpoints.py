@@ -12,8 +12,6 @@ Invariant: every piece keeps the checkpoint's own settings and policy; a graph i
 comes back as the same object.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import operator

@@ -10,12 +10,10 @@ the very operations that autograd would record, so nothing changes in what is co
 Invariant: a graph in which nothing is to be opened comes back as the same object.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,7 +27,7 @@ from torch.utils import _pytree as pytree
 from ddpopt.graph.nodes import MISSING, body_nodes, example_value, with_values
 from ddpopt.graph.rewriting import Argument, Copies, rewritten
 from ddpopt.graph.state import State, states
-from ddpopt.planning.bucket_rule import ParamSpec
+from ddpopt.planning.bucket_rule import Specs
 from ddpopt.planning.divide_checkpoints import divide_regions, write_out_idle_regions
 from ddpopt.planning.facts import NEGLIGIBLE_RATIO, GraphFacts, collect, has_multiple_weights
 from ddpopt.planning.plan import Plan
@@ -51,7 +49,7 @@ class Opened(NamedTuple):
 def plan_and_open(
     gm: fx.GraphModule,
     example_inputs: Sequence[object],
-    specs: Mapping[int, ParamSpec],
+    specs: Specs,
     decide: Decide,
     facts: GraphFacts,
 ) -> Opened:
@@ -60,7 +58,7 @@ def plan_and_open(
     Args:
         gm: the graph; it is left as it is.
         example_inputs: one value for each of its placeholders.
-        specs: what DDP reduces, by ``id`` of the parameter.
+        specs: what DDP reduces.
         decide: makes the plan from the facts.
         facts: those of `gm`.
 

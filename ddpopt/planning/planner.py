@@ -17,8 +17,6 @@ Planning is pure: it never imports torch.distributed, runs nothing, and depends 
 Source of the bucket rule: `ddpopt.planning.bucket_rule`.
 """
 
-from __future__ import annotations
-
 import bisect
 import itertools
 from collections import Counter
@@ -92,9 +90,8 @@ def plan_for_buckets(facts: GraphFacts, buckets: Sequence[Sequence[str]], *, who
     launch = 0 if whole else len(facts.nodes)
     for uses in filter(None, _read(facts, buckets)):
         last = min(uses, key=lambda use: use.completes_at)
-        launch = min(
-            launch, atoms[_place(atoms, last.completes_at)]
-        )  # strictly in list order, once it is complete
+        # strictly in list order, once it is complete
+        launch = min(launch, atoms[_place(atoms, last.completes_at)])
         drafts.append(_Draft(uses, launch, f"the reducer's own bucket; {last.spec.name} completes it"))
     return _assemble(facts, drafts, "ddp")
 

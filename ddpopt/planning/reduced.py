@@ -8,8 +8,6 @@ Invariant: the answer is certain, or an error says why there is none; asking cha
 Touches private parts of torch 2.11 to 2.13: ``Reducer._get_zeros_like_grad_buckets`` and DDP's log.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Iterator

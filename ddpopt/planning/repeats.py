@@ -6,8 +6,6 @@ Segments that start and end at the same place of a layer are twins, and one comp
 Invariant: time linear in the sequence; what is found depends on which entries are equal, and on nothing else.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
 

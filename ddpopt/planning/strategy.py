@@ -3,9 +3,6 @@
 Invariant: the same graph gives the same answer in `ddpopt.plan` and when it is compiled.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from torch import fx
@@ -15,10 +12,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ddpopt.errors import UsageError
 from ddpopt.graph.effects import is_known, written_storages
 from ddpopt.graph.nodes import example_value, storages
+from ddpopt.planning.facts import Sources
 
 Strategy = Literal["split", "inline", "auto"]
-Sources = Mapping[fx.Node, Mapping[str, str]]
-"""What `ddpopt.planning.facts.parameter_sources` says of a graph."""
 
 
 def require_choice(argument: str, value: str, choice: Any) -> None:

@@ -7,8 +7,6 @@ Invariant: shares no code with what plans or cuts but the data classes of `ddpop
 `ddpopt.graph` says of a single node; takes time linear in nodes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from torch import fx

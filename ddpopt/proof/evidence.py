@@ -4,8 +4,6 @@ Invariant: of `ddpopt.plan` only the data classes are used, so a fault in planni
 instead of being repeated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import NamedTuple

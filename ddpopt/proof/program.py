@@ -5,8 +5,6 @@ Each is one sentence, and yields a sentence for each place where it does not hol
 Invariant: each visits every step once, so that a graph of 50,000 nodes is judged in seconds.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 

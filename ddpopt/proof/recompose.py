@@ -6,8 +6,6 @@ the names of their nodes and the places of their arguments, without a look at ho
 Invariant: shares no code with what plans or cuts, and visits each node once.
 """
 
-from __future__ import annotations
-
 import itertools
 import operator
 from collections.abc import Container, Mapping, Sequence

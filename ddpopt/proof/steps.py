@@ -3,8 +3,6 @@
 Invariant: frozen data. `ddpopt.proof.recompose` makes it, everything else in this package reads it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple

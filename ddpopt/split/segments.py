@@ -7,8 +7,6 @@ Invariant: the stitched module computes the same as before; twins share one comp
 ties compiled code to the addresses of its inputs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import traceback

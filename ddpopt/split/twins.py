@@ -9,8 +9,6 @@ Invariant: equal signatures mean interchangeable compiled code. Where that canno
 signature.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Hashable, Iterable, Sequence
 
