@@ -60,8 +60,7 @@ def defer(ddp: nn.Module, decide: Callable[[], Plan | None]) -> None:
         UsageError: ``ddp`` is no DDP module, or has an option that leaves no buckets to plan.
     """
     module = ddp_module(ddp)
-    inside_forward = active_module() is module
-    Deferral(module, decide).begin(armed=inside_forward)
+    Deferral(module, decide).begin(armed=active_module() is module)
 
 
 def active_module() -> DistributedDataParallel | None:

@@ -102,13 +102,8 @@ def _engine_calls() -> Iterator[FrameType]:
     an accelerator run on a thread of the engine's own, while the caller waits.
     """
     mine = _engine_call(sys._getframe())
-    if mine is not None:
-        yield mine
-        return
-    for frame in sys._current_frames().values():
-        waiting = _engine_call(frame)
-        if waiting is not None:
-            yield waiting
+    waiting = map(_engine_call, sys._current_frames().values())
+    return filter(None, waiting if mine is None else [mine])
 
 
 def _engine_call(frame: FrameType | None) -> FrameType | None:

@@ -77,7 +77,7 @@ class ReadyHooks:
         Returns:
             Whether it does; not so if there is no reducer, or one that was made for other parameters.
         """
-        reducer = self._reducer()
+        reducer = running_reducer(self._ddp())
         if reducer is None:
             return False
         if not self._is_taken_over(reducer):
@@ -142,16 +142,12 @@ class ReadyHooks:
             )
 
     def _tell(self, place: int) -> None:
-        reducer = self._reducer()
+        reducer = running_reducer(self._ddp())
         if reducer is not None and self._is_taken_over(reducer) and not getattr(reducer, "is_removed", False):
             reducer._autograd_hook(self._numbers[place])
             ddp: Any = self._ddp()
             if ddp.gradient_as_bucket_view and ddp.require_backward_grad_sync:
                 self._buckets.update(storages_of(self.leaves[place].variable.grad))
-
-    def _reducer(self) -> Any:
-        ddp = self._ddp()
-        return None if ddp is None else running_reducer(ddp)
 
     def _is_taken_over(self, reducer: object) -> bool:
         return self._taken_over is not None and self._taken_over() is reducer

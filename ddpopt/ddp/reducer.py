@@ -209,14 +209,10 @@ def _reducer_arguments(ddp: Any, plan: Plan, names: Sequence[str]) -> dict[str, 
 def _logger(ddp: Any) -> Any:
     logger = _c10d.Logger(ddp.reducer)
     ddp.reducer.set_logger(logger)
-    logger.set_construction_data_and_log(
-        type(ddp.module).__name__,
-        ddp.device_ids or [],
-        -1 if ddp.output_device is None else ddp.output_device,
-        ddp.broadcast_buffers,
-        any(isinstance(module, nn.SyncBatchNorm) for module in ddp.module.modules()),
-        ddp.static_graph,
-    )
+    devices = ddp.device_ids or [], -1 if ddp.output_device is None else ddp.output_device
+    syncs_norms = any(isinstance(module, nn.SyncBatchNorm) for module in ddp.module.modules())
+    options = ddp.broadcast_buffers, syncs_norms, ddp.static_graph
+    logger.set_construction_data_and_log(type(ddp.module).__name__, *devices, *options)
     return logger
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 from torch._dynamo.backends.registry import lookup_backend
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from ddpopt.ddp.deferral import PendingLogger, active_module, defer
 from ddpopt.ddp.impose import imposed_plan
@@ -34,7 +34,7 @@ from ddpopt.split.segments import compile_segments
 
 Buckets = Literal["plan", "ddp"]
 REPLAYED = "CUDA graphs replay a backward without Python"
-RegionsByModule = weakref.WeakKeyDictionary[DistributedDataParallel, Regions]
+RegionsByModule = weakref.WeakKeyDictionary[DDP, Regions]
 logger = logging.getLogger("ddpopt")
 
 
@@ -96,11 +96,7 @@ class DdpoptBackend:
         return run if regions is None else regions.with_read_tracking(planned, run)
 
     def _plan(
-        self,
-        ddp: DistributedDataParallel,
-        gm: fx.GraphModule,
-        example_inputs: Sequence[object],
-        strategy: Strategy,
+        self, ddp: DDP, gm: fx.GraphModule, example_inputs: Sequence[object], strategy: Strategy
     ) -> Planned | None:
         imposed = imposed_plan(ddp)
         try:
@@ -144,7 +140,7 @@ class DdpoptBackend:
         logger.info("ddpopt: %d buckets, %d segments, %d of them distinct", *counts)
         return compiled.call
 
-    def follow(self, ddp: DistributedDataParallel) -> Regions:
+    def follow(self, ddp: DDP) -> Regions:
         """Have the reducer of `ddp` follow the plan of the graphs that this backend is about to see.
 
         Returns:
@@ -213,7 +209,7 @@ def is_ddpopt(compiler: object) -> bool:
     return compiler is not None
 
 
-def _why_left_alone(ddp: DistributedDataParallel | None, gm: fx.GraphModule) -> str:
+def _why_left_alone(ddp: DDP | None, gm: fx.GraphModule) -> str:
     """Why a graph is no concern of ddpopt's; empty if it is one."""
     if ddp is None:
         return "no DistributedDataParallel forward is running; the graph is compiled whole"
@@ -224,12 +220,12 @@ def _why_left_alone(ddp: DistributedDataParallel | None, gm: fx.GraphModule) -> 
     return ""
 
 
-def _shares_parameters(ddp: DistributedDataParallel) -> bool:
+def _shares_parameters(ddp: DDP) -> bool:
     """Whether another DDP module, inside `ddp` or around it, reduces some of its parameters, too.
 
     A gradient that one of them was handed would be averaged before the other had seen it.
     """
-    others = [module for module in ddp.module.modules() if isinstance(module, DistributedDataParallel)]
+    others = [module for module in ddp.module.modules() if isinstance(module, DDP)]
     frame = sys._getframe()
     while (above := frame.f_back) is not None:
         frame = above
@@ -242,7 +238,7 @@ def _shares_parameters(ddp: DistributedDataParallel) -> bool:
         return True
 
 
-_FORWARD = DistributedDataParallel.forward.__code__
+_FORWARD = DDP.forward.__code__
 
 
 def _ties_addresses(compiler: CompilerFn, options: dict[str, Any]) -> bool:

@@ -254,11 +254,9 @@ def _of_schema(overload: OpOverload) -> Signature:
     arguments = overload._schema.arguments
     marked = (a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
     unmarked = UNMARKED.get(_name(overload), ())
-    return Signature(
-        tuple(a.name for a in arguments if not a.kwarg_only),
-        {a.name: a.default_value for a in arguments if a.has_default_value()},
-        (*marked, *unmarked),
-    )
+    names = tuple(a.name for a in arguments if not a.kwarg_only)
+    defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    return Signature(names, defaults, (*marked, *unmarked))
 
 
 def _of_method(name: str) -> tuple[Signature, ...]:

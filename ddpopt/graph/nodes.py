@@ -132,11 +132,7 @@ def write_code(gm: fx.GraphModule) -> None:
 
 
 def module_like(
-    gm: fx.GraphModule,
-    graph: fx.Graph,
-    held: Mapping[str, object] | None = None,
-    *,
-    make: Callable[..., fx.GraphModule] = fx.GraphModule,
+    gm: fx.GraphModule, graph: fx.Graph, held: Mapping[str, object] | None = None
 ) -> fx.GraphModule:
     """A module around `graph` that Dynamo's backends take for one of Dynamo's own, as they take `gm`.
 
@@ -147,13 +143,12 @@ def module_like(
         gm: shares its parameters, attributes and metadata with the new module.
         graph: may read attributes of `gm` and of `held`.
         held: further attributes and submodules.
-        make: ``(root, graph) -> module``.
     """
     root: dict[str, Any] = dict(held or {})
     for node in graph.nodes:
         if node.op in ("get_attr", "call_module") and str(node.target) not in root:
             root[str(node.target)] = fetch(gm, str(node.target))
-    module = make(root, graph)
+    module = unwritten_module(root, graph)
     module.meta = dict(gm.meta)
     for name in ("_param_name_to_source", "shape_env", "compile_subgraph_reason"):
         if hasattr(gm, name):

@@ -34,7 +34,7 @@ import torch
 import torch.fx.traceback as fx_traceback
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from ddpopt.ddp.engine import NO_TASK, running_backward, running_node, task_id, will_run
 from ddpopt.ddp.ready_hooks import ready_hooks
@@ -60,10 +60,7 @@ class Call:
     """
 
     def __init__(
-        self,
-        ddp: DistributedDataParallel | None,
-        groups: Sequence[Mapping[int, Tensor]],
-        others: Sequence[object] = (),
+        self, ddp: DDP | None, groups: Sequence[Mapping[int, Tensor]], others: Sequence[object] = ()
     ) -> None:
         self._hooks = None if ddp is None else ready_hooks(ddp)
         self.groups = groups
@@ -140,11 +137,8 @@ def _looks_for_nan() -> bool:
 
 def _is_hooked(parameter: Any) -> bool:
     """Whether a user's hook is to run when this parameter gets its gradient."""
-    return bool(
-        parameter._backward_hooks
-        or parameter._post_accumulate_grad_hooks
-        or hasattr(parameter, "_in_backward_optimizers")
-    )
+    hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    return bool(hooks) or hasattr(parameter, "_in_backward_optimizers")
 
 
 def _is_cast(parameter: Tensor) -> bool:
@@ -175,11 +169,8 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *tokens: Tensor | None) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
-        pairs = [
-            (call.claim(slot), token)
-            for token, group in zip(tokens, call.groups, strict=True)
-            for slot in group
-        ]
+        slots = [(slot, token) for token, group in zip(tokens, call.groups, strict=True) for slot in group]
+        pairs = [(call.claim(slot), token) for slot, token in slots]
         if not torch.is_grad_enabled():
             return (None, *(gradient for gradient, _ in pairs))
         # create_graph: whoever differentiates again is to meet the compiled backward, which says that it

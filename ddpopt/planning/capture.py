@@ -118,7 +118,10 @@ def _trace(
         uses.append(facts.params)
         return regions.with_read_tracking(planned, gm.forward)
 
-    step = torch.compile(_Traced(fake), backend=backend, **_isolated())  # type: ignore[call-overload]
+    def traced(*args: Any, **kwargs: Any) -> Any:  # a frame of ours: Dynamo skips torch.nn's own modules
+        return fake(*args, **kwargs)
+
+    step = torch.compile(traced, backend=backend, **_isolated())  # type: ignore[call-overload]
     with mode, private_dynamo():
         try:
             step(*fake_inputs, **fake_kwargs)
@@ -130,17 +133,6 @@ def _trace(
     relevant = regions.relevant()
     planned = tuple(index for index, graph in enumerate(graphs) if graph.region in relevant)
     return Capture(tuple(specs), config, tuple(graphs), tuple(uses), planned, regions.joined())
-
-
-class _Traced(nn.Module):
-    """Calls a model from a frame that Dynamo traces: it skips the frames of torch.nn's own modules."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner(*args, **kwargs)
 
 
 def fake_copy(

@@ -13,7 +13,7 @@ Invariant: a graph in which nothing is to be opened comes back as the same objec
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -27,15 +27,11 @@ from torch.utils import _pytree as pytree
 from ddpopt.graph.nodes import MISSING, body_nodes, example_value, with_values
 from ddpopt.graph.rewriting import Argument, Copies, rewritten
 from ddpopt.graph.state import State, states
-from ddpopt.planning.bucket_rule import Specs
 from ddpopt.planning.divide_checkpoints import divide_regions, write_out_idle_regions
-from ddpopt.planning.facts import NEGLIGIBLE_RATIO, GraphFacts, collect, has_multiple_weights
+from ddpopt.planning.facts import NEGLIGIBLE_RATIO, GraphFacts, has_multiple_weights
 from ddpopt.planning.plan import Plan
 
 logger = logging.getLogger("ddpopt")
-
-Decide = Callable[[GraphFacts], Plan]
-"""Makes a plan from facts."""
 
 
 class Opened(NamedTuple):
@@ -46,34 +42,20 @@ class Opened(NamedTuple):
     plan: Plan
 
 
-def plan_and_open(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[object],
-    specs: Specs,
-    decide: Decide,
-    facts: GraphFacts,
-) -> Opened:
-    """Plan a graph, and open the calls inside which its buckets end, until none is worth it.
+def opened_and_planned(best: Opened, planned: Callable[[fx.GraphModule], Opened]) -> Opened:
+    """Open the calls inside which the buckets of a graph end, and plan it again, until none is worth it.
 
     Args:
-        gm: the graph; it is left as it is.
-        example_inputs: one value for each of its placeholders.
-        specs: what DDP reduces.
-        decide: makes the plan from the facts.
-        facts: those of `gm`.
+        best: the graph as it is, with its plan; it is left as it is.
+        planned: plans another form of it.
 
     Returns:
-        The graph that the plan is for (`gm` itself if nothing was opened), its facts and the plan.
+        The graph that the plan is for (the same if nothing was opened), its facts and the plan.
     """
-
-    def planned(graph: fx.GraphModule) -> Opened:
-        facts = collect(graph, example_inputs, specs)
-        return Opened(graph, facts, decide(facts))
-
-    best = Opened(gm, facts, decide(facts))
+    trained = {use.spec.name for use in best.facts.params}
     while (opened := open_calls(*best)) is not best.gm:
         again = planned(opened)
-        if _trained(again.facts) != _trained(facts):
+        if {use.spec.name for use in again.facts.params} != trained:
             logger.warning(
                 "ddpopt: not expanding composite calls: expanding them would change which parameters get "
                 "gradients"
@@ -87,10 +69,6 @@ def plan_and_open(
         if gm is best.gm:
             return best
         best = planned(gm)
-
-
-def _trained(facts: GraphFacts) -> set[str]:
-    return {use.spec.name for use in facts.params}
 
 
 def open_calls(gm: fx.GraphModule, facts: GraphFacts, plan: Plan) -> fx.GraphModule:

@@ -115,15 +115,10 @@ def collect(gm: fx.GraphModule, example_inputs: Sequence[object], specs: Specs) 
         for name in dict.fromkeys(names):
             readers[name].append(position)
     inside = _places_inside(gm, body, sources)
-    uses = tuple(
-        ParamUse(spec, tuple(readers[spec.name]), inside.get((spec.name, readers[spec.name][0]), 0))
-        for spec in specs.values()
-        if readers[spec.name]
-    )
-    late = (
-        Span(first + 1, last, _LATE.format(body[first].name, node.name))
-        for node, (first, last) in late_reads(gm, sources, carries).items()
-    )
+    read_at = [(spec, readers[spec.name]) for spec in specs.values() if readers[spec.name]]
+    uses = tuple(ParamUse(spec, tuple(at), inside.get((spec.name, at[0]), 0)) for spec, at in read_at)
+    spans = late_reads(gm, sources, carries).items()
+    late = (Span(first + 1, last, _LATE.format(body[first].name, node.name)) for node, (first, last) in spans)
     return GraphFacts(tuple(node.name for node in body), uses, blocked_positions(gm.graph, late), sources)
 
 
@@ -227,10 +222,9 @@ def _inputs_with_gradient(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
     if inner is None:
         return node.all_input_nodes
     carriers = gradient_carriers(inner.graph)
+    pairs = operands(node, inner).items()
     return [
-        source
-        for operand, source in operands(node, inner).items()
-        if any(user in carriers or user.op == "output" for user in operand.users)
+        given for operand, given in pairs if any(u in carriers or u.op == "output" for u in operand.users)
     ]
 
 

@@ -19,7 +19,7 @@ from torch import fx, nn
 
 from ddpopt.planning.bucket_rule import ParamSpec, Specs, rebuilt_buckets, specs_from_ddp
 from ddpopt.planning.eager_reads import noting_reads
-from ddpopt.planning.expand_calls import plan_and_open
+from ddpopt.planning.expand_calls import Opened, opened_and_planned
 from ddpopt.planning.facts import GraphFacts, collect
 from ddpopt.planning.join import GraphPlan, join_plans
 from ddpopt.planning.limits import BucketConfig
@@ -145,7 +145,12 @@ def _planned(
     why = None if strategy == "split" else why_not_inline(gm, facts.sources)
     if strategy != "split" and why is None:
         return Planned(gm, example_inputs, facts, decide(facts, True), inline=True)
-    opened, facts, plan = plan_and_open(gm, example_inputs, specs, lambda facts: decide(facts, False), facts)
+
+    def planned(form: fx.GraphModule) -> Opened:
+        facts = collect(form, example_inputs, specs)
+        return Opened(form, facts, decide(facts, False))
+
+    opened, facts, plan = opened_and_planned(Opened(gm, facts, decide(facts, False)), planned)
     return Planned(opened, example_inputs, facts, plan, why)
 
 

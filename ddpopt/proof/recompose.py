@@ -80,6 +80,7 @@ class _Walk:
         self.steps: list[Step] = []
         self.values: dict[fx.Node, Term] = {}
         self.undefined: list[str] = []
+        self.strays: list[str] = []
         self.result: Term = ABSENT
 
     def run(self, arguments: Sequence[Term]) -> None:
@@ -157,7 +158,6 @@ class _Reading(_Walk):
     ) -> None:
         super().__init__(module, original.nodes, segment, original.begin)
         self.original = original
-        self.strays: list[str] = []
         calls = [node for node in module.graph.nodes if node.op in CALLS]
         self.own = {node: None for node in calls if self._is_own(node, home)}
         at_home = [node.name for node in self.own if node.name in home] or [node.name for node in self.own]
@@ -219,7 +219,6 @@ class _Stitched(_Walk):
         self.crossings: list[Crossing] = []
         self.returns: dict[int, Term] = {}
         self.restored: list[tuple[int, Copy]] = []
-        self.strays: list[str] = []
 
     def call(self, step: Step) -> Term:
         if isinstance(step.callee, fx.GraphModule) and not step.kwargs:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from ddpopt.graph.nodes import example_value, module_like, unwritten_module
+from ddpopt.graph.nodes import example_value, module_like
 from ddpopt.graph.rewriting import copy_input
 from ddpopt.graph.state import EXIT_AUTOCAST, GRAD_MODE, State
 from ddpopt.planning.plan import Plan
@@ -199,7 +199,7 @@ def _stitch(gm: fx.GraphModule, layout: Layout, segments: Sequence[_Segment]) ->
     for index, segment in enumerate(segments):
         exports = layout.exports[index]
         segment.graph.output(tuple(_pick(segment.graph, segment.copies[e.node], e.path) for e in exports))
-        modules[segment_name(index)] = module_like(gm, segment.graph, make=unwritten_module)
+        modules[segment_name(index)] = module_like(gm, segment.graph)
         shields = {leaf: _copy(values[leaf], "clone") for leaf in layout.shielded(segment.inputs, index)}
         detached = {leaf: _leaf(values[leaf]) for leaf in layout.detached(segment.inputs, index)}
         given = {leaf: values[leaf] for leaf in segment.inputs} | shields | detached

@@ -87,6 +87,7 @@ def compile_segments(
         for n in node.all_input_nodes:
             if n in values and requires_grad(example_value(n)) and not requires_grad(values[n]):
                 del values[n]
+    write_code(stitched)
     return CompiledSegments(stitched.forward, len(calls), len(compiled))
 
 
