@@ -23,7 +23,7 @@ import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
-from ddpopt.graph.nodes import MISSING, SOURCES, example_value, fetch, storages
+from ddpopt.graph.nodes import MISSING, SOURCES, example_value, fetch, requires_grad, storages
 
 WRITING_OPERATORS = frozenset(
     getattr(operator, name)
@@ -55,6 +55,8 @@ UNMARKED: Mapping[str, tuple[str, ...]] = {
     "_resize_output": ("self",),
 }
 """What operators write to without saying so; `_written_by` has the others."""
+COLLECTIVES = ("torch._ops._c10d", "torch._ops._dtensor", "torch._ops.c10d", "torch._ops.symm_mem")
+"""Where the operators are that communicate."""
 KINDS = (
     str, OpOverload, OpOverloadPacket, types.MethodDescriptorType, types.WrapperDescriptorType,
     types.BuiltinFunctionType,
@@ -123,6 +125,16 @@ def _nodes_of_bodies(node: fx.Node) -> Iterator[fx.Node]:
     bodies = (body for source in node.all_input_nodes if (body := _body(source)) is not None)
     for part in (part for body in bodies for part in body.modules() if isinstance(part, fx.GraphModule)):
         yield from part.graph.nodes
+
+
+def communicates_in_backward(node: fx.Node) -> bool:
+    """Whether the backward of `node` sends to other ranks: a collective that gradient passes, or a body's."""
+    passes = requires_grad(example_value(node)) and _is_collective(node)
+    return passes or any(map(_is_collective, _nodes_of_bodies(node)))
+
+
+def _is_collective(node: fx.Node) -> bool:
+    return str(getattr(node.target, "__module__", "")).startswith(COLLECTIVES)
 
 
 def detaches(node: fx.Node) -> bool:

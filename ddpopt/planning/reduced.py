@@ -39,10 +39,12 @@ def as_built(ddp: Any) -> Iterator[None]:
     """Inside this block those parameters require grad that the module's reducer holds, and no others.
 
     Raises:
-        UnsupportedError: what it holds cannot be determined, or is no longer in the module.
+        UnsupportedError: what it holds cannot be determined, or is not in the module now.
     """
     held = {id(parameter) for parameter in held_parameters(ddp)}
     before = [(parameter, parameter.requires_grad) for parameter in ddp.module.parameters()]
+    if not all(parameter.is_leaf for parameter, _ in before):
+        raise UnsupportedError("computed tensors take the places of parameters (torch.func.functional_call)")
     try:
         for parameter, _ in before:
             parameter.requires_grad_(id(parameter) in held)
