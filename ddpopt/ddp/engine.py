@@ -102,8 +102,9 @@ def _engine_calls() -> Iterator[FrameType]:
     an accelerator run on a thread of the engine's own, while the caller waits.
     """
     mine = _engine_call(sys._getframe())
-    waiting = map(_engine_call, sys._current_frames().values())
-    return filter(None, waiting if mine is None else [mine])
+    if mine is not None:
+        return iter([mine])
+    return filter(None, map(_engine_call, sys._current_frames().values()))
 
 
 def _engine_call(frame: FrameType | None) -> FrameType | None:

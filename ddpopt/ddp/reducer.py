@@ -88,13 +88,8 @@ class PlannedReducer(Reducer):
         # shadows. It is also where DDP notices that the backward before did not finish.
         self._check_reducer_finalized()
         ddp: Any = self._ddp()
-        due = bool(
-            self._notes_ready_order
-            and ddp is not None
-            and ddp.reducer is self
-            and not ddp._has_rebuilt_buckets
-            and any(self.get_backward_stats())
-        )
+        is_in_use = ddp is not None and ddp.reducer is self and not ddp._has_rebuilt_buckets
+        due = bool(self._notes_ready_order and is_in_use and any(self.get_backward_stats()))
         if due and (ddp.gradient_as_bucket_view or [p.stride() for p in self.parameters] != self._strides):
             # After its first backward DDP rebuilds its buckets, once: for the layout that the parameters have
             # by then (channels_last, for instance), and with the gradients that there are as views of them.

@@ -15,7 +15,7 @@ comes back as the same object.
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -145,7 +145,7 @@ def _write_out(
 
 def _write_pieces(
     body: fx.GraphModule,
-    openers: Iterable[fx.Node],
+    openers: Container[fx.Node],
     held: dict[str, object],
     region: fx.Node,
     graph: fx.Graph,
@@ -170,11 +170,10 @@ def _write_pieces(
     return fx.map_arg(body.graph.output_node().args[0], values.__getitem__)
 
 
-def _pieces(body: fx.GraphModule, openers: Iterable[fx.Node]) -> list[list[fx.Node]]:
+def _pieces(body: fx.GraphModule, openers: Container[fx.Node]) -> list[list[fx.Node]]:
     pieces: list[list[fx.Node]] = [[]]
-    opening = set(openers)
     for node in body_nodes(body.graph):
-        if node in opening and pieces[-1]:
+        if node in openers and pieces[-1]:
             pieces.append([])
         pieces[-1].append(node)
     return pieces

@@ -266,11 +266,9 @@ def _picked(nodes: Mapping[str, fx.Node], step: Step) -> Term:
         return ABSENT
     base, index = step.args
     items = base.items if isinstance(base, Group) else example_of(nodes, base)
-    if (
-        not isinstance(items, (tuple, list))
-        or type(index) is not int
-        or not -len(items) <= index < len(items)
-    ):
+    if not isinstance(items, (tuple, list)) or type(index) is not int:
+        return ABSENT
+    if not -len(items) <= index < len(items):
         return ABSENT
     if isinstance(base, (Made, Item)):
         return Item(base, index % len(items))
