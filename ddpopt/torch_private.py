@@ -6,14 +6,10 @@ one error that names them, not an `AttributeError` in the middle of a training.
 Invariant: to look the names up changes nothing of torch.
 """
 
-from __future__ import annotations
-
 import pkgutil
 from collections.abc import Mapping
 
 from ddpopt.errors import UnsupportedError
-
-__all__ = ["NAMES", "RELEASES", "missing", "require_supported"]
 
 RELEASES = "torch 2.11 to 2.13"
 PLANS = "buckets cannot be planned as DDP fills them"

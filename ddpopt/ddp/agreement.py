@@ -22,8 +22,6 @@ from ddpopt.errors import InfrastructureError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["agree", "announce"]
-
 # Where this package's keys live in the group's store.
 PREFIX = "ddpopt"
 COMPLETE = "complete"
@@ -59,8 +57,9 @@ def agree(
         return (payload,) * process_group.size()
     with _store_errors_named(what):
         board, earlier = _post(process_group, what, payload)
-        in_time = _await_everyone(board, process_group.size(), timeout)
-        if _settle(board, COMPLETE if in_time else EXPIRED) == EXPIRED:
+        opinion = COMPLETE if _await_everyone(board, process_group.size(), timeout) else EXPIRED
+        # The first rank to have an opinion decides for all, so that they end alike.
+        if board.compare_set("verdict", "", opinion).decode() == EXPIRED:
             raise InfrastructureError(_missing_text(board, process_group, what, timeout))
         payloads = _payloads(board, process_group, payload)
         # Everybody is in this round, so nobody reads the one before any more.
@@ -122,11 +121,6 @@ def _await_everyone(board: "Store", size: int, timeout: timedelta) -> bool:
         time.sleep(min(pause_s, left_s))
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
     return True
-
-
-def _settle(board: "Store", opinion: str) -> str:
-    """Make the ranks end alike: the first one to have an opinion decides for all."""
-    return board.compare_set("verdict", "", opinion).decode()
 
 
 def _payloads(board: "Store", process_group: dist.ProcessGroup, own: str) -> tuple[str, ...]:

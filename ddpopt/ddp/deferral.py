@@ -35,8 +35,6 @@ from ddpopt.errors import UnsupportedError
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.reduced import as_built, running_reducer
 
-__all__ = ["active_module", "defer"]
-
 log = logging.getLogger(__name__)
 
 WHAT = "ddpopt: the plan of the first compiled forward"
@@ -62,8 +60,7 @@ def defer(ddp: nn.Module, decide: Callable[[], Plan | None]) -> None:
         UsageError: ``ddp`` is no DDP module, or has an option that leaves no buckets to plan.
     """
     module = ddp_module(ddp)
-    inside_forward = active_module() is module
-    Deferral(module, decide).begin(armed=inside_forward)
+    Deferral(module, decide).begin(armed=active_module() is module)
 
 
 def active_module() -> DistributedDataParallel | None:
@@ -75,24 +72,26 @@ class Deferral:
     """One pending decision: what stood in the module before, and what was seen since.
 
     Attributes:
+        ddp: the module, weakly.
         reducer: the module's own reducer.
         logger: the module's own logger.
         decide: gives the plan.
+        work_handle: what join() gave the reducer: how many ranks take part in this iteration.
     """
 
     def __init__(self, ddp: Any, decide: Callable[[], Plan | None]) -> None:
         before = ddp.logger.deferral if isinstance(ddp.logger, PendingLogger) else None
         self.reducer: Any = running_reducer(ddp)
         self.logger: Any = before.logger if before else ddp.logger
-        self._ddp = weakref.ref(ddp)
+        self.ddp = weakref.ref(ddp)
         self.decide = decide
-        self._work_handle: tuple[Any, bool] | None = None
+        self.work_handle: tuple[Any, bool] | None = None
         self._used: set[int] = before._used if before else set()
         self._noting: list[Any] = before._noting if before else []
 
     def begin(self, armed: bool) -> None:
         """Install the logger's placeholder, and the reducer's too if a forward is running."""
-        ddp: Any = self._ddp()
+        ddp: Any = self.ddp()
         if ddp.find_unused_parameters and not ddp.static_graph and not self._noting:
             self._note_uses(ddp)
         ddp.logger = PendingLogger(self)
@@ -113,17 +112,8 @@ class Deferral:
 
     def arm(self) -> None:
         """Install the reducer's placeholder: a forward begins."""
-        ddp: Any = self._ddp()
+        ddp: Any = self.ddp()
         ddp.reducer = PendingReducer(self)
-
-    def disarm(self) -> None:
-        """Put the module's own reducer back until the next forward."""
-        ddp: Any = self._ddp()
-        ddp.reducer = self.reducer
-
-    def note_work_handle(self, work: Any, use_static_world_size: bool) -> None:
-        """Remember what join() gave the reducer: how many ranks take part in this iteration."""
-        self._work_handle = (work, use_static_world_size)
 
     def conclude(self, joined: bool) -> Any:
         """Decide, agree and install; no placeholder is left afterwards.
@@ -134,7 +124,7 @@ class Deferral:
         Returns:
             The reducer that is in force now.
         """
-        ddp: Any = self._ddp()
+        ddp: Any = self.ddp()
         ddp.reducer, ddp.logger = self.reducer, self.logger
         for handle in self._noting:
             handle.remove()
@@ -156,11 +146,8 @@ class Deferral:
         if plan is None:
             return ddp.reducer
         if not same_buckets(plans):
-            log.info(
-                "the ranks' plans differ; all use that of rank %d:\n%s",
-                plans.index(plan),
-                plan_difference(plans),
-            )
+            rank, difference = plans.index(plan), plan_difference(plans)
+            log.info("the ranks' plans differ; all use that of rank %d:\n%s", rank, difference)
             require_fit(ddp, plan)
         self._install(ddp, plan, joined)
         return ddp.reducer
@@ -172,8 +159,8 @@ class Deferral:
         if joined:
             return
         ddp.reducer.prepare_for_forward()
-        if self._work_handle is not None:
-            ddp.reducer._set_forward_pass_work_handle(*self._work_handle)
+        if self.work_handle is not None:
+            ddp.reducer._set_forward_pass_work_handle(*self.work_handle)
         for index, parameter in enumerate(ddp.reducer.parameters):
             if id(parameter) not in self._used:
                 continue
@@ -204,7 +191,7 @@ class PendingReducer:
 
     @outside_dynamo
     def _set_forward_pass_work_handle(self, work: Any, use_static_world_size: bool) -> None:
-        self.deferral.note_work_handle(work, use_static_world_size)
+        self.deferral.work_handle = work, use_static_world_size
         self.deferral.reducer._set_forward_pass_work_handle(work, use_static_world_size)
 
     @outside_dynamo
@@ -241,7 +228,8 @@ class PendingLogger:
 
     @outside_dynamo
     def _set_comm_hook_name(self, name: str) -> None:
-        self.deferral.disarm()
+        ddp: Any = self.deferral.ddp()
+        ddp.reducer = self.deferral.reducer  # until the next forward
         self.deferral.logger._set_comm_hook_name(name)
 
 

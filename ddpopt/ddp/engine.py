@@ -11,8 +11,6 @@ Touches private names of torch 2.11 to 2.13: ``torch.autograd.graph._engine_run_
 ``torch._C._will_engine_execute_node``.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -105,12 +103,8 @@ def _engine_calls() -> Iterator[FrameType]:
     """
     mine = _engine_call(sys._getframe())
     if mine is not None:
-        yield mine
-        return
-    for frame in sys._current_frames().values():
-        waiting = _engine_call(frame)
-        if waiting is not None:
-            yield waiting
+        return iter([mine])
+    return filter(None, map(_engine_call, sys._current_frames().values()))
 
 
 def _engine_call(frame: FrameType | None) -> FrameType | None:

@@ -18,8 +18,6 @@ from ddpopt.errors import PlanMismatchError, UnsupportedError, UsageError
 from ddpopt.planning.bucket_rule import ParamSpec, specs_from_ddp
 from ddpopt.planning.plan import Bucket, Plan
 
-__all__ = ["ddp_module", "require_between_iterations", "require_fit"]
-
 SHOWN_PROBLEMS = 20
 # kDDPRuntimeLoggingSampleRate of torch/csrc/distributed/c10d/reducer.hpp, torch 2.11 to 2.13.
 DEFAULT_SAMPLE_RATE = 100

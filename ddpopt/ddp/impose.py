@@ -1,6 +1,7 @@
 """Making a DDP module's reducer reduce a plan's buckets, from the first iteration on.
 
-:func:`impose` for a plan that is known, :func:`defer` for one that will be known after the first forward.
+:func:`impose` for a plan that is known; `ddpopt.ddp.deferral` for one that will be known after the first
+forward.
 
 Invariant: on every rank the buckets are those of one plan, or nothing has changed and an error says why.
 """
@@ -10,15 +11,12 @@ from typing import Any
 
 from torch import nn
 
-from ddpopt.ddp.deferral import defer
 from ddpopt.ddp.fit import ddp_module, require_between_iterations, require_fit
 from ddpopt.ddp.plan_exchange import exchange_plans, plan_difference, same_buckets
 from ddpopt.ddp.reducer import PlannedReducer, install
 from ddpopt.errors import PlanMismatchError
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.reduced import running_reducer
-
-__all__ = ["defer", "impose", "imposed_plan"]
 
 WHAT = "ddpopt.impose"
 

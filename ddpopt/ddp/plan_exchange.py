@@ -14,8 +14,6 @@ from ddpopt.ddp.agreement import agree, announce
 from ddpopt.errors import InfrastructureError, PlanMismatchError
 from ddpopt.planning.plan import Plan
 
-__all__ = ["exchange_plans", "plan_difference", "same_buckets"]
-
 SHOWN_BUCKETS = 8
 SHOWN_NAMES = 6
 
@@ -44,21 +42,17 @@ def exchange_plans(
         with suppress(InfrastructureError):  # what matters is the first error
             announce(process_group, what, json.dumps({"problem": f"{type(error).__name__}: {error}"}))
         raise
-    own = json.dumps({"plan": plan.to_json() if plan else None})
-    ballots = [json.loads(ballot) for ballot in agree(process_group, what, own, timeout)]
+    own = plan.to_json() if plan else None
+    ballots = [*map(json.loads, agree(process_group, what, json.dumps({"plan": own}), timeout))]
     problems = [f"rank {rank}: {b['problem']}" for rank, b in enumerate(ballots) if "problem" in b]
     if problems:
         raise PlanMismatchError(
             f"{what}: another rank failed, so nothing was changed on this one:\n" + "\n".join(problems)
         )
-    return tuple(_parsed(ballot["plan"], own_plan=plan, own=own) for ballot in ballots)
-
-
-def _parsed(text: str | None, own_plan: Plan | None, own: str) -> Plan | None:
     # Ranks agree nearly always, and a large plan takes a while to read.
-    if text is None or text == json.loads(own)["plan"]:
-        return None if text is None else own_plan
-    return Plan.from_json(text)
+    known: dict[str | None, Plan | None] = {None: None, own: plan}
+    texts = (ballot["plan"] for ballot in ballots)
+    return tuple(known[text] if text in known else Plan.from_json(text) for text in texts)
 
 
 def same_buckets(plans: Sequence[Plan | None]) -> bool:

@@ -10,8 +10,6 @@ Touches private parts of torch 2.11 to 2.13: ``Reducer._remove_autograd_hooks``,
 and ``DistributedDataParallel._build_params_for_reducer``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import weakref
@@ -29,7 +27,7 @@ from ddpopt.errors import HandOverError, UnsupportedError
 from ddpopt.graph.nodes import storages_of
 from ddpopt.planning.reduced import as_built, numbered_parameters, running_reducer
 
-__all__ = ["ReadyHooks", "ready_hooks", "registered"]
+c10d: Any = dist  # torch does not mark its re-exports
 
 
 class ReadyHooks:
@@ -79,14 +77,15 @@ class ReadyHooks:
         Returns:
             Whether it does; not so if there is no reducer, or one that was made for other parameters.
         """
-        reducer = self._reducer()
+        reducer = running_reducer(self._ddp())
         if reducer is None:
             return False
         if not self._is_taken_over(reducer):
             self._numbers = self._numbered()
             if not self._numbers:
                 return False
-            _remove_hooks(reducer)
+            # not the reducer's own method: it would note that somebody wants it out of the backward
+            c10d.Reducer._remove_autograd_hooks(reducer)
             self._taken_over = weakref.ref(reducer)
             self._buckets = set()
         return True
@@ -143,16 +142,12 @@ class ReadyHooks:
             )
 
     def _tell(self, place: int) -> None:
-        reducer = self._reducer()
+        reducer = running_reducer(self._ddp())
         if reducer is not None and self._is_taken_over(reducer) and not getattr(reducer, "is_removed", False):
             reducer._autograd_hook(self._numbers[place])
             ddp: Any = self._ddp()
             if ddp.gradient_as_bucket_view and ddp.require_backward_grad_sync:
                 self._buckets.update(storages_of(self.leaves[place].variable.grad))
-
-    def _reducer(self) -> Any:
-        ddp = self._ddp()
-        return None if ddp is None else running_reducer(ddp)
 
     def _is_taken_over(self, reducer: object) -> bool:
         return self._taken_over is not None and self._taken_over() is reducer
@@ -163,12 +158,6 @@ def registered(register: Callable[[Callable[..., None]], Any]) -> Any:
     handle = register(lambda *_: None)
     handle.remove()
     return handle.hooks_dict_ref()
-
-
-def _remove_hooks(reducer: Any) -> None:
-    """Take a reducer's own hooks away, without its noting that somebody wants it out of the backward."""
-    c10d: Any = dist  # torch does not mark its re-exports
-    c10d.Reducer._remove_autograd_hooks(reducer)
 
 
 def _may_be_gradient_of(gradient: Tensor, parameter: Tensor) -> bool:

@@ -13,12 +13,13 @@ torch 2.11 to 2.13 (``torch/nn/parallel/distributed.py``, ``torch/csrc/distribut
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed import Reducer  # type: ignore[attr-defined]  # torch does not mark its re-exports
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.ddp.ready_hooks import ready_hooks, registered
@@ -26,23 +27,14 @@ from ddpopt.planning.plan import Plan
 from ddpopt.planning.reduced import as_built
 from ddpopt.planning.regions import specs_by_id
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Reducer
-else:
-    # A torch built without distributed has no reducer; nothing of this module is reached there.
-    Reducer = getattr(dist, "Reducer", object)
-
-__all__ = ["PlannedReducer", "install", "outside_dynamo"]
-
 REASON = "part of DDP, not of the model"
 
 # torch does not mark what torch.distributed re-exports.
 _c10d: Any = dist
-_Args = ParamSpec("_Args")
-_Result = TypeVar("_Result")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def outside_dynamo(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+def outside_dynamo(function: _Function) -> _Function:
     """Decorate a function that DDP's forward calls, so that Dynamo neither traces it nor what it calls.
 
     Dynamo skips the frames of ``torch.nn.parallel.distributed``, but would trace ours below them.
@@ -53,7 +45,7 @@ def outside_dynamo(function: Callable[_Args, _Result]) -> Callable[_Args, _Resul
     Returns:
         The function, as ``torch.compiler.disable`` wraps it.
     """
-    disabled: Callable[_Args, _Result] = torch.compiler.disable(function, reason=REASON)  # type: ignore[no-untyped-call]  # of torch
+    disabled: _Function = torch.compiler.disable(function, reason=REASON)  # type: ignore[no-untyped-call]  # of torch
     return disabled
 
 
@@ -96,13 +88,8 @@ class PlannedReducer(Reducer):
         # shadows. It is also where DDP notices that the backward before did not finish.
         self._check_reducer_finalized()
         ddp: Any = self._ddp()
-        due = bool(
-            self._notes_ready_order
-            and ddp is not None
-            and ddp.reducer is self
-            and not ddp._has_rebuilt_buckets
-            and any(self.get_backward_stats())
-        )
+        is_in_use = ddp is not None and ddp.reducer is self and not ddp._has_rebuilt_buckets
+        due = bool(self._notes_ready_order and is_in_use and any(self.get_backward_stats()))
         if due and (ddp.gradient_as_bucket_view or [p.stride() for p in self.parameters] != self._strides):
             # After its first backward DDP rebuilds its buckets, once: for the layout that the parameters have
             # by then (channels_last, for instance), and with the gradients that there are as views of them.
@@ -217,14 +204,10 @@ def _reducer_arguments(ddp: Any, plan: Plan, names: Sequence[str]) -> dict[str, 
 def _logger(ddp: Any) -> Any:
     logger = _c10d.Logger(ddp.reducer)
     ddp.reducer.set_logger(logger)
-    logger.set_construction_data_and_log(
-        type(ddp.module).__name__,
-        ddp.device_ids or [],
-        -1 if ddp.output_device is None else ddp.output_device,
-        ddp.broadcast_buffers,
-        any(isinstance(module, nn.SyncBatchNorm) for module in ddp.module.modules()),
-        ddp.static_graph,
-    )
+    devices = ddp.device_ids or [], -1 if ddp.output_device is None else ddp.output_device
+    syncs_norms = any(isinstance(module, nn.SyncBatchNorm) for module in ddp.module.modules())
+    options = ddp.broadcast_buffers, syncs_norms, ddp.static_graph
+    logger.set_construction_data_and_log(type(ddp.module).__name__, *devices, *options)
     return logger
 
 

@@ -3,7 +3,7 @@
 Invariant: asking changes nothing and takes almost no memory.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,6 @@ from ddpopt.ddp.impose import imposed_plan
 from ddpopt.planning.bucket_rule import initial_buckets, specs_from_ddp
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.reduced import bucket_members, running_reducer
-
-__all__ = ["ObservedBucket", "running_buckets"]
 
 
 @dataclass(frozen=True)
@@ -49,17 +47,13 @@ def running_buckets(ddp: Any) -> tuple[ObservedBucket, ...]:
     """
     names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
     members = bucket_members(running_reducer(ddp)) or _foretold(ddp)
-    return tuple(
-        _observed(index, [(names.get(id(parameter), "(replaced)"), parameter) for parameter in bucket])
-        for index, bucket in enumerate(members)
-    )
+    return tuple(_observed(index, names, parameters) for index, parameters in enumerate(members))
 
 
-def _observed(index: int, bucket: Sequence[tuple[str, Tensor]]) -> ObservedBucket:
-    parameters = [parameter for _, parameter in bucket]
+def _observed(index: int, names: Mapping[int, str], parameters: Sequence[Tensor]) -> ObservedBucket:
     return ObservedBucket(
         index=index,
-        params=tuple(name for name, _ in bucket),
+        params=tuple(names.get(id(parameter), "(replaced)") for parameter in parameters),
         nbytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
         dtype=str(parameters[0].dtype).removeprefix("torch."),
         device=str(parameters[0].device),

@@ -1,7 +1,5 @@
 """The ways in from torch.compile: `compile` a DDP module, or `replacing_ddp_optimizer` in a block of code."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

@@ -4,8 +4,6 @@ This is the only module that knows all the others. A graph that ddpopt cannot he
 nothing to train, a single bucket) is compiled whole, and the reason is logged once at INFO.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import sys
@@ -16,10 +14,10 @@ from typing import Any, Literal
 import torch
 from torch import fx
 from torch._dynamo.backends.registry import lookup_backend
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
-from ddpopt.ddp.deferral import PendingLogger, active_module
-from ddpopt.ddp.impose import defer, imposed_plan
+from ddpopt.ddp.deferral import PendingLogger, active_module, defer
+from ddpopt.ddp.impose import imposed_plan
 from ddpopt.dynamo import hook
 from ddpopt.dynamo.quiet import compiling, undisturbed
 from ddpopt.errors import UnsupportedError, UsageError, did_you_mean
@@ -28,13 +26,7 @@ from ddpopt.graph.state import begins_without_grad
 from ddpopt.inline.compile import compile_inline, lendable, together
 from ddpopt.inline.inductor import in_order, is_inductor
 from ddpopt.planning.reduced import held_parameters
-from ddpopt.planning.regions import (
-    Planned,
-    Regions,
-    ends_in_break,
-    plan_for_reducer,
-    specs_by_id,
-)
+from ddpopt.planning.regions import Planned, Regions, ends_in_break, plan_for_reducer, specs_by_id
 from ddpopt.planning.strategy import Strategy, require_choice
 from ddpopt.proof.certificate import certify
 from ddpopt.split.partition import partition
@@ -42,7 +34,7 @@ from ddpopt.split.segments import compile_segments
 
 Buckets = Literal["plan", "ddp"]
 REPLAYED = "CUDA graphs replay a backward without Python"
-RegionsByModule = weakref.WeakKeyDictionary[DistributedDataParallel, Regions]
+RegionsByModule = weakref.WeakKeyDictionary[DDP, Regions]
 logger = logging.getLogger("ddpopt")
 
 
@@ -104,25 +96,19 @@ class DdpoptBackend:
         return run if regions is None else regions.with_read_tracking(planned, run)
 
     def _plan(
-        self,
-        ddp: DistributedDataParallel,
-        gm: fx.GraphModule,
-        example_inputs: Sequence[object],
-        strategy: Strategy,
+        self, ddp: DDP, gm: fx.GraphModule, example_inputs: Sequence[object], strategy: Strategy
     ) -> Planned | None:
         imposed = imposed_plan(ddp)
-        if imposed is not None:
-            return plan_for_reducer(ddp, imposed, gm, example_inputs, strategy)
         try:
-            if self.buckets == "ddp":
-                return plan_for_reducer(ddp, None, gm, example_inputs, strategy)
+            if imposed is not None or self.buckets == "ddp":
+                return plan_for_reducer(ddp, imposed, gm, example_inputs, strategy)
             return self.follow(ddp).add(gm, example_inputs, strategy)
         except UnsupportedError as error:
             _say_once(f"the reducer cannot follow a plan, so graphs are compiled whole: {error}")
             return None
 
     def _inline(self, planned: Planned, compiler: CompilerFn) -> Callable[..., Any]:
-        gm, plan, sources = planned.gm, planned.plan, planned.sources
+        gm, plan, sources = planned.gm, planned.plan, planned.facts.sources
         if len(plan.buckets) == 1 and not ends_in_break(gm) and not planned.completed:
             return _compile_whole("it has a single bucket", planned, compiler)
         completed = {name for segment in plan.segments for name in segment.params}
@@ -136,7 +122,7 @@ class DdpoptBackend:
 
     def _split(self, planned: Planned, compiler: CompilerFn, replayed: bool) -> Callable[..., Any]:
         gm, plan = planned.gm, planned.plan
-        held = (item for names in planned.sources.values() for item in names.items())
+        held = (item for names in planned.facts.sources.values() for item in names.items())
         with undisturbed():
             stitched = partition(gm, plan)
             certify(gm, stitched, plan, {k: name for k, name in held if name not in planned.completed})
@@ -154,7 +140,7 @@ class DdpoptBackend:
         logger.info("ddpopt: %d buckets, %d segments, %d of them distinct", *counts)
         return compiled.call
 
-    def follow(self, ddp: DistributedDataParallel) -> Regions:
+    def follow(self, ddp: DDP) -> Regions:
         """Have the reducer of `ddp` follow the plan of the graphs that this backend is about to see.
 
         Returns:
@@ -223,7 +209,7 @@ def is_ddpopt(compiler: object) -> bool:
     return compiler is not None
 
 
-def _why_left_alone(ddp: DistributedDataParallel | None, gm: fx.GraphModule) -> str:
+def _why_left_alone(ddp: DDP | None, gm: fx.GraphModule) -> str:
     """Why a graph is no concern of ddpopt's; empty if it is one."""
     if ddp is None:
         return "no DistributedDataParallel forward is running; the graph is compiled whole"
@@ -234,12 +220,12 @@ def _why_left_alone(ddp: DistributedDataParallel | None, gm: fx.GraphModule) -> 
     return ""
 
 
-def _shares_parameters(ddp: DistributedDataParallel) -> bool:
+def _shares_parameters(ddp: DDP) -> bool:
     """Whether another DDP module, inside `ddp` or around it, reduces some of its parameters, too.
 
     A gradient that one of them was handed would be averaged before the other had seen it.
     """
-    others = [module for module in ddp.module.modules() if isinstance(module, DistributedDataParallel)]
+    others = [module for module in ddp.module.modules() if isinstance(module, DDP)]
     frame = sys._getframe()
     while (above := frame.f_back) is not None:
         frame = above
@@ -252,7 +238,7 @@ def _shares_parameters(ddp: DistributedDataParallel) -> bool:
         return True
 
 
-_FORWARD = DistributedDataParallel.forward.__code__
+_FORWARD = DDP.forward.__code__
 
 
 def _ties_addresses(compiler: CompilerFn, options: dict[str, Any]) -> bool:
@@ -275,13 +261,9 @@ def _say_once(reason: str, level: int = logging.INFO) -> None:
     logger.log(level, "ddpopt: %s", reason)
 
 
-@functools.cache
-def _entry_point() -> DdpoptBackend:
-    return DdpoptBackend("inductor")
-
-
 def __getattr__(name: str) -> DdpoptBackend:
     """``ddpopt_backend``, what ``torch.compile(model, backend="ddpopt")`` finds: made when looked up."""
-    if name == "ddpopt_backend":
-        return _entry_point()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name != "ddpopt_backend":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    backend: DdpoptBackend = globals().setdefault(name, DdpoptBackend("inductor"))
+    return backend

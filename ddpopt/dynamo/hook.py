@@ -11,8 +11,6 @@ and built in ``torch/_dynamo/convert_frame.py`` with ``bucket_bytes_cap`` and ``
 only ``compile_fn`` is used.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ Touches private names of torch 2.11 to 2.13: those by which AOTAutograd remember
 Invariant: afterwards the collector runs, or rests, as before, and torch is as it was.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from collections.abc import Iterator

@@ -3,18 +3,15 @@
 Everything is predicted on fake tensors: no process group, no accelerator, no copy of the weights.
 """
 
-from __future__ import annotations
-
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 
 from ddpopt.explanation.rehearsal import Loss, Rehearsal, Step, call, generators_kept, sum_of_squares
-from ddpopt.explanation.result import Explanation, OwnBucket, OwnBuckets, TorchSplit
-from ddpopt.explanation.torch_split import TorchSegment, run_torch_split
+from ddpopt.explanation.result import Explanation, OwnBucket, OwnBuckets, TorchSegment, TorchSplit
+from ddpopt.explanation.torch_split import run_torch_split
 from ddpopt.planning.bucket_rule import initial_buckets, rebuilt_buckets
 from ddpopt.planning.capture import Capture, capture
 from ddpopt.planning.limits import DDP_ARGUMENTS
@@ -57,8 +54,7 @@ def explain(model: nn.Module, *inputs: Any, strategy: Strategy = "auto", **kwarg
     Raises:
         UsageError: an argument cannot be used, or the model cannot be traced.
     """
-    with torch.enable_grad():
-        captured = capture(model, *inputs, strategy=strategy, **kwargs)
+    captured = capture(model, *inputs, strategy=strategy, **kwargs)
     forward_kwargs = {key: value for key, value in kwargs.items() if key not in DDP_ARGUMENTS}
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     return _explain(captured, Step(inner, inputs, forward_kwargs, sum_of_squares))
@@ -81,8 +77,7 @@ def explain_case(case: Explained, ddp_kwargs: Mapping[str, Any], strategy: Strat
     with generators_kept():
         model = case.model()
         args, kwargs = case.inputs(0, 0)
-        with torch.enable_grad():
-            captured = capture(model, *args, strategy=strategy, **kwargs, **ddp_kwargs)
+        captured = capture(model, *args, strategy=strategy, **kwargs, **ddp_kwargs)
         return _explain(captured, Step(model, args, kwargs, case.loss))
 
 
@@ -135,16 +130,5 @@ def _fill(
 
 def _torch_split(captured: Capture, step: Step) -> TorchSplit:
     with Rehearsal.of(step, captured.specs) as rehearsal:
-        run = run_torch_split(rehearsal, captured.config.cap_bytes)
-    if run.failure:
-        return TorchSplit(failure=run.failure)
-    reduced = {spec.name for spec in captured.specs}
-    times = Counter(name for s in run.segments if not s.reused for name in s.counted)
-    return TorchSplit(
-        segments=run.segments,
-        buckets=_fill(captured, run.ready_order, run.segments) if run.ready_order else (),
-        unseen=tuple(spec.name for spec in captured.specs if spec.name not in times),
-        recounted=tuple(name for name, count in times.items() if count > 1),
-        alien=tuple(name for name in times if name not in reduced),
-        notes=run.notes,
-    )
+        split, order = run_torch_split(rehearsal, captured.config.cap_bytes)
+    return replace(split, buckets=_fill(captured, order, split.segments)) if order else split

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ddpopt.planning.bucket_rule import ParamSpec
-from ddpopt.planning.capture import fake_copy, fake_mode, private_dynamo
+from ddpopt.planning.capture import fake_copy, private_dynamo
 
 Loss = Callable[[Any], Tensor]
 
@@ -74,16 +74,9 @@ class Rehearsal:
         Yields:
             The rehearsal.
         """
-        inner = getattr(
-            step.model, "_orig_mod", step.model
-        )  # compiled before it was wrapped: as capture does
-        mode = fake_mode(inner)
-        memo: dict[int, Any] = {}
-        model, args, kwargs = fake_copy(mode, (inner, step.args, dict(step.kwargs)), memo)
-        named = dict(step.model.named_parameters(remove_duplicate=False))
-        copies = {name: memo[id(param)] for name, param in named.items() if param.requires_grad}
+        mode, (model, args, kwargs), copies = fake_copy(step.model, step.args, step.kwargs)
         by_id = {id(copies[spec.name]): spec for spec in specs}
-        params = {name: copies[name] for name, _ in step.model.named_parameters() if name in copies}
+        params = {name: copies[name] for name, p in step.model.named_parameters() if p.requires_grad}
         with torch.random.fork_rng(devices=()), mode, private_dynamo(), torch.enable_grad():
             yield cls(Step(model, args, kwargs, step.loss), params, by_id)
 
@@ -99,10 +92,8 @@ class Rehearsal:
         order: list[str] = []
         # a user's own fake parameters are not copied, so what is left on them must go again
         before = {name: param.grad for name, param in self.params.items()}
-        reduced = [
-            (param, self.specs[id(param)]) for param in self.params.values() if id(param) in self.specs
-        ]
-        hooks = [_register(param, partial(_note, order, spec.name)) for param, spec in reduced]
+        reduced = [param for param in self.params.values() if id(param) in self.specs]
+        hooks = [_register(param, partial(_note, order, self.specs[id(param)].name)) for param in reduced]
         try:
             self.step.loss(forward(self.step)).backward()  # type: ignore[no-untyped-call]  # of torch
         finally:

@@ -3,16 +3,13 @@
 Invariant: frozen; equal models and options give equal explanations, and equal text in every terminal.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, replace
 
 from ddpopt.explanation.tables import MIB, Column, Noted, mib, names, numbers, paragraph, table
-from ddpopt.explanation.torch_split import TorchSegment
 from ddpopt.planning.limits import BucketConfig
-from ddpopt.planning.plan import Cut, Plan
+from ddpopt.planning.plan import Plan
 
 FORMAT = 1
 TORCH = "torch's DDPOptimizer"
@@ -60,6 +57,27 @@ class OwnBuckets:
     buckets: tuple[OwnBucket, ...]
     rebuilt: bool
     note: str = ""
+
+
+@dataclass(frozen=True)
+class TorchSegment:
+    """A piece of the forward as torch's optimizer cuts it, once for each time that it runs.
+
+    Attributes:
+        index: position in forward order.
+        graph: which of the compiled graphs it is cut from.
+        counted: parameters as the optimizer counted them, again for each time that it did.
+        counted_bytes: their size, as the optimizer counted it.
+        params: parameters whose gradients are complete once this segment's backward has run.
+        reused: whether the code was compiled for an earlier segment, whose count `counted` then is.
+    """
+
+    index: int
+    graph: int
+    counted: tuple[str, ...]
+    counted_bytes: int
+    params: tuple[str, ...] = ()
+    reused: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,21 +147,16 @@ class Explanation:
     torch: TorchSplit
 
     def __str__(self) -> str:
-        return render(self)
+        parts = [_title(self), _summary(self), *_plan(self.plan, inline=self.inline), *_ddp(self.ddp)]
+        return "\n\n".join([*parts, *_torch(self.torch)])
 
     @property
     def plan_tally(self) -> Tally:
         """Ddpopt's split in numbers."""
         plan = self.plan
         waits = [plan.segments_of(bucket) for bucket in plan.buckets]
-        return Tally(
-            segments=len(plan.segments),
-            buckets=len(plan.buckets),
-            spread=plan.spread,
-            early=len(waits) - 1 if self.inline and waits else _early(waits),
-            unseen=len(plan.unread),
-            recounted=0,
-        )
+        early = len(waits) - 1 if self.inline and waits else _early(waits)
+        return Tally(len(plan.segments), len(waits), plan.spread, early, len(plan.unread), recounted=0)
 
     @property
     def torch_tally(self) -> Tally:
@@ -152,15 +165,13 @@ class Explanation:
         if split.failure:
             return Tally()
         waits = [bucket.segments for bucket in split.buckets]
-        compiled, known = bool(split.segments), bool(waits)
-        return Tally(
-            segments=len(split.segments),
-            buckets=len(waits) if known else None,
-            spread=sum(len(segments) > 1 for segments in waits) if compiled and known else None,
-            early=_early(waits) if compiled and known else None,
-            unseen=len(split.unseen) if compiled else None,
-            recounted=len(split.recounted) if compiled else None,
-        )
+        if not split.segments:
+            return Tally(segments=0, buckets=len(waits) or None)
+        counted = Tally(len(split.segments), unseen=len(split.unseen), recounted=len(split.recounted))
+        if not waits:
+            return counted
+        spread = sum(len(segments) > 1 for segments in waits)
+        return replace(counted, buckets=len(waits), spread=spread, early=_early(waits))
 
     def to_json(self) -> str:
         """The explanation as JSON text; ``["plan"]`` is the document that ``Plan.from_json`` reads."""
@@ -188,26 +199,6 @@ def _early(waits: Sequence[Sequence[int]]) -> int:
     return early
 
 
-def render(explanation: Explanation) -> str:
-    """The whole text, at most 80 columns wide, without control codes.
-
-    Args:
-        explanation: what to show.
-
-    Returns:
-        Lines joined by line ends, none after the last.
-    """
-    return "\n\n".join(
-        [
-            _title(explanation),
-            _summary(explanation),
-            *_plan(explanation.plan, inline=explanation.inline),
-            *_ddp(explanation),
-            *_torch(explanation.torch),
-        ]
-    )
-
-
 def _title(explanation: Explanation) -> str:
     buckets = explanation.plan.buckets
     count = sum(len(bucket.params) for bucket in buckets)
@@ -228,18 +219,11 @@ def _limits(config: BucketConfig) -> str:
 
 
 def _summary(explanation: Explanation) -> str:
-    ours, theirs = explanation.plan_tally, explanation.torch_tally
-    rows = [
-        (ROWS[field.name], _count(getattr(ours, field.name)), _count(getattr(theirs, field.name)))
-        for field in fields(ours)
-    ]
+    tallies = asdict(explanation.plan_tally), asdict(explanation.torch_tally)
+    rows = [[label, *("-" if t[key] is None else t[key] for t in tallies)] for key, label in ROWS.items()]
     lines = table([Column(""), *numbers("ddpopt", TORCH)], rows)
     failure = explanation.torch.failure
     return f"{lines}\n{paragraph(f'{TORCH} crashes: {failure}', '  ')}" if failure else lines
-
-
-def _count(number: int | None) -> str:
-    return "-" if number is None else str(number)
 
 
 def _plan(plan: Plan, *, inline: bool) -> Iterator[str]:
@@ -264,12 +248,13 @@ def _plan(plan: Plan, *, inline: bool) -> Iterator[str]:
 
 def _segments(plan: Plan) -> str:
     rows = []
-    cuts = {(cut.graph, cut.before): cut for cut in plan.cuts}
+    # of a cut's reason, what the table of buckets does not say
+    cuts = {(cut.graph, cut.before): cut.reason.partition(":")[0] for cut in plan.cuts}
     for segment in reversed(plan.segments):
-        cut = cuts.get((segment.graph, segment.nodes[0])) if segment.nodes else None
-        first = segment.nodes[0] if segment.nodes else "-"
+        first = next(iter(segment.nodes), "-")
+        why = cuts.get((segment.graph, first), "the graph starts here")
         buckets = ", ".join(map(str, segment.buckets)) or "-"
-        rows.append((segment.index, segment.graph, first, len(segment.nodes), buckets, _why(cut, plan)))
+        rows.append((segment.index, segment.graph, first, len(segment.nodes), buckets, why))
     columns = [
         *numbers("segment", "graph"),
         Column("from node"),
@@ -280,19 +265,7 @@ def _segments(plan: Plan) -> str:
     return table(columns, rows)
 
 
-def _why(cut: Cut | None, plan: Plan) -> str:
-    """A cut's reason without what the table of buckets already says."""
-    if cut is None:
-        return "the graph starts here"
-    for bucket in plan.buckets:
-        cut_reason = cut.reason.removesuffix(f": {bucket.reason}")
-        if cut_reason == f"bucket {bucket.index} is complete":
-            return cut_reason
-    return cut.reason
-
-
-def _ddp(explanation: Explanation) -> Iterator[str]:
-    ddp = explanation.ddp
+def _ddp(ddp: OwnBuckets) -> Iterator[str]:
     when = "rebuilt in ready order" if ddp.rebuilt else "which it never rebuilds"
     yield f"DDP's own buckets in eager training, {when}\n" + _own_buckets(ddp.buckets, waits=False)
     if ddp.note:

@@ -3,8 +3,6 @@
 Invariant: the text depends on nothing but the arguments, so it can be stored, compared and snapshotted.
 """
 
-from __future__ import annotations
-
 import io
 import textwrap
 from collections.abc import Iterable, Sequence

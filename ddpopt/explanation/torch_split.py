@@ -12,7 +12,8 @@ it calls ``compile_fn`` and reads ``buckets`` (in forward order; each with ``par
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from ddpopt.dynamo.hook import DDPOptimizer
 from ddpopt.explanation.rehearsal import Rehearsal, Step, call
+from ddpopt.explanation.result import TorchSegment, TorchSplit
 from ddpopt.graph.nodes import example_value, requires_grad
 
 FLOAT_CROSSES = (
@@ -34,45 +36,7 @@ NOTHING_COMPILED = (
 UNKNOWN_ORDER = "the order of its gradients is not known: it fails on fake tensors"
 
 
-@dataclass(frozen=True)
-class TorchSegment:
-    """A piece of the forward as torch's optimizer cuts it, once for each time that it runs.
-
-    Attributes:
-        index: position in forward order.
-        graph: which of the compiled graphs it is cut from.
-        counted: parameters as the optimizer counted them, again for each time that it did.
-        counted_bytes: their size, as the optimizer counted it.
-        params: parameters whose gradients are complete once this segment's backward has run.
-        reused: whether the code was compiled for an earlier segment, whose count `counted` then is.
-    """
-
-    index: int
-    graph: int
-    counted: tuple[str, ...]
-    counted_bytes: int
-    params: tuple[str, ...] = ()
-    reused: bool = False
-
-
-@dataclass(frozen=True)
-class TorchRun:
-    """One step under torch's optimizer.
-
-    Attributes:
-        segments: in forward order.
-        ready_order: names in the order in which their gradients complete; empty if that is not known.
-        failure: what the optimizer raised; a compiled step would have ended there.
-        notes: what else is to know of it.
-    """
-
-    segments: tuple[TorchSegment, ...] = ()
-    ready_order: tuple[str, ...] = ()
-    failure: str = ""
-    notes: tuple[str, ...] = ()
-
-
-def run_torch_split(rehearsal: Rehearsal, cap_bytes: int) -> TorchRun:
+def run_torch_split(rehearsal: Rehearsal, cap_bytes: int) -> tuple[TorchSplit, tuple[str, ...]]:
     """Run one step under torch's DDPOptimizer.
 
     Args:
@@ -80,26 +44,36 @@ def run_torch_split(rehearsal: Rehearsal, cap_bytes: int) -> TorchRun:
         cap_bytes: ``bucket_bytes_cap`` of the DDP module, which is all that Dynamo gives the optimizer.
 
     Returns:
-        What it made of the step.
+        What it made of the step, but for DDP's buckets; and the names of the parameters in the order in which
+        their gradients complete, empty if that is not known.
     """
     recorder = _Recorder(rehearsal, cap_bytes)
     order: tuple[str, ...] = ()
-    surprise = ""
+    notes: list[str] = []
     try:
         order = rehearsal.ready_order(torch.compile(_call_skipped, backend=recorder))
     except Exception as error:  # the optimizer's own failures are caught where it is called
-        surprise = f"{UNKNOWN_ORDER} ({type(error).__name__}: {error})"
+        notes = [f"{UNKNOWN_ORDER} ({type(error).__name__}: {error})"]
     if recorder.failure:
-        return TorchRun(failure=recorder.failure)
-    if surprise:
-        compiled = tuple(piece.as_segment(index) for index, piece in enumerate(recorder.pieces))
-        return TorchRun(compiled, notes=(surprise,))
-    segments = _segments_as_run(recorder.runs, rehearsal, order)
-    notes = [] if segments else [NOTHING_COMPILED]
-    # Dynamo passes a graph's own floats as tensors: this one was computed by another segment
-    if any(isinstance(value, float) for run in recorder.runs for value in run.inputs):
-        notes.append(FLOAT_CROSSES)
-    return TorchRun(segments, order, notes=tuple(notes))
+        return TorchSplit(failure=recorder.failure), ()
+    if notes:
+        segments = tuple(piece.as_segment(index) for index, piece in enumerate(recorder.pieces))
+    else:
+        segments = _segments_as_run(recorder.runs, rehearsal, order)
+        notes = [] if segments else [NOTHING_COMPILED]
+        # Dynamo passes a graph's own floats as tensors: this one was computed by another segment
+        if any(isinstance(value, float) for run in recorder.runs for value in run.inputs):
+            notes.append(FLOAT_CROSSES)
+    reduced = {spec.name: None for spec in rehearsal.specs.values()}
+    times = Counter(name for segment in segments if not segment.reused for name in segment.counted)
+    split = TorchSplit(
+        segments,
+        unseen=tuple(name for name in reduced if name not in times),
+        recounted=tuple(name for name, count in times.items() if count > 1),
+        alien=tuple(name for name in times if name not in reduced),
+        notes=tuple(notes),
+    )
+    return split, order
 
 
 def _call_skipped(step: Step) -> Any:
@@ -138,12 +112,16 @@ class _Recorder:
             return pieces[-1]
 
         try:
-            optimizer = _torch_optimizer(self._cap_bytes, compile_nothing)
+            # not DDPOptimizer(…): inside replacing_ddp_optimizer() that builds ddpopt's own
+            optimizer = object.__new__(DDPOptimizer)
+            DDPOptimizer.__init__(optimizer, self._cap_bytes, compile_nothing)
             stitched: Callable[..., Any] = optimizer.compile_fn(gm, example_inputs)
         except Exception as error:  # whatever it is, it would have been the user's
             self.failure = self.failure or f"{type(error).__name__}: {error}"
             return gm.forward
-        names = self._names | _names_in_graph(gm, example_inputs, self._names)
+        inputs = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
+        in_graph = {id(example_value(n)): self._names[id(v)] for n, v in inputs if id(v) in self._names}
+        names = self._names | in_graph  # by ``id`` of the parameter, and of its example value
         for piece, bucket in zip(pieces, optimizer.buckets, strict=True):
             labels = zip(bucket.params, bucket.param_ids, strict=True)
             piece.counted = tuple(names.get(key, label) for label, key in labels)
@@ -151,21 +129,6 @@ class _Recorder:
         self.pieces += pieces
         self._graphs += 1
         return stitched
-
-
-def _torch_optimizer(cap_bytes: int, compiler: Callable[..., Any]) -> DDPOptimizer:
-    # not DDPOptimizer(…): inside replacing_ddp_optimizer() that builds ddpopt's own
-    optimizer = object.__new__(DDPOptimizer)
-    DDPOptimizer.__init__(optimizer, bucket_bytes_cap=cap_bytes, backend_compile_fn=compiler)
-    return optimizer
-
-
-def _names_in_graph(
-    gm: fx.GraphModule, example_inputs: Iterable[object], names: dict[int, str]
-) -> dict[int, str]:
-    """Names of parameters by ``id`` of their example values in a graph."""
-    inputs = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
-    return {id(example_value(node)): names[id(value)] for node, value in inputs if id(value) in names}
 
 
 class _Piece:
@@ -204,11 +167,8 @@ class _OneNode(torch.autograd.Function):
         ctx.run = run
         ctx.inputs = inputs
         outputs = tuple(torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        constant = [
-            output
-            for output, carries in zip(outputs, run.piece.carries_gradient, strict=True)
-            if isinstance(output, Tensor) and not carries
-        ]
+        carried = zip(outputs, run.piece.carries_gradient, strict=True)
+        constant = [output for output, carries in carried if isinstance(output, Tensor) and not carries]
         ctx.mark_non_differentiable(*constant)
         return outputs
 
@@ -216,12 +176,9 @@ class _OneNode(torch.autograd.Function):
     def backward(ctx: Any, *_: Any) -> tuple[Tensor | None, ...]:
         """Note that the segment's backward runs, and give each input some gradient."""
         ctx.run.went_back = True
-        gradients = (_gradient_like(value) for value in ctx.inputs)
-        return (None, None, *gradients)
-
-
-def _gradient_like(value: object) -> Tensor | None:
-    return torch.empty_like(value) if isinstance(value, Tensor) and value.requires_grad else None
+        trained = (isinstance(value, Tensor) and value.requires_grad for value in ctx.inputs)
+        pairs = zip(ctx.inputs, trained, strict=True)
+        return (None, None, *(torch.empty_like(value) if is_trained else None for value, is_trained in pairs))
 
 
 def _segments_as_run(

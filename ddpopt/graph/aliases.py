@@ -1,7 +1,5 @@
 """Which of its inputs a graph node views or passes on, told by the storages of what tracing left on it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -11,8 +11,6 @@ Invariant: a tensor that `mutated_inputs` does not name is not written to; what 
 Planning, cutting and proof ask here, and share nothing else.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import operator
@@ -25,7 +23,7 @@ import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
-from ddpopt.graph.nodes import MISSING, SOURCES, example_value, storages
+from ddpopt.graph.nodes import MISSING, SOURCES, example_value, fetch, requires_grad, storages
 
 WRITING_OPERATORS = frozenset(
     getattr(operator, name)
@@ -57,6 +55,8 @@ UNMARKED: Mapping[str, tuple[str, ...]] = {
     "_resize_output": ("self",),
 }
 """What operators write to without saying so; `_written_by` has the others."""
+COLLECTIVES = ("torch._ops._c10d", "torch._ops._dtensor", "torch._ops.c10d", "torch._ops.symm_mem")
+"""Where the operators are that communicate."""
 KINDS = (
     str, OpOverload, OpOverloadPacket, types.MethodDescriptorType, types.WrapperDescriptorType,
     types.BuiltinFunctionType,
@@ -111,7 +111,8 @@ def writes_unseen(node: fx.Node) -> bool:
     """
     if node.op in (*SOURCES, "output"):
         return False
-    given = (_given(signature, node) for signature in _called(node))
+    called = () if node.op == "call_module" else _signatures(node.target)
+    given = (_given(signature, node) for signature in called)
     return (
         not is_known(node)
         or any(statistic is not None for each in given for statistic in _statistics(each))
@@ -119,15 +120,21 @@ def writes_unseen(node: fx.Node) -> bool:
     )
 
 
-def _called(node: fx.Node) -> tuple[Signature, ...]:
-    return () if node.op == "call_module" else _signatures(node.target)
-
-
 def _nodes_of_bodies(node: fx.Node) -> Iterator[fx.Node]:
     """The nodes of the bodies that a call is given, and of all that is in these."""
     bodies = (body for source in node.all_input_nodes if (body := _body(source)) is not None)
     for part in (part for body in bodies for part in body.modules() if isinstance(part, fx.GraphModule)):
         yield from part.graph.nodes
+
+
+def communicates_in_backward(node: fx.Node) -> bool:
+    """Whether the backward of `node` sends to other ranks: a collective that gradient passes, or a body's."""
+    passes = requires_grad(example_value(node)) and _is_collective(node)
+    return passes or any(map(_is_collective, _nodes_of_bodies(node)))
+
+
+def _is_collective(node: fx.Node) -> bool:
+    return str(getattr(node.target, "__module__", "")).startswith(COLLECTIVES)
 
 
 def detaches(node: fx.Node) -> bool:
@@ -218,10 +225,7 @@ def _body(node: fx.Node) -> fx.GraphModule | None:
 
 def _held(node: fx.Node) -> object:
     """The attribute or the module that the target of a node names, or None."""
-    value: object = node.graph.owning_module
-    for name in str(node.target).split("."):
-        value = getattr(value, name, None)
-    return value
+    return fetch(node.graph.owning_module, str(node.target), None)
 
 
 def _is_of_torch(module: object) -> bool:
@@ -262,11 +266,9 @@ def _of_schema(overload: OpOverload) -> Signature:
     arguments = overload._schema.arguments
     marked = (a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
     unmarked = UNMARKED.get(_name(overload), ())
-    return Signature(
-        tuple(a.name for a in arguments if not a.kwarg_only),
-        {a.name: a.default_value for a in arguments if a.has_default_value()},
-        (*marked, *unmarked),
-    )
+    names = tuple(a.name for a in arguments if not a.kwarg_only)
+    defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    return Signature(names, defaults, (*marked, *unmarked))
 
 
 def _of_method(name: str) -> tuple[Signature, ...]:

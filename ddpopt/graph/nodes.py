@@ -3,8 +3,6 @@
 Positions count the *body* of a graph: all nodes but placeholders, attributes and the output.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,6 +15,9 @@ from torch.utils import _pytree as pytree
 SOURCES = ("placeholder", "get_attr")
 """Node kinds that bring a value into a graph and compute nothing."""
 
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+"""Numbers that tracing has only a symbol for."""
+
 CompilerFn = Callable[..., Callable[..., Any]]
 """A Dynamo backend: ``(gm, example_inputs) -> callable``; some take options."""
 
@@ -26,6 +27,9 @@ CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 class Missing:
     """The example value of a node that carries none: nothing is known of what it returns."""
+
+    def __repr__(self) -> str:
+        return "nothing"
 
 
 MISSING = Missing()
@@ -41,9 +45,9 @@ def example_value(node: fx.Node) -> object:
     return node.meta.get("example_value", node.meta.get("val", MISSING))
 
 
-def fetch(gm: fx.GraphModule, target: str) -> object:
-    """The attribute of `gm` at a dotted path."""
-    return functools.reduce(getattr, target.split("."), gm)
+def fetch(module: object, path: str, *default: object) -> object:
+    """The attribute of a module at a dotted path; `default`, if one is given, where there is none."""
+    return functools.reduce(lambda value, name: getattr(value, name, *default), path.split("."), module)
 
 
 def checkpointed(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
@@ -128,11 +132,7 @@ def write_code(gm: fx.GraphModule) -> None:
 
 
 def module_like(
-    gm: fx.GraphModule,
-    graph: fx.Graph,
-    held: Mapping[str, object] | None = None,
-    *,
-    make: Callable[..., fx.GraphModule] = fx.GraphModule,
+    gm: fx.GraphModule, graph: fx.Graph, held: Mapping[str, object] | None = None
 ) -> fx.GraphModule:
     """A module around `graph` that Dynamo's backends take for one of Dynamo's own, as they take `gm`.
 
@@ -143,13 +143,12 @@ def module_like(
         gm: shares its parameters, attributes and metadata with the new module.
         graph: may read attributes of `gm` and of `held`.
         held: further attributes and submodules.
-        make: ``(root, graph) -> module``.
     """
     root: dict[str, Any] = dict(held or {})
     for node in graph.nodes:
         if node.op in ("get_attr", "call_module") and str(node.target) not in root:
             root[str(node.target)] = fetch(gm, str(node.target))
-    module = make(root, graph)
+    module = unwritten_module(root, graph)
     module.meta = dict(gm.meta)
     for name in ("_param_name_to_source", "shape_env", "compile_subgraph_reason"):
         if hasattr(gm, name):

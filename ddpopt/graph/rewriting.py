@@ -3,10 +3,8 @@
 Invariant: what is not replaced is copied with its metadata, and with the source that Dynamo left on it.
 """
 
-from __future__ import annotations
-
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import fx
@@ -20,27 +18,11 @@ Write = Callable[[fx.Node, fx.Graph, Copies], Argument]
 """Adds nodes to a graph in the place of one, given what others are there; returns what this one is."""
 
 
-def copy_node(node: fx.Node, graph: fx.Graph, copies: Copies) -> fx.Node:
-    """Copy a node with the source that Dynamo left on it, which ``node_copy`` forgets."""
-    copied = graph.node_copy(node, copies.__getitem__)
-    if hasattr(node, "_dynamo_source"):
-        copied._dynamo_source = node._dynamo_source
+def copy_input(node: fx.Node, graph: fx.Graph) -> fx.Node:
+    """Copy a placeholder with the source that Dynamo left on it, for which AOTAutograd asks."""
+    copied = graph.node_copy(node)
+    copied._dynamo_source = getattr(node, "_dynamo_source", None)
     return copied
-
-
-def copy_body(
-    inner: fx.Graph, graph: fx.Graph, values: dict[fx.Node, Argument]
-) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Copy the nodes of one graph into another, given the values of its placeholders; each with its copy."""
-    for node in inner.nodes:
-        if node.op not in ("placeholder", "output"):
-            values[node] = copied = graph.node_copy(node, values.__getitem__)
-            yield node, copied
-
-
-def returned(inner: fx.Graph, values: Copies) -> Argument:
-    """What a graph returns, given the values of its nodes."""
-    return fx.map_arg(inner.output_node().args[0], values.__getitem__)
 
 
 def rewritten(
@@ -66,6 +48,8 @@ def rewritten(
             copies[node] = writers[node](node, graph, copies)
         elif isinstance(base, fx.Node) and base in writers and isinstance(copies[base], tuple | list):
             copies[node] = copies[base][node.args[1]]
+        elif node.op == "placeholder":
+            copies[node] = copy_input(node, graph)
         elif node not in unread or not writers.keys() >= node.users.keys():
-            copies[node] = copy_node(node, graph, copies)
+            copies[node] = graph.node_copy(node, copies.__getitem__)
     return module_like(gm, graph, held)

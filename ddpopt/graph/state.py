@@ -13,10 +13,9 @@ from torch import fx
 
 from ddpopt.graph.nodes import body_nodes
 
-AUTOCAST = ENTER_AUTOCAST, EXIT_AUTOCAST = (
-    torch.amp.autocast_mode._enter_autocast,
-    torch.amp.autocast_mode._exit_autocast,
-)
+ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
+EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
+AUTOCAST = ENTER_AUTOCAST, EXIT_AUTOCAST
 GRAD_MODE = torch._C._set_grad_enabled
 
 

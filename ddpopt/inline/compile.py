@@ -7,8 +7,6 @@ in this process or on disk, is kept for this graph and never mistaken for the on
 Invariant: forward and backward compute what they would have, in the order in which autograd would have.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import operator
@@ -23,10 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ddpopt.ddp.deferral import active_module
 from ddpopt.graph.nodes import CompilerFn, example_value, module_like, storages
+from ddpopt.graph.rewriting import copy_input
 from ddpopt.inline.handover import Call, empty_token, lend
-from ddpopt.planning.facts import GraphFacts, gradient_carriers, late_reads
+from ddpopt.planning.facts import GraphFacts, Sources, gradient_carriers, late_reads
 from ddpopt.planning.plan import Bucket
-from ddpopt.planning.strategy import Sources
 
 
 def lendable(gm: fx.GraphModule, sources: Sources) -> list[fx.Node]:
@@ -159,10 +157,9 @@ def _edited(
     nodes = [*gm.graph.nodes]
     for node in nodes:
         if node.op == "placeholder":
-            copies[node] = copied = graph.node_copy(node)
-            copied._dynamo_source = getattr(node, "_dynamo_source", None)
+            copies[node] = copy_input(node, graph)
             if node in detached:
-                copied.meta["example_value"] = detached[node]
+                copies[node].meta["example_value"] = detached[node]
     given = [_input(graph, f"token_{number}", token) for number, token in enumerate(tokens)]
     for group, token, slots in zip(groups, given, positions, strict=True):
         read = [copies[node] for node in group]

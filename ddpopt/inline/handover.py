@@ -24,8 +24,6 @@ Invariant: each gradient reaches its parameter exactly once, in memory that noth
 unless the compiler of the backward has proved that its code is done with that memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,14 +34,12 @@ import torch
 import torch.fx.traceback as fx_traceback
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from ddpopt.ddp.engine import NO_TASK, running_backward, running_node, task_id, will_run
 from ddpopt.ddp.ready_hooks import ready_hooks
 from ddpopt.errors import HandOverError
 from ddpopt.graph.nodes import storages_of
-
-__all__ = ["COPIED", "LATE", "TAKEN", "Call", "hand_over", "lend"]
 
 COPIED, TAKEN, LATE = range(3)
 """How a gradient is handed over: copied; taken with its memory, which compiled code is proved not to use,
@@ -64,10 +60,7 @@ class Call:
     """
 
     def __init__(
-        self,
-        ddp: DistributedDataParallel | None,
-        groups: Sequence[Mapping[int, Tensor]],
-        others: Sequence[object] = (),
+        self, ddp: DDP | None, groups: Sequence[Mapping[int, Tensor]], others: Sequence[object] = ()
     ) -> None:
         self._hooks = None if ddp is None else ready_hooks(ddp)
         self.groups = groups
@@ -144,11 +137,8 @@ def _looks_for_nan() -> bool:
 
 def _is_hooked(parameter: Any) -> bool:
     """Whether a user's hook is to run when this parameter gets its gradient."""
-    return bool(
-        parameter._backward_hooks
-        or parameter._post_accumulate_grad_hooks
-        or hasattr(parameter, "_in_backward_optimizers")
-    )
+    hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    return bool(hooks) or hasattr(parameter, "_in_backward_optimizers")
 
 
 def _is_cast(parameter: Tensor) -> bool:
@@ -179,11 +169,8 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *tokens: Tensor | None) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
-        pairs = [
-            (call.claim(slot), token)
-            for token, group in zip(tokens, call.groups, strict=True)
-            for slot in group
-        ]
+        slots = [(slot, token) for token, group in zip(tokens, call.groups, strict=True) for slot in group]
+        pairs = [(call.claim(slot), token) for slot, token in slots]
         if not torch.is_grad_enabled():
             return (None, *(gradient for gradient, _ in pairs))
         # create_graph: whoever differentiates again is to meet the compiled backward, which says that it
@@ -317,21 +304,17 @@ def _hand_over_fake(gradients: Sequence[Tensor], _slots: Sequence[int], _treatme
     return empty_token(gradients[0])
 
 
-def _owners_in(tensors: Sequence[Tensor]) -> list[int]:
-    """The operator ``ddpopt::owners``: `_owners` of the only tensor in its list."""
-    (tensor,) = tensors
-    return _owners(tensor)
+def _owners(tensors: Sequence[Tensor]) -> list[int]:
+    """The operator ``ddpopt::owners``: how many references there are to the only tensor in its list.
 
-
-def _owners(tensor: Tensor) -> list[int]:
-    """How many references there are to a tensor in a list that an operator got, its storage and its base.
-
+    To the tensor itself, to its storage and to its base.
     All names in Python count as one. The engine's own, and those of other views, come on top. Touches private
     parts of torch 2.11 to 2.13: ``Tensor._use_count`` and ``torch._C._storage_Use_Count``.
     """
-    counted: Any = tensor  # torch's stubs lack _use_count
-    base = counted._base._use_count() if tensor._is_view() else 0
-    return [counted._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata), base]
+    tensor: Any  # torch's stubs lack _use_count
+    (tensor,) = tensors
+    base = tensor._base._use_count() if tensor._is_view() else 0
+    return [tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata), base]
 
 
 @functools.cache
@@ -353,13 +336,13 @@ def _is_alone(tensor: Tensor) -> bool:
     if tensor.layout != torch.strided:
         return False  # a sparse tensor has no one storage
     alone = _owners_of_one(tensor._is_view())
-    return all(count <= one for count, one in zip(_owners(tensor), alone, strict=True))
+    return all(count <= one for count, one in zip(_owners([tensor]), alone, strict=True))
 
 
 _library: Any = torch.library.Library("ddpopt", "DEF")  # type: ignore[no-untyped-call]  # torch types it not
 _library.define("hand_over(Tensor[] gradients, int[] slots, int[] treatment) -> Tensor")
 _library.define("owners(Tensor[] tensors) -> int[]")
-_library.impl("owners", _owners_in, "CompositeExplicitAutograd")
+_library.impl("owners", _owners, "CompositeExplicitAutograd")
 _library.impl("hand_over", hand_over, "CompositeExplicitAutograd")
 for _batched in ("Batched", "FuncTorchBatched"):
     _library.impl("hand_over", _hand_over_batched, _batched)

@@ -7,8 +7,6 @@ Touches private parts of torch 2.11 to 2.13: the options ``reorder_for_peak_memo
 ``unsafe_marked_cacheable_functions``.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import inspect
@@ -30,14 +28,13 @@ def in_order(compiler: CompilerFn) -> CompilerFn:
     """Inductor, made to hand gradients over in order, in memory that is theirs."""
     _register_lowering()
     given = getattr(compiler, "keywords", {}).get("config_patches", {})
+    cacheable = torch._inductor.config.unsafe_marked_cacheable_functions
+    own = {f"{lend.__module__}.{lend.__name__}": _traced_code()}
     patches = {
         **given,
         # its search for a better order puts off whatever frees no memory at once, such as a weight's gradient
         "reorder_for_peak_memory": False,
-        "unsafe_marked_cacheable_functions": {
-            **torch._inductor.config.unsafe_marked_cacheable_functions,
-            f"{lend.__module__}.{lend.__name__}": _traced_code(),
-        },
+        "unsafe_marked_cacheable_functions": {**cacheable, **own},
     }
     return functools.partial(compiler, config_patches=patches)
 

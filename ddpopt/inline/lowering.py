@@ -13,8 +13,6 @@ scheduler runs operations (``V.graph.operations``, ``additional_buffer_deps``, `
 descriptions that AOTAutograd leaves on placeholders (``meta["desc"]``).
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence

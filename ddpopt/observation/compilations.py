@@ -3,6 +3,7 @@
 Invariant: after ``stop`` no callback of ours is left.
 """
 
+from contextlib import suppress
 from typing import Any
 
 
@@ -25,14 +26,10 @@ class Compilations:
 
     def stop(self) -> None:
         """Take no more notes; Dynamo calls back as before :meth:`start`."""
-        # torch._dynamo.reset() removes every callback.
         handler = _dynamo().callback_handler
-        for callbacks, own in (
-            (handler.start_callbacks, self._started),
-            (handler.end_callbacks, self._ended),
-        ):
-            if own in callbacks:
-                callbacks.remove(own)
+        with suppress(ValueError):  # torch._dynamo.reset() removes every callback
+            handler.remove_start_callback(self._started)
+            handler.remove_end_callback(self._ended)
 
     def _started(self, arguments: Any) -> None:
         del arguments

@@ -9,7 +9,6 @@ Invariant: the block runs as it would without being observed, and afterwards all
 
 import weakref
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 from torch import nn
@@ -127,11 +126,9 @@ class Observation:
         self._mode.__enter__()  # type: ignore[no-untyped-call]  # of torch
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         if self._mode is not None:
-            self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # of torch
+            self._mode.__exit__(*raised)  # type: ignore[no-untyped-call]  # of torch
         self._compilations.stop()
         self._refresh()
         self._active = False

@@ -11,7 +11,7 @@ Source: ``Reducer::rebuild_buckets`` in ``torch/csrc/distributed/c10d/reducer.cp
 """
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,10 @@ class ParamSpec:
     dtype: str
     device: str
     sparse: bool = False
+
+
+Specs = Mapping[int, ParamSpec]
+"""What DDP reduces, by ``id`` of the parameter, in the order of the reducer's list."""
 
 
 def assign_buckets(params: Sequence[ParamSpec], limits: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -80,12 +84,9 @@ def _assigned(params: Sequence[ParamSpec], limits: Sequence[int]) -> list[tuple[
         return FakeTensor(mode, meta, torch.device(device))
 
     by_torch: Any = torch.distributed
-    buckets, closing = by_torch._compute_bucket_assignment_by_size(
-        [tensor(spec.nbytes, getattr(torch, spec.dtype), spec.device) for spec in params],
-        list(limits),
-        [spec.sparse for spec in params],
-        list(range(len(params))),
-    )
+    tensors = [tensor(spec.nbytes, getattr(torch, spec.dtype), spec.device) for spec in params]
+    others = [*limits], [spec.sparse for spec in params], [*range(len(params))]
+    buckets, closing = by_torch._compute_bucket_assignment_by_size(tensors, *others)
     return [(tuple(members), limit) for members, limit in zip(buckets, closing, strict=True)]
 
 
@@ -103,22 +104,20 @@ def initial_buckets(params: Sequence[ParamSpec], config: BucketConfig) -> tuple[
     return tuple(sorted(buckets, key=min, reverse=True))
 
 
-def rebuilt_buckets(
-    params_in_ready_order: Sequence[ParamSpec], config: BucketConfig
-) -> tuple[tuple[int, ...], ...]:
+def rebuilt_buckets(ready: Sequence[ParamSpec], config: BucketConfig) -> tuple[tuple[int, ...], ...]:
     """Buckets after the rebuild: before iteration 2, or before iteration 3 with a static graph.
 
     Parameters whose gradient never comes are last, in the reducer's own order: only a static graph rebuilds
     in spite of them.
 
     Args:
-        params_in_ready_order: every parameter of the reducer, in the order in which its gradients complete.
+        ready: every parameter of the reducer, in the order in which its gradients complete.
         config: the limits; whether DDP rebuilds at all says ``config.rebuilds``.
 
     Returns:
         The buckets in the order in which they are reduced, each a tuple of indices into the ready order.
     """
-    return tuple(members for members, _ in _rebuilt(params_in_ready_order, config))
+    return tuple(members for members, _ in _rebuilt(ready, config))
 
 
 def _rebuilt(ready: Sequence[ParamSpec], config: BucketConfig) -> list[tuple[tuple[int, ...], int]]:

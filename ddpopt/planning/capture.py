@@ -4,11 +4,8 @@ Invariant: no process group, no accelerator, no weight copied; the caller's mode
 stay as they were.
 """
 
-from __future__ import annotations
-
 import copy
 import copyreg
-import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,35 +34,25 @@ class Capture:
     """A model's graphs, as a compile would see them, and what DDP would reduce.
 
     Attributes:
+        specs: every parameter that DDP reduces, in the order of the reducer's list.
+        config: DDP's bucket limits.
         graphs: each graph with its facts and its own plan, in forward order; a parameter belongs to the first
             graph that reads it, for its gradient is complete only there.
-        regions: what planned them, with the parameters that DDP reduces and its bucket limits.
         uses: for each graph, the trainable parameters that it reads, those too that DDP leaves alone.
+        planned: which graphs the plan is about: those that complete a gradient, or tell of reads before them.
+        joined: the plan of them all; None if none trains a parameter.
     """
 
+    specs: tuple[ParamSpec, ...]
+    config: BucketConfig
     graphs: tuple[Planned, ...]
-    regions: Regions
     uses: tuple[tuple[ParamUse, ...], ...]
-
-    @property
-    def specs(self) -> tuple[ParamSpec, ...]:
-        """Every parameter that DDP reduces, in the order of the reducer's list."""
-        return tuple(self.regions.specs.values())
-
-    @property
-    def config(self) -> BucketConfig:
-        """DDP's bucket limits."""
-        return self.regions.config
-
-    @functools.cached_property
-    def planned(self) -> tuple[int, ...]:
-        """Which graphs the plan is about: those that complete a gradient, or tell of reads before them."""
-        relevant = self.regions.relevant()
-        return tuple(index for index, graph in enumerate(self.graphs) if graph.region in relevant)
+    planned: tuple[int, ...]
+    joined: Plan | None
 
     def plan(self) -> Plan:
         """The plan that ddpopt follows; it counts the graphs that it is about, in forward order."""
-        return self.regions.joined() or join_plans((), self.specs, self.config)
+        return self.joined or join_plans((), self.specs, self.config)
 
 
 def plan(model: nn.Module, *inputs: Any, strategy: Strategy = "auto", **kwargs: Any) -> Plan:
@@ -116,14 +103,9 @@ def _trace(
     inputs: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Capture:
-    # a module compiled before it was wrapped is traced as the module that it was; its names stay
-    inner = getattr(model, "_orig_mod", model)
-    mode = fake_mode(inner)
-    memo: dict[int, Any] = {}
-    fake, fake_inputs, fake_kwargs = fake_copy(mode, (inner, inputs, dict(kwargs)), memo)
-    named = dict(model.named_parameters(remove_duplicate=False))
-    by_id = {id(memo[id(named[spec.name])]): spec for spec in specs}
-    trained = {id(memo[id(named[spec.name])]): spec for spec in trainable_specs(model)}
+    mode, (fake, fake_inputs, fake_kwargs), copies = fake_copy(model, inputs, kwargs)
+    by_id = {id(copies[spec.name]): spec for spec in specs}
+    trained = {id(copies[spec.name]): spec for spec in trainable_specs(model)}
     regions = Regions(by_id, config)
     graphs: list[Planned] = []
     uses: list[tuple[ParamUse, ...]] = []
@@ -136,52 +118,50 @@ def _trace(
         uses.append(facts.params)
         return regions.with_read_tracking(planned, gm.forward)
 
-    step = torch.compile(_Traced(fake), backend=backend, **_isolated())  # type: ignore[call-overload]
+    def traced(*args: Any, **kwargs: Any) -> Any:  # a frame of ours: Dynamo skips torch.nn's own modules
+        return fake(*args, **kwargs)
+
+    step = torch.compile(traced, backend=backend, **_isolated())  # type: ignore[call-overload]
     with mode, private_dynamo():
         try:
             step(*fake_inputs, **fake_kwargs)
         except Exception as error:
             raise UsageError(
-                f"model: {type(inner).__name__} could not be traced on fake tensors: "
+                f"model: {type(fake).__name__} could not be traced on fake tensors: "
                 f"{type(error).__name__}: {error}\nCheck that model(*inputs) runs in eager."
             ) from error
-    return Capture(tuple(graphs), regions, tuple(uses))
+    relevant = regions.relevant()
+    planned = tuple(index for index, graph in enumerate(graphs) if graph.region in relevant)
+    return Capture(tuple(specs), config, tuple(graphs), tuple(uses), planned, regions.joined())
 
 
-class _Traced(nn.Module):
-    """Calls a model from a frame that Dynamo traces: it skips the frames of torch.nn's own modules."""
+def fake_copy(
+    model: nn.Module, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[FakeTensorMode, Any, dict[str, torch.Tensor]]:
+    """Copy a model and the arguments of its forward with fake tensors for real ones; aliases stay aliases.
 
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner(*args, **kwargs)
-
-
-def fake_mode(model: nn.Module) -> FakeTensorMode:
-    """The fake mode that a model's parameters are in already, or a new one."""
-    for tensor in model.parameters():
-        if isinstance(tensor, FakeTensor):
-            return tensor.fake_mode
-    return FakeTensorMode(shape_env=ShapeEnv())  # nested tensors have a size that is a symbol
-
-
-def fake_copy(mode: FakeTensorMode, value: tuple[nn.Module, Any, Any], memo: dict[int, Any]) -> Any:
-    """Copy a model and its inputs with fake tensors for real ones; aliases stay aliases."""
-    model, *inputs = value
-    for tensor in (*model.parameters(), *model.buffers(), *pytree.tree_leaves(inputs)):
+    Returns:
+        The fake mode, that of the model's parameters if they are fake; the copies; and each parameter's copy,
+        by all of its names.
+    """
+    # a module compiled before it was wrapped is traced as the module that it was; its names stay
+    inner = getattr(model, "_orig_mod", model)
+    fakes = (tensor.fake_mode for tensor in inner.parameters() if isinstance(tensor, FakeTensor))
+    mode = next(fakes, None) or FakeTensorMode(shape_env=ShapeEnv())  # nested tensors: their size is a symbol
+    memo: dict[int, Any] = {}
+    for tensor in (*inner.parameters(), *inner.buffers(), *pytree.tree_leaves((inputs, kwargs))):
         if isinstance(tensor, torch.Tensor):
             memo.setdefault(id(tensor), _fake(mode, tensor))
     # the autograd nodes that a model keeps, so that hooks on them live, are shared: they cannot be copied
     with FakeCopyMode(mode), patch.dict(copyreg.dispatch_table, {accumulate_grad(): str}):
         try:
-            return copy.deepcopy(value, memo)
+            copied = copy.deepcopy((inner, inputs, dict(kwargs)), memo)
         except TypeError as error:
             raise UsageError(
-                f"model: {type(model).__name__} could not be copied: {error}\n"
+                f"model: {type(inner).__name__} could not be copied: {error}\n"
                 "Give the object that cannot be copied a __deepcopy__, or attach it after planning."
             ) from error
+    return mode, copied, {n: memo[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
 
 
 def accumulate_grad() -> type:

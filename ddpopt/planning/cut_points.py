@@ -6,8 +6,6 @@ stream, a functorch level or two views of a tensor that is mutated later do not.
 Invariant: a position that is not blocked can be cut without changing what the program computes.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -129,23 +127,19 @@ def _transforms(body: Body) -> Iterator[Span]:
     off again, with the message of the outer one; the outermost one turns it on.
     """
 
-    def hookless(node: fx.Node, before: int) -> int:
-        return 1 if node.target is HOOKS_OFF else 0 if node.target is HOOKS_ON else before
+    def forbids(before: bool, node: fx.Node) -> bool:
+        return node.target is HOOKS_OFF or (before and node.target is not HOOKS_ON)
 
-    def nested(node: fx.Node, before: int) -> int:
-        return before + _nesting(node)
-
-    for depth_after, why in (
-        (hookless, "hooks on saved tensors are forbidden here"),
-        (nested, "inside a functorch transform"),
-    ):
-        depth, opened = 0, 0
-        for index, node in enumerate(body.nodes):
-            before, depth = depth, depth_after(node, depth)
-            if before == 0 < depth:
-                opened = index
-            elif depth == 0 < before:
-                yield Span(opened + 1, index, why)
+    forbidden = itertools.accumulate(body.nodes, forbids, initial=False)
+    levels = itertools.accumulate(map(_nesting, body.nodes), initial=0)
+    why = ""  # of what began first
+    for position, (hookless, depth) in enumerate(zip(forbidden, levels, strict=True)):
+        if hookless or depth:
+            here = "hooks on saved tensors are forbidden here" if hookless else "inside a functorch transform"
+            why = why or here
+            yield Span(position, position, why)
+        else:
+            why = ""
 
 
 def _nesting(node: fx.Node) -> int:

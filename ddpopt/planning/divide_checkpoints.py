@@ -12,12 +12,10 @@ Invariant: every piece keeps the checkpoint's own settings and policy; a graph i
 comes back as the same object.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -33,7 +31,7 @@ from ddpopt.graph.nodes import (
     module_like,
     operands,
 )
-from ddpopt.graph.rewriting import Argument, Copies, copy_body, returned, rewritten
+from ddpopt.graph.rewriting import Argument, Copies, rewritten
 from ddpopt.graph.state import State, states
 from ddpopt.planning.cut_points import Body, Span
 from ddpopt.planning.facts import gradient_carriers
@@ -132,20 +130,22 @@ def _write_out(
     def write(region: fx.Node, graph: fx.Graph, copies: Copies) -> Argument:
         body = regions[region]
         values = {place: copies[given] for place, given in operands(region, body).items()}
-        for step, copied in copy_body(body.graph, graph, values):
+        returned = graph.graph_copy(body.graph, values)
+        for step in (node for node in body.graph.nodes if node.op not in ("placeholder", "output")):
+            copied = values[step]
             copied.meta["example_value"] = step.meta.get("example_value")
             if step.op == "get_attr":
                 copied.target = f"{region.name}_{step.target}".replace(".", "_")
                 held[copied.target] = fetch(body, str(step.target))
             inner[copied.name] = (region, step)
-        return returned(body.graph, values)
+        return returned
 
     return rewritten(gm, dict.fromkeys(regions, write), held), inner
 
 
 def _write_pieces(
     body: fx.GraphModule,
-    openers: Iterable[fx.Node],
+    openers: Container[fx.Node],
     held: dict[str, object],
     region: fx.Node,
     graph: fx.Graph,
@@ -167,14 +167,13 @@ def _write_pieces(
         for position, node in enumerate(exports):
             values[node] = graph.call_function(operator.getitem, (call, position))
             values[node].meta = dict(node.meta)
-    return returned(body.graph, values)
+    return fx.map_arg(body.graph.output_node().args[0], values.__getitem__)
 
 
-def _pieces(body: fx.GraphModule, openers: Iterable[fx.Node]) -> list[list[fx.Node]]:
+def _pieces(body: fx.GraphModule, openers: Container[fx.Node]) -> list[list[fx.Node]]:
     pieces: list[list[fx.Node]] = [[]]
-    opening = set(openers)
     for node in body_nodes(body.graph):
-        if node in opening and pieces[-1]:
+        if node in openers and pieces[-1]:
             pieces.append([])
         pieces[-1].append(node)
     return pieces

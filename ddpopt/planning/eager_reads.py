@@ -4,25 +4,21 @@ Their gradients are complete after those of the graph and before those of the gr
 tells so, but what is given to the graph does: autograd has recorded what it was computed from.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from ddpopt.planning.bucket_rule import ParamSpec
+from ddpopt.planning.bucket_rule import Specs
 
 
-def noting_reads(
-    run: Callable[..., Any], specs: Mapping[int, ParamSpec], found: set[str]
-) -> Callable[..., Any]:
+def noting_reads(run: Callable[..., Any], specs: Specs, found: set[str]) -> Callable[..., Any]:
     """A callable like `run`, whose first call with gradients notes what its arguments were computed from.
 
     Args:
         run: takes the inputs of a graph.
-        specs: what DDP reduces, by ``id`` of the parameter.
+        specs: what DDP reduces.
         found: gets the names of those parameters.
     """
     noted = False

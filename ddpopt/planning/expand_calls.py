@@ -10,12 +10,10 @@ the very operations that autograd would record, so nothing changes in what is co
 Invariant: a graph in which nothing is to be opened comes back as the same object.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -26,18 +24,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils import _pytree as pytree
 
-from ddpopt.graph.nodes import MISSING, example_value, with_values
-from ddpopt.graph.rewriting import Argument, Copies, copy_body, returned, rewritten
+from ddpopt.graph.nodes import MISSING, body_nodes, example_value, with_values
+from ddpopt.graph.rewriting import Argument, Copies, rewritten
 from ddpopt.graph.state import State, states
-from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.divide_checkpoints import divide_regions, write_out_idle_regions
-from ddpopt.planning.facts import NEGLIGIBLE_RATIO, GraphFacts, collect, has_multiple_weights
+from ddpopt.planning.facts import NEGLIGIBLE_RATIO, GraphFacts, has_multiple_weights
 from ddpopt.planning.plan import Plan
 
 logger = logging.getLogger("ddpopt")
-
-Decide = Callable[[GraphFacts], Plan]
-"""Makes a plan from facts."""
 
 
 class Opened(NamedTuple):
@@ -48,34 +42,20 @@ class Opened(NamedTuple):
     plan: Plan
 
 
-def plan_and_open(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[object],
-    specs: Mapping[int, ParamSpec],
-    decide: Decide,
-    facts: GraphFacts,
-) -> Opened:
-    """Plan a graph, and open the calls inside which its buckets end, until none is worth it.
+def opened_and_planned(best: Opened, planned: Callable[[fx.GraphModule], Opened]) -> Opened:
+    """Open the calls inside which the buckets of a graph end, and plan it again, until none is worth it.
 
     Args:
-        gm: the graph; it is left as it is.
-        example_inputs: one value for each of its placeholders.
-        specs: what DDP reduces, by ``id`` of the parameter.
-        decide: makes the plan from the facts.
-        facts: those of `gm`.
+        best: the graph as it is, with its plan; it is left as it is.
+        planned: plans another form of it.
 
     Returns:
-        The graph that the plan is for (`gm` itself if nothing was opened), its facts and the plan.
+        The graph that the plan is for (the same if nothing was opened), its facts and the plan.
     """
-
-    def planned(graph: fx.GraphModule) -> Opened:
-        facts = collect(graph, example_inputs, specs)
-        return Opened(graph, facts, decide(facts))
-
-    best = Opened(gm, facts, decide(facts))
+    trained = {use.spec.name for use in best.facts.params}
     while (opened := open_calls(*best)) is not best.gm:
         again = planned(opened)
-        if _trained(again.facts) != _trained(facts):
+        if {use.spec.name for use in again.facts.params} != trained:
             logger.warning(
                 "ddpopt: not expanding composite calls: expanding them would change which parameters get "
                 "gradients"
@@ -89,10 +69,6 @@ def plan_and_open(
         if gm is best.gm:
             return best
         best = planned(gm)
-
-
-def _trained(facts: GraphFacts) -> set[str]:
-    return {use.spec.name for use in facts.params}
 
 
 def open_calls(gm: fx.GraphModule, facts: GraphFacts, plan: Plan) -> fx.GraphModule:
@@ -195,7 +171,9 @@ def _write_out(traced: fx.GraphModule, node: fx.Node, graph: fx.Graph, copies: C
     inputs = dict(zip(traced.graph.find_nodes(op="placeholder"), node.all_input_nodes, strict=True))
     inner = {placeholder: copies[source] for placeholder, source in inputs.items()}
     mode = next(v.fake_mode for v in map(example_value, inputs.values()) if isinstance(v, FakeTensor))
-    for step, copied in copy_body(traced.graph, graph, inner):
+    returned = graph.graph_copy(traced.graph, inner)
+    for step in body_nodes(traced.graph):
+        copied = inner[step]
         copied.meta = {**node.meta, "example_value": MISSING}
         args, kwargs = with_values((copied.args, copied.kwargs), example_value)
         with mode, torch.enable_grad():
@@ -205,4 +183,4 @@ def _write_out(traced: fx.GraphModule, node: fx.Node, graph: fx.Graph, copies: C
     for leaf, value in zip(leaves, pytree.tree_leaves(example_value(node)), strict=True):
         if isinstance(leaf, fx.Node) and leaf.op != "placeholder":
             inner[leaf].meta["example_value"] = value
-    return returned(traced.graph, inner)
+    return returned

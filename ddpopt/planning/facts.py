@@ -8,10 +8,8 @@ graph reads it. A reader counts only if gradient flows through it: not under ``n
 ``detach``, not into a value that reaches no output.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -30,9 +28,11 @@ from ddpopt.graph.nodes import (
     storages,
 )
 from ddpopt.graph.state import states
-from ddpopt.planning.bucket_rule import ParamSpec
+from ddpopt.planning.bucket_rule import ParamSpec, Specs
 from ddpopt.planning.cut_points import Span, blocked_positions
 
+Sources = Mapping[fx.Node, Mapping[str, str]]
+"""What `parameter_sources` says of a graph."""
 _LATE = "the backward of {!r} may read {!r}, which may change once its gradient has left"
 NEGLIGIBLE_RATIO = 64
 """A parameter this many times smaller than another one of the same call is not worth a cut of its own."""
@@ -66,11 +66,13 @@ class GraphFacts:
         nodes: names of the body nodes, in graph order.
         params: the trainable parameters read by the graph, in the order of the reducer's list.
         blocked: for each body position, why no cut may lie right before it, or None if one may.
+        sources: which nodes bring which parameters into the graph, as `parameter_sources` says.
     """
 
     nodes: tuple[str, ...]
     params: tuple[ParamUse, ...]
     blocked: tuple[str | None, ...]
+    sources: Sources = field(default_factory=dict, compare=False)
 
     @property
     def ready(self) -> list[ParamSpec]:
@@ -88,15 +90,13 @@ def has_multiple_weights(sizes: Sequence[int]) -> bool:
     return sum(size * NEGLIGIBLE_RATIO > largest for size in sizes) > 1
 
 
-def collect(
-    gm: fx.GraphModule, example_inputs: Sequence[object], specs: Mapping[int, ParamSpec]
-) -> GraphFacts:
+def collect(gm: fx.GraphModule, example_inputs: Sequence[object], specs: Specs) -> GraphFacts:
     """Read the facts off one graph, in time linear in its nodes.
 
     Args:
         gm: a forward graph as Dynamo hands it to a backend.
         example_inputs: one value for each placeholder; parameters are recognised by identity.
-        specs: what DDP reduces, by ``id`` of the parameter, in the order of the reducer's list.
+        specs: what DDP reduces.
 
     Returns:
         The facts; parameters that DDP does not reduce (frozen, ignored) are not among them.
@@ -115,20 +115,15 @@ def collect(
         for name in dict.fromkeys(names):
             readers[name].append(position)
     inside = _places_inside(gm, body, sources)
-    uses = tuple(
-        ParamUse(spec, tuple(readers[spec.name]), inside.get((spec.name, readers[spec.name][0]), 0))
-        for spec in specs.values()
-        if readers[spec.name]
-    )
-    late = (
-        Span(first + 1, last, _LATE.format(body[first].name, node.name))
-        for node, (first, last) in late_reads(gm, sources, carries).items()
-    )
-    return GraphFacts(tuple(node.name for node in body), uses, blocked_positions(gm.graph, late))
+    read_at = [(spec, readers[spec.name]) for spec in specs.values() if readers[spec.name]]
+    uses = tuple(ParamUse(spec, tuple(at), inside.get((spec.name, at[0]), 0)) for spec, at in read_at)
+    spans = late_reads(gm, sources, carries).items()
+    late = (Span(first + 1, last, _LATE.format(body[first].name, node.name)) for node, (first, last) in spans)
+    return GraphFacts(tuple(node.name for node in body), uses, blocked_positions(gm.graph, late), sources)
 
 
 def _places_inside(
-    gm: fx.GraphModule, body: Sequence[fx.Node], sources: Mapping[fx.Node, Mapping[str, str]]
+    gm: fx.GraphModule, body: Sequence[fx.Node], sources: Sources
 ) -> dict[tuple[str, int], int]:
     """For each parameter and checkpointed region that reads it: which node of the region reads it first."""
     found: dict[tuple[str, int], int] = {}
@@ -143,15 +138,13 @@ def _places_inside(
     return found
 
 
-def parameter_sources(
-    gm: fx.GraphModule, example_inputs: Sequence[object], specs: Mapping[int, ParamSpec]
-) -> dict[fx.Node, dict[str, str]]:
+def parameter_sources(gm: fx.GraphModule, example_inputs: Sequence[object], specs: Specs) -> Sources:
     """Which nodes bring which parameters into the graph.
 
     Args:
         gm: the graph.
         example_inputs: one value for each placeholder.
-        specs: what DDP reduces, by ``id`` of the parameter.
+        specs: what DDP reduces.
 
     Returns:
         For each placeholder, attribute or module call that holds parameters that are not frozen: their names,
@@ -189,7 +182,10 @@ def gradient_carriers(graph: fx.Graph) -> dict[fx.Node, None]:
     send it too early. So does one whose tensor is detached in place later.
     """
     carriers: dict[fx.Node, None] = {}
-    off = _without_grad_mode(graph)
+    # under no_grad, but for what returns an input as it is: tracing says of a view of a parameter that it
+    # requires grad even there
+    ran = states(graph)
+    off = {node: None for node, state in ran if not (state.grad_enabled or passes_on_input(node))}
     outliving = (node for node in graph.nodes if node.op in SOURCES or node.op == "output")
     awaited = {key for node in outliving for held in (node, *node.all_input_nodes) for key in storages(held)}
     handing_on: dict[fx.Node, None] = {}
@@ -220,25 +216,15 @@ def gradient_carriers(graph: fx.Graph) -> dict[fx.Node, None]:
     return carriers
 
 
-def _without_grad_mode(graph: fx.Graph) -> dict[fx.Node, None]:
-    """The nodes under ``no_grad``, but for those that return an input as it is.
-
-    Tracing says of a view of a parameter that it requires grad even there.
-    """
-    ran = ((node, state.grad_enabled) for node, state in states(graph))
-    return {node: None for node, enabled in ran if not enabled and not passes_on_input(node)}
-
-
 def _inputs_with_gradient(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
     """What a carrier may pass gradient to: of a checkpointed region, what a carrier in its body reads."""
     inner = checkpointed(gm, node)
     if inner is None:
         return node.all_input_nodes
     carriers = gradient_carriers(inner.graph)
+    pairs = operands(node, inner).items()
     return [
-        source
-        for operand, source in operands(node, inner).items()
-        if any(user in carriers or user.op == "output" for user in operand.users)
+        given for operand, given in pairs if any(u in carriers or u.op == "output" for u in operand.users)
     ]
 
 

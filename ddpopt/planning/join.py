@@ -12,8 +12,6 @@ its initial buckets.
 Invariant: every parameter that DDP reduces is in exactly one bucket.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple

@@ -7,17 +7,10 @@ that closes within an atom asks for a cut right before that atom; whatever else 
 open is closed with it. So each bucket is complete once the backward of a single segment has run, as early
 as the eager run would have it, and the following bucket starts clean.
 
-Where the graph repeats itself, a bucket that is nearly full closes at the end of the repeated block already:
-cuts then fall at the same place of one layer and the next, and the segments between them are twins. A block
-may be a single atom that completes several weights, such as a checkpointed region: no bucket waits for the
-whole of the next one, where in eager it would leave in its midst.
-
 Planning is pure: it never imports torch.distributed, runs nothing, and depends on nothing but its inputs.
 
 Source of the bucket rule: `ddpopt.planning.bucket_rule`.
 """
-
-from __future__ import annotations
 
 import bisect
 import itertools
@@ -25,19 +18,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ddpopt.planning.facts import GraphFacts, ParamUse, has_multiple_weights
+from ddpopt.planning.facts import GraphFacts, ParamUse
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Bucket, Cut, Plan, Policy, Segment, cut_reason
-from ddpopt.planning.repeats import block_ends
 
 Group = tuple[int, list[ParamUse]]
 """The body position where an atom starts, and the parameters that complete in it, in ready order."""
 Key = tuple[str, str]
 """What may not mix in a bucket: (dtype, device)."""
-Shape = tuple[int, tuple[tuple[int, str, bool], ...]]
-"""What tells one group from another where names do not count: how long its code is, and its gradients."""
-NEARLY_FULL = 0.9
-"""The share of its limit at which a bucket closes where a repeated block ends."""
 
 
 def plan_graph(facts: GraphFacts, config: BucketConfig) -> Plan:
@@ -53,9 +41,8 @@ def plan_graph(facts: GraphFacts, config: BucketConfig) -> Plan:
     dense = (use.spec for use in facts.params if not use.spec.sparse)
     filler = _Filler(config.rebuilt_limits, Counter((spec.dtype, spec.device) for spec in dense))
     groups = list(_by_atom(facts, _atoms(facts)))
-    ends = block_ends(_shapes(groups, len(facts.nodes)), alone=_parts_weights)
     for index, (start, uses) in enumerate(groups):
-        filler.fill(start, uses, cut_follows=index + 1 < len(groups), block_ends=index in ends)
+        filler.fill(start, uses, cut_follows=index + 1 < len(groups))
     return _assemble(facts, filler.finish(0), "plan")
 
 
@@ -92,9 +79,8 @@ def plan_for_buckets(facts: GraphFacts, buckets: Sequence[Sequence[str]], *, who
     launch = 0 if whole else len(facts.nodes)
     for uses in filter(None, _read(facts, buckets)):
         last = min(uses, key=lambda use: use.completes_at)
-        launch = min(
-            launch, atoms[_place(atoms, last.completes_at)]
-        )  # strictly in list order, once it is complete
+        # strictly in list order, once it is complete
+        launch = min(launch, atoms[_place(atoms, last.completes_at)])
         drafts.append(_Draft(uses, launch, f"the reducer's own bucket; {last.spec.name} completes it"))
     return _assemble(facts, drafts, "ddp")
 
@@ -132,16 +118,13 @@ class _Filler:
         self._open: dict[Key, _Draft] = {}
         self._closed: list[_Draft] = []
 
-    def fill(
-        self, start: int, uses: Sequence[ParamUse], *, cut_follows: bool, block_ends: bool = False
-    ) -> None:
+    def fill(self, start: int, uses: Sequence[ParamUse], *, cut_follows: bool) -> None:
         """Take in the gradients that complete in one atom.
 
         Args:
             start: body position where the segment starts that completes what closes here.
             uses: the atom's gradients, in the order of filling.
             cut_follows: whether the graph may be cut between this atom and the next one to fill.
-            block_ends: whether a repeated block ends with this atom.
         """
         before = len(self._closed)
         last_closed: dict[Key, _Draft] = {}
@@ -160,8 +143,6 @@ class _Filler:
                 )
             elif self._missing[key] == 0:  # nothing will ever fill it, so it need not wait for backward's end
                 self._close(key, start, "no gradient is left to add")
-        if block_ends:
-            self._close_nearly_full(start)
         if cut_follows and len(self._closed) > before:
             self._settle(start, last_closed)
 
@@ -170,13 +151,6 @@ class _Filler:
         for key in [*self._open]:
             self._close(key, start, "no gradient is left to add")
         return self._closed
-
-    def _close_nearly_full(self, start: int) -> None:
-        for key, draft in [*self._open.items()]:
-            limit, last = self._limit(key), draft.members[-1].spec.name
-            if draft.nbytes >= NEARLY_FULL * limit:
-                near = f"{last} brings it to {draft.nbytes} bytes, nearly the limit of {limit}"
-                self._close(key, start, f"{near}, and ends a block that the graph repeats")
 
     def _settle(self, start: int, last_closed: Mapping[Key, _Draft]) -> None:
         """The graph is cut next to this atom: leave no bucket open across the cut."""
@@ -215,19 +189,6 @@ def _by_atom(facts: GraphFacts, atoms: Sequence[int]) -> Iterator[Group]:
     ready = sorted(facts.params, key=readiness)
     for start, uses in itertools.groupby(ready, key=lambda use: atoms[_place(atoms, use.completes_at)]):
         yield start, list(uses)
-
-
-def _shapes(groups: Sequence[Group], body: int) -> list[Shape]:
-    ends = [body, *(start for start, _ in groups)]
-    return [
-        (end - start, tuple((use.spec.nbytes, use.spec.dtype, use.spec.sparse) for use in uses))
-        for end, (start, uses) in zip(ends, groups, strict=False)
-    ]
-
-
-def _parts_weights(shape: Shape) -> bool:
-    """Whether a bucket that needs only some of the gradients of a group waits for all of them."""
-    return has_multiple_weights([nbytes for nbytes, *_ in shape[1]])
 
 
 def _assemble(facts: GraphFacts, drafts: Sequence[_Draft], policy: Policy) -> Plan:

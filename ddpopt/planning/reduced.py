@@ -8,8 +8,6 @@ Invariant: the answer is certain, or an error says why there is none; asking cha
 Touches private parts of torch 2.11 to 2.13: ``Reducer._get_zeros_like_grad_buckets`` and DDP's log.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Iterator
@@ -20,8 +18,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpopt.errors import UnsupportedError
-
-__all__ = ["as_built", "bucket_members", "held_parameters", "numbered_parameters", "running_reducer"]
 
 
 def running_reducer(ddp: Any) -> Any:
@@ -43,10 +39,12 @@ def as_built(ddp: Any) -> Iterator[None]:
     """Inside this block those parameters require grad that the module's reducer holds, and no others.
 
     Raises:
-        UnsupportedError: what it holds cannot be determined, or is no longer in the module.
+        UnsupportedError: what it holds cannot be determined, or is not in the module now.
     """
     held = {id(parameter) for parameter in held_parameters(ddp)}
     before = [(parameter, parameter.requires_grad) for parameter in ddp.module.parameters()]
+    if not all(parameter.is_leaf for parameter, _ in before):
+        raise UnsupportedError("computed tensors take the places of parameters (torch.func.functional_call)")
     try:
         for parameter, _ in before:
             parameter.requires_grad_(id(parameter) in held)

@@ -17,16 +17,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from ddpopt.planning.bucket_rule import ParamSpec, rebuilt_buckets, specs_from_ddp
+from ddpopt.planning.bucket_rule import ParamSpec, Specs, rebuilt_buckets, specs_from_ddp
 from ddpopt.planning.eager_reads import noting_reads
-from ddpopt.planning.expand_calls import plan_and_open
-from ddpopt.planning.facts import GraphFacts, collect, parameter_sources
+from ddpopt.planning.expand_calls import Opened, opened_and_planned
+from ddpopt.planning.facts import GraphFacts, collect
 from ddpopt.planning.join import GraphPlan, join_plans
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.planner import plan_for_buckets, plan_graph, plan_whole
 from ddpopt.planning.reduced import running_reducer
-from ddpopt.planning.strategy import Sources, Strategy, why_not_inline
+from ddpopt.planning.strategy import Strategy, why_not_inline
 
 
 class Planned(NamedTuple):
@@ -37,7 +37,6 @@ class Planned(NamedTuple):
         example_inputs: one value for each of its placeholders.
         facts: read off `gm`.
         plan: made from them.
-        sources: which nodes of `gm` bring which parameters into it.
         why_split: why it is to be cut, if that was not asked for.
         inline: whether it stays whole, and hands its gradients over from inside its backward.
         completed: parameters whose gradients an earlier graph completes, though this one may read them.
@@ -51,7 +50,6 @@ class Planned(NamedTuple):
     example_inputs: Sequence[object]
     facts: GraphFacts
     plan: Plan
-    sources: Sources
     why_split: str | None = None
     inline: bool = False
     completed: frozenset[str] = frozenset()
@@ -67,7 +65,7 @@ class Regions:
         config: DDP's bucket limits.
     """
 
-    def __init__(self, specs: Mapping[int, ParamSpec], config: BucketConfig) -> None:
+    def __init__(self, specs: Specs, config: BucketConfig) -> None:
         self.config = config
         self.specs = specs
         self._regions: list[GraphPlan] = []
@@ -138,20 +136,22 @@ class Regions:
 def _planned(
     gm: fx.GraphModule,
     example_inputs: Sequence[object],
-    specs: Mapping[int, ParamSpec],
+    specs: Specs,
     strategy: Strategy,
     facts: GraphFacts,
     decide: Callable[[GraphFacts, bool], Plan],
 ) -> Planned:
     """Plan a graph by the strategy that fits it; `decide` is given facts, and whether it stays whole."""
-    sources = parameter_sources(gm, example_inputs, specs)
-    why = None if strategy == "split" else why_not_inline(gm, sources)
+    why = None if strategy == "split" else why_not_inline(gm, facts.sources)
     if strategy != "split" and why is None:
-        return Planned(gm, example_inputs, facts, decide(facts, True), sources, inline=True)
-    opened, facts, plan = plan_and_open(gm, example_inputs, specs, lambda facts: decide(facts, False), facts)
-    if opened is not gm:
-        sources = parameter_sources(opened, example_inputs, specs)
-    return Planned(opened, example_inputs, facts, plan, sources, why)
+        return Planned(gm, example_inputs, facts, decide(facts, True), inline=True)
+
+    def planned(form: fx.GraphModule) -> Opened:
+        facts = collect(form, example_inputs, specs)
+        return Opened(form, facts, decide(facts, False))
+
+    opened, facts, plan = opened_and_planned(Opened(gm, facts, decide(facts, False)), planned)
+    return Planned(opened, example_inputs, facts, plan, why)
 
 
 def specs_by_id(ddp: nn.parallel.DistributedDataParallel) -> dict[int, ParamSpec]:

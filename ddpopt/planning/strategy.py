@@ -3,9 +3,6 @@
 Invariant: the same graph gives the same answer in `ddpopt.plan` and when it is compiled.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from torch import fx
@@ -13,12 +10,11 @@ from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ddpopt.errors import UsageError
-from ddpopt.graph.effects import is_known, written_storages
+from ddpopt.graph.effects import communicates_in_backward, is_known, written_storages
 from ddpopt.graph.nodes import example_value, storages
+from ddpopt.planning.facts import Sources
 
 Strategy = Literal["split", "inline", "auto"]
-Sources = Mapping[fx.Node, Mapping[str, str]]
-"""What `ddpopt.planning.facts.parameter_sources` says of a graph."""
 
 
 def require_choice(argument: str, value: str, choice: Any) -> None:
@@ -46,6 +42,8 @@ def why_not_inline(gm: fx.GraphModule, sources: Sources) -> str | None:
             return f"parameter {name!r} is no input of the graph but an attribute of it"
         held.update(dict.fromkeys(storages(node), name))
     for node in gm.graph.nodes:
+        if communicates_in_backward(node):  # gradients that one rank alone holds back, for a hook, come later
+            return f"the backward of {node.name!r} communicates, and all ranks must send in one order"
         value = example_value(node)
         nested = isinstance(value, NestedTensor) and node not in sources  # gives no nested gradients
         if is_traceable_wrapper_subclass(value) and not nested:

@@ -3,11 +3,9 @@
 The proof is a table of named invariants. Each looks at the evidence, read off both graphs once, and gives a
 sentence for each place where it does not hold; all of them are collected, and raised together.
 
-Invariant: shares no code with what plans or cuts but the data classes of `ddpopt.plan` and the table
-`ddpopt.graph.effects` of what each node writes; takes time linear in nodes.
+Invariant: shares no code with what plans or cuts but the data classes of `ddpopt.planning.plan`, and what
+`ddpopt.graph` says of a single node; takes time linear in nodes.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping
 
@@ -44,12 +42,7 @@ INVARIANTS: tuple[Invariant, ...] = (
 """Everything that a stitched module is held to, each row with one sentence as its check's docstring."""
 
 
-def certify(
-    original: fx.GraphModule,
-    stitched: fx.GraphModule,
-    plan: Plan,
-    names: Mapping[str, str],
-) -> None:
+def certify(original: fx.GraphModule, stitched: fx.GraphModule, plan: Plan, names: Mapping[str, str]) -> None:
     """Prove that `stitched` is the program of `original`, and that it keeps the promises of `plan`.
 
     Args:

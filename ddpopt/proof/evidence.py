@@ -4,8 +4,6 @@ Invariant: of `ddpopt.plan` only the data classes are used, so a fault in planni
 instead of being repeated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,10 +12,11 @@ import torch
 from torch import fx
 
 from ddpopt.graph.effects import detaches
+from ddpopt.graph.nodes import requires_grad, storages_of
 from ddpopt.planning.plan import Plan
 from ddpopt.proof.recompose import read_original, recompose
-from ddpopt.proof.steps import Original, Program, Step, storage_of, tensors_in
-from ddpopt.proof.terms import ABSENT, Held, Item, Made, Term, leaves
+from ddpopt.proof.steps import Original, Program, Step, tensors_in
+from ddpopt.proof.terms import Held, Item, Made, Term, leaves
 
 
 @dataclass(frozen=True)
@@ -152,17 +151,4 @@ def _writes_what_is_seen(original: Original, step: Step, seen: Set[int], detache
 def _storages(original: Original, terms: Iterable[Term]) -> Iterator[int]:
     """The storages behind terms; a sparse tensor, or a batch inside ``vmap``, has none."""
     for leaf in (leaf for term in terms for leaf in leaves(term)):
-        keys = map(storage_of, tensors_in(original.example(leaf)))
-        yield from (key for key in keys if key is not None)
-
-
-def requires_grad(example: object) -> bool:
-    """Whether a tensor in a value requires grad; what tracing left no value for is taken to."""
-    if isinstance(example, (tuple, list)):
-        return any(requires_grad(item) for item in example)
-    if isinstance(example, torch.Tensor):
-        # a batch inside vmap does not require grad where what it holds does
-        holds = torch._C._functorch
-        batched = holds.is_functorch_wrapped_tensor(example)
-        return example.requires_grad or (batched and requires_grad(holds.get_unwrapped(example)))
-    return example is ABSENT
+        yield from storages_of(original.example(leaf))

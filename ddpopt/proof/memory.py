@@ -5,7 +5,8 @@ A storage is told by the example values that tracing left: views of one tensor s
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -13,8 +14,9 @@ from torch._ops import HigherOrderOperator
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 from ddpopt.graph.effects import reads_memory, redescribes
-from ddpopt.proof.evidence import Evidence, given_back, requires_grad
-from ddpopt.proof.steps import SYMBOLIC, Crossing, Original, Step, storage_of, tensors_in
+from ddpopt.graph.nodes import SYMBOLIC, requires_grad, storages_of
+from ddpopt.proof.evidence import Evidence, given_back
+from ddpopt.proof.steps import Crossing, Original, Step, tensors_in
 from ddpopt.proof.terms import ABSENT, Copy, Item, Made, Term, leaves, show
 
 
@@ -32,8 +34,8 @@ def writes_reach_every_reader(evidence: Evidence) -> Iterator[str]:
             given.setdefault((crossing.segment, family), []).append(crossing)
     inputs = [Made(node.name) for node in original.program.inputs]
     for place, writer in writers.items():
-        crossings = given.get(place, [])
-        for first, other in zip(crossings[:1] * len(crossings), crossings[1:], strict=False):
+        for other in given.get(place, [])[1:]:
+            first = given[place][0]
             if first.term not in inputs or other.term not in inputs:
                 where = f"segment {other.segment}, input {other.node.name}"
                 yield f"{where}: is one tensor with input {first.node.name}, and {writer} writes to it"
@@ -138,8 +140,8 @@ def _families(original: Original, term: Term) -> Iterator[Hashable]:
 
 
 def _storage(tensor: torch.Tensor) -> Hashable:
-    storage = storage_of(tensor)
-    return id(tensor) if storage is None else ("storage", storage)
+    keys = storages_of(tensor)
+    return ("storage", *keys) if keys else id(tensor)
 
 
 def _written_families(original: Original) -> dict[Hashable, str]:
@@ -232,48 +234,42 @@ def _read_with_gradient(evidence: Evidence) -> dict[tuple[int, Term], str]:
     return found
 
 
+def _segments(original: Original, terms: Iterable[tuple[int, Term]]) -> dict[Hashable, set[int]]:
+    """The segments of some terms, by the storages behind them."""
+    found: dict[Hashable, set[int]] = {}
+    for segment, family in ((segment, f) for segment, term in terms for f in _families(original, term)):
+        found.setdefault(family, set()).add(segment)
+    return found
+
+
 class _Traffic(NamedTuple):
     """Per storage: the segments that write to it, return it, get it (once for each input), and restore it."""
 
-    writers: Mapping[Hashable, frozenset[int]]
-    returned: Mapping[Hashable, frozenset[int]]
-    inputs: Mapping[tuple[int, Hashable], int]
-    restored: frozenset[tuple[int, Hashable]]
+    writers: Mapping[Hashable, set[int]]
+    returned: Mapping[Hashable, set[int]]
+    inputs: Counter[tuple[Hashable, int]]
+    restored: Mapping[Hashable, set[int]]
 
     @classmethod
     def of(cls, evidence: Evidence) -> _Traffic:
         """Gather from the steps, inputs and outputs of all segments."""
         original, stitched = evidence.original, evidence.stitched
-        writers: dict[Hashable, set[int]] = {}
-        for step in stitched.steps:
-            for family in (f for value in step.written for f in _families(original, value)):
-                writers.setdefault(family, set()).add(step.segment)
-        returned: dict[Hashable, set[int]] = {}
-        for segment, result in stitched.returns.items():
-            for family in _families(original, result):
-                returned.setdefault(family, set()).add(segment)
-        inputs: dict[tuple[int, Hashable], int] = {}
-        for crossing in stitched.crossings:
-            for family in _families(original, crossing.term):
-                inputs[crossing.segment, family] = inputs.get((crossing.segment, family), 0) + 1
         return cls(
-            {family: frozenset(segments) for family, segments in writers.items()},
-            {family: frozenset(segments) for family, segments in returned.items()},
-            inputs,
-            frozenset(
-                (segment, f) for segment, copy in stitched.restored for f in _families(original, copy.of)
-            ),
+            _segments(original, ((step.segment, term) for step in stitched.steps for term in step.written)),
+            _segments(original, stitched.returns.items()),
+            Counter((f, c.segment) for c in stitched.crossings for f in _families(original, c.term)),
+            _segments(original, ((segment, copy.of) for segment, copy in stitched.restored)),
         )
 
     def noticed(self, family: Hashable, segment: int) -> Iterator[str]:
         """Where it shows that `segment` got a copy of a storage."""
-        writers = self.writers.get(family, frozenset())
-        restored = (segment, family) in self.restored
+        writers = self.writers.get(family, ())
+        restored = segment in self.restored.get(family, ())
         if segment in writers and not restored:
             yield "is a copy that is written to and not written back"
         if restored and segment not in writers:
             yield "is a copy that is written back without having been written to"
-        if segment in writers and self.inputs[segment, family] > 1:
+        if segment in writers and self.inputs[family, segment] > 1:
             yield "is a copy that is written to, and another input shares its storage"
         if segment in self.returned.get(family, ()) and max(writers, default=-1) > segment:
             yield "is a copy of a storage that the segment returns and a later segment writes to"

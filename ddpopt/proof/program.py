@@ -5,17 +5,16 @@ Each is one sentence, and yields a sentence for each place where it does not hol
 Invariant: each visits every step once, so that a graph of 50,000 nodes is judged in seconds.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import fx
 
+from ddpopt.graph.nodes import SYMBOLIC, example_value
 from ddpopt.proof.evidence import Evidence
 from ddpopt.proof.memory import steps_taken_twice
-from ddpopt.proof.steps import SYMBOLIC, Step, at, value_on
+from ddpopt.proof.steps import Step, at
 from ddpopt.proof.terms import ABSENT, Group, Made, Term, differences, show, without_copies
 
 
@@ -90,7 +89,7 @@ def metadata_is_kept(evidence: Evidence) -> Iterator[str]:
         if isinstance(crossing.term, Made):
             yield from _lost_source(nodes[crossing.term.name], crossing.node, where)
         example = evidence.original.example(crossing.term)
-        if example is not ABSENT and value_on(crossing.node) is not example:
+        if example is not ABSENT and example_value(crossing.node) is not example:
             yield f"{where}: its example value is not that of {show(crossing.term)}"
 
 
@@ -121,7 +120,7 @@ def symbols_are_bound(evidence: Evidence) -> Iterator[str]:
     """Each symbol in the shape of a segment's input is itself an input, or a dimension of one."""
     inputs: dict[int, list[tuple[str, object]]] = {}
     for crossing in evidence.stitched.crossings:
-        inputs.setdefault(crossing.segment, []).append((crossing.node.name, value_on(crossing.node)))
+        inputs.setdefault(crossing.segment, []).append((crossing.node.name, example_value(crossing.node)))
     for segment, pairs in inputs.items():
         bound = {symbol for _, value in pairs for symbol, binds in _symbols(value) if binds}
         for name, value in pairs:

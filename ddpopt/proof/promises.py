@@ -4,8 +4,6 @@ A gradient is complete once the backward of its earliest differentiable reader h
 the evidence derives from the graph; these invariants hold the plan's buckets and segments against it.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 

@@ -6,8 +6,6 @@ the names of their nodes and the places of their arguments, without a look at ho
 Invariant: shares no code with what plans or cuts, and visits each node once.
 """
 
-from __future__ import annotations
-
 import itertools
 import operator
 from collections.abc import Container, Mapping, Sequence
@@ -16,13 +14,10 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from ddpopt.proof.steps import Crossing, OpenSpan, Original, Program, ProgramState, Step, example_of, value_on
+from ddpopt.graph.nodes import example_value, fetch
+from ddpopt.graph.state import ENTER_AUTOCAST, EXIT_AUTOCAST, GRAD_MODE, begins_without_grad
+from ddpopt.proof.steps import Crossing, OpenSpan, Original, Program, ProgramState, Step, example_of
 from ddpopt.proof.terms import ABSENT, Copy, Group, Held, Item, Made, Term, Unknown, group, show
-
-# torch 2.11 to 2.13: how Dynamo writes `torch.autocast` and `torch.no_grad` into its graphs.
-ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
-EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
-SET_GRAD_MODE = torch._C._set_grad_enabled
 
 CALLS = ("call_function", "call_method", "call_module")
 
@@ -30,7 +25,7 @@ CALLS = ("call_function", "call_method", "call_module")
 def read_original(original: fx.GraphModule) -> Original:
     """Read the graph that was cut: its program of one segment, and its values by name."""
     nodes = {node.name: node for node in original.graph.nodes}
-    begin = ProgramState(_grad_mode_outside(original.graph))
+    begin = ProgramState(not begins_without_grad(original.graph))
     walk = _Walk(original, nodes, 0, begin)
     walk.run([Made(node.name) for node in walk.inputs])
     program = Program(tuple(walk.inputs), tuple(walk.steps), walk.result, {0: walk.state})
@@ -85,6 +80,7 @@ class _Walk:
         self.steps: list[Step] = []
         self.values: dict[fx.Node, Term] = {}
         self.undefined: list[str] = []
+        self.strays: list[str] = []
         self.result: Term = ABSENT
 
     def run(self, arguments: Sequence[Term]) -> None:
@@ -122,14 +118,14 @@ class _Walk:
             self.state = replace(self.state, autocast=(*autocast, OpenSpan(opener, _arguments(step))))
         elif step.callee is EXIT_AUTOCAST and autocast and autocast[-1].opener == _name_of(step.args[0]):
             self.state = replace(self.state, autocast=autocast[:-1])
-        elif step.callee is SET_GRAD_MODE:
+        elif step.callee is GRAD_MODE:
             self.state = replace(self.state, grad_mode=step.args[0] is True)
 
     def read(self, node: fx.Node) -> Step:
         """A node that computes, with its arguments as terms."""
         args = tuple(self.term(argument, node) for argument in node.args)
         kwargs = {key: self.term(argument, node) for key, argument in node.kwargs.items()}
-        callee = _fetch(self.module, str(node.target)) if node.op == "call_module" else node.target
+        callee = fetch(self.module, str(node.target), ABSENT) if node.op == "call_module" else node.target
         reads = {source: self.values.get(source, Unknown(source.name)) for source in node.all_input_nodes}
         return Step(node, self.segment, callee, args, kwargs, self.state, reads)
 
@@ -162,7 +158,6 @@ class _Reading(_Walk):
     ) -> None:
         super().__init__(module, original.nodes, segment, original.begin)
         self.original = original
-        self.strays: list[str] = []
         calls = [node for node in module.graph.nodes if node.op in CALLS]
         self.own = {node: None for node in calls if self._is_own(node, home)}
         at_home = [node.name for node in self.own if node.name in home] or [node.name for node in self.own]
@@ -190,13 +185,13 @@ class _Reading(_Walk):
         return self.original.terms.get(opener, Unknown(opener))
 
     def _is_own(self, node: fx.Node, home: Container[str]) -> bool:
-        added_by_cuts = (ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD_MODE, operator.getitem)
+        added_by_cuts = (ENTER_AUTOCAST, EXIT_AUTOCAST, GRAD_MODE, operator.getitem)
         return node.name in self.original.steps and (node.target not in added_by_cuts or node.name in home)
 
     def _may_switch(self, step: Step) -> bool:
         """Whether a cut may need this switch of state here."""
         at_start, at_end = self.left == len(self.own), self.left == 0
-        if step.callee is SET_GRAD_MODE:
+        if step.callee is GRAD_MODE:
             return at_start or at_end or step.node in self.around_repeats
         return (step.callee is ENTER_AUTOCAST and at_start) or (step.callee is EXIT_AUTOCAST and at_end)
 
@@ -224,7 +219,6 @@ class _Stitched(_Walk):
         self.crossings: list[Crossing] = []
         self.returns: dict[int, Term] = {}
         self.restored: list[tuple[int, Copy]] = []
-        self.strays: list[str] = []
 
     def call(self, step: Step) -> Term:
         if isinstance(step.callee, fx.GraphModule) and not step.kwargs:
@@ -266,23 +260,15 @@ class _Stitched(_Walk):
         return inner.result
 
 
-def _grad_mode_outside(graph: fx.Graph) -> bool:
-    """The grad mode in which a graph is called; Dynamo writes down changes only, so not the first one set."""
-    switches = (node.args[0] for node in graph.nodes if node.target is SET_GRAD_MODE)
-    return next(switches, False) is False
-
-
 def _picked(nodes: Mapping[str, fx.Node], step: Step) -> Term:
     """The item that a getitem of a tuple or list picks, or `ABSENT` if the step is something else."""
     if step.callee is not operator.getitem or len(step.args) != 2:
         return ABSENT
     base, index = step.args
     items = base.items if isinstance(base, Group) else example_of(nodes, base)
-    if (
-        not isinstance(items, (tuple, list))
-        or type(index) is not int
-        or not -len(items) <= index < len(items)
-    ):
+    if not isinstance(items, (tuple, list)) or type(index) is not int:
+        return ABSENT
+    if not -len(items) <= index < len(items):
         return ABSENT
     if isinstance(base, (Made, Item)):
         return Item(base, index % len(items))
@@ -291,23 +277,15 @@ def _picked(nodes: Mapping[str, fx.Node], step: Step) -> Term:
 
 def _handed_back(nodes: Mapping[str, fx.Node], step: Step) -> Term:
     """The argument that a step writes to and then returns; `ABSENT` if it makes a tensor of its own."""
-    value = value_on(step.node)
+    value = example_value(step.node)
     if not isinstance(value, torch.Tensor):
         return ABSENT
     return next((leaf for leaf in step.written if example_of(nodes, leaf) is value), ABSENT)
 
 
 def _read_attribute(module: fx.GraphModule, node: fx.Node) -> Term:
-    value = _fetch(module, str(node.target))
+    value = fetch(module, str(node.target), ABSENT)
     return Held(str(node.target), value, node.meta.get("example_value", value))
-
-
-def _fetch(module: fx.GraphModule, path: str) -> object:
-    """The attribute of `module` at a dotted path, or `ABSENT`."""
-    value: object = module
-    for name in path.split("."):
-        value = getattr(value, name, ABSENT)
-    return value
 
 
 def _arguments(step: Step) -> str:

@@ -3,8 +3,6 @@
 Invariant: frozen data. `ddpopt.proof.recompose` makes it, everything else in this package reads it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -13,10 +11,8 @@ import torch
 from torch import fx
 
 from ddpopt.graph.effects import mutated_inputs
+from ddpopt.graph.nodes import example_value
 from ddpopt.proof.terms import ABSENT, Copy, Held, Item, Made, Term, leaves
-
-SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-"""Numbers that tracing has only a symbol for."""
 
 
 class OpenSpan(NamedTuple):
@@ -135,16 +131,11 @@ class Original:
 def example_of(nodes: Mapping[str, fx.Node], term: Term) -> object:
     """The example value that tracing left for a term, or `ABSENT`; `nodes` are the original's, by name."""
     if isinstance(term, Made):
-        return value_on(nodes[term.name])
+        return example_value(nodes[term.name])
     if isinstance(term, Item):
         items = example_of(nodes, term.base)
         return items[term.index] if isinstance(items, (tuple, list)) else ABSENT
     return term.example if isinstance(term, Held) else ABSENT
-
-
-def value_on(node: fx.Node) -> object:
-    """The example value that tracing left on a node, or `ABSENT`."""
-    return node.meta.get("example_value", node.meta.get("val", ABSENT))
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
@@ -154,9 +145,3 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
     elif isinstance(value, torch.Tensor):
         yield value
-
-
-def storage_of(tensor: torch.Tensor) -> int | None:
-    """The identity of a tensor's storage; None for one that has none of its own, such as a sparse one."""
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided and not wrapped else None

@@ -13,18 +13,14 @@ from dataclasses import dataclass
 
 import torch
 
+from ddpopt.graph.nodes import MISSING, SYMBOLIC, Missing
+
 Term = object
 """A `Made`, `Item`, `Held`, `Unknown`, `Copy` or `Group`; anything else is a literal."""
 
 
-class Absent:
-    """Stands where there is no value, for None is one."""
-
-    def __repr__(self) -> str:
-        return "nothing"
-
-
-ABSENT = Absent()
+ABSENT = MISSING
+"""What there is where there is no value, for None is one."""
 
 
 @dataclass(frozen=True)
@@ -189,8 +185,9 @@ _LITERALS = (int, str, bytes, range, torch.dtype, torch.device, torch.layout, to
 
 def _is_constant(example: object, found: Term) -> bool:
     """Whether tracing fixed a value to just the literal `found`."""
-    traced = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, Absent)
-    if isinstance(example, traced) or isinstance(found, (Made, Item, Held, Unknown, Copy, Group)):
+    if isinstance(example, (torch.Tensor, *SYMBOLIC, Missing)) or isinstance(
+        found, (Made, Item, Held, Unknown, Copy, Group)
+    ):
         return False
     return _equal(example, found)
 

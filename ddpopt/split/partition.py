@@ -11,16 +11,15 @@ cut falls into are closed at its near side and opened again at its far side.
 Invariant: linear in the nodes of the graph; the program stays the same (`ddpopt.proof` proves it).
 """
 
-from __future__ import annotations
-
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
-from ddpopt.graph.nodes import example_value, module_like, unwritten_module
+from ddpopt.graph.nodes import example_value, module_like
+from ddpopt.graph.rewriting import copy_input
 from ddpopt.graph.state import EXIT_AUTOCAST, GRAD_MODE, State
 from ddpopt.planning.plan import Plan
 from ddpopt.split.layout import Layout, Leaf, Path, inputs_of, is_constant
@@ -163,13 +162,6 @@ def _leave(segment: _Segment, state: State, read: Reader) -> None:
         segment.graph.create_node("call_function", EXIT_AUTOCAST, (read(node),), name=name)
 
 
-def _finish(gm: fx.GraphModule, segment: _Segment, exports: Iterable[Leaf]) -> fx.GraphModule:
-    """Hand out `exports` and make the segment a module that Dynamo's backends take for a graph of its own."""
-    outputs = [_pick(segment.graph, segment.copies[leaf.node], leaf.path) for leaf in exports]
-    segment.graph.output(tuple(outputs))
-    return module_like(gm, segment.graph, make=unwritten_module)
-
-
 def _pick(graph: fx.Graph, value: fx.node.Argument, path: Path) -> fx.node.Argument:
     for index in path:
         value = graph.call_function(operator.getitem, (value, index))
@@ -197,18 +189,17 @@ def _leaf(node: fx.Node) -> fx.Node:
 
 def _stitch(gm: fx.GraphModule, layout: Layout, segments: Sequence[_Segment]) -> fx.GraphModule:
     """A module that calls the segments one after the other."""
-    modules = {
-        segment_name(index): _finish(gm, segment, layout.exports[index])
-        for index, segment in enumerate(segments)
-    }
+    modules: dict[str, fx.GraphModule] = {}
     graph = fx.Graph()
     values: dict[Leaf, fx.Node] = {}
     copies: dict[fx.Node, fx.node.Argument] = {}
     for node in gm.graph.nodes:
         if node.op == "placeholder":
-            values[Leaf(node)] = copied = graph.node_copy(node)
-            copied._dynamo_source = getattr(node, "_dynamo_source", None)
+            values[Leaf(node)] = copy_input(node, graph)
     for index, segment in enumerate(segments):
+        exports = layout.exports[index]
+        segment.graph.output(tuple(_pick(segment.graph, segment.copies[e.node], e.path) for e in exports))
+        modules[segment_name(index)] = module_like(gm, segment.graph)
         shields = {leaf: _copy(values[leaf], "clone") for leaf in layout.shielded(segment.inputs, index)}
         detached = {leaf: _leaf(values[leaf]) for leaf in layout.detached(segment.inputs, index)}
         given = {leaf: values[leaf] for leaf in segment.inputs} | shields | detached
@@ -216,7 +207,7 @@ def _stitch(gm: fx.GraphModule, layout: Layout, segments: Sequence[_Segment]) ->
         for leaf, shield in shields.items():
             if layout.is_mutated_in(leaf, index):
                 graph.call_method("copy_", (values[leaf], shield))
-        for position, leaf in enumerate(layout.exports[index]):
+        for position, leaf in enumerate(exports):
             values[leaf] = graph.call_function(operator.getitem, (call, position))
             values[leaf].meta["example_value"] = leaf.value
 

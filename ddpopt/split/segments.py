@@ -7,8 +7,6 @@ Invariant: the stitched module computes the same as before; twins share one comp
 ties compiled code to the addresses of its inputs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import traceback
@@ -25,10 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
-from ddpopt.graph.nodes import CompilerFn, example_value, requires_grad, write_code
+from ddpopt.graph.nodes import SYMBOLIC, CompilerFn, example_value, requires_grad, write_code
 from ddpopt.split.twins import signature
-
-SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @dataclass(frozen=True)
@@ -91,6 +87,7 @@ def compile_segments(
         for n in node.all_input_nodes:
             if n in values and requires_grad(example_value(n)) and not requires_grad(values[n]):
                 del values[n]
+    write_code(stitched)
     return CompiledSegments(stitched.forward, len(calls), len(compiled))
 
 

@@ -9,8 +9,6 @@ Invariant: equal signatures mean interchangeable compiled code. Where that canno
 signature.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Hashable, Iterable, Sequence
 
@@ -92,21 +90,10 @@ def _layout(value: object) -> Hashable | None:
     if isinstance(value, torch.Tensor):
         if type(value) not in ORDINARY or value.layout != torch.strided:
             return None
-        parameter = isinstance(value, torch.nn.Parameter)
-        return (
-            "tensor",
-            parameter,
-            value.dtype,
-            str(value.device),
-            _exact(value.shape),
-            _exact(value.stride()),
-            _exact([value.storage_offset()]),
-            value.requires_grad,
-            value.is_leaf,
-            value.is_conj(),
-            value.is_neg(),
-            getattr(value, "_dynamo_static_input_type", None),
-        )
+        kind = isinstance(value, torch.nn.Parameter), value.dtype, str(value.device)
+        place = _exact(value.shape), _exact(value.stride()), _exact([value.storage_offset()])
+        autograd = value.requires_grad, value.is_leaf, value.is_conj(), value.is_neg()
+        return ("tensor", *kind, *place, *autograd, getattr(value, "_dynamo_static_input_type", None))
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return (type(value).__name__, str(value.node.expr))
     return (type(value).__name__, repr(value)) if isinstance(value, LITERALS) else None

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.ddp.impose import defer, impose, imposed_plan
+from ddpopt.ddp.deferral import defer
+from ddpopt.ddp.impose import impose, imposed_plan
 from ddpopt.errors import InfrastructureError, PlanMismatchError
 from ddpopt.observation.observe import Observation, observe
 from ddpopt.planning.bucket_rule import specs_from_ddp

@@ -144,7 +144,7 @@ def test_given_buckets(given: str, segments: list[int], before: list[str]) -> No
     assert ([bucket.segment for bucket in plan.buckets], cuts(plan)) == (segments, before)
 
 
-# ------------------------------------------------------------------------------------- repeated blocks
+# ------------------------------------------------------------------------------------- DDP's own buckets
 
 
 def layers(count: int, *sizes: int) -> GraphFacts:
@@ -152,40 +152,12 @@ def layers(count: int, *sizes: int) -> GraphFacts:
     return chain(3, *(sizes * count), 7, 8)
 
 
-def test_a_nearly_full_bucket_closes_where_a_repeated_block_ends() -> None:
-    plan = plan_graph(layers(8, 60, 15, 20), CAP_100)
-    first, *of_layers, last = plan.buckets
-    assert (first.nbytes, last.params) == (8 + 7 + 20 + 15 + 60, ("p0",))
-    assert {bucket.nbytes for bucket in of_layers} == {95}
-    assert of_layers[0].reason == (
-        "p19 brings it to 95 bytes, nearly the limit of 100, and ends a block that the graph repeats"
-    )
-
-
-def test_a_bucket_below_nine_tenths_of_the_limit_waits_for_the_next_block() -> None:
-    assert {bucket.nbytes for bucket in plan_graph(layers(8, 54, 15, 20), CAP_100).buckets[1:-1]} != {89}
-
-
-@pytest.mark.parametrize("given", [chain(50, 60, 30, 60, 20), chain(40, 60, 59, 40), layers(3, 60, 15, 20)])
-def test_without_many_blocks_our_buckets_are_ddps(given: GraphFacts) -> None:
+def by_ddps_rule(given: GraphFacts) -> list[tuple[ParamSpec, ...]]:
     ready = [u.spec for u in reversed(given.params)]
-    by_ddp = [" ".join(ready[i].name for i in bucket) for bucket in rebuilt_buckets(ready, CAP_100)]
+    return [tuple(ready[i] for i in bucket) for bucket in rebuilt_buckets(ready, CAP_100)]
+
+
+@pytest.mark.parametrize("given", [chain(50, 60, 30, 60, 20), chain(40, 60, 59, 40), layers(8, 60, 15, 20)])
+def test_where_each_node_can_be_cut_our_buckets_are_ddps(given: GraphFacts) -> None:
+    by_ddp = [" ".join(spec.name for spec in bucket) for bucket in by_ddps_rule(given)]
     assert buckets(plan_graph(given, CAP_100)) == by_ddp
-
-
-def atoms(count: int, *sizes: int) -> GraphFacts:
-    """`count` equal nodes that read parameters of all these sizes each, as checkpointed regions do."""
-    uses = [use(f"p{i}.{j}", nbytes, i) for i in range(count) for j, nbytes in enumerate(sizes)]
-    return facts(count, uses)
-
-
-def test_a_nearly_full_bucket_does_not_wait_for_all_the_weights_of_the_next_atom() -> None:
-    assert [bucket.nbytes for bucket in plan_graph(atoms(7, 16, 15), CAP_100).buckets] == [93, 93, 31]
-
-
-@pytest.mark.parametrize("given", [atoms(5, 16, 15), atoms(7, 31), atoms(200, 6400, 100)])
-def test_in_few_atoms_and_those_of_one_weight_only_a_full_bucket_closes(given: GraphFacts) -> None:
-    cap = 3 * sum(u.spec.nbytes for u in given.params if u.completes_at == 0) + 2
-    *closed, _ = plan_graph(given, BucketConfig(cap, cap)).buckets
-    assert closed
-    assert all(bucket.nbytes > cap for bucket in closed)
