@@ -4,13 +4,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import all_reduce
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.ranks.group import Ranks
-from tests.multigpu.models import Gradients, hand_overs, hook_that_sees
+from tests.multigpu.models import Gradients, Tower, hand_overs, hook_that_sees
 from tests.multigpu.training import (
     SETTINGS,
     STEPS,
@@ -135,18 +137,45 @@ def test_a_static_graph_launches_early_from_its_second_step_on(ranks: Ranks) -> 
     assert max(first[1:]) < len(ALL)
 
 
-def test_ranks_may_differ_in_what_waits_for_a_hook(ranks: Ranks) -> None:
+c10d: Any = dist  # torch does not mark its re-exports
+
+
+class Summed(torch.autograd.Function):
+    """The sum of all ranks' values; its gradient is the sum of their gradients."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Any:
+        return all_reduce(x, "sum", c10d.group.WORLD)
+
+    @staticmethod
+    def backward(_: Any, grad: Tensor) -> Any:
+        return all_reduce(grad, "sum", c10d.group.WORLD)
+
+
+class Exchanging(Tower):
+    """A tower on top of what the ranks sum: a collective runs between its buckets."""
+
+    def forward(self, x: Tensor, use_optional: bool = True) -> Tensor:
+        summed = Summed.apply(torch.tanh(self.frozen(x) * self.scale))  # type: ignore[no-untyped-call]  # of torch
+        return super().forward(summed, use_optional)
+
+
+@pytest.mark.parametrize("strategy", ["inline", "split"])
+@pytest.mark.parametrize("model", [Tower, Exchanging])
+def test_ranks_may_differ_in_what_waits_for_a_hook(ranks: Ranks, model: type[Tower], strategy: Any) -> None:
     runs, seen = [], [0, 0]
     for index in range(2):
-        ddp = wrapped(Setting(), ranks)
+        ddp = DistributedDataParallel(model().to(ranks.device), bucket_cap_mb=LAYER_MB)
 
         def count(gradient: Tensor, index: int = index) -> Tensor:
             seen[index] += 1
             return 2 * gradient
 
         if ranks.rank == 0:
-            ddp.module.get_parameter("layers.3.weight").register_hook(count)
-        runs.append(train(inlined(ddp) if index else ddp, Setting(), ranks, []))
+            ddp.module.get_parameter("layers.1.weight").register_hook(count)
+        torch._dynamo.reset()
+        call: Any = ddpopt.compile(ddp, backend="aot_eager", strategy=strategy) if index else ddp
+        runs.append(train(call, Setting(), ranks, []))
     assert alike(ranks, runs[1], runs[0])
     assert seen == ([STEPS, STEPS] if ranks.rank == 0 else [0, 0])
 

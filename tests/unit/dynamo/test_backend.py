@@ -334,6 +334,22 @@ def test_whatever_the_module_inside_is_it_trains_as_in_eager(inner: str, strateg
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_forward_with_computed_parameters_is_eagers(strategy: Strategy) -> None:
+    found = []
+    for wrap in (eager, functools.partial(ddpopt.compile, backend="aot_eager", strategy=strategy)):
+        torch._dynamo.reset()
+        ddp = ddp_of()
+        call = wrap(ddp)
+        (name,) = (name for name, _ in call.named_parameters() if name.endswith("layers.1.weight"))
+
+        def doubled(x: Tensor, call: Any = call, name: str = name) -> Any:
+            return torch.func.functional_call(call, {name: 2 * call.get_parameter(name)}, x)
+
+        found.append([step(each, ddp, rows()) for each in (call, doubled, call, doubled)])
+    assert all(map(same, *found))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_where_two_ddp_modules_reduce_one_gradient_the_outer_one_has_the_last_word(strategy: Any) -> None:
     found = []
     for wrap in (eager, functools.partial(ddpopt.compile, backend="aot_eager", strategy=strategy)):

@@ -310,3 +310,18 @@ def test_what_cannot_be_lent_is_named(op: str, value: Tensor, lent: bool, reason
     graph.output(node)
     gm = fx.GraphModule({"w": value}, graph)
     assert why_not_inline(gm, {node: {"w": "w"}} if lent else {}) == reason
+
+
+def test_a_graph_whose_backward_communicates_is_split() -> None:
+    collective = torch.ops._c10d_functional.all_reduce
+    for trained, reason in (
+        (True, "the backward of 'sums' communicates, and all ranks must send in one order"),
+        (False, None),
+    ):
+        graph = fx.Graph()
+        given = graph.placeholder("x")
+        sums = graph.create_node("call_function", collective, (given, "sum", "0"), name="sums")
+        for node in (given, sums):
+            node.meta["example_value"] = torch.ones(2, requires_grad=trained)
+        graph.output(sums)
+        assert why_not_inline(fx.GraphModule({}, graph), {}) == reason
