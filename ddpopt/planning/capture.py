@@ -39,7 +39,7 @@ class Capture:
         graphs: each graph with its facts and its own plan, in forward order; a parameter belongs to the first
             graph that reads it, for its gradient is complete only there.
         uses: for each graph, the trainable parameters that it reads, those too that DDP leaves alone.
-        planned: which graphs the plan is about: those that complete a gradient, or tell of reads before them.
+        planned: which graphs the plan is about: those that complete a gradient.
         joined: the plan of them all; None if none trains a parameter.
     """
 
@@ -116,7 +116,7 @@ def _trace(
         all_reduced = trained.keys() == by_id.keys()
         facts = planned.facts if all_reduced else collect(planned.gm, example_inputs, trained)
         uses.append(facts.params)
-        return regions.with_read_tracking(planned, gm.forward)
+        return gm.forward
 
     def traced(*args: Any, **kwargs: Any) -> Any:  # a frame of ours: Dynamo skips torch.nn's own modules
         return fake(*args, **kwargs)
