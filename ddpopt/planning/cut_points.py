@@ -7,6 +7,7 @@ Invariant: a position that is not blocked can be cut without changing what the p
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -213,6 +214,29 @@ def _with_users(node: fx.Node, of_kind: Callable[[fx.Node], bool]) -> list[fx.No
     return pending
 
 
+def _shown_otherwise(body: Body) -> Iterator[Span]:
+    """From what shows another value's memory, but is more or less than a view of it, to its last reader.
+
+    A compiled segment hands out no view: it is made again outside, from the value that it shows. The gradient
+    of a custom function would be lost, and so would a hook, which is for all readers of the value, those
+    before it too. To autograd the results of ``unsafe_split`` and its like are values of their own: what is
+    written to one is not written to the other.
+    """
+    for index, node in enumerate(body.nodes):
+        name = getattr(node.target, "__name__", str(node.target))
+        apart = isinstance(node.target, HigherOrderOperator) or not is_known(node)
+        read = read_storages(node)
+        own = {key for key, times in Counter(storages(node)).items() if times > 1 or key in read}
+        unsafe = name.startswith("unsafe_") and not own.isdisjoint(body.written)
+        if not own or not (unsafe or (apart and requires_grad(example_value(node)))):
+            continue
+        names = _with_users(node, lambda user, own=own: not own.isdisjoint(storages(user)))  # type: ignore[misc]  # bound now
+        last = max(map(body.last_use, names))
+        whole = unsafe or name == "register_hook" or last == len(body.nodes)
+        first = min(body.made[key] for key in own) if whole else index
+        yield Span(first + 1, last, f"{node.name!r} shows another value, and is no plain view of it")
+
+
 def _aliases(body: Body) -> Iterator[Span]:
     """Where two live names of one storage would cross a cut before that storage is mutated.
 
@@ -317,6 +341,7 @@ OBSTACLES: tuple[Callable[[Body], Iterator[Span]], ...] = (
     _setters,
     _redescribed,
     _taken_again,
+    _shown_otherwise,
     _aliases,
     _read_before_a_write,
 )

@@ -31,6 +31,7 @@ INVARIANTS: tuple[Invariant, ...] = (
     Invariant("descriptions", memory.values_cross_as_they_are_described),
     Invariant("copies", memory.copies_are_not_noticed),
     Invariant("severed views", memory.views_without_gradient_stay),
+    Invariant("own gradients", memory.gradients_of_their_own_stay),
     Invariant("symbols", program.symbols_are_bound),
     Invariant("planned nodes", promises.segments_hold_the_planned_nodes),
     Invariant("planned cuts", promises.cuts_open_segments),

@@ -13,7 +13,7 @@ import torch
 from torch._ops import HigherOrderOperator
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
-from ddpopt.graph.effects import reads_memory, redescribes
+from ddpopt.graph.effects import is_known, reads_memory, redescribes
 from ddpopt.graph.nodes import SYMBOLIC, requires_grad, storages_of
 from ddpopt.proof.evidence import Evidence, given_back
 from ddpopt.proof.steps import Crossing, Original, Step, tensors_in
@@ -96,6 +96,15 @@ def views_without_gradient_stay(evidence: Evidence) -> Iterator[str]:
                 yield f"output: {show(leaf)} is a copy"
 
 
+def gradients_of_their_own_stay(evidence: Evidence) -> Iterator[str]:
+    """What shows another value, but has a gradient of its own, stays in the segment that makes it."""
+    apart = _apart(evidence.original)
+    for crossing in evidence.stitched.crossings if apart else ():
+        if any(_maker(leaf) in apart for leaf in leaves(crossing.term)):
+            where = f"segment {crossing.segment}, input {crossing.node.name}"
+            yield f"{where}: shows another value, but has a gradient of its own"
+
+
 def values_cross_as_they_are_described(evidence: Evidence) -> Iterator[str]:
     """No value crosses a cut before it is reshaped or detached in place, as tracing describes it then."""
     first: dict[Term, Crossing] = {}
@@ -174,6 +183,20 @@ def _severed(original: Original) -> set[Term]:
             new = (tensor for tensor in tensors_in(original.example(value)) if id(tensor) not in back)
             severs = not step.state.grad_mode and any(map(requires_grad, new))
         if severs and _is_view(original, step):
+            found.add(_maker(value))
+    return found
+
+
+def _apart(original: Original) -> set[Term]:
+    """What bodies and unknown functions return in the memory of what they were given; and views of it."""
+    found: set[Term] = set()
+    for step in original.program.steps:
+        value = original.terms[step.name]
+        made, read = _made_and_read(original, step)
+        own = isinstance(step.callee, HigherOrderOperator) or not is_known(step.node)
+        if made.isdisjoint(read) or not requires_grad(original.example(value)):
+            continue
+        if own or not found.isdisjoint(map(_maker, step.given)):
             found.add(_maker(value))
     return found
 

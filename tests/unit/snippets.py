@@ -183,6 +183,25 @@ def written_everywhere(m: Model, x: Tensor, count: Tensor) -> Tensor:
     return out
 
 
+class Reversed(torch.autograd.Function):
+    """A view whose gradient is turned round, as in domain-adversarial training."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return -grad
+
+
+def gradient_turned_round(m: Model, x: Tensor) -> Tensor:
+    y = m.layers[0](x).tanh()
+    turned = Reversed.apply(y)  # type: ignore[no-untyped-call]  # of torch
+    out: Tensor = m.layers[2](m.layers[1](y)) + turned
+    return out
+
+
 def doubled_size(m: Model, x: Tensor) -> Tensor:
     y = m.layers[0](torch.cat([x, x]))
     out: Tensor = m.layers[2](m.layers[1](y))
@@ -216,7 +235,7 @@ OWN = (
     named_tuple, nested_autocast, grad_mode_spans, views_without_grad, mutated_views_without_grad,
     inputs_that_no_grad_returns, written_without_grad, outputs_without_grad, outputs_of_all_kinds, branches,
     data_dependent_size, item, reshaped_in_place, gaps_and_strides, early_readers_without_gradient,
-    taken_again_for_a_transform,
+    taken_again_for_a_transform, gradient_turned_round,
 )  # fmt: skip
 
 

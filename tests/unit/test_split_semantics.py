@@ -16,7 +16,7 @@ import ddpopt
 from ddpopt.ranks.group import one_rank
 from ddpopt.testing.drawn import BLOCKS, DrawnModel, step
 from tests.property import stepping
-from tests.unit.snippets import SNIPPETS
+from tests.unit.snippets import SNIPPETS, Reversed
 
 WIDTH = 8
 CAP = WIDTH * WIDTH * 4 / 2**20
@@ -195,7 +195,58 @@ def made_before_it_is_trained(model: Between, h: Tensor, _: Tensor) -> Tensor:
     return model.layer(2, zeros)
 
 
+class Twice(torch.autograd.Function):
+    """A value and a view of it, with a gradient each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        doubled = x * 2
+        return doubled, doubled.view(-1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] * 2 + grads[1].view_as(grads[0]) * 5
+
+
+def reversed_view(model: Between, h: Tensor, _: Tensor) -> Tensor:
+    turned: Tensor = Reversed.apply(h)  # type: ignore[no-untyped-call]  # torch's own
+    return model.layer(2, model.layer(1, h)) + turned.view(-1)[:WIDTH]
+
+
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]  # of torch
+def unseen_by_dynamo(x: Tensor) -> Any:
+    return Reversed.apply(x)  # type: ignore[no-untyped-call]  # torch's own
+
+
+def reversed_by_an_unknown_function(model: Between, h: Tensor, _: Tensor) -> Any:
+    turned = unseen_by_dynamo(h)
+    return model.layer(2, model.layer(1, h)) + turned
+
+
+def view_with_a_gradient_of_its_own(model: Between, h: Tensor, _: Tensor) -> Tensor:
+    doubled, view = Twice.apply(h)  # type: ignore[no-untyped-call]  # torch's own
+    h = model.layer(2, model.layer(1, h + doubled)) + view.view(WIDTH, WIDTH)
+    return cast(Tensor, h + doubled)
+
+
+def hooked_after_a_reader(model: Between, h: Tensor, _: Tensor) -> Tensor:
+    inner = model.layer(1, h)
+    turned = h.t()
+    for value in (h, turned):
+        value.register_hook(lambda grad: grad * 3)  # type: ignore[no-untyped-call]  # torch's own
+    return model.layer(2, inner) + h + turned
+
+
+def parts_that_autograd_takes_for_values(model: Between, h: Tensor, _: Tensor) -> Tensor:
+    parts = torch.unsafe_chunk(h * 1, 2)
+    h = model.layer(1, torch.cat(parts))
+    parts[0].mul_(2)
+    return model.layer(2, h) + torch.cat(parts)
+
+
 BODIES = (
+    reversed_view, reversed_by_an_unknown_function, view_with_a_gradient_of_its_own, hooked_after_a_reader,
+    parts_that_autograd_takes_for_values,
     residual, residual_in_a_checkpoint, detached_in_place, strided, columns, view_by_tensor, broadcast,
     batch, float_in_region, bool_in_region, by_data, by_data_in_a_body, scaled_by_statistics,
     read_and_written_in_one_segment, input_that_is_trained_from_then_on, made_before_it_is_trained,

@@ -11,6 +11,7 @@ from expecttest import TestCase
 from torch import fx
 
 from ddpopt.errors import CertificateError
+from ddpopt.graph.nodes import body_nodes
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.planner import plan_for_buckets, plan_graph, plan_whole
@@ -172,6 +173,13 @@ def described_as_it_is_later() -> tuple[str, ...]:
     return cut.violations(stitched, plan)
 
 
+def seen_as_a_view() -> tuple[str, ...]:
+    """What the certificate says where a value with a gradient of its own crosses a cut."""
+    cut = program("gradient_turned_round")
+    plan = cut_before(cut.traced.gm, body_nodes(cut.traced.gm.graph)[-1].name)
+    return cut.violations(partition(cut.traced.gm, plan), plan)
+
+
 def test_every_invariant_is_one_sentence() -> None:
     sentences = [row.check.__doc__ or "" for row in INVARIANTS]
     assert [s for s in sentences if s.count("\n") or not s.endswith(".") or ". " in s] == []
@@ -221,7 +229,7 @@ This is a bug in ddpopt: please report it with the graph (TORCH_LOGS=graph_code)
         of_cuts = (violations for name in PROGRAMS for each in rejected(name).values() for violations in each)
         of_plans = (violations for name in PLANNED for violations in unkept(name))
         first: dict[str, str] = {}
-        for violation in itertools.chain(*of_cuts, *of_plans, described_as_it_is_later()):
+        for violation in itertools.chain(*of_cuts, *of_plans, described_as_it_is_later(), seen_as_a_view()):
             first.setdefault(violation.partition(":")[0], violation)
         lines = (first[row.name] for row in INVARIANTS)
         text = "\n".join(textwrap.fill(line, 100, subsequent_indent="    ") for line in lines)
@@ -256,6 +264,7 @@ aliases: segment 2, input v3_1: is one tensor with input b3, and add_ writes to 
 descriptions: segment 1, input view_1: is described as it is after t_, which changes it in place
 copies: segment 0, input l_args_0_: is detached, but y sends gradient to it
 severed views: output: float_2.clone() is a copy
+own gradients: segment 1, input getitem: shows another value, but has a gradient of its own
 symbols: segment 2, input linear_1: no input binds the symbol s33
 planned nodes: segment 1: expected y_1, found _exit_autocast
 planned cuts: cut 0: expected before y_1, found before _exit_autocast
