@@ -82,26 +82,8 @@ def test_a_parameter_that_something_else_writes_to_is_judged_as_what_it_is() -> 
         assert written.levels(Kind.PARAMETER, PARAMETER + "w") == (level,)
 
 
-def test_what_is_not_reproduced_or_summed_in_another_order_is_judged_by_rounding_and_nothing_else_is() -> (
-    None
-):
-    rules = Rules(exact=True, ordered=True, means=True, unstable=frozenset({"a"}), resummed=frozenset({"b"}))
-    for name in "ab":
-        assert rules.levels(Kind.GRADIENT, name) == ("L2",)
-    assert rules.levels(Kind.FINISHED, FINAL + "a") == ("L2",)
-    assert rules.levels(Kind.FINISHED, FINAL + "b") == ("L0",)  # it is equal
-    assert rules.levels(Kind.GRADIENT, "c") == ("L0", "L1")
-    assert rules.levels(Kind.FORWARD, "the loss") == ("L0",)
-
-
 @pytest.mark.parametrize(("rules", "level"), [(TWO_RANKS, "L0"), (THREE_RANKS, "L0"), (INDUCTOR, "L2")])
 def test_a_gradient_that_ddp_leaves_alone_is_no_sum_over_ranks(rules: Rules, level: str) -> None:
     leaving_alone = replace(rules, ignored=frozenset({"weight"}))
     assert leaving_alone.levels(Kind.GRADIENT, "weight") == (level,)
     assert leaving_alone.levels(Kind.GRADIENT, "bias") == rules.levels(Kind.GRADIENT, "bias")
-
-
-def test_of_what_a_step_leaves_gradients_and_what_comes_of_them_are_sums() -> None:
-    rules = replace(TWO_RANKS, written=frozenset({"w"}))
-    assert [kind for kind in Kind if rules.sums(kind, "u")] == [Kind.OWN, Kind.GRADIENT, Kind.FINISHED]
-    assert rules.sums(Kind.PARAMETER, PARAMETER + "w")
