@@ -1,26 +1,13 @@
 """The grids of a verdict: every trial has its place, and reasons that are alike are one reason."""
 
-from collections import Counter
 from dataclasses import replace
 
 from ddpopt.judge.report.matrix import overview
-from ddpopt.judge.verdict import Status
 from tests.unit.verdicts import (
     broken_trial,
-    matrix,
     verdict,
     wrong_trial,
 )
-
-
-def test_every_trial_has_a_place_and_if_it_is_not_ok_one_reason_and_its_mark() -> None:
-    made = matrix()
-    view = overview(made)
-    rows = [row for grid in view.grids.values() for row in grid.values()]
-    assert Counter(id(trial) for row in rows for trial in row.values()) == Counter(map(id, made.trials))
-    assert len(view.marks()) == sum(len(reason.trials) for reason in view.reasons)
-    not_ok = {id(trial) for trial in made.trials if trial.status is not Status.OK}
-    assert set(view.marks()) == not_ok
 
 
 def test_reasons_that_differ_in_a_number_or_an_address_are_one() -> None:
