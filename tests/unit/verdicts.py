@@ -1,6 +1,5 @@
 """Verdicts of every kind, for the tests of their reports."""
 
-import textwrap
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -130,9 +129,3 @@ EVERY = [
     matrix(options=3),
     matrix(MODES[:1], 40, CASES),
 ]
-
-
-def folded(text: str) -> str:
-    """Long lines folded between words, so that a snapshot of them fits a source file."""
-    lines = (textwrap.wrap(line, 100, subsequent_indent="    ") or [""] for line in text.splitlines())
-    return "\n".join(line for parts in lines for line in parts)

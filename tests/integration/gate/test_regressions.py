@@ -5,6 +5,7 @@ A message has all that changed: so each test shows too that what it leaves alone
 
 import gc
 import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -23,7 +24,6 @@ from ddpopt.gate.figures import case_figures, failures
 from ddpopt.judge.trials import quickly
 from ddpopt.ranks.group import joined, one_rank
 from ddpopt.testing.drawn import DrawnModel, step
-from tests.unit.verdicts import folded
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "alone")
 INLINE = Measuring(modes=("ddpopt-inline",), nproc=1)
@@ -57,6 +57,12 @@ def inline(alone: None) -> Figures:
     found = measured(INLINE, stack())
     assert failures(found["stack"]) == []
     return found
+
+
+def folded(text: str) -> str:
+    """Long lines folded between words, so that a snapshot of them fits a source file."""
+    lines = (textwrap.wrap(line, 100, subsequent_indent="    ") or [""] for line in text.splitlines())
+    return "\n".join(line for parts in lines for line in parts)
 
 
 def told(before: Figures, found: Figures) -> str:
