@@ -1,13 +1,10 @@
 """Looking where a trial goes wrong, from the process that started the ranks; it starts ranks of its own."""
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from torch import distributed as dist
 
 from ddpopt.judge import locate as located
@@ -15,7 +12,7 @@ from ddpopt.judge.locate import locate
 from ddpopt.judge.locating.known import Known, Try
 from ddpopt.judge.locating.rungs import Question, Stage, Symptom
 from ddpopt.judge.runner import to_locate
-from ddpopt.judge.verdict import Finding, Location, Rung, Status, Trial, Verdict
+from ddpopt.judge.verdict import Finding, Rung, Status, Trial, Verdict
 from ddpopt.ranks.failures import RankFailure
 
 MODULE = "tests.unit.miscompiled"
@@ -86,32 +83,6 @@ def test_ranks_that_fail_between_two_tries_or_stall_end_the_search_with_a_note(
     known = Known(trying=trying)
     assert not known.survive(failure)
     assert known.notes == [note]
-
-
-@pytest.mark.parametrize(("gpus", "device"), [(2, "cpu"), (3, "cuda")])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_first_rank_of_torchruns_searches_where_the_trial_ran_and_its_peers_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, device: str, rank: int
-) -> None:
-    class Peers:
-        rank: int
-
-        def gather(self, own: Location | None) -> list[Location | None]:
-            return [own or Location((), "told")]
-
-    Peers.rank = rank
-    asked: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(located, "under_torchrun", lambda: True)
-    monkeypatch.setattr(located, "joined", lambda **_: nullcontext(Peers()))
-    monkeypatch.setattr(located, "_in_ranks", lambda *arguments: asked.append(arguments[2:4]))
-    found = locate(f"{MODULE}:short", wrong("whole", "eager"), tmp_path / "shown.py", nproc=3)
-    if rank == 0:
-        gone = "none was found: the difference did not appear again"
-        nothing = "no script was written, for there is nothing that it could show"
-        assert (asked, found) == ([(1, device), (3, device)], Location((), gone, note=nothing))
-    else:
-        assert (asked, found) == ([], Location((), "told"))
 
 
 def test_a_script_that_cannot_be_written_is_a_note_with_the_layer(

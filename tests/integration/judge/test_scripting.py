@@ -50,9 +50,9 @@ def test_a_script_says_what_is_wrong_where_and_how_to_run_it(
         (Stage("torch", "eager", 2), {"steps": 3}, ["nproc=2,", "mode='torch',", "steps=3,"]),
         (Stage("local", "eager"), {"rank": 2, "dtype": "bfloat16"}, ["nproc=3,", "dtype='bfloat16',"]),
         (
-            Stage("local", f"{MODULE}:halving_tanh"),
+            Stage("local", f"{MODULE}:scaling_tanh"),
             {"ddp_kwargs": {"bucket_cap_mb": 0.5}},
-            [f"from {MODULE} import halving_tanh", "backend=halving_tanh,", "{'bucket_cap_mb': 0.5}"],
+            [f"from {MODULE} import scaling_tanh", "backend=scaling_tanh,", "{'bucket_cap_mb': 0.5}"],
         ),
     ],
 )
@@ -67,7 +67,7 @@ def test_a_script_verifies_the_stage_that_disagrees_as_the_trial_was_verified(
 @pytest.mark.parametrize(
     ("backend", "symptom", "shown"),
     [
-        (f"{MODULE}:halving_tanh", NUMBERS, True),
+        (f"{MODULE}:scaling_tanh", NUMBERS, True),
         ("aot_eager", NUMBERS, False),
         ("dying_on_tanh", Symptom("died", "SIGSEGV"), True),
     ],

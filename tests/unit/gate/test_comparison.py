@@ -9,7 +9,6 @@ from ddpopt.judge.verdict import Status
 from tests.unit.gate_figures import CASE, FIGURES, MODE, PLAN, comparison
 
 GRAPH = Change("gpt", "ddpopt-inline", "graphs", "1", "2")
-BUCKET = Change("gpt", "plan", "bucket 1", "1.000 MiB float32, a", "missing")
 
 
 def changed(now: Figures) -> list[tuple[str, str, str]]:

@@ -10,7 +10,7 @@ from tests.unit import miscompiled
 
 
 def test_a_function_is_found_by_its_module_and_name_and_a_name_of_dynamos_stays_one() -> None:
-    assert backend_of("tests.unit.miscompiled:halving_tanh") is miscompiled.halving_tanh
+    assert backend_of("tests.unit.miscompiled:scaling_tanh") is miscompiled.scaling_tanh
     assert backend_of("aot_eager") == "aot_eager"
 
 

@@ -16,9 +16,7 @@ from ddpopt.judge.trials import Settings
     ("arguments", "message"),
     [
         ({"mode": "ddpopt"}, "got 'ddpopt'; did you mean 'ddpopt-split' or 'ddpopt-inline'?"),
-        ({"options": "no_synch"}, "options: expected one of default, static_graph, "),
         ({"strategy": "cut"}, "strategy: expected one of split, inline, auto, got 'cut'"),
-        ({"backend": "inducter"}, "backend: expected the name of a Dynamo backend, got 'inducter'"),
         (
             {"dtype": "int64"},
             "dtype: expected a floating-point dtype of torch's, like float32 or bfloat16, got 'int64'",
