@@ -148,12 +148,3 @@ def test_each_kind_of_failure_has_its_words_and_its_next_step(
     text = str(RanksFailed([failure], size=9))
     assert f"\nrank {failure.rank} {how} in 'step 2':\n" in text
     assert text.endswith(advice)
-
-
-def test_long_stacks_and_outputs_are_cut_to_their_ends() -> None:
-    long = replace(raised, stack="frame\n" * 50 + "the error\n", output="line\n" * 30 + "the end\n")
-    lines = str(RanksFailed([long], size=1)).splitlines()
-    assert lines[2:4] == ["    ... (11 lines above)", "    frame"]
-    assert "    the error" in lines
-    assert lines[-1] == "    the end"
-    assert lines[-21] == "    ... (11 lines above)"

@@ -86,18 +86,6 @@ def test_one_outcome_is_made_of_those_of_all_ranks(
     assert merged(*deepcopy(reports_of))["call"] == (outcome, words)
 
 
-def test_after_a_failed_setup_on_one_rank_there_is_no_call() -> None:
-    got = merged(
-        [report("passed", "setup"), report("passed"), report("passed", "teardown")],
-        [report("failed", "setup", "boom"), report("passed", "teardown")],
-    )
-    assert {when: outcome for when, (outcome, _) in got.items()} == {"setup": "failed", "teardown": "passed"}
-
-
-def test_a_skip_on_all_ranks_is_a_skip() -> None:
-    assert merged(*[[report("skipped", "setup", "not today")]] * 2) == {"setup": ("skipped", "not today")}
-
-
 def test_reports_travel_as_text_with_the_place_of_a_skip(pytestconfig: pytest.Config) -> None:
     skipped = report("skipped", "setup")
     skipped.longrepr = ("test_a.py", 3, "Skipped: not today")
