@@ -42,7 +42,7 @@ class Answering:
     asked: list[Task]
 
     def __init__(self, nproc: int, limit_s: float) -> None:
-        self.asked = []
+        """Start nothing."""
 
     def ask(self, task: Task) -> Iterator[Answer | None]:
         self.asked.append(task)
@@ -59,10 +59,13 @@ class Answering:
 
 
 @pytest.fixture(autouse=True)
-def answering(monkeypatch: pytest.MonkeyPatch) -> None:
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
+    """What the workers of a test were asked."""
+    monkeypatch.setattr(Answering, "asked", [], raising=False)
     for module in (campaign, asking):
         monkeypatch.setattr(module, "Worker", Answering)
     monkeypatch.setattr(campaign, "PAUSE_S", 0)
+    return Answering.asked
 
 
 def run(
@@ -164,17 +167,7 @@ def test_machines_that_share_a_database_judge_what_the_others_found(
     assert len([entry for entry in again if entry.worker == campaign.FROM_OTHERS]) == len(places)
 
 
-def test_what_another_machine_found_is_judged_as_it_was_run_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[Task] = []
-    ask = Answering.ask
-
-    def noted(self: Answering, task: Task) -> Iterator[Answer | None]:
-        asked.append(task)
-        return ask(self, task)
-
-    monkeypatch.setattr(Answering, "ask", noted)
+def test_what_another_machine_found_is_judged_as_it_was_run_there(tmp_path: Path, asked: list[Task]) -> None:
     setting = Setting("aot_eager", 2, steps=5, lowers_limit=False)
     signature = Signature("error", "KeyError")
     case = FoundCase(DrawnModel(width=64, seed=17), MODES[0], setting, signature, origin="seed 5")
