@@ -186,30 +186,20 @@ def during_call(act: Callable[[Trainer], Any], when: Tell = always) -> Tamper:
     return tamper
 
 
-def writing_input(trainer: Trainer, site: Site) -> None:
-    """Write to an input after each backward."""
-    _after(trainer, site, lambda left, _: left.detach().mul_(1.01))
+def on_inputs(act: Callable[[Tensor, Tensor], Any]) -> Tamper:
+    """Do something with the inputs after each backward."""
 
+    def tamper(trainer: Trainer, site: Site) -> None:
+        latest: list[Tensor] = []
+        given(trainer, lambda *inputs: latest.__setitem__(slice(None), inputs))
 
-def lost_input_gradient(trainer: Trainer, site: Site) -> None:
-    """Take the gradient of an input away."""
-    _after(trainer, site, lambda left, _: setattr(left, "grad", None))
+        def acting() -> None:
+            act(*latest)
+            site.mark()
 
+        after_backward(trainer, acting)
 
-def inputs_in_one_memory(trainer: Trainer, site: Site) -> None:
-    """Have two inputs, whose gradients are equal, share one."""
-    _after(trainer, site, lambda left, right: setattr(right, "grad", left.grad))
-
-
-def _after(trainer: Trainer, site: Site, act: Callable[[Tensor, Tensor], Any]) -> None:
-    latest: list[Tensor] = []
-    given(trainer, lambda *inputs: latest.__setitem__(slice(None), inputs))
-
-    def look() -> None:
-        act(*latest)
-        site.mark()
-
-    after_backward(trainer, look)
+    return tamper
 
 
 def outside(trainer: Trainer) -> Tensor:
@@ -295,9 +285,12 @@ FAULTS: dict[str, tuple[str, Tamper]] = {
     "the gradient of an input, zero": ("L0", on_input_gradient(torch.zeros_like)),
     "the gradient of an input, in another order": ("L0", on_input_gradient(lambda g: g.flip(0))),
     "the gradient of an input in the last step": ("L0", on_input_gradient(scaled, in_last_step)),
-    "the gradient of an input, missing": ("L3", lost_input_gradient),
+    "the gradient of an input, missing": ("L3", on_inputs(lambda left, _: setattr(left, "grad", None))),
     "a gradient that requires gradients": ("L3", on_model(lambda m: m.second.weight.grad.requires_grad_())),
-    "gradients of two inputs in one memory": ("L3", inputs_in_one_memory),
+    "gradients of two inputs in one memory": (
+        "L3",
+        on_inputs(lambda one, other: setattr(other, "grad", one.grad)),
+    ),
     "gradients of two parameters in one memory": ("L3", on_model(share_gradients)),
     "gradients of all steps in one memory": ("L3", gradients_in_one_memory),
     "the gradient of an ignored parameter": ("L0", on_model(lambda m: larger_gradient(m.scale))),
@@ -308,7 +301,7 @@ FAULTS: dict[str, tuple[str, Tamper]] = {
     "a hook saw None": ("L3", on_model(partial(keep, lambda _: None))),
     "a hook did not run": ("L3", on_model(lambda model: model.kept.clear())),
     "an attribute of a module": ("L0", on_model(lambda m: setattr(m, "last", m.last * 2))),
-    "a write to an input": ("L0", writing_input),
+    "a write to an input": ("L0", on_inputs(lambda left, _: left.detach().mul_(1.01))),
     "a parameter more": (
         "L3",
         on_model(lambda m: m.register_parameter("more", nn.Parameter(torch.ones(1), False))),

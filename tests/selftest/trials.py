@@ -52,8 +52,6 @@ class Found:
         by: who found it, of those whose business it is; empty if nobody did.
         due: who was there and had to find it.
         message: the first thing said of it.
-        mode: the mode that it was put into.
-        backend: the backend underneath.
     """
 
     fault: str
@@ -62,8 +60,6 @@ class Found:
     by: tuple[str, ...]
     due: tuple[str, ...]
     message: str
-    mode: str = ""
-    backend: str = ""
 
     @property
     def overlooked_by(self) -> tuple[str, ...]:
@@ -194,4 +190,4 @@ def _sum_up(
     injected = bool(marked) and all(marked[rank] for rank in fault.carriers(len(marked)))
     by = tuple(dict.fromkeys(name for name in reporters if injected and name in fault.seen_by))
     due = fault.due(levels, len(marked))
-    return Found(fault.name, fault.layer, injected, by, due, words, fault.mode, fault.backend)
+    return Found(fault.name, fault.layer, injected, by, due, words)

@@ -188,13 +188,3 @@ def dying_on_tanh(gm: fx.GraphModule, example_inputs: list[Tensor]) -> Any:
     if _calls(gm, "tanh"):
         os.kill(os.getpid(), signal.SIGSEGV)
     return lookup_backend("aot_eager")(gm, example_inputs)
-
-
-def halving_tanh(gm: fx.GraphModule, example_inputs: list[Tensor]) -> Any:
-    """Halves every tanh; registered nowhere."""
-
-    def edit(copy: fx.GraphModule) -> None:
-        for node in _calls(copy, "tanh"):
-            _scale(copy, node, 0.5)
-
-    return _edited(edit)(gm, example_inputs)

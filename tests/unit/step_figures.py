@@ -1,7 +1,6 @@
 """Figures of `benchmarks.step` as no run would give them: round numbers."""
 
 from benchmarks.step_rank import Figures
-from benchmarks.step_trace import Trace
 
 PARTS = {
     "forward": 2.0,
@@ -25,7 +24,3 @@ def figures(**steps_s: list[float]) -> Figures:
         exposed={mode: [0.25] for mode in steps_s},
         peak_bytes=dict.fromkeys(steps_s, 2 * 2**20),
     )
-
-
-def trace() -> Trace:
-    return Trace((0.0, 2.0), (2.0, 9.0), 6.0, (9.0, 10.0), (3.0, 5.0), ((3.5, 6.0), (5.5, 9.0)))

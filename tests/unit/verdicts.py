@@ -1,7 +1,5 @@
 """Verdicts of every kind, for the tests of their reports."""
 
-import textwrap
-from collections.abc import Iterable
 from dataclasses import replace
 
 from ddpopt.judge import modes
@@ -100,10 +98,10 @@ def all_kinds() -> Verdict:
     return verdict(ok_trial(), wrong_trial(), broken_trial(), impossible_trial(), location=location())
 
 
-def matrix(names: Iterable[str] = MODES, options: int = 35, cases: Iterable[str] = CASES) -> Verdict:
+def matrix(options: int = 35) -> Verdict:
     """As many trials as the largest verification has: wrong, broken and impossible ones among them."""
     named = [f"option_{index:02d}_with_a_name" for index in range(options)]
-    trials = (_sample(case, mode, option) for case in cases for option in named for mode in names)
+    trials = (_sample(case, mode, option) for case in CASES for option in named for mode in MODES)
     return verdict(*trials, target="matrix")
 
 
@@ -124,15 +122,6 @@ EVERY = [
     verdict(),
     verdict(ok_trial()),
     verdict(wrong_trial(), location=location()),
-    verdict(broken_trial()),
-    verdict(impossible_trial()),
     all_kinds(),
     matrix(options=3),
-    matrix(MODES[:1], 40, CASES),
 ]
-
-
-def folded(text: str) -> str:
-    """Long lines folded between words, so that a snapshot of them fits a source file."""
-    lines = (textwrap.wrap(line, 100, subsequent_indent="    ") or [""] for line in text.splitlines())
-    return "\n".join(line for parts in lines for line in parts)

@@ -7,7 +7,6 @@ import pytest
 
 from ddpopt.fuzz import workers
 from ddpopt.fuzz.questions import WHOLE, Answer, Kind, Setting, Task
-from ddpopt.fuzz.signatures import Signature
 from ddpopt.fuzz.workers import Worker
 from ddpopt.ranks.failures import RankFailure, RanksFailed
 from ddpopt.testing.drawn import DrawnModel, step
@@ -66,18 +65,6 @@ def test_a_model_that_does_not_end_is_ended_and_told_with_its_stacks(worker: Wor
 def test_a_model_that_takes_the_process_down_is_told_by_signal_and_frame(worker: Worker) -> None:
     (answer,) = answered(worker, "os.kill(os.getpid(), signal.SIGSEGV)")
     assert (answer.kind, str(answer.signature)) == (Kind.BACKEND, "death: SIGSEGV in the model in act")
-
-
-def test_a_signature_tells_how_a_rank_was_lost() -> None:
-    stuck = RankFailure(0, "stalled", "whole", stack='Thread 0x1:\n  File "/x/a.py", line 1 in act\n')
-    assert str(workers._signature(stuck)[0]) == "no end: within its limit"
-    ended = RankFailure(0, "died", "whole", exit_code=3, output="last words")
-    assert workers._signature(ended) == (
-        Signature("death", "exit code 3"),
-        "the process died of exit code 3\nlast words",
-    )
-    raised = RankFailure(0, "raised", "whole", stack="Traceback:\nKeyError: 'h'\n")
-    assert str(workers._signature(raised)[0]) == "error: KeyError"
 
 
 def test_what_no_mode_did_is_nobodys_answer() -> None:

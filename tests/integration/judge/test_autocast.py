@@ -46,7 +46,9 @@ def case_of(model: type[Block]) -> Case:
     return Case(model.__name__, model, inputs, "autocast inside")
 
 
-@pytest.mark.parametrize(("model", "exit_code"), [(Block, 0), (Wrong, 1)])
+@pytest.mark.parametrize(
+    ("model", "exit_code"), [(Block, 0), pytest.param(Wrong, 1, marks=pytest.mark.nightly)]
+)
 def test_roundings_that_a_compiler_leaves_out_are_no_fault(model: type[Block], exit_code: int) -> None:
     torch._dynamo.reset()
     with one_rank():

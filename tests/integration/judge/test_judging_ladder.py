@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ddpopt.errors import UnsupportedError
 from ddpopt.judge.judge import judge
-from ddpopt.judge.judging.ladder import NOT_FINITE, OTHER_BUFFERS, RESUMMED, Ladder
+from ddpopt.judge.judging.ladder import OTHER_BUFFERS, RESUMMED, Ladder
 from ddpopt.judge.judging.record import FINAL, LOSS, PARAMETER, SEEN, Record, left_behind, plain
 from ddpopt.judge.judging.reference import Bench, Reference, Subject
 from ddpopt.judge.judging.sheet import Sheet
@@ -164,49 +164,32 @@ def test_what_eager_does_not_reproduce_is_judged_by_its_own_spread(clipped: Refe
         assert sheet.notes[0].startswith(f"eager itself does not reproduce {NAME}; judged at L2")
 
 
-def test_nan_in_eager_is_named_and_asked_for_in_the_same_places(clipped: Reference) -> None:
-    gradient = clipped.eager.steps[1].gradients[NAME]
-    assert gradient is not None
-    broken = gradient.clone()
-    broken[0, 0] = torch.nan
-    gradients = {**clipped.eager.steps[1].gradients, NAME: broken}
-    reference = standing_in(clipped, eager=changed(clipped.eager, gradients=gradients), sums=[])
-    sheet = climb(reference, changed(clipped.again, gradients=gradients))
-    assert sheet.about[NOT_FINITE] == {NAME: None}
-    assert wrong_of(sheet) == set()
-    assert wrong_of(climb(reference, clipped.again)) == {("L0", NAME)}
-
-
-def test_without_ddp_buffers_are_compared_on_the_first_rank_and_named_on_others(clipped: Reference) -> None:
-    state = clipped.again.steps[1].state
-    buffer = "between.running_mean"
-    record = changed(clipped.again, state={**state, buffer: next_up(state[buffer])})
-    assert wrong_of(climb(clipped, record, how="manual")) == {("L0", f"buffer {buffer}")}
-    bench = bench_like(clipped.bench, rank=1)
-    peers = [*clipped.eager_peers, *clipped.eager_peers]
-    sheet = climb(standing_in(clipped, bench=bench, eager_peers=peers), record, how="manual")
-    assert wrong_of(sheet) == set()
-    assert {f"buffer {buffer}", "buffer between.running_var"} <= set(sheet.about[OTHER_BUFFERS])
-    assert LOSS not in sheet.about[OTHER_BUFFERS]
-
-
 def evaluating(record: Record, factor: float) -> Record:
     """The same run, with an evaluation in its second step."""
     extras = {**record.steps[1].extras, "evaluated": torch.ones(3) * factor}
     return changed(record, extras=extras)
 
 
-@pytest.mark.parametrize(
-    ("rank", "how", "left_out"), [(1, "manual", True), (0, "manual", False), (1, "whole", False)]
-)
-def test_what_saw_buffers_that_only_ddp_broadcasts_is_compared_on_the_first_rank_and_named_on_others(
-    clipped: Reference, rank: int, how: str, left_out: bool
+def test_what_only_ddp_broadcasts_is_compared_on_the_first_rank_and_named_on_others(
+    clipped: Reference,
 ) -> None:
-    bench = bench_like(clipped.bench, rank=rank)
-    reference = standing_in(clipped, eager=evaluating(clipped.eager, 1), bench=bench)
-    sheet = climb(reference, evaluating(clipped.again, 1.01), how=how)
-    assert wrong_of(sheet) == (set() if left_out else {("L0", "the evaluated")})
-    assert ("the evaluated" in sheet.about.get(OTHER_BUFFERS, {})) == left_out
+    state = clipped.again.steps[1].state
+    buffer = "between.running_mean"
+    moved = changed(clipped.again, state={**state, buffer: next_up(state[buffer])})
+    record, eager = evaluating(moved, 1.01), evaluating(clipped.eager, 1)
+    names = {f"buffer {buffer}", "the evaluated"}
+    others = standing_in(
+        clipped,
+        eager=eager,
+        bench=bench_like(clipped.bench, rank=1),
+        eager_peers=[*clipped.eager_peers, *clipped.eager_peers],
+    )
+    for reference, how in ((standing_in(clipped, eager=eager), "manual"), (others, "whole")):
+        assert wrong_of(climb(reference, record, how=how)) == {("L0", name) for name in names}
+    sheet = climb(others, record, how="manual")
+    assert wrong_of(sheet) == set()
+    assert names <= set(sheet.about[OTHER_BUFFERS])
+    assert LOSS not in sheet.about[OTHER_BUFFERS]
 
 
 # ----------------------------------------------------------------------------- another order of summation

@@ -1,13 +1,10 @@
 """Looking where a trial goes wrong, from the process that started the ranks; it starts ranks of its own."""
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from torch import distributed as dist
 
 from ddpopt.judge import locate as located
@@ -15,7 +12,7 @@ from ddpopt.judge.locate import locate
 from ddpopt.judge.locating.known import Known, Try
 from ddpopt.judge.locating.rungs import Question, Stage, Symptom
 from ddpopt.judge.runner import to_locate
-from ddpopt.judge.verdict import Finding, Location, Rung, Status, Trial, Verdict
+from ddpopt.judge.verdict import Finding, Rung, Status, Trial, Verdict
 from ddpopt.ranks.failures import RankFailure
 
 MODULE = "tests.unit.miscompiled"
@@ -69,29 +66,8 @@ def test_a_backend_that_takes_its_ranks_down_is_located_as_any_other(
 
 STAGE = Stage("local", "mine")
 RUNG = Rung("mine, no DDP", agrees=False)
-DIED = RankFailure(0, "died", "a task", -11, "SIGSEGV")
 RAISED = RankFailure(0, "raised", "a task", 1, stack="Traceback\nKeyError: 'x'")
 STALLED = RankFailure(0, "stalled", "a task", -9, "SIGKILL")
-
-
-@pytest.mark.parametrize(
-    ("failure", "detail", "symptom"),
-    [
-        (DIED, "rank 0 died of SIGSEGV", Symptom("died", "SIGSEGV")),
-        (RAISED, "rank 0 raised", Symptom("run", "KeyError")),
-    ],
-)
-def test_how_a_rank_fails_is_what_that_rung_does_or_what_that_part_does(
-    failure: RankFailure, detail: str, symptom: Symptom
-) -> None:
-    climbing, part = Known(trying=Try(STAGE)), Try(STAGE, range(1, 2), True)
-    assert climbing.survive(failure)
-    assert climbing.rungs == [Rung("mine, no DDP", agrees=False, detail=detail)]
-    assert (climbing.stage, climbing.symptom) == (STAGE, symptom)
-    assert climbing.symptoms == {Try(STAGE, exact=False): symptom}
-    narrowing = Known([RUNG], STAGE, Symptom("numbers"), trying=part)
-    assert narrowing.survive(failure)
-    assert (narrowing.rungs, narrowing.symptoms) == ([RUNG], {part: symptom})
 
 
 @pytest.mark.parametrize(
@@ -107,32 +83,6 @@ def test_ranks_that_fail_between_two_tries_or_stall_end_the_search_with_a_note(
     known = Known(trying=trying)
     assert not known.survive(failure)
     assert known.notes == [note]
-
-
-@pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (2, "cpu"), (3, "cuda")])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_first_rank_of_torchruns_searches_where_the_trial_ran_and_its_peers_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, device: str, rank: int
-) -> None:
-    class Peers:
-        rank: int
-
-        def gather(self, own: Location | None) -> list[Location | None]:
-            return [own or Location((), "told")]
-
-    Peers.rank = rank
-    asked: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(located, "under_torchrun", lambda: True)
-    monkeypatch.setattr(located, "joined", lambda **_: nullcontext(Peers()))
-    monkeypatch.setattr(located, "_in_ranks", lambda *arguments: asked.append(arguments[2:4]))
-    found = locate(f"{MODULE}:short", wrong("whole", "eager"), tmp_path / "shown.py", nproc=3)
-    if rank == 0:
-        gone = "none was found: the difference did not appear again"
-        nothing = "no script was written, for there is nothing that it could show"
-        assert (asked, found) == ([(1, device), (3, device)], Location((), gone, note=nothing))
-    else:
-        assert (asked, found) == ([], Location((), "told"))
 
 
 def test_a_script_that_cannot_be_written_is_a_note_with_the_layer(

@@ -30,7 +30,6 @@ def script(tmp_path: Path, stage: Stage, symptom: Symptom = NUMBERS, **more: Any
     ("symptom", "does"),
     [
         (Symptom("died", "SIGSEGV"), "takes the process down (SIGSEGV)."),
-        (Symptom("run", "BackendCompilerFailed"), "fails where eager runs."),
         (NUMBERS, "does not do what eager does."),
     ],
 )
@@ -48,13 +47,12 @@ def test_a_script_says_what_is_wrong_where_and_how_to_run_it(
 @pytest.mark.parametrize(
     ("stage", "question", "lines"),
     [
-        (Stage("local", "eager"), {}, ["nproc=1,", "mode='whole',", "backend='eager',", "steps=1,"]),
         (Stage("torch", "eager", 2), {"steps": 3}, ["nproc=2,", "mode='torch',", "steps=3,"]),
         (Stage("local", "eager"), {"rank": 2, "dtype": "bfloat16"}, ["nproc=3,", "dtype='bfloat16',"]),
         (
-            Stage("local", f"{MODULE}:halving_tanh"),
+            Stage("local", f"{MODULE}:scaling_tanh"),
             {"ddp_kwargs": {"bucket_cap_mb": 0.5}},
-            [f"from {MODULE} import halving_tanh", "backend=halving_tanh,", "{'bucket_cap_mb': 0.5}"],
+            [f"from {MODULE} import scaling_tanh", "backend=scaling_tanh,", "{'bucket_cap_mb': 0.5}"],
         ),
     ],
 )
@@ -69,11 +67,12 @@ def test_a_script_verifies_the_stage_that_disagrees_as_the_trial_was_verified(
 @pytest.mark.parametrize(
     ("backend", "symptom", "shown"),
     [
-        (f"{MODULE}:halving_tanh", NUMBERS, True),
-        pytest.param("aot_eager", NUMBERS, False, marks=pytest.mark.nightly),
-        pytest.param("dying_on_tanh", Symptom("died", "SIGSEGV"), True, marks=pytest.mark.nightly),
+        (f"{MODULE}:scaling_tanh", NUMBERS, True),
+        ("aot_eager", NUMBERS, False),
+        ("dying_on_tanh", Symptom("died", "SIGSEGV"), True),
     ],
 )
+@pytest.mark.nightly
 def test_a_script_shows_the_difference_in_a_fresh_interpreter_if_there_is_one(
     tmp_path: Path, backend: str, symptom: Symptom, shown: bool
 ) -> None:
@@ -85,16 +84,12 @@ def test_a_script_shows_the_difference_in_a_fresh_interpreter_if_there_is_one(
     ("text", "death", "shown"),
     [
         (SHOWS, "", True),
-        ("print('no difference')", "", False),
-        ("raise RuntimeError('of its own')", "", False),
         ("raise SystemExit(1)", "", False),
         ("print('the difference appears')", "", False),
         ("import time; time.sleep(60)", "", False),
         ("raise SystemExit(7)", "exit code 7", False),  # before eager was done
-        (f"{REACHED}raise SystemExit(7)", "exit code 7", True),
         (KILLED, "SIGKILL", True),
         (KILLED, "SIGSEGV", False),
-        (KILLED, "", False),
     ],
 )
 def test_a_script_counts_only_if_it_ends_as_the_difference_makes_it_end(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.alignment_rows import Cell, difference, row
+from benchmarks.alignment_rows import Cell, row
 from benchmarks.alignment_run import Buckets, Outcome, caps_of, ddp_arguments
 from ddpopt.gate.overlap import BucketLaunch, Measurement
 from ddpopt.testing import Case
@@ -52,21 +52,6 @@ def test_the_slowest_rank_counts_and_less_than_98_percent_other_buckets_or_a_cra
 ) -> None:
     cell = split_cell(*answers)
     assert (cell.ratio, cell.problems) == (ratio, problems)
-
-
-@pytest.mark.parametrize(
-    ("planned", "observed", "found"),
-    [
-        (PLANNED, [(("b",),)], "iteration 0, bucket 1: planned a, observed none"),
-        ((("a", "b"),), [(("b", "a"),)], "iteration 0, bucket 0: planned a b, observed b a"),
-        (None, [(("a", "b"),)], ""),
-        (None, [(("a", "b"),), PLANNED], "iteration 1: no plan was imposed on several buckets"),
-    ],
-)
-def test_a_bucket_that_is_missing_or_in_another_order_is_a_difference(
-    planned: Buckets | None, observed: list[Buckets], found: str
-) -> None:
-    assert difference(planned, observed) == found
 
 
 def test_a_cap_takes_the_place_of_the_cases_own_and_only_a_case_that_sets_one_keeps_it() -> None:

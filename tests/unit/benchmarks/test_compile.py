@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.compile import Setting, Starts, heats, ratio, ratios, section
+from benchmarks.compile import Setting, Starts, section
 from benchmarks.compile_once import Start
 
 
@@ -15,18 +15,6 @@ def figures(layers: int = 24, model: str = "gpt", **cold_s: float) -> dict[Setti
     return {Setting(model, layers, mode): starts(seconds) for mode, seconds in cold_s.items()}
 
 
-def test_a_ratio_is_the_median_of_rounds_at_the_same_depth_not_that_of_the_fastest() -> None:
-    whole, inline = ([Start(seconds, 0.0, 2, 0) for seconds in column] for column in ((9, 20, 5), (9, 21, 9)))
-    found = {
-        Setting("gpt", 24, mode): Starts(tuple(column), tuple(column), ())
-        for mode, column in (("whole", whole), ("inline", inline))
-    }
-    found |= figures(48, torch=10.0)
-    assert ratios(found, Setting("gpt", 24, "inline"), "whole", "cold") == [1.0, 1.05, 1.8]
-    assert ratio(found, Setting("gpt", 24, "inline"), "whole", "cold") == 1.05
-    assert ratio(found, Setting("gpt", 24, "inline"), "torch", "cold") is None
-
-
 def short(found: dict[Setting, Starts]) -> dict[str, float]:
     """What was measured and is not as asked."""
     claims = section(found, {}).claims
@@ -36,8 +24,6 @@ def short(found: dict[Setting, Starts]) -> dict[str, float]:
 def test_what_is_asked_is_enough() -> None:
     deep = figures(48, whole=200.0, torch=900.0, split=62.0, inline=209.0)
     assert short({**figures(whole=100.0, torch=200.0, split=50.0, inline=105.0), **deep}) == {}
-    settings = [Setting("gpt", 2, mode) for mode in ("whole", "inline")]
-    assert heats(settings, 1) == [(settings[0],), (settings[1],)]  # on one processor all take turns
 
 
 def test_whatever_falls_short_is_told() -> None:

@@ -1,6 +1,7 @@
 """Tests of `benchmarks.step` itself: arguments, what is judged and what is kept."""
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -49,15 +50,8 @@ def test_what_falls_short_is_told_with_its_rate(
 ) -> None:
     measure_nothing(monkeypatch, far_from_it)
     assert main(["--rate", "10gbit", "--models", "linears"]) == 1
-    (line,) = (
-        line
-        for line in capsys.readouterr().out.splitlines()
-        if "inline to the limit" in line and "1.1" in line
-    )
-    assert [cell.strip() for cell in line.strip("│").split("│")] == [
-        *("step", "linears at 10gbit", "inline to the limit", "1.154", "1.154 – 1.154", "1.000"),
-        *("at most 1.05", "no"),
-    ]
+    out = capsys.readouterr().out
+    assert re.search("linears at 10gbit.*inline to the limit.*1.154.*at most 1.05.*no", out)
 
 
 def test_over_loopback_nothing_is_judged_one_rate_is_enough_and_all_figures_are_kept(

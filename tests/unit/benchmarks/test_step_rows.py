@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks.report import Claim
 from benchmarks.step_modes import MODES
-from benchmarks.step_rank import STEPS_A_TURN, Figures
-from benchmarks.step_rows import claims, fastest_parts, limit, rows
+from benchmarks.step_rank import Figures
+from benchmarks.step_rows import claims, limit, rows
 from tests.unit.step_figures import PARTS, figures
 
 
@@ -22,14 +22,6 @@ def short(found: Figures) -> list[tuple[str, str, str]]:
 def test_a_slow_network_never_rests_and_a_fast_one_has_only_the_last_bucket_left_after_the_backward() -> None:
     assert limit(PARTS) == 2 + 0.25 * 4 + 9 + 1
     assert limit({**PARTS, "comm": 4.0}) == 2 + 4 + 1.5 + 1
-
-
-def test_the_fastest_of_each_part_makes_the_limit_with_the_usual_share() -> None:
-    found = figures(eager=[14.0] * 3 * STEPS_A_TURN)
-    found.parts["comm"][1] = 12.0
-    found.parts["backward"][0] = 40.0
-    found.parts["first_bucket"][2] = 0.01
-    assert fastest_parts(found) == PARTS
 
 
 def test_ratios_are_of_the_fastest_steps_and_the_spread_is_over_all() -> None:
@@ -57,20 +49,3 @@ def test_inline_is_to_be_near_the_limit_and_about_as_fast_as_the_best_other_mode
 def test_only_where_torch_compiles_one_graph_inline_is_to_be_faster(graphs: int, judged: bool) -> None:
     found = replace(figures(torch=[14.9, 20.0], inline=[13.0, 13.0]), graphs={"whole": 1, "torch": graphs})
     assert short(found) == ([("torch's, one graph, to inline", "1.146", "1.146")] if judged else [])
-
-
-def test_the_spread_of_a_ratio_is_that_of_its_numerator() -> None:
-    to_limit, to_best = asked_of(figures(torch=[26.0, 26.0], inline=[13.0, 15.0, 17.0, 19.0, 21.0]))
-    assert to_limit.spread == pytest.approx((15 / 13, 19 / 13))
-    assert to_best.spread == pytest.approx((15 / 26, 19 / 26))
-    steps = figures(torch=[26.0, 28.0, 30.0, 32.0, 34.0], inline=[13.0, 20.0])
-    assert asked_of(replace(steps, graphs={"torch": 1}))[-1].spread == pytest.approx((28 / 13, 32 / 13))
-
-
-def test_memory_is_beside_one_whole_graph_and_exposure_is_the_median_or_not_known() -> None:
-    found = figures(whole=[13.0, 13.0], inline=[13.0, 13.0])
-    found.peak_bytes["inline"] = 3 * 2**20
-    found.exposed["inline"] = [0.9, 0.2, 0.1]
-    whole, inline = rows(found)
-    assert (whole.to_whole_peak, inline.to_whole_peak, inline.exposed) == (1.0, 1.5, 0.2)
-    assert [row.exposed for row in rows(replace(found, exposed={}))] == [None, None]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.report import Claim, Grid, Section, at_least, at_most
+from benchmarks.report import Grid, Section, at_most
 from benchmarks.summary import MEASUREMENTS, PAGE, RESULTS, main, stored
 
 CONDITIONS = {"command": "python -m x", "processor": "A | B"}
@@ -70,23 +70,6 @@ def test_a_file_of_something_else_is_told(tmp_path: Path, capsys: pytest.Capture
     assert main(["--results", str(tmp_path)]) == 2
     said = " ".join(capsys.readouterr().out.split())
     assert "expected what `python -m benchmarks.step --json` writes, got KeyError: 'name'" in said
-
-
-def test_figures_are_written_with_three_digits_and_counts_without() -> None:
-    claims = (
-        Claim("a", "ratio", 1.0499, (1.01, 1.2), 1.0, "at most 1.05", held=True),
-        Claim("b", "count", 51007, None, None, "at least 50000", held=False),
-        at_most("c", "ratio", None, 1.05),
-        at_most("d", "ratio", 1.05, 1.05),
-        at_least("e", "count", 4.0, 4),
-    )
-    assert [" | ".join(claim.cells) for claim in claims] == [
-        "a | ratio | 1.050 | 1.010 – 1.200 | 1.000 | at most 1.05 | yes",
-        "b | count | 51007 | – | – | at least 50000 | no",
-        "c | ratio | – | – | – | at most 1.05 | not measured",
-        "d | ratio | 1.050 | – | – | at most 1.05 | yes",
-        "e | count | 4.000 | – | – | at least 4 | yes",
-    ]
 
 
 def test_each_fraction_in_the_tables_of_the_documentation_is_a_stored_figure() -> None:

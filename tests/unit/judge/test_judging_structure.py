@@ -134,17 +134,13 @@ MUTANTS: dict[str, dict[str, Change]] = {
     },
     "a gradient wherever eager DDP has one": {
         "a gradient is missing": with_gradient(lambda _: None),
-        "a parameter more": with_more("gradients", "new", torch.ones(1)),
     },
     "gradients of eager DDP's shape, dtype, strides and device": {
         "another shape": with_gradient(lambda gradient: gradient.flatten()),
-        "another dtype": with_gradient(lambda gradient: gradient.double()),
         "other strides": with_gradient(lambda gradient: gradient.t()),
-        "another layout": with_gradient(lambda gradient: gradient.to_sparse()),
     },
     "parameters and buffers of eager DDP's form, integers equal": {
         "a parameter of another form": with_more("state", NAME, torch.zeros(1)),
-        "a buffer more": with_more("state", "new", torch.zeros(1)),
         "another count": other_count,
     },
     "the random generator as after eager's step": {
@@ -154,7 +150,6 @@ MUTANTS: dict[str, dict[str, Change]] = {
         )(e),
     },
     "all that a script can see is of eager DDP's form, hooks run as often, and as early": {
-        "a hook twice": with_step(extras={"hooks": 2}),
         "an output without gradient": with_more("extras", "form of output", "torch.float32"),
     },
     "tensors share memory where eager DDP's do and nowhere else, and none is written after its step": {
@@ -170,7 +165,6 @@ MUTANTS: dict[str, dict[str, Change]] = {
     },
     "every bucket reduced exactly once, in order": {
         "a bucket twice": with_collectives([0, 0, 1]),
-        "a bucket not at all": with_collectives([0]),
         "buckets out of order": with_collectives([1, 0]),
     },
     "as many synchronised backwards as asked for, none under no_sync": {
@@ -186,14 +180,12 @@ MUTANTS: dict[str, dict[str, Change]] = {
     },
     "the same graphs on every rank, step by step": {
         "a rank compiles more": with_second_peer(graphs=(("0/0", "0/1"), (), ())),
-        "a rank compiles something else": with_second_peer(graphs=(("999/0",), (), ())),
         "a rank compiles as much, but later": with_second_peer(graphs=((), ("0/0",), ())),
     },
     "no collective but buckets and what eager DDP sends": {
         "a collective that is no bucket": with_got(elsewhere=(Collective("allreduce", 4, "float32", None),)),
     },
     "the same collectives on every rank, in the same order": {
-        "a rank sends in another order": with_second_sending(lambda sent: [sent[1], sent[0], *sent[2:]]),
         "a rank sends less": with_second_sending(lambda sent: sent[:-1]),
         "a rank sends another size": with_second_sending(
             lambda sent: [replace(sent[0], nbytes=sent[0].nbytes + 4), *sent[1:]]
@@ -225,9 +217,8 @@ def test_what_differs_between_ranks_in_eager_too_may_differ(right: Evidence) -> 
     assert claims_broken(other_state(loose)) == set()
 
 
-@pytest.mark.parametrize("name", ["hook_powersgd", "two_models"])
-def test_an_option_that_explains_other_collectives_allows_them(name: str, right: Evidence) -> None:
-    explained = replace(right, option=option(name))
+def test_an_option_that_explains_other_collectives_allows_them(right: Evidence) -> None:
+    explained = replace(right, option=option("hook_powersgd"))
     assert claims_broken(with_collectives([0, None, 1])(explained)) == set()
 
 
@@ -245,25 +236,7 @@ def test_ranks_may_exchange_different_amounts_where_the_collective_allows_it(rig
     assert claims_broken(replace(right, peers=sent)) == set()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"extras": {"norm": torch.ones(1)}}, "the norm is torch.float32 (1,) on cpu, in eager DDP missing"),
-        ({"extras": {"calls": 3}}, "the calls is 3, in eager DDP missing"),
-        (
-            {"loss": torch.tensor(1.0).double()},
-            "the loss is torch.float64 () on cpu, in eager DDP torch.float32 () on cpu",
-        ),
-        (
-            {"final": {"w": torch.ones(3)}},
-            "final gradient of w is torch.float32 (3,) on cpu, in eager DDP missing",
-        ),
-    ],
-)
-def test_what_has_no_counterpart_of_its_form_is_a_finding(
-    right: Evidence, changes: dict[str, Any], message: str
-) -> None:
-    extras = right.got.steps[1].extras | changes.pop("extras", {})
-    got = changed_step(right.got, extras=extras, **changes)
-    (finding,) = structure(replace(right, got=got), rank=1)
-    assert (finding.level, finding.rank, finding.message) == ("L3", 1, f"step 1: {message}")
+def test_a_finding_says_of_which_rank_and_step_it_is_and_what_eager_ddp_has(right: Evidence) -> None:
+    (finding,) = structure(with_step(loss=torch.tensor(1.0).double())(right), rank=1)
+    message = "step 1: the loss is torch.float64 () on cpu, in eager DDP torch.float32 () on cpu"
+    assert (finding.level, finding.rank, finding.message) == ("L3", 1, message)

@@ -18,9 +18,7 @@ STRUCTURE = Symptom("structure")
         (BELOW, STRUCTURE, False, False),  # no reason for wrong numbers
         (BELOW, STRUCTURE, True, True),
         (BELOW, Symptom("numbers"), False, True),
-        (BELOW, Symptom("died", "SIGSEGV"), False, True),
         (OWN, STRUCTURE, False, True),
-        (BELOW, None, False, False),
         (OWN, None, False, False),
     ],
 )

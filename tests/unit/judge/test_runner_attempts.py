@@ -99,11 +99,6 @@ OK, LOST, BROKEN = Status.OK, Status.NOT_POSSIBLE, Status.BROKEN
     ("plays", "limit_s", "statuses", "limits", "done"),
     [
         pytest.param(
-            (fails(KILLED, 0), judges(1, 2, 3, 4)),
-            *(30, [LOST, OK, OK, OK, OK], [30, 20], [(), (0,)]),
-            id="eager that dies on one case is tried on the next",
-        ),
-        pytest.param(
             (fails(KILLED, 0), fails(KILLED, 3, 1, 2), judges(4)),
             *(30, [LOST, OK, OK, LOST, OK], [30, 20, 10], [(), (0,), (0, 1, 2, 3)]),
             id="one limit counts for all starts",
@@ -112,11 +107,6 @@ OK, LOST, BROKEN = Status.OK, Status.NOT_POSSIBLE, Status.BROKEN
             (fails(KILLED, 0),),
             *(10, [LOST, *[BROKEN] * 4], [10], [()]),
             id="a rank that dies as the limit passes is still what broke its trial",
-        ),
-        pytest.param(
-            (fails(STALLED, 1, 0, after_s=30),),
-            *(30, [OK, *[BROKEN] * 4], [30], [()]),
-            id="a run whose limit passes is not started again",
         ),
     ],
 )

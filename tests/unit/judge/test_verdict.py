@@ -66,12 +66,6 @@ def test_nan_comes_back_from_json() -> None:
     assert repr(Verdict.from_json(text).findings[0].error) == "nan"
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", "no JSON"])
-def test_other_json_is_refused(text: str) -> None:
-    with pytest.raises((KeyError, TypeError, ValueError)):
-        Verdict.from_json(text)
-
-
 def test_requiring_a_wrong_verdict_raises_every_finding_and_every_reason_at_once() -> None:
     made = all_kinds()
     with pytest.raises(VerificationError) as caught:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpopt.judge.visible import GRADIENT_OF, Sight, held_by, leaves, reached, sharing
+from ddpopt.judge.visible import GRADIENT_OF, Sight, held_by, leaves, sharing
 
 KEPT: list[Tensor] = []
 
@@ -35,13 +35,6 @@ def test_what_overlaps_shares_memory_and_neighbours_and_empty_tensors_do_not() -
     tensors = {"left": flat[:5], "right": flat[4:], "half": flat[:4], "other": torch.zeros(8)}
     assert sharing(tensors) == {("left", "right"), ("half", "left")}
     assert sharing({"column": matrix[:, 1], "matrix": matrix, "none": matrix[:0]}) == {("column", "matrix")}
-
-
-def test_all_leaves_of_a_loss_are_reached() -> None:
-    one, two = (torch.ones(2, requires_grad=True) for _ in range(2))
-    unused = torch.ones(2, requires_grad=True)
-    found = reached((one * two + one + unused.detach()).sum())
-    assert {id(tensor) for tensor in found} == {id(one), id(two)}
 
 
 def keeping() -> Callable[[Tensor], None]:

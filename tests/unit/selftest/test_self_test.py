@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
 
 from ddpopt.cases import corpus
 from ddpopt.errors import CertificateError, InfrastructureError, PlanMismatchError, UsageError
@@ -17,15 +15,14 @@ from ddpopt.judge.modes import mode
 from ddpopt.judge.options import option
 from ddpopt.judge.verdict import Finding, Status, Trial, Verdict
 from tests.selftest import __main__ as command
-from tests.selftest import codes as code
 from tests.selftest.clean_runs import AT_LEAST, MODES, clean_runs
 from tests.selftest.defects import DEFECTS
 from tests.selftest.faults import FAULTS, PLACEBOS, Fault
-from tests.selftest.self_test import SelfTest, marked_in, self_test
+from tests.selftest.self_test import SelfTest, self_test
 from tests.selftest.shown import shown_case
-from tests.selftest.sites import NotInjected, Site, first, last_rank, second_rank
+from tests.selftest.sites import NotInjected
 from tests.selftest.trials import died, found_out
-from tests.unit.verdicts import broken_trial, impossible_trial, ok_trial, wrong_trial
+from tests.unit.verdicts import broken_trial, impossible_trial, ok_trial
 
 
 def fault_of(name: str) -> Fault:
@@ -75,16 +72,10 @@ NOT_OURS = (
     [
         (ZEROED, seen("L0", "L0"), EVERYWHERE, "L0", ""),
         # a fault that did not run on every rank it is for is not injected, whatever was said
-        *(
-            (ZEROED, seen("L0"), marked, "", "not injected: L0")
-            for marked in ((), (False, False), (True, False))
-        ),
+        (ZEROED, seen("L0"), (True, False), "", "not injected: L0"),
         (DEADLY, seen("L3"), (True, False), "", "not injected: L3"),
         # so an exception before the broken code ran finds nothing
-        *(
-            (CUT, failed(error), (False, False), "", "not injected: ")
-            for error in (RuntimeError("no site"), StopIteration(), IndexError(), NotInjected("no site"))
-        ),
+        (CUT, failed(NotInjected("no site")), (False, False), "", "not injected: "),
         # ranks that waited for each other find only a fault that may stall them
         (DEADLY, WAITED, ON_THE_SECOND, "ranks", ""),
         (ZEROED, WAITED, EVERYWHERE, "", "not found: "),
@@ -93,7 +84,6 @@ NOT_OURS = (
         (CUT, failed(UNDER_DYNAMO), EVERYWHERE, "certificate", ""),
         (ZEROED, failed(REFUSED), EVERYWHERE, "", "not found: "),
         (CUT, failed(PlanMismatchError("CertificateError")), EVERYWHERE, "", "not found: "),
-        (CUT, failed(UsageError("CertificateError: no")), EVERYWHERE, "", "not found: "),
         (CUT, failed(RuntimeError("CertificateError")), EVERYWHERE, "", "not found: "),
         (ZEROED, NOT_OURS, EVERYWHERE, "", "not found: refused: no such thing"),
         # what a level says counts where it is for that level to say, and a level that had to find it is named
@@ -129,7 +119,6 @@ def test_ranks_that_died_found_a_fault_that_kills_if_it_had_run_before(
 ) -> None:
     found = died(fault, marked, "rank 1 died")
     assert (found.by, found.complaint) == (found_by, complaint)
-    assert [list(which(3)) for which in (second_rank, last_rank)] == [[1], [2]]
 
 
 @pytest.mark.parametrize(
@@ -155,10 +144,9 @@ def whole(*trials: Trial, complaint: bool = False) -> SelfTest:
     return SelfTest((found,), Verdict("clean runs", 2, trials or (ok_trial(),)))
 
 
-@pytest.mark.parametrize("trial", [wrong_trial(), broken_trial(), impossible_trial()])
-def test_a_clean_run_that_is_not_ok_and_a_fault_that_nobody_found_fail_the_self_test(trial: Trial) -> None:
+def test_a_clean_run_that_is_not_ok_and_a_fault_that_nobody_found_fail_the_self_test() -> None:
     assert whole()
-    assert not whole(ok_trial(), trial)
+    assert not whole(ok_trial(), impossible_trial())
     assert not whole(complaint=True)
 
 
@@ -216,11 +204,6 @@ def test_ranks_that_cannot_disagree_and_those_of_torchrun_are_refused(
         self_test(2, faults=(), clean={})
 
 
-def test_a_mark_is_a_file_that_outlives_its_rank(tmp_path: Path) -> None:
-    (tmp_path / "3-1").touch()
-    assert marked_in(tmp_path, 3, 2) == [False, True]
-
-
 # -------------------------------------------------------------------------------------------- its material
 
 
@@ -249,38 +232,3 @@ def test_clean_runs_are_enough_cover_the_corpus_and_differ() -> None:
     assert len(runs) * len(MODES) >= AT_LEAST
     assert {target for _, target, _ in runs} == {case.name for case in corpus.cases()}
     assert len(set(runs)) == len(runs)
-
-
-class Trainer:
-    """As much of a trainer as a hook on a weight needs."""
-
-    def __init__(self) -> None:
-        self.parallel = self
-        self.model = nn.Linear(2, 2)
-
-    def backward(self) -> Tensor:
-        self.model.zero_grad()
-        self.model(torch.ones(1, 2)).sum().backward()
-        assert self.model.weight.grad is not None
-        return self.model.weight.grad
-
-
-def test_a_site_is_marked_once_the_gradient_is_another_one() -> None:
-    trainer: Any = Trainer()
-    notes: list[str] = []
-    site = Site(0, 2, lambda: notes.append("ran"))
-    code.on_gradient(lambda g: g * 2)(trainer, site)
-    assert notes == []
-    assert trainer.backward().eq(2).all()
-    trainer.backward()
-    assert notes == ["ran"]
-    assert site.marked
-
-
-def test_a_fault_without_a_site_says_what_it_looked_for() -> None:
-    trainer: Any = Trainer()
-    with pytest.raises(NotInjected, match=r"expected 2 square weight\(s\), found none"):
-        code.swapped_gradients(trainer, Site(0, 2))
-    with pytest.raises(NotInjected, match="expected a buffer of integers, found none"):
-        code.stale_counter(trainer, Site(0, 2))
-    assert first(iter("ab"), "a letter") == "a"

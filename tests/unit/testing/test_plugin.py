@@ -80,9 +80,7 @@ def test_the_fixture_in_a_test_without_the_marker_is_an_error_that_says_what_to_
     assert "Write @pytest.mark.world_size(2) above it." in result.stdout.str()
 
 
-@pytest.mark.parametrize(
-    "argument", ["0", "'2'", "", "2, 3", "n=2", "2, backend='mpi'", "2, timeout=0", "2, timeout='1 min'"]
-)
+@pytest.mark.parametrize("argument", ["0", "", "2, backend='mpi'", "2, timeout=0"])
 def test_a_marker_without_one_positive_int_or_with_another_backend_or_limit_is_an_error(
     argument: str, suite: pytest.Pytester
 ) -> None:

@@ -59,8 +59,6 @@ SOME = (
 @pytest.mark.parametrize(
     ("reports_of", "outcome", "words"),
     [
-        pytest.param([[PASSED], [PASSED]], "passed", "", id="passes everywhere"),
-        pytest.param([[PASSED], [BOOM]], "failed", "[rank 1] call failed:\nboom", id="fails on one rank"),
         pytest.param(
             [[PEERLESS], [BOOM]],
             "failed",
@@ -88,18 +86,6 @@ def test_one_outcome_is_made_of_those_of_all_ranks(
     assert merged(*deepcopy(reports_of))["call"] == (outcome, words)
 
 
-def test_after_a_failed_setup_on_one_rank_there_is_no_call() -> None:
-    got = merged(
-        [report("passed", "setup"), report("passed"), report("passed", "teardown")],
-        [report("failed", "setup", "boom"), report("passed", "teardown")],
-    )
-    assert {when: outcome for when, (outcome, _) in got.items()} == {"setup": "failed", "teardown": "passed"}
-
-
-def test_a_skip_on_all_ranks_is_a_skip() -> None:
-    assert merged(*[[report("skipped", "setup", "not today")]] * 2) == {"setup": ("skipped", "not today")}
-
-
 def test_reports_travel_as_text_with_the_place_of_a_skip(pytestconfig: pytest.Config) -> None:
     skipped = report("skipped", "setup")
     skipped.longrepr = ("test_a.py", 3, "Skipped: not today")
@@ -124,7 +110,6 @@ def test_stacks_are_shown_without_what_lies_under_every_test() -> None:
             ["  rank 2 lacks 1 of rank 0's 2 tests: a", "  rank 2 has 1 that rank 0 lacks: c"],
         ),
         ([["a", "b"]] * 3, []),
-        ([["a", "b", "c"], ["a", "c", "b"]], ["  rank 1 has them in another order"]),
         ([["a", "b"], ["a", "b", "b"]], ["  rank 1 has them in another order"]),
         (
             [[f"t{n}" for n in range(8)], []],
