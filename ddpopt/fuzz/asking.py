@@ -5,7 +5,6 @@ Invariant: a script is called one that shows its case only where it did so in a 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,6 @@ from ddpopt.fuzz.scripting import FIRST_BUCKET_BYTES, script_of
 from ddpopt.fuzz.workers import Worker
 from ddpopt.judge.locating.reproduction import shows as shows_in_fresh_interpreter
 
-PAUSE_S = 0.002
 STARTING_S = 60.0
 """For an interpreter of a script's own to import torch; it then runs eager and the mode."""
 WIDE = (512, 1024)
@@ -46,10 +44,7 @@ class Asking:
         nproc = case.setting.nproc
         if nproc not in self._workers:
             self._workers[nproc] = Worker(nproc, self._limit_s)
-        answers = self._workers[nproc].ask(case.task)
-        while (answer := next(answers)) is None:
-            time.sleep(PAUSE_S)
-        return answer
+        return next(self._workers[nproc].ask(case.task))
 
 
 def write_script(case: FoundCase, file: Path, limit_s: float) -> tuple[FoundCase, bool]:

@@ -25,8 +25,7 @@ def fuzz_lines(summary: Summary, cases: str, known_features: frozenset[str]) -> 
     plan = summary.plan
     yield paragraph(
         f"{count_of(summary.models, 'model')} in {summary.seconds:.0f} s ({summary.rate:.2f} a second): "
-        f"backend {plan.backend}, {count_of(plan.nproc, 'rank')}, {count_of(plan.workers, 'worker')}, "
-        f"seed {plan.seed}"
+        f"backend {plan.backend}, {count_of(plan.nproc, 'rank')}, seed {plan.seed}"
     )
     yield ""
     kinds = list(dict.fromkeys(kind for counts in summary.kinds.values() for kind in counts))

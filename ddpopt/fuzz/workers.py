@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ddpopt.fuzz.questions import WHOLE, Answer, Kind, Task
@@ -44,25 +44,25 @@ class Worker:
     def __post_init__(self) -> None:
         self._pool = Pool(self.nproc, host=answer_tasks)
 
-    def ask(self, task: Task) -> Iterator[Answer | None]:
+    def ask(self, task: Task) -> Iterator[Answer]:
         """Have a task answered.
 
         Args:
             task: the question; it runs on `nproc` ranks.
 
         Yields:
-            None while it runs, so that the caller may do something else; then an answer for each mode.
+            An answer for each mode.
         """
         left = list(task.modes)
         while left:
             if self._tasks >= TASKS:
                 self._pool.close()
-            answers = yield from self._asked(replace(task, modes=tuple(left)))
+            answers = self._asked(replace(task, modes=tuple(left)))
             if self._tasks > 1 and {answer.kind for answer in answers} == {Kind.EAGER}:
                 self._pool.close()  # an earlier model may have broken them: ask once more in new ones
                 continue
             if len(answers) == 1 and answers[0].kind is Kind.WRONG and answers[0].mode != WHOLE:
-                answers = yield from self._attributed(task, answers[0])
+                answers = self._attributed(task, answers[0])
             yield from answers
             done = {answer.mode for answer in answers}
             left = [name for name in left if name not in done]
@@ -71,23 +71,20 @@ class Worker:
         """End its processes."""
         self._pool.close()
 
-    def _asked(self, task: Task) -> Generator[None, None, list[Answer]]:
+    def _asked(self, task: Task) -> list[Answer]:
         """Ask, and wait until the task is done or a rank is lost."""
         self._tasks = self._tasks + 1 if self._pool.is_running else 1
         limit_s = STARTING_LIMIT_S + self.limit_s * (1 + len(task.modes))
-        self._pool.submit(answers_of, task, self.limit_s, limit_s=limit_s)
         try:
-            while (values := self._pool.poll()) is None:
-                yield None
+            return self._pool.run(answers_of, task, self.limit_s, limit_s=limit_s)[0]
         except RanksFailed as failed:
             return _lost(task, failed)
-        return list(values[0])
 
-    def _attributed(self, task: Task, answer: Answer) -> Generator[None, None, list[Answer]]:
+    def _attributed(self, task: Task, answer: Answer) -> list[Answer]:
         """Whether what killed a mode kills the backend without any optimizer too."""
         if answer.signature is None or answer.signature.kind not in ("death", "no end"):
             return [answer]
-        whole = yield from self._asked(replace(task, modes=(WHOLE,)))
+        whole = self._asked(replace(task, modes=(WHOLE,)))
         if whole[0].signature is not None and whole[0].signature.kind == answer.signature.kind:
             return [replace(answer, kind=Kind.BACKEND)]
         return [answer]

@@ -1,6 +1,5 @@
 """Workers: a model that takes its process down, or does not end, is an answer; the next one is judged."""
 
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -42,13 +41,7 @@ def worker() -> Iterator[Worker]:
 
 def answered(worker: Worker, act: str) -> list[Answer]:
     task = Task(acting(act), 1, (WHOLE,), Setting(steps=1))
-    found = []
-    for answer in worker.ask(task):
-        if answer is None:
-            time.sleep(0.01)
-        else:
-            found.append(answer)
-    return found
+    return list(worker.ask(task))
 
 
 # in this order a process that is lost is started again only where the next test needs one
