@@ -147,4 +147,4 @@ def _signature(failure: RankFailure) -> tuple[Signature, str]:
     if failure.kind != "died":
         return NO_END, f"no end within the limit\n{shown}"
     how = failure.signal or f"exit code {failure.exit_code}"
-    return of_death(how, failure.stack), f"the process died of {how}\n{shown}"
+    return of_death(how, failure.stack), f"the process {failure.how}\n{shown}"

@@ -26,7 +26,7 @@ from ddpopt.ranks.environment import own_rank, own_size
 from ddpopt.ranks.group import gpu_for_each_rank
 from ddpopt.ranks.limits import Limits
 from ddpopt.testing.needs import needs_of
-from ddpopt.testing.reports import difference, from_text, lost, merge, to_text, trimmed
+from ddpopt.testing.reports import difference, from_text, lost, merge, to_text
 
 c10d: Any = dist  # torch does not mark its re-exports
 START_LIMIT_S = 120.0
@@ -36,11 +36,9 @@ MEETING_LIMIT_S = 900.0
 GRACE_S = 10.0
 # … and how long once the launcher has asked all ranks to end.
 LAST_WORDS_S = 2.0
-# The agent's store may live in a rank that stalled: peers need a moment to read why.
-READING_S = 0.5
 POLL_S = 0.01
 
-LOST = "this rank gave no report: it died, or was ended"
+LOST = "this rank gave no report: it died, or was ended; if by its limit, its stacks are in the output"
 ENDED = "the launcher ended this rank: a peer failed, or the run was cancelled"
 LATE = "this rank did not come to this test: it died, or is still busy with an earlier one"
 
@@ -56,8 +54,8 @@ class LaunchedRank:
         """Find the peers' store."""
         store, _, _ = next(iter(c10d.rendezvous("env://", timeout=timedelta(seconds=START_LIMIT_S))))
         self._store = c10d.PrefixStore("ddpopt-tests", store)
-        # Tests capture what they print; what is said of a stall goes to the terminal.
-        self._terminal = os.dup(2)
+        # Tests capture what they print; the stacks of a rank that passes its limit go to the terminal.
+        self._limits = Limits(os.dup(2))
         self._number = 0
         self._told_to_end = threading.Event()
         self._in_test = False
@@ -107,10 +105,12 @@ class LaunchedRank:
             if None in present:
                 return self._end(item, [[] if text else lost(item, LATE) for text in present])
             self.on_gpu = set(present) == {"gpu"}
-            reports = self._run_here(item, nextitem)
-            texts = self._exchange("reports", to_text(item.config, reports), needs_of(item).limit_s + GRACE_S)
+            limit_s = needs_of(item).limit_s
+            with self._limits.limited(limit_s, item.nodeid):
+                reports = runtestprotocol(item, log=False, nextitem=nextitem)
+            texts = self._exchange("reports", to_text(item.config, reports), limit_s + GRACE_S)
             merged = [from_text(item.config, text) if text else lost(item, LOST) for text in texts]
-            if None in texts or self._told_to_end.is_set() or self._store.check(["stalled"]):
+            if None in texts or self._told_to_end.is_set():
                 return self._end(item, merged)
             return merge(merged)
 
@@ -118,18 +118,6 @@ class LaunchedRank:
         self._lost = True
         item.session.shouldstop = "a rank is lost; the tests after this one were not run"
         return merge(reports_of)
-
-    def _run_here(self, item: pytest.Item, nextitem: pytest.Item | None) -> list[TestReport]:
-        def announce(seconds: float, what: str, stacks: str) -> None:
-            words = f"this rank did not end within {seconds:g} s:\n{trimmed(stacks)}"
-            os.write(self._terminal, f"\nrank {own_rank()}: {what}: {words}\n".encode())
-            self._store.set("stalled", "1")
-            self._store.set(self._key("reports", own_rank()), to_text(item.config, lost(item, words)))
-            time.sleep(READING_S)
-
-        limits = Limits(self._terminal, announce=announce)
-        with limits.limited(needs_of(item).limit_s, item.nodeid):
-            return runtestprotocol(item, log=False, nextitem=nextitem)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:

@@ -29,7 +29,7 @@ from ddpopt.ranks.group import gpu_for_each_rank
 from ddpopt.ranks.pool import Pool
 from ddpopt.ranks.process import RankProcess
 from ddpopt.testing.needs import is_marked, needs_of, rank_key
-from ddpopt.testing.reports import difference, from_text, lost, merge, to_text, trimmed
+from ddpopt.testing.reports import difference, from_text, lost, merge, to_text
 
 # Importing torch and collecting, on a machine that is busy with other tests.
 START_LIMIT_S = 120.0
@@ -81,7 +81,8 @@ class Pools:
             failures = {failure.rank: failure for failure in failed.failures}
         reports = [from_text(item.config, texts[rank]) if rank in texts else [] for rank in range(needs.size)]
         for rank, failure in failures.items():
-            reports[rank] = lost(item, f"{doing}this rank {_how(failure, limit_s)}")
+            wrote = f"{failure.output}{failure.stack}"[-SHOWN_OUTPUT:]
+            reports[rank] = lost(item, f"{doing}this rank {failure.how}; it wrote:\n{wrote}")
         return merge(reports)
 
     def close(self) -> None:
@@ -102,18 +103,6 @@ class Pools:
 def _size_for(item: pytest.Item) -> int:
     """How many ranks run a test; 0 if it is not for ranks."""
     return needs_of(item).size if is_marked(item) else 0
-
-
-def _how(failure: RankFailure, limit_s: float) -> str:
-    how = {
-        "raised": "raised an exception",
-        "died": f"died of {failure.signal}"
-        if failure.signal
-        else f"ended with exit code {failure.exit_code}",
-        "stalled": f"gave no report within {limit_s:g} s",
-        "ended": "did not end before a peer died",
-    }
-    return f"{how[failure.kind]}; it wrote:\n{trimmed(failure.output + failure.stack)[-SHOWN_OUTPUT:]}"
 
 
 def rank_arguments(config: pytest.Config) -> list[str]:

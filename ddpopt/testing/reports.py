@@ -4,19 +4,10 @@ Invariant: a test fails if it failed on any rank, and its report then shows the 
 """
 
 import json
-import re
 from collections.abc import Sequence
 
 import pytest
 from _pytest.reports import TestReport
-
-# The thread that keeps the time, frames of pytest's and of ours under every test, and a list of modules.
-UNDER_A_TEST = re.compile(
-    r'^((Current t|T)hread .*\n  File "[^"]*/ranks/limits\.py", .*\n(  File .*\n)*\n?'
-    r'|  File "([^"]*/(_pytest|pytest|pluggy|ddpopt/(testing|ranks))/|<frozen runpy>)[^"]*", line .*\n?'
-    r"|Extension modules: .*\n?)",
-    re.MULTILINE,
-)
 
 SHOWN = 5
 ADVICE = "Collect the same on every rank: nothing that is collected may depend on the rank, time or chance."
@@ -69,18 +60,6 @@ def lost(item: pytest.Item, why: str) -> list[TestReport]:
         One report, of a failure.
     """
     return [TestReport(item.nodeid, item.location, {}, "failed", why, "call")]
-
-
-def trimmed(stacks: str) -> str:
-    """Leave out of faulthandler's stacks what lies under every test.
-
-    Args:
-        stacks: perhaps among other text.
-
-    Returns:
-        The same text with the frames that belong to the test.
-    """
-    return UNDER_A_TEST.sub("", stacks)
 
 
 def merge(reports_of: Sequence[Sequence[TestReport]]) -> list[TestReport]:

@@ -67,7 +67,7 @@ def test_a_signature_tells_how_a_rank_was_lost() -> None:
     ended = RankFailure(0, "died", "whole", exit_code=3, output="last words")
     assert workers._signature(ended) == (
         Signature("death", "exit code 3"),
-        "the process died of exit code 3\nlast words",
+        "the process ended with exit code 3\nlast words",
     )
     raised = RankFailure(0, "raised", "whole", stack="Traceback:\nKeyError: 'h'\n")
     assert str(workers._signature(raised)[0]) == "error: KeyError"
