@@ -195,10 +195,11 @@ def minimize(  # one for each option of the command line
         NotJudgedError: it does not fail as it says.
     """
     _import_blocks(blocks)
-    from ddpopt.fuzz.asking import Asking, write_script
+    from ddpopt.fuzz.asking import answer_of, write_script
     from ddpopt.fuzz.cases import FoundCase, write_whole
     from ddpopt.fuzz.minimize import minimized
     from ddpopt.fuzz.text import minimized_lines, searching_line
+    from ddpopt.fuzz.workers import Worker
 
     case = FoundCase.read(Path(file))
     script = Path(out) if out is not None else Path(file).with_suffix(".small.py")
@@ -208,10 +209,11 @@ def minimize(  # one for each option of the command line
     if small.absolute() == Path(file).absolute():
         raise UsageError(f"--out: {out!r} would put the small case in place of {file!r}; name another file")
     seconds, limit_s = None if minutes is None else minutes * 60, timeout_s
-    with status_line(f"looking for a smaller model: {case.signature}") as show_line, Asking(limit_s) as ask:
+    looking = f"looking for a smaller model: {case.signature}"
+    with status_line(looking) as show_line, Worker(limit_s) as worker:
         result = minimized(
             case,
-            ask,
+            functools.partial(answer_of, worker),
             tries=tries,
             seconds=seconds,
             tell=lambda found: show_line(searching_line(found)),

@@ -21,32 +21,6 @@ WIDE = (512, 1024)
 """Widths at which a layer fills torch's own smallest bucket."""
 
 
-class Asking:
-    """Asks workers, one for each number of ranks, which are kept.
-
-    Args:
-        limit_s: of one model, in seconds.
-    """
-
-    def __init__(self, limit_s: float = 120.0) -> None:
-        self._limit_s = limit_s
-        self._workers: dict[int, Worker] = {}
-
-    def __enter__(self) -> Asking:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for worker in self._workers.values():
-            worker.close()
-
-    def __call__(self, case: FoundCase) -> Answer:
-        """What comes of a case."""
-        nproc = case.setting.nproc
-        if nproc not in self._workers:
-            self._workers[nproc] = Worker(nproc, self._limit_s)
-        return next(self._workers[nproc].ask(case.task))
-
-
 def write_script(case: FoundCase, file: Path, limit_s: float) -> tuple[FoundCase, bool]:
     """Write the script of a case, as a user would run it if that is possible: with torch's own limits.
 
@@ -59,9 +33,9 @@ def write_script(case: FoundCase, file: Path, limit_s: float) -> tuple[FoundCase
         The case that the script runs, and whether it showed the failure in a fresh interpreter.
     """
     death = case.signature.what if case.signature.kind == "death" else ""
-    with Asking(limit_s) as ask:
+    with Worker(limit_s) as worker:
         for candidate in as_scripted(case):
-            if candidate is not case and not candidate.fails_so(ask(candidate)):
+            if candidate is not case and not candidate.fails_so(answer_of(worker, candidate)):
                 continue
             file.write_text(script_of(candidate, file.name), encoding="utf-8")
             if shows_in_fresh_interpreter(
@@ -70,6 +44,11 @@ def write_script(case: FoundCase, file: Path, limit_s: float) -> tuple[FoundCase
                 return candidate, True
     file.write_text(script_of(case, file.name), encoding="utf-8")
     return case, False
+
+
+def answer_of(worker: Worker, case: FoundCase) -> Answer:
+    """What comes of a case."""
+    return next(worker.ask(case.task))
 
 
 def as_scripted(case: FoundCase) -> Iterator[FoundCase]:

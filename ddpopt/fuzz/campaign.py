@@ -72,7 +72,7 @@ class Campaign:
         self.tell = tell
         self.known = {FoundCase.read(file).key for file in sorted(journal.cases.glob("*.json"))}
         self._seen: set[Path] = set()
-        self._worker = Worker(plan.nproc, limits.model_s)
+        self._worker = Worker(limits.model_s)
 
     def run(self) -> Summary:
         """Run until a limit, or until Ctrl-C.
@@ -81,18 +81,15 @@ class Campaign:
             What came of the whole campaign, earlier runs included.
         """
         started, plan, limits = time.monotonic(), self.plan, self.limits
-        try:
-            for place, model in Source(plan.seed, plan.shard, plan.without).models(self.journal.next_place):
+        source = Source(plan.seed, plan.shard, plan.without)
+        with contextlib.suppress(KeyboardInterrupt), self._worker:
+            for place, model in source.models(self.journal.next_place):
                 late = limits.seconds is not None and time.monotonic() > started + limits.seconds
                 if late or (limits.examples is not None and place >= limits.examples):
                     break
                 if place % BLOCK == 0:
                     self._judge_others()
                 self._judge(place, model, self._setting(place), self._origin(place))
-        except KeyboardInterrupt:
-            pass
-        finally:
-            self._worker.close()
         return self.summary()
 
     def summary(self) -> Summary:

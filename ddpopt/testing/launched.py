@@ -9,12 +9,9 @@ its peers fail the test, say what is known of that rank, and run no other.
 
 import os
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -57,10 +54,9 @@ class LaunchedRank:
         # Tests capture what they print; the stacks of a rank that passes its limit go to the terminal.
         self._limits = Limits(os.dup(2))
         self._number = 0
-        self._told_to_end = threading.Event()
-        self._in_test = False
         self._lost = False
         self.on_gpu = False
+        signal.signal(signal.SIGTERM, self._stop)
 
     @property
     def seat(self) -> tuple[Any, int, int]:
@@ -100,33 +96,26 @@ class LaunchedRank:
             The test's reports, merged over the ranks.
         """
         self._number += 1
-        with self._hearing():
-            present = self._exchange("present", "gpu" if gpu_for_each_rank() else "cpu", MEETING_LIMIT_S)
-            if None in present:
-                return self._end(item, [[] if text else lost(item, LATE) for text in present])
-            self.on_gpu = set(present) == {"gpu"}
-            limit_s = needs_of(item).limit_s
+        present = self._exchange("present", "gpu" if gpu_for_each_rank() else "cpu", MEETING_LIMIT_S)
+        if None in present:
+            return self._end(item, [[] if text else lost(item, LATE) for text in present])
+        self.on_gpu = set(present) == {"gpu"}
+        limit_s, reports = needs_of(item).limit_s, lost(item, ENDED)
+        try:
             with self._limits.limited(limit_s, item.nodeid):
                 reports = runtestprotocol(item, log=False, nextitem=nextitem)
             texts = self._exchange("reports", to_text(item.config, reports), limit_s + GRACE_S)
-            merged = [from_text(item.config, text) if text else lost(item, LOST) for text in texts]
-            if None in texts or self._told_to_end.is_set():
-                return self._end(item, merged)
-            return merge(merged)
+        except pytest.exit.Exception:
+            if not self._lost:
+                raise
+            texts = self._exchange("reports", to_text(item.config, reports), LAST_WORDS_S)
+        merged = [from_text(item.config, text) if text else lost(item, LOST) for text in texts]
+        return self._end(item, merged) if self._lost or None in texts else merge(merged)
 
     def _end(self, item: pytest.Item, reports_of: Sequence[list[TestReport]]) -> list[TestReport]:
         self._lost = True
         item.session.shouldstop = "a rank is lost; the tests after this one were not run"
         return merge(reports_of)
-
-    @contextmanager
-    def interruptible(self) -> Iterator[None]:
-        """Have the launcher's signal to end this rank fail what runs in the block."""
-        self._in_test = True
-        try:
-            yield
-        finally:
-            self._in_test = False
 
     def leave(self) -> None:
         """Wait until the peers have shown their results: the launcher ends all when one fails."""
@@ -147,30 +136,12 @@ class LaunchedRank:
         self._store.set(self._key(what, own_rank()), text)
         keys = [self._key(what, rank) for rank in range(own_size())]
         deadline = time.monotonic() + limit_s
-        while not self._store.check(keys):
-            if self._told_to_end.is_set():
-                deadline = min(deadline, time.monotonic() + LAST_WORDS_S)
-            if time.monotonic() > deadline:
-                break
+        while not self._store.check(keys) and time.monotonic() < deadline:
             time.sleep(POLL_S)
         return [self._store.get(key).decode() if self._store.check([key]) else None for key in keys]
 
-    @contextmanager
-    def _hearing(self) -> Iterator[None]:
-        """Where the launcher ends this rank because of a peer, fail the test and live to report it."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before: Callable[[int, FrameType | None], Any] | int | None = signal.getsignal(signal.SIGTERM)
-
-        def hear(_number: int, _frame: FrameType | None) -> None:
-            self._told_to_end.set()
-            if self._in_test:
-                pytest.fail(ENDED, pytrace=False)
-
-        signal.signal(signal.SIGTERM, hear)
-        try:
-            yield
-        finally:
-            if not self._lost:  # what is known of the lost rank has yet to be shown
-                signal.signal(signal.SIGTERM, before)
+    def _stop(self, *_: object) -> None:
+        """End what this rank does, once, and live to report it: the launcher ends all where one is lost."""
+        if not self._lost:
+            self._lost = True
+            pytest.exit(ENDED)

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import pytest
 from _pytest.reports import TestReport
 
-SHOWN = 5
 ADVICE = "Collect the same on every rank: nothing that is collected may depend on the rank, time or chance."
 
 
@@ -134,19 +133,15 @@ def difference(names_of: Sequence[Sequence[str]]) -> str:
     Collect the same on every rank: nothing that is collected may depend on the rank, time or chance.
     """
     first, lines = names_of[0], []
+    expected = set(first)
     for rank, names in enumerate(names_of):
-        own, expected = set(names), set(first)
-        if lacking := [name for name in first if name not in own]:
-            lines.append(
-                f"  rank {rank} lacks {len(lacking)} of rank 0's {len(first)} tests: {_some(lacking)}"
-            )
-        if besides := [name for name in names if name not in expected]:
-            lines.append(f"  rank {rank} has {len(besides)} that rank 0 lacks: {_some(besides)}")
+        own = set(names)
+        lacking = [name for name in first if name not in own]
+        besides = [name for name in names if name not in expected]
+        if lacking:
+            lines.append(f"  rank {rank} lacks {len(lacking)} of rank 0's {len(first)} tests: {lacking[0]}")
+        if besides:
+            lines.append(f"  rank {rank} has {len(besides)} that rank 0 lacks: {besides[0]}")
         if not lacking and not besides and list(names) != list(first):
             lines.append(f"  rank {rank} has them in another order")
     return "\n".join(["the ranks collected different tests:", *lines, ADVICE]) if lines else ""
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" … and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more

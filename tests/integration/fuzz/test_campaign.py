@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from unittest.mock import patch
 
 import pytest
 from typer.testing import CliRunner
 
 from ddpopt.cli.app import app
-from ddpopt.fuzz import asking, campaign
+from ddpopt.fuzz import campaign, workers
 from ddpopt.fuzz.campaign import Campaign, Limits
 from ddpopt.fuzz.cases import FoundCase
 from ddpopt.fuzz.journal import LINES, Entry, Journal, Plan, summarized
@@ -38,7 +38,7 @@ class Answering:
 
     asked: list[Task]
 
-    def __init__(self, nproc: int, limit_s: float) -> None:
+    def __init__(self, limit_s: float) -> None:
         self.asked = []
 
     def ask(self, task: Task) -> Iterator[Answer]:
@@ -50,13 +50,16 @@ class Answering:
             else:
                 yield Answer(mode, Kind.OK)
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """Nothing to end."""
 
 
 @pytest.fixture(autouse=True)
 def answering(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (campaign, asking):
+    for module in (campaign, workers):
         monkeypatch.setattr(module, "Worker", Answering)
 
 

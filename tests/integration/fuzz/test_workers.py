@@ -34,9 +34,8 @@ def acting(act: str) -> str:
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[Worker]:
-    made = Worker(1, LIMIT_S)
-    yield made
-    made.close()
+    with Worker(LIMIT_S) as made:
+        yield made
 
 
 def answered(worker: Worker, act: str) -> list[Answer]:
