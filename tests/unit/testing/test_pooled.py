@@ -1,10 +1,8 @@
 """A rank's pytest has the settings of the pytest that starts it."""
 
-import json
-
 import pytest
 
-from ddpopt.testing.pooled import options_as_text, rank_arguments
+from ddpopt.testing.pooled import plain_options, rank_arguments
 
 pytest_plugins = ["pytester"]
 
@@ -32,9 +30,9 @@ def test_what_matters_while_pytest_loads_is_given_as_arguments(config: pytest.Co
     assert "-n" not in command
 
 
-def test_all_other_options_travel_as_text(config: pytest.Config) -> None:
+def test_all_other_options_that_are_plain_data_travel(config: pytest.Config) -> None:
     config.option.model = "big"
     config.option.opaque = object()
-    options = json.loads(options_as_text(config))
+    options = plain_options(config)
     assert (options["keyword"], options["model"]) == ("some", "big")
     assert not {"opaque", "tbstyle"} & options.keys()
