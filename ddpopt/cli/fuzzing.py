@@ -198,7 +198,7 @@ def minimize(  # one for each option of the command line
     from ddpopt.fuzz.asking import answer_of, write_script
     from ddpopt.fuzz.cases import FoundCase, write_whole
     from ddpopt.fuzz.minimize import minimized
-    from ddpopt.fuzz.text import minimized_lines, searching_line
+    from ddpopt.fuzz.text import minimized_lines
     from ddpopt.fuzz.workers import Worker
 
     case = FoundCase.read(Path(file))
@@ -216,7 +216,9 @@ def minimize(  # one for each option of the command line
             functools.partial(answer_of, worker),
             tries=tries,
             seconds=seconds,
-            tell=lambda found: show_line(searching_line(found)),
+            tell=lambda found: show_line(
+                f"{found.tries} models tried, steps left: {len(list(found.case.model.all_steps()))}"
+            ),
         )
     write_whole(small, result.case.to_json())
     ran, reproduces = write_script(result.case, script, limit_s)

@@ -59,16 +59,6 @@ def progress_line(summary: Summary, features: int) -> str:
     )
 
 
-def searching_line(found: Minimized) -> str:
-    """How far a search for a small model is, in one line."""
-    model, setting = found.case.model, found.case.setting
-    steps = count_of(sum(1 for _ in model.all_steps()), "step")
-    return (
-        f"{count_of(found.tries, 'model')} tried, down to {steps} at width {model.width}, "
-        f"{count_of(setting.nproc, 'rank')}, {setting.backend}"
-    )
-
-
 def minimized_lines(result: Minimized, script: str, ran: FoundCase, reproduces: bool) -> Iterator[str]:
     """Write what a search for a small model came to.
 

@@ -35,7 +35,7 @@ START_LIMIT_S = 120.0
 SHOWN_OUTPUT = 8000
 # A rank's reports travel as text, so one style has to serve all of them.
 RANKS_OWN = ("tbstyle",)
-PLAIN = (str, int, float, list, tuple, type(None))
+PLAIN = (str, int, float, list, tuple, dict, type(None))
 
 
 class Pools:

@@ -1,32 +1,10 @@
-"""ddpopt fuzz and ddpopt minimize: what they refuse before a worker starts, and how they show progress."""
+"""How ddpopt fuzz and ddpopt minimize show progress."""
 
 import sys
 
 import pytest
 
-from ddpopt.fuzz.cases import FoundCase
-from ddpopt.fuzz.minimize import Minimized
-from ddpopt.fuzz.questions import Setting
-from ddpopt.fuzz.signatures import Signature
-from ddpopt.fuzz.text import searching_line
 from ddpopt.judge.report.files import status_line
-from ddpopt.testing.drawn import DrawnModel, step
-
-CASE = FoundCase(
-    DrawnModel(steps=(step("residual", body=(step("linear"),)),)),
-    "torch",
-    Setting(),
-    Signature("error", "KeyError", "graph.py in find"),
-)
-
-
-# -------------------------------------------------------------------------------------------- how it goes
-
-
-def test_a_search_says_how_many_models_were_tried_and_what_is_left() -> None:
-    assert searching_line(Minimized(CASE, CASE, 7)) == (
-        "7 models tried, down to 2 steps at width 8, 1 rank, aot_eager"
-    )
 
 
 @pytest.mark.parametrize(
