@@ -130,16 +130,13 @@ class Journal:
         if not file.exists():
             write_whole(file, text)
         try:
-            ours, theirs = json.loads(text), dict(json.loads(file.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
-            raise UsageError(
-                f"--out: {str(file)!r} does not say which campaign it is of ({error}); remove it, or name "
-                "another folder"
-            ) from error
+            theirs = dict(json.loads(file.read_text(encoding="utf-8")))
+        except (ValueError, TypeError):
+            theirs = {}  # of no campaign
         differing = [
-            f"{name}: {theirs.get(name)!r} there, {value!r} here"
-            for name, value in ours.items()
-            if theirs.get(name) != value
+            f"{name}: {theirs.get(name)!r} there, {ours!r} here"
+            for name, ours in json.loads(text).items()
+            if theirs.get(name) != ours
         ]
         if differing:
             raise UsageError(

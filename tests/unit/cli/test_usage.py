@@ -91,7 +91,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("fuzz --without droput", "got 'droput'; did you mean 'dropout'?"),
         ("fuzz --blocks no.such", "--blocks: importing 'no.such' failed: ModuleNotFoundError: No module"),
         ("fuzz --out case.json/x", "--out: cannot write to 'case.json/x': Not a directory"),
-        ("fuzz --out cut", "campaign.json' does not say which campaign it is of (Expecting"),
+        ("fuzz --out cut", "--out: 'cut' has another campaign (seed: None there, 0 here;"),
         ("fuzz --database http://x", "--database: expected a folder, got 'http://x'"),
         ("fuzz --database case.json", "--database: expected a folder, got 'case.json'"),
         ("minimize none.json", "cannot read the case 'none.json': No such file"),
