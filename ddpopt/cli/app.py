@@ -229,7 +229,6 @@ def fuzz(  # noqa: PLR0913  # one for each option of the command line
     mode: given.Modes = None,
     backend: given.Backend = given.BACKEND,
     nproc: given.Nproc = given.NPROC,
-    workers: given.Workers = 1,
     out: given.Out = "ddpopt-fuzz",
     database: given.Database = None,
     without: given.Without = None,
@@ -245,9 +244,9 @@ def fuzz(  # noqa: PLR0913  # one for each option of the command line
     from ddpopt.cli import fuzzing
     from ddpopt.judge.report.files import require_writable
 
-    given.require_positive(minutes=minutes, examples=examples, nproc=nproc, workers=workers, timeout=timeout)
+    given.require_positive(minutes=minutes, examples=examples, nproc=nproc, timeout=timeout)
     require_writable(json)
-    plan = fuzzing.planned(seed, mode, backend, nproc, workers, without, tuple(blocks or ()))
+    plan = fuzzing.planned(seed, mode, backend, nproc, without, tuple(blocks or ()))
     raise typer.Exit(fuzzing.fuzz(plan, minutes, examples, timeout, out, database, json))
 
 

@@ -1,6 +1,6 @@
 """``ddpopt fuzz`` and ``ddpopt minimize``: read the arguments, show how it goes, write what came of it.
 
-Invariant: every argument is checked before a worker starts, and a campaign that is interrupted writes its
+Invariant: every argument is checked before a rank starts, and a campaign that is interrupted writes its
 summary too.
 """
 
@@ -35,7 +35,6 @@ def planned(  # one for each option of the command line
     mode: str | None,
     backend: str,
     nproc: int,
-    workers: int,
     without: str | None,
     blocks: Sequence[str],
 ) -> Plan:
@@ -45,8 +44,7 @@ def planned(  # one for each option of the command line
         seed: of all draws.
         mode: names of modes with commas between; None for ddpopt's own.
         backend: of Dynamo.
-        nproc: ranks of each worker.
-        workers: how many.
+        nproc: how many ranks.
         without: features that are not drawn, with commas between.
         blocks: modules that register blocks.
 
@@ -73,14 +71,13 @@ def planned(  # one for each option of the command line
     return Plan(
         seed,
         shard,
-        workers,
         modes,
         backend,
         nproc,
         left_out,
         tuple(blocks),
         torch.__version__.partition("+")[0],
-        fingerprint(Source(seed, shard, 0, left_out)),
+        fingerprint(Source(seed, shard, left_out)),
     )
 
 
@@ -124,17 +121,17 @@ def fuzz(  # one for each option of the command line
         examples: how many models; None for no limit.
         timeout_s: limit of one mode of one model, in seconds.
         out: folder of the campaign.
-        database: shared with other machines.
+        database: a folder of cases, shared with other campaigns.
         json: file for JSON.
 
     Returns:
         The exit code: 1 if a mode failed.
 
     Raises:
-        UsageError: a folder or a database cannot be used.
+        UsageError: a folder cannot be used.
         InfrastructureError: no worker could be had.
     """
-    from ddpopt.fuzz.campaign import Campaign, Limits, open_database
+    from ddpopt.fuzz.campaign import Campaign, Limits, open_shared
     from ddpopt.fuzz.cases import write_whole
     from ddpopt.fuzz.journal import Journal
     from ddpopt.fuzz.text import fuzz_lines
@@ -143,9 +140,10 @@ def fuzz(  # one for each option of the command line
     # one folder for each process, where several run together
     folder = Path(out) / f"shard-{plan.shard}" if int(os.environ.get("WORLD_SIZE") or 1) > 1 else Path(out)
     limits = Limits(None if minutes is None else minutes * 60, examples, timeout_s)
+    shared = None if database is None else open_shared(database)
     with Journal(folder, plan) as journal:
-        campaign = Campaign(journal, plan, limits, open_database(database))
-        with status_line("starting workers") as show_line:
+        campaign = Campaign(journal, plan, limits, shared)
+        with status_line("starting ranks") as show_line:
             campaign.tell = functools.partial(_tell, campaign, show_line, len(known_features()))
             summary = campaign.run()
     write_whole(folder / SUMMARY, f"{summary.to_json()}\n")
@@ -197,10 +195,11 @@ def minimize(  # one for each option of the command line
         NotJudgedError: it does not fail as it says.
     """
     _import_blocks(blocks)
-    from ddpopt.fuzz.asking import Asking, write_script
+    from ddpopt.fuzz.asking import answer_of, write_script
     from ddpopt.fuzz.cases import FoundCase, write_whole
     from ddpopt.fuzz.minimize import minimized
-    from ddpopt.fuzz.text import minimized_lines, searching_line
+    from ddpopt.fuzz.text import minimized_lines
+    from ddpopt.fuzz.workers import Worker
 
     case = FoundCase.read(Path(file))
     script = Path(out) if out is not None else Path(file).with_suffix(".small.py")
@@ -210,13 +209,16 @@ def minimize(  # one for each option of the command line
     if small.absolute() == Path(file).absolute():
         raise UsageError(f"--out: {out!r} would put the small case in place of {file!r}; name another file")
     seconds, limit_s = None if minutes is None else minutes * 60, timeout_s
-    with status_line(f"looking for a smaller model: {case.signature}") as show_line, Asking(limit_s) as ask:
+    looking = f"looking for a smaller model: {case.signature}"
+    with status_line(looking) as show_line, Worker(limit_s) as worker:
         result = minimized(
             case,
-            ask,
+            functools.partial(answer_of, worker),
             tries=tries,
             seconds=seconds,
-            tell=lambda found: show_line(searching_line(found)),
+            tell=lambda found: show_line(
+                f"{found.tries} models tried, steps left: {len(list(found.case.model.all_steps()))}"
+            ),
         )
     write_whole(small, result.case.to_json())
     ran, reproduces = write_script(result.case, script, limit_s)

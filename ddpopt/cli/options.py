@@ -99,7 +99,6 @@ Update = Annotated[
 Minutes = Annotated[float | None, typer.Option(help="How long to search; without a limit until it ends.")]
 Examples = Annotated[int | None, typer.Option(help="Models of the whole campaign, earlier runs included.")]
 Seed = Annotated[int, typer.Option(help="Random seed.")]
-Workers = Annotated[int, typer.Option(help="Workers, each with models and ranks of its own.")]
 Out = Annotated[
     str, typer.Option(metavar="DIR", help="Folder of the campaign; an existing campaign is resumed.")
 ]
@@ -113,10 +112,7 @@ Script = Annotated[
 ]
 Database = Annotated[
     str | None,
-    typer.Option(
-        metavar="DIR|redis://...",
-        help="Hypothesis's database in which to share failures with other machines.",
-    ),
+    typer.Option(metavar="DIR", help="Folder of cases in which to share failures with other campaigns."),
 ]
 Without = Annotated[str | None, typer.Option(metavar=NAMES, help="Features to exclude.")]
 Blocks = Annotated[

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
+from ddpopt.ddp.reducer_buckets import ObservedBucket
 from ddpopt.errors import VerificationError
 from ddpopt.explanation.tables import Column, mib, names, numbers, paragraph, table
 
@@ -41,21 +42,6 @@ class Advice:
     weight: Weight
     what: str
     step: str
-
-
-@dataclass(frozen=True)
-class RunningBucket:
-    """A bucket of the running reducer.
-
-    Attributes:
-        index: position in the order of reduction.
-        params: names as in ``module.named_parameters()``.
-        nbytes: sum of ``numel * element_size`` over `params`.
-    """
-
-    index: int
-    params: tuple[str, ...]
-    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -98,7 +84,7 @@ class Diagnosis:
     ranks: int
     torch_version: str
     findings: tuple[Advice, ...]
-    buckets: dict[str, tuple[RunningBucket, ...]]
+    buckets: dict[str, tuple[ObservedBucket, ...]]
     unused: tuple[Unused, ...]
 
     @property

@@ -41,7 +41,6 @@ class Frame:
     """One attempt of Dynamo at compiling a Python frame, or a backward that was compiled when it first ran.
 
     Attributes:
-        compile_id: Dynamo's own, ``"0/1"`` for the second compilation of the first frame.
         function: name of the frame's function; empty for a backward.
         file: its source file; empty for a backward.
         line: the function's first line.
@@ -53,7 +52,6 @@ class Frame:
         step: the step of training in which it was compiled.
     """
 
-    compile_id: str
     function: str
     file: str
     line: int
@@ -161,7 +159,6 @@ def _frame(metrics: Any, step: int) -> Frame:
     backward = metrics.is_forward is not True
     total = metrics.backward_cumulative_compile_time_us if backward else metrics.duration_us
     return Frame(
-        compile_id=str(metrics.compile_id),
         function=metrics.co_name or "",
         file=metrics.co_filename or "",
         line=metrics.co_firstlineno or 0,

@@ -13,7 +13,7 @@ import torch
 
 from ddpopt.cases.case import Case
 from ddpopt.doctor.breaks import break_findings
-from ddpopt.doctor.diagnosis import Advice, Diagnosis, RunningBucket, Weight
+from ddpopt.doctor.diagnosis import Advice, Diagnosis, Weight
 from ddpopt.doctor.mode_run import EAGER, OURS, TORCH, ModeRun, run_mode
 from ddpopt.doctor.options import option_findings
 from ddpopt.doctor.parameters import find_unused, unused_findings
@@ -93,7 +93,7 @@ def diagnose(
         ranks=ranks,
         torch_version=torch.__version__,
         findings=tuple(sorted(findings, key=lambda finding: order.index(finding.weight))),
-        buckets={run.mode: tuple(_running(run)) for run in compiled if not run.failure},
+        buckets={run.mode: run.buckets for run in compiled if not run.failure},
         unused=unused,
     )
 
@@ -122,11 +122,6 @@ def _runs(
 def _waits_in_vain(eager: ModeRun) -> bool:
     """Whether DDP complains of parameters without a gradient; its other options may well work."""
     return "Expected to have finished reduction in the prior iteration" in eager.failure
-
-
-def _running(run: ModeRun) -> Iterator[RunningBucket]:
-    for bucket in run.buckets:
-        yield RunningBucket(bucket.index, bucket.params, bucket.nbytes)
 
 
 def _of_the_model(runs: Sequence[ModeRun]) -> Iterator[Advice]:

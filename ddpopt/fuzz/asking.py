@@ -5,7 +5,6 @@ Invariant: a script is called one that shows its case only where it did so in a 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,40 +15,10 @@ from ddpopt.fuzz.scripting import FIRST_BUCKET_BYTES, script_of
 from ddpopt.fuzz.workers import Worker
 from ddpopt.judge.locating.reproduction import shows as shows_in_fresh_interpreter
 
-PAUSE_S = 0.002
 STARTING_S = 60.0
 """For an interpreter of a script's own to import torch; it then runs eager and the mode."""
 WIDE = (512, 1024)
 """Widths at which a layer fills torch's own smallest bucket."""
-
-
-class Asking:
-    """Asks workers, one for each number of ranks, which are kept.
-
-    Args:
-        limit_s: of one model, in seconds.
-    """
-
-    def __init__(self, limit_s: float = 120.0) -> None:
-        self._limit_s = limit_s
-        self._workers: dict[int, Worker] = {}
-
-    def __enter__(self) -> Asking:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for worker in self._workers.values():
-            worker.close()
-
-    def __call__(self, case: FoundCase) -> Answer:
-        """What comes of a case."""
-        nproc = case.setting.nproc
-        if nproc not in self._workers:
-            self._workers[nproc] = Worker(nproc, self._limit_s)
-        answers = self._workers[nproc].ask(case.task)
-        while (answer := next(answers)) is None:
-            time.sleep(PAUSE_S)
-        return answer
 
 
 def write_script(case: FoundCase, file: Path, limit_s: float) -> tuple[FoundCase, bool]:
@@ -64,9 +33,9 @@ def write_script(case: FoundCase, file: Path, limit_s: float) -> tuple[FoundCase
         The case that the script runs, and whether it showed the failure in a fresh interpreter.
     """
     death = case.signature.what if case.signature.kind == "death" else ""
-    with Asking(limit_s) as ask:
+    with Worker(limit_s) as worker:
         for candidate in as_scripted(case):
-            if candidate is not case and not candidate.fails_so(ask(candidate)):
+            if candidate is not case and not candidate.fails_so(answer_of(worker, candidate)):
                 continue
             file.write_text(script_of(candidate, file.name), encoding="utf-8")
             if shows_in_fresh_interpreter(
@@ -75,6 +44,11 @@ def write_script(case: FoundCase, file: Path, limit_s: float) -> tuple[FoundCase
                 return candidate, True
     file.write_text(script_of(case, file.name), encoding="utf-8")
     return case, False
+
+
+def answer_of(worker: Worker, case: FoundCase) -> Answer:
+    """What comes of a case."""
+    return next(worker.ask(case.task))
 
 
 def as_scripted(case: FoundCase) -> Iterator[FoundCase]:

@@ -1,20 +1,16 @@
-"""A campaign: workers judge models until time is up, and each new failure is kept at once.
+"""A campaign: models are judged until time is up, and each new failure is kept at once.
 
-Each worker has a sequence of models of its own (`ddpopt.fuzz.stream`), so that what one finds does not move
-what another one draws. Invariant: equal plans give each worker the same models and the same answers, and the
-journal has all that was judged when the campaign ends, however it ends.
+Invariant: equal plans give the same models and the same answers, and the journal has all that was judged
+when the campaign ends, however it ends.
 """
 
 from __future__ import annotations
 
-import hashlib
-import itertools
+import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-from hypothesis.database import DirectoryBasedExampleDatabase, ExampleDatabase, InMemoryExampleDatabase
 
 from ddpopt.errors import UsageError
 from ddpopt.fuzz.cases import FoundCase, task_of
@@ -25,12 +21,8 @@ from ddpopt.fuzz.stream import BLOCK, Source
 from ddpopt.fuzz.workers import Worker
 from ddpopt.testing.drawn import DrawnModel
 
-KEY = b"ddpopt fuzz 1"
-"""Of the cases in a database that machines share."""
-_REDIS = ("redis://", "rediss://", "unix://")
 FROM_OTHERS = -1
-"""The worker of models that come from the database."""
-PAUSE_S = 0.005
+"""The place of models that another campaign found."""
 UNLOWERED = 25
 """One model of so many runs under torch's optimizer with torch's own smallest bucket."""
 
@@ -54,27 +46,6 @@ Tell = Callable[[tuple[FoundCase, ...]], None]
 """Called after each model with the failures that it added."""
 
 
-@dataclass(frozen=True)
-class _Turn:
-    """A model that is to be judged.
-
-    Attributes:
-        number: whose sequence it is of.
-        place: in that sequence.
-        model: the model.
-        setting: how it is run.
-        origin: where it was drawn.
-        shared: digest of the case, if another machine found it.
-    """
-
-    number: int
-    place: int
-    model: DrawnModel
-    setting: Setting
-    origin: str
-    shared: str = ""
-
-
 class Campaign:
     """A campaign in a folder.
 
@@ -82,7 +53,7 @@ class Campaign:
         journal: of the folder.
         plan: what is run.
         limits: for how long.
-        database: shared with other machines.
+        shared: a folder of cases, which several campaigns read and add to.
         tell: called after each model.
     """
 
@@ -91,18 +62,17 @@ class Campaign:
         journal: Journal,
         plan: Plan,
         limits: Limits,
-        database: ExampleDatabase | None = None,
+        shared: Path | None = None,
         tell: Tell = lambda _: None,
     ) -> None:
         self.journal = journal
         self.plan = plan
         self.limits = limits
-        self.database = database if database is not None else InMemoryExampleDatabase()
+        self.shared = shared
         self.tell = tell
         self.known = {FoundCase.read(file).key for file in sorted(journal.cases.glob("*.json"))}
-        self.started = time.monotonic()
-        self.others = {entry.shared for entry in journal.entries if entry.worker == FROM_OTHERS}
-        self.places_of_others = itertools.count(journal.next_place(FROM_OTHERS))
+        self._seen: set[Path] = set()
+        self._worker = Worker(limits.model_s)
 
     def run(self) -> Summary:
         """Run until a limit, or until Ctrl-C.
@@ -110,124 +80,80 @@ class Campaign:
         Returns:
             What came of the whole campaign, earlier runs included.
         """
-        workers = [Worker(self.plan.nproc, self.limits.model_s) for _ in range(self.plan.workers)]
-        lanes = [self._lane(number, worker) for number, worker in enumerate(workers)]
-        try:
-            while lanes and (self.limits.seconds is None or self._elapsed() < self.limits.seconds):
-                lanes = [lane for lane in lanes if not next(lane, "ended")]
-                time.sleep(PAUSE_S)
-        except KeyboardInterrupt:
-            pass
-        finally:
-            for worker in workers:
-                worker.close()
+        started, plan, limits = time.monotonic(), self.plan, self.limits
+        source = Source(plan.seed, plan.shard, plan.without)
+        with contextlib.suppress(KeyboardInterrupt), self._worker:
+            for place, model in source.models(self.journal.next_place):
+                late = limits.seconds is not None and time.monotonic() > started + limits.seconds
+                if late or (limits.examples is not None and place >= limits.examples):
+                    break
+                if place % BLOCK == 0:
+                    self._judge_others()
+                self._judge(place, model, self._setting(place), self._origin(place))
         return self.summary()
 
     def summary(self) -> Summary:
         """What came of it so far."""
         return summarized(self.plan, self.journal.entries)
 
-    def _elapsed(self) -> float:
-        return time.monotonic() - self.started
-
-    # --------------------------------------------------------------------------------------------- one worker
-
-    def _lane(self, number: int, worker: Worker) -> Iterator[None]:
-        """What one worker does, in small pieces."""
-        source = Source(self.plan.seed, self.plan.shard, number, self.plan.without)
-        examples = self.limits.examples
-        end = None if examples is None else len(range(number, examples, self.plan.workers))
-        start = self.journal.next_place(number)
-        if end is not None and start >= end:
-            return
-        yield from self._from_others(worker)
-        for place, model in source.models(start):
-            if end is not None and place >= end:
-                return
-            yield from self._judged(worker, self._turn(number, place, model))
-            if (place + 1) % BLOCK == 0:
-                yield from self._from_others(worker)
-
-    def _turn(self, number: int, place: int, model: DrawnModel) -> _Turn:
-        setting = Setting(self.plan.backend, self.plan.nproc)
+    def _setting(self, place: int) -> Setting:
         # one in so many runs with torch's own limit, which is torch's alone to get right
-        if TORCH in self.plan.modes and place % UNLOWERED == UNLOWERED - 1:
-            setting = replace(setting, lowers_limit=False)
-        origin = f"seed {self.plan.seed}, shard {self.plan.shard}, worker {number}, place {place}"
-        return _Turn(number, place, model, setting, f"{origin}, draws {self.plan.draws}")
+        unlowered = TORCH in self.plan.modes and place % UNLOWERED == UNLOWERED - 1
+        return Setting(self.plan.backend, self.plan.nproc, lowers_limit=not unlowered)
 
-    def _judged(self, worker: Worker, turn: _Turn) -> Iterator[None]:
-        answers: list[Answer] = []
-        for news in worker.ask(task_of(turn.model, self.plan.modes, turn.setting)):
-            if news is None:
-                yield None
-            else:
-                answers.append(news)
-        features = tuple(sorted(turn.model.features))
-        at_s = round(self._elapsed(), 2)
+    def _origin(self, place: int) -> str:
+        return f"seed {self.plan.seed}, shard {self.plan.shard}, place {place}, draws {self.plan.draws}"
+
+    def _judge(self, place: int, model: DrawnModel, setting: Setting, origin: str) -> None:
+        began = time.monotonic()
+        answers = tuple(self._worker.ask(task_of(model, self.plan.modes, setting)))
         # kept first: what the journal has is not judged again
-        new = [self._kept(turn, answer) for answer in answers]
-        self.journal.add(
-            Entry(turn.number, turn.place, self.journal.run, at_s, features, tuple(answers), turn.shared)
-        )
-        self.tell(tuple(case for case in new if case is not None))
+        new = [case for answer in answers if (case := self._kept(model, setting, answer, origin)) is not None]
+        seconds = round(time.monotonic() - began, 2)
+        self.journal.add(Entry(place, seconds, tuple(sorted(model.features)), answers))
+        self.tell(tuple(new))
 
-    def _kept(self, turn: _Turn, answer: Answer) -> FoundCase | None:
+    def _kept(self, model: DrawnModel, setting: Setting, answer: Answer, origin: str) -> FoundCase | None:
         """Keep a failure that is new; it is counted in any case."""
         if answer.kind not in (Kind.WRONG, Kind.BACKEND, Kind.BROKEN) or answer.signature is None:
             return None
         case = FoundCase(
-            *(turn.model, answer.mode, turn.setting),
+            *(model, answer.mode, setting),
             *(answer.signature, answer.kind, answer.detail),
-            *(self.plan.torch, turn.origin),
+            *(self.plan.torch, origin),
         )
         if case.key in self.known:
             return None
         self.known.add(case.key)
-        save(case, self.journal.cases)
-        self.database.save(KEY, case.to_json().encode())
+        for folder in filter(None, (self.journal.cases, self.shared)):
+            save(case, folder)
         return case
 
-    def _from_others(self, worker: Worker) -> Iterator[None]:
-        """Judge what other machines found, which may fail here too."""
-        for data in sorted(self.database.fetch(KEY)):
-            digest = hashlib.sha256(data).hexdigest()[:12]
-            try:
-                case = FoundCase.from_json(data.decode())
-            except (UsageError, UnicodeDecodeError):
-                continue  # of another version
-            ours = case.mode in self.plan.modes and case.setting.backend == self.plan.backend
-            if digest in self.others or case.key in self.known or not ours:
-                continue
-            self.others.add(digest)
+    def _judge_others(self) -> None:
+        """Judge what other campaigns found, which may fail here too."""
+        new = set(self.shared.glob("*.json")) - self._seen if self.shared is not None else ()
+        for file in sorted(new):
+            self._seen.add(file)
+            with contextlib.suppress(UsageError):  # of another version
+                self._judge_other(FoundCase.read(file))
+
+    def _judge_other(self, case: FoundCase) -> None:
+        ours = case.mode in self.plan.modes and case.setting.backend == self.plan.backend
+        if ours and case.key not in self.known:
             setting = replace(case.setting, nproc=self.plan.nproc)
-            place = next(self.places_of_others)
-            turn = _Turn(FROM_OTHERS, place, case.model, setting, case.origin, digest)
-            yield from self._judged(worker, turn)
+            self._judge(FROM_OTHERS, case.model, setting, case.origin)
 
 
-def open_database(address: str | None) -> ExampleDatabase:
-    """Open what ``--database`` names, a folder or a Redis server; None keeps failures to this process.
+def open_shared(name: str) -> Path:
+    """Make the folder that ``--database`` names, if it is not there.
 
     Raises:
-        UsageError: it is neither, or does not answer.
+        UsageError: there can be none of that name.
     """
-    if address is None:
-        return InMemoryExampleDatabase()
-    if not address.startswith(_REDIS):
-        folder = Path(address)
-        if not address or "://" in address or (folder.exists() and not folder.is_dir()):
-            raise UsageError(f"--database: expected a folder or redis://host:port/number, got {address!r}")
-        return DirectoryBasedExampleDatabase(folder)
     try:
-        from hypothesis.extra.redis import RedisExampleDatabase
-        from redis import Redis  # type: ignore[import-not-found, unused-ignore]  # who wants it installs it
-
-        database = RedisExampleDatabase(Redis.from_url(address))
-        next(iter(database.fetch(KEY)), None)
-    except Exception as error:  # it is not installed, or of its client
-        raise UsageError(
-            f"--database: {address!r} does not answer: {error}; name a server that does, for which "
-            "'pip install redis' brings the client, or a folder"
-        ) from error
-    return database
+        if not name or "://" in name:
+            raise NotADirectoryError(name)
+        Path(name).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--database: expected a folder, got {name!r}") from error
+    return Path(name)

@@ -1,6 +1,6 @@
 """What is kept of a failure: the model as a value, how it was run, and how it fails; a JSON file each.
 
-A case comes from another machine, a database or a mail: its model is read without running the text.
+A case comes from another machine or a mail: its model is read without running the text.
 Invariant: ``FoundCase.from_json(case.to_json()) == case``, and equal failures have equal file names.
 """
 
@@ -36,7 +36,7 @@ class FoundCase:
         kind: whether the mode is wrong, or the backend.
         detail: what the failure says in full.
         torch: release of torch that fails so.
-        origin: where the model was drawn: seed, shard, worker and place; empty if by hand.
+        origin: where the model was drawn: seed, shard and place; empty if by hand.
         about: what a person says of it.
     """
 

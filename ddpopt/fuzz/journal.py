@@ -29,7 +29,6 @@ class Plan:
     Attributes:
         seed: of all draws.
         shard: which process of several.
-        workers: how many workers.
         modes: names of modes.
         backend: of Dynamo.
         nproc: how many ranks.
@@ -41,7 +40,6 @@ class Plan:
 
     seed: int
     shard: int
-    workers: int
     modes: tuple[str, ...]
     backend: str
     nproc: int
@@ -56,22 +54,16 @@ class Entry:
     """One model that was judged.
 
     Attributes:
-        worker: whose; -1 for models that another machine found.
-        place: in the worker's sequence.
-        run: which of the runs that make up the campaign, from 0.
-        at_s: seconds since that run began.
+        place: in the sequence of models; -1 for one that another campaign found.
+        seconds: how long it took.
         features: of the model.
         answers: what came of it.
-        shared: digest of the case, where another machine found the model; else empty.
     """
 
-    worker: int
     place: int
-    run: int
-    at_s: float
+    seconds: float
     features: tuple[str, ...]
     answers: tuple[Answer, ...]
-    shared: str = ""
 
     def to_line(self) -> str:
         """Return it as one line."""
@@ -97,7 +89,6 @@ class Journal:
 
     Attributes:
         entries: all that was judged, in earlier runs too.
-        run: number of this run.
 
     Raises:
         UsageError: the folder belongs to another campaign, or cannot be written.
@@ -115,7 +106,6 @@ class Journal:
             raise UsageError(
                 f"--out: cannot write to {str(folder)!r}: {error.strerror}; name a folder that can be"
             ) from error
-        self.run = max((entry.run for entry in self.entries), default=-1) + 1
 
     def __enter__(self) -> Self:
         return self
@@ -123,9 +113,10 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def next_place(self, worker: int) -> int:
-        """The place from which a worker resumes."""
-        return max((entry.place for entry in self.entries if entry.worker == worker), default=-1) + 1
+    @property
+    def next_place(self) -> int:
+        """The place from which the campaign resumes."""
+        return max((entry.place for entry in self.entries), default=-1) + 1
 
     def add(self, entry: Entry) -> None:
         """Write an entry, so that it stays whatever happens next."""
@@ -139,16 +130,13 @@ class Journal:
         if not file.exists():
             write_whole(file, text)
         try:
-            ours, theirs = json.loads(text), dict(json.loads(file.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
-            raise UsageError(
-                f"--out: {str(file)!r} does not say which campaign it is of ({error}); remove it, or name "
-                "another folder"
-            ) from error
+            theirs = dict(json.loads(file.read_text(encoding="utf-8")))
+        except (ValueError, TypeError):
+            theirs = {}  # of no campaign
         differing = [
-            f"{name}: {theirs.get(name)!r} there, {value!r} here"
-            for name, value in ours.items()
-            if theirs.get(name) != value
+            f"{name}: {theirs.get(name)!r} there, {ours!r} here"
+            for name, ours in json.loads(text).items()
+            if theirs.get(name) != ours
         ]
         if differing:
             raise UsageError(
@@ -182,13 +170,13 @@ class Counted:
         owner: the mode that it counts against, or ``"backend NAME"``.
         signature: in words.
         times: in how many models.
-        first: place of the first, as ``worker/place``.
+        first: place of the first.
     """
 
     owner: str
     signature: str
     times: int
-    first: str
+    first: int
 
 
 @dataclass(frozen=True)
@@ -199,7 +187,6 @@ class Summary:
         plan: what was run.
         models: how many were judged.
         seconds: how long, over all runs.
-        runs: how many runs.
         kinds: for each mode how many models ended how.
         features: for each feature in how many models it was.
         failures: those of modes and of backends, the most frequent first.
@@ -209,7 +196,6 @@ class Summary:
     plan: Plan
     models: int
     seconds: float
-    runs: int
     kinds: Mapping[str, Mapping[str, int]]
     features: Mapping[str, int]
     failures: tuple[Counted, ...]
@@ -237,13 +223,11 @@ def summarized(plan: Plan, entries: Sequence[Entry]) -> Summary:
         plan: of the campaign.
         entries: in the order in which they were written.
     """
-    ends: dict[int, float] = {}
     kinds: dict[str, Counter[str]] = {mode: Counter() for mode in plan.modes}
     times: Counter[tuple[str, str]] = Counter()
-    first: dict[tuple[str, str], str] = {}
+    first: dict[tuple[str, str], int] = {}
     refused: Counter[str] = Counter()
     for entry in entries:
-        ends[entry.run] = max(ends.get(entry.run, 0.0), entry.at_s)
         failures = set()
         for answer in entry.answers:
             kinds.setdefault(answer.mode, Counter())[answer.kind] += 1
@@ -254,12 +238,11 @@ def summarized(plan: Plan, entries: Sequence[Entry]) -> Summary:
                 refused[f"{answer.mode}: {answer}"] += 1
         for failure in sorted(failures):
             times[failure] += 1
-            first.setdefault(failure, f"{entry.worker}/{entry.place}")
+            first.setdefault(failure, entry.place)
     return Summary(
         plan=plan,
         models=len(entries),
-        seconds=round(sum(ends.values()), 1),
-        runs=len(ends),
+        seconds=round(sum(entry.seconds for entry in entries), 1),
         kinds={mode: dict(counts) for mode, counts in kinds.items()},
         features=dict(Counter(feature for entry in entries for feature in entry.features).most_common()),
         failures=tuple(Counted(*key, count, first[key]) for key, count in times.most_common()),

@@ -1,6 +1,6 @@
 """The sequence of models that a campaign judges, a block at a time.
 
-A block depends on its seed and number alone, never on a verdict or a database: so equal seeds give equal
+A block depends on its seed and number alone, never on a verdict: so equal seeds give equal
 campaigns, and one that is resumed draws its block again.
 Invariant: `drawn_block` is a function of its arguments.
 """
@@ -28,23 +28,21 @@ STEPS = 6
 
 @dataclass(frozen=True)
 class Source:
-    """Where the models of one worker come from.
+    """Where the models of one campaign come from.
 
     Attributes:
         seed: of the campaign.
         shard: which of several processes of one campaign, on one machine or on many.
-        worker: which worker of that process.
         without: features that are not to be drawn.
     """
 
     seed: int
     shard: int = 0
-    worker: int = 0
     without: tuple[str, ...] = ()
 
     def seed_of(self, block: int) -> int:
         """The seed of one block."""
-        text = f"{self.seed}/{self.shard}/{self.worker}/{block}"
+        text = f"{self.seed}/{self.shard}/{block}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
     def models(self, start: int = 0) -> Iterator[tuple[int, DrawnModel]]:

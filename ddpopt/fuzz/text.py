@@ -25,8 +25,7 @@ def fuzz_lines(summary: Summary, cases: str, known_features: frozenset[str]) -> 
     plan = summary.plan
     yield paragraph(
         f"{count_of(summary.models, 'model')} in {summary.seconds:.0f} s ({summary.rate:.2f} a second): "
-        f"backend {plan.backend}, {count_of(plan.nproc, 'rank')}, {count_of(plan.workers, 'worker')}, "
-        f"seed {plan.seed}"
+        f"backend {plan.backend}, {count_of(plan.nproc, 'rank')}, seed {plan.seed}"
     )
     yield ""
     kinds = list(dict.fromkeys(kind for counts in summary.kinds.values() for kind in counts))
@@ -57,16 +56,6 @@ def progress_line(summary: Summary, features: int) -> str:
     return (
         f"{summary.models} models, {summary.rate:.2f} a second, "
         f"{len(summary.features)} of {features} features, {_failures(summary)}"
-    )
-
-
-def searching_line(found: Minimized) -> str:
-    """How far a search for a small model is, in one line."""
-    model, setting = found.case.model, found.case.setting
-    steps = count_of(sum(1 for _ in model.all_steps()), "step")
-    return (
-        f"{count_of(found.tries, 'model')} tried, down to {steps} at width {model.width}, "
-        f"{count_of(setting.nproc, 'rank')}, {setting.backend}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Workers: pools of ranks that answer questions about models, whatever becomes of their processes.
+"""A worker: a pool of ranks that answers questions about models, whatever becomes of its processes.
 
 A model may take its ranks down, or never end: then all of them are ended, the failure is an answer like
 others, and the next question starts new ones. Invariant: each task gets an answer for each of its modes.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Self
 
 from ddpopt.fuzz.questions import WHOLE, Answer, Kind, Task
 from ddpopt.fuzz.signatures import NO_END, Signature, of_death, of_error
@@ -28,66 +29,62 @@ TASKS = 300
 """After which a worker is replaced: Dynamo's caches grow."""
 
 
-@dataclass
 class Worker:
-    """One that answers, on as many ranks as it is asked for.
+    """One that answers, on as many ranks as a task asks for.
 
-    Attributes:
-        nproc: how many ranks.
+    Args:
         limit_s: of one mode of one model, in seconds.
     """
 
-    nproc: int
-    limit_s: float
-    _tasks: int = 0
+    def __init__(self, limit_s: float = 120.0) -> None:
+        self._limit_s = limit_s
+        self._tasks = 0
+        self._pool = Pool(1, host=answer_tasks)
 
-    def __post_init__(self) -> None:
-        self._pool = Pool(self.nproc, host=answer_tasks)
+    def __enter__(self) -> Self:
+        return self
 
-    def ask(self, task: Task) -> Iterator[Answer | None]:
+    def __exit__(self, *_: object) -> None:
+        self._pool.close()
+
+    def ask(self, task: Task) -> Iterator[Answer]:
         """Have a task answered.
 
         Args:
-            task: the question; it runs on `nproc` ranks.
+            task: the question.
 
         Yields:
-            None while it runs, so that the caller may do something else; then an answer for each mode.
+            An answer for each mode.
         """
         left = list(task.modes)
         while left:
-            if self._tasks >= TASKS:
-                self._pool.close()
-            answers = yield from self._asked(replace(task, modes=tuple(left)))
+            answers = self._asked(replace(task, modes=tuple(left)))
             if self._tasks > 1 and {answer.kind for answer in answers} == {Kind.EAGER}:
                 self._pool.close()  # an earlier model may have broken them: ask once more in new ones
                 continue
             if len(answers) == 1 and answers[0].kind is Kind.WRONG and answers[0].mode != WHOLE:
-                answers = yield from self._attributed(task, answers[0])
+                answers = self._attributed(task, answers[0])
             yield from answers
             done = {answer.mode for answer in answers}
             left = [name for name in left if name not in done]
 
-    def close(self) -> None:
-        """End its processes."""
-        self._pool.close()
-
-    def _asked(self, task: Task) -> Generator[None, None, list[Answer]]:
+    def _asked(self, task: Task) -> list[Answer]:
         """Ask, and wait until the task is done or a rank is lost."""
+        if self._tasks >= TASKS or self._pool.size != task.setting.nproc:
+            self._pool.close()
+            self._pool = Pool(task.setting.nproc, host=answer_tasks)
         self._tasks = self._tasks + 1 if self._pool.is_running else 1
-        limit_s = STARTING_LIMIT_S + self.limit_s * (1 + len(task.modes))
-        self._pool.submit(answers_of, task, self.limit_s, limit_s=limit_s)
+        limit_s = STARTING_LIMIT_S + self._limit_s * (1 + len(task.modes))
         try:
-            while (values := self._pool.poll()) is None:
-                yield None
+            return self._pool.run(answers_of, task, self._limit_s, limit_s=limit_s)[0]
         except RanksFailed as failed:
             return _lost(task, failed)
-        return list(values[0])
 
-    def _attributed(self, task: Task, answer: Answer) -> Generator[None, None, list[Answer]]:
+    def _attributed(self, task: Task, answer: Answer) -> list[Answer]:
         """Whether what killed a mode kills the backend without any optimizer too."""
         if answer.signature is None or answer.signature.kind not in ("death", "no end"):
             return [answer]
-        whole = yield from self._asked(replace(task, modes=(WHOLE,)))
+        whole = self._asked(replace(task, modes=(WHOLE,)))
         if whole[0].signature is not None and whole[0].signature.kind == answer.signature.kind:
             return [replace(answer, kind=Kind.BACKEND)]
         return [answer]
@@ -150,4 +147,4 @@ def _signature(failure: RankFailure) -> tuple[Signature, str]:
     if failure.kind != "died":
         return NO_END, f"no end within the limit\n{shown}"
     how = failure.signal or f"exit code {failure.exit_code}"
-    return of_death(how, failure.stack), f"the process died of {how}\n{shown}"
+    return of_death(how, failure.stack), f"the process {failure.how}\n{shown}"

@@ -9,7 +9,6 @@ Plain data, without torch. Invariant: wherever a rank failed, there is at least 
 from __future__ import annotations
 
 import re
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -38,11 +37,7 @@ WATCHDOG_SIGN = "Watchdog caught collective operation timeout"
 THREAD = re.compile(r"^(Thread|Current thread) 0x[0-9a-f]+", re.MULTILINE)
 FRAME = re.compile(r'^  File "(?P<path>[^"]*)", line \d+ in (?P<function>.*)$', re.MULTILINE)
 
-NEXT_STEPS: Mapping[str | int, str] = {
-    "SIGKILL": "SIGKILL mostly means that the machine ran out of memory: look for 'Killed process' in dmesg.",
-    "SIGSEGV": "It crashed inside native code: run the call above in one process, under a debugger.",
-    0: "Something ended that process before its task returned: look for os._exit.",
-}
+OUT_OF_MEMORY = "SIGKILL mostly means that the machine ran out of memory: look for 'Killed process' in dmesg."
 COMPARE = "Compare the collectives in the stacks: every rank must enter the same ones in the same order."
 RAISE_LIMIT = (
     "The innermost call is first in each stack. If it is only slow, raise the limit: of 'ddpopt verify' "
@@ -73,6 +68,17 @@ class RankFailure:
     signal: str = ""
     stack: str = ""
     output: str = ""
+
+    @property
+    def how(self) -> str:
+        """How it failed, in words."""
+        died = f"died of {self.signal}" if self.signal else f"ended with exit code {self.exit_code}"
+        return {
+            "raised": "raised an exception",
+            "died": died,
+            "stalled": "passed its limit",
+            "ended": "was ended while its peers waited",
+        }[self.kind]
 
     @property
     def waits_for_peers(self) -> bool:
@@ -136,10 +142,7 @@ class RanksFailed(InfrastructureError):
 
 
 def _message(failures: Sequence[RankFailure], guilty: Sequence[RankFailure], size: int) -> str:
-    others = [failure for failure in failures if failure not in guilty]
-    parts = [_headline(failures, guilty, size)]
-    parts += _accounts(guilty, guilty=True) + _accounts(others, guilty=False)
-    return "\n".join(parts + _advice(guilty))
+    return "\n".join([_headline(failures, guilty, size), *_accounts(guilty), *_advice(guilty)])
 
 
 def _headline(failures: Sequence[RankFailure], guilty: Sequence[RankFailure], size: int) -> str:
@@ -161,48 +164,24 @@ def _ranks(failures: Sequence[RankFailure]) -> str:
     return f"rank{'s' if len(failures) != 1 else ''} {numbers}"
 
 
-def _accounts(failures: Sequence[RankFailure], *, guilty: bool) -> list[str]:
+def _accounts(failures: Sequence[RankFailure]) -> list[str]:
     """What became of ranks; those that have the same to tell tell it together."""
     ranks: dict[str, list[RankFailure]] = {}
     for failure in failures:
-        account = f"{_how(failure, guilty=guilty)} in {failure.what!r}:\n{_evidence(failure)}"
-        ranks.setdefault(account, []).append(failure)
+        stack = _quote(THREAD.sub("Thread", failure.stack), SHOWN_STACK_LINES)
+        evidence = stack + _quote(failure.output, SHOWN_OUTPUT_LINES)
+        ranks.setdefault(f"{failure.how} in {failure.what!r}{evidence}", []).append(failure)
     return [f"{_ranks(group)} {account}" for account, group in ranks.items()]
 
 
-def _evidence(failure: RankFailure) -> str:
-    parts = []
-    if failure.stack:
-        parts.append(_quote(THREAD.sub("Thread", failure.stack), SHOWN_STACK_LINES))
-    if failure.output.strip():
-        parts += ["  printed:", _quote(failure.output, SHOWN_OUTPUT_LINES)]
-    return "\n".join(parts) or "    (no stack, no output)"
-
-
-def _how(failure: RankFailure, *, guilty: bool) -> str:
-    died = f"died of {failure.signal}" if failure.signal else f"ended with exit code {failure.exit_code}"
-    of_itself, with_others = {
-        "raised": ("raised an exception", "failed with it, by an exception"),
-        "died": (died, f"failed with it: {died}"),
-        "stalled": ("stalled: passed its limit", "waited for it beyond the limit"),
-        "ended": ("kept its peers waiting until it was ended", "was ended then"),
-    }[failure.kind]
-    return of_itself if guilty else with_others
-
-
 def _quote(text: str, at_most: int) -> str:
-    lines = text.strip("\n").splitlines()
-    shown = lines[-at_most:]
-    if len(shown) < len(lines):
-        shown.insert(0, f"... ({len(lines) - at_most} lines above)")
-    return textwrap.indent("\n".join(shown), "    ")
+    """The last lines of a text, each after a line end and indented."""
+    return "".join(f"\n    {line}".rstrip(" ") for line in text.strip("\n").splitlines()[-at_most:])
 
 
 def _advice(guilty: Sequence[RankFailure]) -> list[str]:
-    deaths = [one.signal or one.exit_code for one in guilty if one.kind == "died"]
-    advice = [text for death, text in NEXT_STEPS.items() if death in deaths]
+    advice = [OUT_OF_MEMORY] if any(one.how == "died of SIGKILL" for one in guilty) else []
     if any(failure.waits_for_peers for failure in guilty):
         return [*advice, COMPARE]
-    if any(failure.kind in ("stalled", "ended") for failure in guilty):
-        return [*advice, RAISE_LIMIT]
-    return advice
+    slow = any(failure.kind in ("stalled", "ended") for failure in guilty)
+    return [*advice, RAISE_LIMIT] if slow else advice

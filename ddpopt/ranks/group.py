@@ -133,7 +133,7 @@ def joined(
     Raises:
         UsageError: if there is neither a group nor torchrun.
     """
-    limits = Limits(announce=_announce)
+    limits = Limits()
     send = on_event if on_event is not None else _drop
     if dist.is_initialized():
         with _telling_peers(_view(limits, send, timeout_s)) as ranks:
@@ -151,7 +151,8 @@ def joined(
             try:
                 yield ranks
             except BaseException:
-                _tell(f"rank {ranks.rank} failed:\n{traceback.format_exc()}")
+                sys.stderr.write(f"rank {ranks.rank} failed:\n{traceback.format_exc()}")
+                sys.stderr.flush()
                 raise
     finally:
         faulthandler.unregister(signal.SIGTERM)
@@ -188,7 +189,7 @@ def grouped(
     except BaseException:
         _forget_failed_group()
         raise
-    ranks = _view(limits or Limits(announce=_announce), send, timeout_s)
+    ranks = _view(limits or Limits(), send, timeout_s)
     try:
         with _telling_peers(ranks):
             ranks.gather(None)  # gloo fails on a rank that still connects to one that has left already
@@ -207,7 +208,7 @@ def one_rank() -> Iterator[None]:
         yield
         return
     c10d: Any = dist  # torch does not mark its re-exports
-    with grouped(COLLECTIVE_LIMIT_S, (c10d.HashStore(), 0, 1), backend="gloo", limits=Limits()):
+    with grouped(COLLECTIVE_LIMIT_S, (c10d.HashStore(), 0, 1), backend="gloo"):
         yield
 
 
@@ -239,14 +240,3 @@ def _view(limits: Limits, send: Callable[[object], None], timeout_s: float) -> R
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     exchange = default_exchange(timeout_s)
     return Ranks(dist.get_rank(), dist.get_world_size(), device, backend, exchange, limits, send)
-
-
-def _announce(seconds: float, what: str, stacks: str) -> None:
-    """Say which limit has passed on which rank, in one piece: all ranks write to one terminal."""
-    rank, size = os.environ.get("RANK", "?"), os.environ.get("WORLD_SIZE", "?")
-    _tell(f"rank {rank} of {size} stalled: {what!r} did not end within {seconds:g} s\n{stacks}")
-
-
-def _tell(words: str) -> None:
-    sys.stderr.write(words)
-    sys.stderr.flush()

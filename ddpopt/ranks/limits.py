@@ -9,9 +9,6 @@ Invariant: at every moment faulthandler's timer is set to the earliest limit tha
 from __future__ import annotations
 
 import faulthandler
-import os
-import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,9 +18,6 @@ from typing import IO
 STDERR = 2
 # faulthandler takes no time of zero.
 SOONEST_S = 0.001
-# How long faulthandler's timer waits for a limit to be announced; a busy machine starts threads late.
-ANNOUNCING_S = 1.0
-
 
 _in_force: list[tuple[float, IO[str] | int]] = []
 """When they end and where stacks go, of all `Limits` of this process: faulthandler has one timer for all."""
@@ -32,23 +26,15 @@ _in_force: list[tuple[float, IO[str] | int]] = []
 class Limits:
     """Sets limits, which may be nested, in one thread, and keeps track of what it does."""
 
-    def __init__(
-        self,
-        file: IO[str] | int = STDERR,
-        note: Callable[[str], None] = lambda _: None,
-        announce: Callable[[float, str, str], None] | None = None,
-    ) -> None:
+    def __init__(self, file: IO[str] | int = STDERR, note: Callable[[str], None] = lambda _: None) -> None:
         """Set no limit yet.
 
         Args:
             file: where stacks go: a file that has a descriptor, or a descriptor.
             note: called with what the process does, whenever that changes.
-            announce: called when a limit has passed (seconds, what for, stacks), instead of stacks in the
-                file; unless a loop inside C keeps Python's lock.
         """
         self._file = file
         self._tell = note
-        self._announce = announce
         self._doing = ""
 
     def note(self, what: str) -> None:
@@ -70,36 +56,16 @@ class Limits:
         """
         before = self._doing
         self.note(what)
-        late_s = 0.0 if self._announce is None else ANNOUNCING_S
-        limit = (time.monotonic() + seconds + late_s, self._file)
+        limit = (time.monotonic() + seconds, self._file)
         _in_force.append(limit)
         _set_timer()
-        announcing = self._announcing(seconds, what)
         try:
             yield
         finally:
-            if announcing is not None:
-                announcing.cancel()
             _in_force.remove(limit)
             _set_timer()
         # After an exception, what the innermost block did is what failed.
         self.note(before)
-
-    def _announcing(self, seconds: float, what: str) -> threading.Timer | None:
-        if self._announce is None:
-            return None
-        timer = threading.Timer(seconds, _end, (self._announce, seconds, what))
-        timer.daemon = True
-        timer.start()
-        return timer
-
-
-def _end(announce: Callable[[float, str, str], None], seconds: float, what: str) -> None:
-    with tempfile.TemporaryFile("w+") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        announce(seconds, what, file.read())
-    os._exit(1)
 
 
 def _set_timer() -> None:

@@ -46,9 +46,10 @@ STOP_LIMIT_S = 5.0
 KEPT_OUTPUT_BYTES = 2**16
 OF_A_LIMIT = "Timeout ("
 # What is not the task's in stacks of faulthandler's: its headline, which counts from the last time that a
-# limit was set, its list of modules, and our frames.
+# limit was set, its list of modules, and frames of pytest's and of ours.
 OWN_LINES = re.compile(
-    r'^(Timeout \(.*\)!|Extension modules: .*|  File ".*/ddpopt/ranks/process\.py", line \d+ in .*)\n',
+    r"^(Timeout \(.*\)!|Extension modules: .*"
+    r'|  File "[^"]*/(_pytest/|pytest/|pluggy/|ddpopt/testing/|ddpopt/ranks/process\.py).*)\n',
     re.MULTILINE,
 )
 BOOT = (
@@ -69,7 +70,7 @@ def launch(
     """Run one task on ranks of its own, in new processes on this machine.
 
     Args:
-        task: see `Pool.submit`.
+        task: see `Pool.run`.
         *args: for the task.
         nproc: how many ranks.
         limit_s: seconds that all of this may take; collectives time out somewhat earlier.
@@ -135,32 +136,40 @@ class Pool:
     def run(
         self, task: Callable[..., Value], *args: Any, limit_s: float, on_event: OnEvent = lambda _: None
     ) -> list[Value]:
-        """Run a task to its end; see `submit` and `poll`."""
-        try:
-            self.submit(task, *args, limit_s=limit_s)
-            while (values := self.poll(on_event)) is None:
-                wait([rank.pipe for rank in self._ranks if not rank.has_ended], POLL_S)
-        except BaseException:
-            self.close()
-            raise
-        return values
-
-    def submit(self, task: Callable[..., Any], *args: Any, limit_s: float) -> None:
-        """Have all ranks begin a task. The task before must have ended.
+        """Run a task on all ranks.
 
         Args:
             task: called on each rank as ``task(ranks, *args)``, inside a process group. It travels by
                 cloudpickle, so it may be a lambda, or be defined in a script without a main guard.
             *args: for the task.
             limit_s: seconds that it may take, the start of the ranks included.
+            on_event: called with each object that rank 0 emits.
+
+        Returns:
+            What the task returned, by rank.
 
         Raises:
             UsageError: the task or an argument cannot be pickled, or the limit is not above 0.
+            RanksFailed: a rank raised, died or stalled; the processes of all ranks have ended.
             InfrastructureError: the ranks could not be started.
         """
         if not limit_s > 0:
             raise UsageError(f"expected limit_s > 0, got limit_s={limit_s!r}")
         data = pickled((task, args), "a task and arguments", "Build inside the task what cannot travel.")
+        try:
+            self._begin(data, limit_s)
+            while running := [rank.pipe for rank in self._ranks if not rank.has_ended]:
+                wait(running, POLL_S)
+                for event in (event for rank in self._ranks for event in rank.listen()):
+                    on_event(event)
+                self._press()
+            return self._values()
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, data: bytes, limit_s: float) -> None:
+        """Have all ranks begin a task."""
         self._end_at = self._deadline = time.monotonic() + limit_s
         if not self.is_running:
             self._start()
@@ -171,34 +180,12 @@ class Pool:
         for rank in self._ranks:
             rank.begin((str(file), self._deadline))
 
-    def poll(self, on_event: OnEvent = lambda _: None) -> list[Any] | None:
-        """Look how far the task is, without waiting.
-
-        Args:
-            on_event: called with each object that rank 0 has emitted since.
-
-        Returns:
-            What the task returned, by rank; None while it runs.
-
-        Raises:
-            RanksFailed: a rank raised, died or stalled; the processes of all ranks have ended.
-        """
-        try:
-            for rank in self._ranks:
-                for event in rank.listen():
-                    on_event(event)
-            if not all(rank.has_ended for rank in self._ranks):
-                self._press()
-                return None
-            failures = [self._failure(rank) for rank in self._ranks if rank.value is None]
-            values = {
-                rank.number: cloudpickle.loads(rank.value) for rank in self._ranks if rank.value is not None
-            }
-            if failures:
-                raise RanksFailed(failures, self.size, values)
-        except BaseException:
-            self.close()
-            raise
+    def _values(self) -> list[Any]:
+        """What all ranks returned; fails if one did not."""
+        failures = [self._failure(rank) for rank in self._ranks if rank.value is None]
+        values = {rank.number: cloudpickle.loads(rank.value) for rank in self._ranks if rank.value}
+        if failures:
+            raise RanksFailed(failures, self.size, values)
         return list(values.values())
 
     def close(self) -> None:

@@ -114,10 +114,10 @@ class RankProcess:
         """Send the pool the traceback of an exception."""
         try:
             yield
-        except BaseException as error:  # sys.exit too: the pool expects a value
+        except BaseException:  # sys.exit too: the pool expects a value
             # Whoever asks this rank to end because a peer is gone hears first what it felt of that.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            self._say("raised", _traceback(error))
+            self._say("raised", traceback.format_exc())
             raise
 
     def _say(self, kind: str, what: object) -> None:
@@ -152,14 +152,6 @@ def main(pipe: Connection[Any, Any], stacks_name: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # a task may have closed it
             stream.flush()
     os._exit(0)  # the interpreter's own way out would wait for whatever the threads of a task wait for
-
-
-def _traceback(error: BaseException) -> str:
-    """Show where a task failed, without the frames of this module that called it."""
-    whole = frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
-        frames = frames.tb_next
-    return "".join(traceback.format_exception(type(error), error, frames or whole))
 
 
 def pickled(value: object, what: str, advice: str) -> bytes:

@@ -9,12 +9,9 @@ its peers fail the test, say what is known of that rank, and run no other.
 
 import os
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -26,7 +23,7 @@ from ddpopt.ranks.environment import own_rank, own_size
 from ddpopt.ranks.group import gpu_for_each_rank
 from ddpopt.ranks.limits import Limits
 from ddpopt.testing.needs import needs_of
-from ddpopt.testing.reports import difference, from_text, lost, merge, to_text, trimmed
+from ddpopt.testing.reports import difference, from_text, lost, merge, to_text
 
 c10d: Any = dist  # torch does not mark its re-exports
 START_LIMIT_S = 120.0
@@ -36,11 +33,9 @@ MEETING_LIMIT_S = 900.0
 GRACE_S = 10.0
 # … and how long once the launcher has asked all ranks to end.
 LAST_WORDS_S = 2.0
-# The agent's store may live in a rank that stalled: peers need a moment to read why.
-READING_S = 0.5
 POLL_S = 0.01
 
-LOST = "this rank gave no report: it died, or was ended"
+LOST = "this rank gave no report: it died, or was ended; if by its limit, its stacks are in the output"
 ENDED = "the launcher ended this rank: a peer failed, or the run was cancelled"
 LATE = "this rank did not come to this test: it died, or is still busy with an earlier one"
 
@@ -56,13 +51,12 @@ class LaunchedRank:
         """Find the peers' store."""
         store, _, _ = next(iter(c10d.rendezvous("env://", timeout=timedelta(seconds=START_LIMIT_S))))
         self._store = c10d.PrefixStore("ddpopt-tests", store)
-        # Tests capture what they print; what is said of a stall goes to the terminal.
-        self._terminal = os.dup(2)
+        # Tests capture what they print; the stacks of a rank that passes its limit go to the terminal.
+        self._limits = Limits(os.dup(2))
         self._number = 0
-        self._told_to_end = threading.Event()
-        self._in_test = False
         self._lost = False
         self.on_gpu = False
+        signal.signal(signal.SIGTERM, self._stop)
 
     @property
     def seat(self) -> tuple[Any, int, int]:
@@ -82,13 +76,8 @@ class LaunchedRank:
         if session.testsfailed:
             names.append(f"({session.testsfailed} errors in collection)")
         lists = self._exchange("names", "\0".join(names), START_LIMIT_S)
-        if silent := [str(rank) for rank, text in enumerate(lists) if text is None]:
-            raise pytest.UsageError(
-                f"expected every rank to say which tests it collected, got nothing from rank(s) "
-                f"{', '.join(silent)} within {START_LIMIT_S:g} s: it died, or collected no test marked "
-                "world_size. Collect the same tests on every rank."
-            )
-        if words := difference([(text or "").split("\0") for text in lists]):
+        # a rank that says nothing has died, or has no marked test
+        if words := difference([text.split("\0") if text else [] for text in lists]):
             raise pytest.UsageError(words)
 
     def run(self, item: pytest.Item, nextitem: pytest.Item | None) -> list[TestReport]:
@@ -102,43 +91,26 @@ class LaunchedRank:
             The test's reports, merged over the ranks.
         """
         self._number += 1
-        with self._hearing():
-            present = self._exchange("present", "gpu" if gpu_for_each_rank() else "cpu", MEETING_LIMIT_S)
-            if None in present:
-                return self._end(item, [[] if text else lost(item, LATE) for text in present])
-            self.on_gpu = set(present) == {"gpu"}
-            reports = self._run_here(item, nextitem)
-            texts = self._exchange("reports", to_text(item.config, reports), needs_of(item).limit_s + GRACE_S)
-            merged = [from_text(item.config, text) if text else lost(item, LOST) for text in texts]
-            if None in texts or self._told_to_end.is_set() or self._store.check(["stalled"]):
-                return self._end(item, merged)
-            return merge(merged)
+        present = self._exchange("present", "gpu" if gpu_for_each_rank() else "cpu", MEETING_LIMIT_S)
+        if None in present:
+            return self._end(item, [[] if text else lost(item, LATE) for text in present])
+        self.on_gpu = set(present) == {"gpu"}
+        limit_s, reports = needs_of(item).limit_s, lost(item, ENDED)
+        try:
+            with self._limits.limited(limit_s, item.nodeid):
+                reports = runtestprotocol(item, log=False, nextitem=nextitem)
+            texts = self._exchange("reports", to_text(item.config, reports), limit_s + GRACE_S)
+        except pytest.exit.Exception:
+            if not self._lost:
+                raise
+            texts = self._exchange("reports", to_text(item.config, reports), LAST_WORDS_S)
+        merged = [from_text(item.config, text) if text else lost(item, LOST) for text in texts]
+        return self._end(item, merged) if self._lost or None in texts else merge(merged)
 
     def _end(self, item: pytest.Item, reports_of: Sequence[list[TestReport]]) -> list[TestReport]:
         self._lost = True
         item.session.shouldstop = "a rank is lost; the tests after this one were not run"
         return merge(reports_of)
-
-    def _run_here(self, item: pytest.Item, nextitem: pytest.Item | None) -> list[TestReport]:
-        def announce(seconds: float, what: str, stacks: str) -> None:
-            words = f"this rank did not end within {seconds:g} s:\n{trimmed(stacks)}"
-            os.write(self._terminal, f"\nrank {own_rank()}: {what}: {words}\n".encode())
-            self._store.set("stalled", "1")
-            self._store.set(self._key("reports", own_rank()), to_text(item.config, lost(item, words)))
-            time.sleep(READING_S)
-
-        limits = Limits(self._terminal, announce=announce)
-        with limits.limited(needs_of(item).limit_s, item.nodeid):
-            return runtestprotocol(item, log=False, nextitem=nextitem)
-
-    @contextmanager
-    def interruptible(self) -> Iterator[None]:
-        """Have the launcher's signal to end this rank fail what runs in the block."""
-        self._in_test = True
-        try:
-            yield
-        finally:
-            self._in_test = False
 
     def leave(self) -> None:
         """Wait until the peers have shown their results: the launcher ends all when one fails."""
@@ -159,30 +131,12 @@ class LaunchedRank:
         self._store.set(self._key(what, own_rank()), text)
         keys = [self._key(what, rank) for rank in range(own_size())]
         deadline = time.monotonic() + limit_s
-        while not self._store.check(keys):
-            if self._told_to_end.is_set():
-                deadline = min(deadline, time.monotonic() + LAST_WORDS_S)
-            if time.monotonic() > deadline:
-                break
+        while not self._store.check(keys) and time.monotonic() < deadline:
             time.sleep(POLL_S)
         return [self._store.get(key).decode() if self._store.check([key]) else None for key in keys]
 
-    @contextmanager
-    def _hearing(self) -> Iterator[None]:
-        """Where the launcher ends this rank because of a peer, fail the test and live to report it."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before: Callable[[int, FrameType | None], Any] | int | None = signal.getsignal(signal.SIGTERM)
-
-        def hear(_number: int, _frame: FrameType | None) -> None:
-            self._told_to_end.set()
-            if self._in_test:
-                pytest.fail(ENDED, pytrace=False)
-
-        signal.signal(signal.SIGTERM, hear)
-        try:
-            yield
-        finally:
-            if not self._lost:  # what is known of the lost rank has yet to be shown
-                signal.signal(signal.SIGTERM, before)
+    def _stop(self, *_: object) -> None:
+        """End what this rank does, once, and live to report it: the launcher ends all where one is lost."""
+        if not self._lost:
+            self._lost = True
+            pytest.exit(ENDED)

@@ -15,7 +15,7 @@ do with it; so it does nothing, and imports no torch, until a test is marked.
 """
 
 from collections.abc import Generator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import pytest
@@ -154,21 +154,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     item.stash[open_key] = ExitStack()
     group = grouped(COLLECTIVE_SHARE * needs.limit_s, rank.seat, backend=backend)
     item.stash[ranks_key] = item.stash[open_key].enter_context(group)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> object:
-    """Let torchrun interrupt a marked test on this rank when a peer has died.
-
-    Args:
-        item: the test that runs.
-
-    Returns:
-        What the other plugins returned.
-    """
-    launched = item.config.stash.get(launched_key, None) if is_marked(item) else None
-    with nullcontext() if launched is None else launched.interruptible():
-        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)

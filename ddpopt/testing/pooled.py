@@ -9,7 +9,6 @@ Invariant: every test gets a report, and ends within its limit; if a rank is los
 that rank had written, and the next test gets new ranks.
 """
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -29,13 +28,14 @@ from ddpopt.ranks.group import gpu_for_each_rank
 from ddpopt.ranks.pool import Pool
 from ddpopt.ranks.process import RankProcess
 from ddpopt.testing.needs import is_marked, needs_of, rank_key
-from ddpopt.testing.reports import difference, from_text, lost, merge, to_text, trimmed
+from ddpopt.testing.reports import difference, from_text, lost, merge, to_text
 
 # Importing torch and collecting, on a machine that is busy with other tests.
 START_LIMIT_S = 120.0
 SHOWN_OUTPUT = 8000
 # A rank's reports travel as text, so one style has to serve all of them.
 RANKS_OWN = ("tbstyle",)
+PLAIN = (str, int, float, list, tuple, dict, type(None))
 
 
 class Pools:
@@ -81,7 +81,8 @@ class Pools:
             failures = {failure.rank: failure for failure in failed.failures}
         reports = [from_text(item.config, texts[rank]) if rank in texts else [] for rank in range(needs.size)]
         for rank, failure in failures.items():
-            reports[rank] = lost(item, f"{doing}this rank {_how(failure, limit_s)}")
+            wrote = f"{failure.output}{failure.stack}"[-SHOWN_OUTPUT:]
+            reports[rank] = lost(item, f"{doing}this rank {failure.how}; it wrote:\n{wrote}")
         return merge(reports)
 
     def close(self) -> None:
@@ -93,7 +94,7 @@ class Pools:
         # No rank need collect other files.
         files = dict.fromkeys(str(item.path) for item in session.items if _size_for(item) == size)
         folder = str(self._config.invocation_params.dir)
-        options = options_as_text(self._config)
+        options = plain_options(self._config)
         host = partial(be_pytest, folder, [*rank_arguments(self._config), *files], options)
         self._pools[size] = Pool(size, host=host)
         return self._pools[size]
@@ -102,18 +103,6 @@ class Pools:
 def _size_for(item: pytest.Item) -> int:
     """How many ranks run a test; 0 if it is not for ranks."""
     return needs_of(item).size if is_marked(item) else 0
-
-
-def _how(failure: RankFailure, limit_s: float) -> str:
-    how = {
-        "raised": "raised an exception",
-        "died": f"died of {failure.signal}"
-        if failure.signal
-        else f"ended with exit code {failure.exit_code}",
-        "stalled": f"gave no report within {limit_s:g} s",
-        "ended": "did not end before a peer died",
-    }
-    return f"{how[failure.kind]}; it wrote:\n{trimmed(failure.output + failure.stack)[-SHOWN_OUTPUT:]}"
 
 
 def rank_arguments(config: pytest.Config) -> list[str]:
@@ -140,37 +129,28 @@ def rank_arguments(config: pytest.Config) -> list[str]:
     return arguments
 
 
-def options_as_text(config: pytest.Config) -> str:
-    """Write options down for a rank.
+def plain_options(config: pytest.Config) -> dict[str, object]:
+    """Give the options that a rank is to have too: all that are plain data.
 
     Args:
         config: of the pytest that starts it.
-
-    Returns:
-        JSON, of all options that JSON can hold.
     """
-    options = {name: value for name, value in vars(config.option).items() if _is_plain(value)}
-    return json.dumps({name: value for name, value in options.items() if name not in RANKS_OWN})
-
-
-def _is_plain(value: object) -> bool:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return False
-    return True
+    options = {name: value for name, value in vars(config.option).items() if isinstance(value, PLAIN)}
+    return {name: value for name, value in options.items() if name not in RANKS_OWN}
 
 
 # ---------------------------------------------------------------------------------------- in a rank's process
 
 
-def be_pytest(folder: str, arguments: Sequence[str], options: str, process: RankProcess) -> None:
+def be_pytest(
+    folder: str, arguments: Sequence[str], options: dict[str, object], process: RankProcess
+) -> None:
     """Serve a pool from inside a session of pytest's.
 
     Args:
         folder: to run in.
         arguments: of pytest.
-        options: as `options_as_text` wrote them.
+        options: of the pytest that started the pool.
         process: the rank.
     """
     os.chdir(folder)
@@ -185,7 +165,7 @@ class PooledRank:
         reports: of the test that ran last.
     """
 
-    def __init__(self, process: RankProcess, options: str) -> None:
+    def __init__(self, process: RankProcess, options: dict[str, object]) -> None:
         self._process = process
         self._options = options
         self._following = ""
@@ -206,7 +186,7 @@ class PooledRank:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         """Set the options of the pytest that started the pool."""
-        vars(session.config.option).update(json.loads(self._options))
+        vars(session.config.option).update(self._options)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:

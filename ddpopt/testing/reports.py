@@ -4,21 +4,11 @@ Invariant: a test fails if it failed on any rank, and its report then shows the 
 """
 
 import json
-import re
 from collections.abc import Sequence
 
 import pytest
 from _pytest.reports import TestReport
 
-# The thread that keeps the time, frames of pytest's and of ours under every test, and a list of modules.
-UNDER_A_TEST = re.compile(
-    r'^((Current t|T)hread .*\n  File "[^"]*/ranks/limits\.py", .*\n(  File .*\n)*\n?'
-    r'|  File "([^"]*/(_pytest|pytest|pluggy|ddpopt/(testing|ranks))/|<frozen runpy>)[^"]*", line .*\n?'
-    r"|Extension modules: .*\n?)",
-    re.MULTILINE,
-)
-
-SHOWN = 5
 ADVICE = "Collect the same on every rank: nothing that is collected may depend on the rank, time or chance."
 
 
@@ -69,18 +59,6 @@ def lost(item: pytest.Item, why: str) -> list[TestReport]:
         One report, of a failure.
     """
     return [TestReport(item.nodeid, item.location, {}, "failed", why, "call")]
-
-
-def trimmed(stacks: str) -> str:
-    """Leave out of faulthandler's stacks what lies under every test.
-
-    Args:
-        stacks: perhaps among other text.
-
-    Returns:
-        The same text with the frames that belong to the test.
-    """
-    return UNDER_A_TEST.sub("", stacks)
 
 
 def merge(reports_of: Sequence[Sequence[TestReport]]) -> list[TestReport]:
@@ -155,19 +133,15 @@ def difference(names_of: Sequence[Sequence[str]]) -> str:
     Collect the same on every rank: nothing that is collected may depend on the rank, time or chance.
     """
     first, lines = names_of[0], []
+    expected = set(first)
     for rank, names in enumerate(names_of):
-        own, expected = set(names), set(first)
-        if lacking := [name for name in first if name not in own]:
-            lines.append(
-                f"  rank {rank} lacks {len(lacking)} of rank 0's {len(first)} tests: {_some(lacking)}"
-            )
-        if besides := [name for name in names if name not in expected]:
-            lines.append(f"  rank {rank} has {len(besides)} that rank 0 lacks: {_some(besides)}")
+        own = set(names)
+        lacking = [name for name in first if name not in own]
+        besides = [name for name in names if name not in expected]
+        if lacking:
+            lines.append(f"  rank {rank} lacks {len(lacking)} of rank 0's {len(first)} tests: {lacking[0]}")
+        if besides:
+            lines.append(f"  rank {rank} has {len(besides)} that rank 0 lacks: {besides[0]}")
         if not lacking and not besides and list(names) != list(first):
             lines.append(f"  rank {rank} has them in another order")
     return "\n".join(["the ranks collected different tests:", *lines, ADVICE]) if lines else ""
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" … and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more

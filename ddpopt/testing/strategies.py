@@ -69,18 +69,15 @@ def _allowed(features: Iterable[str] | None, without: Iterable[str]) -> Features
             f"{', '.join(sorted(known))}"
         )
     found = given - refused
-    for feature in sorted(found) if features is not None else ():
-        found |= _needed(feature, found, refused)
-    return found
+    return found if features is None else found.union(*(_needed(each, refused) for each in sorted(found)))
 
 
-def _needed(feature: str, given: Features, refused: Features) -> Features:
-    """What a feature cannot do without, besides what is given: of several ways the shortest."""
-    ways = list(_ways(feature))
-    possible = [way - given for way in ways if not way & refused]
+def _needed(feature: str, refused: Features) -> Features:
+    """What a feature cannot do without: of several ways the shortest."""
+    possible = [way for way in _ways(feature) if not way & refused]
     if not possible:
-        needed = " or ".join(sorted({", ".join(sorted(way & refused)) for way in ways}))
-        raise UsageError(f"{feature!r} needs {needed}, which is left out; allow it, or leave {feature!r} out")
+        least = ", ".join(sorted(min(_ways(feature), key=len) & refused))
+        raise UsageError(f"{feature!r} needs {least}, which is left out; allow it, or leave {feature!r} out")
     return min(possible, key=len)
 
 

@@ -82,5 +82,5 @@ def parametrized(w: Writer, x: str, *, how: str) -> str:
 @register_block("unused-parameter")
 def unused(w: Writer, x: str) -> str:
     """Make a parameter that nothing reads."""
-    w.unread_parameter(f"torch.randn({w.width})")
+    w.prepare(f"self.{w.local('unused')} = nn.Parameter(torch.randn({w.width}))")
     return x

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import linecache
 import sys
-from collections import deque
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -17,10 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from ddpopt.cases.case import Call, Case
-
-KEPT = 64
-"""Modules that are kept; older ones are executed again when they are asked for."""
-_NAMES: deque[str] = deque()
 
 
 @dataclass(frozen=True)
@@ -50,11 +45,6 @@ class Program:
         exec(compile(self.source, file, "exec"), module.__dict__)
         # Without a time of change an entry stays, so that tracebacks show the lines.
         linecache.cache[file] = (len(self.source), None, self.source.splitlines(keepends=True), file)
-        _NAMES.append(name)
-        if len(_NAMES) > KEPT:
-            oldest = _NAMES.popleft()
-            sys.modules.pop(oldest, None)
-            linecache.cache.pop(f"<{oldest}>", None)
         return module
 
     def model(self) -> nn.Module:

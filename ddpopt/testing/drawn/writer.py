@@ -298,10 +298,6 @@ class Writer:
         made = self.parameter(f"torch.randn({max(self.batches)}, {self.width})", "rows")
         return made if len(set(self.batches)) == 1 else f"{made}[:{value}.shape[0]]"
 
-    def unread_parameter(self, expression: str) -> None:
-        """Make a parameter that forward is not going to read."""
-        self._scope.owner.init.append(f"self.{self.local('unused')} = nn.Parameter({expression})")
-
     @property
     def reached(self) -> bool:
         """Whether a gradient is sure to come back to what is made here."""

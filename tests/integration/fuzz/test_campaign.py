@@ -7,23 +7,20 @@ import hashlib
 import importlib
 import json
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from unittest.mock import patch
 
 import pytest
-from fakeredis import TcpFakeServer
-from hypothesis.database import ExampleDatabase, InMemoryExampleDatabase
 from typer.testing import CliRunner
 
 from ddpopt.cli.app import app
-from ddpopt.fuzz import asking, campaign
-from ddpopt.fuzz.campaign import KEY, Campaign, Limits, open_database
+from ddpopt.fuzz import campaign, workers
+from ddpopt.fuzz.campaign import Campaign, Limits
 from ddpopt.fuzz.cases import FoundCase
 from ddpopt.fuzz.journal import LINES, Entry, Journal, Plan, summarized
 from ddpopt.fuzz.journal import PLAN as FILE_OF_PLAN
@@ -33,39 +30,37 @@ from ddpopt.fuzz.stream import Source, drawn_block
 from ddpopt.testing.drawn import BLOCKS, DrawnModel, step
 
 MODES = ("torch", "ddpopt-split")
-PLAN = Plan(3, 0, 2, MODES, "aot_eager", 1, ("cond",), (), "2.13.0", "5f")
+PLAN = Plan(3, 0, MODES, "aot_eager", 1, ("cond",), (), "2.13.0", "5f")
 
 
 class Answering:
-    """In a worker's place: how a model ends follows from its text, now sooner and now later."""
+    """In a worker's place: how a model ends follows from its text."""
 
     asked: list[Task]
 
-    def __init__(self, nproc: int, limit_s: float) -> None:
-        """Start nothing."""
+    def __init__(self, limit_s: float) -> None:
+        self.asked = []
 
-    def ask(self, task: Task) -> Iterator[Answer | None]:
+    def ask(self, task: Task) -> Iterator[Answer]:
         self.asked.append(task)
         digest = hashlib.sha256(task.source.encode()).digest()
-        yield from [None] * (digest[1] % 3)
         for mode in task.modes:
             if digest[0] % 4 == 0:
                 yield Answer(mode, Kind.WRONG, Signature("error", f"Error{digest[0] // 4 % 3}"), "said")
             else:
                 yield Answer(mode, Kind.OK)
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """Nothing to end."""
 
 
 @pytest.fixture(autouse=True)
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
-    """What the workers of a test were asked."""
-    monkeypatch.setattr(Answering, "asked", [], raising=False)
-    for module in (campaign, asking):
+def answering(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (campaign, workers):
         monkeypatch.setattr(module, "Worker", Answering)
-    monkeypatch.setattr(campaign, "PAUSE_S", 0)
-    return Answering.asked
 
 
 def run(
@@ -73,19 +68,17 @@ def run(
     examples: int,
     *,
     plan: Plan = PLAN,
-    database: ExampleDatabase | None = None,
+    shared: Path | None = None,
     tell: Callable[[tuple[FoundCase, ...]], None] = lambda _: None,
 ) -> list[Entry]:
     with Journal(folder, plan) as journal:
-        Campaign(journal, plan, Limits(examples=examples), database, tell).run()
-        return sorted(journal.entries, key=lambda entry: (entry.worker, entry.place))
+        Campaign(journal, plan, Limits(examples=examples), shared, tell).run()
+        return sorted(journal.entries, key=lambda entry: entry.place)
 
 
 def essence(entries: list[Entry]) -> list[tuple[object, ...]]:
     """What a run decides, without when it did."""
-    return [
-        (e.worker, e.place, e.features, [(a.mode, a.kind, a.signature) for a in e.answers]) for e in entries
-    ]
+    return [(e.place, e.features, [(a.mode, a.kind, a.signature) for a in e.answers]) for e in entries]
 
 
 def files(folder: Path) -> list[str]:
@@ -93,10 +86,17 @@ def files(folder: Path) -> list[str]:
     return sorted(file.name for file in (folder / "cases").iterdir())
 
 
-def test_blocks_depend_on_seed_shard_worker_and_number_alone() -> None:
-    source = Source(1, 2, 3)
-    assert drawn_block(source, 4) == drawn_block(Source(1, 2, 3), 4)
-    others = [Source(2, 2, 3), Source(1, 1, 3), Source(1, 2, 2)]
+def test_the_same_seed_gives_the_same_run(tmp_path: Path) -> None:
+    first, second = run(tmp_path / "a", 30), run(tmp_path / "b", 30)
+    assert essence(first) == essence(second)
+    assert [entry.place for entry in first] == list(range(30))
+    assert files(tmp_path / "a") == files(tmp_path / "b") != []
+
+
+def test_blocks_depend_on_seed_shard_and_number_alone() -> None:
+    source = Source(1, 2)
+    assert drawn_block(source, 4) == drawn_block(Source(1, 2), 4)
+    others = [Source(2, 2), Source(1, 1)]
     assert all(drawn_block(other, 4) != drawn_block(source, 4) for other in others)
     assert drawn_block(source, 5) != drawn_block(source, 4)
 
@@ -120,10 +120,9 @@ def test_a_run_that_was_interrupted_goes_on_and_loses_nothing(tmp_path: Path) ->
     part = run(tmp_path / "part", 24, tell=interrupt)
     assert len(part) == 7
     file = tmp_path / "part" / LINES
-    file.write_text(file.read_text() + '{"worker": 0, "pla')  # the process ended while it wrote
+    file.write_text(file.read_text() + '{"seconds": 0, "pla')  # the process ended while it wrote
     rest = run(tmp_path / "part", 24)
     assert essence(rest) == essence(whole)
-    assert {entry.run for entry in rest} == {0, 1}
     assert files(tmp_path / "part") == files(tmp_path / "whole") != []
 
 
@@ -139,52 +138,50 @@ def test_a_failure_is_kept_once_and_counted_each_time(tmp_path: Path) -> None:
     assert all(file.with_suffix(".py").exists() for file in (tmp_path / "cases").glob("*.json"))
 
 
-@pytest.fixture
-def redis() -> Iterator[str]:
-    """The address of a server that speaks Redis's protocol."""
-    with TcpFakeServer(("127.0.0.1", 0)) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        yield f"redis://127.0.0.1:{server.server_address[1]}/0"
-        server.shutdown()
-        thread.join()
-
-
-@pytest.mark.parametrize("kind", ["folder", "redis"])
-def test_machines_that_share_a_database_judge_what_the_others_found(
-    kind: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    address = request.getfixturevalue("redis") if kind == "redis" else str(tmp_path / "shared")
-    run(tmp_path / "a", 30, database=open_database(address))
+def test_campaigns_that_share_a_folder_judge_what_the_others_found(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (shared / "broken.json").write_text("{}")
+    run(tmp_path / "a", 30, shared=shared)
     found = {FoundCase.read(file).model for file in (tmp_path / "a" / "cases").glob("*.json")}
-    elsewhere = Plan(**{**vars(PLAN), "seed": 99})
-    entries = run(tmp_path / "b", 2, plan=elsewhere, database=open_database(address))
-    assert len([entry for entry in entries if entry.worker == campaign.FROM_OTHERS]) >= len(found) > 0
-    assert len([entry for entry in entries if entry.worker != campaign.FROM_OTHERS]) == 2
-    places = [entry.place for entry in entries if entry.worker == campaign.FROM_OTHERS]
-    assert places == list(range(len(places)))
-    again = run(tmp_path / "b", 4, plan=elsewhere, database=open_database(address))
-    assert len([entry for entry in again if entry.worker == campaign.FROM_OTHERS]) == len(places)
+    elsewhere = replace(PLAN, seed=99)
+    entries = run(tmp_path / "b", 2, plan=elsewhere, shared=shared)
+    places = [entry.place for entry in entries]
+    assert places == [*[campaign.FROM_OTHERS] * (len(places) - 2), 0, 1]
+    assert len(places) - 2 >= len(found) > 0
 
 
-def test_what_another_machine_found_is_judged_as_it_was_run_there(tmp_path: Path, asked: list[Task]) -> None:
+def test_what_another_campaign_found_is_judged_as_it_was_run_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Task] = []
+    ask = Answering.ask
+
+    def noted(self: Answering, task: Task) -> Iterator[Answer]:
+        asked.append(task)
+        return ask(self, task)
+
+    monkeypatch.setattr(Answering, "ask", noted)
     setting = Setting("aot_eager", 2, steps=5, lowers_limit=False)
     signature = Signature("error", "KeyError")
     case = FoundCase(DrawnModel(width=64, seed=17), MODES[0], setting, signature, origin="seed 5")
-    database = InMemoryExampleDatabase()
-    database.save(KEY, case.to_json().encode())
-    entries = run(tmp_path, 2, database=database)
-    (entry,) = [entry for entry in entries if entry.worker == campaign.FROM_OTHERS]
-    assert entry.shared
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (shared / "case.json").write_text(case.to_json())
+    run(tmp_path, 2, shared=shared)
     (task,) = [task for task in asked if task.source == case.task.source]
     assert task.setting == replace(setting, nproc=PLAN.nproc)
     kept = [FoundCase.read(file) for file in (tmp_path / "cases").glob("*.json")]
     assert {each.origin for each in kept if each.model == case.model} == {"seed 5"}
 
 
-def test_a_summary_counts_modes_features_and_failures_of_examples_that_workers_share(tmp_path: Path) -> None:
-    entries = run(tmp_path, 7)
-    assert [sum(entry.worker == worker for entry in entries) for worker in (0, 1)] == [4, 3]
+def test_a_campaign_ends_when_its_time_is_up(tmp_path: Path) -> None:
+    with Journal(tmp_path, PLAN) as journal:
+        assert Campaign(journal, PLAN, Limits(seconds=0)).run().models == 0
+
+
+def test_a_summary_counts_modes_features_and_failures(tmp_path: Path) -> None:
+    entries = run(tmp_path, 20)
     data = json.loads(summarized(PLAN, entries).to_json())
     assert data["models"] == 7
     assert {mode: sum(kinds.values()) for mode, kinds in data["kinds"].items()} == dict.fromkeys(MODES, 7)
@@ -195,7 +192,7 @@ def test_a_summary_counts_modes_features_and_failures_of_examples_that_workers_s
 # --------------------------------------------------------------------------------- several at one campaign
 
 FUZZ = [  # three models, into the folder that follows
-    *("fuzz", "--mode", "ddpopt-inline", "--backend", "eager", "--workers", "1"),
+    *("fuzz", "--mode", "ddpopt-inline", "--backend", "eager"),
     *("--seed", "5", "--examples", "3", "--out"),
 ]
 NUMBERED = {"RANK": "1", "WORLD_SIZE": "2"}
@@ -224,7 +221,7 @@ def test_each_process_judges_the_models_of_its_number_in_a_folder_of_its_own(
     plan = json.loads((folder / FILE_OF_PLAN).read_text())
     assert (folder.name, plan["shard"], plan["modes"]) == ("shard-1", 1, ["ddpopt-inline"])
     entries = [Entry.from_line(line) for line in (folder / LINES).read_text().splitlines()]
-    drawn = [model for _, model in islice(Source(5, 1, 0, ("cond", "dropout")).models(), 3)]
+    drawn = [model for _, model in islice(Source(5, 1, ("cond", "dropout")).models(), 3)]
     assert [entry.features for entry in entries] == [tuple(sorted(model.features)) for model in drawn]
 
 

@@ -1,6 +1,5 @@
 """Workers: a model that takes its process down, or does not end, is an answer; the next one is judged."""
 
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -34,20 +33,13 @@ def acting(act: str) -> str:
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[Worker]:
-    made = Worker(1, LIMIT_S)
-    yield made
-    made.close()
+    with Worker(LIMIT_S) as made:
+        yield made
 
 
 def answered(worker: Worker, act: str) -> list[Answer]:
     task = Task(acting(act), 1, (WHOLE,), Setting(steps=1))
-    found = []
-    for answer in worker.ask(task):
-        if answer is None:
-            time.sleep(0.01)
-        else:
-            found.append(answer)
-    return found
+    return list(worker.ask(task))
 
 
 # in this order a process that is lost is started again only where the next test needs one
@@ -65,6 +57,18 @@ def test_a_model_that_does_not_end_is_ended_and_told_with_its_stacks(worker: Wor
 def test_a_model_that_takes_the_process_down_is_told_by_signal_and_frame(worker: Worker) -> None:
     (answer,) = answered(worker, "os.kill(os.getpid(), signal.SIGSEGV)")
     assert (answer.kind, str(answer.signature)) == (Kind.BACKEND, "death: SIGSEGV in the model in act")
+
+
+def test_a_signature_tells_how_a_rank_was_lost() -> None:
+    stuck = RankFailure(0, "stalled", "whole", stack='Thread 0x1:\n  File "/x/a.py", line 1 in act\n')
+    assert str(workers._signature(stuck)[0]) == "no end: within its limit"
+    ended = RankFailure(0, "died", "whole", exit_code=3, output="last words")
+    assert workers._signature(ended) == (
+        Signature("death", "exit code 3"),
+        "the process ended with exit code 3\nlast words",
+    )
+    raised = RankFailure(0, "raised", "whole", stack="Traceback:\nKeyError: 'h'\n")
+    assert str(workers._signature(raised)[0]) == "error: KeyError"
 
 
 def test_what_no_mode_did_is_nobodys_answer() -> None:

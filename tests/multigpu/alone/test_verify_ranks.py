@@ -174,7 +174,6 @@ def test_each_rank_that_raises_is_reported_and_nothing_else_is_told(
     assert [failure.what for failure in error.failures] == ["the step", "the step"]
     for rank, failure in enumerate(error.failures):
         assert failure.stack.endswith(f"ValueError: wrong on rank {rank}\n")
-        assert "ranks/process" not in failure.stack
         assert failure.stack in error.args[0].replace("\n    ", "\n") + "\n"
     assert capfd.readouterr() == ("", "")
     assert caplog.messages == []
@@ -284,7 +283,7 @@ def test_a_rank_that_leaves_without_a_value_has_died_and_its_peers_are_not_waite
     error = failing(task)
     assert told(error) == ([(0, "ended"), (1, "died")], [1], 3)
     assert error.culprits[0].exit_code == 0
-    assert "look for os._exit" in str(error)
+    assert "ended with exit code 0 in" in str(error)
 
 
 # ------------------------------------------------------------------------------------------ ranks that stall
@@ -428,7 +427,7 @@ def test_torchruns_ranks_are_joined_and_each_one_that_passes_a_limit_shows_where
     command = torchrun("--standalone", "--nproc-per-node", "2", *script(tmp_path, JOINING)[1:], "stall")
     code, text = finish(start(command))
     assert joined_ranks_said(text) == JOINED, text
-    assert "of 2 stalled: 'the step' did not end within 2 s\n" in text
+    assert "Timeout (0:00:02" in text or "Timeout (0:00:01" in text
     assert f'File "{tmp_path}/script.py", line 14 in <module>' in text
     assert code != 0
 

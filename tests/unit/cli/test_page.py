@@ -37,7 +37,7 @@ def tables() -> str:
             default = "" if each.default is None or each.default is False else f"`{each.default}`"
             by_text.setdefault((value, default, each.help), []).append(name)
     lines += [
-        f"| `{option}` | {', '.join(names)} | {default} | {about} |".replace("|redis", "\\|redis")
+        f"| `{option}` | {', '.join(names)} | {default} | {about} |"
         for (option, default, about), names in by_text.items()
     ]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The line of progress of a command that takes long."""
+"""How ddpopt fuzz and ddpopt minimize show progress."""
 
 import sys
 

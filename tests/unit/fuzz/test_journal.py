@@ -9,35 +9,35 @@ from ddpopt.fuzz.journal import LINES, Entry, Journal, Plan
 from ddpopt.fuzz.questions import Answer, Kind
 from ddpopt.fuzz.signatures import Signature
 
-THE_PLAN = Plan(3, 0, 2, ("whole", "ddpopt-split"), "aot_eager", 1, ("cond",), (), "2.13.0", "5f")
+THE_PLAN = Plan(3, 0, ("whole", "ddpopt-split"), "aot_eager", 1, ("cond",), (), "2.13.0", "5f")
 ANSWERS = (Answer("whole", Kind.OK), Answer("ddpopt-split", Kind.WRONG, Signature("L0", "loss")))
 
 
-def entry(worker: int, place: int, run: int = 0) -> Entry:
-    return Entry(worker, place, run, 1.5, ("conv", "norm"), ANSWERS)
+def entry(place: int) -> Entry:
+    return Entry(place, 1.5, ("conv", "norm"), ANSWERS)
 
 
 def test_an_entry_is_on_disk_as_soon_as_it_is_added(tmp_path: Path) -> None:
     with Journal(tmp_path, THE_PLAN) as journal:
-        journal.add(entry(0, 0))
-        assert (tmp_path / LINES).read_text() == f"{entry(0, 0).to_line()}\n"
+        journal.add(entry(0))
+        assert (tmp_path / LINES).read_text() == f"{entry(0).to_line()}\n"
 
 
 @pytest.mark.parametrize("kept", [0, 2])
 def test_a_last_line_that_was_cut_short_is_as_if_it_were_not_there(kept: int, tmp_path: Path) -> None:
-    lines = [f"{entry(0, place).to_line()}\n" for place in range(kept)]
+    lines = [f"{entry(place).to_line()}\n" for place in range(kept)]
     Journal(tmp_path, THE_PLAN).__exit__()
-    (tmp_path / LINES).write_text("".join(lines) + entry(0, kept).to_line()[:-9])
+    (tmp_path / LINES).write_text("".join(lines) + entry(kept).to_line()[:-9])
     with Journal(tmp_path, THE_PLAN) as journal:
-        assert journal.entries == [entry(0, place) for place in range(kept)]
-        journal.add(entry(0, kept))
+        assert journal.entries == [entry(place) for place in range(kept)]
+        journal.add(entry(kept))
     with Journal(tmp_path, THE_PLAN) as journal:
         assert [each.place for each in journal.entries] == list(range(kept + 1))
 
 
-@pytest.mark.parametrize("damaged", ["", "[]", '{"worker": 0}'])
+@pytest.mark.parametrize("damaged", ["", "{", "[]", '{"place": 0}', "words"])
 def test_a_line_that_no_campaign_wrote_is_named(damaged: str, tmp_path: Path) -> None:
     Journal(tmp_path, THE_PLAN).__exit__()
-    (tmp_path / LINES).write_text(f"{entry(0, 0).to_line()}\n{damaged}\n{entry(0, 1).to_line()}\n")
+    (tmp_path / LINES).write_text(f"{entry(0).to_line()}\n{damaged}\n{entry(1).to_line()}\n")
     with pytest.raises(UsageError, match=r"line 2 of .*journal\.jsonl' is none that a campaign wrote"):
         Journal(tmp_path, THE_PLAN)

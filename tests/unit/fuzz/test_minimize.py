@@ -135,7 +135,7 @@ def test_a_script_runs_the_fewest_steps_that_show_the_failure_and_says_how_many(
     def shows(file: Path, *_: Any, **__: Any) -> bool:
         return any(f"range({steps})" in file.read_text() for steps in range(needed, 4))
 
-    monkeypatch.setattr(asking.Asking, "__call__", lambda *_: Answer("whole", Kind.BACKEND, FAILURE))
+    monkeypatch.setattr(asking, "answer_of", lambda *_: Answer("whole", Kind.BACKEND, FAILURE))
     monkeypatch.setattr(asking, "shows_in_fresh_interpreter", shows)
     script = tmp_path / "x.py"
     ran, reproduces = write_script(case, script, 60.0)

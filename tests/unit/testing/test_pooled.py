@@ -2,7 +2,7 @@
 
 import pytest
 
-from ddpopt.testing.pooled import rank_arguments
+from ddpopt.testing.pooled import plain_options, rank_arguments
 
 pytest_plugins = ["pytester"]
 
@@ -28,3 +28,11 @@ def test_what_matters_while_pytest_loads_is_given_as_arguments(config: pytest.Co
     # No workers and no reports of a rank's own: addopts is emptied, and comes last.
     assert value_after(command, "-o") == ["console_output_style=count", "addopts="]
     assert "-n" not in command
+
+
+def test_all_other_options_that_are_plain_data_travel(config: pytest.Config) -> None:
+    config.option.model = "big"
+    config.option.opaque = object()
+    options = plain_options(config)
+    assert (options["keyword"], options["model"]) == ("some", "big")
+    assert not {"opaque", "tbstyle"} & options.keys()

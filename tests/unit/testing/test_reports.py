@@ -6,31 +6,8 @@ from typing import Literal
 import pytest
 from _pytest.reports import TestReport
 
-from ddpopt.testing.reports import ADVICE, difference, from_text, merge, to_text, trimmed
+from ddpopt.testing.reports import ADVICE, difference, from_text, merge, to_text
 
-STACKS = """\
-Fatal Python error: Aborted
-
-Thread 0x00007f48d07286c0 (most recent call first):
-  File "/somewhere/ddpopt/ranks/limits.py", line 111 in _end
-  File "/python/threading.py", line 1401 in run
-
-Current thread 0x00007f48f1019b80 (most recent call first):
-  File "/suite/test_a.py", line 10 in test_stall
-  File "/site-packages/_pytest/python.py", line 187 in pytest_pyfunc_call
-  File "/site-packages/pluggy/_callers.py", line 121 in _multicall
-  File "/somewhere/ddpopt/testing/pooled_rank.py", line 80 in run
-  File "<frozen runpy>", line 88 in _run_code
-
-Extension modules: numpy._core, torch._C (total: 2)
-"""
-TRIMMED = """\
-Fatal Python error: Aborted
-
-Current thread 0x00007f48f1019b80 (most recent call first):
-  File "/suite/test_a.py", line 10 in test_stall
-
-"""
 Outcome = Literal["passed", "failed", "skipped"]
 
 
@@ -98,10 +75,6 @@ def test_reports_travel_as_text_with_the_place_of_a_skip(pytestconfig: pytest.Co
     assert got[2].longrepr == skipped.longrepr
 
 
-def test_stacks_are_shown_without_what_lies_under_every_test() -> None:
-    assert trimmed(STACKS) == TRIMMED
-
-
 @pytest.mark.parametrize(
     ("names_of", "expected"),
     [
@@ -113,7 +86,7 @@ def test_stacks_are_shown_without_what_lies_under_every_test() -> None:
         ([["a", "b"], ["a", "b", "b"]], ["  rank 1 has them in another order"]),
         (
             [[f"t{n}" for n in range(8)], []],
-            ["  rank 1 lacks 8 of rank 0's 8 tests: t0, t1, t2, t3, t4 … and 3 more"],
+            ["  rank 1 lacks 8 of rank 0's 8 tests: t0"],
         ),
     ],
 )
