@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -114,12 +113,6 @@ def train(
                     parameter -= 0.1 * parameter.grad
         ddp.zero_grad(set_to_none=not setting.keeps_gradients)
     return gradients
-
-
-def use_built_in(ddp: Any, kind: str) -> None:
-    """Register one of DDP's built-in communication hooks."""
-    c10d: Any = dist
-    ddp._register_builtin_comm_hook(c10d.BuiltinCommHookType.__members__[kind])
 
 
 def alike(ranks: Ranks, left: list[Gradients], right: list[Gradients], rounding: float = 1e-5) -> bool:

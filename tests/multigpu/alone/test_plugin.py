@@ -103,17 +103,6 @@ import pytest
 @pytest.mark.world_size(2)
 def test_named(name): pass
 """
-OPTIONS = """
-import pytest
-
-@pytest.mark.world_size(2)
-def test_option(request, ddp_ranks): assert request.config.getoption("--model") == "big"
-
-@pytest.mark.world_size(2, backend="gloo")
-def test_backend(ddp_ranks): assert (ddp_ranks.backend, ddp_ranks.device.type) == ("gloo", "cpu")
-
-def test_alone(worker_id): assert worker_id != "master"
-"""
 STARTS_A_PROCESS = """
 import os, pathlib, subprocess, time
 
@@ -230,6 +219,7 @@ def test_under_torchrun_a_failure_is_shown_by_rank_zero_and_the_run_goes_on_unti
     assert code != 0
 
 
+@pytest.mark.nightly
 def test_under_torchrun_a_rank_that_stalls_ends_the_run_and_says_where_it_was(suite: Suite) -> None:
     suite.write(SAMPLES)
     code, text = suite.run(TORCHRUN, "-k", "stalls or after")
@@ -255,17 +245,6 @@ def test_no_test_runs_where_the_ranks_collected_different_ones(
     assert text.count(difference) >= 2, text  # plain: for each test; torchrun: by each rank
     assert "PASSED" not in text
     assert code != 0
-
-
-@pytest.mark.nightly
-def test_ranks_have_the_options_of_the_pytest_that_starts_them_also_under_xdist(suite: Suite) -> None:
-    suite.write("def pytest_addoption(parser): parser.addoption('--model')", "conftest.py")
-    suite.write(OPTIONS)
-    (suite.folder / "pytest.ini").write_text("[pytest]\naddopts = -n 2 --model=big --junitxml=results.xml\n")
-    code, text = suite.run(PLAIN)
-    assert "3 passed" in text, text
-    assert code == 0
-    assert (suite.folder / "results.xml").read_text().count("<testcase") == 3
 
 
 def test_nothing_outlives_a_pytest_that_is_killed(suite: Suite) -> None:
