@@ -33,15 +33,12 @@ class Scale(nn.Module):
 
 
 class Scaled(nn.Module):
-    """Four layers, and a scale in front of one of them or behind all; it is registered first or last."""
+    """Four layers, and a scale in front of some of them or behind all."""
 
-    def __init__(self, places: tuple[int, ...], first: bool = False) -> None:
+    def __init__(self, places: tuple[int, ...]) -> None:
         super().__init__()
-        if first:
-            self.scale = Scale()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        if not first:
-            self.scale = Scale()
+        self.scale = Scale()
         self.places = places
 
     def forward(self, x: Tensor) -> Tensor:
@@ -156,11 +153,9 @@ def rebuilt_by_ddp(model: Callable[[], nn.Module]) -> list[frozenset[str]]:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "between, registered last": lambda: Scaled((2,)),
-    "between, registered first": lambda: Scaled((2,), first=True),
-    "in front of all, registered last": lambda: Scaled((0,)),
+    "between": lambda: Scaled((2,)),
+    "in front of all": lambda: Scaled((0,)),
     "behind all": lambda: Scaled((4,)),
-    "twice": lambda: Scaled((1, 3)),
     "between and behind": lambda: Scaled((1, 4)),
     "recomputed": lambda: Recomputed(()),
     "beside a graph that trains nothing": lambda: Paramless(tail=False),
