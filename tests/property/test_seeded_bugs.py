@@ -141,6 +141,8 @@ def test_each_bug_is_found_among_the_graphs_of_a_property_in_ci() -> None:
     )
     @given(graphs(), small_configs())
     def look(graph: SmallGraph, config: BucketConfig) -> None:
+        if not missing:
+            return
         plans = plan_graph(facts_of(graph), config), cut_wherever_it_can_be(graph)
         for name, bug in list(missing.items()):
             try:
