@@ -60,7 +60,7 @@ WAYS = {
 
 def wrapped(setting: Setting, ranks: Ranks) -> DistributedDataParallel:
     arguments = {"bucket_cap_mb": LAYER_MB, **setting.arguments}
-    return build(Setting(setting.step, arguments, setting.mixed), ranks)
+    return build(Setting(setting.step, arguments), ranks)
 
 
 def inlined(ddp: DistributedDataParallel, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""ddpopt.verify on several ranks: every option, every mode, and every fault that is put in by hand."""
+"""ddpopt.verify on several ranks: every option, every mode, and faults that are put in by hand."""
 
 import contextlib
 import time

@@ -45,10 +45,6 @@ def shared_backward_step(ddp: DistributedDataParallel, step: int, ranks: Ranks) 
         return first + loss(ddp(batch(ranks, step, part=1)))
 
 
-def unused_everywhere_step(ddp: DistributedDataParallel, step: int, ranks: Ranks) -> Tensor:
-    return loss(ddp(batch(ranks, step), use_optional=False))
-
-
 def unused_somewhere_step(ddp: DistributedDataParallel, step: int, ranks: Ranks) -> Tensor:
     return loss(ddp(batch(ranks, step), use_optional=(step + ranks.rank) % 3 == 0))
 
@@ -69,22 +65,18 @@ class Setting:
 
     step: Step = plain_step
     arguments: dict[str, Any] = field(default_factory=dict)
-    mixed: bool = False
     keeps_gradients: bool = False
 
 
 UNUSED = {"find_unused_parameters": True}
 SETTINGS = {
     "default": Setting(),
-    "mixed dtypes": Setting(mixed=True),
     "static graph": Setting(arguments={"static_graph": True}),
-    "static graph, unused": Setting(unused_everywhere_step, {"static_graph": True}),
     "static graph, unused on others": Setting(
         unused_on_others_step, {"static_graph": True, "gradient_as_bucket_view": True}
     ),
     "static graph, one backward": Setting(shared_backward_step, {"static_graph": True}),
     "unused somewhere": Setting(unused_somewhere_step, UNUSED),
-    "unused everywhere": Setting(unused_everywhere_step, UNUSED),
     "used while accumulating": Setting(used_while_accumulating_step, UNUSED),
     "bucket view": Setting(arguments={"gradient_as_bucket_view": True}, keeps_gradients=True),
     "accumulation": Setting(accumulating_step),
@@ -93,7 +85,7 @@ SETTINGS = {
 
 
 def build(setting: Setting, ranks: Ranks) -> DistributedDataParallel:
-    model = Tower(mixed=setting.mixed).to(ranks.device)
+    model = Tower().to(ranks.device)
     return DistributedDataParallel(model, **setting.arguments)
 
 
