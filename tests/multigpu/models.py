@@ -21,15 +21,15 @@ Gradients = list[Tensor | None]
 
 
 class Tower(nn.Module):
-    """Layers in a row, one of them optional, one frozen, one scale of another dtype."""
+    """Layers in a row, one of them optional, one frozen, and a scale."""
 
-    def __init__(self, mixed: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(7)
         self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
         self.optional = nn.Linear(6, 6)
         self.frozen = nn.Linear(6, 6).requires_grad_(False)
-        self.scale = nn.Parameter(torch.ones(6, dtype=torch.float64 if mixed else torch.float32))
+        self.scale = nn.Parameter(torch.ones(6))
 
     def forward(self, x: Tensor, use_optional: bool = True) -> Tensor:
         for layer in self.layers:

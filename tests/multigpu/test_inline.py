@@ -44,10 +44,17 @@ def penalised_somewhere_step(ddp: DistributedDataParallel, step: int, ranks: Ran
 NOTHING_EARLY = {"static graph, one backward", "one backward"}
 WHOLE = {"used while accumulating", "one bucket"}
 """A graph is compiled whole; in the first, that of rank 0 that comes second, before a plan is in force."""
-ELSEWHERE = {"mixed dtypes", "static graph, unused", "unused everywhere"}
-"""What corpus cases, and options of verification, train on ranks too."""
+RANKS_DIFFER = (
+    "default",
+    "static graph, unused on others",
+    "static graph, one backward",
+    "unused somewhere",
+    "used while accumulating",
+    "one backward",
+)
+"""Or nothing may be handed over; corpus cases, and options of verification, train the others on ranks."""
 WAYS = {
-    **{name: setting for name, setting in SETTINGS.items() if name not in ELSEWHERE},
+    **{name: SETTINGS[name] for name in RANKS_DIFFER},
     "penalty somewhere": Setting(penalised_somewhere_step),
     "one bucket": Setting(arguments={"bucket_cap_mb": 25}),
 }
@@ -55,7 +62,7 @@ WAYS = {
 
 def wrapped(setting: Setting, ranks: Ranks) -> DistributedDataParallel:
     arguments = {"bucket_cap_mb": LAYER_MB, **setting.arguments}
-    return build(Setting(setting.step, arguments, setting.mixed), ranks)
+    return build(Setting(setting.step, arguments), ranks)
 
 
 def inlined(ddp: DistributedDataParallel, **options: Any) -> Any:
@@ -116,17 +123,10 @@ def test_gradients_are_eagers_and_handed_over_where_they_may(ranks: Ranks, name:
 
 def test_buckets_leave_while_the_backward_still_runs(ranks: Ranks) -> None:
     _, events = train_watched(wrapped(Setting(), ranks), Setting(), ranks)
-    layers = [("", f"layers.{layer}.bias", f"layers.{layer}.weight") for layer in reversed(range(4))]
-    assert len(events) == STEPS
-    for noted in events:
-        buckets = [event for event in noted if is_bucket(event)]
-        assert buckets[-4:] == layers
-        behind = {bucket: noted[noted.index(bucket) + 1 :] for bucket in layers}
-        # when a layer's bucket has left, the gradients of all layers in front of it are still to come
-        for layer, bucket in enumerate(layers):
-            assert [event for event in behind[bucket] if not is_bucket(event)] == [
-                (name,) for name in LAYERS[2 * (layer + 1) :]
-            ]
+    layers: Buckets = []
+    for bias, weight in zip(LAYERS[::2], LAYERS[1::2], strict=True):
+        layers += [(bias,), (weight,), ("", bias, weight)]
+    assert [noted[-len(layers) :] for noted in events] == [layers] * STEPS
 
 
 def test_a_static_graph_launches_early_from_its_second_step_on(ranks: Ranks) -> None:

@@ -1,9 +1,8 @@
-"""ddpopt.verify on several ranks: every option, every mode, and every fault that is put in by hand."""
+"""ddpopt.verify on several ranks: every option, every mode, and faults that are put in by hand."""
 
 import contextlib
 import time
 from collections.abc import Iterator
-from itertools import groupby
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from ddpopt.judge.matrix import CASES
 from ddpopt.judge.modes import MODES, Mode, mode
 from ddpopt.judge.option_cases import CAPS
 from ddpopt.judge.options import OPTIONS, option
-from ddpopt.judge.runner import verify_here
 from ddpopt.judge.trainer import Option, Trainer
 from ddpopt.judge.trials import STEPS, Asked, Settings, run_trials
 from ddpopt.judge.verdict import Status, Trial
@@ -30,7 +28,7 @@ from tests.selftest.faults import FAULTS, PLACEBOS, Fault
 from tests.selftest.trials import judge_fault, try_fault, unbroken
 
 BOTH = ("ddpopt-split", "ddpopt-inline")
-PLAIN, TIED, NORMED = CASES[0], CASES[1], CASES[2]
+PLAIN, NORMED = CASES[0], CASES[2]
 SMALL_WIDTH = 32
 ON_GPUS = torch.cuda.is_available()
 NOT_ON_A_CPU = {
@@ -38,15 +36,15 @@ NOT_ON_A_CPU = {
     "mixed_precision": "cpu backend doesn't support events",
     "optimizer_in_backward": "Cannot access accelerator device when none is available",
 }
-# What takes a rank down, with or without a fault: tried in ranks of their own, in test_verify_launched.py.
-DEADLY_FAULTS = ("one rank's reducer has other buckets",)
-ALWAYS = (
-    "plan: plain, default",
-    "partition: writing, default",
-    "compiled code: weight_norm, default",
-    "communication: plain, default",
+DEADLY = "one rank's reducer has other buckets"
+"""A fault that takes a rank down: only the self-test, which starts others then, tries it."""
+PLACES = (
+    ("plan", "plain", "default"),
+    ("partition", "writing", "default"),
+    ("compiled code", "weight_norm", "default"),
+    ("communication", "plain", "default"),
 )
-"""The places of faults that are tried by day."""
+"""The layers, cases and options of some faults; ``python -m tests.selftest`` tries all of them at night."""
 
 
 # the plain case, with buckets below DDP's default limits: judging takes less time
@@ -91,11 +89,11 @@ def test_ddpopt_does_what_eager_ddp_does_under_every_option(under: Option, strat
 
 
 @pytest.mark.skipif(ON_GPUS, reason="with GPUs they are options like the others")
-@pytest.mark.parametrize("name", NOT_ON_A_CPU)
-def test_an_option_that_needs_a_gpu_is_not_possible_without_and_says_so(name: str) -> None:
-    (trial,) = judged(SMALL, name, BOTH[:1])
-    assert trial.status is Status.NOT_POSSIBLE
-    assert NOT_ON_A_CPU[name] in trial.reason
+def test_an_option_that_needs_a_gpu_is_not_possible_without_and_says_so() -> None:
+    for name, why in NOT_ON_A_CPU.items():
+        (trial,) = judged(SMALL, name, BOTH[:1])
+        assert trial.status is Status.NOT_POSSIBLE
+        assert why in trial.reason
 
 
 def each_mode() -> list[Any]:
@@ -132,73 +130,37 @@ def test_every_mode_is_right_about_a_plain_model_and_leaves_torch_as_it_was(mode
     assert state_of_torch() == before
 
 
-def each_place() -> list[Any]:
-    """The faults of one layer, case and option, which share a reference; at night all.
-
-    By day some of each layer; on three ranks and more, of every second layer.
-    """
-    tried = [fault for fault in FAULTS if fault.name not in DEADLY_FAULTS]
-
-    def place(fault: Fault) -> str:
-        return f"{fault.layer}: {fault.case}, {fault.option}"
-
-    places = {name: [*faults] for name, faults in groupby(sorted(tried, key=place), key=place)}
-    by_day = ALWAYS if number_of_ranks() <= 2 else ALWAYS[::2]
-    always = [pytest.param(places.pop(name), id=name) for name in by_day]
-    return [*always, *(pytest.param(f, id=name, marks=pytest.mark.nightly) for name, f in places.items())]
-
-
 @pytest.mark.world_size(2, timeout=300)
-@pytest.mark.parametrize("faults", each_place())
-def test_every_fault_is_put_in_and_found_by_all_that_have_to_find_it(faults: list[Fault]) -> None:
+@pytest.mark.parametrize("place", PLACES if number_of_ranks() <= 2 else PLACES[::2], ids=", ".join)
+def test_a_fault_is_put_in_and_found_by_all_that_have_to_find_it(place: tuple[str, ...]) -> None:
+    tried = [fault for fault in FAULTS if fault.name != DEADLY]
+    faults = [fault for fault in tried if (fault.layer, fault.case, fault.option) == place]
     with joined() as ranks:
         shown = [fault for fault in faults if fault.shows_on(ranks.size)]
         if not shown:
             pytest.skip("on so many ranks a single unit in the last place is rounding")
-        with unbroken(ranks, faults[0].case, faults[0].option) as reference:
+        with unbroken(ranks, *place[1:]) as reference:
             ended = {fault.name: judge_fault(reference, fault) for fault in shown}
     assert {name: found.complaint for name, (_, found) in ended.items() if found.complaint} == {}
     assert [name for name, (_, found) in ended.items() if not found.by] == []
     assert {trial.status for trial, _ in ended.values()} == {Status.WRONG}
 
 
-def each_placebo() -> list[Any]:
-    """All of them at night; the first one always."""
-    return [
-        pytest.param(fault, marks=pytest.mark.nightly if number else (), id=f"{fault.name}, {fault.backend}")
-        for number, fault in enumerate(PLACEBOS)
-    ]
+# a bias whose gradient is noise; and what differs between ranks in eager too
+@pytest.mark.parametrize("case", [NORMED, corpus.case("uneven_ranks")], ids=lambda case: case.name)
+def test_what_is_noise_or_differs_between_ranks_in_eager_too_raises_nothing(case: Case) -> None:
+    for trial in judged(case, "default", BOTH):
+        assert (trial.status, trial.findings) == (Status.OK, ())
+        assert "L1" in trial.levels
 
 
+@pytest.mark.nightly
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("placebo", each_placebo())
+@pytest.mark.parametrize("placebo", PLACEBOS, ids=lambda placebo: f"{placebo.name}, {placebo.backend}")
 def test_putting_in_nothing_raises_nothing(placebo: Fault) -> None:
     with joined() as ranks:
         trial, _ = try_fault(ranks, placebo)
     assert (trial.status, trial.findings) == (Status.OK, ())
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
-def test_a_bias_in_front_of_batchnorm_raises_nothing(backend: str) -> None:
-    verdict = verify_here(NORMED, backend=backend)
-    assert verdict.findings == ()
-    assert verdict
-
-
-@pytest.mark.parametrize(
-    ("case", "option"),
-    [
-        # their gradients are compared with eager's by day too, in test_compile.py
-        pytest.param("buffers", "two_forwards", marks=pytest.mark.nightly),
-        ("uneven_ranks", "default"),
-        pytest.param("ignored", "default", marks=pytest.mark.nightly),
-    ],
-    ids=["buffers of the first rank", "sizes that differ", "parameters that DDP ignores"],
-)
-def test_what_differs_between_ranks_in_eager_too_raises_nothing(case: str, option: str) -> None:
-    (trial,) = judged(corpus.case(case), option, ("ddpopt-inline",))
-    assert (trial.status, trial.findings) == (Status.OK, ())
-    assert "L1" in trial.levels
 
 
 def test_a_mode_that_silently_compiles_nothing_is_wrong() -> None:

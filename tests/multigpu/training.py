@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -46,10 +45,6 @@ def shared_backward_step(ddp: DistributedDataParallel, step: int, ranks: Ranks) 
         return first + loss(ddp(batch(ranks, step, part=1)))
 
 
-def unused_everywhere_step(ddp: DistributedDataParallel, step: int, ranks: Ranks) -> Tensor:
-    return loss(ddp(batch(ranks, step), use_optional=False))
-
-
 def unused_somewhere_step(ddp: DistributedDataParallel, step: int, ranks: Ranks) -> Tensor:
     return loss(ddp(batch(ranks, step), use_optional=(step + ranks.rank) % 3 == 0))
 
@@ -70,22 +65,18 @@ class Setting:
 
     step: Step = plain_step
     arguments: dict[str, Any] = field(default_factory=dict)
-    mixed: bool = False
     keeps_gradients: bool = False
 
 
 UNUSED = {"find_unused_parameters": True}
 SETTINGS = {
     "default": Setting(),
-    "mixed dtypes": Setting(mixed=True),
     "static graph": Setting(arguments={"static_graph": True}),
-    "static graph, unused": Setting(unused_everywhere_step, {"static_graph": True}),
     "static graph, unused on others": Setting(
         unused_on_others_step, {"static_graph": True, "gradient_as_bucket_view": True}
     ),
     "static graph, one backward": Setting(shared_backward_step, {"static_graph": True}),
     "unused somewhere": Setting(unused_somewhere_step, UNUSED),
-    "unused everywhere": Setting(unused_everywhere_step, UNUSED),
     "used while accumulating": Setting(used_while_accumulating_step, UNUSED),
     "bucket view": Setting(arguments={"gradient_as_bucket_view": True}, keeps_gradients=True),
     "accumulation": Setting(accumulating_step),
@@ -94,7 +85,7 @@ SETTINGS = {
 
 
 def build(setting: Setting, ranks: Ranks) -> DistributedDataParallel:
-    model = Tower(mixed=setting.mixed).to(ranks.device)
+    model = Tower().to(ranks.device)
     return DistributedDataParallel(model, **setting.arguments)
 
 
@@ -114,12 +105,6 @@ def train(
                     parameter -= 0.1 * parameter.grad
         ddp.zero_grad(set_to_none=not setting.keeps_gradients)
     return gradients
-
-
-def use_built_in(ddp: Any, kind: str) -> None:
-    """Register one of DDP's built-in communication hooks."""
-    c10d: Any = dist
-    ddp._register_builtin_comm_hook(c10d.BuiltinCommHookType.__members__[kind])
 
 
 def alike(ranks: Ranks, left: list[Gradients], right: list[Gradients], rounding: float = 1e-5) -> bool:

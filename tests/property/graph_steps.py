@@ -1,5 +1,7 @@
 """The steps that drawn forward graphs are made of: each adds a few nodes and returns the value they make.
 
+They differ in what a cut or a plan has to mind; what more there is to compute, drawn models have.
+
 Invariant: a step leaves a graph that runs forward and backward. To that end a step mutates only what no other
 node has read yet (or what autograd does not save), and hands it on only after the mutation: a value that may
 be read is never mutated any more.
@@ -14,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from hypothesis import event
 from hypothesis import strategies as st
 from torch import fx
 from torch._functorch.autograd_function import autograd_function_apply
@@ -49,9 +50,7 @@ class Sketch:
         """A (width, width) parameter: new and trainable as a rule, else tied or frozen."""
         kind = self.draw(st.sampled_from(("new", "new", "tied", "frozen")))
         if kind == "tied" and self.weights:
-            event("step: tied weight")
             return self.draw(st.sampled_from(self.weights))
-        event(f"step: {kind} weight")
         width = self.builder.width
         node = self.builder.parameter(self.layer(), "weight", width, width, trainable=kind != "frozen")
         self.weights.append(node)
@@ -75,19 +74,6 @@ _ACTIVATIONS: tuple[Callable[..., Any], ...] = (F.relu, F.gelu, torch.tanh)
 
 def _linear(sketch: Sketch) -> fx.Node:
     return sketch.builder.call(torch._C._nn.linear, sketch.value(), sketch.weight(), sketch.vector())
-
-
-def _linear_by_keywords(sketch: Sketch) -> fx.Node:
-    return sketch.builder.call(torch._C._nn.linear, input=sketch.value(), weight=sketch.weight(), bias=None)
-
-
-def _matmul(sketch: Sketch) -> fx.Node:
-    transposed = sketch.builder.method("t", sketch.weight())
-    return sketch.builder.call(operator.matmul, sketch.value(), transposed)
-
-
-def _parameter_as_receiver(sketch: Sketch) -> fx.Node:
-    return sketch.builder.method("mul", sketch.vector("scale"), sketch.value())
 
 
 def _parameters_in_a_list(sketch: Sketch) -> fx.Node:
@@ -183,10 +169,7 @@ def _constant(sketch: Sketch) -> fx.Node:
 def _no_grad_span(sketch: Sketch) -> fx.Node | None:
     with without_grad(sketch.builder):
         inside = sketch.draw(st.sampled_from(_PURE_STEPS))(sketch) if sketch.draw(st.booleans()) else None
-    dead = sketch.draw(st.booleans())
-    if dead and inside is not None:
-        event("step: dead span without grad")
-    return None if dead else inside
+    return None if sketch.draw(st.booleans()) else inside
 
 
 def _autocast_span(sketch: Sketch) -> fx.Node:
@@ -196,79 +179,18 @@ def _autocast_span(sketch: Sketch) -> fx.Node:
     return sketch.builder.method("float", inside)
 
 
-def _image(sketch: Sketch, *shape: int) -> fx.Node:
-    return sketch.builder.method("view", sketch.value(), sketch.builder.rows, *shape)
-
-
-def _rows(sketch: Sketch, value: fx.Node) -> fx.Node:
-    return sketch.builder.method("reshape", value, (sketch.builder.rows, sketch.builder.width))
-
-
-def _conv(sketch: Sketch) -> fx.Node:
-    image = _image(sketch, 1, 2, 2)
-    if sketch.draw(st.booleans()):
-        image = sketch.builder.method("contiguous", image, memory_format=torch.channels_last)
-    weight = sketch.builder.parameter(sketch.layer(), "weight", 1, 1, 3, 3)
-    return _rows(sketch, sketch.builder.call(torch.conv2d, image, weight, None, (1, 1), (1, 1)))
-
-
-def _strided_conv(sketch: Sketch) -> fx.Node:
-    weight = sketch.builder.parameter(sketch.layer(), "weight", sketch.builder.width, 1, 2, 2)
-    return _rows(sketch, sketch.builder.call(torch.conv2d, _image(sketch, 1, 2, 2), weight, None, (2, 2)))
-
-
-def _layer_norm(sketch: Sketch) -> fx.Node:
-    scale, shape = sketch.vector("weight"), (sketch.builder.width,)
-    return sketch.builder.call(F.layer_norm, sketch.value(), shape, scale, sketch.vector(), 0.1)
-
-
 def _batch_norm(sketch: Sketch) -> fx.Node:
     layer = sketch.layer()
     mean, var = (sketch.builder.buffer(layer, role, 1) for role in ("running_mean", "running_var"))
     scale, shift = (sketch.builder.parameter(layer, role, 1) for role in ("weight", "bias"))
-    given = _image(sketch, 1, 2, 2), mean, var, scale, shift
+    rows, width = sketch.builder.rows, sketch.builder.width
+    images = sketch.builder.method("view", sketch.value(), rows, 1, 1, width)
     normed = sketch.builder.call_like(
         lambda images, _mean, _var, scale, shift, *_: images * scale + shift,
         F.batch_norm,
-        *(*given, True, 0.1, 0.1),
+        *(images, mean, var, scale, shift, True, 0.1, 0.1),
     )
-    return _rows(sketch, normed)
-
-
-def _embedding(sketch: Sketch) -> fx.Node:
-    table = sketch.builder.parameter(sketch.layer(), "weight", 3, sketch.builder.width)
-    ids = sketch.builder.input(f"ids_{len(sketch.values)}", sketch.builder.batch, dtype=torch.int64)
-    return sketch.builder.call(F.embedding, ids, table)
-
-
-def _attention(sketch: Sketch) -> fx.Node:
-    tokens = sketch.builder.method("unsqueeze", _linear(sketch), 0)
-    causal = sketch.draw(st.booleans())
-    # a sum has the same form, and is traced in a tenth of the time
-    mixed = sketch.builder.call_like(
-        lambda query, key, _: query + key,
-        F.scaled_dot_product_attention,
-        *(tokens, tokens, tokens),
-        is_causal=causal,
-    )
-    return sketch.builder.method("squeeze", mixed, 0)
-
-
-def _complex(sketch: Sketch) -> fx.Node:
-    pairs = sketch.builder.method("clone", _image(sketch, 2, 2), memory_format=torch.contiguous_format)
-    turn = sketch.builder.parameter(sketch.layer(), "turn", 2, dtype=torch.complex64)
-    turned = sketch.builder.call(operator.mul, sketch.builder.call(torch.view_as_complex, pairs), turn)
-    return _rows(sketch, sketch.builder.call(torch.view_as_real, turned))
-
-
-def _scalar_parameter(sketch: Sketch) -> fx.Node:
-    scale = sketch.builder.parameter(sketch.layer(), "scale")
-    return sketch.builder.call(operator.mul, sketch.value(), scale)
-
-
-def _empty_parameter(sketch: Sketch) -> fx.Node:
-    empty = sketch.builder.parameter(sketch.layer(), "empty", 0)
-    return sketch.builder.call(operator.add, sketch.value(), sketch.builder.method("sum", empty))
+    return sketch.builder.method("reshape", normed, (rows, width))
 
 
 def _low_precision(sketch: Sketch) -> fx.Node:
@@ -366,9 +288,6 @@ def custom_function(sketch: Sketch) -> fx.Node:
 Step = Callable[[Sketch], fx.Node | None]
 _PURE_STEPS: tuple[Step, ...] = (
     _linear,
-    _linear_by_keywords,
-    _matmul,
-    _parameter_as_receiver,
     _parameters_in_a_list,
     _add,
     _activation,
@@ -376,16 +295,8 @@ _PURE_STEPS: tuple[Step, ...] = (
     _views,
     _detached_parameter,
     _constant,
-    _conv,
-    _strided_conv,
-    _layer_norm,
-    _embedding,
-    _attention,
     checkpoint,
     cond,
-    _complex,
-    _scalar_parameter,
-    _empty_parameter,
     _low_precision,
 )
 STEPS: tuple[Step, ...] = (

@@ -7,12 +7,10 @@ tensors.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from hypothesis import event
 from hypothesis import strategies as st
 from torch import fx
 
@@ -28,10 +26,6 @@ _GRADIENTS = st.sampled_from([(n, g, face == 15) for face in range(16) for g in 
 _DTYPES = ("float32", "bfloat16", "float16", "float64", "complex64", "complex128", "float8_e5m2")
 _DEVICES = ("cpu", "cuda:0", "cuda:1")
 _GROUPS = tuple((dtype, device) for device in _DEVICES for dtype in _DTYPES)
-SYMBOLIC = "symbolic batch"
-"""The feature of a graph whose number of rows is a symbol."""
-CHOICES = ("tied weight", "frozen weight", "dead span without grad")
-"""What steps may choose."""
 _CAPS_MB = (25, 1, 0.25, 0.3, 0.5, 0.75, 1.5, 2.5, 2**-18, 1e-7)
 
 
@@ -78,8 +72,7 @@ def graphs(draw: st.DrawFn) -> SmallGraph:
     """Draw a small forward graph as Dynamo would leave it: parameters are placeholders, values are fake.
 
     Its steps are `STEPS`, twelve at most, of one to six nodes each; among its outputs are views of others and
-    of the input, and sizes. The number of rows may be a symbol. Each step and output is reported as a
-    Hypothesis event. At least one output requires a gradient.
+    of the input, and sizes. The number of rows may be a symbol. At least one output requires a gradient.
 
     A dropout may be dead: run eagerly it moves the generator, compiled it is gone, so compare random values
     only between two eager or two compiled runs.
@@ -88,7 +81,6 @@ def graphs(draw: st.DrawFn) -> SmallGraph:
     weight = sketch.builder.parameter(sketch.layer(), "weight", 4, 4)
     sketch.values.append(sketch.builder.call(torch._C._nn.linear, sketch.builder.x, weight))
     for step in draw(st.lists(st.sampled_from(STEPS), max_size=12)):
-        event(f"step: {_named(step)}")
         made = step(sketch)
         if made is not None:
             sketch.values.append(made)
@@ -97,7 +89,6 @@ def graphs(draw: st.DrawFn) -> SmallGraph:
     # The first linear's result is always differentiable; what else is returned may not be.
     outputs: list[fx.Node] = []
     for output in draw(st.lists(st.sampled_from(OUTPUTS), max_size=3)):
-        event(f"output: {_named(output)}")
         outputs += output(sketch)
     sketch.builder.evaluate()
     return sketch.builder.finish(*outputs, _last_differentiable(sketch.values))
@@ -108,17 +99,7 @@ def _builders(draw: st.DrawFn) -> GraphBuilder:
     """Rows that are a number, or (some) a symbol."""
     if not draw(st.sampled_from((*[False] * 15, True))):
         return GraphBuilder(batch=draw(st.integers(1, 3)), width=4)
-    event(f"input: {SYMBOLIC}")
     return GraphBuilder(batch=draw(st.integers(2, 3)), width=4, symbolic=True)
-
-
-def graph_features() -> frozenset[str]:
-    """Every step, choice and output that a drawn graph can have, and what its input may be."""
-    return frozenset((SYMBOLIC, *CHOICES, *map(_named, (*STEPS, *OUTPUTS))))
-
-
-def _named(step: Callable[..., Any]) -> str:
-    return step.__name__.strip("_").replace("_", " ")
 
 
 def _sum_of_unread(sketch: Sketch) -> fx.Node:

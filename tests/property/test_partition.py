@@ -43,12 +43,6 @@ def test_a_graph_cut_wherever_it_can_be_is_the_same_program(graph: SmallGraph) -
     assert_recomposes(graph, cut_wherever_it_can_be(graph))
 
 
-@share(1.5)
-@given(graphs(), st.data())
-def test_a_graph_cut_at_any_places_is_the_same_program(graph: SmallGraph, data: st.DataObject) -> None:
-    assert_recomposes(graph, drawn_cuts(graph, data))
-
-
 def drawn_cuts(graph: SmallGraph, data: st.DataObject) -> Plan:
     places = possible_cuts(graph)
     chosen = data.draw(st.lists(st.sampled_from(places), unique=True) if places else st.just([]))

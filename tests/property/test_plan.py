@@ -2,15 +2,12 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from random import Random
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import ddpopt
 from ddpopt.graph.effects import mutated_inputs
 from ddpopt.planning.bucket_rule import ParamSpec, rebuilt_buckets
 from ddpopt.planning.facts import GraphFacts, ParamUse
@@ -18,12 +15,9 @@ from ddpopt.planning.join import GraphPlan, join_plans
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.planner import plan_for_buckets, plan_graph, plan_whole
-from ddpopt.testing.drawn import DrawnModel
-from ddpopt.testing.strategies import models
 from tests.graph_builder import SmallGraph, real_inputs
 from tests.profiles import share
 from tests.property.drawn_graphs import facts_of, small_configs
-from tests.property.stepping import where_torch_compiles
 from tests.property.strategies import bucket_configs, graphs, parameter_lists
 
 
@@ -76,50 +70,6 @@ def assert_in_order_of_backward(plan: Plan) -> None:
     segments = [bucket.segment for bucket in plan.buckets]
     assert segments == sorted(segments, reverse=True)
     assert [bucket.index for bucket in plan.buckets] == list(range(len(plan.buckets)))
-
-
-@pytest.mark.usefixtures("alone")
-@share(0.03)
-@given(models(without={"cond"}))  # the test of the reducer's buckets traces those again that were found
-def test_a_model_that_is_traced_again_has_the_same_plan(drawn: DrawnModel) -> None:
-    plans = []
-    with where_torch_compiles(drawn):
-        for _ in range(2):
-            torch._dynamo.reset()
-            args, kwargs = drawn.program.inputs()
-            given_ddp = drawn.program.module.DDP_KWARGS
-            plans.append(ddpopt.plan(drawn.program.model(), *args, **kwargs, **given_ddp))
-    assert plans[1:] == plans[:-1]
-    assert len({plan.fingerprint for plan in plans}) <= 1
-
-
-@share(1.5)
-@given(graphs(), small_configs())
-def test_buckets_depend_on_nothing_but_the_order_in_which_gradients_get_ready_and_where_cuts_may_lie(
-    graph: SmallGraph, config: BucketConfig
-) -> None:
-    facts = facts_of(graph)
-    plan, bare = plan_graph(facts, config), plan_graph(bared(facts), config)
-    expected = [[f"other.{name}" for name in bucket.params] for bucket in plan.buckets]
-    assert [list(bucket.params) for bucket in bare.buckets] == expected
-    assert [bucket.nbytes for bucket in bare.buckets] == [bucket.nbytes for bucket in plan.buckets]
-
-
-def bared(facts: GraphFacts) -> GraphFacts:
-    """The same parameters under other names, in a graph of the nodes alone that complete a gradient."""
-    read = sorted({use.completes_at for use in facts.params})
-    between = [range(former + 1, place + 1) for former, place in itertools.pairwise([-1, *read])]
-    uses = tuple(
-        replace(
-            use,
-            spec=replace(use.spec, name=f"other.{use.spec.name}"),
-            readers=(read.index(use.completes_at),),
-        )
-        for use in facts.params
-    )
-    blocked = [all(facts.blocked[place] is not None for place in places) for places in between]
-    nodes = tuple(f"node_{number}" for number in range(len(read)))
-    return GraphFacts(nodes, uses, tuple("no cut" if each else None for each in blocked))
 
 
 @share(1.5)

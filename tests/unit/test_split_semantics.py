@@ -16,7 +16,7 @@ import ddpopt
 from ddpopt.ranks.group import one_rank
 from ddpopt.testing.drawn import BLOCKS, DrawnModel, step
 from tests.property import stepping
-from tests.unit.snippets import SNIPPETS, Reversed
+from tests.unit.snippets import Reversed
 
 WIDTH = 8
 CAP = WIDTH * WIDTH * 4 / 2**20
@@ -255,43 +255,21 @@ BODIES = (
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_what_is_done_in_place_is_seen_where_eager_sees_it(body: Any) -> None:
-    def inputs() -> tuple[Tensor, ...]:
-        return torch.randn(WIDTH, WIDTH), torch.randn(WIDTH, WIDTH)
-
-    expect_as_eager(Between(body), inputs)
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize(
-    "name", ["nested_autocast", "views_without_grad", "data_dependent_size", "dynamic_float", "blocks_2"]
-)
-def test_what_crosses_a_cut_or_spans_it_is_eagers(name: str) -> None:
-    snippet = SNIPPETS[name]
-    expect_as_eager(snippet.model(), snippet.inputs, dynamic=snippet.dynamic)
-
-
-def expect_as_eager(
-    model: nn.Module, inputs: Callable[[], tuple[Any, ...]], dynamic: bool | None = None
-) -> None:
-    """Two steps of training must leave the same behind, bit by bit, compiled by strategy split."""
     torch._dynamo.reset()
-    compiled = partial(ddpopt.compile, backend="aot_eager", strategy="split", dynamic=dynamic)
-    expected = trained(copy.deepcopy(model), lambda ddp: ddp, inputs)
-    capture = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
-    with torch._dynamo.config.patch(capture):
-        found = trained(model, compiled, inputs)
+    model = Between(body)
+    expected = trained(copy.deepcopy(model), lambda ddp: ddp)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        found = trained(model, partial(ddpopt.compile, backend="aot_eager", strategy="split"))
     assert [n for n, (a, b) in enumerate(zip(expected, found, strict=True)) if not torch.equal(a, b)] == []
 
 
-def trained(
-    model: nn.Module, wrap: Callable[[DistributedDataParallel], Any], draw: Callable[[], tuple[Any, ...]]
-) -> list[Tensor]:
+def trained(model: nn.Module, wrap: Callable[[DistributedDataParallel], Any]) -> list[Tensor]:
     """Outputs, inputs, gradients and buffers of two steps."""
     step = wrap(DistributedDataParallel(model, bucket_cap_mb=CAP, find_unused_parameters=True))
     left: list[Tensor] = []
     for seed in range(2):
         torch.manual_seed(seed)
-        inputs = draw()
+        inputs = torch.randn(WIDTH, WIDTH), torch.randn(WIDTH, WIDTH)
         outputs = [leaf for leaf in pytree.tree_leaves(step(*inputs)) if isinstance(leaf, Tensor)]
         losses = [leaf.square().mean() for leaf in outputs if leaf.requires_grad]
         torch.autograd.backward(torch.stack(losses).sum())

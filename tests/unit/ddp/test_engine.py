@@ -67,12 +67,10 @@ def test_outside_of_a_backward_nothing_runs() -> None:
 
 
 ROOTS: dict[str, tuple[Callable[[Watch], list[Any]], list[list[int]]]] = {
-    "read once": (lambda watch: [watch.product()], [[1, 1]]),
     "read also behind other operations": (
         lambda watch: [watch.product() + watch.product() + watch.left.exp().sin().sum()],
         [[3, 2]] * 2,
     ),
-    "read in the loss": (lambda watch: [watch.product() * watch.right.square().sum()], [[1, 2]]),
     "read for several roots": (
         lambda watch: [(total := watch.product()).sin(), total.cos(), watch.left.sum()],
         [[2, 1]],

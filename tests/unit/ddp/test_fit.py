@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import expecttest
 import pytest
@@ -12,9 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.ddp.fit import ddp_module, require_between_iterations, require_fit
 from ddpopt.errors import DdpoptError, PlanMismatchError, UsageError
-from ddpopt.planning.bucket_rule import specs_from_ddp
 from ddpopt.planning.plan import Bucket, Plan
-from tests.multigpu.models import arbitrary_plan, plan_of
+from tests.multigpu.models import arbitrary_plan
 
 pytestmark = pytest.mark.usefixtures("one_rank_group")
 
@@ -66,12 +65,15 @@ def test_everything_that_is_wrong_with_the_names_is_said_at_once() -> None:
     plan = planned(
         ["first.weight"], ["nowhere", "last.bias"], [], ["tied.weight"], ["frozen.weight"], ["first.weight"]
     )
+    model, wrapper = Model(), cast(Any, DistributedDataParallel)
+    wrapper._set_params_and_buffers_to_ignore_for_model(model, ["last.bias"])
     expecttest.assert_expected_inline(
-        misfit(Model(), plan),
+        misfit(model, plan),
         """\
-the plan does not fit the DDP module, 8 problem(s):
+the plan does not fit the DDP module, 9 problem(s):
   - 'first.weight' appears 2 times, in buckets 0, 5
   - bucket 1: 'nowhere' is no parameter of the module
+  - bucket 1: 'last.bias' is ignored by DDP (parameters_to_ignore)
   - bucket 3: 'tied.weight' is another name of 'first.weight'; use that one
   - bucket 4: 'frozen.weight' is frozen, so DDP does not reduce it
   - 'table.weight' is missing from every bucket
@@ -91,22 +93,6 @@ the plan does not fit the DDP module, 3 problem(s):
   - bucket 0 mixes float32 on cpu ('first.weight') with float64 on cpu ('wide.weight')
   - bucket 0 holds 'table.weight' and others, but its gradient is sparse
   - bucket 1 is planned as 16 bytes of float32, but its parameters are 24 bytes of float32
-Nothing was changed. Make the plan from this module: ddpopt.plan(ddp_module, *inputs)""",
-    )
-
-
-def test_an_ignored_parameter_belongs_to_no_bucket() -> None:
-    model = Model()
-    wrapper: Any = DistributedDataParallel
-    wrapper._set_params_and_buffers_to_ignore_for_model(model, ["last.bias"])
-    specs = {spec.name: spec for spec in specs_from_ddp(DistributedDataParallel(model))}
-    plan = plan_of([[spec] for spec in specs.values()])
-    with_ignored = Plan((*plan.buckets, Bucket(5, ("last.bias",), 8, "float32", "cpu", 0, "test")), (), ())
-    expecttest.assert_expected_inline(
-        misfit(model, with_ignored),
-        """\
-the plan does not fit the DDP module, 1 problem(s):
-  - bucket 4: 'last.bias' is ignored by DDP (parameters_to_ignore)
 Nothing was changed. Make the plan from this module: ddpopt.plan(ddp_module, *inputs)""",
     )
 

@@ -1,13 +1,8 @@
 """ddpopt.ddp.plan_exchange: what differs between the ranks' plans, in words."""
 
-from datetime import timedelta
-from typing import Any
-
 import expecttest
-import pytest
-import torch.distributed as dist
 
-from ddpopt.ddp.plan_exchange import exchange_plans, plan_difference, same_buckets
+from ddpopt.ddp.plan_exchange import plan_difference, same_buckets
 from ddpopt.planning.plan import Bucket, Plan
 
 
@@ -56,11 +51,3 @@ def test_plans_are_the_same_where_only_the_device_differs() -> None:
     assert not same_buckets([plan("a", "b"), plan("b", "a")])
     assert not same_buckets([plan("ab"), None])
     assert same_buckets([None, None])
-
-
-@pytest.mark.usefixtures("one_rank_group")
-def test_one_rank_gets_its_own_plan_back() -> None:
-    group: Any = dist.group.WORLD
-    own = plan("ab")
-    assert exchange_plans(group, "test", lambda: own, timedelta(seconds=1))[0] is own
-    assert exchange_plans(group, "test", lambda: None, timedelta(seconds=1)) == (None,)

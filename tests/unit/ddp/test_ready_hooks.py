@@ -88,12 +88,6 @@ def test_another_reducer_is_taken_over_anew(ddp: Any) -> None:
         assert same([step(ddp)], [expected])
 
 
-def test_without_a_reducer_there_is_nothing_to_take_over(ddp: Any) -> None:
-    hooks = ready_hooks(ddp)
-    del ddp.reducer
-    assert not hooks.take_over()
-
-
 def test_a_second_contribution_in_the_same_backward_is_an_error(ddp: Any) -> None:
     hooks = ready_hooks(ddp)
 

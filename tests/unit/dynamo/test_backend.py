@@ -17,7 +17,6 @@ import torch._inductor.compile_fx as compile_fx
 from torch import Tensor, fx, nn
 from torch._dynamo.backends import distributed
 from torch._dynamo.backends.distributed import DDPOptimizer
-from torch.distributed._composable.replicate import replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -212,14 +211,6 @@ def test_a_forward_without_gradient_may_turn_it_on(strategy: Strategy) -> None:
         assert torch.equal(compiled(rows()), ddp_of(TurnsGradOn)(rows()))
 
 
-def test_replicate_is_cut_like_ddp() -> None:
-    model, eager, recorder = seeded(Net), seeded(Net), Recorder()
-    replicate(model, bucket_cap_mb=ONE_LAYER_MB)
-    call = torch.compile(model, backend=DdpoptBackend(recorder, strategy="split"))
-    assert_trains_as_eager(call, model, eager)
-    assert recorder.calls == 2
-
-
 def test_options_of_the_backend_reach_it_once_for_each_distinct_segment() -> None:
     seen: list[Any] = []
 
@@ -313,7 +304,6 @@ INNER: dict[str, Callable[[], nn.Module]] = {
     "compiled already": lambda: cast(nn.Module, torch.compile(seeded(Net), backend="aot_eager")),
     "scripted": lambda: torch.jit.trace(seeded(Net), rows()),  # type: ignore[no-untyped-call]  # of torch
     "a DDP module": lambda: ddp_of(),
-    "a DDP module of a sequential": lambda: ddp_of(sequential),
     "a module with one inside": lambda: nn.Sequential(ddp_of(), nn.Linear(WIDTH, WIDTH)),
 }
 

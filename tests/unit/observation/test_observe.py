@@ -1,7 +1,6 @@
 """ddpopt.observe: what is seen, and that seeing changes nothing."""
 
 from collections.abc import Sequence
-from itertools import permutations
 from typing import Any
 
 import expecttest
@@ -195,16 +194,17 @@ def spectrum(order: Sequence[str], dtype: torch.dtype = torch.complex64) -> Any:
 
 
 @pytest.mark.parametrize(("dtype", "sent_as"), [(torch.complex64, "float32"), (torch.complex128, "float64")])
-@pytest.mark.parametrize("order", list(permutations(("pairs", "floats", "doubles"))), ids=" ".join)
+@pytest.mark.parametrize("order", ["pairs floats doubles", "doubles floats pairs"])
 def test_a_complex_bucket_is_seen_where_it_stands_though_it_is_sent_as_pairs_of_real_numbers(
-    order: Sequence[str], dtype: torch.dtype, sent_as: str
+    order: str, dtype: torch.dtype, sent_as: str
 ) -> None:
-    ddp = spectrum(order, dtype)
+    names = order.split()
+    ddp = spectrum(names, dtype)
     with observe(ddp) as seen:
         step(ddp)
     sent = {"pairs": sent_as, "floats": "float32", "doubles": "float64"}
     assert [(c.op, c.nbytes, c.dtype, c.bucket) for c in seen.collectives] == [
-        ("allreduce", 6 * dtype.itemsize, sent[name], index) for index, name in enumerate(order)
+        ("allreduce", 6 * dtype.itemsize, sent[name], index) for index, name in enumerate(names)
     ]
     assert seen.iterations[0].unmatched == ()
 

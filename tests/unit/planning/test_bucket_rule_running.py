@@ -103,14 +103,10 @@ def assert_buckets_as_predicted(ddp: Any) -> BucketConfig:
 
 # What models hold is drawn in tests/property/test_reducer.py; here is what DDP may be told of them.
 ROWS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
-    "default cap": (linears, {}),
-    "cap below every parameter": (linears, {"bucket_cap_mb": 1e-6}),
     "cap list beside a cap": (linears, {"bucket_cap_mb": 9, "bucket_cap_mb_list": [1, 3, 0.5]}),
     "cap list and unused": (linears, {"bucket_cap_mb_list": [0.5, 0.25], "find_unused_parameters": True}),
     "cap list and static graph": (linears, {"bucket_cap_mb_list": [0.5, 0.25], "static_graph": True}),
-    "default cap and unused": (RootParameters, {"find_unused_parameters": True}),
     "explicit cap and unused": (RootParameters, {"bucket_cap_mb": 0.3, "find_unused_parameters": True}),
-    "static graph with unused": (RootParameters, {"bucket_cap_mb": 0.1, "static_graph": True}),
     "static graph in unused parameter mode": (
         RootParameters,
         {"bucket_cap_mb": 0.1, "static_graph": True, "find_unused_parameters": True},

@@ -133,12 +133,6 @@ def test_nested_spans_of_one_state_are_kept_together_as_one(
 # -------------------------------------------------------------------------------- programs that write
 
 
-def under_one_name(x: Tensor, _: Tensor, __: Tensor) -> Tensor:
-    value = x + 1.0
-    value.mul_(2.0)
-    return value.relu()
-
-
 def by_a_view(x: Tensor, _: Tensor, __: Tensor) -> Tensor:
     value = x + 1.0
     row = value.view(-1)
@@ -222,7 +216,6 @@ def parameter_written(x: Tensor, _: Tensor, weight: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("program", "kept"),
     [
-        (under_one_name, {}),
         (by_a_view, {}),
         (in_a_buffer, {}),
         (two_names, dict.fromkeys(("between", "mul_"), TWICE)),

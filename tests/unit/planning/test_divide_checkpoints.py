@@ -111,7 +111,7 @@ class Regions(nn.Module):
         return x
 
 
-@pytest.mark.parametrize(("count", "layers"), [(3, 1.5), (3, 4.3), (6, 2.5), (6, 6.9), (9, 3.1), (9, 6.3)])
+@pytest.mark.parametrize(("count", "layers"), [(3, 1.5), (6, 6.9), (9, 3.1)])
 def test_no_bucket_waits_for_more_than_the_layer_that_fills_it(count: int, layers: float) -> None:
     layer = 4 * 8 * 9
     plan = capture(

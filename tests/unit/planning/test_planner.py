@@ -9,7 +9,7 @@ from ddpopt.planning.bucket_rule import ParamSpec, rebuilt_buckets
 from ddpopt.planning.facts import GraphFacts, ParamUse
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Plan
-from ddpopt.planning.planner import plan_for_buckets, plan_graph
+from ddpopt.planning.planner import plan_graph
 
 CAP_100 = BucketConfig(cap_bytes=100, first_bucket_bytes=100)
 
@@ -129,19 +129,6 @@ cut before n2: bucket 0 is complete: no gradient is left to add""",
 
 
 # ------------------------------------------------------------------------------- buckets that are given
-
-
-@pytest.mark.parametrize(
-    ("given", "segments", "before"),
-    [
-        pytest.param("p3, p2 p1, p0", [2, 1, 0], ["n1", "n3"], id="are kept and cut where they complete"),
-        pytest.param("p2, p3, p1 p0", [1, 1, 0], ["n2"], id="wait for those before them"),
-    ],
-)
-def test_given_buckets(given: str, segments: list[int], before: list[str]) -> None:
-    plan = plan_for_buckets(chain(10, 10, 10, 10), [bucket.split() for bucket in given.split(", ")])
-    assert (", ".join(buckets(plan)), plan.policy) == (given, "ddp")
-    assert ([bucket.segment for bucket in plan.buckets], cuts(plan)) == (segments, before)
 
 
 # ------------------------------------------------------------------------------------- DDP's own buckets

@@ -15,7 +15,7 @@ import ddpopt
 from ddpopt.ddp.impose import impose
 from ddpopt.errors import UnsupportedError
 from ddpopt.planning.bucket_rule import specs_from_ddp
-from ddpopt.planning.reduced import as_built, held_parameters, numbered_parameters
+from ddpopt.planning.reduced import as_built, held_parameters
 from ddpopt.planning.strategy import Strategy
 from tests.multigpu.models import same
 from tests.multigpu.turns import in_turn
@@ -73,40 +73,6 @@ def test_what_was_frozen_or_thawed_after_ddp_was_built_does_not_count() -> None:
         freeze(net)
         raise ZeroDivisionError
     assert [parameter.requires_grad for parameter in net.parameters()] == flags
-
-
-def test_a_frozen_parameter_can_be_imposed_on_and_is_reduced_once_it_is_thawed() -> None:
-    ddp, eager = ddp_of(), ddp_of()
-    plan = ddpopt.plan(ddp, torch.ones(2, WIDTH))
-    freeze(ddp.module)
-    impose(ddp, plan)
-    freeze(ddp.module, frozen=False)
-    for module in (ddp, eager):
-        module.register_comm_hook(7, marked)
-        module(torch.ones(2, WIDTH)).sum().backward()
-    assert all(torch.equal(p.grad, q.grad) for p, q in zip(ddp.parameters(), eager.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("steps", [0, 1, 2, 3])
-@pytest.mark.parametrize("arguments", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
-def test_parameters_have_the_numbers_of_when_ddp_was_built_or_it_is_said_that_nobody_knows(
-    arguments: dict[str, Any], steps: int
-) -> None:
-    ddp = ddp_of(**arguments)
-    built = [*map(id, ddp.module.parameters())]
-    for _ in range(steps):
-        torch.autograd.backward(ddp(torch.ones(2, WIDTH)).sum())
-    for swapped in (False, True):
-        if swapped:
-            ddp.module.layers[0], ddp.module.layers[2] = ddp.module.layers[2], ddp.module.layers[0]
-        try:
-            found = [*map(id, numbered_parameters(ddp))]
-        except UnsupportedError:
-            told = ddp._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices")
-            assert not told
-            assert ddp._has_rebuilt_buckets or swapped
-        else:
-            assert found == built
 
 
 @pytest.mark.parametrize("imposed", [False, True])

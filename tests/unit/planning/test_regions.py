@@ -90,6 +90,3 @@ def test_a_later_graph_that_reads_less_is_cut_for_what_it_reads() -> None:
         "2",
         "1",
     ]
-
-
-# ------------------------------------------------------------------------------------------ small parts

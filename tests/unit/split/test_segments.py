@@ -45,15 +45,6 @@ def test_each_distinct_segment_is_compiled_once_and_shared_by_its_twins() -> Non
     assert (result.segments, result.distinct, recorder.calls) == (5, 4, 4)
 
 
-def test_a_segment_that_cannot_be_compared_is_compiled_for_itself() -> None:
-    graph = layers(4, 4, 4)
-    for node in graph.gm.graph.find_nodes(op="placeholder"):
-        node.meta["example_value"] = object()
-    recorder = Recorder()
-    strangers: Any = tuple(object() for _ in graph.example_values)
-    assert compiled(graph._replace(example_values=strangers), recorder).distinct == 3
-
-
 def test_code_is_written_once_for_each_distinct_segment_and_once_for_the_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
