@@ -17,7 +17,7 @@ from ddpopt.judge.judging.ladder import Ladder
 from ddpopt.judge.judging.record import Record
 from ddpopt.judge.judging.reference import Reference
 from ddpopt.judge.judging.sheet import findings, remarks, worst
-from ddpopt.judge.judging.structure import Evidence, structure
+from ddpopt.judge.judging.structure import RunEvidence, structure
 from ddpopt.judge.modes import Gives, Mode
 from ddpopt.judge.trainer import Option, Trainer
 from ddpopt.judge.verdict import Finding, SeenBucket, Status, Trial
@@ -121,9 +121,9 @@ def _judged(
     }
 
 
-def _evidence(reference: Reference, mode: Mode, backend: Any, record: Record) -> Evidence:
+def _evidence(reference: Reference, mode: Mode, backend: Any, record: Record) -> RunEvidence:
     bench, subject = reference.bench, reference.bench.subject
-    return Evidence(
+    return RunEvidence(
         mode=mode,
         option=subject.option,
         compiled=backend is not None,

@@ -22,7 +22,7 @@ from ddpopt.cases.case import Case, step_seed
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.errors import UsageError
 from ddpopt.judge.compare import raw_bytes
-from ddpopt.judge.judging.record import Record, Step, unreduced
+from ddpopt.judge.judging.record import Record, RecordedStep, unreduced
 from ddpopt.judge.modes import Mode
 from ddpopt.judge.parallel import Gradients, Named, Parallel, Setup
 from ddpopt.judge.trainer import Option, Place, Trainer
@@ -133,7 +133,7 @@ def _one_step(trainer: Trainer, option: Option) -> None:
     if loss is None:
         raise RuntimeError("a step ran no forward")
     trainer.record.steps.append(
-        Step(
+        RecordedStep(
             loss=loss.clone(),
             gradients=gradients,
             state=trainer.parallel.state(),
@@ -186,7 +186,7 @@ def _evaluate(trainer: Trainer) -> None:
     trained = record.steps[-1].gradients
     state = {name: tensor for name, tensor in trainer.parallel.state().items() if name not in trained}
     random, shared = random_state(trainer.place.device), None if trainer.ddp is None else sharing
-    record.evaluation = Step(None, {}, state, random, extras, sharing=shared)
+    record.evaluation = RecordedStep(None, {}, state, random, extras, sharing=shared)
 
 
 def _changed(trainer: Trainer, before: Named) -> Iterator[str]:
@@ -216,7 +216,7 @@ def _probe(trainer: Trainer, option: Option) -> None:
         option.take_step(trainer)
     ddp.require_forward_param_sync = broadcasts  # of buffers, before the next forward
     gradients = {unreduced(name): gradient for name, gradient in trainer.parallel.gradients().items()}
-    record.local = Step(None, {}, {}, random_state(trainer.place.device), gradients)
+    record.local = RecordedStep(None, {}, {}, random_state(trainer.place.device), gradients)
 
 
 def _update(trainer: Trainer) -> None:

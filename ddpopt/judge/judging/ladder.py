@@ -12,7 +12,17 @@ import torch
 
 from ddpopt.judge.compare import Difference, bitwise, communication, dense
 from ddpopt.judge.judging.arithmetic import arithmetic
-from ddpopt.judge.judging.record import LOSS, Kind, Number, Record, Rules, Step, buckets_of, pairs, unreduced
+from ddpopt.judge.judging.record import (
+    LOSS,
+    Number,
+    NumberKind,
+    Record,
+    RecordedStep,
+    Rules,
+    buckets_of,
+    pairs,
+    unreduced,
+)
 from ddpopt.judge.judging.reference import Reference
 from ddpopt.judge.judging.sheet import Sheet
 from ddpopt.judge.modes import Mode
@@ -109,7 +119,7 @@ class Ladder:
             self._communicated(record, record.local, sheet)
         return sheet
 
-    def _communicated(self, record: Record, local: Step, sheet: Sheet) -> None:
+    def _communicated(self, record: Record, local: RecordedStep, sheet: Sheet) -> None:
         """Compare what the last step reduced with the mean of the same step's gradients under no_sync.
 
         Nothing that compiled code computes otherwise can then hide what communication does. What eager does
@@ -136,9 +146,17 @@ class Ladder:
 
     def _left_out(self, number: Number, record: Record) -> str:
         """Why a number is not compared; empty if it is."""
-        if self.option.compresses and record.planned and number.kind in (Kind.GRADIENT, Kind.FINISHED):
+        if (
+            self.option.compresses
+            and record.planned
+            and number.kind in (NumberKind.GRADIENT, NumberKind.FINISHED)
+        ):
             return OTHER_LAYOUT
-        if self.mode.gives != "nothing" or self.reference.bench.rank == 0 or number.kind is not Kind.FORWARD:
+        if (
+            self.mode.gives != "nothing"
+            or self.reference.bench.rank == 0
+            or number.kind is not NumberKind.FORWARD
+        ):
             return ""
         before, *_, after = self.reference.eager.starts
         buffers = before.keys() - self.reference.eager.steps[0].gradients.keys()
@@ -152,7 +170,7 @@ class Ladder:
         if level == "L1":
             terms = self.reference.sums[number.step][number.name]
             return communication(number.got, terms, self.option.comm_dtype, number.eager)
-        if number.kind is Kind.PARAMETER and number.plain not in self.rules.written:
+        if number.kind is NumberKind.PARAMETER and number.plain not in self.rules.written:
             start = record.starts[number.step][number.plain]
             gradient = record.steps[number.step].taken.get(number.plain)
             if gradient is None or gradient.shape == start.shape:  # a misshapen one is L3's to name

@@ -24,17 +24,17 @@ from typer.testing import CliRunner
 from ddpopt.cli.app import app
 from ddpopt.errors import UsageError
 from ddpopt.fuzz import asking, campaign
-from ddpopt.fuzz.campaign import KEY, Campaign, Limits, open_database
+from ddpopt.fuzz.campaign import KEY, Budget, Campaign, open_database
 from ddpopt.fuzz.cases import FoundCase
-from ddpopt.fuzz.journal import LINES, Entry, Journal, Plan, summarized
+from ddpopt.fuzz.journal import LINES, CampaignPlan, Entry, Journal, summarized
 from ddpopt.fuzz.journal import PLAN as FILE_OF_PLAN
-from ddpopt.fuzz.questions import Answer, Kind, Setting, Task
-from ddpopt.fuzz.signatures import Signature
+from ddpopt.fuzz.questions import Answer, Outcome, Setting, Task
+from ddpopt.fuzz.signatures import FailureSignature
 from ddpopt.fuzz.stream import Source, drawn_block
 from ddpopt.testing.drawn import BLOCKS, DrawnModel, step
 
 MODES = ("torch", "ddpopt-split")
-PLAN = Plan(3, 0, 2, MODES, "aot_eager", 1, ("cond",), (), "2.13.0", "5f")
+PLAN = CampaignPlan(3, 0, 2, MODES, "aot_eager", 1, ("cond",), (), "2.13.0", "5f")
 
 
 class Answering:
@@ -51,9 +51,11 @@ class Answering:
         yield from [None] * (digest[1] % 3)
         for mode in task.modes:
             if digest[0] % 4 == 0:
-                yield Answer(mode, Kind.WRONG, Signature("error", f"Error{digest[0] // 4 % 3}"), "said")
+                yield Answer(
+                    mode, Outcome.WRONG, FailureSignature("error", f"Error{digest[0] // 4 % 3}"), "said"
+                )
             else:
-                yield Answer(mode, Kind.OK)
+                yield Answer(mode, Outcome.OK)
 
     def close(self) -> None:
         """Nothing to end."""
@@ -70,12 +72,12 @@ def run(
     folder: Path,
     examples: int,
     *,
-    plan: Plan = PLAN,
+    plan: CampaignPlan = PLAN,
     database: ExampleDatabase | None = None,
     tell: Callable[[tuple[FoundCase, ...]], None] = lambda _: None,
 ) -> list[Entry]:
     with Journal(folder, plan) as journal:
-        Campaign(journal, plan, Limits(examples=examples), database, tell).run()
+        Campaign(journal, plan, Budget(examples=examples), database, tell).run()
         return sorted(journal.entries, key=lambda entry: (entry.worker, entry.place))
 
 
@@ -135,7 +137,7 @@ def test_a_run_that_was_interrupted_goes_on_and_loses_nothing(tmp_path: Path) ->
 def test_a_failure_is_kept_once_and_counted_each_time(tmp_path: Path) -> None:
     kept: list[str] = []
     entries = run(tmp_path, 40, tell=lambda new: kept.extend(case.key for case in new))
-    failures = [a for entry in entries for a in entry.answers if a.kind is Kind.WRONG]
+    failures = [a for entry in entries for a in entry.answers if a.kind is Outcome.WRONG]
     assert len(kept) == len(set(kept)) < len(failures)
     cases = [FoundCase.read(file) for file in (tmp_path / "cases").glob("*.json")]
     assert {case.key for case in cases} == set(kept)
@@ -162,7 +164,7 @@ def test_machines_that_share_a_database_judge_what_the_others_found(
     address = request.getfixturevalue("redis") if kind == "redis" else str(tmp_path / "shared")
     run(tmp_path / "a", 30, database=open_database(address))
     found = {FoundCase.read(file).model for file in (tmp_path / "a" / "cases").glob("*.json")}
-    elsewhere = Plan(**{**vars(PLAN), "seed": 99})
+    elsewhere = CampaignPlan(**{**vars(PLAN), "seed": 99})
     entries = run(tmp_path / "b", 2, plan=elsewhere, database=open_database(address))
     assert len([entry for entry in entries if entry.worker == campaign.FROM_OTHERS]) >= len(found) > 0
     assert len([entry for entry in entries if entry.worker != campaign.FROM_OTHERS]) == 2
@@ -190,7 +192,7 @@ def test_what_another_machine_found_is_judged_as_it_was_run_there(
 
     monkeypatch.setattr(Answering, "ask", noted)
     setting = Setting("aot_eager", 2, steps=5, lowers_limit=False)
-    signature = Signature("error", "KeyError")
+    signature = FailureSignature("error", "KeyError")
     case = FoundCase(DrawnModel(width=64, seed=17), MODES[0], setting, signature, origin="seed 5")
     database = InMemoryExampleDatabase()
     database.save(KEY, case.to_json().encode())
@@ -310,7 +312,7 @@ def test_a_module_that_registers_nothing_is_refused() -> None:
 
 @pytest.mark.usefixtures("blocks")
 def test_a_case_with_a_block_of_a_module_is_read_with_it() -> None:
-    case = FoundCase(DrawnModel((step("gain"),)), MODES[1], Setting(), Signature("error", "KeyError"))
+    case = FoundCase(DrawnModel((step("gain"),)), MODES[1], Setting(), FailureSignature("error", "KeyError"))
     Path("case.json").write_text(case.to_json().replace("'gain'", "'twice'"))
     without = invoke("minimize", "case.json")
     assert without.exit_code == 2

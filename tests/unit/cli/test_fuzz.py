@@ -7,7 +7,7 @@ import pytest
 from ddpopt.fuzz.cases import FoundCase
 from ddpopt.fuzz.minimize import Minimized
 from ddpopt.fuzz.questions import Setting
-from ddpopt.fuzz.signatures import Signature
+from ddpopt.fuzz.signatures import FailureSignature
 from ddpopt.fuzz.text import searching_line
 from ddpopt.judge.report.files import status_line
 from ddpopt.testing.drawn import DrawnModel, step
@@ -16,7 +16,7 @@ CASE = FoundCase(
     DrawnModel(steps=(step("residual", body=(step("linear"),)),)),
     "torch",
     Setting(),
-    Signature("error", "KeyError", "graph.py in find"),
+    FailureSignature("error", "KeyError", "graph.py in find"),
 )
 
 
