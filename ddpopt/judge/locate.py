@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ddpopt.cases.case import resolve
+from ddpopt.cases.targets import resolve
 from ddpopt.errors import InfrastructureError
 from ddpopt.judge.backends import backend_of
 from ddpopt.judge.locating.known import Known

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from ddpopt.cases.case import Case, resolve
+from ddpopt.cases.case import Case
+from ddpopt.cases.targets import resolve
 from ddpopt.judge.modes import LOCAL, mode
 from ddpopt.judge.option_cases import differing, in_dtype
 from ddpopt.judge.verdict import Rung, Status, Trial
