@@ -28,6 +28,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.ddp.fit import ACCUMULATES, accumulates, ddp_module, require_fit
+from ddpopt.ddp.impose import KEPT
 from ddpopt.ddp.plan_exchange import exchange_plans, plan_difference, same_buckets
 from ddpopt.ddp.ready_hooks import ready_hooks
 from ddpopt.ddp.reducer import install, outside_dynamo
@@ -138,6 +139,7 @@ class Deferral:
                     require_fit(ddp, plan)
             except UnsupportedError as error:
                 log.info("DDP keeps its own buckets: %s", error)
+                KEPT[ddp] = str(error)
                 return None
             return plan
 

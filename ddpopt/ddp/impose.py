@@ -6,6 +6,7 @@ forward.
 Invariant: on every rank the buckets are those of one plan, or nothing has changed and an error says why.
 """
 
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +20,8 @@ from ddpopt.planning.plan import Plan
 from ddpopt.planning.reduced import running_reducer
 
 WHAT = "ddpopt.impose"
+KEPT: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+"""Why a DDP module keeps its own buckets, as it was logged; empty once a plan is on its way."""
 
 
 def impose(ddp: nn.Module, plan: Plan, *, timeout: timedelta = timedelta(seconds=30)) -> None:

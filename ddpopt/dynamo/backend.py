@@ -17,7 +17,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from ddpopt.ddp.deferral import PendingLogger, active_module, defer
-from ddpopt.ddp.impose import imposed_plan
+from ddpopt.ddp.impose import KEPT, imposed_plan
 from ddpopt.dynamo import hook
 from ddpopt.dynamo.quiet import compiling, undisturbed
 from ddpopt.errors import UnsupportedError, UsageError, did_you_mean
@@ -33,6 +33,7 @@ from ddpopt.split.partition import partition
 from ddpopt.split.segments import compile_segments
 
 Buckets = Literal["plan", "ddp"]
+UNTRAINED = "nothing in it is trained"
 REPLAYED = "CUDA graphs replay a backward without Python"
 RegionsByModule = weakref.WeakKeyDictionary[DDP, Regions]
 logger = logging.getLogger("ddpopt")
@@ -80,6 +81,8 @@ class DdpoptBackend:
         why = _why_left_alone(ddp, gm)
         if ddp is None or why:
             _say_once(why)
+            if ddp is not None:
+                KEPT.setdefault(ddp, why)
             return compiler(gm, example_inputs)
         replayed = _ties_addresses(self.compiler, options)
         with undisturbed():
@@ -87,11 +90,14 @@ class DdpoptBackend:
         if planned is None:
             return compiler(gm, example_inputs)
         if planned.plan.buckets:
+            if isinstance(ddp.logger, PendingLogger):
+                KEPT[ddp] = ""
             with compiling():
                 inline = planned.inline
                 run = self._inline(planned, compiler) if inline else self._split(planned, compiler, replayed)
         else:
-            run = _compile_whole("nothing in it is trained", planned, compiler)
+            KEPT.setdefault(ddp, UNTRAINED)
+            run = _compile_whole(UNTRAINED, planned, compiler)
         regions = self._regions.get(ddp)
         return run if regions is None else regions.with_read_tracking(planned, run)
 
@@ -104,7 +110,8 @@ class DdpoptBackend:
                 return plan_for_reducer(ddp, imposed, gm, example_inputs, strategy)
             return self.follow(ddp).add(gm, example_inputs, strategy)
         except UnsupportedError as error:
-            _say_once(f"the reducer cannot follow a plan, so graphs are compiled whole: {error}")
+            KEPT[ddp] = f"the reducer cannot follow a plan, so graphs are compiled whole: {error}"
+            _say_once(KEPT[ddp])
             return None
 
     def _inline(self, planned: Planned, compiler: CompilerFn) -> Callable[..., Any]:
@@ -155,7 +162,8 @@ class DdpoptBackend:
             self._regions[ddp] = Regions.of(ddp)
         joined = self._regions[ddp].joined
         if ddp.static_graph and ddp._static_graph_delay_allreduce_enqueued:  # True once it had a backward
-            _say_once("DDP keeps its buckets: a static graph's first backward settles what is reduced")
+            KEPT[ddp] = "DDP keeps its buckets: a static graph's first backward settles what is reduced"
+            _say_once(KEPT[ddp])
         elif not (isinstance(ddp.logger, PendingLogger) and ddp.logger.deferral.decide == joined):
             defer(ddp, joined)
         return self._regions[ddp]

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from ddpopt.cases.case import Case, step_seed
-from ddpopt.ddp.impose import imposed_plan
+from ddpopt.ddp.impose import KEPT, imposed_plan
 from ddpopt.errors import UsageError
 from ddpopt.judge.compare import raw_bytes
 from ddpopt.judge.judging.record import Record, RecordedStep, unreduced
@@ -110,7 +110,7 @@ def _watched(trainer: Trainer, mode: Mode) -> Iterator[None]:
         record.iterations = observation.iterations
         record.collectives = observation.collectives
         record.elsewhere = observation.elsewhere
-        record.plan = imposed_plan(ddp)
+        record.plan, record.kept = imposed_plan(ddp), KEPT.get(ddp, "")
 
 
 def _one_step(trainer: Trainer, option: Option) -> None:

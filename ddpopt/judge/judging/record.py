@@ -96,6 +96,7 @@ class Record:
         ignored: names of parameters and buffers that DDP ignores.
         planned: whether ddpopt's plan is to be in force.
         plan: ddpopt's plan in force at the end, if there is one.
+        kept: why ddpopt said that DDP keeps its own buckets; empty if it did not.
         local: the last step once more, from the same state, which nothing reduced: its gradients are extras;
             None if it was not asked for.
     """
@@ -113,6 +114,7 @@ class Record:
     ignored: frozenset[str] = frozenset()
     planned: bool = False
     plan: Plan | None = None
+    kept: str = ""
     local: RecordedStep | None = None
 
     @property

@@ -320,12 +320,15 @@ def _synchronised(evidence: RunEvidence) -> Broken:
 
 
 def _planned(evidence: RunEvidence) -> Broken:
-    """The reducer's buckets are the plan's; there is none where no gradient of a bucket is ever computed."""
+    """The reducer's buckets are the plan's, unless ddpopt said why it imposes none.
+
+    There is none either where no gradient of a bucket is ever computed.
+    """
     got = evidence.got
     if not got.planned or not got.iterations or not evidence.compiled:
         return
     if got.plan is None:
-        if _trains(evidence):
+        if not got.kept and _trains(evidence):
             yield Break("ddpopt's plan is not in force: DDP went on with buckets of its own")
         return
     planned = [bucket.params for bucket in got.plan.buckets]

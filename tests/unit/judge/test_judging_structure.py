@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from ddpopt.cases.corpus import case
 from ddpopt.judge.judging.record import Record
 from ddpopt.judge.judging.reference import Bench, Subject
 from ddpopt.judge.judging.structure import CLAIMS, Peer, RunEvidence, peer_of, structure
@@ -217,6 +218,20 @@ def test_a_plan_is_missed_only_where_something_that_is_sent_has_a_gradient(right
     steps = [replace(step, gradients=dict.fromkeys(step.gradients)) for step in right.eager.steps]
     untrained = replace(right, eager=replace(right.eager, steps=steps))
     assert "the reducer follows the plan" not in claims_broken(with_got(plan=None)(untrained))
+
+
+@pytest.mark.parametrize("how", ["ddpopt-split", "ddpopt-inline"])
+def test_a_plan_is_not_missed_where_ddpopt_said_why_it_imposes_none(how: str) -> None:
+    with one_rank(), joined() as ranks:
+        bench = Bench(Subject(case("tied"), option("nested"), 2, ranks.device), ranks)
+        eager, got = bench.run(mode("eager"), None), bench.run(mode(how), "eager")
+        bench.close()
+    assert eager is not None
+    assert got is not None
+    assert got.plan is None
+    peers, eager_peers = [peer_of(0, got)], [peer_of(0, eager)]
+    run = RunEvidence(mode(how), option("nested"), True, got, eager, peers, eager_peers, None, False)
+    assert claims_broken(run) == set()
 
 
 def test_what_differs_between_ranks_in_eager_too_may_differ(right: RunEvidence) -> None:
