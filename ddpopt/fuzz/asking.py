@@ -14,7 +14,7 @@ from ddpopt.fuzz.cases import FoundCase
 from ddpopt.fuzz.questions import STEPS, TORCH, Answer
 from ddpopt.fuzz.scripting import FIRST_BUCKET_BYTES, script_of
 from ddpopt.fuzz.workers import Worker
-from ddpopt.judge.locating.reproduction import shows as shows_in_fresh_interpreter
+from ddpopt.judge.locating.scripting import shows as shows_in_fresh_interpreter
 
 PAUSE_S = 0.002
 STARTING_S = 60.0

@@ -14,7 +14,7 @@ from ddpopt.fuzz.examine import examine
 from ddpopt.fuzz.questions import Outcome, Setting
 from ddpopt.fuzz.scripting import GRAPHS, script_of
 from ddpopt.fuzz.signatures import ROUNDING, FailureSignature
-from ddpopt.judge.locating.reproduction import shows
+from ddpopt.judge.locating.scripting import shows
 from ddpopt.judge.trials import quickly
 from ddpopt.ranks.group import Ranks, joined, one_rank
 from ddpopt.testing.drawn import DrawnModel, Step, step
