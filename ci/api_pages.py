@@ -68,7 +68,11 @@ def _objects(package: griffe.Object | griffe.Alias, pattern: str) -> Iterator[gr
     path = pattern.removesuffix(".*").partition(".")[2]
     home = package[path] if path else package
     own = [name for name, member in home.members.items() if not (member.is_alias or name.startswith("_"))]
-    exported = own if home.exports is None else sorted(map(str, home.exports), key=str.lower)
+    listed = [str(name) for name in home.exports or () if not str(name).startswith("_")]
+    if home.exports and not listed:  # computed: take the imports for type checkers
+        aliases = {name: m for name, m in home.members.items() if isinstance(m, griffe.Alias)}
+        listed = [name for name, alias in aliases.items() if alias.target_path.startswith("ddpopt.")]
+    exported = own if home.exports is None else sorted(listed, key=str.lower)
     for target in (home[name] for name in exported) if pattern.endswith("*") else [home]:
         yield target.final_target if isinstance(target, griffe.Alias) else target
 

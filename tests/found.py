@@ -10,7 +10,7 @@ import functools
 from pathlib import Path
 
 from ddpopt.fuzz.cases import FoundCase
-from ddpopt.fuzz.questions import Kind
+from ddpopt.fuzz.questions import Outcome
 
 FOLDER = Path(__file__).parent / "data" / "found"
 
@@ -23,4 +23,4 @@ def found_cases() -> tuple[FoundCase, ...]:
 
 def fails_undivided(case: FoundCase) -> bool:
     """Whether the model fails under ``aot_eager`` in one piece, so that no optimizer can get it right."""
-    return case.kind is Kind.BACKEND and case.setting.backend in ("eager", "aot_eager")
+    return case.kind is Outcome.BACKEND and case.setting.backend in ("eager", "aot_eager")

@@ -33,7 +33,7 @@ class _Group(TyperGroup):
             typer.echo(f"ddpopt: error: {error}", err=True)
             raise typer.Exit(error.exit_code) from error
         except SystemExit as error:  # of the target's code: it must not end as if all were right
-            from ddpopt.cases.case import users_line  # heavy, and loaded by then
+            from ddpopt.cases.targets import users_line  # heavy, and loaded by then
 
             ended = (
                 f"the target ended the process: sys.exit({error.code!r}){users_line(error)}; have it return"
@@ -75,7 +75,7 @@ def explain(target: given.Target, ddp: given.Ddp = None, json: given.Json = None
 
     Nothing is trained: no process group and no GPU is needed.
     """
-    from ddpopt.cases.case import resolve
+    from ddpopt.cases.targets import resolve
     from ddpopt.explanation.explain import explain_case
     from ddpopt.judge.option_cases import differing
     from ddpopt.judge.report.files import require_writable, show
@@ -101,7 +101,7 @@ def doctor(  # one for each option of the command line
     to take. It runs in this process alone, with the inputs of --nproc ranks. Exit code 1 if a step fails or
     would train something else.
     """
-    from ddpopt.cases.case import resolve
+    from ddpopt.cases.targets import resolve
     from ddpopt.doctor import diagnose
     from ddpopt.judge.option_cases import differing
     from ddpopt.judge.report.files import require_writable, show

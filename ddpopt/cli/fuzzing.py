@@ -23,7 +23,7 @@ from ddpopt.judge.report.files import show, status_line
 if TYPE_CHECKING:
     from ddpopt.fuzz.campaign import Campaign
     from ddpopt.fuzz.cases import FoundCase
-    from ddpopt.fuzz.journal import Plan
+    from ddpopt.fuzz.journal import CampaignPlan
 
 SUMMARY = "summary.json"
 OWN = ("ddpopt-split", "ddpopt-inline")
@@ -37,7 +37,7 @@ def planned(  # one for each option of the command line
     nproc: int,
     without: str | None,
     blocks: Sequence[str],
-) -> Plan:
+) -> CampaignPlan:
     """Check what was asked for.
 
     Args:
@@ -58,7 +58,7 @@ def planned(  # one for each option of the command line
     import torch
 
     from ddpopt.dynamo.backend import find_compiler
-    from ddpopt.fuzz.journal import Plan
+    from ddpopt.fuzz.journal import CampaignPlan
     from ddpopt.fuzz.questions import MODES
     from ddpopt.fuzz.stream import Source, fingerprint
     from ddpopt.judge.backends import backend_of
@@ -68,7 +68,7 @@ def planned(  # one for each option of the command line
     find_compiler(backend_of(backend))
     left_out = chosen(without, sorted(known_features()), "--without")
     shard = int(os.environ.get("RANK") or 0)
-    return Plan(
+    return CampaignPlan(
         seed,
         shard,
         modes,
@@ -105,7 +105,7 @@ def _import_blocks(modules: Sequence[str]) -> None:
 
 
 def fuzz(  # one for each option of the command line
-    plan: Plan,
+    plan: CampaignPlan,
     minutes: float | None,
     examples: int | None,
     timeout_s: float,
@@ -131,7 +131,7 @@ def fuzz(  # one for each option of the command line
         UsageError: a folder cannot be used.
         InfrastructureError: no worker could be had.
     """
-    from ddpopt.fuzz.campaign import Campaign, Limits, open_shared
+    from ddpopt.fuzz.campaign import Budget, Campaign, open_shared
     from ddpopt.fuzz.cases import write_whole
     from ddpopt.fuzz.journal import Journal
     from ddpopt.fuzz.text import fuzz_lines
@@ -139,7 +139,7 @@ def fuzz(  # one for each option of the command line
 
     # one folder for each process, where several run together
     folder = Path(out) / f"shard-{plan.shard}" if int(os.environ.get("WORLD_SIZE") or 1) > 1 else Path(out)
-    limits = Limits(None if minutes is None else minutes * 60, examples, timeout_s)
+    limits = Budget(None if minutes is None else minutes * 60, examples, timeout_s)
     shared = None if database is None else open_shared(database)
     with Journal(folder, plan) as journal:
         campaign = Campaign(journal, plan, limits, shared)

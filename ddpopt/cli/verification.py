@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from ddpopt.cases.case import resolve
+from ddpopt.cases.targets import resolve
 from ddpopt.cli.options import chosen
 from ddpopt.judge.backends import backend_of
 from ddpopt.judge.locate import locate

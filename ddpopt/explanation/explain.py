@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from ddpopt.explanation.rehearsal import Loss, Rehearsal, Step, call, generators_kept, sum_of_squares
+from ddpopt.explanation.rehearsal import Loss, Rehearsal, RehearsedStep, call, generators_kept, sum_of_squares
 from ddpopt.explanation.result import Explanation, OwnBucket, OwnBuckets, TorchSegment, TorchSplit
 from ddpopt.explanation.torch_split import run_torch_split
 from ddpopt.planning.bucket_rule import initial_buckets, rebuilt_buckets
@@ -57,7 +57,7 @@ def explain(model: nn.Module, *inputs: Any, strategy: Strategy = "auto", **kwarg
     captured = capture(model, *inputs, strategy=strategy, **kwargs)
     forward_kwargs = {key: value for key, value in kwargs.items() if key not in DDP_ARGUMENTS}
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    return _explain(captured, Step(inner, inputs, forward_kwargs, sum_of_squares))
+    return _explain(captured, RehearsedStep(inner, inputs, forward_kwargs, sum_of_squares))
 
 
 def explain_case(case: Explained, ddp_kwargs: Mapping[str, Any], strategy: Strategy = "auto") -> Explanation:
@@ -78,10 +78,10 @@ def explain_case(case: Explained, ddp_kwargs: Mapping[str, Any], strategy: Strat
         model = case.model()
         args, kwargs = case.inputs(0, 0)
         captured = capture(model, *args, strategy=strategy, **kwargs, **ddp_kwargs)
-        return _explain(captured, Step(model, args, kwargs, case.loss))
+        return _explain(captured, RehearsedStep(model, args, kwargs, case.loss))
 
 
-def _explain(captured: Capture, step: Step) -> Explanation:
+def _explain(captured: Capture, step: RehearsedStep) -> Explanation:
     plan = captured.plan()
     model = getattr(step.model, "_orig_mod", step.model)
     return Explanation(
@@ -94,7 +94,7 @@ def _explain(captured: Capture, step: Step) -> Explanation:
     )
 
 
-def _own_buckets(captured: Capture, plan: Plan, step: Step) -> OwnBuckets:
+def _own_buckets(captured: Capture, plan: Plan, step: RehearsedStep) -> OwnBuckets:
     note = ""
     with Rehearsal.of(step, captured.specs) as rehearsal:
         try:
@@ -128,7 +128,7 @@ def _fill(
     return tuple(filled)
 
 
-def _torch_split(captured: Capture, step: Step) -> TorchSplit:
+def _torch_split(captured: Capture, step: RehearsedStep) -> TorchSplit:
     with Rehearsal.of(step, captured.specs) as rehearsal:
         split, order = run_torch_split(rehearsal, captured.config.cap_bytes)
     return replace(split, buckets=_fill(captured, order, split.segments)) if order else split

@@ -25,7 +25,7 @@ Loss = Callable[[Any], Tensor]
 
 
 @dataclass(frozen=True)
-class Step:
+class RehearsedStep:
     """One step to rehearse: a model, the arguments of its forward, and the loss to differentiate.
 
     Attributes:
@@ -58,13 +58,13 @@ class Rehearsal:
         specs: those that DDP reduces, by ``id`` of the parameter, in the order of the reducer's list.
     """
 
-    step: Step
+    step: RehearsedStep
     params: dict[str, Tensor]
     specs: dict[int, ParamSpec]
 
     @classmethod
     @contextlib.contextmanager
-    def of(cls, step: Step, specs: Sequence[ParamSpec]) -> Iterator[Rehearsal]:
+    def of(cls, step: RehearsedStep, specs: Sequence[ParamSpec]) -> Iterator[Rehearsal]:
         """Copy a step, and set the scene to run it: its fake mode, and Dynamo without the caller's settings.
 
         Args:
@@ -78,9 +78,9 @@ class Rehearsal:
         by_id = {id(copies[spec.name]): spec for spec in specs}
         params = {name: copies[name] for name, p in step.model.named_parameters() if p.requires_grad}
         with torch.random.fork_rng(devices=()), mode, private_dynamo(), torch.enable_grad():
-            yield cls(Step(model, args, kwargs, step.loss), params, by_id)
+            yield cls(RehearsedStep(model, args, kwargs, step.loss), params, by_id)
 
-    def ready_order(self, forward: Callable[[Step], Any]) -> tuple[str, ...]:
+    def ready_order(self, forward: Callable[[RehearsedStep], Any]) -> tuple[str, ...]:
         """Run forward and backward, and note which gradient completes when.
 
         Args:
@@ -112,7 +112,7 @@ def _note(order: list[str], name: str, _: Tensor) -> None:
     order.append(name)
 
 
-def call(step: Step) -> Any:
+def call(step: RehearsedStep) -> Any:
     """Call a step's model as it is; a `forward` for :meth:`Rehearsal.ready_order`."""
     return step.model(*step.args, **step.kwargs)
 

@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from ddpopt.dynamo.hook import DDPOptimizer
-from ddpopt.explanation.rehearsal import Rehearsal, Step, call
+from ddpopt.explanation.rehearsal import Rehearsal, RehearsedStep, call
 from ddpopt.explanation.result import TorchSegment, TorchSplit
 from ddpopt.graph.nodes import example_value, requires_grad
 
@@ -76,7 +76,7 @@ def run_torch_split(rehearsal: Rehearsal, cap_bytes: int) -> tuple[TorchSplit, t
     return split, order
 
 
-def _call_skipped(step: Step) -> Any:
+def _call_skipped(step: RehearsedStep) -> Any:
     return _call(step)
 
 

@@ -13,7 +13,7 @@ from ddpopt.fuzz.cases import FoundCase
 from ddpopt.fuzz.questions import STEPS, TORCH, Answer
 from ddpopt.fuzz.scripting import FIRST_BUCKET_BYTES, script_of
 from ddpopt.fuzz.workers import Worker
-from ddpopt.judge.locating.reproduction import shows as shows_in_fresh_interpreter
+from ddpopt.judge.locating.scripting import shows as shows_in_fresh_interpreter
 
 STARTING_S = 60.0
 """For an interpreter of a script's own to import torch; it then runs eager and the mode."""

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from ddpopt.errors import UsageError
 from ddpopt.fuzz.cases import FoundCase, task_of
-from ddpopt.fuzz.journal import Entry, Journal, Plan, Summary, summarized
-from ddpopt.fuzz.questions import TORCH, Answer, Kind, Setting
+from ddpopt.fuzz.journal import CampaignPlan, Entry, Journal, Summary, summarized
+from ddpopt.fuzz.questions import TORCH, Answer, Outcome, Setting
 from ddpopt.fuzz.scripting import save
 from ddpopt.fuzz.stream import BLOCK, Source
 from ddpopt.fuzz.workers import Worker
@@ -28,7 +28,7 @@ UNLOWERED = 25
 
 
 @dataclass(frozen=True)
-class Limits:
+class Budget:
     """How long a campaign runs.
 
     Attributes:
@@ -60,8 +60,8 @@ class Campaign:
     def __init__(
         self,
         journal: Journal,
-        plan: Plan,
-        limits: Limits,
+        plan: CampaignPlan,
+        limits: Budget,
         shared: Path | None = None,
         tell: Tell = lambda _: None,
     ) -> None:
@@ -115,7 +115,7 @@ class Campaign:
 
     def _kept(self, model: DrawnModel, setting: Setting, answer: Answer, origin: str) -> FoundCase | None:
         """Keep a failure that is new; it is counted in any case."""
-        if answer.kind not in (Kind.WRONG, Kind.BACKEND, Kind.BROKEN) or answer.signature is None:
+        if answer.kind not in (Outcome.WRONG, Outcome.BACKEND, Outcome.BROKEN) or answer.signature is None:
             return None
         case = FoundCase(
             *(model, answer.mode, setting),

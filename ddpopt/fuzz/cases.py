@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ddpopt.errors import UsageError
-from ddpopt.fuzz.questions import MODES, STANDALONE, WHOLE, Answer, Kind, Setting, Task
-from ddpopt.fuzz.signatures import Signature
+from ddpopt.fuzz.questions import MODES, STANDALONE, WHOLE, Answer, Outcome, Setting, Task
+from ddpopt.fuzz.signatures import FailureSignature
 from ddpopt.testing.drawn import DrawnModel, step
 
 VERSION = 1
@@ -43,8 +43,8 @@ class FoundCase:
     model: DrawnModel
     mode: str
     setting: Setting
-    signature: Signature
-    kind: Kind = Kind.WRONG
+    signature: FailureSignature
+    kind: Outcome = Outcome.WRONG
     detail: str = ""
     torch: str = ""
     origin: str = ""
@@ -58,13 +58,13 @@ class FoundCase:
     @property
     def owner(self) -> str:
         """Whom the failure counts against: the mode, the backend in any mode, or verification."""
-        others = {Kind.BACKEND: f"backend {self.setting.backend}", Kind.BROKEN: "verification"}
+        others = {Outcome.BACKEND: f"backend {self.setting.backend}", Outcome.BROKEN: "verification"}
         return others.get(self.kind, self.mode)
 
     @property
     def owner_mode(self) -> str:
         """The mode in which the failure shows: that without any optimizer, if it is the backend's own."""
-        return WHOLE if self.kind is Kind.BACKEND else self.mode
+        return WHOLE if self.kind is Outcome.BACKEND else self.mode
 
     @property
     def key(self) -> str:
@@ -80,7 +80,7 @@ class FoundCase:
     @property
     def is_torchs(self) -> bool:
         """Whether the fault is torch's own, and ddpopt has no part in it."""
-        return self.mode in STANDALONE or self.kind is Kind.BACKEND
+        return self.mode in STANDALONE or self.kind is Outcome.BACKEND
 
     def fails_so(self, answer: Answer) -> bool:
         """Whether an answer is this very failure."""
@@ -114,7 +114,7 @@ class FoundCase:
             version = data.pop("version")
             data.pop("features")
             model, setting = read_model(data.pop("model")), Setting(**data.pop("setting"))
-            signature, kind = Signature(**data.pop("signature")), Kind(data.pop("kind"))
+            signature, kind = FailureSignature(**data.pop("signature")), Outcome(data.pop("kind"))
             if data["mode"] not in MODES:
                 raise ValueError(f"expected a mode of {', '.join(MODES)}, got {data['mode']!r}")
             case = FoundCase(model=model, setting=setting, signature=signature, kind=kind, **data)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.fuzz.questions import WHOLE, Answer, Kind, Setting, Task
+from ddpopt.fuzz.questions import WHOLE, Answer, Outcome, Setting, Task
 from ddpopt.fuzz.signatures import ROUNDING, of_error, of_finding, signature_of
 from ddpopt.judge.backends import backend_of
 from ddpopt.judge.judge import EXACT, judge
@@ -53,14 +53,14 @@ def examine(ranks: Ranks, task: Task, tell: Callable[[str], None]) -> list[Answe
     try:
         case = Program(task.source).case()
     except Exception as error:
-        return _all(task, Kind.EAGER, in_words(error))
+        return _all(task, Outcome.EAGER, in_words(error))
     # Evaluation is compiled uncut: a campaign trains another model in that time.
     subject = Subject(case, option(task.training), task.setting.steps, ranks.device, evaluates=False)
     with _limit_of(task), contextlib.closing(Bench(subject, ranks)) as bench:
         try:
             examination = _Examination(bench, task.setting)
             if examination.first is None:
-                return _all(task, Kind.EAGER, bench.failures[0].text)
+                return _all(task, Outcome.EAGER, bench.failures[0].text)
             answers = []
             for name in task.modes:
                 tell(name)
@@ -87,10 +87,10 @@ def _answer(examination: _Examination, name: str) -> Answer:
         if examination.bench.size > 1:
             raise  # the peers would wait
         text = in_words(error)
-        return Answer(name, Kind.BROKEN, of_error(text), text)
+        return Answer(name, Outcome.BROKEN, of_error(text), text)
 
 
-def _all(task: Task, kind: Kind, detail: str) -> list[Answer]:
+def _all(task: Task, kind: Outcome, detail: str) -> list[Answer]:
     return [Answer(name, kind, of_error(detail), detail) for name in task.modes]
 
 
@@ -136,11 +136,13 @@ class _Examination:
             reference = self.full
             trial = self._judged(reference, name)
         if trial.status is Status.OK:
-            return Answer(name, Kind.OK)
+            return Answer(name, Outcome.OK)
         if trial.status is Status.BROKEN:
             return _unjudged(name, trial)
         if trial.status is not Status.WRONG:
-            return Answer(name, Kind.REFUSED, of_error(trial.reason.removeprefix("refused: ")), trial.reason)
+            return Answer(
+                name, Outcome.REFUSED, of_error(trial.reason.removeprefix("refused: ")), trial.reason
+            )
         return self._blamed(name, trial, reference)
 
     def _judged(self, reference: Reference | None, name: str, exact: bool | None = None) -> Trial:
@@ -165,13 +167,15 @@ class _Examination:
         if rounds and not _numbers(self._beyond_rounding(WHOLE, whole.findings)):
             own = _numbers(self._beyond_rounding(name, trial.findings))
         if own:
-            return Answer(name, Kind.WRONG, signature_of(self._beyond_rounding(name, own) or own), _told(own))
+            return Answer(
+                name, Outcome.WRONG, signature_of(self._beyond_rounding(name, own) or own), _told(own)
+            )
         return self._of_backend(name, whole.findings)
 
     def _of_backend(self, name: str, found: Sequence[Finding]) -> Answer:
         beyond = self._beyond_rounding(WHOLE, found)
         signature = signature_of(beyond) if beyond else ROUNDING
-        return Answer(name, Kind.BACKEND, signature, _told(beyond or found))
+        return Answer(name, Outcome.BACKEND, signature, _told(beyond or found))
 
     def _beyond_rounding(self, name: str, found: Sequence[Finding]) -> Sequence[Finding]:
         """Leave out what the rounding of a mode explains, if its operations are eager's and it runs.
@@ -185,7 +189,7 @@ class _Examination:
 
 def _unjudged(name: str, trial: Trial) -> Answer:
     """Nothing is learned about a mode if its ranks, or those of the mode it is compared with, only waited."""
-    return Answer(name, Kind.BROKEN, of_error(trial.reason), trial.reason)
+    return Answer(name, Outcome.BROKEN, of_error(trial.reason), trial.reason)
 
 
 def own_findings(found: Sequence[Finding], whole: Sequence[Finding]) -> list[Finding]:

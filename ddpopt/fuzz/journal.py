@@ -15,15 +15,15 @@ from typing import Any, Self
 
 from ddpopt.errors import UsageError
 from ddpopt.fuzz.cases import write_whole
-from ddpopt.fuzz.questions import Answer, Kind
-from ddpopt.fuzz.signatures import Signature
+from ddpopt.fuzz.questions import Answer, Outcome
+from ddpopt.fuzz.signatures import FailureSignature
 
 LINES = "journal.jsonl"
 PLAN = "campaign.json"
 
 
 @dataclass(frozen=True)
-class Plan:
+class CampaignPlan:
     """What makes two campaigns the same, but for how long they run.
 
     Attributes:
@@ -74,7 +74,7 @@ class Entry:
         """Read what `to_line` wrote."""
         data: dict[str, Any] = json.loads(line)
         answers = tuple(
-            Answer(a["mode"], Kind(a["kind"]), a["signature"] and Signature(**a["signature"]))
+            Answer(a["mode"], Outcome(a["kind"]), a["signature"] and FailureSignature(**a["signature"]))
             for a in data["answers"]
         )
         return Entry(**{**data, "features": tuple(data["features"]), "answers": answers})
@@ -94,7 +94,7 @@ class Journal:
         UsageError: the folder belongs to another campaign, or cannot be written.
     """
 
-    def __init__(self, folder: Path, plan: Plan) -> None:
+    def __init__(self, folder: Path, plan: CampaignPlan) -> None:
         self.folder = folder
         self.cases = folder / "cases"
         try:
@@ -124,7 +124,7 @@ class Journal:
         self._file.write(f"{entry.to_line()}\n")
         self._file.flush()
 
-    def _adopt(self, plan: Plan) -> None:
+    def _adopt(self, plan: CampaignPlan) -> None:
         file = self.folder / PLAN
         text = json.dumps(asdict(plan), indent=2)
         if not file.exists():
@@ -163,7 +163,7 @@ def _read(file: Path) -> Iterator[Entry]:
 
 
 @dataclass(frozen=True)
-class Counted:
+class CountedFailure:
     """A failure, and how often it was seen.
 
     Attributes:
@@ -193,12 +193,12 @@ class Summary:
         refused: what was not judged, and why: ddpopt refused, eager failed, or the judge.
     """
 
-    plan: Plan
+    plan: CampaignPlan
     models: int
     seconds: float
     kinds: Mapping[str, Mapping[str, int]]
     features: Mapping[str, int]
-    failures: tuple[Counted, ...]
+    failures: tuple[CountedFailure, ...]
     refused: Mapping[str, int]
 
     @property
@@ -216,7 +216,7 @@ class Summary:
         return json.dumps({**asdict(self), "rate": round(self.rate, 3), "distinct": self.distinct}, indent=2)
 
 
-def summarized(plan: Plan, entries: Sequence[Entry]) -> Summary:
+def summarized(plan: CampaignPlan, entries: Sequence[Entry]) -> Summary:
     """Count what a journal has.
 
     Args:
@@ -231,10 +231,10 @@ def summarized(plan: Plan, entries: Sequence[Entry]) -> Summary:
         failures = set()
         for answer in entry.answers:
             kinds.setdefault(answer.mode, Counter())[answer.kind] += 1
-            if answer.kind in (Kind.WRONG, Kind.BACKEND):
-                owner = f"backend {plan.backend}" if answer.kind is Kind.BACKEND else answer.mode
+            if answer.kind in (Outcome.WRONG, Outcome.BACKEND):
+                owner = f"backend {plan.backend}" if answer.kind is Outcome.BACKEND else answer.mode
                 failures.add((owner, str(answer.signature)))
-            elif answer.kind is not Kind.OK:
+            elif answer.kind is not Outcome.OK:
                 refused[f"{answer.mode}: {answer}"] += 1
         for failure in sorted(failures):
             times[failure] += 1
@@ -245,6 +245,6 @@ def summarized(plan: Plan, entries: Sequence[Entry]) -> Summary:
         seconds=round(sum(entry.seconds for entry in entries), 1),
         kinds={mode: dict(counts) for mode, counts in kinds.items()},
         features=dict(Counter(feature for entry in entries for feature in entry.features).most_common()),
-        failures=tuple(Counted(*key, count, first[key]) for key, count in times.most_common()),
+        failures=tuple(CountedFailure(*key, count, first[key]) for key, count in times.most_common()),
         refused=dict(refused.most_common()),
     )

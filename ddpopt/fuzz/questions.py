@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ddpopt.fuzz.signatures import Signature
+from ddpopt.fuzz.signatures import FailureSignature
 
 TORCH = "torch"
 WHOLE = "whole"
@@ -20,7 +20,7 @@ STANDALONE = (TORCH, WHOLE)
 STEPS = 3
 
 
-class Kind(StrEnum):
+class Outcome(StrEnum):
     """What came of one model in one mode."""
 
     OK = "ok"
@@ -83,8 +83,8 @@ class Answer:
     """
 
     mode: str
-    kind: Kind
-    signature: Signature | None = None
+    kind: Outcome
+    signature: FailureSignature | None = None
     detail: str = ""
 
     def __str__(self) -> str:

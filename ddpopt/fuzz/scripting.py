@@ -15,9 +15,8 @@ from ddpopt.fuzz.cases import FoundCase, write_whole
 from ddpopt.judge.judge import EXACT
 from ddpopt.judge.judging.arithmetic import CREDIBLE, centred_factor, tail_factor
 from ddpopt.judge.judging.rounding import SAMPLES
-from ddpopt.judge.locating.reproduction import REACHED, command_of
-from ddpopt.judge.locating.scripting import rendered
-from ddpopt.judge.training import LEARNING_RATE
+from ddpopt.judge.locating.scripting import REACHED, command_of, rendered
+from ddpopt.judge.trainer import LEARNING_RATE
 
 FIRST_BUCKET_BYTES = 2**20
 """DDP's default, below which torch's optimizer takes no cap."""

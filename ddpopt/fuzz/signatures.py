@@ -26,7 +26,7 @@ _GENERATED = re.compile(r"\bc[a-z2-7]{51}\.py\b|<eval_with_key>\.\d+")
 
 
 @dataclass(frozen=True, order=True)
-class Signature:
+class FailureSignature:
     """What makes a failure that failure.
 
     Attributes:
@@ -44,22 +44,22 @@ class Signature:
         return f"{self.kind}: {self.what}{place}"
 
 
-def signature_of(findings: Sequence[Finding]) -> Signature:
+def signature_of(findings: Sequence[Finding]) -> FailureSignature:
     """The signature of what matters most among several findings: an error first."""
     return of_finding(min(findings, key=lambda finding: ORDER.index(finding.level)))
 
 
-def of_finding(finding: Finding) -> Signature:
+def of_finding(finding: Finding) -> FailureSignature:
     """The signature of one thing that is wrong."""
     if finding.level == "run":
         return of_error(finding.message)
     what, where = _sort(finding.parameter or "")
     if finding.level == "L3":
-        return Signature("L3", finding.claim, where)
-    return Signature(finding.level, what, where)
+        return FailureSignature("L3", finding.claim, where)
+    return FailureSignature(finding.level, what, where)
 
 
-def of_error(text: str) -> Signature:
+def of_error(text: str) -> FailureSignature:
     """The signature of an exception, as verification reports it: ``Type: message (file:line in function)``.
 
     Dynamo wraps what its backends raise; what they raised is what counts. Of a cut that is not proved, the
@@ -74,10 +74,10 @@ def of_error(text: str) -> Signature:
     where = f"{frame['file']} in {frame['name']}" if frame else ""
     broken = _INVARIANT.search(text)
     what = (root["name"] if root else kind) + (f" ({broken['name']})" if broken else "")
-    return Signature("error", what, _named(where))
+    return FailureSignature("error", what, _named(where))
 
 
-def of_death(how: str, stacks: str) -> Signature:
+def of_death(how: str, stacks: str) -> FailureSignature:
     """The signature of a process that died.
 
     Args:
@@ -90,9 +90,9 @@ def of_death(how: str, stacks: str) -> Signature:
     _, found, own = stacks.rpartition("Current thread")
     frame = _STACK.search(own if found else stacks)
     if frame is None:
-        return Signature("death", how)
+        return FailureSignature("death", how)
     file = _named(frame["file"].rpartition("/")[2])
-    return Signature("death", how, f"{file} in {frame['name']}")
+    return FailureSignature("death", how, f"{file} in {frame['name']}")
 
 
 def _named(place: str) -> str:
@@ -100,9 +100,9 @@ def _named(place: str) -> str:
     return _GENERATED.sub("the compiled code", _DRAWN.sub("the model", place))
 
 
-ROUNDING = Signature("L0", "rounding")
+ROUNDING = FailureSignature("L0", "rounding")
 """Of a backend's numbers that are as accurate as eager's, but not equal bit by bit, in any parameter."""
-NO_END = Signature("no end", "within its limit")
+NO_END = FailureSignature("no end", "within its limit")
 """Of a model that took longer than it may."""
 
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Self
 
-from ddpopt.fuzz.questions import WHOLE, Answer, Kind, Task
-from ddpopt.fuzz.signatures import NO_END, Signature, of_death, of_error
+from ddpopt.fuzz.questions import WHOLE, Answer, Outcome, Task
+from ddpopt.fuzz.signatures import NO_END, FailureSignature, of_death, of_error
 from ddpopt.ranks.failures import RankFailure, RanksFailed
 from ddpopt.ranks.group import Ranks
 from ddpopt.ranks.pool import Pool
@@ -59,10 +59,10 @@ class Worker:
         left = list(task.modes)
         while left:
             answers = self._asked(replace(task, modes=tuple(left)))
-            if self._tasks > 1 and {answer.kind for answer in answers} == {Kind.EAGER}:
+            if self._tasks > 1 and {answer.kind for answer in answers} == {Outcome.EAGER}:
                 self._pool.close()  # an earlier model may have broken them: ask once more in new ones
                 continue
-            if len(answers) == 1 and answers[0].kind is Kind.WRONG and answers[0].mode != WHOLE:
+            if len(answers) == 1 and answers[0].kind is Outcome.WRONG and answers[0].mode != WHOLE:
                 answers = self._attributed(task, answers[0])
             yield from answers
             done = {answer.mode for answer in answers}
@@ -86,7 +86,7 @@ class Worker:
             return [answer]
         whole = self._asked(replace(task, modes=(WHOLE,)))
         if whole[0].signature is not None and whole[0].signature.kind == answer.signature.kind:
-            return [replace(answer, kind=Kind.BACKEND)]
+            return [replace(answer, kind=Outcome.BACKEND)]
         return [answer]
 
 
@@ -130,15 +130,21 @@ def _lost(task: Task, failed: RanksFailed) -> list[Answer]:
     failure = failed.culprits[0]
     signature, detail = _signature(failure)
     if failure.what == EAGER:
-        return [Answer(name, Kind.EAGER, signature, detail) for name in task.modes]
+        return [Answer(name, Outcome.EAGER, signature, detail) for name in task.modes]
     if failure.what not in task.modes:
         raise failed
     # what a model raises is caught: an exception that comes out is one of verification's own
-    kind = Kind.BROKEN if failure.kind == "raised" else Kind.BACKEND if failure.what == WHOLE else Kind.WRONG
+    kind = (
+        Outcome.BROKEN
+        if failure.kind == "raised"
+        else Outcome.BACKEND
+        if failure.what == WHOLE
+        else Outcome.WRONG
+    )
     return [Answer(failure.what, kind, signature, detail)]
 
 
-def _signature(failure: RankFailure) -> tuple[Signature, str]:
+def _signature(failure: RankFailure) -> tuple[FailureSignature, str]:
     """What failed, in short and in full."""
     if failure.kind == "raised":
         return of_error(failure.stack.strip().rpartition("\n")[2]), failure.stack[-DETAIL:]

@@ -179,7 +179,7 @@ def _ratio(own: float | str, eager: float | str, ranks: Ranks) -> float | str:
     return lowest
 
 
-class Counted:
+class CountingBackend:
     """A backend that counts how often it is asked in the first step; recompilations come later.
 
     Args:
@@ -199,7 +199,7 @@ class Counted:
 
 def _overlap(case: Case, how: Mode, backend: Any, ranks: Ranks) -> _Overlap:
     """Run a mode with a communication hook; the first failure of any rank where there is one."""
-    failure, counted, potential = "", Counted(find_compiler(backend or "eager")), 0.0
+    failure, counted, potential = "", CountingBackend(find_compiler(backend or "eager")), 0.0
     try:
         with warnings.catch_warnings(), how.running(), _fresh_group() as group:
             warnings.simplefilter("ignore")
@@ -210,7 +210,9 @@ def _overlap(case: Case, how: Mode, backend: Any, ranks: Ranks) -> _Overlap:
     return (said[0] if said else potential), counted.calls
 
 
-def _measured(case: Case, how: Mode, counted: Counted, group: dist.ProcessGroup, ranks: Ranks) -> float:
+def _measured(
+    case: Case, how: Mode, counted: CountingBackend, group: dist.ProcessGroup, ranks: Ranks
+) -> float:
     """In a frame of its own, with which all that holds the group goes."""
     torch.manual_seed(step_seed(0, 0))
     backend = counted if how.compiles else None

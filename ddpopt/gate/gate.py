@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ddpopt.cases.case import resolve
+from ddpopt.cases.targets import resolve
 from ddpopt.errors import UsageError
 from ddpopt.gate.baseline import Baseline, Figures, Measuring, named, read, release_of, write
 from ddpopt.gate.comparison import Comparison, changes

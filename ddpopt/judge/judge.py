@@ -13,11 +13,10 @@ from typing import Any, get_args
 
 from ddpopt.judge.compare import dense
 from ddpopt.judge.judging.failing import told
-from ddpopt.judge.judging.ladder import Ladder
+from ddpopt.judge.judging.ladder import Ladder, findings, remarks, worst
 from ddpopt.judge.judging.record import Record
 from ddpopt.judge.judging.reference import Reference
-from ddpopt.judge.judging.sheet import findings, remarks, worst
-from ddpopt.judge.judging.structure import Evidence, structure
+from ddpopt.judge.judging.structure import RunEvidence, structure
 from ddpopt.judge.modes import Gives, Mode
 from ddpopt.judge.trainer import Option, Trainer
 from ddpopt.judge.verdict import Finding, SeenBucket, Status, Trial
@@ -47,7 +46,7 @@ def judge(
         reference: eager DDP's run of the same subject.
         mode: what to judge.
         backend: of Dynamo, for modes that compile.
-        tamper: for faults that are put in by hand; see `ddpopt.judge.training.Course`.
+        tamper: for faults that are put in by hand; see `ddpopt.judge.trainer.Course`.
         exact: whether to compare bit by bit; by default wherever the backend is known to keep eager's order.
 
     Returns:
@@ -121,9 +120,9 @@ def _judged(
     }
 
 
-def _evidence(reference: Reference, mode: Mode, backend: Any, record: Record) -> Evidence:
+def _evidence(reference: Reference, mode: Mode, backend: Any, record: Record) -> RunEvidence:
     bench, subject = reference.bench, reference.bench.subject
-    return Evidence(
+    return RunEvidence(
         mode=mode,
         option=subject.option,
         compiled=backend is not None,

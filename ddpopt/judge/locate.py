@@ -18,13 +18,11 @@ from typing import Any
 
 import torch
 
-from ddpopt.cases.case import resolve
+from ddpopt.cases.targets import resolve
 from ddpopt.errors import InfrastructureError
 from ddpopt.judge.backends import backend_of
-from ddpopt.judge.locating.known import Known
-from ddpopt.judge.locating.reproduction import shows
-from ddpopt.judge.locating.rungs import Question, Stage, Symptom, stages_of
-from ddpopt.judge.locating.scripting import script_of
+from ddpopt.judge.locating.rungs import Known, Question, Stage, Symptom, stages_of
+from ddpopt.judge.locating.scripting import script_of, shows
 from ddpopt.judge.locating.search import search
 from ddpopt.judge.modes import LOCAL, mode
 from ddpopt.judge.trials import STEPS

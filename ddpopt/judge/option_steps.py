@@ -21,8 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from ddpopt.errors import UnsupportedError
 from ddpopt.judge.option_cases import set_extra
 from ddpopt.judge.parallel import named_parameters
-from ddpopt.judge.trainer import Place, Trainer
-from ddpopt.judge.training import LEARNING_RATE
+from ddpopt.judge.trainer import LEARNING_RATE, Place, Trainer
 
 SCALE = 1024.0
 MAX_NORM = 0.01

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 import ddpopt
-from ddpopt.cases.case import Case, resolve
+from ddpopt.cases.case import Case
+from ddpopt.cases.targets import resolve
 from ddpopt.dynamo.backend import find_compiler
 from ddpopt.errors import UsageError
 from ddpopt.explanation.rehearsal import generators_kept

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from ddpopt.cases.case import Case, resolve
+from ddpopt.cases.case import Case
+from ddpopt.cases.targets import resolve
 from ddpopt.judge.judge import judge
 from ddpopt.judge.judging.reference import Bench, Reference, Subject
 from ddpopt.judge.modes import mode

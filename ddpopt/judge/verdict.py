@@ -7,6 +7,7 @@ tensor. Invariant: a verdict is true only if something was judged, nothing was w
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass
 from enum import StrEnum
@@ -79,6 +80,20 @@ class Measured:
     bound: float
     rank: int
     step: int
+
+    @property
+    def share(self) -> float:
+        """How much of its bound the error takes: above 1 is wrong, infinite where equality was missed.
+
+        >>> Measured("w", "L1", 0, 3.0, error=2.0, bound=4.0, rank=0, step=0).share
+        0.5
+        >>> Measured("w", "L0", 0, 1.0, error=1e-9, bound=0.0, rank=0, step=0).share
+        inf
+        """
+        if self.error == 0 and self.bound >= 0:
+            return 0.0
+        taken = self.error / self.bound if self.bound > 0 else math.inf
+        return math.inf if math.isnan(taken) else taken
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from ddpopt.graph.effects import detaches
 from ddpopt.graph.nodes import requires_grad, storages_of
 from ddpopt.planning.plan import Plan
 from ddpopt.proof.recompose import read_original, recompose
-from ddpopt.proof.steps import Original, Program, Step, tensors_in
+from ddpopt.proof.steps import GraphProgram, Original, ProgramStep, tensors_in
 from ddpopt.proof.terms import Held, Item, Made, Term, leaves
 
 
@@ -33,7 +33,7 @@ class Evidence:
 
     plan: Plan
     original: Original
-    stitched: Program
+    stitched: GraphProgram
     passing: Mapping[str, None]
     readers: Mapping[str, str]
 
@@ -126,7 +126,7 @@ def earliest_readers(
     return readers
 
 
-def given_back(original: Original, step: Step) -> dict[int, torch.Tensor]:
+def given_back(original: Original, step: ProgramStep) -> dict[int, torch.Tensor]:
     """By identity, the tensors that a step was given and returns as they are; none if it writes to any."""
     known = {id(tensor) for leaf in step.given for tensor in tensors_in(original.example(leaf))}
     own = tensors_in(original.example(original.terms[step.name]))
@@ -139,7 +139,7 @@ def _is_trained(original: Original, term: Term, detached: Set[Term]) -> bool:
     return requires_grad(original.example(term)) or term in detached
 
 
-def _writes_what_is_seen(original: Original, step: Step, seen: Set[int], detached: Set[Term]) -> bool:
+def _writes_what_is_seen(original: Original, step: ProgramStep, seen: Set[int], detached: Set[Term]) -> bool:
     """Whether a step writes to what requires grad and lies in storages that are seen, or in none."""
     for leaf in (value for value in step.written if isinstance(value, (Made, Item, Held))):
         own = set(_storages(original, [leaf]))

@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from ddpopt.graph.effects import is_known, reads_memory, redescribes
 from ddpopt.graph.nodes import SYMBOLIC, requires_grad, storages_of
 from ddpopt.proof.evidence import Evidence, given_back
-from ddpopt.proof.steps import Crossing, Original, Step, tensors_in
+from ddpopt.proof.steps import Crossing, Original, ProgramStep, tensors_in
 from ddpopt.proof.terms import ABSENT, Copy, Item, Made, Term, leaves, show
 
 
@@ -119,7 +119,7 @@ def values_cross_as_they_are_described(evidence: Evidence) -> Iterator[str]:
                 yield f"{where}: is described as it is after {step.name}, which changes it in place"
 
 
-def steps_taken_twice(evidence: Evidence) -> Iterator[Step]:
+def steps_taken_twice(evidence: Evidence) -> Iterator[ProgramStep]:
     """The steps that a segment takes once more though they are neither views nor symbols.
 
     Nor may a view be taken again that is reshaped or detached in place: it would be as it was before.
@@ -208,19 +208,19 @@ def _maker(term: Term) -> Term:
     return term if isinstance(term, Made) else None
 
 
-def _made_and_read(original: Original, step: Step) -> tuple[set[Hashable], set[Hashable]]:
+def _made_and_read(original: Original, step: ProgramStep) -> tuple[set[Hashable], set[Hashable]]:
     """The storages of what a step makes, and those of its arguments."""
     made = set(_families(original, original.terms[step.name]))
     return made, {family for term in step.given for family in _families(original, term)}
 
 
-def _is_view(original: Original, step: Step) -> bool:
+def _is_view(original: Original, step: ProgramStep) -> bool:
     """Whether a step writes to nothing and makes nothing that its arguments do not hold already."""
     made, read = _made_and_read(original, step)
     return bool(made) and made <= read and not step.written
 
 
-def _may_repeat(original: Original, step: Step, watched: Mapping[Hashable, str]) -> bool:
+def _may_repeat(original: Original, step: ProgramStep, watched: Mapping[Hashable, str]) -> bool:
     """Whether a step may be taken again: a view of its arguments, or a symbol, that no write can change."""
     if step.written or step.node.op == "call_module" or isinstance(step.callee, HigherOrderOperator):
         return False

@@ -14,7 +14,7 @@ from torch import fx
 from ddpopt.graph.nodes import SYMBOLIC, example_value
 from ddpopt.proof.evidence import Evidence
 from ddpopt.proof.memory import steps_taken_twice
-from ddpopt.proof.steps import Step, at
+from ddpopt.proof.steps import ProgramStep, at
 from ddpopt.proof.terms import ABSENT, Group, Made, Term, differences, show, without_copies
 
 
@@ -140,7 +140,7 @@ def _by_key(kwargs: Mapping[str, Term]) -> Group:
     return Group(dict, tuple(kwargs[key] for key in keys), tuple(keys))
 
 
-def _same_callee(expected: Step, found: Step) -> bool:
+def _same_callee(expected: ProgramStep, found: ProgramStep) -> bool:
     if expected.node.op != found.node.op or type(expected.callee) is not type(found.callee):
         return False
     return expected.callee is found.callee or (
@@ -148,7 +148,7 @@ def _same_callee(expected: Step, found: Step) -> bool:
     )
 
 
-def _called(step: Step) -> str:
+def _called(step: ProgramStep) -> str:
     callee = step.callee
     name = callee if isinstance(callee, str) else getattr(callee, "__name__", None)
     return f"{step.node.op} of {name or step.node.target}"

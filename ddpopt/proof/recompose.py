@@ -16,7 +16,15 @@ from torch import fx
 
 from ddpopt.graph.nodes import example_value, fetch
 from ddpopt.graph.state import ENTER_AUTOCAST, EXIT_AUTOCAST, GRAD_MODE, begins_without_grad
-from ddpopt.proof.steps import Crossing, OpenSpan, Original, Program, ProgramState, Step, example_of
+from ddpopt.proof.steps import (
+    Crossing,
+    GraphProgram,
+    OpenSpan,
+    Original,
+    ProgramState,
+    ProgramStep,
+    example_of,
+)
 from ddpopt.proof.terms import ABSENT, Copy, Group, Held, Item, Made, Term, Unknown, group, show
 
 CALLS = ("call_function", "call_method", "call_module")
@@ -28,12 +36,14 @@ def read_original(original: fx.GraphModule) -> Original:
     begin = ProgramState(not begins_without_grad(original.graph))
     walk = _Walk(original, nodes, 0, begin)
     walk.run([Made(node.name) for node in walk.inputs])
-    program = Program(tuple(walk.inputs), tuple(walk.steps), walk.result, {0: walk.state})
+    program = GraphProgram(tuple(walk.inputs), tuple(walk.steps), walk.result, {0: walk.state})
     terms = {node.name: term for node, term in walk.values.items()}
     return Original(program, nodes, terms, {step.name: step for step in walk.steps}, begin)
 
 
-def recompose(stitched: fx.GraphModule, original: Original, homes: Mapping[int, Container[str]]) -> Program:
+def recompose(
+    stitched: fx.GraphModule, original: Original, homes: Mapping[int, Container[str]]
+) -> GraphProgram:
     """Inline the segments of a stitched module again.
 
     Args:
@@ -47,11 +57,11 @@ def recompose(stitched: fx.GraphModule, original: Original, homes: Mapping[int, 
     """
     walk = _Stitched(stitched, original, homes)
     walk.run([original.terms.get(node.name, Unknown(node.name)) for node in walk.inputs])
-    first: dict[str, Step] = {}
+    first: dict[str, ProgramStep] = {}
     for step in walk.steps:
         if step.name not in first or step.name in homes.get(step.segment, ()):
             first[step.name] = step
-    return Program(
+    return GraphProgram(
         inputs=tuple(walk.inputs),
         steps=tuple(step for step in walk.steps if first[step.name] is step),
         result=walk.result,
@@ -77,7 +87,7 @@ class _Walk:
         self.state = state
         self.where = f"segment {segment}"
         self.inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
-        self.steps: list[Step] = []
+        self.steps: list[ProgramStep] = []
         self.values: dict[fx.Node, Term] = {}
         self.undefined: list[str] = []
         self.strays: list[str] = []
@@ -98,7 +108,7 @@ class _Walk:
             elif node.op != "placeholder":
                 self.values[node] = self.call(self.read(node))
 
-    def call(self, step: Step) -> Term:
+    def call(self, step: ProgramStep) -> Term:
         """Take one step of the program; its value."""
         self.take(step, step.name)
         picked = _picked(self.nodes, step)
@@ -106,12 +116,12 @@ class _Walk:
             picked = _handed_back(self.nodes, step)
         return Made(step.name) if picked is ABSENT else picked
 
-    def take(self, step: Step, opener: str) -> None:
+    def take(self, step: ProgramStep, opener: str) -> None:
         """Note a step, and the state after it; `opener` names the autocast span that it may open."""
         self.steps.append(step)
         self.switch(step, opener)
 
-    def switch(self, step: Step, opener: str) -> None:
+    def switch(self, step: ProgramStep, opener: str) -> None:
         """Note the state after a step."""
         autocast = self.state.autocast
         if step.callee is ENTER_AUTOCAST:
@@ -121,13 +131,13 @@ class _Walk:
         elif step.callee is GRAD_MODE:
             self.state = replace(self.state, grad_mode=step.args[0] is True)
 
-    def read(self, node: fx.Node) -> Step:
+    def read(self, node: fx.Node) -> ProgramStep:
         """A node that computes, with its arguments as terms."""
         args = tuple(self.term(argument, node) for argument in node.args)
         kwargs = {key: self.term(argument, node) for key, argument in node.kwargs.items()}
         callee = fetch(self.module, str(node.target), ABSENT) if node.op == "call_module" else node.target
         reads = {source: self.values.get(source, Unknown(source.name)) for source in node.all_input_nodes}
-        return Step(node, self.segment, callee, args, kwargs, self.state, reads)
+        return ProgramStep(node, self.segment, callee, args, kwargs, self.state, reads)
 
     def term(self, argument: object, reader: fx.Node) -> Term:
         """An argument of `reader` as a term."""
@@ -167,7 +177,7 @@ class _Reading(_Walk):
         neighbours = [(a, b) for pair in itertools.pairwise(calls) for a, b in (pair, pair[::-1])]
         self.around_repeats = {node: None for node, other in neighbours if other in again}
 
-    def call(self, step: Step) -> Term:
+    def call(self, step: ProgramStep) -> Term:
         if step.node in self.own:
             self.left -= 1
             self.take(step, step.name)
@@ -188,14 +198,14 @@ class _Reading(_Walk):
         added_by_cuts = (ENTER_AUTOCAST, EXIT_AUTOCAST, GRAD_MODE, operator.getitem)
         return node.name in self.original.steps and (node.target not in added_by_cuts or node.name in home)
 
-    def _may_switch(self, step: Step) -> bool:
+    def _may_switch(self, step: ProgramStep) -> bool:
         """Whether a cut may need this switch of state here."""
         at_start, at_end = self.left == len(self.own), self.left == 0
         if step.callee is GRAD_MODE:
             return at_start or at_end or step.node in self.around_repeats
         return (step.callee is ENTER_AUTOCAST and at_start) or (step.callee is EXIT_AUTOCAST and at_end)
 
-    def _resumed_opener(self, step: Step) -> str:
+    def _resumed_opener(self, step: ProgramStep) -> str:
         """Which span of the original an entry at the start of a segment opens again; else its own name."""
         depth = len(self.state.autocast)
         if step.callee is ENTER_AUTOCAST and depth < len(self.resumed):
@@ -220,7 +230,7 @@ class _Stitched(_Walk):
         self.returns: dict[int, Term] = {}
         self.restored: list[tuple[int, Copy]] = []
 
-    def call(self, step: Step) -> Term:
+    def call(self, step: ProgramStep) -> Term:
         if isinstance(step.callee, fx.GraphModule) and not step.kwargs:
             return self._inline(step.callee, step.args)
         if step.node.op == "call_method" and step.callee in ("clone", "detach") and len(step.args) == 1:
@@ -260,7 +270,7 @@ class _Stitched(_Walk):
         return inner.result
 
 
-def _picked(nodes: Mapping[str, fx.Node], step: Step) -> Term:
+def _picked(nodes: Mapping[str, fx.Node], step: ProgramStep) -> Term:
     """The item that a getitem of a tuple or list picks, or `ABSENT` if the step is something else."""
     if step.callee is not operator.getitem or len(step.args) != 2:
         return ABSENT
@@ -275,7 +285,7 @@ def _picked(nodes: Mapping[str, fx.Node], step: Step) -> Term:
     return items[index]
 
 
-def _handed_back(nodes: Mapping[str, fx.Node], step: Step) -> Term:
+def _handed_back(nodes: Mapping[str, fx.Node], step: ProgramStep) -> Term:
     """The argument that a step writes to and then returns; `ABSENT` if it makes a tensor of its own."""
     value = example_value(step.node)
     if not isinstance(value, torch.Tensor):
@@ -288,7 +298,7 @@ def _read_attribute(module: fx.GraphModule, node: fx.Node) -> Term:
     return Held(str(node.target), value, node.meta.get("example_value", value))
 
 
-def _arguments(step: Step) -> str:
+def _arguments(step: ProgramStep) -> str:
     return ", ".join([*map(show, step.args), *(f"{key}={show(value)}" for key, value in step.kwargs.items())])
 
 

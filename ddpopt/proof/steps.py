@@ -35,7 +35,7 @@ class ProgramState:
 
 
 @dataclass(frozen=True)
-class Step:
+class ProgramStep:
     """One node that computes: what it calls, on which terms (`reads` by node), in which segment and state."""
 
     node: fx.Node
@@ -62,7 +62,7 @@ class Step:
         return self.node.name
 
 
-def at(step: Step) -> str:
+def at(step: ProgramStep) -> str:
     """Where a step is, for messages."""
     return f"segment {step.segment}, node {step.name}"
 
@@ -77,7 +77,7 @@ class Crossing(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Program:
+class GraphProgram:
     """A graph read as a program.
 
     Attributes:
@@ -94,10 +94,10 @@ class Program:
     """
 
     inputs: tuple[fx.Node, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[ProgramStep, ...]
     result: Term
     ends: Mapping[int, ProgramState]
-    repeats: tuple[Step, ...] = ()
+    repeats: tuple[ProgramStep, ...] = ()
     crossings: tuple[Crossing, ...] = ()
     returns: Mapping[int, Term] = field(default_factory=dict)
     restored: tuple[tuple[int, Copy], ...] = ()
@@ -117,10 +117,10 @@ class Original:
         begin: the state in which the graph is called.
     """
 
-    program: Program
+    program: GraphProgram
     nodes: Mapping[str, fx.Node]
     terms: Mapping[str, Term]
-    steps: Mapping[str, Step]
+    steps: Mapping[str, ProgramStep]
     begin: ProgramState
 
     def example(self, term: Term) -> object:

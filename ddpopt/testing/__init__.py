@@ -11,14 +11,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ddpopt.cases.case import Case, mean_square, resolve, step_seed
+    from ddpopt.cases.case import Case, mean_square, step_seed
+    from ddpopt.cases.targets import resolve
     from ddpopt.ranks.group import Ranks
     from ddpopt.testing.equality import DdpNotEqualError, assert_ddp_equal
 
 _HOMES = {
-    **dict.fromkeys(("Case", "mean_square", "resolve", "step_seed"), "cases.case"),
+    **dict.fromkeys(("Case", "mean_square", "step_seed"), "cases.case"),
     **dict.fromkeys(("DdpNotEqualError", "assert_ddp_equal"), "testing.equality"),
     "Ranks": "ranks.group",
+    "resolve": "cases.targets",
 }
 __all__ = ["Case", "DdpNotEqualError", "Ranks", "assert_ddp_equal", "mean_square", "resolve", "step_seed"]
 

@@ -11,7 +11,7 @@ import pytest
 
 from ddpopt.fuzz.cases import task_of
 from ddpopt.fuzz.examine import examine
-from ddpopt.fuzz.questions import Kind, Setting
+from ddpopt.fuzz.questions import Outcome, Setting
 from ddpopt.fuzz.stream import Source
 from ddpopt.judge.trials import quickly
 from ddpopt.ranks.group import Ranks, joined, one_rank
@@ -40,7 +40,7 @@ def ranks() -> Iterator[Ranks]:
         yield made
 
 
-def judged(ranks: Ranks, defect: Defect, model: DrawnModel) -> Kind:
+def judged(ranks: Ranks, defect: Defect, model: DrawnModel) -> Outcome:
     with defect.inject(Site(0, 1)):
         (answer,) = examine(ranks, task_of(model, (defect.mode,), Setting("aot_eager")), lambda _: None)
     return answer.kind
@@ -49,7 +49,7 @@ def judged(ranks: Ranks, defect: Defect, model: DrawnModel) -> Kind:
 @pytest.mark.parametrize("defect", by_day())
 def test_a_defect_has_a_model_that_shows_it(defect: Defect, ranks: Ranks) -> None:
     assert re.search(defect.trace, defect.shown_by.source)
-    assert judged(ranks, defect, defect.shown_by) is Kind.WRONG
+    assert judged(ranks, defect, defect.shown_by) is Outcome.WRONG
 
 
 @EACH
@@ -57,4 +57,4 @@ def test_a_defect_has_a_model_that_shows_it(defect: Defect, ranks: Ranks) -> Non
 def test_a_defect_is_found_within_a_minute_of_drawing(defect: Defect, ranks: Ranks) -> None:
     drawn = (model for _, model in islice(Source(0).models(), A_MINUTE))
     telling = (model for model in drawn if re.search(defect.trace, model.source))  # others cannot show it
-    assert any(judged(ranks, defect, model) is Kind.WRONG for model in telling)
+    assert any(judged(ranks, defect, model) is Outcome.WRONG for model in telling)

@@ -10,6 +10,7 @@ from unittest.mock import patch
 from torch import fx
 
 from ddpopt.dynamo import backend
+from ddpopt.graph.nodes import write_code
 from ddpopt.planning.plan import Plan
 from ddpopt.proof.certificate import certify
 from ddpopt.split.partition import partition
@@ -51,6 +52,7 @@ def cutting(edits: Edits | None, *, certified: bool = True) -> Inject:
 
 
 def _mark_when_run(stitched: fx.GraphModule, site: Site) -> None:
+    write_code(stitched)
     forward = stitched.forward
 
     def marking(*inputs: Any) -> Any:

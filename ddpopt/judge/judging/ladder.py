@@ -1,22 +1,39 @@
 """The numeric ladder: every number of a run held against eager DDP's, at the level that its rules name.
 
-Invariant: every number that eager leaves is judged at one level at least, or a remark names it with
-the reason; and all ranks enter the same collectives.
+What each rank finds is on a sheet; the sheets are put together at the end. Invariant: every number that eager
+leaves is judged at one level at least, or a remark names it with the reason; and all ranks enter the same
+collectives.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
 from ddpopt.judge.compare import Difference, bitwise, communication, dense
 from ddpopt.judge.judging.arithmetic import arithmetic
-from ddpopt.judge.judging.record import LOSS, Kind, Number, Record, Rules, Step, buckets_of, pairs, unreduced
+from ddpopt.judge.judging.record import (
+    BUFFER,
+    FINAL,
+    LOSS,
+    PARAMETER,
+    SEEN,
+    Number,
+    NumberKind,
+    Record,
+    RecordedStep,
+    Rules,
+    buckets_of,
+    pairs,
+    plain,
+    unreduced,
+)
 from ddpopt.judge.judging.reference import Reference
-from ddpopt.judge.judging.sheet import Sheet
 from ddpopt.judge.modes import Mode
-from ddpopt.judge.training import updated
+from ddpopt.judge.trainer import updated
+from ddpopt.judge.verdict import Finding, Measured
 
 OTHER_BUFFERS = "not compared but on the first rank, for this model has buffers that only DDP broadcasts"
 OTHER_LAYOUT = (
@@ -33,6 +50,12 @@ RESUMMED = (
     "summed from may have another order"
 )
 NOT_FINITE = "eager itself computes NaN or infinity, and the same is asked for in the same places"
+CLAIM = {
+    "L0": "bit by bit what eager DDP computes",
+    "L1": "within the rounding of a sum over ranks",
+    "L2": "as right as eager, as far as rounding goes",
+}
+BY_OPTIMIZER = "bit by bit what the optimizer makes of the gradient"
 
 
 class Ladder:
@@ -109,7 +132,7 @@ class Ladder:
             self._communicated(record, record.local, sheet)
         return sheet
 
-    def _communicated(self, record: Record, local: Step, sheet: Sheet) -> None:
+    def _communicated(self, record: Record, local: RecordedStep, sheet: Sheet) -> None:
         """Compare what the last step reduced with the mean of the same step's gradients under no_sync.
 
         Nothing that compiled code computes otherwise can then hide what communication does. What eager does
@@ -136,9 +159,11 @@ class Ladder:
 
     def _left_out(self, number: Number, record: Record) -> str:
         """Why a number is not compared; empty if it is."""
-        if self.option.compresses and record.planned and number.kind in (Kind.GRADIENT, Kind.FINISHED):
+        is_summed = number.kind in (NumberKind.GRADIENT, NumberKind.FINISHED)
+        if self.option.compresses and record.planned and is_summed:
             return OTHER_LAYOUT
-        if self.mode.gives != "nothing" or self.reference.bench.rank == 0 or number.kind is not Kind.FORWARD:
+        has_buffers = self.mode.gives != "nothing" or self.reference.bench.rank == 0
+        if has_buffers or number.kind is not NumberKind.FORWARD:
             return ""
         before, *_, after = self.reference.eager.starts
         buffers = before.keys() - self.reference.eager.steps[0].gradients.keys()
@@ -152,9 +177,130 @@ class Ladder:
         if level == "L1":
             terms = self.reference.sums[number.step][number.name]
             return communication(number.got, terms, self.option.comm_dtype, number.eager)
-        if number.kind is Kind.PARAMETER and number.plain not in self.rules.written:
+        if number.kind is NumberKind.PARAMETER and number.plain not in self.rules.written:
             start = record.starts[number.step][number.plain]
             gradient = record.steps[number.step].taken.get(number.plain)
             if gradient is None or gradient.shape == start.shape:  # a misshapen one is L3's to name
                 return bitwise(number.got, updated(start, gradient))
         return bitwise(number.got, number.eager)
+
+
+# ------------------------------------------------------------------------------------------------- sheets
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One comparison of one number.
+
+    Attributes:
+        measured: its numbers.
+        right: whether it passed.
+        note: a remark on it.
+    """
+
+    measured: Measured
+    right: bool
+    note: str = ""
+
+    @property
+    def weight(self) -> tuple[bool, float]:
+        """Larger for what is worse."""
+        return not self.right, self.measured.share
+
+    def finding(self) -> Finding:
+        """What is to be said of it, if it is wrong."""
+        seen = self.measured
+        bucket = f", bucket {seen.bucket}" if seen.bucket is not None else ""
+        remark = f" ({self.note})" if self.note else ""
+        by_optimizer = seen.level == "L0" and seen.parameter.startswith(PARAMETER)
+        message = (
+            f"{_what(seen.parameter)}{bucket}, step {seen.step}, rank {seen.rank}: off by {seen.error:.3g} "
+            f"where {seen.bound:.3g} is allowed, {seen.ulps:.3g} ULP{remark}"
+        )
+        claim = BY_OPTIMIZER if by_optimizer else CLAIM[seen.level]
+        return Finding(claim=claim, message=message, **asdict(seen))
+
+
+def _what(name: str) -> str:
+    if name.startswith((BUFFER, PARAMETER, SEEN)):
+        return name
+    return f"the {name}" if name.startswith(FINAL) else f"the gradient of {name}"
+
+
+@dataclass
+class Sheet:
+    """What one rank found out of one trial.
+
+    Attributes:
+        rank: of this process.
+        buckets: by parameter, the index of the bucket that carried it.
+        findings: what is wrong.
+        judged: the comparisons.
+        notes: remarks on the trial.
+        about: remarks on numbers, each with the names that it holds for.
+    """
+
+    rank: int
+    buckets: Mapping[str, int]
+    findings: list[Finding] = field(default_factory=list)
+    judged: list[Judged] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    about: dict[str, dict[str, None]] = field(default_factory=dict)
+
+    def add(self, level: str, step: int, name: str, difference: Difference) -> None:
+        """Note how a number compares at one level."""
+        measured = Measured(
+            parameter=name,
+            level=level,
+            bucket=self.buckets.get(plain(name)),
+            ulps=difference.ulps,
+            error=difference.error,
+            bound=difference.bound,
+            rank=self.rank,
+            step=step,
+        )
+        self.judged.append(Judged(measured, difference.right, difference.note))
+        if difference.note and difference.right:
+            self.say(difference.note, name)
+
+    def say(self, remark: str, name: str) -> None:
+        """Remark on a number."""
+        self.about.setdefault(remark, {})[name] = None
+
+    def wrong(self) -> set[str]:
+        """Names of the numbers that are wrong."""
+        return {item.measured.parameter for item in self.judged if not item.right}
+
+    def in_short(self) -> Sheet:
+        """The same with the worst comparison of each number and level alone."""
+        return replace(self, judged=worst(self.judged))
+
+
+def worst(items: Iterable[Judged]) -> list[Judged]:
+    """For each number and level the worst of some comparisons."""
+    found: dict[tuple[str, str], Judged] = {}
+    for item in items:
+        key = (item.measured.level, item.measured.parameter)
+        if key not in found or item.weight > found[key].weight:
+            found[key] = item
+    return list(found.values())
+
+
+def remarks(sheets: Sequence[Sheet]) -> tuple[str, ...]:
+    """All remarks of all ranks, once each."""
+    names: dict[str, dict[str, None]] = {}
+    for sheet in sheets:
+        for remark, of in sheet.about.items():
+            names.setdefault(remark, {}).update(of)
+    notes = dict.fromkeys(note for sheet in sheets for note in sheet.notes)
+    return (*notes, *(f"{remark}: {', '.join(of)}" for remark, of in names.items()))
+
+
+def findings(sheets: Sequence[Sheet], judged: Sequence[Judged]) -> tuple[Finding, ...]:
+    """All that is wrong; what several ranks say in the same words, once."""
+    said = [finding for sheet in sheets for finding in sheet.findings]
+    said += [item.finding() for item in judged if not item.right]
+    seen: dict[tuple[str, str, str], Finding] = {}
+    for finding in said:
+        seen.setdefault((finding.level, finding.claim, finding.message), finding)
+    return tuple(seen.values())

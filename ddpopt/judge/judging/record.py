@@ -29,7 +29,7 @@ LOSS = f"{SEEN}loss"
 
 
 @dataclass
-class Step:
+class RecordedStep:
     """What one step left, or an evaluation after all steps, which has neither loss nor gradients.
 
     Attributes:
@@ -67,7 +67,7 @@ def unreduced(name: str) -> str:
     return f"{GRADIENT_OF}{name} under no_sync"
 
 
-def in_sight(name: str, eager: Step) -> bool:
+def in_sight(name: str, eager: RecordedStep) -> bool:
     """Whether a script can see what bears a name: no leaf or attribute that compiled code has of its own."""
     _, outside, rest = name.partition(OUTSIDE)
     if outside:
@@ -102,8 +102,8 @@ class Record:
 
     start: Named
     follow: Sequence[Named] | None = None
-    steps: list[Step] = field(default_factory=list)
-    evaluation: Step | None = None
+    steps: list[RecordedStep] = field(default_factory=list)
+    evaluation: RecordedStep | None = None
     graphs: tuple[str, ...] = ()
     graphs_after: list[int] = field(default_factory=list)
     captures: int = 0
@@ -113,10 +113,10 @@ class Record:
     ignored: frozenset[str] = frozenset()
     planned: bool = False
     plan: Plan | None = None
-    local: Step | None = None
+    local: RecordedStep | None = None
 
     @property
-    def moments(self) -> list[Step]:
+    def moments(self) -> list[RecordedStep]:
         """The steps, the evaluation after them, and the last step under no_sync."""
         return [*self.steps, *(one for one in (self.evaluation, self.local) if one is not None)]
 
@@ -133,7 +133,7 @@ def buckets_of(record: Record) -> dict[str, int]:
     return {name: bucket.index for bucket in last for name in bucket.params}
 
 
-class Kind(Enum):
+class NumberKind(Enum):
     """What a number depends on."""
 
     FORWARD = (
@@ -159,7 +159,7 @@ class Number:
 
     step: int
     name: str
-    kind: Kind
+    kind: NumberKind
     got: Tensor
     eager: Tensor
 
@@ -180,7 +180,7 @@ def plain(name: str) -> str:
     return name
 
 
-def left_behind(one: Step) -> dict[str, tuple[Kind, Tensor]]:
+def left_behind(one: RecordedStep) -> dict[str, tuple[NumberKind, Tensor]]:
     """List what one step left, by name.
 
     Args:
@@ -189,30 +189,32 @@ def left_behind(one: Step) -> dict[str, tuple[Kind, Tensor]]:
     Returns:
         Each number with what it depends on; gradients that are None are left out.
     """
-    found = {name: (Kind.GRADIENT, tensor) for name, tensor in one.gradients.items() if tensor is not None}
+    found = {
+        name: (NumberKind.GRADIENT, tensor) for name, tensor in one.gradients.items() if tensor is not None
+    }
     for name, value in seen(one).items():
         if isinstance(value, Tensor):
             found[name] = (_kind(one, name), value)
     for name, tensor in one.state.items():
         if name in one.gradients:
-            found[PARAMETER + name] = (Kind.PARAMETER, tensor)
+            found[PARAMETER + name] = (NumberKind.PARAMETER, tensor)
         elif is_rounded(tensor):
-            found[BUFFER + name] = (Kind.FORWARD, tensor)
+            found[BUFFER + name] = (NumberKind.FORWARD, tensor)
     return found
 
 
-def seen(one: Step) -> dict[str, Any]:
+def seen(one: RecordedStep) -> dict[str, Any]:
     """List what a script can see of a step next to parameters, buffers and their gradients, by name."""
     final = {FINAL + name: tensor for name, tensor in one.final.items()}
     return final | {LOSS: one.loss} | {SEEN + name: value for name, value in one.extras.items()}
 
 
-def _kind(one: Step, name: str) -> Kind:
+def _kind(one: RecordedStep, name: str) -> NumberKind:
     bare = name.removeprefix(SEEN)
     if bare.startswith(GRADIENT_OF):
-        return Kind.OWN
+        return NumberKind.OWN
     is_late = bare in one.late or bare.startswith((KEPT, FINAL))
-    return Kind.FINISHED if is_late else Kind.FORWARD
+    return NumberKind.FINISHED if is_late else NumberKind.FORWARD
 
 
 def is_rounded(tensor: Tensor) -> bool:
@@ -258,11 +260,13 @@ class Rules:
     written: frozenset[str] = frozenset()
     resummed: frozenset[str] = frozenset()
 
-    def sums(self, kind: Kind, name: str) -> bool:
+    def sums(self, kind: NumberKind, name: str) -> bool:
         """Whether a number is a gradient or computed from one: not what the optimizer makes of its own."""
-        return kind is not Kind.FORWARD and (kind is not Kind.PARAMETER or plain(name) in self.written)
+        return kind is not NumberKind.FORWARD and (
+            kind is not NumberKind.PARAMETER or plain(name) in self.written
+        )
 
-    def levels(self, kind: Kind, name: str) -> tuple[str, ...]:
+    def levels(self, kind: NumberKind, name: str) -> tuple[str, ...]:
         """The levels that judge a number.
 
         Args:
@@ -274,14 +278,16 @@ class Rules:
             which is judged itself; what eager does not reproduce is left to L2.
         """
         equal = self.exact and self.ordered
-        if kind is Kind.PARAMETER and plain(name) not in self.written:
+        if kind is NumberKind.PARAMETER and plain(name) not in self.written:
             return ("L0",)
         if plain(name) in self.unstable or name in self.resummed:
             return ("L2",)
-        if kind in (Kind.FORWARD, Kind.OWN) or (kind is Kind.GRADIENT and name in self.ignored):
+        if kind in (NumberKind.FORWARD, NumberKind.OWN) or (
+            kind is NumberKind.GRADIENT and name in self.ignored
+        ):
             return ("L0",) if self.exact else ("L2",)
-        if kind is Kind.GRADIENT and self.exact and self.means:
+        if kind is NumberKind.GRADIENT and self.exact and self.means:
             return ("L0", "L1") if self.ordered else ("L1",)
-        if kind is Kind.FINISHED and self.shards:
+        if kind is NumberKind.FINISHED and self.shards:
             return ("L2",)
         return ("L0",) if equal else ("L2",)

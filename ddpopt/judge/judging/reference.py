@@ -39,8 +39,7 @@ from ddpopt.judge.judging.structure import Peer, peer_of
 from ddpopt.judge.modes import LOCAL, Mode, mode
 from ddpopt.judge.option_cases import in_dtype
 from ddpopt.judge.parallel import Gradients, Named
-from ddpopt.judge.trainer import Option, Place, Trainer
-from ddpopt.judge.training import Course, train, updated
+from ddpopt.judge.trainer import Course, Option, Place, Trainer, train, updated
 from ddpopt.ranks.group import Ranks
 
 COLLECTIVE_LIMIT_S = 20.0
@@ -106,7 +105,7 @@ class Bench:
         Args:
             how: the mode.
             backend: Dynamo's.
-            more: for `ddpopt.judge.training.Course`, whose case may be another one.
+            more: for `ddpopt.judge.trainer.Course`, whose case may be another one.
 
         Returns:
             What happened; None if it failed on any rank: `failures` then says on which, and how.
@@ -204,7 +203,7 @@ class SeenBuffers:
         self._seen: list[Named] = []
 
     def remember(self, trainer: Trainer) -> None:
-        """Note what the forwards of a run see from now on; for `ddpopt.judge.training.Course.tamper`."""
+        """Note what the forwards of a run see from now on; for `ddpopt.judge.trainer.Course.tamper`."""
         self._seen.clear()
         trainer.parallel.model.register_forward_pre_hook(self._note)
 

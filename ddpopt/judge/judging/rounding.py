@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 from ddpopt.cases.case import Case
 from ddpopt.judge.compare import Sum, exact
 from ddpopt.judge.judging.arithmetic import Arithmetic, arithmetic_of
-from ddpopt.judge.judging.record import Kind, Record, is_rounded, left_behind, plain
+from ddpopt.judge.judging.record import NumberKind, Record, is_rounded, left_behind, plain
 from ddpopt.judge.option_cases import cast
 from ddpopt.judge.parallel import Named
 from ddpopt.judge.trainer import on_device
@@ -195,7 +195,7 @@ def _values(run: Record, step: int, first: Record, written: Collection[str]) -> 
     """What a step computes; a parameter that somebody writes to as if it had begun as in the first run."""
     values = {}
     for name, (kind, tensor) in left_behind(run.moments[step]).items():
-        if kind is not Kind.PARAMETER:
+        if kind is not NumberKind.PARAMETER:
             values[name] = tensor
         elif plain(name) in written:
             began, begins = first.starts[step][plain(name)], run.starts[step][plain(name)]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ddpopt.judge.compare import raw_bytes
-from ddpopt.judge.judging.record import FINAL, Record, Step, in_sight, is_rounded, plain, seen
+from ddpopt.judge.judging.record import FINAL, Record, RecordedStep, in_sight, is_rounded, plain, seen
 from ddpopt.judge.modes import Mode
 from ddpopt.judge.trainer import Option
 from ddpopt.judge.verdict import Finding
@@ -80,7 +80,7 @@ def _words_of(collective: Collective) -> str:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class RunEvidence:
     """What claims are judged by.
 
     Attributes:
@@ -117,7 +117,7 @@ class Break(NamedTuple):
 Broken = Iterator[Break]
 
 
-def structure(evidence: Evidence, rank: int) -> list[Finding]:
+def structure(evidence: RunEvidence, rank: int) -> list[Finding]:
     """Ask every claim.
 
     Args:
@@ -141,13 +141,13 @@ def _with_step(one: Break) -> str:
 # ------------------------------------------------------------------------------------- what each rank has
 
 
-def _steps(evidence: Evidence) -> Broken:
+def _steps(evidence: RunEvidence) -> Broken:
     got, expected = len(evidence.got.steps), len(evidence.eager.steps)
     if got != expected:
         yield Break(f"took {got} steps, eager DDP took {expected}")
 
 
-def _gradients(evidence: Evidence, *, missing: bool) -> Broken:
+def _gradients(evidence: RunEvidence, *, missing: bool) -> Broken:
     """Gradients that are on one side only, or those of another form."""
     strides = evidence.mode.gives == "module"
     for step, (got, eager) in _moments(evidence):
@@ -156,7 +156,7 @@ def _gradients(evidence: Evidence, *, missing: bool) -> Broken:
                 yield Break(f"the gradient of {name} is {has}, in eager DDP {wants}", name, step)
 
 
-def _others(evidence: Evidence) -> Broken:
+def _others(evidence: RunEvidence) -> Broken:
     """Parameters and buffers: their form, and integers, which know no rounding."""
     for step, (got, eager) in _moments(evidence):
         unlike = {name: (has, wants) for name, has, wants in _unlike(got.state, eager.state)}
@@ -168,13 +168,13 @@ def _others(evidence: Evidence) -> Broken:
                 yield Break(f"{name} holds other integers than in eager DDP", name, step)
 
 
-def _random(evidence: Evidence) -> Broken:
+def _random(evidence: RunEvidence) -> Broken:
     for step, (got, eager) in _moments(evidence):
         if not torch.equal(got.random, eager.random):
             yield Break("the random generator is in another state than after eager's step", None, step)
 
 
-def _seen(evidence: Evidence) -> Broken:
+def _seen(evidence: RunEvidence) -> Broken:
     """What else a script can see: the form of each tensor; types, None and counts as they are."""
     for step, (got, eager) in _moments(evidence):
         for name, has, wants in _unlike(seen(got), seen(eager)):
@@ -199,7 +199,7 @@ def _words(value: Any, strides: bool) -> str:
     return form_of(value, strides) if isinstance(value, Tensor) else str(value)
 
 
-def _memory(evidence: Evidence) -> Broken:
+def _memory(evidence: RunEvidence) -> Broken:
     """Writing to one gradient must change no other, nor anything else that a script holds.
 
     What eager DDP shares with its last step counts in any step: gradients that are views of buckets do,
@@ -222,11 +222,11 @@ def _memory(evidence: Evidence) -> Broken:
             yield Break(f"writes to the {name} of the step before; in eager DDP it does not", None, step)
 
 
-def _moments(evidence: Evidence) -> Iterator[tuple[int, tuple[Step, Step]]]:
+def _moments(evidence: RunEvidence) -> Iterator[tuple[int, tuple[RecordedStep, RecordedStep]]]:
     return enumerate(zip(evidence.got.moments, evidence.eager.moments, strict=False))
 
 
-def _agreement(evidence: Evidence) -> Broken:
+def _agreement(evidence: RunEvidence) -> Broken:
     allowed = _unequal(evidence.eager_peers)
     for (step, name), rank in _unequal(evidence.peers).items():
         is_broadcast = evidence.mode.gives != "nothing" or name in evidence.eager.steps[0].gradients
@@ -260,13 +260,13 @@ def _unlike_first(
                 break
 
 
-def _same_buckets(evidence: Evidence) -> Broken:
+def _same_buckets(evidence: RunEvidence) -> Broken:
     """Ranks that disagree on buckets add up what does not belong together."""
     for rank, index, theirs, ours in _unlike_first(evidence.peers, lambda peer: peer.buckets):
         yield Break(f"backward {index}: rank {rank} has buckets {theirs}, rank 0 {ours}")
 
 
-def _reduced_once(evidence: Evidence) -> Broken:
+def _reduced_once(evidence: RunEvidence) -> Broken:
     if not evidence.option.sends_as_usual:
         return
     for index, iteration in enumerate(evidence.got.iterations or ()):
@@ -278,7 +278,7 @@ def _reduced_once(evidence: Evidence) -> Broken:
             )
 
 
-def _no_others(evidence: Evidence) -> Broken:
+def _no_others(evidence: RunEvidence) -> Broken:
     """Collectives that carry no bucket: the map of used parameters, what layers and hooks send."""
     more = Counter(_bucketless(evidence.got)) - Counter(_bucketless(evidence.eager))
     if more and evidence.option.sends_as_usual:
@@ -300,7 +300,7 @@ def _bucketless(record: Record) -> list[str]:
     return [*(words for words in own if words not in rebuilding), *others]
 
 
-def _same_order(evidence: Evidence) -> Broken:
+def _same_order(evidence: RunEvidence) -> Broken:
     """Collectives that ranks enter in another order never end, or mix up their data."""
     if not evidence.option.sends_as_usual:
         return
@@ -310,7 +310,7 @@ def _same_order(evidence: Evidence) -> Broken:
         yield Break(f"collective {index}: rank {rank} has {theirs}, rank 0 {ours}")
 
 
-def _synchronised(evidence: Evidence) -> Broken:
+def _synchronised(evidence: RunEvidence) -> Broken:
     """Backwards were reduced where they should be, one in each step, and nowhere else."""
     if evidence.got.iterations is None or not evidence.option.sends_as_usual:
         return
@@ -319,7 +319,7 @@ def _synchronised(evidence: Evidence) -> Broken:
         yield Break(f"{got} backwards were reduced in {expected} steps, expected one in each")
 
 
-def _planned(evidence: Evidence) -> Broken:
+def _planned(evidence: RunEvidence) -> Broken:
     """The reducer's buckets are the plan's; there is none where no gradient of a bucket is ever computed."""
     got = evidence.got
     if not got.planned or not got.iterations or not evidence.compiled:
@@ -335,14 +335,14 @@ def _planned(evidence: Evidence) -> Broken:
             yield Break(f"backward {index}: the reducer has buckets {seen}, the plan {planned}")
 
 
-def _trains(evidence: Evidence) -> bool:
+def _trains(evidence: RunEvidence) -> bool:
     """Whether eager DDP has a gradient for anything that is sent."""
     buckets = (bucket for iteration in evidence.got.iterations or () for bucket in iteration.buckets)
     names = {name for bucket in buckets for name in bucket.params}
     return any(step.gradients.get(name) is not None for step in evidence.eager.steps for name in names)
 
 
-def _compiled(evidence: Evidence) -> Broken:
+def _compiled(evidence: RunEvidence) -> Broken:
     """A mode that does nothing is no mode."""
     if not evidence.compiled:
         return
@@ -352,7 +352,7 @@ def _compiled(evidence: Evidence) -> Broken:
         yield Break("compiled autograd captured no backward")
 
 
-def _same_graphs(evidence: Evidence) -> Broken:
+def _same_graphs(evidence: RunEvidence) -> Broken:
     """A rank that compiles alone keeps its peers waiting."""
     if evidence.ranks_differ or not evidence.compiled:
         return
@@ -361,7 +361,7 @@ def _same_graphs(evidence: Evidence) -> Broken:
         yield Break(f"rank {rank} compiled {theirs}, rank 0 {ours}", None, step)
 
 
-def _as_alone(evidence: Evidence) -> Broken:
+def _as_alone(evidence: RunEvidence) -> Broken:
     """Being data-parallel costs no graph."""
     if evidence.alone is None or not evidence.got.graphs or evidence.option.more_graphs:
         return
@@ -371,7 +371,7 @@ def _as_alone(evidence: Evidence) -> Broken:
             return
 
 
-CLAIMS: tuple[tuple[str, Callable[[Evidence], Broken]], ...] = (
+CLAIMS: tuple[tuple[str, Callable[[RunEvidence], Broken]], ...] = (
     ("as many steps as in eager DDP", _steps),
     ("a gradient wherever eager DDP has one", partial(_gradients, missing=True)),
     ("gradients of eager DDP's shape, dtype, strides and device", partial(_gradients, missing=False)),

@@ -21,9 +21,8 @@ from ddpopt.dynamo.backend import find_compiler
 from ddpopt.judge.backends import backend_of
 from ddpopt.judge.judge import judge
 from ddpopt.judge.judging.reference import Bench, Reference, Subject
-from ddpopt.judge.locating.known import Known, Try
 from ddpopt.judge.locating.pieces import NOTHING, ChosenPieces
-from ddpopt.judge.locating.rungs import Question, Stage, Symptom, rung_of, symptom_of
+from ddpopt.judge.locating.rungs import Known, Question, Stage, Symptom, Try, rung_of, symptom_of
 from ddpopt.judge.modes import LOCAL, mode
 from ddpopt.judge.options import option
 from ddpopt.judge.trials import Settings, quickly

@@ -18,7 +18,6 @@ from ddpopt.judge.report.wording import (
     number,
     script_outcome,
     sentence,
-    share,
     worst_first,
 )
 from ddpopt.judge.verdict import SeenBucket, Status, Trial, Verdict
@@ -46,7 +45,7 @@ def html_page(verdict: Verdict) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters = (count_of, id, is_wrong, level_name, mib, number, script_outcome, sentence, share, worst_first)
+    filters = (count_of, id, is_wrong, level_name, mib, number, script_outcome, sentence, worst_first)
     environment.filters.update({each.__name__: each for each in filters})
     view = overview(verdict)
     return environment.get_template("verdict.html.jinja").render(

@@ -18,7 +18,6 @@ from ddpopt.judge.report.wording import (
     number,
     script_outcome,
     sentence,
-    share,
     worst_first,
 )
 from ddpopt.judge.verdict import Location, Measured, Trial, Verdict
@@ -107,7 +106,7 @@ def _tables(trial: Trial) -> Iterator[str]:
         columns = [Column("level"), *numbers("parameters"), Column("the worst of them", fills=True)]
         yield table([*columns, *numbers("ULPs", "error", "bound")], rows)
     if trial.buckets:
-        worst = {entry.bucket: share(entry) for entry in reversed(worst_first(trial.measured))}
+        worst = {entry.bucket: entry.share for entry in reversed(worst_first(trial.measured))}
         sent = [
             (b.index, mib(b.nbytes), b.dtype, number(worst.get(b.index)), names(b.params))
             for b in trial.buckets

@@ -87,24 +87,10 @@ def script_outcome(location: Location) -> str:
     return f"run in a fresh interpreter, {outcome}"
 
 
-def share(measured: Measured) -> float:
-    """How much of its bound an error takes: above 1 is wrong, infinite where equality was missed.
-
-    >>> share(Measured("w", "L1", 0, 3.0, error=2.0, bound=4.0, rank=0, step=0))
-    0.5
-    >>> share(Measured("w", "L0", 0, 1.0, error=1e-9, bound=0.0, rank=0, step=0))
-    inf
-    """
-    if measured.error == 0 and measured.bound >= 0:
-        return 0.0
-    taken = measured.error / measured.bound if measured.bound > 0 else math.inf
-    return math.inf if math.isnan(taken) else taken
-
-
 def worst_first(measured: Iterable[Measured]) -> list[Measured]:
     """Sort by the share of the bound, then by ULPs, then by name; NaN is worst."""
 
     def badness(one: Measured) -> tuple[float, float, str]:
-        return -share(one), -math.inf if math.isnan(one.ulps) else -one.ulps, one.parameter
+        return -one.share, -math.inf if math.isnan(one.ulps) else -one.ulps, one.parameter
 
     return sorted(measured, key=badness)

@@ -20,17 +20,17 @@ from typer.testing import CliRunner
 
 from ddpopt.cli.app import app
 from ddpopt.fuzz import campaign, workers
-from ddpopt.fuzz.campaign import Campaign, Limits
+from ddpopt.fuzz.campaign import Budget, Campaign
 from ddpopt.fuzz.cases import FoundCase
-from ddpopt.fuzz.journal import LINES, Entry, Journal, Plan, summarized
+from ddpopt.fuzz.journal import LINES, CampaignPlan, Entry, Journal, summarized
 from ddpopt.fuzz.journal import PLAN as FILE_OF_PLAN
-from ddpopt.fuzz.questions import Answer, Kind, Setting, Task
-from ddpopt.fuzz.signatures import Signature
+from ddpopt.fuzz.questions import Answer, Outcome, Setting, Task
+from ddpopt.fuzz.signatures import FailureSignature
 from ddpopt.fuzz.stream import Source, drawn_block
 from ddpopt.testing.drawn import BLOCKS, DrawnModel, step
 
 MODES = ("torch", "ddpopt-split")
-PLAN = Plan(3, 0, MODES, "aot_eager", 1, ("cond",), (), "2.13.0", "5f")
+PLAN = CampaignPlan(3, 0, MODES, "aot_eager", 1, ("cond",), (), "2.13.0", "5f")
 
 
 class Answering:
@@ -46,9 +46,11 @@ class Answering:
         digest = hashlib.sha256(task.source.encode()).digest()
         for mode in task.modes:
             if digest[0] % 4 == 0:
-                yield Answer(mode, Kind.WRONG, Signature("error", f"Error{digest[0] // 4 % 3}"), "said")
+                yield Answer(
+                    mode, Outcome.WRONG, FailureSignature("error", f"Error{digest[0] // 4 % 3}"), "said"
+                )
             else:
-                yield Answer(mode, Kind.OK)
+                yield Answer(mode, Outcome.OK)
 
     def __enter__(self) -> Self:
         return self
@@ -67,12 +69,12 @@ def run(
     folder: Path,
     examples: int,
     *,
-    plan: Plan = PLAN,
+    plan: CampaignPlan = PLAN,
     shared: Path | None = None,
     tell: Callable[[tuple[FoundCase, ...]], None] = lambda _: None,
 ) -> list[Entry]:
     with Journal(folder, plan) as journal:
-        Campaign(journal, plan, Limits(examples=examples), shared, tell).run()
+        Campaign(journal, plan, Budget(examples=examples), shared, tell).run()
         return sorted(journal.entries, key=lambda entry: entry.place)
 
 
@@ -129,7 +131,7 @@ def test_a_run_that_was_interrupted_goes_on_and_loses_nothing(tmp_path: Path) ->
 def test_a_failure_is_kept_once_and_counted_each_time(tmp_path: Path) -> None:
     kept: list[str] = []
     entries = run(tmp_path, 40, tell=lambda new: kept.extend(case.key for case in new))
-    failures = [a for entry in entries for a in entry.answers if a.kind is Kind.WRONG]
+    failures = [a for entry in entries for a in entry.answers if a.kind is Outcome.WRONG]
     assert len(kept) == len(set(kept)) < len(failures)
     cases = [FoundCase.read(file) for file in (tmp_path / "cases").glob("*.json")]
     assert {case.key for case in cases} == set(kept)
@@ -163,7 +165,7 @@ def test_what_another_campaign_found_is_judged_as_it_was_run_there(
 
     monkeypatch.setattr(Answering, "ask", noted)
     setting = Setting("aot_eager", 2, steps=5, lowers_limit=False)
-    signature = Signature("error", "KeyError")
+    signature = FailureSignature("error", "KeyError")
     case = FoundCase(DrawnModel(width=64, seed=17), MODES[0], setting, signature, origin="seed 5")
     shared = tmp_path / "shared"
     shared.mkdir()
@@ -177,7 +179,7 @@ def test_what_another_campaign_found_is_judged_as_it_was_run_there(
 
 def test_a_campaign_ends_when_its_time_is_up(tmp_path: Path) -> None:
     with Journal(tmp_path, PLAN) as journal:
-        assert Campaign(journal, PLAN, Limits(seconds=0)).run().models == 0
+        assert Campaign(journal, PLAN, Budget(seconds=0)).run().models == 0
 
 
 def test_a_summary_counts_modes_features_and_failures(tmp_path: Path) -> None:
@@ -272,7 +274,7 @@ def test_what_is_drawn_of_many_blocks_does_not_depend_on_the_modules_that_are_lo
 
 @pytest.mark.usefixtures("blocks")
 def test_a_case_with_a_block_of_a_module_is_read_with_it() -> None:
-    case = FoundCase(DrawnModel((step("gain"),)), MODES[1], Setting(), Signature("error", "KeyError"))
+    case = FoundCase(DrawnModel((step("gain"),)), MODES[1], Setting(), FailureSignature("error", "KeyError"))
     Path("case.json").write_text(case.to_json().replace("'gain'", "'twice'"))
     without = invoke("minimize", "case.json")
     assert without.exit_code == 2

@@ -16,14 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.fuzz.cases import FoundCase, task_of
 from ddpopt.fuzz.examine import examine
-from ddpopt.fuzz.questions import Answer, Kind, Setting
-from ddpopt.fuzz.signatures import ROUNDING, Signature
+from ddpopt.fuzz.questions import Answer, Outcome, Setting
+from ddpopt.fuzz.signatures import ROUNDING, FailureSignature
 from ddpopt.judge.judging.reference import Bench
 from ddpopt.ranks.group import Ranks, joined, one_rank
 from ddpopt.testing.drawn import DrawnModel, step
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
-FAILURE = Signature("error", "AssertionError", "distributed.py in __init__")
+FAILURE = FailureSignature("error", "AssertionError", "distributed.py in __init__")
 # torch's optimizer takes no cap below 1 MiB
 CASE = FoundCase(
     DrawnModel(width=4, cap_bytes=1),
@@ -62,7 +62,7 @@ def test_a_model_that_is_right_takes_one_run_of_eager_and_one_of_the_mode(
 ) -> None:
     writing = replace(CASE.model, steps=(step("decayed"),))
     (answer,) = answered(ranks, writing, ("ddpopt-split",), Setting("eager", steps=2))
-    assert answer.kind is Kind.OK
+    assert answer.kind is Outcome.OK
     assert runs == ["eager", "ddpopt-split"]
 
 
@@ -70,7 +70,7 @@ def test_an_exception_is_held_against_the_backend_alone_and_needs_no_second_look
     ranks: Ranks, runs: list[str]
 ) -> None:
     (answer,) = answered(ranks, CASE.model, ("torch",), CASE.setting)
-    assert (answer.kind, answer.signature) == (Kind.WRONG, FAILURE)
+    assert (answer.kind, answer.signature) == (Outcome.WRONG, FAILURE)
     assert CASE.fails_so(answer)
     assert runs == ["eager", "torch", "whole"]
     assert DistributedDataParallel._active_ddp_module is None
@@ -79,10 +79,10 @@ def test_an_exception_is_held_against_the_backend_alone_and_needs_no_second_look
 def test_what_torch_leaves_open_when_it_fails_inside_a_transform_fails_nothing_else(ranks: Ranks) -> None:
     inside = DrawnModel((step("transformed", by="grad"),), width=4, cap_bytes=1)
     torchs, ours = answered(ranks, inside, ("torch", "ddpopt-split"), Setting("aot_eager", steps=1))
-    assert torchs.signature == Signature(
+    assert torchs.signature == FailureSignature(
         "error", "NotImplementedError", "collect_metadata_analysis.py in inner"
     )
-    assert ours.kind is Kind.OK
+    assert ours.kind is Outcome.OK
 
 
 ROUNDED = DrawnModel((step("linear"),), width=16, cap_bytes=1)
@@ -115,15 +115,15 @@ def test_a_backend_that_only_rounds_otherwise_is_one_failure_whatever_the_parame
     ranks: Ranks, rounding: Setting
 ) -> None:
     for answer in answered(ranks, ROUNDED, ("whole", "ddpopt-inline"), rounding):
-        assert (answer.kind, answer.signature) == (Kind.BACKEND, ROUNDING)
+        assert (answer.kind, answer.signature) == (Outcome.BACKEND, ROUNDING)
 
 
 def test_a_mode_that_is_wrong_beyond_the_rounding_of_its_backend_is_wrong(
     ranks: Ranks, rounding: Setting
 ) -> None:
-    # torch's optimizer changes the parameter too late; the last bits of the layer differ in any mode
+    # torch's optimizer changes the parameter too late; the last bits of a graph that is cut may differ
     both = replace(ROUNDED, steps=(step("decayed"), *ROUNDED.steps))
     torchs, ours = answered(ranks, both, ("torch", "ddpopt-split"), rounding)
-    assert (torchs.kind, torchs.signature and torchs.signature.kind) == (Kind.WRONG, "L0")
+    assert (torchs.kind, torchs.signature and torchs.signature.kind) == (Outcome.WRONG, "L0")
     assert torchs.signature != ROUNDING
-    assert (ours.kind, ours.signature) == (Kind.BACKEND, ROUNDING)
+    assert ours.kind is Outcome.OK

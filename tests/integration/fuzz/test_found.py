@@ -11,10 +11,10 @@ import torch
 from ddpopt.fuzz.asking import as_scripted
 from ddpopt.fuzz.cases import FoundCase, task_of
 from ddpopt.fuzz.examine import examine
-from ddpopt.fuzz.questions import Kind, Setting
+from ddpopt.fuzz.questions import Outcome, Setting
 from ddpopt.fuzz.scripting import GRAPHS, script_of
-from ddpopt.fuzz.signatures import ROUNDING, Signature
-from ddpopt.judge.locating.reproduction import shows
+from ddpopt.fuzz.signatures import ROUNDING, FailureSignature
+from ddpopt.judge.locating.scripting import shows
 from ddpopt.judge.trials import quickly
 from ddpopt.ranks.group import Ranks, joined, one_rank
 from ddpopt.testing.drawn import DrawnModel, Step, step
@@ -73,7 +73,7 @@ def test_ddpopt_gets_the_model_right_bit_by_bit_in_both_strategies(
     case: FoundCase, mode: str, ranks: Ranks
 ) -> None:
     (answer,) = examine(ranks, task_of(case.model, (mode,), Setting("aot_eager")), lambda _: None)
-    assert answer.kind is Kind.OK or answer.detail.startswith("nothing was judged"), answer
+    assert answer.kind is Outcome.OK or answer.detail.startswith("nothing was judged"), answer
     assert answer.mode == mode
 
 
@@ -94,9 +94,9 @@ def test_what_torch_gets_wrong_in_one_piece_is_not_blamed_on_ddpopt(
     if torch.__version__.partition("+")[0] != case.torch:
         pytest.skip(f"seen with torch {case.torch}")
     answers = examine(ranks, task_of(case.model, OURS, Setting("aot_eager")), lambda _: None)
-    if case.signature == ROUNDING and all(answer.kind is Kind.OK for answer in answers):
+    if case.signature == ROUNDING and all(answer.kind is Outcome.OK for answer in answers):
         pytest.skip("with this processor's kernels AOTAutograd's sums have the last bits of eager's")
-    assert [(answer.mode, answer.kind) for answer in answers] == [(name, Kind.BACKEND) for name in OURS]
+    assert [(answer.mode, answer.kind) for answer in answers] == [(name, Outcome.BACKEND) for name in OURS]
 
 
 BASE_AND_VIEW = DrawnModel(
@@ -147,7 +147,7 @@ def test_what_leads_to_a_value_read_in_several_segments_is_known_to_be_summed_in
     model: DrawnModel, ranks: Ranks
 ) -> None:
     answers = examine(ranks, task_of(model, OURS, Setting("aot_eager")), lambda _: None)
-    assert [(answer.mode, answer.kind) for answer in answers] == [(name, Kind.OK) for name in OURS]
+    assert [(answer.mode, answer.kind) for answer in answers] == [(name, Outcome.OK) for name in OURS]
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_a_script_counts_graphs_where_that_is_the_claim(
     if exit_code and not torch.__version__.startswith("2.13.0"):
         pytest.skip("what AOTAutograd compiles anew was seen with torch 2.13.0")
     model = DrawnModel(steps=steps, width=4, cap_bytes=2**20)
-    case = FoundCase(model, "whole", Setting("aot_eager"), Signature("L3", GRAPHS), Kind.BACKEND)
+    case = FoundCase(model, "whole", Setting("aot_eager"), FailureSignature("L3", GRAPHS), Outcome.BACKEND)
     scope: dict[str, Any] = {}
     with torch._dynamo.config.patch(optimize_ddp=False):
         exec(script_of(case, "x.py"), scope)

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from ddpopt.fuzz import workers
-from ddpopt.fuzz.questions import WHOLE, Answer, Kind, Setting, Task
+from ddpopt.fuzz.questions import WHOLE, Answer, Outcome, Setting, Task
+from ddpopt.fuzz.signatures import FailureSignature
 from ddpopt.fuzz.workers import Worker
 from ddpopt.ranks.failures import RankFailure, RanksFailed
 from ddpopt.testing.drawn import DrawnModel, step
@@ -45,18 +46,18 @@ def answered(worker: Worker, act: str) -> list[Answer]:
 # in this order a process that is lost is started again only where the next test needs one
 def test_what_a_model_leaves_broken_is_not_held_against_the_next_one(worker: Worker) -> None:
     answered(worker, "nn.Linear.forward = None")
-    assert [one.kind for one in answered(worker, "pass")] == [Kind.OK]
+    assert [one.kind for one in answered(worker, "pass")] == [Outcome.OK]
 
 
 def test_a_model_that_does_not_end_is_ended_and_told_with_its_stacks(worker: Worker) -> None:
     (answer,) = answered(worker, "while True: pass")
-    assert (answer.kind, str(answer.signature)) == (Kind.BACKEND, "no end: within its limit")
+    assert (answer.kind, str(answer.signature)) == (Outcome.BACKEND, "no end: within its limit")
     assert "in act" in answer.detail
 
 
 def test_a_model_that_takes_the_process_down_is_told_by_signal_and_frame(worker: Worker) -> None:
     (answer,) = answered(worker, "os.kill(os.getpid(), signal.SIGSEGV)")
-    assert (answer.kind, str(answer.signature)) == (Kind.BACKEND, "death: SIGSEGV in the model in act")
+    assert (answer.kind, str(answer.signature)) == (Outcome.BACKEND, "death: SIGSEGV in the model in act")
 
 
 def test_a_signature_tells_how_a_rank_was_lost() -> None:
@@ -64,7 +65,7 @@ def test_a_signature_tells_how_a_rank_was_lost() -> None:
     assert str(workers._signature(stuck)[0]) == "no end: within its limit"
     ended = RankFailure(0, "died", "whole", exit_code=3, output="last words")
     assert workers._signature(ended) == (
-        Signature("death", "exit code 3"),
+        FailureSignature("death", "exit code 3"),
         "the process ended with exit code 3\nlast words",
     )
     raised = RankFailure(0, "raised", "whole", stack="Traceback:\nKeyError: 'h'\n")
@@ -77,4 +78,4 @@ def test_what_no_mode_did_is_nobodys_answer() -> None:
     with pytest.raises(RanksFailed):
         workers._lost(task, failed)
     failed = RanksFailed([RankFailure(0, "died", workers.EAGER, exit_code=1)], 1)
-    assert [answer.kind for answer in workers._lost(task, failed)] == [Kind.EAGER]
+    assert [answer.kind for answer in workers._lost(task, failed)] == [Outcome.EAGER]

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from ddpopt.errors import UnsupportedError
 from ddpopt.judge.judge import judge
-from ddpopt.judge.judging.ladder import OTHER_BUFFERS, RESUMMED, Ladder
+from ddpopt.judge.judging.ladder import OTHER_BUFFERS, RESUMMED, Ladder, Sheet
 from ddpopt.judge.judging.record import FINAL, LOSS, PARAMETER, SEEN, Record, left_behind, plain
 from ddpopt.judge.judging.reference import Bench, Reference, Subject
-from ddpopt.judge.judging.sheet import Sheet
 from ddpopt.judge.matrix import CASES
 from ddpopt.judge.modes import mode
 from ddpopt.judge.options import option

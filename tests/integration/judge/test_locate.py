@@ -9,8 +9,7 @@ from torch import distributed as dist
 
 from ddpopt.judge import locate as located
 from ddpopt.judge.locate import locate
-from ddpopt.judge.locating.known import Known, Try
-from ddpopt.judge.locating.rungs import Question, Stage, Symptom
+from ddpopt.judge.locating.rungs import Known, Question, Stage, Symptom, Try
 from ddpopt.judge.runner import to_locate
 from ddpopt.judge.verdict import Finding, Rung, Status, Trial, Verdict
 from ddpopt.ranks.failures import RankFailure

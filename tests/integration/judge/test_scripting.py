@@ -5,10 +5,8 @@ from typing import Any
 
 import pytest
 
-from ddpopt.judge.locating.known import Known
-from ddpopt.judge.locating.reproduction import shows
-from ddpopt.judge.locating.rungs import Question, Stage, Symptom
-from ddpopt.judge.locating.scripting import script_of
+from ddpopt.judge.locating.rungs import Known, Question, Stage, Symptom
+from ddpopt.judge.locating.scripting import script_of, shows
 from tests.unit import miscompiled
 
 MODULE = miscompiled.__name__  # which registers its backends

@@ -8,8 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from ddpopt.judge.locate import layer_of
-from ddpopt.judge.locating.known import Known, Try
-from ddpopt.judge.locating.rungs import Question, Stage, Symptom, stages_of
+from ddpopt.judge.locating.rungs import Known, Question, Stage, Symptom, Try, stages_of
 from ddpopt.judge.locating.search import EARLY, search
 from ddpopt.ranks.group import joined
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import ddpopt
 from ddpopt.cases import corpus
-from ddpopt.cases.case import resolve
+from ddpopt.cases.targets import resolve
 from ddpopt.cli import app as cli
 from ddpopt.errors import CertificateError, InfrastructureError
 from ddpopt.explanation.result import Explanation

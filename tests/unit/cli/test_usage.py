@@ -10,14 +10,17 @@ from typer.testing import CliRunner
 from ddpopt.cli import app as cli
 from ddpopt.fuzz.cases import FoundCase
 from ddpopt.fuzz.questions import Setting
-from ddpopt.fuzz.signatures import Signature
+from ddpopt.fuzz.signatures import FailureSignature
 from ddpopt.gate.baseline import Baseline, Measuring, release_of, write
 from ddpopt.ranks.pool import Pool
 from ddpopt.testing.drawn import DrawnModel, step
 from tests.unit.gate_figures import FIGURES
 
 CASE = FoundCase(
-    DrawnModel((step("linear"),)), "torch", Setting(), Signature("error", "KeyError", "graph.py in find")
+    DrawnModel((step("linear"),)),
+    "torch",
+    Setting(),
+    FailureSignature("error", "KeyError", "graph.py in find"),
 )
 BASELINE = Baseline(Measuring(("gpt", "tied"), modes=("ddpopt-inline",)))
 

@@ -11,9 +11,9 @@ import torch
 from ddpopt.errors import UsageError
 from ddpopt.fuzz.asking import as_scripted
 from ddpopt.fuzz.cases import FoundCase, read_model
-from ddpopt.fuzz.questions import Kind, Setting
+from ddpopt.fuzz.questions import Outcome, Setting
 from ddpopt.fuzz.scripting import script_of
-from ddpopt.fuzz.signatures import Signature
+from ddpopt.fuzz.signatures import FailureSignature
 from ddpopt.testing.drawn import DrawnModel, step
 
 MODEL = DrawnModel(
@@ -23,7 +23,7 @@ MODEL = DrawnModel(
     cap_bytes=1,
     joined=False,
 )
-CASE = FoundCase(MODEL, "torch", Setting(nproc=2), Signature("error", "KeyError", "a.py in f"))
+CASE = FoundCase(MODEL, "torch", Setting(nproc=2), FailureSignature("error", "KeyError", "a.py in f"))
 
 
 def imports(script: str) -> set[str]:
@@ -31,7 +31,7 @@ def imports(script: str) -> set[str]:
 
 
 def test_a_case_comes_back_as_it_was_written(tmp_path: Path) -> None:
-    case = replace(CASE, kind=Kind.BACKEND, detail="said\nso", torch="2.13.0", origin="seed 1", about="x")
+    case = replace(CASE, kind=Outcome.BACKEND, detail="said\nso", torch="2.13.0", origin="seed 1", about="x")
     file = tmp_path / "case.json"
     file.write_text(case.to_json())
     assert FoundCase.read(file) == case
@@ -54,8 +54,8 @@ def test_the_text_of_a_model_is_read_and_not_run(text: str) -> None:
 def test_failures_of_one_signature_share_a_file_name_and_others_do_not() -> None:
     other = replace(CASE, model=DrawnModel(), origin="elsewhere")
     assert other.stem == CASE.stem
-    assert replace(CASE, signature=Signature("error", "KeyError", "b.py in g")).stem != CASE.stem
-    assert replace(CASE, kind=Kind.BACKEND).stem != CASE.stem
+    assert replace(CASE, signature=FailureSignature("error", "KeyError", "b.py in g")).stem != CASE.stem
+    assert replace(CASE, kind=Outcome.BACKEND).stem != CASE.stem
     assert replace(CASE, mode="ddpopt-split").stem != CASE.stem
 
 
@@ -63,17 +63,19 @@ def test_failures_of_one_signature_share_a_file_name_and_others_do_not() -> None
     ("signature", "backend"),
     [
         (CASE.signature, "aot_eager"),
-        (Signature("L0", "loss"), "aot_eager"),
-        (Signature("L2", "loss"), "inductor"),
-        (Signature("death", "SIGSEGV"), "inductor"),
+        (FailureSignature("L0", "loss"), "aot_eager"),
+        (FailureSignature("L2", "loss"), "inductor"),
+        (FailureSignature("death", "SIGSEGV"), "inductor"),
     ],
 )
-def test_the_script_of_a_fault_of_torchs_needs_torch_alone(signature: Signature, backend: str) -> None:
+def test_the_script_of_a_fault_of_torchs_needs_torch_alone(signature: FailureSignature, backend: str) -> None:
     case = replace(CASE, signature=signature, setting=Setting(backend))
     script = script_of(case, "x.py")
     assert imports(script) <= {"sys", "os", "traceback", "torch", "dataclasses"}
     assert "_DEFAULT_FIRST_BUCKET_BYTES = 1\n" in script
-    assert "ddpopt" not in imports(script_of(replace(case, mode="ddpopt-split", kind=Kind.BACKEND), "x.py"))
+    assert "ddpopt" not in imports(
+        script_of(replace(case, mode="ddpopt-split", kind=Outcome.BACKEND), "x.py")
+    )
 
 
 def test_the_script_of_a_fault_of_ddpopts_has_ddpopt_judge() -> None:
@@ -95,7 +97,7 @@ def test_a_script_may_run_more_steps_than_show_it_to_verification() -> None:
 def test_a_script_takes_no_float64_for_the_truth_that_drew_other_random_numbers(
     in_float64: float, truth: float
 ) -> None:
-    case = replace(CASE, mode="whole", setting=Setting("inductor"), signature=Signature("L2", "loss"))
+    case = replace(CASE, mode="whole", setting=Setting("inductor"), signature=FailureSignature("L2", "loss"))
     scope: dict[str, Any] = {"__name__": "script"}
     exec(script_of(case, "x.py"), scope)
 

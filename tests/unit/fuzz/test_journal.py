@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from ddpopt.errors import UsageError
-from ddpopt.fuzz.journal import LINES, Entry, Journal, Plan
-from ddpopt.fuzz.questions import Answer, Kind
-from ddpopt.fuzz.signatures import Signature
+from ddpopt.fuzz.journal import LINES, CampaignPlan, Entry, Journal
+from ddpopt.fuzz.questions import Answer, Outcome
+from ddpopt.fuzz.signatures import FailureSignature
 
-THE_PLAN = Plan(3, 0, ("whole", "ddpopt-split"), "aot_eager", 1, ("cond",), (), "2.13.0", "5f")
-ANSWERS = (Answer("whole", Kind.OK), Answer("ddpopt-split", Kind.WRONG, Signature("L0", "loss")))
+THE_PLAN = CampaignPlan(3, 0, ("whole", "ddpopt-split"), "aot_eager", 1, ("cond",), (), "2.13.0", "5f")
+ANSWERS = (Answer("whole", Outcome.OK), Answer("ddpopt-split", Outcome.WRONG, FailureSignature("L0", "loss")))
 
 
 def entry(place: int) -> Entry:

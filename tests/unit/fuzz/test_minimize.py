@@ -12,14 +12,14 @@ from ddpopt.fuzz import asking
 from ddpopt.fuzz.asking import write_script
 from ddpopt.fuzz.cases import FoundCase
 from ddpopt.fuzz.minimize import Minimized, minimized, smaller, weight
-from ddpopt.fuzz.questions import Answer, Kind, Setting
+from ddpopt.fuzz.questions import Answer, Outcome, Setting
 from ddpopt.fuzz.scripting import script_of
-from ddpopt.fuzz.signatures import Signature
+from ddpopt.fuzz.signatures import FailureSignature
 from ddpopt.fuzz.text import minimized_lines
 from ddpopt.testing.drawn import DrawnModel, step
 
-FAILURE = Signature("error", "KeyError", "graph.py in find")
-OTHER = Signature("error", "IndexError", "graph.py in find")
+FAILURE = FailureSignature("error", "KeyError", "graph.py in find")
+OTHER = FailureSignature("error", "IndexError", "graph.py in find")
 NOISE = (step("linear", 1), step("in_place", 2, by="item"), step("batch_norm2d"), step("scale", 2))
 CASE = FoundCase(
     DrawnModel(
@@ -53,10 +53,10 @@ class Asked:
     def __call__(self, case: FoundCase) -> Answer:
         self.cases.append(case)
         if self.needed <= blocks(case) and self.also(case):
-            return Answer(case.mode, Kind.WRONG, FAILURE)
+            return Answer(case.mode, Outcome.WRONG, FAILURE)
         if self.needed & blocks(case):
-            return Answer(case.mode, Kind.WRONG, OTHER)
-        return Answer(case.mode, Kind.OK)
+            return Answer(case.mode, Outcome.WRONG, OTHER)
+        return Answer(case.mode, Outcome.OK)
 
 
 def test_what_is_left_is_what_the_failure_needs_and_what_fails_in_another_way_is_not_taken() -> None:
@@ -95,13 +95,13 @@ def test_a_step_that_reads_far_back_reads_the_same_where_those_between_go() -> N
 
 def test_a_case_that_fails_in_another_way_is_refused_with_both_failures() -> None:
     with pytest.raises(NotJudgedError) as caught:
-        minimized(replace(CASE, torch="2.12.0"), lambda case: Answer(case.mode, Kind.WRONG, OTHER))
+        minimized(replace(CASE, torch="2.12.0"), lambda case: Answer(case.mode, Outcome.WRONG, OTHER))
     assert str(caught.value) == (
         "expected a case that fails as it says: error: KeyError in graph.py in find; here it comes to: "
         "wrong: error: IndexError in graph.py in find. It was found with torch 2.12.0"
     )
     with pytest.raises(NotJudgedError, match="here it comes to: ok"):
-        minimized(CASE, lambda case: Answer(case.mode, Kind.OK))
+        minimized(CASE, lambda case: Answer(case.mode, Outcome.OK))
 
 
 def test_a_search_that_runs_out_of_tries_says_so_keeps_what_it_has_and_tells_how_far_it_is() -> None:
@@ -130,12 +130,12 @@ def test_each_candidate_is_smaller_so_that_a_search_comes_to_an_end() -> None:
 def test_a_script_runs_the_fewest_steps_that_show_the_failure_and_says_how_many(
     needed: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = FoundCase(DrawnModel((step("linear"),)), "whole", Setting(steps=1), FAILURE, Kind.BACKEND)
+    case = FoundCase(DrawnModel((step("linear"),)), "whole", Setting(steps=1), FAILURE, Outcome.BACKEND)
 
     def shows(file: Path, *_: Any, **__: Any) -> bool:
         return any(f"range({steps})" in file.read_text() for steps in range(needed, 4))
 
-    monkeypatch.setattr(asking, "answer_of", lambda *_: Answer("whole", Kind.BACKEND, FAILURE))
+    monkeypatch.setattr(asking, "answer_of", lambda *_: Answer("whole", Outcome.BACKEND, FAILURE))
     monkeypatch.setattr(asking, "shows_in_fresh_interpreter", shows)
     script = tmp_path / "x.py"
     ran, reproduces = write_script(case, script, 60.0)

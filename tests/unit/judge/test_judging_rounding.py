@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ddpopt.cases import corpus
 from ddpopt.cases.case import Case
 from ddpopt.judge.compare import Sum, ulps
-from ddpopt.judge.judging.record import Record, Step
+from ddpopt.judge.judging.record import Record, RecordedStep
 from ddpopt.judge.judging.rounding import (
     SAMPLES,
     autocast_dtypes,
@@ -84,7 +84,7 @@ def test_runs_are_perturbed_in_different_ways_and_each_repeats() -> None:
 
 def record_of(gradient: Tensor, start: Tensor, change: float = -0.5) -> Record:
     state = {"w": start + change}
-    step = Step(gradient.sum(), {"w": gradient}, state, torch.zeros(0), {"norm": gradient.norm()})
+    step = RecordedStep(gradient.sum(), {"w": gradient}, state, torch.zeros(0), {"norm": gradient.norm()})
     return Record({"w": start}, steps=[replace(step, final={"w": gradient / 2}, late=frozenset({"norm"}))])
 
 

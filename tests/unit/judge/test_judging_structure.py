@@ -9,7 +9,7 @@ import torch
 
 from ddpopt.judge.judging.record import Record
 from ddpopt.judge.judging.reference import Bench, Subject
-from ddpopt.judge.judging.structure import CLAIMS, Evidence, Peer, peer_of, structure
+from ddpopt.judge.judging.structure import CLAIMS, Peer, RunEvidence, peer_of, structure
 from ddpopt.judge.matrix import CASES
 from ddpopt.judge.modes import mode
 from ddpopt.judge.options import option
@@ -17,19 +17,19 @@ from ddpopt.observation.observe import Collective
 from ddpopt.planning.plan import Plan
 from ddpopt.ranks.group import joined, one_rank
 
-Change = Callable[[Evidence], Evidence]
+Change = Callable[[RunEvidence], RunEvidence]
 NAME = "layers.1.weight"
 
 
 @pytest.fixture(scope="module")
-def right() -> Iterator[Evidence]:
+def right() -> Iterator[RunEvidence]:
     """A run of inline, and what eager DDP did."""
     with one_rank(), joined() as ranks:
         bench = Bench(Subject(CASES[0], option("default"), 3, ranks.device), ranks)
         eager, got = bench.run(mode("eager"), None), bench.run(mode("ddpopt-inline"), "eager")
         assert eager is not None
         assert got is not None
-        yield Evidence(
+        yield RunEvidence(
             mode=mode("ddpopt-inline"),
             option=option("default"),
             compiled=True,
@@ -43,11 +43,11 @@ def right() -> Iterator[Evidence]:
         bench.close()
 
 
-def claims_broken(evidence: Evidence) -> set[str]:
+def claims_broken(evidence: RunEvidence) -> set[str]:
     return {finding.claim for finding in structure(evidence, rank=0)}
 
 
-def test_a_right_run_breaks_no_claim(right: Evidence) -> None:
+def test_a_right_run_breaks_no_claim(right: RunEvidence) -> None:
     assert structure(right, rank=0) == []
 
 
@@ -66,7 +66,7 @@ def with_step(**changes: Any) -> Change:
 
 
 def with_more(field: str, name: str, value: object) -> Change:
-    def changed(evidence: Evidence) -> Evidence:
+    def changed(evidence: RunEvidence) -> RunEvidence:
         known = getattr(evidence.got.steps[1], field)
         return with_step(**{field: {**known, name: value}})(evidence)
 
@@ -74,7 +74,7 @@ def with_more(field: str, name: str, value: object) -> Change:
 
 
 def with_gradient(change: Callable[[torch.Tensor], torch.Tensor | None]) -> Change:
-    def changed(evidence: Evidence) -> Evidence:
+    def changed(evidence: RunEvidence) -> RunEvidence:
         gradient = evidence.got.steps[1].gradients[NAME]
         assert gradient is not None
         return with_more("gradients", NAME, change(gradient))(evidence)
@@ -83,7 +83,7 @@ def with_gradient(change: Callable[[torch.Tensor], torch.Tensor | None]) -> Chan
 
 
 def with_collectives(order: list[int | None]) -> Change:
-    def changed(evidence: Evidence) -> Evidence:
+    def changed(evidence: RunEvidence) -> RunEvidence:
         first, *others = evidence.got.iterations or ()
         collectives = tuple(Collective("allreduce", 4, "float32", bucket) for bucket in order)
         return with_got(iterations=(replace(first, collectives=collectives), *others))(evidence)
@@ -101,12 +101,12 @@ def other_states(peer: Peer) -> tuple[dict[str, bytes], ...]:
     return ({**peer.states[0], NAME: b"other"}, *peer.states[1:])
 
 
-def other_state(evidence: Evidence) -> Evidence:
+def other_state(evidence: RunEvidence) -> RunEvidence:
     return with_second_peer(states=other_states(evidence.peers[1]))(evidence)
 
 
 def with_second_sending(change: Callable[[list[Collective]], list[Collective]]) -> Change:
-    def changed(evidence: Evidence) -> Evidence:
+    def changed(evidence: RunEvidence) -> RunEvidence:
         sent = tuple(change(list(evidence.got.collectives)))
         peer = peer_of(1, replace(evidence.got, collectives=sent))
         return with_second_peer(collectives=peer.collectives)(evidence)
@@ -114,7 +114,7 @@ def with_second_sending(change: Callable[[list[Collective]], list[Collective]]) 
     return changed
 
 
-def other_count(evidence: Evidence) -> Evidence:
+def other_count(evidence: RunEvidence) -> RunEvidence:
     def counting(record: Record, count: int) -> Record:
         return changed_step(record, state={**record.steps[1].state, "count": torch.tensor(count)})
 
@@ -197,7 +197,7 @@ MUTANTS: dict[str, dict[str, Change]] = {
 
 
 @pytest.mark.parametrize(("claim", "name"), [(claim, name) for claim in MUTANTS for name in MUTANTS[claim]])
-def test_what_is_broken_is_named(claim: str, name: str, right: Evidence) -> None:
+def test_what_is_broken_is_named(claim: str, name: str, right: RunEvidence) -> None:
     assert claim in claims_broken(MUTANTS[claim][name](right))
 
 
@@ -205,24 +205,24 @@ def test_every_claim_has_a_mutant() -> None:
     assert MUTANTS.keys() == {claim for claim, _ in CLAIMS}
 
 
-def test_a_plan_is_missed_only_where_something_that_is_sent_has_a_gradient(right: Evidence) -> None:
+def test_a_plan_is_missed_only_where_something_that_is_sent_has_a_gradient(right: RunEvidence) -> None:
     steps = [replace(step, gradients=dict.fromkeys(step.gradients)) for step in right.eager.steps]
     untrained = replace(right, eager=replace(right.eager, steps=steps))
     assert "the reducer follows the plan" not in claims_broken(with_got(plan=None)(untrained))
 
 
-def test_what_differs_between_ranks_in_eager_too_may_differ(right: Evidence) -> None:
+def test_what_differs_between_ranks_in_eager_too_may_differ(right: RunEvidence) -> None:
     first, second = right.eager_peers
     loose = replace(right, eager_peers=[first, replace(second, states=other_states(second))])
     assert claims_broken(other_state(loose)) == set()
 
 
-def test_an_option_that_explains_other_collectives_allows_them(right: Evidence) -> None:
+def test_an_option_that_explains_other_collectives_allows_them(right: RunEvidence) -> None:
     explained = replace(right, option=option("hook_powersgd"))
     assert claims_broken(with_collectives([0, None, 1])(explained)) == set()
 
 
-def test_a_collective_that_eager_sends_too_may_be_no_bucket(right: Evidence) -> None:
+def test_a_collective_that_eager_sends_too_may_be_no_bucket(right: RunEvidence) -> None:
     first, *others = right.eager.iterations or ()
     used = Collective("allreduce", 4, "float32", None)
     eager = replace(first, collectives=(*first.collectives, used))
@@ -230,13 +230,13 @@ def test_a_collective_that_eager_sends_too_may_be_no_bucket(right: Evidence) -> 
     assert claims_broken(with_collectives([0, None, 1])(both)) == set()
 
 
-def test_ranks_may_exchange_different_amounts_where_the_collective_allows_it(right: Evidence) -> None:
+def test_ranks_may_exchange_different_amounts_where_the_collective_allows_it(right: RunEvidence) -> None:
     uneven = [Collective("alltoall_base", 4 * size, "float32", None) for size in (1, 2)]
     sent = [peer_of(rank, replace(right.got, collectives=(one,))) for rank, one in enumerate(uneven)]
     assert claims_broken(replace(right, peers=sent)) == set()
 
 
-def test_a_finding_says_of_which_rank_and_step_it_is_and_what_eager_ddp_has(right: Evidence) -> None:
+def test_a_finding_says_of_which_rank_and_step_it_is_and_what_eager_ddp_has(right: RunEvidence) -> None:
     (finding,) = structure(with_step(loss=torch.tensor(1.0).double())(right), rank=1)
     message = "step 1: the loss is torch.float64 () on cpu, in eager DDP torch.float32 () on cpu"
     assert (finding.level, finding.rank, finding.message) == ("L3", 1, message)

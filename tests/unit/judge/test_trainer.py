@@ -1,9 +1,9 @@
-"""ddpopt.judge.training: what a step's record holds."""
+"""ddpopt.judge.trainer: what a step's record holds."""
 
 import pytest
 import torch
 
-from ddpopt.judge.training import random_state
+from ddpopt.judge.trainer import random_state
 
 
 def test_on_a_gpu_its_own_generator_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:

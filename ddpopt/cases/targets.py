@@ -1,0 +1,182 @@
+"""How a target on the command line becomes a case: a name of the corpus, or a factory of the user's.
+
+A factory is tried before ranks start. Invariant: whatever the user's code raises becomes one `UsageError`,
+which names the target and the user's line.
+"""
+
+import importlib
+import os
+import sysconfig
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ddpopt.cases import corpus
+from ddpopt.cases.case import Call, Case, step_seed
+from ddpopt.errors import UsageError
+
+EXPECTED_RETURN = "(model, inputs), (model, args, kwargs) or a ddpopt.testing.Case"
+NOT_THE_USERS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, Path(__file__).parent))
+TARGET_HELP = "give 'package.module:name', or the name of a case in ddpopt.cases.corpus"
+
+
+def resolve(target: str | Case | Callable[[], object]) -> Case:
+    """Turn a target into a case.
+
+    A factory is called under a seed, once here and again for every model and every input: with the seed of
+    rank 0 and step 0 for the model, with that of the rank and step for inputs. Inputs it draws from the
+    default generator therefore differ per rank; inputs it makes otherwise are the same on all ranks.
+
+    Args:
+        target: a case; a factory without arguments; ``package.module:name`` of either; or the name of a case
+            in the corpus. A factory returns ``(model, inputs)``, ``(model, args, kwargs)`` or a case.
+            ``inputs`` is a tuple or list of positional arguments, a mapping of keyword arguments, or the
+            only argument.
+
+    Returns:
+        The case, whose name is the target's.
+
+    Raises:
+        UsageError: if the target cannot be found, fails, or returns something else.
+    """
+    if isinstance(target, Case):
+        return target
+    if isinstance(target, str):
+        found = _find(target)
+        if isinstance(found, Case):
+            return _tried(target, found) if ":" in target else found
+        return _case_from_factory(target, found)
+    if not callable(target):
+        raise UsageError(f"expected a target that is a string, a Case or a callable, got {target!r}")
+    return _case_from_factory(_name_of(target), target)
+
+
+def _find(target: str) -> Case | Callable[[], object]:
+    """Return the case or the factory that a string names."""
+    module_name, colon, attribute = target.partition(":")
+    if not colon:
+        return corpus.case(target)
+    if not module_name or not attribute:
+        raise UsageError(f"expected a target like 'package.module:name', got {target!r}; {TARGET_HELP}")
+    found = _import(module_name, target)
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise UsageError(f"target {target!r}: module {module_name!r} has no attribute {attribute!r}")
+        found = getattr(found, part)
+    if isinstance(found, Case) or callable(found):
+        return found
+    raise UsageError(
+        f"target {target!r}: expected a Case or a callable without arguments, got {type(found).__name__}; "
+        f"make it a function that returns {EXPECTED_RETURN}"
+    )
+
+
+def _import(module_name: str, target: str) -> object:
+    """Import a module; any failure is the user's to read, so it becomes one sentence with its cause kept.
+
+    A module that ends the process with ``sys.exit(0)`` must not end ours as if all were right.
+    """
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise _fault(target, f"importing {module_name!r}", error) from error
+        raise UsageError(
+            f"target {target!r}: there is no module {error.name!r}; "
+            "install it, or add the directory that holds it to PYTHONPATH"
+        ) from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise _fault(target, f"importing {module_name!r}", error) from error
+
+
+def _name_of(factory: Callable[[], object]) -> str:
+    """Name a factory as a target would; what has no name of its own goes by that of its type."""
+    return f"{factory.__module__}:{getattr(factory, '__qualname__', type(factory).__qualname__)}"
+
+
+def _case_from_factory(name: str, factory: Callable[[], object]) -> Case:
+    """Call a factory once, to check what it returns and to know whether it makes a whole case."""
+    made = _call(name, factory, 0)
+    if isinstance(made, Case):
+        return _tried(name, made)
+    _split(name, made)
+    return Case(
+        name=name,
+        model=partial(_made_model, name, factory),
+        inputs=partial(_made_inputs, name, factory),
+        about=f"made by {name}",
+    )
+
+
+def _tried(name: str, case: Case) -> Case:
+    """A case whose model and inputs can be made: what is wrong with them is reported before ranks start."""
+    _call(name, case.model, 0, "making its model")
+    _call(name, partial(case.inputs, 0, 0), 0, "making its inputs for rank 0, step 0")
+    return case
+
+
+def _made_model(name: str, factory: Callable[[], object]) -> nn.Module:
+    return _split(name, _call(name, factory, 0))[0]
+
+
+def _made_inputs(name: str, factory: Callable[[], object], rank: int, step: int) -> Call:
+    return _split(name, _call(name, factory, step_seed(rank, step)))[1]
+
+
+def _call(
+    name: str, factory: Callable[[], object], seed: int, doing: str = "calling it without arguments"
+) -> object:
+    """Call a factory under a seed, and give the caller its generator state back."""
+    try:
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(seed)
+            return factory()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise _fault(name, doing, error) from error
+
+
+def _fault(name: str, doing: str, error: BaseException) -> UsageError:
+    """A fault of the user's code, with the line that it comes from."""
+    return UsageError(f"target {name!r}: {doing} failed: {type(error).__name__}: {error}{users_line(error)}")
+
+
+def users_line(error: BaseException) -> str:
+    """Name the innermost line of the user's own that an exception passed through; empty if there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(NOT_THE_USERS)]
+    standard = (sysconfig.get_path("stdlib"), "<frozen ")
+    installed = [f for f in own if "site-packages" in f.filename or not f.filename.startswith(standard)]
+    return f" ({installed[-1].filename}:{installed[-1].lineno})" if installed else ""
+
+
+def _split(name: str, made: object) -> tuple[nn.Module, Call]:
+    """Divide what a factory returned into the model and the arguments of its forward."""
+    parts = made if isinstance(made, tuple) else ()
+    if len(parts) == 2 and isinstance(parts[0], nn.Module):
+        return parts[0], _as_call(parts[1])
+    if len(parts) == 3 and isinstance(parts[0], nn.Module) and isinstance(parts[2], Mapping):
+        return parts[0], (_as_call(parts[1])[0], dict(parts[2]))
+    raise UsageError(f"target {name!r}: expected it to return {EXPECTED_RETURN}, got {_describe(made)}")
+
+
+def _as_call(inputs: object) -> Call:
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, Sequence) and not isinstance(inputs, str):
+        return tuple(inputs), {}
+    return (inputs,), {}
+
+
+def _describe(made: object) -> str:
+    """Describe a value by its type, and a tuple by those of its items: reprs of models fill screens."""
+    if not isinstance(made, tuple):
+        return type(made).__name__
+    return f"({', '.join(type(part).__name__ for part in made)})"
