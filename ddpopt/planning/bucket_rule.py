@@ -11,7 +11,7 @@ Source: ``Reducer::rebuild_buckets`` in ``torch/csrc/distributed/c10d/reducer.cp
 """
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,40 +178,16 @@ def specs_from_module(module: nn.Module, ignored: Iterable[str] = ()) -> tuple[P
 
     Returns:
         One spec for each parameter, named as in ``module.named_parameters()``.
-
-    Raises:
-        UsageError: ``ignored`` is a single string.
     """
-    if isinstance(ignored, str):
-        raise UsageError(
-            f"ignored: expected a list of parameter names, got the string {ignored!r}; use [{ignored!r}]"
-        )
     left_out = frozenset(ignored) | frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    return trainable_specs(module, left_out)
-
-
-def trainable_specs(module: nn.Module, left_out: frozenset[str] = frozenset()) -> tuple[ParamSpec, ...]:
-    """All trainable parameters of a module but some, those too that DDP is told to leave alone.
-
-    Args:
-        module: its parameters may be meta or fake tensors.
-        left_out: names of those to leave out, as DDP matches them.
-
-    Returns:
-        One spec for each parameter, named and ordered as by `specs_from_module`.
-    """
     names = {id(param): name for name, param in module.named_parameters()}
     specs: dict[int, ParamSpec] = {}
-    for qualified_name, owner, param in _owned_parameters(module):
-        if param.requires_grad and qualified_name not in left_out:
-            specs.setdefault(id(param), _spec(names.get(id(param), qualified_name), owner, param))
-    return tuple(specs.values())
-
-
-def _owned_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
     for prefix, owner in module.named_modules():
-        for name, param in owner.named_parameters(recurse=False):
-            yield f"{prefix}.{name}", owner, param
+        for own_name, param in owner.named_parameters(recurse=False):
+            if param.requires_grad and f"{prefix}.{own_name}" not in left_out:
+                name = names.get(id(param), f"{prefix}.{own_name}")
+                specs.setdefault(id(param), _spec(name, owner, param))
+    return tuple(specs.values())
 
 
 def _spec(name: str, owner: nn.Module, param: nn.Parameter) -> ParamSpec:

@@ -20,8 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from ddpopt.errors import UsageError
-from ddpopt.planning.bucket_rule import ParamSpec, specs_from_ddp, specs_from_module, trainable_specs
-from ddpopt.planning.facts import ParamUse, collect
+from ddpopt.planning.bucket_rule import ParamSpec, specs_from_ddp, specs_from_module
 from ddpopt.planning.join import join_plans
 from ddpopt.planning.limits import DDP_ARGUMENTS, BucketConfig
 from ddpopt.planning.plan import Plan
@@ -38,7 +37,6 @@ class Capture:
         config: DDP's bucket limits.
         graphs: each graph with its facts and its own plan, in forward order; a parameter belongs to the first
             graph that reads it, for its gradient is complete only there.
-        uses: for each graph, the trainable parameters that it reads, those too that DDP leaves alone.
         planned: which graphs the plan is about: those that complete a gradient.
         joined: the plan of them all; None if none trains a parameter.
     """
@@ -46,7 +44,6 @@ class Capture:
     specs: tuple[ParamSpec, ...]
     config: BucketConfig
     graphs: tuple[Planned, ...]
-    uses: tuple[tuple[ParamUse, ...], ...]
     planned: tuple[int, ...]
     joined: Plan | None
 
@@ -105,17 +102,11 @@ def _trace(
 ) -> Capture:
     mode, (fake, fake_inputs, fake_kwargs), copies = fake_copy(model, inputs, kwargs)
     by_id = {id(copies[spec.name]): spec for spec in specs}
-    trained = {id(copies[spec.name]): spec for spec in trainable_specs(model)}
     regions = Regions(by_id, config)
     graphs: list[Planned] = []
-    uses: list[tuple[ParamUse, ...]] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Callable[..., Any]:
-        planned = regions.add(gm, example_inputs, strategy)
-        graphs.append(planned)
-        all_reduced = trained.keys() == by_id.keys()
-        facts = planned.facts if all_reduced else collect(planned.gm, example_inputs, trained)
-        uses.append(facts.params)
+        graphs.append(regions.add(gm, example_inputs, strategy))
         return gm.forward
 
     def traced(*args: Any, **kwargs: Any) -> Any:  # a frame of ours: Dynamo skips torch.nn's own modules
@@ -130,9 +121,8 @@ def _trace(
                 f"model: {type(fake).__name__} could not be traced on fake tensors: "
                 f"{type(error).__name__}: {error}\nCheck that model(*inputs) runs in eager."
             ) from error
-    relevant = regions.relevant()
-    planned = tuple(index for index, graph in enumerate(graphs) if graph.region in relevant)
-    return Capture(tuple(specs), config, tuple(graphs), tuple(uses), planned, regions.joined())
+    planned = tuple(index for index, graph in enumerate(graphs) if graph.region in regions.relevant())
+    return Capture(tuple(specs), config, tuple(graphs), planned, regions.joined())
 
 
 def fake_copy(

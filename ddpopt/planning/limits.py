@@ -25,7 +25,6 @@ DEFAULT_FIRST_BUCKET_BYTES = MIB
 
 DDP_ARGUMENTS = tuple(inspect.signature(nn.parallel.DistributedDataParallel).parameters)[1:]
 """Names of the arguments of DistributedDataParallel, without the module."""
-DDP_ARGUMENTS_OF_LIMITS = ("bucket_cap_mb", "bucket_cap_mb_list", "find_unused_parameters", "static_graph")
 
 
 @dataclass(frozen=True)

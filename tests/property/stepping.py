@@ -33,7 +33,6 @@ from ddpopt.graph.nodes import example_value, storages
 from ddpopt.judge.judging.arithmetic import arithmetic, arithmetic_of
 from ddpopt.judge.judging.rounding import SAMPLES, neighbour, perturbed_state
 from ddpopt.planning.capture import capture
-from ddpopt.planning.limits import DDP_ARGUMENTS_OF_LIMITS
 from ddpopt.planning.plan import Plan
 from ddpopt.testing.drawn import DrawnModel
 
@@ -263,9 +262,7 @@ def resummed(drawn: DrawnModel) -> bool:
     """Whether a cut may change the order of a sum: where three reads are divided, or layouts change."""
     program = drawn.program
     args, kwargs = program.inputs(dist.get_rank(), 0)
-    ddp_kwargs = program.module.DDP_KWARGS
-    limits = {name: ddp_kwargs[name] for name in DDP_ARGUMENTS_OF_LIMITS if name in ddp_kwargs}
-    traced = capture(program.model(), *args, strategy="split", **kwargs, **limits)
+    traced = capture(program.model(), *args, strategy="split", **kwargs, **program.module.DDP_KWARGS)
     planned = enumerate(traced.graphs[index].gm.graph for index in traced.planned)
     return any(_divides(graph, traced.plan(), place) for place, graph in planned)
 

@@ -21,6 +21,7 @@ from ddpopt.ddp.ready_hooks import ReadyHooks
 from ddpopt.graph import effects
 from ddpopt.inline import handover
 from ddpopt.planning import cut_points
+from ddpopt.proof import memory
 from ddpopt.testing.drawn import DrawnModel, step
 from tests.selftest.sites import Inject, Site
 
@@ -129,6 +130,21 @@ def regions_cut_apart(site: Site) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def plain_views(site: Site) -> Iterator[None]:
+    """Take for a plain view what shows another value with a gradient of its own, in planning and proof."""
+
+    def nothing(body: cut_points.Body) -> Iterator[cut_points.Span]:
+        if any(found(body)):
+            site.mark()
+        return iter(())
+
+    found = cut_points._shown_otherwise
+    obstacles = tuple(nothing if find is found else find for find in cut_points.OBSTACLES)
+    with patch.object(cut_points, "OBSTACLES", obstacles), patch.object(memory, "_apart", lambda _: set()):
+        yield
+
+
 def _name(node: fx.Node) -> str:
     target: Any = node.target
     return target if isinstance(target, str) else getattr(target, "__name__", type(target).__name__)
@@ -228,6 +244,16 @@ DEFECTS: tuple[Defect, ...] = (
         _written("kept_and_written", "checkpoints"),
         ("run",),
         r"clamp_\(max=1\.0\)",
+    ),
+    Defect(
+        "a view with a gradient of its own crosses a cut",
+        "ddpopt-split",
+        plain_views,
+        DrawnModel(
+            steps=(_LINEAR, step("turned", by="function", body=(_LINEAR, _LINEAR))), width=4, cap_bytes=1
+        ),
+        ("L2",),
+        r"Turned\.apply|register_hook\(torch\.neg\)",
     ),
     Defect(
         "a hook is not waited for",

@@ -37,6 +37,19 @@ def reshape_late(w: Writer, x: str, *, body: Body, of: str) -> str:
     return f"{base}[0] + {inner}"
 
 
+@register_block("own-gradient", rate=3, body="any", options={"by": ("function", "hook")})
+def turned(w: Writer, x: str, *, body: Body, by: str) -> str:
+    """Read a view after the body whose gradient is turned round, by an autograd function or by a hook."""
+    value = w.assign("v", x)
+    if by == "function":
+        view = w.assign("view", f"{w.helper('Turned')}.apply({value})")
+        return f"({body(value)}) + {view}"
+    inner = w.assign("inner", body(value))
+    view = w.assign("view", f"{value}.view_as({value})")
+    w.line(f"{view}.register_hook(torch.neg)")
+    return f"{inner} + {view}"
+
+
 @register_block(
     "matmul",
     options={"layer": LAYER, "by": {"vmap": "vmap", "grad": "functional-grad"}},

@@ -20,14 +20,6 @@ def test_no_limits_are_a_mistake() -> None:
     )
 
 
-def test_a_single_ignored_name_must_stand_in_a_list() -> None:
-    with pytest.raises(UsageError) as caught:
-        specs_from_module(nn.Linear(2, 2), ignored="bias")
-    assert str(caught.value) == (
-        "ignored: expected a list of parameter names, got the string 'bias'; use ['bias']"
-    )
-
-
 def test_a_tied_parameter_is_left_out_only_if_all_its_names_are_ignored() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
     model.get_submodule("1").register_parameter("weight", model.get_parameter("0.weight"))
