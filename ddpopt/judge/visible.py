@@ -285,7 +285,11 @@ class Sight:
         training = sorted({part.training for part in self._model.modules()})
         kind, dtype = device.type, torch.get_default_dtype()
         autocast = f"{torch.is_autocast_enabled(kind)} to {torch.get_autocast_dtype(kind)}"
-        words = f"gradients {torch.is_grad_enabled()}, autocast {autocast}, default {dtype}"
+        words = (
+            f"gradients {torch.is_grad_enabled()}, autocast {autocast}, default {dtype}, "
+            f"deterministic {torch.are_deterministic_algorithms_enabled()}, "
+            f"products {torch.get_float32_matmul_precision()}, warnings {torch.is_warn_always_enabled()}"
+        )
         now = _generators()
         drawn = ", ".join(name for name, state in self._generators.items() if now[name] != state)
         return {

@@ -227,7 +227,7 @@ def _shown_otherwise(body: Body) -> Iterator[Span]:
         apart = isinstance(node.target, HigherOrderOperator) or not is_known(node)
         read = read_storages(node)
         own = {key for key, times in Counter(storages(node)).items() if times > 1 or key in read}
-        unsafe = name.startswith("unsafe_") and not own.isdisjoint(body.written)
+        unsafe = name.lstrip("_").startswith("unsafe_") and not own.isdisjoint(body.written)
         if not own or not (unsafe or (apart and requires_grad(example_value(node)))):
             continue
         names = _with_users(node, lambda user, own=own: not own.isdisjoint(storages(user)))  # type: ignore[misc]  # bound now
