@@ -46,7 +46,7 @@ def turned(w: Writer, x: str, *, body: Body, by: str) -> str:
         return f"({body(value)}) + {view}"
     inner = w.assign("inner", body(value))
     view = w.assign("view", f"{value}.view_as({value})")
-    w.line(f"{view}.register_hook(torch.neg)")
+    w.line(f"{view}.requires_grad and {view}.register_hook(torch.neg)")
     return f"{inner} + {view}"
 
 
