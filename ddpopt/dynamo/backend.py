@@ -86,12 +86,14 @@ class DdpoptBackend:
             planned = self._plan(ddp, gm, example_inputs, "split" if replayed else self.strategy)
         if planned is None:
             return compiler(gm, example_inputs)
-        if not planned.plan.buckets:
-            return _compile_whole("nothing in it is trained", planned, compiler)
-        with compiling():
-            if planned.inline:
-                return self._inline(planned, compiler)
-            return self._split(planned, compiler, replayed)
+        if planned.plan.buckets:
+            with compiling():
+                inline = planned.inline
+                run = self._inline(planned, compiler) if inline else self._split(planned, compiler, replayed)
+        else:
+            run = _compile_whole("nothing in it is trained", planned, compiler)
+        regions = self._regions.get(ddp)
+        return run if regions is None else regions.with_read_tracking(planned, run)
 
     def _plan(
         self, ddp: DDP, gm: fx.GraphModule, example_inputs: Sequence[object], strategy: Strategy

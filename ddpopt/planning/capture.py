@@ -37,7 +37,7 @@ class Capture:
         config: DDP's bucket limits.
         graphs: each graph with its facts and its own plan, in forward order; a parameter belongs to the first
             graph that reads it, for its gradient is complete only there.
-        planned: which graphs the plan is about: those that complete a gradient.
+        planned: which graphs the plan is about: those that complete a gradient, or tell of reads before them.
         joined: the plan of them all; None if none trains a parameter.
     """
 
@@ -106,8 +106,9 @@ def _trace(
     graphs: list[Planned] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Callable[..., Any]:
-        graphs.append(regions.add(gm, example_inputs, strategy))
-        return gm.forward
+        planned = regions.add(gm, example_inputs, strategy)
+        graphs.append(planned)
+        return regions.with_read_tracking(planned, gm.forward)
 
     def traced(*args: Any, **kwargs: Any) -> Any:  # a frame of ours: Dynamo skips torch.nn's own modules
         return fake(*args, **kwargs)

@@ -4,15 +4,16 @@ A model with graph breaks has several graphs. Backward runs them last to first, 
 graph are ready first. The buckets of a graph that is cut are decided with its cuts; all other gradients
 fill buckets by DDP's own rule in the order of their readiness, whichever graph they come from.
 
-A parameter that no graph reads may be read by ordinary code between the graphs, on another rank only, or by
-nobody. It is taken to be ready just before the parameter registered before it, as DDP assumes for its initial
-buckets.
+A parameter may be read by ordinary code before a graph, and by no graph before that code; then it is ready
+after that graph's own. One that nobody is known to read may be unused, or used after all graphs, or on
+another rank only. It is taken to be ready just before the parameter registered before it, as DDP assumes for
+its initial buckets.
 
 Invariant: every parameter that DDP reduces is in exactly one bucket.
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ddpopt.planning.bucket_rule import ParamSpec, ready_buckets
@@ -29,11 +30,13 @@ class GraphPlan:
     Attributes:
         plan: its segments; and its buckets, if it is cut.
         ready: its gradients in the order of readiness, if it stays whole: their buckets are still to be made.
+        read_before: the parameters from which its inputs were computed when it ran first, whoever read them.
         frame: the Python frame that it was traced from.
     """
 
     plan: Plan
     ready: Sequence[ParamSpec] | None = None
+    read_before: set[str] = field(default_factory=set)
     frame: object = None
 
     @property
@@ -61,15 +64,18 @@ def join_plans(graphs: Sequence[GraphPlan], specs: Sequence[ParamSpec], config: 
     Returns:
         A plan over all of `specs`.
     """
+    between = _read_between(graphs, specs)
+    elsewhere = frozenset(spec.name for group in between for spec in group)
     segments: list[Segment] = []
     cuts: dict[int, Cut] = {}  # by the segment that each opens
     parts: list[_Part] = []  # of later graphs first
-    for number, graph in enumerate(graphs):
+    for number, (graph, before) in enumerate(zip(graphs, between, strict=True)):
         offset = len(segments)
-        parts = [*_parts(graph, offset, specs), *parts]
+        parts = [*_parts(graph, offset, specs, elsewhere), *(_Part((spec,), None) for spec in before), *parts]
         cuts.update((offset + k, replace(cut, graph=number)) for k, cut in enumerate(graph.plan.cuts, 1))
         for segment in graph.plan.segments:
-            segments.append(replace(segment, index=segment.index + offset, graph=number))
+            own = tuple(name for name in segment.params if name not in elsewhere)
+            segments.append(replace(segment, index=segment.index + offset, graph=number, params=own))
     read = {name for segment in segments for name in segment.params}
     buckets = _buckets(_with_unread(parts, specs), config, read)
     completed: dict[int, list[Bucket]] = {}
@@ -89,15 +95,30 @@ def join_plans(graphs: Sequence[GraphPlan], specs: Sequence[ParamSpec], config: 
     )
 
 
-def _parts(graph: GraphPlan, offset: int, specs: Sequence[ParamSpec]) -> Iterator[_Part]:
-    """What a graph is known to read, in ready order."""
+def _read_between(graphs: Sequence[GraphPlan], specs: Sequence[ParamSpec]) -> list[list[ParamSpec]]:
+    """For each graph, what code before it reads and no earlier graph does, registered last first."""
+    graph_of = {name: number for number, graph in enumerate(graphs) for name in graph.params}
+    found: list[list[ParamSpec]] = [[] for _ in graphs]
+    for number, graph in enumerate(graphs):
+        for spec in reversed(specs):
+            if spec.name in graph.read_before and graph_of.get(spec.name, number) >= number:
+                found[number].append(spec)
+                graph_of[spec.name] = -1
+    return found
+
+
+def _parts(
+    graph: GraphPlan, offset: int, specs: Sequence[ParamSpec], elsewhere: Collection[str]
+) -> Iterator[_Part]:
+    """What a graph is known to read, in ready order, but for what is read `elsewhere`."""
     if graph.ready is not None:
-        yield from (_Part((spec,), offset) for spec in graph.ready)
+        yield from (_Part((spec,), offset) for spec in graph.ready if spec.name not in elsewhere)
         return
-    by_name = {spec.name: spec for spec in specs}
+    by_name = {spec.name: spec for spec in specs if spec.name not in elsewhere}
     for bucket in graph.plan.buckets:
-        own = tuple(by_name[name] for name in bucket.params)
-        yield _Part(own, offset + bucket.segment, bucket.reason)
+        own = tuple(by_name[name] for name in bucket.params if name in by_name)
+        if own:
+            yield _Part(own, offset + bucket.segment, bucket.reason)
 
 
 def _with_unread(parts: Sequence[_Part], specs: Sequence[ParamSpec]) -> list[_Part]:

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import fx, nn
 
 from ddpopt.planning.bucket_rule import ParamSpec, Specs, rebuilt_buckets, specs_from_ddp
+from ddpopt.planning.eager_reads import noting_reads
 from ddpopt.planning.expand_calls import Opened, opened_and_planned
 from ddpopt.planning.facts import GraphFacts, collect
 from ddpopt.planning.join import GraphPlan, join_plans
@@ -104,14 +106,37 @@ class Regions:
         settled = (taken | read).issuperset(spec.name for spec in self.specs.values())
         return planned._replace(completed=taken, region=region, settled=settled)
 
+    def with_read_tracking(self, planned: Planned, run: Callable[..., Any]) -> Callable[..., Any]:
+        """A callable like `run`, by which the joined plan knows what other code read before this graph.
+
+        Args:
+            planned: what `add` returned for a graph. Where none but parameters among its inputs requires
+                grad, there is nothing to know.
+            run: takes the graph's inputs.
+        """
+        tensors = (value for value in planned.example_inputs if isinstance(value, torch.Tensor))
+        trained = any(value.requires_grad and id(value) not in self.specs for value in tensors)
+        if planned.region is None or not trained:
+            return run
+        return noting_reads(run, self.specs, planned.region.read_before)
+
     def relevant(self) -> list[GraphPlan]:
-        """Those that the plan is about: they complete a gradient."""
-        return [region for region in self._regions if region.params]
+        """Those that the plan is about: they complete a gradient, or tell of reads that none before tells of.
+
+        On fake tensors autograd can be followed through earlier graphs, in compiled code it cannot.
+        """
+        found: list[GraphPlan] = []
+        known = frozenset[str]()
+        for region in self._regions:
+            if region.params or region.read_before - known:
+                found.append(region)
+            known |= region.params | region.read_before
+        return found
 
     def joined(self) -> Plan | None:
         """The plan of the whole model, or None while no graph trains a parameter."""
-        relevant = self.relevant()
-        return self._join(relevant) if relevant else None
+        trains = any(region.params for region in self._regions)
+        return self._join(self.relevant()) if trains else None
 
     def _join(self, regions: Sequence[GraphPlan]) -> Plan:
         return join_plans(regions, tuple(self.specs.values()), self.config)

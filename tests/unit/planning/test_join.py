@@ -24,14 +24,14 @@ def facts(*specs: ParamSpec) -> GraphFacts:
     return GraphFacts(tuple(f"reads_{spec.name}" for spec in specs), uses, (None,) * len(specs))
 
 
-def cut(*specs: ParamSpec) -> GraphPlan:
+def cut(*specs: ParamSpec, before: str = "") -> GraphPlan:
     """A graph that is cut."""
-    return GraphPlan(plan_graph(facts(*specs), CAP_100))
+    return GraphPlan(plan_graph(facts(*specs), CAP_100), read_before={*before.split()})
 
 
-def whole(*specs: ParamSpec) -> GraphPlan:
+def whole(*specs: ParamSpec, before: str = "") -> GraphPlan:
     """A graph that stays whole."""
-    return GraphPlan(plan_whole(facts(*specs)), facts(*specs).ready)
+    return GraphPlan(plan_whole(facts(*specs)), facts(*specs).ready, {*before.split()})
 
 
 def buckets(plan: Plan) -> list[str]:
@@ -93,6 +93,15 @@ def test_small_unread_parameters_share_a_bucket_with_what_is_ready_next_unless_c
     assert buckets(plan) == ["b", "two one", "a"]
     assert plan.buckets[1].segment == 0
     assert plan.buckets[1].reason == UNREAD
+
+
+@pytest.mark.parametrize("make", [cut, whole])
+def test_what_code_before_the_first_graph_that_reads_it_reads_too_is_ready_after_it(make: Any) -> None:
+    a, b, head = spec("a"), spec("b"), spec("head")
+    plan = joined([make(a, before="head"), make(b, head, before="head a")], head, a, b)
+    assert buckets(plan) == ["b", "a", "head"]
+    assert (plan.unread, plan.spread) == (("head",), 0)
+    assert "head" not in [name for segment in plan.segments for name in segment.params]
 
 
 def test_a_model_of_which_no_graph_is_known_is_planned_by_registration() -> None:
