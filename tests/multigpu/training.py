@@ -72,9 +72,7 @@ UNUSED = {"find_unused_parameters": True}
 SETTINGS = {
     "default": Setting(),
     "static graph": Setting(arguments={"static_graph": True}),
-    "static graph, unused on others": Setting(
-        unused_on_others_step, {"static_graph": True, "gradient_as_bucket_view": True}
-    ),
+    "static graph, unused on others": Setting(unused_on_others_step, {"static_graph": True}),
     "static graph, one backward": Setting(shared_backward_step, {"static_graph": True}),
     "unused somewhere": Setting(unused_somewhere_step, UNUSED),
     "used while accumulating": Setting(used_while_accumulating_step, UNUSED),

@@ -185,8 +185,8 @@ def test_a_campaign_ends_when_its_time_is_up(tmp_path: Path) -> None:
 def test_a_summary_counts_modes_features_and_failures(tmp_path: Path) -> None:
     entries = run(tmp_path, 20)
     data = json.loads(summarized(PLAN, entries).to_json())
-    assert data["models"] == 7
-    assert {mode: sum(kinds.values()) for mode, kinds in data["kinds"].items()} == dict.fromkeys(MODES, 7)
+    assert data["models"] == 20
+    assert {mode: sum(kinds.values()) for mode, kinds in data["kinds"].items()} == dict.fromkeys(MODES, 20)
     assert data["features"] == Counter(feature for entry in entries for feature in entry.features)
     assert data["distinct"] == len(data["failures"])
 
