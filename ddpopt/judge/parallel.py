@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,26 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.errors import UsageError
-from ddpopt.observation.observe import Observation, observe
-
 Named = dict[str, Tensor]
 Gradients = dict[str, Tensor | None]
 
 
 def nothing() -> None:
     """Do nothing: most modes have nothing to do after a backward."""
-
-
-@contextmanager
-def observed(ddp: Any) -> Iterator[Observation | None]:
-    """Observe a DDP module in a block, where there is one with buckets to see."""
-    observation = None
-    if ddp is not None:
-        with suppress(UsageError):  # an option that leaves none
-            observation = observe(ddp)
-    with nullcontext() if observation is None else observation:
-        yield observation
 
 
 @dataclass(frozen=True)

@@ -25,13 +25,15 @@ from torch.utils._pytree import tree_map
 
 from ddpopt.cases.case import Case, step_seed
 from ddpopt.ddp.impose import imposed_plan
+from ddpopt.errors import UsageError
 from ddpopt.judge.compare import raw_bytes
 from ddpopt.judge.judging.record import Record, RecordedStep, unreduced
 from ddpopt.judge.modes import Gives, Mode
 from ddpopt.judge.option_cases import differing
-from ddpopt.judge.parallel import Gradients, Named, Parallel, Setup, observed
+from ddpopt.judge.parallel import Gradients, Named, Parallel, Setup
 from ddpopt.judge.visible import Sight, form_of
 from ddpopt.observation.compilations import Compilations
+from ddpopt.observation.observe import observe
 
 LEARNING_RATE = 0.05
 """Of plain SGD: large enough that a stale gradient or a parameter that was not updated shows a step later."""
@@ -239,10 +241,7 @@ def train(course: Course, mode: Mode, place: Place) -> Record:
         if course.option.probes and trainer.ddp is not None:
             _probe(trainer, course.option)
         if course.evaluate:
-            with observed(trainer.ddp if mode.observable else None) as observation:
-                _evaluate(trainer)
-            if observation is not None:
-                trainer.record.evaluated = (*observation.collectives, *observation.elsewhere)
+            _evaluate(trainer)
         return trainer.record
 
 
@@ -259,9 +258,13 @@ def _watched(trainer: Trainer, mode: Mode) -> Iterator[None]:
     """Count graphs and captures, and observe the reducer where there is one."""
     record, ddp = trainer.record, trainer.ddp
     captures = counters["compiled_autograd"]["captures"]
+    observation = None
+    if mode.observable:
+        with contextlib.suppress(UsageError):  # an option that leaves no buckets to see
+            observation = observe(ddp)
     trainer.compilations.start()
     try:
-        with observed(ddp if mode.observable else None) as observation:
+        with observation if observation is not None else contextlib.nullcontext():
             yield
     finally:
         trainer.compilations.stop()

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddpopt.cases.case import Call, Case, mean_square, step_seed
@@ -314,10 +313,6 @@ FAULTS: dict[str, tuple[str, Tamper]] = {
     "gradients after an evaluation": (
         "L3",
         during_call(lambda t: setattr(t.parallel.model.one, "grad", torch.zeros(WIDTH)), in_evaluation),
-    ),
-    "a collective in evaluation": (
-        "L3",
-        during_call(lambda t: dist.all_reduce(torch.zeros(1), group=t.place.group), in_evaluation),
     ),
     "a draw of random numbers in evaluation": (
         "L3",

@@ -93,7 +93,6 @@ class Record:
         iterations: the synchronised backwards, where DDP's reducer could be observed.
         collectives: all that were sent on the DDP module's process group, in order, where they were observed.
         elsewhere: those sent on other process groups.
-        evaluated: all that were sent in the evaluations; None where they were not observed.
         ignored: names of parameters and buffers that DDP ignores.
         planned: whether ddpopt's plan is to be in force.
         plan: ddpopt's plan in force at the end, if there is one.
@@ -111,7 +110,6 @@ class Record:
     iterations: tuple[Iteration, ...] | None = None
     collectives: tuple[Collective, ...] = ()
     elsewhere: tuple[Collective, ...] = ()
-    evaluated: tuple[Collective, ...] | None = None
     ignored: frozenset[str] = frozenset()
     planned: bool = False
     plan: Plan | None = None
