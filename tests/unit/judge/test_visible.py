@@ -162,3 +162,22 @@ def test_what_code_leaves_autocast_switched_to_is_told() -> None:
     finally:
         torch.set_autocast_dtype("cpu", dtype)
     assert sight.settings(device) == before
+
+
+@pytest.mark.parametrize(
+    ("switch", "left", "before"),
+    [
+        (torch.use_deterministic_algorithms, True, False),
+        (torch.set_float32_matmul_precision, "medium", "highest"),
+        (torch.set_warn_always, True, False),
+    ],
+)
+def test_a_setting_that_is_left_switched_is_told(switch: Any, left: Any, before: Any) -> None:
+    sight, device = Sight((), nn.Module()), torch.device("cpu")
+    known = sight.settings(device)
+    try:
+        switch(left)
+        assert sight.settings(device) != known
+    finally:
+        switch(before)
+    assert sight.settings(device) == known
