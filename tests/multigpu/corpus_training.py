@@ -30,9 +30,11 @@ RANKS_MATTER = (
 """Cases that train on ranks by day too: ranks differ in them, or DDP does something else than average."""
 STEPS = 3
 CAP_MB = 0.5
-# A re-associated sum of fp32 terms errs by a few roundings, which the layers in front of it amplify a
-# little: thirty-two roundings of the largest element bound what was ever seen (eleven) from above.
+# A re-associated sum of fp32 terms errs by a few roundings, which the layers before it amplify a little:
+# thirty-two roundings of the largest element bound what was ever seen (eleven) from above.
 ROUNDINGS = 32
+RESUMMED = {"t5"}
+"""Cases in which cuts move a sum: several segments read what the encoder returns."""
 
 
 Gradients = list[dict[str, Tensor | None]]
@@ -87,7 +89,8 @@ def assert_trains_as_eager(case: Case, strategy: Strategy, ranks: Ranks) -> None
     difference, where = worst_difference(compiled, reference)
 
     assert plan is not None, "nothing was compiled"
-    allowed = ROUNDINGS if plan.cuts or ranks.size > 2 else 0.0
+    resummed = plan.cuts and case.name in RESUMMED
+    allowed = ROUNDINGS if resummed or ranks.size > 2 else 0.0
     assert len(set(fingerprints)) == 1
     assert sent == [frozenset(bucket.params) for bucket in plan.buckets] * STEPS
     assert difference <= allowed, f"{where} is off by {difference} roundings"
