@@ -33,8 +33,8 @@ CAP_MB = 0.5
 # A re-associated sum of fp32 terms errs by a few roundings, which the layers before it amplify a little:
 # thirty-two roundings of the largest element bound what was ever seen (eleven) from above.
 ROUNDINGS = 32
-RESUMMED = {"t5"}
-"""Cases in which cuts move a sum: several segments read what the encoder returns."""
+RESUMMED = {"experts_per_rank", "several_outputs", "t5"}
+"""Cases in which cuts move a sum: several segments read one value more than twice."""
 
 
 Gradients = list[dict[str, Tensor | None]]
