@@ -386,63 +386,32 @@ def other_outputs(stitched: fx.GraphModule) -> Iterator[Edit]:
 # --- copies at cuts ------------------------------------------------------------------------------
 
 
-def through(
-    change: str | Callable[..., Any],
-    where: Where = anywhere,
-    *,
-    early: bool = False,
-    back: int | None = None,
-    too: bool = False,
-) -> Edits:
+def through(change: str | Callable[..., Any], where: Where = anywhere, *, early: bool = False) -> Edits:
     """A segment is given what a method or a function makes of a value.
 
     Args:
         change: the method or function.
         where: told the call and the value.
         early: whether that is made before the call before.
-        back: whether it is written back to the value: 0 after the call, 1 after the next one.
-        too: whether the segment is given the value, too.
     """
 
     def edits(stitched: fx.GraphModule) -> Iterator[Edit]:
         order = [*calls(stitched.graph), stitched.graph.output_node()]
         for place, call in enumerate(order):
             for source in filter(likeness, call.all_input_nodes):
-                makers = order[place - early] if place >= early else None
-                if not where(call, source) or makers is None or (early and is_crossing(source)):
-                    continue
-                restored = order[place + back] if back is not None and place + back < len(order) - 1 else None
-                if back is None or restored:
-                    yield partial(_pass_through, call, source, change, makers, restored, too)
+                if where(call, source) and place >= early and not (early and is_crossing(source)):
+                    yield partial(_pass_through, call, source, change, order[place - early])
 
     return edits
 
 
-def _pass_through(
-    call: fx.Node,
-    source: fx.Node,
-    change: str | Callable[..., Any],
-    before: fx.Node,
-    restored: fx.Node | None,
-    too: bool,
-) -> None:
+def _pass_through(call: fx.Node, source: fx.Node, change: str | Callable[..., Any], before: fx.Node) -> None:
     graph: Any = call.graph
     with graph.inserting_before(before):
         create = graph.call_method if isinstance(change, str) else graph.call_function
         changed = create(change, (source,))
     changed.meta.update(source.meta)
     call.replace_input_with(source, changed)
-    if restored:
-        _add_after(restored, partial(graph.call_method, "copy_", (source, changed)))
-    if too and call.op == "call_module":
-        given: Any = inputs(call)
-        _add_after(given[-1], partial(given[-1].graph.placeholder, "next_to_it"))
-        given[-1].next.meta = dict(source.meta)
-        call.args = (*call.args, source)
-
-
-def all_at_once(edits: Edits) -> Edits:
-    return lambda stitched: iter([lambda: [edit() for edit in [*edits(stitched)]]])
 
 
 def rounded(value: torch.Tensor) -> torch.Tensor:
@@ -451,7 +420,7 @@ def rounded(value: torch.Tensor) -> torch.Tensor:
 
 def copy_left_out(stitched: fx.GraphModule) -> Iterator[Edit]:
     for node in stitched.graph.nodes:
-        if node.op == "call_method" and node.target in ("clone", "detach", "requires_grad_", "copy_"):
+        if node.op == "call_method" and node.target in ("detach", "requires_grad_"):
             yield partial(_leave_copy_out, node)
 
 
@@ -526,11 +495,6 @@ MUTANTS = (
     Mutant("outputs are others", other_outputs, unseen=True),
     Mutant("a segment is given a detached value", through("detach")),
     Mutant("a segment is given a copy", through("clone")),
-    Mutant("segments are given copies", all_at_once(through("clone"))),
-    Mutant("a segment is given a copy that is written back", through("clone", back=0)),
-    Mutant("a segment is given a copy that is written back too late", through("clone", back=1)),
-    Mutant("a segment is given a copy that is made too early", through("clone", early=True)),
-    Mutant("a segment is given a copy and the value", through("clone", back=0, too=True)),
     Mutant("a segment is given a rounded value", through(rounded)),
     Mutant("a copy at a cut is left out", copy_left_out),
     Mutant("a segment returns what it is given", input_returned),

@@ -50,13 +50,6 @@ def is_view(node: fx.Node) -> bool:
     return bool(own) and own <= read_storages(node).keys() and not mutated_inputs(node)
 
 
-def reads_value(node: fx.Node, storage: int) -> bool:
-    """Whether `node` computes something new from a storage, neither writing to it nor viewing it."""
-    written = mutated_inputs(node)
-    reads = any(storage in storages(source) for source in node.all_input_nodes if source not in written)
-    return reads and storage not in storages(node)
-
-
 def first_names(nodes: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
     """For each of `nodes`, in graph order, that returns what it writes to: the node that made that tensor."""
     found: dict[fx.Node, fx.Node] = {}

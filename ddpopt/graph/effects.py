@@ -44,7 +44,7 @@ KNOWN_MODULES = (
 )  # fmt: skip
 KNOWN_PACKAGES = (
     "einops.", "torch._C._functorch.", "torch._dynamo.compiled_autograd.", "torch._functorch.",
-    "torch.amp.", "torch.nn.",
+    "torch.amp.", "torch.nested.", "torch.nn.",
 )  # fmt: skip
 """Whose functions write to nothing but what their names and arguments say; Dynamo knows einops."""
 KNOWN_BUILTINS = ("asarray", "_get_data_attr")
@@ -53,8 +53,10 @@ UNMARKED: Mapping[str, tuple[str, ...]] = {
     "_copy_from": ("dst",),
     "_copy_from_and_resize": ("dst",),
     "_resize_output": ("self",),
+    "_tensor_version": ("self",),
+    "_unsafe_set_version_counter": ("t",),
 }
-"""What operators write to without saying so; `_written_by` has the others."""
+"""What operators write to without saying so, or tell of the writes to; `_written_by` has the others."""
 COLLECTIVES = ("torch._ops._c10d", "torch._ops._dtensor", "torch._ops.c10d", "torch._ops.symm_mem")
 """Where the operators are that communicate."""
 KINDS = (
@@ -95,29 +97,6 @@ def is_known(node: fx.Node) -> bool:
 def redescribes(node: fx.Node) -> bool:
     """Whether `node` changes what describes a tensor: its shape, its strides, or that it requires grad."""
     return _name(node.target) in DESCRIBING_NAMES
-
-
-def reads_memory(node: fx.Node) -> bool:
-    """Whether `node` could tell a copy: by the memory around it, or by what autograd does not see written."""
-    if _name(node.target).startswith(("as_strided", "_get_data_attr")):
-        return True
-    return any(_name(inner.target) == "_get_data_attr" for inner in _nodes_of_bodies(node))
-
-
-def writes_unseen(node: fx.Node) -> bool:
-    """Whether `node` may write to what it is given without autograd's noticing: running statistics, by NumPy.
-
-    Such a write does not raise a tensor's version: autograd reads what it keeps of them as it is by then.
-    """
-    if node.op in (*SOURCES, "output"):
-        return False
-    called = () if node.op == "call_module" else _signatures(node.target)
-    given = (_given(signature, node) for signature in called)
-    return (
-        not is_known(node)
-        or any(statistic is not None for each in given for statistic in _statistics(each))
-        or any(map(writes_unseen, _nodes_of_bodies(node)))
-    )
 
 
 def _nodes_of_bodies(node: fx.Node) -> Iterator[fx.Node]:

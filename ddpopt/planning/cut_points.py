@@ -8,23 +8,20 @@ Invariant: a position that is not blocked can be cut without changing what the p
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import fx
 from torch._ops import HigherOrderOperator
-from torch._prims_common import is_contiguous_or_false, is_non_overlapping_and_dense_or_false
 from torch.utils import _pytree as pytree
 
-from ddpopt.graph.aliases import first_names, is_view, reads_value, viewed_input
+from ddpopt.graph.aliases import is_view
 from ddpopt.graph.effects import (
     is_known,
     mutated_inputs,
-    reads_memory,
     redescribes,
-    writes_unseen,
     written_storages,
 )
 from ddpopt.graph.nodes import (
@@ -237,102 +234,20 @@ def _shown_otherwise(body: Body) -> Iterator[Span]:
         yield Span(first + 1, last, f"{node.name!r} shows another value, and is no plain view of it")
 
 
-def _aliases(body: Body) -> Iterator[Span]:
-    """Where two live names of one storage would cross a cut before that storage is mutated.
+def up_to_last_write(body: Body) -> Iterator[Span]:
+    """From the making of what is written to, or its first reader in the graph, to the last write.
 
-    A single mutated value crosses well: the later segment mutates its input, and views are taken again from
-    it. Two values that are one tensor (``y = x.add_(1)``, both read later) would arrive as strangers.
+    All names of that memory, and all that autograd keeps of it, are then within one compiled segment, where
+    writes mean what they mean in the whole graph. What crosses a cut later does not change any more.
     """
-    if not body.written:
-        return
-    end, position = len(body.nodes), body.position
-    first = first_names(body.graph.nodes)
-    roots: dict[fx.Node, fx.Node] = {}
-    lives: dict[int, dict[fx.Node, int]] = {key: {} for key in body.written}
-    for node in body.graph.nodes:
-        for key in (key for key in storages(node) if key in body.written):
-            if node.op == "placeholder" and requires_grad(example_value(node)):
-                why = f"{node.name!r} requires grad and is itself mutated"
-                yield Span(0, body.written[key], why)
-            last = body.last_use(node)
-            base = viewed_input(first.get(node, node))
-            if base is not None and last == end:  # the caller sees what is written to a view that it gets
-                yield Span(position[node] + 1, body.written[key], _two_names(body, key))
-            elif node.op == "placeholder":
-                last = end  # and what is written to an input
-            roots[node] = root = node if base is None else roots.get(base, base)
-            lives[key][root] = max(lives[key].get(root, -1), last)
-    for key, live in lives.items():
-        spans = [(position.get(root, -1), last) for root, last in live.items() if last >= 0]
-        yield from _overlaps(spans, body.written[key], _two_names(body, key))
-
-
-def _two_names(body: Body, key: int) -> str:
-    writer = body.nodes[body.written[key]]
-    return f"two names of one tensor that {writer.name!r} {'writes' if is_known(writer) else 'may write'} to"
-
-
-def _overlaps(live: Sequence[tuple[int, int]], last_mutation: int, why: str) -> Iterator[Span]:
-    """Cut positions, up to the last mutation, that two or more of the (defined, last read) pairs span."""
-    events = sorted([(first + 1, 1) for first, _ in live] + [(last + 1, -1) for _, last in live])
-    count = 0
-    for (at, step), (until, _) in itertools.pairwise(events):
-        count += step
-        if count > 1 and at <= last_mutation:
-            yield Span(at, min(until - 1, last_mutation), why)
-
-
-def _read_before_a_write(body: Body) -> Iterator[Span]:
-    """To the last write to a tensor that is read before: from its making, or from that reader.
-
-    From its making, for a segment that is given a tensor, reads it and then writes to it may keep it for its
-    backward, which then reads what was written: torch 2.13 takes a graph's inputs for values that do not
-    change. Of what the graph is given, from a reader to which no copy can be handed: a copy's memory layout
-    may differ. And autograd does not see running statistics change, nor what NumPy writes: the backward of
-    what reads them reads what they hold by then. A region that is computed again in backward (a checkpoint)
-    keeps what it is given, written to or not.
-    """
-    if not body.written:
-        return
-    uncopied = _uncopied(body.graph, body.written)
-    unseen = {key for node in body.nodes if writes_unseen(node) for key in written_storages(node)}
-    for index, node in enumerate(body.nodes):
-        late = [key for key in read_storages(node) if index < body.written.get(key, -1)]
-        kept = written_storages(node) if isinstance(node.target, HigherOrderOperator) else ()
-        for key in (key for key in late if key in kept):
-            why = f"{node.name!r} keeps what it writes to, which is written to later"
-            yield Span(index + 1, body.written[key], why)
-        for key in (key for key in late if reads_value(node, key)):
-            if key in uncopied or (key in unseen and requires_grad(example_value(node))):
-                why = f"what {node.name!r} reads is written to later, and no copy could take its place here"
-                yield Span(index + 1, body.written[key], why)
-            if body.made[key] >= 0:
-                why = f"{node.name!r} reads what is written to later"
-                yield Span(body.made[key] + 1, body.written[key], why)
-
-
-def _uncopied(graph: fx.Graph, mutated: Container[int]) -> set[int]:
-    """The storages whose place is looked at, or that hold tensors that are no views of one another."""
-    shown = {key for node in graph.nodes if reads_memory(node) for key in read_storages(node)}
-    made: set[int] = set()
-    found: set[int] = set()
-    for node in (node for node in graph.nodes if node.op not in ("get_attr", "output")):
-        own = [key for key in storages(node) if key in mutated]
-        if not own or viewed_input(node) is not None:
-            continue
-        written = written_storages(node)
-        alike = _is_copied_alike(example_value(node))
-        for key in (key for key in own if key not in written):
-            if key in shown or key in made or not alike:
-                found.add(key)
-            made.add(key)
-    return found
-
-
-def _is_copied_alike(value: object) -> bool:
-    """Whether a clone of each tensor in a value has the strides that the tensor has."""
-    tensors = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
-    return all(is_contiguous_or_false(t) or is_non_overlapping_and_dense_or_false(t) for t in tensors)
+    first: dict[int, int] = {}
+    for index, node in enumerate(body.nodes if body.written else ()):
+        for key in (*read_storages(node), *storages(node)):
+            first.setdefault(key, index)
+    for key, last in body.written.items():
+        writer = body.nodes[last]
+        may = "writes" if is_known(writer) else "may write"
+        yield Span(first[key] + 1, last, f"{writer.name!r} {may} to what is made or read before")
 
 
 OBSTACLES: tuple[Callable[[Body], Iterator[Span]], ...] = (
@@ -342,7 +257,6 @@ OBSTACLES: tuple[Callable[[Body], Iterator[Span]], ...] = (
     _redescribed,
     _taken_again,
     _shown_otherwise,
-    _aliases,
-    _read_before_a_write,
+    up_to_last_write,
 )
 """All that keeps a graph from being cut; where several do, the first of these that begins first is told."""

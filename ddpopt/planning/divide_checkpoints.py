@@ -33,7 +33,7 @@ from ddpopt.graph.nodes import (
 )
 from ddpopt.graph.rewriting import Argument, Copies, rewritten
 from ddpopt.graph.state import State, states
-from ddpopt.planning.cut_points import Body, Span
+from ddpopt.planning.cut_points import Body, Span, up_to_last_write
 from ddpopt.planning.facts import gradient_carriers
 
 
@@ -106,8 +106,7 @@ def _undivided(body: Body) -> Iterator[Span]:
     sizes = (isinstance(example_value(node), torch.SymInt) for node in body.nodes)
     numbers = map(operator.or_, sizes, map(is_uncrossable_number, body.nodes))
     yield Span(0, sum(itertools.takewhile(bool, numbers)), "what reads these numbers computes them again")
-    for key, last in body.written.items():
-        yield Span(body.made[key] + 1, last, "a piece would write to what an earlier one keeps")
+    yield from up_to_last_write(body)  # a piece would write to what an earlier one keeps
     taken: dict[fx.Node, None] = {}
     for node in filter(is_uncrossable_number, body.nodes):
         if not _is_made_of_numbers(node) or not taken.keys().isdisjoint(node.all_input_nodes):

@@ -1,80 +1,46 @@
-"""Invariants of memory: what is written, in which order, and who may be given a copy.
+"""Invariants of memory: what is written, in which order, and who may be given a value detached.
 
 A storage is told by the example values that tracing left: views of one tensor share theirs.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Hashable, Iterator, Mapping
 
 import torch
 from torch._ops import HigherOrderOperator
-from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
-from ddpopt.graph.effects import is_known, reads_memory, redescribes
+from ddpopt.graph.effects import is_known, redescribes
 from ddpopt.graph.nodes import SYMBOLIC, requires_grad, storages_of
 from ddpopt.proof.evidence import Evidence, given_back
-from ddpopt.proof.steps import Crossing, Original, ProgramStep, tensors_in
+from ddpopt.proof.steps import Crossing, Original, ProgramStep, at, tensors_in
 from ddpopt.proof.terms import ABSENT, Copy, Item, Made, Term, leaves, show
 
 
-def writes_reach_every_reader(evidence: Evidence) -> Iterator[str]:
-    """A segment gets a storage that it writes to by one name, but for names that the original gets itself."""
-    # compiled code takes a view of what it writes to that comes in separately for another tensor
-    original, stitched = evidence.original, evidence.stitched
-    writers: dict[tuple[int, Hashable], str] = {}
-    for step in stitched.steps:
-        for family in (f for value in step.written for f in _families(original, value)):
-            writers.setdefault((step.segment, family), step.name)
-    given: dict[tuple[int, Hashable], list[Crossing]] = {}
-    for crossing in stitched.crossings:
-        for family in _families(original, crossing.term):
-            given.setdefault((crossing.segment, family), []).append(crossing)
-    inputs = [Made(node.name) for node in original.program.inputs]
-    for place, writer in writers.items():
-        for other in given.get(place, [])[1:]:
-            first = given[place][0]
-            if first.term not in inputs or other.term not in inputs:
-                where = f"segment {other.segment}, input {other.node.name}"
-                yield f"{where}: is one tensor with input {first.node.name}, and {writer} writes to it"
+def writes_stay_in_one_segment(evidence: Evidence) -> Iterator[str]:
+    """From the step that makes a storage, or reads it first, to the last write to it: one segment."""
+    original = evidence.original
+    first: dict[Hashable, ProgramStep] = {}
+    for step in evidence.stitched.steps:
+        made, read = _made_and_read(original, step)
+        for family in made | read:
+            first.setdefault(family, step)
+        found = (first[family] for leaf in step.written for family in _families(original, leaf))
+        for name, segment in {other.name: other.segment for other in found}.items():
+            if segment != step.segment:
+                yield f"{at(step)}: writes to what {name} makes or reads in segment {segment}"
 
 
-def copies_are_not_noticed(evidence: Evidence) -> Iterator[str]:
-    """A segment gets a value detached only if it sends it no gradient, a clone only if no write is missed."""
-    copied = [
-        (crossing, copy) for crossing in evidence.stitched.crossings if (copy := crossing.copy) is not None
-    ]
-    if not copied:
-        return
-    sending = _read_with_gradient(evidence)
-    traffic = _Traffic.of(evidence)
-    shown = {
-        (step.segment, family): step.name
-        for step in (*evidence.stitched.steps, *evidence.stitched.repeats)
-        if reads_memory(step.node)
-        for term in step.reads.values()
-        for family in _families(evidence.original, term)
-    }
+def detached_values_get_no_gradient(evidence: Evidence) -> Iterator[str]:
+    """A segment gets a value detached, at its own call, only if it sends the value no gradient."""
+    copied = [(crossing, crossing.copy) for crossing in evidence.stitched.crossings if crossing.copy]
+    sending = _read_with_gradient(evidence) if copied else {}
     for crossing, copy in copied:
         where = f"segment {crossing.segment}, input {crossing.node.name}"
         if copy.before != crossing.segment:
             yield f"{where}: is a copy that was already made before segment {copy.before}"
-        if copy.method != "clone":
-            readers = [sending.get((crossing.segment, leaf)) for leaf in leaves(crossing.term)]
-            yield from (f"{where}: is detached, but {name} sends gradient to it" for name in readers if name)
-            continue
-        if not all(map(_is_cloned_alike, tensors_in(evidence.original.example(crossing.term)))):
-            yield f"{where}: is a copy that does not lie in memory as the value does"
-        for family in _families(evidence.original, crossing.term):
-            if (crossing.segment, family) in shown:
-                yield f"{where}: is a copy whose memory {shown[crossing.segment, family]} looks at"
-            yield from (f"{where}: {clause}" for clause in traffic.noticed(family, crossing.segment))
-    known = {(crossing.segment, copy) for crossing, copy in copied}
-    for segment, copy in evidence.stitched.restored:
-        if (segment, copy) not in known:
-            yield f"segment {segment}: {copy} is written back, but was no input of it"
+        readers = [sending.get((crossing.segment, leaf)) for leaf in leaves(crossing.term)]
+        yield from (f"{where}: is detached, but {name} sends gradient to it" for name in readers if name)
 
 
 def views_without_gradient_stay(evidence: Evidence) -> Iterator[str]:
@@ -231,14 +197,6 @@ def _may_repeat(original: Original, step: ProgramStep, watched: Mapping[Hashable
     return symbolic and read.isdisjoint(watched)
 
 
-def _is_cloned_alike(tensor: torch.Tensor) -> bool:
-    """Whether a clone of a tensor has its strides, whatever its symbolic sizes are."""
-    if tensor.layout is not torch.strided:
-        return True
-    with torch.no_grad():
-        return statically_known_true(sym_eq(tensor.clone().stride(), tensor.stride()))
-
-
 def _read_with_gradient(evidence: Evidence) -> dict[tuple[int, Term], str]:
     """For each segment and value: a step that sends gradient to the value, or the segment's return of it."""
     found: dict[tuple[int, Term], str] = {}
@@ -255,44 +213,3 @@ def _read_with_gradient(evidence: Evidence) -> dict[tuple[int, Term], str]:
             if isinstance(leaf, (Made, Item)):
                 found.setdefault((segment, leaf), "its return")
     return found
-
-
-def _segments(original: Original, terms: Iterable[tuple[int, Term]]) -> dict[Hashable, set[int]]:
-    """The segments of some terms, by the storages behind them."""
-    found: dict[Hashable, set[int]] = {}
-    for segment, family in ((segment, f) for segment, term in terms for f in _families(original, term)):
-        found.setdefault(family, set()).add(segment)
-    return found
-
-
-class _Traffic(NamedTuple):
-    """Per storage: the segments that write to it, return it, get it (once for each input), and restore it."""
-
-    writers: Mapping[Hashable, set[int]]
-    returned: Mapping[Hashable, set[int]]
-    inputs: Counter[tuple[Hashable, int]]
-    restored: Mapping[Hashable, set[int]]
-
-    @classmethod
-    def of(cls, evidence: Evidence) -> _Traffic:
-        """Gather from the steps, inputs and outputs of all segments."""
-        original, stitched = evidence.original, evidence.stitched
-        return cls(
-            _segments(original, ((step.segment, term) for step in stitched.steps for term in step.written)),
-            _segments(original, stitched.returns.items()),
-            Counter((f, c.segment) for c in stitched.crossings for f in _families(original, c.term)),
-            _segments(original, ((segment, copy.of) for segment, copy in stitched.restored)),
-        )
-
-    def noticed(self, family: Hashable, segment: int) -> Iterator[str]:
-        """Where it shows that `segment` got a copy of a storage."""
-        writers = self.writers.get(family, ())
-        restored = segment in self.restored.get(family, ())
-        if segment in writers and not restored:
-            yield "is a copy that is written to and not written back"
-        if restored and segment not in writers:
-            yield "is a copy that is written back without having been written to"
-        if segment in writers and self.inputs[family, segment] > 1:
-            yield "is a copy that is written to, and another input shares its storage"
-        if segment in self.returned.get(family, ()) and max(writers, default=-1) > segment:
-            yield "is a copy of a storage that the segment returns and a later segment writes to"

@@ -69,7 +69,6 @@ def recompose(
         repeats=tuple(step for step in walk.steps if first[step.name] is not step),
         crossings=tuple(walk.crossings),
         returns=walk.returns,
-        restored=tuple(walk.restored),
         undefined=tuple(walk.undefined),
         strays=tuple(walk.strays),
     )
@@ -216,7 +215,7 @@ class _Reading(_Walk):
 
 
 class _Stitched(_Walk):
-    """The graph that calls the segments, and may hand them copies of values."""
+    """The graph that calls the segments, and may hand them values detached."""
 
     def __init__(
         self, module: fx.GraphModule, original: Original, homes: Mapping[int, Container[str]]
@@ -228,31 +227,21 @@ class _Stitched(_Walk):
         self.ends: dict[int, ProgramState] = {}
         self.crossings: list[Crossing] = []
         self.returns: dict[int, Term] = {}
-        self.restored: list[tuple[int, Copy]] = []
 
     def call(self, step: ProgramStep) -> Term:
         if isinstance(step.callee, fx.GraphModule) and not step.kwargs:
             return self._inline(step.callee, step.args)
-        if step.node.op == "call_method" and step.callee in ("clone", "detach") and len(step.args) == 1:
-            return Copy(str(step.callee), step.args[0], self.segment)
+        if step.node.op == "call_method" and step.callee == "detach" and len(step.args) == 1:
+            return Copy("detach", step.args[0], self.segment)
         if step.node.op == "call_method" and step.callee == "requires_grad_":
             match step.args:
                 case (Copy(method="detach") as copy,):
                     return Copy("detach().requires_grad_", copy.of, copy.before)
-        if step.node.op == "call_method" and step.callee == "copy_" and self._restores(step.args):
-            return step.args[0]
         picked = _picked(self.nodes, step)
         if picked is ABSENT:
             self.strays.append(f"{self.where}, node {step.name}: is in no segment")
             return Unknown(step.name)
         return picked
-
-    def _restores(self, args: Sequence[Term]) -> bool:
-        """Whether the contents of a copy are written back to what it is a copy of."""
-        if len(args) != 2 or not isinstance(args[1], Copy) or args[1].of is not args[0]:
-            return False
-        self.restored.append((self.segment - 1, args[1]))
-        return True
 
     def _inline(self, module: fx.GraphModule, arguments: Sequence[Term]) -> Term:
         inner = _Reading(module, self.original, self.segment, self.homes.get(self.segment, ()))

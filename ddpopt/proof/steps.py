@@ -88,7 +88,6 @@ class GraphProgram:
         repeats: steps that segments take once more, because the value itself cannot cross a cut.
         crossings: the inputs of its segments, in order.
         returns: what each segment returns, by its index.
-        restored: the copies whose contents are written back, each with the segment that ran before.
         undefined: for each value that is read without being there, a sentence.
         strays: for each node that the original does not have and that no cut needs, a sentence.
     """
@@ -100,7 +99,6 @@ class GraphProgram:
     repeats: tuple[ProgramStep, ...] = ()
     crossings: tuple[Crossing, ...] = ()
     returns: Mapping[int, Term] = field(default_factory=dict)
-    restored: tuple[tuple[int, Copy], ...] = ()
     undefined: tuple[str, ...] = ()
     strays: tuple[str, ...] = ()
 

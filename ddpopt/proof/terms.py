@@ -71,8 +71,8 @@ class Copy:
     """What a segment is given in place of a value.
 
     Attributes:
-        method: ``"clone"``, or ``"detach"`` from autograd; ``"detach().requires_grad_"`` sends nothing
-            further either.
+        method: ``"detach"`` from autograd, or ``"detach().requires_grad_"``, which sends nothing further
+            either.
         of: the value.
         before: the segment before which the copy is made.
     """

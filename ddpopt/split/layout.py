@@ -18,7 +18,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils import _pytree as pytree
 
-from ddpopt.graph.aliases import first_names, is_view, reads_value, tensors_of, viewed_input
+from ddpopt.graph.aliases import first_names, is_view, tensors_of, viewed_input
 from ddpopt.graph.effects import written_storages
 from ddpopt.graph.nodes import (
     MISSING,
@@ -26,7 +26,6 @@ from ddpopt.graph.nodes import (
     is_uncrossable_number,
     requires_grad,
     storages,
-    storages_of,
 )
 from ddpopt.graph.state import ENTER_AUTOCAST, State, states
 from ddpopt.planning.facts import gradient_carriers
@@ -165,10 +164,6 @@ class Layout:
             return True
         return not self.mutations.keys().isdisjoint(storages(node)) and viewed_input(node) is not None
 
-    def is_mutated_in(self, leaf: Leaf, index: int) -> bool:
-        """Whether a node of segment `index` writes to the storage of `leaf`."""
-        return any(index in self.mutations.get(key, ()) for key in storages_of(leaf.value))
-
     def detached(self, inputs: Iterable[Leaf], index: int) -> list[Leaf]:
         """Inputs of the graph that require grad, but through which segment `index` sends no gradient.
 
@@ -189,20 +184,6 @@ class Layout:
                     pending.append(source)
                 found[source] = None
         return found
-
-    def shielded(self, inputs: Iterable[Leaf], index: int) -> list[Leaf]:
-        """Inputs that segment `index` must get a copy of, because a later segment writes to them.
-
-        A compiled segment may keep an input for its backward that the eager program would not have kept,
-        and autograd would then refuse the write.
-        """
-        if not self.mutations:
-            return []
-        return [leaf for leaf in inputs if any(self._is_kept(k, index) for k in storages_of(leaf.value))]
-
-    def _is_kept(self, storage: int, index: int) -> bool:
-        later = max(self.mutations.get(storage, ()), default=-1) > index
-        return later and any(reads_value(node, storage) for node in self.segments[index])
 
 
 def _makes_trained(node: fx.Node) -> bool:

@@ -200,13 +200,9 @@ def _stitch(gm: fx.GraphModule, layout: Layout, segments: Sequence[_Segment]) ->
         exports = layout.exports[index]
         segment.graph.output(tuple(_pick(segment.graph, segment.copies[e.node], e.path) for e in exports))
         modules[segment_name(index)] = module_like(gm, segment.graph)
-        shields = {leaf: _copy(values[leaf], "clone") for leaf in layout.shielded(segment.inputs, index)}
         detached = {leaf: _leaf(values[leaf]) for leaf in layout.detached(segment.inputs, index)}
-        given = {leaf: values[leaf] for leaf in segment.inputs} | shields | detached
+        given = {leaf: values[leaf] for leaf in segment.inputs} | detached
         call = graph.call_module(segment_name(index), tuple(given.values()))
-        for leaf, shield in shields.items():
-            if layout.is_mutated_in(leaf, index):
-                graph.call_method("copy_", (values[leaf], shield))
         for position, leaf in enumerate(exports):
             values[leaf] = graph.call_function(operator.getitem, (call, position))
             values[leaf].meta["example_value"] = leaf.value

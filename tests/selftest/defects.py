@@ -21,7 +21,7 @@ from ddpopt.ddp.ready_hooks import ReadyHooks
 from ddpopt.graph import effects
 from ddpopt.inline import handover
 from ddpopt.planning import cut_points
-from ddpopt.proof import memory
+from ddpopt.proof import certificate, memory
 from ddpopt.testing.drawn import DrawnModel, step
 from tests.selftest.sites import Inject, Site
 
@@ -101,47 +101,34 @@ def unhooked(site: Site) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unseen_updates(site: Site) -> Iterator[None]:
-    """Cut between what reads running statistics and the norm that updates them."""
-    writes = effects.writes_unseen
-
-    def unseen(node: fx.Node) -> bool:
-        if writes(node):
-            site.mark()
-        return False
-
-    with patch.object(cut_points, "writes_unseen", unseen):
+def written_apart(site: Site) -> Iterator[None]:
+    """Cut between what is made or read and a later write to it, in planning and proof."""
+    with _without(site, cut_points.up_to_last_write, memory.writes_stay_in_one_segment):
         yield
 
 
 @contextlib.contextmanager
-def regions_cut_apart(site: Site) -> Iterator[None]:
-    """Cut between checkpointed regions that write to one tensor, which each keeps to be computed again."""
+def _without(site: Site, obstacle: Any, check: Any) -> Iterator[None]:
+    """Have planning not see an obstacle to cuts, and the proof not check for it."""
 
-    find = cut_points._read_before_a_write
+    def nothing(body: cut_points.Body) -> Iterator[cut_points.Span]:
+        if any(obstacle(body)):
+            site.mark()
+        return iter(())
 
-    def marked(body: cut_points.Body) -> Iterator[cut_points.Span]:
-        site.mark()
-        with patch.object(cut_points, "HigherOrderOperator", type(None)):
-            yield from find(body)
-
-    obstacles = tuple(marked if found is find else found for found in cut_points.OBSTACLES)
-    with patch.object(cut_points, "OBSTACLES", obstacles):
+    obstacles = tuple(nothing if find is obstacle else find for find in cut_points.OBSTACLES)
+    invariants = tuple(row for row in certificate.INVARIANTS if row.check is not check)
+    with (
+        patch.object(cut_points, "OBSTACLES", obstacles),
+        patch.object(certificate, "INVARIANTS", invariants),
+    ):
         yield
 
 
 @contextlib.contextmanager
 def plain_views(site: Site) -> Iterator[None]:
     """Take for a plain view what shows another value with a gradient of its own, in planning and proof."""
-
-    def nothing(body: cut_points.Body) -> Iterator[cut_points.Span]:
-        if any(found(body)):
-            site.mark()
-        return iter(())
-
-    found = cut_points._shown_otherwise
-    obstacles = tuple(nothing if find is found else find for find in cut_points.OBSTACLES)
-    with patch.object(cut_points, "OBSTACLES", obstacles), patch.object(memory, "_apart", lambda _: set()):
+    with _without(site, cut_points._shown_otherwise, memory.gradients_of_their_own_stay):
         yield
 
 
@@ -232,7 +219,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "statistics are updated in another segment than they are read in",
         "ddpopt-split",
-        unseen_updates,
+        written_apart,
         DrawnModel(steps=(_LINEAR, step("statistics", read="saved")), width=4, cap_bytes=1),
         ("L2",),
         r"s\d+ = torch\.tanh",
@@ -240,7 +227,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "what a checkpointed region keeps is written to in another segment",
         "ddpopt-split",
-        regions_cut_apart,
+        written_apart,
         _written("kept_and_written", "checkpoints"),
         ("run",),
         r"clamp_\(max=1\.0\)",

@@ -144,14 +144,6 @@ def reshaped_in_place(m: Model, x: Tensor) -> Tensor:
     return out
 
 
-def gaps_and_strides(m: Model, x: Tensor) -> Tensor:
-    gaps = torch.cat([x, x], 1)[:, ::2]
-    y = m.layers[0](gaps)
-    z = m.layers[1](y) * gaps.sum()
-    out: Tensor = m.layers[2](z) + y.as_strided((3, 4), (4, 1))
-    return out
-
-
 def taken_again_for_a_transform(m: Model, x: Tensor) -> Tensor:
     value = m.layers[0](x)
     with torch.no_grad():
@@ -172,14 +164,13 @@ def early_readers_without_gradient(m: Model, x: Tensor) -> Tensor:
     return out
 
 
-def written_everywhere(m: Model, x: Tensor, count: Tensor) -> Tensor:
+def written_twice(m: Model, x: Tensor, count: Tensor) -> Tensor:
+    y = m.layers[0](x)
     count.add_(1)
-    y = m.layers[0](x) + count
     row = count[0]
+    count.add_(1)
     y = m.layers[1](y) + row
-    count.add_(1)
     out: Tensor = m.layers[2](y) + row
-    count.add_(1)
     return out
 
 
@@ -234,7 +225,7 @@ class Snippet:
 OWN = (
     named_tuple, nested_autocast, grad_mode_spans, views_without_grad, mutated_views_without_grad,
     inputs_that_no_grad_returns, written_without_grad, outputs_without_grad, outputs_of_all_kinds, branches,
-    data_dependent_size, item, reshaped_in_place, gaps_and_strides, early_readers_without_gradient,
+    data_dependent_size, item, reshaped_in_place, early_readers_without_gradient,
     taken_again_for_a_transform, gradient_turned_round,
 )  # fmt: skip
 
@@ -266,7 +257,7 @@ SNIPPETS: Mapping[str, Snippet | Drawn] = {
     **{forward.__name__: Snippet(forward) for forward in OWN},
     **{f"blocks_{i}": Drawn(tuple(BLOCK_STEPS[i::MODELS])) for i in range(MODELS)},
     "blocks_of_any_batch": Drawn((step("linear"), step("size"), step("wide")), dynamic=True),
-    "written_everywhere": Snippet(written_everywhere, (torch.zeros(4),)),
+    "written_twice": Snippet(written_twice, (torch.zeros(4),)),
     "doubled_size": Snippet(doubled_size, dynamic=True),
     "dynamic_float": Snippet(scalar, (0.5,), dynamic=True),
 }

@@ -244,9 +244,16 @@ def parts_that_autograd_takes_for_values(model: Between, h: Tensor, _: Tensor) -
     return model.layer(2, h) + torch.cat(parts)
 
 
+def counted_by_its_version(model: Between, h: Tensor, given: Tensor) -> Tensor:
+    before = given._version
+    given.add_(1.0)
+    h = model.layer(2, model.layer(1, h))
+    return h * (given._version - before)
+
+
 BODIES = (
-    reversed_view, reversed_by_an_unknown_function, view_with_a_gradient_of_its_own, hooked_after_a_reader,
-    parts_that_autograd_takes_for_values,
+    counted_by_its_version, reversed_view, reversed_by_an_unknown_function,
+    view_with_a_gradient_of_its_own, hooked_after_a_reader, parts_that_autograd_takes_for_values,
     residual, residual_in_a_checkpoint, detached_in_place, strided, columns, view_by_tensor, broadcast,
     batch, float_in_region, bool_in_region, by_data, by_data_in_a_body, scaled_by_statistics,
     read_and_written_in_one_segment, input_that_is_trained_from_then_on, made_before_it_is_trained,

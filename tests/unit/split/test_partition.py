@@ -11,7 +11,7 @@ from ddpopt.graph.nodes import body_nodes
 from ddpopt.planning.cut_points import blocked_positions
 from ddpopt.proof.certificate import certify
 from ddpopt.split.partition import partition, segment_name
-from tests.graph_builder import GraphBuilder, real_inputs
+from tests.graph_builder import GraphBuilder
 from tests.unit.effects import Effects
 from tests.unit.snippets import SNIPPETS
 from tests.unit.tracing import Traced, cut_before, trace, trace_all, written_segments
@@ -167,29 +167,6 @@ def test_what_was_written_to_an_input_and_returned_is_the_input_itself() -> None
     stitched = cut(builder.finish(builder.method("sin", builder.x), written).gm, "sin")
     x = torch.zeros(2, 4)
     assert stitched(x)[1] is x
-
-
-def test_what_a_segment_writes_to_its_copy_reaches_the_tensor_itself() -> None:
-    builder = GraphBuilder(batch=2, width=4)
-    value = builder.call(torch.mul, builder.x, builder.parameter("a", "scale", 4))
-    read = builder.call(torch.mul, value, builder.parameter("b", "scale", 4))
-    builder.method("add_", value, 1.0)
-    last = builder.method("mul_", value, 3.0)
-    graph = builder.finish(builder.call(torch.add, read, last))
-    stitched = cut(graph.gm, "mul_1", "mul_")
-    kept = [str(node.target) for node in stitched.graph.nodes if node.op == "call_method"]
-    assert kept == ["clone", "copy_"]
-    inputs = list(real_inputs(graph))
-    expected = graph.gm(*(value.detach() for value in inputs))
-    assert all(map(torch.equal, stitched(*(value.detach() for value in inputs)), expected))
-
-
-def test_what_is_never_written_to_is_never_copied() -> None:
-    for name in ("named_tuple", "nested_autocast", "branches"):
-        (graph,) = graphs_of(name)
-        stitched = cut(graph.gm, *possible_cuts(graph.gm))
-        assert stitched.graph.find_nodes(op="call_method", target="clone") == []
-        assert stitched.graph.find_nodes(op="call_method", target="copy_") == []
 
 
 def test_a_parameter_read_without_gradient_enters_a_segment_detached() -> None:
