@@ -38,6 +38,8 @@ from ddpopt.planning.reduced import as_built, running_reducer
 log = logging.getLogger(__name__)
 
 WHAT = "ddpopt: the plan of the first compiled forward"
+_kept: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+"""Modules whose ranks came to no plan. What one rank compiles later is no reason to ask the others again."""
 
 
 def defer(ddp: nn.Module, decide: Callable[[], Plan | None]) -> None:
@@ -61,6 +63,11 @@ def defer(ddp: nn.Module, decide: Callable[[], Plan | None]) -> None:
     """
     module = ddp_module(ddp)
     Deferral(module, decide).begin(armed=active_module() is module)
+
+
+def keeps_buckets(ddp: DistributedDataParallel) -> bool:
+    """Whether the ranks came to no plan when they were asked, so that the module keeps DDP's own buckets."""
+    return ddp in _kept
 
 
 def active_module() -> DistributedDataParallel | None:
@@ -92,6 +99,7 @@ class Deferral:
     def begin(self, armed: bool) -> None:
         """Install the logger's placeholder, and the reducer's too if a forward is running."""
         ddp: Any = self.ddp()
+        _kept.discard(ddp)
         if ddp.find_unused_parameters and not ddp.static_graph and not self._noting:
             self._note_uses(ddp)
         ddp.logger = PendingLogger(self)
@@ -144,6 +152,7 @@ class Deferral:
         plans = exchange_plans(ddp.process_group, WHAT, decide, _group_timeout(ddp.process_group))
         plan = next((plan for plan in plans if plan is not None), None)
         if plan is None:
+            _kept.add(ddp)
             return ddp.reducer
         if not same_buckets(plans):
             rank, difference = plans.index(plan), plan_difference(plans)

@@ -16,7 +16,7 @@ from torch import fx
 from torch._dynamo.backends.registry import lookup_backend
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from ddpopt.ddp.deferral import PendingLogger, active_module, defer
+from ddpopt.ddp.deferral import PendingLogger, active_module, defer, keeps_buckets
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.dynamo import hook
 from ddpopt.dynamo.quiet import compiling, undisturbed
@@ -100,7 +100,7 @@ class DdpoptBackend:
     ) -> Planned | None:
         imposed = imposed_plan(ddp)
         try:
-            if imposed is not None or self.buckets == "ddp":
+            if imposed is not None or self.buckets == "ddp" or keeps_buckets(ddp):
                 return plan_for_reducer(ddp, imposed, gm, example_inputs, strategy)
             return self.follow(ddp).add(gm, example_inputs, strategy)
         except UnsupportedError as error:

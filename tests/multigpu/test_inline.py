@@ -180,6 +180,31 @@ def test_ranks_may_differ_in_what_waits_for_a_hook(ranks: Ranks, model: type[Tow
     assert seen == ([STEPS, STEPS] if ranks.rank == 0 else [0, 0])
 
 
+class Glued(Tower):
+    """A tower whose layers are not compiled, so that no graph trains a parameter."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
+    def uncompiled(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+    def forward(self, x: Tensor, use_optional: bool = True) -> Tensor:
+        output: Tensor = self.uncompiled(torch.tanh(x) * 2)
+        return output
+
+
+def test_a_graph_that_one_rank_alone_compiles_later_asks_the_others_for_nothing(ranks: Ranks) -> None:
+    runs = []
+    for index in range(2):
+        ddp = DistributedDataParallel(Glued().to(ranks.device), bucket_cap_mb=LAYER_MB)
+        call: Any = inlined(ddp, dynamic=False) if index else ddp
+        for step in range(3):
+            rows = batch(ranks, step)
+            call(rows[:-1] if (step, ranks.rank) == (1, 1) else rows).square().mean().backward()
+        runs.append([[parameter.grad for parameter in ddp.module.parameters()]])
+    assert alike(ranks, runs[1], runs[0])
+    assert imposed_plan(ddp) is None
+
+
 def test_with_buckets_ddp_the_reducer_rebuilds_eagers_buckets(ranks: Ranks) -> None:
     modules = [wrapped(Setting(), ranks) for _ in range(2)]
     seen: list[list[Buckets]] = [[], []]
