@@ -43,8 +43,6 @@ class Mode:
         captures_backward: whether its backward has to be captured by compiled autograd.
         observable: whether its collectives are those of DDP's C++ reducer.
         optimize_ddp: Dynamo's setting of that name while it runs.
-        fusion: the operation by which Inductor is to fuse all-reduces, which no other backend does; empty to
-            fuse none.
     """
 
     name: str
@@ -56,7 +54,6 @@ class Mode:
     is_sharded: bool = False
     observable: bool = False
     optimize_ddp: bool | str = False
-    fusion: str = ""
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -69,8 +66,7 @@ class Mode:
         settings = {
             "fallback_random": True,
             "_fuse_ddp_bucket_size": inductor._fuse_ddp_bucket_size,  # which DDP sets
-            "_fuse_ddp_communication": bool(self.fusion),
-            "_fuse_ddp_communication_passes": [f"fuse_ddp_with_{self.fusion}_op", "schedule_comm_wait"],
+            "_fuse_ddp_communication": False,
         }
         try:
             with torch._dynamo.config.patch(optimize_ddp=self.optimize_ddp), inductor.patch(settings):
@@ -156,22 +152,6 @@ def ddpopt_with(strategy: Strategy) -> Wrap:
     return wrap
 
 
-PYTHON_REDUCER = Mode(
-    "python_reducer",
-    "Python reducer under compiled autograd, fusion off",
-    "module",
-    python_reducer,
-    captures_backward=True,
-    optimize_ddp="python_reducer",
-)
-
-
-def _fused(how: str, operation: str) -> Mode:
-    """The Python reducer with its all-reduces fused by an operation."""
-    about = PYTHON_REDUCER.about.replace("fusion off", how)
-    return replace(PYTHON_REDUCER, name=f"python_reducer_{operation}", about=about, fusion=operation)
-
-
 MODES: tuple[Mode, ...] = (
     Mode("eager", "eager DDP: the reference", "module", compiled_ddp, compiles=False, observable=True),
     Mode("manual", "no DDP: an all-reduce of each gradient after backward", "nothing", manual),
@@ -179,9 +159,14 @@ MODES: tuple[Mode, ...] = (
         "torch", "torch's DDPOptimizer", "module", compiled_ddp, observable=True, optimize_ddp="ddp_optimizer"
     ),
     Mode("whole", "no optimization: one graph under DDP", "module", compiled_ddp, observable=True),
-    PYTHON_REDUCER,
-    _fused("gradients concatenated", "concat"),
-    _fused("all-reduces coalesced", "coalesced"),
+    Mode(
+        "python_reducer",
+        "Python reducer under compiled autograd, fusion off",
+        "module",
+        python_reducer,
+        captures_backward=True,
+        optimize_ddp="python_reducer",
+    ),
     Mode(
         "ddpopt-split", "ddpopt: one segment for each bucket", "module", ddpopt_with("split"), observable=True
     ),
