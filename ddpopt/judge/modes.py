@@ -172,7 +172,6 @@ MODES: tuple[Mode, ...] = (
     ),
     Mode("ddpopt-inline", "ddpopt: one graph", "module", ddpopt_with("auto"), observable=True),
     Mode("fully_shard", "FSDP2", "nothing", sharded.fully_sharded, is_sharded=True),
-    Mode("fsdp1", "FSDP1 with original parameters", "nothing", sharded.flat_sharded, is_sharded=True),
     Mode("replicate", "replicate()", "arguments", sharded.replicated),
 )
 LOCAL = Mode("local", "the model alone, nothing reduced", "nothing", local)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from ddpopt.judge.option_cases import set_extra
-from ddpopt.judge.parallel import named_parameters
 from ddpopt.judge.trainer import LEARNING_RATE, Place, Trainer
 
 SCALE = 1024.0
@@ -93,9 +92,8 @@ def keep_other_gradients(trainer: Trainer) -> None:
 
 def clip(trainer: Trainer) -> None:
     """Clip gradients by their total norm."""
-    own = trainer.parallel.clip
     parameters = [p for p in trainer.parallel.model.parameters() if p.grad is not None]
-    norm: Any = nn.utils.clip_grad_norm_(parameters, MAX_NORM) if own is None else own(MAX_NORM)
+    norm: Any = nn.utils.clip_grad_norm_(parameters, MAX_NORM)
     trainer.extras["norm"] = getattr(norm, "full_tensor", lambda: norm)()
 
 
@@ -184,7 +182,7 @@ def tensor_hook(trainer: Trainer) -> None:
 
 def accumulated_hooks(trainer: Trainer) -> None:
     """Count how often each gradient is complete."""
-    for name, parameter in named_parameters(trainer.parallel.model):
+    for name, parameter in trainer.parallel.model.named_parameters():
         hookable: Any = parameter  # torch types its hooks not
         if parameter.requires_grad:
             hookable.register_post_accumulate_grad_hook(_counting(trainer, f"accumulated {name}"))

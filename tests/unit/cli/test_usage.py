@@ -71,7 +71,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("gate --baseline b.json resnet", "targets of the baseline, got 'resnet'; add them with --update"),
         ("gate --baseline b.json nobody --update", "expected the name of a case in the corpus, got 'nobody'"),
         (
-            "gate --baseline b.json --update --mode fsdp1",
+            "gate --baseline b.json --update --mode fully_shard",
             "--mode: expected modes that have DDP's reducer, got",
         ),
         ("gate --baseline b.json --update --backend none", "the name of a Dynamo backend, got 'none'"),
