@@ -124,12 +124,6 @@ def evaluate(trainer: Trainer) -> None:
     trainer.parallel.model.train()
 
 
-def remove_hooks_later(trainer: Trainer) -> None:
-    """Take the reducer out of the backward once it has run."""
-    if trainer.step == 1 and trainer.ddp is not None:
-        trainer.ddp._remove_autograd_hooks()
-
-
 def fewer_steps_later(place: Place, steps: int) -> int:
     """Later ranks take fewer steps, but at least one."""
     return max(1, steps - place.rank)
@@ -199,14 +193,6 @@ def module_hooks(trainer: Trainer) -> None:
     """Count forwards and backwards of the model."""
     trainer.parallel.model.register_forward_hook(_counting(trainer, "forwards"))
     trainer.parallel.model.register_full_backward_hook(_counting(trainer, "backwards"))
-
-
-def optimizer_in_backward(trainer: Trainer) -> None:
-    """Have an optimizer step for each parameter as soon as its gradient is there."""
-    # importing it compiles optimizers with TorchScript, which warns
-    from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
-
-    _apply_optimizer_in_backward(torch.optim.SGD, trainer.parallel.model.parameters(), {"lr": LEARNING_RATE})
 
 
 def joining(trainer: Trainer) -> AbstractContextManager[Any]:

@@ -12,14 +12,12 @@ from typing import Any
 
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn.parallel.distributed import _MixedPrecision
 
 from ddpopt.judge import option_cases as cases
 from ddpopt.judge import option_steps as do
 from ddpopt.judge.modes import named
 from ddpopt.judge.trainer import Option
 
-HALF = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 UNUSED = {"find_unused_parameters": True}
 STATIC = {"static_graph": True}
 VIEWS = {"gradient_as_bucket_view": True}
@@ -115,14 +113,6 @@ OPTIONS: tuple[Option, ...] = (
         sends_as_usual=False,
     ),
     Option(
-        "hooks_removed",
-        "the reducer's hooks are removed after the first step",
-        "module",
-        before_step=do.remove_hooks_later,
-        local=False,
-        sends_as_usual=False,
-    ),
-    Option(
         "finalized",
         "the reducer says after each backward that it is done",
         "module",
@@ -189,17 +179,6 @@ OPTIONS: tuple[Option, ...] = (
         local=False,
         more_graphs=True,
         adapt=partial(cases.around, kind=cases.WithExchange),
-    ),
-    Option(
-        "mixed_precision",
-        "DDP's own mixed_precision",
-        "arguments",
-        {"mixed_precision": HALF},
-        local=False,
-        computes=torch.bfloat16,
-    ),
-    Option(
-        "optimizer_in_backward", "_apply_optimizer_in_backward", "module", configure=do.optimizer_in_backward
     ),
 )
 

@@ -33,8 +33,6 @@ SMALL_WIDTH = 32
 ON_GPUS = torch.cuda.is_available()
 NOT_ON_A_CPU = {
     "hook_bf16": "BF16 all reduce communication hook required CUDA",
-    "mixed_precision": "cpu backend doesn't support events",
-    "optimizer_in_backward": "Cannot access accelerator device when none is available",
 }
 DEADLY = "one rank's reducer has other buckets"
 """A fault that takes a rank down: only the self-test, which starts others then, tries it."""
