@@ -90,9 +90,7 @@ def _judged(
     if exact is None:
         exact = backend is None or (backend in EXACT and bench.subject.option.computes is None)
     wrong = structure(_evidence(reference, mode, backend, record), bench.ranks.rank)
-    # the same on every rank, whatever group it is in: what follows has collectives of all ranks
-    ordered = max(map(len, bench.members)) <= 2
-    sheet = Ladder(reference, mode, exact=exact, ordered=ordered).climb(record)
+    sheet = Ladder(reference, mode, exact=exact, ordered=bench.ranks.size <= 2).climb(record)
     sheet.findings[:0] = wrong
     sheets = bench.ranks.gather(sheet.in_short())
     judged = worst(item for one in sheets for item in one.judged)

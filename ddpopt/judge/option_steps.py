@@ -129,11 +129,6 @@ def fewer_steps_later(place: Place, steps: int) -> int:
     return max(1, steps - place.rank)
 
 
-def last_alone(size: int) -> list[list[int]]:
-    """All ranks but the last, and the last alone; two ranks stay together."""
-    return [list(range(size))] if size < 3 else [list(range(size - 1)), [size - 1]]
-
-
 # ---------------------------------------------------------------------------------------------- configure
 
 

@@ -167,7 +167,6 @@ OPTIONS: tuple[Option, ...] = (
         more_graphs=True,
         sends_as_usual=False,
     ),
-    Option("subgroup", "the last of three ranks or more trains alone", groups=do.last_alone),
     Option("train_eval", "an evaluation between two steps", before_step=do.evaluate, more_graphs=True),
     Option(
         "all_to_all",

@@ -149,7 +149,6 @@ class Option:
         more_graphs: whether ranks may compile more graphs than the model alone, and others than their peers.
         sends_as_usual: whether each step sends each bucket once, in order and on all ranks alike, and the
             model sends no others.
-        groups: from the world size to the groups of ranks that train together, where not all do together.
         forwards: how many forwards one backward goes through.
         computes: in which dtype operations round, if not in that of their parameters: uncompiled code then
             keeps casts that compiled code makes again, so they differ in their last bits.
@@ -173,7 +172,6 @@ class Option:
     probes: bool = False
     more_graphs: bool = False
     sends_as_usual: bool = True
-    groups: Callable[[int], list[list[int]]] = lambda size: [list(range(size))]
     forwards: int = 1
     computes: torch.dtype | None = None
 

@@ -155,7 +155,7 @@ class Ladder:
 
     def _left_out(self, number: Number) -> str:
         """Why a number is not compared; empty if it is."""
-        has_buffers = self.mode.gives != "nothing" or self.reference.bench.rank == 0
+        has_buffers = self.mode.gives != "nothing" or self.ranks.rank == 0
         if has_buffers or number.kind is not NumberKind.FORWARD:
             return ""
         before, *_, after = self.reference.eager.starts

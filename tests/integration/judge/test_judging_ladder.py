@@ -148,8 +148,8 @@ def standing_in(reference: Reference, **changes: Any) -> Any:
 
 def bench_like(bench: Bench, **changes: Any) -> Any:
     """A bench of which a ladder asks no more than who judges what, and what failed."""
-    known: dict[str, Any] = {"rank": 0, "unevaluated": "", "failures": [], "stalled": ""}
-    return SimpleNamespace(ranks=bench.ranks, subject=bench.subject, **known | changes)
+    known: dict[str, Any] = {"unevaluated": "", "failures": [], "stalled": ""}
+    return SimpleNamespace(**{"ranks": bench.ranks, "subject": bench.subject, **known, **changes})
 
 
 def test_what_eager_does_not_reproduce_is_judged_by_its_own_spread(clipped: Reference) -> None:
@@ -180,7 +180,7 @@ def test_what_only_ddp_broadcasts_is_compared_on_the_first_rank_and_named_on_oth
     others = standing_in(
         clipped,
         eager=eager,
-        bench=bench_like(clipped.bench, rank=1),
+        bench=bench_like(clipped.bench, ranks=replace(clipped.bench.ranks, rank=1)),
         eager_peers=[*clipped.eager_peers, *clipped.eager_peers],
     )
     for reference, how in ((standing_in(clipped, eager=eager), "manual"), (others, "whole")):
