@@ -11,17 +11,15 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
-from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo import compiled_autograd, trace_rules
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.errors import UsageError, did_you_mean
 from ddpopt.judge import sharded
-from ddpopt.judge.parallel import Parallel, Setup, nothing
+from ddpopt.judge.parallel import Parallel, Setup
 from ddpopt.planning.strategy import Strategy
 
 TRACED_FOR_GOOD = "torch.nn.parallel.distributed"
@@ -89,38 +87,6 @@ def local(setup: Setup) -> Parallel:
     return Parallel(_compiled(setup.model, setup.backend), setup.model)
 
 
-def manual(setup: Setup) -> Parallel:
-    """The model alone, and an all-reduce of every gradient after backward: the reference of the reference."""
-    own = Parallel(_compiled(setup.model, setup.backend), setup.model)
-    size = dist.get_world_size(setup.group)
-
-    def average() -> None:
-        for parameter in setup.model.parameters():
-            if not parameter.requires_grad:
-                continue
-            used = torch.tensor([parameter.grad is not None], dtype=torch.int32, device=parameter.device)
-            dist.all_reduce(used, group=setup.group)
-            if used.item() == 0:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            parameter.grad = _averaged(parameter.grad, size, setup.group)
-
-    own.after_backward = average
-    own.no_sync = lambda: patch.object(own, "after_backward", nothing)
-    sharded.broadcast_state(setup)
-    return own
-
-
-def _averaged(gradient: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
-    """Divide first, as DDP does, so that two ranks agree with it bit by bit."""
-    mean = gradient.to_dense() if gradient.is_sparse else gradient.clone()
-    mean = mean.contiguous()
-    mean.div_(size)
-    dist.all_reduce(torch.view_as_real(mean) if mean.is_complex() else mean, group=group)
-    return mean
-
-
 def compiled_ddp(setup: Setup) -> Parallel:
     """``torch.compile(DDP(model))``, under whatever setting of ``optimize_ddp`` is in force."""
     ddp = DistributedDataParallel(setup.model, process_group=setup.group, **setup.ddp_kwargs)
@@ -154,7 +120,6 @@ def ddpopt_with(strategy: Strategy) -> Wrap:
 
 MODES: tuple[Mode, ...] = (
     Mode("eager", "eager DDP: the reference", "module", compiled_ddp, compiles=False, observable=True),
-    Mode("manual", "no DDP: an all-reduce of each gradient after backward", "nothing", manual),
     Mode(
         "torch", "torch's DDPOptimizer", "module", compiled_ddp, observable=True, optimize_ddp="ddp_optimizer"
     ),

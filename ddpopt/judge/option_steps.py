@@ -51,13 +51,6 @@ def two_forwards(trainer: Trainer) -> None:
     trainer.backward(trainer.loss() + trainer.loss(part=1))
 
 
-def check_finalized(trainer: Trainer) -> None:
-    """Ask the reducer after the backward whether it is done."""
-    trainer.backward(trainer.loss())
-    if trainer.ddp is not None:
-        trainer.ddp._check_reducer_finalized()
-
-
 def autocast(trainer: Trainer) -> None:
     """Run the forward in bfloat16 where autocast thinks it right."""
     with torch.autocast(trainer.place.device.type, dtype=torch.bfloat16):
@@ -85,7 +78,6 @@ def both_models(trainer: Trainer) -> None:
 def keep_other_gradients(trainer: Trainer) -> None:
     """Have the gradients of the other model judged."""
     if trainer.other is not None:
-        trainer.other.after_backward()
         trainer.extras |= {f"other {name}": each for name, each in trainer.other.gradients().items()}
         trainer.other.model.zero_grad()
 

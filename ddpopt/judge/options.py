@@ -112,12 +112,6 @@ OPTIONS: tuple[Option, ...] = (
         local=False,
         sends_as_usual=False,
     ),
-    Option(
-        "finalized",
-        "the reducer says after each backward that it is done",
-        "module",
-        take_step=do.check_finalized,
-    ),
     Option("no_broadcast", "broadcast_buffers=False", "arguments", {"broadcast_buffers": False}),
     Option(
         "tensor_hook",

@@ -17,10 +17,6 @@ Named = dict[str, Tensor]
 Gradients = dict[str, Tensor | None]
 
 
-def nothing() -> None:
-    """Do nothing: most modes have nothing to do after a backward."""
-
-
 @dataclass(frozen=True)
 class Setup:
     """What a mode has to work with.
@@ -48,7 +44,6 @@ class Parallel:
         ddp: its DDP module; None where there is none.
         planned: whether ddpopt's plan is to be in force.
         around_backward: what to run a backward in.
-        after_backward: what to run after it.
         no_sync: what to run forward and backward in, so that nothing is reduced.
     """
 
@@ -57,7 +52,6 @@ class Parallel:
     ddp: DistributedDataParallel | None = None
     planned: bool = False
     around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext
-    after_backward: Callable[[], None] = nothing
     no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def gradients(self) -> Gradients:

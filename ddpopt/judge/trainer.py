@@ -117,7 +117,6 @@ class Trainer:
         """Run a backward as the mode runs it."""
         with self.parallel.around_backward():
             torch.autograd.backward(loss)
-        self.parallel.after_backward()
 
 
 def plain_step(trainer: Trainer) -> None:

@@ -170,9 +170,9 @@ class Ladder:
         if level == "L1":
             terms = self.reference.sums[number.step][number.name]
             return communication(number.got, terms, self.option.comm_dtype, number.eager)
-        if number.kind is NumberKind.PARAMETER and number.plain not in self.rules.written:
-            start = record.starts[number.step][number.plain]
-            gradient = record.steps[number.step].taken.get(number.plain)
+        if number.kind is NumberKind.PARAMETER and (name := plain(number.name)) not in self.rules.written:
+            start = record.starts[number.step][name]
+            gradient = record.steps[number.step].taken.get(name)
             if gradient is None or gradient.shape == start.shape:  # a misshapen one is L3's to name
                 return bitwise(number.got, updated(start, gradient))
         return bitwise(number.got, number.eager)

@@ -25,7 +25,7 @@ from ddpopt.cases.case import Case
 from ddpopt.judge.compare import Sum, bitwise, contribution, exact
 from ddpopt.judge.judging.arithmetic import Arithmetic
 from ddpopt.judge.judging.failing import Failure, failure_of, stalled, told
-from ddpopt.judge.judging.record import Record, pairs
+from ddpopt.judge.judging.record import Record, pairs, plain
 from ddpopt.judge.judging.rounding import (
     SAMPLES,
     autocast_dtypes,
@@ -288,7 +288,7 @@ class Reference:
 
 def _changed(eager: Record, again: Record) -> set[str]:
     """Names of the numbers that two runs do not agree on."""
-    return {number.plain for number in pairs(again, eager) if not bitwise(number.got, number.eager).right}
+    return {plain(n.name) for n in pairs(again, eager) if not bitwise(n.got, n.eager).right}
 
 
 def _written(eager: Record) -> set[str]:
