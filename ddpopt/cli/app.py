@@ -230,7 +230,6 @@ def fuzz(  # noqa: PLR0913  # one for each option of the command line
     backend: given.Backend = given.BACKEND,
     nproc: given.Nproc = given.NPROC,
     out: given.Out = "ddpopt-fuzz",
-    database: given.Database = None,
     without: given.Without = None,
     blocks: given.Blocks = None,
     timeout: given.Timeout = given.TIMEOUT_S,
@@ -247,7 +246,7 @@ def fuzz(  # noqa: PLR0913  # one for each option of the command line
     given.require_positive(minutes=minutes, examples=examples, nproc=nproc, timeout=timeout)
     require_writable(json)
     plan = fuzzing.planned(seed, mode, backend, nproc, without, tuple(blocks or ()))
-    raise typer.Exit(fuzzing.fuzz(plan, minutes, examples, timeout, out, database, json))
+    raise typer.Exit(fuzzing.fuzz(plan, minutes, examples, timeout, out, json))
 
 
 @app.command(short_help="Make a model that fails small, and write a script that shows it.")

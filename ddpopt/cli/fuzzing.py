@@ -110,7 +110,6 @@ def fuzz(  # one for each option of the command line
     examples: int | None,
     timeout_s: float,
     out: str,
-    database: str | None,
     json: str | None,
 ) -> int:
     """Run a campaign, or resume it.
@@ -121,7 +120,6 @@ def fuzz(  # one for each option of the command line
         examples: how many models; None for no limit.
         timeout_s: limit of one mode of one model, in seconds.
         out: folder of the campaign.
-        database: a folder of cases, shared with other campaigns.
         json: file for JSON.
 
     Returns:
@@ -131,7 +129,7 @@ def fuzz(  # one for each option of the command line
         UsageError: a folder cannot be used.
         InfrastructureError: no worker could be had.
     """
-    from ddpopt.fuzz.campaign import Budget, Campaign, open_shared
+    from ddpopt.fuzz.campaign import Budget, Campaign
     from ddpopt.fuzz.cases import write_whole
     from ddpopt.fuzz.journal import Journal
     from ddpopt.fuzz.text import fuzz_lines
@@ -140,9 +138,8 @@ def fuzz(  # one for each option of the command line
     # one folder for each process, where several run together
     folder = Path(out) / f"shard-{plan.shard}" if int(os.environ.get("WORLD_SIZE") or 1) > 1 else Path(out)
     limits = Budget(None if minutes is None else minutes * 60, examples, timeout_s)
-    shared = None if database is None else open_shared(database)
     with Journal(folder, plan) as journal:
-        campaign = Campaign(journal, plan, limits, shared)
+        campaign = Campaign(journal, plan, limits)
         with status_line("starting ranks") as show_line:
             campaign.tell = functools.partial(_tell, campaign, show_line, len(known_features()))
             summary = campaign.run()

@@ -54,7 +54,7 @@ class Entry:
     """One model that was judged.
 
     Attributes:
-        place: in the sequence of models; -1 for one that another campaign found.
+        place: in the sequence of models.
         seconds: how long it took.
         features: of the model.
         answers: what came of it.

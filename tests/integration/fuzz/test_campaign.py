@@ -9,7 +9,6 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, Self
@@ -70,11 +69,10 @@ def run(
     examples: int,
     *,
     plan: CampaignPlan = PLAN,
-    shared: Path | None = None,
     tell: Callable[[tuple[FoundCase, ...]], None] = lambda _: None,
 ) -> list[Entry]:
     with Journal(folder, plan) as journal:
-        Campaign(journal, plan, Budget(examples=examples), shared, tell).run()
+        Campaign(journal, plan, Budget(examples=examples), tell).run()
         return sorted(journal.entries, key=lambda entry: entry.place)
 
 
@@ -138,43 +136,6 @@ def test_a_failure_is_kept_once_and_counted_each_time(tmp_path: Path) -> None:
     counted = summarized(PLAN, entries).failures
     assert sum(one.times for one in counted) == len(failures)
     assert all(file.with_suffix(".py").exists() for file in (tmp_path / "cases").glob("*.json"))
-
-
-def test_campaigns_that_share_a_folder_judge_what_the_others_found(tmp_path: Path) -> None:
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    (shared / "broken.json").write_text("{}")
-    run(tmp_path / "a", 30, shared=shared)
-    found = {FoundCase.read(file).model for file in (tmp_path / "a" / "cases").glob("*.json")}
-    elsewhere = replace(PLAN, seed=99)
-    entries = run(tmp_path / "b", 2, plan=elsewhere, shared=shared)
-    places = [entry.place for entry in entries]
-    assert places == [*[campaign.FROM_OTHERS] * (len(places) - 2), 0, 1]
-    assert len(places) - 2 >= len(found) > 0
-
-
-def test_what_another_campaign_found_is_judged_as_it_was_run_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[Task] = []
-    ask = Answering.ask
-
-    def noted(self: Answering, task: Task) -> Iterator[Answer]:
-        asked.append(task)
-        return ask(self, task)
-
-    monkeypatch.setattr(Answering, "ask", noted)
-    setting = Setting("aot_eager", 2, steps=5, lowers_limit=False)
-    signature = FailureSignature("error", "KeyError")
-    case = FoundCase(DrawnModel(width=64, seed=17), MODES[0], setting, signature, origin="seed 5")
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    (shared / "case.json").write_text(case.to_json())
-    run(tmp_path, 2, shared=shared)
-    (task,) = [task for task in asked if task.source == case.task.source]
-    assert task.setting == replace(setting, nproc=PLAN.nproc)
-    kept = [FoundCase.read(file) for file in (tmp_path / "cases").glob("*.json")]
-    assert {each.origin for each in kept if each.model == case.model} == {"seed 5"}
 
 
 def test_a_campaign_ends_when_its_time_is_up(tmp_path: Path) -> None:
