@@ -129,7 +129,7 @@ def verify_all(
     """
     if under_torchrun():
         with (
-            joined(on_event=on_event, timeout_s=_waits_s(settings)) as ranks,
+            joined(on_event=on_event or (lambda _: None), timeout_s=_waits_s(settings)) as ranks,
             ranks.limited(limit_s, f"verifying {title}"),
         ):
             return _verdict(title, ranks.size, run_trials(ranks, asked, settings), hardware(ranks.device))
