@@ -231,7 +231,6 @@ def fuzz(  # noqa: PLR0913  # one for each option of the command line
     nproc: given.Nproc = given.NPROC,
     out: given.Out = "ddpopt-fuzz",
     without: given.Without = None,
-    blocks: given.Blocks = None,
     timeout: given.Timeout = given.TIMEOUT_S,
     json: given.Json = None,
 ) -> None:
@@ -245,7 +244,7 @@ def fuzz(  # noqa: PLR0913  # one for each option of the command line
 
     given.require_positive(minutes=minutes, examples=examples, nproc=nproc, timeout=timeout)
     require_writable(json)
-    plan = fuzzing.planned(seed, mode, backend, nproc, without, tuple(blocks or ()))
+    plan = fuzzing.planned(seed, mode, backend, nproc, without)
     raise typer.Exit(fuzzing.fuzz(plan, minutes, examples, timeout, out, json))
 
 
@@ -255,7 +254,6 @@ def minimize(
     out: given.Script = None,
     tries: given.Tries = 400,
     minutes: given.Minutes = None,
-    blocks: given.Blocks = None,
     timeout: given.Timeout = given.TIMEOUT_S,
     json: given.Json = None,
 ) -> None:
@@ -269,7 +267,7 @@ def minimize(
 
     given.require_positive(tries=tries, minutes=minutes, timeout=timeout)
     require_writable(json)
-    raise typer.Exit(fuzzing.minimize(case, out, tries, minutes, timeout, blocks or (), json))
+    raise typer.Exit(fuzzing.minimize(case, out, tries, minutes, timeout, json))
 
 
 @app.command(short_help="List the modes and options that 'verify' knows.")

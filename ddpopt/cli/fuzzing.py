@@ -7,10 +7,9 @@ summary too.
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,7 +35,6 @@ def planned(  # one for each option of the command line
     backend: str,
     nproc: int,
     without: str | None,
-    blocks: Sequence[str],
 ) -> CampaignPlan:
     """Check what was asked for.
 
@@ -46,7 +44,6 @@ def planned(  # one for each option of the command line
         backend: of Dynamo.
         nproc: how many ranks.
         without: features that are not drawn, with commas between.
-        blocks: modules that register blocks.
 
     Returns:
         The plan of the campaign.
@@ -54,7 +51,7 @@ def planned(  # one for each option of the command line
     Raises:
         UsageError: an argument cannot be used.
     """
-    _import_blocks(blocks)
+    _require_hypothesis()
     import torch
 
     from ddpopt.dynamo.backend import find_compiler
@@ -75,33 +72,16 @@ def planned(  # one for each option of the command line
         backend,
         nproc,
         left_out,
-        tuple(blocks),
         torch.__version__.partition("+")[0],
         fingerprint(Source(seed, shard, left_out)),
     )
 
 
-def _import_blocks(modules: Sequence[str]) -> None:
-    """Import what registers blocks of the user's own (`ddpopt.testing.drawn.register_block`)."""
+def _require_hypothesis() -> None:
     try:
-        from ddpopt.testing.drawn.registry import BLOCKS
+        import hypothesis  # noqa: F401  # whether it is there
     except ImportError as error:
         raise UsageError("drawing models takes Hypothesis; 'pip install hypothesis'") from error
-    for name in modules:
-        before = len(BLOCKS)
-        known = name in sys.modules
-        try:
-            importlib.import_module(name)
-        except Exception as error:
-            raise UsageError(
-                f"--blocks: importing {name!r} failed: {type(error).__name__}: {error}; expected the name of "
-                "a module, as 'import' takes it, looked for in the current folder too"
-            ) from error
-        if len(BLOCKS) == before and not known:
-            raise UsageError(
-                f"--blocks: {name!r} registers no block; expected a module that calls "
-                "ddpopt.testing.drawn.register_block"
-            )
 
 
 def fuzz(  # one for each option of the command line
@@ -170,7 +150,6 @@ def minimize(  # one for each option of the command line
     tries: int,
     minutes: float | None,
     timeout_s: float,
-    blocks: Sequence[str],
     json: str | None,
 ) -> int:
     """Make a case small, and write the script that shows it.
@@ -181,7 +160,6 @@ def minimize(  # one for each option of the command line
         tries: how many models may be tried.
         minutes: how long the search may take; None for no limit.
         timeout_s: limit of one model, in seconds.
-        blocks: modules that register blocks.
         json: file for the small case as JSON.
 
     Returns:
@@ -191,7 +169,7 @@ def minimize(  # one for each option of the command line
         UsageError: the case cannot be read.
         NotJudgedError: it does not fail as it says.
     """
-    _import_blocks(blocks)
+    _require_hypothesis()
     from ddpopt.fuzz.asking import answer_of, write_script
     from ddpopt.fuzz.cases import FoundCase, write_whole
     from ddpopt.fuzz.minimize import minimized

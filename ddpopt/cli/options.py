@@ -111,10 +111,6 @@ Script = Annotated[
     ),
 ]
 Without = Annotated[str | None, typer.Option(metavar=NAMES, help="Features to exclude.")]
-Blocks = Annotated[
-    list[str] | None,
-    typer.Option(metavar="MODULE", help="Import a module that registers blocks of your own; repeatable."),
-]
 Tries = Annotated[int, typer.Option(help="How many models may be tried.")]
 
 

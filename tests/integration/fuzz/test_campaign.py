@@ -6,13 +6,11 @@ They are told how models end by a stand-in for the workers, which `test_workers.
 import hashlib
 import importlib
 import json
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, Self
-from unittest.mock import patch
 
 import pytest
 from typer.testing import CliRunner
@@ -23,13 +21,12 @@ from ddpopt.fuzz.campaign import Budget, Campaign
 from ddpopt.fuzz.cases import FoundCase
 from ddpopt.fuzz.journal import LINES, CampaignPlan, Entry, Journal, summarized
 from ddpopt.fuzz.journal import PLAN as FILE_OF_PLAN
-from ddpopt.fuzz.questions import Answer, Outcome, Setting, Task
+from ddpopt.fuzz.questions import Answer, Outcome, Task
 from ddpopt.fuzz.signatures import FailureSignature
 from ddpopt.fuzz.stream import Source, drawn_block
-from ddpopt.testing.drawn import BLOCKS, DrawnModel, step
 
 MODES = ("torch", "ddpopt-split")
-PLAN = CampaignPlan(3, 0, MODES, "aot_eager", 1, ("cond",), (), "2.13.0", "5f")
+PLAN = CampaignPlan(3, 0, MODES, "aot_eager", 1, ("cond",), "2.13.0", "5f")
 
 
 class Answering:
@@ -188,57 +185,12 @@ def test_each_process_judges_the_models_of_its_number_in_a_folder_of_its_own(
     assert [entry.features for entry in entries] == [tuple(sorted(model.features)) for model in drawn]
 
 
-# ---------------------------------------------------------------------------------- blocks of the user's own
-
-MODULE = """
-from ddpopt.testing.drawn import register_block
-
-
-@register_block("twice", rate=60)  # so that models without it are rare, whatever Hypothesis draws
-def twice(w, x):
-    return w.assign("doubled", f"{x} * {w.parameter('torch.ones(1)', 'two')}")
-"""
-
-
-@pytest.fixture
-def blocks(unnumbered: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A folder with a module ``mine`` that registers a block."""
-    (tmp_path / "mine.py").write_text(MODULE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
-    with patch.dict(BLOCKS):
-        yield
-    sys.modules.pop("mine", None)  # it alone: drawn programs keep operators in modules of theirs
-
-
-@pytest.mark.usefixtures("blocks")
-def test_a_campaign_draws_blocks_of_a_module_and_goes_on_only_with_them() -> None:
-    invoke(*FUZZ, "out", "--seed", "0", "--examples", "10", "--blocks", "mine")
-    lines = [Entry.from_line(line) for line in (Path("out") / LINES).read_text().splitlines()]
-    assert len(lines) == 10
-    assert any("twice" in line.features for line in lines)
-    other = invoke(*FUZZ, "out", "--seed", "0", "--examples", "11")
-    assert other.exit_code == 2
-    assert "blocks: ['mine'] there, [] here" in other.stderr
-
-
-@pytest.mark.usefixtures("blocks")
-def test_what_is_drawn_of_many_blocks_does_not_depend_on_the_modules_that_are_loaded() -> None:
-    importlib.import_module("mine")
+def test_what_is_drawn_does_not_depend_on_the_modules_that_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = Source(7)
     before = [drawn_block(source, number) for number in range(5)]
-    Path("numbers_of_mine.py").write_text(f"NUMBERS = {[*range(100, 200)]}")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "numbers_of_mine.py").write_text(f"NUMBERS = {[*range(100, 200)]}")
     importlib.import_module("numbers_of_mine")  # Hypothesis draws constants of the user's own modules, too
     assert [drawn_block(source, number) for number in range(5)] == before
-
-
-@pytest.mark.usefixtures("blocks")
-def test_a_case_with_a_block_of_a_module_is_read_with_it() -> None:
-    case = FoundCase(DrawnModel((step("gain"),)), MODES[1], Setting(), FailureSignature("error", "KeyError"))
-    Path("case.json").write_text(case.to_json().replace("'gain'", "'twice'"))
-    without = invoke("minimize", "case.json")
-    assert without.exit_code == 2
-    assert "got 'twice'; import the module that registers it (on the command line: --blocks" in without.stderr
-    right = invoke("minimize", "case.json", "--blocks", "mine")
-    assert "expected a case that fails as it says" in " ".join(right.stderr.split())

@@ -82,8 +82,6 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("fuzz --mode eager", "--mode: expected one of torch, whole,"),
         ("fuzz --backend fast", "backend: expected the name of a Dynamo backend, got 'fast'"),
         ("fuzz --without loops", "--without: expected one of "),
-        ("fuzz --blocks no.such", "--blocks: importing 'no.such' failed: ModuleNotFoundError: No module"),
-        ("fuzz --blocks tabnanny", "--blocks: 'tabnanny' registers no block"),
         ("fuzz --out case.json/x", "--out: cannot write to 'case.json/x': Not a directory"),
         ("fuzz --out cut", "--out: 'cut' has another campaign (seed: None there, 0 here;"),
         ("minimize none.json", "cannot read the case 'none.json': No such file"),
