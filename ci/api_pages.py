@@ -20,12 +20,11 @@ DATA = (
     "ddpopt.planning.plan.Cut",
     "ddpopt.judge.verdict.Finding",
 )
-DRAWN = tuple(f"ddpopt.testing.drawn.{name}" for name in ("register_block", "register_kind", "Block", "Kind"))
 PAGES = {
     "functions": ("The functions of `ddpopt`", ("ddpopt.*",)),
     "classes": ("The classes of `ddpopt`", ("ddpopt.*", *DATA)),
     "testing": ("`ddpopt.testing`", ("ddpopt.testing.*",)),
-    "strategies": ("Drawn models", ("ddpopt.testing.strategies.models", *DRAWN)),
+    "strategies": ("Drawn models", ("ddpopt.testing.strategies.models",)),
     "doctor": ("`ddpopt.doctor`", ("ddpopt.doctor.*",)),
     "errors": ("Errors", ("ddpopt.errors.*",)),
 }

@@ -230,9 +230,7 @@ def fuzz(  # noqa: PLR0913  # one for each option of the command line
     backend: given.Backend = given.BACKEND,
     nproc: given.Nproc = given.NPROC,
     out: given.Out = "ddpopt-fuzz",
-    database: given.Database = None,
     without: given.Without = None,
-    blocks: given.Blocks = None,
     timeout: given.Timeout = given.TIMEOUT_S,
     json: given.Json = None,
 ) -> None:
@@ -246,8 +244,8 @@ def fuzz(  # noqa: PLR0913  # one for each option of the command line
 
     given.require_positive(minutes=minutes, examples=examples, nproc=nproc, timeout=timeout)
     require_writable(json)
-    plan = fuzzing.planned(seed, mode, backend, nproc, without, tuple(blocks or ()))
-    raise typer.Exit(fuzzing.fuzz(plan, minutes, examples, timeout, out, database, json))
+    plan = fuzzing.planned(seed, mode, backend, nproc, without)
+    raise typer.Exit(fuzzing.fuzz(plan, minutes, examples, timeout, out, json))
 
 
 @app.command(short_help="Make a model that fails small, and write a script that shows it.")
@@ -256,7 +254,6 @@ def minimize(
     out: given.Script = None,
     tries: given.Tries = 400,
     minutes: given.Minutes = None,
-    blocks: given.Blocks = None,
     timeout: given.Timeout = given.TIMEOUT_S,
     json: given.Json = None,
 ) -> None:
@@ -270,7 +267,7 @@ def minimize(
 
     given.require_positive(tries=tries, minutes=minutes, timeout=timeout)
     require_writable(json)
-    raise typer.Exit(fuzzing.minimize(case, out, tries, minutes, timeout, blocks or (), json))
+    raise typer.Exit(fuzzing.minimize(case, out, tries, minutes, timeout, json))
 
 
 @app.command(short_help="List the modes and options that 'verify' knows.")

@@ -7,10 +7,9 @@ summary too.
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,7 +35,6 @@ def planned(  # one for each option of the command line
     backend: str,
     nproc: int,
     without: str | None,
-    blocks: Sequence[str],
 ) -> CampaignPlan:
     """Check what was asked for.
 
@@ -46,7 +44,6 @@ def planned(  # one for each option of the command line
         backend: of Dynamo.
         nproc: how many ranks.
         without: features that are not drawn, with commas between.
-        blocks: modules that register blocks.
 
     Returns:
         The plan of the campaign.
@@ -54,7 +51,7 @@ def planned(  # one for each option of the command line
     Raises:
         UsageError: an argument cannot be used.
     """
-    _import_blocks(blocks)
+    _require_hypothesis()
     import torch
 
     from ddpopt.dynamo.backend import find_compiler
@@ -75,33 +72,16 @@ def planned(  # one for each option of the command line
         backend,
         nproc,
         left_out,
-        tuple(blocks),
         torch.__version__.partition("+")[0],
         fingerprint(Source(seed, shard, left_out)),
     )
 
 
-def _import_blocks(modules: Sequence[str]) -> None:
-    """Import what registers blocks of the user's own (`ddpopt.testing.drawn.register_block`)."""
+def _require_hypothesis() -> None:
     try:
-        from ddpopt.testing.drawn.registry import BLOCKS
+        import hypothesis  # noqa: F401  # whether it is there
     except ImportError as error:
         raise UsageError("drawing models takes Hypothesis; 'pip install hypothesis'") from error
-    for name in modules:
-        before = len(BLOCKS)
-        known = name in sys.modules
-        try:
-            importlib.import_module(name)
-        except Exception as error:
-            raise UsageError(
-                f"--blocks: importing {name!r} failed: {type(error).__name__}: {error}; expected the name of "
-                "a module, as 'import' takes it, looked for in the current folder too"
-            ) from error
-        if len(BLOCKS) == before and not known:
-            raise UsageError(
-                f"--blocks: {name!r} registers no block; expected a module that calls "
-                "ddpopt.testing.drawn.register_block"
-            )
 
 
 def fuzz(  # one for each option of the command line
@@ -110,7 +90,6 @@ def fuzz(  # one for each option of the command line
     examples: int | None,
     timeout_s: float,
     out: str,
-    database: str | None,
     json: str | None,
 ) -> int:
     """Run a campaign, or resume it.
@@ -121,7 +100,6 @@ def fuzz(  # one for each option of the command line
         examples: how many models; None for no limit.
         timeout_s: limit of one mode of one model, in seconds.
         out: folder of the campaign.
-        database: a folder of cases, shared with other campaigns.
         json: file for JSON.
 
     Returns:
@@ -131,7 +109,7 @@ def fuzz(  # one for each option of the command line
         UsageError: a folder cannot be used.
         InfrastructureError: no worker could be had.
     """
-    from ddpopt.fuzz.campaign import Budget, Campaign, open_shared
+    from ddpopt.fuzz.campaign import Budget, Campaign
     from ddpopt.fuzz.cases import write_whole
     from ddpopt.fuzz.journal import Journal
     from ddpopt.fuzz.text import fuzz_lines
@@ -140,9 +118,8 @@ def fuzz(  # one for each option of the command line
     # one folder for each process, where several run together
     folder = Path(out) / f"shard-{plan.shard}" if int(os.environ.get("WORLD_SIZE") or 1) > 1 else Path(out)
     limits = Budget(None if minutes is None else minutes * 60, examples, timeout_s)
-    shared = None if database is None else open_shared(database)
     with Journal(folder, plan) as journal:
-        campaign = Campaign(journal, plan, limits, shared)
+        campaign = Campaign(journal, plan, limits)
         with status_line("starting ranks") as show_line:
             campaign.tell = functools.partial(_tell, campaign, show_line, len(known_features()))
             summary = campaign.run()
@@ -173,7 +150,6 @@ def minimize(  # one for each option of the command line
     tries: int,
     minutes: float | None,
     timeout_s: float,
-    blocks: Sequence[str],
     json: str | None,
 ) -> int:
     """Make a case small, and write the script that shows it.
@@ -184,7 +160,6 @@ def minimize(  # one for each option of the command line
         tries: how many models may be tried.
         minutes: how long the search may take; None for no limit.
         timeout_s: limit of one model, in seconds.
-        blocks: modules that register blocks.
         json: file for the small case as JSON.
 
     Returns:
@@ -194,7 +169,7 @@ def minimize(  # one for each option of the command line
         UsageError: the case cannot be read.
         NotJudgedError: it does not fail as it says.
     """
-    _import_blocks(blocks)
+    _require_hypothesis()
     from ddpopt.fuzz.asking import answer_of, write_script
     from ddpopt.fuzz.cases import FoundCase, write_whole
     from ddpopt.fuzz.minimize import minimized

@@ -110,15 +110,7 @@ Script = Annotated[
         help="Script to write, with the small case next to it; by default next to CASE.",
     ),
 ]
-Database = Annotated[
-    str | None,
-    typer.Option(metavar="DIR", help="Folder of cases in which to share failures with other campaigns."),
-]
 Without = Annotated[str | None, typer.Option(metavar=NAMES, help="Features to exclude.")]
-Blocks = Annotated[
-    list[str] | None,
-    typer.Option(metavar="MODULE", help="Import a module that registers blocks of your own; repeatable."),
-]
 Tries = Annotated[int, typer.Option(help="How many models may be tried.")]
 
 

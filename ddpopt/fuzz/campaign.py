@@ -9,20 +9,16 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
-from ddpopt.errors import UsageError
 from ddpopt.fuzz.cases import FoundCase, task_of
 from ddpopt.fuzz.journal import CampaignPlan, Entry, Journal, Summary, summarized
 from ddpopt.fuzz.questions import TORCH, Answer, Outcome, Setting
 from ddpopt.fuzz.scripting import save
-from ddpopt.fuzz.stream import BLOCK, Source
+from ddpopt.fuzz.stream import Source
 from ddpopt.fuzz.workers import Worker
 from ddpopt.testing.drawn import DrawnModel
 
-FROM_OTHERS = -1
-"""The place of models that another campaign found."""
 UNLOWERED = 25
 """One model of so many runs under torch's optimizer with torch's own smallest bucket."""
 
@@ -53,7 +49,6 @@ class Campaign:
         journal: of the folder.
         plan: what is run.
         limits: for how long.
-        shared: a folder of cases, which several campaigns read and add to.
         tell: called after each model.
     """
 
@@ -62,16 +57,13 @@ class Campaign:
         journal: Journal,
         plan: CampaignPlan,
         limits: Budget,
-        shared: Path | None = None,
         tell: Tell = lambda _: None,
     ) -> None:
         self.journal = journal
         self.plan = plan
         self.limits = limits
-        self.shared = shared
         self.tell = tell
         self.known = {FoundCase.read(file).key for file in sorted(journal.cases.glob("*.json"))}
-        self._seen: set[Path] = set()
         self._worker = Worker(limits.model_s)
 
     def run(self) -> Summary:
@@ -87,73 +79,38 @@ class Campaign:
                 late = limits.seconds is not None and time.monotonic() > started + limits.seconds
                 if late or (limits.examples is not None and place >= limits.examples):
                     break
-                if place % BLOCK == 0:
-                    self._judge_others()
-                self._judge(place, model, self._setting(place), self._origin(place))
+                self._judge(place, model)
         return self.summary()
 
     def summary(self) -> Summary:
         """What came of it so far."""
         return summarized(self.plan, self.journal.entries)
 
-    def _setting(self, place: int) -> Setting:
+    def _judge(self, place: int, model: DrawnModel) -> None:
         # one in so many runs with torch's own limit, which is torch's alone to get right
         unlowered = TORCH in self.plan.modes and place % UNLOWERED == UNLOWERED - 1
-        return Setting(self.plan.backend, self.plan.nproc, lowers_limit=not unlowered)
-
-    def _origin(self, place: int) -> str:
-        return f"seed {self.plan.seed}, shard {self.plan.shard}, place {place}, draws {self.plan.draws}"
-
-    def _judge(self, place: int, model: DrawnModel, setting: Setting, origin: str) -> None:
+        setting = Setting(self.plan.backend, self.plan.nproc, lowers_limit=not unlowered)
         began = time.monotonic()
         answers = tuple(self._worker.ask(task_of(model, self.plan.modes, setting)))
         # kept first: what the journal has is not judged again
-        new = [case for answer in answers if (case := self._kept(model, setting, answer, origin)) is not None]
+        new = [case for answer in answers if (case := self._kept(place, model, setting, answer)) is not None]
         seconds = round(time.monotonic() - began, 2)
         self.journal.add(Entry(place, seconds, tuple(sorted(model.features)), answers))
         self.tell(tuple(new))
 
-    def _kept(self, model: DrawnModel, setting: Setting, answer: Answer, origin: str) -> FoundCase | None:
+    def _kept(self, place: int, model: DrawnModel, setting: Setting, answer: Answer) -> FoundCase | None:
         """Keep a failure that is new; it is counted in any case."""
         if answer.kind not in (Outcome.WRONG, Outcome.BACKEND, Outcome.BROKEN) or answer.signature is None:
             return None
+        plan = self.plan
+        origin = f"seed {plan.seed}, shard {plan.shard}, place {place}, draws {plan.draws}"
         case = FoundCase(
             *(model, answer.mode, setting),
             *(answer.signature, answer.kind, answer.detail),
-            *(self.plan.torch, origin),
+            *(plan.torch, origin),
         )
         if case.key in self.known:
             return None
         self.known.add(case.key)
-        for folder in filter(None, (self.journal.cases, self.shared)):
-            save(case, folder)
+        save(case, self.journal.cases)
         return case
-
-    def _judge_others(self) -> None:
-        """Judge what other campaigns found, which may fail here too."""
-        new = set(self.shared.glob("*.json")) - self._seen if self.shared is not None else ()
-        for file in sorted(new):
-            self._seen.add(file)
-            with contextlib.suppress(UsageError):  # of another version
-                self._judge_other(FoundCase.read(file))
-
-    def _judge_other(self, case: FoundCase) -> None:
-        ours = case.mode in self.plan.modes and case.setting.backend == self.plan.backend
-        if ours and case.key not in self.known:
-            setting = replace(case.setting, nproc=self.plan.nproc)
-            self._judge(FROM_OTHERS, case.model, setting, case.origin)
-
-
-def open_shared(name: str) -> Path:
-    """Make the folder that ``--database`` names, if it is not there.
-
-    Raises:
-        UsageError: there can be none of that name.
-    """
-    try:
-        if not name or "://" in name:
-            raise NotADirectoryError(name)
-        Path(name).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--database: expected a folder, got {name!r}") from error
-    return Path(name)

@@ -84,7 +84,7 @@ def _answer(examination: _Examination, name: str) -> Answer:
     try:
         return examination.answer(name)
     except Exception as error:
-        if examination.bench.size > 1:
+        if examination.bench.ranks.size > 1:
             raise  # the peers would wait
         text = in_words(error)
         return Answer(name, Outcome.BROKEN, of_error(text), text)

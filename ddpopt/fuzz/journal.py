@@ -33,7 +33,6 @@ class CampaignPlan:
         backend: of Dynamo.
         nproc: how many ranks.
         without: features that are not drawn.
-        blocks: modules that register blocks.
         torch: release of torch.
         draws: digest of the first models; another release of Hypothesis, or of the blocks, draws others.
     """
@@ -44,7 +43,6 @@ class CampaignPlan:
     backend: str
     nproc: int
     without: tuple[str, ...]
-    blocks: tuple[str, ...]
     torch: str
     draws: str
 
@@ -54,7 +52,7 @@ class Entry:
     """One model that was judged.
 
     Attributes:
-        place: in the sequence of models; -1 for one that another campaign found.
+        place: in the sequence of models.
         seconds: how long it took.
         features: of the model.
         answers: what came of it.

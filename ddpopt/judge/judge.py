@@ -18,7 +18,7 @@ from ddpopt.judge.judging.record import Record
 from ddpopt.judge.judging.reference import Reference
 from ddpopt.judge.judging.structure import RunEvidence, structure
 from ddpopt.judge.modes import Gives, Mode
-from ddpopt.judge.trainer import Option, Trainer
+from ddpopt.judge.trainer import Trainer
 from ddpopt.judge.verdict import Finding, SeenBucket, Status, Trial
 
 EXACT = ("eager", "aot_eager")
@@ -56,23 +56,14 @@ def judge(
     bench, backend = reference.bench, backend if mode.compiles else None
     name = "" if backend is None else getattr(backend, "__name__", str(backend))
     trial = Trial(bench.subject.case.name, mode.name, bench.subject.option.name, name, Status.NOT_POSSIBLE)
-    if reason := _why_not(mode, backend, bench.subject.option):
-        return replace(trial, reason=reason)
+    if GIVES.index(bench.subject.option.needs) > GIVES.index(mode.gives):
+        return replace(trial, reason=f"{mode.name} has no such option")
     record = bench.run(mode, backend, follow=reference.eager.starts, tamper=tamper)
     if record is None:
         known = _failed(reference, mode, backend)
     else:
         known = _judged(reference, mode, backend, record, exact)
     return replace(trial, seconds=round(time.monotonic() - started, 3), **known)
-
-
-def _why_not(mode: Mode, backend: Any, option: Option) -> str:
-    """Why a mode cannot do what is asked; empty if it can."""
-    if mode.fusion and backend != "inductor":
-        return f"only Inductor fuses all-reduces; without it {mode.name} is python_reducer"
-    if GIVES.index(option.needs) > GIVES.index(mode.gives):
-        return f"{mode.name} has no such option"
-    return ""
 
 
 def _failed(reference: Reference, mode: Mode, backend: Any) -> dict[str, Any]:
@@ -99,9 +90,7 @@ def _judged(
     if exact is None:
         exact = backend is None or (backend in EXACT and bench.subject.option.computes is None)
     wrong = structure(_evidence(reference, mode, backend, record), bench.ranks.rank)
-    # the same on every rank, whatever group it is in: what follows has collectives of all ranks
-    ordered = max(map(len, bench.members)) <= 2
-    sheet = Ladder(reference, mode, exact=exact, ordered=ordered).climb(record)
+    sheet = Ladder(reference, mode, exact=exact, ordered=bench.ranks.size <= 2).climb(record)
     sheet.findings[:0] = wrong
     sheets = bench.ranks.gather(sheet.in_short())
     judged = worst(item for one in sheets for item in one.judged)

@@ -11,17 +11,15 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
-from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo import compiled_autograd, trace_rules
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.errors import UsageError, did_you_mean
 from ddpopt.judge import sharded
-from ddpopt.judge.parallel import Parallel, Setup, nothing
+from ddpopt.judge.parallel import Parallel, Setup
 from ddpopt.planning.strategy import Strategy
 
 TRACED_FOR_GOOD = "torch.nn.parallel.distributed"
@@ -43,8 +41,6 @@ class Mode:
         captures_backward: whether its backward has to be captured by compiled autograd.
         observable: whether its collectives are those of DDP's C++ reducer.
         optimize_ddp: Dynamo's setting of that name while it runs.
-        fusion: the operation by which Inductor is to fuse all-reduces, which no other backend does; empty to
-            fuse none.
     """
 
     name: str
@@ -56,7 +52,6 @@ class Mode:
     is_sharded: bool = False
     observable: bool = False
     optimize_ddp: bool | str = False
-    fusion: str = ""
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -69,8 +64,7 @@ class Mode:
         settings = {
             "fallback_random": True,
             "_fuse_ddp_bucket_size": inductor._fuse_ddp_bucket_size,  # which DDP sets
-            "_fuse_ddp_communication": bool(self.fusion),
-            "_fuse_ddp_communication_passes": [f"fuse_ddp_with_{self.fusion}_op", "schedule_comm_wait"],
+            "_fuse_ddp_communication": False,
         }
         try:
             with torch._dynamo.config.patch(optimize_ddp=self.optimize_ddp), inductor.patch(settings):
@@ -91,38 +85,6 @@ def _compiled(module: nn.Module, backend: Any) -> Any:
 def local(setup: Setup) -> Parallel:
     """The model alone on each rank: its own gradients, which nobody reduces."""
     return Parallel(_compiled(setup.model, setup.backend), setup.model)
-
-
-def manual(setup: Setup) -> Parallel:
-    """The model alone, and an all-reduce of every gradient after backward: the reference of the reference."""
-    own = Parallel(_compiled(setup.model, setup.backend), setup.model)
-    size = dist.get_world_size(setup.group)
-
-    def average() -> None:
-        for parameter in setup.model.parameters():
-            if not parameter.requires_grad:
-                continue
-            used = torch.tensor([parameter.grad is not None], dtype=torch.int32, device=parameter.device)
-            dist.all_reduce(used, group=setup.group)
-            if used.item() == 0:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            parameter.grad = _averaged(parameter.grad, size, setup.group)
-
-    own.after_backward = average
-    own.no_sync = lambda: patch.object(own, "after_backward", nothing)
-    sharded.broadcast_state(setup)
-    return own
-
-
-def _averaged(gradient: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
-    """Divide first, as DDP does, so that two ranks agree with it bit by bit."""
-    mean = gradient.to_dense() if gradient.is_sparse else gradient.clone()
-    mean = mean.contiguous()
-    mean.div_(size)
-    dist.all_reduce(torch.view_as_real(mean) if mean.is_complex() else mean, group=group)
-    return mean
 
 
 def compiled_ddp(setup: Setup) -> Parallel:
@@ -156,38 +118,25 @@ def ddpopt_with(strategy: Strategy) -> Wrap:
     return wrap
 
 
-PYTHON_REDUCER = Mode(
-    "python_reducer",
-    "Python reducer under compiled autograd, fusion off",
-    "module",
-    python_reducer,
-    captures_backward=True,
-    optimize_ddp="python_reducer",
-)
-
-
-def _fused(how: str, operation: str) -> Mode:
-    """The Python reducer with its all-reduces fused by an operation."""
-    about = PYTHON_REDUCER.about.replace("fusion off", how)
-    return replace(PYTHON_REDUCER, name=f"python_reducer_{operation}", about=about, fusion=operation)
-
-
 MODES: tuple[Mode, ...] = (
     Mode("eager", "eager DDP: the reference", "module", compiled_ddp, compiles=False, observable=True),
-    Mode("manual", "no DDP: an all-reduce of each gradient after backward", "nothing", manual),
     Mode(
         "torch", "torch's DDPOptimizer", "module", compiled_ddp, observable=True, optimize_ddp="ddp_optimizer"
     ),
     Mode("whole", "no optimization: one graph under DDP", "module", compiled_ddp, observable=True),
-    PYTHON_REDUCER,
-    _fused("gradients concatenated", "concat"),
-    _fused("all-reduces coalesced", "coalesced"),
+    Mode(
+        "python_reducer",
+        "Python reducer under compiled autograd, fusion off",
+        "module",
+        python_reducer,
+        captures_backward=True,
+        optimize_ddp="python_reducer",
+    ),
     Mode(
         "ddpopt-split", "ddpopt: one segment for each bucket", "module", ddpopt_with("split"), observable=True
     ),
     Mode("ddpopt-inline", "ddpopt: one graph", "module", ddpopt_with("auto"), observable=True),
     Mode("fully_shard", "FSDP2", "nothing", sharded.fully_sharded, is_sharded=True),
-    Mode("fsdp1", "FSDP1 with original parameters", "nothing", sharded.flat_sharded, is_sharded=True),
     Mode("replicate", "replicate()", "arguments", sharded.replicated),
 )
 LOCAL = Mode("local", "the model alone, nothing reduced", "nothing", local)

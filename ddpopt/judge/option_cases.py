@@ -129,12 +129,6 @@ def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
-def delaying_last(model: nn.Module) -> dict[str, Any]:
-    """DDP's arguments by which the last trainable parameter is reduced once the first one is ready."""
-    trained = trainable(model)
-    return {"delay_all_reduce_named_params": trained[-1:], "param_to_hook_all_reduce": trained[0][1]}
-
-
 class Nested(nn.Module):
     """A model that is a DDP module of its own, inside one whose other parameters another one reduces."""
 

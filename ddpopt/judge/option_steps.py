@@ -1,4 +1,4 @@
-"""What options do around a step: accumulate, hook, clip, join, change groups.
+"""What options do around a step: accumulate, hook, clip, join.
 
 Invariant: a step uses nothing but its `Trainer`, so that the reference and every mode do the same.
 """
@@ -6,31 +6,19 @@ Invariant: a step uses nothing but its `Trainer`, so that the reference and ever
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from datetime import timedelta
 from typing import Any
-from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from ddpopt.errors import UnsupportedError
 from ddpopt.judge.option_cases import set_extra
-from ddpopt.judge.parallel import named_parameters
 from ddpopt.judge.trainer import LEARNING_RATE, Place, Trainer
 
 SCALE = 1024.0
 MAX_NORM = 0.01
-GROUP_LIMIT = timedelta(seconds=20)
-"""Of a collective in a process group that an option makes."""
-LATE = "a delayed gradient came after its all-reduce had started"
-_KEPT: list[dist.ProcessGroup] = []
-"""Groups that PowerSGD sent in. A callback that held the last reference would end the group in the group's
-own thread, which cannot wait for itself: the process would be aborted ("Resource deadlock avoided")."""
 
 # ------------------------------------------------------------------------------------------------ steps
 
@@ -63,35 +51,6 @@ def two_forwards(trainer: Trainer) -> None:
     trainer.backward(trainer.loss() + trainer.loss(part=1))
 
 
-def reduce_delayed(trainer: Trainer) -> None:
-    """Take a step, and wait for the all-reduce of the delayed parameters as soon as it starts.
-
-    DDP itself waits for it nowhere, and starts it when another parameter's gradient is there, whether or not
-    theirs are. A compiled backward may return all of them at once: then one of theirs may come after the
-    all-reduce has started, and which of the two is first would be up to chance.
-    """
-    all_reduce, sent = dist.all_reduce, []
-
-    def waited_for(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        work = all_reduce(tensor, *args, **kwargs)
-        if work is not None:
-            work.wait()
-        sent.append((tensor, tensor.clone()))
-        return work
-
-    loss = trainer.loss()
-    with patch.object(dist, "all_reduce", waited_for):
-        trainer.backward(loss)
-    trainer.extras[LATE] = any(not torch.equal(now, then) for now, then in sent)
-
-
-def check_finalized(trainer: Trainer) -> None:
-    """Ask the reducer after the backward whether it is done."""
-    trainer.backward(trainer.loss())
-    if trainer.ddp is not None:
-        trainer.ddp._check_reducer_finalized()
-
-
 def autocast(trainer: Trainer) -> None:
     """Run the forward in bfloat16 where autocast thinks it right."""
     with torch.autocast(trainer.place.device.type, dtype=torch.bfloat16):
@@ -119,16 +78,14 @@ def both_models(trainer: Trainer) -> None:
 def keep_other_gradients(trainer: Trainer) -> None:
     """Have the gradients of the other model judged."""
     if trainer.other is not None:
-        trainer.other.after_backward()
         trainer.extras |= {f"other {name}": each for name, each in trainer.other.gradients().items()}
         trainer.other.model.zero_grad()
 
 
 def clip(trainer: Trainer) -> None:
     """Clip gradients by their total norm."""
-    own = trainer.parallel.clip
     parameters = [p for p in trainer.parallel.model.parameters() if p.grad is not None]
-    norm: Any = nn.utils.clip_grad_norm_(parameters, MAX_NORM) if own is None else own(MAX_NORM)
+    norm: Any = nn.utils.clip_grad_norm_(parameters, MAX_NORM)
     trainer.extras["norm"] = getattr(norm, "full_tensor", lambda: norm)()
 
 
@@ -159,43 +116,9 @@ def evaluate(trainer: Trainer) -> None:
     trainer.parallel.model.train()
 
 
-def update_group(trainer: Trainer) -> None:
-    """Go on with another process group of the same ranks."""
-    if trainer.step == 1 and trainer.ddp is not None:
-        ranks = dist.get_process_group_ranks(trainer.place.group)
-        trainer.place = replace(trainer.place, group=dist.new_group(ranks, timeout=GROUP_LIMIT))
-        trainer.ddp._update_process_group(trainer.place.group)
-
-
-@contextlib.contextmanager
-def giving_back(trainer: Trainer) -> Iterator[None]:
-    """Give a process group back that training went on with: at once if a rank failed, so its peers know."""
-    first = trainer.place
-    try:
-        yield
-    finally:
-        later, trainer.place = trainer.place.group, first
-        if later is not first.group:
-            # A reducer frees its group with Python's lock held, while the group's threads may wait for that
-            # lock: it must not be the last to hold it.
-            trainer.ddp._update_process_group(first.group)
-            dist.destroy_process_group(later)
-
-
-def remove_hooks_later(trainer: Trainer) -> None:
-    """Take the reducer out of the backward once it has run."""
-    if trainer.step == 1 and trainer.ddp is not None:
-        trainer.ddp._remove_autograd_hooks()
-
-
 def fewer_steps_later(place: Place, steps: int) -> int:
     """Later ranks take fewer steps, but at least one."""
     return max(1, steps - place.rank)
-
-
-def last_alone(size: int) -> list[list[int]]:
-    """All ranks but the last, and the last alone; two ranks stay together."""
-    return [list(range(size))] if size < 3 else [list(range(size - 1)), [size - 1]]
 
 
 # ---------------------------------------------------------------------------------------------- configure
@@ -232,27 +155,6 @@ def hook_stepping(trainer: Trainer) -> None:
         trainer.ddp.register_comm_hook(None, lambda _, bucket: reduce(bucket))
 
 
-def hook_powersgd(trainer: Trainer) -> None:
-    """Send approximations of rank 1 from the second step on.
-
-    Raises:
-        UnsupportedError: gradients have several dtypes, hence several buckets.
-    """
-    if trainer.ddp is None:
-        return
-    dtypes = {str(p.dtype) for p in trainer.ddp.parameters() if p.requires_grad}
-    if len(dtypes) > 1:
-        raise UnsupportedError(
-            f"expected gradients of one dtype, got {', '.join(sorted(dtypes))}: PowerSGD sends from "
-            "callbacks, so with a bucket for each dtype ranks may send in different orders and never end"
-        )
-    _KEPT.append(trainer.place.group)
-    state = powerSGD_hook.PowerSGDState(
-        trainer.place.group, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.5
-    )
-    trainer.ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-
-
 def tensor_hook(trainer: Trainer) -> None:
     """Double the gradient of the first trainable parameter."""
     first: Any = next(p for p in trainer.parallel.model.parameters() if p.requires_grad)
@@ -261,7 +163,7 @@ def tensor_hook(trainer: Trainer) -> None:
 
 def accumulated_hooks(trainer: Trainer) -> None:
     """Count how often each gradient is complete."""
-    for name, parameter in named_parameters(trainer.parallel.model):
+    for name, parameter in trainer.parallel.model.named_parameters():
         hookable: Any = parameter  # torch types its hooks not
         if parameter.requires_grad:
             hookable.register_post_accumulate_grad_hook(_counting(trainer, f"accumulated {name}"))
@@ -278,14 +180,6 @@ def module_hooks(trainer: Trainer) -> None:
     """Count forwards and backwards of the model."""
     trainer.parallel.model.register_forward_hook(_counting(trainer, "forwards"))
     trainer.parallel.model.register_full_backward_hook(_counting(trainer, "backwards"))
-
-
-def optimizer_in_backward(trainer: Trainer) -> None:
-    """Have an optimizer step for each parameter as soon as its gradient is there."""
-    # importing it compiles optimizers with TorchScript, which warns
-    from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
-
-    _apply_optimizer_in_backward(torch.optim.SGD, trainer.parallel.model.parameters(), {"lr": LEARNING_RATE})
 
 
 def joining(trainer: Trainer) -> AbstractContextManager[Any]:

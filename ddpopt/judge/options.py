@@ -12,14 +12,12 @@ from typing import Any
 
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn.parallel.distributed import _MixedPrecision
 
 from ddpopt.judge import option_cases as cases
 from ddpopt.judge import option_steps as do
 from ddpopt.judge.modes import named
 from ddpopt.judge.trainer import Option
 
-HALF = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 UNUSED = {"find_unused_parameters": True}
 STATIC = {"static_graph": True}
 VIEWS = {"gradient_as_bucket_view": True}
@@ -102,29 +100,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("cap_small", "bucket_cap_mb=0.5", "arguments", {"bucket_cap_mb": 0.5}),
     Option("frozen", "the first parameter is frozen", adapt=cases.freezing_first),
     Option("ignored", "DDP ignores the first parameter", "arguments", adapt=cases.ignoring_first),
-    Option(
-        "delay_all_reduce",
-        "delay_all_reduce_named_params for the last parameter",
-        "arguments",
-        take_step=do.reduce_delayed,
-        keeps_gradients=True,
-        for_model=cases.delaying_last,
-        more_graphs=True,
-        sends_as_usual=False,
-    ),
     _sending("hook_allreduce", "the all-reduce communication hook", default_hooks.allreduce_hook),
     _sending("hook_fp16", "the fp16 compression hook", default_hooks.fp16_compress_hook, torch.float16),
     _sending("hook_bf16", "the bf16 compression hook", default_hooks.bf16_compress_hook, torch.bfloat16),
-    Option(
-        "hook_powersgd",
-        "PowerSGD of rank 1 with a single bucket",
-        "module",
-        {"bucket_cap_mb": 1000},
-        configure=do.hook_powersgd,
-        local=False,
-        sends_as_usual=False,
-        compresses=True,
-    ),
     Option(
         "join",
         "ranks with different numbers of steps, under join()",
@@ -133,28 +111,6 @@ OPTIONS: tuple[Option, ...] = (
         steps=do.fewer_steps_later,
         local=False,
         sends_as_usual=False,
-    ),
-    Option(
-        "new_group",
-        "_update_process_group between two steps",
-        "module",
-        around=do.giving_back,
-        before_step=do.update_group,
-        sends_as_usual=False,
-    ),
-    Option(
-        "hooks_removed",
-        "the reducer's hooks are removed after the first step",
-        "module",
-        before_step=do.remove_hooks_later,
-        local=False,
-        sends_as_usual=False,
-    ),
-    Option(
-        "finalized",
-        "the reducer says after each backward that it is done",
-        "module",
-        take_step=do.check_finalized,
     ),
     Option("no_broadcast", "broadcast_buffers=False", "arguments", {"broadcast_buffers": False}),
     Option(
@@ -205,7 +161,6 @@ OPTIONS: tuple[Option, ...] = (
         more_graphs=True,
         sends_as_usual=False,
     ),
-    Option("subgroup", "the last of three ranks or more trains alone", groups=do.last_alone),
     Option("train_eval", "an evaluation between two steps", before_step=do.evaluate, more_graphs=True),
     Option(
         "all_to_all",
@@ -217,17 +172,6 @@ OPTIONS: tuple[Option, ...] = (
         local=False,
         more_graphs=True,
         adapt=partial(cases.around, kind=cases.WithExchange),
-    ),
-    Option(
-        "mixed_precision",
-        "DDP's own mixed_precision",
-        "arguments",
-        {"mixed_precision": HALF},
-        local=False,
-        computes=torch.bfloat16,
-    ),
-    Option(
-        "optimizer_in_backward", "_apply_optimizer_in_backward", "module", configure=do.optimizer_in_backward
     ),
 )
 

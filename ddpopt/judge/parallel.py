@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,10 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 Named = dict[str, Tensor]
 Gradients = dict[str, Tensor | None]
-
-
-def nothing() -> None:
-    """Do nothing: most modes have nothing to do after a backward."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +44,7 @@ class Parallel:
         ddp: its DDP module; None where there is none.
         planned: whether ddpopt's plan is to be in force.
         around_backward: what to run a backward in.
-        after_backward: what to run after it.
         no_sync: what to run forward and backward in, so that nothing is reduced.
-        whole: what to be in so that parameters and gradients can be read and written unsharded.
-        clip: clips all gradients by their norm, where that takes more than torch's own function.
     """
 
     call: Callable[..., Any]
@@ -59,43 +52,36 @@ class Parallel:
     ddp: DistributedDataParallel | None = None
     planned: bool = False
     around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext
-    after_backward: Callable[[], None] = nothing
     no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
-    whole: Callable[[], AbstractContextManager[Any]] = nullcontext
-    clip: Callable[[float], Tensor] | None = None
 
     def gradients(self) -> Gradients:
         """Copies of the gradients of all trainable parameters, by name, None where there is none."""
-        with self.whole():
-            return {
-                name: None if parameter.grad is None else _full(parameter.grad).detach().clone()
-                for name, parameter in named_parameters(self.model)
-                if parameter.requires_grad
-            }
+        return {
+            name: None if parameter.grad is None else _full(parameter.grad).detach().clone()
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad
+        }
 
     def state(self) -> Named:
         """Copies of all parameters and buffers, by name."""
-        with self.whole(), torch.no_grad():
-            return {
-                name: _full(tensor).detach().clone()
-                for name, tensor in (*named_parameters(self.model), *self.model.named_buffers())
-            }
+        with torch.no_grad():
+            return {name: _full(tensor).detach().clone() for name, tensor in self._tensors()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Set parameters and buffers to what `state` read from an equal model; what it has not stays."""
-        with self.whole(), torch.no_grad():
-            for name, tensor in (*named_parameters(self.model), *self.model.named_buffers()):
+        with torch.no_grad():
+            for name, tensor in self._tensors():
                 if name in state:
                     whole = state[name]
                     if isinstance(tensor, DTensor):
                         whole = distribute_tensor(whole, tensor.device_mesh, tensor.placements)
                     tensor.copy_(whole)
 
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All parameters and buffers."""
+        yield from self.model.named_parameters()
+        yield from self.model.named_buffers()
+
 
 def _full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """All parameters under the names that they have in a model that FSDP does not wrap."""
-    return [(name.replace("_fsdp_wrapped_module.", ""), each) for name, each in model.named_parameters()]

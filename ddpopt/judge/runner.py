@@ -39,7 +39,7 @@ from ddpopt.judge.trials import (
 )
 from ddpopt.judge.verdict import Finding, Location, Status, Trial, Verdict
 from ddpopt.ranks.failures import RanksFailed
-from ddpopt.ranks.group import COLLECTIVE_LIMIT_S, Ranks, joined, under_torchrun
+from ddpopt.ranks.group import COLLECTIVE_LIMIT_S, joined, under_torchrun
 from ddpopt.ranks.pool import launch
 
 RUN_LIMIT_S = 3600.0
@@ -129,10 +129,10 @@ def verify_all(
     """
     if under_torchrun():
         with (
-            joined(on_event=on_event, timeout_s=_waits_s(settings)) as ranks,
+            joined(on_event=on_event or (lambda _: None), timeout_s=_waits_s(settings)) as ranks,
             ranks.limited(limit_s, f"verifying {title}"),
         ):
-            return _verdict_of(ranks, title, asked, settings)
+            return _verdict(title, ranks.size, run_trials(ranks, asked, settings), hardware(ranks.device))
     attempts = Attempts(asked, settings, on_event or (lambda _: None))
     trials = attempts.run(nproc, limit_s, device)
     return _verdict(title, nproc, trials, attempts.device)
@@ -262,7 +262,7 @@ def verify_here(
     settings = Settings(backend, steps, trial_limit_s=trial_limit_s)
     with generators_kept(), joined(timeout_s=_waits_s(settings)) as ranks:
         checked(asked, settings, ranks.size)
-        return _verdict_of(ranks, case.name, asked, settings)
+        return _verdict(case.name, ranks.size, run_trials(ranks, asked, settings), hardware(ranks.device))
 
 
 def verify_and_locate(
@@ -324,13 +324,7 @@ def _waits_s(settings: Settings) -> float:
     return max(COLLECTIVE_LIMIT_S, settings.trial_limit_s)
 
 
-def _verdict_of(ranks: Ranks, title: str, asked: Sequence[Asked], settings: Settings) -> Verdict:
-    """Verify on ranks that exist; a collective of all of them."""
-    trials = run_trials(ranks, asked, settings)
-    return _verdict(title, ranks.size, tuple(trials), hardware(ranks.device))
-
-
-def _verdict(title: str, size: int, trials: tuple[Trial, ...], device: str) -> Verdict:
+def _verdict(title: str, size: int, trials: Iterable[Trial], device: str) -> Verdict:
     environment = {
         "ddpopt": ddpopt.__version__,
         "torch": torch.__version__,
@@ -338,7 +332,7 @@ def _verdict(title: str, size: int, trials: tuple[Trial, ...], device: str) -> V
         "platform": platform.platform(),
         "device": device,
     }
-    return Verdict(title, size, trials, environment)
+    return Verdict(title, size, tuple(trials), environment)
 
 
 def _names(given: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The modes whose parameters are not a DDP module's: FSDP of both kinds, and ``replicate()``.
+"""The modes whose parameters are not a DDP module's: FSDP2, and ``replicate()``.
 
 Each compiles the model itself and wraps a shell around it: `fully_shard` of a compiled root compiles nothing,
 silently, because the hooks that gather its parameters run inside what would be compiled.
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from ddpopt.judge.parallel import Parallel, Setup
 
@@ -65,20 +65,6 @@ def _mesh(setup: Setup) -> DeviceMesh:
     if dist.get_world_size(setup.group) == dist.get_world_size():
         return init_device_mesh(kind, (dist.get_world_size(),))
     return DeviceMesh.from_group(setup.group, kind)
-
-
-def flat_sharded(setup: Setup) -> Parallel:
-    """FSDP1: one flat parameter for each wrapped module, the original ones views of it."""
-    broadcast_state(setup)
-    device = next(setup.model.parameters()).device
-    fsdp: Any = FullyShardedDataParallel(
-        _shell(setup), process_group=setup.group, use_orig_params=True, device_id=device
-    )
-
-    def whole() -> Any:
-        return FullyShardedDataParallel.summon_full_params(fsdp, with_grads=True, writeback=True)
-
-    return Parallel(fsdp, setup.model, no_sync=fsdp.no_sync, whole=whole, clip=fsdp.clip_grad_norm_)
 
 
 def replicated(setup: Setup) -> Parallel:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
@@ -117,7 +117,6 @@ class Trainer:
         """Run a backward as the mode runs it."""
         with self.parallel.around_backward():
             torch.autograd.backward(loss)
-        self.parallel.after_backward()
 
 
 def plain_step(trainer: Trainer) -> None:
@@ -136,7 +135,6 @@ class Option:
         ddp_kwargs: DDP's arguments, over the case's own.
         adapt: makes another case of a case.
         grouped: the same for one run, whose process group it is given.
-        for_model: DDP's arguments that name parameters of the model.
         configure: once the model is data-parallel: hooks, communication hooks.
         around: what the whole training runs in, for instance ``ddp.join()``.
         steps: how many steps a rank takes, given how many are asked for; may differ between ranks.
@@ -150,11 +148,9 @@ class Option:
         more_graphs: whether ranks may compile more graphs than the model alone, and others than their peers.
         sends_as_usual: whether each step sends each bucket once, in order and on all ranks alike, and the
             model sends no others.
-        groups: from the world size to the groups of ranks that train together, where not all do together.
         forwards: how many forwards one backward goes through.
         computes: in which dtype operations round, if not in that of their parameters: uncompiled code then
             keeps casts that compiled code makes again, so they differ in their last bits.
-        compresses: whether what is sent depends on the order of parameters in a bucket.
     """
 
     name: str
@@ -163,7 +159,6 @@ class Option:
     ddp_kwargs: Mapping[str, Any] = field(default_factory=dict)
     adapt: Callable[[Case], Case] = lambda case: case
     grouped: Callable[[Case, dist.ProcessGroup], Case] = lambda case, _: case
-    for_model: Callable[[nn.Module], dict[str, Any]] = lambda _: {}
     configure: Callable[[Trainer], None] = lambda _: None
     around: Callable[[Trainer], AbstractContextManager[Any]] = lambda _: contextlib.nullcontext()
     steps: Callable[[Place, int], int] = lambda _, steps: steps
@@ -176,14 +171,8 @@ class Option:
     probes: bool = False
     more_graphs: bool = False
     sends_as_usual: bool = True
-    groups: Callable[[int], list[list[int]]] = lambda size: [list(range(size))]
     forwards: int = 1
     computes: torch.dtype | None = None
-    compresses: bool = False
-
-    def arguments(self, case: Case, model: nn.Module) -> dict[str, Any]:
-        """DDP's arguments for a model of a case under this option."""
-        return {**differing(case, self.ddp_kwargs).ddp_kwargs, **self.for_model(model)}
 
 
 def on_device(value: Any, device: torch.device) -> Any:
@@ -248,7 +237,7 @@ def train(course: Course, mode: Mode, place: Place) -> Record:
 def _make(course: Course, mode: Mode, place: Place) -> Parallel:
     torch.manual_seed(step_seed(0, 0))
     model = course.case.model().to(place.device)
-    arguments = course.option.arguments(course.case, model) if mode.gives != "nothing" else {}
+    arguments = differing(course.case, course.option.ddp_kwargs).ddp_kwargs if mode.gives != "nothing" else {}
     backend = course.backend if mode.compiles else None
     return mode.wrap(Setup(model, place.group, backend, arguments))
 

@@ -21,7 +21,6 @@ from ddpopt.judge.judging.reference import Bench, Reference, Subject
 from ddpopt.judge.modes import mode
 from ddpopt.judge.option_cases import in_dtype
 from ddpopt.judge.options import option
-from ddpopt.judge.parallel import nothing
 from ddpopt.judge.verdict import Status, Trial
 from ddpopt.ranks.group import Ranks
 
@@ -111,7 +110,7 @@ def run_trials(
     asked: Sequence[Asked],
     settings: Settings,
     done: Sequence[int] = (),
-    before_each: Callable[[], None] = nothing,
+    before_each: Callable[[], None] = lambda: None,
 ) -> list[Trial]:
     """Judge everything that was asked and is not done; before each case and option something may be done."""
     trials: list[Trial] = []

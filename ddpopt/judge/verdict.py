@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any, get_args, get_type_hints
 
 from ddpopt.errors import DdpoptError, InfrastructureError, VerificationError
 
@@ -247,39 +246,10 @@ class Verdict:
         raise kind("\n".join(lines))
 
     def to_json(self) -> str:
-        """Return the verdict as a JSON object; `from_json` reads it back.
+        """Return the verdict as a JSON object.
 
         It is strict JSON, which has no numbers beyond the finite ones: these are the strings
         ``"Infinity"``, ``"-Infinity"`` and ``"NaN"``.
         """
         data = json.dumps(asdict(self) | {"right": bool(self)}, default=str)
         return json.dumps(json.loads(data, parse_constant=str), indent=2, allow_nan=False)
-
-    @staticmethod
-    def from_json(text: str) -> Verdict:
-        """Read what `to_json` wrote.
-
-        Args:
-            text: a JSON object.
-
-        Returns:
-            An equal verdict.
-
-        Raises:
-            KeyError, TypeError, ValueError: the text is something else.
-        """
-        data = json.loads(text)
-        del data["right"]  # that follows from the rest
-        found: Verdict = _read(Verdict, data)
-        return found
-
-
-def _read(kind: Any, value: Any) -> Any:
-    """Make what a field's type says of plain data; undoes `asdict`, and the words for numbers."""
-    inner = next(iter(get_args(kind)), kind)  # of tuples, and of what may be None
-    if isinstance(value, list):
-        return tuple(_read(inner, entry) for entry in value)
-    if isinstance(value, dict) and is_dataclass(inner):
-        types = get_type_hints(inner)
-        return inner(**{name: _read(types[name], entry) for name, entry in value.items()})  # type: ignore[operator]  # a class
-    return inner(value) if isinstance(value, str) and inner in (Status, float) else value

@@ -4,7 +4,7 @@ The collectives of the program under test may be broken, and ranks that failed m
 groups than others, so that any new one would have another number on them. A store has neither: who waits in
 it waits for a key whose number we count ourselves.
 
-Touches one private name of torch 2.11 to 2.13, ``_get_default_store``. Invariant: nobody waits for longer
+Invariant: nobody waits for longer
 than the limit, nor for a rank that is known to have left; and what all ranks have read is in the store no
 more.
 """
@@ -15,8 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore
 
 from ddpopt.errors import InfrastructureError
 
@@ -97,16 +96,15 @@ class Exchange:
             # Asked before the keys are: a rank that leaves in between may have given its value first.
             left, late = self._store.check([LEFT]), time.monotonic() > deadline
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            if missing and left:
-                raise PeersMissing(self._words(missing, f"rank {int(self._store.get(LEFT))} left"))
-            if missing and late:
-                raise PeersMissing(self._words(missing, f"nothing came within {self._limit_s:g} s"))
+            if missing and (left or late):
+                why = f"nothing came within {self._limit_s:g} s"
+                raise self._missing(missing, f"rank {int(self._store.get(LEFT))} left" if left else why)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, SLOWEST_POLL_S)
 
-    def _words(self, missing: Sequence[int], why: str) -> str:
+    def _missing(self, missing: Sequence[int], why: str) -> PeersMissing:
         ranks = ", ".join(map(str, missing))
-        return (
+        return PeersMissing(
             f"expected a value from each of {len(self._ranks)} ranks, got none from {ranks}: {why}. "
             "Look at the first error of that rank; every rank must call gather() as often."
         )
@@ -116,12 +114,3 @@ class Exchange:
             for key in (self._key(rank), *self._keys(rank, pieces[rank])):
                 self._store.delete_key(key)
         self._store.delete_key(f"{self._round} read")
-
-
-def default_exchange(limit_s: float) -> Exchange:
-    """Make an exchange of the ranks of the default process group; each of them must call it.
-
-    Args:
-        limit_s: of each round, in seconds.
-    """
-    return Exchange(_get_default_store(), dist.get_rank(), dist.get_world_size(), limit_s)

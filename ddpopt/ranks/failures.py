@@ -138,11 +138,8 @@ class RanksFailed(InfrastructureError):
         self.of_time_alone = all(
             one.kind in ("stalled", "ended") or one.waits_for_peers for one in self.culprits
         )
-        super().__init__(_message(self.failures, self.culprits, size))
-
-
-def _message(failures: Sequence[RankFailure], guilty: Sequence[RankFailure], size: int) -> str:
-    return "\n".join([_headline(failures, guilty, size), *_accounts(guilty), *_advice(guilty)])
+        head = _headline(self.failures, self.culprits, size)
+        super().__init__("\n".join([head, *_accounts(self.culprits), *_advice(self.culprits)]))
 
 
 def _headline(failures: Sequence[RankFailure], guilty: Sequence[RankFailure], size: int) -> str:

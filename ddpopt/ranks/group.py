@@ -3,7 +3,8 @@
 `joined` takes the ranks that exist, on one node or on several; `ddpopt.ranks.pool` starts some on this
 machine. A task sees no difference.
 
-Invariant: no task waits for good. What passes its limit is ended, with its stacks written.
+Touches one private name of torch 2.11 to 2.13, ``_get_default_store``. Invariant: no task waits for good.
+What passes its limit is ended, with its stacks written.
 """
 
 from __future__ import annotations
@@ -22,17 +23,14 @@ from typing import Any
 import cloudpickle
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from ddpopt.errors import UsageError
-from ddpopt.ranks.exchange import Exchange, default_exchange
+from ddpopt.ranks.exchange import Exchange
 from ddpopt.ranks.limits import Limits
 
 COLLECTIVE_LIMIT_S = 300.0
 LEAVING_LIMIT_S = 30.0
-
-
-def _drop(event: object) -> None:
-    """Where nobody listens."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class Ranks:
     backend: str
     _exchange: Exchange = field(repr=False, compare=False)
     _limits: Limits = field(default_factory=Limits, repr=False, compare=False)
-    _send: Callable[[object], None] = field(default=_drop, repr=False, compare=False)
+    _send: Callable[[object], None] = field(default=lambda _: None, repr=False, compare=False)
 
     def gather(self, value: Any) -> list[Any]:
         """Give every rank's value to every rank; each rank must call it.
@@ -116,7 +114,7 @@ def gpu_for_each_rank() -> bool:
 
 @contextmanager
 def joined(
-    *, on_event: Callable[[object], None] | None = None, timeout_s: float = COLLECTIVE_LIMIT_S
+    *, on_event: Callable[[object], None] = lambda _: None, timeout_s: float = COLLECTIVE_LIMIT_S
 ) -> Iterator[Ranks]:
     """Join the ranks that exist: those of the default process group, or else torchrun's. Each must call it.
 
@@ -134,9 +132,8 @@ def joined(
         UsageError: if there is neither a group nor torchrun.
     """
     limits = Limits()
-    send = on_event if on_event is not None else _drop
     if dist.is_initialized():
-        with _telling_peers(_view(limits, send, timeout_s)) as ranks:
+        with _telling_peers(_view(limits, on_event, timeout_s)) as ranks:
             yield ranks
         return
     if not under_torchrun():
@@ -147,7 +144,7 @@ def joined(
     # torchrun ends the peers of a rank that failed: they say where they were.
     faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
     try:
-        with grouped(timeout_s, limits=limits, send=send) as ranks:
+        with grouped(timeout_s, limits=limits, send=on_event) as ranks:
             try:
                 yield ranks
             except BaseException:
@@ -165,7 +162,7 @@ def grouped(
     *,
     backend: str | None = None,
     limits: Limits | None = None,
-    send: Callable[[object], None] = _drop,
+    send: Callable[[object], None] = lambda _: None,
 ) -> Iterator[Ranks]:
     """Make the default process group, and destroy it at the end. Each rank must call it.
 
@@ -238,5 +235,6 @@ def _view(limits: Limits, send: Callable[[object], None], timeout_s: float) -> R
     if backend == "undefined" or ":" in backend:  # one for each kind of device
         backend = "nccl" if on_gpu else "gloo"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    exchange = default_exchange(timeout_s)
-    return Ranks(dist.get_rank(), dist.get_world_size(), device, backend, exchange, limits, send)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    exchange = Exchange(_get_default_store(), rank, size, timeout_s)
+    return Ranks(rank, size, device, backend, exchange, limits, send)

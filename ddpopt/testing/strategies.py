@@ -6,7 +6,7 @@ toward blocks that were registered first, and toward the first choice of each op
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ddpopt.errors import UsageError
 from ddpopt.testing.drawn import BLOCKS, Block, DrawnModel, Step, known_features, step
-from ddpopt.testing.drawn.forms import CHOICES, FORMS, PLAIN
+from ddpopt.testing.drawn.forms import CHOICES, PLAIN
 
 Features = frozenset[str]
 
@@ -30,7 +30,6 @@ _READS = st.sampled_from((0, 0, 0, 0, 1, 1, 2, 3, 5))
 def models(
     draw: st.DrawFn,
     *,
-    features: Iterable[str] | None = None,
     without: Iterable[str] = (),
     max_steps: int = 8,
 ) -> DrawnModel:
@@ -41,66 +40,38 @@ def models(
 
     Args:
         draw: given by Hypothesis.
-        features: what may occur, as :func:`ddpopt.testing.drawn.known_features` names it, and what that
-            cannot do without (``vmap`` runs over a ``matmul``); by default all.
-        without: what may not.
+        without: what may not occur, as :func:`ddpopt.testing.drawn.known_features` names it.
         max_steps: the largest number of steps, not counting those within others.
 
     Returns:
         The model as a value: its ``source`` is a Python module, its ``case()`` is ready to verify.
 
     Raises:
-        UsageError: if there is no feature of such a name, or one of `features` needs one of `without`.
+        UsageError: if there is no feature of such a name.
     """
-    allowed = _allowed(features, without)
-    model = draw(_models(allowed, max_steps, tuple(BLOCKS)))
+    model = draw(_models(_allowed(without), max_steps))
     for feature in sorted(model.features):
         event(feature)
     return model
 
 
-def _allowed(features: Iterable[str] | None, without: Iterable[str]) -> Features:
+def _allowed(without: Iterable[str]) -> Features:
     known, refused = known_features(), frozenset(without)
-    given = known if features is None else frozenset(features)
-    unknown = sorted((given | refused) - known)
-    if unknown:
+    if unknown := sorted(refused - known):
         raise UsageError(
             f"expected names of features, got {', '.join(map(repr, unknown))}; there are: "
             f"{', '.join(sorted(known))}"
         )
-    found = given - refused
-    return found if features is None else found.union(*(_needed(each, refused) for each in sorted(found)))
-
-
-def _needed(feature: str, refused: Features) -> Features:
-    """What a feature cannot do without: of several ways the shortest."""
-    possible = [way for way in _ways(feature) if not way & refused]
-    if not possible:
-        least = ", ".join(sorted(min(_ways(feature), key=len) & refused))
-        raise UsageError(f"{feature!r} needs {least}, which is left out; allow it, or leave {feature!r} out")
-    return min(possible, key=len)
-
-
-def _ways(feature: str) -> Iterator[Features]:
-    """The sets of features with which a model can have this one."""
-    if feature in FORMS:
-        yield frozenset({feature})
-    for block in BLOCKS.values():
-        outer = {"several-outputs"} if block.place == "output" else set()
-        for name, choices in block.options.items():
-            if feature in choices.values():
-                yield frozenset({feature, *block.features, *outer, *block.least(apart_from=name)})
-        if feature in block.features:
-            yield frozenset({*block.features, *outer, *block.least()})
+    return known - refused
 
 
 @lru_cache
-def _models(allowed: Features, max_steps: int, blocks: tuple[str, ...]) -> st.SearchStrategy[DrawnModel]:
-    outputs = _steps(_Place(allowed, blocks, "output"))
+def _models(allowed: Features, max_steps: int) -> st.SearchStrategy[DrawnModel]:
+    outputs = _steps(_Place(allowed, "output"))
     batches = [(2,), (3,), (2, 3)] if "dynamic-batch" in allowed else [(2,), (3,)]
     return st.builds(
         DrawnModel,
-        steps=_lists(_steps(_Place(allowed, blocks)), max_steps),
+        steps=_lists(_steps(_Place(allowed)), max_steps),
         outputs=_lists(outputs, 3) if "several-outputs" in allowed else st.just(()),
         width=st.sampled_from((8, 4, 16)),
         batches=st.sampled_from(batches),
@@ -126,7 +97,6 @@ class _Place:
 
     Attributes:
         allowed: the features that it may bring.
-        blocks: the names of all registered blocks, for others may be registered at any time.
         kind: ``"step"`` or ``"output"``.
         depth: how many levels of bodies may be below.
         pure: whether it may run twice.
@@ -134,7 +104,6 @@ class _Place:
     """
 
     allowed: Features
-    blocks: tuple[str, ...]
     kind: str = "step"
     depth: int = _DEPTH
     pure: bool = False
@@ -157,7 +126,7 @@ class _Place:
 
 @lru_cache
 def _steps(place: _Place) -> st.SearchStrategy[Step]:
-    blocks = [block for name in place.blocks if place.admits(block := BLOCKS[name])]
+    blocks = [block for block in BLOCKS.values() if place.admits(block)]
     steps = [_step(block, place) for block in blocks for _ in range(block.rate)]
     count = -(-len(steps) // _CHOICES)
     rows = [steps[first::count] for first in range(count)]

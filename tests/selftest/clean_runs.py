@@ -50,7 +50,6 @@ OPTIONS = (
     "forward_in_no_sync",
     "bucket_view_kept",
     "accumulated_hook",
-    "finalized",
 )
 
 

@@ -8,7 +8,7 @@ it would have without the fault.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ddpopt.judge.parallel import nothing
 from ddpopt.judge.trainer import Trainer
 
 Item = TypeVar("Item")
@@ -39,7 +38,7 @@ class Site:
 
     rank: int
     size: int
-    note: Callable[[], None] = nothing
+    note: Callable[[], None] = lambda: None
     marked: bool = False
 
     def mark(self) -> None:
@@ -118,10 +117,12 @@ def weight(trainer: Trainer, index: int = 0) -> nn.Parameter:
 
 def after_backward(trainer: Trainer, action: Callable[[], None]) -> None:
     """Do something after each backward, behind what the mode does there."""
-    before = trainer.parallel.after_backward
+    around = trainer.parallel.around_backward
 
-    def both() -> None:
-        before()
+    @contextlib.contextmanager
+    def both() -> Iterator[None]:
+        with around():
+            yield
         action()
 
-    trainer.parallel.after_backward = both
+    trainer.parallel.around_backward = both

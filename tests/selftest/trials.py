@@ -20,7 +20,6 @@ from ddpopt.judge.judging.reference import COLLECTIVE_LIMIT_S, Bench, Reference,
 from ddpopt.judge.matrix import CASES
 from ddpopt.judge.modes import mode
 from ddpopt.judge.options import option
-from ddpopt.judge.parallel import nothing
 from ddpopt.judge.trials import STEPS
 from ddpopt.judge.verdict import Status, Trial
 from ddpopt.ranks.group import Ranks
@@ -76,7 +75,7 @@ class Found:
         return f"overlooked by {', '.join(self.overlooked_by)}" if self.overlooked_by else ""
 
 
-def try_fault(ranks: Ranks, fault: Fault, note: Callable[[], None] = nothing) -> tuple[Trial, Found]:
+def try_fault(ranks: Ranks, fault: Fault, note: Callable[[], None] = lambda: None) -> tuple[Trial, Found]:
     """Judge a mode with a fault in it; a collective of all ranks.
 
     Args:
@@ -119,7 +118,7 @@ def unbroken(ranks: Ranks, case_name: str, option_name: str) -> Iterator[Referen
 
 
 def judge_fault(
-    reference: Reference, fault: Fault, note: Callable[[], None] = nothing
+    reference: Reference, fault: Fault, note: Callable[[], None] = lambda: None
 ) -> tuple[Trial, Found]:
     """Judge a mode with a fault in it, held against what is there already.
 

@@ -1,7 +1,6 @@
-"""Drawn models as values: what they print, what they refuse, and blocks that users register."""
+"""Drawn models as values: what they print, and what they refuse."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,18 +9,7 @@ from expecttest import TestCase
 
 from ddpopt.errors import UsageError
 from ddpopt.judge.options import OPTIONS
-from ddpopt.testing.drawn import (
-    BLOCKS,
-    KINDS,
-    DrawnModel,
-    Kind,
-    Program,
-    Writer,
-    known_features,
-    register_block,
-    register_kind,
-    step,
-)
+from ddpopt.testing.drawn import DrawnModel, Program, known_features, step
 from ddpopt.testing.drawn.forms import CHOICES
 
 DOCS = Path(__file__).parents[2] / "docs" / "generators.md"
@@ -35,16 +23,6 @@ SHARED = DrawnModel(
     takes="dict",
     batches=(2, 3),
 )
-
-
-@pytest.fixture
-def registry() -> Iterator[None]:
-    """Forget blocks and kinds that the test registers."""
-    tables = ((BLOCKS, dict(BLOCKS)), (KINDS, dict(KINDS)))
-    yield
-    for table, before in tables:
-        for name in [name for name in table if name not in before]:
-            del table[name]
 
 
 class Printing(TestCase):
@@ -164,7 +142,7 @@ def test_a_failing_line_of_a_drawn_model_shows_in_the_traceback() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("step('konv')", "expected the name of a registered block, got 'konv'; import the module"),
+        ("step('konv')", "expected the name of a block, got 'konv'. There are: "),
         ("step('linear', 0, 1)", "block 'linear': expected at most 1 numbers from 0 to read, got (0, 1)"),
         ("step('conv1d', size=3)", "block 'conv1d': expected size to be one of no options, got 3"),
         ("step('linear', bias=2)", "block 'linear': expected bias to be one of True, False, got 2"),
@@ -204,35 +182,7 @@ def test_what_is_no_model_is_refused(text: str, message: str) -> None:
         eval(text, {"DrawnModel": DrawnModel, "step": step})
 
 
-@pytest.mark.usefixtures("registry")
-def test_the_block_of_the_documentation_can_be_registered_drawn_and_run() -> None:
-    snippets = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
-    exec(snippets[-1], {})
-    assert "cross-product" in known_features()
-    drawn = DrawnModel(steps=(step("linear"), step("cross", 0, 1, by="value"), step("linear")))
-    assert drawn.features == {"matmul", "cross-product"}
-    model = drawn.program.model()
-    args, kwargs = drawn.program.inputs()
-    drawn.program.loss(model(*args, **kwargs)).backward()  # type: ignore[no-untyped-call]  # of torch
-    assert all(param.grad is not None for param in model.parameters())
-
-
-@pytest.mark.usefixtures("registry")
-def test_a_name_that_is_taken_and_a_kind_that_there_is_not_are_refused() -> None:
-    register_kind(Kind("mine", "{x}", "{x}"))
-    with pytest.raises(UsageError, match=r"^kind 'mine': expected a new name, got one that is taken; rename"):
-        register_kind(Kind("mine", "{x}", "{x}"))
-
-    def gain(_: Writer, x: str) -> str:
-        return x
-
-    with pytest.raises(UsageError, match=r"^block 'gain': expected a new name, got one that is taken; ren"):
-        register_block()(gain)
-    with pytest.raises(UsageError, match=r"^block 'gain': expected kinds of rows, .*, got \['yours'\]"):
-        register_block(takes="yours")(gain)
-
-
 def test_the_documentation_lists_every_feature() -> None:
-    rows = DOCS.read_text().partition("## Features")[2].partition("## A block")[0]
+    rows = DOCS.read_text().partition("## Features")[2]
     listed = re.findall(r"`([a-z-]+)`", rows.partition("|---|---|")[2].rpartition("|\n")[0])
     assert sorted(listed) == sorted(known_features())

@@ -115,7 +115,7 @@ def _sample(case: str, mode: str, option: str) -> Trial:
     if (case, mode, index) == ("gpt", "replicate", 3):
         return broken_trial(case, mode, option)
     trial = ok_trial(case, mode, option)
-    return replace(trial, backend="" if mode in {"eager", "manual"} else trial.backend)
+    return replace(trial, backend="" if mode == "eager" else trial.backend)
 
 
 EVERY = [

@@ -96,23 +96,22 @@ def told(failures: Sequence[Failure]) -> str:
     return "; ".join(f"rank {failure.rank}: {failure.text}" for failure in first.values())
 
 
-def stalled(failures: Sequence[Failure], groups: Sequence[Sequence[int]], limit_s: float) -> str:
-    """Tell a run in which all ranks of a group waited for each other until a limit passed.
+def stalled(failures: Sequence[Failure], size: int, limit_s: float) -> str:
+    """Tell a run in which all ranks waited for each other until a limit passed.
 
-    It may be that one of them only compiled for longer. But where a rank of that group got through, its peers
-    waited for what it never sent, and no limit helps.
+    It may be that one of them only compiled for longer. But where a rank got through, its peers waited for
+    what it never sent, and no limit helps.
 
     Args:
         failures: of all ranks on which the run failed.
-        groups: the ranks that train together.
+        size: how many ranks there are.
         limit_s: how long a rank waits in a collective.
 
     Returns:
         What happened and what to do; empty if it was something else.
     """
-    failed = {failure.rank for failure in failures}
-    waiting = any(len(group) > 1 and failed.issuperset(group) for group in groups)
-    if not waiting or not all(failure.lost for failure in failures):
+    all_failed = size > 1 and len(failures) == size
+    if not all_failed or not all(failure.lost for failure in failures):
         return ""
     return (
         f"no rank failed of itself: each waited for another in a collective, for up to {limit_s:g} s "

@@ -36,10 +36,6 @@ from ddpopt.judge.trainer import updated
 from ddpopt.judge.verdict import Finding, Measured
 
 OTHER_BUFFERS = "not compared but on the first rank, for this model has buffers that only DDP broadcasts"
-OTHER_LAYOUT = (
-    "not compared, for what is sent depends on the order of parameters in a bucket, and the plan's is not "
-    "that of DDP's first iteration"
-)
 NOT_REPRODUCED = (
     "eager itself does not reproduce {names}; judged at L2, by how far eager's own runs differ "
     "(torch.use_deterministic_algorithms names operations that are not deterministic)"
@@ -121,7 +117,7 @@ class Ladder:
         if any(self.ranks.gather(any("L2" in levels for _, levels in numbers))):
             _ = self.reference.arithmetic  # all ranks learn it together
         for number, levels in numbers:
-            if reason := self._left_out(number, record):
+            if reason := self._left_out(number):
                 sheet.say(reason, number.name)
                 continue
             if not bool(dense(number.eager).isfinite().all()):
@@ -157,12 +153,9 @@ class Ladder:
         if self.reference.bench.unevaluated:
             sheet.notes.append(NOT_EVALUATED.format(reason=self.reference.bench.unevaluated))
 
-    def _left_out(self, number: Number, record: Record) -> str:
+    def _left_out(self, number: Number) -> str:
         """Why a number is not compared; empty if it is."""
-        is_summed = number.kind in (NumberKind.GRADIENT, NumberKind.FINISHED)
-        if self.option.compresses and record.planned and is_summed:
-            return OTHER_LAYOUT
-        has_buffers = self.mode.gives != "nothing" or self.reference.bench.rank == 0
+        has_buffers = self.mode.gives != "nothing" or self.ranks.rank == 0
         if has_buffers or number.kind is not NumberKind.FORWARD:
             return ""
         before, *_, after = self.reference.eager.starts
@@ -177,9 +170,9 @@ class Ladder:
         if level == "L1":
             terms = self.reference.sums[number.step][number.name]
             return communication(number.got, terms, self.option.comm_dtype, number.eager)
-        if number.kind is NumberKind.PARAMETER and number.plain not in self.rules.written:
-            start = record.starts[number.step][number.plain]
-            gradient = record.steps[number.step].taken.get(number.plain)
+        if number.kind is NumberKind.PARAMETER and (name := plain(number.name)) not in self.rules.written:
+            start = record.starts[number.step][name]
+            gradient = record.steps[number.step].taken.get(name)
             if gradient is None or gradient.shape == start.shape:  # a misshapen one is L3's to name
                 return bitwise(number.got, updated(start, gradient))
         return bitwise(number.got, number.eager)

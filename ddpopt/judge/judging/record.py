@@ -163,11 +163,6 @@ class Number:
     got: Tensor
     eager: Tensor
 
-    @property
-    def plain(self) -> str:
-        """The name of the parameter or buffer alone."""
-        return plain(self.name)
-
 
 def plain(name: str) -> str:
     """Take the prefix from a number's name.

@@ -25,7 +25,7 @@ from ddpopt.cases.case import Case
 from ddpopt.judge.compare import Sum, bitwise, contribution, exact
 from ddpopt.judge.judging.arithmetic import Arithmetic
 from ddpopt.judge.judging.failing import Failure, failure_of, stalled, told
-from ddpopt.judge.judging.record import Record, pairs
+from ddpopt.judge.judging.record import Record, pairs, plain
 from ddpopt.judge.judging.rounding import (
     SAMPLES,
     autocast_dtypes,
@@ -87,10 +87,6 @@ class Bench:
         self.subject = subject
         self.ranks = ranks
         self.collective_limit_s = collective_limit_s
-        self.members = subject.option.groups(ranks.size)
-        self.group_ranks = next(group for group in self.members if ranks.rank in group)
-        self.rank = self.group_ranks.index(ranks.rank)
-        self.size = len(self.group_ranks)
         self.calm = self._new_group(max(collective_limit_s, CALM_LIMIT_S))
         self.failures: list[Failure] = []
         self.unevaluated = ""
@@ -126,7 +122,7 @@ class Bench:
             group = self._new_group(self.collective_limit_s)
             try:
                 course = replace(course, case=subject.option.grouped(course.case, group))
-                record = train(course, how, Place(self.rank, self.size, group, subject.device))
+                record = train(course, how, Place(self.ranks.rank, self.ranks.size, group, subject.device))
             except (Exception, SystemExit) as error:
                 failure = failure_of(self.ranks.rank, error)
             finally:
@@ -150,16 +146,14 @@ class Bench:
     @property
     def stalled(self) -> str:
         """How the last run failed by time alone; empty if it did not."""
-        return stalled(self.failures, self.members, self.collective_limit_s)
+        return stalled(self.failures, self.ranks.size, self.collective_limit_s)
 
     def peers(self, record: Record) -> list[Peer]:
-        """Every rank's summary of a run, in the group that trains together."""
-        found = self.ranks.gather((self.members.index(self.group_ranks), peer_of(self.rank, record)))
-        own = self.members.index(self.group_ranks)
-        return [peer for group, peer in found if group == own]
+        """Every rank's summary of a run."""
+        return self.ranks.gather(peer_of(self.ranks.rank, record))
 
     def sums(self, gradients: Gradients, like: Named) -> dict[str, Sum]:
-        """What the ranks of this group contribute to each gradient.
+        """What the ranks contribute to each gradient.
 
         Args:
             gradients: of this rank; None counts as zeros, and so does what has not as many elements as its
@@ -178,7 +172,7 @@ class Bench:
             own = own.reshape(3, *shape).contiguous()
             dist.all_reduce(own, group=self.calm)
             total, magnitude, terms = own
-            found[name] = Sum(total, magnitude, self.size, terms)
+            found[name] = Sum(total, magnitude, self.ranks.size, terms)
         return found
 
     def _new_group(self, limit_s: float) -> dist.ProcessGroup:
@@ -186,9 +180,8 @@ class Bench:
         # A rank that needs no peer may leave its group while a peer still connects to it. Gloo takes that for
         # a crash (once in a thousand groups), so torch is to wait until all have connected.
         with patch.dict(os.environ, TORCH_DIST_INIT_BARRIER="1"):
-            groups = [dist.new_group(members, timeout=limit) for members in self.members]
-        own: dist.ProcessGroup = groups[self.members.index(self.group_ranks)]
-        return own
+            group: dist.ProcessGroup = dist.new_group(timeout=limit)
+        return group
 
 
 class SeenBuffers:
@@ -278,7 +271,7 @@ class Reference:
         """For each step what eager's rounding does to each number. A collective when first asked for."""
         bench, eager, option = self.bench, self.eager, self.bench.subject.option
         case, runs = bench.subject.adapted, [eager]
-        own = bench.ranks.gather(autocast_dtypes(case, bench.rank, bench.subject.device))
+        own = bench.ranks.gather(autocast_dtypes(case, bench.ranks.rank, bench.subject.device))
         computes = option.computes or coarsest(dtype for dtypes in own for dtype in dtypes)
         for number in range(1, SAMPLES):
             follow = [perturbed_state(state, number, computes) for state in eager.starts]
@@ -295,7 +288,7 @@ class Reference:
 
 def _changed(eager: Record, again: Record) -> set[str]:
     """Names of the numbers that two runs do not agree on."""
-    return {number.plain for number in pairs(again, eager) if not bitwise(number.got, number.eager).right}
+    return {plain(n.name) for n in pairs(again, eager) if not bitwise(n.got, n.eager).right}
 
 
 def _written(eager: Record) -> set[str]:

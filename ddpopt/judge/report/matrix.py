@@ -18,7 +18,6 @@ from ddpopt.judge.verdict import Finding, Status, Trial, Verdict
 LETTERS = {Status.WRONG: "W", Status.BROKEN: "B", Status.NOT_POSSIBLE: "n"}
 """What a mark begins with, in the order in which reasons are listed."""
 
-OK = "ok"
 NOT_RUN = "."
 LEGEND = "W wrong, B broken, n not possible, with the number of the reason below; . did not run"
 VARYING = re.compile(r"0x[0-9a-f]+|\d+")
@@ -126,7 +125,7 @@ def matrix_text(view: Overview) -> Iterator[str]:
         for letter, column in zip(letters, view.columns, strict=True)
     ]
     yield table([Column("", "right"), Column("mode", fills=True), *numbers(*Status)], legend)
-    marks = {id(trial): OK for _, trial in cells} | view.marks()
+    marks = {id(trial): Status.OK for _, trial in cells} | view.marks()
     for title, rows in view.grids.items():
         drawn = [
             (name, *(marks.get(id(row.get(column)), NOT_RUN) for column in view.columns))

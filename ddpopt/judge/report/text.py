@@ -6,10 +6,9 @@ the last line is the verdict, and nothing that is wrong goes unmentioned: what i
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Sequence
 
-from ddpopt.explanation.tables import WIDTH, Column, Noted, mib, names, numbers, paragraph, table
+from ddpopt.explanation.tables import Column, Noted, mib, names, numbers, paragraph, table
 from ddpopt.judge.report.matrix import Reason, matrix_text, overview
 from ddpopt.judge.report.wording import (
     count_of,
@@ -57,14 +56,7 @@ def indented(text: str, indent: str, first: str | None = None) -> str:
           at line 7
     """
     start, *rest = text.splitlines() or [""]
-    head = textwrap.fill(
-        start,
-        WIDTH,
-        initial_indent=indent if first is None else first,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    head = paragraph(f"{indent if first is None else first}{start}", indent)
     if len(rest) > LINES:
         rest = [*rest[:LINES], f"... {count_of(len(rest) - LINES, 'line')} more, all in the JSON"]
     return "\n".join([head, *(f"{indent}{line}".rstrip() for line in rest)])

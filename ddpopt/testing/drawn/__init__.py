@@ -1,40 +1,15 @@
 """Drawn models: small programs as values, printed as modules that stand alone, and run from that text.
 
-Importing this package registers the blocks that ship, the simplest first.
+Importing this package registers the blocks, the simplest first.
 """
 
 from importlib import import_module
 
 from ddpopt.testing.drawn.model import DrawnModel, known_features
 from ddpopt.testing.drawn.program import Program
-from ddpopt.testing.drawn.registry import (
-    BLOCKS,
-    KINDS,
-    Block,
-    Kind,
-    Step,
-    register_block,
-    register_kind,
-    step,
-)
-from ddpopt.testing.drawn.writer import LAYER, Body, Writer
+from ddpopt.testing.drawn.registry import BLOCKS, Block, Step, step
 
-__all__ = [
-    "BLOCKS",
-    "KINDS",
-    "LAYER",
-    "Block",
-    "Body",
-    "DrawnModel",
-    "Kind",
-    "Program",
-    "Step",
-    "Writer",
-    "known_features",
-    "register_block",
-    "register_kind",
-    "step",
-]
+__all__ = ["BLOCKS", "Block", "DrawnModel", "Program", "Step", "known_features", "step"]
 
 for family in ("layers", "effects", "parameters", "spans", "crossings", "gradients", "writes", "outputs"):
     import_module(f"{__name__}.{family}")

@@ -110,7 +110,7 @@ class DrawnModel:
 
 
 def known_features() -> frozenset[str]:
-    """Every feature that a model can have, those of blocks that users registered included."""
+    """Every feature that a model can have."""
     brought = (block.features | block.optional for block in BLOCKS.values())
     return FORMS.union(*brought)
 

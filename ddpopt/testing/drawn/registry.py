@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from ddpopt.errors import UsageError
 
@@ -105,11 +105,6 @@ class Block:
         brought = (feature for choices in self.options.values() for feature in choices.values())
         return frozenset(feature for feature in brought if feature is not None)
 
-    def least(self, apart_from: str = "") -> frozenset[str]:
-        """What its options bring at least: of each that always brings something, its simplest choice."""
-        always = (list(choices.values()) for name, choices in self.options.items() if name != apart_from)
-        return frozenset(brought[0] for brought in always if brought[0] is not None and None not in brought)
-
     def within(self, features: frozenset[str]) -> Mapping[str, tuple[Any, ...]] | None:
         """The choices of each option that bring no other features; None if the block itself does."""
         kept = {
@@ -122,7 +117,6 @@ class Block:
 BLOCKS: dict[str, Block] = {}
 """Every registered block by its name, the simplest first: draws shrink toward the front."""
 
-Named = TypeVar("Named", Kind, Block)
 Choices = Mapping[Any, Feature] | Sequence[Any]
 Write = Callable[..., str]
 
@@ -148,8 +142,6 @@ def register_block(
     Returns:
         A decorator that returns the function as it is.
 
-    Raises:
-        UsageError: if the name is taken, or a kind is unknown.
     """
 
     def register(write: Write) -> Write:
@@ -165,29 +157,10 @@ def register_block(
             },
             **traits,
         )
-        unknown = {*block.takes, block.gives} - KINDS.keys()
-        if unknown:
-            known = ", ".join(KINDS)
-            raise UsageError(f"block {block.name!r}: expected kinds of {known}, got {sorted(unknown)}")
-        _register(block, BLOCKS, "block")
+        BLOCKS[block.name] = block
         return write
 
     return register
-
-
-def register_kind(kind: Kind) -> None:
-    """Register a kind of value.
-
-    Raises:
-        UsageError: if the name is taken.
-    """
-    _register(kind, KINDS, "kind")
-
-
-def _register(new: Named, table: dict[str, Named], what: str) -> None:
-    if new.name in table:
-        raise UsageError(f"{what} {new.name!r}: expected a new name, got one that is taken; rename it")
-    table[new.name] = new
 
 
 def find_block(name: str) -> Block:
@@ -197,10 +170,7 @@ def find_block(name: str) -> Block:
         UsageError: if there is none.
     """
     if name not in BLOCKS:
-        raise UsageError(
-            f"expected the name of a registered block, got {name!r}; import the module that registers it "
-            f"(on the command line: --blocks MODULE). There are: {', '.join(BLOCKS)}"
-        )
+        raise UsageError(f"expected the name of a block, got {name!r}. There are: {', '.join(BLOCKS)}")
     return BLOCKS[name]
 
 
@@ -244,7 +214,7 @@ def step(block: str, *reads: int, body: Sequence[Step] = (), **options: Any) -> 
     """Make a step.
 
     Args:
-        block: name of a registered block.
+        block: name of a block.
         *reads: for each operand, how many values back it is; those left out are the latest, in turn.
         body: the steps within, for a block that has a body.
         **options: choices other than the first.

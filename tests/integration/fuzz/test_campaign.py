@@ -6,14 +6,11 @@ They are told how models end by a stand-in for the workers, which `test_workers.
 import hashlib
 import importlib
 import json
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, Self
-from unittest.mock import patch
 
 import pytest
 from typer.testing import CliRunner
@@ -24,13 +21,12 @@ from ddpopt.fuzz.campaign import Budget, Campaign
 from ddpopt.fuzz.cases import FoundCase
 from ddpopt.fuzz.journal import LINES, CampaignPlan, Entry, Journal, summarized
 from ddpopt.fuzz.journal import PLAN as FILE_OF_PLAN
-from ddpopt.fuzz.questions import Answer, Outcome, Setting, Task
+from ddpopt.fuzz.questions import Answer, Outcome, Task
 from ddpopt.fuzz.signatures import FailureSignature
 from ddpopt.fuzz.stream import Source, drawn_block
-from ddpopt.testing.drawn import BLOCKS, DrawnModel, step
 
 MODES = ("torch", "ddpopt-split")
-PLAN = CampaignPlan(3, 0, MODES, "aot_eager", 1, ("cond",), (), "2.13.0", "5f")
+PLAN = CampaignPlan(3, 0, MODES, "aot_eager", 1, ("cond",), "2.13.0", "5f")
 
 
 class Answering:
@@ -70,11 +66,10 @@ def run(
     examples: int,
     *,
     plan: CampaignPlan = PLAN,
-    shared: Path | None = None,
     tell: Callable[[tuple[FoundCase, ...]], None] = lambda _: None,
 ) -> list[Entry]:
     with Journal(folder, plan) as journal:
-        Campaign(journal, plan, Budget(examples=examples), shared, tell).run()
+        Campaign(journal, plan, Budget(examples=examples), tell).run()
         return sorted(journal.entries, key=lambda entry: entry.place)
 
 
@@ -140,43 +135,6 @@ def test_a_failure_is_kept_once_and_counted_each_time(tmp_path: Path) -> None:
     assert all(file.with_suffix(".py").exists() for file in (tmp_path / "cases").glob("*.json"))
 
 
-def test_campaigns_that_share_a_folder_judge_what_the_others_found(tmp_path: Path) -> None:
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    (shared / "broken.json").write_text("{}")
-    run(tmp_path / "a", 30, shared=shared)
-    found = {FoundCase.read(file).model for file in (tmp_path / "a" / "cases").glob("*.json")}
-    elsewhere = replace(PLAN, seed=99)
-    entries = run(tmp_path / "b", 2, plan=elsewhere, shared=shared)
-    places = [entry.place for entry in entries]
-    assert places == [*[campaign.FROM_OTHERS] * (len(places) - 2), 0, 1]
-    assert len(places) - 2 >= len(found) > 0
-
-
-def test_what_another_campaign_found_is_judged_as_it_was_run_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[Task] = []
-    ask = Answering.ask
-
-    def noted(self: Answering, task: Task) -> Iterator[Answer]:
-        asked.append(task)
-        return ask(self, task)
-
-    monkeypatch.setattr(Answering, "ask", noted)
-    setting = Setting("aot_eager", 2, steps=5, lowers_limit=False)
-    signature = FailureSignature("error", "KeyError")
-    case = FoundCase(DrawnModel(width=64, seed=17), MODES[0], setting, signature, origin="seed 5")
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    (shared / "case.json").write_text(case.to_json())
-    run(tmp_path, 2, shared=shared)
-    (task,) = [task for task in asked if task.source == case.task.source]
-    assert task.setting == replace(setting, nproc=PLAN.nproc)
-    kept = [FoundCase.read(file) for file in (tmp_path / "cases").glob("*.json")]
-    assert {each.origin for each in kept if each.model == case.model} == {"seed 5"}
-
-
 def test_a_campaign_ends_when_its_time_is_up(tmp_path: Path) -> None:
     with Journal(tmp_path, PLAN) as journal:
         assert Campaign(journal, PLAN, Budget(seconds=0)).run().models == 0
@@ -227,57 +185,12 @@ def test_each_process_judges_the_models_of_its_number_in_a_folder_of_its_own(
     assert [entry.features for entry in entries] == [tuple(sorted(model.features)) for model in drawn]
 
 
-# ---------------------------------------------------------------------------------- blocks of the user's own
-
-MODULE = """
-from ddpopt.testing.drawn import register_block
-
-
-@register_block("twice", rate=60)  # so that models without it are rare, whatever Hypothesis draws
-def twice(w, x):
-    return w.assign("doubled", f"{x} * {w.parameter('torch.ones(1)', 'two')}")
-"""
-
-
-@pytest.fixture
-def blocks(unnumbered: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A folder with a module ``mine`` that registers a block."""
-    (tmp_path / "mine.py").write_text(MODULE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
-    with patch.dict(BLOCKS):
-        yield
-    sys.modules.pop("mine", None)  # it alone: drawn programs keep operators in modules of theirs
-
-
-@pytest.mark.usefixtures("blocks")
-def test_a_campaign_draws_blocks_of_a_module_and_goes_on_only_with_them() -> None:
-    invoke(*FUZZ, "out", "--seed", "0", "--examples", "10", "--blocks", "mine")
-    lines = [Entry.from_line(line) for line in (Path("out") / LINES).read_text().splitlines()]
-    assert len(lines) == 10
-    assert any("twice" in line.features for line in lines)
-    other = invoke(*FUZZ, "out", "--seed", "0", "--examples", "11")
-    assert other.exit_code == 2
-    assert "blocks: ['mine'] there, [] here" in other.stderr
-
-
-@pytest.mark.usefixtures("blocks")
-def test_what_is_drawn_of_many_blocks_does_not_depend_on_the_modules_that_are_loaded() -> None:
-    importlib.import_module("mine")
+def test_what_is_drawn_does_not_depend_on_the_modules_that_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = Source(7)
     before = [drawn_block(source, number) for number in range(5)]
-    Path("numbers_of_mine.py").write_text(f"NUMBERS = {[*range(100, 200)]}")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "numbers_of_mine.py").write_text(f"NUMBERS = {[*range(100, 200)]}")
     importlib.import_module("numbers_of_mine")  # Hypothesis draws constants of the user's own modules, too
     assert [drawn_block(source, number) for number in range(5)] == before
-
-
-@pytest.mark.usefixtures("blocks")
-def test_a_case_with_a_block_of_a_module_is_read_with_it() -> None:
-    case = FoundCase(DrawnModel((step("gain"),)), MODES[1], Setting(), FailureSignature("error", "KeyError"))
-    Path("case.json").write_text(case.to_json().replace("'gain'", "'twice'"))
-    without = invoke("minimize", "case.json")
-    assert without.exit_code == 2
-    assert "got 'twice'; import the module that registers it (on the command line: --blocks" in without.stderr
-    right = invoke("minimize", "case.json", "--blocks", "mine")
-    assert "expected a case that fails as it says" in " ".join(right.stderr.split())

@@ -16,7 +16,7 @@ from ddpopt.judge.judging.ladder import OTHER_BUFFERS, RESUMMED, Ladder, Sheet
 from ddpopt.judge.judging.record import FINAL, LOSS, PARAMETER, SEEN, Record, left_behind, plain
 from ddpopt.judge.judging.reference import Bench, Reference, Subject
 from ddpopt.judge.matrix import CASES
-from ddpopt.judge.modes import mode
+from ddpopt.judge.modes import LOCAL, mode
 from ddpopt.judge.options import option
 from ddpopt.judge.parallel import Parallel
 from ddpopt.judge.verdict import Status
@@ -48,7 +48,8 @@ def climb(
     ordered: bool = True,
     how: str = "whole",
 ) -> Sheet:
-    return Ladder(reference, mode(how), exact=exact, ordered=ordered).climb(record)
+    judged = LOCAL if how == LOCAL.name else mode(how)
+    return Ladder(reference, judged, exact=exact, ordered=ordered).climb(record)
 
 
 def changed(record: Record, step: int = 1, **changes: Any) -> Record:
@@ -148,8 +149,8 @@ def standing_in(reference: Reference, **changes: Any) -> Any:
 
 def bench_like(bench: Bench, **changes: Any) -> Any:
     """A bench of which a ladder asks no more than who judges what, and what failed."""
-    known: dict[str, Any] = {"rank": 0, "unevaluated": "", "failures": [], "stalled": ""}
-    return SimpleNamespace(ranks=bench.ranks, subject=bench.subject, **known | changes)
+    known: dict[str, Any] = {"unevaluated": "", "failures": [], "stalled": ""}
+    return SimpleNamespace(**{"ranks": bench.ranks, "subject": bench.subject, **known, **changes})
 
 
 def test_what_eager_does_not_reproduce_is_judged_by_its_own_spread(clipped: Reference) -> None:
@@ -180,12 +181,12 @@ def test_what_only_ddp_broadcasts_is_compared_on_the_first_rank_and_named_on_oth
     others = standing_in(
         clipped,
         eager=eager,
-        bench=bench_like(clipped.bench, rank=1),
+        bench=bench_like(clipped.bench, ranks=replace(clipped.bench.ranks, rank=1)),
         eager_peers=[*clipped.eager_peers, *clipped.eager_peers],
     )
-    for reference, how in ((standing_in(clipped, eager=eager), "manual"), (others, "whole")):
+    for reference, how in ((standing_in(clipped, eager=eager), "local"), (others, "whole")):
         assert wrong_of(climb(reference, record, how=how)) == {("L0", name) for name in names}
-    sheet = climb(others, record, how="manual")
+    sheet = climb(others, record, how="local")
     assert wrong_of(sheet) == set()
     assert names <= set(sheet.about[OTHER_BUFFERS])
     assert LOSS not in sheet.about[OTHER_BUFFERS]

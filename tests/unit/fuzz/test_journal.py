@@ -9,7 +9,7 @@ from ddpopt.fuzz.journal import LINES, CampaignPlan, Entry, Journal
 from ddpopt.fuzz.questions import Answer, Outcome
 from ddpopt.fuzz.signatures import FailureSignature
 
-THE_PLAN = CampaignPlan(3, 0, ("whole", "ddpopt-split"), "aot_eager", 1, ("cond",), (), "2.13.0", "5f")
+THE_PLAN = CampaignPlan(3, 0, ("whole", "ddpopt-split"), "aot_eager", 1, ("cond",), "2.13.0", "5f")
 ANSWERS = (Answer("whole", Outcome.OK), Answer("ddpopt-split", Outcome.WRONG, FailureSignature("L0", "loss")))
 
 

@@ -9,17 +9,14 @@ from expecttest import assert_expected_inline
 from ddpopt.errors import UnsupportedError, UsageError
 from ddpopt.judge.judging.failing import Failure, failure_of, in_words, stalled
 
-PAIR = [(0, 1)]
 TIMED_OUT = failure_of(0, RuntimeError("[/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 9000ms"))
 LEFT = failure_of(1, RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:4"))
 RAISED = failure_of(1, ValueError("no good"))
-THIRD = Failure(2, TIMED_OUT.text, refused=False, lost=True)
-FOURTH = Failure(3, LEFT.text, refused=False, lost=True)
 
 
 def test_a_peer_that_only_came_too_late_is_no_failure_of_the_mode_and_the_flag_is_named() -> None:
     assert_expected_inline(
-        stalled([TIMED_OUT, LEFT], PAIR, 9),
+        stalled([TIMED_OUT, LEFT], 2, 9),
         """\
 no rank failed of itself: each waited for another in a collective, for up to 9 s (rank 0: RuntimeError: \
 [/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 9000ms; rank 1: RuntimeError: \
@@ -40,20 +37,18 @@ def test_an_operator_that_refuses_is_told_by_who_called_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("failures", "groups", "waited"),
+    ("failures", "size", "waited"),
     [
-        pytest.param([TIMED_OUT, RAISED], PAIR, False, id="where a rank raised its peers only felt it"),
-        pytest.param([TIMED_OUT], PAIR, False, id="a rank that got through sent nothing"),
-        pytest.param([THIRD, FOURTH], [(0, 1), (2, 3)], True, id="a group beside another waited"),
-        pytest.param([TIMED_OUT, THIRD], [(0, 1), (2, 3)], False, id="in each group one got through"),
-        pytest.param([TIMED_OUT], [(0,)], False, id="a rank without peers waits for nobody"),
-        pytest.param([], PAIR, False, id="no rank failed"),
+        pytest.param([TIMED_OUT, RAISED], 2, False, id="where a rank raised its peers only felt it"),
+        pytest.param([TIMED_OUT], 2, False, id="a rank that got through sent nothing"),
+        pytest.param([TIMED_OUT], 1, False, id="a rank without peers waits for nobody"),
+        pytest.param([], 2, False, id="no rank failed"),
     ],
 )
-def test_ranks_waited_for_each_other_where_all_of_a_group_did_nothing_else(
-    failures: list[Failure], groups: list[tuple[int, ...]], waited: bool
+def test_ranks_waited_for_each_other_where_all_did_nothing_else(
+    failures: list[Failure], size: int, waited: bool
 ) -> None:
-    assert bool(stalled(failures, groups, 9)) is waited
+    assert bool(stalled(failures, size, 9)) is waited
 
 
 def test_only_what_ddpopt_says_it_does_not_do_is_a_refusal() -> None:

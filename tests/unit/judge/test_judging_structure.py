@@ -218,7 +218,7 @@ def test_what_differs_between_ranks_in_eager_too_may_differ(right: RunEvidence) 
 
 
 def test_an_option_that_explains_other_collectives_allows_them(right: RunEvidence) -> None:
-    explained = replace(right, option=option("hook_powersgd"))
+    explained = replace(right, option=option("join"))
     assert claims_broken(with_collectives([0, None, 1])(explained)) == set()
 
 

@@ -51,19 +51,18 @@ def not_finite() -> Verdict:
 
 
 @pytest.mark.parametrize("made", [all_kinds(), verdict(), verdict(ok_trial()), not_finite()])
-def test_strict_json_gives_an_equal_verdict_back_and_says_whether_it_is_right(made: Verdict) -> None:
+def test_a_verdict_is_strict_json_with_every_trial_and_says_whether_it_is_right(made: Verdict) -> None:
     def refuse(word: str) -> float:
         raise ValueError(f"{word} is no JSON")
 
-    assert Verdict.from_json(made.to_json()) == made
-    assert json.loads(made.to_json(), parse_constant=refuse)["right"] is bool(made)
+    data = json.loads(made.to_json(), parse_constant=refuse)
+    assert data["right"] is bool(made)
+    assert [trial["findings"] == [] for trial in data["trials"]] == [not t.findings for t in made.trials]
 
 
-def test_nan_comes_back_from_json() -> None:
+def test_nan_is_a_word_in_json() -> None:
     finding = replace(wrong_trial().findings[0], error=math.nan)
-    text = verdict(replace(wrong_trial(), findings=(finding,))).to_json()
-    assert '"error": "NaN"' in text
-    assert repr(Verdict.from_json(text).findings[0].error) == "nan"
+    assert '"error": "NaN"' in verdict(replace(wrong_trial(), findings=(finding,))).to_json()
 
 
 def test_requiring_a_wrong_verdict_raises_every_finding_and_every_reason_at_once() -> None:
