@@ -74,10 +74,6 @@ def residual(model: Between, h: Tensor, _: Tensor) -> Tensor:
     return torch.tanh(h).view(WIDTH, WIDTH)
 
 
-def residual_in_a_checkpoint(model: Between, h: Tensor, given: Tensor) -> Tensor:
-    return cast(Tensor, checkpoint(residual, model, h, given, use_reentrant=False))
-
-
 def detached_in_place(model: Between, h: Tensor, _: Tensor) -> Tensor:
     h = model.layer(1, h)
     twice = h * 2
@@ -172,11 +168,6 @@ def by_data_in_a_body(model: Between, h: Tensor, _: Tensor) -> Tensor:
     return written
 
 
-def scaled_by_statistics(model: Between, h: Tensor, _: Tensor) -> Tensor:
-    h = model.layer(2, model.layer(1, h * model.own[0]))
-    return nn.functional.batch_norm(h, model.own[0], model.own[1], training=True, momentum=0.5)
-
-
 def read_and_written_in_one_segment(model: Between, h: Tensor, given: Tensor) -> Tensor:
     right = given * 1
     h = torch.sin(model.layer(2, model.layer(1, h)) + right)
@@ -208,11 +199,6 @@ class Twice(torch.autograd.Function):
         return grads[0] * 2 + grads[1].view_as(grads[0]) * 5
 
 
-def reversed_view(model: Between, h: Tensor, _: Tensor) -> Tensor:
-    turned: Tensor = Reversed.apply(h)  # type: ignore[no-untyped-call]  # torch's own
-    return model.layer(2, model.layer(1, h)) + turned.view(-1)[:WIDTH]
-
-
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]  # of torch
 def unseen_by_dynamo(x: Tensor) -> Any:
     return Reversed.apply(x)  # type: ignore[no-untyped-call]  # torch's own
@@ -229,14 +215,6 @@ def view_with_a_gradient_of_its_own(model: Between, h: Tensor, _: Tensor) -> Ten
     return cast(Tensor, h + doubled)
 
 
-def hooked_after_a_reader(model: Between, h: Tensor, _: Tensor) -> Tensor:
-    inner = model.layer(1, h)
-    turned = h.t()
-    for value in (h, turned):
-        value.register_hook(lambda grad: grad * 3)  # type: ignore[no-untyped-call]  # torch's own
-    return model.layer(2, inner) + h + turned
-
-
 def parts_that_autograd_takes_for_values(model: Between, h: Tensor, _: Tensor) -> Tensor:
     parts = torch.unsafe_chunk(h * 1, 2)
     h = model.layer(1, torch.cat(parts))
@@ -245,11 +223,10 @@ def parts_that_autograd_takes_for_values(model: Between, h: Tensor, _: Tensor) -
 
 
 BODIES = (
-    reversed_view, reversed_by_an_unknown_function, view_with_a_gradient_of_its_own, hooked_after_a_reader,
-    parts_that_autograd_takes_for_values,
-    residual, residual_in_a_checkpoint, detached_in_place, strided, columns, view_by_tensor, broadcast,
-    batch, float_in_region, bool_in_region, by_data, by_data_in_a_body, scaled_by_statistics,
-    read_and_written_in_one_segment, input_that_is_trained_from_then_on, made_before_it_is_trained,
+    reversed_by_an_unknown_function, view_with_a_gradient_of_its_own, parts_that_autograd_takes_for_values,
+    residual, detached_in_place, strided, columns, view_by_tensor, broadcast, batch, float_in_region,
+    bool_in_region, by_data, by_data_in_a_body, read_and_written_in_one_segment,
+    input_that_is_trained_from_then_on, made_before_it_is_trained,
 )  # fmt: skip
 
 

@@ -65,13 +65,6 @@ def test_what_is_not_measured_anew_stays_in_the_summary_of_that_name_alone(
     assert main(["--results", str(tmp_path), "--store", "another"]) == 1
 
 
-def test_a_file_of_something_else_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "step.json").write_text("{}")
-    assert main(["--results", str(tmp_path)]) == 2
-    said = " ".join(capsys.readouterr().out.split())
-    assert "expected what `python -m benchmarks.step --json` writes, got KeyError: 'name'" in said
-
-
 def test_each_fraction_in_the_tables_of_the_documentation_is_a_stored_figure() -> None:
     sections = [section for name in stored(RESULTS) for section in stored(RESULTS)[name]]
     cells = [cell for section in sections for claim in section.claims for cell in claim.cells]

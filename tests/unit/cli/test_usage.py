@@ -52,12 +52,9 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("explain tied --json no/x.json", "--json: cannot write 'no/x.json'; name a file in a folder that"),
         (
             "doctor tied --backend nosuch",
-            "backend: expected the name of a Dynamo backend, got 'nosuch'; known are",
+            "backend: expected the name of a Dynamo backend, got 'nosuch'; known",
         ),
-        (
-            "doctor tied --steps 1",
-            "steps: expected at least 2, for DDP rebuilds its buckets before the second",
-        ),
+        ("doctor tied --steps 1", "steps: expected at least 2, for DDP rebuilds its buckets before"),
         ("doctor tied --ddp bucket_cap_mb=-1", "bucket_cap_mb: expected a positive finite number of MiB"),
         ("verify tied --mode ddpopt-inlin", "got 'ddpopt-inlin'; did you mean 'ddpopt-inline'"),
         ("verify tied --options defalt", "got 'defalt'; did you mean 'default'?"),
@@ -70,10 +67,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("gate --baseline b.json --mode torch", "measured with ('ddpopt-inline',), got ('torch',)"),
         ("gate --baseline b.json resnet", "targets of the baseline, got 'resnet'; add them with --update"),
         ("gate --baseline b.json nobody --update", "expected the name of a case in the corpus, got 'nobody'"),
-        (
-            "gate --baseline b.json --update --mode fsdp1",
-            "--mode: expected modes that have DDP's reducer, got",
-        ),
+        ("gate --baseline b.json --update --mode fsdp1", "--mode: expected modes that have DDP's reducer"),
         ("gate --baseline b.json --update --backend none", "the name of a Dynamo backend, got 'none'"),
         ("gate --baseline none.json", "to compare with; write it with --update"),
         ("fuzz --minutes nan", "--minutes: expected a positive number, got nan"),
@@ -91,10 +85,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("minimize none.json", "cannot read the case 'none.json': No such file"),
         ("minimize other.json", "other.json: expected a case that 'ddpopt fuzz' wrote"),
         ("minimize fast.json", "expected a mode of torch, whole, ddpopt-split, ddpopt-inline, got 'fast'"),
-        (
-            "minimize case.json --out case.py",
-            "--out: 'case.py' would put the small case in place of 'case.js",
-        ),
+        ("minimize case.json --out case.py", "--out: 'case.py' would put the small case in place of"),
         ("minimize case.json --out a.txt", "--out: expected the name of a Python file in a folder that"),
     ],
 )

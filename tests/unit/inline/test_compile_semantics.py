@@ -30,8 +30,6 @@ from tests.unit.inline_twins import (
     Raising,
     RaisingInTheMiddle,
     Scaling,
-    Tied,
-    TiedAndBroken,
     Twins,
     ViewLeaves,
     WithoutGradient,
@@ -39,6 +37,7 @@ from tests.unit.inline_twins import (
     error_of,
     loss,
     rows,
+    tied,
     train,
     without,
 )
@@ -266,9 +265,14 @@ def frozen_and_ignored() -> Net:
         pytest.param(Broken, TINY_MB, ALL, id="graph breaks"),
         pytest.param(Checkpointed, LAYER_MB, ALL, id="checkpointed layers"),
         pytest.param(ViewLeaves, TINY_MB, without("layers.2.weight"), id="a view of a weight leaves a graph"),
-        pytest.param(Tied, LAYER_MB, without("layers.2.weight"), id="a weight that one graph reads twice"),
         pytest.param(
-            TiedAndBroken,
+            functools.partial(tied, Net),
+            LAYER_MB,
+            without("layers.2.weight"),
+            id="a weight that one graph reads twice",
+        ),
+        pytest.param(
+            functools.partial(tied, Broken),
             TINY_MB,
             without("layers.0.weight", "layers.2.weight"),
             id="a weight that two graphs read waits",

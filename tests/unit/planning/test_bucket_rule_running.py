@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch import distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from ddpopt.ddp.reducer_buckets import running_buckets
 from ddpopt.planning.bucket_rule import (
@@ -18,6 +19,7 @@ from ddpopt.planning.bucket_rule import (
     specs_from_module,
 )
 from ddpopt.planning.limits import BucketConfig
+from ddpopt.testing.drawn import DrawnModel, step
 
 WIDTH = 256  # a weight of 256 KiB and a bias of 1 KiB
 KIB = 2**10
@@ -41,20 +43,9 @@ def ignoring(model: nn.Module, *names: str) -> nn.Module:
     return model
 
 
-class RootParameters(nn.Module):
-    """Parameters of the root module itself, one of them never read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.unused = nn.Linear(WIDTH, WIDTH)
-        self.empty = nn.Parameter(torch.ones(0))
-        self.last = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.last(self.first(x) * self.scale)
-        return y + self.empty.sum()
+STEPS = (step("linear"), step("unused"), step("gain"), step("empty"), step("linear"))
+ROOT_PARAMETERS = DrawnModel(STEPS, width=WIDTH)
+"""Parameters of the root module itself, one of them never read."""
 
 
 def with_marker_alone() -> nn.Module:
@@ -93,7 +84,8 @@ def assert_buckets_as_predicted(ddp: Any) -> BucketConfig:
             param.register_post_accumulate_grad_hook(lambda _, name=name: ready[-1].append(name))
     for _ in range(4):
         ready.append([])
-        ddp(torch.ones(4, WIDTH)).float().square().mean().backward()
+        (output,) = tree_leaves(ddp(torch.ones(4, WIDTH)))
+        output.float().square().mean().backward()
     by_name = {spec.name: spec for spec in specs}
     seen = ready[1 if config.static_graph else 0]
     order = [by_name[name] for name in dict.fromkeys([*seen, *by_name]) if name in by_name]
@@ -106,9 +98,12 @@ ROWS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "cap list beside a cap": (linears, {"bucket_cap_mb": 9, "bucket_cap_mb_list": [1, 3, 0.5]}),
     "cap list and unused": (linears, {"bucket_cap_mb_list": [0.5, 0.25], "find_unused_parameters": True}),
     "cap list and static graph": (linears, {"bucket_cap_mb_list": [0.5, 0.25], "static_graph": True}),
-    "explicit cap and unused": (RootParameters, {"bucket_cap_mb": 0.3, "find_unused_parameters": True}),
+    "explicit cap and unused": (
+        ROOT_PARAMETERS.program.model,
+        {"bucket_cap_mb": 0.3, "find_unused_parameters": True},
+    ),
     "static graph in unused parameter mode": (
-        RootParameters,
+        ROOT_PARAMETERS.program.model,
         {"bucket_cap_mb": 0.1, "static_graph": True, "find_unused_parameters": True},
     ),
     "marker of ignored parameters alone": (with_marker_alone, {"bucket_cap_mb": 0.3}),

@@ -10,12 +10,7 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.errors import UsageError
-from ddpopt.planning.limits import (
-    DEFAULT_CAP_MB,
-    DEFAULT_FIRST_BUCKET_BYTES,
-    MIB,
-    BucketConfig,
-)
+from ddpopt.planning.limits import DEFAULT_CAP_MB, DEFAULT_FIRST_BUCKET_BYTES, MIB, BucketConfig
 
 
 def from_unchecked(**arguments: Any) -> BucketConfig:

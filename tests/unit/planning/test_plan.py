@@ -32,14 +32,6 @@ def with_bucket(**changes: Any) -> Plan:
 # ------------------------------------------------------------------------------------------ JSON
 
 
-def test_the_json_names_format_fingerprint_and_every_reason() -> None:
-    document = json.loads(PLAN.to_json())
-    assert document["ddpopt_plan"] == 1
-    assert document["fingerprint"] == PLAN.fingerprint
-    assert [bucket["reason"] for bucket in document["buckets"]] == [b.reason for b in PLAN.buckets]
-    assert document["cuts"] == [{"graph": 0, "before": "linear_1", "reason": "bucket 0 is complete"}]
-
-
 def edited(**changes: Any) -> str:
     document = json.loads(PLAN.to_json()) | changes
     return json.dumps({key: value for key, value in document.items() if value is not ...})

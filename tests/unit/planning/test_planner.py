@@ -42,9 +42,6 @@ BEFORE = use("before", 100, 0)
 HALF = use("half", 10, 2, dtype="bfloat16")
 STREAM = {2: "a stream", 3: "a stream"}
 PLANNED: dict[str, tuple[GraphFacts, list[str], list[str]]] = {
-    "buckets come in the order in which backward completes them": (
-        chain(100, 100, 100), ["p2", "p1", "p0"], ["n1", "n2"]
-    ),
     "gradients of one node go smaller first": (
         facts(2, [use("weight", 100, 1), use("bias", 4, 1), BEFORE]), ["bias weight", "before"], ["n1"]
     ),
@@ -61,19 +58,6 @@ PLANNED: dict[str, tuple[GraphFacts, list[str], list[str]]] = {
     ),
     "the last gradient of a dtype does not wait for the end of backward": (
         facts(3, [HALF, use("full", 100, 1), BEFORE]), ["half", "full", "before"], ["n1", "n2"]
-    ),
-    "a cut lies right before the reader that completes the bucket": (
-        facts(7, [use("first", 100, 1), use("second", 100, 4)]), ["second", "first"], ["n4"]
-    ),
-    "a shared parameter is complete after its earliest reader": (
-        facts(4, [use("a", 100, 1), use("shared", 100, 0, 3), use("b", 100, 2)]),
-        ["b", "a", "shared"], ["n1", "n2"],
-    ),
-    "no cut is made where no gradient is left to wait for": (
-        facts(4, [use("a", 100, 2), use("b", 100, 2)]), ["a", "b"], []
-    ),
-    "a cut moves to the front of the nodes that cannot be parted": (
-        facts(5, chain(*[100] * 5).params, STREAM), ["p4", "p3", "p2", "p1", "p0"], ["n1", "n4"]
     ),
     "within nodes that cannot be parted the latest reader still goes first": (
         facts(4, [use("early", 10, 1), use("late", 90, 3), BEFORE], STREAM),
@@ -126,9 +110,6 @@ bucket 3: a brings it to 100 bytes, at or over the limit of 100
 cut before n1: bucket 1 is complete: b brings it to 100 bytes, at or over the limit of 100
 cut before n2: bucket 0 is complete: no gradient is left to add""",
     )
-
-
-# ------------------------------------------------------------------------------- buckets that are given
 
 
 # ------------------------------------------------------------------------------------- DDP's own buckets

@@ -5,16 +5,16 @@ import functools
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch import fx, nn
+from torch import fx
 
 from ddpopt.graph.nodes import body_nodes
 from ddpopt.planning.cut_points import blocked_positions
 from ddpopt.proof.certificate import certify
 from ddpopt.split.partition import partition, segment_name
-from tests.graph_builder import GraphBuilder, real_inputs
+from tests.graph_builder import GraphBuilder
 from tests.unit.effects import Effects
 from tests.unit.snippets import SNIPPETS
-from tests.unit.tracing import Traced, cut_before, trace, trace_all, written_segments
+from tests.unit.tracing import Traced, cut_before, trace_all, written_segments
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
@@ -76,29 +76,6 @@ def test_a_plan_without_cuts_gives_the_graph_itself_back() -> None:
 # --------------------------------------------------------------------------------------------- structure
 
 
-def test_values_cross_as_inputs_and_outputs_of_segments() -> None:
-    graph = trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), torch.ones(2, 4))
-    assert_expected_inline(
-        written_segments(cut(graph.gm, body_nodes(graph.gm.graph)[2].name)),
-        """\
-stitched(0.weight, 0.bias, l_args_0_, 2.weight, 2.bias)
-segment_0 = segment_0(l_args_0_, 0.weight, 0.bias)
-getitem = getitem(segment_0, 0)
-segment_1 = segment_1(getitem, 2.weight, 2.bias)
-getitem_1 = getitem(segment_1, 0)
-return (getitem_1,)
-
-segment_0(l_args_0_, 0.weight, 0.bias)
-input_1 = linear(l_args_0_, 0.weight, 0.bias)
-input_2 = relu(input_1, inplace=False)
-return (input_2,)
-
-segment_1(input_2, 2.weight, 2.bias)
-input_3 = linear(input_2, 2.weight, 2.bias)
-return (input_3,)""",
-    )
-
-
 def test_the_stitched_module_returns_what_the_original_returned_in_its_structure() -> None:
     builder = GraphBuilder(batch=2, width=4)
     first = builder.method("sin", builder.x)
@@ -126,7 +103,7 @@ def test_a_segment_holds_only_the_attributes_that_it_reads() -> None:
 # ------------------------------------------------------------------------------------- spans of state
 
 
-def test_a_cut_inside_autocast_closes_the_span_and_opens_it_again() -> None:
+def test_values_cross_as_outputs_and_inputs_and_a_span_of_autocast_is_closed_and_opened_again() -> None:
     builder = GraphBuilder(batch=2, width=4)
     handle = builder.enter_autocast()
     product = builder.call(torch.mm, builder.x, builder.parameter("a", "weight", 4, 4))
@@ -175,13 +152,9 @@ def test_what_a_segment_writes_to_its_copy_reaches_the_tensor_itself() -> None:
     read = builder.call(torch.mul, value, builder.parameter("b", "scale", 4))
     builder.method("add_", value, 1.0)
     last = builder.method("mul_", value, 3.0)
-    graph = builder.finish(builder.call(torch.add, read, last))
-    stitched = cut(graph.gm, "mul_1", "mul_")
+    stitched = cut(builder.finish(builder.call(torch.add, read, last)).gm, "mul_1", "mul_")
     kept = [str(node.target) for node in stitched.graph.nodes if node.op == "call_method"]
     assert kept == ["clone", "copy_"]
-    inputs = list(real_inputs(graph))
-    expected = graph.gm(*(value.detach() for value in inputs))
-    assert all(map(torch.equal, stitched(*(value.detach() for value in inputs)), expected))
 
 
 def test_what_is_never_written_to_is_never_copied() -> None:
