@@ -75,16 +75,6 @@ def inputs_that_no_grad_returns(m: Model, x: Tensor) -> Tensor:
     return out
 
 
-def written_without_grad(m: Model, x: Tensor) -> Tensor:
-    y = m.layers[0](x) * 1
-    with torch.no_grad():
-        doubled = y.mul_(2)
-        more = doubled.add_(1)
-    z = m.layers[1](more)
-    out: Tensor = m.layers[2](z)
-    return out
-
-
 def outputs_without_grad(m: Model, x: Tensor) -> Any:
     y = m.layers[0](x).tanh()
     with torch.no_grad():
@@ -120,13 +110,6 @@ def branches(m: Model, x: Tensor) -> Tensor:
 def scalar(m: Model, x: Tensor, scale: float) -> Tensor:
     y = m.layers[0](x) * scale
     out: Tensor = m.layers[1](y) * (scale + 1) + m.layers[2](y) * scale
-    return out
-
-
-def item(m: Model, x: Tensor) -> Tensor:
-    count = (x > 0).sum().item()
-    y = m.layers[0](x) * count
-    out: Tensor = m.layers[1](y) + count
     return out
 
 
@@ -233,8 +216,8 @@ class Snippet:
 
 OWN = (
     named_tuple, nested_autocast, grad_mode_spans, views_without_grad, mutated_views_without_grad,
-    inputs_that_no_grad_returns, written_without_grad, outputs_without_grad, outputs_of_all_kinds, branches,
-    data_dependent_size, item, reshaped_in_place, gaps_and_strides, early_readers_without_gradient,
+    inputs_that_no_grad_returns, outputs_without_grad, outputs_of_all_kinds, branches,
+    data_dependent_size, reshaped_in_place, gaps_and_strides, early_readers_without_gradient,
     taken_again_for_a_transform, gradient_turned_round,
 )  # fmt: skip
 

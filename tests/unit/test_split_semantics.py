@@ -67,13 +67,6 @@ class Between(nn.Module):
         return (self.layers[3](self.body(self, self.layer(0, x), given)),)
 
 
-def residual(model: Between, h: Tensor, _: Tensor) -> Tensor:
-    h = (h * 1).view(2, -1, WIDTH)
-    h += model.layer(1, h + 1)
-    h += model.layer(2, h + 1)
-    return torch.tanh(h).view(WIDTH, WIDTH)
-
-
 def detached_in_place(model: Between, h: Tensor, _: Tensor) -> Tensor:
     h = model.layer(1, h)
     twice = h * 2
@@ -88,14 +81,6 @@ def strided(model: Between, h: Tensor, given: Tensor) -> Tensor:
     h = model.layer(1, h + (base + dense).repeat(1, 2))
     base.mul_(0.5)
     return model.layer(2, h + base.repeat(1, 2))
-
-
-def columns(model: Between, h: Tensor, given: Tensor) -> Tensor:
-    right = given * 1
-    h = model.layer(1, h + right)
-    h = model.layer(2, h + right.as_strided((WIDTH, 1), (WIDTH, 1), 3))
-    right.mul_(0.5)
-    return h + right
 
 
 def view_by_tensor(model: Between, h: Tensor, _: Tensor) -> Tensor:
@@ -126,27 +111,14 @@ def batch(model: Between, h: Tensor, given: Tensor) -> Any:
     return h + view.view(WIDTH, WIDTH)
 
 
-def float_in_region(model: Between, h: Tensor, _: Tensor) -> Tensor:
+def numbers_in_a_region(model: Between, h: Tensor, _: Tensor) -> Tensor:
     def block(h: Tensor) -> Tensor:
         scale = h.sum().item() + 1
-        return model.layer(2, model.layer(1, h * scale) * scale)
+        h = model.layer(1, h * scale)
+        positive = (h.sum() > 0).item()
+        return model.layer(2, h * positive) * positive * scale
 
     return model.layer(0, cast(Tensor, checkpoint(block, h, use_reentrant=False)))
-
-
-def bool_in_region(model: Between, h: Tensor, _: Tensor) -> Tensor:
-    def block(h: Tensor) -> Tensor:
-        h = model.layer(1, h)
-        positive = (h.sum() > 0).item()
-        return model.layer(2, h * positive) * positive
-
-    return cast(Tensor, checkpoint(block, h, use_reentrant=False))
-
-
-def by_data(model: Between, h: Tensor, _: Tensor) -> Tensor:
-    h = model.layer(2, model.layer(1, h * model.own))
-    model.own.data.mul_(0.5)
-    return h
 
 
 class HalvingData(torch.autograd.Function):
@@ -168,13 +140,6 @@ def by_data_in_a_body(model: Between, h: Tensor, _: Tensor) -> Tensor:
     return written
 
 
-def read_and_written_in_one_segment(model: Between, h: Tensor, given: Tensor) -> Tensor:
-    right = given * 1
-    h = torch.sin(model.layer(2, model.layer(1, h)) + right)
-    right.mul_(0.5)
-    return h
-
-
 def input_that_is_trained_from_then_on(model: Between, h: Tensor, given: Tensor) -> Tensor:
     given.copy_(model.layer(1, h))
     return model.layer(2, given)
@@ -184,19 +149,6 @@ def made_before_it_is_trained(model: Between, h: Tensor, _: Tensor) -> Tensor:
     zeros = torch.zeros(WIDTH, WIDTH)
     zeros.copy_(model.layer(1, h))
     return model.layer(2, zeros)
-
-
-class Twice(torch.autograd.Function):
-    """A value and a view of it, with a gradient each."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        doubled = x * 2
-        return doubled, doubled.view(-1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0] * 2 + grads[1].view_as(grads[0]) * 5
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]  # of torch
@@ -209,12 +161,6 @@ def reversed_by_an_unknown_function(model: Between, h: Tensor, _: Tensor) -> Any
     return model.layer(2, model.layer(1, h)) + turned
 
 
-def view_with_a_gradient_of_its_own(model: Between, h: Tensor, _: Tensor) -> Tensor:
-    doubled, view = Twice.apply(h)  # type: ignore[no-untyped-call]  # torch's own
-    h = model.layer(2, model.layer(1, h + doubled)) + view.view(WIDTH, WIDTH)
-    return cast(Tensor, h + doubled)
-
-
 def parts_that_autograd_takes_for_values(model: Between, h: Tensor, _: Tensor) -> Tensor:
     parts = torch.unsafe_chunk(h * 1, 2)
     h = model.layer(1, torch.cat(parts))
@@ -223,9 +169,8 @@ def parts_that_autograd_takes_for_values(model: Between, h: Tensor, _: Tensor) -
 
 
 BODIES = (
-    reversed_by_an_unknown_function, view_with_a_gradient_of_its_own, parts_that_autograd_takes_for_values,
-    residual, detached_in_place, strided, columns, view_by_tensor, broadcast, batch, float_in_region,
-    bool_in_region, by_data, by_data_in_a_body, read_and_written_in_one_segment,
+    reversed_by_an_unknown_function, parts_that_autograd_takes_for_values, detached_in_place, strided,
+    view_by_tensor, broadcast, batch, numbers_in_a_region, by_data_in_a_body,
     input_that_is_trained_from_then_on, made_before_it_is_trained,
 )  # fmt: skip
 

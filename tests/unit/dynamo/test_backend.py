@@ -30,6 +30,7 @@ from ddpopt.planning.plan import Plan
 from ddpopt.planning.regions import Planned, plan_for_reducer
 from ddpopt.planning.strategy import Strategy
 from ddpopt.split.partition import partition
+from ddpopt.testing import drawn
 from tests.multigpu.turns import in_turn
 from tests.unit.rehearsing import Broken, Linears, marked
 from tests.unit.tracing import Recorder
@@ -399,18 +400,6 @@ def test_a_copy_is_compiled_too(factory: Callable[[], nn.Module], copied: Any, s
         ]
 
 
-# ---------------------------------------------------------------------------------------- explain
-
-
-def test_explain_names_ddpopt_as_the_reason_for_its_breaks() -> None:
-    ddp = ddp_of()
-    with ddpopt.replacing_ddp_optimizer():
-        found = torch._dynamo.explain(ddp)(rows())
-    reasons = [reason.reason for reason in found.break_reasons]
-    assert found.graph_break_count == len(reasons) == found.graph_count - 1
-    assert all(reason.startswith("ddpopt cuts here so that DDP can overlap: bucket ") for reason in reasons)
-
-
 # ------------------------------------------------------------------------------------- whose buckets
 
 
@@ -450,23 +439,15 @@ def test_a_plan_that_is_in_force_already_is_followed() -> None:
     assert recorder.calls == len(plan.segments) == 2
 
 
-class Attention(nn.Module):
-    """Holds a composite call, which is traced while it is planned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.attention = nn.MultiheadAttention(WIDTH, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        return self.attention(x, x, x, need_weights=False)[0]  # type: ignore[no-any-return]  # of torch
+ATTENTION = (drawn.step("linear"), drawn.step("multihead_attention"))
+attentive = drawn.DrawnModel(ATTENTION, width=WIDTH).program.model
+"""Holds a composite call, which is traced while it is planned."""
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_first_forward_may_run_inside_a_checkpoint(strategy: Any) -> None:
     def trained(wrap: Callable[[Any], Any]) -> list[list[Tensor]]:
-        call = functools.partial(checkpoint, wrap(ddp := ddp_of(Attention)), use_reentrant=False)
+        call = functools.partial(checkpoint, wrap(ddp := ddp_of(attentive)), use_reentrant=False)
         return [step(call, ddp, rows()) for _ in range(2)]
 
     assert_as_eager(trained, strategy)
@@ -518,16 +499,6 @@ def test_numbers_that_cannot_become_tensors_are_constants_of_the_compiled_code()
         numbers = (0.25 + number / 8, 1 - number / 4)
         assert same(step(compiled, ddp, rows(), *numbers), step(eager, eager, rows(), *numbers))
     assert graphs_compiled() == 4
-
-
-def test_later_graphs_are_cut_where_the_buckets_in_force_complete() -> None:
-    ddp, recorder = ddp_of(), Recorder()
-    call = ddpopt.compile(ddp, backend=recorder, strategy="split")
-    step(call, ddp, rows(3))
-    plan, calls = plan_in_force(ddp), recorder.calls
-    step(call, ddp, rows(6))
-    assert plan_in_force(ddp) is plan
-    assert recorder.calls == 2 * calls
 
 
 @pytest.mark.parametrize(

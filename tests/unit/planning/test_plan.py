@@ -54,17 +54,14 @@ def refusal(text: str) -> str:
             "a plan as Plan.to_json() writes it was expected; this is no JSON: "
             "Expecting value: line 1 column 1 (char 0)",
         ),
+        *(
+            (edited(**{key: ...}), f"a plan as Plan.to_json() writes it was expected; this one lacks {key!r}")
+            for key in ("buckets", "segments", "cuts", "unread", "policy", "fingerprint")
+        ),
     ],
 )
-def test_something_else_is_refused(text: str, said: str) -> None:
+def test_something_else_and_what_lacks_a_part_is_refused(text: str, said: str) -> None:
     assert refusal(text) == said
-
-
-@pytest.mark.parametrize("key", ["buckets", "segments", "cuts", "unread", "policy", "fingerprint"])
-def test_a_plan_that_lacks_a_part_is_refused_by_its_name(key: str) -> None:
-    assert refusal(edited(**{key: ...})) == (
-        f"a plan as Plan.to_json() writes it was expected; this one lacks {key!r}"
-    )
 
 
 @pytest.mark.parametrize(

@@ -120,12 +120,8 @@ def layers(count: int, *sizes: int) -> GraphFacts:
     return chain(3, *(sizes * count), 7, 8)
 
 
-def by_ddps_rule(given: GraphFacts) -> list[tuple[ParamSpec, ...]]:
-    ready = [u.spec for u in reversed(given.params)]
-    return [tuple(ready[i] for i in bucket) for bucket in rebuilt_buckets(ready, CAP_100)]
-
-
 @pytest.mark.parametrize("given", [chain(50, 60, 30, 60, 20), chain(40, 60, 59, 40), layers(8, 60, 15, 20)])
 def test_where_each_node_can_be_cut_our_buckets_are_ddps(given: GraphFacts) -> None:
-    by_ddp = [" ".join(spec.name for spec in bucket) for bucket in by_ddps_rule(given)]
+    ready = [use.spec for use in reversed(given.params)]
+    by_ddp = [" ".join(ready[i].name for i in bucket) for bucket in rebuilt_buckets(ready, CAP_100)]
     assert buckets(plan_graph(given, CAP_100)) == by_ddp

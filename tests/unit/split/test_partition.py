@@ -14,7 +14,7 @@ from ddpopt.split.partition import partition, segment_name
 from tests.graph_builder import GraphBuilder
 from tests.unit.effects import Effects
 from tests.unit.snippets import SNIPPETS
-from tests.unit.tracing import Traced, cut_before, trace_all, written_segments
+from tests.unit.tracing import Traced, cut_before, trace_all, written
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
@@ -110,28 +110,27 @@ def test_values_cross_as_outputs_and_inputs_and_a_span_of_autocast_is_closed_and
     again = builder.call(torch.mm, product, builder.parameter("b", "weight", 4, 4))
     builder.exit_autocast(handle)
     gm = builder.finish(builder.method("float", again)).gm
+    stitched = cut(gm, "mm_1")
+    parts = (stitched, segment(stitched, 0), segment(stitched, 1))
     assert_expected_inline(
-        written_segments(cut(gm, "mm_1")),
+        "\n\n".join("\n".join(written(part)) for part in parts),
         """\
-stitched(l_x_, a.weight, b.weight)
-segment_0 = segment_0(l_x_, a.weight)
-getitem = getitem(segment_0, 0)
-segment_1 = segment_1(getitem, b.weight)
-getitem_1 = getitem(segment_1, 0)
-return (getitem_1,)
+segment_0(l_x_, l_self_modules_a_parameters_weight_)
+getitem(segment_0)
+segment_1(getitem, l_self_modules_b_parameters_weight_)
+getitem_1(segment_1)
+output(getitem_1)
 
-segment_0(l_x_, a.weight)
-_enter_autocast = _enter_autocast(cpu, torch.bfloat16, True, None)
-mm = mm(l_x_, a.weight)
-suspended__enter_autocast = _exit_autocast(_enter_autocast)
-return (mm,)
+_enter_autocast()
+mm(l_x_, l_self_modules_a_parameters_weight_)
+suspended__enter_autocast(_enter_autocast)
+output(mm)
 
-segment_1(mm, b.weight)
-_enter_autocast = _enter_autocast(cpu, torch.bfloat16, True, None)
-mm_1 = mm(mm, b.weight)
-_exit_autocast = _exit_autocast(_enter_autocast)
-float_1 = mm_1.float()
-return (float_1,)""",
+_enter_autocast()
+mm_1(mm, l_self_modules_b_parameters_weight_)
+_exit_autocast(_enter_autocast)
+float_1(mm_1)
+output(float_1)""",
     )
 
 
