@@ -75,6 +75,16 @@ def inputs_that_no_grad_returns(m: Model, x: Tensor) -> Tensor:
     return out
 
 
+def written_without_grad(m: Model, x: Tensor) -> Tensor:
+    y = m.layers[0](x) * 1
+    with torch.no_grad():
+        doubled = y.mul_(2)
+        more = doubled.add_(1)
+    z = m.layers[1](more)
+    out: Tensor = m.layers[2](z)
+    return out
+
+
 def outputs_without_grad(m: Model, x: Tensor) -> Any:
     y = m.layers[0](x).tanh()
     with torch.no_grad():
@@ -216,7 +226,7 @@ class Snippet:
 
 OWN = (
     named_tuple, nested_autocast, grad_mode_spans, views_without_grad, mutated_views_without_grad,
-    inputs_that_no_grad_returns, outputs_without_grad, outputs_of_all_kinds, branches,
+    inputs_that_no_grad_returns, written_without_grad, outputs_without_grad, outputs_of_all_kinds, branches,
     data_dependent_size, reshaped_in_place, gaps_and_strides, early_readers_without_gradient,
     taken_again_for_a_transform, gradient_turned_round,
 )  # fmt: skip

@@ -100,8 +100,9 @@ def make_inputs(rank=0, step=0):
 
 
 def test_a_case_says_what_it_has_and_what_ddp_is_to_be_told() -> None:
-    case = DrawnModel(steps=(step("linear"), step("unused"), step("dropout"))).case()
-    assert case.about == "A model with dropout, matmul, unused-parameter."
+    conv = step("conv", memory="channels_last")
+    case = DrawnModel(steps=(step("linear"), step("unused"), step("dropout"), conv)).case()
+    assert case.about == "A model with channels-last, conv, dropout, matmul, unused-parameter."
     assert case.ddp_kwargs == {"bucket_cap_mb": 256 / 2**20, "find_unused_parameters": True}
 
 

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.report import Claim
 from benchmarks.step_modes import MODES
 from benchmarks.step_rank import Figures
 from benchmarks.step_rows import claims, limit, rows
@@ -33,12 +32,8 @@ def figures(**steps_s: list[float]) -> Figures:
     )
 
 
-def asked_of(found: Figures) -> list[Claim]:
-    return list(claims("gpt", rows(found)))
-
-
 def short(found: Figures) -> list[tuple[str, str, str]]:
-    return [(c.what, f"{c.found:.3f}", f"{c.limit:.3f}") for c in asked_of(found) if not c.held]
+    return [(c.what, f"{c.found:.3f}", f"{c.limit:.3f}") for c in claims("gpt", rows(found)) if not c.held]
 
 
 def test_a_slow_network_never_rests_and_a_fast_one_has_only_the_last_bucket_left_after_the_backward() -> None:

@@ -77,6 +77,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("fuzz --out case.json/x", "--out: cannot write to 'case.json/x': Not a directory"),
         ("fuzz --out cut", "--out: 'cut' has another campaign (seed: None there, 0 here;"),
         ("fuzz --database http://x", "--database: expected a folder, got 'http://x'"),
+        ("fuzz --database case.json", "--database: expected a folder, got 'case.json'"),
         ("minimize none.json", "cannot read the case 'none.json': No such file"),
         ("minimize other.json", "other.json: expected a case that 'ddpopt fuzz' wrote"),
         ("minimize fast.json", "expected a mode of torch, whole, ddpopt-split, ddpopt-inline, got 'fast'"),

@@ -14,6 +14,8 @@ def plan(*buckets: str, device: str = "cpu") -> Plan:
 
 
 def test_the_difference_names_ranks_and_parameters_bucket_by_bucket_and_is_cut_short() -> None:
+    few = [plan("ab", "cd"), plan("ab", "dc")]
+    assert plan_difference(few) == "  bucket 1: rank 0: c, d; rank 1: d, c"
     left = [f"{letter}0" for letter in "abcdefghijkl"]
     plans = [plan(*left), plan(*(name[::-1] for name in left)), plan(*left), plan("abcdefghi")]
     expecttest.assert_expected_inline(

@@ -69,7 +69,8 @@ class Cut:
     def rejections(self, mutant: Mutant) -> list[tuple[str, ...]]:
         """What is said of some edits; those that are accepted change nothing that can be seen."""
         found = []
-        for number in _some(len(list(mutant.edits(self.stitched())))):
+        count = len(list(mutant.edits(self.stitched())))
+        for number in range(0, count, max(1, -(-count // EACH))):
             stitched = self.stitched()
             mutant.apply(stitched, lambda _, number=number: number)  # type: ignore[misc]
             found.append(self.violations(stitched))
@@ -78,10 +79,6 @@ class Cut:
                 recompile(stitched)
                 Effects(stitched, self.traced.inputs).assert_equal(self.effects)
         return list(filter(None, found))
-
-
-def _some(count: int) -> range:
-    return range(0, count, max(1, -(-count // EACH)))
 
 
 @functools.cache
