@@ -32,14 +32,6 @@ class Net(nn.Module):
         return x
 
 
-class Tied(Net):
-    """The first layer and the last one share their weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[2].weight = self.layers[0].weight
-
-
 class Broken(Net):
     """The same in two graphs."""
 
@@ -51,12 +43,11 @@ class Broken(Net):
         return out
 
 
-class TiedAndBroken(Broken):
-    """A weight is read in both graphs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[2].weight = self.layers[0].weight
+def tied(factory: Callable[[], Net]) -> Net:
+    """The first layer and the last one share their weight."""
+    model = factory()
+    model.layers[2].weight = model.layers[0].weight
+    return model
 
 
 class ViewLeaves(Net):
@@ -108,17 +99,13 @@ class Scaled(torch.autograd.Function):
         return gradient * scale, scale * 0.1 if ctx.decays else None, None
 
 
-class WithoutGradient(Net):
+class WithoutGradient(Scaling):
     """A parameter that the graph reads, and for which its backward has no gradient."""
 
     decays = False
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.full((WIDTH,), 2.0))
-
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = Scaled.apply(super().forward(x), self.scale, self.decays)  # type: ignore[no-untyped-call]
+        out: Tensor = Scaled.apply(Net.forward(self, x), self.scale, self.decays)  # type: ignore[no-untyped-call]
         return out
 
 

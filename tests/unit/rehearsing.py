@@ -25,9 +25,22 @@ class Linears(nn.Module):
         self.order = order or tuple(range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
-        for index in self.order:
+        return self.run(self.order, x)
+
+    def run(self, order: tuple[int, ...], x: Tensor) -> Tensor:
+        for index in order:
             x = self.layers[index](x).relu()
         return x
+
+
+class Broken(Linears):
+    """The same in two graphs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        middle = len(self.order) // 2
+        x = self.run(self.order[:middle], x)
+        torch._dynamo.graph_break()
+        return self.run(self.order[middle:], x)
 
 
 def rows(width: int = WIDTH) -> Tensor:

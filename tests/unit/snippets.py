@@ -123,13 +123,6 @@ def scalar(m: Model, x: Tensor, scale: float) -> Tensor:
     return out
 
 
-def item(m: Model, x: Tensor) -> Tensor:
-    count = (x > 0).sum().item()
-    y = m.layers[0](x) * count
-    out: Tensor = m.layers[1](y) + count
-    return out
-
-
 def data_dependent_size(m: Model, x: Tensor) -> Any:
     rows = (x[:, 0] > 0).nonzero().squeeze(-1)
     y = m.layers[0](x[rows])
@@ -225,7 +218,7 @@ class Snippet:
 OWN = (
     named_tuple, nested_autocast, grad_mode_spans, views_without_grad, mutated_views_without_grad,
     inputs_that_no_grad_returns, written_without_grad, outputs_without_grad, outputs_of_all_kinds, branches,
-    data_dependent_size, item, reshaped_in_place, early_readers_without_gradient,
+    data_dependent_size, reshaped_in_place, early_readers_without_gradient,
     taken_again_for_a_transform, gradient_turned_round,
 )  # fmt: skip
 

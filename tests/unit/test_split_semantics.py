@@ -13,10 +13,15 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import ddpopt
+from ddpopt.errors import CertificateError
+from ddpopt.planning import cut_points
+from ddpopt.proof.certificate import certify
 from ddpopt.ranks.group import one_rank
+from ddpopt.split.partition import partition
 from ddpopt.testing.drawn import BLOCKS, DrawnModel, step
 from tests.property import stepping
 from tests.unit.snippets import Reversed
+from tests.unit.tracing import cut_before, parameter_names, trace
 
 WIDTH = 8
 CAP = WIDTH * WIDTH * 4 / 2**20
@@ -268,6 +273,27 @@ def test_what_is_done_in_place_is_seen_where_eager_sees_it(body: Any) -> None:
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         found = trained(model, partial(ddpopt.compile, backend="aot_eager", strategy="split"))
     assert [n for n, (a, b) in enumerate(zip(expected, found, strict=True)) if not torch.equal(a, b)] == []
+
+
+FORBIDDING = (
+    cut_points._redescribed, cut_points._taken_again,
+    cut_points._shown_otherwise, cut_points.up_to_last_write,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_the_proof_rejects_each_cut_that_planning_forbids_for_what_is_in_place(body: Any) -> None:
+    traced = trace(Between(body), torch.randn(WIDTH, WIDTH), torch.randn(WIDTH, WIDTH))
+    names = parameter_names(traced.gm, traced.inputs, traced.specs)
+    found = cut_points.Body(traced.gm.graph)
+    for node, why in zip(
+        found.nodes, found.blocked(span for find in FORBIDDING for span in find(found)), strict=True
+    ):
+        if why is not None:
+            plan = cut_before(traced.gm, node.name)
+            with pytest.raises(CertificateError):
+                certify(traced.gm, partition(traced.gm, plan), plan, names)
 
 
 def trained(model: nn.Module, wrap: Callable[[DistributedDataParallel], Any]) -> list[Tensor]:

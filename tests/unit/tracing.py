@@ -1,7 +1,6 @@
 """Helpers of the unit tests: what Dynamo makes of a module, and a backend that notes what it compiles."""
 
 import itertools
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,34 +77,10 @@ def trace(model: nn.Module, *inputs: Any, **options: Any) -> Traced:
     return traced
 
 
-def written(gm: fx.GraphModule) -> str:
-    """A graph as short text: its inputs, then one line for each node that computes something."""
-    lines: list[str] = []
-    for node in gm.graph.nodes:
-        args = [*map(str, node.args), *(f"{key}={value}" for key, value in node.kwargs.items())]
-        if node.op == "output":
-            lines.append(f"return {node.args[0]}")
-        elif node.op == "call_method":
-            lines.append(f"{node.name} = {args[0]}.{node.target}({', '.join(args[1:])})")
-        elif node.op not in ("placeholder", "get_attr"):
-            callee = getattr(node.target, "__name__", node.target)
-            lines.append(f"{node.name} = {callee}({', '.join(args)})")
-    inputs = [node.name for node in gm.graph.find_nodes(op="placeholder")]
-    lines.insert(0, f"({', '.join(inputs)})")
-    return _MANGLED.sub(r"\1.\2", "\n".join(lines))
-
-
-def written_segments(stitched: fx.GraphModule) -> str:
-    """The stitched graph and each of its segments as text."""
-    parts = [f"stitched{written(stitched)}"]
-    for name, module in stitched.named_children():
-        if name.startswith("segment_") and isinstance(module, fx.GraphModule):
-            parts.append(f"{name}{written(module)}")
-    return "\n\n".join(parts)
-
-
-_MANGLED = re.compile(r"l_(?:self|fn)_modules_(\w+?)_(?:parameters|buffers)_([a-z]+)_\b")
-"""What Dynamo makes of ``self.<module>.<parameter>``."""
+def written(gm: fx.GraphModule) -> list[str]:
+    """What a graph calls, in order, and returns, each with the nodes that it reads."""
+    nodes = (node for node in gm.graph.nodes if node.op.startswith("call") or node.op == "output")
+    return [f"{node.name}({', '.join(map(str, node.all_input_nodes))})" for node in nodes]
 
 
 def cut_before(gm: fx.GraphModule, *openers: str) -> Plan:

@@ -1,15 +1,10 @@
 """Tests of `benchmarks.alignment_rows` and of the arguments in `benchmarks.alignment_run`."""
 
-from typing import Any
-
 import pytest
-import torch
-from torch import nn
 
 from benchmarks.alignment_rows import Cell, row
-from benchmarks.alignment_run import Buckets, Outcome, caps_of, ddp_arguments
+from benchmarks.alignment_run import Buckets, Outcome
 from ddpopt.gate.overlap import BucketLaunch, Measurement
-from ddpopt.testing import Case
 
 PLANNED: Buckets = (("b",), ("a",))
 
@@ -24,12 +19,6 @@ def measurement(potential: float, *buckets: Buckets) -> Measurement:
 def split_cell(*answers: Outcome, eager: float = 0.5) -> Cell:
     base = [Outcome(measurement(eager)) for _ in answers]
     return row("gpt", "1", {"eager": base, "split": answers}).cells["split"]
-
-
-def case(**ddp_kwargs: Any) -> Case:
-    return Case(
-        "c", lambda: nn.Linear(1, 1), lambda *_: ((torch.ones(1),), {}), "about", ddp_kwargs=ddp_kwargs
-    )
 
 
 GOOD = Outcome(measurement(0.5, PLANNED, PLANNED), 3, PLANNED)
@@ -52,12 +41,3 @@ def test_the_slowest_rank_counts_and_less_than_98_percent_other_buckets_or_a_cra
 ) -> None:
     cell = split_cell(*answers)
     assert (cell.ratio, cell.problems) == (ratio, problems)
-
-
-def test_a_cap_takes_the_place_of_the_cases_own_and_only_a_case_that_sets_one_keeps_it() -> None:
-    limited = case(bucket_cap_mb_list=[3, 1], static_graph=True)
-    assert ddp_arguments(limited, "0.3") == {"static_graph": True, "bucket_cap_mb": 0.3}
-    assert ddp_arguments(limited, "default") == {"static_graph": True}
-    assert ddp_arguments(limited, "own") == limited.ddp_kwargs
-    assert caps_of(limited, ("1",)) == ("1", "own")
-    assert caps_of(case(), ("1",)) == ("1",)

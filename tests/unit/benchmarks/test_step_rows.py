@@ -4,19 +4,36 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.report import Claim
 from benchmarks.step_modes import MODES
 from benchmarks.step_rank import Figures
 from benchmarks.step_rows import claims, limit, rows
-from tests.unit.step_figures import PARTS, figures
+
+PARTS = {
+    "forward": 2.0,
+    "backward": 4.0,
+    "update": 1.0,
+    "first_bucket": 0.25,
+    "comm": 9.0,
+    "last_bucket": 1.5,
+}
+"""A step of at least 13 seconds."""
 
 
-def asked_of(found: Figures) -> list[Claim]:
-    return list(claims("gpt", rows(found)))
+def figures(**steps_s: list[float]) -> Figures:
+    samples = len(next(iter(steps_s.values())))
+    return Figures(
+        model="linears",
+        bucket_bytes=[4 * 2**20] * 8,
+        graphs={},
+        steps_s=steps_s,
+        parts={name: [value] * samples for name, value in PARTS.items()},
+        exposed={mode: [0.25] for mode in steps_s},
+        peak_bytes=dict.fromkeys(steps_s, 2 * 2**20),
+    )
 
 
 def short(found: Figures) -> list[tuple[str, str, str]]:
-    return [(c.what, f"{c.found:.3f}", f"{c.limit:.3f}") for c in asked_of(found) if not c.held]
+    return [(c.what, f"{c.found:.3f}", f"{c.limit:.3f}") for c in claims("gpt", rows(found)) if not c.held]
 
 
 def test_a_slow_network_never_rests_and_a_fast_one_has_only_the_last_bucket_left_after_the_backward() -> None:

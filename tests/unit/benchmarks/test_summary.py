@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -46,30 +46,6 @@ def test_all_held_is_exit_code_zero_and_a_measurement_that_left_no_file_fails(
     assert main(["--results", str(tmp_path)]) == 1
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "not measured" in line)
     assert "compile" in line
-
-
-def test_what_is_not_measured_anew_stays_in_the_summary_of_that_name_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    store(tmp_path, GOOD)
-    assert main(["--results", str(tmp_path), "--store", "cpu"]) == 0
-    (kept,) = (section for section in stored(tmp_path)["cpu"] if section.name == "step")
-    (tmp_path / "step.json").unlink()
-    store(tmp_path, {"planning": replace(GOOD["planning"], conditions={"date": "later"})})
-    capsys.readouterr()
-    assert main(["--results", str(tmp_path), "--store", "cpu"]) == 0
-    assert "not measured" not in capsys.readouterr().out
-    sections = {section.name: section for section in stored(tmp_path)["cpu"]}
-    assert sections["step"] == kept
-    assert sections["planning"].conditions == {"date": "later"}
-    assert main(["--results", str(tmp_path), "--store", "another"]) == 1
-
-
-def test_a_file_of_something_else_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "step.json").write_text("{}")
-    assert main(["--results", str(tmp_path)]) == 2
-    said = " ".join(capsys.readouterr().out.split())
-    assert "expected what `python -m benchmarks.step --json` writes, got KeyError: 'name'" in said
 
 
 def test_each_fraction_in_the_tables_of_the_documentation_is_a_stored_figure() -> None:

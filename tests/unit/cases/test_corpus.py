@@ -174,10 +174,7 @@ def test_a_target_that_cannot_be_used_is_answered_with_what_to_do(target: Any, m
 
 @pytest.mark.parametrize(
     ("source", "message"),
-    [
-        ("1 / 0", "ZeroDivisionError: division by zero"),
-        ("import sys; sys.exit(0)", "SystemExit: 0"),
-    ],
+    [("1 / 0", "ZeroDivisionError: division by zero"), ("import sys; sys.exit(0)", "SystemExit: 0")],
 )
 def test_a_module_that_fails_to_import_is_told_from_one_that_is_missing(
     source: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -85,14 +85,6 @@ def test_when_the_decision_fails_the_forward_raises_and_the_module_has_its_own_r
     step(ddp)
 
 
-def test_without_a_plan_the_module_has_its_own_reducer_again() -> None:
-    ddp = towers()
-    own = ddp.reducer, ddp.logger
-    defer(ddp, lambda: None)
-    step(ddp)
-    assert (ddp.reducer, ddp.logger, imposed_plan(ddp)) == (*own, None)
-
-
 def test_a_forward_that_raises_leaves_the_decision_to_the_next_one() -> None:
     ddp = towers()
     plan = arbitrary_plan(ddp, 1)

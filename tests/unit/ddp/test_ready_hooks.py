@@ -61,10 +61,6 @@ def buckets(ddp: DistributedDataParallel) -> list[tuple[str, ...]]:
     return seen
 
 
-def assert_each_once(seen: list[tuple[str, ...]]) -> None:
-    assert len({name for names in seen for name in names}) == sum(map(len, seen)) == 11
-
-
 @pytest.mark.parametrize(("take_over", "static_graph"), [(False, False), (True, False), (True, True)])
 def test_the_reducer_hears_of_each_gradient_once(take_over: bool, static_graph: bool) -> None:
     ddp: Any = DistributedDataParallel(Tower(), bucket_cap_mb=1e-4, static_graph=static_graph)
@@ -75,7 +71,7 @@ def test_the_reducer_hears_of_each_gradient_once(take_over: bool, static_graph: 
         seen.clear()
         assert not take_over or hooks.take_over()
         assert same([step(ddp)], [expected])
-        assert_each_once(seen)
+        assert len({name for names in seen for name in names}) == sum(map(len, seen)) == 11
 
 
 def test_another_reducer_is_taken_over_anew(ddp: Any) -> None:

@@ -47,17 +47,6 @@ def test_a_hundred_steps_hold_on_to_nothing(arguments: dict[str, Any], unsynchro
     assert len(set(counts[5:])) == 1
 
 
-def test_a_backward_that_did_not_finish_is_noticed_as_in_plain_ddp() -> None:
-    def message(ddp: Any) -> str:
-        torch.autograd.backward(ddp(torch.ones(2, 6), use_optional=False).sum())
-        with ddp.no_sync(), pytest.raises(RuntimeError) as caught:
-            ddp(torch.ones(2, 6))
-        return str(caught.value)
-
-    assert message(planned()) == message(towers())
-    assert "Expected to have finished reduction in the prior iteration" in message(planned())
-
-
 def test_what_ddp_logs_is_the_same_but_for_the_buckets_also_of_what_was_set_after_construction() -> None:
     ddp, plain = (towers(gradient_as_bucket_view=True, bucket_cap_mb=3) for _ in range(2))
     for module in (ddp, plain):

@@ -82,11 +82,7 @@ AT_TIMES = Unused("w", ((0, 1),), always=False)
         ((), {"find_unused_parameters": True}, [("options", Weight.SLOW)]),
         ((NEVER,), {}, [("parameters", Weight.WRONG)]),
         ((NEVER,), {"static_graph": True}, [("parameters", Weight.SLOW)]),
-        (
-            (NEVER,),
-            {"find_unused_parameters": True},
-            [("parameters", Weight.SLOW), ("options", Weight.SLOW)],
-        ),
+        ((NEVER,), {"find_unused_parameters": True}, [("parameters", Weight.SLOW), ("options", Weight.SLOW)]),
         ((ON_RANK_1,), {"find_unused_parameters": True}, [("parameters", Weight.NOTE)]),
         ((ON_RANK_1,), {"static_graph": True}, [("parameters", Weight.NOTE)]),
         ((AT_TIMES,), {"static_graph": True}, [("parameters", Weight.WRONG)]),

@@ -30,8 +30,9 @@ from ddpopt.planning.plan import Plan
 from ddpopt.planning.regions import Planned, plan_for_reducer
 from ddpopt.planning.strategy import Strategy
 from ddpopt.split.partition import partition
+from ddpopt.testing import drawn
 from tests.multigpu.turns import in_turn
-from tests.unit.rehearsing import Linears, marked
+from tests.unit.rehearsing import Broken, Linears, marked
 from tests.unit.tracing import Recorder
 
 pytestmark = [
@@ -49,17 +50,6 @@ class Net(Linears):
 
     def __init__(self) -> None:
         super().__init__(WIDTH, 4)
-
-
-class Broken(Net):
-    """The same with a graph break in the middle."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, second, third, fourth = self.layers
-        x = second(first(x).relu()).relu()
-        torch._dynamo.graph_break()
-        out: Tensor = fourth(third(x).relu()).relu()
-        return out
 
 
 def seeded(factory: Callable[[], nn.Module]) -> nn.Module:
@@ -95,8 +85,15 @@ def same(left: list[Tensor], right: list[Tensor]) -> bool:
     return all(torch.equal(a, b) and a.stride() == b.stride() for a, b in pairs)
 
 
-def eager(ddp: DistributedDataParallel) -> DistributedDataParallel:
-    return ddp
+def assert_as_eager(
+    trained: Callable[[Callable[[Any], Any]], list[list[Tensor]]], strategy: Strategy
+) -> None:
+    """Steps of training, told how to wrap a module, are the same compiled as in eager, bit by bit."""
+    with torch._dynamo.config.patch(optimize_ddp=False):  # which fails at caps below 1 MiB
+        expected = trained(lambda ddp: ddp)
+    torch._dynamo.reset()
+    found = trained(functools.partial(ddpopt.compile, backend="aot_eager", strategy=strategy))
+    assert all(map(same, found, expected))
 
 
 def assert_trains_as_eager(
@@ -298,7 +295,6 @@ def compiled_in_place() -> nn.Module:
 
 
 INNER: dict[str, Callable[[], nn.Module]] = {
-    "broken into two graphs": Broken,
     "compiled by its class": CompiledByClass,
     "compiled in place": compiled_in_place,
     "compiled already": lambda: cast(nn.Module, torch.compile(seeded(Net), backend="aot_eager")),
@@ -312,45 +308,37 @@ INNER: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize(("inner", "strategy"), in_turn([(inner,) for inner in INNER], STRATEGIES))
 def test_whatever_the_module_inside_is_it_trains_as_in_eager(inner: str, strategy: Strategy) -> None:
     def trained(wrap: Callable[[Any], Any]) -> list[list[Tensor]]:
-        ddp = ddp_of(lambda: seeded(INNER[inner]))
-        call = wrap(ddp)
+        call = wrap(ddp := ddp_of(lambda: seeded(INNER[inner])))
         return [step(call, ddp, rows(seed=number)) for number in range(2)]
 
-    with torch._dynamo.config.patch(optimize_ddp=False):  # which fails at caps below 1 MiB
-        eager = trained(lambda ddp: ddp)
-    torch._dynamo.reset()
-    found = trained(lambda ddp: ddpopt.compile(ddp, backend="aot_eager", strategy=strategy))
-    assert all(map(same, found, eager))
+    assert_as_eager(trained, strategy)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_forward_with_computed_parameters_is_eagers(strategy: Strategy) -> None:
-    found = []
-    for wrap in (eager, functools.partial(ddpopt.compile, backend="aot_eager", strategy=strategy)):
-        torch._dynamo.reset()
-        ddp = ddp_of()
-        call = wrap(ddp)
+    def trained(wrap: Callable[[Any], Any]) -> list[list[Tensor]]:
+        call = wrap(ddp := ddp_of())
         (name,) = (name for name, _ in call.named_parameters() if name.endswith("layers.1.weight"))
 
-        def doubled(x: Tensor, call: Any = call, name: str = name) -> Any:
+        def doubled(x: Tensor) -> Any:
             return torch.func.functional_call(call, {name: 2 * call.get_parameter(name)}, x)
 
-        found.append([step(each, ddp, rows()) for each in (call, doubled, call, doubled)])
-    assert all(map(same, *found))
+        return [step(each, ddp, rows()) for each in (call, doubled, call, doubled)]
+
+    assert_as_eager(trained, strategy)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_where_two_ddp_modules_reduce_one_gradient_the_outer_one_has_the_last_word(strategy: Any) -> None:
-    found = []
-    for wrap in (eager, functools.partial(ddpopt.compile, backend="aot_eager", strategy=strategy)):
-        torch._dynamo.reset()
+    def trained(wrap: Callable[[Any], Any]) -> list[list[Tensor]]:
         inner = ddp_of()
         outer = DistributedDataParallel(nn.Sequential(inner, seeded(Net)), bucket_cap_mb=ONE_LAYER_MB)
         inner.register_comm_hook(0.5, marked)
         outer.register_comm_hook(0.25, marked)
         call = wrap(outer)
-        found.append([step(call, outer, rows()) for _ in range(3)])
-    assert all(map(same, *found))
+        return [step(call, outer, rows()) for _ in range(3)]
+
+    assert_as_eager(trained, strategy)
 
 
 @pytest.mark.parametrize(
@@ -363,7 +351,9 @@ def test_fullgraph_is_about_the_module_inside(factory: Callable[[], nn.Module], 
     assert_trains_as_eager(call, ddp, eager, steps=2)
     assert recorder.calls
     with pytest.raises(torch._dynamo.exc.Unsupported):
-        ddpopt.compile(ddp_of(Broken), backend="eager", strategy=strategy, fullgraph=True)(rows())
+        ddpopt.compile(ddp_of(lambda: Broken(WIDTH, 4)), backend="eager", strategy=strategy, fullgraph=True)(
+            rows()
+        )
 
 
 @pytest.mark.parametrize("options", [{}, {"fullgraph": True}], ids=str)
@@ -410,18 +400,6 @@ def test_a_copy_is_compiled_too(factory: Callable[[], nn.Module], copied: Any, s
         ]
 
 
-# ---------------------------------------------------------------------------------------- explain
-
-
-def test_explain_names_ddpopt_as_the_reason_for_its_breaks() -> None:
-    ddp = ddp_of()
-    with ddpopt.replacing_ddp_optimizer():
-        found = torch._dynamo.explain(ddp)(rows())
-    reasons = [reason.reason for reason in found.break_reasons]
-    assert found.graph_break_count == len(reasons) == found.graph_count - 1
-    assert all(reason.startswith("ddpopt cuts here so that DDP can overlap: bucket ") for reason in reasons)
-
-
 # ------------------------------------------------------------------------------------- whose buckets
 
 
@@ -461,29 +439,18 @@ def test_a_plan_that_is_in_force_already_is_followed() -> None:
     assert recorder.calls == len(plan.segments) == 2
 
 
-class Attention(nn.Module):
-    """Holds a composite call, which is traced while it is planned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.attention = nn.MultiheadAttention(WIDTH, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        return self.attention(x, x, x, need_weights=False)[0]  # type: ignore[no-any-return]  # of torch
+ATTENTION = (drawn.step("linear"), drawn.step("multihead_attention"))
+attentive = drawn.DrawnModel(ATTENTION, width=WIDTH).program.model
+"""Holds a composite call, which is traced while it is planned."""
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_first_forward_may_run_inside_a_checkpoint(strategy: Any) -> None:
-    eager, ddp = ddp_of(Attention), ddp_of(Attention)
-    compiled = ddpopt.compile(ddp, backend="aot_eager", strategy=strategy)
+    def trained(wrap: Callable[[Any], Any]) -> list[list[Tensor]]:
+        call = functools.partial(checkpoint, wrap(ddp := ddp_of(attentive)), use_reentrant=False)
+        return [step(call, ddp, rows()) for _ in range(2)]
 
-    def recomputed(model: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda x: checkpoint(model, x, use_reentrant=False)
-
-    for _ in range(2):
-        assert same(step(recomputed(compiled), ddp, rows()), step(recomputed(eager), eager, rows()))
+    assert_as_eager(trained, strategy)
 
 
 # --------------------------------------------------------------------------------- compiled only as needed
@@ -532,16 +499,6 @@ def test_numbers_that_cannot_become_tensors_are_constants_of_the_compiled_code()
         numbers = (0.25 + number / 8, 1 - number / 4)
         assert same(step(compiled, ddp, rows(), *numbers), step(eager, eager, rows(), *numbers))
     assert graphs_compiled() == 4
-
-
-def test_later_graphs_are_cut_where_the_buckets_in_force_complete() -> None:
-    ddp, recorder = ddp_of(), Recorder()
-    call = ddpopt.compile(ddp, backend=recorder, strategy="split")
-    step(call, ddp, rows(3))
-    plan, calls = plan_in_force(ddp), recorder.calls
-    step(call, ddp, rows(6))
-    assert plan_in_force(ddp) is plan
-    assert recorder.calls == 2 * calls
 
 
 @pytest.mark.parametrize(

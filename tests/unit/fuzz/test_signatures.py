@@ -43,10 +43,7 @@ def unequal(level: str, parameter: str) -> Finding:
             "TorchRuntimeError: fake: got RuntimeError('size') (z.py:2 in h)",
             "error: RuntimeError in z.py in h",
         ),
-        (
-            "ValueError: no (<drawn_0123456789ab>:7 in forward)",
-            "error: ValueError in the model in forward",
-        ),
+        ("ValueError: no (<drawn_0123456789ab>:7 in forward)", "error: ValueError in the model in forward"),
         (
             "RuntimeError: no storage (<eval_with_key>.27:10 in forward)",
             "error: RuntimeError in the compiled code in forward",

@@ -33,10 +33,7 @@ def test_every_figure_is_compared() -> None:
         ),
         ({"gpt": CASE}, [("tied", "", "case: there before, missing now")]),
         ({**FIGURES, "new": CASE}, [("new", "", "case: not in the baseline before, there now")]),
-        (
-            {**FIGURES, "gpt": {"plan": PLAN}},
-            [("gpt", "ddpopt-inline", "mode: there before, missing now")],
-        ),
+        ({**FIGURES, "gpt": {"plan": PLAN}}, [("gpt", "ddpopt-inline", "mode: there before, missing now")]),
     ],
 )
 def test_a_change_says_from_what_to_what(now: Figures, said: list[tuple[str, str, str]]) -> None:

@@ -115,11 +115,7 @@ def test_a_new_baseline_keeps_what_was_asked_for(tmp_path: Path, monkeypatch: py
     ],
 )
 def test_targets_alone_are_measured_and_update_adds_them_and_leaves_the_rest(
-    words: str,
-    due: tuple[str, ...],
-    targets: tuple[str, ...],
-    file: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    words: str, due: tuple[str, ...], targets: tuple[str, ...], file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = measuring(monkeypatch, {**FIGURES, "linear8": CASE})
     result = run("--baseline", str(file), *words.split())

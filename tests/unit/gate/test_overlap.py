@@ -13,6 +13,7 @@ from ddpopt.gate.overlap import (
     measure,
     overlap_potential,
 )
+from ddpopt.testing.drawn import DrawnModel, step
 
 CAP_OF_ONE_LAYER_MB = 64 * 64 * 4 / 2**20
 
@@ -20,17 +21,6 @@ CAP_OF_ONE_LAYER_MB = 64 * 64 * 4 / 2**20
 def layers(count: int) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(count)))
-
-
-class Scale(nn.Module):
-    """One weight of any dtype; torch warns where a ready-made module becomes complex."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(0.1, 1.0, 16).to(dtype))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * x
 
 
 def test_buckets_weigh_by_their_bytes() -> None:
@@ -73,15 +63,16 @@ def test_the_buckets_of_every_iteration_are_seen_by_name(static_graph: bool) -> 
 
 
 @pytest.mark.usefixtures("one_rank_group")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64])
-def test_the_hook_gives_the_gradients_of_ddp(dtype: torch.dtype) -> None:
+def test_the_hook_gives_the_gradients_of_ddp_of_each_dtype() -> None:
+    program = DrawnModel((step("complex_gain"), step("bfloat16_linear"), step("linear"))).program
     gradients = []
     for hooked in (False, True):
-        ddp = DistributedDataParallel(Scale(dtype))
+        ddp = DistributedDataParallel(program.model())
         if hooked:
             Recorder(ddp).begin()
-        ddp(torch.full((16,), 0.3, dtype=dtype)).abs().sum().backward()
-        gradients.append(ddp.module.weight.grad)
+        inputs, _ = program.inputs()
+        torch.autograd.backward(program.loss(ddp(*inputs)))
+        gradients.append([parameter.grad for parameter in ddp.parameters()])
     torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
@@ -21,7 +20,7 @@ from ddpopt.planning.bucket_rule import ParamSpec
 from ddpopt.planning.facts import GraphFacts, ParamUse
 from ddpopt.planning.plan import Bucket
 from ddpopt.planning.strategy import why_not_inline
-from tests.unit.tracing import Recorder
+from tests.unit.tracing import Recorder, written
 
 pytestmark = pytest.mark.usefixtures("one_rank_group", "fresh_dynamo")
 
@@ -69,12 +68,6 @@ def rows() -> Tensor:
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 
 
-def body(gm: fx.GraphModule) -> str:
-    """A graph's calls, in order, each with the nodes it reads."""
-    calls = (node for node in gm.graph.nodes if node.op.startswith("call"))
-    return "\n".join(f"{node.name}({', '.join(n.name for n in node.all_input_nodes)})" for node in calls)
-
-
 # ------------------------------------------------------------------------------------------ the graphs
 
 
@@ -82,28 +75,9 @@ def test_the_backward_graph_hands_a_buckets_gradients_over_where_the_last_comple
     compiler = Compiler()
     train(Two(), compiler)
     (graph,) = compiler.backwards
-    assert_expected_inline(
-        body(graph),
-        """\
-t_2(t_1)
-mm(tangents_1, t_2)
-t_3(tangents_1)
-mm_1(t_3, relu)
-t_4(mm_1)
-sum_1(tangents_1)
-view(sum_1)
-t_5(t_4)
-hand_over(view, t_5)
-detach_1(detach)
-threshold_backward(mm, detach_1)
-t_6(threshold_backward)
-mm_2(t_6, primals_3)
-t_7(mm_2)
-sum_2(threshold_backward)
-view_1(sum_2)
-t_8(t_7)
-hand_over_1(view_1, t_8)""",
-    )
+    lines = written(graph)
+    assert lines[lines.index("hand_over(view, t_5)") - 1] == "t_5(t_4)"
+    assert lines[-3:-1] == ["t_8(t_7)", "hand_over_1(view_1, t_8)"]
 
 
 def grouped(*uses: tuple[str, int, dict[str, Any]], buckets: Sequence[str]) -> str:

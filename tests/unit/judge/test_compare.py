@@ -10,13 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ddpopt.judge.compare import (
-    Sum,
-    bitwise,
-    communication,
-    contribution,
-    ulps,
-)
+from ddpopt.judge.compare import Sum, bitwise, communication, contribution, ulps
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 

@@ -1,5 +1,6 @@
 """The text of a verdict: in full for one trial, as grids for many, and the verdict last."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,15 +10,7 @@ from ddpopt.explanation.tables import WIDTH
 from ddpopt.judge.report.text import AT_MOST, LINES, verdict_text
 from ddpopt.judge.report.wording import headline, worst_first
 from ddpopt.judge.verdict import Location, Measured, Verdict
-from tests.unit.verdicts import (
-    EVERY,
-    all_kinds,
-    broken_trial,
-    location,
-    ok_trial,
-    verdict,
-    wrong_trial,
-)
+from tests.unit.verdicts import EVERY, all_kinds, broken_trial, location, ok_trial, verdict, wrong_trial
 
 
 def test_one_wrong_trial_says_what_and_where() -> None:
@@ -67,8 +60,11 @@ WRONG: pkg.module:model on 2 ranks: 2 findings; 1 trial: 1 wrong""",
 
 
 def test_trials_of_every_kind() -> None:
+    text = verdict_text(replace(all_kinds(), location=None))
+    before, wrong, after = re.split("(?=W1: wrong|B1: broken)", text)  # what is wrong is as above
+    assert "\n  - pkg.module:model: ddpopt-split / default, aot_eager: L0: layers.0.weight:" in wrong
     assert_expected_inline(
-        verdict_text(replace(all_kinds(), location=None)),
+        before + after,
         """\
 torch 2.13.0; ddpopt 0.1.0; python 3.11.2; device cpu; platform Linux
 
@@ -87,16 +83,6 @@ mixed     .   .   .  n1
 
 W wrong, B broken, n not possible, with the number of the reason below; . did
   not run
-
-W1: wrong, 1 trial
-L0 bitwise does not hold: an aot_eager gradient equals eager's in every bit.
-L3 structure does not hold: every planned bucket is reduced exactly once per
-  backward.
-  - pkg.module:model: ddpopt-split / default, aot_eager: L0: layers.0.weight:
-    expected eager's gradient, got one that is 512 ULPs away at [3, 4] (bucket
-    1, rank 1, step 2)
-  - pkg.module:model: ddpopt-split / default, aot_eager: L3: bucket 1 was
-    reduced 2 times in step 2 of rank 0, expected 1
 
 B1: broken, 1 trial
   rank 1 died with signal 9

@@ -8,14 +8,7 @@ import pytest
 
 from ddpopt.errors import InfrastructureError, VerificationError
 from ddpopt.judge.verdict import Measured, Trial, Verdict
-from tests.unit.verdicts import (
-    all_kinds,
-    broken_trial,
-    impossible_trial,
-    ok_trial,
-    verdict,
-    wrong_trial,
-)
+from tests.unit.verdicts import all_kinds, broken_trial, impossible_trial, ok_trial, verdict, wrong_trial
 
 
 @pytest.mark.parametrize(

@@ -154,23 +154,13 @@ def test_an_output_that_is_an_input_has_one_gradient_under_the_inputs_name() -> 
         assert sight.memory()[1] == ()
 
 
-def test_what_code_leaves_autocast_switched_to_is_told() -> None:
-    sight, device = Sight((), nn.Module()), torch.device("cpu")
-    before, dtype = sight.settings(device), torch.get_autocast_dtype("cpu")
-    try:
-        torch.set_autocast_dtype("cpu", torch.float16)
-        assert sight.settings(device) != before
-    finally:
-        torch.set_autocast_dtype("cpu", dtype)
-    assert sight.settings(device) == before
-
-
 @pytest.mark.parametrize(
     ("switch", "left", "before"),
     [
         (torch.use_deterministic_algorithms, True, False),
         (torch.set_float32_matmul_precision, "medium", "highest"),
         (torch.set_warn_always, True, False),
+        (partial(torch.set_autocast_dtype, "cpu"), torch.float16, torch.get_autocast_dtype("cpu")),
     ],
 )
 def test_a_setting_that_is_left_switched_is_told(switch: Any, left: Any, before: Any) -> None:

@@ -322,8 +322,3 @@ def test_what_happens_after_the_block_is_not_told_and_an_observation_is_used_onc
     assert shown(seen) == before
     with pytest.raises(UsageError, match="already used"), seen:
         pass
-
-
-def test_only_ddp_modules_can_be_observed() -> None:
-    with pytest.raises(UsageError):
-        observe(Pair())

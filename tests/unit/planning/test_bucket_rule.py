@@ -1,20 +1,159 @@
-"""The bucket rule by itself, and what it counts of a module."""
+"""The bucket rule against reducers that run: one rank, gloo, real DDP modules with each option."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
+from ddpopt.ddp.reducer_buckets import running_buckets
 from ddpopt.errors import UsageError
-from ddpopt.planning.bucket_rule import ParamSpec, assign_buckets, specs_from_module
+from ddpopt.planning.bucket_rule import (
+    ParamSpec,
+    assign_buckets,
+    initial_buckets,
+    rebuilt_buckets,
+    specs_from_ddp,
+    specs_from_module,
+)
+from ddpopt.planning.limits import BucketConfig
+from ddpopt.testing.drawn import DrawnModel, step
+
+WIDTH = 256  # a weight of 256 KiB and a bias of 1 KiB
+KIB = 2**10
+
+pytestmark = [
+    pytest.mark.usefixtures("one_rank_group"),
+    pytest.mark.filterwarnings("ignore:You passed find_unused_parameters=true:UserWarning"),
+]
 
 
-def params(*nbytes: int, dtype: str = "float32", device: str = "cpu") -> list[ParamSpec]:
-    return [ParamSpec(f"p{place}", size, dtype, device) for place, size in enumerate(nbytes)]
+# ------------------------------------------------------------------------------------------ models
+
+
+def linears(count: int = 6) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(count)))
+
+
+def ignoring(model: nn.Module, *names: str) -> nn.Module:
+    untyped: Any = DistributedDataParallel
+    untyped._set_params_and_buffers_to_ignore_for_model(model, names)
+    return model
+
+
+STEPS = (step("linear"), step("unused"), step("gain"), step("empty"), step("linear"))
+ROOT_PARAMETERS = DrawnModel(STEPS, width=WIDTH)
+"""Parameters of the root module itself, one of them never read."""
+
+
+def with_marker_alone() -> nn.Module:
+    model = linears()
+    for param in model.get_submodule("1").parameters():
+        vars(param)["_ddp_ignored"] = True
+    return model
+
+
+def with_tied_weight_ignored_under_one_name() -> nn.Module:
+    model: Any = linears()
+    model[4].weight = model[0].weight
+    return ignoring(model, "0.weight")
+
+
+# --------------------------------------------------------------------------- what a reducer does
+
+
+def named(buckets: Iterable[Iterable[int]], specs: Sequence[ParamSpec]) -> list[tuple[str, ...]]:
+    return [tuple(specs[place].name for place in bucket) for bucket in buckets]
+
+
+def in_buckets(ddp: Any) -> list[tuple[str, ...]]:
+    return [bucket.params for bucket in running_buckets(ddp)]
+
+
+def assert_buckets_as_predicted(ddp: Any) -> BucketConfig:
+    """Before the first step, and after four; what its limits are."""
+    specs, config = specs_from_ddp(ddp), BucketConfig.from_ddp(ddp)
+    initial = named(initial_buckets(specs, config), specs)
+    assert in_buckets(ddp) == initial
+    ready: list[list[str]] = []
+    param: Any  # torch leaves the hook's registration untyped
+    for name, param in ddp.module.named_parameters():
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(lambda _, name=name: ready[-1].append(name))
+    for _ in range(4):
+        ready.append([])
+        (output,) = tree_leaves(ddp(torch.ones(4, WIDTH)))
+        output.float().square().mean().backward()
+    by_name = {spec.name: spec for spec in specs}
+    seen = ready[1 if config.static_graph else 0]
+    order = [by_name[name] for name in dict.fromkeys([*seen, *by_name]) if name in by_name]
+    assert in_buckets(ddp) == (named(rebuilt_buckets(order, config), order) if config.rebuilds else initial)
+    return config
+
+
+# What models hold is drawn in tests/property/test_reducer.py; here is what DDP may be told of them.
+ROWS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "cap list beside a cap": (linears, {"bucket_cap_mb": 9, "bucket_cap_mb_list": [1, 3, 0.5]}),
+    "cap list and unused": (linears, {"bucket_cap_mb_list": [0.5, 0.25], "find_unused_parameters": True}),
+    "cap list and static graph": (linears, {"bucket_cap_mb_list": [0.5, 0.25], "static_graph": True}),
+    "explicit cap and unused": (
+        ROOT_PARAMETERS.program.model,
+        {"bucket_cap_mb": 0.3, "find_unused_parameters": True},
+    ),
+    "static graph in unused parameter mode": (
+        ROOT_PARAMETERS.program.model,
+        {"bucket_cap_mb": 0.1, "static_graph": True, "find_unused_parameters": True},
+    ),
+    "marker of ignored parameters alone": (with_marker_alone, {"bucket_cap_mb": 0.3}),
+    "tied weight ignored under one name": (with_tied_weight_ignored_under_one_name, {"bucket_cap_mb": 0.3}),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_running_reducer_has_the_parameters_and_buckets_we_predict(row: str) -> None:
+    make, arguments = ROWS[row]
+    ddp: Any = DistributedDataParallel(make(), **arguments)
+    params, sparse = ddp._build_params_for_reducer()
+    named_params, specs = dict(ddp.module.named_parameters()), specs_from_ddp(ddp)
+    assert all(named_params[spec.name] is param for spec, param in zip(specs, params, strict=True))
+    assert [spec.sparse for spec in specs] == sparse
+    assert assert_buckets_as_predicted(ddp) == BucketConfig.from_kwargs(**arguments)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"bucket_cap_mb_list": [0.5, 0.25, 0.125]}])
+def test_limits_that_are_set_elsewhere_are_read(
+    arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DDP_SET_LAST_BUCKET_CAP", "1")
+    monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 300 * KIB)
+    config = assert_buckets_as_predicted(DistributedDataParallel(linears(), **arguments))
+    assert config.small_last_bucket
+    assert arguments or config.rebuilt_limits == (300 * KIB, 25 * 2**20)
+
+
+@pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="DDP itself raises a TypeError when it broadcasts delayed parameters"
+)
+def test_parameters_whose_all_reduce_is_delayed_stand_in_no_bucket() -> None:
+    model = linears()
+    delayed = [(name, param) for name, param in model.named_parameters() if name.startswith(("1.", "2."))]
+    ddp = DistributedDataParallel(
+        model,
+        bucket_cap_mb=0.3,
+        delay_all_reduce_named_params=delayed,
+        param_to_hook_all_reduce=model.get_parameter("0.weight"),
+    )
+    assert specs_from_ddp(ddp) == specs_from_module(model, ignored=[name for name, _ in delayed])
+    assert_buckets_as_predicted(ddp)
 
 
 def test_no_limits_are_a_mistake() -> None:
     with pytest.raises(UsageError) as caught:
-        assign_buckets(params(1), [])
+        assign_buckets([ParamSpec("p", 1, "float32", "cpu")], [])
     assert str(caught.value) == (
         "limits: expected at least one size in bytes, got none; use BucketConfig.rebuilt_limits"
     )
@@ -26,12 +165,3 @@ def test_a_tied_parameter_is_left_out_only_if_all_its_names_are_ignored() -> Non
     under_one_name = specs_from_module(model, ignored=["0.weight"])
     assert [spec.name for spec in under_one_name] == ["0.bias", "0.weight"]
     assert [spec.name for spec in specs_from_module(model, ignored=["0.weight", "1.weight"])] == ["0.bias"]
-
-
-def test_meta_parameters_have_the_bytes_of_real_ones() -> None:
-    with torch.device("meta"):
-        specs = specs_from_module(nn.Linear(10**5, 10**5))
-    assert specs == (
-        ParamSpec("weight", 4 * 10**10, "float32", "meta"),
-        ParamSpec("bias", 4 * 10**5, "float32", "meta"),
-    )

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 from ddpopt.errors import UsageError
 from ddpopt.planning.plan import Plan
-from tests.unit.rehearsing import Linears, rows
+from tests.unit.rehearsing import Broken, rows
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 WIDTH = 128
@@ -38,17 +38,6 @@ class Net(nn.Module):
         for layer in list(self.layers)[:layers]:
             x = nn.functional.dropout(self.norm(layer(x)), 0.5, self.training)
         return x
-
-
-class Broken(Linears):
-    """Two layers with a graph break between them."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, second = self.layers
-        x = first(x)
-        torch._dynamo.graph_break()
-        y: Tensor = second(x)
-        return y
 
 
 def net() -> Net:
@@ -182,11 +171,11 @@ def test_no_weight_is_copied() -> None:
     reason="this torch counts recompilations of a frame together, whoever asked for them",
 )
 def test_the_callers_own_compilations_find_their_limits_untouched() -> None:
-    model = Broken(WIDTH, 2)
-    for _ in range(torch._dynamo.config.recompile_limit + 1):
-        ddpopt.plan(model, rows())
-    counter = CompileCounter()
-    torch.compile(model, backend=counter)(rows())
+    model, counter = Broken(WIDTH, 2), CompileCounter()
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for _ in range(3):
+            ddpopt.plan(model, rows())
+        torch.compile(model, backend=counter)(rows())
     assert counter.frame_count == 2
 
 

@@ -137,13 +137,6 @@ def test_nested_spans_of_one_state_are_kept_together_as_one(
 # -------------------------------------------------------------------------------- programs that write
 
 
-def by_a_view(x: Tensor, _: Tensor, __: Tensor) -> Tensor:
-    value = x + 1.0
-    row = value.view(-1)
-    row *= 0.5
-    return value + 1.0
-
-
 def in_a_buffer(x: Tensor, buffer: Tensor, _: Tensor) -> Tensor:
     value = x + 1.0 + buffer
     buffer.lerp_(x.mean(0), 0.1)
@@ -198,7 +191,6 @@ def parameter_written(x: Tensor, _: Tensor, weight: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("program", "kept"),
     [
-        (by_a_view, dict.fromkeys(("row", "row_1"), WRITES.format("row_1"))),
         (in_a_buffer, dict.fromkeys(("mean", "lerp_"), WRITES.format("lerp_"))),
         (written_first, {}),
         (what_may_write, dict.fromkeys(("same", "between", "other"), MAY_WRITE.format("other"))),

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddpopt.graph.nodes import CHECKPOINT, example_value
 from ddpopt.planning.capture import capture
+from ddpopt.testing.drawn import DrawnModel, Step, step
 
 Body = Callable[["Region", Tensor], Tensor]
 
@@ -98,45 +99,23 @@ def test_a_symbolic_float_is_computed_again_in_each_piece(body: Body, fresh_dyna
     assert not any(isinstance(value, torch.SymFloat) for values in passed for value in values)
 
 
-class Regions(nn.Module):
-    """Blocks of two layers, a checkpointed region each."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(count))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + checkpoint(block, x, use_reentrant=False)
-        return x
+def in_a_checkpoint(*blocks: str) -> Step:
+    return step("checkpointed", body=tuple(map(step, blocks)))
 
 
 @pytest.mark.parametrize(("count", "layers"), [(3, 1.5), (6, 6.9), (9, 3.1)])
 def test_no_bucket_waits_for_more_than_the_layer_that_fills_it(count: int, layers: float) -> None:
     layer = 4 * 8 * 9
-    plan = capture(
-        Regions(count), torch.ones(2, 8), strategy="split", bucket_cap_mb=layers * layer / 2**20
-    ).plan()
+    block = step("residual", body=(in_a_checkpoint("linear", "linear"),))
+    model = DrawnModel((block,) * count).program.model()
+    plan = capture(model, torch.ones(2, 8), strategy="split", bucket_cap_mb=layers * layer / 2**20).plan()
     assert max(bucket.nbytes for bucket in plan.buckets) <= layer * (int(layers) + 1)
-
-
-class Frozen(nn.Module):
-    """A checkpointed region that draws random numbers and trains nothing, in front of layers that train."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = checkpoint(nn.functional.dropout, x, use_reentrant=False)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False)
-        return x
 
 
 @pytest.mark.parametrize(("layers", "regions"), [(1.0, 2), (9.0, 3)])
 def test_a_region_without_gradient_is_written_out_where_the_graph_is_cut(layers: float, regions: int) -> None:
-    graph, pieces = pieces_of(Frozen(), layers)
+    steps = (in_a_checkpoint("dropout"), in_a_checkpoint("linear"), in_a_checkpoint("linear"))
+    graph, pieces = pieces_of(DrawnModel(steps).program.model(), layers)
     assert len(pieces) == regions
     assert [node for node in graph.find_nodes(op="get_attr") if not node.users] == []
     assert None not in [node._dynamo_source for node in graph.find_nodes(op="placeholder")]

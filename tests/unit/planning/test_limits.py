@@ -10,17 +10,7 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.errors import UsageError
-from ddpopt.planning.limits import (
-    DEFAULT_CAP_MB,
-    DEFAULT_FIRST_BUCKET_BYTES,
-    MIB,
-    BucketConfig,
-)
-
-
-def from_unchecked(**arguments: Any) -> BucketConfig:
-    """As a caller without a type checker may call it."""
-    return BucketConfig.from_kwargs(**arguments)
+from ddpopt.planning.limits import DEFAULT_CAP_MB, DEFAULT_FIRST_BUCKET_BYTES, MIB, BucketConfig
 
 
 def stand_in_for_ddp(**attributes: object) -> DistributedDataParallel:
@@ -31,9 +21,7 @@ def test_an_empty_cap_list_is_as_good_as_none() -> None:
     assert BucketConfig.from_kwargs(bucket_cap_mb_list=[]) == BucketConfig.from_kwargs()
 
 
-def test_the_environment_can_ask_for_a_small_last_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DDP_SET_LAST_BUCKET_CAP", "1")
-    assert BucketConfig.from_kwargs().small_last_bucket
+def test_the_environment_asks_for_a_small_last_bucket_with_1_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DDP_SET_LAST_BUCKET_CAP", "true")  # torch, too, knows only "1"
     assert not BucketConfig.from_kwargs().small_last_bucket
 
@@ -73,9 +61,9 @@ NO_SIZE = (
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_a_mistake_is_named_with_what_came_and_what_to_do(arguments: dict[str, object], message: str) -> None:
+def test_a_mistake_is_named_with_what_came_and_what_to_do(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
-        from_unchecked(**arguments)
+        BucketConfig.from_kwargs(**arguments)
 
 
 def test_a_module_outside_ddp_is_refused_with_advice() -> None:

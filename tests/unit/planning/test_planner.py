@@ -42,9 +42,6 @@ BEFORE = use("before", 100, 0)
 HALF = use("half", 10, 2, dtype="bfloat16")
 STREAM = {2: "a stream", 3: "a stream"}
 PLANNED: dict[str, tuple[GraphFacts, list[str], list[str]]] = {
-    "buckets come in the order in which backward completes them": (
-        chain(100, 100, 100), ["p2", "p1", "p0"], ["n1", "n2"]
-    ),
     "gradients of one node go smaller first": (
         facts(2, [use("weight", 100, 1), use("bias", 4, 1), BEFORE]), ["bias weight", "before"], ["n1"]
     ),
@@ -61,19 +58,6 @@ PLANNED: dict[str, tuple[GraphFacts, list[str], list[str]]] = {
     ),
     "the last gradient of a dtype does not wait for the end of backward": (
         facts(3, [HALF, use("full", 100, 1), BEFORE]), ["half", "full", "before"], ["n1", "n2"]
-    ),
-    "a cut lies right before the reader that completes the bucket": (
-        facts(7, [use("first", 100, 1), use("second", 100, 4)]), ["second", "first"], ["n4"]
-    ),
-    "a shared parameter is complete after its earliest reader": (
-        facts(4, [use("a", 100, 1), use("shared", 100, 0, 3), use("b", 100, 2)]),
-        ["b", "a", "shared"], ["n1", "n2"],
-    ),
-    "no cut is made where no gradient is left to wait for": (
-        facts(4, [use("a", 100, 2), use("b", 100, 2)]), ["a", "b"], []
-    ),
-    "a cut moves to the front of the nodes that cannot be parted": (
-        facts(5, chain(*[100] * 5).params, STREAM), ["p4", "p3", "p2", "p1", "p0"], ["n1", "n4"]
     ),
     "within nodes that cannot be parted the latest reader still goes first": (
         facts(4, [use("early", 10, 1), use("late", 90, 3), BEFORE], STREAM),
@@ -128,9 +112,6 @@ cut before n2: bucket 0 is complete: no gradient is left to add""",
     )
 
 
-# ------------------------------------------------------------------------------- buckets that are given
-
-
 # ------------------------------------------------------------------------------------- DDP's own buckets
 
 
@@ -139,12 +120,8 @@ def layers(count: int, *sizes: int) -> GraphFacts:
     return chain(3, *(sizes * count), 7, 8)
 
 
-def by_ddps_rule(given: GraphFacts) -> list[tuple[ParamSpec, ...]]:
-    ready = [u.spec for u in reversed(given.params)]
-    return [tuple(ready[i] for i in bucket) for bucket in rebuilt_buckets(ready, CAP_100)]
-
-
 @pytest.mark.parametrize("given", [chain(50, 60, 30, 60, 20), chain(40, 60, 59, 40), layers(8, 60, 15, 20)])
 def test_where_each_node_can_be_cut_our_buckets_are_ddps(given: GraphFacts) -> None:
-    by_ddp = [" ".join(spec.name for spec in bucket) for bucket in by_ddps_rule(given)]
+    ready = [use.spec for use in reversed(given.params)]
+    by_ddp = [" ".join(ready[i].name for i in bucket) for bucket in rebuilt_buckets(ready, CAP_100)]
     assert buckets(plan_graph(given, CAP_100)) == by_ddp

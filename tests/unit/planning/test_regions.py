@@ -3,15 +3,11 @@
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.planning.plan import Plan
-from ddpopt.planning.regions import (
-    Regions,
-    plan_for_reducer,
-)
+from ddpopt.planning.regions import Regions, plan_for_reducer
 from tests.unit.rehearsing import WIDTH, Linears, rows
 from tests.unit.tracing import Traced, trace_all
 
@@ -20,22 +16,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:You passed find_unused_parameters=true:UserWarning"),
 ]
 LAYER_MB = 4 * WIDTH * (WIDTH + 1) / 2**20
-
-
-class Net(Linears):
-    """Four layers that run in a given order, perhaps with a graph break in the middle."""
-
-    def __init__(self, order: tuple[int, ...] = (0, 1, 2, 3), broken: bool = False) -> None:
-        super().__init__(WIDTH, 4, order)
-        self.broken = broken
-
-    def forward(self, x: Tensor) -> Tensor:
-        a, b, c, d = (self.layers[index] for index in self.order)
-        x = b(a(x).relu()).relu()
-        if self.broken:
-            torch._dynamo.graph_break()
-        out: Tensor = d(c(x).relu()).relu()
-        return out
 
 
 def setting(model: nn.Module, **kwargs: Any) -> tuple[DistributedDataParallel, list[Traced]]:
@@ -61,7 +41,7 @@ def layers(plan: Plan) -> list[str]:
 
 
 def test_a_recompilation_takes_the_place_of_the_graph_that_it_replaces() -> None:
-    model = Net()
+    model = Linears(layers=4)
     ddp, first = setting(model)
     model.order = (3, 2, 1, 0)
     second = trace_all(model, rows())
@@ -73,7 +53,7 @@ def test_a_recompilation_takes_the_place_of_the_graph_that_it_replaces() -> None
 
 
 def test_for_ddps_own_buckets_the_graph_is_cut_where_they_complete() -> None:
-    ddp, (graph,) = setting(Net(order=(2, 0, 3, 1)), bucket_cap_mb=2 * LAYER_MB)
+    ddp, (graph,) = setting(Linears(layers=4, order=(2, 0, 3, 1)), bucket_cap_mb=2 * LAYER_MB)
     plan = plan_for_reducer(ddp, None, graph.gm, graph.inputs, "split").plan
     assert layers(plan) == ["1 3", "0 2"]
     assert [cut.before for cut in plan.cuts] == [graph.facts.nodes[4]]
@@ -81,12 +61,9 @@ def test_for_ddps_own_buckets_the_graph_is_cut_where_they_complete() -> None:
 
 
 def test_a_later_graph_that_reads_less_is_cut_for_what_it_reads() -> None:
-    ddp, (graph,) = setting(Net())
+    ddp, (graph,) = setting(Linears(layers=4))
     imposed = joined(ddp, [graph])
     (other,) = trace_all(ddp.module.get_submodule("layers.3"), rows())
     (part,) = trace_all(nn.Sequential(ddp.module.layers[1], ddp.module.layers[2]), rows())
     assert layers(plan_for_reducer(ddp, imposed, other.gm, other.inputs, "split").plan) == ["3"]
-    assert layers(plan_for_reducer(ddp, imposed, part.gm, part.inputs, "split").plan) == [
-        "2",
-        "1",
-    ]
+    assert layers(plan_for_reducer(ddp, imposed, part.gm, part.inputs, "split").plan) == ["2", "1"]

@@ -68,7 +68,8 @@ class Cut:
     def rejections(self, mutant: Mutant) -> list[tuple[str, ...]]:
         """What is said of some edits; those that are accepted change nothing that can be seen."""
         found = []
-        for number in _some(len(list(mutant.edits(self.stitched())))):
+        count = len(list(mutant.edits(self.stitched())))
+        for number in range(0, count, max(1, -(-count // EACH))):
             stitched = self.stitched()
             mutant.apply(stitched, lambda _, number=number: number)  # type: ignore[misc]
             found.append(self.violations(stitched))
@@ -77,10 +78,6 @@ class Cut:
                 recompile(stitched)
                 Effects(stitched, self.traced.inputs).assert_equal(self.effects)
         return list(filter(None, found))
-
-
-def _some(count: int) -> range:
-    return range(0, count, max(1, -(-count // EACH)))
 
 
 @functools.cache
@@ -97,14 +94,10 @@ def rejected(name: str) -> Mapping[str, list[tuple[str, ...]]]:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_right_cut_is_certified(name: str) -> None:
+def test_a_right_cut_is_certified_and_a_broken_one_rejected_unless_nobody_can_see_it(name: str) -> None:
     cut = program(name)
     assert cut.plan.cuts
     assert cut.violations(cut.stitched()) == ()
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_a_broken_cut_is_rejected_unless_nobody_can_see_it(name: str) -> None:
     assert sum(map(bool, rejected(name).values())) > len(MUTANTS) / 2
 
 
@@ -202,21 +195,14 @@ class TestMessages(TestCase):
         cut = program("grad_mode_spans")
         stitched = cut.stitched()
         MUTANTS[0].apply(stitched)
-        with pytest.raises(CertificateError) as caught:
-            certify(cut.traced.gm, stitched, cut.plan, {})
+        violations = cut.violations(stitched)
+        assert {each.partition(":")[0] for each in violations} == {"nodes", "calls", "planned nodes"}
         self.assertExpectedInline(
-            str(caught.value),
+            str(CertificateError(violations[:2])),
             """\
-the cut graph is not the program it was cut from; 9 violation(s):
+the cut graph is not the program it was cut from; 2 violation(s):
   - nodes: node linear is in no segment
   - calls: segment 0, node abs_1: args[0]: expected linear, found l_args_0_
-  - planned nodes: segment 0: expected linear, found abs_1
-  - segment contents: parameter layers.0.weight: complete in no segment, listed in segment 0
-  - segment contents: parameter layers.0.bias: complete in no segment, listed in segment 0
-  - segment contents: parameter layers.2.weight: complete in no segment, listed in segment 1
-  - segment contents: parameter layers.2.bias: complete in no segment, listed in segment 1
-  - segment contents: parameter layers.1.weight: complete in no segment, listed in segment 2
-  - segment contents: parameter layers.1.bias: complete in no segment, listed in segment 2
 This is a bug in ddpopt: please report it with the graph (TORCH_LOGS=graph_code).""",
         )
 
@@ -227,23 +213,15 @@ This is a bug in ddpopt: please report it with the graph (TORCH_LOGS=graph_code)
         by_hand = (*described_as_it_is_later(), *seen_as_a_view(), *written_apart())
         for violation in itertools.chain(*of_cuts, *of_plans, by_hand):
             first.setdefault(violation.partition(":")[0], violation)
-        lines = (first[row.name] for row in INVARIANTS)
+        lines = (first[row.name].replace("l_self_modules_layers_modules_", "") for row in INVARIANTS)
         text = "\n".join(textwrap.fill(line, 100, subsequent_indent="    ") for line in lines)
         self.assertExpectedInline(
             text,
             """\
-inputs: expected l_self_modules_layers_modules_0_parameters_weight_,
-    l_self_modules_layers_modules_0_parameters_bias_, l_args_0_,
-    l_self_modules_layers_modules_1_parameters_weight_,
-    l_self_modules_layers_modules_1_parameters_bias_,
-    l_self_modules_layers_modules_2_parameters_weight_,
-    l_self_modules_layers_modules_2_parameters_bias_, found
-    l_self_modules_layers_modules_0_parameters_bias_,
-    l_self_modules_layers_modules_0_parameters_weight_, l_args_0_,
-    l_self_modules_layers_modules_1_parameters_weight_,
-    l_self_modules_layers_modules_1_parameters_bias_,
-    l_self_modules_layers_modules_2_parameters_weight_,
-    l_self_modules_layers_modules_2_parameters_bias_
+inputs: expected 0_parameters_weight_, 0_parameters_bias_, l_args_0_, 1_parameters_weight_,
+    1_parameters_bias_, 2_parameters_weight_, 2_parameters_bias_, found 0_parameters_bias_,
+    0_parameters_weight_, l_args_0_, 1_parameters_weight_, 1_parameters_bias_, 2_parameters_weight_,
+    2_parameters_bias_
 nodes: node y_1 is in no segment
 nothing added: segment 0, node _enter_autocast_2: is not in the original, and no cut needs it
 order: segment 0, node _enter_autocast: runs after y, which the original runs later

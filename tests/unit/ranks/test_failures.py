@@ -56,44 +56,30 @@ watchdog = RankFailure(
 
 
 @pytest.mark.parametrize(
-    ("failures", "expected", "exit_code"),
+    ("failures", "expected", "exit_code", "of_time_alone"),
     [
-        ([raised], [0], 1),
-        ([raised, left_behind], [0], 1),
-        ([raised, killed], [0, 3], 3),
-        ([left_behind, killed], [3], 3),
-        ([stalled, waiting, left_behind], [4], 3),
-        ([stalled, watchdog], [4], 3),
-        ([stalled, gathering, missing], [4], 3),
+        ([raised], [0], 1, False),
+        ([raised, left_behind], [0], 1, False),
+        ([raised, killed], [0, 3], 3, False),
+        ([left_behind, killed], [3], 3, False),
+        ([stalled, waiting, left_behind], [4], 3, True),
+        ([stalled, watchdog], [4], 3, True),
+        ([stalled, gathering, missing], [4], 3, True),
         # It kept its peer waiting until the peer's collective gave up.
-        ([timed_out, ended], [6], 3),
+        ([timed_out, ended], [6], 3, True),
         # Each waits for another.
-        ([timed_out, ended_waiting], [2, 7], 3),
-        ([waiting, ended_waiting, watchdog], [5, 7, 8], 3),
+        ([timed_out, ended_waiting], [2, 7], 3, True),
+        ([waiting, ended_waiting, watchdog], [5, 7, 8], 3, True),
         # Its peers had all returned.
-        ([left_behind], [1], 3),
+        ([left_behind], [1], 3, True),
     ],
 )
-def test_culprits_are_those_that_failed_of_themselves(
-    failures: list[RankFailure], expected: list[int], exit_code: int
+def test_culprits_failed_of_themselves_and_limits_that_passed_are_told_from_all_else(
+    failures: list[RankFailure], expected: list[int], exit_code: int, of_time_alone: bool
 ) -> None:
     assert [failure.rank for failure in culprits(failures)] == expected
-    assert RanksFailed(failures, size=9).exit_code == exit_code
-
-
-@pytest.mark.parametrize(
-    ("failures", "of_time_alone"),
-    [
-        ([stalled, waiting], True),
-        ([timed_out, ended], True),
-        ([killed, waiting], False),
-        ([raised, left_behind], False),
-    ],
-)
-def test_limits_that_passed_are_told_from_ranks_that_died_or_raised(
-    failures: list[RankFailure], of_time_alone: bool
-) -> None:
-    assert RanksFailed(failures, size=9).of_time_alone == of_time_alone
+    failed = RanksFailed(failures, size=9)
+    assert (failed.exit_code, failed.of_time_alone) == (exit_code, of_time_alone)
 
 
 def test_the_report_shows_what_became_of_the_culprits_and_names_their_peers() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ddpopt.cases import corpus
-from ddpopt.errors import CertificateError, InfrastructureError, PlanMismatchError, UsageError
+from ddpopt.errors import CertificateError, PlanMismatchError, UsageError
 from ddpopt.judge.judging.failing import Failure, failure_of
 from ddpopt.judge.matrix import CASES
 from ddpopt.judge.modes import mode
@@ -18,7 +18,7 @@ from tests.selftest import __main__ as command
 from tests.selftest.clean_runs import AT_LEAST, MODES, clean_runs
 from tests.selftest.defects import DEFECTS
 from tests.selftest.faults import FAULTS, PLACEBOS, Fault
-from tests.selftest.self_test import SelfTest, self_test
+from tests.selftest.self_test import SelfTest
 from tests.selftest.shown import shown_case
 from tests.selftest.sites import NotInjected
 from tests.selftest.trials import died, found_out
@@ -180,28 +180,6 @@ def test_the_command_runs_the_faults_that_are_named_and_exits_with_the_result(
     named = ["a gradient is zeroed", "a gradient is zeroed, where rounding is allowed"]
     assert ([fault.name for fault in asked["faults"]], asked["clean"]) == (named, {})
     assert json.loads(written.read_text())["right"] is not complaint
-
-
-def test_the_command_exits_with_2_for_what_it_cannot_use_and_3_without_ranks(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def without_ranks(*_: Any, **given: Any) -> SelfTest:
-        raise InfrastructureError("no ranks")
-
-    assert command.main(["--faults", "no such fault"]) == 2
-    assert "expected a pattern that some name matches, got 'no such fault'" in capsys.readouterr().err
-    monkeypatch.setattr(command, "self_test", without_ranks)
-    assert command.main([]) == 3
-
-
-def test_ranks_that_cannot_disagree_and_those_of_torchrun_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with pytest.raises(UsageError, match="expected 2 or more, for ranks to disagree, got 1"):
-        self_test(1, faults=(), clean={})
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    with pytest.raises(UsageError, match="run it without torchrun"):
-        self_test(2, faults=(), clean={})
 
 
 # -------------------------------------------------------------------------------------------- its material

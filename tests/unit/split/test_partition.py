@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch import fx, nn
+from torch import fx
 
 from ddpopt.graph.nodes import body_nodes
 from ddpopt.planning.cut_points import blocked_positions
@@ -14,7 +14,7 @@ from ddpopt.split.partition import partition, segment_name
 from tests.graph_builder import GraphBuilder
 from tests.unit.effects import Effects
 from tests.unit.snippets import SNIPPETS
-from tests.unit.tracing import Traced, cut_before, trace, trace_all, written_segments
+from tests.unit.tracing import Traced, cut_before, trace_all, written
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
@@ -76,29 +76,6 @@ def test_a_plan_without_cuts_gives_the_graph_itself_back() -> None:
 # --------------------------------------------------------------------------------------------- structure
 
 
-def test_values_cross_as_inputs_and_outputs_of_segments() -> None:
-    graph = trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), torch.ones(2, 4))
-    assert_expected_inline(
-        written_segments(cut(graph.gm, body_nodes(graph.gm.graph)[2].name)),
-        """\
-stitched(0.weight, 0.bias, l_args_0_, 2.weight, 2.bias)
-segment_0 = segment_0(l_args_0_, 0.weight, 0.bias)
-getitem = getitem(segment_0, 0)
-segment_1 = segment_1(getitem, 2.weight, 2.bias)
-getitem_1 = getitem(segment_1, 0)
-return (getitem_1,)
-
-segment_0(l_args_0_, 0.weight, 0.bias)
-input_1 = linear(l_args_0_, 0.weight, 0.bias)
-input_2 = relu(input_1, inplace=False)
-return (input_2,)
-
-segment_1(input_2, 2.weight, 2.bias)
-input_3 = linear(input_2, 2.weight, 2.bias)
-return (input_3,)""",
-    )
-
-
 def test_the_stitched_module_returns_what_the_original_returned_in_its_structure() -> None:
     builder = GraphBuilder(batch=2, width=4)
     first = builder.method("sin", builder.x)
@@ -126,35 +103,34 @@ def test_a_segment_holds_only_the_attributes_that_it_reads() -> None:
 # ------------------------------------------------------------------------------------- spans of state
 
 
-def test_a_cut_inside_autocast_closes_the_span_and_opens_it_again() -> None:
+def test_values_cross_as_outputs_and_inputs_and_a_span_of_autocast_is_closed_and_opened_again() -> None:
     builder = GraphBuilder(batch=2, width=4)
     handle = builder.enter_autocast()
     product = builder.call(torch.mm, builder.x, builder.parameter("a", "weight", 4, 4))
     again = builder.call(torch.mm, product, builder.parameter("b", "weight", 4, 4))
     builder.exit_autocast(handle)
     gm = builder.finish(builder.method("float", again)).gm
+    stitched = cut(gm, "mm_1")
+    parts = (stitched, segment(stitched, 0), segment(stitched, 1))
     assert_expected_inline(
-        written_segments(cut(gm, "mm_1")),
+        "\n\n".join("\n".join(written(part)) for part in parts),
         """\
-stitched(l_x_, a.weight, b.weight)
-segment_0 = segment_0(l_x_, a.weight)
-getitem = getitem(segment_0, 0)
-segment_1 = segment_1(getitem, b.weight)
-getitem_1 = getitem(segment_1, 0)
-return (getitem_1,)
+segment_0(l_x_, l_self_modules_a_parameters_weight_)
+getitem(segment_0)
+segment_1(getitem, l_self_modules_b_parameters_weight_)
+getitem_1(segment_1)
+output(getitem_1)
 
-segment_0(l_x_, a.weight)
-_enter_autocast = _enter_autocast(cpu, torch.bfloat16, True, None)
-mm = mm(l_x_, a.weight)
-suspended__enter_autocast = _exit_autocast(_enter_autocast)
-return (mm,)
+_enter_autocast()
+mm(l_x_, l_self_modules_a_parameters_weight_)
+suspended__enter_autocast(_enter_autocast)
+output(mm)
 
-segment_1(mm, b.weight)
-_enter_autocast = _enter_autocast(cpu, torch.bfloat16, True, None)
-mm_1 = mm(mm, b.weight)
-_exit_autocast = _exit_autocast(_enter_autocast)
-float_1 = mm_1.float()
-return (float_1,)""",
+_enter_autocast()
+mm_1(mm, l_self_modules_b_parameters_weight_)
+_exit_autocast(_enter_autocast)
+float_1(mm_1)
+output(float_1)""",
     )
 
 

@@ -38,14 +38,7 @@ def compiled(graph: SmallGraph, compiler: CompilerFn, *, share: bool = True) -> 
 # --------------------------------------------------------------------------------------------- counting
 
 
-def test_each_distinct_segment_is_compiled_once_and_shared_by_its_twins() -> None:
-    recorder = Recorder()
-    result = compiled(layers(4, 4, 4, 8, 4), recorder)
-    # the first one's input requires no gradient, so it is nobody's twin
-    assert (result.segments, result.distinct, recorder.calls) == (5, 4, 4)
-
-
-def test_code_is_written_once_for_each_distinct_segment_and_once_for_the_whole(
+def test_each_distinct_segment_is_compiled_and_written_once_and_shared_by_its_twins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     written: list[fx.Graph] = []
@@ -63,7 +56,8 @@ def test_code_is_written_once_for_each_distinct_segment_and_once_for_the_whole(
         return gm.forward
 
     result = compiled(layers(4, 4, 4, 8, 4), compiler)
-    assert (result.segments, len(kept), len(written)) == (5, 4, 4 + 1)
+    # the first one's input requires no gradient, so it is nobody's twin
+    assert (result.segments, result.distinct, len(kept), len(written)) == (5, 4, 4, 4 + 1)
 
 
 def test_a_segment_says_why_the_graph_was_cut_in_front_of_it() -> None:

@@ -18,8 +18,7 @@ def loaded_before() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("named", "ci", "name"),
-    [("", "false", "dev"), ("", "true", "ci"), ("nightly", "true", "nightly")],
+    ("named", "ci", "name"), [("", "false", "dev"), ("", "true", "ci"), ("nightly", "true", "nightly")]
 )
 def test_a_test_draws_its_share_of_the_profiles_examples_and_in_ci_the_same_each_time(
     named: str, ci: str, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -84,10 +84,7 @@ def test_reports_travel_as_text_with_the_place_of_a_skip(pytestconfig: pytest.Co
         ),
         ([["a", "b"]] * 3, []),
         ([["a", "b"], ["a", "b", "b"]], ["  rank 1 has them in another order"]),
-        (
-            [[f"t{n}" for n in range(8)], []],
-            ["  rank 1 lacks 8 of rank 0's 8 tests: t0"],
-        ),
+        ([[f"t{n}" for n in range(8)], []], ["  rank 1 lacks 8 of rank 0's 8 tests: t0"]),
     ],
 )
 def test_what_ranks_collected_differently_is_named_by_rank(
