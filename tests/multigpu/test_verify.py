@@ -197,7 +197,6 @@ def test_a_rank_that_compiles_for_longer_than_its_peers_wait_is_nothing_wrong() 
         trial = judge(reference, mode("whole"), slow_on_one_rank)
     assert (trial.status, trial.findings) == (Status.BROKEN, ())
     assert trial.reason.startswith("no rank failed of itself: each waited for another in a collective")
-    assert "Timed out" in trial.reason
 
 
 @pytest.mark.world_size(2)
@@ -210,8 +209,9 @@ def test_a_rank_that_gets_through_does_not_leave_its_peer_waiting_and_that_is_wr
     with eager(PLAIN, steps=1, collective_limit_s=60.0) as reference:
         trial = judge(reference, mode("whole"), "eager", tamper=unsynchronised)
     others = [rank for rank in range(torch.distributed.get_world_size()) if rank != 1]
-    assert (trial.status, [found.rank for found in trial.findings]) == (Status.WRONG, others)
-    assert "closed" in trial.findings[0].message
+    # what gloo says of a peer that has gone depends on who notices first, and is nobody's promise
+    told = [(found.claim, found.rank) for found in trial.findings]
+    assert (trial.status, told) == (Status.WRONG, [("the step runs", rank) for rank in others])
 
 
 class Once:
