@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch._dynamo.utils import counters
@@ -25,8 +25,6 @@ from tests.property.stepping import (
     differing,
     eager,
     is_rounding,
-    resummed,
-    tell,
     trainable,
 )
 
@@ -52,7 +50,7 @@ GRAPHS_OF_A_SHAPE = 4
 class Training(RuleBasedStateMachine):
     """An eager DDP module and a compiled one, which are told the same.
 
-    Where a cut may change the order of a sum, so are eager ones on neighbouring data.
+    A cut may change the order of a sum: so eager ones on neighbouring data tell how much that may be.
     """
 
     @initialize(
@@ -63,7 +61,7 @@ class Training(RuleBasedStateMachine):
     def begin(self, drawn: DrawnModel, strategy: Strategy, as_view: bool) -> None:
         # compiled code leaves out a dropout that nothing reads, and with it its numbers: one stands last
         drawn = replace(drawn, batches=(2, 3), steps=(*drawn.steps, step("dropout")))
-        nudges = range(1, SAMPLES) if strategy == "split" and resummed(drawn) else ()
+        nudges = range(1, SAMPLES) if strategy == "split" else ()
         torch._dynamo.reset()
         counters.clear()
         wraps = (eager, compiled(strategy))
@@ -188,7 +186,7 @@ class Training(RuleBasedStateMachine):
         of_eager, of_compiled, *nudged = (run.state() for run in self.runs)
         wrong = differing(of_compiled, of_eager)
         if wrong and nudged:
-            tell("a cut changes the order of a sum")
+            event("a cut changes the order of a sum")
             samples = [of_eager, *nudged]
             wrong = [n for n in wrong if not is_rounding(of_compiled[n], [seen[n] for seen in samples])]
         assert not wrong, f"{self.runs[1].wrap.__name__}: differs from eager DDP in {wrong}"
@@ -233,6 +231,7 @@ def test_a_sequence_of_every_rule(strategy: Strategy, as_view: bool) -> None:
     machine = Training()
     assert {name for name, _ in SCRIPT} | {"backward"} == {each.function.__name__ for each in machine.rules}
     machine.begin(LAYERS, strategy, as_view)
+    machine.runs = machine.runs[:2]  # here no cut moves a sum: bit by bit
     for name, arguments in SCRIPT:
         getattr(machine, name)(**arguments)
         if machine.pending:
