@@ -154,6 +154,12 @@ def _wire(
     return Fault(name, "communication", seen_by, tamper=tamper, case=case, option=option)
 
 
+DEADLY = replace(
+    _plan("one rank's reducer has other buckets", plans.bucketing(plans.late, second_rank)),
+    seen_by=("L3", "run", "ranks"),
+    carriers=second_rank,
+)
+"""A fault that takes a rank down."""
 FAULTS: tuple[Fault, ...] = (
     _plan("two buckets are swapped", plans.bucketing(plans.swapped)),
     _plan("a parameter is one bucket late", plans.bucketing(plans.late), mode="ddpopt-split"),
@@ -169,11 +175,6 @@ FAULTS: tuple[Fault, ...] = (
     ),
     replace(
         _plan("one rank's plan does not fit its model", plans.unfit_plan_on_one_rank, "agreement"),
-        carriers=second_rank,
-    ),
-    replace(
-        _plan("one rank's reducer has other buckets", plans.bucketing(plans.late, second_rank)),
-        seen_by=("L3", "run", "ranks"),
         carriers=second_rank,
     ),
     _plan("no plan is in force", plans.no_plan),

@@ -25,6 +25,8 @@ from ddpopt.ranks.failures import Kind, RanksFailed
 from ddpopt.ranks.group import Ranks, joined, one_rank, under_torchrun
 from ddpopt.ranks.marked import marked
 from ddpopt.ranks.pool import LAST_WORDS_S, PATIENCE_S, Pool, launch
+from tests.selftest.faults import DEADLY
+from tests.selftest.trials import Found, died, try_fault
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -280,6 +282,19 @@ def test_a_rank_that_leaves_without_a_value_has_died_and_its_peers_are_not_waite
     assert told(error) == ([(0, "ended"), (1, "died")], [1], 3)
     assert error.culprits[0].exit_code == 0
     assert "ended with exit code 0 in" in str(error)
+
+
+# the other faults of the self-test leave their ranks alive: tests/multigpu/test_verify.py
+@pytest.mark.nightly
+def test_a_fault_that_takes_a_rank_down_is_found(tmp_path: Path) -> None:
+    def task(ranks: Ranks) -> Found:
+        return try_fault(ranks, DEADLY, (tmp_path / str(ranks.rank)).touch)[1]
+
+    try:
+        found = launch(task, nproc=2, limit_s=AMPLE_S, device="cpu")[0]
+    except RanksFailed as failed:
+        found = died(DEADLY, [(tmp_path / str(rank)).exists() for rank in range(2)], str(failed))
+    assert (found.complaint, bool(found.by)) == ("", True)
 
 
 # ------------------------------------------------------------------------------------------ ranks that stall
