@@ -1,5 +1,7 @@
 """Drawn models under DDP on one rank: eager buckets are those of the rule, compiled steps are eager ones."""
 
+import json
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -9,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.ddp.reducer_buckets import running_buckets
+from ddpopt.fuzz.cases import read_model
 from ddpopt.fuzz.questions import Answer, Outcome, Setting
 from ddpopt.judge.judging.reference import Bench
 from ddpopt.judge.modes import Mode
@@ -18,7 +21,7 @@ from ddpopt.planning.plan import Plan
 from ddpopt.ranks.group import Ranks
 from ddpopt.testing.drawn import DrawnModel, step
 from ddpopt.testing.strategies import models
-from tests.found import OURS, examined
+from tests.found import FOLDER, OURS, examined
 from tests.profiles import share
 from tests.property.stepping import (
     MARKS,
@@ -28,88 +31,20 @@ from tests.property.stepping import (
 )
 
 pytestmark = MARKS
+Test = Callable[..., None]
 
-# A residual in a residual and a graph break between them: plain aot_eager sums a gradient in another order.
-INNER = step("residual", body=(step("linear"),))
-NESTED = DrawnModel(steps=(step("residual", body=(step("linear"), step("graph_break"), INNER)),))
-# A float that only symbols are known of is computed again behind a cut, where grad is off.
-FLOAT_WITHOUT_GRAD = DrawnModel(
-    steps=(
-        step("linear"),
-        step("scale", of="float"),
-        step("embedding", gradient="sparse"),
-        step("no_grad", body=(step("scale", of="float"),)),
-    ),
-    cap_bytes=1,
-)
-# The first graph trains nothing, and the second one reads a weight twice on either side of a cut.
-SILENT_FIRST = DrawnModel(
-    steps=(
-        step("running"),
-        step("graph_break"),
-        step("transformed", layer="again"),
-        step("transformed", layer="tied"),
-    ),
-    cap_bytes=1,
-)
-TIED = DrawnModel(steps=(step("linear"), step("linear", layer="tied"), step("batch_norm")))
-# The last graph trains nothing, and what it is given was computed from parameters.
-SILENT_LAST = DrawnModel(
-    steps=(
-        step(
-            "looked_up",
-            1,
-            by="bag",
-            read="returned",
-            body=(step("batch_norm", 1, layer="tied"), step("linear", 2, layer="tied", bias=False)),
-        ),
-        step("graph_break", 5),
-    ),
-    outputs=(step("input_view"), step("input_itself"), step("places")),
-    returns="dict",
-    leaves="hooked",
-    training="forward_in_no_sync",
-    width=4,
-    batches=(3,),
-    cap_bytes=1,
-)
-# Another order of sums leads to what several segments read: next to a view, or to an input alone.
-BASE_AND_VIEW = DrawnModel(
-    steps=(
-        step("conv1d"),
-        step("submodule", body=(step("scale"), step("embedding", 5))),
-        step("conv", 1),
-    ),
-    width=4,
-    cap_bytes=1,
-)
-INPUT_ALONE = DrawnModel(
-    steps=(
-        step("empty"),
-        step("write_late"),
-        step("statistics", by="torch", read="saved", body=(step("bfloat16_linear", 5),)),
-        step("activation", 1),
-        step("linear"),
-    ),
-    takes="dict",
-    leaves="trained",
-    width=4,
-    cap_bytes=1,
-)
-# Dynamo takes a complex view behind a graph break for one of pairs.
-NOT_COMPILED = DrawnModel(steps=(step("fourier", of="value"), step("graph_break"), step("linear")))
+
+def with_pinned_models(test: Test) -> Test:
+    """Try a property on each model that it was once found to fail for."""
+    rows = json.loads((FOLDER.parent / "pinned_models.json").read_text(encoding="utf-8"))
+    for row in rows:
+        test = example(read_model(row["model"]))(test)
+    return test
 
 
 @share(0.06)
 @given(models(without={"cond"}, max_steps=5))
-@example(NESTED)
-@example(FLOAT_WITHOUT_GRAD)
-@example(SILENT_FIRST)
-@example(TIED)
-@example(SILENT_LAST)
-@example(NOT_COMPILED)
-@example(BASE_AND_VIEW)
-@example(INPUT_ALONE)
+@with_pinned_models
 def test_a_compiled_step_leaves_behind_what_an_eager_one_does_by_the_plan_that_was_foretold(
     alone: Ranks, drawn: DrawnModel
 ) -> None:

@@ -114,10 +114,18 @@ def unseen_updates(site: Site) -> Iterator[None]:
         yield
 
 
+Obstacle = Callable[[cut_points.Body], Iterator[cut_points.Span]]
+
+
+def _instead(of: Obstacle, other: Obstacle) -> contextlib.AbstractContextManager[object]:
+    """Have planning find other obstacles than one function finds."""
+    obstacles = tuple(other if find is of else find for find in cut_points.OBSTACLES)
+    return patch.object(cut_points, "OBSTACLES", obstacles)
+
+
 @contextlib.contextmanager
 def regions_cut_apart(site: Site) -> Iterator[None]:
     """Cut between checkpointed regions that write to one tensor, which each keeps to be computed again."""
-
     find = cut_points._read_before_a_write
 
     def marked(body: cut_points.Body) -> Iterator[cut_points.Span]:
@@ -125,23 +133,21 @@ def regions_cut_apart(site: Site) -> Iterator[None]:
         with patch.object(cut_points, "HigherOrderOperator", type(None)):
             yield from find(body)
 
-    obstacles = tuple(marked if found is find else found for found in cut_points.OBSTACLES)
-    with patch.object(cut_points, "OBSTACLES", obstacles):
+    with _instead(find, marked):
         yield
 
 
 @contextlib.contextmanager
 def plain_views(site: Site) -> Iterator[None]:
     """Take for a plain view what shows another value with a gradient of its own, in planning and proof."""
+    find = cut_points._shown_otherwise
 
     def nothing(body: cut_points.Body) -> Iterator[cut_points.Span]:
-        if any(found(body)):
+        if any(find(body)):
             site.mark()
         return iter(())
 
-    found = cut_points._shown_otherwise
-    obstacles = tuple(nothing if find is found else find for find in cut_points.OBSTACLES)
-    with patch.object(cut_points, "OBSTACLES", obstacles), patch.object(memory, "_apart", lambda _: set()):
+    with _instead(find, nothing), patch.object(memory, "_apart", lambda _: set()):
         yield
 
 
