@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
@@ -36,11 +37,7 @@ def eager(ddp: DistributedDataParallel) -> Any:
 
 
 def compiled(strategy: Strategy) -> Wrap:
-    def wrap(ddp: DistributedDataParallel) -> Any:
-        return ddpopt.compile(ddp, backend="aot_eager", strategy=strategy)
-
-    wrap.__name__ = f"ddpopt, {strategy}"
-    return wrap
+    return partial(ddpopt.compile, backend="aot_eager", strategy=strategy)
 
 
 class Run:
@@ -132,7 +129,3 @@ def is_rounding(got: object, samples: list[object]) -> bool:
     if not isinstance(got, Tensor) or len(tensors) < len(samples) or got.shape != tensors[0].shape:
         return False
     return arithmetic(got, arithmetic_of(tensors, None)).right
-
-
-def trainable(model: nn.Module) -> list[str]:
-    return [name for name, param in model.named_parameters() if param.requires_grad]
