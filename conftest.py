@@ -24,11 +24,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run the tests marked nightly too: each takes long, and has a shorter kin",
     )
-    parser.getgroup("expecttest").addoption(
-        "--accept",
-        action="store_true",
-        help="write the snapshots that differ into the test files, in one process; as EXPECTTEST_ACCEPT=1",
-    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,8 +31,6 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "nightly: runs with --nightly only, for a shorter test of the same thing runs always"
     )
     config.addinivalue_line("markers", "long: begins before others, so that no worker ends alone with it")
-    if config.getoption("--accept"):
-        os.environ["EXPECTTEST_ACCEPT"] = "1"  # expecttest knows no other way
     if os.environ.get("EXPECTTEST_ACCEPT"):
         # Each process would rewrite the test files, by line number, and so undo the others' edits.
         config.option.tx = []

@@ -1,8 +1,14 @@
 """What several folders of tests share."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from ddpopt.ranks.group import Ranks
 
 
 @pytest.fixture(scope="session")
@@ -12,3 +18,20 @@ def compiling_quickly() -> Iterator[None]:
 
     with quickly():
         yield
+
+
+@pytest.fixture(scope="module")
+def kept(compiling_quickly: None) -> None:
+    """What earlier modules left is no garbage, and the collections in each trial do not go through it."""
+    from ddpopt.judge.trials import keep_for_good
+
+    keep_for_good()
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Ranks]:
+    """This process as the only rank, for all tests of a module."""
+    from ddpopt.ranks.group import joined, one_rank  # heavy, too
+
+    with one_rank(), joined(timeout_s=60) as ranks:
+        yield ranks

@@ -9,9 +9,14 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-from ddpopt.fuzz.cases import FoundCase
-from ddpopt.fuzz.questions import Outcome
+from ddpopt.fuzz.cases import FoundCase, task_of
+from ddpopt.fuzz.examine import examine
+from ddpopt.fuzz.questions import Answer, Outcome, Setting
+from ddpopt.ranks.group import Ranks
+from ddpopt.testing.drawn import DrawnModel
 
+OURS = ("ddpopt-split", "ddpopt-inline")
+AOT = Setting("aot_eager")
 FOLDER = Path(__file__).parent / "data" / "found"
 
 
@@ -19,6 +24,11 @@ FOLDER = Path(__file__).parent / "data" / "found"
 def found_cases() -> tuple[FoundCase, ...]:
     """Return all failures, by name of the file."""
     return tuple(FoundCase.read(file) for file in sorted(FOLDER.glob("*.json")))
+
+
+def examined(ranks: Ranks, model: DrawnModel, *modes: str, setting: Setting = AOT) -> list[Answer]:
+    """How a model ends in some modes, as the fuzzer tells it."""
+    return examine(ranks, task_of(model, modes, setting), lambda _: None)
 
 
 def fails_undivided(case: FoundCase) -> bool:

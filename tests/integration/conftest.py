@@ -3,6 +3,6 @@
 import pytest
 
 
-@pytest.fixture(scope="session", autouse=True)
-def spared(compiling_quickly: None) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def spared(kept: None) -> None:
     """Most of what is here compiles."""

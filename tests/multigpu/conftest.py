@@ -49,7 +49,7 @@ def add_ranks(item: pytest.Item, at_least: int) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def spared(compiling_quickly: None) -> None:
+def spared(kept: None) -> None:
     """All that runs on ranks compiles."""
 
 

@@ -39,9 +39,10 @@ def test_a_case_has_the_gradients_of_eager_ddp_and_the_buckets_of_the_plan(
     assert_trains_as_eager(case, strategy, ranks)
 
 
-# test_corpus_reports.py cuts for Inductor by day
+# by day test_corpus_reports.py cuts for Inductor, and tests/integration/inline has it inline on one rank
+@pytest.mark.nightly
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("strategy", [pytest.param("split", marks=pytest.mark.nightly), "inline"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_inductor_gives_the_gradients_of_eager_ddp(strategy: Strategy, ranks: Ranks) -> None:
     torch._dynamo.reset()
     case = corpus.case("tied")

@@ -31,6 +31,9 @@ from tests.multigpu.training import (
     train,
 )
 
+SOON_S = 20.0
+"""On a busy machine too, but before ranks stop waiting for each other."""
+
 
 def wanted_of(plan: Plan) -> Buckets:
     return [bucket.params for bucket in plan.buckets]
@@ -95,7 +98,7 @@ def test_different_plans_are_an_error_on_every_rank_that_shows_the_difference(ra
     others = ", ".join(str(rank) for rank in range(1, ranks.size))
     many = "ranks" if ranks.size > 2 else "rank"
     assert (name, still) == ("PlanMismatchError", True)
-    assert seconds < 10
+    assert seconds < SOON_S
     assert text == (
         "ddpopt.impose: the ranks' plans differ, so nothing was changed:\n"
         f"  bucket 1: rank 0: 0.weight; {many} {others}: 0.bias, 0.weight\n"
@@ -123,7 +126,7 @@ def test_a_rank_that_never_calls_impose_is_named_within_the_time_out(ranks: Rank
             "group must make this call: look in the missing rank's log for what stopped it, or allow more "
             "time with timeout="
         )
-        assert 1 <= seconds < 5
+        assert 1 <= seconds < SOON_S
     assert later in {"InfrastructureError", "not called"}
 
 
@@ -172,7 +175,7 @@ def test_a_decision_that_raises_on_one_rank_raises_on_all_and_leaves_ddps_own_re
     assert ("rank 1: ValueError: no graph" in text) == (ranks.rank != 1)
     assert after == before
     assert works
-    assert seconds < 10
+    assert seconds < SOON_S
 
 
 def test_a_gradient_that_was_there_before_the_decision_tells_nothing_of_use(ranks: Ranks) -> None:

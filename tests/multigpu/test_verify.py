@@ -24,8 +24,9 @@ from ddpopt.judge.trials import STEPS, Asked, Settings, run_trials
 from ddpopt.judge.verdict import Status, Trial
 from ddpopt.ranks.group import joined
 from tests.multigpu.turns import in_turn, number_of_ranks
+from tests.selftest.clean_runs import clean_runs
 from tests.selftest.faults import FAULTS, PLACEBOS, Fault
-from tests.selftest.trials import judge_fault, try_fault, unbroken
+from tests.selftest.trials import BACKENDS, judge_fault, try_fault, unbroken
 
 BOTH = ("ddpopt-split", "ddpopt-inline")
 PLAIN, NORMED = CASES[0], CASES[2]
@@ -34,15 +35,13 @@ ON_GPUS = torch.cuda.is_available()
 NOT_ON_A_CPU = {
     "hook_bf16": "BF16 all reduce communication hook required CUDA",
 }
-DEADLY = "one rank's reducer has other buckets"
-"""A fault that takes a rank down: only the self-test, which starts others then, tries it."""
-PLACES = (
+BY_DAY = (
     ("plan", "plain", "default"),
     ("partition", "writing", "default"),
     ("compiled code", "weight_norm", "default"),
     ("communication", "plain", "default"),
 )
-"""The layers, cases and options of some faults; ``python -m tests.selftest`` tries all of them at night."""
+"""The layers, cases and options of some faults; at night all of them are tried."""
 
 
 # the plain case, with buckets below DDP's default limits: judging takes less time
@@ -121,11 +120,16 @@ def test_every_mode_is_right_about_a_plain_model_and_leaves_torch_as_it_was(mode
     assert state_of_torch() == before
 
 
-@pytest.mark.world_size(2, timeout=300)
-@pytest.mark.parametrize("place", PLACES if number_of_ranks() <= 2 else PLACES[::2], ids=", ".join)
+def each_place() -> list[Any]:
+    by_day = BY_DAY if number_of_ranks() <= 2 else BY_DAY[::2]
+    places = dict.fromkeys((fault.layer, fault.case, fault.option) for fault in FAULTS)
+    return [pytest.param(each, marks=() if each in by_day else pytest.mark.nightly) for each in places]
+
+
+@pytest.mark.world_size(2, timeout=900)
+@pytest.mark.parametrize("place", each_place(), ids=", ".join)
 def test_a_fault_is_put_in_and_found_by_all_that_have_to_find_it(place: tuple[str, ...]) -> None:
-    tried = [fault for fault in FAULTS if fault.name != DEADLY]
-    faults = [fault for fault in tried if (fault.layer, fault.case, fault.option) == place]
+    faults = [fault for fault in FAULTS if (fault.layer, fault.case, fault.option) == place]
     with joined() as ranks:
         shown = [fault for fault in faults if fault.shows_on(ranks.size)]
         if not shown:
@@ -152,6 +156,17 @@ def test_putting_in_nothing_raises_nothing(placebo: Fault) -> None:
     with joined() as ranks:
         trial, _ = try_fault(ranks, placebo)
     assert (trial.status, trial.findings) == (Status.OK, ())
+
+
+@pytest.mark.nightly
+@pytest.mark.world_size(2, timeout=3600)
+@pytest.mark.parametrize("backend", clean_runs())
+def test_clean_runs_raise_nothing(backend: str) -> None:
+    settings = Settings(BACKENDS.get(backend, backend))
+    with joined() as ranks:
+        trials = run_trials(ranks, clean_runs()[backend], settings, ())
+    unclean = [trial for trial in trials if trial.status is not Status.OK]
+    assert [(trial.name, trial.status, trial.reason, trial.findings) for trial in unclean] == []
 
 
 def test_a_mode_that_silently_compiles_nothing_is_wrong() -> None:
@@ -188,7 +203,6 @@ def test_a_rank_that_compiles_for_longer_than_its_peers_wait_is_nothing_wrong() 
         trial = judge(reference, mode("whole"), slow_on_one_rank)
     assert (trial.status, trial.findings) == (Status.BROKEN, ())
     assert trial.reason.startswith("no rank failed of itself: each waited for another in a collective")
-    assert "Timed out" in trial.reason
 
 
 @pytest.mark.world_size(2)
@@ -201,8 +215,9 @@ def test_a_rank_that_gets_through_does_not_leave_its_peer_waiting_and_that_is_wr
     with eager(PLAIN, steps=1, collective_limit_s=60.0) as reference:
         trial = judge(reference, mode("whole"), "eager", tamper=unsynchronised)
     others = [rank for rank in range(torch.distributed.get_world_size()) if rank != 1]
-    assert (trial.status, [found.rank for found in trial.findings]) == (Status.WRONG, others)
-    assert "closed" in trial.findings[0].message
+    # what gloo says of a peer that has gone depends on who notices first, and is nobody's promise
+    told = [(found.claim, found.rank) for found in trial.findings]
+    assert (trial.status, told) == (Status.WRONG, [("the step runs", rank) for rank in others])
 
 
 class Once:

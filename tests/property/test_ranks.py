@@ -1,27 +1,26 @@
-"""Drawn models on two and three ranks: every rank leaves a compiled step where it leaves an eager one.
+"""Drawn models on two and three ranks: a compiled step leaves what an eager one does.
 
-All ranks draw the same examples. No rank waits for one that has failed: all learn of it, and all fail.
+All ranks draw the same examples, and judge each of them together.
 """
 
 from __future__ import annotations
 
-import traceback
-from datetime import timedelta
-
 import pytest
-import torch.distributed as dist
 from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 
+from ddpopt.ranks.group import joined
 from ddpopt.testing import Ranks
 from ddpopt.testing.drawn import DrawnModel
 from ddpopt.testing.strategies import models
+from tests.found import OURS, examined
 from tests.profiles import share
-from tests.property.stepping import MARKS, STRATEGIES, Strategy, assert_equal_steps, compiled, eager, trained
+from tests.property.stepping import MARKS
+from tests.property.test_semantics import assert_right
 
 pytestmark = MARKS[1:]  # a group of all ranks is there
 LIMIT_S = 30.0
-"""Of a collective within an example: a rank that its peers left fails after it."""
+"""Of a collective: a rank that its peers left fails after it."""
 
 
 def assert_steps_are_equal(ranks: Ranks, portion: float, *, at_least: int) -> None:
@@ -30,25 +29,15 @@ def assert_steps_are_equal(ranks: Ranks, portion: float, *, at_least: int) -> No
     how_many = settings(share(portion, at_least=at_least), phases=[Phase.generate], database=None)
     own_seed = 0 if how_many.derandomize else hash(object())
 
-    @seed(ranks.gather(own_seed)[0])
-    @how_many
-    @given(models(without={"cond"}, max_steps=4), st.sampled_from(STRATEGIES))
-    def holds(drawn: DrawnModel, strategy: Strategy) -> None:
-        errors = ranks.gather(error_of_a_step(drawn, strategy))
-        assert not any(errors), "\n".join(f"rank {rank}: {error}" for rank, error in enumerate(errors))
+    with joined(timeout_s=LIMIT_S) as group:
 
-    holds()
+        @seed(ranks.gather(own_seed)[0])
+        @how_many
+        @given(models(without={"cond"}, max_steps=4), st.sampled_from(OURS))
+        def holds(drawn: DrawnModel, mode: str) -> None:
+            assert_right(examined(group, drawn, mode))
 
-
-def error_of_a_step(drawn: DrawnModel, strategy: Strategy) -> str:
-    """What a rank met, in a group of its own, which is of no use once a rank has left it in the middle."""
-    group = dist.new_group(timeout=timedelta(seconds=LIMIT_S))
-    try:
-        expected = trained(drawn, eager, group=group)
-        assert_equal_steps(drawn, compiled(strategy), expected, group=group)
-    except Exception:
-        return traceback.format_exc()
-    return ""
+        holds()
 
 
 @pytest.mark.world_size(2, backend="gloo", timeout=280)

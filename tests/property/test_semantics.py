@@ -1,130 +1,79 @@
 """Drawn models under DDP on one rank: eager buckets are those of the rule, compiled steps are eager ones."""
 
-from functools import partial
+import json
+from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from hypothesis import event, example, given
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt.ddp.impose import imposed_plan
 from ddpopt.ddp.reducer_buckets import running_buckets
+from ddpopt.fuzz.cases import read_model
+from ddpopt.fuzz.questions import Answer, Outcome, Setting
+from ddpopt.judge.judging.reference import Bench
+from ddpopt.judge.modes import Mode
 from ddpopt.planning.bucket_rule import initial_buckets, rebuilt_buckets, specs_from_ddp
 from ddpopt.planning.limits import BucketConfig
+from ddpopt.planning.plan import Plan
+from ddpopt.ranks.group import Ranks
 from ddpopt.testing.drawn import DrawnModel, step
 from ddpopt.testing.strategies import models
+from tests.found import FOLDER, OURS, examined
 from tests.profiles import share
-from tests.property.examples import with_found_models
 from tests.property.stepping import (
     MARKS,
     STRATEGIES,
     Run,
-    Strategy,
-    Wrap,
-    assert_equal_steps,
-    compiled,
     eager,
-    trained,
-    where_torch_compiles,
 )
 
 pytestmark = MARKS
-
-# A residual in a residual and a graph break between them: plain aot_eager sums a gradient in another order.
-INNER = step("residual", body=(step("linear"),))
-NESTED = DrawnModel(steps=(step("residual", body=(step("linear"), step("graph_break"), INNER)),))
-# A float that only symbols are known of is computed again behind a cut, where grad is off.
-FLOAT_WITHOUT_GRAD = DrawnModel(
-    steps=(
-        step("linear"),
-        step("scale", of="float"),
-        step("embedding", gradient="sparse"),
-        step("no_grad", body=(step("scale", of="float"),)),
-    ),
-    cap_bytes=1,
-)
-# The first graph trains nothing, and the second one reads a weight twice on either side of a cut.
-SILENT_FIRST = DrawnModel(
-    steps=(
-        step("running"),
-        step("graph_break"),
-        step("transformed", layer="again"),
-        step("transformed", layer="tied"),
-    ),
-    cap_bytes=1,
-)
-TIED = DrawnModel(steps=(step("linear"), step("linear", layer="tied"), step("batch_norm")))
-# The last graph trains nothing, and what it is given was computed from parameters.
-SILENT_LAST = DrawnModel(
-    steps=(
-        step(
-            "looked_up",
-            1,
-            by="bag",
-            read="returned",
-            body=(step("batch_norm", 1, layer="tied"), step("linear", 2, layer="tied", bias=False)),
-        ),
-        step("graph_break", 5),
-    ),
-    outputs=(step("input_view"), step("input_itself"), step("places")),
-    returns="dict",
-    leaves="hooked",
-    training="forward_in_no_sync",
-    width=4,
-    batches=(3,),
-    cap_bytes=1,
-)
+Test = Callable[..., None]
 
 
-# Dynamo takes a complex view behind a graph break for one of pairs.
-NOT_COMPILED = DrawnModel(steps=(step("fourier", of="value"), step("graph_break"), step("linear")))
+def with_pinned_models(test: Test) -> Test:
+    """Try a property on each model that it was once found to fail for."""
+    rows = json.loads((FOLDER.parent / "pinned_models.json").read_text(encoding="utf-8"))
+    for row in rows:
+        test = example(read_model(row["model"]))(test)
+    return test
 
 
 @share(0.06)
 @given(models(without={"cond"}, max_steps=5))
-@example(NESTED)
-@example(FLOAT_WITHOUT_GRAD)
-@example(SILENT_FIRST)
-@example(TIED)
-@example(SILENT_LAST)
-@example(NOT_COMPILED)
-@partial(with_found_models, compiles=True)
-def test_a_compiled_step_leaves_behind_what_an_eager_one_does_in_the_buckets_that_were_planned(
-    drawn: DrawnModel,
+@with_pinned_models
+def test_a_compiled_step_leaves_behind_what_an_eager_one_does_by_the_plan_that_was_foretold(
+    alone: Ranks, drawn: DrawnModel
 ) -> None:
-    expected = trained(drawn, eager)
-    with where_torch_compiles(drawn):
-        for strategy in STRATEGIES:
-            made: list[DistributedDataParallel] = []
-            assert_equal_steps(drawn, noting(made, compiled(strategy)), expected)
-            assert_has_the_planned_buckets(made[0], drawn, strategy)
+    plans: dict[str, Plan | None] = {}
+    run = Bench.run
 
+    def noted(bench: Bench, how: Mode, *more: Any, **options: Any) -> Any:
+        record = run(bench, how, *more, **options)
+        plans[how.name] = getattr(record, "plan", None)
+        return record
 
-def noting(made: list[DistributedDataParallel], wrap: Wrap) -> Wrap:
-    """The same wrap, and each module that it is given."""
-
-    def noted(ddp: DistributedDataParallel) -> Any:
-        made.append(ddp)
-        return wrap(ddp)
-
-    noted.__name__ = wrap.__name__
-    return noted
-
-
-def assert_has_the_planned_buckets(
-    ddp: DistributedDataParallel, drawn: DrawnModel, strategy: Strategy
-) -> None:
-    torch._dynamo.reset()
+    with patch.object(Bench, "run", noted):
+        assert_right(examined(alone, drawn, *OURS, setting=Setting("aot_eager", lowers_limit=False)))
     args, kwargs = drawn.program.inputs()
     limits = drawn.program.module.DDP_KWARGS
-    plan = ddpopt.plan(drawn.program.model(), *args, strategy=strategy, **kwargs, **limits)
-    sent = {spec.name for spec in specs_from_ddp(ddp)}
-    if any(param.grad is not None for name, param in ddp.module.named_parameters() if name in sent):
-        assert imposed_plan(ddp) == plan
-        assert in_buckets(ddp) == [bucket.params for bucket in plan.buckets]
-    else:
-        event("nothing that is sent is trained, so nothing was planned")
+    for strategy in STRATEGIES if drawn.training == "default" else ():
+        plan = plans.get(f"ddpopt-{strategy}")
+        torch._dynamo.reset()
+        event(f"{strategy}: {'nothing was planned' if plan is None else 'planned'}")
+        if plan is not None:
+            assert plan == ddpopt.plan(drawn.program.model(), *args, strategy=strategy, **kwargs, **limits)
+
+
+def assert_right(answers: list[Answer]) -> None:
+    """Require eager DDP's step of each mode, where torch alone can compile the model in one piece."""
+    for answer in answers:
+        event(answer.kind)
+        right = answer.kind in (Outcome.OK, Outcome.BACKEND)
+        assert right or answer.detail.startswith("nothing was judged"), answer
 
 
 # ---------------------------------------------------------------------------------------- eager buckets
@@ -160,7 +109,6 @@ def train(run: Run) -> list[str]:
 @share(0.5)
 @given(models(without={"cond"}))
 @example(SPARSE)
-@with_found_models
 def test_the_reducers_buckets_are_those_of_the_rule(drawn: DrawnModel) -> None:
     run = Run(drawn, eager)
     ready = train(run)

@@ -20,7 +20,6 @@ from ddpopt.testing import strategies
 from ddpopt.testing.drawn import BLOCKS, DrawnModel, Step, known_features, step
 from ddpopt.testing.strategies import models
 from tests.profiles import share
-from tests.property.examples import with_found_models
 
 Results = list[tuple[str, Tensor | None]]
 
@@ -51,7 +50,6 @@ def assert_equal(first: Results, second: Results) -> None:
 
 @share(1)
 @given(models(without={"cond"}))
-@with_found_models
 def test_a_drawn_model_is_finite_differentiable_and_repeats_bit_by_bit(drawn: DrawnModel) -> None:
     first = step_of(drawn)
     assert all(value is None or bool(value.isfinite().all()) for _, value in first)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch._dynamo.utils import counters
@@ -25,9 +25,6 @@ from tests.property.stepping import (
     differing,
     eager,
     is_rounding,
-    resummed,
-    tell,
-    trainable,
 )
 
 # Not where plain aot_eager is not bitwise (graph breaks), nor what freezing would make unused.
@@ -52,7 +49,7 @@ GRAPHS_OF_A_SHAPE = 4
 class Training(RuleBasedStateMachine):
     """An eager DDP module and a compiled one, which are told the same.
 
-    Where a cut may change the order of a sum, so are eager ones on neighbouring data.
+    A cut may change the order of a sum: so eager ones on neighbouring data tell how much that may be.
     """
 
     @initialize(
@@ -63,7 +60,7 @@ class Training(RuleBasedStateMachine):
     def begin(self, drawn: DrawnModel, strategy: Strategy, as_view: bool) -> None:
         # compiled code leaves out a dropout that nothing reads, and with it its numbers: one stands last
         drawn = replace(drawn, batches=(2, 3), steps=(*drawn.steps, step("dropout")))
-        nudges = range(1, SAMPLES) if strategy == "split" and resummed(drawn) else ()
+        nudges = range(1, SAMPLES) if strategy == "split" else ()
         torch._dynamo.reset()
         counters.clear()
         wraps = (eager, compiled(strategy))
@@ -140,8 +137,10 @@ class Training(RuleBasedStateMachine):
     @rule(place=st.integers(0, 7), trained=st.booleans())
     def freeze_or_unfreeze(self, place: int, trained: bool) -> None:
         for run in self.runs:
-            name, param = list(run.model.named_parameters())[place % len(list(run.model.parameters()))]
-            if not trained and trainable(run.model) == [name]:
+            params = list(run.model.parameters())
+            param = params[place % len(params)]
+            others = [p for p in run.model.parameters() if p.requires_grad and p is not param]
+            if not (trained or others):
                 return
             param.requires_grad_(trained)
             param.grad = None
@@ -188,10 +187,10 @@ class Training(RuleBasedStateMachine):
         of_eager, of_compiled, *nudged = (run.state() for run in self.runs)
         wrong = differing(of_compiled, of_eager)
         if wrong and nudged:
-            tell("a cut changes the order of a sum")
+            event("a cut changes the order of a sum")
             samples = [of_eager, *nudged]
             wrong = [n for n in wrong if not is_rounding(of_compiled[n], [seen[n] for seen in samples])]
-        assert not wrong, f"{self.runs[1].wrap.__name__}: differs from eager DDP in {wrong}"
+        assert not wrong, f"compiled, it differs from eager DDP in {wrong}"
 
     @invariant()
     def no_more_graphs_are_compiled_than_there_are_shapes_and_modes(self) -> None:
@@ -233,6 +232,7 @@ def test_a_sequence_of_every_rule(strategy: Strategy, as_view: bool) -> None:
     machine = Training()
     assert {name for name, _ in SCRIPT} | {"backward"} == {each.function.__name__ for each in machine.rules}
     machine.begin(LAYERS, strategy, as_view)
+    machine.runs = machine.runs[:2]  # here no cut moves a sum: bit by bit
     for name, arguments in SCRIPT:
         getattr(machine, name)(**arguments)
         if machine.pending:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddpopt.judge.option_steps import accumulated_hooks
 from ddpopt.judge.trainer import Trainer
@@ -99,16 +99,41 @@ def swapped_gradients(trainer: Trainer, site: Site) -> None:
     after_backward(trainer, swap)
 
 
-def missing_gradient(trainer: Trainer, site: Site) -> None:
+def on_weight(act: Callable[[nn.Parameter], bool]) -> Tamper:
+    """Do something to a weight that has a gradient, after each backward; it tells whether that changed it."""
+
+    def tamper(trainer: Trainer, site: Site) -> None:
+        parameter = weight(trainer)
+
+        def acting() -> None:
+            if parameter.grad is not None and act(parameter):
+                site.mark()
+
+        after_backward(trainer, acting)
+
+    return tamper
+
+
+def missing_gradient(parameter: nn.Parameter) -> bool:
     """Take a gradient away."""
-    parameter = weight(trainer)
+    parameter.grad = None
+    return True
 
-    def take() -> None:
-        if parameter.grad is not None:
-            parameter.grad = None
-            site.mark()
 
-    after_backward(trainer, take)
+def restrided_gradient(parameter: nn.Parameter) -> bool:
+    """Give a weight's gradient the strides of its transpose."""
+    assert parameter.grad is not None
+    before = parameter.grad.stride()
+    parameter.grad = parameter.grad.t().contiguous().t()
+    return parameter.grad.stride() != before
+
+
+@torch.no_grad()
+def moved_parameter(parameter: nn.Parameter) -> bool:
+    """Move a weight by one unit in the last place."""
+    before = parameter.clone()
+    parameter.copy_(next_up(parameter))
+    return not parameter.equal(before)
 
 
 def reshaped_gradient(trainer: Trainer, site: Site) -> None:
@@ -125,53 +150,24 @@ def reshaped_gradient(trainer: Trainer, site: Site) -> None:
     trainer.parallel.gradients = flat  # type: ignore[method-assign]  # for this run alone
 
 
-def restrided_gradient(trainer: Trainer, site: Site) -> None:
-    """Give a weight's gradient the strides of its transpose."""
-    parameter = weight(trainer)
+def stale(what: str, is_stale: Callable[[Tensor], bool]) -> Tamper:
+    """Put the first buffer of a kind back after each backward."""
 
-    def restride() -> None:
-        if parameter.grad is not None:
-            before = parameter.grad.stride()
-            parameter.grad = parameter.grad.t().contiguous().t()
-            if parameter.grad.stride() != before:
-                site.mark()
+    def tamper(trainer: Trainer, site: Site) -> None:
+        buffer = first(filter(is_stale, trainer.parallel.model.buffers()), what)
+        before = buffer.clone()
 
-    after_backward(trainer, restride)
+        def put_back() -> None:
+            site.mark_unless_equal(before, buffer)
+            buffer.copy_(before)
 
+        after_backward(trainer, put_back)
 
-def moved_parameter(trainer: Trainer, site: Site) -> None:
-    """Move a weight by one unit in the last place."""
-    parameter = weight(trainer)
-
-    def move() -> None:
-        with torch.no_grad():
-            moved = next_up(parameter)
-            site.mark_unless_equal(moved, parameter)
-            parameter.copy_(moved)
-
-    after_backward(trainer, move)
+    return tamper
 
 
-def stale_buffer(trainer: Trainer, site: Site) -> None:
-    """Put a floating-point buffer back after each backward."""
-    buffers = (buffer for buffer in trainer.parallel.model.buffers() if buffer.is_floating_point())
-    _put_back(trainer, first(buffers, "a buffer of floating-point numbers"), site)
-
-
-def stale_counter(trainer: Trainer, site: Site) -> None:
-    """Put a buffer of integers back after each backward."""
-    buffers = (buffer for buffer in trainer.parallel.model.buffers() if not buffer.is_floating_point())
-    _put_back(trainer, first(buffers, "a buffer of integers"), site)
-
-
-def _put_back(trainer: Trainer, buffer: Tensor, site: Site) -> None:
-    before = buffer.clone()
-
-    def put_back() -> None:
-        site.mark_unless_equal(before, buffer)
-        buffer.copy_(before)
-
-    after_backward(trainer, put_back)
+stale_buffer = stale("a buffer of floating-point numbers", Tensor.is_floating_point)
+stale_counter = stale("a buffer of integers", lambda buffer: not buffer.is_floating_point())
 
 
 def replayed_random(trainer: Trainer, site: Site) -> None:

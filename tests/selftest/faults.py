@@ -154,6 +154,12 @@ def _wire(
     return Fault(name, "communication", seen_by, tamper=tamper, case=case, option=option)
 
 
+DEADLY = replace(
+    _plan("one rank's reducer has other buckets", plans.bucketing(plans.late, second_rank)),
+    seen_by=("L3", "run", "ranks"),
+    carriers=second_rank,
+)
+"""A fault that takes a rank down."""
 FAULTS: tuple[Fault, ...] = (
     _plan("two buckets are swapped", plans.bucketing(plans.swapped)),
     _plan("a parameter is one bucket late", plans.bucketing(plans.late), mode="ddpopt-split"),
@@ -169,11 +175,6 @@ FAULTS: tuple[Fault, ...] = (
     ),
     replace(
         _plan("one rank's plan does not fit its model", plans.unfit_plan_on_one_rank, "agreement"),
-        carriers=second_rank,
-    ),
-    replace(
-        _plan("one rank's reducer has other buckets", plans.bucketing(plans.late, second_rank)),
-        seen_by=("L3", "run", "ranks"),
         carriers=second_rank,
     ),
     _plan("no plan is in force", plans.no_plan),
@@ -221,16 +222,16 @@ FAULTS: tuple[Fault, ...] = (
     *_code("one element of a gradient is zero", code.on_gradient(code.holed)),
     *_code("one element of a gradient is NaN", code.on_gradient(code.poisoned)),
     *_code("two gradients are swapped", code.swapped_gradients),
-    *_code("a gradient is missing", code.missing_gradient, seen_by=("L3",)),
+    *_code("a gradient is missing", code.on_weight(code.missing_gradient), seen_by=("L3",)),
     *_code("a gradient has lost a dimension", code.reshaped_gradient, seen_by=("L3",)),
     *_code("a buffer is not updated", code.stale_buffer, "normed", reduced=False),
     *_code("a counter is not updated", code.stale_counter, "normed", seen_by=("L3",)),
     *_code("random numbers are replayed", code.replayed_random, "noisy"),
     *_code("a micro-batch is counted twice", code.counted_twice, option="accumulation"),
     _tiny("a gradient is off by one ULP", "compiled code", code.on_gradient(code.next_up)),
-    _tiny("a parameter is off by one ULP", "compiled code", code.moved_parameter),
+    _tiny("a parameter is off by one ULP", "compiled code", code.on_weight(code.moved_parameter)),
     _strict("a hook runs twice", code.hook_twice, "accumulated_hook"),
-    _strict("a gradient has other strides", code.restrided_gradient),
+    _strict("a gradient has other strides", code.on_weight(code.restrided_gradient)),
     _strict("a graph is compiled again in each step", code.recompiling),
     *(
         Fault(name, "compiled code", (level,), tamper=tamper, case="shown", reduced=False)

@@ -45,25 +45,16 @@ class Found:
     """What became of one fault.
 
     Attributes:
-        fault: its name.
-        layer: what it breaks.
         injected: whether its broken code ran on every rank that is to carry it.
         by: who found it, of those whose business it is; empty if nobody did.
         due: who was there and had to find it.
         message: the first thing said of it.
     """
 
-    fault: str
-    layer: str
     injected: bool
     by: tuple[str, ...]
     due: tuple[str, ...]
     message: str
-
-    @property
-    def overlooked_by(self) -> tuple[str, ...]:
-        """Who had to find it, and did not."""
-        return tuple(level for level in self.due if level not in self.by)
 
     @property
     def complaint(self) -> str:
@@ -72,7 +63,8 @@ class Found:
             return f"not injected: {self.message}"
         if not self.by:
             return f"not found: {self.message or 'nothing was said of it'}"
-        return f"overlooked by {', '.join(self.overlooked_by)}" if self.overlooked_by else ""
+        overlooked = ", ".join(level for level in self.due if level not in self.by)
+        return f"overlooked by {overlooked}" if overlooked else ""
 
 
 def try_fault(ranks: Ranks, fault: Fault, note: Callable[[], None] = lambda: None) -> tuple[Trial, Found]:
@@ -189,4 +181,4 @@ def _sum_up(
     injected = bool(marked) and all(marked[rank] for rank in fault.carriers(len(marked)))
     by = tuple(dict.fromkeys(name for name in reporters if injected and name in fault.seen_by))
     due = fault.due(levels, len(marked))
-    return Found(fault.name, fault.layer, injected, by, due, words)
+    return Found(injected, by, due, words)

@@ -1,6 +1,5 @@
 """Every corpus case in a group of one: eager DDP's gradients, and the plan's buckets, at every iteration."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,7 +7,7 @@ import pytest
 from ddpopt.cases import corpus
 from ddpopt.cases.case import Case
 from ddpopt.planning.strategy import Strategy
-from ddpopt.ranks.group import Ranks, joined, one_rank
+from ddpopt.ranks.group import Ranks
 from tests.multigpu.corpus_training import RANKS_MATTER, STRATEGIES, assert_trains_as_eager
 from tests.multigpu.turns import at_night, in_turn
 
@@ -21,12 +20,6 @@ def each_case() -> list[Any]:
     reported = [(corpus.case(name),) for name in REPORTED]
     by_day = [row for row in on_one if row not in reported]
     return [*in_turn(by_day, STRATEGIES), *at_night(reported, STRATEGIES)]
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Ranks]:
-    with one_rank(), joined() as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize(("case", "strategy"), each_case(), ids=lambda value: getattr(value, "name", value))

@@ -159,18 +159,10 @@ NUMBERED = {"RANK": "1", "WORLD_SIZE": "2"}
 """What tells the second of torchrun's two processes its number."""
 
 
-@pytest.fixture
-def unnumbered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One process, whoever runs this test."""
-    for name in NUMBERED:
-        monkeypatch.delenv(name, raising=False)
-
-
 def invoke(*words: str) -> Any:  # the type of the runner's results moves with typer's versions
     return CliRunner().invoke(app, words, prog_name="ddpopt")
 
 
-@pytest.mark.usefixtures("unnumbered")
 def test_each_process_judges_the_models_of_its_number_in_a_folder_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,6 @@
 """Judging one model: the cheapest look that decides, and whose failure it is."""
 
 import importlib
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,13 +13,13 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.compilers import nop
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.fuzz.cases import FoundCase, task_of
-from ddpopt.fuzz.examine import examine
-from ddpopt.fuzz.questions import Answer, Outcome, Setting
+from ddpopt.fuzz.cases import FoundCase
+from ddpopt.fuzz.questions import Outcome, Setting
 from ddpopt.fuzz.signatures import ROUNDING, FailureSignature
 from ddpopt.judge.judging.reference import Bench
-from ddpopt.ranks.group import Ranks, joined, one_rank
+from ddpopt.ranks.group import Ranks
 from ddpopt.testing.drawn import DrawnModel, step
+from tests.found import examined
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
 FAILURE = FailureSignature("error", "AssertionError", "distributed.py in __init__")
@@ -31,12 +30,6 @@ CASE = FoundCase(
     Setting("eager", steps=1, lowers_limit=False),
     FAILURE,
 )
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with one_rank(), joined(timeout_s=60) as made:
-        yield made
 
 
 @pytest.fixture
@@ -53,32 +46,28 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def answered(ranks: Ranks, model: DrawnModel, modes: tuple[str, ...], setting: Setting) -> list[Answer]:
-    return examine(ranks, task_of(model, modes, setting), lambda _: None)
-
-
 def test_a_model_that_is_right_takes_one_run_of_eager_and_one_of_the_mode(
-    ranks: Ranks, runs: list[str]
+    alone: Ranks, runs: list[str]
 ) -> None:
     writing = replace(CASE.model, steps=(step("decayed"),))
-    (answer,) = answered(ranks, writing, ("ddpopt-split",), Setting("eager", steps=2))
+    (answer,) = examined(alone, writing, "ddpopt-split", setting=Setting("eager", steps=2))
     assert answer.kind is Outcome.OK
     assert runs == ["eager", "ddpopt-split"]
 
 
 def test_an_exception_is_held_against_the_backend_alone_and_needs_no_second_look(
-    ranks: Ranks, runs: list[str]
+    alone: Ranks, runs: list[str]
 ) -> None:
-    (answer,) = answered(ranks, CASE.model, ("torch",), CASE.setting)
+    (answer,) = examined(alone, CASE.model, "torch", setting=CASE.setting)
     assert (answer.kind, answer.signature) == (Outcome.WRONG, FAILURE)
     assert CASE.fails_so(answer)
     assert runs == ["eager", "torch", "whole"]
     assert DistributedDataParallel._active_ddp_module is None
 
 
-def test_what_torch_leaves_open_when_it_fails_inside_a_transform_fails_nothing_else(ranks: Ranks) -> None:
+def test_what_torch_leaves_open_when_it_fails_inside_a_transform_fails_nothing_else(alone: Ranks) -> None:
     inside = DrawnModel((step("transformed", by="grad"),), width=4, cap_bytes=1)
-    torchs, ours = answered(ranks, inside, ("torch", "ddpopt-split"), Setting("aot_eager", steps=1))
+    torchs, ours = examined(alone, inside, "torch", "ddpopt-split", setting=Setting("aot_eager", steps=1))
     assert torchs.signature == FailureSignature(
         "error", "NotImplementedError", "collect_metadata_analysis.py in inner"
     )
@@ -112,18 +101,18 @@ def rounding(monkeypatch: pytest.MonkeyPatch) -> Setting:
 
 
 def test_a_backend_that_only_rounds_otherwise_is_one_failure_whatever_the_parameter(
-    ranks: Ranks, rounding: Setting
+    alone: Ranks, rounding: Setting
 ) -> None:
-    for answer in answered(ranks, ROUNDED, ("whole", "ddpopt-inline"), rounding):
+    for answer in examined(alone, ROUNDED, "whole", "ddpopt-inline", setting=rounding):
         assert (answer.kind, answer.signature) == (Outcome.BACKEND, ROUNDING)
 
 
 def test_a_mode_that_is_wrong_beyond_the_rounding_of_its_backend_is_wrong(
-    ranks: Ranks, rounding: Setting
+    alone: Ranks, rounding: Setting
 ) -> None:
     # torch's optimizer changes the parameter too late; the last bits of a graph that is cut may differ
     both = replace(ROUNDED, steps=(step("decayed"), *ROUNDED.steps))
-    torchs, ours = answered(ranks, both, ("torch", "ddpopt-split"), rounding)
+    torchs, ours = examined(alone, both, "torch", "ddpopt-split", setting=rounding)
     assert (torchs.kind, torchs.signature and torchs.signature.kind) == (Outcome.WRONG, "L0")
     assert torchs.signature != ROUNDING
     assert ours.kind is Outcome.OK

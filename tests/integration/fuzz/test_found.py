@@ -1,7 +1,7 @@
 """The failures that were found: each is told in full, and ddpopt gets its model right, bit by bit."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,28 +9,18 @@ import pytest
 import torch
 
 from ddpopt.fuzz.asking import as_scripted
-from ddpopt.fuzz.cases import FoundCase, task_of
-from ddpopt.fuzz.examine import examine
-from ddpopt.fuzz.questions import Outcome, Setting
+from ddpopt.fuzz.cases import FoundCase
+from ddpopt.fuzz.questions import Outcome
 from ddpopt.fuzz.scripting import GRAPHS, script_of
 from ddpopt.fuzz.signatures import ROUNDING, FailureSignature
 from ddpopt.judge.locating.scripting import shows
-from ddpopt.judge.trials import quickly
-from ddpopt.ranks.group import Ranks, joined, one_rank
+from ddpopt.ranks.group import Ranks
 from ddpopt.testing.drawn import DrawnModel, Step, step
-from tests.found import FOLDER, fails_undivided, found_cases
-
-OURS = ("ddpopt-split", "ddpopt-inline")
+from tests.found import AOT, FOLDER, OURS, examined, fails_undivided, found_cases
 
 
 def each(cases: Sequence[FoundCase]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", cases, ids=lambda case: case.stem)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with one_rank(), joined(timeout_s=60) as made, quickly():
-        yield made
 
 
 def test_there_are_some_and_their_files_are_named_for_what_fails() -> None:
@@ -70,9 +60,9 @@ def in_each_mode(cases: Sequence[FoundCase]) -> list[Any]:
 )
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 def test_ddpopt_gets_the_model_right_bit_by_bit_in_both_strategies(
-    case: FoundCase, mode: str, ranks: Ranks
+    case: FoundCase, mode: str, alone: Ranks
 ) -> None:
-    (answer,) = examine(ranks, task_of(case.model, (mode,), Setting("aot_eager")), lambda _: None)
+    (answer,) = examined(alone, case.model, mode)
     assert answer.kind is Outcome.OK or answer.detail.startswith("nothing was judged"), answer
     assert answer.mode == mode
 
@@ -88,66 +78,15 @@ def by_day(cases: Sequence[FoundCase]) -> list[Any]:
 )
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 def test_what_torch_gets_wrong_in_one_piece_is_not_blamed_on_ddpopt(
-    case: FoundCase, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: FoundCase, alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # torch's partitioner leaves files where it fails
     if torch.__version__.partition("+")[0] != case.torch:
         pytest.skip(f"seen with torch {case.torch}")
-    answers = examine(ranks, task_of(case.model, OURS, Setting("aot_eager")), lambda _: None)
+    answers = examined(alone, case.model, *OURS)
     if case.signature == ROUNDING and all(answer.kind is Outcome.OK for answer in answers):
         pytest.skip("with this processor's kernels AOTAutograd's sums have the last bits of eager's")
     assert [(answer.mode, answer.kind) for answer in answers] == [(name, Outcome.BACKEND) for name in OURS]
-
-
-BASE_AND_VIEW = DrawnModel(
-    steps=(
-        step("conv1d"),
-        step("submodule", body=(step("scale"), step("embedding", 5))),
-        step("conv", 1),
-    ),
-    width=4,
-    cap_bytes=1,
-)
-
-
-INPUT_ALONE = DrawnModel(
-    steps=(
-        step("empty"),
-        step("write_late"),
-        step("statistics", by="torch", read="saved", body=(step("bfloat16_linear", 5),)),
-        step("activation", 1),
-        step("linear"),
-    ),
-    takes="dict",
-    leaves="trained",
-    width=4,
-    cap_bytes=1,
-)
-
-
-# The weight's gradient is a sum of four, put together in another order after the cut; before that is a graph
-# that trains nothing.
-REREAD = DrawnModel(
-    steps=(
-        *(step("running"), step("graph_break")),
-        *(step("transformed", layer="again"), step("transformed", layer="tied")),
-    ),
-    width=4,
-    cap_bytes=1,
-)
-
-
-@pytest.mark.parametrize(
-    "model",
-    [BASE_AND_VIEW, INPUT_ALONE, REREAD],
-    ids=["next to a view", "only to an input", "after a graph that trains nothing"],
-)
-@pytest.mark.filterwarnings("ignore:.*:UserWarning")
-def test_what_leads_to_a_value_read_in_several_segments_is_known_to_be_summed_in_another_order(
-    model: DrawnModel, ranks: Ranks
-) -> None:
-    answers = examine(ranks, task_of(model, OURS, Setting("aot_eager")), lambda _: None)
-    assert [(answer.mode, answer.kind) for answer in answers] == [(name, Outcome.OK) for name in OURS]
 
 
 @pytest.mark.parametrize(
@@ -155,12 +94,12 @@ def test_what_leads_to_a_value_read_in_several_segments_is_known_to_be_summed_in
 )
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 def test_a_script_counts_graphs_where_that_is_the_claim(
-    steps: tuple[Step, ...], exit_code: int, ranks: Ranks, fresh_dynamo: None
+    steps: tuple[Step, ...], exit_code: int, alone: Ranks, fresh_dynamo: None
 ) -> None:
     if exit_code and not torch.__version__.startswith("2.13.0"):
         pytest.skip("what AOTAutograd compiles anew was seen with torch 2.13.0")
     model = DrawnModel(steps=steps, width=4, cap_bytes=2**20)
-    case = FoundCase(model, "whole", Setting("aot_eager"), FailureSignature("L3", GRAPHS), Outcome.BACKEND)
+    case = FoundCase(model, "whole", AOT, FailureSignature("L3", GRAPHS), Outcome.BACKEND)
     scope: dict[str, Any] = {}
     with torch._dynamo.config.patch(optimize_ddp=False):
         exec(script_of(case, "x.py"), scope)

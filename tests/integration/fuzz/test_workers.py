@@ -11,7 +11,7 @@ from ddpopt.fuzz.workers import Worker
 from ddpopt.ranks.failures import RankFailure, RanksFailed
 from ddpopt.testing.drawn import DrawnModel, step
 
-LIMIT_S = 3.0
+LIMIT_S = 5.0
 ACT = """
 import os
 import signal

@@ -3,9 +3,7 @@
 A message has all that changed: so each test shows too that what it leaves alone is measured the same again.
 """
 
-import gc
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -19,8 +17,7 @@ from ddpopt.errors import UnsupportedError
 from ddpopt.gate.baseline import Figures, Measuring
 from ddpopt.gate.comparison import Comparison, changes
 from ddpopt.gate.figures import case_figures, failures
-from ddpopt.judge.trials import quickly
-from ddpopt.ranks.group import joined, one_rank
+from ddpopt.ranks.group import Ranks, joined
 from ddpopt.testing.drawn import DrawnModel, step
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "alone")
@@ -37,21 +34,13 @@ def stack(between: str = "activation", batches: tuple[int, ...] = (4,), layers_a
     return replace(case, name="stack", ddp_kwargs={"bucket_cap_mb": layers_a_bucket * LAYER_MB})
 
 
-@pytest.fixture(scope="module")
-def alone() -> Iterator[None]:
-    """A process group of this process, for all tests of this file."""
-    with one_rank(), quickly():
-        yield
-    gc.unfreeze()
-
-
 def measured(settings: Measuring, case: Case) -> Figures:
     with joined() as ranks:
         return {"stack": case_figures(case, settings, "aot_eager", ranks)}
 
 
 @pytest.fixture(scope="module")
-def inline(alone: None) -> Figures:
+def inline(alone: Ranks) -> Figures:
     found = measured(INLINE, stack())
     assert failures(found["stack"]) == []
     return found

@@ -1,13 +1,19 @@
 """A model that opens autocast itself: compiled code may leave out roundings; a fault stays a fault."""
 
+from contextlib import closing
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddpopt.cases.case import Case
-from ddpopt.judge.runner import verify_here
-from ddpopt.ranks.group import one_rank
+from ddpopt.judge.judge import judge
+from ddpopt.judge.judging.reference import Bench, Reference, Subject
+from ddpopt.judge.modes import mode
+from ddpopt.judge.options import option
+from ddpopt.judge.verdict import Status
+from ddpopt.ranks.group import Ranks
 
 
 class Block(nn.Module):
@@ -47,10 +53,14 @@ def case_of(model: type[Block]) -> Case:
 
 
 @pytest.mark.parametrize(
-    ("model", "exit_code"), [(Block, 0), pytest.param(Wrong, 1, marks=pytest.mark.nightly)]
+    ("model", "status"), [(Block, Status.OK), pytest.param(Wrong, Status.WRONG, marks=pytest.mark.nightly)]
 )
-def test_roundings_that_a_compiler_leaves_out_are_no_fault(model: type[Block], exit_code: int) -> None:
-    torch._dynamo.reset()
-    with one_rank():
-        verdict = verify_here(case_of(model), mode="whole", backend="inductor", steps=2)
-    assert verdict.exit_code == exit_code, verdict.findings
+def test_roundings_that_a_compiler_leaves_out_are_no_fault(
+    model: type[Block], status: Status, alone: Ranks
+) -> None:
+    subject = Subject(case_of(model), option("default"), 2, alone.device, evaluates=False)
+    with closing(Bench(subject, alone)) as bench:
+        reference = Reference.make(bench)
+        assert reference is not None
+        trial = judge(reference, mode("whole"), "inductor")
+    assert trial.status is status, trial.findings

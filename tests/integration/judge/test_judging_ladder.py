@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,7 +22,7 @@ from ddpopt.judge.options import option
 from ddpopt.judge.parallel import Parallel
 from ddpopt.judge.verdict import Status
 from ddpopt.planning.plan import Plan
-from ddpopt.ranks.group import joined, one_rank
+from ddpopt.ranks.group import Ranks
 
 NAME = "layers.1.weight"
 OTHER = "layers.0.weight"
@@ -29,15 +30,13 @@ NORMED = CASES[2]
 
 
 @pytest.fixture(scope="module")
-def clipped() -> Iterator[Reference]:
+def clipped(alone: Ranks) -> Iterator[Reference]:
     """Eager runs of a model with buffers, whose gradients are clipped."""
-    with one_rank(), joined() as ranks:
-        bench = Bench(Subject(NORMED, option("clipping"), 2, ranks.device), ranks)
+    with closing(Bench(Subject(NORMED, option("clipping"), 2, alone.device), alone)) as bench:
         reference = Reference.make(bench)
         assert reference is not None
         _ = reference.arithmetic
         yield reference
-        bench.close()
 
 
 def climb(

@@ -19,13 +19,7 @@ from ddpopt.judge.modes import mode
 from ddpopt.judge.options import option
 from ddpopt.judge.trials import Asked, Settings, run_trials
 from ddpopt.judge.verdict import Status
-from ddpopt.ranks.group import Ranks, joined, one_rank
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with one_rank(), joined() as found:
-        yield found
+from ddpopt.ranks.group import Ranks
 
 
 class Small(nn.Module):
@@ -48,26 +42,26 @@ Between = Callable[[Any, Tensor], Tensor]
 
 
 @contextmanager
-def bench_of(ranks: Ranks, between: Between, chosen: str = "default") -> Iterator[Bench]:
+def bench_of(alone: Ranks, between: Between, chosen: str = "default") -> Iterator[Bench]:
     case = Case("small", lambda: Small(between), lambda rank, step: ((torch.ones(2, 4),), {}), "small")
-    with closing(Bench(Subject(case, option(chosen), 2, ranks.device), ranks)) as bench:
+    with closing(Bench(Subject(case, option(chosen), 2, alone.device), alone)) as bench:
         yield bench
 
 
-def reference_of(ranks: Ranks, between: Between, chosen: str = "default") -> Reference:
-    with bench_of(ranks, between, chosen) as bench:
+def reference_of(alone: Ranks, between: Between, chosen: str = "default") -> Reference:
+    with bench_of(alone, between, chosen) as bench:
         found = Reference.make(bench)
     assert found is not None
     return found
 
 
-def sums_of(ranks: Ranks, found: dict[str, Any], like: dict[str, Tensor]) -> dict[str, Sum]:
-    with bench_of(ranks, lambda model, x: x) as bench:
+def sums_of(alone: Ranks, found: dict[str, Any], like: dict[str, Tensor]) -> dict[str, Sum]:
+    with bench_of(alone, lambda model, x: x) as bench:
         return bench.sums(found, like)
 
 
-def test_a_model_that_repeats_is_stable_and_written_to_by_the_optimizer_alone(ranks: Ranks) -> None:
-    found = reference_of(ranks, lambda model, x: x.relu(), "clipping")
+def test_a_model_that_repeats_is_stable_and_written_to_by_the_optimizer_alone(alone: Ranks) -> None:
+    found = reference_of(alone, lambda model, x: x.relu(), "clipping")
     assert (found.unstable, found.written) == (frozenset(), frozenset())
 
 
@@ -78,53 +72,53 @@ def noise() -> Tensor:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_loss_or_an_evaluation_that_does_not_repeat_is_seen(ranks: Ranks, training: bool) -> None:
-    found = reference_of(ranks, lambda model, x: x + noise() if model.training is training else x)
+def test_a_loss_or_an_evaluation_that_does_not_repeat_is_seen(alone: Ranks, training: bool) -> None:
+    found = reference_of(alone, lambda model, x: x + noise() if model.training is training else x)
     trained = {"the loss", "last.weight", "first.weight"}
     evaluated = {f"the {name}'s output" for name in ("first evaluation", "evaluation", "inference")}
     assert trained <= found.unstable if training else found.unstable == evaluated
 
 
-def test_a_model_that_cannot_be_evaluated_is_trained_all_the_same(ranks: Ranks) -> None:
+def test_a_model_that_cannot_be_evaluated_is_trained_all_the_same(alone: Ranks) -> None:
     def training_alone(model: Any, x: Tensor) -> Tensor:
         if not model.training:
             raise RuntimeError("no evaluation here")
         return x
 
-    found = reference_of(ranks, training_alone)
+    found = reference_of(alone, training_alone)
     assert "no evaluation here" in found.bench.unevaluated
     assert (len(found.eager.steps), found.eager.evaluation) == (2, None)
 
 
-def test_where_no_gradient_is_a_number_nothing_is_judged_right(ranks: Ranks) -> None:
-    reference = reference_of(ranks, lambda _, x: x * float("nan"))
+def test_where_no_gradient_is_a_number_nothing_is_judged_right(alone: Ranks) -> None:
+    reference = reference_of(alone, lambda _, x: x * float("nan"))
     trial = judge(reference, mode("eager"), None)
     assert (trial.status, trial.reason) == (Status.NOT_POSSIBLE, NO_GRADIENTS)
 
 
-def test_a_parameter_that_the_forward_writes_to_is_told_from_the_others(ranks: Ranks) -> None:
+def test_a_parameter_that_the_forward_writes_to_is_told_from_the_others(alone: Ranks) -> None:
     def scaling(model: Any, x: Tensor) -> Tensor:
         with torch.no_grad():
             model.first.bias.mul_(0.5)
         return x
 
-    assert reference_of(ranks, scaling).written == {"first.bias"}
+    assert reference_of(alone, scaling).written == {"first.bias"}
 
 
-def test_sums_count_none_and_what_has_lost_elements_as_zeros(ranks: Ranks) -> None:
+def test_sums_count_none_and_what_has_lost_elements_as_zeros(alone: Ranks) -> None:
     like = {name: torch.zeros(2, 2) for name in ("whole", "none", "cut")}
-    sums = sums_of(ranks, {"whole": -torch.ones(2, 2), "none": None, "cut": torch.ones(3)}, like)
+    sums = sums_of(alone, {"whole": -torch.ones(2, 2), "none": None, "cut": torch.ones(3)}, like)
     assert sums["whole"].total.tolist() == [[-1, -1], [-1, -1]]
     assert sums["whole"].magnitude.tolist() == [[1, 1], [1, 1]]
     assert sums["none"].magnitude.tolist() == sums["cut"].magnitude.tolist() == [[0, 0], [0, 0]]
 
 
-def test_sums_count_each_time_that_a_row_of_a_sparse_gradient_is_held(ranks: Ranks) -> None:
+def test_sums_count_each_time_that_a_row_of_a_sparse_gradient_is_held(alone: Ranks) -> None:
     table = torch.sparse_coo_tensor(
         torch.tensor([[1, 1]]), torch.tensor([[1.0], [-(2**-30)]]), (3, 1), check_invariants=True
     )
     like = {"table": torch.zeros(3, 1), "dense": torch.ones(2)}
-    sums = sums_of(ranks, {"table": table, "dense": torch.ones(2)}, like)
+    sums = sums_of(alone, {"table": table, "dense": torch.ones(2)}, like)
     assert sums["table"].total.flatten().tolist() == [0, 1 - 2**-30, 0]
     assert sums["table"].magnitude.flatten().tolist() == [0, 1 + 2**-30, 0]
     assert {name: one.terms.flatten().tolist() for name, one in sums.items()} == {
@@ -133,32 +127,32 @@ def test_sums_count_each_time_that_a_row_of_a_sparse_gradient_is_held(ranks: Ran
     }
 
 
-def test_a_run_that_leaves_gradients_off_does_not_disturb_the_next_one(ranks: Ranks) -> None:
+def test_a_run_that_leaves_gradients_off_does_not_disturb_the_next_one(alone: Ranks) -> None:
     def leaving_them_off(model: Any, x: Tensor) -> Tensor:
         torch.set_grad_enabled(False)
         return x
 
-    with bench_of(ranks, leaving_them_off) as bench:
+    with bench_of(alone, leaving_them_off) as bench:
         assert Reference.make(bench) is None
     assert torch.is_grad_enabled()
-    assert reference_of(ranks, lambda model, x: x.relu()).unstable == frozenset()
+    assert reference_of(alone, lambda model, x: x.relu()).unstable == frozenset()
 
 
 def test_a_trial_that_raises_leaves_no_process_group_behind(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+    alone: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*_: object, **__: object) -> None:
         raise ValueError("no judgement")
 
     monkeypatch.setattr(trials, "judge", failing)
     with pytest.raises(ValueError, match="no judgement"):
-        run_trials(ranks, [Asked(CASES[0], "default", ("whole",))], Settings("eager", steps=1), ())
+        run_trials(alone, [Asked(CASES[0], "default", ("whole",))], Settings("eager", steps=1), ())
     c10d: Any = dist  # private: torch counts its groups nowhere else
     assert len(c10d.distributed_c10d._world.pg_map) == 1
 
 
 def test_no_rank_leaves_a_group_that_another_still_connects_to(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+    alone: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[int] = []
     new_group: Any = dist.new_group
@@ -169,6 +163,6 @@ def test_no_rank_leaves_a_group_that_another_still_connects_to(
         return new_group(*args, **kwargs)
 
     monkeypatch.setattr(dist, "new_group", noted)
-    reference_of(ranks, lambda model, x: x)
+    reference_of(alone, lambda model, x: x)
     assert len(waits) > 1
     assert set(waits) == {1}

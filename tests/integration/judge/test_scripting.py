@@ -63,22 +63,6 @@ def test_a_script_verifies_the_stage_that_disagrees_as_the_trial_was_verified(
 
 
 @pytest.mark.parametrize(
-    ("backend", "symptom", "shown"),
-    [
-        (f"{MODULE}:scaling_tanh", NUMBERS, True),
-        ("aot_eager", NUMBERS, False),
-        ("dying_on_tanh", Symptom("died", "SIGSEGV"), True),
-    ],
-)
-@pytest.mark.nightly
-def test_a_script_shows_the_difference_in_a_fresh_interpreter_if_there_is_one(
-    tmp_path: Path, backend: str, symptom: Symptom, shown: bool
-) -> None:
-    file = script(tmp_path, Stage("local", backend), symptom, ddp_kwargs={"bucket_cap_mb": 0.5})
-    assert shows(file, 1, 200.0) is shown
-
-
-@pytest.mark.parametrize(
     ("text", "death", "shown"),
     [
         (SHOWS, "", True),

@@ -1,19 +1,96 @@
-"""``ddpopt verify`` where ranks die, stall, or are torchrun's: its exit codes, and that nothing is left."""
+"""``ddpopt verify`` as people run it, where ranks are right, wrong, die, stall, or are torchrun's.
+
+What counts is its exit codes, what it writes, and that nothing is left.
+"""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from ddpopt.judge.verdict import Status
-from tests.shop import run, write_shop
+from ddpopt.ranks.environment import environment_of_no_rank
 
 pytestmark = pytest.mark.timeout(240)
+
+ROOT = Path(__file__).parents[3]
+MODELS = """
+import inspect, os, signal, time
+import torch
+from torch import nn
+from torch._dynamo import register_backend
+
+
+def small():
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(4, 8)
+
+
+class Net(nn.Module):  # torch.compile of DDP around a Sequential compiles nothing: pytorch#140416
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.layer(x).relu()
+
+
+def net():
+    return Net(), torch.randn(4, 8)
+
+
+@register_backend
+def killing(gm, inputs):
+    if torch.distributed.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return gm
+
+
+@register_backend
+def stuck(gm, inputs):
+    if torch.distributed.get_world_size() == 1:
+        return gm
+    while any(frame.function == "climb" for frame in inspect.stack()):
+        time.sleep(0.1)
+    return doubling(gm, inputs)
+
+
+@register_backend
+def doubling(gm, inputs):
+    return lambda *args: tuple(value * 2 if torch.is_tensor(value) else value for value in gm(*args))
+"""
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return write_shop(tmp_path)
+    """A folder with models that people might have, as the module ``shop``."""
+    (tmp_path / "shop.py").write_text(MODELS)
+    return tmp_path
+
+
+def run(folder: Path, *arguments: str, torchrun: bool = False) -> "subprocess.CompletedProcess[str]":
+    """Run ``ddpopt verify`` in a folder, on ranks of its own or on two of torchrun's."""
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if torchrun else []
+    command = [sys.executable, *ranks, "-m", "ddpopt", "verify", *arguments]
+    environment = {**environment_of_no_rank(), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+
+
+@pytest.mark.nightly
+def test_a_model_of_the_transformers_library_is_right() -> None:
+    done = run(ROOT, "examples.transformers_gpt2:make")
+    assert done.returncode == 0, done.stderr
+    assert "RIGHT: examples.transformers_gpt2:make on 2 ranks" in done.stdout
+
+
+def test_a_backend_that_is_wrong_ends_with_1_and_is_located(folder: Path) -> None:
+    done = run(folder, "shop:small", "--backend", "doubling", "--json", "v.json")
+    assert done.returncode == 1, done.stderr
+    verdict = json.loads((folder / "v.json").read_text())
+    assert "L2" in {finding["level"] for trial in verdict["trials"] for finding in trial["findings"]}
+    assert not all(rung["agrees"] for rung in verdict["location"]["rungs"])
+    assert verdict["location"]["reproduces"]
 
 
 def test_a_killed_rank_ends_with_3_and_its_name(folder: Path) -> None:

@@ -1,9 +1,6 @@
-"""tests.selftest.self_test: what counts as found, and what does not."""
+"""tests.selftest: what counts as found, and what does not."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,12 +10,10 @@ from ddpopt.judge.judging.failing import Failure, failure_of
 from ddpopt.judge.matrix import CASES
 from ddpopt.judge.modes import mode
 from ddpopt.judge.options import option
-from ddpopt.judge.verdict import Finding, Status, Trial, Verdict
-from tests.selftest import __main__ as command
+from ddpopt.judge.verdict import Finding, Status, Trial
 from tests.selftest.clean_runs import AT_LEAST, MODES, clean_runs
 from tests.selftest.defects import DEFECTS
-from tests.selftest.faults import FAULTS, PLACEBOS, Fault
-from tests.selftest.self_test import SelfTest
+from tests.selftest.faults import DEADLY, FAULTS, PLACEBOS, Fault
 from tests.selftest.shown import shown_case
 from tests.selftest.sites import NotInjected
 from tests.selftest.trials import died, found_out
@@ -31,7 +26,6 @@ def fault_of(name: str) -> Fault:
 
 ZEROED = fault_of("a gradient is zeroed")
 CUT = fault_of("a mutation is lost")
-DEADLY = fault_of("one rank's reducer has other buckets")
 WIRE = fault_of("a bucket is not reduced")
 EVERYWHERE = (True, True)
 ON_THE_SECOND = (False, True)
@@ -136,52 +130,6 @@ def test_a_level_has_to_find_what_it_judges(
     assert [fault_of(name).due(levels, size=size) for size in (2, 3)] == [on_two, on_three]
 
 
-# ---------------------------------------------------------------------------------------------- the whole
-
-
-def whole(*trials: Trial, complaint: bool = False) -> SelfTest:
-    found = found_out(ZEROED, judged() if complaint else judged("L0"), (), EVERYWHERE)
-    return SelfTest((found,), Verdict("clean runs", 2, trials or (ok_trial(),)))
-
-
-def test_a_clean_run_that_is_not_ok_and_a_fault_that_nobody_found_fail_the_self_test() -> None:
-    assert whole()
-    assert not whole(ok_trial(), impossible_trial())
-    assert not whole(complaint=True)
-
-
-def test_the_text_names_who_found_what_and_all_that_went_wrong() -> None:
-    found = (*whole().found, *whole(complaint=True).found)
-    impossible = replace(impossible_trial("tied"), reason="no GPU")
-    result = replace(whole(ok_trial(), impossible), found=found, left_out=("one ULP",))
-    assert str(result).splitlines() == [
-        "compiled code: a gradient is zeroed: L0",
-        "compiled code: a gradient is zeroed: not found: nothing was said of it",
-        "left out, for it is rounding on so many ranks: one ULP",
-        "tied: eager / mixed: not possible: no GPU",
-        "1 of 2 faults found on 2 ranks",
-        "1 of 2 clean runs raised nothing",
-    ]
-
-
-@pytest.mark.parametrize(("complaint", "code"), [(False, 0), (True, 1)])
-def test_the_command_runs_the_faults_that_are_named_and_exits_with_the_result(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, complaint: bool, code: int
-) -> None:
-    asked: dict[str, Any] = {}
-
-    def run(nproc: int, **given: Any) -> SelfTest:
-        asked.update(given)
-        return whole(complaint=complaint)
-
-    monkeypatch.setattr(command, "self_test", run)
-    written = tmp_path / "result.json"
-    assert command.main(["--faults", "a gradient is zero*", "--json", str(written)]) == code
-    named = ["a gradient is zeroed", "a gradient is zeroed, where rounding is allowed"]
-    assert ([fault.name for fault in asked["faults"]], asked["clean"]) == (named, {})
-    assert json.loads(written.read_text())["right"] is not complaint
-
-
 # -------------------------------------------------------------------------------------------- its material
 
 
@@ -190,7 +138,7 @@ def test_faults_have_unique_names_and_a_place_to_be_put_in() -> None:
     assert len(names) == len(set(names)) >= 30
     known = {case.name for case in (*CASES, shown_case(), *corpus.cases())}
     known |= {defect.name for defect in DEFECTS}
-    for fault in (*FAULTS, *PLACEBOS):
+    for fault in (*FAULTS, DEADLY, *PLACEBOS):
         assert mode(fault.mode).name == fault.mode
         assert option(fault.option).name == fault.option
         assert fault.case in known
