@@ -1,12 +1,12 @@
-"""Tell a reducer that a gradient is there, whether the engine or a compiled backward put it there.
+"""Notify a reducer that a gradient is ready, whether the engine or a compiled backward accumulated it.
 
-DDP's reducer hooks each parameter's AccumulateGrad node in C++. A gradient that was handed over from inside
-a compiled backward passes that node already; the engine visits it once more at the end, without a
+DDP's reducer hooks each parameter's AccumulateGrad node in C++. A gradient that is handed over from inside
+a compiled backward goes through that node early; the engine visits the node again at the end, without a
 gradient, and the reducer would count it twice. So these hooks are replaced.
 
-Invariant: in each backward the reducer hears of each parameter exactly as often as it would have otherwise.
+Invariant: in each backward the reducer is notified of each parameter exactly as often as without ddpopt.
 
-Touches private parts of torch 2.11 to 2.13: ``Reducer._remove_autograd_hooks``, ``Reducer._autograd_hook``
+Uses private parts of torch 2.11 to 2.13: ``Reducer._remove_autograd_hooks``, ``Reducer._autograd_hook``
 and ``DistributedDataParallel._build_params_for_reducer``.
 """
 

@@ -31,7 +31,7 @@ def rewritten(
     """Copy a graph.
 
     Args:
-        gm: the graph; it is left as it is.
+        gm: the graph; it is not modified.
         writers: write the replacements of some nodes. If a replacement is a tuple, its items replace the
             getitem nodes that pick them.
         held: attributes that the writers' nodes read; the writers may add to it.

@@ -5,7 +5,7 @@ unfrozen or replaced later; the reducer still waits for exactly those it was bui
 
 Invariant: the answer is certain, or an error says why there is none; the query changes nothing.
 
-Touches private parts of torch 2.11 to 2.13: ``Reducer._get_zeros_like_grad_buckets`` and DDP's log.
+Uses private parts of torch 2.11 to 2.13: ``Reducer._get_zeros_like_grad_buckets`` and DDP's log.
 """
 
 import contextlib
