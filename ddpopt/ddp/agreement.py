@@ -58,7 +58,7 @@ def agree(
     with _store_errors_named(what):
         board, earlier = _post(process_group, what, payload)
         opinion = COMPLETE if _await_everyone(board, process_group.size(), timeout) else EXPIRED
-        # The first rank to have an opinion decides for all, so that they end alike.
+        # The first rank to write a verdict decides for all, so that all end in the same way.
         if board.compare_set("verdict", "", opinion).decode() == EXPIRED:
             raise InfrastructureError(_missing_text(board, process_group, what, timeout))
         payloads = _payloads(board, process_group, payload)

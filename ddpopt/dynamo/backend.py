@@ -154,7 +154,7 @@ class DdpoptBackend:
         if known is None or known.specs != specs_by_id(ddp):  # parameter names may change
             self._regions[ddp] = Regions.of(ddp)
         joined = self._regions[ddp].joined
-        if ddp.static_graph and ddp._static_graph_delay_allreduce_enqueued:  # True once it had a backward
+        if ddp.static_graph and ddp._static_graph_delay_allreduce_enqueued:  # True after its first backward
             _say_once("DDP keeps its buckets: a static graph's first backward settles what is reduced")
         elif not (isinstance(ddp.logger, PendingLogger) and ddp.logger.deferral.decide == joined):
             defer(ddp, joined)

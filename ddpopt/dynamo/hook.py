@@ -37,7 +37,7 @@ def _build(*args: Any, **kwargs: Any) -> object:
     for choose in _choosers[::-1]:  # a copy: a choice may create a backend, or free one
         chosen = choose(compiler)
         if chosen is not None:
-            return SimpleNamespace(compile_fn=chosen)  # Dynamo only ever calls this
+            return SimpleNamespace(compile_fn=chosen)  # Dynamo uses nothing else
     return DDPOptimizer(*args, **kwargs)
 
 

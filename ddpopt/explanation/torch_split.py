@@ -1,9 +1,9 @@
 """How torch's own DDPOptimizer splits a model: its real code, run on fake tensors.
 
-The optimizer gets a backend that compiles nothing, and one step then runs through its stitched module.
-Each segment runs as one node of the autograd graph, as with AOTAutograd, so that
-autograd's engine determines in which order gradients complete and which segments they wait on. Failures of
-the optimizer show here; those of a compiler underneath it do not.
+The optimizer gets a backend that compiles nothing, and one step then runs through its stitched module. Each
+segment runs as one node of the autograd graph, as with AOTAutograd, so that autograd's engine determines in
+which order gradients complete and which segments they wait on. Failures of the optimizer show here; those of
+a compiler underneath it do not.
 
 Uses a private name of torch 2.11 to 2.13: ``torch._dynamo.backends.distributed.DDPOptimizer``. Calls its
 ``compile_fn`` and reads its ``buckets`` (in forward order; each with ``params``, ``param_ids`` and

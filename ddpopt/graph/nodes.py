@@ -1,6 +1,6 @@
 """Reading FX graphs: the basic queries on nodes that all other modules share.
 
-Positions count the *body* of a graph: all nodes but placeholders, attributes and the output.
+Positions count the *body* of a graph: all nodes except placeholders, attributes and the output.
 """
 
 import functools
@@ -41,7 +41,7 @@ def body_nodes(graph: fx.Graph) -> list[fx.Node]:
 
 
 def example_value(node: fx.Node) -> object:
-    """The value that tracing left on a node, or `MISSING`."""
+    """A node's value from tracing, or `MISSING`."""
     return node.meta.get("example_value", node.meta.get("val", MISSING))
 
 

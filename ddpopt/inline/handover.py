@@ -289,7 +289,7 @@ def hand_over(gradients: Sequence[Tensor], slots: Sequence[int], treatment: Sequ
 
 
 def _gate_of(node: Any) -> Any:
-    """The gate that the backward of compiled code leads to; not a saved value, which users can change."""
+    """The gate of compiled code, found through its backward's edges: users can change saved values."""
     edges = () if node is None else node.next_functions
     return next((gate for gate, _ in edges if isinstance(gate, _Gate._backward_cls)), None)
 

@@ -29,7 +29,7 @@ class Collective:
 
     Attributes:
         op: ``"allreduce"``, ``"broadcast"``, …
-        nbytes: bytes that this rank sent; for a sparse gradient, those of the dense one.
+        nbytes: bytes that this rank sent; for a sparse gradient, the size of a dense one.
         dtype: of the data sent, for instance ``"float32"``; empty for a barrier.
         bucket: index of the bucket that it carried; None if it carried something else, or if a communication
             hook sent the bucket with another size.

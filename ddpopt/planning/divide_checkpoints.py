@@ -2,8 +2,8 @@
 
 Dynamo puts a checkpointed region into its graph as one call of a body. All its gradients would leave
 together, while in eager they leave one after the other as the region's backward proceeds. So the region is
-divided where its buckets end: two consecutive checkpointed regions recompute the same values, and save only
-the values that pass from the first to the second in addition.
+divided where its buckets end: two consecutive checkpointed regions recompute the same values, and save in
+addition only what passes from the first to the second.
 
 A region through which no gradient passes has nothing to recompute. It is inlined: torch refuses to
 compile one that draws random numbers in a segment that has no backward.

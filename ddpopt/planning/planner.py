@@ -1,11 +1,11 @@
 """Decide buckets and cuts: (GraphFacts, BucketConfig) -> Plan.
 
 The body of a graph consists of *atoms*, the runs of nodes between two positions where a cut is possible.
-All gradients that complete within one atom leave its backward together, so their order is free:
-smaller ones come first, so that DDP's rule closes a bucket on the last of them wherever sizes allow. A bucket
-that closes within an atom requires a cut right before that atom; the atom's other open gradients are then
-closed with it. So each bucket is complete once the backward of a single segment has run, as early
-as in eager, and the next bucket starts empty.
+All gradients that complete within one atom leave its backward together, so their order is free: smaller ones
+come first, so that DDP's rule closes a bucket on the last of them wherever sizes allow. A bucket that closes
+within an atom requires a cut right before that atom; the atom's other open gradients are then closed with it.
+So each bucket is complete once the backward of a single segment has run, as early as in eager, and the next
+bucket starts empty.
 
 Planning is pure: it never imports torch.distributed, runs nothing, and depends only on its inputs.
 

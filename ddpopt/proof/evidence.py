@@ -72,7 +72,7 @@ def steps_passing_gradient(original: Original) -> dict[str, None]:
 
     Their result requires grad, in grad mode or as an argument that is returned unchanged, and it reaches an
     output through other such steps, or through a write that such a step, an output or the caller sees. Writes
-    without grad pass no gradient. A value detached in place later counts as requiring grad until then.
+    without grad pass no gradient. A value that is detached in place later counts as requiring grad before.
     """
     passing: dict[str, None] = {}
     handing_on: dict[str, None] = {}

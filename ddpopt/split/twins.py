@@ -1,9 +1,9 @@
 """Finding twins: segments that can share one compilation.
 
 A signature holds everything that a compiler may look at: operations, literals, the layout of each input,
-which inputs share storage, and checkpoint policies. Parameters are inputs, so two layers of one
-kind have the same signature. Values that belong to a single graph (a constant tensor, a submodule) are
-compared by identity, so segments that hold different ones are never twins.
+which inputs share storage, and checkpoint policies. Parameters are inputs, so two layers of one kind have the
+same signature. Values that belong to a single graph (a constant tensor, a submodule) are compared by
+identity, so segments that hold different ones are never twins.
 
 Invariant: equal signatures mean interchangeable compiled code. If this cannot be known, there is no
 signature.
