@@ -221,7 +221,7 @@ def _renamed(parameter: Tensor) -> Tensor:
 def _kept_in_backward() -> Iterator[None]:
     """Mark what is traced here as part of the backward, even if it does not depend on the loss.
 
-    AOTAutograd moves nodes that can be computed in forward there, except those with this mark, which is
+    AOTAutograd moves to forward whatever can be computed there, except nodes with this mark, which is
     private in torch 2.13.
     """
     if not fx_traceback.has_preserved_node_meta():

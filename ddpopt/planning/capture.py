@@ -135,7 +135,7 @@ def fake_copy(
         The fake mode (that of the model's parameters if they are fake), the copies, and each parameter's copy
         by all of its names.
     """
-    # a module that is already compiled is traced as the original module, under its own names
+    # a compiled module is traced as its original; the parameter names stay those of the compiled one
     inner = getattr(model, "_orig_mod", model)
     fakes = (tensor.fake_mode for tensor in inner.parameters() if isinstance(tensor, FakeTensor))
     mode = next(fakes, None) or FakeTensorMode(shape_env=ShapeEnv())  # nested tensors have symbolic sizes
