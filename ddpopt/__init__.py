@@ -1,7 +1,7 @@
 """Make torch.compile and DistributedDataParallel agree on gradient buckets, and check the gradients.
 
-The public names are imported when they are first used: pytest loads this package in every run of an
-environment where it is installed (`ddpopt.testing.plugin`), and torch takes seconds to import.
+Public names are imported on first use: pytest loads this package in every run where it is installed
+(`ddpopt.testing.plugin`), and importing torch takes seconds.
 """
 
 from importlib import import_module
@@ -60,7 +60,7 @@ def __getattr__(name: str) -> Any:
     except (ImportError, AttributeError):
         from ddpopt.torch_private import require_supported
 
-        require_supported()  # another release of torch is the likeliest reason
+        require_supported()  # an unsupported release of torch is the likeliest reason
         raise
     globals()[name] = value
     return value

@@ -1,7 +1,7 @@
-"""Every error that ddpopt raises, each with the exit code that the command line gives it.
+"""Every error that ddpopt raises, each with its exit code on the command line.
 
-Invariant: a user's mistake ends in one of these, never in a bare assert or a traceback from inside torch.
-Each message says what was expected, what came, where, and what to do next.
+Invariant: a user's mistake raises one of these, never a bare assert or a traceback from inside torch.
+Each message says what was expected, what was found, where, and what to do next.
 """
 
 import difflib
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Say which known names are like one that is not known; empty if none is.
+    """Suggest known names that are similar to an unknown one; empty if none is.
 
     >>> did_you_mean("toch", ["eager", "torch"])
     "; did you mean 'torch'?"
@@ -21,10 +21,10 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 class DdpoptError(Exception):
-    """Root of all errors of this package.
+    """Base class of all errors of this package.
 
     Attributes:
-        exit_code: what the ``ddpopt`` command exits with when this error reaches it
+        exit_code: the exit code of the ``ddpopt`` command when it gets this error
             (0 right, 1 the program under test is wrong, 2 usage, 3 not judged).
     """
 
@@ -38,7 +38,7 @@ class UsageError(DdpoptError):
 
 
 class UnsupportedError(UsageError):
-    """A combination, each part of which can be used as given, that ddpopt does not do; it says which."""
+    """A combination of individually valid inputs that ddpopt does not support; the message names it."""
 
 
 class PlanMismatchError(DdpoptError):
@@ -49,7 +49,7 @@ class CertificateError(DdpoptError):
     """A cut graph is not the same program as the graph that it was cut from.
 
     Attributes:
-        violations: one sentence for each broken invariant, in the order of the checks.
+        violations: one sentence for each violation, in the order of the checks.
     """
 
     def __init__(self, violations: tuple[str, ...]) -> None:
@@ -62,7 +62,7 @@ class CertificateError(DdpoptError):
 
 
 class HandOverError(DdpoptError):
-    """A gradient that was handed to DDP from inside a backward turned out not to be the whole of it."""
+    """A gradient that was handed to DDP from inside a backward turned out to be incomplete."""
 
 
 class NotJudgedError(DdpoptError):
@@ -76,4 +76,4 @@ class InfrastructureError(NotJudgedError):
 
 
 class VerificationError(DdpoptError):
-    """A verification found something wrong; the message has every finding."""
+    """A verification found something wrong; the message lists every finding."""

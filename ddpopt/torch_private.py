@@ -1,9 +1,9 @@
-"""The private names of torch that ddpopt uses, each with what cannot work without it.
+"""The private names of torch that ddpopt uses, each with what fails without it.
 
-A release of torch may rename any of them. `require_supported` looks all of them up, so that such a release is
-one error that names them, not an `AttributeError` in the middle of a training.
+A release of torch may rename any of them. `require_supported` looks them all up, so that such a release gives
+one error that names them, not an `AttributeError` in the middle of training.
 
-Invariant: to look the names up changes nothing of torch.
+Invariant: looking the names up changes nothing in torch.
 """
 
 import pkgutil
@@ -40,11 +40,11 @@ NAMES: Mapping[str, str] = {
     "torch.nn.parallel.DistributedDataParallel._build_params_for_reducer": FOLLOWS,
     "torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data": PLANS,
 }
-"""What is used of torch without being documented, by dotted name."""
+"""The undocumented parts of torch that ddpopt uses, by dotted name."""
 
 
 def missing() -> dict[str, str]:
-    """Return those of `NAMES` that the installed torch lacks."""
+    """Return the entries of `NAMES` that the installed torch lacks."""
     return {name: lost for name, lost in NAMES.items() if not _is_there(name)}
 
 
@@ -57,10 +57,10 @@ def _is_there(name: str) -> bool:
 
 
 def require_supported() -> None:
-    """Fail unless the installed torch has all that ddpopt uses of it.
+    """Fail unless the installed torch has all the names that ddpopt uses.
 
     Raises:
-        UnsupportedError: it lacks some; says which, what cannot work, and which releases have them.
+        UnsupportedError: some are missing; says which, what fails without them, and which releases have them.
     """
     import torch
 

@@ -1,5 +1,5 @@
-"""All that touches DDP's reducer: have it use a plan's buckets, ask what it holds, agree between ranks.
+"""Everything that touches DDP's reducer: make it use a plan's buckets, query it, agree between ranks.
 
 In: a DDP module and a plan. Out: a reducer whose buckets are the plan's, from the first step on, or an error
-on every rank. Invariant: DDP is the authority; what is imposed is read back from it.
+on every rank. Invariant: DDP is the authority; imposed buckets are read back from it.
 """

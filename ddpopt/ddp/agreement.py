@@ -1,8 +1,8 @@
-"""Comparing short texts between the ranks of a process group, with a clean end when a rank is missing.
+"""Comparing short texts between the ranks of a process group, with a clean failure when a rank is missing.
 
-The texts travel through the group's key-value store and not through a collective: a store has a time-out
-that leaves the group usable, works while other collectives are in flight (under ``join()``, or with a
-backward half done), and is the same for every backend.
+The texts are exchanged through the group's key-value store, not through a collective: a store has a timeout
+that leaves the group usable, works while other collectives are in flight (under ``join()``, or in the middle
+of a backward), and is the same for every backend.
 
 Invariant: of the ranks that return, all return the same texts; and either all ranks return or all of them
 raise. A rank that arrives after another one gave up learns of it and raises too.
@@ -36,11 +36,11 @@ def agree(
 ) -> tuple[str, ...]:
     """Exchange one text with every rank of a group. Every rank must call this the same number of times.
 
-    Full texts are only fetched where they differ from one's own, so that agreement costs a digest a rank.
+    Full texts are fetched only if they differ from this rank's, so agreement costs one digest per rank.
 
     Args:
-        process_group: the ranks to hear from; any group of any backend, of any size.
-        what: what is being compared, in words for the error message; also separates independent sequences
+        process_group: the ranks that take part; any group of any backend, of any size.
+        what: a description of the comparison for error messages; also separates independent sequences
             of calls from each other.
         payload: this rank's text.
         timeout: how long to wait for the other ranks.
@@ -52,28 +52,28 @@ def agree(
         InfrastructureError: a rank did not answer in time, this rank answered after another one gave up,
             or the store failed.
     """
-    # A group of the "fake" backend has no peers to hear from: it exists to look at structure in one process.
+    # A group of the "fake" backend has no peers: it exists to inspect structure in one process.
     if process_group.size() == 1 or dist.get_backend(process_group) == "fake":
         return (payload,) * process_group.size()
     with _store_errors_named(what):
         board, earlier = _post(process_group, what, payload)
         opinion = COMPLETE if _await_everyone(board, process_group.size(), timeout) else EXPIRED
-        # The first rank to have an opinion decides for all, so that they end alike.
+        # The first rank to write a verdict decides for all, so that all end in the same way.
         if board.compare_set("verdict", "", opinion).decode() == EXPIRED:
             raise InfrastructureError(_missing_text(board, process_group, what, timeout))
         payloads = _payloads(board, process_group, payload)
-        # Everybody is in this round, so nobody reads the one before any more.
+        # All ranks are in this round, so none reads the previous round any more.
         _forget(earlier, process_group.rank())
     return payloads
 
 
 def announce(process_group: dist.ProcessGroup, what: str, payload: str) -> None:
-    """Take this rank's turn in :func:`agree` without waiting for the others: the turn of a rank that fails.
+    """Take this rank's turn in :func:`agree` without waiting for the others, as a rank that fails does.
 
     Args:
         process_group: as in :func:`agree`.
         what: as in :func:`agree`.
-        payload: what the other ranks' calls of :func:`agree` return for this rank.
+        payload: the text that the other ranks' calls of :func:`agree` return for this rank.
 
     Raises:
         InfrastructureError: the store failed.
@@ -94,7 +94,7 @@ def _part(store: "Store", name: str) -> "Store":
 
 
 def _post(process_group: dist.ProcessGroup, what: str, payload: str) -> tuple["Store", "Store"]:
-    """Write this rank's text; give back this round's part of the store, and that of the round before."""
+    """Write this rank's text; return this round's part of the store, and the previous round's."""
     rank = process_group.rank()
     sequence = _part(_group_store(process_group), f"{PREFIX}/{what}")
     # The store counts this rank's calls, so that no state outlives the process group.
@@ -111,8 +111,8 @@ def _digest(payload: str) -> str:
 
 
 def _await_everyone(board: "Store", size: int, timeout: timedelta) -> bool:
-    # Asking now and then, and not Store.wait: that holds the client's lock for as long as it waits, and the
-    # watchdog threads of the backends share the client.
+    # Polling instead of Store.wait, which holds the client's lock while it waits: the backends' watchdog
+    # threads share the client.
     deadline, pause_s = time.monotonic() + timeout.total_seconds(), FIRST_PAUSE_S
     while board.add("arrived", 0) < size:
         left_s = deadline - time.monotonic()

@@ -1,17 +1,17 @@
 """Imposing a plan that becomes known only while the module's first forward runs.
 
-The compiler meets a model's graphs one at a time, inside DDP's forward. The plan is complete when that
-forward is over, which DDP marks by a call of ``reducer.prepare_for_backward``. Until then two
-light placeholders replace the module's reducer and logger:
+The compiler sees a model's graphs one at a time, inside DDP's forward. The plan is complete at the end of
+that forward, when DDP calls ``reducer.prepare_for_backward``. Before that call, two light placeholders
+replace the module's reducer and logger:
 
-- the logger's is there all the time: DDP calls the logger right before each forward that will be
+- the logger's placeholder is always there: DDP calls the logger right before each forward that will be
   synchronised, on entering ``join()``, and before a communication hook is registered;
-- the reducer's is there from then on, to see the call that ends the forward. C++ functions need not take it
-  for a reducer, so it makes room while a communication hook is registered.
+- the reducer's placeholder is there from such a call on, to intercept the call that ends the forward. C++
+  functions may not accept it as a reducer, so it is removed while a communication hook is registered.
 
-Both vanish with the decision. DDP leaves reducer and logger, and so these, out of copies and pickles.
+The decision removes both. DDP leaves reducer and logger, and so the placeholders, out of copies and pickles.
 
-Invariant: when a decision raises, the module has its own reducer and logger back.
+Invariant: if a decision raises, the module has its own reducer and logger back.
 """
 
 import functools
@@ -39,51 +39,51 @@ log = logging.getLogger(__name__)
 
 WHAT = "ddpopt: the plan of the first compiled forward"
 _kept: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-"""Modules whose ranks came to no plan. What one rank compiles later is no reason to ask the others again."""
+"""Modules whose ranks found no plan. If one rank compiles a graph later, the others are not asked again."""
 
 
 def defer(ddp: nn.Module, decide: Callable[[], Plan | None]) -> None:
     """Impose a plan at the end of the module's next forward that will be synchronised.
 
-    May be called before that forward or inside it; the last call counts. The buckets are then in force for
-    that iteration's backward. Where ranks decide differently, the plan of the lowest rank that has one is
-    used by all, and the difference is logged: DDP too takes rank 0's order when it rebuilds its buckets.
+    May be called before that forward or inside it; the last call counts. The buckets are then used in
+    that iteration's backward. If ranks decide differently, all use the plan of the lowest rank that has one,
+    and the difference is logged: DDP also takes rank 0's order when it rebuilds its buckets.
 
-    Under ``join()`` call this before entering it: a rank without any input runs no forward, and learns the
-    plan from the others only if it knows that there will be one.
+    Call this before entering ``join()``: a rank without any input runs no forward, and learns the plan from
+    the others only if it knows that there will be one.
 
     Args:
-        ddp: the DDP module. Its forward raises what ``decide`` raises, a PlanMismatchError if the plan does
-            not fit or another rank's ``decide`` raised, and an InfrastructureError if a rank comes to no
-            decision within the process group's own time-out.
-        decide: gives the plan, or None to leave DDP's own buckets in force.
+        ddp: the DDP module. Its forward raises any error of ``decide``, a PlanMismatchError if the plan does
+            not fit or another rank's ``decide`` raised, and an InfrastructureError if a rank makes no
+            decision within the process group's own timeout.
+        decide: returns the plan, or None to keep DDP's own buckets.
 
     Raises:
-        UsageError: ``ddp`` is no DDP module, or has an option that leaves no buckets to plan.
+        UsageError: ``ddp`` is not a DDP module, or has an option that leaves no buckets to plan.
     """
     module = ddp_module(ddp)
     Deferral(module, decide).begin(armed=active_module() is module)
 
 
 def keeps_buckets(ddp: DistributedDataParallel) -> bool:
-    """Whether the ranks came to no plan when they were asked, so that the module keeps DDP's own buckets."""
+    """Whether the ranks found no plan when they were asked, so that the module keeps DDP's own buckets."""
     return ddp in _kept
 
 
 def active_module() -> DistributedDataParallel | None:
-    """The DDP module whose forward is running; Dynamo asks DDP the same way (torch 2.11 to 2.13)."""
+    """The DDP module whose forward is running; Dynamo finds it in the same way (torch 2.11 to 2.13)."""
     return DistributedDataParallel._active_ddp_module
 
 
 class Deferral:
-    """One pending decision: what stood in the module before, and what was seen since.
+    """One pending decision: the module's own reducer and logger, and what was observed since.
 
     Attributes:
-        ddp: the module, weakly.
+        ddp: a weak reference to the module.
         reducer: the module's own reducer.
         logger: the module's own logger.
-        decide: gives the plan.
-        work_handle: what join() gave the reducer: how many ranks take part in this iteration.
+        decide: returns the plan.
+        work_handle: the handle that join() gave the reducer, which counts the ranks in this iteration.
     """
 
     def __init__(self, ddp: Any, decide: Callable[[], Plan | None]) -> None:
@@ -108,7 +108,7 @@ class Deferral:
             self.arm()
 
     def _note_uses(self, ddp: Any) -> None:
-        """Note which parameters a backward uses, as the reducer does under no_sync(): it does not tell."""
+        """Note which parameters a backward uses, as the reducer does under no_sync() without exposing it."""
         if accumulates(ddp):
             raise UnsupportedError(f"the buckets cannot change now: {ACCUMULATES}")
         with as_built(ddp):
@@ -119,7 +119,7 @@ class Deferral:
             self._noting.append(node.register_hook(note))
 
     def arm(self) -> None:
-        """Install the reducer's placeholder: a forward begins."""
+        """Install the reducer's placeholder when a forward begins."""
         ddp: Any = self.ddp()
         ddp.reducer = PendingReducer(self)
 
@@ -127,16 +127,16 @@ class Deferral:
         """Decide, agree and install; no placeholder is left afterwards.
 
         Args:
-            joined: this rank has no inputs left, and so no plan.
+            joined: whether this rank has no inputs left, and so no plan.
 
         Returns:
-            The reducer that is in force now.
+            The reducer that is now in use.
         """
         ddp: Any = self.ddp()
         ddp.reducer, ddp.logger = self.reducer, self.logger
         for handle in self._noting:
             handle.remove()
-        # Not to be kept alive by the placeholders: DDP's frame holds them while the new buckets are made.
+        # The placeholders must not keep these alive: DDP's frame holds them while the new buckets are made.
         self.reducer = self.logger = None
 
         def decide() -> Plan | None:
@@ -163,7 +163,7 @@ class Deferral:
 
     def _install(self, ddp: Any, plan: Plan, joined: bool) -> None:
         install(ddp, plan)
-        if self._noting:  # users' hooks go where those that noted were: before the new reducer's
+        if self._noting:  # the noting hooks put users' hooks before the new reducer's
             ready_hooks(ddp).take_over()
         if joined:
             return
@@ -173,7 +173,7 @@ class Deferral:
         for index, parameter in enumerate(ddp.reducer.parameters):
             if id(parameter) not in self._used:
                 continue
-            # A reducer that expects no backward only notes what its hook tells it, if there is a gradient.
+            # Outside of a backward, the reducer's hook only marks the parameter as used, if it has a grad.
             gradient = parameter.grad
             if gradient is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -182,14 +182,14 @@ class Deferral:
 
 
 def _note(used: set[int], parameter: weakref.ReferenceType[Any], *_: Any) -> None:
-    """What DDP's own hook on a parameter notes, when the engine has visited its node."""
+    """Mark a parameter as used, as DDP's own hook does after the engine has visited its node."""
     held = parameter()
     if held is not None and held.grad is not None:
         used.add(id(held))
 
 
 class PendingReducer:
-    """Stands in for a reducer until the end of a forward. Everything else it leaves to that reducer."""
+    """Replaces a reducer until the end of a forward. All other calls go to that reducer."""
 
     def __init__(self, deferral: Deferral) -> None:
         self.deferral = deferral
@@ -205,7 +205,7 @@ class PendingReducer:
 
     @outside_dynamo
     def prepare_for_backward(self, output: list[torch.Tensor]) -> None:
-        """The forward is over: decide, and let the reducer that is in force then expect the backward."""
+        """Decide at the end of the forward, and let the resulting reducer expect the backward."""
         self.deferral.conclude(joined=False).prepare_for_backward(output)
 
     @outside_dynamo
@@ -215,7 +215,7 @@ class PendingReducer:
 
 
 class PendingLogger:
-    """Stands in for a logger, to see when a forward begins. Everything else it leaves to that logger."""
+    """Replaces a logger, to see when a forward begins. All calls also go to that logger."""
 
     def __init__(self, deferral: Deferral) -> None:
         self.deferral = deferral
@@ -226,7 +226,7 @@ class PendingLogger:
 
     @outside_dynamo
     def set_runtime_stats_and_log(self) -> None:
-        """A forward that will be synchronised begins."""
+        """Arm the deferral: a forward that will be synchronised begins."""
         self.deferral.arm()
         self.deferral.logger.set_runtime_stats_and_log()
 
@@ -243,8 +243,8 @@ class PendingLogger:
 
 
 def _group_timeout(process_group: dist.ProcessGroup) -> timedelta:
-    # Private, the same in torch 2.11 to 2.13 for gloo and NCCL; other backends keep no time-out that one can
-    # read, and then the default of init_process_group is as good a bound.
+    # Private, the same in torch 2.11 to 2.13 for gloo and NCCL; other backends have no readable timeout, so
+    # the default of init_process_group is used.
     for device in ("cpu", "cuda"):
         try:
             timeout: timedelta = process_group._get_backend(torch.device(device)).options._timeout

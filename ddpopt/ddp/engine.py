@@ -1,12 +1,12 @@
-"""What the autograd engine is about to do in the backward that is running now.
+"""Information about the running backward: what the autograd engine will do.
 
-From inside a node of the graph one sees only what lies below it. Whether some other part of the graph adds to
-the gradient of a parameter, for example a loss that uses a weight directly, is known only from the roots
-down. torch keeps the roots in the frame that called the engine, and nowhere else that Python can see.
+A node of the graph sees only its descendants. Whether another part of the graph adds to the gradient of a
+parameter, for example a loss that uses a weight directly, can be found only from the roots. torch keeps the
+roots in the frame that called the engine; Python can access them nowhere else.
 
 Invariant: None means "not known". Nothing here guesses.
 
-Touches private names of torch 2.11 to 2.13: ``torch.autograd.graph._engine_run_backward`` (its frame),
+Uses private names of torch 2.11 to 2.13: ``torch.autograd.graph._engine_run_backward`` (its frame),
 ``torch._C._current_graph_task_id``, ``torch._C._current_autograd_node`` and
 ``torch._C._will_engine_execute_node``.
 """
@@ -22,20 +22,20 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 NO_TASK = -1
-"""What `task_id` returns outside of any backward."""
+"""The result of `task_id` outside of any backward."""
 
 _ENGINE_CALL = torch.autograd.graph._engine_run_backward.__code__
 
 
 @dataclass(frozen=True)
 class Backward:
-    """The backward that is running.
+    """The running backward.
 
     Attributes:
-        task: number of the engine's graph task; no two backwards of a process have the same.
-        creates_graph: whether it was asked for with ``create_graph=True``.
-        leaf_edges: how many edges of its graph end in each leaf, by ``id`` of the leaf's node. A leaf that
-            another object keeps alive keeps its ``id``.
+        task: number of the engine's graph task, unique to each backward of a process.
+        creates_graph: whether it was called with ``create_graph=True``.
+        leaf_edges: the number of edges of its graph that end in each leaf, by ``id`` of the leaf's node. The
+            ``id`` is valid only while another object keeps the leaf alive.
     """
 
     task: int
@@ -44,34 +44,34 @@ class Backward:
 
 
 def task_id() -> int:
-    """Number of the engine's graph task that runs on this thread; `NO_TASK` if there is none."""
+    """Number of the engine's graph task that is running on this thread; `NO_TASK` if there is none."""
     return int(torch._C._current_graph_task_id())
 
 
 def running_node() -> Any:
-    """The node of the autograd graph that the backward on this thread is in; None outside of any."""
+    """The autograd node that the backward on this thread is running; None outside of any backward."""
     return torch._C._current_autograd_node()
 
 
 def will_run(node: Any) -> bool:
-    """Whether the running backward runs a node of the autograd graph."""
+    """Whether the running backward will run a node of the autograd graph."""
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # a leaf whose gradient autograd.grad() gives to its caller: its node is not run
+    except RuntimeError:  # a leaf whose gradient autograd.grad() returns to its caller: its node is not run
         return False
 
 
 def running_backward() -> Backward | None:
-    """Look at the backward that is running on this thread.
+    """Inspect the backward that is running on this thread.
 
     Returns:
-        What is known of it, the same to all who ask in one backward. None where its roots cannot be found:
-        it was started from C++, or by other means than ``backward()`` and ``torch.autograd.grad``.
+        The known facts, the same for all calls in one backward. None if its roots cannot be found: it was
+        started from C++, or by other means than ``backward()`` and ``torch.autograd.grad``.
     """
     task = task_id()
     if task == NO_TASK:
         return None
-    for latest in _latest[:]:  # a copy: other threads may run their own backwards
+    for latest in _latest[:]:  # a copy: other threads may be running backwards
         if latest.task == task:
             return latest
     for frame in _engine_calls():
@@ -86,7 +86,7 @@ def running_backward() -> Backward | None:
 
 
 _latest: list[Backward] = []
-"""What was last found: each compiled graph of a backward asks, and the answer takes a walk over all of it."""
+"""The last result: each compiled graph of a backward needs it, and finding it walks the whole graph."""
 
 
 def _takes_part(root: Any) -> bool:
@@ -96,10 +96,10 @@ def _takes_part(root: Any) -> bool:
 
 
 def _engine_calls() -> Iterator[FrameType]:
-    """The calls of the engine that may be the running one, likeliest first.
+    """The calls of the engine that may be the running one, most likely first.
 
-    Nodes on the CPU run on the thread that called the engine, under the innermost of its calls. Those of
-    an accelerator run on a thread of the engine's own, while the caller waits.
+    CPU nodes run on the thread that called the engine, under the innermost of its calls. Accelerator nodes
+    run on one of the engine's own threads, while the caller waits.
     """
     mine = _engine_call(sys._getframe())
     if mine is not None:
@@ -114,8 +114,8 @@ def _engine_call(frame: FrameType | None) -> FrameType | None:
 
 
 def _edges_into_leaves(roots: list[Any]) -> Counter[int]:
-    """Count the edges into each node that has no edges itself."""
-    seen = dict.fromkeys(roots)  # holds on to the nodes, so that each one keeps its id
+    """Count the edges into each node that has no outgoing edges."""
+    seen = dict.fromkeys(roots)  # keeps the nodes alive, so that each one keeps its id
     pending = [*seen]
     edges: Counter[int] = Counter(id(root) for root in roots if not root.next_functions)
     while pending:

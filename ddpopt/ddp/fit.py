@@ -1,8 +1,8 @@
-"""Whether a plan's buckets can be given to a DDP module, checked before anything changes.
+"""Checks that a plan's buckets can be given to a DDP module, before anything changes.
 
-The reducer's constructor accepts parameters that appear twice or nowhere, and fails much later.
+The reducer's constructor accepts parameters that appear twice or not at all, and fails much later.
 
-Invariant: nothing is changed here, and an error shows everything that is wrong, not only what is wrong first.
+Invariant: nothing is changed here, and an error shows every problem, not only the first.
 """
 
 from collections import Counter
@@ -27,13 +27,13 @@ def ddp_module(module: nn.Module) -> DistributedDataParallel:
     """The DDP module that was passed, or that ``torch.compile`` wrapped, if its reducer can be replaced.
 
     Args:
-        module: what the user passed.
+        module: the user's argument.
 
     Returns:
         The DDP module.
 
     Raises:
-        UsageError: this is no DDP module.
+        UsageError: this is not a DDP module.
         UnsupportedError: it does not reduce through its own reducer.
     """
     if not dist.is_available():
@@ -66,13 +66,13 @@ def _unsupported(ddp: Any) -> Iterator[str]:
 
 
 def require_between_iterations(ddp: DistributedDataParallel) -> None:
-    """Check that no forward or backward of the module is under way, whose gradients would be lost.
+    """Check that no forward or backward of the module is in progress, whose gradients would be lost.
 
     Args:
         ddp: the module.
 
     Raises:
-        UsageError: one is; the message says what to do first.
+        UsageError: one is in progress; the message says what to do first.
     """
     problem = _under_way(ddp)
     if problem:
@@ -99,20 +99,20 @@ ACCUMULATES = (
 
 
 def accumulates(ddp: Any) -> bool:
-    """Whether the module's reducer has noted what backwards used since the last that was synchronised."""
+    """Whether the reducer has recorded used parameters since the last synchronised backward."""
     notes = ddp.find_unused_parameters and not ddp.static_graph and not ddp.require_forward_param_sync
     return notes and any(parameter.grad is not None for parameter in ddp.module.parameters())
 
 
 def _awaits_backward(ddp: Any) -> bool:
-    # DDP keeps no such flag, but its log counts the buckets reduced since the last forward. The log is
-    # written for the first ten iterations and then sampled; so ask for every one.
+    # DDP has no such flag, but its log counts the buckets reduced since the last forward. The log is
+    # written for the first ten iterations and then sampled, so request every iteration.
     ddp.reducer._set_ddp_runtime_logging_sample_rate(1)
     ddp.logger.set_runtime_stats_and_log()
     ddp.reducer._set_ddp_runtime_logging_sample_rate(DEFAULT_SAMPLE_RATE)
     noted = ddp._get_ddp_logging_data()
     if ddp.static_graph and noted.get("iteration") == 1:
-        # The first backward of a static graph reduces after its end, and is not counted.
+        # In the first backward of a static graph, the reduction comes at the end and is not counted.
         return not ddp._static_graph_delay_allreduce_enqueued
     return bool(noted.get("iteration", 0) > 0 and noted.get("num_buckets_reduced") == 0)
 

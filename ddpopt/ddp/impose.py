@@ -1,7 +1,7 @@
-"""Making a DDP module's reducer reduce a plan's buckets, from the first iteration on.
+"""Making a DDP module's reducer use a plan's buckets, from the first iteration on.
 
-:func:`impose` for a plan that is known; `ddpopt.ddp.deferral` for one that will be known after the first
-forward.
+Use :func:`impose` for a plan that is known, and `ddpopt.ddp.deferral` for one that will be known after the
+first forward.
 
 Invariant: on every rank the buckets are those of one plan, or nothing has changed and an error says why.
 """
@@ -24,17 +24,17 @@ WHAT = "ddpopt.impose"
 def impose(ddp: nn.Module, plan: Plan, *, timeout: timedelta = timedelta(seconds=30)) -> None:
     """Make a DDP module reduce exactly ``plan.buckets``, in their order, from its next iteration on.
 
-    Every rank of the module's process group must call this, with a plan of the same buckets. Call it before
-    training or between two iterations. Gradients, ``state_dict`` and communication hooks stay as they are;
+    Every rank of the module's process group must call this, with a plan that has the same buckets. Call it
+    before training or between two iterations. Gradients, ``state_dict`` and communication hooks are kept;
     a copy or a pickle of the module has DDP's own buckets again.
 
     Args:
-        ddp: the DDP module, or what ``torch.compile`` made of it.
+        ddp: the DDP module, or the module that ``torch.compile`` returned for it.
         plan: holds each trainable parameter once; only its buckets are used.
         timeout: how long to wait for the other ranks.
 
     Raises:
-        UsageError: ``ddp`` is no DDP module, has an option that leaves no buckets to plan, or is between a
+        UsageError: ``ddp`` is not a DDP module, has an option that leaves no buckets to plan, or is between a
             forward and its backward.
         PlanMismatchError: the plan does not fit the module, or the ranks' plans differ. The message shows
             every difference, on every rank.
@@ -58,13 +58,13 @@ def impose(ddp: nn.Module, plan: Plan, *, timeout: timedelta = timedelta(seconds
 
 
 def imposed_plan(ddp: nn.Module) -> Plan | None:
-    """The plan whose buckets a DDP module reduces.
+    """The plan whose buckets a DDP module uses.
 
     Args:
-        ddp: the DDP module, or what ``torch.compile`` made of it.
+        ddp: the DDP module, or the module that ``torch.compile`` returned for it.
 
     Returns:
-        The plan; None where DDP's own buckets are in force.
+        The plan; None if the module uses DDP's own buckets.
     """
     module: Any = getattr(ddp, "_orig_mod", ddp)
     reducer = running_reducer(module)

@@ -1,6 +1,6 @@
-"""Every rank's plan, known to every rank, and the difference between them in words.
+"""Exchanging plans between all ranks, and describing how they differ.
 
-Invariant: a rank that fails before it has a plan says so to the others, so that nobody waits for it.
+Invariant: a rank that fails before it has a plan tells the others, so that none waits for it.
 """
 
 import json
@@ -21,12 +21,12 @@ SHOWN_NAMES = 6
 def exchange_plans(
     process_group: dist.ProcessGroup, what: str, decide: Callable[[], Plan | None], timeout: timedelta
 ) -> tuple[Plan | None, ...]:
-    """Decide on a plan, and learn what every other rank decided.
+    """Decide on a plan, and get every other rank's decision.
 
     Args:
         process_group: the ranks; each must make this call.
-        what: what is being compared, for error messages.
-        decide: makes this rank's plan; None where a rank has none.
+        what: a description of the comparison, for error messages.
+        decide: makes this rank's plan, or returns None if it has none.
         timeout: how long to wait for the other ranks.
 
     Returns:
@@ -39,7 +39,7 @@ def exchange_plans(
     try:
         plan = decide()
     except Exception as error:
-        with suppress(InfrastructureError):  # what matters is the first error
+        with suppress(InfrastructureError):  # the first error matters
             announce(process_group, what, json.dumps({"problem": f"{type(error).__name__}: {error}"}))
         raise
     own = plan.to_json() if plan else None
@@ -49,7 +49,7 @@ def exchange_plans(
         raise PlanMismatchError(
             f"{what}: another rank failed, so nothing was changed on this one:\n" + "\n".join(problems)
         )
-    # Ranks agree nearly always, and a large plan takes a while to read.
+    # Ranks nearly always agree, and parsing a large plan takes time.
     known: dict[str | None, Plan | None] = {None: None, own: plan}
     texts = (ballot["plan"] for ballot in ballots)
     return tuple(known[text] if text in known else Plan.from_json(text) for text in texts)
@@ -74,7 +74,7 @@ def plan_difference(plans: Sequence[Plan | None]) -> str:
         plans: one for each rank.
 
     Returns:
-        One line for each bucket that is not the same on all ranks.
+        One line for each bucket that differs between ranks.
     """
     if None in plans:
         without = [rank for rank, plan in enumerate(plans) if plan is None]

@@ -1,12 +1,12 @@
-"""Tell a reducer that a gradient is there, whether the engine or a compiled backward put it there.
+"""Notify a reducer that a gradient is ready, whether the engine or a compiled backward accumulated it.
 
-DDP's reducer hooks each parameter's AccumulateGrad node in C++. A gradient that was handed over from inside
-a compiled backward passes that node already; the engine visits it once more at the end, without a
+DDP's reducer hooks each parameter's AccumulateGrad node in C++. A gradient that is handed over from inside
+a compiled backward goes through that node early; the engine visits the node again at the end, without a
 gradient, and the reducer would count it twice. So these hooks are replaced.
 
-Invariant: in each backward the reducer hears of each parameter exactly as often as it would have otherwise.
+Invariant: in each backward the reducer is notified of each parameter exactly as often as without ddpopt.
 
-Touches private parts of torch 2.11 to 2.13: ``Reducer._remove_autograd_hooks``, ``Reducer._autograd_hook``
+Uses private parts of torch 2.11 to 2.13: ``Reducer._remove_autograd_hooks``, ``Reducer._autograd_hook``
 and ``DistributedDataParallel._build_params_for_reducer``.
 """
 
@@ -33,15 +33,15 @@ c10d: Any = dist  # torch does not mark its re-exports
 class ReadyHooks:
     """One hook for each parameter that a module's reducer waits for.
 
-    They are silent until `take_over` has removed the reducer's own, and again when the module gets
+    The hooks are inactive until `take_over` has removed the reducer's own, and again when the module gets
     another reducer.
 
     Args:
-        ddp: the module; it is not in a backward.
+        ddp: the module; it must not be in a backward.
 
     Attributes:
-        places: which of the reducer's parameters this is, by ``id`` of the parameter. The reducer may number
-            them differently.
+        places: each parameter's index among the reducer's parameters, by ``id`` of the parameter. The reducer
+            may number them differently.
         leaves: their AccumulateGrad nodes, by place.
     """
 
@@ -59,23 +59,23 @@ class ReadyHooks:
         self._buckets: set[int] = set()
         self._gradients: set[int] = set()
         self._task = NO_TASK
-        # a node keeps its hooks alive, and the reducer the node: nothing in a hook may keep either
+        # a node keeps its hooks alive, and the reducer keeps the node: a hook must not keep either alive
         arrived = weakref.WeakMethod(self._arrived)
         self._pre_hooks: list[Any] = []
         self._hooks: list[Any] = []
         for place, leaf in enumerate(self.leaves):
             handle = leaf.register_hook(functools.partial(_call, arrived, place))
             hooks = handle.hooks_dict_ref()
-            # before those of the user's, as the reducer's own is, which DDP registers when it is built
+            # before the user's hooks, like the reducer's own, which DDP registers when it is built
             hooks.update([(number, hooks.pop(number)) for number in [*hooks] if number != handle.id])
             self._hooks.append(hooks)
             self._pre_hooks.append(registered(leaf.register_prehook))
 
     def take_over(self) -> bool:
-        """Have the module's reducer hear of gradients from here alone.
+        """Make these hooks the only ones that notify the module's reducer of gradients.
 
         Returns:
-            Whether it does; not so if there is no reducer, or one that was made for other parameters.
+            Whether they are; False if there is no reducer, or if it was made for other parameters.
         """
         reducer = running_reducer(self._ddp())
         if reducer is None:
@@ -84,14 +84,14 @@ class ReadyHooks:
             self._numbers = self._numbered()
             if not self._numbers:
                 return False
-            # not the reducer's own method: it would note that somebody wants it out of the backward
+            # not PlannedReducer's method, which records that the user wants the reducer out of the backward
             c10d.Reducer._remove_autograd_hooks(reducer)
             self._taken_over = weakref.ref(reducer)
             self._buckets = set()
         return True
 
     def _numbered(self) -> dict[int, int]:
-        """What the reducer that the module has now calls each place; empty if that is not known."""
+        """The number that the module's current reducer gives each place; empty if that is not known."""
         with contextlib.suppress(UnsupportedError):
             keys = [id(parameter) for parameter in numbered_parameters(self._ddp())]
             if {*keys} == self.places.keys():
@@ -99,13 +99,13 @@ class ReadyHooks:
         return {}
 
     def is_hooked(self, place: int) -> bool:
-        """Whether somebody else has a hook on a parameter's AccumulateGrad node."""
+        """Whether other code has a hook on a parameter's AccumulateGrad node."""
         return bool(self._pre_hooks[place]) or len(self._hooks[place]) > 1
 
     def written_memory(self) -> set[int]:
-        """Identities of the storages that the backward that is running may write to.
+        """Identities of the storages that the running backward may write to.
 
-        Those of the gradients that were there before it, and of buckets that gradients have been views of.
+        These belong to gradients that existed before it, and to buckets that gradients have been views of.
         """
         if self._task != task_id():
             self._task = task_id()
@@ -116,22 +116,22 @@ class ReadyHooks:
         """Accumulate a gradient and notify the reducer, as the engine would at the end of this backward.
 
         Args:
-            place: which of the reducer's parameters it belongs to.
-            parameter: that parameter.
-            gradient: added to what is there; if nothing is there, it is taken as it is, or copied.
-            alone: whether nobody else will use the gradient's memory again.
+            place: the parameter's place.
+            parameter: the parameter.
+            gradient: added to an existing gradient; if there is none, it is used directly, or copied.
+            alone: whether no other code will use the gradient's memory again.
         """
         self._handed_over[place] = task_id()
         if alone and parameter.grad is None and _may_be_gradient_of(gradient, parameter):
-            parameter.grad = gradient.detach()  # as AccumulateGrad does; called from here, it may copy
+            parameter.grad = gradient.detach()  # like AccumulateGrad, which might copy if called here
         elif alone or parameter.grad is not None:
             self.leaves[place](gradient)
         else:
-            self.leaves[place](gradient.clone())  # it may take what it is given
+            self.leaves[place](gradient.clone())  # the node may keep its argument's memory
         self._tell(place)
 
     def _arrived(self, place: int, gradients: tuple[Tensor | None, ...]) -> None:
-        """The engine has visited a parameter's node."""
+        """Handle the engine's visit to a parameter's node."""
         if self._handed_over.pop(place, None) != task_id():
             self._tell(place)
         elif any(gradient is not None for gradient in gradients):
@@ -154,14 +154,14 @@ class ReadyHooks:
 
 
 def registered(register: Callable[[Callable[..., None]], Any]) -> Any:
-    """All that is registered on a node in this way: one dictionary, which any handle leads to."""
+    """All hooks of one kind on a node: a single dictionary, which every handle references."""
     handle = register(lambda *_: None)
     handle.remove()
     return handle.hooks_dict_ref()
 
 
 def _may_be_gradient_of(gradient: Tensor, parameter: Tensor) -> bool:
-    """Whether a gradient has its parameter's layout, and its storage holds nothing else."""
+    """Whether a gradient has its parameter's layout, and its storage contains nothing else."""
     return (
         gradient.layout == torch.strided
         and (gradient.dtype, gradient.device) == (parameter.dtype, parameter.device)
@@ -184,7 +184,7 @@ _hooks: weakref.WeakKeyDictionary[DistributedDataParallel, ReadyHooks] = weakref
 
 
 def ready_hooks(ddp: DistributedDataParallel) -> ReadyHooks:
-    """The hooks of a module; they are made at the first call, which must not come from a backward."""
+    """The hooks of a module; the first call, which must not be in a backward, creates them."""
     if ddp not in _hooks:
         _hooks[ddp] = ReadyHooks(ddp)
     return _hooks[ddp]

@@ -1,12 +1,12 @@
-"""A DDP reducer whose buckets are those of a plan, and its installation in a DDP module.
+"""A DDP reducer that uses a plan's buckets, and its installation in a DDP module.
 
-DDP's reducer replaces its buckets once, in the order in which it saw gradients become ready. The reducer
-here starts with the plan's buckets and keeps them.
+DDP's reducer rebuilds its buckets once, in the order in which it saw gradients become ready. This reducer
+starts with the plan's buckets and keeps them.
 
 Invariant: except for its buckets, the new reducer behaves like the one that DDP made: same options, same
 communication hooks, same errors, same states between forward and backward.
 
-All private interfaces of DDP and its reducer that ddpopt writes to are used in this module, as they are in
+This module contains all writes to private interfaces of DDP and its reducer, which are the same in
 torch 2.11 to 2.13 (``torch/nn/parallel/distributed.py``, ``torch/csrc/distributed/c10d/reducer.cpp``).
 """
 
@@ -35,15 +35,15 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def outside_dynamo(function: _Function) -> _Function:
-    """Decorate a function that DDP's forward calls, so that Dynamo neither traces it nor what it calls.
+    """Decorate a function that DDP's forward calls, so that Dynamo traces neither it nor its callees.
 
-    Dynamo skips the frames of ``torch.nn.parallel.distributed``, but would trace ours below them.
+    Dynamo skips the frames of ``torch.nn.parallel.distributed``, but would trace our frames that they call.
 
     Args:
-        function: what to leave alone.
+        function: the function not to trace.
 
     Returns:
-        The function, as ``torch.compiler.disable`` wraps it.
+        The function, wrapped by ``torch.compiler.disable``.
     """
     disabled: _Function = torch.compiler.disable(function, reason=REASON)  # type: ignore[no-untyped-call]  # of torch
     return disabled
@@ -53,10 +53,10 @@ class PlannedReducer(Reducer):
     """A reducer that keeps the buckets it was built with.
 
     Attributes:
-        plan: where the buckets come from.
-        parameters: what it holds, in its own order.
-        names: what the plan calls each of them, by ``id``; the module may have renamed it since.
-        is_removed: whether somebody took it out of the backward, by ``ddp._remove_autograd_hooks()``.
+        plan: the plan with its buckets.
+        parameters: its parameters, in its own order.
+        names: the plan's name of each parameter, by ``id``; the module's name may have changed since.
+        is_removed: whether it was disconnected from the backward by ``ddp._remove_autograd_hooks()``.
     """
 
     def __init__(self, ddp: Any, plan: Plan, names: Mapping[int, str], arguments: Mapping[str, Any]) -> None:
@@ -68,16 +68,16 @@ class PlannedReducer(Reducer):
         self.parameters: list[torch.Tensor] = arguments["params"]
         self.is_removed = False
         self._strides = [parameter.stride() for parameter in self.parameters]
-        # In unused-parameter mode C++ does not note the ready order, so there is nothing to forget.
+        # In unused-parameter mode C++ does not record the ready order, so there is nothing to forget.
         self._notes_ready_order = not arguments["find_unused_parameters"]
         self._has_marked = False
 
     @outside_dynamo
     def prepare_for_backward(self, output: list[torch.Tensor]) -> None:
-        """Expect a backward, as ``Reducer::prepare_for_backward``.
+        """Expect a backward, like ``Reducer::prepare_for_backward``.
 
         Args:
-            output: the tensors that the module returned; used in unused-parameter mode only.
+            output: the tensors that the module returned; used only in unused-parameter mode.
         """
         self._forget_ready_order()
         super().prepare_for_backward(output)
@@ -85,14 +85,14 @@ class PlannedReducer(Reducer):
     @outside_dynamo
     def _rebuild_buckets(self) -> bool:
         # DDP calls this before every forward with gradients, and before each backward that a joined rank
-        # shadows. It is also where DDP notices that the backward before did not finish.
+        # shadows. Here DDP also detects that the previous backward did not finish.
         self._check_reducer_finalized()
         ddp: Any = self._ddp()
         is_in_use = ddp is not None and ddp.reducer is self and not ddp._has_rebuilt_buckets
         due = bool(self._notes_ready_order and is_in_use and any(self.get_backward_stats()))
         if due and (ddp.gradient_as_bucket_view or [p.stride() for p in self.parameters] != self._strides):
-            # After its first backward DDP rebuilds its buckets, once: for the layout that the parameters have
-            # by then (channels_last, for instance), and with the gradients that there are as views of them.
+            # After its first backward DDP rebuilds its buckets once, for the parameters' current layout
+            # (channels_last, for instance), and makes the existing gradients views of the new buckets.
             ddp._has_rebuilt_buckets = True
             install(ddp, self.plan)
             ddp.reducer.prepare_for_forward()
@@ -107,7 +107,7 @@ class PlannedReducer(Reducer):
         super()._set_forward_pass_work_handle(work, use_static_world_size)
 
     def _remove_autograd_hooks(self) -> None:
-        # Others may report gradients to this reducer instead of its own hooks (ddpopt.ddp.ready_hooks).
+        # ddpopt.ddp.ready_hooks may notify this reducer of gradients instead of its own hooks.
         self.is_removed = True
         super()._remove_autograd_hooks()
 
@@ -117,12 +117,12 @@ class PlannedReducer(Reducer):
         self._notes_ready_order = True
 
     def _forget_ready_order(self) -> None:
-        # C++ notes each ready gradient until it rebuilds, hence here for ever: a reference to its
-        # parameter for each gradient and step. Only _reset_state forgets them. It also stops expecting a
-        # backward, so its place is right before that is expected again: _rebuild_buckets is called between
-        # "forward, forward under no_sync" and their common backward too. And after accumulation it makes the
-        # next backward count once more; a static graph tells its first backward by that count, and notes
-        # nothing in it, so there is no need to forget before a gradient has been marked ready.
+        # C++ records each ready gradient until it rebuilds, so here without end: a reference to a parameter
+        # for each gradient and step. Only _reset_state clears this record. It also makes the reducer stop
+        # expecting a backward, so call it right before prepare_for_backward: _rebuild_buckets is also called
+        # between "forward, forward under no_sync" and their common backward. And after accumulation it makes
+        # the next backward count again; a static graph recognizes its first backward by that count, and
+        # records nothing in it, so there is nothing to clear before a gradient has been marked ready.
         self._has_marked = self._has_marked or any(self.get_backward_stats())
         if self._notes_ready_order and self._has_marked:
             self._check_reducer_finalized()
@@ -131,9 +131,9 @@ class PlannedReducer(Reducer):
 
 @outside_dynamo
 def install(ddp: DistributedDataParallel, plan: Plan) -> None:
-    """Give a DDP module a reducer with the plan's buckets, in place of the one it has.
+    """Replace a DDP module's reducer by one with the plan's buckets.
 
-    The caller has checked that the plan fits the module, that the module is in no backward, and that all
+    The caller has checked that the plan fits the module, that the module is not in a backward, and that all
     ranks do the same. Communication hooks that were registered through the module are kept.
 
     Args:
@@ -141,14 +141,14 @@ def install(ddp: DistributedDataParallel, plan: Plan) -> None:
         plan: its buckets hold each parameter of the module's reducer once.
     """
     module: Any = ddp  # its private attributes carry no types
-    with as_built(ddp):  # C++ takes no parameter that is frozen
+    with as_built(ddp):  # C++ does not accept frozen parameters
         names = {key: spec.name for key, spec in specs_by_id(ddp).items()}
         arguments = _reducer_arguments(module, plan, [*names.values()])
-        # with a reducer go the nodes that nothing else holds, and the hooks on them
+        # nodes that only the old reducer holds would die with it, and so would the hooks on them
         leaves: list[Any] = [get_gradient_edge(parameter).node for parameter in arguments["params"]]
         noted = module._get_ddp_logging_data()
         module.reducer._remove_autograd_hooks()
-        # The old buckets go before the new ones come: at the end of a forward there is no room for both.
+        # Free the old buckets before making the new ones: after a forward there is no memory for both.
         del module.reducer, module.logger
         with _own_gradients(module, arguments["params"]):
             module.reducer = PlannedReducer(ddp, plan, names, arguments)
@@ -161,12 +161,12 @@ def install(ddp: DistributedDataParallel, plan: Plan) -> None:
         module.logger._set_uneven_input_join()
     _keep_hooks(module, str(noted.get("comm_hook", "")))
     if any(registered(leaf.register_hook) for leaf in leaves):
-        ready_hooks(ddp).take_over()  # DDP's own reducer hears of a gradient before users' hooks do
+        ready_hooks(ddp).take_over()  # DDP's own reducer is notified before users' hooks run
 
 
 @contextlib.contextmanager
 def _own_gradients(ddp: Any, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Until DDP has rebuilt its buckets, gradients stay where they are: a new reducer would move them."""
+    """Keep gradients in place until DDP has rebuilt its buckets: a new reducer would move them."""
     moved = [] if ddp._has_rebuilt_buckets else [(parameter, parameter.grad) for parameter in parameters]
     for parameter, _ in moved:
         parameter.grad = None
@@ -187,15 +187,15 @@ def _reducer_arguments(ddp: Any, plan: Plan, names: Sequence[str]) -> dict[str, 
         "process_group": ddp.process_group,
         "expect_sparse_gradients": sparse,
         "bucket_bytes_cap": ddp.bucket_bytes_cap,
-        # A static graph finds unused parameters by itself. Were both set, forgetting the ready order would
-        # also forget which ones it found, and each backward would wait to copy them from the device again.
+        # A static graph finds unused parameters by itself. If both were set, clearing the ready order would
+        # also clear the parameters found, and each backward would wait to copy them from the device again.
         "find_unused_parameters": ddp.find_unused_parameters and not ddp.static_graph,
         "gradient_as_bucket_view": ddp.gradient_as_bucket_view,
         "param_to_name_mapping": ddp._build_debug_param_to_name_mapping(parameters),
         "skip_all_reduce_unused_params": ddp.skip_all_reduce_unused_params,
         "use_python_reducer": False,
     }
-    # New in torch 2.13; an older constructor refuses the name.
+    # New in torch 2.13; older constructors reject the name.
     if "batched_grad_copy" in (Reducer.__init__.__doc__ or ""):
         arguments["batched_grad_copy"] = ddp.batched_grad_copy
     return arguments
@@ -212,8 +212,8 @@ def _logger(ddp: Any) -> Any:
 
 
 def _keep_hooks(ddp: Any, name: str) -> None:
-    # A reducer takes one hook, and DDP's log has its name. Python hooks are also in a list; that of a copied
-    # module has those of the original, which torch does not register for the copy.
+    # A reducer takes one hook, and DDP's log has its name. Python hooks are also in a list; a copied module's
+    # list has the hooks of the original, which torch does not register for the copy.
     kind = _c10d.BuiltinCommHookType.__members__.get(name.rpartition(".")[2])
     if kind is not None and str(kind) == name:
         _c10d._register_builtin_comm_hook(ddp.reducer, kind)
@@ -222,6 +222,6 @@ def _keep_hooks(ddp: Any, name: str) -> None:
         _c10d._register_comm_hook(ddp.reducer, state, hook)
     if name:
         ddp.logger._set_comm_hook_name(name)
-    # DDP registers these optimizers with its reducer at the first forward, and only then.
+    # DDP registers these optimizers with its reducer only at the first forward.
     if ddp._lazy_init_ran and any(hasattr(p, "_in_backward_optimizers") for p in ddp._module_parameters):
         ddp.reducer._set_optimizer_in_backward()

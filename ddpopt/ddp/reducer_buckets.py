@@ -1,6 +1,6 @@
-"""The buckets that a DDP module's running reducer has, asked of the reducer itself.
+"""The buckets of a DDP module's running reducer, as reported by the reducer itself.
 
-Invariant: asking changes nothing and takes almost no memory.
+Invariant: the query changes nothing and takes almost no memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,11 +21,11 @@ class ObservedBucket:
 
     Attributes:
         index: position in the order in which buckets are reduced.
-        params: names as in ``module.named_parameters()``, in the order of their places in the bucket.
+        params: names as in ``module.named_parameters()``, in the bucket's order.
         nbytes: sum of ``numel * element_size`` over `params`.
         dtype: for instance ``"float32"``.
         device: for instance ``"cpu"`` or ``"cuda:0"``.
-        numel: sum of the elements of `params`.
+        numel: total number of elements of `params`.
     """
 
     index: int
@@ -40,7 +40,7 @@ def running_buckets(ddp: Any) -> tuple[ObservedBucket, ...]:
     """The buckets in the order in which they are reduced.
 
     Args:
-        ddp: the DDP module. Not to be called from inside its backward, which may hold the reducer's lock.
+        ddp: the DDP module. Do not call this from inside its backward, which may hold the reducer's lock.
 
     Returns:
         The buckets that its next backward would reduce, unless its next forward rebuilds them.
@@ -62,7 +62,7 @@ def _observed(index: int, names: Mapping[int, str], parameters: Sequence[Tensor]
 
 
 def _foretold(ddp: Any) -> list[list[Tensor]]:
-    """The buckets of a reducer that does not report them: it has not rebuilt them yet."""
+    """The buckets of a reducer that does not report them because it has not rebuilt them yet."""
     plan = imposed_plan(ddp)
     if plan is not None:
         planned = {ddp.reducer.names[id(parameter)]: parameter for parameter in ddp.reducer.parameters}

@@ -1,4 +1,4 @@
-"""The ways in from torch.compile: `compile` a DDP module, or `replacing_ddp_optimizer` in a block of code."""
+"""Entry points from torch.compile: `compile` a DDP module, or use `replacing_ddp_optimizer` in a block."""
 
 import contextlib
 import functools
@@ -23,7 +23,7 @@ from ddpopt.graph.nodes import CompilerFn
 from ddpopt.planning.strategy import Strategy, require_choice
 
 TORCHS_OPTIONS = ("guard_filter_fn", "use_aoti")
-"""Names in ``options`` that are for ``torch.compile`` itself."""
+"""Names in ``options`` that ``torch.compile`` itself uses."""
 
 
 def compile(  # the public name, as in torch.compile
@@ -40,13 +40,13 @@ def compile(  # the public name, as in torch.compile
         ddp_model: a ``DistributedDataParallel`` module.
         backend: name of a Dynamo backend, or a callable ``(gm, example_inputs) -> callable``.
         strategy: ``"split"``: one compiled segment for each time a bucket completes; ``"inline"``: one
-            compiled graph, whose backward hands the gradients to DDP; ``"auto"``: as ``"inline"``. A graph
-            that cannot be compiled inline is split, and the reason is logged: as a warning where
-            ``"inline"`` was asked for.
+            compiled graph, whose backward hands the gradients to DDP; ``"auto"``: like ``"inline"``. A graph
+            that cannot be compiled inline is split, and the reason is logged (as a warning if ``"inline"``
+            was requested).
         buckets: ``"plan"``: the reducer follows the plan, from the first iteration; ``"ddp"``: the reducer
-            is left alone.
-        options: passed to ``torch.compile`` (``dynamic``, ``mode``, …). ``fullgraph`` is about the module
-            inside: no break in its forward is allowed. DDP's own Python cannot be part of a graph.
+            is not changed.
+        options: passed to ``torch.compile`` (``dynamic``, ``mode``, …). ``fullgraph`` applies to the module
+            inside DDP: its forward must not break. DDP's own Python code cannot be part of a graph.
 
     Returns:
         A callable like `ddp_model`, with its attributes.
@@ -65,7 +65,7 @@ def compile(  # the public name, as in torch.compile
 
     def compiled(function: Callable[..., Any], **changed: Any) -> Any:
         given = {**options, **changed}
-        if "options" in given:  # torch takes out what is its own
+        if "options" in given:  # torch removes its own entries
             given["options"] = dict(given["options"] or {})
         return torch.compile(function, backend=dynamo_backend, **given)
 
@@ -80,13 +80,13 @@ def compile(  # the public name, as in torch.compile
         )
         module.__class__ = _Compiled
     if buckets == "plan" and imposed_plan(ddp_model) is None:
-        with contextlib.suppress(UnsupportedError):  # said when a graph comes
+        with contextlib.suppress(UnsupportedError):  # reported when a graph is compiled
             dynamo_backend.follow(ddp_model)
     return module
 
 
 class _Compiled(OptimizedModule):
-    """What `compile` returns. A copy, also by pickle, is what `compile` returns for a copy of the module."""
+    """The result of `compile`. Copying or pickling it compiles a copy of the module again."""
 
     def __reduce__(self) -> Any:
         return self._compile, (self._orig_mod,)
@@ -94,16 +94,16 @@ class _Compiled(OptimizedModule):
 
 @contextlib.contextmanager
 def replacing_ddp_optimizer(*, buckets: Buckets = "plan") -> Iterator[None]:
-    """Inside this block Dynamo builds ddpopt's split where it would build torch's DDPOptimizer.
+    """Inside this block Dynamo uses ddpopt's split strategy instead of torch's DDPOptimizer.
 
     Args:
         buckets: as for `compile`.
 
     Yields:
-        Nothing; whatever is compiled inside, with any backend, is cut by ddpopt.
+        Nothing; all graphs compiled inside the block, with any backend, are cut by ddpopt.
 
     Raises:
-        UsageError: `buckets` is neither.
+        UsageError: `buckets` is invalid.
     """
     require_choice("buckets", buckets, Buckets)
     regions: RegionsByModule = weakref.WeakKeyDictionary()
@@ -120,10 +120,9 @@ def replacing_ddp_optimizer(*, buckets: Buckets = "plan") -> Iterator[None]:
 def _uncut(
     forward: Callable[..., Any], inside: tuple[nn.Module, Callable[..., Any]] | None
 ) -> Callable[..., Any]:
-    """`forward`, in which torch cuts no graph, whoever compiles it: the reducer's buckets are a plan's.
+    """`forward`, in which torch cuts no graph of any backend, because the reducer follows a plan.
 
-    Calls of the module `inside`, if there is one, go through what is next to it, as after
-    ``module.compile()``.
+    If `inside` is given, calls of its module go through its callable, as after ``module.compile()``.
     """
 
     @outside_dynamo
@@ -138,10 +137,10 @@ def _uncut(
 
 
 def _compiled_inside(ddp: DistributedDataParallel, *, fullgraph: bool) -> nn.Module | None:
-    """The module inside DDP if it is compiled by itself: where `fullgraph` is about it, or Dynamo skips it.
+    """The module inside DDP, if it must be compiled separately: for `fullgraph`, or because Dynamo skips it.
 
     Raises:
-        UsageError: somebody else compiled it, so that nobody can be held to `fullgraph`.
+        UsageError: it is already compiled, so `fullgraph` cannot be enforced.
     """
     inner: Any = ddp.module
     while isinstance(inner, DistributedDataParallel):
@@ -156,15 +155,15 @@ def _compiled_inside(ddp: DistributedDataParallel, *, fullgraph: bool) -> nn.Mod
 
 
 def _is_skipped(module: nn.Module) -> bool:
-    """Whether Dynamo steps over the frames of a module's own forward, as it does for torch.nn's.
+    """Whether Dynamo skips the frame of a module's own forward, as it does for torch.nn modules.
 
-    Under a DDP module, whose frames it steps over too, nothing would be compiled (pytorch#140416).
-    Touches a private name of torch 2.11 to 2.13: ``torch._dynamo.trace_rules.check``.
+    Under a DDP module, whose frames it also skips, nothing would be compiled (pytorch#140416).
+    Uses a private name of torch 2.11 to 2.13: ``torch._dynamo.trace_rules.check``.
     """
     code = getattr(inspect.getattr_static(type(module), "forward"), "__code__", None)
     return code is not None and trace_rules.check(code)
 
 
 def _call_inside(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    """A frame that Dynamo traces, and from which it follows into torch.nn."""
+    """A frame that Dynamo traces, so that it also traces the torch.nn code that it calls."""
     return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch types it not

@@ -1,6 +1,6 @@
-"""The Dynamo backend: plan a graph, compile it inline or cut it, prove the cuts, tell the reducer.
+"""The Dynamo backend: plan a graph, compile it inline or cut it, prove the cuts, update the reducer.
 
-This is the only module that knows all the others. A graph that ddpopt cannot help (no DDP module running,
+Only this module knows all the others. A graph that ddpopt cannot help with (no DDP module running,
 nothing to train, a single bucket) is compiled whole, and the reason is logged once at INFO.
 """
 
@@ -39,17 +39,17 @@ logger = logging.getLogger("ddpopt")
 
 
 class DdpoptBackend:
-    """A Dynamo backend by whose graphs DDP's buckets leave during backward, on top of another backend.
+    """A Dynamo backend that lets DDP's buckets leave during backward, on top of another backend.
 
     Args:
         backend: name of a registered Dynamo backend, or a callable ``(gm, example_inputs) -> callable``.
         strategy: as for `ddpopt.compile`.
-        buckets: ``"plan"``: the reducer follows ddpopt's plan; ``"ddp"``: the reducer is left alone, and
+        buckets: ``"plan"``: the reducer follows ddpopt's plan; ``"ddp"``: the reducer is not changed, and
             gradients leave in its own buckets.
-        regions: what is known of each DDP module so far, where several backends serve one module.
+        regions: the known regions of each DDP module, if several backends share one module.
 
     Raises:
-        UsageError: an argument is none of these.
+        UsageError: an argument is invalid.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class DdpoptBackend:
         self.compiler = find_compiler(backend)
         self.strategy = strategy
         self.buckets = buckets
-        # Dynamo is not to cut its graphs a second time, for as long as somebody may compile with this
+        # Dynamo must not cut its graphs a second time, for as long as this backend may be used
         self.leave_to_torch = weakref.finalize(self, hook.install(_own))
         self.leave_to_torch.atexit = False
         self._regions = weakref.WeakKeyDictionary() if regions is None else regions
@@ -74,7 +74,7 @@ class DdpoptBackend:
     def __call__(
         self, gm: fx.GraphModule, example_inputs: Sequence[object], **options: Any
     ) -> Callable[..., Any]:
-        """Compile one of Dynamo's graphs; `options`, the mode among them, go to the compiler underneath."""
+        """Compile one of Dynamo's graphs; `options`, including the mode, go to the underlying compiler."""
         compiler = configured(self.compiler, **options)
         ddp = active_module()
         why = _why_left_alone(ddp, gm)
@@ -141,20 +141,20 @@ class DdpoptBackend:
         return compiled.call
 
     def follow(self, ddp: DDP) -> Regions:
-        """Have the reducer of `ddp` follow the plan of the graphs that this backend is about to see.
+        """Make the reducer of `ddp` follow the plan of the graphs that this backend will see.
 
         Returns:
-            Where those graphs are to be planned.
+            The regions in which those graphs are planned.
 
         Raises:
             UnsupportedError: this module's reducer cannot follow a plan.
         """
-        held_parameters(ddp)  # raises where one was replaced, perhaps since the graph before
+        held_parameters(ddp)  # raises if a parameter was replaced, perhaps since the previous graph
         known = self._regions.get(ddp)
-        if known is None or known.specs != specs_by_id(ddp):  # parameters may get other names
+        if known is None or known.specs != specs_by_id(ddp):  # parameter names may change
             self._regions[ddp] = Regions.of(ddp)
         joined = self._regions[ddp].joined
-        if ddp.static_graph and ddp._static_graph_delay_allreduce_enqueued:  # True once it had a backward
+        if ddp.static_graph and ddp._static_graph_delay_allreduce_enqueued:  # True after its first backward
             _say_once("DDP keeps its buckets: a static graph's first backward settles what is reduced")
         elif not (isinstance(ddp.logger, PendingLogger) and ddp.logger.deferral.decide == joined):
             defer(ddp, joined)
@@ -165,7 +165,7 @@ def find_compiler(compiler: str | CompilerFn) -> CompilerFn:
     """Look up a Dynamo backend.
 
     Raises:
-        UsageError: there is none of that name.
+        UsageError: there is no backend of that name.
     """
     if isinstance(compiler, str):
         try:
@@ -184,7 +184,7 @@ def find_compiler(compiler: str | CompilerFn) -> CompilerFn:
 def configured(
     compiler: CompilerFn, mode: str | None = None, options: dict[str, Any] | None = None, **others: Any
 ) -> CompilerFn:
-    """A backend with the mode and the options of ``torch.compile``, handed on as torch does.
+    """A backend with the mode and the options of ``torch.compile``, passed on as torch does.
 
     Raises:
         RuntimeError: Inductor does not know them; the message is torch's.
@@ -198,19 +198,19 @@ def configured(
 
 
 def _own(compiler: CompilerFn) -> CompilerFn | None:
-    """What a backend has Dynamo asked: ddpopt's backends cut for themselves, all others are torch's."""
+    """The chooser that a backend installs: ddpopt's backends cut graphs themselves, torch handles others."""
     return compiler if is_ddpopt(compiler) else None
 
 
 def is_ddpopt(compiler: object) -> bool:
-    """Whether a backend is ddpopt's, under the wrappers that torch.compile puts around it."""
+    """Whether a backend is ddpopt's, inside the wrappers that torch.compile puts around it."""
     while compiler is not None and not isinstance(compiler, DdpoptBackend):
         compiler = getattr(compiler, "_torchdynamo_orig_backend", getattr(compiler, "compiler_fn", None))
     return compiler is not None
 
 
 def _why_left_alone(ddp: DDP | None, gm: fx.GraphModule) -> str:
-    """Why a graph is no concern of ddpopt's; empty if it is one."""
+    """Why ddpopt leaves a graph alone; empty if it does not."""
     if ddp is None:
         return "no DistributedDataParallel forward is running; the graph is compiled whole"
     if begins_without_grad(gm.graph):
@@ -221,9 +221,9 @@ def _why_left_alone(ddp: DDP | None, gm: fx.GraphModule) -> str:
 
 
 def _shares_parameters(ddp: DDP) -> bool:
-    """Whether another DDP module, inside `ddp` or around it, reduces some of its parameters, too.
+    """Whether another DDP module, inside `ddp` or around it, also reduces some of its parameters.
 
-    A gradient that one of them was handed would be averaged before the other had seen it.
+    A gradient handed over to one of them would be averaged before the other has seen it.
     """
     others = [module for module in ddp.module.modules() if isinstance(module, DDP)]
     frame = sys._getframe()
@@ -234,7 +234,7 @@ def _shares_parameters(ddp: DDP) -> bool:
     try:
         own = {id(parameter) for parameter in held_parameters(ddp)} if others else set()
         return any(not own.isdisjoint(map(id, held_parameters(other))) for other in others)
-    except UnsupportedError:  # what one of them reduces is not known
+    except UnsupportedError:  # the parameters of one of them are not known
         return True
 
 
@@ -257,12 +257,12 @@ def _compile_whole(why: str, planned: Planned, compiler: CompilerFn) -> Callable
 
 @functools.lru_cache(maxsize=256)
 def _say_once(reason: str, level: int = logging.INFO) -> None:
-    """Log a reason, the first time that it holds."""
+    """Log a reason the first time it applies."""
     logger.log(level, "ddpopt: %s", reason)
 
 
 def __getattr__(name: str) -> DdpoptBackend:
-    """``ddpopt_backend``, what ``torch.compile(model, backend="ddpopt")`` finds: made when looked up."""
+    """``ddpopt_backend``, which ``torch.compile(model, backend="ddpopt")`` looks up; made on first use."""
     if name != "ddpopt_backend":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     backend: DdpoptBackend = globals().setdefault(name, DdpoptBackend("inductor"))

@@ -1,14 +1,14 @@
-"""The one hook in Dynamo: when it would build torch's DDPOptimizer, ask first whose backend is compiling.
+"""The only hook in Dynamo: before it builds torch's DDPOptimizer, check whose backend is compiling.
 
 While a DDP module's forward runs, Dynamo wraps every backend in ``DDPOptimizer`` and would cut the graph a
-second time. The hook takes the place of that class for as long as somebody wants to be asked. Inside
-`replacing` it turns any backend into ddpopt's; who chooses nothing leaves a backend to torch.
+second time. The hook replaces that class as long as any chooser is installed. Inside `replacing` it turns
+any backend into ddpopt's; a chooser that returns None leaves a backend to torch.
 
-Invariant: importing this changes nothing, and with the last chooser the hook is gone.
+Invariant: importing this changes nothing, and the hook is removed with the last chooser.
 
-Touches a private name of torch 2.11 to 2.13: ``torch._dynamo.backends.distributed.DDPOptimizer``, looked up
-and built in ``torch/_dynamo/convert_frame.py`` with ``bucket_bytes_cap`` and ``backend_compile_fn``, of which
-only ``compile_fn`` is used.
+Uses a private name of torch 2.11 to 2.13: ``torch._dynamo.backends.distributed.DDPOptimizer``, looked up
+and built in ``torch/_dynamo/convert_frame.py`` with ``bucket_bytes_cap`` and ``backend_compile_fn``. Dynamo
+uses only its ``compile_fn``.
 """
 
 import contextlib
@@ -25,19 +25,19 @@ __all__ = ["DDPOptimizer", "install", "replacing"]
 
 Compiler = Callable[..., Any]
 Chooser = Callable[[Compiler], "Compiler | None"]
-"""Given a backend: what is to compile in place of torch's optimizer, or None to let torch's do it."""
+"""Given a backend, returns the compiler to use instead of torch's optimizer, or None to use torch's."""
 
 
 _choosers: list[Chooser] = []
 
 
 def _build(*args: Any, **kwargs: Any) -> object:
-    """What Dynamo calls in place of the class; an object that is not built skips the checks of its caps."""
+    """Dynamo calls this instead of the class; without an instance, the class's checks of caps are skipped."""
     compiler = kwargs["backend_compile_fn"] if "backend_compile_fn" in kwargs else args[1]
-    for choose in _choosers[::-1]:  # a choice may make a backend, or free one
+    for choose in _choosers[::-1]:  # a copy: a choice may create a backend, or free one
         chosen = choose(compiler)
         if chosen is not None:
-            return SimpleNamespace(compile_fn=chosen)  # Dynamo only ever calls this
+            return SimpleNamespace(compile_fn=chosen)  # Dynamo uses nothing else
     return DDPOptimizer(*args, **kwargs)
 
 
@@ -45,10 +45,10 @@ _hook = patch.object(distributed, "DDPOptimizer", _build)
 
 
 def install(choose: Chooser) -> Callable[[], None]:
-    """Have `choose` asked, before those installed earlier, whenever Dynamo is about to build a DDPOptimizer.
+    """Call `choose`, before choosers installed earlier, whenever Dynamo is about to build a DDPOptimizer.
 
     Returns:
-        To be called once, when it is to be asked no longer.
+        A function that removes `choose`; call it once.
     """
     if not _choosers:
         _hook.start()
@@ -64,7 +64,7 @@ def _remove(choose: Chooser) -> None:
 
 @contextlib.contextmanager
 def replacing(choose: Chooser) -> Iterator[None]:
-    """Like `install`, for the length of a ``with`` block."""
+    """Like `install`, for the duration of a ``with`` block."""
     remove = install(choose)
     try:
         yield

@@ -1,7 +1,7 @@
-"""The quiet in which a graph is planned and compiled, apart from what runs.
+"""Contexts that isolate planning and compiling a graph from the running program.
 
-Touches private names of torch 2.11 to 2.13: those by which AOTAutograd remembers views.
-Invariant: afterwards the collector runs, or rests, as before, and torch is as it was.
+Uses private names of torch 2.11 to 2.13: those that AOTAutograd uses to record views.
+Invariant: afterwards the garbage collector and torch are in the same state as before.
 """
 
 import contextlib
@@ -13,15 +13,15 @@ from unittest.mock import patch
 import torch
 
 _DAMAGED = ("_unsafe_view_ViewMeta", "resize__ViewMeta")
-"""Ways to take a view whose sizes AOTAutograd's cache damages: they refer to what is gone by then."""
+"""View operations whose sizes AOTAutograd's cache corrupts: they refer to freed memory."""
 
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pause Python's garbage collector: what compiling makes stays, and each collection would walk all of it.
+    """Pause Python's garbage collector: compilation keeps its objects, and collections would walk them all.
 
-    On a graph of 6000 nodes collections take as long as planning itself, and grow as its square; of the time
-    to compile a GPT of 24 layers they are 6 %. Without them it takes a fifth more of the host's memory.
+    On a graph of 6000 nodes, collections take as long as planning itself and grow quadratically; they are 6 %
+    of the time to compile a GPT of 24 layers. Without them, compilation takes a fifth more host memory.
     """
     running = gc.isenabled()
     gc.disable()
@@ -34,13 +34,13 @@ def gc_paused() -> Iterator[None]:
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """Compile a graph: without collections, and without a memory of views that torch would damage.
+    """Compile a graph without garbage collections, and without view records that torch would corrupt.
 
-    Up to torch 2.13 AOTAutograd's cache keeps garbage for a view of what a matrix product without bias
-    returns (pytorch#185630): writing it may crash, and the next start fails on what it reads. Cuts let such
-    views leave a graph. They are made from sizes and strides then, as are those of dynamic shapes.
+    Up to torch 2.13, AOTAutograd's cache stores garbage for a view of the result of a matrix product without
+    bias (pytorch#185630): writing it may crash, and the next process fails when it reads it. With cuts, such
+    views leave a graph. They are then recreated from sizes and strides, like views with dynamic shapes.
     """
-    # imported here: who plans alone needs no AOTAutograd
+    # imported here: planning alone needs no AOTAutograd
     from torch._functorch._aot_autograd import collect_metadata_analysis
 
     remembered: Any = collect_metadata_analysis
@@ -62,10 +62,10 @@ def _undamaged(remembered: Any) -> Any:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Keep what is planned and cut apart from what runs: the collector, and hooks on saved tensors.
+    """Isolate planning and cutting from the running program: the garbage collector and saved tensor hooks.
 
-    Such hooks, those of a checkpoint around the forward for instance, are not to see example values. Where
-    torch forbids such hooks, there are none.
+    Saved tensor hooks, for instance those of a checkpoint around the forward, must not see example values.
+    Where torch disables such hooks, there are none.
     """
     forbidden = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
     hooks = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)

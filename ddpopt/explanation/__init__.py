@@ -1,4 +1,4 @@
-"""A plan, DDP's own buckets and torch's split next to each other, as data and as text.
+"""A plan, DDP's own buckets and torch's split side by side, as data and as text.
 
 In: a model and its inputs, as for `ddpopt.plan`. Out: an `Explanation`. Invariant: no process group, no
 accelerator and no training step is needed.

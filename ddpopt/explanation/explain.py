@@ -1,6 +1,6 @@
-"""Explain a model without training it: what ddpopt plans, what DDP does alone, what torch's optimizer does.
+"""Explain a model without training it: ddpopt's plan, DDP's own buckets, and torch's DDPOptimizer.
 
-Everything is predicted on fake tensors: no process group, no accelerator, no copy of the weights.
+Everything is predicted on fake tensors, without a process group, an accelerator or a copy of the weights.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ from ddpopt.planning.strategy import Strategy
 
 
 class Explained(Protocol):
-    """What `explain_case` asks of a case, as a ``ddpopt.testing.Case`` has it."""
+    """The parts of a case that `explain_case` needs; a ``ddpopt.testing.Case`` has them."""
 
     @property
     def model(self) -> Callable[[], nn.Module]:
@@ -28,7 +28,7 @@ class Explained(Protocol):
 
     @property
     def inputs(self) -> Callable[[int, int], tuple[tuple[Any, ...], dict[str, Any]]]:
-        """The arguments of its forward, by rank and step."""
+        """The arguments of the model's forward, by rank and step."""
 
     @property
     def loss(self) -> Loss:
@@ -36,10 +36,10 @@ class Explained(Protocol):
 
 
 def explain(model: nn.Module, *inputs: Any, strategy: Strategy = "auto", **kwargs: Any) -> Explanation:
-    """Explain a model's buckets and cuts, next to DDP's own buckets and torch's DDPOptimizer.
+    """Explain a model's buckets and cuts, side by side with DDP's own buckets and torch's DDPOptimizer.
 
     Args:
-        model: a module, or a DDP module, whose own bucket options then hold. Parameters may be real, fake
+        model: a module, or a DDP module, whose own bucket options then apply. Parameters may be real, fake
             or on the meta device.
         inputs: the positional arguments of its forward.
         strategy: as for `ddpopt.compile`.
@@ -47,9 +47,9 @@ def explain(model: nn.Module, *inputs: Any, strategy: Strategy = "auto", **kwarg
             ``find_unused_parameters``, ``static_graph``, …); everything else goes to the model's forward.
 
     Returns:
-        The explanation; its ``str()`` is the table that ``ddpopt explain`` prints. The order in which
-        gradients complete is that of the loss which is the sum of squares over all outputs. torch's
-        optimizer runs over a backend that compiles nothing, so failures of a real one do not show.
+        The explanation; its ``str()`` is the table that ``ddpopt explain`` prints. Its ready order is that
+        of a loss that sums the squares of all outputs. torch's optimizer runs on a backend that compiles
+        nothing, so failures of a real backend are not shown.
 
     Raises:
         UsageError: an argument cannot be used, or the model cannot be traced.
@@ -65,7 +65,7 @@ def explain_case(case: Explained, ddp_kwargs: Mapping[str, Any], strategy: Strat
 
     Args:
         case: the case.
-        ddp_kwargs: DDP's arguments, in place of the case's own.
+        ddp_kwargs: DDP's arguments, instead of the case's own.
         strategy: as for `ddpopt.compile`.
 
     Returns:
@@ -99,7 +99,7 @@ def _own_buckets(captured: Capture, plan: Plan, step: RehearsedStep) -> OwnBucke
     with Rehearsal.of(step, captured.specs) as rehearsal:
         try:
             order = rehearsal.ready_order(call)
-        except Exception as error:  # the plan could be made, so this is no reason to show nothing
+        except Exception as error:  # the plan exists, so show the rest
             order = tuple(name for bucket in plan.buckets for name in bucket.params)
             note = f"ready order taken from ddpopt's plan: eager backward fails on fake tensors ({error})"
     return OwnBuckets(_fill(captured, order, ()), captured.config.rebuilds, note)
@@ -108,11 +108,11 @@ def _own_buckets(captured: Capture, plan: Plan, step: RehearsedStep) -> OwnBucke
 def _fill(
     captured: Capture, ready_order: Sequence[str], segments: Sequence[TorchSegment]
 ) -> tuple[OwnBucket, ...]:
-    """The buckets that DDP fills when gradients complete in this order, in these segments."""
+    """The buckets that DDP fills if gradients complete in this order, in these segments."""
     params = captured.specs
     if captured.config.rebuilds:
         by_name = {spec.name: spec for spec in captured.specs}
-        # a gradient that never comes is taken to come last
+        # a gradient that never comes is assumed to come last
         params = tuple(by_name.pop(name) for name in ready_order) + tuple(by_name.values())
         buckets = rebuilt_buckets(params, captured.config)
     else:

@@ -1,9 +1,9 @@
-"""Run one training step of a model on fake tensors: the order in which its gradients complete, and no data.
+"""Run one training step of a model on fake tensors, to find the order in which its gradients complete.
 
-What decides that order is autograd's engine: the graph that forward recorded, and how the engine breaks ties.
-It works on fake tensors as on real ones, so the order is not modelled here but had from the engine itself.
+Autograd's engine determines that order: by the graph that forward recorded, and by how it breaks ties.
+The engine works on fake tensors as on real ones, so the order is observed, not modelled.
 
-Invariant: no weight is copied or changed, no hook stays, and the default generators are where they were.
+Invariant: no weight is copied or changed, no hook is left, and the default generators are unchanged.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RehearsedStep:
 
 
 def sum_of_squares(output: object) -> Tensor:
-    """A loss of every tensor in an output that requires grad."""
+    """A loss over every tensor in an output that requires grad."""
     leaves = (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
     squares = [leaf.abs().double().square().sum() for leaf in leaves if leaf.requires_grad]
     return torch.stack(squares).sum()
@@ -50,10 +50,10 @@ def sum_of_squares(output: object) -> Tensor:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """A step with fake tensors in place of all real ones.
+    """A step with fake tensors instead of real ones.
 
     Attributes:
-        step: the fake copy; run it once, for it may change its own buffers.
+        step: the fake copy; run it only once, because it may change its own buffers.
         params: every trainable parameter of the copy, by its name in the original.
         specs: those that DDP reduces, by ``id`` of the parameter, in the order of the reducer's list.
     """
@@ -65,11 +65,11 @@ class Rehearsal:
     @classmethod
     @contextlib.contextmanager
     def of(cls, step: RehearsedStep, specs: Sequence[ParamSpec]) -> Iterator[Rehearsal]:
-        """Copy a step, and set the scene to run it: its fake mode, and Dynamo without the caller's settings.
+        """Copy a step, and enter its fake mode and a Dynamo context without the caller's settings.
 
         Args:
             step: the real step.
-            specs: what DDP reduces, in the order of the reducer's list.
+            specs: the parameters that DDP reduces, in the order of the reducer's list.
 
         Yields:
             The rehearsal.
@@ -81,16 +81,16 @@ class Rehearsal:
             yield cls(RehearsedStep(model, args, kwargs, step.loss), params, by_id)
 
     def ready_order(self, forward: Callable[[RehearsedStep], Any]) -> tuple[str, ...]:
-        """Run forward and backward, and note which gradient completes when.
+        """Run forward and backward, and record the order in which gradients complete.
 
         Args:
             forward: calls the step's model, perhaps compiled, and returns its output.
 
         Returns:
-            Names of the parameters that DDP reduces and whose gradients came, first to come first.
+            Names of the parameters that DDP reduces and that got a gradient, in ready order.
         """
         order: list[str] = []
-        # a user's own fake parameters are not copied, so what is left on them must go again
+        # a user's own fake parameters are not copied, so their gradients must be restored
         before = {name: param.grad for name, param in self.params.items()}
         reduced = [param for param in self.params.values() if id(param) in self.specs]
         hooks = [_register(param, partial(_note, order, self.specs[id(param)].name)) for param in reduced]
@@ -113,13 +113,13 @@ def _note(order: list[str], name: str, _: Tensor) -> None:
 
 
 def call(step: RehearsedStep) -> Any:
-    """Call a step's model as it is; a `forward` for :meth:`Rehearsal.ready_order`."""
+    """Call a step's model without compiling it; a `forward` for :meth:`Rehearsal.ready_order`."""
     return step.model(*step.args, **step.kwargs)
 
 
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
-    """Leave torch's generators, of the CPU and of each GPU in use, as they were found."""
+    """Restore torch's generators, of the CPU and of each GPU in use, after the block."""
     in_use = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]  # of torch
     with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if in_use else ()):
         yield

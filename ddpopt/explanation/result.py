@@ -1,4 +1,4 @@
-"""What `ddpopt.explain` says of a model, as data and as text: ddpopt, DDP alone, and torch's DDPOptimizer.
+"""The result of `ddpopt.explain`, as data and as text: ddpopt, DDP alone, and torch's DDPOptimizer.
 
 Invariant: frozen; equal models and options give equal explanations, and equal text in every terminal.
 """
@@ -29,11 +29,11 @@ class OwnBucket:
 
     Attributes:
         index: position in reduction order.
-        params: names as in ``module.named_parameters()``, in the order in which the bucket holds them.
+        params: names as in ``module.named_parameters()``, in the bucket's order.
         nbytes: sum of ``numel * element_size`` over `params`.
         dtype: for instance ``"float32"``.
         device: for instance ``"cpu"`` or ``"cuda:0"``.
-        segments: on which of torch's segments it waits, ascending; empty where nothing is compiled.
+        segments: indices of torch's segments that it waits on, ascending; empty if nothing is compiled.
     """
 
     index: int
@@ -49,9 +49,9 @@ class OwnBuckets:
     """DDP's own buckets for eager training, in reduction order.
 
     Attributes:
-        buckets: after the rebuild if DDP rebuilds them, else those of every iteration.
+        buckets: those after the rebuild if DDP rebuilds them, else those of every iteration.
         rebuilt: whether DDP rebuilds them in ready order.
-        note: what limits this prediction, if anything does.
+        note: a limit of this prediction, if there is one.
     """
 
     buckets: tuple[OwnBucket, ...]
@@ -61,15 +61,15 @@ class OwnBuckets:
 
 @dataclass(frozen=True)
 class TorchSegment:
-    """A piece of the forward as torch's optimizer cuts it, once for each time that it runs.
+    """One run of a piece of the forward as torch's optimizer cuts it.
 
     Attributes:
         index: position in forward order.
-        graph: which of the compiled graphs it is cut from.
-        counted: parameters as the optimizer counted them, again for each time that it did.
+        graph: index of the compiled graph that it is cut from.
+        counted: parameters as the optimizer counted them, repeated if it counted them more than once.
         counted_bytes: their size, as the optimizer counted it.
         params: parameters whose gradients are complete once this segment's backward has run.
-        reused: whether the code was compiled for an earlier segment, whose count `counted` then is.
+        reused: whether it runs the code of an earlier segment; `counted` is then that segment's.
     """
 
     index: int
@@ -90,8 +90,8 @@ class TorchSplit:
         unseen: parameters that DDP reduces and the optimizer does not count.
         recounted: parameters that it counts more than once.
         alien: parameters that it counts although DDP does not reduce them.
-        failure: what it raised; no step runs then.
-        notes: what else is to know of this prediction.
+        failure: the error that it raised, if any; then no step runs.
+        notes: other remarks on this prediction.
     """
 
     segments: tuple[TorchSegment, ...] = ()
@@ -105,15 +105,15 @@ class TorchSplit:
 
 @dataclass(frozen=True)
 class Tally:
-    """One split in numbers; None where there is nothing to count.
+    """One split in numbers; None if there is nothing to count.
 
     Attributes:
-        segments: how many segments run in a forward.
-        buckets: how many buckets DDP reduces.
-        spread: how many of them wait on more than one segment.
-        early: how many are sent before backward ends; nothing overlaps with the others.
-        unseen: parameters that DDP reduces and the split does not count.
-        recounted: parameters counted more than once.
+        segments: number of segments that run in a forward.
+        buckets: number of buckets that DDP reduces.
+        spread: number of buckets that wait on more than one segment.
+        early: number of buckets sent before backward ends; nothing overlaps with the others.
+        unseen: number of parameters that DDP reduces and the split does not count.
+        recounted: number of parameters counted more than once.
     """
 
     segments: int | None = None
@@ -134,7 +134,7 @@ class Explanation:
         model: name of the model's class.
         config: DDP's bucket limits and modes.
         plan: ddpopt's plan.
-        inline: whether its graphs stay whole, and gradients leave from inside their backward.
+        inline: whether the plan's graphs stay whole, and gradients leave from inside their backward.
         ddp: DDP's own buckets in eager training.
         torch: torch's DDPOptimizer.
     """
@@ -152,7 +152,7 @@ class Explanation:
 
     @property
     def plan_tally(self) -> Tally:
-        """Ddpopt's split in numbers."""
+        """The numbers of ddpopt's split."""
         plan = self.plan
         waits = [plan.segments_of(bucket) for bucket in plan.buckets]
         early = len(waits) - 1 if self.inline and waits else _early(waits)
@@ -160,7 +160,7 @@ class Explanation:
 
     @property
     def torch_tally(self) -> Tally:
-        """Torch's split in numbers."""
+        """The numbers of torch's split."""
         split = self.torch
         if split.failure:
             return Tally()
@@ -189,7 +189,7 @@ class Explanation:
 
 
 def _early(waits: Sequence[Sequence[int]]) -> int:
-    """How many buckets leave before the last backward of a segment; each also waits for those before it."""
+    """The number of buckets sent before the last segment's backward; each waits for those before it, too."""
     lowest = min((segments[0] for segments in waits if segments), default=0)
     early = 0
     for segments in waits:
@@ -209,7 +209,7 @@ def _title(explanation: Explanation) -> str:
 
 
 def _limits(config: BucketConfig) -> str:
-    """The limits in words: DDP's modes too, for they decide whether it rebuilds."""
+    """The limits in words, with DDP's modes, because they decide whether it rebuilds."""
     limits = config.rebuilt_limits
     if len(set(limits)) == 1:
         limits = limits[:1]
@@ -248,7 +248,7 @@ def _plan(plan: Plan, *, inline: bool) -> Iterator[str]:
 
 def _segments(plan: Plan) -> str:
     rows = []
-    # of a cut's reason, what the table of buckets does not say
+    # the part of a cut's reason that is not in the table of buckets
     cuts = {(cut.graph, cut.before): cut.reason.partition(":")[0] for cut in plan.cuts}
     for segment in reversed(plan.segments):
         first = next(iter(segment.nodes), "-")

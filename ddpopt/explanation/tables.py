@@ -1,6 +1,6 @@
-"""Tables as plain ASCII text: no colours, no control codes, one width whatever the terminal.
+"""Tables as plain ASCII text: no colours, no control codes, the same width in every terminal.
 
-Invariant: the text depends on nothing but the arguments, so it can be stored, compared and snapshotted.
+Invariant: the text depends only on the arguments, so it can be stored, compared and snapshotted.
 """
 
 import io
@@ -16,12 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 WIDTH = 80
-"""Columns of text: what fits every terminal and every log."""
+"""Width of the text in columns; fits every terminal and every log."""
 
 MIB = 2**20
 
 RULED = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
-"""No lines but one below the headers: rich's SIMPLE_HEAD in ASCII."""
+"""A single line below the headers: rich's SIMPLE_HEAD in ASCII."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Column:
     Attributes:
         title: its header.
         align: ``"left"`` for words, ``"right"`` for numbers.
-        fills: whether it takes what room is left, and wraps; other columns keep the width of their cells.
+        fills: whether it takes the remaining width, and wraps; other columns keep the width of their cells.
     """
 
     title: str
@@ -57,10 +57,10 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[object]]) -> str:
 
     Args:
         columns: its columns; if none fills, the table is as wide as its cells.
-        rows: one cell for each column: `Noted`, or whatever ``str()`` shows.
+        rows: one cell for each column: a `Noted`, or any object, shown with ``str()``.
 
     Returns:
-        Lines without trailing blanks, the last one without a line end.
+        Lines without trailing blanks, the last one without a newline.
 
     >>> print(table([*numbers("bucket"), Column("gradients")], [(0, "b"), (10, "w")]))
     bucket  gradients
@@ -86,14 +86,14 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[object]]) -> str:
 
 
 def _cell(value: object) -> RenderableType:
-    """Texts and no markup: a parameter may well be called [bold]."""
+    """Plain text without markup: a parameter may be called [bold]."""
     if isinstance(value, Noted):
         return Group(Text(value.text), Padding(Text(value.note), (0, 0, 0, 2)))
     return Text(str(value))
 
 
 def paragraph(text: str, indent: str = "") -> str:
-    """Wrap a sentence to the common width, later lines indented by `indent`; long names stay whole."""
+    """Wrap a sentence to the common width and indent later lines by `indent`; long names are not broken."""
     return textwrap.fill(
         text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
@@ -109,7 +109,7 @@ def mib(nbytes: int) -> str:
 
 
 def names(items: Sequence[str], at_most: int = 4) -> str:
-    """A list of names; a long one shows its first, its last and its length.
+    """A list of names; a long list shows its first names, its last name and its length.
 
     >>> names(["a", "b"]), names(["a", "b", "c", "d", "e"]), names([])
     ('a, b', 'a, b, ..., e (5)', '-')

@@ -1,12 +1,12 @@
-"""What torch's own DDPOptimizer makes of a model: its real code, run on fake tensors.
+"""How torch's own DDPOptimizer splits a model: its real code, run on fake tensors.
 
-The optimizer is given a backend that compiles nothing, and one step is then run through what it stitched
-together. Each of its segments runs as one node of the autograd graph, as AOTAutograd would have it, so that
-autograd's engine says in which order gradients complete and on which segments they wait. Failures of the
-optimizer show here; those of a compiler underneath it do not.
+The optimizer gets a backend that compiles nothing, and one step then runs through its stitched module. Each
+segment runs as one node of the autograd graph, as with AOTAutograd, so that autograd's engine determines in
+which order gradients complete and which segments they wait on. Failures of the optimizer show here; those of
+a compiler underneath it do not.
 
-Touches a private name of torch 2.11 to 2.13: ``torch._dynamo.backends.distributed.DDPOptimizer``, of which
-it calls ``compile_fn`` and reads ``buckets`` (in forward order; each with ``params``, ``param_ids`` and
+Uses a private name of torch 2.11 to 2.13: ``torch._dynamo.backends.distributed.DDPOptimizer``. Calls its
+``compile_fn`` and reads its ``buckets`` (in forward order; each with ``params``, ``param_ids`` and
 ``size``, the bytes that the optimizer counted).
 """
 
@@ -41,11 +41,11 @@ def run_torch_split(rehearsal: Rehearsal, cap_bytes: int) -> tuple[TorchSplit, t
 
     Args:
         rehearsal: the step.
-        cap_bytes: ``bucket_bytes_cap`` of the DDP module, which is all that Dynamo gives the optimizer.
+        cap_bytes: ``bucket_bytes_cap`` of the DDP module, the only option that Dynamo gives the optimizer.
 
     Returns:
-        What it made of the step, but for DDP's buckets; and the names of the parameters in the order in which
-        their gradients complete, empty if that is not known.
+        The optimizer's split of the step, without DDP's buckets; and the names of the parameters in ready
+        order, empty if that is not known.
     """
     recorder = _Recorder(rehearsal, cap_bytes)
     order: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ def run_torch_split(rehearsal: Rehearsal, cap_bytes: int) -> tuple[TorchSplit, t
     else:
         segments = _segments_as_run(recorder.runs, rehearsal, order)
         notes = [] if segments else [NOTHING_COMPILED]
-        # Dynamo passes a graph's own floats as tensors: this one was computed by another segment
+        # Dynamo passes a graph's own floats as tensors, so another segment computed this one
         if any(isinstance(value, float) for run in recorder.runs for value in run.inputs):
             notes.append(FLOAT_CROSSES)
     reduced = {spec.name: None for spec in rehearsal.specs.values()}
@@ -80,7 +80,7 @@ def _call_skipped(step: RehearsedStep) -> Any:
     return _call(step)
 
 
-# Under DDP, Dynamo steps over the frames between DDP.forward and the model's own: over this one, too.
+# Under DDP, Dynamo skips the frames between DDP.forward and the model's own, including this one.
 _call = torch._dynamo.disable(call, recursive=False)  # type: ignore[no-untyped-call]  # of torch
 
 
@@ -94,7 +94,7 @@ class _Run:
 
 
 class _Recorder:
-    """A Dynamo backend: has the optimizer cut each graph, and keeps what it did."""
+    """A Dynamo backend that lets the optimizer cut each graph, and records the result."""
 
     def __init__(self, rehearsal: Rehearsal, cap_bytes: int) -> None:
         self.runs: list[_Run] = []
@@ -112,11 +112,11 @@ class _Recorder:
             return pieces[-1]
 
         try:
-            # not DDPOptimizer(…): inside replacing_ddp_optimizer() that builds ddpopt's own
+            # not DDPOptimizer(…), which inside replacing_ddp_optimizer() builds ddpopt's own
             optimizer = object.__new__(DDPOptimizer)
             DDPOptimizer.__init__(optimizer, self._cap_bytes, compile_nothing)
             stitched: Callable[..., Any] = optimizer.compile_fn(gm, example_inputs)
-        except Exception as error:  # whatever it is, it would have been the user's
+        except Exception as error:  # whatever it is, the user would get the same error
             self.failure = self.failure or f"{type(error).__name__}: {error}"
             return gm.forward
         inputs = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
@@ -132,7 +132,7 @@ class _Recorder:
 
 
 class _Piece:
-    """Takes the place of a compiled segment."""
+    """Replaces a compiled segment."""
 
     def __init__(self, gm: fx.GraphModule, graph: int, runs: list[_Run]) -> None:
         self.gm = gm
@@ -154,12 +154,12 @@ class _Piece:
         return pytree.tree_unflatten(outputs, structure)
 
     def as_segment(self, index: int, params: tuple[str, ...] = (), *, reused: bool = False) -> TorchSegment:
-        """Describe one run of it, or what was compiled where nothing ran."""
+        """Describe one run of the piece, or the piece itself if nothing ran."""
         return TorchSegment(index, self.graph, self.counted, self.counted_bytes, params, reused)
 
 
 class _OneNode(torch.autograd.Function):
-    """A whole segment as one node of the autograd graph, with the edges that AOTAutograd's would have."""
+    """A whole segment as one node of the autograd graph, with the same edges as AOTAutograd's node."""
 
     @staticmethod
     def forward(ctx: Any, run: _Run, leaves: Sequence[Any], *inputs: Any) -> tuple[Any, ...]:
@@ -174,7 +174,7 @@ class _OneNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> tuple[Tensor | None, ...]:
-        """Note that the segment's backward runs, and give each input some gradient."""
+        """Record that the segment's backward runs, and give each input a gradient."""
         ctx.run.went_back = True
         trained = (isinstance(value, Tensor) and value.requires_grad for value in ctx.inputs)
         pairs = zip(ctx.inputs, trained, strict=True)
@@ -186,7 +186,7 @@ def _segments_as_run(
 ) -> tuple[TorchSegment, ...]:
     """The segments, each with the gradients that its backward completes.
 
-    Backward runs them last to first, so a gradient is complete after the first of those that read it.
+    Backward runs segments last to first, so a gradient is complete after the first segment that reads it.
     """
     ready = frozenset(order)
     completed: set[str] = set()

@@ -1,4 +1,4 @@
-"""Which of its inputs a graph node views or passes on, told by the storages of what tracing left on it."""
+"""Which of its inputs a graph node views or passes on, according to the storages of its example value."""
 
 from collections.abc import Iterable
 
@@ -12,7 +12,7 @@ from ddpopt.graph.nodes import SOURCES, example_value, read_storages, storages
 
 
 def viewed_input(node: fx.Node) -> fx.Node | None:
-    """The input of which `node` is nothing but a view (or views), or None."""
+    """The input that `node` only takes a view (or views) of, or None."""
     if not is_view(node):
         return None
     own = set(storages(node))
@@ -20,7 +20,7 @@ def viewed_input(node: fx.Node) -> fx.Node | None:
 
 
 def returned_input(node: fx.Node) -> fx.Node | None:
-    """The input that `node` writes to and returns, or None: its value is that very tensor."""
+    """The input that `node` writes to and returns (its value is that same tensor), or None."""
     value = example_value(node)
     if not isinstance(value, torch.Tensor):
         return None
@@ -28,7 +28,7 @@ def returned_input(node: fx.Node) -> fx.Node | None:
 
 
 def passes_on_input(node: fx.Node) -> bool:
-    """Whether `node` returns one of its inputs as it is, as ``contiguous()`` may, and writes to none."""
+    """Whether `node` returns one of its inputs unchanged, as ``contiguous()`` may, and writes to none."""
     returned, given = tensors_of([node]), tensors_of(node.all_input_nodes)
     return not returned.keys().isdisjoint(given) and not mutated_inputs(node)
 
@@ -40,9 +40,9 @@ def tensors_of(nodes: Iterable[fx.Node]) -> dict[int, torch.Tensor]:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether all that `node` returns lies in the memory of its inputs, to which it does not write.
+    """Whether everything that `node` returns lies in the memory of its inputs, and it writes to none of them.
 
-    A call of a module or with a graph of its own may do more than to make the view that it returns.
+    A call of a module or of a higher-order operator may do more than make the view that it returns.
     """
     if node.op in (*SOURCES, "output", "call_module") or isinstance(node.target, HigherOrderOperator):
         return False
@@ -51,7 +51,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def first_names(nodes: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """For each of `nodes`, in graph order, that returns what it writes to: the node that made that tensor."""
+    """Map each of `nodes` (in graph order) that returns a tensor it writes to, to the node that made it."""
     found: dict[fx.Node, fx.Node] = {}
     for node in nodes:
         returned = returned_input(node)

@@ -1,14 +1,13 @@
-"""The one table of what a graph node does besides computing a value: what it writes to.
+"""The side effects of graph nodes: the tensors that each one may write to.
 
-Dynamo's graphs hold functions, methods and operators as the user wrote them. What each one writes to is
-told by the schema of the torch operator of its name, by Python's notation for work in place, and for the few
-that write without saying so, by a table. Only what is part of torch, Python's operators or its mathematics is
-known in this way. A call of anything else (a function that Dynamo puts into the graph without a look inside,
-a kernel, a module of the user, a function of NumPy) may write to all that it is given. A call with bodies
-writes to what these write to.
+Dynamo's graphs hold functions, methods and operators as the user wrote them. The writes of each one follow
+from the schema of the torch operator with its name, from Python's naming of in-place operations, and for the
+few that write without saying so, from a table. This covers only torch, Python's operators and its math
+functions. Any other call (a function that Dynamo puts into the graph without tracing it, a kernel, a user's
+module, a NumPy function) may write to all of its inputs. A call with bodies writes what its bodies write.
 
-Invariant: a tensor that `mutated_inputs` does not name is not written to; what is not known is named.
-Planning, cutting and proof ask here, and share nothing else.
+Invariant: a tensor that `mutated_inputs` does not name is not written to; in doubt, a tensor is named.
+Planning, cutting and proof use this module, and share nothing else.
 """
 
 import functools
@@ -46,9 +45,9 @@ KNOWN_PACKAGES = (
     "einops.", "torch._C._functorch.", "torch._dynamo.compiled_autograd.", "torch._functorch.",
     "torch.amp.", "torch.nested.", "torch.nn.",
 )  # fmt: skip
-"""Whose functions write to nothing but what their names and arguments say; Dynamo knows einops."""
+"""Packages whose functions write only to what their names and arguments say; Dynamo knows einops."""
 KNOWN_BUILTINS = ("asarray", "_get_data_attr")
-"""Functions of torch that are neither Python functions nor operators, and write to nothing."""
+"""Functions of torch that are neither Python functions nor operators, and do not write."""
 UNMARKED: Mapping[str, tuple[str, ...]] = {
     "_copy_from": ("dst",),
     "_copy_from_and_resize": ("dst",),
@@ -56,19 +55,19 @@ UNMARKED: Mapping[str, tuple[str, ...]] = {
     "_tensor_version": ("self",),
     "_unsafe_set_version_counter": ("t",),
 }
-"""What operators write to without saying so, or tell of the writes to; `_written_by` has the others."""
+"""Arguments that operators write to (or whose version they use) unmarked; `_written_by` has the others."""
 COLLECTIVES = ("torch._ops._c10d", "torch._ops._dtensor", "torch._ops.c10d", "torch._ops.symm_mem")
-"""Where the operators are that communicate."""
+"""Modules of the operators that communicate."""
 KINDS = (
     str, OpOverload, OpOverloadPacket, types.MethodDescriptorType, types.WrapperDescriptorType,
     types.BuiltinFunctionType,
 )  # fmt: skip
-"""What Python, or torch's C++, has made, and a name can tell of."""
+"""Kinds of callables that Python or torch's C++ defines, and that a name identifies."""
 
 
 @dataclass(frozen=True)
 class Signature:
-    """The arguments of a callable: their names in order, their defaults, those that it always writes to."""
+    """The arguments of a callable: their names in order, their defaults, and those it always writes to."""
 
     names: tuple[str, ...] = ()
     defaults: Mapping[str, object] = field(default_factory=dict)
@@ -88,26 +87,26 @@ def written_storages(node: fx.Node) -> dict[int, None]:
 
 
 def is_known(node: fx.Node) -> bool:
-    """Whether what `node` writes to is known, not assumed."""
+    """Whether the writes of `node` are known, not assumed."""
     if node.op == "call_module":
         return _is_of_torch(_held(node))
     return isinstance(node.target, HigherOrderOperator) or bool(_signatures(node.target))
 
 
 def redescribes(node: fx.Node) -> bool:
-    """Whether `node` changes what describes a tensor: its shape, its strides, or that it requires grad."""
+    """Whether `node` changes a tensor's metadata: its shape, its strides, or whether it requires grad."""
     return _name(node.target) in DESCRIBING_NAMES
 
 
 def _nodes_of_bodies(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes of the bodies that a call is given, and of all that is in these."""
+    """The nodes of the bodies that a call is given, and of all graphs nested in them."""
     bodies = (body for source in node.all_input_nodes if (body := _body(source)) is not None)
     for part in (part for body in bodies for part in body.modules() if isinstance(part, fx.GraphModule)):
         yield from part.graph.nodes
 
 
 def communicates_in_backward(node: fx.Node) -> bool:
-    """Whether the backward of `node` sends to other ranks: a collective that gradient passes, or a body's."""
+    """Whether the backward of `node` communicates: a collective with gradient, or one inside a body."""
     passes = requires_grad(example_value(node)) and _is_collective(node)
     return passes or any(map(_is_collective, _nodes_of_bodies(node)))
 
@@ -117,11 +116,11 @@ def _is_collective(node: fx.Node) -> bool:
 
 
 def detaches(node: fx.Node) -> bool:
-    """Whether `node` takes a tensor from autograd in place; its example value says so from the start."""
+    """Whether `node` detaches a tensor in place; the tensor's example value is detached from the start."""
     return _name(node.target) == "detach_"
 
 
-# --- what is written ---------------------------------------------------------------------------------
+# --- writes ------------------------------------------------------------------------------------------
 
 
 def _mutated(node: fx.Node) -> Iterator[fx.Node]:
@@ -138,7 +137,7 @@ def _mutated(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _written_by(signature: Signature, node: fx.Node) -> Iterator[object]:
-    """The arguments of a call that a callable of this signature writes to."""
+    """The arguments that a call of this signature writes to."""
     given = _given(signature, node)
     yield from (given.get(name) for name in (*signature.written, "out"))
     if given.get("inplace", False) is not False:
@@ -149,18 +148,18 @@ def _written_by(signature: Signature, node: fx.Node) -> Iterator[object]:
 
 
 def _given(signature: Signature, node: fx.Node) -> dict[str, Any]:
-    """The arguments of a call by name, with the defaults of those that it leaves out."""
+    """The arguments of a call by name, including defaults."""
     return {**signature.defaults, **dict(zip(signature.names, node.args, strict=False)), **node.kwargs}
 
 
 def _statistics(given: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The running statistics that a norm is given to update."""
+    """The running statistics that a norm updates."""
     updates = given.get("training", given.get("use_input_stats")) is not False
     return (given.get("running_mean"), given.get("running_var")) if updates else ()
 
 
 def _written_by_module(node: fx.Node) -> Iterator[fx.Node]:
-    """A module of torch's own writes to its first input if it says so; any other to all that it is given."""
+    """A torch module writes to its first input if it is in-place; any other module to all of its inputs."""
     module = _held(node)
     if not _is_of_torch(module):
         yield from node.all_input_nodes
@@ -169,9 +168,9 @@ def _written_by_module(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _written_by_bodies(node: fx.Node) -> Iterator[fx.Node]:
-    """What the bodies that a call is given write to, found by the storages behind it.
+    """The operands that the bodies of a call write to, matched by storage.
 
-    All that it is given where there is no body, or where a body writes to what cannot be found outside.
+    Yields all operands if there is no body, or if a body writes to a tensor that matches no operand.
     """
     operands = [source for source in node.all_input_nodes if _body(source) is None]
     bodies = [body for source in node.all_input_nodes if (body := _body(source)) is not None]
@@ -197,13 +196,13 @@ def _may_hold_tensor(node: fx.Node) -> bool:
 
 
 def _body(node: fx.Node) -> fx.GraphModule | None:
-    """The body that an argument of a higher-order operator is, if it is one."""
+    """The graph module that an argument of a higher-order operator names, or None."""
     held = _held(node) if node.op == "get_attr" else None
     return held if isinstance(held, fx.GraphModule) else None
 
 
 def _held(node: fx.Node) -> object:
-    """The attribute or the module that the target of a node names, or None."""
+    """The attribute or module that the target of a node names, or None."""
     return fetch(node.graph.owning_module, str(node.target), None)
 
 
@@ -211,17 +210,17 @@ def _is_of_torch(module: object) -> bool:
     return type(module).__module__.startswith("torch.nn.")
 
 
-# --- what a callable is ------------------------------------------------------------------------------
+# --- signatures --------------------------------------------------------------------------------------
 
 
 def _signatures(target: object) -> tuple[Signature, ...]:
-    """How `target` may be called; empty if it is not known what it does."""
-    # what is the user's may hold on to a model, and is not to be kept in a cache
+    """The possible signatures of `target`; empty if its writes are unknown."""
+    # a user's callable may hold a reference to a model, so it must not be cached
     return _signatures_of(target) if isinstance(target, KINDS) or _is_known(target) else ()
 
 
 def _is_known(function: object) -> bool:
-    """Whether a function writes to what its name and its arguments say, by where it comes from."""
+    """Whether a function's module guarantees that its name and arguments show what it writes to."""
     module = getattr(function, "__module__", None) or ""
     return module in KNOWN_MODULES or f"{module}.".startswith(KNOWN_PACKAGES)
 
@@ -251,7 +250,7 @@ def _of_schema(overload: OpOverload) -> Signature:
 
 
 def _of_method(name: str) -> tuple[Signature, ...]:
-    """A method of tensors; what it is called on is named ``self``, as in torch's schemas."""
+    """A tensor method; its first argument is named ``self``, as in torch's schemas."""
     if name.startswith("__"):
         writes = getattr(operator, name.strip("_"), None) in WRITING_OPERATORS
         return (Signature(("self",), written=("self",) * writes),)
@@ -261,7 +260,7 @@ def _of_method(name: str) -> tuple[Signature, ...]:
 
 
 def _of_operator(name: str) -> tuple[Signature, ...]:
-    """The operator of torch of this name; empty if there is none."""
+    """The signatures of the torch operator with this name; empty if there is none."""
     packet = getattr(torch.ops.aten, name, None) if name.isidentifier() and name[:2] != "__" else None
     return _signatures_of(packet) if isinstance(packet, OpOverloadPacket) else ()
 
@@ -269,7 +268,7 @@ def _of_operator(name: str) -> tuple[Signature, ...]:
 def _of_function(target: Callable[..., object]) -> Signature:
     try:
         parameters = inspect.signature(target).parameters
-    except (TypeError, ValueError):  # builtins of Python and of its operators have none
+    except (TypeError, ValueError):  # some builtins have no signature
         return Signature()
     names, module = tuple(parameters), getattr(target, "__module__", "")
     in_place = target.__name__.endswith("_") and module.startswith("torch")
@@ -285,7 +284,7 @@ def _overloads(callee: OpOverload | OpOverloadPacket) -> tuple[OpOverload, ...]:
 
 
 def _name(target: object) -> str:
-    """What a target is called; of an operator's overload, what the operator is called."""
+    """The name of a target; for an operator overload, the name of the operator."""
     if isinstance(target, OpOverload):
         target = target.overloadpacket
     name: str = target if isinstance(target, str) else getattr(target, "__name__", "")

@@ -1,6 +1,6 @@
-"""Reading FX graphs: the few questions that every other module asks of a node.
+"""Reading FX graphs: the basic queries on nodes that all other modules share.
 
-Positions count the *body* of a graph: all nodes but placeholders, attributes and the output.
+Positions count the *body* of a graph: all nodes except placeholders, attributes and the output.
 """
 
 import functools
@@ -16,7 +16,7 @@ SOURCES = ("placeholder", "get_attr")
 """Node kinds that bring a value into a graph and compute nothing."""
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-"""Numbers that tracing has only a symbol for."""
+"""The types of symbolic numbers."""
 
 CompilerFn = Callable[..., Callable[..., Any]]
 """A Dynamo backend: ``(gm, example_inputs) -> callable``; some take options."""
@@ -26,7 +26,7 @@ CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
 class Missing:
-    """The example value of a node that carries none: nothing is known of what it returns."""
+    """The example value of a node that has none: nothing is known about what it returns."""
 
     def __repr__(self) -> str:
         return "nothing"
@@ -41,12 +41,12 @@ def body_nodes(graph: fx.Graph) -> list[fx.Node]:
 
 
 def example_value(node: fx.Node) -> object:
-    """The value that tracing left on a node, or `MISSING`."""
+    """A node's value from tracing, or `MISSING`."""
     return node.meta.get("example_value", node.meta.get("val", MISSING))
 
 
 def fetch(module: object, path: str, *default: object) -> object:
-    """The attribute of a module at a dotted path; `default`, if one is given, where there is none."""
+    """The attribute of a module at a dotted path; `default`, if given, where there is none."""
     return functools.reduce(lambda value, name: getattr(value, name, *default), path.split("."), module)
 
 
@@ -60,19 +60,19 @@ def checkpointed(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
 
 
 def operands(region: fx.Node, body: fx.GraphModule) -> dict[fx.Node, fx.Node]:
-    """For each placeholder of the body of a `checkpointed` region: the node whose value it receives."""
+    """Map each placeholder in the body of a `checkpointed` region to the node whose value it receives."""
     given = [arg for arg in region.args[1:] if isinstance(arg, fx.Node)]
     return dict(zip(body.graph.find_nodes(op="placeholder"), given, strict=True))
 
 
 def with_values(arguments: Any, value_of: Callable[[fx.Node], object]) -> Any:
-    """Nested arguments of a node, with the value of each node in its place."""
-    replace: Any = value_of  # fx types its result as an argument, and maps to anything
+    """Nested arguments of a node, with each node replaced by its value."""
+    replace: Any = value_of  # fx types the result as an argument, but it can be anything
     return fx.map_arg(arguments, replace)
 
 
 def requires_grad(value: object) -> bool:
-    """Whether any tensor in `value` requires grad; a missing value is taken to."""
+    """Whether any tensor in `value` requires grad; assumed for a missing value."""
     if value is MISSING:
         return True
     leaves = pytree.tree_leaves(value)
@@ -80,7 +80,7 @@ def requires_grad(value: object) -> bool:
 
 
 def _is_trained(tensor: torch.Tensor) -> bool:
-    """Whether a tensor requires grad at any level: a batch inside ``vmap`` itself says that it does not."""
+    """Whether a tensor requires grad at any level: a batched tensor inside ``vmap`` reports False itself."""
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(tensor) and not tensor.requires_grad:
         tensor = functorch.get_unwrapped(tensor)
@@ -88,7 +88,7 @@ def _is_trained(tensor: torch.Tensor) -> bool:
 
 
 def storages(node: fx.Node) -> list[int]:
-    """Identities of the storages behind a node's tensors; views of one tensor share theirs."""
+    """Identities of the storages behind a node's tensors; views of one tensor share a storage."""
     return storages_of(example_value(node))
 
 
@@ -96,7 +96,7 @@ def storages_of(value: object) -> list[int]:
     """Identities of the storages behind the tensors in `value`."""
     leaves = pytree.tree_leaves(value)
     dense = [t for t in leaves if isinstance(t, torch.Tensor) and t.layout == torch.strided]
-    # a functorch wrapper owns no storage, and never leaves its transform, inside which no cut lies
+    # a functorch wrapper owns no storage, and never leaves its transform, and no cut lies inside one
     own = [t for t in dense if not torch._C._functorch.is_functorch_wrapped_tensor(t)]
     return [t.untyped_storage()._cdata for t in own]
 
@@ -109,17 +109,17 @@ def read_storages(node: fx.Node) -> dict[int, None]:
 def is_uncrossable_number(node: fx.Node) -> bool:
     """Whether the value of a node is a symbolic float or bool.
 
-    AOTAutograd takes none as an input of a graph with a backward; what they are computed from (sizes, the
-    tensors behind float arguments) it does take. So they are computed again where they are read.
+    AOTAutograd does not accept these as inputs of a graph with a backward, but it accepts what they are
+    computed from (sizes, the tensors behind float arguments). So they are recomputed where they are read.
     """
     return isinstance(example_value(node), (torch.SymFloat, torch.SymBool))
 
 
 def unwritten_module(root: nn.Module | dict[str, Any], graph: fx.Graph) -> fx.GraphModule:
-    """A module whose Python code is written when it is first run, as Dynamo makes its own.
+    """A module whose Python code is generated when it first runs, as for Dynamo's own modules.
 
-    A module around it would write it once more. Touches a private part of torch 2.11 to 2.13: there is no
-    public way to say it.
+    Otherwise a module around it would generate the code again. Uses a private part of torch 2.11 to 2.13:
+    there is no public way to do this.
     """
     with _use_lazy_graph_module(True):
         module: fx.GraphModule = _make_graph_module(root, graph)
@@ -127,22 +127,22 @@ def unwritten_module(root: nn.Module | dict[str, Any], graph: fx.Graph) -> fx.Gr
 
 
 def write_code(gm: fx.GraphModule) -> None:
-    """Write the Python code of an `unwritten_module` now: from here on its ``forward`` may be kept."""
+    """Generate the Python code of an `unwritten_module` now, so that its ``forward`` may be kept."""
     _LazyGraphModule.force_recompile(gm)
 
 
 def module_like(
     gm: fx.GraphModule, graph: fx.Graph, held: Mapping[str, object] | None = None
 ) -> fx.GraphModule:
-    """A module around `graph` that Dynamo's backends take for one of Dynamo's own, as they take `gm`.
+    """A module around `graph` that Dynamo's backends treat as one of Dynamo's own, as they treat `gm`.
 
-    AOTAutograd takes a graph with ``dynamo_compile_id`` in its meta and with ``_param_name_to_source`` for
-    one of Dynamo's, and then reads the source off each input.
+    AOTAutograd treats a graph with ``dynamo_compile_id`` in its meta and with ``_param_name_to_source`` as
+    one of Dynamo's, and then reads the source of each input.
 
     Args:
         gm: shares its parameters, attributes and metadata with the new module.
         graph: may read attributes of `gm` and of `held`.
-        held: further attributes and submodules.
+        held: additional attributes and submodules.
     """
     root: dict[str, Any] = dict(held or {})
     for node in graph.nodes:

@@ -1,6 +1,6 @@
-"""Copying a graph with other nodes in the place of some.
+"""Copying a graph while replacing some of its nodes.
 
-Invariant: what is not replaced is copied with its metadata, and with the source that Dynamo left on it.
+Invariant: every other node is copied with its metadata and its Dynamo source.
 """
 
 import operator
@@ -12,14 +12,14 @@ from torch import fx
 from ddpopt.graph.nodes import module_like
 
 Argument = Any
-"""What a value is in a copied graph: a node, or nested tuples of them."""
+"""A value in a copied graph: a node, or nested tuples of nodes."""
 Copies = Mapping[fx.Node, Argument]
 Write = Callable[[fx.Node, fx.Graph, Copies], Argument]
-"""Adds nodes to a graph in the place of one, given what others are there; returns what this one is."""
+"""Adds the replacement of a node to a graph, given the copies of earlier nodes; returns its value there."""
 
 
 def copy_input(node: fx.Node, graph: fx.Graph) -> fx.Node:
-    """Copy a placeholder with the source that Dynamo left on it, for which AOTAutograd asks."""
+    """Copy a placeholder with its Dynamo source, which AOTAutograd reads."""
     copied = graph.node_copy(node)
     copied._dynamo_source = getattr(node, "_dynamo_source", None)
     return copied
@@ -31,13 +31,13 @@ def rewritten(
     """Copy a graph.
 
     Args:
-        gm: the graph; it is left as it is.
-        writers: what comes in the place of some nodes. Where that is a tuple, its items come in the place of
-            the nodes that pick them.
-        held: attributes that the writers' nodes read; they may fill it on the way.
+        gm: the graph; it is not modified.
+        writers: write the replacements of some nodes. If a replacement is a tuple, its items replace the
+            getitem nodes that pick them.
+        held: attributes that the writers' nodes read; the writers may add to it.
 
     Returns:
-        A module like `gm`, without attributes that nothing reads any more.
+        A module like `gm`, without attributes that are no longer read.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, Argument] = {}

@@ -1,6 +1,6 @@
 """The global state in which the nodes of a graph run: open autocast spans, and grad mode.
 
-Dynamo writes down changes of it as nodes. A graph begins outside of autocast, and with gradient.
+Dynamo records changes to it as nodes. A graph begins outside of autocast, with grad mode on.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ GRAD_MODE = torch._C._set_grad_enabled
 
 @dataclass(frozen=True)
 class State:
-    """Global state that nodes of the graph switch: open autocast spans, and grad mode."""
+    """The global state that graph nodes switch: open autocast spans, and grad mode."""
 
     autocast: tuple[fx.Node, ...] = ()
     grad_enabled: bool = True
 
     def after(self, node: fx.Node) -> State:
-        """The state that `node` leaves."""
+        """The state after `node`."""
         if node.target is ENTER_AUTOCAST:
             return State((*self.autocast, node), self.grad_enabled)
         if node.target is EXIT_AUTOCAST:
@@ -38,7 +38,7 @@ class State:
 
 
 def states(graph: fx.Graph) -> Iterator[tuple[fx.Node, State]]:
-    """Each body node, with the state in which it runs."""
+    """Each body node with the state in which it runs."""
     state = State()
     for node in body_nodes(graph):
         yield node, state
@@ -46,6 +46,6 @@ def states(graph: fx.Graph) -> Iterator[tuple[fx.Node, State]]:
 
 
 def begins_without_grad(graph: fx.Graph) -> bool:
-    """Whether `graph` is called under ``no_grad`` and turns gradient on: Dynamo writes down changes only."""
+    """Whether `graph` is called under ``no_grad`` and turns grad mode on: Dynamo records only changes."""
     switches = (bool(node.args[0]) for node in graph.nodes if node.target is GRAD_MODE)
     return next(switches, False)

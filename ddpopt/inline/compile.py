@@ -1,10 +1,10 @@
 """Overlap without any cut: one compiled graph, whose backward hands its gradients to DDP as they complete.
 
-The graph is compiled as it came, but for calls of `handover.lend` after the parameters, one for all
-whose gradients are sent together. These calls are part of the graph, so that whatever a compiler keeps of it,
-in this process or on disk, is kept for this graph and never mistaken for the one without.
+The graph is compiled unchanged, except for calls of `handover.lend` after the parameters, one per group of
+gradients that are sent together. These calls are part of the graph, so that a compiler's cached results,
+in this process or on disk, belong to this graph and are never mistaken for those of the graph without calls.
 
-Invariant: forward and backward compute what they would have, in the order in which autograd would have.
+Invariant: forward and backward compute the same as without these calls, in autograd's order.
 """
 
 import contextlib
@@ -28,10 +28,9 @@ from ddpopt.planning.plan import Bucket
 
 
 def lendable(gm: fx.GraphModule, sources: Sources) -> list[fx.Node]:
-    """The placeholders of parameters that may change once their gradients are complete, and do not leave.
+    """The placeholders of parameters that may change once their gradients are complete, and are not returned.
 
-    A view that leaves leads autograd to the input that it is a view of, not to what the graph computed it
-    from.
+    If the graph returns a view of an input, autograd's edge leads to that input, not to the lent tensor.
     """
     leaving = {storage for node in gm.graph.output_node().all_input_nodes for storage in storages(node)}
     late = late_reads(gm, sources, gradient_carriers(gm.graph))
@@ -41,21 +40,21 @@ def lendable(gm: fx.GraphModule, sources: Sources) -> list[fx.Node]:
 def together(
     lent: Sequence[fx.Node], sources: Sources, facts: GraphFacts, buckets: Sequence[Bucket]
 ) -> list[list[fx.Node]]:
-    """Which parameters are lent in one call, so that their gradients are handed over at once.
+    """Group the parameters that are lent in one call, so that their gradients are handed over together.
 
-    No bucket can leave before its last gradient is there. So those that complete between the ends of two
-    buckets wait for the last of them, and all keep the order in which they complete. Sparse gradients do not
-    wait: compilers take less care of their memory.
+    No bucket can leave before its last gradient is ready. So gradients that complete between the ends of two
+    buckets wait for the last one of them, and all stay in ready order. Sparse gradients do not wait:
+    compilers take less care of their memory.
 
     Args:
         lent: the placeholders of parameters whose gradients the graph completes.
-        sources: which parameter each of them holds.
+        sources: the parameter that each of them holds.
         facts: where in the graph gradients become complete.
-        buckets: which gradients leave together.
+        buckets: the buckets, in which gradients leave together.
 
     Returns:
-        The placeholders, in the order in which gradients complete; without those that are in no bucket, which
-        were frozen when the buckets were made.
+        The placeholders in ready order, without parameters that are in no bucket because they were frozen
+        when the buckets were made.
     """
     uses = {use.spec.name: use for use in facts.params}
     bucket_of = {name: bucket.index for bucket in buckets for name in bucket.params}
@@ -63,7 +62,7 @@ def together(
     held = {node: uses[name] for node, name in names.items() if name in bucket_of}
 
     def readiness(node: fx.Node) -> tuple[int, int, int]:
-        use = held[node]  # of what completes in one place no order is known: buckets are kept apart
+        use = held[node]  # gradients that complete at one node have no known order: sort by bucket
         return -use.completes_at, bucket_of[use.spec.name], use.spec.nbytes
 
     ready = sorted(held, key=readiness)
@@ -88,7 +87,7 @@ def compile_inline(
     """Compile a graph so that its backward hands the gradients of some parameters to DDP.
 
     Args:
-        gm: the graph; it is left as it is.
+        gm: the graph; it is not modified.
         example_inputs: one value for each of its placeholders.
         groups: the placeholders that hold these parameters; the gradients of a group are handed over in one
             call, in this order.
@@ -120,16 +119,16 @@ def compile_inline(
 
 
 def _asserts_gradients(compiler: Any) -> bool:
-    """Whether compiled code asserts which inputs require gradient, as AOTAutograd does when it is debugged.
+    """Whether compiled code asserts which inputs require grad, as AOTAutograd's debug mode does.
 
-    It is given parameters without gradient then, whose gradients leave at the end of its backward.
+    It then gets detached parameters, whose gradients leave at the end of its backward.
     """
     arguments = getattr(compiler, "kwargs", {})
     return bool(functorch_config.debug_assert or arguments.get("fw_compiler") is nop)
 
 
 def _detached(value: Any) -> Tensor:
-    """The example value of a parameter for a graph that is to send it no gradient."""
+    """The example value of a parameter for a graph that sends no gradient to it."""
     context = TracingContext.try_get()
     mode = context.fake_mode if context is not None else None
     if mode is not None and not isinstance(value, FakeTensor):
@@ -151,7 +150,7 @@ def _edited(
     tokens: Sequence[Tensor],
     positions: Sequence[Sequence[int]],
 ) -> fx.GraphModule:
-    """`gm` with a call of `lend` for each group, given what comes in a parameter's place, and the tokens."""
+    """`gm` with a call of `lend` for each group, which takes the detached parameters and the token."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     nodes = [*gm.graph.nodes]
@@ -177,5 +176,5 @@ def _edited(
 def _input(graph: fx.Graph, name: str, value: Tensor) -> fx.Node:
     node = graph.placeholder(name)
     node.meta["example_value"] = value
-    node._dynamo_source = None  # AOTAutograd asks each input where Dynamo found it
+    node._dynamo_source = None  # AOTAutograd reads the source of each input
     return node

@@ -1,27 +1,27 @@
 """Hand gradients to DDP from inside a compiled backward.
 
-A graph that takes part has calls of `lend` between its parameters and their readers, one for all those that
-DDP sends together. Its backward is the operator ``ddpopt::hand_over``, which autograd runs as soon as their
-gradients are complete, and which has the same place in the compiled backward. The graph is compiled for
-parameters that require no gradient, and is given the parameters themselves: its backward reads what they hold
-by then, and hooks on saved tensors see them, as with any compiled graph. Gradients that are not handed over
-leave through a gate, an autograd node around the compiled code whose edges lead to the parameters:
+A participating graph has calls of `lend` between its parameters and their readers, one for each group that
+DDP sends together. The backward of `lend` is the operator ``ddpopt::hand_over``, which autograd runs as soon
+as the group's gradients are complete, and which has the same place in the compiled backward. The graph is
+compiled for parameters that do not require grad, but gets the parameters themselves: its backward reads their
+current values, and saved tensor hooks see them, as with any compiled graph. Gradients that are not handed
+over leave through a gate, an autograd node around the compiled code whose edges lead to the parameters:
 
     parameters ────────── (no gradient) ────────► lend ──► readers
         └──► gate ──► token (an empty tensor) ──────┘
 
-Whether a gradient is handed over is decided in each backward, never when the graph is compiled. All of this
-must hold; else the gradient waits until the compiled backward is over and takes the usual way:
+Whether a gradient is handed over is decided in each backward, never at compile time. All of these conditions
+must hold; otherwise the gradient waits until the compiled backward is over and leaves in the usual way:
 
-- the engine will accumulate into this parameter in this backward (not so under ``torch.autograd.grad``);
-- no other edge of the backward leads to the parameter, so that the gradient is all of it (not so for a
-  weight that the loss reads too, after a graph break, or with two forwards before one backward);
-- nobody has hooked the parameter or its AccumulateGrad node; a user's hook runs once, at its usual time;
-- the compiled code was given no other tensor in memory that DDP writes to: a gradient, or a bucket;
-- the backward creates no graph of its own and looks for no NaN, and DDP's forward has led here.
+- the engine will accumulate into this parameter in this backward (false under ``torch.autograd.grad``);
+- no other edge of the backward leads to the parameter, so that the gradient is complete (false for a weight
+  that the loss also reads, after a graph break, or with two forwards before one backward);
+- there are no hooks on the parameter or its AccumulateGrad node; a user's hook runs once, at its usual time;
+- no other input of the compiled code is in memory that DDP writes to: a gradient, or a bucket;
+- the backward creates no graph and does not check for NaN, and the graph was called in DDP's forward.
 
 Invariant: each gradient reaches its parameter exactly once, in memory that nothing else owns: it is copied,
-unless the compiler of the backward has proved that its code is done with that memory.
+unless the compiler of the backward has proved that its code no longer uses that memory.
 """
 
 import contextlib
@@ -42,17 +42,16 @@ from ddpopt.errors import HandOverError
 from ddpopt.graph.nodes import storages_of
 
 COPIED, TAKEN, LATE = range(3)
-"""How a gradient is handed over: copied; taken with its memory, which compiled code is proved not to use,
-return or alias again; or only at the end of the backward, because code that follows reads the parameter."""
+"""How a gradient is handed over: copied; taken with its memory, which compiled code provably does not use,
+return or alias again; or only at the end of the backward, because later code reads the parameter."""
 
 
 class Call:
-    """One forward of a compiled graph, and what becomes of its gradients.
+    """One forward of a compiled graph, and the gradients of its backward.
 
     Args:
         ddp: the DDP module whose forward is running, if any.
-        groups: the parameters that the graph was lent, by slot: which of the graph's inputs each one is.
-            Those of each call of `lend` together.
+        groups: the parameters of each call of `lend`, by slot, their position among the graph's inputs.
         others: the graph's other inputs.
 
     Attributes:
@@ -72,39 +71,39 @@ class Call:
         self._places: dict[int, int] = {}
 
     def open_gate(self) -> tuple[Tensor, ...]:
-        """Tokens for `lend`, one for each group: an empty tensor on the device of its parameters."""
+        """Return tokens for `lend`, one for each group: an empty tensor on the device of its parameters."""
         tokens: tuple[Tensor, ...] = _Gate.apply(self, *self._parameters.values())  # type: ignore[no-untyped-call]
         return tokens
 
     def receive(self, slot: int, gradient: Tensor, treatment: int, gate: Any) -> None:
-        """The gradient of a parameter is complete: hand it over, or keep it for the gate.
+        """Hand over the complete gradient of a parameter, or keep it for the gate.
 
         Args:
-            slot: which parameter's.
-            gradient: all that the graph adds to it.
+            slot: the parameter's slot.
+            gradient: the graph's whole contribution to the gradient.
             treatment: `COPIED`, `TAKEN` or `LATE`.
-            gate: the call's, a node of the autograd graph.
+            gate: the call's gate, a node of the autograd graph.
         """
         task = task_id()
         if task != self._task:
             self._places = self._decided()
             self._task, self._opens = task, will_run(gate)
-        # the proof is about the code's values; an operator that it calls may hold on to one without saying so
+        # the proof covers only the compiled code; an operator that it calls may keep a reference
         taken = treatment == TAKEN and _is_alone(gradient)
         if self._hooks is not None and slot in self._places and treatment != LATE:
             parameter = self._parameters[slot]
-            if gradient.dtype != parameter.dtype:  # of a backward under autocast; the engine casts them too
+            if gradient.dtype != parameter.dtype:  # as in a backward under autocast; the engine casts, too
                 gradient, taken = gradient.to(parameter.dtype), True
             self._hooks.hand_over(self._places[slot], parameter, gradient, taken)
         elif self._opens:
             self._kept[task, slot] = gradient.detach() if taken else gradient.clone()
 
     def claim(self, slot: int) -> Tensor | None:
-        """A gradient that was kept; None where it was handed over, or where there is none."""
+        """Return a gradient that was kept; None if it was handed over, or if there is none."""
         return self._kept.pop((task_id(), slot), None)
 
     def _decided(self) -> dict[int, int]:
-        """The slots whose gradients may be handed over in the backward that is running, and their places."""
+        """The slots whose gradients may be handed over in the running backward, and their places."""
         hooks = self._hooks
         if hooks is None or not hooks.take_over() or not self._memory.isdisjoint(hooks.written_memory()):
             return {}
@@ -127,30 +126,30 @@ class Call:
 
 
 _OWN_EDGES = 2
-"""To each parameter: the gate's, and one of the compiled code, which brings no gradient."""
+"""Edges to each parameter: the gate's, and the compiled code's, which brings no gradient."""
 
 
 def _looks_for_nan() -> bool:
-    """Whether the engine looks at each gradient that it passes on, as ``detect_anomaly`` has it do."""
+    """Whether the engine checks each gradient for NaN, as under ``detect_anomaly``."""
     return torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
 
 
 def _is_hooked(parameter: Any) -> bool:
-    """Whether a user's hook is to run when this parameter gets its gradient."""
+    """Whether a user's hook will run when this parameter gets its gradient."""
     hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
     return bool(hooks) or hasattr(parameter, "_in_backward_optimizers")
 
 
 def _is_cast(parameter: Tensor) -> bool:
-    """Whether the engine is to give this parameter its gradient in another dtype."""
+    """Whether the engine will cast this parameter's gradient to another dtype."""
     return getattr(parameter, "grad_dtype", parameter.dtype) != parameter.dtype
 
 
 def _is_on_default_stream(parameter: Tensor) -> bool:
-    """Whether the gradient is computed where everybody expects it.
+    """Whether the gradient is computed on the default stream.
 
-    At the end of a backward the engine has others wait for the streams that it accumulated on, and a gradient
-    that was handed over is none of its business.
+    At the end of a backward the engine synchronizes other streams with those that it accumulated on, but not
+    with the stream of a gradient that was handed over.
     """
     if not parameter.is_cuda:
         return True
@@ -158,7 +157,7 @@ def _is_on_default_stream(parameter: Tensor) -> bool:
 
 
 class _Gate(torch.autograd.Function):
-    """Takes to the parameters what was not handed over."""
+    """Passes the gradients that were not handed over to the parameters."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, *_: Tensor) -> tuple[Tensor, ...]:
@@ -173,13 +172,13 @@ class _Gate(torch.autograd.Function):
         pairs = [(call.claim(slot), token) for slot, token in slots]
         if not torch.is_grad_enabled():
             return (None, *(gradient for gradient, _ in pairs))
-        # create_graph: whoever differentiates again is to meet the compiled backward, which says that it
-        # cannot be
+        # create_graph: a second differentiation must reach the compiled backward, whose error says that it is
+        # not supported
         return (None, *(_tied(gradient, token) for gradient, token in pairs))
 
 
 def _tied(gradient: Tensor | None, token: Tensor | None) -> Tensor | None:
-    """A gradient that autograd takes for one computed from a token, too; a sparse one as it is."""
+    """Make a gradient depend on a token for autograd; a sparse gradient is returned unchanged."""
     if gradient is None or token is None or gradient.layout != torch.strided:
         return gradient
     return gradient + token.sum()
@@ -190,7 +189,7 @@ class _Lend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, _: Tensor, slots: Sequence[int], *parameters: Tensor) -> tuple[Tensor, ...]:
-        # nothing is saved: hooks on saved tensors would see it
+        # nothing is saved: saved tensor hooks would see it
         ctx.set_materialize_grads(False)
         ctx.slots = slots
         return tuple(map(_renamed, parameters))
@@ -208,9 +207,9 @@ class _Lend(torch.autograd.Function):
 
 
 def _renamed(parameter: Tensor) -> Tensor:
-    """Another tensor of the same value; a trace takes it for the parameter, and notes nothing.
+    """Another tensor with the same value; a trace treats it as the parameter, and records nothing.
 
-    Were it noted, the view would be saved for backward, and not the parameter. Touches a private part of
+    If it were recorded, the view would be saved for backward instead of the parameter. Uses a private part of
     torch 2.11 to 2.13: ``torch._subclasses.functional_tensor.FunctionalTensor``.
     """
     if isinstance(parameter, FunctionalTensor):
@@ -220,10 +219,10 @@ def _renamed(parameter: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _kept_in_backward() -> Iterator[None]:
-    """Where a backward is traced: what is traced here belongs to it, even if it reads nothing of the loss.
+    """Mark what is traced here as part of the backward, even if it does not depend on the loss.
 
-    AOTAutograd computes in forward what can be computed there, but for what carries this mark, a private one
-    of torch 2.13.
+    AOTAutograd moves to forward whatever can be computed there, except nodes with this mark, which is
+    private in torch 2.13.
     """
     if not fx_traceback.has_preserved_node_meta():
         yield
@@ -241,19 +240,19 @@ _PARTITION = "partitioner_tag"
 
 
 def lend(parameters: Sequence[Tensor], token: Tensor, slots: Sequence[int]) -> tuple[Tensor, ...]:
-    """What a graph reads in the place of some parameters.
+    """Make the tensors that a graph reads in place of some parameters.
 
     Args:
         parameters: the parameters.
         token: from the call's gate.
-        slots: which of the graph's inputs these are, one for each.
+        slots: their positions among the graph's inputs, one for each.
 
     Returns:
         Tensors like `parameters`, whose gradients are handed over as soon as all of them are complete.
     """
     lent: tuple[Tensor, ...] = _Lend.apply(token, slots, *parameters)  # type: ignore[no-untyped-call]
     if lent[0].grad_fn is not None:
-        # before everything else that is ready, as the engine runs the nodes that accumulate gradients
+        # run before all other ready nodes, as the engine does with AccumulateGrad nodes
         lent[0].grad_fn._set_sequence_nr(_FIRST)  # type: ignore[attr-defined]  # missing in torch's stubs
     return lent
 
@@ -262,16 +261,16 @@ _FIRST = 2**63 - 1
 
 
 def empty_token(like: Tensor) -> Tensor:
-    """A token, or the gradient of one: empty, dense, and on the device of `like`."""
+    """A token, or a token's gradient: empty, dense, and on the device of `like`."""
     return like.new_empty(0, dtype=torch.float32, layout=torch.strided)
 
 
 def hand_over(gradients: Sequence[Tensor], slots: Sequence[int], treatment: Sequence[int]) -> Tensor:
-    """The operator ``ddpopt::hand_over``: the gradients of some parameters are complete.
+    """The operator ``ddpopt::hand_over``, called when the gradients of some parameters are complete.
 
     Args:
-        gradients: all that this graph adds to them, in the order in which they are handed over.
-        slots: which of the graph's inputs these parameters are, one for each gradient.
+        gradients: this graph's whole contribution to each, in the order in which they are handed over.
+        slots: the parameters' positions among the graph's inputs, one for each gradient.
         treatment: `COPIED`, `TAKEN` or `LATE`, one for each gradient.
 
     Returns:
@@ -290,13 +289,13 @@ def hand_over(gradients: Sequence[Tensor], slots: Sequence[int], treatment: Sequ
 
 
 def _gate_of(node: Any) -> Any:
-    """The gate to which the backward of compiled code leads: what that saves, users can change."""
+    """The gate of compiled code, found through its backward's edges: users can change saved values."""
     edges = () if node is None else node.next_functions
     return next((gate for gate, _ in edges if isinstance(gate, _Gate._backward_cls)), None)
 
 
 def _hand_over_batched(gradients: Sequence[Tensor], slots: Sequence[int], treatment: Sequence[int]) -> Tensor:
-    """Several backwards at once, as by ``torch.autograd.grad(…, is_grads_batched=True)``: none hands over."""
+    """Several backwards at once, as in ``torch.autograd.grad(…, is_grads_batched=True)``: none hands over."""
     return hand_over(gradients, slots, [LATE] * len(treatment))
 
 
@@ -305,11 +304,11 @@ def _hand_over_fake(gradients: Sequence[Tensor], _slots: Sequence[int], _treatme
 
 
 def _owners(tensors: Sequence[Tensor]) -> list[int]:
-    """The operator ``ddpopt::owners``: how many references there are to the only tensor in its list.
+    """The operator ``ddpopt::owners``: count the references to the only tensor in its list.
 
-    To the tensor itself, to its storage and to its base.
-    All names in Python count as one. The engine's own, and those of other views, come on top. Touches private
-    parts of torch 2.11 to 2.13: ``Tensor._use_count`` and ``torch._C._storage_Use_Count``.
+    Counts references to the tensor itself, to its storage and to its base. All Python references count as
+    one; those of the engine and of other views are added. Uses private parts of torch 2.11 to 2.13:
+    ``Tensor._use_count`` and ``torch._C._storage_Use_Count``.
     """
     tensor: Any  # torch's stubs lack _use_count
     (tensor,) = tensors
@@ -319,22 +318,22 @@ def _owners(tensors: Sequence[Tensor]) -> list[int]:
 
 @functools.cache
 def _owners_of_one(is_view: bool) -> list[int]:
-    """The same for a tensor, or a view of one, that only the operator's caller knows."""
+    """The same counts for a tensor, or a view of one, that only the operator's caller references."""
 
     def measure() -> list[int]:
         if is_view:
             return list(torch.ops.ddpopt.owners([torch.empty(1, device="cpu").view(1)]))
         return list(torch.ops.ddpopt.owners([torch.empty(1, device="cpu")]))
 
-    # a mode would be one more owner, and below autograd there are no views: a new thread has none of either
+    # a mode would be one more owner, and below autograd there are no views: a new thread has neither problem
     with ThreadPoolExecutor(1) as apart:
         return apart.submit(measure).result()
 
 
 def _is_alone(tensor: Tensor) -> bool:
-    """Whether nobody but the operator's caller can reach this tensor's memory."""
+    """Whether only the operator's caller can reach this tensor's memory."""
     if tensor.layout != torch.strided:
-        return False  # a sparse tensor has no one storage
+        return False  # a sparse tensor has no single storage
     alone = _owners_of_one(tensor._is_view())
     return all(count <= one for count, one in zip(_owners([tensor]), alone, strict=True))
 

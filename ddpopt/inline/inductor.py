@@ -1,9 +1,9 @@
-"""What the inline strategy asks of Inductor, which schedules a backward as it sees fit.
+"""Inductor settings of the inline strategy, because Inductor reorders a backward freely.
 
-That the gradients leave in the order in which autograd completes them, in memory that is theirs
-(`ddpopt.inline.lowering`); and that what was compiled is found again by the next process, traces and all.
+Gradients must leave in the order in which autograd completes them, in their own memory
+(`ddpopt.inline.lowering`); and the next process must find compiled code in the caches, including traces.
 
-Touches private parts of torch 2.11 to 2.13: the options ``reorder_for_peak_memory`` and
+Uses private parts of torch 2.11 to 2.13: the options ``reorder_for_peak_memory`` and
 ``unsafe_marked_cacheable_functions``.
 """
 
@@ -25,14 +25,14 @@ def is_inductor(compiler: CompilerFn) -> bool:
 
 
 def in_order(compiler: CompilerFn) -> CompilerFn:
-    """Inductor, made to hand gradients over in order, in memory that is theirs."""
+    """Make Inductor hand gradients over in order, in their own memory."""
     _register_lowering()
     given = getattr(compiler, "keywords", {}).get("config_patches", {})
     cacheable = torch._inductor.config.unsafe_marked_cacheable_functions
     own = {f"{lend.__module__}.{lend.__name__}": _traced_code()}
     patches = {
         **given,
-        # its search for a better order puts off whatever frees no memory at once, such as a weight's gradient
+        # reordering delays any node that frees no memory immediately, such as a weight's gradient
         "reorder_for_peak_memory": False,
         "unsafe_marked_cacheable_functions": {**cacheable, **own},
     }
@@ -41,7 +41,7 @@ def in_order(compiler: CompilerFn) -> CompilerFn:
 
 @functools.cache
 def _register_lowering() -> None:
-    # imported here: Inductor takes a second to import, and many never compile with it
+    # imported here: importing Inductor takes a second, and many users never compile with it
     from torch._inductor.lowering import register_lowering
 
     from ddpopt.inline import lowering
@@ -51,6 +51,6 @@ def _register_lowering() -> None:
 
 @functools.cache
 def _traced_code() -> str:
-    """What a trace of `lend` and its code depend on; part of the key under which they are kept on disk."""
+    """A hash of the code that a trace of `lend` depends on; part of the key of the cache on disk."""
     modules = (handover, sys.modules["ddpopt.inline.lowering"], sys.modules[__name__])
     return hashlib.sha256("".join(map(inspect.getsource, modules)).encode()).hexdigest()

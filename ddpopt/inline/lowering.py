@@ -1,16 +1,16 @@
-"""How Inductor writes a call of ``ddpopt::hand_over``.
+"""How Inductor generates code for a call of ``ddpopt::hand_over``.
 
-Inductor fuses and moves kernels after it has read a graph, and reuses memory. Only when it writes the call is
-it known what follows: the memory that Inductor itself would free after the call is not used, returned or
-aliased again, and DDP may have it. DDP in turn may change a parameter once it has the gradient (an optimizer
-in a communication hook), so all code that reads the parameter comes before the call.
+Inductor fuses and moves kernels after it has read a graph, and reuses memory. Only when it generates the call
+is it known what follows: memory that Inductor itself would free after the call is not used, returned or
+aliased again, so DDP may take it. DDP may change a parameter once it has the gradient (an optimizer in a
+communication hook), so all code that reads the parameter must come before the call.
 
 Invariant: a gradient whose memory is taken has its last use in the call; a parameter whose gradient is handed
-over early has its last use before it.
+over early has its last use before the call.
 
-Touches private parts of torch 2.11 to 2.13: ``torch._inductor.ir.FallbackKernel``, the order in which the
+Uses private parts of torch 2.11 to 2.13: ``torch._inductor.ir.FallbackKernel``, the order in which the
 scheduler runs operations (``V.graph.operations``, ``additional_buffer_deps``, ``last_usage``), and the
-descriptions that AOTAutograd leaves on placeholders (``meta["desc"]``).
+descriptors that AOTAutograd leaves on placeholders (``meta["desc"]``).
 """
 
 import weakref
@@ -31,10 +31,10 @@ TARGET = torch.ops.ddpopt.hand_over.default
 
 
 class _HandOver(ir.FallbackKernel):
-    """The call in Inductor's program. Its inputs are the gradients."""
+    """The call in Inductor's IR. Its inputs are the gradients."""
 
     def codegen(self, wrapper: Any) -> None:
-        """Write the call."""
+        """Generate the call."""
         gradients: Any = self.inputs
         names = [gradient.get_name() for gradient in gradients]
         scheduler: Any = V.graph.scheduler
@@ -47,7 +47,7 @@ class _HandOver(ir.FallbackKernel):
 
 
 def _last_used(names: Sequence[str], last_usage: Iterable[str]) -> set[str]:
-    """The buffers of which a call is the only and last user, and that are Inductor's own."""
+    """Inductor's own buffers that a call uses once, as their last user."""
     foreign = (V.graph.graph_inputs, V.graph.constants)
     return {
         name
@@ -57,10 +57,10 @@ def _last_used(names: Sequence[str], last_usage: Iterable[str]) -> set[str]:
 
 
 class _Program:
-    """What is known of the program that Inductor makes of one backward.
+    """Facts about the program that Inductor makes of one backward.
 
     Attributes:
-        inputs: by which of the forward's inputs it is: what the backward was given of it, also as views.
+        inputs: for each index of a forward input, the backward's inputs that hold it or share its storage.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -79,7 +79,7 @@ class _Program:
         self._readers: defaultdict[str, list[str]] = defaultdict(list)
 
     def readers(self, name: str) -> list[str]:
-        """The buffers that are computed from one of the backward's inputs, so far."""
+        """The buffers computed so far from one of the backward's inputs."""
         for operation in V.graph.operations[self._seen :]:
             for read in operation.get_read_names():
                 if read in V.graph.graph_inputs:
@@ -92,7 +92,7 @@ _programs: weakref.WeakKeyDictionary[Any, _Program] = weakref.WeakKeyDictionary(
 
 
 def lower(gradients: Sequence[Any], slots: Sequence[int], treatment: Sequence[int]) -> Any:
-    """Add a call of ``ddpopt::hand_over`` to the program, after all that reads the parameters."""
+    """Add a call of ``ddpopt::hand_over`` to the program, after all code that reads the parameters."""
     call = V.graph.current_node
     if V.graph not in _programs:
         _programs[V.graph] = _Program(call.graph)

@@ -1,4 +1,4 @@
-"""What really happened in a training step: buckets, collectives, their order, and compiled graphs.
+"""Observing training steps: buckets, collectives, their order, and compiled graphs.
 
 In: a running DDP module. Out: frozen records. Invariant: observing changes neither results nor order.
 """

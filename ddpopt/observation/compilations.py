@@ -1,6 +1,6 @@
-"""Noting which graphs Dynamo compiles, through its own callbacks.
+"""Recording which graphs Dynamo compiles, through its own callbacks.
 
-Invariant: after ``stop`` no callback of ours is left.
+Invariant: after ``stop`` none of our callbacks is left.
 """
 
 from contextlib import suppress
@@ -11,7 +11,7 @@ class Compilations:
     """The graphs that Dynamo compiles between :meth:`start` and :meth:`stop`.
 
     Attributes:
-        graphs: Dynamo's compile id (``"0/0"``) of each, in order.
+        graphs: Dynamo's compile id of each (for instance ``"0/0"``), in order.
     """
 
     def __init__(self) -> None:
@@ -19,13 +19,13 @@ class Compilations:
         self._count_at_start = 0
 
     def start(self) -> None:
-        """Begin to take notes."""
+        """Start recording."""
         handler = _dynamo().callback_handler
         handler.register_start_callback(self._started)
         handler.register_end_callback(self._ended)
 
     def stop(self) -> None:
-        """Take no more notes; Dynamo calls back as before :meth:`start`."""
+        """Stop recording; Dynamo's callbacks are as before :meth:`start`."""
         handler = _dynamo().callback_handler
         with suppress(ValueError):  # torch._dynamo.reset() removes every callback
             handler.remove_start_callback(self._started)
@@ -36,7 +36,7 @@ class Compilations:
         self._count_at_start = self._count()
 
     def _ended(self, arguments: Any) -> None:
-        # Dynamo also announces frames in which it finds nothing to compile.
+        # Dynamo also calls back for frames in which it finds nothing to compile.
         if self._count() > self._count_at_start:
             self.graphs.append(arguments.compile_id)
 
@@ -45,7 +45,7 @@ class Compilations:
 
 
 def _dynamo() -> Any:
-    # Imported when needed: it takes a second. Its callbacks and counters are the same in torch 2.11 to 2.13.
+    # Imported when needed: this takes a second. Callbacks and counters are the same in torch 2.11 to 2.13.
     import torch._dynamo
 
     return torch._dynamo

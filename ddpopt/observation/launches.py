@@ -1,9 +1,9 @@
-"""Noting every collective that a block of code launches, without changing what it does.
+"""Recording every collective that a block of code launches, without changing its behavior.
 
 Collectives are operators of torch's dispatcher, so a dispatch mode sees them: those of DDP's reducer, which
 C++ launches from inside backward, as well as those that Python or compiled code launches.
 
-Invariant: the mode passes every operator on as it is. Dynamo compiles under it as without it.
+Invariant: the mode passes every operator on unchanged. Dynamo compiles as it does without the mode.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,18 +18,18 @@ from ddpopt.ddp.engine import NO_TASK, task_id
 from ddpopt.inline.handover import hand_over
 
 NAMESPACES = ("c10d", "_c10d_functional")
-# Waiting is no launch.
+# Waiting is not a launch.
 NOT_COLLECTIVES = ("wait_tensor",)
-# What these operators call the tensors that they send (schemas of torch 2.11 to 2.13).
+# The argument names of the tensors that these operators send (schemas of torch 2.11 to 2.13).
 SENT = ("tensors", "input_tensors", "input_tensor", "inputs", "input")
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One collective, as it was launched.
+    """One launched collective.
 
     Attributes:
-        op: ``"allreduce"``, ``"broadcast"``, …: the operator's name without underscores at its ends.
+        op: ``"allreduce"``, ``"broadcast"``, …: the operator's name without leading or trailing underscores.
         numel: elements that this rank sends.
         nbytes: bytes that this rank sends.
         dtype: of the first tensor, for instance ``"float32"``; empty if there is none.
@@ -49,7 +49,7 @@ class LaunchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torc
     """Reports every collective, and every operator that runs outside of backward.
 
     Args:
-        on_launch: called after each launch, in the order of launches, by the thread that launched.
+        on_launch: called after each launch, in launch order, on the launching thread.
         on_forward: called for each other operator that runs outside of backward.
     """
 
@@ -63,12 +63,12 @@ class LaunchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torc
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Tell Dynamo that compiling need not be skipped for this mode's sake."""
+        """Tell Dynamo not to skip compilation because of this mode."""
         return True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Tell Dynamo that this mode need not see what runs while it compiles."""
+        """Tell Dynamo that this mode need not see operators that run during compilation."""
         return True
 
     def __torch_dispatch__(
@@ -81,7 +81,7 @@ class LaunchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torc
         """Run the operator, and report it."""
         del types
         if func is torch.ops.ddpopt.hand_over.default and type(args[0][0]) is Tensor:  # not while tracing
-            with self:  # what the reducer launches from inside this operator is to be seen too
+            with self:  # the mode must also see the reducer's launches inside this operator
                 return hand_over(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         if getattr(func, "namespace", "") in NAMESPACES:

@@ -1,10 +1,10 @@
-"""What really happens in a block of training: buckets, collectives in order, compiled graphs.
+"""Observing a block of training: buckets, collectives in order, compiled graphs.
 
-Nothing is registered with the DDP module (a communication hook could never be taken back). Collectives are
-seen by a dispatch mode; which parameters a bucket holds is asked of the running reducer itself; and each
-bucket is then matched with a collective of its size, so that neither is believed alone.
+Nothing is registered with the DDP module (a communication hook could never be removed). A dispatch mode
+records the collectives, and the running reducer itself reports which parameters a bucket holds. Each
+bucket is then matched with a collective of its size, so that neither source is trusted alone.
 
-Invariant: the block runs as it would without being observed, and afterwards all is as it was.
+Invariant: the block runs as it would without observation, and afterwards everything is as before.
 """
 
 import weakref
@@ -29,10 +29,10 @@ class Collective:
 
     Attributes:
         op: ``"allreduce"``, ``"broadcast"``, …
-        nbytes: bytes that this rank sent; for a sparse gradient, those of the dense one.
-        dtype: of what was sent, for instance ``"float32"``; empty for a barrier.
-        bucket: index of the bucket that it carried; None if it carried something else, or a communication
-            hook sent the bucket in another size.
+        nbytes: bytes that this rank sent; for a sparse gradient, the size of a dense one.
+        dtype: of the data sent, for instance ``"float32"``; empty for a barrier.
+        bucket: index of the bucket that it carried; None if it carried something else, or if a communication
+            hook sent the bucket with another size.
     """
 
     op: str
@@ -46,9 +46,9 @@ class Iteration:
     """One backward that launched collectives.
 
     Attributes:
-        buckets: those that the reducer had then; empty if that is no longer known (the reducer was replaced
-            more than once in the block).
-        collectives: what the backward launched, in order.
+        buckets: the reducer's buckets at the time; empty if no longer known (the reducer was replaced more
+            than once in the block).
+        collectives: the collectives that the backward launched, in order.
     """
 
     buckets: tuple[ObservedBucket, ...]
@@ -56,7 +56,7 @@ class Iteration:
 
     @property
     def unmatched(self) -> tuple[int, ...]:
-        """Buckets for which no collective of their size was seen.
+        """Buckets without a collective of their size.
 
         Empty unless a communication hook sends something else, or unused buckets were skipped.
         """
@@ -65,24 +65,24 @@ class Iteration:
 
 
 def observe(ddp: nn.Module) -> "Observation":
-    """Observe what a DDP module does in a ``with`` block.
+    """Observe a DDP module in a ``with`` block.
 
     Args:
-        ddp: the DDP module, or what ``torch.compile`` made of it.
+        ddp: the DDP module, or the module that ``torch.compile`` returned for it.
 
     Returns:
-        A context manager that gives itself; read its properties after the block, or inside of it between
-        backwards. It can be entered once.
+        A context manager that yields itself; read its properties after the block, or inside it between
+        backwards. It can be entered only once.
 
     Raises:
-        UsageError: ``ddp`` is no DDP module, or has an option that leaves no buckets.
+        UsageError: ``ddp`` is not a DDP module, or has an option that leaves no buckets.
     """
     return Observation(ddp_module(ddp))
 
 
 @dataclass
 class _Backward:
-    """One backward so far: what it launched, and under which reducer."""
+    """One backward so far: its launches, and the reducer that it used."""
 
     reducer: "weakref.ReferenceType[Any]"
     rebuilds: int
@@ -92,7 +92,7 @@ class _Backward:
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """The buckets of one reducer at one time."""
+    """The buckets of one reducer at a point in time."""
 
     reducer: "weakref.ReferenceType[Any]"
     rebuilds: int
@@ -100,7 +100,7 @@ class _Snapshot:
 
 
 class Observation:
-    """What was seen; made by :func:`observe`."""
+    """The recorded events; made by :func:`observe`."""
 
     def __init__(self, ddp: Any) -> None:
         self._ddp = ddp
@@ -154,7 +154,7 @@ class Observation:
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
-        """Every collective on the module's process group, in the order in which they were launched."""
+        """All collectives on the module's process group, in launch order."""
         self._refresh()
         carried: dict[int, int] = {}
         for backward in self._backwards:
@@ -166,18 +166,18 @@ class Observation:
 
     @property
     def elsewhere(self) -> tuple[Collective, ...]:
-        """Every collective on another process group, in the order in which they were launched."""
+        """All collectives on other process groups, in launch order."""
         return tuple(Collective(launch.op, launch.nbytes, launch.dtype, None) for launch in self._elsewhere)
 
     @property
     def graphs(self) -> tuple[str, ...]:
-        """The graphs that Dynamo compiled, by its compile ids (``"0/0"``), in order.
+        """The compile ids (for instance ``"0/0"``) of the graphs that Dynamo compiled, in order.
 
         ``torch._dynamo.reset()`` inside the block ends the observation of graphs.
         """
         return tuple(self._compilations.graphs)
 
-    # ------------------------------------------------------------------------------------------ taking notes
+    # --------------------------------------------------------------------------------------------- recording
 
     def _launched(self, launch: Launch) -> None:
         if launch.group != str(self._ddp.process_group.group_name):
@@ -188,14 +188,14 @@ class Observation:
             backward.launches.append(len(self._launches))
         elif (launch.op, launch.dtype, launch.numel) == ("broadcast", "int32", self._parameter_count + 1):
             # Rank 0's ready order, which the reducer sends before it rebuilds its buckets: parameter indices
-            # and a count. A broadcast of the user's that looks alike does no harm: the buckets then turn out
-            # to be the same before and after it.
+            # and a count. A similar broadcast by the user is harmless: the buckets are then the same before
+            # and after it.
             self._rebuilds += 1
         self._launches.append(launch)
 
     def _current_backward(self) -> _Backward:
-        # A reentrant backward (checkpointing) runs inside another one under a number of its own. No operator
-        # outside of backward comes between the two, but one does between two iterations.
+        # A reentrant backward (checkpointing) runs inside another one with its own task number. No operator
+        # outside of backward runs between the two, but at least one does between two iterations.
         task = task_id()
         current = self._open
         if current is None or (task not in current.tasks and self._is_complete(current)):
@@ -211,11 +211,11 @@ class Observation:
         snapshot = self._snapshot_of(backward)
         return snapshot is not None and len(self._carried(backward)) == len(snapshot.buckets)
 
-    # ----------------------------------------------------------------------------------- drawing conclusions
+    # ---------------------------------------------------------------------------------------------- analysis
 
     def _refresh(self) -> None:
         # After the block the reducer may change its buckets. And in a backward this thread may hold the
-        # reducer's lock, which both the buckets and the log are read under.
+        # reducer's lock, which is needed to read both the buckets and the log.
         if not self._active or task_id() != NO_TASK:
             return
         self._hooked = bool(self._ddp._get_ddp_logging_data().get("comm_hook"))
@@ -224,7 +224,7 @@ class Observation:
             self._snapshots.append(_Snapshot(reducer, self._rebuilds, running_buckets(self._ddp)))
 
     def _snapshot_of(self, backward: _Backward) -> _Snapshot | None:
-        # An object has one reference of this kind: comparing these distinguishes reducers that are gone.
+        # An object has a single plain weakref: comparing these tells apart even reducers that are gone.
         snapshots = [snapshot for snapshot in self._snapshots if snapshot.reducer is backward.reducer]
         before = [snapshot for snapshot in snapshots if snapshot.rebuilds <= backward.rebuilds][-1:]
         after = [snapshot for snapshot in snapshots if snapshot.rebuilds >= backward.rebuilds][:1]
@@ -232,7 +232,7 @@ class Observation:
         return before[0] if known else None
 
     def _carried(self, backward: _Backward) -> dict[int, int]:
-        """Which launch carried which bucket: buckets go out in order, each in one all-reduce of its size."""
+        """Match launches with buckets, which are sent in order, each in one all-reduce of its size."""
         snapshot = self._snapshot_of(backward)
         carried: dict[int, int] = {}
         if snapshot is None:
@@ -248,7 +248,7 @@ class Observation:
 
 
 def _identity(reducer: Any) -> "weakref.ReferenceType[Any]":
-    """The same for all reducers of one plan, which may follow each other as DDP's buckets are rebuilt."""
+    """An identity shared by all reducers of one plan, which are replaced when DDP rebuilds its buckets."""
     return weakref.ref(getattr(reducer, "plan", reducer))
 
 
@@ -259,7 +259,7 @@ REAL_OF = {"complex64": "float32", "complex128": "float64"}
 def _fits(launch: Launch, bucket: ObservedBucket, hooked: bool) -> bool:
     if bucket.dtype in REAL_OF and (launch.numel, launch.dtype) == (2 * bucket.numel, REAL_OF[bucket.dtype]):
         return launch.op == "allreduce" or hooked
-    # A hook may send the bucket's elements in another type.
+    # A hook may send the bucket's elements in another dtype.
     return launch.numel == bucket.numel and (
         hooked or (launch.op, launch.dtype) == ("allreduce", bucket.dtype)
     )

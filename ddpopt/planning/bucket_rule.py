@@ -1,7 +1,7 @@
-"""DDP's bucket rule: which gradients travel in which all-reduce, and in which order.
+"""DDP's bucket rule: which gradients are reduced in which all-reduce, and in which order.
 
 The rule is torch's own function, ``torch.distributed._compute_bucket_assignment_by_size``, called as DDP and
-its reducer call it, on tensors that hold no memory.
+its reducer call it, on fake tensors.
 
 Invariant: equal parameters and equal limits give equal buckets, on every rank and in every process. Nothing
 here needs a process group.
@@ -26,14 +26,14 @@ from ddpopt.planning.reduced import as_built
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """What the bucket rule needs to know of one parameter.
+    """What the bucket rule needs to know about one parameter.
 
     Attributes:
         name: as in ``module.named_parameters()`` of the module inside DDP.
-        nbytes: elements times element size, of the parameter and not of its storage.
-        dtype: without the prefix: ``"float32"``.
-        device: ``"cpu"``, ``"cuda:0"``.
-        sparse: whether DDP expects a sparse gradient, which gets a bucket of its own.
+        nbytes: number of elements times element size, of the parameter and not of its storage.
+        dtype: without the prefix, for instance ``"float32"``.
+        device: for instance ``"cpu"`` or ``"cuda:0"``.
+        sparse: whether DDP expects a sparse gradient, which gets its own bucket.
     """
 
     name: str
@@ -44,16 +44,16 @@ class ParamSpec:
 
 
 Specs = Mapping[int, ParamSpec]
-"""What DDP reduces, by ``id`` of the parameter, in the order of the reducer's list."""
+"""The parameters that DDP reduces, by ``id`` of the parameter, in the order of the reducer's list."""
 
 
 def assign_buckets(params: Sequence[ParamSpec], limits: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Fill buckets with parameters in the order given, by DDP's rule.
 
     A bucket closes after the tensor that brings its size to the limit or above. Each (dtype, device) has
-    its own open bucket and walks its own iterator over the limits, whose last entry repeats. A sparse
-    gradient is a bucket of its own. The buckets come in the order in which they close; those that are
-    still open at the end follow in the order of torch's hash table.
+    its own open bucket and its own iterator over the limits, whose last entry repeats. A sparse gradient
+    gets its own bucket. The buckets are in the order in which they close; those still open at the end
+    follow in the order of torch's hash table.
 
     Args:
         params: the parameters, in ready order for rebuilt buckets.
@@ -69,7 +69,7 @@ def assign_buckets(params: Sequence[ParamSpec], limits: Sequence[int]) -> tuple[
 
 
 def _assigned(params: Sequence[ParamSpec], limits: Sequence[int]) -> list[tuple[tuple[int, ...], int]]:
-    """The buckets, each with the limit at which it closes; a sparse gradient's has 0."""
+    """The buckets, each with the limit at which it closes (0 for a sparse gradient)."""
     if not limits:
         raise UsageError(
             "limits: expected at least one size in bytes, got none; use BucketConfig.rebuilt_limits"
@@ -91,7 +91,7 @@ def _assigned(params: Sequence[ParamSpec], limits: Sequence[int]) -> list[tuple[
 
 
 def initial_buckets(params: Sequence[ParamSpec], config: BucketConfig) -> tuple[tuple[int, ...], ...]:
-    """Buckets of the first iteration (with unused-parameter mode and no static graph: of every iteration).
+    """Buckets of the first iteration; of every iteration in unused-parameter mode without a static graph.
 
     Args:
         params: the parameters in the reducer's own order (:func:`specs_from_ddp`).
@@ -107,12 +107,12 @@ def initial_buckets(params: Sequence[ParamSpec], config: BucketConfig) -> tuple[
 def rebuilt_buckets(ready: Sequence[ParamSpec], config: BucketConfig) -> tuple[tuple[int, ...], ...]:
     """Buckets after the rebuild: before iteration 2, or before iteration 3 with a static graph.
 
-    Parameters whose gradient never comes are last, in the reducer's own order: only a static graph rebuilds
-    in spite of them.
+    Parameters that never get a gradient come last, in the reducer's own order: only a static graph rebuilds
+    despite such parameters.
 
     Args:
-        ready: every parameter of the reducer, in the order in which its gradients complete.
-        config: the limits; whether DDP rebuilds at all says ``config.rebuilds``.
+        ready: every parameter of the reducer, in ready order.
+        config: the limits; ``config.rebuilds`` says whether DDP rebuilds at all.
 
     Returns:
         The buckets in the order in which they are reduced, each a tuple of indices into the ready order.
@@ -129,9 +129,9 @@ def _rebuilt(ready: Sequence[ParamSpec], config: BucketConfig) -> list[tuple[tup
 
 
 def ready_buckets(ready: Sequence[ParamSpec], config: BucketConfig) -> list[tuple[tuple[int, ...], str]]:
-    """As `rebuilt_buckets`, but each comes when its last gradient is ready, and with why it ends there.
+    """Like `rebuilt_buckets`, but ordered by when the last gradient is ready, and with each bucket's reason.
 
-    DDP appends what is still open at the end; by this order no bucket waits for one that is ready later.
+    DDP appends the buckets still open at the end; in this order no bucket waits for one that is ready later.
     """
     buckets = sorted(_rebuilt(ready, config), key=lambda bucket: max(bucket[0]))
     return [(members, _reason(ready, members, limit)) for members, limit in buckets]
@@ -148,31 +148,31 @@ def _reason(ready: Sequence[ParamSpec], members: tuple[int, ...], limit: int) ->
 
 
 def specs_from_ddp(ddp: nn.parallel.DistributedDataParallel) -> tuple[ParamSpec, ...]:
-    """The parameters of a DDP module's reducer, in the reducer's own order, frozen since or not.
+    """The parameters of a DDP module's reducer, in the reducer's own order, even if frozen since.
 
     Args:
         ddp: the module.
 
     Returns:
-        One spec for each parameter that DDP reduces; entry i is the parameter that the reducer calls i.
+        One spec for each parameter that DDP reduces; entry i is the reducer's parameter number i.
 
     Raises:
-        UnsupportedError: what the reducer holds cannot be told, or is no longer in the module.
+        UnsupportedError: the reducer's parameters cannot be determined, or are no longer in the module.
     """
     with as_built(ddp):
         return specs_from_module(ddp.module, ignored=ddp.parameters_to_ignore)
 
 
 def specs_from_module(module: nn.Module, ignored: Iterable[str] = ()) -> tuple[ParamSpec, ...]:
-    """The parameters that DDP's reducer would hold for a module, in the order in which it would hold them.
+    """The parameters that DDP's reducer would hold for a module, in the reducer's order.
 
     Frozen and ignored parameters are left out. DDP matches ignored names against
     ``f"{module}.{parameter}"``, once for each module that holds the parameter. So a parameter of the root
-    module itself is reduced although its name is ignored (its match is ``".name"``), and a tied parameter is
-    left out only if all its names are ignored. The marker ``_ddp_ignored`` alone ignores nothing.
+    module itself is reduced although its name is ignored (it is matched as ``".name"``), and a tied parameter
+    is left out only if all its names are ignored. The marker ``_ddp_ignored`` alone has no effect.
 
     Args:
-        module: what DDP would wrap; its parameters may be meta or fake tensors.
+        module: the module that DDP would wrap; its parameters may be meta or fake tensors.
         ignored: names to leave out, in addition to those in ``module._ddp_params_and_buffers_to_ignore``
             (``ddp.parameters_to_ignore``, names of ``delay_all_reduce_named_params``).
 

@@ -1,7 +1,7 @@
-"""Plan a model without running it: trace with Dynamo on fake tensors and read the plan off its graphs.
+"""Plan a model without running it: trace it with Dynamo on fake tensors and plan its graphs.
 
-Invariant: no process group, no accelerator, no weight copied; the caller's model, and torch's global state,
-stay as they were.
+Invariant: needs no process group and no accelerator, copies no weights, and leaves the caller's model and
+torch's global state unchanged.
 """
 
 import copy
@@ -30,15 +30,15 @@ from ddpopt.planning.strategy import Strategy, require_choice
 
 @dataclass(frozen=True)
 class Capture:
-    """A model's graphs, as a compile would see them, and what DDP would reduce.
+    """A model's graphs, as compilation would see them, and the parameters that DDP would reduce.
 
     Attributes:
         specs: every parameter that DDP reduces, in the order of the reducer's list.
         config: DDP's bucket limits.
         graphs: each graph with its facts and its own plan, in forward order; a parameter belongs to the first
-            graph that reads it, for its gradient is complete only there.
-        planned: which graphs the plan is about: those that complete a gradient, or tell of reads before them.
-        joined: the plan of them all; None if none trains a parameter.
+            graph that reads it, because its gradient is complete only there.
+        planned: indices of the graphs in the plan: those that complete a gradient or show earlier reads.
+        joined: the plan of all these graphs; None if none of them trains a parameter.
     """
 
     specs: tuple[ParamSpec, ...]
@@ -48,15 +48,15 @@ class Capture:
     joined: Plan | None
 
     def plan(self) -> Plan:
-        """The plan that ddpopt follows; it counts the graphs that it is about, in forward order."""
+        """The plan that ddpopt follows; it numbers the graphs that it covers, in forward order."""
         return self.joined or join_plans((), self.specs, self.config)
 
 
 def plan(model: nn.Module, *inputs: Any, strategy: Strategy = "auto", **kwargs: Any) -> Plan:
-    """Plan a model's buckets, segments and cuts: what `ddpopt.compile` with that strategy will do.
+    """Plan a model's buckets, segments and cuts, as `ddpopt.compile` with the same strategy will use them.
 
     Args:
-        model: a module, or a DDP module, whose own bucket options then hold. Parameters may be real, fake
+        model: a module, or a DDP module, whose own bucket options then apply. Parameters may be real, fake
             or on the meta device.
         inputs: the positional arguments of its forward.
         strategy: as for `ddpopt.compile`.
@@ -91,7 +91,7 @@ def capture(model: nn.Module, *inputs: Any, strategy: Strategy = "auto", **kwarg
 
 
 @torch.inference_mode(mode=False)
-@torch.enable_grad()  # a plan is one for training, wherever it is made
+@torch.enable_grad()  # a plan is always for training
 def _trace(
     model: nn.Module,
     specs: Sequence[ParamSpec],
@@ -110,7 +110,7 @@ def _trace(
         graphs.append(planned)
         return regions.with_read_tracking(planned, gm.forward)
 
-    def traced(*args: Any, **kwargs: Any) -> Any:  # a frame of ours: Dynamo skips torch.nn's own modules
+    def traced(*args: Any, **kwargs: Any) -> Any:  # our own frame: Dynamo skips torch.nn's modules
         return fake(*args, **kwargs)
 
     step = torch.compile(traced, backend=backend, **_isolated())  # type: ignore[call-overload]
@@ -129,21 +129,21 @@ def _trace(
 def fake_copy(
     model: nn.Module, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[FakeTensorMode, Any, dict[str, torch.Tensor]]:
-    """Copy a model and the arguments of its forward with fake tensors for real ones; aliases stay aliases.
+    """Copy a model and the arguments of its forward, replacing tensors by fake ones; aliases stay aliases.
 
     Returns:
-        The fake mode, that of the model's parameters if they are fake; the copies; and each parameter's copy,
+        The fake mode (that of the model's parameters if they are fake), the copies, and each parameter's copy
         by all of its names.
     """
-    # a module compiled before it was wrapped is traced as the module that it was; its names stay
+    # a compiled module is traced as its original; the parameter names stay those of the compiled one
     inner = getattr(model, "_orig_mod", model)
     fakes = (tensor.fake_mode for tensor in inner.parameters() if isinstance(tensor, FakeTensor))
-    mode = next(fakes, None) or FakeTensorMode(shape_env=ShapeEnv())  # nested tensors: their size is a symbol
+    mode = next(fakes, None) or FakeTensorMode(shape_env=ShapeEnv())  # nested tensors have symbolic sizes
     memo: dict[int, Any] = {}
     for tensor in (*inner.parameters(), *inner.buffers(), *pytree.tree_leaves((inputs, kwargs))):
         if isinstance(tensor, torch.Tensor):
             memo.setdefault(id(tensor), _fake(mode, tensor))
-    # the autograd nodes that a model keeps, so that hooks on them live, are shared: they cannot be copied
+    # autograd nodes that a model holds, to keep hooks on them alive, are shared: they cannot be copied
     with FakeCopyMode(mode), patch.dict(copyreg.dispatch_table, {accumulate_grad(): str}):
         try:
             copied = copy.deepcopy((inner, inputs, dict(kwargs)), memo)
@@ -156,7 +156,7 @@ def fake_copy(
 
 
 def accumulate_grad() -> type:
-    """The class of the autograd nodes that accumulate gradients, which torch does not export."""
+    """The AccumulateGrad class, which torch does not export."""
     return type(get_gradient_edge(torch.empty(0, requires_grad=True, device="cpu")).node)
 
 
@@ -165,7 +165,7 @@ def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     if tensor.device.type != "meta":
         return mode.from_tensor(tensor, static_shapes=True)
-    # a meta model runs as a CPU model would: its forward may create tensors on the default device
+    # a meta model runs like a CPU model: its forward may create tensors on the default device
     with mode:
         fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
         if isinstance(tensor, nn.Parameter):
@@ -174,12 +174,12 @@ def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _isolated() -> dict[str, bool]:
-    """Keep these graphs out of the caller's recompile limit, where torch can (2.13)."""
+    """Options that keep these graphs out of the caller's recompile limit, if torch supports it (2.13)."""
     name = "isolate_recompiles"
     return {name: True} if name in inspect.signature(torch.compile).parameters else {}
 
 
 def private_dynamo() -> Any:
-    """A context whose traces neither meet nor leave limits and settings of the caller's own compilations."""
+    """A context whose traces are independent of the limits and settings of the caller's compilations."""
     patch_settings: Any = torch._dynamo.config.patch
     return patch_settings(optimize_ddp=False, recompile_limit=2**16, accumulated_recompile_limit=2**16)

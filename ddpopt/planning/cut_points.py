@@ -1,7 +1,7 @@
-"""Where a graph may be cut: between which nodes nothing passes that a cut would harm.
+"""Where a graph can be cut: at positions where everything that crosses can safely cross a cut.
 
-A cut hands values from one compiled piece to the next. Tensors, numbers and tuples of them pass; a
-stream, a functorch level or two views of a tensor that is mutated later do not.
+A cut hands values from one compiled piece to the next. Tensors, numbers and tuples of them can cross; a
+stream, a functorch level or two views of a tensor that is mutated later cannot.
 
 Invariant: a position that is not blocked can be cut without changing what the program computes.
 """
@@ -44,7 +44,7 @@ HOOKS_ON = torch._C._autograd._saved_tensors_hooks_enable
 
 @dataclass(frozen=True)
 class Span:
-    """Cut positions `first` to `last` (inclusive) that are not possible, and why."""
+    """Positions `first` to `last` (inclusive) where no cut is possible, and why."""
 
     first: int
     last: int
@@ -52,7 +52,7 @@ class Span:
 
 
 class Body:
-    """The body of a graph: the place of each node, and of the last write to each storage."""
+    """The body of a graph: the position of each node, and of the last write to each storage."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
@@ -62,12 +62,12 @@ class Body:
 
     @cached_property
     def made(self) -> dict[int, int]:
-        """For each storage, the place of the first node that has it; -1 if it is given to the graph."""
+        """For each storage, the position of the first node that has it; -1 if it is an input of the graph."""
         nodes = reversed(self.graph.nodes)
         return {key: self.position.get(node, -1) for node in nodes for key in storages(node)}
 
     def last_use(self, node: fx.Node) -> int:
-        """Position of the last reader of a node; after the last node if the graph returns it."""
+        """Position of the last reader of a node; past the last node if the graph returns it."""
         return max((self.position.get(user, len(self.nodes)) for user in node.users), default=-1)
 
     def blocked(self, spans: Iterable[Span]) -> tuple[str | None, ...]:
@@ -82,7 +82,7 @@ class Body:
 
 
 def blocked_positions(graph: fx.Graph, others: Iterable[Span] = ()) -> tuple[str | None, ...]:
-    """For each body position, why no cut may lie right before it, or None; `others` are known already."""
+    """For each body position, why no cut may lie right before it, or None; `others` are additional spans."""
     body = Body(graph)
     return body.blocked([*others, *itertools.chain.from_iterable(find(body) for find in OBSTACLES)])
 
@@ -91,7 +91,7 @@ def blocked_positions(graph: fx.Graph, others: Iterable[Span] = ()) -> tuple[str
 
 
 def _uncrossable(body: Body) -> Iterator[Span]:
-    """From a node whose value cannot be handed over (a stream, a generator) to its last reader."""
+    """From a node whose value cannot cross a cut (a stream, a generator) to its last reader."""
     for index, node in enumerate(body.nodes):
         if node.users and node.target not in AUTOCAST and not _crossable(example_value(node)):
             why = f"{node.name!r} returns a value that cannot cross a cut"
@@ -104,10 +104,10 @@ def _crossable(value: object) -> bool:
 
 
 def _is_held(value: object) -> bool:
-    """Whether a tensor is one that AOTAutograd takes for another, or cannot take.
+    """Whether AOTAutograd mistreats a tensor, or cannot take it as an input.
 
-    Of one that is yet to be conjugated or negated it takes the gradient to be so, too. Of a nested tensor's
-    view, and of real numbers as another dtype, torch makes no fake copy.
+    It assumes that the gradient of a lazily conjugated or negated tensor is so, too. torch cannot make a fake
+    copy of a nested tensor's view, nor of a view of real numbers as another dtype.
     """
     if not isinstance(value, torch.Tensor):
         return False
@@ -118,11 +118,11 @@ def _is_held(value: object) -> bool:
 
 
 def _transforms(body: Body) -> Iterator[Span]:
-    """Inside a functorch level (``torch.func.grad``, ``vmap``), which lives within one trace.
+    """Inside a functorch level (``torch.func.grad``, ``vmap``), which must stay within one trace.
 
-    And where hooks on saved tensors are forbidden, as inside ``torch.func.grad``. The switch is the
-    thread's, so a segment that left it off would forbid hooks to what is traced next. Nested spans turn it
-    off again, with the message of the outer one; the outermost one turns it on.
+    Also where saved tensor hooks are disabled, as inside ``torch.func.grad``. The switch is per thread, so a
+    segment that left them disabled would disable hooks for whatever is traced next. Nested spans disable them
+    again, with the message of the outer span; the outermost span enables them.
     """
 
     def forbids(before: bool, node: fx.Node) -> bool:
@@ -130,7 +130,7 @@ def _transforms(body: Body) -> Iterator[Span]:
 
     forbidden = itertools.accumulate(body.nodes, forbids, initial=False)
     levels = itertools.accumulate(map(_nesting, body.nodes), initial=0)
-    why = ""  # of what began first
+    why = ""  # of the span that began first
     for position, (hookless, depth) in enumerate(zip(forbidden, levels, strict=True)):
         if hookless or depth:
             here = "hooks on saved tensors are forbidden here" if hookless else "inside a functorch transform"
@@ -141,7 +141,7 @@ def _transforms(body: Body) -> Iterator[Span]:
 
 
 def _nesting(node: fx.Node) -> int:
-    """By how much a node changes the depth of functorch's levels."""
+    """The change that a node makes to the depth of functorch's levels."""
     name = getattr(node.target, "__name__", str(node.target))
     return name.endswith("_increment_nesting") - name.endswith("_decrement_nesting")
 
@@ -149,7 +149,7 @@ def _nesting(node: fx.Node) -> int:
 def _setters(body: Body) -> Iterator[Span]:
     """Between two calls that set the same global state (sdpa kernels, deterministic mode, …).
 
-    What has separate spans is left out, and what a functorch transform sets and resets within itself.
+    State with its own spans is left out, and so is state that a functorch transform sets and resets itself.
     """
     first: dict[object, int] = {}
     depth = 0
@@ -165,14 +165,14 @@ def _setters(body: Body) -> Iterator[Span]:
             first[node.target] = index
 
 
-# --- what is written to ------------------------------------------------------------------------------
+# --- writes ------------------------------------------------------------------------------------------
 
 
 def _redescribed(body: Body) -> Iterator[Span]:
-    """From a value that is reshaped or detached in place to the last reader of its storage, by any view.
+    """From a value that is reshaped or detached in place to the last reader of its storage, through any view.
 
-    The example that tracing left is of after the change: neither the value before it nor a view of that can
-    be described to another segment.
+    The example value from tracing shows the tensor after the change, so neither the earlier value nor a view
+    of it can be described to another segment.
     """
     redescribed = {key: node for node in body.nodes if redescribes(node) for key in storages(node)}
     last: dict[int, int] = {}
@@ -184,10 +184,10 @@ def _redescribed(body: Body) -> Iterator[Span]:
 
 
 def _taken_again(body: Body) -> Iterator[Span]:
-    """From what a segment that reads it takes again, by a tensor that is written to, to its last reader.
+    """From a value that reading segments recompute from a tensor that is written to, to its last reader.
 
-    That is a symbolic float or bool that is read off the tensor, or a view whose place the tensor tells. The
-    segment would take it by what that tensor holds by then.
+    Such a value is a symbolic float or bool that is read from the tensor, or a view whose position depends on
+    it. The segment would recompute it from the tensor's contents at that time.
     """
     for node in body.nodes if body.written else ():
         told_by = read_storages(node).keys() - storages(node)
@@ -201,7 +201,7 @@ def _taken_again(body: Body) -> Iterator[Span]:
 
 
 def _with_users(node: fx.Node, of_kind: Callable[[fx.Node], bool]) -> list[fx.Node]:
-    """A node, and what of one kind is made of it, and of that in turn."""
+    """A node and its users of one kind, transitively."""
     found = dict.fromkeys([node])
     pending = [node]
     for maker in pending:
@@ -212,12 +212,12 @@ def _with_users(node: fx.Node, of_kind: Callable[[fx.Node], bool]) -> list[fx.No
 
 
 def _shown_otherwise(body: Body) -> Iterator[Span]:
-    """From what shows another value's memory, but is more or less than a view of it, to its last reader.
+    """From a value that shares another value's memory, but is no plain view of it, to its last reader.
 
-    A compiled segment hands out no view: it is made again outside, from the value that it shows. The gradient
-    of a custom function would be lost, and so would a hook, which is for all readers of the value, those
-    before it too. To autograd the results of ``unsafe_split`` and its like are values of their own: what is
-    written to one is not written to the other.
+    A compiled segment does not return views: they are recreated outside, from their base. This would lose the
+    gradient of a custom function, and a hook, which applies to all readers of the value, including earlier
+    ones. Autograd treats the results of ``unsafe_split`` and similar operators as independent values: a write
+    to one is not a write to the other.
     """
     for index, node in enumerate(body.nodes):
         name = getattr(node.target, "__name__", str(node.target))
@@ -235,10 +235,10 @@ def _shown_otherwise(body: Body) -> Iterator[Span]:
 
 
 def up_to_last_write(body: Body) -> Iterator[Span]:
-    """From the making of what is written to, or its first reader in the graph, to the last write.
+    """From the creation of memory that is written to, or its first reader in the graph, to the last write.
 
-    All names of that memory, and all that autograd keeps of it, are then within one compiled segment, where
-    writes mean what they mean in the whole graph. What crosses a cut later does not change any more.
+    All aliases of that memory, and everything autograd saves of it, are then in one compiled segment, where
+    writes mean the same as in the whole graph. Values that cross a later cut do not change any more.
     """
     first: dict[int, int] = {}
     for index, node in enumerate(body.nodes if body.written else ()):
@@ -259,4 +259,4 @@ OBSTACLES: tuple[Callable[[Body], Iterator[Span]], ...] = (
     _shown_otherwise,
     up_to_last_write,
 )
-"""All that keeps a graph from being cut; where several do, the first of these that begins first is told."""
+"""All obstacles to a cut; where several apply, the one that begins first is reported, ties in this order."""

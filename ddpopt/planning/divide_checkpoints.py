@@ -2,14 +2,14 @@
 
 Dynamo puts a checkpointed region into its graph as one call of a body. All its gradients would leave
 together, while in eager they leave one after the other as the region's backward proceeds. So the region is
-divided at the places where its buckets end: two checkpointed regions, one after the other, recompute the
-same values, and keep one more, that which passes from the first to the second.
+divided where its buckets end: two consecutive checkpointed regions recompute the same values, and save in
+addition only what passes from the first to the second.
 
-A region through which no gradient passes has nothing to recompute. It is written out: torch refuses to
+A region through which no gradient passes has nothing to recompute. It is inlined: torch refuses to
 compile one that draws random numbers in a segment that has no backward.
 
-Invariant: every piece keeps the checkpoint's own settings and policy; a graph in which there is nothing to do
-comes back as the same object.
+Invariant: every piece keeps the checkpoint's own settings and policy; a graph that needs no change is
+returned as the same object.
 """
 
 import functools
@@ -40,11 +40,11 @@ from ddpopt.planning.facts import gradient_carriers
 def divide_regions(
     gm: fx.GraphModule, find_cuts: Callable[[fx.GraphModule], Sequence[str]]
 ) -> fx.GraphModule:
-    """Divide the checkpointed regions of `gm` where it would be cut if they were written out.
+    """Divide the checkpointed regions of `gm` where it would be cut if they were inlined.
 
     Args:
-        gm: a graph; it is left as it is.
-        find_cuts: names of the nodes before which a graph without regions would be cut.
+        gm: a graph; it is not modified.
+        find_cuts: returns the names of the nodes before which a graph without regions would be cut.
 
     Returns:
         A new module; or `gm` itself if no cut would fall into a region.
@@ -69,10 +69,10 @@ def divide_regions(
 
 
 def write_out_idle_regions(gm: fx.GraphModule) -> fx.GraphModule:
-    """Write out the checkpointed regions of `gm` that have no backward.
+    """Inline the checkpointed regions of `gm` that have no backward.
 
     Args:
-        gm: a graph; it is left as it is.
+        gm: a graph; it is not modified.
 
     Returns:
         A new module; or `gm` itself if it has no such region.
@@ -84,10 +84,10 @@ def write_out_idle_regions(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _places(region: fx.GraphModule) -> dict[fx.Node, fx.Node]:
-    """For each node of a body, the one before which it is divided if a bucket ends there.
+    """For each node of a body, the node before which the body is divided if a bucket ends there.
 
-    Before the node itself as a rule; inside a span of autocast or ``no_grad``, before the whole
-    span, which must not begin in one piece and end in another.
+    This is usually the node itself; inside a span of autocast or ``no_grad``, it is the start of the span,
+    which must not begin in one piece and end in another.
     """
     found: dict[fx.Node, fx.Node] = {}
     body = Body(region.graph)
@@ -102,11 +102,11 @@ def _places(region: fx.GraphModule) -> dict[fx.Node, fx.Node]:
 
 
 def _undivided(body: Body) -> Iterator[Span]:
-    """Where a body is not to be divided."""
+    """Where a body must not be divided."""
     sizes = (isinstance(example_value(node), torch.SymInt) for node in body.nodes)
     numbers = map(operator.or_, sizes, map(is_uncrossable_number, body.nodes))
     yield Span(0, sum(itertools.takewhile(bool, numbers)), "what reads these numbers computes them again")
-    yield from up_to_last_write(body)  # a piece would write to what an earlier one keeps
+    yield from up_to_last_write(body)  # a piece would write to what an earlier one saves
     taken: dict[fx.Node, None] = {}
     for node in filter(is_uncrossable_number, body.nodes):
         if not _is_made_of_numbers(node) or not taken.keys().isdisjoint(node.all_input_nodes):
@@ -122,7 +122,7 @@ def _regions(gm: fx.GraphModule) -> dict[fx.Node, fx.GraphModule]:
 def _write_out(
     gm: fx.GraphModule, regions: Mapping[fx.Node, fx.GraphModule]
 ) -> tuple[fx.GraphModule, dict[str, tuple[fx.Node, fx.Node]]]:
-    """`gm` with the nodes of each region in its place; and for each such node, whose it is."""
+    """`gm` with its regions inlined; and for each inlined node, by name, its region and its original."""
     inner: dict[str, tuple[fx.Node, fx.Node]] = {}
     held: dict[str, object] = {}
 
@@ -150,7 +150,7 @@ def _write_pieces(
     graph: fx.Graph,
     copies: Copies,
 ) -> Argument:
-    """Add one checkpointed call for each piece of a region to `graph`; what the region returns."""
+    """Add one checkpointed call for each piece of a region to `graph`; return the region's result."""
     values = {place: copies[given] for place, given in operands(region, body).items()}
     pieces = [_with_scalars(nodes) for nodes in _pieces(body, openers)]
     for index, nodes in enumerate(pieces):
@@ -181,8 +181,8 @@ def _pieces(body: fx.GraphModule, openers: Container[fx.Node]) -> list[list[fx.N
 def _with_scalars(piece: Sequence[fx.Node]) -> list[fx.Node]:
     """A piece that recomputes the symbolic floats and bools that it reads from earlier pieces.
 
-    As in a layout: AOTAutograd has none cross between graphs, but sizes may, of which they are made.
-    One that is read off a tensor is read in one piece.
+    As in a layout, AOTAutograd does not let them cross between graphs, only the sizes they are computed from.
+    A number that is read from a tensor is used in one piece only.
     """
     found: dict[fx.Node, None] = {}
 
@@ -199,13 +199,13 @@ def _with_scalars(piece: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _is_made_of_numbers(node: fx.Node) -> bool:
-    """Whether it is a symbolic float or bool, and computed from numbers alone."""
+    """Whether a node's value is a symbolic float or bool that is computed only from numbers."""
     values = map(example_value, node.all_input_nodes)
     return is_uncrossable_number(node) and not any(isinstance(value, torch.Tensor) for value in values)
 
 
 def _read(piece: Sequence[fx.Node]) -> list[fx.Node]:
-    """What a piece reads from elsewhere, in order of first use."""
+    """The nodes outside a piece that it reads, in order of first use."""
     own = set(piece)
     return [n for n in dict.fromkeys(n for node in piece for n in node.all_input_nodes) if n not in own]
 
@@ -213,7 +213,7 @@ def _read(piece: Sequence[fx.Node]) -> list[fx.Node]:
 def _piece(
     body: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], exports: Sequence[fx.Node]
 ) -> fx.GraphModule:
-    """The body of one piece, with the policy of the whole."""
+    """The body of one piece, with the policy of the whole region."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:

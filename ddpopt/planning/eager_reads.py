@@ -1,7 +1,7 @@
-"""Which parameters ordinary code reads before a compiled graph: in a graph break, or before all graphs.
+"""The parameters that eager code reads before a compiled graph: in a graph break, or before all graphs.
 
-Their gradients are complete after those of the graph and before those of the graphs before it. No graph
-tells so, but what is given to the graph does: autograd has recorded what it was computed from.
+Their gradients are complete after those of the graph and before those of earlier graphs. No graph shows
+these reads, but the inputs of the graph do: autograd has recorded what they were computed from.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,12 +14,12 @@ from ddpopt.planning.bucket_rule import Specs
 
 
 def noting_reads(run: Callable[..., Any], specs: Specs, found: set[str]) -> Callable[..., Any]:
-    """A callable like `run`, whose first call with gradients notes what its arguments were computed from.
+    """A callable like `run`, whose first call in grad mode notes which parameters its arguments depend on.
 
     Args:
         run: takes the inputs of a graph.
-        specs: what DDP reduces.
-        found: gets the names of those parameters.
+        specs: the parameters that DDP reduces.
+        found: the names of these parameters are added to it.
     """
     noted = False
 
@@ -36,8 +36,8 @@ def noting_reads(run: Callable[..., Any], specs: Specs, found: set[str]) -> Call
 def _leaves(values: Iterable[object]) -> dict[int, None]:
     """``id`` of each tensor into which a backward from `values` would accumulate a gradient.
 
-    What is compiled is not passed: its own inputs show what lies before it.
-    Touches names of torch 2.11 to 2.13, those of two sorts of nodes; another name costs time alone.
+    The search stops at compiled graphs, whose own inputs show the rest.
+    Uses the names of two kinds of nodes in torch 2.11 to 2.13; if they change, only time is lost.
     """
     tensors = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor))
     seen: dict[Any, None] = dict.fromkeys(tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None)

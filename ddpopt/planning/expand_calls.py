@@ -1,13 +1,13 @@
-"""Write a composite call out as the operations that it consists of, where a bucket ends inside it.
+"""Expand a composite call into its operations where a bucket ends inside it.
 
 ``multi_head_attention_forward``, ``lstm_cell`` or ``multi_dot`` is one node of Dynamo's graph and reads
 several weights. In eager their gradients complete one after the other, and a bucket that ends between them
-leaves before the rest of the call's backward. A cut can only do the same if there is a place for it.
+leaves before the rest of the call's backward. A cut can do the same only if the call is expanded.
 
-A call is opened by tracing it on the example values of its arguments, below autograd: what comes out are
-the very operations that autograd would record, so nothing changes in what is computed.
+A call is opened by tracing it on the example values of its arguments, below autograd. The result is
+exactly the operations that autograd would record, so the computation does not change.
 
-Invariant: a graph in which nothing is to be opened comes back as the same object.
+Invariant: a graph in which no call is opened is returned as the same object.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ logger = logging.getLogger("ddpopt")
 
 
 class Opened(NamedTuple):
-    """A graph to be cut, perhaps with calls opened, the facts read off it, and the plan made from them."""
+    """A graph to be cut, perhaps with calls opened, the facts about it, and the plan made from them."""
 
     gm: fx.GraphModule
     facts: GraphFacts
@@ -43,11 +43,11 @@ class Opened(NamedTuple):
 
 
 def opened_and_planned(best: Opened, planned: Callable[[fx.GraphModule], Opened]) -> Opened:
-    """Open the calls inside which the buckets of a graph end, and plan it again, until none is worth it.
+    """Open the calls in which the buckets of a graph end, and replan it, until no call is worth opening.
 
     Args:
-        best: the graph as it is, with its plan; it is left as it is.
-        planned: plans another form of it.
+        best: the graph with its plan; it is not modified.
+        planned: plans another form of the graph.
 
     Returns:
         The graph that the plan is for (the same if nothing was opened), its facts and the plan.
@@ -75,8 +75,8 @@ def open_calls(gm: fx.GraphModule, facts: GraphFacts, plan: Plan) -> fx.GraphMod
     """Open the calls in which a bucket of `plan` ends while other gradients of the call still follow.
 
     Args:
-        gm: a graph, with an example value on each node; it is left as it is.
-        facts: read off `gm`.
+        gm: a graph, with an example value on each node; it is not modified.
+        facts: the facts about `gm`.
         plan: made from `facts`.
 
     Returns:
@@ -97,7 +97,7 @@ def open_calls(gm: fx.GraphModule, facts: GraphFacts, plan: Plan) -> fx.GraphMod
 
 
 def _calls_where_buckets_end(facts: GraphFacts, plan: Plan) -> frozenset[str]:
-    """Names of the nodes at which a bucket ends and the gradients of two weights or more complete."""
+    """Names of the nodes at which a bucket ends and the gradients of at least two weights complete."""
     position = {use.spec.name: use.completes_at for use in facts.params}
     sizes: dict[int, list[int]] = {}
     for use in facts.params:
@@ -108,7 +108,7 @@ def _calls_where_buckets_end(facts: GraphFacts, plan: Plan) -> frozenset[str]:
 
 
 def _can_trace(node: fx.Node) -> bool:
-    """Whether a call is a plain function of tensors of fixed shape."""
+    """Whether a call is a plain function of tensors with static shapes."""
     if node.op not in ("call_function", "call_method") or isinstance(node.target, HigherOrderOperator):
         return False
     values = [example_value(source) for source in node.all_input_nodes]
@@ -131,7 +131,7 @@ def _trace(node: fx.Node, state: State) -> fx.GraphModule | None:
     with _settings(state):
         try:
             traced = make_fx(call)(*(example_value(source) for source in sources))
-        except Exception:  # whatever it is, the call as a whole is still right: it only stays closed
+        except Exception:  # whatever it is, the unopened call is still correct
             logger.info("ddpopt: %s cannot be opened", node.name, exc_info=True)
             return None
     traced.graph.eliminate_dead_code()
@@ -141,7 +141,7 @@ def _trace(node: fx.Node, state: State) -> fx.GraphModule | None:
 
 @contextlib.contextmanager
 def _settings(state: State) -> Iterator[None]:
-    """Autocast as in `state`; each node that reads a weight casts it again."""
+    """Autocast as in `state`, without a cache: each node that reads a weight casts it again."""
     with contextlib.ExitStack() as stack:
         stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
@@ -153,7 +153,7 @@ def _settings(state: State) -> Iterator[None]:
 
 
 def _separates_weights(node: fx.Node, traced: fx.GraphModule) -> bool:
-    """Whether the weights that `node` reads are read by different operations once it is written out."""
+    """Whether different operations read the weights of `node` once it is expanded."""
     order = {inner: index for index, inner in enumerate(traced.graph.nodes)}
     inputs = dict(zip(node.all_input_nodes, traced.graph.find_nodes(op="placeholder"), strict=True))
     values = {source: example_value(source) for source in inputs if source.op == "placeholder"}
@@ -167,7 +167,7 @@ def _separates_weights(node: fx.Node, traced: fx.GraphModule) -> bool:
 
 
 def _write_out(traced: fx.GraphModule, node: fx.Node, graph: fx.Graph, copies: Copies) -> Argument:
-    """Add the operations of an opened call to `graph`; what the call returned, as nodes."""
+    """Add the operations of an opened call to `graph`; return the call's result as nodes."""
     inputs = dict(zip(traced.graph.find_nodes(op="placeholder"), node.all_input_nodes, strict=True))
     inner = {placeholder: copies[source] for placeholder, source in inputs.items()}
     mode = next(v.fake_mode for v in map(example_value, inputs.values()) if isinstance(v, FakeTensor))
@@ -178,7 +178,7 @@ def _write_out(traced: fx.GraphModule, node: fx.Node, graph: fx.Graph, copies: C
         args, kwargs = with_values((copied.args, copied.kwargs), example_value)
         with mode, torch.enable_grad():
             copied.meta["example_value"] = step.target(*args, **kwargs)  # type: ignore[operator]
-    # what follows knows the call's values, and its views share their storages
+    # later nodes refer to the call's values, and their views share its storages
     leaves = pytree.tree_leaves(traced.graph.output_node().args[0])
     for leaf, value in zip(leaves, pytree.tree_leaves(example_value(node)), strict=True):
         if isinstance(leaf, fx.Node) and leaf.op != "placeholder":

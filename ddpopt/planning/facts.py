@@ -1,11 +1,11 @@
-"""What a forward graph says about its parameters: who reads which, and where a cut is possible.
+"""Facts about the parameters of a forward graph: which nodes read them, and where a cut is possible.
 
-Facts are read off the graph and off the example values that Dynamo left on its nodes; nothing is run.
-Positions count the *body* of a graph: all nodes but placeholders, attributes and the output.
+Facts come from the graph and from the example values that Dynamo left on its nodes; nothing is run.
+Positions count the *body* of a graph: all nodes except placeholders, attributes and the output.
 
-Invariant: each trainable parameter appears once, at its own byte size, wherever and however often the
-graph reads it. A reader counts only if gradient flows through it: not under ``no_grad``, not through
-``detach``, not into a value that reaches no output.
+Invariant: each trainable parameter appears once, with its own byte size, however often the graph reads it.
+A reader counts only if gradient flows through it: not under ``no_grad``, not through ``detach``, not into a
+value that reaches no output.
 """
 
 from collections.abc import Container, Mapping, Sequence
@@ -32,10 +32,10 @@ from ddpopt.planning.bucket_rule import ParamSpec, Specs
 from ddpopt.planning.cut_points import Span, blocked_positions
 
 Sources = Mapping[fx.Node, Mapping[str, str]]
-"""What `parameter_sources` says of a graph."""
+"""The result of `parameter_sources`."""
 _LATE = "the backward of {!r} may read {!r}, which may change once its gradient has left"
 NEGLIGIBLE_RATIO = 64
-"""A parameter this many times smaller than another one of the same call is not worth a cut of its own."""
+"""A parameter this many times smaller than another one in the same call is not worth its own cut."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class ParamUse:
     """A trainable parameter, and where in the graph its gradient becomes complete.
 
     Attributes:
-        spec: name, bytes, dtype, device as DDP counts them.
+        spec: its name, bytes, dtype and device as DDP counts them.
         readers: body positions of the nodes whose backward contributes to its gradient, ascending.
-        inside: where the first reader is a checkpointed region: the place in its body that reads it first.
+        inside: if the first reader is a checkpointed region, the position in its body of the first reader.
     """
 
     spec: ParamSpec
@@ -54,19 +54,19 @@ class ParamUse:
 
     @property
     def completes_at(self) -> int:
-        """Body position of the earliest reader: its backward is the last to contribute."""
+        """Body position of the earliest reader, whose backward contributes last."""
         return self.readers[0]
 
 
 @dataclass(frozen=True)
 class GraphFacts:
-    """All that planning needs to know of one graph.
+    """Everything that planning needs to know about one graph.
 
     Attributes:
         nodes: names of the body nodes, in graph order.
         params: the trainable parameters read by the graph, in the order of the reducer's list.
-        blocked: for each body position, why no cut may lie right before it, or None if one may.
-        sources: which nodes bring which parameters into the graph, as `parameter_sources` says.
+        blocked: for each body position, why the graph cannot be cut right before it, or None if it can.
+        sources: the result of `parameter_sources`: which nodes bring which parameters into the graph.
     """
 
     nodes: tuple[str, ...]
@@ -76,7 +76,7 @@ class GraphFacts:
 
     @property
     def ready(self) -> list[ParamSpec]:
-        """The parameters in the order in which their gradients become complete, the smaller ones first."""
+        """The parameters in ready order, smaller ones first where several complete together."""
 
         def readiness(use: ParamUse) -> tuple[int, int, int]:
             return -use.completes_at, -use.inside, use.spec.nbytes
@@ -85,21 +85,21 @@ class GraphFacts:
 
 
 def has_multiple_weights(sizes: Sequence[int]) -> bool:
-    """Whether parameters of these sizes are more than one weight and its biases."""
+    """Whether parameters of these sizes are more than a single weight and its biases."""
     largest = max(sizes, default=0)
     return sum(size * NEGLIGIBLE_RATIO > largest for size in sizes) > 1
 
 
 def collect(gm: fx.GraphModule, example_inputs: Sequence[object], specs: Specs) -> GraphFacts:
-    """Read the facts off one graph, in time linear in its nodes.
+    """Collect the facts about one graph, in time linear in its nodes.
 
     Args:
         gm: a forward graph as Dynamo hands it to a backend.
         example_inputs: one value for each placeholder; parameters are recognised by identity.
-        specs: what DDP reduces.
+        specs: the parameters that DDP reduces.
 
     Returns:
-        The facts; parameters that DDP does not reduce (frozen, ignored) are not among them.
+        The facts, without parameters that DDP does not reduce (frozen, ignored).
     """
     body = body_nodes(gm.graph)
     readers: dict[str, list[int]] = {spec.name: [] for spec in specs.values()}
@@ -125,7 +125,7 @@ def collect(gm: fx.GraphModule, example_inputs: Sequence[object], specs: Specs) 
 def _places_inside(
     gm: fx.GraphModule, body: Sequence[fx.Node], sources: Sources
 ) -> dict[tuple[str, int], int]:
-    """For each parameter and checkpointed region that reads it: which node of the region reads it first."""
+    """For each parameter and each checkpointed region that reads it: the index of its first reader inside."""
     found: dict[tuple[str, int], int] = {}
     for position, node in enumerate(body):
         inner = checkpointed(gm, node)
@@ -139,16 +139,16 @@ def _places_inside(
 
 
 def parameter_sources(gm: fx.GraphModule, example_inputs: Sequence[object], specs: Specs) -> Sources:
-    """Which nodes bring which parameters into the graph.
+    """Find the nodes that bring parameters into the graph.
 
     Args:
         gm: the graph.
         example_inputs: one value for each placeholder.
-        specs: what DDP reduces.
+        specs: the parameters that DDP reduces.
 
     Returns:
         For each placeholder, attribute or module call that holds parameters that are not frozen: their names,
-        by what the graph calls them: the node's name, or ``"<node>.<name in the module>"``.
+        keyed by their label in the graph: the node's name, or ``"<node>.<name in the module>"``.
     """
     values = iter(example_inputs)
     found: dict[fx.Node, dict[str, str]] = {}
@@ -174,16 +174,16 @@ def _held(node: fx.Node, value: object) -> dict[str, object]:
 def gradient_carriers(graph: fx.Graph) -> dict[fx.Node, None]:
     """The nodes whose backward runs: their result requires grad and reaches an output.
 
-    It may also reach one by being written into a tensor that a later carrier reads by any of its views,
-    or that outlives the graph. What is written without gradient, as running statistics are, passes none on;
-    but who reads what a write returns, reads what was written to.
+    A result may also reach an output by being written into a tensor that outlives the graph, or that a later
+    carrier reads through any of its views. Writes without gradient, such as running statistics, pass none on;
+    but a node that reads the result of a write reads the tensor that was written.
 
     A node without an example value counts as carrying gradient: that can only delay a bucket, never
-    send it too early. So does one whose tensor is detached in place later.
+    send it too early. So does a node whose tensor is detached in place later.
     """
     carriers: dict[fx.Node, None] = {}
-    # under no_grad, but for what returns an input as it is: tracing says of a view of a parameter that it
-    # requires grad even there
+    # nodes under no_grad, except those that return an input unchanged: even under no_grad, tracing reports
+    # that a view of a parameter requires grad
     ran = states(graph)
     off = {node: None for node, state in ran if not (state.grad_enabled or passes_on_input(node))}
     outliving = (node for node in graph.nodes if node.op in SOURCES or node.op == "output")
@@ -217,7 +217,7 @@ def gradient_carriers(graph: fx.Graph) -> dict[fx.Node, None]:
 
 
 def _inputs_with_gradient(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
-    """What a carrier may pass gradient to: of a checkpointed region, what a carrier in its body reads."""
+    """The inputs a carrier may pass gradient to; for a checkpointed region, those its inner carriers read."""
     inner = checkpointed(gm, node)
     if inner is None:
         return node.all_input_nodes
@@ -233,13 +233,13 @@ def late_reads(
 ) -> dict[fx.Node, tuple[int, int]]:
     """The parameters that backward may read after their gradients are complete.
 
-    Such a backward is that of a node before the first one that passes gradient to the parameter. It reads
-    what was computed from the parameter without gradient, and may have to compute it again. An optimizer in a
-    communication hook changes a parameter as soon as its gradient is reduced.
+    This happens when a node before the first one that passes gradient to the parameter reads a value computed
+    from it without gradient: the node's backward may recompute that value. By then an optimizer in a
+    communication hook may have changed the parameter, which it does as soon as the gradient is reduced.
 
     Returns:
-        For each of `sources` that is such a parameter: the body positions of the first such node, and of the
-        one where the gradient completes.
+        For each such parameter among `sources`: the body positions of the first such node, and of the node
+        where the gradient completes.
     """
     made_of: dict[fx.Node, dict[fx.Node, None]] = {}
     early: dict[fx.Node, int] = {}

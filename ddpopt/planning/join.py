@@ -1,12 +1,12 @@
-"""The plan of a whole model, from what is known of its graphs.
+"""Joining the plans of a model's graphs into the plan of the whole model.
 
 A model with graph breaks has several graphs. Backward runs them last to first, so the gradients of the last
 graph are ready first. The buckets of a graph that is cut are decided with its cuts; all other gradients
-fill buckets by DDP's own rule in the order of their readiness, whichever graph they come from.
+fill buckets by DDP's own rule in ready order, whichever graph they come from.
 
-A parameter may be read by ordinary code before a graph, and by no graph before that code; then it is ready
-after that graph's own. One that nobody is known to read may be unused, or used after all graphs, or on
-another rank only. It is taken to be ready just before the parameter registered before it, as DDP assumes for
+A parameter may be read by eager code before a graph, and by no earlier graph; then it is ready after that
+graph's own parameters. A parameter without a known reader may be unused, or used after all graphs, or only on
+another rank. It is assumed to be ready just before the parameter registered before it, as DDP assumes for
 its initial buckets.
 
 Invariant: every parameter that DDP reduces is in exactly one bucket.
@@ -25,12 +25,12 @@ UNREAD = "no compiled graph reads these parameters; they are placed by their ord
 
 @dataclass(eq=False)
 class GraphPlan:
-    """What the plan of the whole model needs to know of one graph.
+    """What the plan of the whole model needs to know about one graph.
 
     Attributes:
         plan: its segments; and its buckets, if it is cut.
-        ready: its gradients in the order of readiness, if it stays whole: their buckets are still to be made.
-        read_before: the parameters from which its inputs were computed when it ran first, whoever read them.
+        ready: its gradients in ready order, if it stays whole: their buckets are not decided yet.
+        read_before: the parameters that its inputs were computed from when it first ran.
         frame: the Python frame that it was traced from.
     """
 
@@ -46,7 +46,7 @@ class GraphPlan:
 
 
 class _Part(NamedTuple):
-    """Gradients that are ready together: a bucket that a cut fixes, or a single gradient without a reason."""
+    """Gradients that are ready together: a bucket fixed by a cut, or a single gradient without a reason."""
 
     specs: tuple[ParamSpec, ...]
     segment: int | None
@@ -54,7 +54,7 @@ class _Part(NamedTuple):
 
 
 def join_plans(graphs: Sequence[GraphPlan], specs: Sequence[ParamSpec], config: BucketConfig) -> Plan:
-    """Join what is known of a model's graphs into one plan.
+    """Join the plans of a model's graphs into one plan.
 
     Args:
         graphs: in forward order; no parameter completes in two of them.
@@ -67,8 +67,8 @@ def join_plans(graphs: Sequence[GraphPlan], specs: Sequence[ParamSpec], config: 
     between = _read_between(graphs, specs)
     elsewhere = frozenset(spec.name for group in between for spec in group)
     segments: list[Segment] = []
-    cuts: dict[int, Cut] = {}  # by the segment that each opens
-    parts: list[_Part] = []  # of later graphs first
+    cuts: dict[int, Cut] = {}  # by the segment that each one opens
+    parts: list[_Part] = []  # later graphs first
     for number, (graph, before) in enumerate(zip(graphs, between, strict=True)):
         offset = len(segments)
         parts = [*_parts(graph, offset, specs, elsewhere), *(_Part((spec,), None) for spec in before), *parts]
@@ -82,7 +82,7 @@ def join_plans(graphs: Sequence[GraphPlan], specs: Sequence[ParamSpec], config: 
     for bucket in buckets:
         completed.setdefault(bucket.segment, []).append(bucket)
     for opened, (first, *_) in completed.items():
-        if opened in cuts:  # the bucket's number is that in the whole plan
+        if opened in cuts:  # the bucket's number in the whole plan
             cuts[opened] = replace(cuts[opened], reason=cut_reason(first.index, first.reason))
     return Plan(
         buckets=buckets,
@@ -96,7 +96,7 @@ def join_plans(graphs: Sequence[GraphPlan], specs: Sequence[ParamSpec], config: 
 
 
 def _read_between(graphs: Sequence[GraphPlan], specs: Sequence[ParamSpec]) -> list[list[ParamSpec]]:
-    """For each graph, what code before it reads and no earlier graph does, registered last first."""
+    """For each graph, the parameters read before it and by no earlier graph, last registered first."""
     graph_of = {name: number for number, graph in enumerate(graphs) for name in graph.params}
     found: list[list[ParamSpec]] = [[] for _ in graphs]
     for number, graph in enumerate(graphs):
@@ -110,7 +110,7 @@ def _read_between(graphs: Sequence[GraphPlan], specs: Sequence[ParamSpec]) -> li
 def _parts(
     graph: GraphPlan, offset: int, specs: Sequence[ParamSpec], elsewhere: Collection[str]
 ) -> Iterator[_Part]:
-    """What a graph is known to read, in ready order, but for what is read `elsewhere`."""
+    """The parameters that a graph reads, in ready order, except those that are read `elsewhere`."""
     if graph.ready is not None:
         yield from (_Part((spec,), offset) for spec in graph.ready if spec.name not in elsewhere)
         return
@@ -122,7 +122,7 @@ def _parts(
 
 
 def _with_unread(parts: Sequence[_Part], specs: Sequence[ParamSpec]) -> list[_Part]:
-    """`parts` with every other parameter before the part with the parameter registered before it."""
+    """`parts` with each missing parameter inserted before the part of the parameter registered before it."""
     home = {spec.name: index for index, part in enumerate(parts) for spec in part.specs}
     before: list[list[_Part]] = [[] for _ in range(len(parts) + 1)]
     place = len(parts)  # registered before anything that is read: ready last
@@ -143,7 +143,7 @@ def _buckets(parts: Sequence[_Part], config: BucketConfig, read: Collection[str]
     loose: dict[bool, list[tuple[int, ParamSpec]]] = {}
     for place, part in enumerate(parts):
         if not part.reason:
-            # where it looks for unused parameters, DDP can leave out a bucket that has no others
+            # in unused-parameter mode, DDP can skip a bucket that has only unused parameters
             apart = not config.rebuilds and part.specs[0].name not in read
             loose.setdefault(apart, []).append((place, part.specs[0]))
     for pairs in loose.values():
@@ -152,7 +152,7 @@ def _buckets(parts: Sequence[_Part], config: BucketConfig, read: Collection[str]
             specs = tuple(single[index] for index in members)
             known = any(spec.name in read for spec in specs)
             rows.append((places[max(members)], specs, reason if known else UNREAD))
-    segments: list[int] = []  # what no graph reads counts to the segment that is ready next
+    segments: list[int] = []  # parameters that no graph reads belong to the segment that is ready next
     for part in reversed(parts):
         segments.append(part.segment if part.segment is not None else segments[-1] if segments else 0)
     return tuple(

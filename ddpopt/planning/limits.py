@@ -1,4 +1,4 @@
-"""The sizes at which DDP closes its buckets, read from a DDP module or from the arguments of one.
+"""The sizes at which DDP closes its buckets, read from a DDP module or from its constructor arguments.
 
 Invariant: ``BucketConfig.from_kwargs(**arguments)`` equals ``from_ddp(DDP(model, **arguments))``
 and needs neither a model nor a process group.
@@ -32,13 +32,13 @@ class BucketConfig:
     """The sizes at which one DDP module closes its buckets.
 
     Attributes:
-        cap_bytes: limit of every bucket but the first.
-        first_bucket_bytes: limit of the first bucket; equal to ``cap_bytes`` when the user gave a cap.
-        cap_bytes_list: limits of ``bucket_cap_mb_list``, the last one repeats; empty when not given.
+        cap_bytes: limit of every bucket except the first.
+        first_bucket_bytes: limit of the first bucket; equal to ``cap_bytes`` if the user gave a cap.
+        cap_bytes_list: limits of ``bucket_cap_mb_list``, the last one repeats; empty if not given.
         find_unused_parameters: as given to DDP.
         static_graph: as given to DDP's constructor.
         small_last_bucket: environment variable ``DDP_SET_LAST_BUCKET_CAP=1``: the rebuilt buckets are filled
-            from the last ready gradient backwards, so that the first limit bounds the last bucket.
+            backwards from the last ready gradient, so that the first limit applies to the last bucket.
     """
 
     cap_bytes: int
@@ -50,12 +50,12 @@ class BucketConfig:
 
     @property
     def rebuilds(self) -> bool:
-        """Whether the reducer replaces its initial buckets by some in ready order, after the first steps."""
+        """Whether the reducer rebuilds its initial buckets in ready order after the first steps."""
         return self.static_graph or not self.find_unused_parameters
 
     @property
     def initial_limits(self) -> tuple[int, ...]:
-        """Limits in bytes of the buckets of the first iteration (of all, if DDP never rebuilds)."""
+        """Limits in bytes of the first iteration's buckets (of every iteration's, if DDP never rebuilds)."""
         if self.cap_bytes_list:
             return self.cap_bytes_list
         if self.rebuilds:
@@ -66,12 +66,12 @@ class BucketConfig:
 
     @property
     def rebuilt_limits(self) -> tuple[int, ...]:
-        """Limits in bytes of the rebuilt buckets, first to close first; the last one repeats."""
+        """Limits in bytes of the rebuilt buckets, in closing order; the last one repeats."""
         return self.cap_bytes_list or (self.first_bucket_bytes, self.cap_bytes)
 
     @property
     def after_the_first(self) -> "BucketConfig":
-        """The same limits where the first buckets are filled already."""
+        """The same limits, once the first buckets are filled."""
         return replace(self, first_bucket_bytes=self.cap_bytes, cap_bytes_list=self.cap_bytes_list[-1:])
 
     @classmethod
@@ -96,8 +96,8 @@ class BucketConfig:
             The configuration of a DDP module built with these arguments.
 
         Raises:
-            UsageError: an argument that DDP does not know, a cap that is not a positive finite number, or a
-                flag that is not a bool.
+            UsageError: an argument is unknown to DDP, a cap is not a positive finite number, or a flag is not
+                a bool.
         """
         _require_ddp_arguments(other_ddp_arguments)
         flags = {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}
@@ -121,13 +121,13 @@ class BucketConfig:
         """Read the limits that a DDP module uses.
 
         Args:
-            ddp: the module; ``static_graph`` is read as it now is, so call this after ``_set_static_graph``.
+            ddp: the module; the current ``static_graph`` is read, so call this after ``_set_static_graph``.
 
         Returns:
             Its configuration.
 
         Raises:
-            UsageError: the argument is no DDP module, or a torch outside 2.11 to 2.13 moved its attributes.
+            UsageError: not a DDP module, or a torch outside 2.11 to 2.13 that moved its attributes.
         """
         try:
             return cls(
@@ -147,8 +147,8 @@ class BucketConfig:
 
 
 def _first_bucket_bytes(ddp: nn.parallel.DistributedDataParallel) -> int:
-    # DDP's own names, torch 2.11 to 2.13, here and above. 2.11 has no _bucket_config yet: there a default cap
-    # means torch.distributed's first bucket, which users tune (a DDP module exists, so the import is free).
+    # Private names of DDP, torch 2.11 to 2.13, here and above. 2.11 has no _bucket_config: its default cap
+    # implies torch.distributed's first bucket, which users tune (a DDP module exists: the import is free).
     bucket_config = getattr(ddp, "_bucket_config", None)
     if bucket_config is not None:
         return int(bucket_config.first_bucket_bytes_cap)

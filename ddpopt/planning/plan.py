@@ -1,8 +1,8 @@
-"""The plan: which gradients travel in which all-reduce, and where the graph is cut for it.
+"""The plan: which gradients are reduced in which all-reduce, and where the graph is cut for it.
 
-A plan is data. It is decided in `ddpopt.planning.planner`, applied in `ddpopt.split.partition` (to graphs)
-and `ddpopt.ddp.impose` (to the reducer), and judged in `ddpopt.proof`. It holds names only, so it can be
-compared between ranks, stored, and read by a person.
+A plan is data. It is made in `ddpopt.planning.planner`, applied in `ddpopt.split.partition` (to graphs)
+and `ddpopt.ddp.impose` (to the reducer), and checked in `ddpopt.proof`. It holds only names, so it can be
+compared between ranks, stored, and read by people.
 
 Invariant: frozen; equal inputs give equal plans, and equal plans give equal fingerprints, on every rank,
 process and platform.
@@ -27,7 +27,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Bucket:
-    """The gradients that leave in one all-reduce.
+    """The gradients that are sent in one all-reduce.
 
     Attributes:
         index: position in reduction order; bucket 0 is ready first in backward.
@@ -36,7 +36,7 @@ class Bucket:
         dtype: for instance ``"float32"``.
         device: for instance ``"cpu"`` or ``"cuda:0"``.
         segment: index of the segment whose backward completes this bucket.
-        reason: why the bucket ends where it ends, for a person.
+        reason: why the bucket ends where it does, in words.
     """
 
     index: int
@@ -49,7 +49,7 @@ class Bucket:
 
     @classmethod
     def of(cls, index: int, specs: Sequence[ParamSpec], segment: int, reason: str) -> Bucket:
-        """The bucket that holds these parameters, of one dtype and device."""
+        """The bucket that holds these parameters, which share a dtype and a device."""
         nbytes = sum(spec.nbytes for spec in specs)
         names = tuple(spec.name for spec in specs)
         return cls(index, names, nbytes, specs[0].dtype, specs[0].device, segment, reason)
@@ -61,7 +61,7 @@ class Segment:
 
     Attributes:
         index: position in forward order, over all graphs of the model.
-        graph: which of the graphs that the plan is about it is cut from, in forward order.
+        graph: index of the graph that it is cut from, among the plan's graphs in forward order.
         nodes: names of its nodes in graph order, without placeholders, attributes and output.
         params: parameters whose gradients are complete once this segment's backward has run.
         buckets: indices of the buckets that this segment's backward completes.
@@ -79,9 +79,9 @@ class Cut:
     """The boundary between two segments.
 
     Attributes:
-        graph: which graph is cut.
-        before: name of the node that opens the later segment.
-        reason: which bucket asked for the cut, and why just there.
+        graph: index of the graph that is cut.
+        before: name of the first node of the later segment.
+        reason: which bucket requires the cut, and why it ends there.
     """
 
     graph: int
@@ -98,8 +98,8 @@ class Plan:
         segments: in forward order.
         cuts: in forward order; one fewer than segments in each graph.
         unread: trainable parameters that no graph reads; each is still in a bucket.
-        policy: ``"plan"`` if the buckets were decided here and DDP follows,
-            ``"ddp"`` if the buckets were given and only the cuts were decided.
+        policy: ``"plan"`` if ddpopt decided the buckets and DDP follows them,
+            ``"ddp"`` if the buckets were given and ddpopt decided only the cuts.
     """
 
     buckets: tuple[Bucket, ...]
@@ -112,8 +112,8 @@ class Plan:
     def fingerprint(self) -> str:
         """Sixteen hex digits that are equal exactly when two ranks would reduce and cut alike.
 
-        Device indices differ between ranks, so devices count by order of first appearance; and node names
-        differ with the frame that Dynamo starts from, so of nodes only the number counts.
+        Device indices differ between ranks, so devices are numbered by first appearance. Node names depend
+        on the frame that Dynamo starts from, so only the number of nodes counts.
         """
         devices: dict[str, str] = {}
         for bucket in self.buckets:
@@ -138,7 +138,7 @@ class Plan:
         return tuple(s.index for s in self.segments if not members.isdisjoint(s.params))
 
     def to_json(self) -> str:
-        """The plan as JSON text; `from_json` gives back an equal plan."""
+        """The plan as JSON text; `from_json` returns an equal plan."""
         document = {"ddpopt_plan": FORMAT, "fingerprint": self.fingerprint, **asdict(self)}
         return json.dumps(document, indent=2)
 
@@ -173,7 +173,7 @@ class Plan:
 
 
 def cut_reason(bucket: int, reason: str) -> str:
-    """Why a graph is cut: which bucket is complete there, and why it ends there."""
+    """The reason for a cut: which bucket is complete there, and why it ends there."""
     return f"bucket {bucket} is complete: {reason}"
 
 
@@ -191,5 +191,5 @@ def _document(text: str) -> Mapping[str, Any]:
 
 
 def _read(kind: Callable[..., Part], rows: Iterable[Mapping[str, Any]]) -> tuple[Part, ...]:
-    """Buckets, segments or cuts from rows of JSON, which knows lists only."""
+    """Buckets, segments or cuts from rows of JSON, which has lists but no tuples."""
     return tuple(kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}) for row in rows)

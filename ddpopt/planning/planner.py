@@ -1,13 +1,13 @@
 """Decide buckets and cuts: (GraphFacts, BucketConfig) -> Plan.
 
-The body of a graph falls into *atoms*, the runs of nodes between two positions where a cut is possible.
-All gradients that complete within one atom leave its backward together, so their order is ours to choose:
-smaller ones first, for then DDP's rule closes a bucket on the last of them wherever sizes allow. A bucket
-that closes within an atom asks for a cut right before that atom; whatever else of the atom is then still
-open is closed with it. So each bucket is complete once the backward of a single segment has run, as early
-as the eager run would have it, and the following bucket starts clean.
+The body of a graph consists of *atoms*, the runs of nodes between two positions where a cut is possible.
+All gradients that complete within one atom leave its backward together, so their order is free: smaller ones
+come first, so that DDP's rule closes a bucket on the last of them wherever sizes allow. A bucket that closes
+within an atom requires a cut right before that atom; the atom's other open gradients are then closed with it.
+So each bucket is complete once the backward of a single segment has run, as early as in eager, and the next
+bucket starts empty.
 
-Planning is pure: it never imports torch.distributed, runs nothing, and depends on nothing but its inputs.
+Planning is pure: it never imports torch.distributed, runs nothing, and depends only on its inputs.
 
 Source of the bucket rule: `ddpopt.planning.bucket_rule`.
 """
@@ -23,9 +23,9 @@ from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Bucket, Cut, Plan, Policy, Segment, cut_reason
 
 Group = tuple[int, list[ParamUse]]
-"""The body position where an atom starts, and the parameters that complete in it, in ready order."""
+"""The body position where an atom starts, and the parameters that complete in the atom, in ready order."""
 Key = tuple[str, str]
-"""What may not mix in a bucket: (dtype, device)."""
+"""(dtype, device), which all gradients in a bucket share."""
 
 
 def plan_graph(facts: GraphFacts, config: BucketConfig) -> Plan:
@@ -36,7 +36,7 @@ def plan_graph(facts: GraphFacts, config: BucketConfig) -> Plan:
         config: DDP's bucket limits, in bytes.
 
     Returns:
-        A plan whose every bucket completes within one segment (policy ``"plan"``).
+        A plan in which every bucket completes within one segment (policy ``"plan"``).
     """
     dense = (use.spec for use in facts.params if not use.spec.sparse)
     filler = _Filler(config.rebuilt_limits, Counter((spec.dtype, spec.device) for spec in dense))
@@ -47,7 +47,7 @@ def plan_graph(facts: GraphFacts, config: BucketConfig) -> Plan:
 
 
 def plan_whole(facts: GraphFacts, buckets: Sequence[Bucket] = ()) -> Plan:
-    """Plan one graph that stays whole, for buckets that are decided for all graphs together.
+    """Plan one graph that stays whole, for buckets that were decided for all graphs together.
 
     Args:
         facts: what the graph reads.
@@ -62,7 +62,7 @@ def plan_whole(facts: GraphFacts, buckets: Sequence[Bucket] = ()) -> Plan:
 
 
 def plan_for_buckets(facts: GraphFacts, buckets: Sequence[Sequence[str]], *, whole: bool = False) -> Plan:
-    """Plan one graph for the buckets that the reducer has: it is cut where they become complete.
+    """Plan one graph for the reducer's own buckets: it is cut where they become complete.
 
     Args:
         facts: what the graph reads, and where it can be cut.
@@ -71,29 +71,28 @@ def plan_for_buckets(facts: GraphFacts, buckets: Sequence[Sequence[str]], *, who
         whole: whether the graph stays whole.
 
     Returns:
-        A plan in which a bucket may wait on several segments, for its order is not ours to choose (policy
-        ``"ddp"``).
+        A plan in which a bucket may wait on several segments, because the order is fixed (policy ``"ddp"``).
     """
     atoms = _atoms(facts)
     drafts: list[_Draft] = []
     launch = 0 if whole else len(facts.nodes)
     for uses in filter(None, _read(facts, buckets)):
         last = min(uses, key=lambda use: use.completes_at)
-        # strictly in list order, once it is complete
+        # the reducer launches complete buckets strictly in list order
         launch = min(launch, atoms[_place(atoms, last.completes_at)])
         drafts.append(_Draft(uses, launch, f"the reducer's own bucket; {last.spec.name} completes it"))
     return _assemble(facts, drafts, "ddp")
 
 
 def _read(facts: GraphFacts, buckets: Sequence[Sequence[str]]) -> list[list[ParamUse]]:
-    """What a graph reads of each bucket."""
+    """The parameters of each bucket that a graph reads."""
     uses = {use.spec.name: use for use in facts.params}
     return [[uses[name] for name in bucket if name in uses] for bucket in buckets]
 
 
 @dataclass
 class _Draft:
-    """A bucket under way: its members so far, the atom that closes it, and why."""
+    """A bucket being filled: its members so far, the atom that closes it, and why."""
 
     members: list[ParamUse] = field(default_factory=list)
     start: int = 0
@@ -102,13 +101,13 @@ class _Draft:
 
     def add(self, use: ParamUse) -> None:
         self.members.append(use)
-        self.nbytes += use.spec.nbytes  # counted on the way: a bucket may have any number of members
+        self.nbytes += use.spec.nbytes  # counted here: a bucket may have any number of members
 
 
 class _Filler:
     """DDP's bucket rule, run atom by atom.
 
-    Each (dtype, device) fills its own open bucket and walks its own way along the list of limits.
+    Each (dtype, device) has its own open bucket and its own position in the list of limits.
     """
 
     def __init__(self, limits: Sequence[int], expected: Mapping[Key, int]) -> None:
@@ -119,10 +118,10 @@ class _Filler:
         self._closed: list[_Draft] = []
 
     def fill(self, start: int, uses: Sequence[ParamUse], *, cut_follows: bool) -> None:
-        """Take in the gradients that complete in one atom.
+        """Add the gradients that complete in one atom.
 
         Args:
-            start: body position where the segment starts that completes what closes here.
+            start: body position where the segment that completes the buckets closed here starts.
             uses: the atom's gradients, in the order of filling.
             cut_follows: whether the graph may be cut between this atom and the next one to fill.
         """
@@ -141,21 +140,21 @@ class _Filler:
                 self._close(
                     key, start, f"{name} brings it to {draft.nbytes} bytes, at or over the limit of {limit}"
                 )
-            elif self._missing[key] == 0:  # nothing will ever fill it, so it need not wait for backward's end
+            elif self._missing[key] == 0:  # nothing can fill it: it need not wait for the end of backward
                 self._close(key, start, "no gradient is left to add")
         if cut_follows and len(self._closed) > before:
             self._settle(start, last_closed)
 
     def finish(self, start: int) -> list[_Draft]:
-        """Close what is still open; all buckets, in the order in which they were closed."""
+        """Close the open buckets; return all buckets, in the order in which they were closed."""
         for key in [*self._open]:
             self._close(key, start, "no gradient is left to add")
         return self._closed
 
     def _settle(self, start: int, last_closed: Mapping[Key, _Draft]) -> None:
-        """The graph is cut next to this atom: leave no bucket open across the cut."""
+        """Leave no bucket open across the cut before this atom."""
         for key in [*self._open]:
-            if key in last_closed:  # what is open was left over by this same atom
+            if key in last_closed:  # the open gradients are left over from this same atom
                 last_closed[key].members += self._open.pop(key).members
             else:
                 self._close(key, start, "another bucket ends at this cut, and none waits on two segments")
@@ -176,12 +175,12 @@ def _atoms(facts: GraphFacts) -> list[int]:
 
 
 def _place(starts: Sequence[int], position: int) -> int:
-    """Into which of the pieces that start at ascending positions a body position falls."""
+    """The index of the piece that a body position falls into, given the pieces' ascending `starts`."""
     return bisect.bisect_right(starts, position) - 1
 
 
 def _by_atom(facts: GraphFacts, atoms: Sequence[int]) -> Iterator[Group]:
-    """The parameters that complete in each atom, latest atom first, in the order of readiness within."""
+    """The parameters that complete in each atom, latest atom first, in ready order within an atom."""
 
     def readiness(use: ParamUse) -> tuple[int, int]:
         return -use.completes_at, use.spec.nbytes
@@ -192,11 +191,11 @@ def _by_atom(facts: GraphFacts, atoms: Sequence[int]) -> Iterator[Group]:
 
 
 def _assemble(facts: GraphFacts, drafts: Sequence[_Draft], policy: Policy) -> Plan:
-    """Number buckets and segments, and write down the cuts."""
+    """Number buckets and segments, and record the cuts."""
     last = min((use.completes_at for use in facts.params), default=0)
     reasons: dict[int, str] = {}
     for index, draft in enumerate(drafts):
-        if draft.start > last:  # with no gradient left to wait for, a cut would serve nobody
+        if draft.start > last:  # with no gradient left to wait for, a cut would be useless
             reasons.setdefault(draft.start, cut_reason(index, draft.reason))
     starts = [0, *sorted(reasons)]
     params: list[list[str]] = [[] for _ in starts]

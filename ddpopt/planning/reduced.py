@@ -1,11 +1,11 @@
-"""The parameters that a DDP module's reducer holds, which need not be those that can be trained now.
+"""The parameters that a DDP module's reducer holds, which may differ from those that require grad now.
 
-DDP takes what requires grad when it is built, and keeps no list. Parameters may be frozen, thawed or replaced
-later: the reducer still waits for those that it was built with, and for no others. So the reducer is asked.
+DDP takes the parameters that require grad when it is built, and keeps no list. Parameters may be frozen,
+unfrozen or replaced later; the reducer still waits for exactly those it was built with. So it is queried.
 
-Invariant: the answer is certain, or an error says why there is none; asking changes nothing.
+Invariant: the answer is certain, or an error says why there is none; the query changes nothing.
 
-Touches private parts of torch 2.11 to 2.13: ``Reducer._get_zeros_like_grad_buckets`` and DDP's log.
+Uses private parts of torch 2.11 to 2.13: ``Reducer._get_zeros_like_grad_buckets`` and DDP's log.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from ddpopt.errors import UnsupportedError
 
 
 def running_reducer(ddp: Any) -> Any:
-    """The reducer that a DDP module uses, seen through a pending `ddpopt.ddp.deferral.defer`.
+    """The reducer that a DDP module uses, even while a `ddpopt.ddp.deferral.defer` is pending.
 
     Args:
         ddp: the DDP module.
@@ -36,10 +36,10 @@ def running_reducer(ddp: Any) -> Any:
 
 @contextlib.contextmanager
 def as_built(ddp: Any) -> Iterator[None]:
-    """Inside this block those parameters require grad that the module's reducer holds, and no others.
+    """Inside this block exactly the parameters that the module's reducer holds require grad.
 
     Raises:
-        UnsupportedError: what it holds cannot be determined, or is not in the module now.
+        UnsupportedError: its parameters cannot be determined, or are no longer in the module.
     """
     held = {id(parameter) for parameter in held_parameters(ddp)}
     before = [(parameter, parameter.requires_grad) for parameter in ddp.module.parameters()]
@@ -55,7 +55,7 @@ def as_built(ddp: Any) -> Iterator[None]:
 
 
 def held_parameters(ddp: Any) -> list[Tensor]:
-    """The parameters that a DDP module's reducer holds, in no order; without a reducer, what it would hold.
+    """The parameters that a DDP module's reducer holds (or would hold, if there is none), in no order.
 
     Raises:
         UnsupportedError: as for `as_built`.
@@ -79,13 +79,13 @@ def held_parameters(ddp: Any) -> list[Tensor]:
 
 
 def numbered_parameters(ddp: Any) -> list[Tensor]:
-    """The parameters that a DDP module's reducer holds, by the number that it gives each.
+    """The parameters that a DDP module's reducer holds, in the order of the reducer's numbering.
 
-    DDP numbers them as the module has them when it is built. Layers may be swapped or pruned since.
+    DDP numbers them in the module's order when it is built. Layers may have been swapped or pruned since.
 
     Raises:
-        UnsupportedError: as for `as_built`, or the module has them in another order since and the numbers are
-            not to be seen. They are in DDP's log after the step that follows the rebuilding of its buckets.
+        UnsupportedError: as for `as_built`, or the module's order has changed and the numbers are not known.
+            They appear in DDP's log after the step that follows the rebuilding of its buckets.
     """
     reducer, held = running_reducer(ddp), held_parameters(ddp)
     if hasattr(reducer, "parameters"):
@@ -101,11 +101,11 @@ def numbered_parameters(ddp: Any) -> list[Tensor]:
         by_number = dict(zip(numbers, itertools.chain.from_iterable(members), strict=True))
         return [by_number[number] for number in range(len(by_number))]
     if not ddp._has_rebuilt_buckets:
-        first_to_last = members[::-1]  # of those it begins with, DDP reduces the last one first
+        first_to_last = members[::-1]  # DDP reduces its initial buckets last to first
         kinds = {(parameter.dtype, parameter.device) for parameter in held}
         if len(kinds) == 1 and not any(ddp._build_params_for_reducer()[1]):
             return [*itertools.chain.from_iterable(first_to_last)]
-        # those of several dtypes, and sparse ones, lie between one another
+        # buckets of several dtypes, and sparse ones, are interleaved
         places = [[place_of[id(parameter)] for parameter in bucket] for bucket in first_to_last]
         if places == sorted(map(sorted, places)):
             return by_place
@@ -116,10 +116,10 @@ def bucket_members(reducer: Any) -> list[list[Tensor]] | None:
     """The parameters of each of a reducer's buckets, in the order in which they are reduced.
 
     Args:
-        reducer: not to be asked from inside its communication hook, when it holds its lock.
+        reducer: must not be queried from inside its communication hook, where it holds its lock.
 
     Returns:
-        None where it cannot tell: a sparse gradient's bucket has no tensor before the first backward.
+        None if not available: a sparse gradient's bucket has no tensor before the first backward.
     """
     try:
         with _NoMemory():  # type: ignore[no-untyped-call]  # of torch
@@ -131,7 +131,7 @@ def bucket_members(reducer: Any) -> list[list[Tensor]] | None:
 
 
 class _NoMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
-    """Gives zeros that take no memory: the reducer shows its buckets only with a tensor of zeros for each."""
+    """Makes zeros that take no memory: the reducer shows its buckets only with zeros for each parameter."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
@@ -142,7 +142,7 @@ class _NoMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
 
 
 def _by_the_log(ddp: Any) -> list[Tensor]:
-    """What a reducer holds that does not tell: all that can be trained, or all, if DDP has logged as many."""
+    """All parameters that require grad, or else all, if they match the count and the size in DDP's log."""
     log = ddp._get_ddp_logging_data()
     counted = log["num_parameter_tensors"], log["total_parameter_size_bytes"]
     ignored = {id(p) for name, p in ddp.module.named_parameters() if name in ddp.parameters_to_ignore}

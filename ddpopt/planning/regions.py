@@ -1,11 +1,11 @@
-"""What the graphs of one model have said so far: live ones as they are compiled, or those of `ddpopt.plan`.
+"""The graphs of one model that are known so far: live ones as they are compiled, or those of `ddpopt.plan`.
 
 A model with graph breaks reaches the backend one graph at a time, and each is compiled before the next one
-is known. A graph that is to be cut is planned for its own parameters; one that stays whole takes part in the
-buckets of all that is known. When the first forward is over, all is joined into one plan for the reducer.
-From then on the buckets are fixed; later graphs (another shape, eval mode) follow those buckets.
+is known. A graph that will be cut is planned for its own parameters; one that stays whole shares buckets with
+all graphs known so far. After the first forward, everything is joined into one plan for the reducer.
+From then on the buckets are fixed; later graphs (another shape, eval mode) follow them.
 
-Invariant: no parameter completes in two graphs; its gradient is complete in the first one that reads it.
+Invariant: no parameter completes in two graphs; its gradient is complete in the first graph that reads it.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from ddpopt.planning.strategy import Strategy, why_not_inline
 
 
 class Planned(NamedTuple):
-    """A graph as planned, with its facts and its plan.
+    """A planned graph, with its facts and its plan.
 
     Attributes:
-        gm: the graph, perhaps with calls opened if it is to be cut.
+        gm: the graph, perhaps with calls opened if it will be cut.
         example_inputs: one value for each of its placeholders.
-        facts: read off `gm`.
-        plan: made from them.
-        why_split: why it is to be cut, if that was not asked for.
-        inline: whether it stays whole, and hands its gradients over from inside its backward.
+        facts: the facts about `gm`.
+        plan: made from the facts.
+        why_split: why it is split, if that was not requested.
+        inline: whether it stays whole and hands its gradients over from inside its backward.
         completed: parameters whose gradients an earlier graph completes, though this one may read them.
-        region: as what it is known; None if it has no part in the plan of the whole model.
-        settled: whether it is known where buckets end. Not if DDP may fill its own again, in the order in
-            which gradients come; nor while parameters are left that no graph reads yet: its code may serve
-            for them, too, as that of one layer does for all where Dynamo compiles layer by layer.
+        region: its part of the plan of the whole model; None if it has none.
+        settled: whether it is known where buckets end. False if DDP may rebuild its own buckets in the order
+            in which gradients arrive, or while some parameters are read by no graph yet: the graph's code may
+            be reused for them, as one layer's code is for all layers where Dynamo compiles layer by layer.
     """
 
     gm: fx.GraphModule
@@ -58,10 +58,10 @@ class Planned(NamedTuple):
 
 
 class Regions:
-    """Plans one model's graphs as they come, then the whole.
+    """Plans one model's graphs as they come, then the whole model.
 
     Args:
-        specs: what DDP reduces, by ``id`` of the parameter, in the order of the reducer's list.
+        specs: the parameters DDP reduces, by ``id`` of the parameter, in the order of the reducer's list.
         config: DDP's bucket limits.
     """
 
@@ -72,7 +72,7 @@ class Regions:
 
     @classmethod
     def of(cls, ddp: nn.parallel.DistributedDataParallel) -> Regions:
-        """Those of a DDP module, of which no graph is known yet."""
+        """The regions of a DDP module that has no graphs yet."""
         return cls(specs_by_id(ddp), BucketConfig.from_ddp(ddp))
 
     def add(
@@ -80,8 +80,7 @@ class Regions:
     ) -> Planned:
         """Plan one more graph of the current forward.
 
-        A graph of the same frame that holds the same parameters is a recompilation, and takes the place
-        of the earlier one.
+        A graph of the same frame with the same parameters is a recompilation, and replaces the earlier one.
         """
         frame = frame_of(gm)
         facts = collect(gm, example_inputs, self.specs)
@@ -89,7 +88,7 @@ class Regions:
         self._regions = [r for r in self._regions if r.frame != frame or not r.params or r.params - read]
         taken = frozenset[str]().union(*(region.params for region in self._regions))
         region = GraphPlan(Plan((), (), ()), frame=frame)
-        # a later graph fills the first buckets
+        # a later graph will fill the first buckets
         config = self.config.after_the_first if ends_in_break(gm) else self.config
 
         def decide(facts: GraphFacts, inline: bool) -> Plan:
@@ -107,11 +106,11 @@ class Regions:
         return planned._replace(completed=taken, region=region, settled=settled)
 
     def with_read_tracking(self, planned: Planned, run: Callable[..., Any]) -> Callable[..., Any]:
-        """A callable like `run`, by which the joined plan knows what other code read before this graph.
+        """A callable like `run` that records for the joined plan which parameters are read before this graph.
 
         Args:
-            planned: what `add` returned for a graph. Where none but parameters among its inputs requires
-                grad, there is nothing to know.
+            planned: the result of `add` for the graph. If only parameters among its inputs require grad,
+                there is nothing to record.
             run: takes the graph's inputs.
         """
         tensors = (value for value in planned.example_inputs if isinstance(value, torch.Tensor))
@@ -121,9 +120,9 @@ class Regions:
         return noting_reads(run, self.specs, planned.region.read_before)
 
     def relevant(self) -> list[GraphPlan]:
-        """Those that the plan is about: they complete a gradient, or tell of reads that none before tells of.
+        """The graphs that the plan covers: they complete a gradient, or show reads that no earlier one shows.
 
-        On fake tensors autograd can be followed through earlier graphs, in compiled code it cannot.
+        On fake tensors autograd can be followed through earlier graphs; in compiled code it cannot.
         """
         found: list[GraphPlan] = []
         known = frozenset[str]()
@@ -134,7 +133,7 @@ class Regions:
         return found
 
     def joined(self) -> Plan | None:
-        """The plan of the whole model, or None while no graph trains a parameter."""
+        """The plan of the whole model, or None as long as no graph trains a parameter."""
         trains = any(region.params for region in self._regions)
         return self._join(self.relevant()) if trains else None
 
@@ -150,7 +149,7 @@ def _planned(
     facts: GraphFacts,
     decide: Callable[[GraphFacts, bool], Plan],
 ) -> Planned:
-    """Plan a graph by the strategy that fits it; `decide` is given facts, and whether it stays whole."""
+    """Plan a graph with the strategy that fits it; `decide` gets facts, and whether the graph stays whole."""
     why = None if strategy == "split" else why_not_inline(gm, facts.sources)
     if strategy != "split" and why is None:
         return Planned(gm, example_inputs, facts, decide(facts, True), inline=True)
@@ -164,9 +163,9 @@ def _planned(
 
 
 def specs_by_id(ddp: nn.parallel.DistributedDataParallel) -> dict[int, ParamSpec]:
-    """What `ddp` reduces, by ``id`` of the parameter, in the order of the reducer's list.
+    """The parameters that `ddp` reduces, by ``id`` of the parameter, in the order of the reducer's list.
 
-    A reducer that follows a plan knows the plan's names, whatever the module calls its parameters since.
+    A reducer that follows a plan keeps the plan's names, even if the module's parameter names have changed.
     """
     planned: Mapping[int, str] = getattr(running_reducer(ddp), "names", {})
     ids = {name: id(param) for name, param in ddp.module.named_parameters()}
@@ -181,10 +180,10 @@ def plan_for_reducer(
     example_inputs: Sequence[object],
     strategy: Strategy = "auto",
 ) -> Planned:
-    """Plan a graph for the buckets that the reducer has, those of the plan that is `imposed` on it.
+    """Plan a graph for the reducer's buckets: those of the `imposed` plan.
 
-    Without one DDP will rebuild its own. It fills them in the order in which gradients arrive, which this
-    graph's readers foretell.
+    Without such a plan DDP will rebuild its own buckets. It fills them in the order in which gradients
+    arrive, which is predicted from this graph's readers.
     """
     specs = specs_by_id(ddp)
 
@@ -200,10 +199,10 @@ def plan_for_reducer(
 
 
 def ends_in_break(gm: fx.GraphModule) -> bool:
-    """Whether Dynamo broke the graph here, so that the forward goes on in another one."""
+    """Whether the graph ends in a graph break, so that the forward continues in another graph."""
     return bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False))
 
 
 def frame_of(gm: fx.GraphModule) -> object:
-    """Which Python frame Dynamo traced `gm` from; equal for recompilations of one frame."""
+    """The Python frame that Dynamo traced `gm` from; equal for recompilations of one frame."""
     return getattr(gm.meta.get("dynamo_compile_id"), "frame_id", None)

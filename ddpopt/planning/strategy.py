@@ -1,6 +1,6 @@
-"""How a graph is compiled so that its gradients leave during backward: decided before it is planned.
+"""Choosing how a graph is compiled so that its gradients leave during backward, before it is planned.
 
-Invariant: the same graph gives the same answer in `ddpopt.plan` and when it is compiled.
+Invariant: for the same graph, `ddpopt.plan` and compilation give the same answer.
 """
 
 from typing import Any, Literal, get_args
@@ -18,7 +18,7 @@ Strategy = Literal["split", "inline", "auto"]
 
 
 def require_choice(argument: str, value: str, choice: Any) -> None:
-    """Raise UsageError unless `value` is one of the words of a ``Literal``."""
+    """Raise UsageError unless `value` is one of the values of a ``Literal``."""
     words = get_args(choice)
     if value not in words:
         *others, last = map(repr, words)
@@ -30,10 +30,10 @@ def why_not_inline(gm: fx.GraphModule, sources: Sources) -> str | None:
 
     Args:
         gm: a forward graph as Dynamo hands it to a backend.
-        sources: which of its nodes bring which parameters into it.
+        sources: the nodes that bring parameters into it, and their names.
 
     Returns:
-        The reason, for the user; None if there is none.
+        The reason, for the user; None if it can be.
     """
     held: dict[int, str] = {}
     for node, names in sources.items():
@@ -42,10 +42,10 @@ def why_not_inline(gm: fx.GraphModule, sources: Sources) -> str | None:
             return f"parameter {name!r} is no input of the graph but an attribute of it"
         held.update(dict.fromkeys(storages(node), name))
     for node in gm.graph.nodes:
-        if communicates_in_backward(node):  # gradients that one rank alone holds back, for a hook, come later
+        if communicates_in_backward(node):  # a hook on one rank alone delays that rank's gradients
             return f"the backward of {node.name!r} communicates, and all ranks must send in one order"
         value = example_value(node)
-        nested = isinstance(value, NestedTensor) and node not in sources  # gives no nested gradients
+        nested = isinstance(value, NestedTensor) and node not in sources  # its gradients are not nested
         if is_traceable_wrapper_subclass(value) and not nested:
             known = [f"parameter {name!r}" for name in sources.get(node, {}).values()]
             what = known[0] if known else repr(node.name)

@@ -1,10 +1,10 @@
 """Independent proof that a stitched module is the program it was cut from, and keeps the plan's promises.
 
-The proof is a table of named invariants. Each looks at the evidence, read off both graphs once, and gives a
-sentence for each place where it does not hold; all of them are collected, and raised together.
+The proof is a table of named invariants. Each one checks the evidence, which is read from both graphs once,
+and yields a sentence for each violation; all violations are collected and raised together.
 
-Invariant: shares no code with what plans or cuts but the data classes of `ddpopt.planning.plan`, and what
-`ddpopt.graph` says of a single node; takes time linear in nodes.
+Invariant: shares no code with planning and cutting, except the data classes of `ddpopt.planning.plan` and
+what `ddpopt.graph` says about a single node; takes time linear in nodes.
 """
 
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ INVARIANTS: tuple[Invariant, ...] = (
     Invariant("bucket order", promises.buckets_follow_backward),
     Invariant("segment contents", promises.segments_list_what_they_complete),
 )
-"""Everything that a stitched module is held to, each row with one sentence as its check's docstring."""
+"""All invariants of a stitched module; the docstring of each check states its invariant in one sentence."""
 
 
 def certify(original: fx.GraphModule, stitched: fx.GraphModule, plan: Plan, names: Mapping[str, str]) -> None:
@@ -48,8 +48,8 @@ def certify(original: fx.GraphModule, stitched: fx.GraphModule, plan: Plan, name
 
     Args:
         original: the graph as Dynamo gave it, with example values on its nodes.
-        stitched: a module that calls one submodule a segment; or `original` itself, where there is no cut.
-        plan: what was to be done.
+        stitched: a module that calls one submodule per segment; or `original` itself if there is no cut.
+        plan: the plan that was carried out.
         names: for each node of `original` that brings in a trainable parameter (a placeholder or attribute),
             the parameter's name; for a module call the key is ``"<node name>.<name in the module>"``.
 

@@ -1,7 +1,7 @@
-"""The evidence: both programs, the plan, and who reads which parameter, gathered once for all invariants.
+"""The evidence: both programs, the plan, and each parameter's reader, gathered once for all invariants.
 
-Invariant: of `ddpopt.plan` only the data classes are used, so a fault in planning or cutting shows here
-instead of being repeated.
+Invariant: only the data classes of `ddpopt.planning.plan` are used, so that a bug in planning or cutting is
+detected here instead of repeated.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
@@ -21,14 +21,14 @@ from ddpopt.proof.terms import Held, Item, Made, Term, leaves
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that the invariants look at.
+    """Everything that the invariants check.
 
     Attributes:
-        plan: the plan to be kept.
+        plan: the plan that must be kept.
         original: the graph that was cut.
         stitched: the program that the stitched module computes.
         passing: the steps whose backward runs, by name.
-        readers: for each parameter that gradient flows to, its earliest differentiable reader.
+        readers: for each parameter that gets a gradient, its earliest differentiable reader.
     """
 
     plan: Plan
@@ -52,8 +52,8 @@ def gather(
 
     Args:
         original: the graph that was cut.
-        stitched: the module to judge; `original` itself counts as one segment.
-        plan: the plan to be kept.
+        stitched: the module to check; `original` itself counts as one segment.
+        plan: the plan that must be kept.
         names: the parameter that a node of `original` brings in, as for `ddpopt.proof.certificate.certify`.
 
     Returns:
@@ -70,9 +70,9 @@ def gather(
 def steps_passing_gradient(original: Original) -> dict[str, None]:
     """The steps whose backward runs, by name.
 
-    Their result requires grad, in grad mode or as an argument that they return as it is, and reaches an
-    output through steps like them, or a write that one of them, an output or the caller sees. A write of what
-    requires no grad passes none. What a later step detaches in place is taken to require grad until then.
+    Their result requires grad, in grad mode or as an argument that is returned unchanged, and it reaches an
+    output through other such steps, or through a write that such a step, an output or the caller sees. Writes
+    without grad pass no gradient. A value that is detached in place later counts as requiring grad before.
     """
     passing: dict[str, None] = {}
     handing_on: dict[str, None] = {}
@@ -91,7 +91,7 @@ def steps_passing_gradient(original: Original) -> dict[str, None]:
         users = step.node.users
         reaches = any(u.op == "output" or u.name in passing or u.name in handing_on for u in users)
         if not (step.state.grad_mode or given_back(original, step)):
-            if reaches and term != Made(step.name):  # what it writes to and returns
+            if reaches and term != Made(step.name):  # it returns a value that it writes to
                 handing_on[step.name] = None
             continue
         if reaches or _writes_what_is_seen(original, step, seen, detached):
@@ -111,7 +111,7 @@ def earliest_readers(
         names: the parameter that a node brings in, as for `ddpopt.proof.certificate.certify`.
 
     Returns:
-        Node names by parameter name. Parameters that no gradient flows to are not in it.
+        Node names by parameter name, without parameters that get no gradient.
     """
     sources: dict[Term, list[str]] = {}
     for label, param in names.items():
@@ -127,7 +127,7 @@ def earliest_readers(
 
 
 def given_back(original: Original, step: ProgramStep) -> dict[int, torch.Tensor]:
-    """By identity, the tensors that a step was given and returns as they are; none if it writes to any."""
+    """By identity, the tensors that a step takes and returns unchanged; none if it writes to any tensor."""
     known = {id(tensor) for leaf in step.given for tensor in tensors_in(original.example(leaf))}
     own = tensors_in(original.example(original.terms[step.name]))
     back = {id(tensor): tensor for tensor in own if id(tensor) in known}
@@ -135,12 +135,12 @@ def given_back(original: Original, step: ProgramStep) -> dict[int, torch.Tensor]
 
 
 def _is_trained(original: Original, term: Term, detached: Set[Term]) -> bool:
-    """Whether a value requires grad, or does so until it is detached in place."""
+    """Whether a value requires grad, at least until it is detached in place."""
     return requires_grad(original.example(term)) or term in detached
 
 
 def _writes_what_is_seen(original: Original, step: ProgramStep, seen: Set[int], detached: Set[Term]) -> bool:
-    """Whether a step writes to what requires grad and lies in storages that are seen, or in none."""
+    """Whether a step writes to a value that requires grad and has a storage in `seen`, or no storage."""
     for leaf in (value for value in step.written if isinstance(value, (Made, Item, Held))):
         own = set(_storages(original, [leaf]))
         if _is_trained(original, leaf, detached) and (not own or not own.isdisjoint(seen)):

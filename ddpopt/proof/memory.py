@@ -1,6 +1,6 @@
-"""Invariants of memory: what is written, in which order, and who may be given a value detached.
+"""Invariants of memory: which tensors are written, in which order, and which segments get detached values.
 
-A storage is told by the example values that tracing left: views of one tensor share theirs.
+Storages are identified by the example values from tracing: views of one tensor share a storage.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ddpopt.proof.terms import ABSENT, Copy, Item, Made, Term, leaves, show
 
 
 def writes_stay_in_one_segment(evidence: Evidence) -> Iterator[str]:
-    """From the step that makes a storage, or reads it first, to the last write to it: one segment."""
+    """A storage stays in one segment from the step that makes it, or reads it first, to its last write."""
     original = evidence.original
     first: dict[Hashable, ProgramStep] = {}
     for step in evidence.stitched.steps:
@@ -32,7 +32,7 @@ def writes_stay_in_one_segment(evidence: Evidence) -> Iterator[str]:
 
 
 def detached_values_get_no_gradient(evidence: Evidence) -> Iterator[str]:
-    """A segment gets a value detached, at its own call, only if it sends the value no gradient."""
+    """A segment gets a value detached, at its own call, only if it sends no gradient to it."""
     copied = [(crossing, crossing.copy) for crossing in evidence.stitched.crossings if crossing.copy]
     sending = _read_with_gradient(evidence) if copied else {}
     for crossing, copy in copied:
@@ -44,7 +44,7 @@ def detached_values_get_no_gradient(evidence: Evidence) -> Iterator[str]:
 
 
 def views_without_gradient_stay(evidence: Evidence) -> Iterator[str]:
-    """No view through which no gradient passes gets one by leaving its segment, across a cut or as output."""
+    """A view that passes no gradient gains none by leaving its segment, across a cut or as an output."""
     severed = _severed(evidence.original)
     if evidence.stitched is evidence.original.program:
         return
@@ -63,7 +63,7 @@ def views_without_gradient_stay(evidence: Evidence) -> Iterator[str]:
 
 
 def gradients_of_their_own_stay(evidence: Evidence) -> Iterator[str]:
-    """What shows another value, but has a gradient of its own, stays in the segment that makes it."""
+    """A value that shares another value's memory, but has its own gradient, stays in its segment."""
     apart = _apart(evidence.original)
     for crossing in evidence.stitched.crossings if apart else ():
         if any(_maker(leaf) in apart for leaf in leaves(crossing.term)):
@@ -72,9 +72,9 @@ def gradients_of_their_own_stay(evidence: Evidence) -> Iterator[str]:
 
 
 def values_cross_as_they_are_described(evidence: Evidence) -> Iterator[str]:
-    """No value crosses a cut before it is reshaped or detached in place, as tracing describes it then."""
+    """No value crosses a cut before an in-place reshape or detach, which its example value already shows."""
     first: dict[Term, Crossing] = {}
-    opening = min(evidence.stitched.ends, default=0)  # what comes into the first segment crosses no cut
+    opening = min(evidence.stitched.ends, default=0)  # inputs of the first segment cross no cut
     for crossing in (c for c in evidence.stitched.crossings if c.segment > opening):
         for leaf in leaves(crossing.term):
             first.setdefault(leaf, crossing)
@@ -86,9 +86,9 @@ def values_cross_as_they_are_described(evidence: Evidence) -> Iterator[str]:
 
 
 def steps_taken_twice(evidence: Evidence) -> Iterator[ProgramStep]:
-    """The steps that a segment takes once more though they are neither views nor symbols.
+    """The steps that a segment repeats although they are neither views nor symbols.
 
-    Nor may a view be taken again that is reshaped or detached in place: it would be as it was before.
+    A view that is reshaped or detached in place must not be repeated either: that would undo the change.
     """
     if not evidence.stitched.repeats:
         return
@@ -100,11 +100,11 @@ def steps_taken_twice(evidence: Evidence) -> Iterator[ProgramStep]:
             yield step
 
 
-# --- what the invariants ask ---------------------------------------------------------------------
+# --- helpers -------------------------------------------------------------------------------------
 
 
 def _families(original: Original, term: Term) -> Iterator[Hashable]:
-    """The identities of the storages behind a term; the term itself where tracing left no value."""
+    """The identities of the storages behind a term; the term itself if it has no example value."""
     for leaf in leaves(term):
         example = original.example(leaf)
         if example is ABSENT and isinstance(leaf, (Made, Item)):
@@ -120,7 +120,7 @@ def _storage(tensor: torch.Tensor) -> Hashable:
 
 
 def _written_families(original: Original) -> dict[Hashable, str]:
-    """Each storage that the steps write to, with the first name that they write it by."""
+    """Each storage that the steps write to, with the name of the first value written in it."""
     found: dict[Hashable, str] = {}
     for step in original.program.steps:
         for leaf in step.written:
@@ -136,7 +136,7 @@ def _redescribed(original: Original) -> set[Term]:
 
 
 def _severed(original: Original) -> set[Term]:
-    """The values that are views taken under ``no_grad`` of what requires grad, and views of these."""
+    """Views of tensors that require grad, taken under ``no_grad``, and views of such views."""
     found: set[Term] = set()
     for step in original.program.steps:
         if step.state.grad_mode and not found:
@@ -154,7 +154,7 @@ def _severed(original: Original) -> set[Term]:
 
 
 def _apart(original: Original) -> set[Term]:
-    """What bodies and unknown functions return in the memory of what they were given; and views of it."""
+    """Results of bodies and unknown functions in the memory of their arguments, and views of these."""
     found: set[Term] = set()
     for step in original.program.steps:
         value = original.terms[step.name]
@@ -168,26 +168,26 @@ def _apart(original: Original) -> set[Term]:
 
 
 def _maker(term: Term) -> Term:
-    """The value of a node that an item of it belongs to."""
+    """The value of the node that an item belongs to."""
     while isinstance(term, Item):
         term = term.base
     return term if isinstance(term, Made) else None
 
 
 def _made_and_read(original: Original, step: ProgramStep) -> tuple[set[Hashable], set[Hashable]]:
-    """The storages of what a step makes, and those of its arguments."""
+    """The storages of a step's result, and those of its arguments."""
     made = set(_families(original, original.terms[step.name]))
     return made, {family for term in step.given for family in _families(original, term)}
 
 
 def _is_view(original: Original, step: ProgramStep) -> bool:
-    """Whether a step writes to nothing and makes nothing that its arguments do not hold already."""
+    """Whether a step only returns memory of its arguments, and writes to nothing."""
     made, read = _made_and_read(original, step)
     return bool(made) and made <= read and not step.written
 
 
 def _may_repeat(original: Original, step: ProgramStep, watched: Mapping[Hashable, str]) -> bool:
-    """Whether a step may be taken again: a view of its arguments, or a symbol, that no write can change."""
+    """Whether a step may be repeated: a view of its arguments, or a symbol, that no write can change."""
     if step.written or step.node.op == "call_module" or isinstance(step.callee, HigherOrderOperator):
         return False
     made, read = _made_and_read(original, step)
@@ -198,7 +198,7 @@ def _may_repeat(original: Original, step: ProgramStep, watched: Mapping[Hashable
 
 
 def _read_with_gradient(evidence: Evidence) -> dict[tuple[int, Term], str]:
-    """For each segment and value: a step that sends gradient to the value, or the segment's return of it."""
+    """For each segment and value: a step that sends gradient to the value, or that the segment returns it."""
     found: dict[tuple[int, Term], str] = {}
     for step in (*evidence.stitched.steps, *evidence.stitched.repeats):
         if step.name not in evidence.passing:

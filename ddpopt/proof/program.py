@@ -1,8 +1,8 @@
 """Invariants of the program: the stitched module computes what the original computes.
 
-Each is one sentence, and yields a sentence for each place where it does not hold, with segment and node.
+Each one is stated in one sentence, and yields a sentence for each violation, with segment and node.
 
-Invariant: each visits every step once, so that a graph of 50,000 nodes is judged in seconds.
+Invariant: each check visits every step once, so that a graph of 50,000 nodes is checked in seconds.
 """
 
 import itertools
@@ -27,7 +27,7 @@ def inputs_are_kept(evidence: Evidence) -> Iterator[str]:
 
 
 def nodes_run_once(evidence: Evidence) -> Iterator[str]:
-    """Each node of the original's body is in one segment; only views and symbols may be taken again."""
+    """Each node of the original's body is in one segment; only views and symbols may be repeated."""
     homes = {step.name: step.segment for step in evidence.stitched.steps}
     for name in evidence.original.steps:
         if name not in homes:
@@ -37,12 +37,12 @@ def nodes_run_once(evidence: Evidence) -> Iterator[str]:
 
 
 def nothing_is_added(evidence: Evidence) -> Iterator[str]:
-    """Nothing runs besides the original's nodes but what a cut needs."""
+    """Nothing runs except the original's nodes and the nodes that a cut needs."""
     yield from evidence.stitched.strays
 
 
 def order_is_kept(evidence: Evidence) -> Iterator[str]:
-    """The segments, one after the other, run the original's nodes in their order."""
+    """The segments, one after the other, run the original's nodes in the original's order."""
     place = {name: index for index, name in enumerate(evidence.original.steps)}
     for before, step in itertools.pairwise(evidence.stitched.steps):
         if place[step.name] < place[before.name]:
@@ -50,7 +50,7 @@ def order_is_kept(evidence: Evidence) -> Iterator[str]:
 
 
 def values_are_defined(evidence: Evidence) -> Iterator[str]:
-    """Each value is there before it is read, and each segment gets as many inputs as it takes."""
+    """Each value is defined before it is read, and each segment gets as many inputs as it takes."""
     yield from evidence.stitched.undefined
 
 
@@ -76,7 +76,7 @@ def steps_are_equal(evidence: Evidence) -> Iterator[str]:
 
 
 def metadata_is_kept(evidence: Evidence) -> Iterator[str]:
-    """Nodes and inputs keep what tracing wrote on them: stack traces, policies, example values, sources."""
+    """Nodes and inputs keep their metadata from tracing: stack traces, policies, example values, sources."""
     nodes = evidence.original.nodes
     for step in (*evidence.stitched.steps, *evidence.stitched.repeats):
         yield from _lost_metadata(nodes[step.name], step.node, at(step))
@@ -94,7 +94,7 @@ def metadata_is_kept(evidence: Evidence) -> Iterator[str]:
 
 
 def states_are_equal(evidence: Evidence) -> Iterator[str]:
-    """Each node runs under the autocast spans and the grad mode under which the original runs it."""
+    """Each node runs under the same autocast spans and grad mode as in the original."""
     for step in evidence.stitched.steps:
         expected = evidence.original.steps[step.name].state
         if step.state != expected:
@@ -107,7 +107,7 @@ def states_are_equal(evidence: Evidence) -> Iterator[str]:
 
 
 def segments_are_balanced(evidence: Evidence) -> Iterator[str]:
-    """Each segment leaves autocast and grad mode as it found them; the last as the original leaves them."""
+    """Each segment restores autocast and grad mode; the last one leaves them as the original does."""
     ends = evidence.stitched.ends
     (final,) = evidence.original.program.ends.values()
     for segment, found in ends.items():
@@ -128,7 +128,7 @@ def symbols_are_bound(evidence: Evidence) -> Iterator[str]:
                 yield f"segment {segment}, input {name}: no input binds the symbol {symbol}"
 
 
-# --- what the invariants ask ---------------------------------------------------------------------
+# --- helpers -------------------------------------------------------------------------------------
 
 
 def _listed(inputs: Sequence[tuple[object, ...]]) -> str:
@@ -163,7 +163,7 @@ def _lost_metadata(expected: fx.Node, found: fx.Node, where: str) -> Iterator[st
 
 
 def _same_meta(expected: object, found: object) -> bool:
-    """Equal for plain data, the same object for anything else (a tensor cannot be asked for equality)."""
+    """Whether plain data is equal, or other objects are identical (tensors have no plain equality)."""
     if expected is found:
         return True
     if type(expected) is not type(found):
@@ -178,7 +178,7 @@ def _same_meta(expected: object, found: object) -> bool:
 
 
 def _lost_source(expected: fx.Node, found: fx.Node, where: str) -> Iterator[str]:
-    """Dynamo leaves an input's source as an attribute of its node, and AOTAutograd reads it there."""
+    """Check an input's source, which Dynamo leaves as an attribute of its node for AOTAutograd."""
     source = getattr(expected, "_dynamo_source", None)
     if getattr(found, "_dynamo_source", None) is not source:
         yield f"{where}: its source is not that of {expected.name}"

@@ -1,7 +1,7 @@
 """Invariants of the plan: the cuts lie where it says, and each bucket is complete when it says.
 
-A gradient is complete once the backward of its earliest differentiable reader has run. Which node that is,
-the evidence derives from the graph; these invariants hold the plan's buckets and segments against it.
+A gradient is complete once the backward of its earliest differentiable reader has run. The evidence derives
+this reader from the graph; these invariants compare the plan's buckets and segments with it.
 """
 
 import itertools
@@ -28,7 +28,7 @@ def segments_hold_the_planned_nodes(evidence: Evidence) -> Iterator[str]:
 
 
 def cuts_open_segments(evidence: Evidence) -> Iterator[str]:
-    """The nodes that open the segments after the first are those of the plan's cuts, in order."""
+    """The first nodes of the segments after the first are those of the plan's cuts, in order."""
     openers: dict[int, str] = {}
     for step in evidence.stitched.steps:
         openers.setdefault(step.segment, step.name)
@@ -40,7 +40,7 @@ def cuts_open_segments(evidence: Evidence) -> Iterator[str]:
 
 
 def params_are_in_one_bucket(evidence: Evidence) -> Iterator[str]:
-    """Each trainable parameter that gradient flows to is in one bucket, and none is in two."""
+    """Each trainable parameter that gets a gradient is in one bucket, and none is in two."""
     buckets: dict[str, list[int]] = {name: [] for name in evidence.readers}
     for bucket in evidence.plan.buckets:
         for param in bucket.params:
@@ -53,7 +53,7 @@ def params_are_in_one_bucket(evidence: Evidence) -> Iterator[str]:
 
 
 def buckets_complete_as_planned(evidence: Evidence) -> Iterator[str]:
-    """Each bucket completes in its segment; by policy "plan" all of its parameters do."""
+    """Each bucket completes in its segment; with policy "plan" all of its parameters do."""
     homes = _homes(evidence)
     launch = len(evidence.plan.segments)
     for bucket in evidence.plan.buckets:
@@ -73,7 +73,7 @@ def buckets_complete_as_planned(evidence: Evidence) -> Iterator[str]:
 
 
 def buckets_follow_backward(evidence: Evidence) -> Iterator[str]:
-    """Buckets are numbered in reduction order, and that order never goes back to a later segment."""
+    """Buckets are numbered in reduction order, and this order never returns to a later segment."""
     buckets = evidence.plan.buckets
     for place, bucket in enumerate(buckets):
         if bucket.index != place:
@@ -101,7 +101,7 @@ def segments_list_what_they_complete(evidence: Evidence) -> Iterator[str]:
 
 
 def _homes(evidence: Evidence) -> dict[str, int]:
-    """For each parameter that gradient flows to, the segment of its earliest differentiable reader."""
+    """For each parameter that gets a gradient, the segment of its earliest differentiable reader."""
     segments = {step.name: step.segment for step in reversed(evidence.stitched.steps)}
     return {param: segments[node] for param, node in evidence.readers.items() if node in segments}
 

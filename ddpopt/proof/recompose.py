@@ -1,9 +1,9 @@
-"""Read a graph as a program again: steps over terms, whether it is one graph or stitched from segments.
+"""Read a graph as a program: steps over terms, whether it is one graph or stitched from segments.
 
-The certificate judges a stitched module by what it computes. So its segments are inlined again here, by
-the names of their nodes and the places of their arguments, without a look at how they were made.
+The certificate checks a stitched module by what it computes. So its segments are inlined again here, by
+the names of their nodes and the positions of their arguments, regardless of how they were made.
 
-Invariant: shares no code with what plans or cuts, and visits each node once.
+Invariant: shares no code with planning and cutting, and visits each node once.
 """
 
 import itertools
@@ -31,7 +31,7 @@ CALLS = ("call_function", "call_method", "call_module")
 
 
 def read_original(original: fx.GraphModule) -> Original:
-    """Read the graph that was cut: its program of one segment, and its values by name."""
+    """Read the graph that was cut, as a program of one segment with its values by name."""
     nodes = {node.name: node for node in original.graph.nodes}
     begin = ProgramState(not begins_without_grad(original.graph))
     walk = _Walk(original, nodes, 0, begin)
@@ -49,8 +49,8 @@ def recompose(
     Args:
         stitched: its graph calls segments, picks their outputs, and does nothing else.
         original: the graph that it was cut from.
-        homes: for each segment, by index and in order, the nodes that should be in it. Only consulted for
-            nodes whose name comes up in several segments, and for the kinds of calls that a cut adds.
+        homes: for each segment, by index and in order, the nodes that should be in it. Used only for
+            nodes whose name appears in several segments, and for the kinds of calls that a cut adds.
 
     Returns:
         The program that the stitched module computes.
@@ -75,7 +75,7 @@ def recompose(
 
 
 class _Walk:
-    """One graph on its way to steps; `nodes` are those of the original by name."""
+    """Converts one graph to steps; `nodes` are the original's, by name."""
 
     def __init__(
         self, module: fx.GraphModule, nodes: Mapping[str, fx.Node], segment: int, state: ProgramState
@@ -93,7 +93,7 @@ class _Walk:
         self.result: Term = ABSENT
 
     def run(self, arguments: Sequence[Term]) -> None:
-        """Visit all nodes once, the placeholders bound to `arguments` in order."""
+        """Visit all nodes once, with the placeholders bound to `arguments` in order."""
         if len(arguments) != len(self.inputs):
             self.undefined.append(
                 f"{self.where}: {len(self.inputs)} inputs expected, {len(arguments)} arguments passed"
@@ -108,7 +108,7 @@ class _Walk:
                 self.values[node] = self.call(self.read(node))
 
     def call(self, step: ProgramStep) -> Term:
-        """Take one step of the program; its value."""
+        """Take one step of the program; return its value."""
         self.take(step, step.name)
         picked = _picked(self.nodes, step)
         if picked is ABSENT:
@@ -116,12 +116,12 @@ class _Walk:
         return Made(step.name) if picked is ABSENT else picked
 
     def take(self, step: ProgramStep, opener: str) -> None:
-        """Note a step, and the state after it; `opener` names the autocast span that it may open."""
+        """Record a step and the state after it; `opener` names the autocast span that it may open."""
         self.steps.append(step)
         self.switch(step, opener)
 
     def switch(self, step: ProgramStep, opener: str) -> None:
-        """Note the state after a step."""
+        """Record the state after a step."""
         autocast = self.state.autocast
         if step.callee is ENTER_AUTOCAST:
             self.state = replace(self.state, autocast=(*autocast, OpenSpan(opener, _arguments(step))))
@@ -131,7 +131,7 @@ class _Walk:
             self.state = replace(self.state, grad_mode=step.args[0] is True)
 
     def read(self, node: fx.Node) -> ProgramStep:
-        """A node that computes, with its arguments as terms."""
+        """A computing node as a step, with its arguments as terms."""
         args = tuple(self.term(argument, node) for argument in node.args)
         kwargs = {key: self.term(argument, node) for key, argument in node.kwargs.items()}
         callee = fetch(self.module, str(node.target), ABSENT) if node.op == "call_module" else node.target
@@ -155,11 +155,11 @@ class _Walk:
 
 
 class _Reading(_Walk):
-    """One segment on its way to steps of the original.
+    """Converts one segment to steps of the original.
 
-    A node with the name of a node of the original is that node. What else there may be: switches of state
-    before the first of these and after the last, switches of grad mode around a node that is taken
-    again, and items of tuples anywhere.
+    A node with the name of an original node is that node. Other nodes allowed are switches of state before
+    the first and after the last of these, switches of grad mode around a repeated node, and items of tuples
+    anywhere.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class _Reading(_Walk):
         if picked is not ABSENT:
             return picked
         if step.callee is operator.getitem and step.name in self.original.steps:
-            self.take(step, step.name)  # not an item of a tuple but a view of a tensor, taken again
+            self.take(step, step.name)  # not an item of a tuple but a repeated view of a tensor
             return self.original.terms[step.name]
         if not self._may_switch(step):
             self.strays.append(f"{self.where}, node {step.name}: is not in the original, and no cut needs it")
@@ -198,14 +198,14 @@ class _Reading(_Walk):
         return node.name in self.original.steps and (node.target not in added_by_cuts or node.name in home)
 
     def _may_switch(self, step: ProgramStep) -> bool:
-        """Whether a cut may need this switch of state here."""
+        """Whether a cut may need this state switch here."""
         at_start, at_end = self.left == len(self.own), self.left == 0
         if step.callee is GRAD_MODE:
             return at_start or at_end or step.node in self.around_repeats
         return (step.callee is ENTER_AUTOCAST and at_start) or (step.callee is EXIT_AUTOCAST and at_end)
 
     def _resumed_opener(self, step: ProgramStep) -> str:
-        """Which span of the original an entry at the start of a segment opens again; else its own name."""
+        """The original's span that a step at the start of a segment reopens; else the step's own label."""
         depth = len(self.state.autocast)
         if step.callee is ENTER_AUTOCAST and depth < len(self.resumed):
             span = self.resumed[depth]
@@ -215,7 +215,7 @@ class _Reading(_Walk):
 
 
 class _Stitched(_Walk):
-    """The graph that calls the segments, and may hand them values detached."""
+    """Converts the graph that calls the segments, and may pass them detached values."""
 
     def __init__(
         self, module: fx.GraphModule, original: Original, homes: Mapping[int, Container[str]]
@@ -275,7 +275,7 @@ def _picked(nodes: Mapping[str, fx.Node], step: ProgramStep) -> Term:
 
 
 def _handed_back(nodes: Mapping[str, fx.Node], step: ProgramStep) -> Term:
-    """The argument that a step writes to and then returns; `ABSENT` if it makes a tensor of its own."""
+    """The argument that a step writes to and then returns; `ABSENT` if it makes a new tensor."""
     value = example_value(step.node)
     if not isinstance(value, torch.Tensor):
         return ABSENT

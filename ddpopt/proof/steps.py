@@ -1,6 +1,6 @@
-"""What a graph says as a program: steps over terms, the state they run in, what crosses between segments.
+"""A graph as a program: steps over terms, the state they run in, and the values that cross between segments.
 
-Invariant: frozen data. `ddpopt.proof.recompose` makes it, everything else in this package reads it.
+Invariant: frozen data. `ddpopt.proof.recompose` makes it; everything else in this package reads it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ class OpenSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class ProgramState:
-    """Global state that nodes switch: grad mode, and the open autocast spans, outermost first."""
+    """The global state that nodes switch: grad mode, and the open autocast spans, outermost first."""
 
     grad_mode: bool
     autocast: tuple[OpenSpan, ...] = ()
@@ -36,7 +36,7 @@ class ProgramState:
 
 @dataclass(frozen=True)
 class ProgramStep:
-    """One node that computes: what it calls, on which terms (`reads` by node), in which segment and state."""
+    """One computing node: its callee, its arguments as terms (`reads`: by node), its segment and state."""
 
     node: fx.Node
     segment: int
@@ -48,12 +48,12 @@ class ProgramStep:
 
     @property
     def written(self) -> tuple[Term, ...]:
-        """The values that it may write to; no groups of them."""
+        """The values that it may write to, without groups."""
         return tuple(leaf for node in mutated_inputs(self.node) for leaf in leaves(self.reads[node]))
 
     @property
     def given(self) -> tuple[Term, ...]:
-        """The values that it is called with; no groups of them."""
+        """The values that it is called with, without groups."""
         return tuple(leaf for term in (*self.args, *self.kwargs.values()) for leaf in leaves(term))
 
     @property
@@ -63,12 +63,12 @@ class ProgramStep:
 
 
 def at(step: ProgramStep) -> str:
-    """Where a step is, for messages."""
+    """The location of a step, for messages."""
     return f"segment {step.segment}, node {step.name}"
 
 
 class Crossing(NamedTuple):
-    """An input of a segment: its placeholder, the term that it carries, and the copy in its place, if any."""
+    """An input of a segment: its placeholder, its term, and the copy that is passed instead, if any."""
 
     segment: int
     node: fx.Node
@@ -82,14 +82,14 @@ class GraphProgram:
 
     Attributes:
         inputs: its placeholders, in order.
-        steps: what it computes, in the order in which it runs; one for each node that is there at all.
-        result: what it returns.
-        ends: the state that each segment leaves behind, by the segment's index, in order.
-        repeats: steps that segments take once more, because the value itself cannot cross a cut.
+        steps: its steps in execution order, one for each node of the original that it contains.
+        result: the value that it returns.
+        ends: the state after each segment, by the segment's index, in order.
+        repeats: steps that segments repeat, because the value itself cannot cross a cut.
         crossings: the inputs of its segments, in order.
-        returns: what each segment returns, by its index.
-        undefined: for each value that is read without being there, a sentence.
-        strays: for each node that the original does not have and that no cut needs, a sentence.
+        returns: the value that each segment returns, by its index.
+        undefined: a sentence for each value that is read but not defined.
+        strays: a sentence for each node that is neither in the original nor needed by a cut.
     """
 
     inputs: tuple[fx.Node, ...]
@@ -105,7 +105,7 @@ class GraphProgram:
 
 @dataclass(frozen=True)
 class Original:
-    """The graph that was cut, and what it says of each of its values.
+    """The graph that was cut, and its values.
 
     Attributes:
         program: the graph as a program of one segment.
@@ -122,12 +122,12 @@ class Original:
     begin: ProgramState
 
     def example(self, term: Term) -> object:
-        """The example value that tracing left for a term, or `ABSENT`."""
+        """The example value of a term from tracing, or `ABSENT`."""
         return example_of(self.nodes, term)
 
 
 def example_of(nodes: Mapping[str, fx.Node], term: Term) -> object:
-    """The example value that tracing left for a term, or `ABSENT`; `nodes` are the original's, by name."""
+    """The example value of a term from tracing, or `ABSENT`; `nodes` are the original's, by name."""
     if isinstance(term, Made):
         return example_value(nodes[term.name])
     if isinstance(term, Item):

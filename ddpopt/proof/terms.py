@@ -1,9 +1,9 @@
-"""Terms: what the value of a graph node is, said without the graph.
+"""Terms: the values of graph nodes, independent of any graph.
 
 The certificate compares two programs, not two graphs. So each value becomes a term: the value of a node of
 the original, an item of such a value, an attribute, a group of terms, or a literal (which is itself).
 
-Invariant: two terms are told apart by exact value and type; 1, True and 1.0 are three literals.
+Invariant: terms are compared by exact value and type; 1, True and 1.0 are three different literals.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Term = object
 
 
 ABSENT = MISSING
-"""What there is where there is no value, for None is one."""
+"""Marks a missing value, because None is a value."""
 
 
 @dataclass(frozen=True)
 class Made:
-    """The value of the original's node `name`."""
+    """The value of the original's node called `name`."""
 
     name: str
 
@@ -46,7 +46,7 @@ class Item:
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """The object that an attribute names, and the example value that tracing left for it."""
+    """The object that an attribute names, and its example value from tracing."""
 
     label: str
     value: object
@@ -68,11 +68,10 @@ class Unknown:
 
 @dataclass(frozen=True, eq=False)
 class Copy:
-    """What a segment is given in place of a value.
+    """A copy that a segment gets in place of a value.
 
     Attributes:
-        method: ``"detach"`` from autograd, or ``"detach().requires_grad_"``, which sends nothing further
-            either.
+        method: ``"detach"``, or ``"detach().requires_grad_"``, which passes no gradient to the value either.
         of: the value.
         before: the segment before which the copy is made.
     """
@@ -105,7 +104,7 @@ class Group:
 
 
 def group(value: object, read: Callable[[object], Term]) -> Term:
-    """`value` with each container in it as a `Group`, and each other object as `read` gives it."""
+    """`value` with each container as a `Group`, and each other object converted by `read`."""
     if isinstance(value, list):
         return Group(list, tuple(group(item, read) for item in value))
     if isinstance(value, tuple):
@@ -118,7 +117,7 @@ def group(value: object, read: Callable[[object], Term]) -> Term:
 
 
 def leaves(term: Term) -> Iterator[Term]:
-    """The terms in `term` that are no group, left to right."""
+    """The terms in `term` that are not groups, left to right."""
     if isinstance(term, Group):
         for item in term.items:
             yield from leaves(item)
@@ -127,14 +126,14 @@ def leaves(term: Term) -> Iterator[Term]:
 
 
 def without_copies(term: Term) -> Term:
-    """`term` with what each copy in it is a copy of."""
+    """`term` with each copy replaced by its original."""
     if isinstance(term, Group):
         return Group(term.kind, tuple(map(without_copies, term.items)), term.keys)
     return term.of if isinstance(term, Copy) else term
 
 
 def show(term: Term) -> str:
-    """A term as a person would write it."""
+    """A term in readable form."""
     if isinstance(term, (Made, Item, Held, Unknown, Copy, Group)):
         return str(term)
     if isinstance(term, torch.Tensor):
@@ -143,19 +142,19 @@ def show(term: Term) -> str:
 
 
 def differences(expected: Term, found: Term, path: str, example: Callable[[Term], object]) -> Iterator[str]:
-    """Where two terms differ; empty if they are the same value.
+    """Find the differences between two terms; none if they are the same value.
 
-    Two ways of writing a value are taken for the value itself: a tuple of all its items, and the constant
-    that tracing found it to be.
+    Two forms of a value count as equal to it: a tuple of all its items, and the constant that tracing
+    specialized it to.
 
     Args:
-        expected: as the original has it.
-        found: as the stitched module has it.
-        path: where the terms are, for the messages.
-        example: the example value of a term, or `ABSENT`.
+        expected: the original's term.
+        found: the stitched module's term.
+        path: the location of the terms, for the messages.
+        example: returns the example value of a term, or `ABSENT`.
 
     Yields:
-        One clause for each innermost place that differs.
+        One clause for each innermost difference.
     """
     if _equal(expected, found) or _is_constant(example(expected), found):
         return
@@ -168,7 +167,7 @@ def differences(expected: Term, found: Term, path: str, example: Callable[[Term]
 
 
 def _equal(expected: Term, found: Term) -> bool:
-    """Whether two terms without a look inside are the same."""
+    """Whether two terms are the same, without comparing items."""
     if isinstance(expected, Held) and isinstance(found, Held):
         return expected.value is found.value
     if expected is found:
@@ -176,7 +175,7 @@ def _equal(expected: Term, found: Term) -> bool:
     if type(expected) is not type(found):
         return False
     if isinstance(expected, (float, complex)):
-        return repr(expected) == repr(found)  # tells -0.0 from 0.0 and takes nan for nan
+        return repr(expected) == repr(found)  # distinguishes -0.0 from 0.0, and nan equals nan
     return isinstance(expected, (Made, Item, *_LITERALS)) and expected == found
 
 
@@ -184,7 +183,7 @@ _LITERALS = (int, str, bytes, range, torch.dtype, torch.device, torch.layout, to
 
 
 def _is_constant(example: object, found: Term) -> bool:
-    """Whether tracing fixed a value to just the literal `found`."""
+    """Whether tracing specialized a value to the literal `found`."""
     if isinstance(example, (torch.Tensor, *SYMBOLIC, Missing)) or isinstance(
         found, (Made, Item, Held, Unknown, Copy, Group)
     ):
@@ -195,7 +194,7 @@ def _is_constant(example: object, found: Term) -> bool:
 def _paired(
     expected: Term, found: Term, example: Callable[[Term], object]
 ) -> Sequence[tuple[object, Term, Term]] | None:
-    """The items of two terms side by side, if they have the same shape."""
+    """The items of two terms in pairs, if the terms have the same structure."""
     if not isinstance(found, Group):
         return None
     if isinstance(expected, (Made, Item)):

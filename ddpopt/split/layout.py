@@ -1,9 +1,9 @@
-"""Who lives in which segment, and what has to cross the cuts between them.
+"""The layout of a cut graph: the segment of each node, and the values that cross the cuts.
 
-A layout is worked out once for a graph and its cuts; `ddpopt.split.partition` then writes the segments by it.
+A layout is computed once for a graph and its cuts; `ddpopt.split.partition` then builds the segments from it.
 
-Invariant: what crosses a cut is a tensor or a symbol, named by the node that makes it and the path into that
-node's value; linear in the nodes of the graph.
+Invariant: only tensors and symbols cross a cut, each identified by the node that makes it and the path into
+that node's value; linear in the nodes of the graph.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ddpopt.graph.state import ENTER_AUTOCAST, State, states
 from ddpopt.planning.facts import gradient_carriers
 
 Path = tuple[int, ...]
-"""Where a leaf lies in a nested tuple value."""
+"""The indices of a leaf in a nested tuple."""
 
 
 @dataclass(frozen=True)
@@ -46,26 +46,26 @@ class Leaf:
         """The example value of the leaf."""
         value = example_value(self.node)
         for index in self.path:
-            value = value[index]  # type: ignore[index]  # a path only ever leads through tuples
+            value = value[index]  # type: ignore[index]  # a path leads only through tuples
         return value
 
     @property
     def name(self) -> str:
-        """What a placeholder for the leaf is called."""
+        """The name of a placeholder for the leaf."""
         return "_of_".join([*(f"item_{index}" for index in reversed(self.path)), self.node.name])
 
 
 @dataclass
 class Layout:
-    """Who lives where: the segment of each body node, and what each segment hands to later ones.
+    """The segment of each body node, and the values that each segment hands to later ones.
 
     Attributes:
         graph: the graph that is cut.
         segments: the body nodes of each segment, in order.
         states: the state in which each segment begins.
         home: the segment of each body node, in order.
-        grad_modes: whether each body node runs with gradient.
-        exports: what each segment hands out.
+        grad_modes: whether each body node runs in grad mode.
+        exports: the values that each segment returns.
     """
 
     graph: fx.Graph
@@ -94,12 +94,12 @@ class Layout:
 
     @cached_property
     def carriers(self) -> Mapping[fx.Node, None]:
-        """The nodes that send gradient."""
+        """The nodes whose backward runs."""
         return gradient_carriers(self.graph)
 
     @cached_property
     def mutations(self) -> Mapping[int, set[int]]:
-        """For each storage that is written to: the segments that do."""
+        """For each storage that is written to, the segments that write to it."""
         found: dict[int, set[int]] = {}
         for node, index in self.home.items():
             for key in written_storages(node):
@@ -108,7 +108,7 @@ class Layout:
 
     @cached_property
     def binders(self) -> Mapping[sympy.Symbol, fx.Node]:
-        """For each symbol, the node whose value is just that symbol."""
+        """For each symbol, the node whose value is exactly that symbol."""
         found: dict[sympy.Symbol, fx.Node] = {}
         for node in self.graph.nodes:
             value = example_value(node)
@@ -118,9 +118,9 @@ class Layout:
 
     @cached_property
     def sources(self) -> Mapping[fx.Node, fx.Node]:
-        """For each node that returns what it writes to: the node that brought the tensor in.
+        """For each node that returns a tensor that it writes to, the node that brought the tensor in.
 
-        A view that the graph returns is left out: it is handed out as it is after the write.
+        A view that the graph returns is left out: it is returned in its state after the write.
         """
         return {
             node: first
@@ -130,7 +130,7 @@ class Layout:
 
     @cached_property
     def severed(self) -> Mapping[fx.Node, None]:
-        """The views through which no gradient reaches their base, though tracing says that it would."""
+        """The views that pass no gradient to their base, although tracing reports that they do."""
         found: dict[fx.Node, None] = {}
         for node, enabled in self.grad_modes.items():
             of_severed = not found.keys().isdisjoint(node.all_input_nodes)
@@ -139,24 +139,24 @@ class Layout:
         return found
 
     def source(self, node: fx.Node) -> fx.Node:
-        """The node that brings in the tensor of `node`: another one if `node` writes to it and returns it.
+        """The node that brings in the tensor of `node`; another node if `node` returns a tensor it writes to.
 
-        Only that tensor crosses a cut. AOTAutograd takes a graph's outputs for one another where an input
-        that it writes to comes out again, after a view of another output.
+        Only that tensor crosses a cut. AOTAutograd confuses a graph's outputs if an input that the graph
+        writes to is returned after a view of another output.
         """
         return self.sources.get(node, node)
 
     def export(self, leaf: Leaf) -> None:
-        """Have the segment that computes `leaf` hand it out."""
+        """Make the segment that computes `leaf` return it."""
         if leaf.node in self.home:
             self.exports[self.home[leaf.node]].setdefault(leaf)
 
     def is_echoed(self, node: fx.Node) -> bool:
-        """Whether a node is computed again in each segment that reads it.
+        """Whether a node is recomputed in each segment that reads it.
 
-        A symbolic float or bool cannot cross. A view of a tensor that is written to has to be a view of what
-        the reading segment gets. And a view taken without gradient, were it handed out, AOTAutograd would
-        recreate from its base, with gradient.
+        A symbolic float or bool cannot cross. A view of a tensor that is written to must be a view of the
+        reading segment's own input. And if a view taken without gradient were returned, AOTAutograd would
+        recreate it from its base, with gradient.
         """
         if node.op == "placeholder":
             return False
@@ -165,17 +165,17 @@ class Layout:
         return not self.mutations.keys().isdisjoint(storages(node)) and viewed_input(node) is not None
 
     def detached(self, inputs: Iterable[Leaf], index: int) -> list[Leaf]:
-        """Inputs of the graph that require grad, but through which segment `index` sends no gradient.
+        """Inputs of the graph that require grad, but to which segment `index` sends no gradient.
 
-        Autograd would wait for the backward of every segment that has a parameter for an input, and so
-        hold back the bucket of a parameter that an early segment only reads under ``no_grad``.
+        Autograd would wait for the backward of every segment that takes a parameter as an input, and so
+        delay the bucket of a parameter that an early segment reads only under ``no_grad``.
         """
         sources = [leaf for leaf in inputs if leaf.node.op == "placeholder" and requires_grad(leaf.value)]
         carried = self._carried(index)
         return [leaf for leaf in sources if leaf.node not in carried and isinstance(leaf.value, torch.Tensor)]
 
     def _carried(self, index: int) -> dict[fx.Node, None]:
-        """What segment `index` sends gradient to, also through what it computes again."""
+        """The nodes that segment `index` sends gradient to, also through recomputed nodes."""
         found: dict[fx.Node, None] = {}
         pending = [node for node in self.segments[index] if node in self.carriers]
         while pending:
@@ -187,13 +187,13 @@ class Layout:
 
 
 def _makes_trained(node: fx.Node) -> bool:
-    """Whether a node returns a tensor that requires grad and is none of its inputs."""
+    """Whether a node returns a tensor that requires grad and is not one of its inputs."""
     given = tensors_of(node.all_input_nodes)
     return any(key not in given and requires_grad(value) for key, value in tensors_of([node]).items())
 
 
 def _leaves(node: fx.Node) -> list[Leaf]:
-    """The tensors and symbols in a node's value; the node itself where its value is not known."""
+    """The tensors and symbols in a node's value; the node itself if its value is not known."""
     if node.op == "placeholder":
         return [Leaf(node)]
     found: list[Leaf] = []
@@ -210,29 +210,29 @@ def _leaves(node: fx.Node) -> list[Leaf]:
 
 
 def is_constant(value: object) -> bool:
-    """Whether tracing fixed this value, so that it can be written down in place of the node."""
+    """Whether tracing fixed this value, so that a literal can replace the node."""
     return value is not MISSING and not isinstance(
         value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
     )
 
 
 def inputs_of(nodes: Sequence[fx.Node], layout: Layout, index: int) -> list[Leaf]:
-    """What a segment reads from outside, in order of first use; symbols of shapes first."""
+    """The values that a segment reads from outside, in order of first use; shape symbols first."""
     leaves: dict[Leaf, None] = {}
     symbols: dict[sympy.Symbol, None] = {}
     for node in nodes:
         for source in node.all_input_nodes:
             leaves.update(dict.fromkeys(_crossing(source, layout, index)))
-    if layout.binders:  # a graph of static shapes has none, and is spared the search
+    if layout.binders:  # a graph with static shapes has none, so skip the search
         values = [*map(example_value, nodes), *(leaf.value for leaf in leaves)]
         symbols.update(dict.fromkeys(s for value in values for s in _free_symbols(value)))
     bound = [Leaf(layout.binders[s]) for s in sorted(symbols, key=str) if s in layout.binders]
-    outside = [leaf for leaf in bound if layout.home.get(leaf.node, -1) < index]  # not one bound further on
+    outside = [leaf for leaf in bound if layout.home.get(leaf.node, -1) < index]  # not bound later
     return list(dict.fromkeys([*outside, *leaves]))
 
 
 def _crossing(node: fx.Node, layout: Layout, index: int) -> Iterator[Leaf]:
-    """The leaves that segment `index` needs as inputs in order to read `node`."""
+    """The leaves that segment `index` needs as inputs to read `node`."""
     if layout.home.get(node) == index:
         return
     node = layout.source(node)

@@ -1,12 +1,12 @@
 """Cut a graph into segments: (GraphModule, Plan) -> stitched GraphModule.
 
-The stitched module has the inputs and outputs of the original and calls one submodule a segment. Values
+The stitched module has the inputs and outputs of the original and calls one submodule per segment. Values
 cross a cut as inputs and outputs of segments. Example values, stack traces, sources and checkpoint policies
-move along with their nodes, so nothing is copied deeply and nothing is run to learn a shape.
+stay on their nodes, so there are no deep copies, and nothing is run to learn a shape.
 
-What crosses a cut is always a tensor or a symbol: a tuple crosses as its elements, and a constant that was
-known while tracing is written into the segment that reads it. Spans of autocast and of grad mode that a
-cut falls into are closed at its near side and opened again at its far side.
+Only tensors and symbols cross a cut: a tuple crosses as its elements, and a constant that was known while
+tracing is written into the segment that reads it. Autocast and grad mode spans that a cut falls into are
+closed before the cut and reopened after it.
 
 Invariant: linear in the nodes of the graph; the program stays the same (`ddpopt.proof` proves it).
 """
@@ -25,24 +25,24 @@ from ddpopt.planning.plan import Plan
 from ddpopt.split.layout import Layout, Leaf, Path, inputs_of, is_constant
 
 Reader = Callable[[fx.Node], fx.node.Argument]
-"""What a copied node reads in place of an original one."""
+"""Maps a node of the original to the argument that a copied node reads in its place."""
 
 
 def segment_name(index: int) -> str:
-    """Name of the submodule of the stitched module that holds segment `index` of its graph."""
+    """Name of the stitched module's submodule that holds segment `index`."""
     return f"segment_{index}"
 
 
 def partition(gm: fx.GraphModule, plan: Plan) -> fx.GraphModule:
-    """Cut `gm` where `plan` says.
+    """Cut `gm` according to `plan`.
 
     Args:
-        gm: the graph that the plan was made for; it is left as it is.
-        plan: cuts name the node that opens each later segment.
+        gm: the graph that the plan was made for; it is not modified.
+        plan: its cuts name the first node of each later segment.
 
     Returns:
         A new module that calls ``segment_0``, ``segment_1``, … and shares parameters and attributes
-        with `gm`; or `gm` itself if the plan has no cut in it.
+        with `gm`; or `gm` itself if the plan has no cuts.
     """
     openers = [cut.before for cut in plan.cuts]
     if not openers:
@@ -74,7 +74,7 @@ def _build_segment(layout: Layout, index: int) -> _Segment:
     read = _reader(segment, layout)
     _enter(segment, read)
     for node in _echoed(nodes, layout):
-        read(node)  # before everything else: a reader may be inside a transform of torch.func
+        read(node)  # before all other nodes: a reader may be inside a torch.func transform
     for node in nodes:
         segment.copies[node] = segment.graph.node_copy(node, read)
         segment.state = segment.state.after(node)
@@ -96,7 +96,7 @@ def _reader(segment: _Segment, layout: Layout) -> Reader:
 
     def read(node: fx.Node) -> fx.node.Argument:
         if node not in segment.copies:
-            node = layout.source(node)  # what a node of another segment returns comes in as what it wrote to
+            node = layout.source(node)  # the result of a write in another segment comes in as its target
         if node not in segment.copies:
             if node.op == "get_attr":
                 segment.copies[node] = segment.graph.node_copy(node, read)
@@ -110,7 +110,7 @@ def _reader(segment: _Segment, layout: Layout) -> Reader:
 
 
 def _echoed(nodes: Sequence[fx.Node], layout: Layout) -> Iterator[fx.Node]:
-    """What nodes of one segment read of others and is computed again."""
+    """The nodes of other segments that nodes of one segment read, and that are recomputed."""
     for node in nodes:
         for source in node.all_input_nodes:
             if layout.home.get(source) != layout.home[node] and layout.is_echoed(layout.source(source)):
@@ -118,7 +118,7 @@ def _echoed(nodes: Sequence[fx.Node], layout: Layout) -> Iterator[fx.Node]:
 
 
 def _echo(segment: _Segment, node: fx.Node, grad_enabled: bool, read: Reader) -> fx.Node:
-    """Compute a node of an earlier segment once more, in the grad mode in which the graph computes it."""
+    """Recompute a node of an earlier segment, in the grad mode in which the graph computes it."""
     arguments = {source: read(source) for source in node.all_input_nodes}
     here = segment.state.grad_enabled
     if here != grad_enabled:
@@ -130,7 +130,7 @@ def _echo(segment: _Segment, node: fx.Node, grad_enabled: bool, read: Reader) ->
 
 
 def _rebuild(node: fx.Node, leaves: Mapping[Leaf, fx.Node]) -> fx.node.Argument:
-    """The value of a node from outside: a node for each tensor in it, literals for its constants."""
+    """The value of a node outside the segment: nodes for its tensors, literals for its constants."""
 
     def build(value: object, path: Path) -> fx.node.Argument:
         if isinstance(value, (tuple, list)):
@@ -146,7 +146,7 @@ def _rebuild(node: fx.Node, leaves: Mapping[Leaf, fx.Node]) -> fx.node.Argument:
 
 
 def _enter(segment: _Segment, read: Reader) -> None:
-    """Open the spans that the cut before this segment falls into."""
+    """Reopen the spans that the cut before this segment falls into."""
     for node in segment.state.autocast:
         segment.copies[node] = segment.graph.node_copy(node, read)
     if not segment.state.grad_enabled:
@@ -172,17 +172,17 @@ def _pick(graph: fx.Graph, value: fx.node.Argument, path: Path) -> fx.node.Argum
 
 
 def _copy(node: fx.Node, method: str) -> fx.Node:
-    """What a segment gets in place of a tensor itself."""
+    """A call of a tensor method that makes a segment's input from a tensor."""
     copied = node.graph.call_method(method, (node,))
-    with torch.enable_grad():  # a clone of a sparse view is dense, so its layout has to be asked for
+    with torch.enable_grad():  # a clone of a sparse view is dense, so run the method to get the layout
         copied.meta["example_value"] = getattr(example_value(node), method)()
     return copied
 
 
 def _leaf(node: fx.Node) -> fx.Node:
-    """The replacement for a tensor that no gradient is sent to: one that still requires grad.
+    """The replacement for a tensor that gets no gradient; it still requires grad.
 
-    Which kernels a matrix product takes, and so its last bits, depends on whether its operands require grad.
+    The kernels of a matrix product, and so its last bits, depend on whether its operands require grad.
     """
     return _copy(_copy(node, "detach"), "requires_grad_")
 

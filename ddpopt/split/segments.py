@@ -1,6 +1,6 @@
 """Compile the segments of a stitched module, each distinct one once.
 
-Every segment is compiled with tracing metadata of its own: AOTAutograd compiles a backward only when it
+Every segment is compiled with its own tracing metadata: AOTAutograd compiles a backward only when it
 first runs, and then reads the metadata that its forward left (pytorch#160745).
 
 Invariant: the stitched module computes the same as before; twins share one compilation, unless the backend
@@ -29,7 +29,7 @@ from ddpopt.split.twins import signature
 
 @dataclass(frozen=True)
 class CompiledSegments:
-    """What compiling the segments of one graph came to.
+    """The result of compiling the segments of one graph.
 
     Attributes:
         call: runs the whole graph; returns a tuple.
@@ -50,10 +50,10 @@ def compile_segments(
     *,
     share: bool,
 ) -> CompiledSegments:
-    """Compile every segment and put the compiled code in its place.
+    """Compile every segment and replace it with the compiled code.
 
     Args:
-        stitched: what `ddpopt.split.partition.partition` returned; its segments are replaced.
+        stitched: the result of `ddpopt.split.partition.partition`; its segments are replaced.
         example_inputs: one value for each placeholder of the stitched module.
         compiler: the backend for each segment.
         reasons: for each segment, why the graph was cut before it (for ``torch._dynamo.explain``); None
@@ -61,7 +61,7 @@ def compile_segments(
         share: whether twins may share compiled code.
 
     Returns:
-        The callable, and how many compilations it took.
+        The callable and the number of compilations.
     """
     compiled: dict[Hashable, Callable[..., Any]] = {}
     values: dict[fx.Node, object] = dict(
@@ -73,7 +73,7 @@ def compile_segments(
         name = str(node.target)
         segment: fx.GraphModule = getattr(stitched, name)
         inputs = [values[n] if n in values else example_value(n) for n in node.all_input_nodes]
-        # a segment without a signature is equal to itself alone
+        # a segment without a signature is equal only to itself
         key: Hashable = (signature(segment, inputs) if share else None) or object()
         if key not in compiled:
             if reason is not None:
@@ -83,7 +83,7 @@ def compile_segments(
                 compiled[key] = compiler(segment, [_for_backend(value) for value in inputs])
         delattr(stitched, name)
         setattr(stitched, name, compiled[key])
-        # what is written with gradient requires it from then on; the example is that of the end of the trace
+        # an input written with gradient requires grad from then on; its example value is from after the trace
         for n in node.all_input_nodes:
             if n in values and requires_grad(example_value(n)) and not requires_grad(values[n]):
                 del values[n]
@@ -92,10 +92,10 @@ def compile_segments(
 
 
 def _for_backend(value: object) -> object:
-    """A value from tracing as one that backends take for their own.
+    """Move a value from tracing to the fake mode of the backend.
 
-    Dynamo traces under one fake mode and gives its backends another. AOTAutograd would move the value over
-    by itself, but asks each tensor for its gradient as it does, and warns if the tensor is no leaf.
+    Dynamo traces under one fake mode and gives its backends another. AOTAutograd would move the value
+    itself, but it would read each tensor's gradient, which warns if the tensor is not a leaf.
     """
     mode = getattr(TracingContext.try_get(), "fake_mode", None)
     if mode is None or not isinstance(value, FakeTensor) or value.fake_mode is mode:
@@ -107,9 +107,9 @@ def _for_backend(value: object) -> object:
 
 @contextlib.contextmanager
 def own_tracing_context() -> Iterator[None]:
-    """Give what is compiled inside tracing metadata of its own, sharing fake mode, symbols and guards.
+    """Give compilations in this block their own tracing metadata, but share fake mode, symbols and guards.
 
-    Touches private parts of torch 2.11 to 2.13: ``torch._guards._TLS`` and the fields below.
+    Uses private parts of torch 2.11 to 2.13: ``torch._guards._TLS`` and the fields below.
     """
     parent = TracingContext.try_get()
     if parent is None:
@@ -130,9 +130,9 @@ def own_tracing_context() -> Iterator[None]:
 def _own_floats(segment: fx.GraphModule) -> Iterator[None]:
     """Hide the floats of the graph that a segment does not read while it is compiled.
 
-    AOTAutograd turns a float that may change into a tensor. Each one that it does not meet it takes for one
-    that tracing has found to be constant: Dynamo would trace again for each value of that float.
-    Touches a private part of torch 2.11 to 2.13, the values that ``ShapeEnv`` knows its symbols by.
+    AOTAutograd turns a float that may change into a tensor. It assumes that tracing specialized each float
+    that it does not see, so Dynamo would recompile for each value of that float.
+    Uses a private part of torch 2.11 to 2.13: the values that ``ShapeEnv`` has for its symbols.
     """
     mode = getattr(TracingContext.try_get(), "fake_mode", None)
     known: dict[Any, Any] = getattr(getattr(mode, "shape_env", None), "backed_var_to_val", {})
@@ -142,7 +142,7 @@ def _own_floats(segment: fx.GraphModule) -> Iterator[None]:
     bodies = [module for module in segment.modules() if isinstance(module, fx.GraphModule)]
     values = pytree.tree_leaves([example_value(node) for body in bodies for node in body.graph.nodes])
     scalars = [value for value in values if isinstance(value, SYMBOLIC)]
-    # as it was traced: a number that a guard has fixed since then has no symbols any more
+    # the expression as traced: a number that a guard has fixed since has no symbols any more
     read = {symbol for scalar in scalars for symbol in scalar.node._expr.free_symbols}
     hidden = {s: v for s, v in known.items() if symbol_is_type(s, SymT.FLOAT) and s not in read}
     for symbol in hidden:

@@ -1,11 +1,11 @@
-"""When two segments are twins: one compilation serves both.
+"""Finding twins: segments that can share one compilation.
 
 A signature holds everything that a compiler may look at: operations, literals, the layout of each input,
-which inputs share storage, and the policies of checkpointing. Parameters are inputs, so two layers of one
-kind have one signature. Values that belong to one graph alone (a constant tensor, a submodule) enter by
+which inputs share storage, and checkpoint policies. Parameters are inputs, so two layers of one kind have the
+same signature. Values that belong to a single graph (a constant tensor, a submodule) are compared by
 identity, so segments that hold different ones are never twins.
 
-Invariant: equal signatures mean interchangeable compiled code. Where that cannot be known, there is no
+Invariant: equal signatures mean interchangeable compiled code. If this cannot be known, there is no
 signature.
 """
 
@@ -19,21 +19,21 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ddpopt.graph.nodes import example_value, fetch
 
 POLICIES = ("recompute", "ac_graph_id", "custom", "has_backward_hook", "partitioner_tag", "autocast")
-"""Node metadata that changes what a compiler makes of a node."""
+"""Node metadata that changes how a node is compiled."""
 
 ORDINARY = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
 LITERALS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
 
 
 def signature(segment: fx.GraphModule, inputs: Sequence[object]) -> tuple[Hashable, ...] | None:
-    """What a compiler sees of a segment, as a value that can be compared.
+    """Everything that a compiler sees of a segment, as a hashable value.
 
     Args:
         segment: the segment before compilation.
         inputs: the example inputs that it would be compiled with, one for each placeholder.
 
     Returns:
-        A hashable value, equal for twins; None if this segment must be compiled for itself.
+        A hashable value, equal for twins; None if this segment must be compiled separately.
     """
     layouts = [_layout(value) for value in inputs]
     if any(layout is None for layout in layouts):
@@ -52,7 +52,7 @@ def _program(gm: fx.GraphModule) -> Hashable:
 
 
 def _held(gm: fx.GraphModule, node: fx.Node) -> Hashable:
-    """What an attribute or submodule is compared by: its program if it is a graph, else its identity."""
+    """The key of an attribute or submodule: its program if it is a graph, else its identity."""
     if node.op not in ("get_attr", "call_module"):
         return None
     value = fetch(gm, str(node.target))
@@ -63,7 +63,7 @@ def _held(gm: fx.GraphModule, node: fx.Node) -> Hashable:
 
 
 def _policy(body: fx.GraphModule) -> Hashable:
-    """What a checkpointed body is to save, by the identity of the function that says so."""
+    """The checkpoint policy of a body, by the identity of its function."""
     policy = body.meta.get("_checkpoint_context_fn")
     if isinstance(policy, functools.partial) and not policy.keywords:
         return (policy.func, *map(id, policy.args))
@@ -71,7 +71,7 @@ def _policy(body: fx.GraphModule) -> Hashable:
 
 
 def _frozen(value: object, number: dict[fx.Node, int]) -> Hashable:
-    """Arguments as a hashable value that tells 1 from True and a list from a tuple."""
+    """Arguments as a hashable value that distinguishes 1 from True and a list from a tuple."""
     if isinstance(value, fx.Node):
         return ("node", number[value])
     if isinstance(value, (list, tuple)):
@@ -86,7 +86,7 @@ def _frozen(value: object, number: dict[fx.Node, int]) -> Hashable:
 
 
 def _layout(value: object) -> Hashable | None:
-    """All that is static about one input; None for what cannot be compared."""
+    """All static properties of one input; None if it cannot be compared."""
     if isinstance(value, torch.Tensor):
         if type(value) not in ORDINARY or value.layout != torch.strided:
             return None
@@ -104,7 +104,7 @@ def _exact(numbers: Iterable[int | torch.SymInt]) -> tuple[Hashable, ...]:
 
 
 def _aliasing(inputs: Sequence[object]) -> tuple[int, ...]:
-    """For each input, the first input with the same storage: views of one storage are no strangers."""
+    """For each input, the index of the first input with the same storage."""
     first: dict[int, int] = {}
     return tuple(
         first.setdefault(value.untyped_storage()._cdata, index) if isinstance(value, torch.Tensor) else index
