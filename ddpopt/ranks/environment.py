@@ -6,6 +6,8 @@ if the variables are set that torchrun sets, and that ``torch.distributed`` itse
 
 import os
 
+__all__ = ["environment_of_no_rank", "launched_ranks", "own_rank", "own_size"]
+
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 RENDEZVOUS_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 FOREIGN_PREFIXES = ("TORCHELASTIC_", "PYTEST_XDIST_")

@@ -87,7 +87,7 @@ def test_without_ranks_it_makes_a_group_of_one_and_leaves_none() -> None:
 
 @pytest.mark.one_process
 def test_another_mode_is_judged_by_its_name() -> None:
-    assert_ddp_equal(tower(), (torch.ones(2, 8),), mode="whole")
+    assert_ddp_equal(tower(), (torch.ones(2, 8),), mode="eager")
     with pytest.raises(UsageError, match=r"expected one of eager, torch, .*, got 'nonesuch'"):
         assert_ddp_equal(tower(), (torch.ones(2, 8),), mode="nonesuch")
     assert not dist.is_initialized()
