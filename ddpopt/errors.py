@@ -75,5 +75,9 @@ class InfrastructureError(NotJudgedError):
     """A rank died, a rendezvous failed, or a peer did not answer in time."""
 
 
+class NoAnswerError(InfrastructureError):
+    """A rank did not take part in an exchange in time."""
+
+
 class VerificationError(DdpoptError):
     """A verification found something wrong; the message lists every finding."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from ddpopt.errors import InfrastructureError
+from ddpopt.errors import InfrastructureError, NoAnswerError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -60,7 +60,7 @@ def agree(
         opinion = COMPLETE if _await_everyone(board, process_group.size(), timeout) else EXPIRED
         # The first rank to write a verdict decides for all, so that all end in the same way.
         if board.compare_set("verdict", "", opinion).decode() == EXPIRED:
-            raise InfrastructureError(_missing_text(board, process_group, what, timeout))
+            raise NoAnswerError(_missing_text(board, process_group, what, timeout))
         payloads = _payloads(board, process_group, payload)
         # All ranks are in this round, so none reads the previous round any more.
         _forget(earlier, process_group.rank())

@@ -31,13 +31,15 @@ from ddpopt.ddp.fit import ACCUMULATES, accumulates, ddp_module, require_fit
 from ddpopt.ddp.plan_exchange import exchange_plans, plan_difference, same_buckets
 from ddpopt.ddp.ready_hooks import ready_hooks
 from ddpopt.ddp.reducer import install, outside_dynamo
-from ddpopt.errors import UnsupportedError
+from ddpopt.errors import NoAnswerError, UnsupportedError
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.reduced import as_built, running_reducer
 
 log = logging.getLogger(__name__)
 
 WHAT = "ddpopt: the plan of the first compiled forward"
+LONGEST_WAIT = timedelta(minutes=5)
+"""For the other ranks' plans. Ranks compile for different times; without a plan, training goes on."""
 _kept: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 """Modules whose ranks found no plan. If one rank compiles a graph later, the others are not asked again."""
 
@@ -54,8 +56,8 @@ def defer(ddp: nn.Module, decide: Callable[[], Plan | None]) -> None:
 
     Args:
         ddp: the DDP module. Its forward raises any error of ``decide``, a PlanMismatchError if the plan does
-            not fit or another rank's ``decide`` raised, and an InfrastructureError if a rank makes no
-            decision within the process group's own timeout.
+            not fit or another rank's ``decide`` raised, and an InfrastructureError if the store fails. If a
+            rank makes no decision within `LONGEST_WAIT`, all ranks keep DDP's own buckets, with a warning.
         decide: returns the plan, or None to keep DDP's own buckets.
 
     Raises:
@@ -149,7 +151,13 @@ class Deferral:
                 return None
             return plan
 
-        plans = exchange_plans(ddp.process_group, WHAT, decide, _group_timeout(ddp.process_group))
+        # half of the group's time-out, for a peer may already wait in a collective for this rank
+        limit = min(_group_timeout(ddp.process_group) / 2, LONGEST_WAIT)
+        plans: tuple[Plan | None, ...] = ()
+        try:
+            plans = exchange_plans(ddp.process_group, WHAT, decide, limit)
+        except NoAnswerError as error:  # a rank that is not compiled, or whose forward failed, does not ask
+            log.warning("DDP keeps its own buckets: %s", error)
         plan = next((plan for plan in plans if plan is not None), None)
         if plan is None:
             _kept.add(ddp)

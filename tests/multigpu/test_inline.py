@@ -1,6 +1,8 @@
 """Strategy inline on several ranks: eager DDP's gradients, in buckets that leave while backward runs."""
 
+from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch.distributed._functional_collectives import all_reduce
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
+from ddpopt.ddp import deferral
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.ranks.group import Ranks
 from tests.multigpu.models import Gradients, Tower, hand_overs, hook_that_sees
@@ -203,6 +206,17 @@ def test_a_graph_that_one_rank_alone_compiles_later_asks_the_others_for_nothing(
         runs.append([[parameter.grad for parameter in ddp.module.parameters()]])
     assert alike(ranks, runs[1], runs[0])
     assert imposed_plan(ddp) is None
+
+
+def test_a_rank_that_is_compiled_alone_waits_for_the_others_and_then_trains_on_with_ddps_buckets(
+    ranks: Ranks,
+) -> None:
+    modules = [wrapped(Setting(), ranks) for _ in range(2)]
+    alone: Any = inlined(modules[1]) if ranks.rank == 0 else modules[1]
+    with patch.object(deferral, "LONGEST_WAIT", timedelta(seconds=1)):
+        expected, gradients = (train(call, Setting(), ranks, []) for call in (modules[0], alone))
+    assert alike(ranks, gradients, expected)
+    assert imposed_plan(modules[1]) is None
 
 
 def test_with_buckets_ddp_the_reducer_rebuilds_eagers_buckets(ranks: Ranks) -> None:
