@@ -280,7 +280,11 @@ def _of_function(target: Callable[..., object]) -> Signature:
 def _overloads(callee: OpOverload | OpOverloadPacket) -> tuple[OpOverload, ...]:
     if isinstance(callee, OpOverload):
         return (callee,)
-    return tuple(getattr(callee, name) for name in callee.overloads())  # type: ignore[no-untyped-call]  # torch's own
+    found = (getattr(callee, name) for name in callee.overloads())  # type: ignore[no-untyped-call]  # torch's own
+    # TorchScript sorts its lists in place by overloads of the operator that sorts tensors
+    return tuple(
+        o for o in found if o._schema.name != "aten::sort" or "List" not in str(o._schema.arguments[0].type)
+    )
 
 
 def _name(target: object) -> str:

@@ -131,6 +131,13 @@ def test_a_pure_operation_writes_to_nothing(notation: str) -> None:
 IN_PLACE = re.compile(r"Same as (a ([-+*/@%&|^]|\*\*|//|<<|>>)= b|a\[b\] = c|del a\[b\])")
 
 
+def test_of_the_methods_of_tensors_those_write_that_end_in_an_underscore() -> None:
+    own = {"record_stream", "retain_grad"}
+    names = [name for name in dir(torch.Tensor) if callable(getattr(torch.Tensor, name)) and name[0] != "_"]
+    wrong = [n for n in names if mutated(method(n, A)) != ("x0" if n.endswith("_") else "")]
+    assert set(wrong) == own
+
+
 def test_of_pythons_operators_those_write_that_say_so() -> None:
     functions = [f for f in vars(operator).values() if isinstance(f, types.BuiltinFunctionType)]
     for target in functions:
