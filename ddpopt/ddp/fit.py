@@ -160,7 +160,7 @@ def _places(plan: Plan, name: str) -> str:
 def _what_it_is(ddp: Any, name: str) -> str:
     known = dict(ddp.module.named_parameters(remove_duplicate=False))
     if name not in known:
-        return "no parameter of the module"
+        return "not a parameter of the module"
     if not known[name].requires_grad:
         return "frozen, so DDP does not reduce it"
     first = next(first for first, parameter in ddp.module.named_parameters() if parameter is known[name])

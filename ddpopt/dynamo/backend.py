@@ -91,7 +91,7 @@ class DdpoptBackend:
                 inline = planned.inline
                 run = self._inline(planned, compiler) if inline else self._split(planned, compiler, replayed)
         else:
-            run = _compile_whole("nothing in it is trained", planned, compiler)
+            run = _compile_whole("it trains no parameters", planned, compiler)
         regions = self._regions.get(ddp)
         return run if regions is None else regions.with_read_tracking(planned, run)
 
@@ -214,7 +214,7 @@ def _why_left_alone(ddp: DDP | None, gm: fx.GraphModule) -> str:
     if ddp is None:
         return "no DistributedDataParallel forward is running; the graph is compiled whole"
     if begins_without_grad(gm.graph):
-        return "a graph that is called without gradient turns it on; it is compiled whole"
+        return "a graph that is called under no_grad enables grad mode; it is compiled whole"
     if _shares_parameters(ddp):
         return "two DDP modules, one inside the other, reduce the same gradients; compiled whole"
     return ""

@@ -30,9 +30,7 @@ FLOAT_CROSSES = (
     "a float crosses its cuts: backends built on AOTAutograd (inductor, aot_eager) fail "
     "there with \"'float' object has no attribute 'meta'\" (pytorch#196227)"
 )
-NOTHING_COMPILED = (
-    "torch.compile compiles nothing of it under DDP: Dynamo steps over its frames (pytorch#140416)"
-)
+NOTHING_COMPILED = "torch.compile compiles none of it under DDP: Dynamo skips its frames (pytorch#140416)"
 UNKNOWN_ORDER = "the order of its gradients is not known: it fails on fake tensors"
 
 

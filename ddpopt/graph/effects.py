@@ -55,6 +55,8 @@ UNMARKED: Mapping[str, tuple[str, ...]] = {
     "_tensor_version": ("self",),
     "_unsafe_set_version_counter": ("t",),
 }
+TELLING_NAMES = ("_tensor_version", "_unsafe_set_version_counter")
+"""What tells of the writes to a tensor, or hides them; they count as writes."""
 """Arguments that operators write to (or whose version they use) unmarked; `_written_by` has the others."""
 COLLECTIVES = ("torch._ops._c10d", "torch._ops._dtensor", "torch._ops.c10d", "torch._ops.symm_mem")
 """Modules of the operators that communicate."""
@@ -79,6 +81,12 @@ def mutated_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
     if node.op in (*SOURCES, "output"):
         return ()
     return tuple(dict.fromkeys(_mutated(node)))
+
+
+def constructed_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The inputs that `node` certainly writes to; none if it may do more (in a body), or tells of writes."""
+    certain = is_known(node) and not isinstance(node.target, HigherOrderOperator)
+    return mutated_inputs(node) if certain and _name(node.target) not in TELLING_NAMES else ()
 
 
 def written_storages(node: fx.Node) -> dict[int, None]:

@@ -94,11 +94,17 @@ def storages(node: fx.Node) -> list[int]:
 
 def storages_of(value: object) -> list[int]:
     """Identities of the storages behind the tensors in `value`."""
-    leaves = pytree.tree_leaves(value)
-    dense = [t for t in leaves if isinstance(t, torch.Tensor) and t.layout == torch.strided]
-    # a functorch wrapper owns no storage, and never leaves its transform, and no cut lies inside one
-    own = [t for t in dense if not torch._C._functorch.is_functorch_wrapped_tensor(t)]
-    return [t.untyped_storage()._cdata for t in own]
+    tensors = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    return [key for tensor in tensors for key in _own_storages(tensor)]
+
+
+def _own_storages(tensor: Any) -> list[int]:
+    """The storage of a tensor, of the tensor in a functorch wrapper, or of the values of a nested tensor."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    if tensor.is_nested and tensor.layout == torch.jagged:
+        return _own_storages(tensor._values)
+    return [tensor.untyped_storage()._cdata] if tensor.layout == torch.strided else []
 
 
 def read_storages(node: fx.Node) -> dict[int, None]:

@@ -141,12 +141,14 @@ def hardware(device: torch.device) -> str:
 @contextlib.contextmanager
 def quickly() -> Iterator[None]:
     """Spare a process of our own runs of the garbage collector over what is imported: that is no garbage."""
+    nested = gc.get_freeze_count() > 0
     _load_compiler()
     keep_for_good()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not nested:  # what was spared before stays spared
+            gc.unfreeze()
 
 
 def keep_for_good() -> None:

@@ -141,7 +141,7 @@ def _reason(ready: Sequence[ParamSpec], members: tuple[int, ...], limit: int) ->
     specs = [ready[index] for index in members]
     nbytes, last = sum(spec.nbytes for spec in specs), specs[-1]
     if last.sparse:
-        return f"{last.name} has a sparse gradient and travels alone"
+        return f"{last.name} has a sparse gradient and is sent alone"
     if nbytes < limit:
         return "no gradient is left to add"
     return f"{last.name} brings it to {nbytes} bytes, at or over the limit of {limit}"

@@ -17,8 +17,9 @@ from torch import fx
 from torch._ops import HigherOrderOperator
 from torch.utils import _pytree as pytree
 
-from ddpopt.graph.aliases import is_view
+from ddpopt.graph.aliases import first_names, is_view
 from ddpopt.graph.effects import (
+    constructed_inputs,
     is_known,
     mutated_inputs,
     redescribes,
@@ -114,7 +115,8 @@ def _is_held(value: object) -> bool:
     base: torch.Tensor | None = value._base
     if base is not None and (base.is_nested or (base.dtype != value.dtype and not base.is_complex())):
         return True
-    return value.is_conj() or value.is_neg() or value.is_nested
+    held = value.is_conj() or value.is_neg() or value.is_nested
+    return held or torch._C._functorch.is_functorch_wrapped_tensor(value)
 
 
 def _transforms(body: Body) -> Iterator[Span]:
@@ -160,7 +162,9 @@ def _setters(body: Body) -> Iterator[Span]:
         if not sets_state or spanned or mutated_inputs(node):
             continue
         if node.target in first:
-            yield Span(first[node.target] + 1, index, f"{node.name!r} undoes global state set before")
+            yield Span(
+                first[node.target] + 1, index, f"{node.name!r} overrides global state that was set before"
+            )
         else:
             first[node.target] = index
 
@@ -180,7 +184,7 @@ def _redescribed(body: Body) -> Iterator[Span]:
         for key in storages(node):
             last[key] = max(last.get(key, -1), body.last_use(node))
     for key, node in redescribed.items():
-        yield Span(body.made[key] + 1, last[key], f"{node.name!r} changes what a tensor is in place")
+        yield Span(body.made[key] + 1, last[key], f"{node.name!r} changes a tensor's metadata in place")
 
 
 def _taken_again(body: Body) -> Iterator[Span]:
@@ -193,7 +197,10 @@ def _taken_again(body: Body) -> Iterator[Span]:
         told_by = read_storages(node).keys() - storages(node)
         if told_by.isdisjoint(body.written):
             continue
-        for is_taken, how in ((is_uncrossable_number, "read off"), (is_view, "a view by")):
+        for is_taken, how in (
+            (is_uncrossable_number, "read from"),
+            (is_view, "a view whose place depends on"),
+        ):
             if is_taken(node):
                 last = max(map(body.last_use, _with_users(node, is_taken)))
                 why = f"{node.name!r} is {how} a tensor that is written to"
@@ -231,23 +238,38 @@ def _shown_otherwise(body: Body) -> Iterator[Span]:
         last = max(map(body.last_use, names))
         whole = unsafe or name == "register_hook" or last == len(body.nodes)
         first = min(body.made[key] for key in own) if whole else index
-        yield Span(first + 1, last, f"{node.name!r} shows another value, and is no plain view of it")
+        yield Span(
+            first + 1, last, f"{node.name!r} shares another value's memory, but is not a plain view of it"
+        )
 
 
 def up_to_last_write(body: Body) -> Iterator[Span]:
-    """From the creation of memory that is written to, or its first reader in the graph, to the last write.
+    """From the making, or the first use, of memory that is read before a write to it, to the last write.
 
-    All aliases of that memory, and everything autograd saves of it, are then in one compiled segment, where
-    writes mean the same as in the whole graph. Values that cross a later cut do not change any more.
+    Writes then mean what they mean in the whole graph: a compiled segment may keep for its backward what it
+    is given. Memory that is only written to, by one name, is a value under construction (a sum of losses, a
+    table that is filled): nothing keeps it yet, and one segment may hand it to the next.
     """
-    first: dict[int, int] = {}
+    first = first_names(body.graph.nodes) if body.written else {}
+    names: dict[int, fx.Node] = {}
+    used: dict[int, int] = {}
+    read: dict[int, int] = {}
     for index, node in enumerate(body.nodes if body.written else ()):
-        for key in (*read_storages(node), *storages(node)):
-            first.setdefault(key, index)
+        given = read_storages(node)
+        written = {
+            k: first.get(source, source) for source in constructed_inputs(node) for k in storages(source)
+        }
+        for key in {**given, **dict.fromkeys(storages(node))}:
+            used.setdefault(key, index)
+            if key not in given:
+                names.setdefault(key, node)
+            elif key not in written or names.setdefault(key, written[key]) is not written[key]:
+                read.setdefault(key, index)
     for key, last in body.written.items():
-        writer = body.nodes[last]
-        may = "writes" if is_known(writer) else "may write"
-        yield Span(first[key] + 1, last, f"{writer.name!r} {may} to what is made or read before")
+        if read.get(key, len(body.nodes)) <= last:
+            writer = body.nodes[last]
+            may = "writes" if is_known(writer) else "may write"
+            yield Span(used[key] + 1, last, f"{writer.name!r} {may} to memory that is read before")
 
 
 OBSTACLES: tuple[Callable[[Body], Iterator[Span]], ...] = (

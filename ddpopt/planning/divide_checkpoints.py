@@ -105,13 +105,13 @@ def _undivided(body: Body) -> Iterator[Span]:
     """Where a body must not be divided."""
     sizes = (isinstance(example_value(node), torch.SymInt) for node in body.nodes)
     numbers = map(operator.or_, sizes, map(is_uncrossable_number, body.nodes))
-    yield Span(0, sum(itertools.takewhile(bool, numbers)), "what reads these numbers computes them again")
+    yield Span(0, sum(itertools.takewhile(bool, numbers)), "the readers of these numbers recompute them")
     yield from up_to_last_write(body)  # a piece would write to what an earlier one saves
     taken: dict[fx.Node, None] = {}
     for node in filter(is_uncrossable_number, body.nodes):
         if not _is_made_of_numbers(node) or not taken.keys().isdisjoint(node.all_input_nodes):
             taken[node] = None
-            yield Span(body.position[node] + 1, body.last_use(node), "AOTAutograd lets no such number cross")
+            yield Span(body.position[node] + 1, body.last_use(node), "AOTAutograd does not let it cross")
 
 
 def _regions(gm: fx.GraphModule) -> dict[fx.Node, fx.GraphModule]:

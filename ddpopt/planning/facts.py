@@ -33,7 +33,7 @@ from ddpopt.planning.cut_points import Span, blocked_positions
 
 Sources = Mapping[fx.Node, Mapping[str, str]]
 """The result of `parameter_sources`."""
-_LATE = "the backward of {!r} may read {!r}, which may change once its gradient has left"
+_LATE = "the backward of {!r} may read {!r}, which may change once its gradient is sent"
 NEGLIGIBLE_RATIO = 64
 """A parameter this many times smaller than another one in the same call is not worth its own cut."""
 

@@ -182,7 +182,7 @@ def _document(text: str) -> Mapping[str, Any]:
         document = json.loads(text)
     except json.JSONDecodeError as error:
         raise UsageError(
-            f"a plan as Plan.to_json() writes it was expected; this is no JSON: {error}"
+            f"a plan as Plan.to_json() writes it was expected; this is not JSON: {error}"
         ) from error
     if not isinstance(document, dict) or document.get("ddpopt_plan") != FORMAT:
         found = document.get("ddpopt_plan") if isinstance(document, dict) else type(document).__name__

@@ -130,7 +130,7 @@ class _Filler:
         for use in uses:
             name, key = use.spec.name, (use.spec.dtype, use.spec.device)
             if use.spec.sparse:
-                self._closed.append(_Draft([use], start, f"{name} has a sparse gradient and travels alone"))
+                self._closed.append(_Draft([use], start, f"{name} has a sparse gradient and is sent alone"))
                 continue
             draft = self._open.setdefault(key, _Draft())
             draft.add(use)
@@ -157,7 +157,7 @@ class _Filler:
             if key in last_closed:  # the open gradients are left over from this same atom
                 last_closed[key].members += self._open.pop(key).members
             else:
-                self._close(key, start, "another bucket ends at this cut, and none waits on two segments")
+                self._close(key, start, "another bucket ends at this cut; none may wait on two segments")
 
     def _close(self, key: Key, start: int, reason: str) -> None:
         draft = self._open.pop(key)

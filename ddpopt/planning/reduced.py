@@ -44,7 +44,7 @@ def as_built(ddp: Any) -> Iterator[None]:
     held = {id(parameter) for parameter in held_parameters(ddp)}
     before = [(parameter, parameter.requires_grad) for parameter in ddp.module.parameters()]
     if not all(parameter.is_leaf for parameter, _ in before):
-        raise UnsupportedError("computed tensors take the places of parameters (torch.func.functional_call)")
+        raise UnsupportedError("parameters are replaced by computed tensors (torch.func.functional_call)")
     try:
         for parameter, _ in before:
             parameter.requires_grad_(id(parameter) in held)

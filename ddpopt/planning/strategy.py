@@ -39,17 +39,17 @@ def why_not_inline(gm: fx.GraphModule, sources: Sources) -> str | None:
     for node, names in sources.items():
         name = next(iter(names.values()))
         if node.op != "placeholder":
-            return f"parameter {name!r} is no input of the graph but an attribute of it"
+            return f"parameter {name!r} is not an input of the graph but an attribute"
         held.update(dict.fromkeys(storages(node), name))
     for node in gm.graph.nodes:
         if communicates_in_backward(node):  # a hook on one rank alone delays that rank's gradients
-            return f"the backward of {node.name!r} communicates, and all ranks must send in one order"
+            return f"the backward of {node.name!r} communicates, and all ranks must send in the same order"
         value = example_value(node)
         nested = isinstance(value, NestedTensor) and node not in sources  # its gradients are not nested
         if is_traceable_wrapper_subclass(value) and not nested:
             known = [f"parameter {name!r}" for name in sources.get(node, {}).values()]
             what = known[0] if known else repr(node.name)
-            return f"{what} is a {type(value).__name__}, a tensor made of others"
+            return f"{what} is a {type(value).__name__}, a tensor subclass that wraps other tensors"
         written = (key for key in written_storages(node) if key in held)
         if (key := next(written, None)) is not None:
             may = "is written to in the graph" if is_known(node) else f"may be written to by {node.name!r}"

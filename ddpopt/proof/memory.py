@@ -10,25 +10,57 @@ from collections.abc import Hashable, Iterator, Mapping
 import torch
 from torch._ops import HigherOrderOperator
 
-from ddpopt.graph.effects import is_known, redescribes
+from ddpopt.graph.effects import constructed_inputs, is_known, redescribes
 from ddpopt.graph.nodes import SYMBOLIC, requires_grad, storages_of
 from ddpopt.proof.evidence import Evidence, given_back
 from ddpopt.proof.steps import Crossing, Original, ProgramStep, at, tensors_in
 from ddpopt.proof.terms import ABSENT, Copy, Item, Made, Term, leaves, show
 
 
-def writes_stay_in_one_segment(evidence: Evidence) -> Iterator[str]:
-    """A storage stays in one segment from the step that makes it, or reads it first, to its last write."""
+def writes_follow_reads_in_one_segment(evidence: Evidence) -> Iterator[str]:
+    """Memory that is read, or has another name, before a write stays in one segment up to that write."""
     original = evidence.original
+    names: dict[Hashable, Term] = {}
     first: dict[Hashable, ProgramStep] = {}
+    reads: dict[Hashable, None] = {}
     for step in evidence.stitched.steps:
         made, read = _made_and_read(original, step)
+        certain = {family: leaf for leaf in _certain(step) for family in _families(original, leaf)}
         for family in made | read:
             first.setdefault(family, step)
-        found = (first[family] for leaf in step.written for family in _families(original, leaf))
-        for name, segment in {other.name: other.segment for other in found}.items():
+            if family not in read:
+                names.setdefault(family, original.terms[step.name])
+            elif family not in certain or names.setdefault(family, certain[family]) != certain[family]:
+                reads[family] = None
+        families = (family for leaf in step.written for family in _families(original, leaf))
+        others = (first[family] for family in families if family in reads)
+        for name, segment in {other.name: other.segment for other in others}.items():
             if segment != step.segment:
-                yield f"{at(step)}: writes to what {name} makes or reads in segment {segment}"
+                yield f"{at(step)}: writes to memory that {name} makes or uses in segment {segment}"
+
+
+def _certain(step: ProgramStep) -> Iterator[Term]:
+    """The values that a step certainly writes to, without doing more with them."""
+    for node in constructed_inputs(step.node):
+        yield from leaves(step.reads[node])
+
+
+def writers_know_one_name(evidence: Evidence) -> Iterator[str]:
+    """A segment gets memory that it writes to by one name, except for names that the original gets itself."""
+    # compiled code takes a view of what it writes to that comes in separately for another tensor
+    original, stitched = evidence.original, evidence.stitched
+    writers: dict[tuple[int, Hashable], str] = {}
+    for step in stitched.steps:
+        for family in (f for value in step.written for f in _families(original, value)):
+            writers.setdefault((step.segment, family), step.name)
+    inputs = [Made(node.name) for node in original.program.inputs]
+    given: dict[tuple[int, Hashable], Crossing] = {}
+    for crossing in stitched.crossings:
+        for place in ((crossing.segment, family) for family in _families(original, crossing.term)):
+            first = given.setdefault(place, crossing)
+            if place in writers and first is not crossing and {first.term, crossing.term} - {*inputs}:
+                where, other = f"segment {crossing.segment}, input {crossing.node.name}", first.node.name
+                yield f"{where}: is one tensor with input {other}, and {writers[place]} writes to it"
 
 
 def detached_values_get_no_gradient(evidence: Evidence) -> Iterator[str]:
@@ -68,7 +100,7 @@ def gradients_of_their_own_stay(evidence: Evidence) -> Iterator[str]:
     for crossing in evidence.stitched.crossings if apart else ():
         if any(_maker(leaf) in apart for leaf in leaves(crossing.term)):
             where = f"segment {crossing.segment}, input {crossing.node.name}"
-            yield f"{where}: shows another value, but has a gradient of its own"
+            yield f"{where}: shares another value's memory, but has its own gradient"
 
 
 def values_cross_as_they_are_described(evidence: Evidence) -> Iterator[str]:
@@ -96,7 +128,9 @@ def steps_taken_twice(evidence: Evidence) -> Iterator[ProgramStep]:
     redescribed = _redescribed(evidence.original)
     for step in evidence.stitched.repeats:
         value = evidence.original.terms[step.name]
-        if value in redescribed or not _may_repeat(evidence.original, step, watched):
+        if not redescribed.isdisjoint((value, *step.given)) or not _may_repeat(
+            evidence.original, step, watched
+        ):
             yield step
 
 

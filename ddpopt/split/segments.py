@@ -11,7 +11,7 @@ import contextlib
 import copy
 import traceback
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
-from ddpopt.graph.nodes import SYMBOLIC, CompilerFn, example_value, requires_grad, write_code
+from ddpopt.graph.nodes import SYMBOLIC, CompilerFn, example_value, requires_grad, storages, write_code
 from ddpopt.split.twins import signature
 
 
@@ -84,11 +84,17 @@ def compile_segments(
         delattr(stitched, name)
         setattr(stitched, name, compiled[key])
         # an input written with gradient requires grad from then on; its example value is from after the trace
-        for n in node.all_input_nodes:
-            if n in values and requires_grad(example_value(n)) and not requires_grad(values[n]):
+        changed = {key for n in node.all_input_nodes if _is_outdated(n, values) for key in storages(n)}
+        for n in [n for n in values if changed and _is_outdated(n, values)]:
+            if not changed.isdisjoint(storages(n)):
                 del values[n]
     write_code(stitched)
     return CompiledSegments(stitched.forward, len(calls), len(compiled))
+
+
+def _is_outdated(node: fx.Node, values: Mapping[fx.Node, object]) -> bool:
+    """Whether an input requires grad by the end of the graph, but did not when it came."""
+    return node in values and requires_grad(example_value(node)) and not requires_grad(values[node])
 
 
 def _for_backend(value: object) -> object:

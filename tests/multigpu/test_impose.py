@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.ddp.deferral import defer
 from ddpopt.ddp.impose import impose, imposed_plan
-from ddpopt.errors import InfrastructureError, PlanMismatchError
+from ddpopt.errors import NoAnswerError, PlanMismatchError
 from ddpopt.planning.bucket_rule import specs_from_ddp
 from ddpopt.planning.plan import Plan
 from ddpopt.ranks.group import Ranks
@@ -120,14 +120,14 @@ def test_a_rank_that_never_calls_impose_is_named_within_the_time_out(ranks: Rank
     later = raised(lambda: impose(ddp, plan, timeout=timedelta(seconds=1)))[0] if name else "not called"
     assert works
     if ranks.rank != 1:
-        assert name == InfrastructureError.__name__
+        assert name == NoAnswerError.__name__
         assert text == (
             f"ddpopt.impose: no answer from rank 1 of {ranks.size} within 1 s. Every rank of the process "
             "group must make this call: look in the missing rank's log for what stopped it, or allow more "
             "time with timeout="
         )
         assert 1 <= seconds < SOON_S
-    assert later in {"InfrastructureError", "not called"}
+    assert later in {"NoAnswerError", "not called"}
 
 
 @pytest.mark.world_size(2)

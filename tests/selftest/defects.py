@@ -103,7 +103,7 @@ def unhooked(site: Site) -> Iterator[None]:
 @contextlib.contextmanager
 def written_apart(site: Site) -> Iterator[None]:
     """Cut between what is made or read and a later write to it, in planning and proof."""
-    with _without(site, cut_points.up_to_last_write, memory.writes_stay_in_one_segment):
+    with _without(site, cut_points.up_to_last_write, memory.writes_follow_reads_in_one_segment):
         yield
 
 

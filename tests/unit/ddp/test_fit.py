@@ -72,7 +72,7 @@ def test_everything_that_is_wrong_with_the_names_is_said_at_once() -> None:
         """\
 the plan does not fit the DDP module, 9 problem(s):
   - 'first.weight' appears 2 times, in buckets 0, 5
-  - bucket 1: 'nowhere' is no parameter of the module
+  - bucket 1: 'nowhere' is not a parameter of the module
   - bucket 1: 'last.bias' is ignored by DDP (parameters_to_ignore)
   - bucket 3: 'tied.weight' is another name of 'first.weight'; use that one
   - bucket 4: 'frozen.weight' is frozen, so DDP does not reduce it

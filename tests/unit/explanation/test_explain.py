@@ -44,8 +44,8 @@ from tests.unit.rehearsing import Linears, explained, params, rows
             "sequential",
             Tally(2, 2, 0, 1, 0, 0),
             Tally(0, 2, None, None, None, None),
-            "torch's DDPOptimizer: torch.compile compiles nothing of it under DDP: Dynamo\n"
-            "  steps over its frames (pytorch#140416)",
+            "torch's DDPOptimizer: torch.compile compiles none of it under DDP: Dynamo skips\n"
+            "  its frames (pytorch#140416)",
         ),
         (
             "ignored",
@@ -98,15 +98,15 @@ bucket  segment    MiB  dtype     gradients, and why the bucket ends there
                                     at or over the limit of 1048576
      1        2  0.564  bfloat16  layers.9.bias, layers.9.weight, layers.7.bias,
                                   layers.7.weight
-                                    another bucket ends at this cut, and none
-                                    waits on two segments
+                                    another bucket ends at this cut; none may
+                                    wait on two segments
      2        1  0.846  bfloat16  layers.5.bias, layers.5.weight, ...,
                                   layers.1.weight (6)
                                     no gradient is left to add
      3        1  1.128  float32   layers.4.bias, layers.4.weight, layers.2.bias,
                                   layers.2.weight
-                                    another bucket ends at this cut, and none
-                                    waits on two segments
+                                    another bucket ends at this cut; none may
+                                    wait on two segments
      4        0  0.564  float32   layers.0.bias, layers.0.weight
                                     no gradient is left to add
 

@@ -248,18 +248,18 @@ def test_a_gradient_outside_of_any_backward_is_refused() -> None:
 @pytest.mark.parametrize(
     ("op", "value", "lent", "reason"),
     [
-        ("get_attr", torch.ones(2), True, "parameter 'w' is no input of the graph but an attribute of it"),
+        ("get_attr", torch.ones(2), True, "parameter 'w' is not an input of the graph but an attribute"),
         (
             "placeholder",
             torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
             True,
-            "parameter 'w' is a NestedTensor, a tensor made of others",
+            "parameter 'w' is a NestedTensor, a tensor subclass that wraps other tensors",
         ),
         (
             "placeholder",
             TwoTensor(torch.ones(2), torch.ones(2)),  # type: ignore[no-untyped-call]  # of torch
             False,
-            "'w' is a TwoTensor, a tensor made of others",
+            "'w' is a TwoTensor, a tensor subclass that wraps other tensors",
         ),
         ("placeholder", torch.ones(2), False, None),
     ],
@@ -276,7 +276,7 @@ def test_what_cannot_be_lent_is_named(op: str, value: Tensor, lent: bool, reason
 def test_a_graph_whose_backward_communicates_is_split() -> None:
     collective = torch.ops._c10d_functional.all_reduce
     for trained, reason in (
-        (True, "the backward of 'sums' communicates, and all ranks must send in one order"),
+        (True, "the backward of 'sums' communicates, and all ranks must send in the same order"),
         (False, None),
     ):
         graph = fx.Graph()

@@ -168,5 +168,5 @@ def test_no_cut_parts_a_reader_without_gradient_from_the_reader_that_completes_i
     readers = {"view_first": "matmul_1", "value_first": "mul", "region_first": "tag_activation_checkpoint"}
     reader = readers.get(forward.__name__, "")
     parameter = "l_self_parameters_a_"
-    why = f"the backward of {reader!r} may read {parameter!r}, which may change once its gradient has left"
+    why = f"the backward of {reader!r} may read {parameter!r}, which may change once its gradient is sent"
     assert blocked == dict.fromkeys(kept, why)

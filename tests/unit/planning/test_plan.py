@@ -51,7 +51,7 @@ def refusal(text: str) -> str:
         (edited(ddpopt_plan=2), "a JSON object with ddpopt_plan=1 was expected; found 2"),
         (
             "buckets:",
-            "a plan as Plan.to_json() writes it was expected; this is no JSON: "
+            "a plan as Plan.to_json() writes it was expected; this is not JSON: "
             "Expecting value: line 1 column 1 (char 0)",
         ),
         *(

@@ -105,7 +105,7 @@ def test_every_bucket_and_cut_says_why_for_a_person() -> None:
         """\
 bucket 0: no gradient is left to add
 bucket 1: b brings it to 100 bytes, at or over the limit of 100
-bucket 2: table has a sparse gradient and travels alone
+bucket 2: table has a sparse gradient and is sent alone
 bucket 3: a brings it to 100 bytes, at or over the limit of 100
 cut before n1: bucket 1 is complete: b brings it to 100 bytes, at or over the limit of 100
 cut before n2: bucket 0 is complete: no gradient is left to add""",

@@ -234,11 +234,12 @@ state: segment 0, node y: expected autocast('cpu', torch.bfloat16, True, None) a
     and grad mode on
 balance: segment 0: expected no autocast and grad mode on after it, found autocast('cpu',
     torch.bfloat16, True, None) in autocast('cpu', torch.bfloat16, True, None) and grad mode on
-writes: segment 1, node add_: writes to what row makes or reads in segment 0
+writes: segment 1, node add_: writes to memory that row makes or uses in segment 0
+aliases: segment 1, input view_1: is one tensor with input y, and t_ writes to it
 descriptions: segment 1, input view_1: is described as it is after t_, which changes it in place
 detached values: segment 0, input l_args_0_: is detached, but y sends gradient to it
 severed views: segment 1, input turned_1: is a view that was taken without gradient
-own gradients: segment 1, input getitem: shows another value, but has a gradient of its own
+own gradients: segment 1, input getitem: shares another value's memory, but has its own gradient
 symbols: segment 2, input linear_1: no input binds the symbol s33
 planned nodes: segment 1: expected y_1, found _exit_autocast
 planned cuts: cut 0: expected before y_1, found before _exit_autocast
