@@ -67,6 +67,15 @@ class Body:
         nodes = reversed(self.graph.nodes)
         return {key: self.position.get(node, -1) for node in nodes for key in storages(node)}
 
+    @cached_property
+    def last_read(self) -> dict[int, int]:
+        """For each storage, the position of the last reader of any node that has it, as in `last_use`."""
+        found: dict[int, int] = {}
+        for node in self.graph.nodes:
+            for key in storages(node):
+                found[key] = max(found.get(key, -1), self.last_use(node))
+        return found
+
     def last_use(self, node: fx.Node) -> int:
         """Position of the last reader of a node; past the last node if the graph returns it."""
         return max((self.position.get(user, len(self.nodes)) for user in node.users), default=-1)
@@ -179,12 +188,10 @@ def _redescribed(body: Body) -> Iterator[Span]:
     of it can be described to another segment.
     """
     redescribed = {key: node for node in body.nodes if redescribes(node) for key in storages(node)}
-    last: dict[int, int] = {}
-    for node in body.graph.nodes if redescribed else ():
-        for key in storages(node):
-            last[key] = max(last.get(key, -1), body.last_use(node))
     for key, node in redescribed.items():
-        yield Span(body.made[key] + 1, last[key], f"{node.name!r} changes a tensor's metadata in place")
+        yield Span(
+            body.made[key] + 1, body.last_read[key], f"{node.name!r} changes a tensor's metadata in place"
+        )
 
 
 def _taken_again(body: Body) -> Iterator[Span]:
@@ -236,8 +243,10 @@ def _shown_otherwise(body: Body) -> Iterator[Span]:
             continue
         names = _with_users(node, lambda user, own=own: not own.isdisjoint(storages(user)))  # type: ignore[misc]  # bound now
         last = max(map(body.last_use, names))
-        whole = unsafe or name == "register_hook" or last == len(body.nodes)
-        first = min(body.made[key] for key in own) if whole else index
+        first = index
+        if unsafe or name == "register_hook" or last == len(body.nodes):
+            first = min(body.made[key] for key in own)
+            last = max(body.last_read[key] for key in own)
         yield Span(
             first + 1, last, f"{node.name!r} shares another value's memory, but is not a plain view of it"
         )

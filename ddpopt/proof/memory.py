@@ -95,12 +95,24 @@ def views_without_gradient_stay(evidence: Evidence) -> Iterator[str]:
 
 
 def gradients_of_their_own_stay(evidence: Evidence) -> Iterator[str]:
-    """A value that shares another value's memory, but has its own gradient, stays in its segment."""
-    apart = _apart(evidence.original)
-    for crossing in evidence.stitched.crossings if apart else ():
-        if any(_maker(leaf) in apart for leaf in leaves(crossing.term)):
+    """A value that shares another value's memory, but has its own gradient or hook, stays in its segment."""
+    original, stitched = evidence.original, evidence.stitched
+    apart, parts = _apart(original), _written_parts(original)
+    for crossing in stitched.crossings if apart or parts else ():
+        own = any(_maker(leaf) in apart for leaf in leaves(crossing.term))
+        if own or not parts.isdisjoint(_families(original, crossing.term)):
             where = f"segment {crossing.segment}, input {crossing.node.name}"
             yield f"{where}: shares another value's memory, but has its own gradient"
+    first: dict[Hashable, ProgramStep] = {}
+    for step in stitched.steps if apart else ():
+        made, read = _made_and_read(original, step)
+        for family in made | read:
+            first.setdefault(family, step)
+        if _callee_name(step) == "register_hook":
+            earlier = {first[family].name: first[family].segment for family in read}
+            for name, segment in earlier.items():
+                if segment < step.segment:
+                    yield f"{at(step)}: hooks a value that {name} makes or reads in segment {segment}"
 
 
 def values_cross_as_they_are_described(evidence: Evidence) -> Iterator[str]:
@@ -194,11 +206,23 @@ def _apart(original: Original) -> set[Term]:
         value = original.terms[step.name]
         made, read = _made_and_read(original, step)
         own = isinstance(step.callee, HigherOrderOperator) or not is_known(step.node)
-        if made.isdisjoint(read) or not requires_grad(original.example(value)):
+        repeated = len(made) < len([*_families(original, value)])
+        if (made.isdisjoint(read) and not repeated) or not requires_grad(original.example(value)):
             continue
         if own or not found.isdisjoint(map(_maker, step.given)):
             found.add(_maker(value))
     return found
+
+
+def _written_parts(original: Original) -> set[Hashable]:
+    """Memory of the parts that ``unsafe_split`` and similar operators make, if it is written to."""
+    unsafe = (s for s in original.program.steps if _callee_name(s).lstrip("_").startswith("unsafe_"))
+    made = {family for step in unsafe for family in _made_and_read(original, step)[0]}
+    return made.intersection(_written_families(original)) if made else made
+
+
+def _callee_name(step: ProgramStep) -> str:
+    return str(getattr(step.callee, "__name__", step.callee))
 
 
 def _maker(term: Term) -> Term:
