@@ -221,7 +221,7 @@ DEFECTS: tuple[Defect, ...] = (
         "ddpopt-split",
         written_apart,
         DrawnModel(steps=(_LINEAR, step("statistics", read="saved")), width=4, cap_bytes=1),
-        ("L2",),
+        ("run",),
         r"s\d+ = torch\.tanh",
     ),
     Defect(
