@@ -1,6 +1,6 @@
-"""What each rank does in a verification: all that was asked, one trial after the other.
+"""Run a verification on each rank: all requested trials, one after another.
 
-Invariant: all ranks judge the same trials in the same order, and rank 0 tells of each as it begins and ends.
+Invariant: all ranks judge the same trials in the same order, and rank 0 reports each as it begins and ends.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ COLLECTIVE_SHARE = 0.8
 
 @dataclass(frozen=True)
 class Asked:
-    """One thing to verify: a case under an option, and the modes to judge there.
+    """One thing to verify: a case under an option, and the modes to judge.
 
     Attributes:
-        target: names the case in other processes, or is it.
+        target: the case itself, or its name for other processes.
         option: name of the option.
         modes: names of the modes.
     """
@@ -48,13 +48,13 @@ class Asked:
 
 @dataclass(frozen=True)
 class Settings:
-    """What holds for all trials of a verification.
+    """The settings of all trials of a verification.
 
     Attributes:
-        backend: of Dynamo: a name, or a callable.
-        steps: how many steps of training.
+        backend: the Dynamo backend: a name, or a callable.
+        steps: the number of training steps.
         dtype: name of the dtype to compute in; None for the case's own.
-        trial_limit_s: limit of one trial, and of eager's runs before the first one, in seconds.
+        trial_limit_s: limit of one trial, and of eager's runs before the first trial, in seconds.
     """
 
     backend: Any = "inductor"
@@ -73,7 +73,7 @@ class Started:
     """An event: a trial begins.
 
     Attributes:
-        index: which one, of all that were asked for.
+        index: the index among all requested trials.
         case: name of its case.
         option: name of its option.
         mode: name of its mode; empty while the reference runs.
@@ -90,8 +90,8 @@ class Ended:
     """An event: a trial has ended.
 
     Attributes:
-        index: which one, of all that were asked for.
-        trial: how.
+        index: the index among all requested trials.
+        trial: the result.
     """
 
     index: int
@@ -99,9 +99,9 @@ class Ended:
 
 
 def on_rank(ranks: Ranks, asked: Sequence[Asked], settings: Settings, done: Sequence[int]) -> None:
-    """Be a rank of our own: say what this computes on, and judge what is not done."""
+    """Run as a rank that ddpopt started: report the device, and judge the trials that are not done."""
     ranks.emit(hardware(ranks.device))
-    with quickly():  # in a process of our own, whose garbage each run of the collector would look through
+    with quickly():  # only in a rank's own process, where each collection would scan all imported objects
         run_trials(ranks, asked, settings, done, keep_for_good)
 
 
@@ -112,7 +112,7 @@ def run_trials(
     done: Sequence[int] = (),
     before_each: Callable[[], None] = lambda: None,
 ) -> list[Trial]:
-    """Judge everything that was asked and is not done; before each case and option something may be done."""
+    """Judge every requested trial that is not done; a callback may run before each case and option."""
     trials: list[Trial] = []
     all_of_them = enumerate(untried(asked, settings))
     for one in asked:
@@ -124,7 +124,7 @@ def run_trials(
 
 
 def untried(asked: Sequence[Asked], settings: Settings) -> Iterator[Trial]:
-    """Every trial that is asked for, as it is when nothing was learned from it."""
+    """Every requested trial with the result it has if nothing is learned from it."""
     backend = getattr(settings.backend, "__name__", str(settings.backend))
     for one in asked:
         case = one.target if isinstance(one.target, str) else one.target.name
@@ -140,7 +140,7 @@ def hardware(device: torch.device) -> str:
 
 @contextlib.contextmanager
 def quickly() -> Iterator[None]:
-    """Spare a process of our own runs of the garbage collector over what is imported: that is no garbage."""
+    """Keep the garbage collector from scanning imported modules in a rank's own process."""
     _load_compiler()
     keep_for_good()
     try:
@@ -150,13 +150,13 @@ def quickly() -> Iterator[None]:
 
 
 def keep_for_good() -> None:
-    """Have the garbage collector look no more at what is there: modules, caches of Dynamo's."""
+    """Exclude all present objects, such as modules and Dynamo's caches, from garbage collection."""
     gc.collect()
     gc.freeze()
 
 
 def _load_compiler() -> None:
-    """Import what the first compilation imports: it is no garbage either."""
+    """Import what the first compilation needs, so that it is excluded too."""
     compiled = torch.compile(lambda x: x * 2, backend="aot_eager")
     compiled(torch.ones(2, requires_grad=True)).sum().backward()
 
@@ -188,7 +188,7 @@ def _judged(
 
 
 def _of_eager(bench: Bench) -> dict[str, Any]:
-    """What becomes of a trial that has nothing to be held against."""
+    """The result of a trial without a reference."""
     if bench.stalled:
         return {"reason": f"eager DDP's own runs did not end: {bench.stalled}"}
     own = [failure for failure in bench.failures if not failure.lost] or bench.failures

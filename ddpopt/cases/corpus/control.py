@@ -13,7 +13,7 @@ from ddpopt.cases.corpus.layers import FeedForward, Layers
 
 
 class Blocks(nn.Module):
-    """Feed-forward blocks; what derives from it says under which mode they run."""
+    """Feed-forward blocks; subclasses define the mode under which they run."""
 
     def __init__(self, dim: int, layers: int) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Checkpointed(Blocks):
 
 
 def save_products(_context: object, operator: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
-    """Save matrix products, recompute all else."""
+    """Save matrix products, recompute everything else."""
     if operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,4 +1,4 @@
-"""Public reports about what is in a graph: constants, calls of ``forward``, operators, strides."""
+"""Public reports about the contents of a graph: constants, calls of ``forward``, operators, strides."""
 
 from functools import partial
 
@@ -52,7 +52,7 @@ class AlibiAttention(Layers):
         super().__init__(dim, layers)
         self.heads = heads
         self.register_buffer("slopes", -torch.arange(1.0, heads + 1) / heads)
-        # Outside of a compiled model torch warns of a call as it is.
+        # Outside a compiled model, torch warns if flex attention is called uncompiled.
         self.attend = torch.compile(flex_attention, backend="eager", fullgraph=True)
 
     def forward(self, x: Tensor) -> Tensor:

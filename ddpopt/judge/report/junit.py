@@ -1,6 +1,6 @@
 """A verdict as JUnit XML, which every CI system can show: a suite for each case, a test for each trial.
 
-Invariant: what is wrong is a failure, what broke an error, what is not possible here a skip with its reason.
+Invariant: wrong is a failure, broken an error, not possible a skip with its reason.
 """
 
 from __future__ import annotations

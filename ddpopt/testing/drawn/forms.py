@@ -1,4 +1,4 @@
-"""How a drawn model gets inputs, returns outputs and is trained: the choices, and what each writes."""
+"""How a drawn model takes inputs, returns outputs and is trained: the choices, and the source of each."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ LOSS_CODE = {"squares": "leaf.abs().double().square().sum()", "given": "Given.ap
 
 
 class InputText(NamedTuple):
-    """How forward receives its inputs: its parameters, its first lines, and the arguments of a call."""
+    """How forward receives its inputs: its signature, its first lines, and the arguments of a call."""
 
     signature: str
     opening: list[str]
@@ -58,8 +58,8 @@ def inputs_as(form: str, names: Names) -> InputText:
     """Write how forward receives inputs, the first of which is ``x``.
 
     Args:
-        form: of ``takes``.
-        names: of the inputs.
+        form: a value of ``takes``.
+        names: the names of the inputs.
     """
     match form:
         case "keyword":
@@ -89,7 +89,7 @@ def outputs_as(form: str, outputs: Names) -> OutputText:
     """Write how forward returns outputs.
 
     Args:
-        form: of ``returns``.
+        form: a value of ``returns``.
         outputs: an expression for each.
     """
     names = [f"out{place}" for place in range(len(outputs))]
