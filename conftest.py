@@ -1,4 +1,4 @@
-"""What every test run of this repository shares: Hypothesis, inline snapshots, the order under xdist."""
+"""Setup shared by every test run of this repository: Hypothesis, inline snapshots, the order under xdist."""
 
 import os
 from collections.abc import Iterator
@@ -13,8 +13,8 @@ from tests.profiles import load_profiles
 # HYPOTHESIS_PROFILE, or pytest's --hypothesis-profile: dev, ci or nightly. CI=true gives ci.
 load_profiles()
 
-# Else each process that compiles C++ tries out first what the processor can do: seconds for each of its kinds
-# of vectors, in processes that import torch.
+# Otherwise each process that compiles C++ first probes the processor's vector instructions: seconds for each
+# kind, in processes that import torch.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 
@@ -37,9 +37,9 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line("markers", "long: begins before others, so that no worker ends alone with it")
     if config.getoption("--accept"):
-        os.environ["EXPECTTEST_ACCEPT"] = "1"  # expecttest knows no other way
+        os.environ["EXPECTTEST_ACCEPT"] = "1"  # expecttest offers no other way
     if os.environ.get("EXPECTTEST_ACCEPT"):
-        # Each process would rewrite the test files, by line number, and so undo the others' edits.
+        # Each process would rewrite the test files by line number, and undo the others' edits.
         config.option.tx = []
 
 
@@ -48,26 +48,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         later = [item for item in items if item.get_closest_marker("nightly")]
         config.hook.pytest_deselected(items=later)
         items[:] = [item for item in items if item not in later]
-    # What needs no ranks runs on the first of torchrun's alone, and its peers do not wait: so that is last.
-    # Of xdist's workers one begins with the ranks; the others run all else meanwhile.
+    # Under torchrun, tests without ranks run only on rank 0 while its peers do not wait, so they come last.
+    # Under xdist, one worker begins with the tests on ranks; the others run the rest meanwhile.
     first = int(os.environ.get("WORLD_SIZE", "1")) > 1 or "PYTEST_XDIST_WORKER" in os.environ
-    items.sort(key=lambda item: item.get_closest_marker("long") is None)  # stable: all else keeps its order
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)  # stable: others keep their order
     items.sort(key=lambda item: (_scope(item.nodeid) == "ranks") is not first)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Have one xdist worker run all tests that start ranks: each is started once."""
+    """Let one xdist worker run all tests that start ranks, so that each pool is started once."""
     if config.getoption("dist") != "load":
         return None
     scheduler = LoadScopeScheduling(config, log)
-    scheduler._split_scope = _scope  # what xdist documents a subclass for; it has no types to subclass
+    scheduler._split_scope = _scope  # xdist documents a subclass for this, but has no types to subclass
     config.option.loadscopereorder = False
     return scheduler
 
 
 def _scope(nodeid: str) -> str:
-    """Name what must stay on one worker."""
+    """Name the group of tests that must stay on one worker."""
     alone = nodeid.startswith("tests/multigpu/alone/")
     on_ranks = nodeid.startswith(("tests/multigpu/", "tests/property/test_ranks.py"))
     return "ranks" if on_ranks and not alone else nodeid
@@ -76,7 +76,7 @@ def _scope(nodeid: str) -> str:
 @pytest.fixture
 def one_rank_group(tmp_path: Path) -> Iterator[None]:
     """A process group of this process alone."""
-    from torch import distributed as dist  # torch takes seconds, and many runs need none of it
+    from torch import distributed as dist  # importing torch takes seconds, and many runs do not need it
 
     dist.init_process_group("gloo", init_method=(tmp_path / "store").as_uri(), rank=0, world_size=1)
     yield
@@ -85,7 +85,7 @@ def one_rank_group(tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
-    """No compiled code and no counter of another test, before and after."""
+    """Remove compiled code and counters of other tests, before and after."""
     import torch
 
     torch._dynamo.reset()

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# What takes too long for every commit: the long tests, thousands of drawn examples, the verification's test of
-# itself, the gate, torch's own DDP tests, and models that nobody wrote.
+# Checks that take too long for every commit: the long tests, thousands of drawn examples, the self-test of the
+# verification, the gate, torch's own DDP tests, and fuzzing.
 #
 #   ci/nightly.sh
 #
 # Environment: VENV, PYTHON, TORCH_VERSION as for make. FUZZ_MINUTES (default 20). NIGHTLY_REPORTS, a folder for
-# reports (default nightly-reports). DDPOPT_EXAMPLE_DATABASE, where Hypothesis keeps what failed.
-# PROPERTY_LIMIT (default 4h), after which the drawn examples are ended, and count as failed.
-# Exit code 0: all passed. 1: something did not; the last lines name it.
+# reports (default nightly-reports). DDPOPT_EXAMPLE_DATABASE, where Hypothesis keeps failing examples.
+# PROPERTY_LIMIT (default 4h), after which the drawn examples are stopped and count as failed.
+# Exit code 0: all passed. 1: something failed; the last lines name it.
 set -euo pipefail
 # shellcheck source=ci/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" test
