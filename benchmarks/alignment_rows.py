@@ -15,7 +15,7 @@ from ddpopt.gate.overlap import Measurement, ratio_to_eager
 
 ASKED = 0.98
 JUDGED = ("split", "inline")
-"""Modes that are ddpopt's own."""
+"""ddpopt's own modes."""
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ LAST_LINES = 30
 
 @dataclass(frozen=True)
 class Setting:
-    """What is compiled, and how."""
+    """One model at one depth in one mode."""
 
     model: str
     layers: int

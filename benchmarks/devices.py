@@ -18,7 +18,7 @@ WORLD_SIZE = 2
 
 
 def require(kind: str) -> None:
-    """Check that this machine has a kind of device.
+    """Check that this machine has a device of a kind.
 
     Args:
         kind: one of `DEVICES`.

@@ -113,7 +113,7 @@ def _missing() -> str | None:
 
 @contextmanager
 def _holder() -> Iterator[int]:
-    """A process that holds a network namespace of its own; yields its number."""
+    """Start a process that holds a new network namespace; yields its process id."""
     # cat ends with its input: when this block is left, or when this process is gone
     process = subprocess.Popen(
         ["unshare", "--net", "cat"],

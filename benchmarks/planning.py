@@ -107,7 +107,7 @@ def growth_exponent(sizes: Sequence[int], seconds: Sequence[float]) -> float:
 
 
 Found = Mapping[str, Sequence[Timing]]
-"""By optimizer, one timing for each size, sizes ascending; ddpopt may have more of them."""
+"""By optimizer, one timing for each size, in ascending order; ddpopt may have more sizes."""
 
 
 def do_nothing(gm: fx.GraphModule, _: Sequence[Any]) -> Compiled:

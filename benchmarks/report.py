@@ -27,7 +27,7 @@ NOT_MEASURED = "not measured"
 CLAIMS = ("where", "figure", "found", "spread", "at the limit", "asked", "held")
 Ends = tuple[float, float] | None
 Timings = Mapping[str, Sequence[Sequence[float]]]
-"""By what was timed: for each process that timed it, its figures in seconds."""
+"""By name of the measurement: for each process, its figures in seconds."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from benchmarks.report import Section, missing, section_of, show_claims, wide_co
 from ddpopt.errors import UsageError
 
 MEASUREMENTS = ("planning", "compile", "step", "alignment")
-"""Their modules, and their files."""
+"""The names of the measurements' modules and files."""
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"

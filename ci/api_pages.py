@@ -28,7 +28,7 @@ PAGES = {
     "doctor": ("`ddpopt.doctor`", ("ddpopt.doctor.*",)),
     "errors": ("Errors", ("ddpopt.errors.*",)),
 }
-"""Each page's title and what is on it; ``*`` is every public name of a module."""
+"""Each page's title and contents; ``*`` is every public name of a module."""
 KINDS = {"functions": griffe.Function, "classes": griffe.Class}
 """Pages that show one kind of object."""
 NOT_PASSED = ("self", "cls", "draw")

@@ -16,10 +16,10 @@ from ddpopt import Plan
 from ddpopt.observation.observe import Observation
 
 ROUNDING_LIMIT = 8.0
-"""How many times eager's own error a compiled gradient may be off the exact one."""
+"""The largest error of a compiled gradient, in units of eager's own error."""
 
 EXACT_BACKENDS = ("aot_eager", "eager")
-"""Backends that run eager's kernels: on two ranks, where a sum has one order, not one bit may differ."""
+"""Backends that run eager's kernels: on two ranks, where a sum has one order, every bit must be equal."""
 
 
 @dataclass(frozen=True)

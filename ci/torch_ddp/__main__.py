@@ -34,7 +34,7 @@ ACCEPTED: Mapping[str, Accepted] = {
         "The plan's buckets are in force from the first iteration on, so that nothing is broadcast.",
     ),
 }
-"""What only we fail, and why eager's behaviour is not wanted there."""
+"""Tests that only ddpopt fails, with the reason why eager's behaviour is not wanted there."""
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

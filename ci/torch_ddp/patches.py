@@ -20,9 +20,9 @@ import ddpopt
 from ci.torch_ddp.table import EAGER, OPTIMIZER, OURS, Job
 
 BUILDS, GRAPHS = "builds", "graphs"
-"""Files that say that a DDP module was built, and that Dynamo compiled a graph."""
+"""Marker files: a DDP module was built; Dynamo compiled a graph."""
 MANY_FRAMES = 256
-"""How often a test may compile one forward for another module before Dynamo leaves it to eager."""
+"""How often Dynamo may recompile one forward for another module before it falls back to eager."""
 
 
 def compile_ddp(job: Job, backend: str, small_cap_mb: float, folder: Path) -> None:

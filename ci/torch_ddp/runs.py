@@ -26,12 +26,12 @@ from ci.torch_ddp.table import EAGER, Ending, Job, Outcome
 
 RANKS = 2
 SMALL_CAP_MB = 0.0002
-"""Some 200 bytes: most parameters of the tests' models are larger."""
+"""About 200 bytes: most parameters of the tests' models are larger."""
 FORK = multiprocessing.get_context("fork")
 POLL_S = 0.02
 KEPT_CHARACTERS = 4000
 EAGER_SHARE = 0.25
-"""Of the limit, for eager: where a test takes longer, a time-out of a compiled run would say nothing."""
+"""Share of the limit for eager: if a test takes longer, a timeout of a compiled run proves nothing."""
 
 
 @dataclass(frozen=True)

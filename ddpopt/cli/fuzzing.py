@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 SUMMARY = "summary.json"
 OWN = ("ddpopt-split", "ddpopt-inline")
-"""The modes that are fuzzed where none is named."""
+"""The modes that are fuzzed by default."""
 
 
 def planned(  # one for each option of the command line

@@ -29,7 +29,7 @@ from ddpopt.judge.trials import Asked, Settings, Started
 from ddpopt.judge.verdict import Location, Trial, Verdict
 
 REPRODUCTION = "ddpopt_reproduction.py"
-"""Where the script goes that shows what is wrong."""
+"""File name of the script that shows the fault."""
 
 
 @dataclass(frozen=True)

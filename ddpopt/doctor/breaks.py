@@ -18,11 +18,11 @@ from ddpopt.doctor.dynamo import Notes, is_machinery
 _SECOND_REASON = re.compile(r"\n\*{3} While handling .*\*{3}\n")
 _LINK = re.compile(r"https?://\S+")
 _JUMP = "generic_jump "
-"""All that Dynamo says of a branch after which it goes on."""
+"""Dynamo's whole message for a branch after which it continues."""
 _BRANCH = """Python branches on the value of a tensor
   Hint: Compute both sides and choose by torch.where, or put the sides into torch.cond."""
 _EMPTY_HINTS = ("file an issue", "report an issue", "may have been caused by an earlier", "fundamental")
-"""Parts of Dynamo's hints that name nothing to do in a model."""
+"""Parts of Dynamo's hints that suggest no change of the model."""
 _DIVIDED = "The model is compiled as separate graphs before and after it"
 
 

@@ -23,7 +23,7 @@ class Weight(StrEnum):
     SLOW = "slow"
     """It costs overlap or compile time."""
     NOTE = "note"
-    """Worth knowing; nothing has to be done."""
+    """Worth knowing; no action needed."""
 
 
 @dataclass(frozen=True)

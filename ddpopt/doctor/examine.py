@@ -1,4 +1,4 @@
-"""Examine a case: run it in eager, in eager DDP, under torch's optimizer and under ddpopt, and draw findings.
+"""Examine a case: run it in eager, in eager DDP, with torch's optimizer and with ddpopt; report findings.
 
 Invariant: every claim of a finding was observed in one of these runs, or predicted by `ddpopt.explain` and
 labelled as a prediction.

@@ -20,7 +20,7 @@ from ddpopt.explanation.tables import MIB, mib
 from ddpopt.planning.bucket_rule import specs_from_module
 
 GOOD_COUNT = 4
-"""Into how many buckets to divide what is one: with four, three quarters can leave before backward ends."""
+"""The number of buckets to suggest instead of one: of four, three quarters can leave early."""
 
 
 def option_findings(model: nn.Module, buckets: int | None) -> Iterator[Advice]:
@@ -55,7 +55,7 @@ def _one_bucket(sizes: list[int]) -> Advice:
 
 
 Check = tuple[bool, str, str]
-"""Whether something is set, what it costs, and what to do."""
+"""Whether the setting is active, its cost, and the next step."""
 
 
 def _of_dynamo() -> Iterator[Check]:

@@ -16,7 +16,7 @@ from ddpopt.fuzz.workers import Worker
 from ddpopt.judge.locating.scripting import shows as shows_in_fresh_interpreter
 
 STARTING_S = 60.0
-"""For an interpreter of a script's own to import torch; it then runs eager and the mode."""
+"""Seconds for a script's interpreter to import torch; it then runs eager and the mode."""
 WIDE = (512, 1024)
 """Widths at which a layer fills torch's own smallest bucket."""
 

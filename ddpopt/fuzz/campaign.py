@@ -20,7 +20,7 @@ from ddpopt.fuzz.workers import Worker
 from ddpopt.testing.drawn import DrawnModel
 
 UNLOWERED = 25
-"""One model of so many runs under torch's optimizer with torch's own smallest bucket."""
+"""One model in this many runs under torch's optimizer with torch's own smallest bucket."""
 
 
 @dataclass(frozen=True)

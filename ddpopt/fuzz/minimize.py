@@ -23,7 +23,7 @@ from ddpopt.testing.drawn.forms import CHOICES
 
 TRIES = 400
 BACKENDS = ("eager", "aot_eager")
-"""From the simplest on."""
+"""Simplest first."""
 Ask = Callable[[FoundCase], Answer]
 Steps = tuple[Step, ...]
 
@@ -31,14 +31,14 @@ _PLAIN = DrawnModel()
 _CHOSEN = (*CHOICES, "joined", "seed")
 """Fields with a plain value."""
 _CAPS = (2**20, 1)
-"""One bucket for all, or one for each parameter: what lies between takes thought to read."""
+"""One bucket for all parameters, or one for each: caps in between are harder to understand."""
 _PLAINER: Mapping[str, tuple[Any, ...]] = {
     **{name: (getattr(_PLAIN, name),) for name in _CHOSEN},
     "batches": ((2,), (2, 3)),
     "width": (4, 8),
     "cap_bytes": _CAPS,
 }
-"""For each field the values to try, the plainest first."""
+"""For each field the values to try, simplest first."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from ddpopt.fuzz.signatures import FailureSignature
 
 TORCH = "torch"
 WHOLE = "whole"
-"""The mode that compiles without any optimizer: what it gets wrong is the backend's own."""
+"""The mode that compiles without any optimizer: its faults are the backend's own."""
 MODES = (TORCH, WHOLE, "ddpopt-split", "ddpopt-inline")
 """The modes of `ddpopt.judge.modes` that can be fuzzed."""
 STANDALONE = (TORCH, WHOLE)
@@ -26,7 +26,7 @@ class Outcome(StrEnum):
     OK = "ok"
     EAGER = "eager cannot run it"
     REFUSED = "refused"
-    """ddpopt says that it does not do this."""
+    """ddpopt reports that it does not support this."""
     WRONG = "wrong"
     BACKEND = "the backend is wrong"
     """Without any optimizer the same backend is wrong too."""

@@ -19,9 +19,9 @@ from ddpopt.judge.locating.scripting import REACHED, command_of, rendered
 from ddpopt.judge.trainer import LEARNING_RATE
 
 FIRST_BUCKET_BYTES = 2**20
-"""DDP's default, below which torch's optimizer takes no cap."""
+"""DDP's default; torch's optimizer takes no smaller cap."""
 GRADIENTS, GRAPHS = "a gradient wherever eager DDP has one", "as many graphs as of the model alone"
-"""Claims of structure that a script can show without ddpopt."""
+"""Claims about structure that a script can show without ddpopt."""
 IMPORTS = ("import ", "from ")
 SECTIONS = ("\n\ndef run_step(", "\n\nDDP_KWARGS =", "\n\nif __name__")
 

@@ -101,9 +101,9 @@ def _named(place: str) -> str:
 
 
 ROUNDING = FailureSignature("L0", "rounding")
-"""Of a backend's numbers that are as accurate as eager's, but not equal bit by bit, in any parameter."""
+"""For a backend's numbers that are as accurate as eager's but not bitwise equal, in any parameter."""
 NO_END = FailureSignature("no end", "within its limit")
-"""Of a model that took longer than it may."""
+"""For a model that exceeded its time limit."""
 
 
 def _sort(name: str) -> tuple[str, str]:

@@ -18,11 +18,11 @@ from ddpopt.testing.strategies import models
 RUN = 10
 """Models that Hypothesis draws in one run: after ten valid ones it continues with variants of each."""
 SMALLEST = 2
-"""The first of them are the simplest model there is, or nearly so: to have them once is enough."""
+"""The first models of a run are the simplest possible, or nearly so: one copy of them is enough."""
 BLOCK = RUN - SMALLEST
 """Models in a block."""
 STEPS = 6
-"""The most steps of a model, but for those within others: one with more costs as much as two smaller ones."""
+"""The most steps of a model, without those in bodies: a model with more costs as much as two smaller ones."""
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,11 @@ from ddpopt.ranks.process import RankProcess
 STARTING_LIMIT_S = 300.0
 COLLECTIVE_LIMIT_S = 60.0
 EAGER = "eager"
-"""What a rank does before it runs the first mode."""
+"""The work of a rank before it runs the first mode."""
 DETAIL = 2000
 """Characters of stacks or output that are kept."""
 TASKS = 300
-"""After which a worker is replaced: Dynamo's caches grow."""
+"""Number of tasks after which a worker is replaced, because Dynamo's caches grow."""
 
 
 class Worker:

@@ -22,7 +22,7 @@ KEY = "ddpopt_gate"
 CORPUS = "corpus"
 Figure = str | int | float | list[str]
 Figures = Mapping[str, Mapping[str, Mapping[str, Figure]]]
-"""By case, and by ``"plan"`` or the name of a mode, what was measured."""
+"""The figures by case, then by ``"plan"`` or the name of a mode."""
 
 
 def named(targets: Sequence[str]) -> tuple[str, ...]:

@@ -181,7 +181,7 @@ def measure(ddp: DistributedDataParallel, loss: Callable[[int], torch.Tensor]) -
     nothing is compiled while FLOPs are counted.
 
     Args:
-        ddp: the DDP module, before its first forward and without a communication hook of its own.
+        ddp: the DDP module, before its first forward and without a communication hook.
         loss: runs the forward of one step (of `ddp`, or of a compiled callable around it), given the step's
             index from 0, and returns the scalar loss.
 

@@ -25,7 +25,7 @@ EXACT = ("eager", "aot_eager")
 """Backends that run the operations of eager, in its order."""
 
 GIVES = get_args(Gives)
-"""Each gives more than the one before."""
+"""In ascending order: each offers more than the one before."""
 NO_GRADIENTS = (
     "nothing was judged: in eager DDP no parameter gets a gradient that is a number. Train something, and "
     "look for what makes NaN or infinity"

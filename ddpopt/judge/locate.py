@@ -33,7 +33,7 @@ from ddpopt.ranks.pool import launch
 
 LIMIT_S = 120.0
 FOR_NARROWING = 0.55
-"""Share of the time after which no new choice of segments is tried: the rest is for the script."""
+"""Share of the time after which no new segments are tried; the rest is for the script."""
 FOR_RANKS = 0.7
 """Share of the time after which ranks are ended."""
 LAYERS = {

@@ -20,7 +20,7 @@ from ddpopt.cases.case import Case
 
 WIDTH = 8
 CAPS = {"bucket_cap_mb", "bucket_cap_mb_list"}
-"""DDP's arguments of which one takes the place of another."""
+"""DDP's arguments that replace each other."""
 
 
 class WithExtra(nn.Module):

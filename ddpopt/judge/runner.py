@@ -45,7 +45,7 @@ from ddpopt.ranks.pool import launch
 RUN_LIMIT_S = 3600.0
 OPTIONS_BY_DEFAULT = ("default",)
 Progress = Callable[[object], None]
-"""Told of each `Started` and `Ended`."""
+"""Called with each `Started` and `Ended`."""
 
 
 def verify(  # noqa: PLR0913  # one for each thing that a user may choose

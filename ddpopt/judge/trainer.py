@@ -36,7 +36,7 @@ from ddpopt.observation.compilations import Compilations
 from ddpopt.observation.observe import observe
 
 LEARNING_RATE = 0.05
-"""Of plain SGD: large enough that a stale gradient or a parameter that was not updated shows a step later."""
+"""For plain SGD: large enough that a stale gradient or a missed update shows one step later."""
 
 
 @dataclass(frozen=True)

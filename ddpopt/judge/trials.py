@@ -25,10 +25,10 @@ from ddpopt.judge.verdict import Status, Trial
 from ddpopt.ranks.group import Ranks
 
 STEPS = 3
-"""DDP rebuilds its buckets before the second step; the third is the first that all has settled in."""
+"""DDP rebuilds its buckets before the second step; from the third on everything is stable."""
 TRIAL_LIMIT_S = 300.0
 COLLECTIVE_SHARE = 0.8
-"""Of a trial's limit: a rank may wait for a peer that compiles for most of it, and has yet to say so."""
+"""Share of a trial's limit: a rank may wait most of it for a compiling peer, and must then still report."""
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,7 @@ class Location:
             ``"graph 0, segment 2: linear, relu"``; empty if no segment is to blame.
         script: file name of the standalone script that shows it; empty if there is none.
         reproduces: whether the script was run in a fresh interpreter and showed the difference.
-        note: why there is no script, or anything else worth knowing.
+        note: why there is no script, or another remark.
     """
 
     rungs: tuple[Rung, ...]

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt.judge.compare import bitwise, raw_bytes
 
 Pairs = frozenset[tuple[str, str]]
-"""Names of what shares memory."""
+"""Pairs of names that share memory."""
 GRADIENT_OF = "gradient of "
 KEPT = "kept "
 OUTSIDE = "the tensor outside of DDP"
@@ -34,7 +34,7 @@ ATTRIBUTE = "attribute "
 LAST = "the last step's "
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 DEPTH = 8
-"""Of containers in containers that are looked into."""
+"""How deeply nested containers are searched."""
 PLAIN = (bool, int, float, complex, str, type(None))
 PASSED_OVER = (type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 

@@ -20,7 +20,7 @@ STDERR = 2
 SOONEST_S = 0.001
 
 _in_force: list[tuple[float, IO[str] | int]] = []
-"""When they end and where stacks go, of all `Limits` of this process: faulthandler has one timer for all."""
+"""End and stack file of all `Limits` in this process: faulthandler has a single timer."""
 
 
 class Limits:

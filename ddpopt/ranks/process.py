@@ -128,7 +128,7 @@ class RankProcess:
 
 
 def serve_in_groups(process: RankProcess) -> None:
-    """Run each task in a process group of its own."""
+    """Run each task in its own process group."""
     process.serve(lambda left_s: process.joined(COLLECTIVE_SHARE * max(left_s, 0.0)))
 
 

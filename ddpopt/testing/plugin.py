@@ -75,7 +75,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Args:
         config: pytest's own.
-        items: what was collected.
+        items: the collected tests.
     """
     # Under either name: from its entry point, or from -p.
     timed = any(map(config.pluginmanager.hasplugin, ("timeout", "pytest_timeout")))

@@ -22,7 +22,7 @@ Features = frozenset[str]
 _DEPTH = 2
 _BODY_STEPS = 3
 _CHOICES = 100
-"""The most at once: of larger numbers Hypothesis prefers those that the modules that are loaded have."""
+"""The most choices at once: among larger numbers Hypothesis prefers constants found in loaded modules."""
 _READS = st.sampled_from((0, 0, 0, 0, 1, 1, 2, 3, 5))
 
 

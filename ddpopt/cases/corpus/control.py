@@ -82,7 +82,7 @@ class ViewAcrossBreak(Blocks):
 
 
 class Checkpointed(Blocks):
-    """Every block is recomputed in backward; a context function may say what is saved all the same."""
+    """Every block is recomputed in backward, except values that a context function saves."""
 
     def __init__(self, dim: int, layers: int, context_fn: Callable[[], Any] | None = None) -> None:
         super().__init__(dim, layers)
@@ -114,7 +114,7 @@ class Conditional(Blocks):
 
 
 class ScaledTanh(torch.autograd.Function):
-    """``tanh(x) * scale`` with a backward of its own."""
+    """``tanh(x) * scale`` with a custom backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:

@@ -41,9 +41,9 @@ class ForwardCalls(nn.Module):
 
 
 class AlibiAttention(Layers):
-    """Flex attention whose scores read a buffer, over the inputs as they are, between linear layers.
+    """Flex attention whose scores read a buffer, applied to the raw inputs, between linear layers.
 
-    Nothing that it attends to needs a gradient: flex attention has no backward on the CPU.
+    Its inputs need no gradient: flex attention has no backward on the CPU.
     """
 
     slopes: Tensor

@@ -34,9 +34,9 @@ from ddpopt.judge.compare import (
 )
 
 FALSE_ALARM = 1e-6
-"""Chance that a right gradient is called wrong at L2, if it has a single element and normal errors."""
+"""Probability that a right gradient is called wrong at L2, if it has a single element and normal errors."""
 CREDIBLE = 10.0
-"""A float64 reference that is this many times further from eager than eager's own spread ran another way."""
+"""A float64 reference this many times further from eager than eager's own spread took another path."""
 NOISE = "nothing but noise"
 HIDDEN = "rounding may be as large as these values, so that a wrong one may pass at L2"
 ZERO_TOO = "all zeros, and so it is in eager, where float64 has other numbers"

@@ -21,10 +21,10 @@ LOST = (
     "timed out",
     "Broken pipe",
 )
-"""What gloo says where a peer is gone."""
+"""Gloo's messages when a peer is gone."""
 SHOWN_CHARACTERS = 400
 PASSING_ON = ("torch/_ops.py", "torch/_compile.py", "_dynamo/eval_frame.py")
-"""Files whose frames only pass a call of an operator on."""
+"""Files whose frames only forward an operator call."""
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,7 @@ class Ladder:
             sheet.notes.append(NOT_EVALUATED.format(reason=self.reference.bench.unevaluated))
 
     def _left_out(self, number: Number) -> str:
-        """Why a number is not compared; empty if it is."""
+        """Return why a number is not compared; empty if it is."""
         has_buffers = self.mode.gives != "nothing" or self.ranks.rank == 0
         if has_buffers or number.kind is not NumberKind.FORWARD:
             return ""

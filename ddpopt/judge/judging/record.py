@@ -24,7 +24,7 @@ BUFFER = "buffer "
 PARAMETER = "parameter "
 FINAL = "final gradient of "
 SEEN = "the "
-"""Prefix of what else a script can see of a step: the loss, and what an option leaves."""
+"""Prefix of other visible values of a step: the loss, and values that an option adds."""
 LOSS = f"{SEEN}loss"
 
 
@@ -256,7 +256,7 @@ class Rules:
     resummed: frozenset[str] = frozenset()
 
     def sums(self, kind: NumberKind, name: str) -> bool:
-        """Whether a number is a gradient or computed from one: not what the optimizer makes of its own."""
+        """Whether a number is a gradient or computed from one, other than by the optimizer's own update."""
         return kind is not NumberKind.FORWARD and (
             kind is not NumberKind.PARAMETER or plain(name) in self.written
         )
@@ -269,8 +269,8 @@ class Rules:
             name: of the number.
 
         Returns:
-            At least one. A parameter at L0 is compared with what the optimizer makes of its own gradient,
-            which is judged itself; what eager does not reproduce is left to L2.
+            At least one. A parameter at L0 is compared with the optimizer's update from the mode's own
+            gradient, which is judged itself; numbers that eager does not reproduce are judged at L2.
         """
         equal = self.exact and self.ordered
         if kind is NumberKind.PARAMETER and plain(name) not in self.written:

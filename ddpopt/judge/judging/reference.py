@@ -43,9 +43,9 @@ from ddpopt.judge.trainer import Course, Option, Place, Trainer, train, updated
 from ddpopt.ranks.group import Ranks
 
 COLLECTIVE_LIMIT_S = 20.0
-"""For small models. Elsewhere a rank may have to wait for as long as a peer compiles."""
+"""For small models. Otherwise a rank may have to wait as long as a peer compiles."""
 CALM_LIMIT_S = 300.0
-"""In the comparison's own group nothing goes wrong by a mode's fault: a rank may just be busy for long."""
+"""In the comparison's own group no mode can cause a failure; a rank may just be busy for a long time."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from ddpopt.judge.parallel import Named
 from ddpopt.judge.trainer import on_device
 
 SAMPLES = 8
-"""Eager steps from which eager's rounding is learned: one as it is, the others perturbed."""
+"""Number of eager steps from which rounding is learned: one unchanged, the others perturbed."""
 DEVICES = ("cpu", "cuda")
 INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
@@ -65,7 +65,7 @@ def neighbour(
     """Move every floating-point number by one unit in the last place, up or down.
 
     Args:
-        value: a tensor; anything else is returned as it is.
+        value: a tensor; anything else is returned unchanged.
         generator: draws the directions.
         computes: the dtype that defines the unit, if it is coarser than the tensor's own.
         data: whether the tensor is an input, whose whole numbers may be a mask or indices.

@@ -27,9 +27,9 @@ from ddpopt.observation.observe import Collective
 
 MISSING, UNTRAINED = "missing", "that of no parameter that is trained"
 ONE_SIDED = ("send", "recv")
-"""Between two ranks: the others have none."""
+"""Between two ranks; the other ranks have none."""
 UNEVEN = ("alltoall", "all_to_all", "gather", "scatter", "barrier")
-"""Each rank may send another number of bytes."""
+"""Each rank may send a different number of bytes."""
 Told = TypeVar("Told")
 
 

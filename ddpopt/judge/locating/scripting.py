@@ -26,9 +26,9 @@ from ddpopt.ranks.environment import environment_of_no_rank
 
 APPEARS = "the difference appears"
 REACHED = "eager is done; compiled:"
-"""What a script says before it dies, if it does not die for another reason."""
+"""A script prints this before the expected death; without it, it died for another reason."""
 DOES = {"died": "takes the process down ({})", "run": "fails where eager runs"}
-"""How a layer differs; all else is numbers, or structure."""
+"""How a layer differs; any other difference is in numbers or structure."""
 
 
 def script_of(

@@ -22,7 +22,7 @@ from ddpopt.judge.verdict import Verdict
 STDOUT = "-"
 SUFFIXES = (".xml", ".html", ".md")
 SUMMARY = "GITHUB_STEP_SUMMARY"
-"""The variable in which GitHub Actions names the file of a step's summary, which has no suffix."""
+"""The variable that GitHub Actions sets to the file of a step's summary; the file has no suffix."""
 
 SIGNS = {0: "\N{WHITE HEAVY CHECK MARK}", 1: "\N{CROSS MARK}", 3: "\N{WARNING SIGN}"}
 AT_MOST = 2**18
@@ -86,7 +86,7 @@ def show(text: str, data: str, json: str | None) -> None:
 
 
 def write_reports(files: Sequence[str], verdict: Verdict, headline: str, text: str) -> None:
-    """Write the reports that were asked for.
+    """Write the requested reports.
 
     Args:
         files: the files to write. The report is appended to the file that GitHub sets for a step's summary.

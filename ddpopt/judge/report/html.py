@@ -26,7 +26,7 @@ DETAILED = 24
 """Trials shown with their buckets and errors; the wrong ones first."""
 
 ERRORS = 100
-"""Errors shown of one trial; the worst first."""
+"""Errors shown for one trial; the worst first."""
 
 
 def html_page(verdict: Verdict) -> str:

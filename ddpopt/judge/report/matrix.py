@@ -16,12 +16,12 @@ from ddpopt.explanation.tables import Column, numbers, paragraph, table
 from ddpopt.judge.verdict import Finding, Status, Trial, Verdict
 
 LETTERS = {Status.WRONG: "W", Status.BROKEN: "B", Status.NOT_POSSIBLE: "n"}
-"""What a mark begins with, in the order in which reasons are listed."""
+"""The first letter of a mark, in the order in which reasons are listed."""
 
 NOT_RUN = "."
 LEGEND = "W wrong, B broken, n not possible, with the number of the reason below; . did not run"
 VARYING = re.compile(r"0x[0-9a-f]+|\d+")
-"""Addresses, ports and process ids: reasons that differ in nothing else are one reason."""
+"""Addresses, ports and process ids: reasons that differ only in these are one reason."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Overview:
         down: the meaning of a row: ``"option"``, or ``"case"`` if there is only one option.
         columns: the modes, with their backends; the same in all grids.
         grids: by title, the trials by row and column; no entry where nothing ran.
-        reasons: what is wrong first, then what broke, then what is not possible.
+        reasons: first of wrong trials, then of broken ones, then of those not possible.
     """
 
     down: str

@@ -22,9 +22,9 @@ from ddpopt.judge.report.wording import (
 from ddpopt.judge.verdict import Location, Measured, Trial, Verdict
 
 AT_MOST = 8
-"""Findings shown of one reason, and notes."""
+"""Number of findings shown for one reason, and of notes."""
 LINES = 30
-"""Lines shown of a reason, which may hold the stacks of all ranks."""
+"""Number of lines shown for a reason, which may contain the stacks of all ranks."""
 
 
 def verdict_text(verdict: Verdict) -> str:

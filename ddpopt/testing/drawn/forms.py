@@ -27,17 +27,17 @@ CHOICES: Mapping[str, Mapping[str, Feature]] = {
         "saved_tensors": "saved-tensor-hook",
     },
 }
-"""For each field that names a form its choices, the simplest first, with the feature that each brings.
+"""For each field that names a form, its choices, simplest first, with the feature that each adds.
 
 How forward receives its inputs; how it returns several outputs; whether the input gets a gradient, and a hook
-that changes it; the loss of each tensor that a model returns, one of which is a gradient that is given, and
-used again; and the option of `ddpopt.judge.options` under which a model is trained.
+that changes it; the loss of each returned tensor, one of whose choices is a given gradient that is used
+again; and the option of `ddpopt.judge.options` under which a model is trained.
 """
 _BROUGHT = (feature for choices in CHOICES.values() for feature in choices.values() if feature)
 FORMS = frozenset({"dynamic-batch", "several-outputs", *_BROUGHT})
-"""The features of models that no block brings."""
+"""The features of models that no block adds."""
 PLAIN = 3
-"""How many times as often as others the first choice is drawn."""
+"""How many times more often the first choice is drawn than others."""
 LEAF_CODE = {
     "trained": "x.requires_grad_()",
     "hooked": "x.requires_grad_().register_post_accumulate_grad_hook(halve)",

@@ -116,7 +116,7 @@ class Block:
 
 
 BLOCKS: dict[str, Block] = {}
-"""Every registered block by its name, the simplest first: draws shrink toward the front."""
+"""Every registered block by name, simplest first: draws shrink toward the front."""
 
 Choices = Mapping[Any, Feature] | Sequence[Any]
 Write = Callable[..., str]

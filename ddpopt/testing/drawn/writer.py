@@ -18,17 +18,17 @@ from ddpopt.testing.drawn.registry import KINDS, Step, find_block
 
 INDENT = "    "
 SHARING = {"again": "repeated-module", "tied": "tied-parameter"}
-"""Choices that need an earlier layer of the same sort, with the feature that each brings."""
+"""Choices that need an earlier layer of the same sort, with the feature that each adds."""
 LAYER = {"new": None, **SHARING, "frozen": "frozen-parameter", "ignored": "ignored-parameter"}
-"""Choices of the option ``layer``, which says how the parameters of a block come about."""
+"""Choices of the option ``layer``, which says how a block's parameters are made."""
 DEFINITIONS: dict[str, str] = {
     re.findall(r"^(?:class |def |.*import )?(\w+)(?=[(:]| = |$)", text, re.MULTILINE)[0]: text
     for text in (resources.files(__package__) / "definitions.txt").read_text().strip().split("\n\n\n")
 }
-"""What blocks define or import at module level, by its name."""
+"""Definitions and imports that blocks need at module level, by name."""
 
 Body = Callable[[str], str]
-"""Writes the steps of a body, beginning with the value of an expression; returns one for their result."""
+"""Writes the steps of a body, starting from an expression; returns an expression for their result."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Value:
     Attributes:
         name: the variable.
         kind: its form.
-        loose: whether autocast may have given it another dtype than its kind's.
+        loose: whether autocast may have changed its dtype from its kind's.
         differentiable: whether it may require a gradient.
         read: whether a later value sends a gradient back to it.
     """

@@ -63,10 +63,10 @@ WAYS: Mapping[str, tuple[int, Mapping[str, str], tuple[str, ...]]] = {
     "looked_up": (3, LOOKUPS, ("embedding",)),
     "written_inside": (6, INSIDE, ()),
 }
-"""For each block its rate, the lines that it may write, and what else it brings.
+"""For each block its rate, the lines that it may write, and its other features.
 
-The lines may name ``{y}``, a value of rows, which they may replace; ``{z}``, another layer; ``{t}``, what
-they write to; ``{u}``, a buffer for a variance; ``{ids}``, rows of ``{t}``; and what is in `DEFINITIONS`.
+The lines may use ``{y}``, a value of rows, which they may replace; ``{z}``, another layer; ``{t}``, the
+written tensor; ``{u}``, a buffer for a variance; ``{ids}``, rows of ``{t}``; and names in `DEFINITIONS`.
 """
 
 
