@@ -1,4 +1,4 @@
-# Every command that people and CI run. The first call makes the environment; later calls reuse it.
+# All commands for people and CI. The first call makes the environment; later calls reuse it.
 #
 #   make demo     train a small GPT on two ranks and compare it with eager DDP
 #   make test     all tests: unit, property, docstring examples, multi-rank
@@ -12,20 +12,20 @@ VENV ?= .venv
 TORCH_VERSION ?= 2.13.0
 RANKS ?= 2
 
-# One thread for each rank and test worker: they share the cores already, and more threads only contend.
+# One thread for each rank and test worker: they already share the cores, and more threads only contend.
 OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# The torch version is part of the stamp, so that another one is installed and not taken for this one.
+# The torch version is part of the stamp, so a changed version is installed.
 TEST_STAMP := $(VENV)/.installed-$(TORCH_VERSION)-test
 DEV_STAMP := $(VENV)/.installed-$(TORCH_VERSION)-dev
-# One run, so one summary. conftest.py has one worker run all tests that start ranks; meanwhile the others run the
-# rest. Eight workers are enough: each holds a torch in memory. One that crashes ends the run: xdist waits for it.
+# One run gives one summary. conftest.py gives all tests that start ranks to one worker; the others run the rest.
+# Eight workers are the limit, as each has torch in memory. A crashed worker ends the run: xdist would wait for it.
 ALL_CORES := -n auto --maxprocesses 8 --max-worker-restart 0
 BENCHMARKS := planning compile step alignment
-# Those that read the clock; what they timed is kept for `python -m pyperf compare_to` as well.
+# The benchmarks that read the clock; their timings are also kept for `python -m pyperf compare_to`.
 TIMED := planning compile step
 kept = --json benchmarks/results/$(1).json $(if $(filter $(1),$(TIMED)),--pyperf benchmarks/results/$(1).pyperf.json)
 CODE := ddpopt tests benchmarks examples ci conftest.py
@@ -45,7 +45,7 @@ $(BIN)/python:
 	  { echo "ddpopt needs Python 3.11 or newer, but $(PYTHON) is $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.11 …" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 
-# torch goes first: the project's own range would otherwise fetch its newest release.
+# torch is installed first: the project's own range would otherwise fetch its newest release.
 $(TEST_STAMP): pyproject.toml | $(BIN)/python
 	@rm -f $(VENV)/.installed-*
 	$(PIP) install "torch==$(TORCH_VERSION)"
@@ -106,7 +106,7 @@ fix: $(DEV_STAMP) ## apply the formatter and the lint's safe fixes
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-# A benchmark that falls short of what is asked ends in 1, and the others run all the same: the summary judges.
+# A benchmark that misses a requirement exits with 1, but the others still run: the summary judges.
 bench: $(TEST_STAMP) ## all benchmarks in turn into benchmarks/results, and what held (hours; as root, on an idle machine)
 	@mkdir -p benchmarks/results
 	@rm -f $(BENCHMARKS:%=benchmarks/results/%.json) $(TIMED:%=benchmarks/results/%.pyperf.json)

@@ -5,7 +5,7 @@ and of torch's own DDPOptimizer as a ratio to eager DDP on the same case and cap
 exactly the planned buckets in every iteration.
 
 Exit code 1 where a run of ddpopt crashes, keeps less than 0.98 of eager's potential, or reduces other buckets
-than planned; 2 for arguments that cannot be. No clock is read, so two runs at once disturb nothing.
+than planned; 2 for invalid arguments. No clock is read, so concurrent runs do not disturb each other.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main() -> int:
 def _measure_all(
     runs: Sequence[tuple[str, str]], arguments: argparse.Namespace, console: Console
 ) -> list[Row]:
-    """All rows, in the order of `runs`, as many at once as there are pools of ranks."""
+    """All rows, in the order of `runs`; one row at a time for each pool of ranks."""
     pools: queue.SimpleQueue[Pool] = queue.SimpleQueue()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with ExitStack() as opened:
@@ -90,7 +90,7 @@ def _row_in_a_pool(pools: queue.SimpleQueue[Pool], arguments: argparse.Namespace
 
 
 def _outcomes(pool: Pool, run: Run, limit_s: float) -> list[Outcome]:
-    """What each rank saw; a rank that dies or hangs is a crash of the mode."""
+    """The outcome on each rank; a rank that dies or hangs is a crash of the mode."""
     try:
         return pool.run(run, limit_s=limit_s)
     except RanksFailed as failed:
@@ -103,7 +103,7 @@ def _in_short(failed: RanksFailed) -> str:
 
 
 def _line(found: Row) -> str:
-    """One finished row, for the display while it runs."""
+    """One finished row, for the progress display."""
     cells = (f"{mode} {_ratio(cell)}{' !' if cell.problems else ''}" for mode, cell in found.cells.items())
     return f"{found.case} at {found.cap}: {', '.join(cells)}"
 
@@ -175,7 +175,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _caps(text: str) -> tuple[str, ...]:
-    """Checked here, because a cap that is no number would look like a crash of every mode."""
+    """Checked here, because a cap that is not a number would look like a crash of every mode."""
     caps = tuple(text.split(","))
     for cap in caps:
         if cap not in ("default", "own") and not float(cap) > 0:

@@ -1,4 +1,4 @@
-"""Rows of `benchmarks.alignment`: what the ranks saw, judged.
+"""Rows of `benchmarks.alignment`: the judged outcomes of the ranks.
 
 Invariant: a mode of ddpopt is judged on every rank and every iteration; torch's modes are only reported.
 """
@@ -15,7 +15,7 @@ from ddpopt.gate.overlap import Measurement, ratio_to_eager
 
 ASKED = 0.98
 JUDGED = ("split", "inline")
-"""Modes that are ddpopt's own."""
+"""ddpopt's own modes."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class Cell:
 
     Attributes:
         ratio: overlap potential as a share of eager DDP's, the lowest over ranks; None if there is none.
-        segments: pieces the graphs were cut into, on rank 0.
-        buckets: buckets of the last iteration, on rank 0.
-        planned: planned buckets, on rank 0; None where nothing was imposed.
+        segments: the number of pieces the graphs were cut into, on rank 0.
+        buckets: the number of buckets of the last iteration, on rank 0.
+        planned: the number of planned buckets, on rank 0; None if no plan was imposed.
         crash: type of the exception, or how the process ended; empty if neither.
-        problems: why the run fails what is asked; always empty for torch's modes.
-        message: what the crash said.
+        problems: the requirements that the run fails; always empty for torch's modes.
+        message: the message of the crash.
     """
 
     ratio: float | None = None
@@ -49,9 +49,9 @@ class Row:
         case: the case's name.
         cap: MiB as text, ``"default"`` or ``"own"``.
         eager: overlap potential of eager DDP on rank 0; None if eager failed on some rank.
-        eager_failure: how and why; empty if it did not.
+        eager_failure: how and why eager failed; empty if it did not.
         flops: FLOPs of eager's backward on rank 0.
-        cells: by mode.
+        cells: the cells by mode.
     """
 
     case: str
@@ -68,10 +68,10 @@ def row(case: str, cap: str, answers: Mapping[str, Sequence[Outcome]]) -> Row:
     Args:
         case: the case's name.
         cap: the cap's name.
-        answers: by mode, with ``"eager"`` among them, the answers of all ranks.
+        answers: the outcomes of all ranks by mode, including ``"eager"``.
 
     Returns:
-        The row; where eager itself failed, every other mode has a problem that says so.
+        The row; if eager itself failed, every other mode has a problem that says so.
     """
     failure = ": ".join(part for part in _crash(answers["eager"]) if part)
     eager = [None if failure else answer.measured for answer in answers["eager"]]
@@ -81,11 +81,11 @@ def row(case: str, cap: str, answers: Mapping[str, Sequence[Outcome]]) -> Row:
 
 
 def difference(planned: Buckets | None, iterations: Sequence[Buckets]) -> str:
-    """Where observed buckets differ from the planned ones; empty if nowhere.
+    """Find where observed buckets differ from the planned ones; empty if they do not.
 
     Args:
-        planned: parameter names of each bucket; None if none were imposed, which is right only where there
-            is a single bucket all along.
+        planned: parameter names of each bucket; None if none were imposed, which is right only if there is
+            always a single bucket.
         iterations: observed buckets of each iteration.
 
     Returns:
@@ -106,10 +106,10 @@ def difference(planned: Buckets | None, iterations: Sequence[Buckets]) -> str:
 
 
 def section(rows: Sequence[Row], facts: Mapping[str, str]) -> Section:
-    """What was asked and found.
+    """The requirements and the results.
 
     Args:
-        rows: of all cases and caps.
+        rows: the rows of all cases and caps.
         facts: the conditions.
     """
     modes = list(dict.fromkeys(mode for row in rows for mode in row.cells))

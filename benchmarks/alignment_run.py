@@ -1,6 +1,6 @@
 """One rank's part of `benchmarks.alignment`: run one case at one cap in one mode.
 
-Invariant: whatever the mode does to torch, also when it crashes, the next run in this process starts clean.
+Invariant: whatever the mode does to torch, even if it crashes, the next run in this process starts clean.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ Buckets = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank saw of one run.
+    """The outcome of one run on one rank.
 
     Attributes:
         measured: potential and buckets; None if the run crashed.
-        segments: pieces the graphs of the first step were cut into; None in modes that compile nothing.
-        planned: parameter names of each bucket that ddpopt made the reducer use; None if it imposed none.
-        crash: type of the exception that ended the run, else empty.
+        segments: the number of pieces the first step's graphs were cut into; None in modes that compile
+            nothing.
+        planned: parameter names of each bucket that ddpopt imposed on the reducer; None if it imposed none.
+        crash: type of the exception that ended the run; empty if there was none.
         message: the exception's first line.
     """
 
@@ -67,10 +68,10 @@ class Run:
         """Run it on this rank.
 
         Args:
-            ranks: that run it together.
+            ranks: the ranks that run it together.
 
         Returns:
-            What happened, a crash included.
+            The outcome, which may be a crash.
         """
         case = resolve(self.case)
         with _clean_torch():
@@ -90,8 +91,8 @@ def ddp_arguments(case: Case, cap: str) -> dict[str, Any]:
     """DDP's arguments for a case at a cap.
 
     Args:
-        case: gives the arguments that the case needs.
-        cap: ``"own"`` leaves them as they are; anything else takes the place of the case's own cap.
+        case: the case, with the arguments that it needs.
+        cap: ``"own"`` leaves them unchanged; anything else replaces the case's own cap.
 
     Returns:
         Keyword arguments of ``DistributedDataParallel``.
@@ -103,20 +104,20 @@ def ddp_arguments(case: Case, cap: str) -> dict[str, Any]:
 
 
 def caps_of(case: Case, asked: Sequence[str]) -> tuple[str, ...]:
-    """The caps at which a case runs: those asked for, and its own where it sets one."""
+    """The caps at which a case runs: the requested ones, and its own if it sets one."""
     fixed = any(key in case.ddp_kwargs for key in CAP_ARGUMENTS)
     named = tuple(cap for cap in asked if cap != OWN_CAP)
     return (*named, OWN_CAP) if fixed else named
 
 
 def _run_eager(case: Case, ddp: DistributedDataParallel, backend: str, rank: int) -> Outcome:  # noqa: ARG001
-    # An operator such as cond compiles its own body, and torch's optimizer would take part in that.
+    # An operator such as cond compiles its own body; torch's optimizer must not be active then.
     with torch._dynamo.config.patch(optimize_ddp=False):
         return Outcome(measure(ddp, lambda step: case.step(ddp, rank, step)))
 
 
 def _run_torch(case: Case, ddp: DistributedDataParallel, backend: str, rank: int) -> Outcome:
-    """torch.compile as it comes: Dynamo splits with its own DDPOptimizer."""
+    """Default torch.compile: Dynamo splits with its own DDPOptimizer."""
     return _run_compiled(case, ddp, backend, rank, optimize_ddp=True)
 
 
@@ -167,7 +168,7 @@ MODES: Mapping[str, Callable[[Case, DistributedDataParallel, str, int], Outcome]
 
 
 class _Counted:
-    """A backend that counts how often it is asked in the first step; recompilations come later."""
+    """A backend that counts its calls in the first step; recompilations come later."""
 
     def __init__(self, backend: Callable[..., Any]) -> None:
         self.calls = 0
@@ -179,14 +180,14 @@ class _Counted:
         return self._backend(gm, example_inputs, **options)
 
     def at_step(self, index: int) -> int:
-        """Note which step begins, and give it back."""
+        """Record which step begins, and return it."""
         self._first = index == 0
         return index
 
 
 @contextmanager
 def _clean_torch() -> Iterator[None]:
-    """Nothing compiled or active before or after, whatever a crash inside DDP's forward leaves behind."""
+    """Clear compiled code and active modules before and after, even if a crash in DDP's forward left some."""
     torch._dynamo.reset()
     try:
         yield
@@ -194,5 +195,5 @@ def _clean_torch() -> Iterator[None]:
         torch._dynamo.reset()
         # torch's optimizer can fail with this still set, and Dynamo then splits unrelated models.
         DistributedDataParallel._active_ddp_module = None
-        # Reducers go before their process group: the last owner takes it down.
+        # Free reducers before their process group: the last owner destroys it.
         gc.collect()

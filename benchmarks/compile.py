@@ -1,27 +1,26 @@
 """What does it cost to start training? ``python -m benchmarks.compile``.
 
-The first three steps of a model in each mode, compiled by Inductor, each in a process of its own:
+Measures the first three steps of a model in each mode, compiled by Inductor, each in a separate process:
 
 - ``whole``: torch.compile without any optimizer for DDP, one graph;
-- ``torch``: torch.compile as it comes, with torch's DDPOptimizer, which compiles every segment;
+- ``torch``: default torch.compile, with torch's DDPOptimizer, which compiles every segment;
 - ``split``, ``inline``: ``ddpopt.compile`` with this strategy.
 
 Every mode starts three times: *uncached*, with Inductor's caches off; *cold*, with empty caches; and *warm*,
-a second process with the caches that the cold one left. What counts is processor time, that of the C++
-compiler included; it still differs by a fifth from one quarter of an hour to the next where others share the
-machine's cores. So those that are compared start together, each on a processor of its own: ``whole`` with
-``inline``, and ``torch`` with ``split``. They change places from round to round. Ratios are medians over the
-rounds; growth is of the fastest of each.
+a second process with the caches that the cold one left. The figure is processor time, including the C++
+compiler; it still varies by a fifth between quarters of an hour on a shared machine. So modes that are
+compared start together, each on its own processor: ``whole`` with ``inline``, and ``torch`` with ``split``.
+They swap processors from round to round. Ratios are medians over the rounds; growth uses the fastest of each.
 
-A cold start of torch's optimizer already gains by a cache: the segments of equal layers are equal graphs, and
-Inductor takes all but the first of them from the cache that this start fills.
+A cold start of torch's optimizer already benefits from a cache: the segments of equal layers are equal
+graphs, and Inductor takes all but the first from the cache that this start fills.
 
-The cap is the size of one layer, so that torch's optimizer and ``split`` cut once a layer. What is no part of
-any graph, importing and a first compilation of something else, is paid before the clock runs.
+The cap is the size of one layer, so torch's optimizer and ``split`` cut once per layer. Costs that do not
+belong to a graph (imports, and a first compilation of something else) come before the clock starts.
 
-Exit code 1 where ``split``, uncached or cold, is less than 4 times faster than torch's optimizer at 24
-layers, where ``inline`` costs more than 1.05 times one whole graph, where ``split`` grows by more than 1.25
-times from 24 to 48 layers of GPT, or where a warm start of either compiles anything; 3 where a process fails.
+Exit code 1 if ``split``, uncached or cold, is less than 4 times faster than torch's optimizer at 24 layers,
+if ``inline`` costs more than 1.05 times one whole graph, if ``split`` grows by more than 1.25 times from 24
+to 48 layers of GPT, or if a warm start of either compiles anything; 3 if a process fails.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ LAST_LINES = 30
 
 @dataclass(frozen=True)
 class Setting:
-    """What is compiled, and how."""
+    """One model at one depth in one mode."""
 
     model: str
     layers: int
@@ -89,7 +88,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Starts:
-    """All starts of one setting, an uncached, a cold and a warm one for each round."""
+    """All starts of one setting: an uncached, a cold and a warm one for each round."""
 
     uncached: tuple[Start, ...]
     cold: tuple[Start, ...]
@@ -97,15 +96,15 @@ class Starts:
 
     @property
     def anew(self) -> int:
-        """How many graphs a warm start compiled at most."""
+        """The largest number of graphs that a warm start compiled."""
         return max(start.compiled or 0 for start in self.warm)
 
     def of(self, kind: Kind) -> tuple[Start, ...]:
-        """The uncached or the cold ones."""
+        """The uncached or the cold starts."""
         return self.uncached if kind == "uncached" else self.cold
 
     def seconds(self, kind: Kind) -> float:
-        """The fastest of a kind, in processor seconds."""
+        """The fastest start of a kind, in processor seconds."""
         return min(start.cpu_s for start in self.of(kind))
 
 
@@ -117,8 +116,8 @@ def start_once(setting: Setting, caches: str, processor: int, *, cached: bool = 
 
     Args:
         setting: what it compiles.
-        caches: the folder that holds its caches.
-        processor: on which it runs.
+        caches: the folder of its caches.
+        processor: the processor it runs on.
         cached: whether Inductor and AOTAutograd may use them.
 
     Raises:
@@ -128,7 +127,7 @@ def start_once(setting: Setting, caches: str, processor: int, *, cached: bool = 
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        "PYTHONHASHSEED": "0",  # else each start goes through its sets in another order
+        "PYTHONHASHSEED": "0",  # otherwise each start iterates its sets in another order
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TORCHINDUCTOR_CACHE_DIR": caches,
         "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "0" if cached else "1",
@@ -151,12 +150,12 @@ def start_once(setting: Setting, caches: str, processor: int, *, cached: bool = 
 
 
 def measure(settings: Sequence[Setting], repeat: int, done: Callable[[Setting], None]) -> Figures:
-    """Start everything, in rounds.
+    """Run all starts, in rounds.
 
     Args:
-        settings: what is measured.
-        repeat: how many rounds.
-        done: called after the starts of each.
+        settings: the settings to measure.
+        repeat: the number of rounds.
+        done: called after the starts of each setting.
 
     Returns:
         The starts of each setting, in the order of `settings`.
@@ -184,7 +183,7 @@ def _processors() -> list[int]:
 
 
 def heats(settings: Sequence[Setting], processors: int) -> list[tuple[Setting, ...]]:
-    """What starts together: of each model and depth the modes that are compared; alone on one processor.
+    """Settings that start together: for each model and depth, the compared modes; alone on one processor.
 
     >>> [[s.mode for s in heat] for heat in heats([Setting("gpt", 2, mode) for mode in COMPILED], 2)]
     [['whole', 'inline'], ['torch', 'split']]
@@ -198,7 +197,7 @@ def heats(settings: Sequence[Setting], processors: int) -> list[tuple[Setting, .
 
 
 def _together(places: Mapping[Setting, int], *, cached: bool) -> dict[Setting, list[Start]]:
-    """One start of each, at the same time; with caches a second one each, once all have ended."""
+    """Start each once, at the same time; with caches, start each again once all have ended."""
     with contextlib.ExitStack() as stack:
         folders = {
             setting: stack.enter_context(tempfile.TemporaryDirectory(prefix="ddpopt-compile-"))
@@ -217,7 +216,7 @@ def _together(places: Mapping[Setting, int], *, cached: bool) -> dict[Setting, l
 
 
 def ratios(figures: Figures, setting: Setting, mode: str, kind: Kind) -> list[float]:
-    """How much a start costs, as a ratio to another mode's, by round; none if that was not measured."""
+    """The cost of a start as a ratio to another mode's, by round; empty if that was not measured."""
     other = figures.get(Setting(setting.model, setting.layers, mode))
     if other is None or setting not in figures:
         return []
@@ -257,13 +256,13 @@ def _claims(figures: Figures) -> Iterator[Claim]:
 
 
 def _ratio(figures: Figures, setting: Setting, mode: str, kind: Kind) -> tuple[float | None, Ends]:
-    """The ratio of starts of a kind to those of another mode, and the ends over all rounds."""
+    """The ratio of a kind of start to another mode's, with the lowest and highest over all rounds."""
     rounds = ratios(figures, setting, mode, kind)
     return ratio(figures, setting, mode, kind), ends(rounds)
 
 
 def _growth(figures: Figures, deep: Setting, half: Setting, kind: Kind) -> tuple[float | None, Ends]:
-    """The ratio of the fastest starts of a kind at two depths, and the ends of the ratios of all rounds."""
+    """The ratio of the fastest starts at two depths, with the lowest and highest ratio over all rounds."""
     if deep not in figures or half not in figures:
         return None, None
     ours, theirs = figures[deep], figures[half]
@@ -277,7 +276,7 @@ def _compiled_anew(figures: Figures, model: str, mode: str) -> int | None:
 
 
 def section(figures: Figures, facts: Mapping[str, str]) -> Section:
-    """What was asked and found.
+    """The requirements and the results.
 
     Args:
         figures: all starts.
@@ -312,7 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, store.
 
     Args:
-        arguments: of the command line.
+        arguments: the command-line arguments.
 
     Returns:
         The exit code.
@@ -339,7 +338,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def timings_of(figures: Figures) -> Timings:
-    """Processor seconds of all starts, by name: each is a process of its own."""
+    """Processor seconds of all starts, by name; each start is a separate process."""
     return {
         f"{setting.model}, {setting.layers} layers, {setting.mode}, {kind}": [[s.cpu_s] for s in found]
         for setting, starts in figures.items()

@@ -1,7 +1,7 @@
 """One start of a training script, for `benchmarks.compile`: the first steps of one model in one mode.
 
-Started as a process of its own, so that what a process learns while it compiles is paid for each time. Writes
-one line of JSON: what the first steps cost, what was compiled, and what caches gave.
+Started as a separate process, so that the one-time costs of compiling are paid each time. Writes one line of
+JSON: the cost of the first steps, the graphs that were compiled, and those taken from caches.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _Result = TypeVar("_Result")
 
 
 class Residual(nn.Module):
-    """Two convolutions with batch norm, added to what came in."""
+    """Two convolutions with batch norm, added to the input."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Residual(nn.Module):
         self.norm_out = nn.BatchNorm2d(channels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Images (batch, channels, height, width) to the same shape."""
+        """Map images (batch, channels, height, width) to the same shape."""
         inner = torch.relu(self.norm(self.first(x)))
         out: torch.Tensor = torch.relu(x + self.norm_out(self.second(inner)))
         return out
@@ -57,7 +57,7 @@ class ResNetLike(nn.Module):
         self.layer_bytes = sum(p.numel() * p.element_size() for p in self.blocks[0].parameters())
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Images (batch, 3, height, width) to logits (batch, 10)."""
+        """Map images (batch, 3, height, width) to logits (batch, 10)."""
         x = self.stem(images)
         for block in self.blocks:
             x = block(x)
@@ -67,12 +67,12 @@ class ResNetLike(nn.Module):
 
 @dataclass(frozen=True)
 class Workload:
-    """A model of any depth, and what it is trained on.
+    """A model of any depth, and its training data.
 
     Attributes:
         build: ``(layers) -> model``.
         inputs: one batch.
-        depths: how many layers are compiled unless others are asked for.
+        depths: the numbers of layers that are compiled by default.
     """
 
     build: Callable[[int], GptLike | ResNetLike]
@@ -91,14 +91,14 @@ WORKLOADS: Mapping[str, Workload] = {
 
 @dataclass(frozen=True)
 class Start:
-    """What the first steps of a process came to.
+    """The cost of the first steps of a process.
 
     Attributes:
-        cpu_s: seconds of processor time, those of the C++ compiler included.
-        wall_s: seconds on the clock.
-        compiled: graphs that Inductor compiled anew, forward and backward counted apart; None where its
-            caches are off, for then nobody counts them.
-        reused: graphs that Inductor took from its cache.
+        cpu_s: seconds of processor time, including the C++ compiler.
+        wall_s: seconds of wall time.
+        compiled: the number of graphs that Inductor compiled, with forward and backward counted separately;
+            None if its caches are off, because Inductor then does not count.
+        reused: the number of graphs that Inductor took from its cache.
     """
 
     cpu_s: float
@@ -112,11 +112,11 @@ def first_steps(model: str, layers: int, mode: str) -> Start:
 
     Args:
         model: a key of `WORKLOADS`.
-        layers: how deep it is.
-        mode: one of `benchmarks.step_modes.MODES` but eager DDP.
+        layers: the number of layers.
+        mode: one of `benchmarks.step_modes.MODES` except eager DDP.
 
     Returns:
-        What they cost.
+        The cost of the steps.
     """
     torch.manual_seed(0)
     module = WORKLOADS[model].build(layers)
@@ -144,24 +144,24 @@ def _compiled(mode: str, ddp: DistributedDataParallel) -> Any:
 
 
 def _keep_to(processor: int) -> None:
-    """Run everything from here on, the C++ compiler included, on one processor."""
-    if hasattr(os, "sched_setaffinity"):  # Linux alone
+    """Run everything from here on, including the C++ compiler, on one processor."""
+    if hasattr(os, "sched_setaffinity"):  # only on Linux
         os.sched_setaffinity(0, {processor})
 
 
 def _processor_seconds() -> float:
-    """Processor time of this process and of those that it waited for."""
+    """Processor time of this process and of the processes it waited for."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 
 
 def on_one_stack(run: Callable[[], _Result]) -> _Result:
-    """Call something on a stack that need not grow.
+    """Call a function on a stack that does not have to grow.
 
-    CPython 3.11 and later keep frames in pieces of 16 KiB. Where the stack happens to end close to the end of
-    one, each call maps a new piece and unmaps it again, which costs hundreds of times as much as a call does.
-    Which calls these are depends on how many frames are below: the same start took 1 to 4 seconds more
-    or less by it. A frame that asks for just over a megabyte brings a piece of two, in which all others fit.
+    CPython 3.11 and later keep frames in chunks of 16 KiB. If the stack happens to end close to a chunk's
+    end, each call maps a new chunk and unmaps it again, which costs hundreds of times as much as a call.
+    Which calls are affected depends on the number of frames below: it changed the same start by 1 to 4
+    seconds. A frame that needs just over a megabyte allocates a chunk of two, into which all others fit.
     """
     return run()
 
@@ -170,18 +170,18 @@ on_one_stack.__code__ = on_one_stack.__code__.replace(co_stacksize=2**17 + 1)  #
 
 
 def _warm_up() -> None:
-    """Import what compiling imports: it is the same for all modes."""
+    """Import the modules that compiling needs; they are the same for all modes."""
     layer = nn.Linear(8, 8)
     torch.compile(lambda x: layer(x).relu())(torch.ones(2, 8)).sum().backward()
     torch._dynamo.reset()
 
 
 def main() -> None:
-    """Measure what the arguments say: model, layers, mode, and on which processor."""
+    """Measure the start given by the arguments: model, layers, mode and processor."""
     model, layers, mode, processor = sys.argv[1:]
     torch.set_num_threads(1)
     _keep_to(int(processor))
-    # Dynamo notes at each compile that it leaves out DDP's profiler range.
+    # Dynamo warns at each compile that it drops DDP's profiler range.
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
     with one_rank():
         _warm_up()

@@ -1,6 +1,6 @@
-"""Where a measurement computes, the CPU or GPUs, and what is different there.
+"""The device of a measurement, CPU or GPUs, and the differences between them.
 
-Invariant: whoever reads a clock has waited for the device first.
+Invariant: the device is synchronised before any clock is read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ WORLD_SIZE = 2
 
 
 def require(kind: str) -> None:
-    """Check that this machine has such a device.
+    """Check that this machine has a device of a kind.
 
     Args:
         kind: one of `DEVICES`.
@@ -34,17 +34,17 @@ def require(kind: str) -> None:
 
 
 def device_of(kind: str, rank: int) -> torch.device:
-    """The device of a rank; two ranks share one where there is only one."""
+    """The device of a rank; two ranks share a GPU if there is only one."""
     return torch.device(CPU) if kind == CPU else torch.device(CUDA, rank % torch.cuda.device_count())
 
 
 def group_backend(kind: str) -> str:
-    """What sends: NCCL wants a GPU for each rank; gloo takes tensors of any device."""
+    """The process group's backend: NCCL needs a GPU for each rank; gloo takes tensors on any device."""
     return "nccl" if kind == CUDA and torch.cuda.device_count() >= WORLD_SIZE else "gloo"
 
 
 def description(kind: str) -> dict[str, str]:
-    """What is to be said of the device, by titles."""
+    """Facts about the device, by title."""
     if kind == CPU:
         return {"device": CPU}
     names = sorted({torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())})
@@ -57,27 +57,27 @@ def description(kind: str) -> dict[str, str]:
 
 
 def elapsed(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds until all that `run` starts is done on this rank."""
+    """Seconds until everything that `run` starts is done on this rank."""
     start = now(device)
     run()
     return now(device) - start
 
 
 def now(device: torch.device) -> float:
-    """The time at which the device has done all that it was given."""
+    """The time after the device has finished all its work."""
     if device.type == CUDA:
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def elapsed_together(run: Callable[[], object], device: torch.device) -> float:
-    """The same, from when all ranks are ready."""
+    """Like `elapsed`, but starts when all ranks are ready."""
     dist.barrier()
     return elapsed(run, device)
 
 
 def larger_of_both(values: Sequence[float], device: torch.device) -> list[float]:
-    """For each value the larger one of the ranks."""
+    """For each value, the larger of the two ranks."""
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return [float(value) for value in tensor]

@@ -20,7 +20,7 @@ class Layer(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Attend and transform: (batch, tokens, width) to the same shape."""
+        """Attend and transform: map (batch, tokens, width) to the same shape."""
         batch, tokens, width = x.shape
         qkv = self.qkv(self.norm_attention(x)).view(batch, tokens, 3, self.heads, -1)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
@@ -33,7 +33,7 @@ class Layer(nn.Module):
 class GptLike(nn.Module):
     """Embedding, layers and head, each of exactly the same number of bytes.
 
-    So that a cap of that size closes one bucket a layer, at the layer's first operation.
+    A cap of that size therefore closes one bucket per layer, at the layer's first operation.
     """
 
     def __init__(self, layers: int, width: int = 64) -> None:
@@ -46,7 +46,7 @@ class GptLike(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Token numbers (batch, tokens) to logits (batch, tokens, vocabulary)."""
+        """Map token numbers (batch, tokens) to logits (batch, tokens, vocabulary)."""
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x)

@@ -1,10 +1,10 @@
 """Two emulated hosts on one machine, joined by a slow link.
 
-Two network namespaces, each held by a process that does nothing, are joined by a veth pair whose ends pass
-a token bucket filter (``tc``). What runs in a namespace sees the link and nothing else.
+Two network namespaces, each held by an idle process, are joined by a veth pair whose ends have a token bucket
+filter (``tc``). A process in a namespace sees only the link.
 
-Invariant: nothing has to be removed. The namespaces have no names, so that two runs do not clash, and the
-kernel drops them with the processes inside. The holders end as soon as this process is gone, however it went.
+Invariant: nothing needs to be cleaned up. The namespaces have no names, so two runs do not clash, and the
+kernel drops them with the processes inside. The holders end as soon as this process is gone, for any reason.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ LIMIT_S = 30.0
 
 @dataclass(frozen=True)
 class Network:
-    """How to start the process of each rank so that it sees the link.
+    """How to start each rank's process so that it sees the link.
 
     Attributes:
-        description: what the ranks are joined by, for people.
-        interfaces: for each rank the interface to talk over.
-        prefixes: for each rank the words before its command.
+        description: the connection between the ranks, for people.
+        interfaces: the network interface of each rank.
+        prefixes: for each rank, the words before its command.
         emulated: whether there is a slow link; if not, the ranks share this machine's loopback.
     """
 
@@ -41,12 +41,12 @@ class Network:
 
 
 def loopback(reason: str) -> Network:
-    """The network where no link can be emulated, for this reason."""
+    """The network to use if no link can be emulated, for the given reason."""
     return Network(f"loopback, no emulated link: {reason}", ("lo", "lo"), ((), ()), emulated=False)
 
 
 def enter(pid: int) -> tuple[str, ...]:
-    """The words before a command that is to run in the network namespace of a process.
+    """The words before a command that make it run in the network namespace of a process.
 
     >>> enter(7)
     ('nsenter', '--target', '7', '--net')
@@ -59,11 +59,11 @@ def link_commands(holders: tuple[int, int], rate: str) -> list[tuple[str, ...]]:
 
     Args:
         holders: a process in each of them.
-        rate: what each end sends at most, as ``tc`` writes it.
+        rate: the rate limit of each end, in ``tc``'s notation.
 
     Returns:
-        Commands in their order. The first makes both devices inside the namespaces; this machine's own
-        network never sees them.
+        Commands, in order. The first makes both devices inside the namespaces; this machine's own network
+        never sees them.
     """
     ends = [("name", device, "netns", str(pid)) for device, pid in zip(DEVICES, holders, strict=True)]
     commands: list[tuple[str, ...]] = [("ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1])]
@@ -80,10 +80,10 @@ def link_commands(holders: tuple[int, int], rate: str) -> list[tuple[str, ...]]:
 
 @contextmanager
 def two_hosts(rate: str) -> Iterator[Network]:
-    """Emulate two hosts, or say why that cannot be done here.
+    """Emulate two hosts, or fall back to loopback with the reason.
 
     Args:
-        rate: what each host sends at most, as ``tc`` writes it, for instance ``"1gbit"``.
+        rate: the rate limit of each host, in ``tc``'s notation, for instance ``"1gbit"``.
 
     Yields:
         The network: the emulated link, or loopback.
@@ -113,8 +113,8 @@ def _missing() -> str | None:
 
 @contextmanager
 def _holder() -> Iterator[int]:
-    """A process that holds a network namespace of its own; yields its number."""
-    # cat ends when its input does: when this block is left, and when this process is gone
+    """Start a process that holds a new network namespace; yields its process id."""
+    # cat ends with its input: when this block is left, or when this process is gone
     process = subprocess.Popen(
         ["unshare", "--net", "cat"],
         stdin=subprocess.PIPE,

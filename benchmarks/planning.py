@@ -1,19 +1,19 @@
-"""Time to plan and cut, next to torch's DDPOptimizer: ``python -m benchmarks.planning``.
+"""Time to plan and cut, compared with torch's DDPOptimizer: ``python -m benchmarks.planning``.
 
-Both get the same Dynamo graph of a GPT-like model in DDP, with a backend that does nothing, so what is timed
-is all that an optimizer adds to compilation: for ddpopt facts, plan, partition, certificate and the search
-for equal segments; for torch's optimizer bucketing, splitting and re-running the segments on fake tensors.
-The cap is the size of one layer, so there is one segment a layer.
+Both get the same Dynamo graph of a GPT-like model in DDP, with a backend that does nothing. So the timing
+covers everything that an optimizer adds to compilation: for ddpopt facts, plan, partition, certificate and
+the search for equal segments; for torch's optimizer bucketing, splitting and re-running the segments on fake
+tensors. The cap is the size of one layer, so there is one segment per layer.
 
-Growth is followed further for ddpopt alone (``--deep``): at 1700 layers the graph has about 50,000 nodes, for
-which torch's optimizer, whose time grows faster than the graph, takes too long. No planner can grow slower
-than the graph that it has to read: the limit is an exponent of 1.
+Growth is measured further for ddpopt alone (``--deep``): at 1700 layers the graph has about 50,000 nodes, and
+torch's optimizer, whose time grows faster than the graph, would take too long. No planner can grow slower
+than the graph that it has to read, so the limit is an exponent of 1.
 
-Each timing has a trace of its own, inside a real Dynamo compile, because an optimizer may change the graph it
-is given and reads the tracing context around it. Optimizers alternate within one process; only ratios count.
+Each timing has its own trace, inside a real Dynamo compile, because an optimizer may change its graph and
+reads the surrounding tracing context. Optimizers alternate within one process; only ratios count.
 
-Exit code 1 where ddpopt is less than 20 times faster at 200 layers, where its time grows faster than
-layers ** 1.2 over all sizes, or where it cuts less often than there are layers, for then less was done.
+Exit code 1 if ddpopt is less than 20 times faster at 200 layers, if its time grows faster than layers ** 1.2
+over all sizes, or if it makes fewer cuts than there are layers, because it then did less work.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ class Timing:
     """Repeated timings of one optimizer at one size.
 
     Attributes:
-        layers: transformer layers of the model.
-        nodes: nodes of its Dynamo graph.
-        segments: pieces the graph was cut into.
+        layers: the number of transformer layers.
+        nodes: the number of nodes in the Dynamo graph.
+        segments: the number of pieces the graph was cut into.
         seconds: one figure for each repetition.
     """
 
@@ -87,7 +87,7 @@ class Timing:
 
     @property
     def median(self) -> float:
-        """The middle of `seconds`."""
+        """The median of `seconds`."""
         return statistics.median(self.seconds)
 
     @property
@@ -107,21 +107,21 @@ def growth_exponent(sizes: Sequence[int], seconds: Sequence[float]) -> float:
 
 
 Found = Mapping[str, Sequence[Timing]]
-"""By optimizer, one timing for each size, sizes ascending; ddpopt may have more of them."""
+"""By optimizer, one timing for each size, in ascending order; ddpopt may have more sizes."""
 
 
 def do_nothing(gm: fx.GraphModule, _: Sequence[Any]) -> Compiled:
-    """A backend that costs nothing: the graph as it is."""
+    """A backend that costs nothing and returns the graph uncompiled."""
     return gm.forward
 
 
 def run_ddpopt(_: DistributedDataParallel, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> object:
-    """Everything that ddpopt does in a compile, but for compiling."""
+    """Everything that ddpopt does in a compile, except compiling."""
     return DdpoptBackend(do_nothing, strategy="split")(gm, example_inputs)
 
 
 def run_torch(ddp: DistributedDataParallel, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> object:
-    """The same of torch's optimizer, told that in DDP an explicit cap holds for the first bucket too."""
+    """The same for torch's optimizer, with an explicit cap applied to the first bucket too, as in DDP."""
     optimizer: Any = DDPOptimizer(ddp.bucket_bytes_cap, do_nothing, first_bucket_cap=ddp.bucket_bytes_cap)
     return optimizer.compile_fn(gm, list(example_inputs))
 
@@ -134,7 +134,7 @@ def time_one(layers: int, optimize: Optimize) -> Timing:
 
     Args:
         layers: number of transformer layers.
-        optimize: what is timed.
+        optimize: the optimizer to time.
 
     Returns:
         A `Timing` with a single figure.
@@ -145,7 +145,7 @@ def time_one(layers: int, optimize: Optimize) -> Timing:
 
     def stopwatch(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
         nodes = len(gm.graph.nodes)
-        gc.collect()  # else one optimizer pays for what the other left behind
+        gc.collect()  # otherwise one optimizer pays for the other's garbage
         start = time.perf_counter()
         result = optimize(ddp, gm, example_inputs)
         seconds = time.perf_counter() - start
@@ -163,7 +163,7 @@ def time_one(layers: int, optimize: Optimize) -> Timing:
 
 
 def _segments(result: object) -> int:
-    """How many pieces an optimizer's result calls; 1 where it is not a stitched graph."""
+    """The number of pieces that an optimizer's result calls; 1 if it is not a split graph."""
     module = getattr(result, "__self__", result)
     graph = getattr(module, "graph", None)
     if not isinstance(graph, fx.Graph):
@@ -172,7 +172,7 @@ def _segments(result: object) -> int:
 
 
 def measure_all(sizes: Sequence[int], deep: Sequence[int], repeat: int, console: Console) -> Found:
-    """Time optimizers at all sizes, in rounds, so that a busy minute does not meet one size only.
+    """Time optimizers at all sizes, in rounds, so that a busy minute does not affect only one size.
 
     Args:
         sizes: numbers of layers at which both are timed.
@@ -184,7 +184,7 @@ def measure_all(sizes: Sequence[int], deep: Sequence[int], repeat: int, console:
         All timings.
     """
     for optimize in OPTIMIZERS.values():
-        time_one(2, optimize)  # no timing shall pay for what only the first one needs
+        time_one(2, optimize)  # keep one-time costs out of the timings
     alone = sorted({*deep} - {*sizes})
     pairs = [*((layers, name) for layers in sorted(sizes) for name in OPTIMIZERS)]
     pairs += [(layers, OURS) for layers in alone]
@@ -208,13 +208,13 @@ def _gathered(single: Sequence[Timing]) -> Timing:
 
 
 def section(found: Found, facts: Mapping[str, str]) -> Section:
-    """What was asked and found.
+    """The requirements and the results.
 
-    Ratios are of medians, for both optimizers were measured in turn. Growth is fitted to the fastest timings,
-    for sizes were measured in different minutes, and a busy machine only ever adds.
+    Ratios are of medians, because both optimizers were measured in turn. Growth is fitted to the fastest
+    timings, because sizes were measured in different minutes and other load only adds time.
 
     Args:
-        found: of `OURS` and `THEIRS`; the sizes of the second are among those of the first.
+        found: the timings of `OURS` and `THEIRS`; the sizes of the second are among those of the first.
         facts: the conditions.
     """
     ours, theirs = ({timing.layers: timing for timing in found[name]} for name in (OURS, THEIRS))
@@ -258,7 +258,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Measure, print, store.
 
     Args:
-        words: of the command line.
+        words: the command-line arguments.
 
     Returns:
         The exit code.
@@ -267,7 +267,7 @@ def main(words: Sequence[str] | None = None) -> int:
     console = wide_console()
     facts = conditions("benchmarks.planning")
     state(console, facts)
-    # Dynamo notes at each compile that it leaves out DDP's profiler range.
+    # Dynamo warns at each compile that it drops DDP's profiler range.
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
     with one_rank():
         found = measure_all(asked.layers, asked.deep, asked.repeat, console)
@@ -278,7 +278,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def timings_of(found: Found) -> Timings:
-    """All of them, by name: one process took them in turn."""
+    """All timings by name; one process took them in turn."""
     return {
         f"{name}, {timing.layers} layers": [timing.seconds]
         for name, timings in found.items()

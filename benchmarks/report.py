@@ -1,7 +1,7 @@
-"""What a measurement reports: its conditions, what was asked and found, and tables for readers.
+"""The report of a measurement: its conditions, the requirements and results, and tables for readers.
 
-Invariant: what `asdict` and JSON made of a section, `section_of` reads back equal. Cells are text already, so
-that a page made from a stored file is the same wherever it is made.
+Invariant: `section_of` restores a section from the JSON of its `asdict`. Cells are text already, so a page
+made from a stored file is the same everywhere.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ NOT_MEASURED = "not measured"
 CLAIMS = ("where", "figure", "found", "spread", "at the limit", "asked", "held")
 Ends = tuple[float, float] | None
 Timings = Mapping[str, Sequence[Sequence[float]]]
-"""By what was timed: for each process that timed it, its figures in seconds."""
+"""By name of the measurement: for each process, its figures in seconds."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One thing that is asked, and what was found.
+    """One requirement, and the result.
 
     Attributes:
-        case: where it is asked, for instance ``"gpt, 24 layers"``.
-        what: the figure, in words; a ratio of two things measured in one run, or a count.
-        found: the figure; None where it was not measured or cannot be judged.
-        spread: its lowest and highest over rounds, or its quartiles; None where it was measured once.
-        limit: what the figure would be at the physical limit; None where there is none.
-        asked: what is asked of it, in words.
-        held: whether it is so; never where nothing was found.
-        remark: why nothing was found; else empty.
+        case: where it applies, for instance ``"gpt, 24 layers"``.
+        what: the name of the figure: a ratio of two things measured in one run, or a count.
+        found: the figure; None if it was not measured or cannot be judged.
+        spread: its lowest and highest over rounds, or its quartiles; None if it was measured once.
+        limit: the figure at the physical limit; None if there is none.
+        asked: the requirement, as text.
+        held: whether the requirement holds; false if nothing was found.
+        remark: why nothing was found; otherwise empty.
     """
 
     case: str
@@ -73,13 +73,13 @@ class Grid:
 
 @dataclass(frozen=True)
 class Section:
-    """All of one measurement.
+    """The report of one measurement.
 
     Attributes:
-        name: of the measurement.
+        name: name of the measurement.
         conditions: machine, versions, command, date; empty if it was not measured.
-        claims: what was asked; also what was not measured, so that no claim is lost.
-        grids: what else it showed.
+        claims: the claims; including those not measured, so that no claim is lost.
+        grids: tables of its other results.
     """
 
     name: str
@@ -123,13 +123,13 @@ def at_least(
 
 
 def missing(name: str) -> Section:
-    """The section of a measurement of which there is no file."""
+    """The section of a measurement without a file."""
     claim = Claim("all", "everything", None, None, None, "to be measured", held=False, remark=NOT_MEASURED)
     return Section(name, {}, (claim,), ())
 
 
 def section_of(document: Mapping[str, Any]) -> Section:
-    """A section from what `asdict` made of it, by way of JSON."""
+    """Restore a section from the JSON of its `asdict`."""
     return Section(
         document["name"],
         document["conditions"],
@@ -147,14 +147,14 @@ def _claim_of(fields: Mapping[str, Any]) -> Claim:
 
 
 def number(value: float | None) -> str:
-    """A count as it is, a ratio with three digits after the point, a dash for None."""
+    """A count unchanged, a ratio with three decimals, a dash for None."""
     if value is None:
         return "–"
     return str(value) if isinstance(value, int) else f"{value:.3f}"
 
 
 def ends(values: Sequence[float] | None) -> Ends:
-    """Lowest and highest; None where there are no two."""
+    """Lowest and highest; None for fewer than two values."""
     return (min(values), max(values)) if values and len(values) > 1 else None
 
 
@@ -167,11 +167,11 @@ def some_of(known: Sequence[str], text: str) -> tuple[str, ...]:
     """Read names on a command line that are separated by commas, each once.
 
     Args:
-        known: those that there are.
-        text: as given on the command line.
+        known: the known names.
+        text: the text from the command line.
 
     Raises:
-        argparse.ArgumentTypeError: there is none of such a name.
+        argparse.ArgumentTypeError: a name is unknown.
 
     >>> some_of(("eager", "torch"), "torch,eager,torch")
     ('torch', 'eager')
@@ -187,7 +187,7 @@ def parser_of(module: str, about: str | None) -> argparse.ArgumentParser:
     """A command line with ``--json`` and ``--pyperf``.
 
     Args:
-        module: that is started.
+        module: the module to start.
         about: its docstring.
     """
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
@@ -206,7 +206,7 @@ def conditions(module: str) -> dict[str, str]:
         module: name of the module that was started, for instance ``"benchmarks.planning"``.
 
     Returns:
-        Printable values by their titles.
+        Printable values by title.
     """
     return {
         "date": time.strftime("%Y-%m-%d"),
@@ -222,7 +222,7 @@ def conditions(module: str) -> dict[str, str]:
 
 
 def _processor() -> str:
-    """The processor's own name where Linux tells it, else its architecture."""
+    """The processor's name if Linux reports it, else its architecture."""
     table = Path("/proc/cpuinfo")
     if table.exists():
         for line in table.read_text().splitlines():
@@ -232,19 +232,19 @@ def _processor() -> str:
 
 
 def wide_console() -> Console:
-    """A console for tables; wide enough for them where the output is a file or a pipe."""
+    """A console for tables; wide enough for them if the output is a file or a pipe."""
     terminal = Console()
     return terminal if terminal.is_terminal else Console(width=140)
 
 
 def state(console: Console, facts: Mapping[str, str]) -> None:
-    """Print `conditions`, one a line."""
+    """Print `conditions`, one per line."""
     for title, value in facts.items():
         console.print(f"{title}: {value}", markup=False, highlight=False)
 
 
 def show_grid(console: Console, grid: Grid) -> None:
-    """Print a table; what is not text is aligned to the right."""
+    """Print a table; numbers are right-aligned."""
     table = Table(title=grid.title)
     for place, column in enumerate(grid.columns):
         table.add_column(column, justify="right" if place else "left", no_wrap=not place)
@@ -254,7 +254,7 @@ def show_grid(console: Console, grid: Grid) -> None:
 
 
 def show_claims(console: Console, sections: Sequence[Section]) -> None:
-    """Print what was asked and found, a row each."""
+    """Print the requirements and results, one row each."""
     table = Table(title="Ratios of one run each; what they would be at the physical limit; what is asked")
     table.add_column("benchmark", no_wrap=True)
     for title in CLAIMS:
@@ -269,17 +269,17 @@ def show_claims(console: Console, sections: Sequence[Section]) -> None:
 def finish(
     console: Console, section: Section, asked: argparse.Namespace, figures: object, timings: Timings
 ) -> int:
-    """Print the claims, and store what the command line asks for.
+    """Print the claims, and store the files that the command line requests.
 
     Args:
-        console: where to.
-        section: of the measurement.
+        console: the console to print to.
+        section: section of the measurement.
         asked: the command line.
-        figures: all of them, for JSON.
-        timings: for pyperf's file; at least one of each, all above 0.
+        figures: all figures, for JSON.
+        timings: the timings for pyperf's file; at least one of each, all above 0.
 
     Returns:
-        The exit code: 1 where something was measured that is not as asked.
+        The exit code: 1 if a measured figure misses its requirement.
     """
     show_claims(console, [section])
     if asked.json:
@@ -290,12 +290,12 @@ def finish(
 
 
 def store_timings(path: Path, timings: Timings, facts: Mapping[str, str]) -> None:
-    """Write timings to a file of pyperf's, so that those of two commits or machines can be compared.
+    """Write timings to a pyperf file, so that two commits or machines can be compared.
 
     Args:
-        path: of the file; what was there before is gone.
+        path: path of the file, which is overwritten.
         timings: at least one figure of each, all above 0.
-        facts: `conditions`, which are stored with what pyperf finds out by itself.
+        facts: `conditions`, stored in addition to pyperf's own metadata.
     """
     own = {f"ddpopt_{name.replace(' ', '_')}": value for name, value in facts.items()}
     suite = pyperf.BenchmarkSuite([

@@ -4,36 +4,36 @@ Two ranks of one thread each train a model on two emulated hosts (`benchmarks.ne
 
 - ``eager``: eager DDP;
 - ``whole``: torch.compile without any optimizer for DDP;
-- ``torch``: torch.compile as it comes, with torch's DDPOptimizer;
+- ``torch``: default torch.compile, with torch's DDPOptimizer;
 - ``split``, ``inline``: ``ddpopt.compile`` with this strategy.
 
-All modes take turns in one run, a few steps each round, so that a busy minute meets all of them. Ratios are
-of the fastest steps, for whatever else the machine does only ever adds. *Exposed* is the share of all-reduce
-time that no computing hides, the median of some steps under torch's profiler
-(`benchmarks.step_trace.exposed_share`); *peak* is the most memory that a step holds at once, over what is
-held before it: weights and buckets.
+All modes take turns in one run, a few steps each round, so that a busy minute affects all of them. Ratios use
+the fastest steps, because other load only adds time. *Exposed* is the share of all-reduce time that is not
+hidden by computation, the median of some steps under torch's profiler
+(`benchmarks.step_trace.exposed_share`); *peak* is the peak memory of a step beyond the memory held before it
+(weights and buckets).
 
-The *physical limit* of a step is put together from parts that are measured alone, in the same rounds and as
+The *physical limit* of a step is computed from parts that are measured separately, in the same rounds and as
 often as a step; again the fastest count:
 
 - forward, backward and update of the whole compiled graph, with nothing sent;
 - all-reduce of eager DDP's buckets with nothing computed, and of the last bucket alone;
 - the share of eager's backward after which the first bucket is complete (the median).
 
-No network can start before the first bucket is complete, nor end before it has sent all buckets; and the last
-bucket is complete only when the backward is over. The update needs all gradients. So
+No network can start before the first bucket is complete, or finish before it has sent all buckets; and the
+last bucket is complete only when the backward ends. The update needs all gradients. So
 
     limit = max(forward + share * backward + all-reduce, forward + backward + last all-reduce) + update
 
-What sending costs the processor, and copying gradients into buckets and back, is not in it.
+It leaves out the processor time of sending, and of copying gradients into buckets and back.
 
-With ``--device cuda`` both ranks compute on a GPU: gloo sends over the emulated link where there is one, NCCL
-between GPUs where each rank has its own. Exposed communication is not traced there.
+With ``--device cuda`` both ranks compute on a GPU: gloo sends over the emulated link if there is one, NCCL
+between GPUs if each rank has its own. Exposed communication is not traced there.
 
-Exit code 1 where ``inline`` takes more than 1.05 times the limit, is more than 1.02 times as slow as the best
-other mode, or, where torch's optimizer compiles one graph, is less than 1.15 times faster than it (nothing of
-this is judged without an emulated link: over loopback sending costs as much of the processor as computing);
-2 for arguments that cannot be; 3 where a rank fails, or where there is no GPU.
+Exit code 1 if ``inline`` takes more than 1.05 times the limit, takes more than 1.02 times as long as the best
+other mode, or, where torch's optimizer compiles one graph, is less than 1.15 times faster than it (none of
+this is judged without an emulated link: over loopback, sending needs as much of the processor as computing);
+2 for invalid arguments; 3 if a rank fails, or if there is no GPU.
 """
 
 from __future__ import annotations
@@ -81,18 +81,18 @@ ENVIRONMENT = ("OMP_NUM_THREADS=1", "TORCHINDUCTOR_COMPILE_THREADS=1", "TORCHIND
 
 
 def measure(job: Job, network: Network, done: OnEvent) -> Figures:
-    """Have both ranks do a job, in processes of their own.
+    """Run a job on both ranks, in separate processes.
 
     Args:
-        job: the same for both.
-        network: what they talk over.
-        done: called with a few words whenever rank 0 has done something.
+        job: the job of both ranks.
+        network: the network between them.
+        done: called with a short message whenever rank 0 has finished a part.
 
     Returns:
         The figures.
 
     Raises:
-        InfrastructureError: a rank failed, or gave no figures within twenty minutes.
+        InfrastructureError: a rank failed, or returned no figures within twenty minutes.
     """
     prefixes = [
         (*words, "env", f"GLOO_SOCKET_IFNAME={interface}", *ENVIRONMENT)
@@ -105,11 +105,11 @@ def measure(job: Job, network: Network, done: OnEvent) -> Figures:
 
 
 def serve(rendezvous: str, backend: str, process: RankProcess) -> None:
-    """Serve in a group that meets in a file: from another host's network the pool's store is not in reach.
+    """Serve in a group that meets in a file: the pool's store is not reachable from the other host's network.
 
     Args:
         rendezvous: path of a file that does not exist yet.
-        backend: what sends.
+        backend: the backend of the process group.
         process: the rank.
     """
 
@@ -122,10 +122,10 @@ def serve(rendezvous: str, backend: str, process: RankProcess) -> None:
 
 @contextmanager
 def hosts(rate: str, device: str) -> Iterator[Network]:
-    """What the ranks talk over: an emulated link, but for NCCL, which goes its own ways.
+    """Yield the network of the ranks: an emulated link, except for NCCL, which uses its own transports.
 
     Args:
-        rate: of the link, as ``tc`` writes it.
+        rate: rate of the link, in ``tc``'s notation.
         device: one of `benchmarks.devices.DEVICES`.
 
     Yields:
@@ -142,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, store.
 
     Args:
-        arguments: of the command line.
+        arguments: the command-line arguments.
 
     Returns:
         The exit code.
@@ -168,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def timings_of(measured: Sequence[Measured]) -> Timings:
-    """All steps, by name: two processes took them together, of each step the longer time."""
+    """All steps by name; two processes took each step together, and the longer time counts."""
     return {
         f"{each.figures.model} at {each.rate}, {mode}": [steps]
         for each in measured
@@ -177,7 +177,7 @@ def timings_of(measured: Sequence[Measured]) -> Timings:
 
 
 def _measure_all(asked: argparse.Namespace, console: Console) -> list[Measured]:
-    """Every model at every rate; one rate is enough where none can be emulated."""
+    """Every model at every rate; only one rate if links cannot be emulated."""
     found: list[Measured] = []
     for rate in asked.rate:
         with hosts(rate, asked.device) as network:

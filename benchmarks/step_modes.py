@@ -1,6 +1,6 @@
-"""The ways to run a training step that `benchmarks.step` compares, each with a model of its own.
+"""The ways to run a training step that `benchmarks.step` compares, each with its own model.
 
-Invariant: equal weights, inputs, optimizer and cap in all of them; only who compiles, and how, differs.
+Invariant: weights, inputs, optimizer and cap are equal in all of them; only the compilation differs.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ class Mode:
 
     Args:
         name: one of `MODES`.
-        workload: what is trained.
+        workload: the workload to train.
         backend: name of a Dynamo backend.
-        device: where it computes.
+        device: the device to compute on.
 
     Attributes:
         name: as given.
         ddp: the model.
         device: as given.
-        counted: the backend that torch compiles with, which counts its graphs; of no use to other modes.
+        counted: torch's backend, which counts its graphs; unused in other modes.
     """
 
     def __init__(self, name: str, workload: Workload, backend: str, device: torch.device) -> None:
@@ -54,18 +54,18 @@ class Mode:
             self._loss = self._call(self._inputs).square().mean()
 
     def backward(self) -> None:
-        """The backward of the last forward."""
+        """Run the backward of the last forward."""
         loss, self._loss = self._loss, None
         assert loss is not None  # there was a forward
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def update(self) -> None:
-        """Use the gradients, and drop them."""
+        """Apply the gradients, and drop them."""
         self._optimizer.step()
         self._optimizer.zero_grad()
 
     def step(self) -> None:
-        """Forward, backward, update."""
+        """Run forward, backward and update."""
         self.forward()
         self.backward()
         self.update()
@@ -84,14 +84,14 @@ class Mode:
 class Counted:
     """A backend that counts the graphs it is given.
 
-    Each mode has its own, for Dynamo reuses what it compiled for an equal backend, and all modes run the same
-    code.
+    Each mode has its own, because Dynamo reuses code compiled for an equal backend, and all modes run the
+    same code.
 
     Args:
         backend: name of the Dynamo backend that compiles.
 
     Attributes:
-        graphs: how many it was given; where torch's DDPOptimizer splits, each segment is one.
+        graphs: the number of graphs it was given; if torch's DDPOptimizer splits, each segment is one.
     """
 
     def __init__(self, backend: str) -> None:

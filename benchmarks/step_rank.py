@@ -1,7 +1,7 @@
 """One rank's part of `benchmarks.step`: run the modes in turn, the parts of a step, and traced steps.
 
 Invariant: both ranks run the same steps in the same order, and the slower rank's time counts. Nothing is sent
-while a part of the computing is measured, and nothing computed while sending is.
+while computation is measured, and nothing is computed while sending is measured.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ STEPS_A_TURN = 2
 
 @dataclass(frozen=True)
 class Job:
-    """What both ranks are to do.
+    """The job of both ranks.
 
     Attributes:
         model: a key of `benchmarks.step_workloads.WORKLOADS`.
         modes: some of `benchmarks.step_modes.MODES`.
         backend: name of a Dynamo backend.
-        rounds: how often each mode has its turn.
+        rounds: the number of rounds, in each of which every mode has a turn.
         device: one of `benchmarks.devices.DEVICES`.
     """
 
@@ -49,16 +49,16 @@ class Job:
 
 @dataclass(frozen=True)
 class Figures:
-    """What was measured of one model; of both ranks the larger figure each.
+    """The figures of one model; each is the larger of both ranks.
 
     Attributes:
         model: its name.
-        bucket_bytes: sizes of eager DDP's buckets, in their order.
-        graphs: by mode, how many graphs its backend was given; only of modes that torch compiles.
+        bucket_bytes: sizes of eager DDP's buckets, in order.
+        graphs: by mode, the number of graphs its backend was given; only for modes that torch compiles.
         steps_s: by mode, two steps for each round.
-        parts: what `Parts.measure` gives, as often.
-        exposed: by mode, the exposed share of each traced step; empty where steps cannot be traced.
-        peak_bytes: by mode, the most that a step holds at once, over what is held before it.
+        parts: the results of `Parts.measure`, equally many.
+        exposed: by mode, the exposed share of each traced step; empty if steps cannot be traced.
+        peak_bytes: by mode, the peak memory of a step beyond the memory held before it.
     """
 
     model: str
@@ -74,8 +74,8 @@ def run(ranks: Ranks, job: Job) -> Figures:
     """Measure all modes; a task for both ranks.
 
     Args:
-        ranks: both; rank 0 emits a few words when something is done.
-        job: what to do.
+        ranks: both ranks; rank 0 emits a short message when a part is done.
+        job: the job.
 
     Returns:
         All figures, the same on both ranks.
@@ -88,12 +88,12 @@ def run(ranks: Ranks, job: Job) -> Figures:
         return _measured(job, device, ranks.emit)
     finally:
         torch._dynamo.reset()
-        gc.collect()  # reducers go before their process group
+        gc.collect()  # free reducers before their process group
 
 
 def _measured(job: Job, device: torch.device, tell: Callable[[str], None]) -> Figures:
     _warm_up(job.backend, device)
-    # the parts of a step are measured in two modes, whether or not those are asked for
+    # the parts of a step are measured in two modes, even if those were not requested
     names = [name for name in MODES if name in (*job.modes, EAGER, WHOLE)]
     modes = {name: Mode(name, WORKLOADS[job.model], job.backend, device) for name in names}
     for name, mode in modes.items():
@@ -105,7 +105,7 @@ def _measured(job: Job, device: torch.device, tell: Callable[[str], None]) -> Fi
     with _collector_at_rest():
         steps, measured = _timed(job, asked, parts, tell)
         traces = _traced(asked, job.rounds) if device.type == CPU else {}
-    with _collector_at_rest():  # so that no garbage of the profiler's is freed in a step that is looked at
+    with _collector_at_rest():  # so that the profiler's garbage is not freed in a measured step
         peaks = {name: _peak(mode) for name, mode in asked.items()}
     shares = {name: [exposed_share(trace) for trace in found] for name, found in traces.items()}
     return Figures(
@@ -129,7 +129,7 @@ def _timed(
         first_mode = turn % len(job.modes)
         for name in (*job.modes[first_mode:], *job.modes[:first_mode]):
             mode = modes[name]
-            mode.step()  # whatever ran before has left another model in the caches
+            mode.step()  # the previous mode left another model in the processor's caches
             steps[name] += [elapsed_together(mode.step, mode.device) for _ in range(STEPS_A_TURN)]
         measured += [parts.measure() for _ in range(STEPS_A_TURN)]
         tell(f"{job.model}: round {turn + 1}")
@@ -137,7 +137,7 @@ def _timed(
 
 
 def _traced(modes: Mapping[str, Mode], rounds: int) -> dict[str, list[Trace]]:
-    """One traced step of each mode a round, modes in turn."""
+    """One traced step of each mode per round, modes in turn."""
     traces: dict[str, list[Trace]] = {name: [] for name in modes}
     for _ in range(rounds):
         for name, mode in modes.items():
@@ -148,14 +148,14 @@ def _traced(modes: Mapping[str, Mode], rounds: int) -> dict[str, list[Trace]]:
 
 
 def _peak(mode: Mode) -> int:
-    """The most that a step holds at once, when a step of the same mode came before."""
+    """The peak memory of a step that follows a step of the same mode."""
     mode.step()
     dist.barrier()
     return peak_bytes(mode.step, mode.device)
 
 
 def _warm_up(backend: str, device: torch.device) -> None:
-    """Compile something: no mode shall pay for what only the first one needs."""
+    """Compile something, so that no mode pays one-time costs."""
     layer = nn.Linear(8, 8).to(device)
     compiled = torch.compile(lambda x: layer(x).relu(), backend=backend)
     compiled(torch.ones(2, 8, device=device)).sum().backward()
@@ -175,11 +175,11 @@ class Parts:
     """Measures the parts.
 
     Args:
-        whole: computes; its graph is compiled whole, and no gradient is sent.
-        eager: tells when in backward the first bucket is complete.
+        whole: the mode that computes; its graph is compiled whole, and no gradient is sent.
+        eager: the mode that shows when in backward the first bucket is complete.
 
     Attributes:
-        buffers: as much as each of eager's buckets, in their order.
+        buffers: buffers of the sizes of eager's buckets, in order.
     """
 
     def __init__(self, whole: Mode, eager: Mode) -> None:
@@ -191,7 +191,7 @@ class Parts:
         self._first_bucket = [parameters[name] for name in buckets[0].params]
 
     def measure(self) -> dict[str, float]:
-        """Measure each once.
+        """Measure each part once.
 
         Returns:
             Seconds of ``forward``, ``backward``, ``update``, ``comm`` and ``last_bucket``; and
@@ -231,17 +231,17 @@ class Parts:
 
 
 def _all_reduce(buffers: Sequence[Tensor]) -> None:
-    """All at once and in order, as DDP launches them."""
+    """Launch all at once and in order, like DDP."""
     launched = [dist.all_reduce(buffer, async_op=True) for buffer in buffers]
     for work in launched:
         work.wait()
 
 
 def peak_of(changes: Iterable[int]) -> int:
-    """The highest sum on the way, at least 0.
+    """The highest running sum, at least 0.
 
     Args:
-        changes: bytes allocated (above 0) and freed (below 0), in the order of time.
+        changes: bytes allocated (above 0) and freed (below 0), in chronological order.
 
     >>> peak_of([100, -40, 70, -130])
     130
@@ -254,14 +254,14 @@ def peak_of(changes: Iterable[int]) -> int:
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """The most that `run` holds at once, over what is held before.
+    """The peak memory of `run`, beyond the memory held before it.
 
     Args:
         run: called once.
         device: whose memory counts.
 
     Returns:
-        Bytes of tensors; what a network library or a compiler holds is not among them.
+        Bytes of tensors, without memory of network libraries or compilers.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

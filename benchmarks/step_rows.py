@@ -1,6 +1,6 @@
-"""What `benchmarks.step` reports of one model over one network: its limit, ratios, claims and a table.
+"""The report of `benchmarks.step` on one model over one network: its limit, ratios, claims and a table.
 
-Invariant: pure; the same figures give the same report.
+Invariant: pure; equal figures give equal reports.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RATES = ("1gbit", "10gbit")
 
 @dataclass(frozen=True)
 class Measured:
-    """The figures of one model over one network; the rate is that of its link."""
+    """The figures of one model over one network, with the rate of the link."""
 
     rate: str
     network: Network
@@ -32,7 +32,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Row:
-    """What one mode took.
+    """The results of one mode.
 
     Attributes:
         mode: its name.
@@ -41,10 +41,11 @@ class Row:
         spread_s: first and third quartile over all steps.
         to_limit: ratio of the fastest step to the physical limit.
         to_best: ratio of the fastest step to that of the fastest other mode; None if there is no other.
-        graphs: how many its backend was given; None for modes that torch does not compile.
-        exposed: share of all-reduce time that no computing hides, the median; None if no step was traced.
-        peak_bytes: the most that a step holds at once, over what is held before it.
-        to_whole_peak: ratio of that to the one graph without an optimizer; None if that was not measured.
+        graphs: the number of graphs its backend was given; None for modes that torch does not compile.
+        exposed: median share of all-reduce time not hidden by computation; None if no step was traced.
+        peak_bytes: peak memory of a step beyond the memory held before it.
+        to_whole_peak: ratio of `peak_bytes` to that of the single graph without an optimizer; None if that
+            was not measured.
     """
 
     mode: str
@@ -63,7 +64,7 @@ def limit(parts: Mapping[str, float]) -> float:
     """The physical limit of a step; see the top of `benchmarks.step`.
 
     Args:
-        parts: as `benchmarks.step_rank.Parts.measure` gives them.
+        parts: the result of `benchmarks.step_rank.Parts.measure`.
 
     Returns:
         Seconds.
@@ -79,13 +80,13 @@ def limit(parts: Mapping[str, float]) -> float:
 
 
 def fastest_parts(figures: Figures) -> dict[str, float]:
-    """The fastest of each part, and the median of the share."""
+    """The fastest time of each part, and the median of the share."""
     parts = {name: min(values) for name, values in figures.parts.items()}
     return {**parts, "first_bucket": statistics.median(figures.parts["first_bucket"])}
 
 
 def rows(figures: Figures) -> list[Row]:
-    """One row for each mode, in the order in which the modes were asked for."""
+    """One row for each mode, in the requested order."""
     fastest = {mode: min(steps) for mode, steps in figures.steps_s.items()}
     limit_s = limit(fastest_parts(figures))
     found = []
@@ -114,11 +115,11 @@ def _ratio(value: float, other: float | None) -> float | None:
 
 
 def claims(where: str, found: Sequence[Row]) -> Iterator[Claim]:
-    """What is asked of one model over one network; nothing if ``inline`` was not measured.
+    """The claims on one model over one network; none if ``inline`` was not measured.
 
-    That inline is near the limit; that it is about as fast as the fastest other mode; and, where torch's
-    DDPOptimizer compiled one graph, so that it did not split, that inline is faster than it. The spread is
-    what the quartiles of the numerator would give; the limit what a step at the physical limit would.
+    They are that inline is near the limit; that it is about as fast as the fastest other mode; and, if
+    torch's DDPOptimizer compiled one graph and so did not split, that inline is faster than it. The spread
+    follows from the quartiles of the numerator, the limit from a step at the physical limit.
 
     Args:
         where: model and rate.
@@ -148,10 +149,10 @@ def _spread(row: Row, ratio: float) -> Ends:
 
 
 def section(found: Sequence[Measured], facts: Mapping[str, str]) -> Section:
-    """All models and networks; nothing is asked without a slow network.
+    """All models and networks; there are no claims without a slow network.
 
     Args:
-        found: what was measured.
+        found: the measurements.
         facts: the conditions.
     """
     judged = [each for each in found if each.network.emulated and INLINE in each.figures.steps_s]
@@ -191,7 +192,7 @@ def grid(measured: Measured) -> Grid:
 
 
 def parts_line(figures: Figures) -> str:
-    """The limit and its parts, in words."""
+    """The limit and its parts, as text."""
     parts = fastest_parts(figures)
     sent = sum(figures.bucket_bytes) / MIB
     return (

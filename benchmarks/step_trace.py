@@ -1,6 +1,6 @@
-"""Record when one training step computed and when it sent, and tell how much of the sending was exposed.
+"""Record when one training step computed and sent, and how much of the sending was exposed.
 
-Invariant: recording changes nothing but the clock. torch's profiler sees both without a communication hook.
+Invariant: recording changes only the timing. torch's profiler sees both without a communication hook.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 Span = tuple[float, float]
 PHASES = ("forward", "backward", "update")
-# the profiler's name for one node of the backward: its computing, and the hooks that launch all-reduces
+# the profiler's name for a node of the backward: its computation, and the hooks that launch all-reduces
 NODE = "autograd::engine::evaluate_function"
 
 
@@ -21,12 +21,12 @@ class Trace:
     """One step; all times in milliseconds from the start of its forward.
 
     Attributes:
-        forward: from when to when.
-        backward: the same; it ends when the last gradient is back from the network.
-        computed: when the backward's computing ended; what follows is waiting for the network.
-        update: as forward, of the optimizer.
+        forward: start and end of the forward.
+        backward: start and end of the backward, which ends when the last gradient is back from the network.
+        computed: when the backward's computation ended; the rest is waiting for the network.
+        update: start and end of the optimizer's update.
         launches: when each bucket's all-reduce was launched, in order.
-        transfers: when each was on the network, in the same order.
+        transfers: start and end of each transfer on the network, in the same order.
     """
 
     forward: Span
@@ -44,11 +44,11 @@ def record(
 
     Args:
         forward: the step's first phase.
-        backward: its second; it waits for its all-reduces, of which gloo is the backend.
-        update: its last.
+        backward: its second phase, which waits for its all-reduces; the backend must be gloo.
+        update: its last phase.
 
     Returns:
-        When all of it ran.
+        The trace of the step.
     """
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         for phase, run in zip(PHASES, (forward, backward, update), strict=True):
@@ -79,16 +79,17 @@ def record(
 
 
 def exposed_share(trace: Trace) -> float:
-    """The share of all-reduce time that no computing hides.
+    """The share of all-reduce time that is not hidden by computation.
 
-    That is the time with something on the network after the last computing of the backward ended, over all
-    time with something on the network. Transfers at one time count once.
+    That is the time with a transfer after the last computation of the backward, divided by the total time
+    with a transfer. Simultaneous transfers count once.
 
     Args:
-        trace: of one step.
+        trace: the trace of one step.
 
     Returns:
-        0: all is hidden; 1: all is sent after the backward's computing. 0 also where nothing is sent.
+        0 if everything is hidden or nothing is sent; 1 if everything is sent after the backward's
+        computation.
 
     >>> step = Trace((0, 2), (2, 9), 5, (9, 9), (3, 4), ((3, 7), (4, 8)))
     >>> exposed_share(step)
@@ -100,7 +101,7 @@ def exposed_share(trace: Trace) -> float:
 
 
 def _covered(spans: Sequence[Span]) -> float:
-    """How long at least one of them lasts."""
+    """The total time covered by at least one of the spans."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))

@@ -1,14 +1,15 @@
 """The models that `benchmarks.step` trains.
 
-Two that torch's DDPOptimizer splits about where DDP's buckets end, and three that it does not:
+Two that torch's DDPOptimizer splits about where DDP's buckets end, and three where it does not:
 
-- ``keyword``: weights passed by keyword. It looks at positional arguments, sees no parameter, splits nothing.
-- ``experts``: weights inside a list argument, as where experts are stacked. It sees the routers alone.
-- ``tied``: a GPT whose head is the embedding, at DDP's default cap. It counts the tied weight at the head,
-  where its first segment therefore ends; the first bucket's gradients are all in the second and last one.
+- ``keyword``: weights passed by keyword. It checks only positional arguments, sees no parameter, and splits
+  nothing.
+- ``experts``: weights inside a list argument, as with stacked experts. It sees only the routers.
+- ``tied``: a GPT whose head is the embedding, at DDP's default cap. It counts the tied weight at the head, so
+  its first segment ends there; the first bucket's gradients are all in the second and last segment.
 
-Batches are such that computing and an all-reduce at 1 Gbit/s take times of one order: else there is little to
-hide, or little to hide it behind.
+Batch sizes make computation and all-reduce at 1 Gbit/s take similar times; otherwise there is little to hide,
+or little to hide it behind.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and what it is trained on.
+    """A model and its training data.
 
     Attributes:
-        about: the model, in words.
+        about: a description of the model.
         build: makes the model.
         inputs: makes a batch.
         cap_bytes: DDP's bucket cap; None leaves it to DDP.
@@ -57,7 +58,7 @@ class Linears(nn.Module):
 
 
 class KeywordLinears(Linears):
-    """The same, with weights passed by keyword."""
+    """Linear layers whose weights are passed by keyword."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, width) to the same shape."""
@@ -68,7 +69,7 @@ class KeywordLinears(Linears):
 
 
 class Experts(nn.Module):
-    """A layer of linear experts, stacked into one product; a router weighs what each says."""
+    """A layer of linear experts, stacked into one product; a router weights their outputs."""
 
     def __init__(self, experts: int, width: int) -> None:
         super().__init__()

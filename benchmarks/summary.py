@@ -1,14 +1,14 @@
-"""What was asked, what was found, and whether it held: ``python -m benchmarks.summary``.
+"""The requirements, the results, and whether they hold: ``python -m benchmarks.summary``.
 
 Reads the JSON that the measurements left in ``benchmarks/results`` (``make bench``) and prints one table:
-ratios measured in one run each, with their spread and with what they would be at the physical limit. A spread
+ratios, each measured in one run, with their spread and their value at the physical limit. A spread
 is the lowest and the highest over rounds; for step times it is the quartiles.
 
-``--store NAME`` keeps the summary, without the single timings, as ``summary-NAME.json`` in the same folder,
-which the repository keeps; what was not measured again stays there as it is, with the conditions that it was
-measured in. docs/benchmarks.md is an extract of them.
+``--store NAME`` writes the summary, without individual timings, to ``summary-NAME.json`` in the same folder,
+which is under version control; figures that were not measured again stay there, with their own conditions.
+docs/benchmarks.md is an extract.
 
-Exit code 0: all that is asked held; 1: something did not, or was not measured; 2: a file cannot be read.
+Exit code 0: all requirements hold; 1: one does not, or was not measured; 2: a file cannot be read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.report import Section, missing, section_of, show_claims, wide_co
 from ddpopt.errors import UsageError
 
 MEASUREMENTS = ("planning", "compile", "step", "alignment")
-"""Their modules, and their files."""
+"""The names of the measurements' modules and files."""
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -36,13 +36,13 @@ def read(results: Path, kept: Sequence[Section] = ()) -> tuple[Section, ...]:
 
     Args:
         results: the folder with their files, each named for its measurement.
-        kept: earlier ones, which count where there is no file.
+        kept: earlier sections, used if there is no file.
 
     Returns:
-        One for each, whether or not there is a file.
+        One section for each measurement, with or without a file.
 
     Raises:
-        UsageError: a file is not what its measurement writes.
+        UsageError: a file was not written by its measurement.
     """
     earlier = {section.name: section for section in kept}
     return tuple(
@@ -63,7 +63,7 @@ def _section(path: Path, name: str, earlier: Section) -> Section:
 
 
 def stored(results: Path) -> dict[str, tuple[Section, ...]]:
-    """The summaries that a folder keeps, by name and in the order of their names."""
+    """The stored summaries of a folder, in the order of their names."""
     return {
         path.stem.removeprefix("summary-"): tuple(
             map(section_of, json.loads(path.read_text(encoding="utf-8")))
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Read, print, store.
 
     Args:
-        arguments: of the command line.
+        arguments: the command-line arguments.
 
     Returns:
         The exit code.

@@ -1,7 +1,7 @@
 """Write the API reference, docs/api/, from the docstrings: ``python -m ci.api_pages``.
 
 ``--check`` writes nothing and exits with 1 if a page is not up to date. The source is read, not imported, so
-the pages do not depend on the Python or the torch that runs this.
+the pages do not depend on the installed Python or torch.
 """
 
 import argparse
@@ -28,7 +28,7 @@ PAGES = {
     "doctor": ("`ddpopt.doctor`", ("ddpopt.doctor.*",)),
     "errors": ("Errors", ("ddpopt.errors.*",)),
 }
-"""Each page's title and what is on it; ``*`` is every public name of a module."""
+"""Each page's title and contents; ``*`` is every public name of a module."""
 KINDS = {"functions": griffe.Function, "classes": griffe.Class}
 """Pages that show one kind of object."""
 NOT_PASSED = ("self", "cls", "draw")
@@ -37,7 +37,7 @@ ENTRIES = ("parameters", "attributes", "raises", "returns", "yields")
 
 
 def pages() -> dict[Path, str]:
-    """All pages, by their files."""
+    """All pages, by file."""
     package = griffe.load(
         "ddpopt",
         search_paths=[ROOT],
@@ -68,7 +68,7 @@ def _objects(package: griffe.Object | griffe.Alias, pattern: str) -> Iterator[gr
     home = package[path] if path else package
     own = [name for name, member in home.members.items() if not (member.is_alias or name.startswith("_"))]
     listed = [str(name) for name in home.exports or () if not str(name).startswith("_")]
-    if home.exports and not listed:  # computed: take the imports for type checkers
+    if home.exports and not listed:  # names are loaded lazily: use the imports for type checkers
         aliases = {name: m for name, m in home.members.items() if isinstance(m, griffe.Alias)}
         listed = [name for name, alias in aliases.items() if alias.target_path.startswith("ddpopt.")]
     exported = own if home.exports is None else sorted(listed, key=str.lower)
@@ -80,7 +80,7 @@ def _described(target: griffe.Object) -> Iterator[str]:
     """A heading, the docstring, and for a class its methods and properties."""
     yield f"## {target.name}"
     if isinstance(target, griffe.Function):
-        yield f"```text\n{_signature(target)}\n```"  # the formatter reads python
+        yield f"```text\n{_signature(target)}\n```"  # a python block would be formatted
     yield from _sections(target)
     for member in target.members.values() if isinstance(target, griffe.Class) else ():
         if member.docstring is not None and not member.name.startswith("_"):
@@ -122,14 +122,14 @@ def _sections(target: griffe.Object | griffe.Alias) -> Iterator[str]:
 
 def _entry(kind: str, entry: griffe.DocstringElement, returns: object) -> str:
     words = _markdown(" ".join(entry.description.split()))
-    if kind in ("returns", "yields"):  # griffe takes the words before a colon for a type
+    if kind in ("returns", "yields"):  # griffe parses the words before a colon as a type
         before = "" if entry.annotation in (None, "None", returns) else f"{entry.annotation}: "
         return before + words
     return f"`{entry.annotation if kind == 'raises' else entry.as_dict()['name']}`: {words}"
 
 
 def _markdown(text: str) -> str:
-    """Docstrings mark code in the ways of Sphinx."""
+    """Convert Sphinx markup of code to Markdown."""
     return re.sub(r":\w+:`", "`", text.replace("``", "`"))
 
 
@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Write or check the pages.
 
     Args:
-        arguments: of the command line.
+        arguments: the command-line arguments.
 
     Returns:
         The exit code.

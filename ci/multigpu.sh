@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# The tests that need ranks, on 2 and on 3 of them: with gloo, or with NCCL where there are enough GPUs.
+# Run the tests that need ranks, on 2 and on 3 ranks: with gloo, or with NCCL if there are enough GPUs.
 #
 #   ci/multigpu.sh [RANKS …]        default: 2 3
 #
 # Environment: VENV, PYTHON, TORCH_VERSION as for make; PYTEST_ARGS, added to pytest's.
-# Exit code 0: all passed. 1: something did not; the last lines name it. 2: RANKS is no number.
+# Exit code 0: all passed. 1: something failed; the last lines name it. 2: RANKS is not a number.
 set -euo pipefail
 for ranks in "$@"; do
   if ! [[ $ranks =~ ^[1-9][0-9]*$ ]]; then
@@ -17,8 +17,8 @@ done
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" test
 
 [ "$#" -gt 0 ] || set -- 2 3
-# How ranks are started and ended does not depend on how many there are: once is enough, as for the commands
-# that start ranks of their own.
+# Starting and ending ranks does not depend on their number, so these tests run once, like the commands that
+# start their own ranks.
 step "starting and ending ranks, and the commands that do" "$VENV/bin/python" -m pytest -n auto --maxprocesses 8 \
   tests/multigpu/alone tests/integration/judge/test_command.py tests/integration/judge/test_locate.py \
   ${PYTEST_ARGS:-}

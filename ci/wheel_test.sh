@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run the tests against an installed wheel, in a folder where the sources do not lie.
+# Run the tests against an installed wheel, in a folder without the sources.
 #
 #   ci/wheel_test.sh dist/ddpopt-0.1.0-py3-none-any.whl
 #
@@ -20,7 +20,7 @@ pip=("$work/venv/bin/python" -m pip --disable-pip-version-check)
 "${pip[@]}" install "torch==${TORCH_VERSION:-2.13.0}"
 "${pip[@]}" install "$wheel[test]"
 
-# The tests and their settings, without the package next to them: `import ddpopt` finds the wheel or nothing.
+# Copy the tests and their settings without the package, so that `import ddpopt` can only find the wheel.
 cp -r tests examples benchmarks ci docs .github conftest.py pyproject.toml Makefile LICENSE ./*.md "$work/"
 cd "$work"
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

@@ -1,7 +1,7 @@
-"""What the demo asks of an iteration: are the gradients eager DDP's, and did DDP reduce the plan's buckets?
+"""The demo's checks of an iteration: are the gradients eager DDP's, and did DDP reduce the plan's buckets?
 
-Gradients are judged against the same model in float64. Eager's own distance to it tells how large rounding is
-for each parameter, also where a gradient is zero in theory and all of it is rounding.
+Gradients are judged against the same model in float64. Eager's own distance to it shows the size of rounding
+for each parameter, even if a gradient is zero in theory and consists only of rounding.
 """
 
 import copy
@@ -16,15 +16,15 @@ from ddpopt import Plan
 from ddpopt.observation.observe import Observation
 
 ROUNDING_LIMIT = 8.0
-"""How many times eager's own error a compiled gradient may be off the exact one."""
+"""The largest error of a compiled gradient, in units of eager's own error."""
 
 EXACT_BACKENDS = ("aot_eager", "eager")
-"""Backends that run eager's kernels: on two ranks, where a sum has one order, not one bit may differ."""
+"""Backends that run eager's kernels: on two ranks, where a sum has one order, every bit must be equal."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One iteration next to eager DDP's from equal weights; the worst over all parameters and ranks.
+    """One iteration compared with eager DDP's from equal weights; the worst over all parameters and ranks.
 
     Attributes:
         difference: the largest difference of two elements, in the gradients' own unit.
@@ -37,11 +37,11 @@ class Check:
     as_planned: bool
 
     def gradients_right(self, *, bitwise: bool) -> bool:
-        """Whether the gradients are as close to eager's as they have to be."""
+        """Whether the gradients are as close to eager's as required."""
         return self.difference == 0.0 or (not bitwise and self.error <= ROUNDING_LIMIT)
 
     def worst_over_ranks(self) -> "Check":
-        """Merge the checks of all ranks; every rank has to call this."""
+        """Merge the checks of all ranks; every rank must call this."""
         numbers = torch.tensor([self.difference, self.error, float(not self.as_planned)], dtype=torch.float64)
         numbers = numbers.nan_to_num(nan=float("inf"), posinf=float("inf"))
         dist.all_reduce(numbers, dist.ReduceOp.MAX)
@@ -50,16 +50,16 @@ class Check:
 
 
 def must_be_bitwise(backend: str) -> bool:
-    """Whether not one bit may differ from eager DDP."""
+    """Whether every bit must equal eager DDP's."""
     return backend in EXACT_BACKENDS and dist.get_world_size() <= 2
 
 
 def exact_gradients(model: nn.Module, backward: Callable[[nn.Module], object]) -> dict[str, Tensor]:
-    """Compute the gradients in float64, averaged over the ranks: what both copies approximate.
+    """Compute the gradients in float64, averaged over the ranks: the values that both copies approximate.
 
     Args:
-        model: the model without DDP; it is left as it is.
-        backward: runs forward and backward of what it is given.
+        model: the model without DDP; it is not changed.
+        backward: runs forward and backward of a model.
 
     Returns:
         The gradients by parameter name.
@@ -78,8 +78,8 @@ def worst_gradient(ours: nn.Module, eager: nn.Module, exact: dict[str, Tensor]) 
     """Compare the gradients of two copies of a model.
 
     Args:
-        ours: the copy that is judged.
-        eager: the copy next to it.
+        ours: the copy to judge.
+        eager: the eager copy.
         exact: float64 gradients by parameter name.
 
     Returns:
@@ -98,20 +98,20 @@ def _compare_one(mine: Tensor | None, theirs: Tensor | None, exact: Tensor | Non
     if mine is None or theirs is None or exact is None:
         missing_in_all = mine is theirs is exact
         return (0.0, 0.0) if missing_in_all else (float("inf"), float("inf"))
-    # Eager may be exact by luck: its error counts as one unit in the last place at least.
+    # Eager may be exact by luck, so its error counts as at least one unit in the last place.
     unit = max((theirs - exact).norm().item(), torch.finfo(theirs.dtype).eps * exact.norm().item(), 1e-30)
     return (mine - theirs).abs().max().item(), (mine - exact).norm().item() / unit
 
 
 def follows_plan(seen: Observation, plan: Plan) -> bool:
-    """Tell whether DDP's reducer had the plan's buckets, and sent each in its turn.
+    """Return whether DDP's reducer had the plan's buckets, and sent each in order.
 
     Args:
         seen: an observation of at least one iteration.
-        plan: what was planned.
+        plan: the plan.
 
     Returns:
-        True if every iteration that was seen did.
+        True if every observed iteration did.
     """
     planned = [bucket.params for bucket in plan.buckets]
     return bool(seen.iterations) and all(

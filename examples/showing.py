@@ -1,4 +1,4 @@
-"""What the demo shows: a line for each phase, a bar while it lasts, and a closing table."""
+"""The demo's display: a line for each phase, a progress bar while it runs, and a closing table."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +26,8 @@ class Row:
     Attributes:
         name: what it is.
         eager: eager DDP's.
-        ours: split's and inline's.
-        right: whether those are right; None where nothing is asked of them.
+        ours: the values of split and inline.
+        right: whether those are right; None if there is no requirement.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Display:
 
         Args:
             name: what is being done.
-            total: how many units of work there are, at most; None if it is one.
+            total: the largest number of units of work; None for a single one.
 
         Yields:
             A function to call after each unit.
@@ -74,10 +74,10 @@ class Display:
         self.console.print(f"[green]✓[/] {name} [dim]({time.perf_counter() - started:.1f} s)[/]")
 
     def table(self, title: str, rows: list[Row]) -> None:
-        """Show what came out.
+        """Show the results.
 
         Args:
-            title: what it came out of.
+            title: title of the table.
             rows: one for each figure.
         """
         table = Table("", "eager DDP", "split", "inline", title=title, title_justify="left")

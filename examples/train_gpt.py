@@ -6,7 +6,7 @@
 
 Each rank holds three copies of one model under DDP: one runs eagerly, two through `ddpopt.compile`, as
 segments and inline. The first iterations compare gradients from equal weights; then each copy trains on its
-own. The text that they learn is this file. Exits with 1 if gradients or buckets disagree.
+own. The training text is this file. Exits with 1 if gradients or buckets disagree.
 """
 
 import argparse
@@ -44,7 +44,7 @@ CHECKED = 3
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line chose."""
+    """The options of the command line."""
 
     backend: str
     steps: int
@@ -62,7 +62,7 @@ class Race:
 
 @dataclass(frozen=True)
 class Ours:
-    """What came of one strategy: what was compiled, how it compares, and how it trains."""
+    """The results of one strategy: what was compiled, how it compares, and how it trains."""
 
     compiled: str
     checks: list[Check]
@@ -70,7 +70,7 @@ class Ours:
 
     @property
     def as_planned(self) -> int:
-        """In how many iterations DDP reduced exactly the plan's buckets."""
+        """The number of iterations in which DDP reduced exactly the plan's buckets."""
         return sum(check.as_planned for check in self.checks)
 
     @property
@@ -86,7 +86,7 @@ class Ours:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank found."""
+    """The results of one rank."""
 
     plan: ddpopt.Plan
     eager: Race
@@ -101,7 +101,7 @@ def build_model() -> nn.Module:
 
 
 def draw_batch(text: Tensor, step: int) -> Tensor:
-    """Draw windows ``(BATCH, LENGTH + 1)`` of the text, others on each rank and at each step."""
+    """Draw windows ``(BATCH, LENGTH + 1)`` of the text, different on each rank and at each step."""
     generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
     starts = torch.randint(len(text) - LENGTH, (BATCH,), generator=generator)
     return torch.stack([text[start : start + LENGTH + 1] for start in starts.tolist()])
@@ -141,7 +141,7 @@ class Demo:
         ddp, backend = self.wrapped(), self.settings.backend
         with self.display.phase(f"split: compile segments with {backend}", len(plan.segments)) as advance:
             compiled = ddpopt.compile(ddp, backend=self.counting_backend(advance), strategy="split")
-            first = self.check(ddp, compiled, plan, 0)  # a graph is captured when it first runs
+            first = self.check(ddp, compiled, plan, 0)  # the graph is captured at its first run
         checks = [first, *self.compare("split", ddp, compiled, plan)]
         said = f"{self.compilations}, for {len(plan.segments)} segments"
         return Ours(said, checks, self.train("split", ddp, compiled))
@@ -158,7 +158,7 @@ class Demo:
     def compare(
         self, name: str, ddp: DistributedDataParallel, compiled: Callable[..., Tensor], plan: ddpopt.Plan
     ) -> list[Check]:
-        """Run the remaining iterations that are checked."""
+        """Run the remaining checked iterations."""
         checks = []
         with self.display.phase(f"{name}: compare gradients and buckets", CHECKED - 1) as advance:
             for step in range(1, CHECKED):
@@ -167,7 +167,7 @@ class Demo:
         return checks
 
     def counting_backend(self, advance: Callable[[], None]) -> Callable[..., Any]:
-        """Make a backend that compiles with the chosen one, and counts."""
+        """Make a backend that compiles with the chosen one and counts graphs."""
         compiler = lookup_backend(self.settings.backend)
 
         def compile_segment(gm: GraphModule, example_inputs: list[Tensor]) -> Callable[..., Any]:
@@ -208,7 +208,7 @@ class Demo:
 
 
 def report(settings: Settings, outcome: Outcome, display: Display) -> bool:
-    """Show what came out; return whether gradients and buckets are right."""
+    """Show the results; return whether gradients and buckets are right."""
     bitwise = must_be_bitwise(settings.backend)
     both = outcome.split, outcome.inline
     gradients = [all(check.gradients_right(bitwise=bitwise) for check in ours.checks) for ours in both]
@@ -229,23 +229,23 @@ def report(settings: Settings, outcome: Outcome, display: Display) -> bool:
 
 
 def shown(difference: float) -> str:
-    """Say how far two gradients are apart."""
+    """Describe the distance between two gradients."""
     return f"{difference:.1e}" if difference else "0, bitwise"
 
 
 def loss(race: Race) -> str:
-    """Say where a copy's loss ended."""
+    """Describe a copy's final loss."""
     return f"{race.loss:.4f}"
 
 
 def speed(race: Race) -> str:
-    """Say how fast a copy trained."""
+    """Describe a copy's training speed."""
     return f"{race.steps_per_second:.2f}"
 
 
 def run_rank(settings: Settings) -> bool:
     """Run the demo on one rank; return whether all ranks found everything right."""
-    # Dynamo notes on every compile of a DDP module that it drops the module's profiler ranges.
+    # Dynamo warns at every compile of a DDP module that it drops the module's profiler ranges.
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
     dist.init_process_group("gloo", timeout=timedelta(minutes=3))
     try:
@@ -258,7 +258,7 @@ def run_rank(settings: Settings) -> bool:
 
 
 def inductor_obstacle() -> str | None:
-    """Say why Inductor cannot compile for the CPU here, or None if it can."""
+    """Return why Inductor cannot compile for the CPU here, or None if it can."""
     if not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++")):
         return "there is no C++ compiler (Debian: apt install g++)"
     if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
@@ -284,11 +284,11 @@ def parse_settings() -> Settings:
 
 
 def main() -> int:
-    """Start the ranks, or be one of them where torchrun has started us."""
+    """Start the ranks, or run as a rank if torchrun started this process."""
     settings = parse_settings()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return 0 if run_rank(replace(settings, ranks=int(os.environ["WORLD_SIZE"]))) else 1
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: no name of it has to resolve
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: no host name has to resolve
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     config = LaunchConfig(
         min_nodes=1,

@@ -1,10 +1,10 @@
-"""Run the DDP tests that torch's wheel contains with every DDP module in them compiled, by torch and by us.
+"""Run the DDP tests in torch's wheel with every DDP module compiled, by torch and by ddpopt.
 
-torch's authors wrote down what DDP promises, and none of them knew of ddpopt. Each test that builds a DDP
-module runs on two gloo ranks in eager; where that passes, compiled by torch (whole graphs; its DDPOptimizer)
-and by both of ddpopt's strategies; all of it with the caps of the tests themselves, and with one so small
-that most parameters get a bucket of their own. A test is *failed only by us* where eager passes it, a way of
-torch's passes it, and a strategy of ours does not.
+These tests state what DDP promises, independently of ddpopt. Each test that builds a DDP module runs on two
+gloo ranks in eager; if that passes, it runs compiled by torch (whole graphs; its DDPOptimizer) and by both of
+ddpopt's strategies. Everything runs with the tests' own caps, and with one so small that most parameters get
+their own bucket. A test is *failed only by us* if eager and one of torch's modes pass it and a strategy of
+ddpopt does not.
 
 Exit code 0: no test is failed only by us without a reason. 1: some are. 2: usage.
 """
@@ -34,7 +34,7 @@ ACCEPTED: Mapping[str, Accepted] = {
         "The plan's buckets are in force from the first iteration on, so that nothing is broadcast.",
     ),
 }
-"""What only we fail, and why eager's behaviour is not wanted there."""
+"""Tests that only ddpopt fails, with the reason why eager's behaviour is not wanted there."""
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -56,7 +56,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tests, print the tables, and say whether all is well."""
+    """Run the tests, print the tables, and return the exit code."""
     options = _options(arguments)
     known = unittest.TestLoader().getTestCaseNames(torch_tests())
     names = [name for name in known if any(fnmatch.fnmatch(name, pattern) for pattern in options.tests)]

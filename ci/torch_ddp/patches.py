@@ -1,7 +1,7 @@
-"""What one run of a torch test changes in its process: how DDP modules are called, and where GPUs would be.
+"""Patches for one run of a torch test: compile DDP modules, and use the CPU in place of GPUs.
 
-Most of torch's DDP tests ask for a GPU without needing one. They get the CPU, wherever they name a device.
-Whatever is patched here is patched in a process that ends with the run.
+Most of torch's DDP tests ask for a GPU without needing one. They get the CPU wherever they name a device. The
+patches apply to a process that ends with the run.
 """
 
 import functools
@@ -20,13 +20,13 @@ import ddpopt
 from ci.torch_ddp.table import EAGER, OPTIMIZER, OURS, Job
 
 BUILDS, GRAPHS = "builds", "graphs"
-"""Files that say that a DDP module was built, and that Dynamo compiled a graph."""
+"""Marker files: a DDP module was built; Dynamo compiled a graph."""
 MANY_FRAMES = 256
-"""How often a test may compile one forward for another module before Dynamo leaves it to eager."""
+"""How often Dynamo may recompile one forward for another module before it falls back to eager."""
 
 
 def compile_ddp(job: Job, backend: str, small_cap_mb: float, folder: Path) -> None:
-    """Have every DDP module of this process compiled when it is first called, and given the job's cap.
+    """Compile every DDP module of this process when it is first called, and set the job's cap.
 
     The module itself stays DDP's own, with its attributes and methods.
 
@@ -34,7 +34,7 @@ def compile_ddp(job: Job, backend: str, small_cap_mb: float, folder: Path) -> No
         job: how to compile, and whether with the small cap.
         backend: the Dynamo backend underneath.
         small_cap_mb: the small cap.
-        folder: where to leave signs of what happened.
+        folder: the folder for marker files of what happened.
     """
     torch._dynamo.config.recompile_limit = MANY_FRAMES
     own_init = DistributedDataParallel.__init__
@@ -48,7 +48,7 @@ def compile_ddp(job: Job, backend: str, small_cap_mb: float, folder: Path) -> No
         own_init(ddp, *args, **{**kwargs, "device_ids": None, "output_device": None})
 
     def call(ddp: Any, *args: Any, **kwargs: Any) -> Any:
-        # What is compiled calls the module, and maybe another DDP module in it, as they are.
+        # The compiled code must call the module, and any DDP module inside it, uncompiled.
         DistributedDataParallel._compiled_call_impl = None
         try:
             with _pop_mode_temporarily():
@@ -74,7 +74,7 @@ def _compiled(ddp: Any, mode: str, backend: str) -> Callable[..., Any]:
 
 
 class OnCpu(TorchFunctionMode):
-    """Has torch's functions take the CPU where they are given a GPU."""
+    """Replaces GPU arguments of torch functions by the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call `func` with another device."""
@@ -89,13 +89,13 @@ class OnCpu(TorchFunctionMode):
 
 
 def _cpu_for_gpu(value: Any) -> Any:
-    """The CPU where a GPU is named, by its number or otherwise; anything else as it is."""
+    """The CPU if the value names a GPU, by number or otherwise; anything else unchanged."""
     named = type(value) is int or (isinstance(value, (str, torch.device)) and str(value).startswith("cuda"))
     return "cpu" if named else value
 
 
 def stand_in_for_gpus() -> None:
-    """Have what asks for a GPU get the CPU, in this process."""
+    """Replace GPUs by the CPU in this process."""
     own_to = nn.Module.to
 
     def cuda(module: nn.Module, device: object = None) -> nn.Module:
@@ -110,6 +110,6 @@ def stand_in_for_gpus() -> None:
     nn.Module.to = to  # type: ignore[assignment,method-assign]  # the point of it
     torch.cuda.current_device = lambda: 0
     for name in ("set_device", "synchronize", "manual_seed"):
-        # a function for each: Dynamo has a rule for each
+        # a separate function for each: Dynamo has rules by function
         setattr(torch.cuda, name, lambda *_, **__: None)
     OnCpu().__enter__()  # type: ignore[no-untyped-call]  # torch types it not

@@ -1,4 +1,4 @@
-"""Run torch's tests, each in processes of its own, forked from one that has only imported.
+"""Run torch's tests, each in separate processes, forked from one that has only done the imports.
 
 Invariant: no run outlives its limit, and none leaves a process, a patch or compiled code behind.
 """
@@ -26,12 +26,12 @@ from ci.torch_ddp.table import EAGER, Ending, Job, Outcome
 
 RANKS = 2
 SMALL_CAP_MB = 0.0002
-"""Some 200 bytes: most parameters of the tests' models are larger."""
+"""About 200 bytes: most parameters of the tests' models are larger."""
 FORK = multiprocessing.get_context("fork")
 POLL_S = 0.02
 KEPT_CHARACTERS = 4000
 EAGER_SHARE = 0.25
-"""Of the limit, for eager: where a test takes longer, a time-out of a compiled run would say nothing."""
+"""Share of the limit for eager: if a test takes longer, a timeout of a compiled run proves nothing."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Settings:
     Attributes:
         backend: the Dynamo backend underneath.
         limit_s: how long one run may take.
-        workers: how many run at the same time.
+        workers: the number of concurrent runs.
     """
 
     backend: str
@@ -52,7 +52,7 @@ class Settings:
 @functools.cache
 def torch_tests() -> type[unittest.TestCase]:
     """The class of torch's tests, whose ranks are forked and need no GPU."""
-    # its module reads some of these when it is imported; threads do not survive a fork
+    # the module reads some of these at import; threads do not survive a fork
     os.environ.update(BACKEND="gloo", WORLD_SIZE=str(RANKS), TEMP_DIR=tempfile.gettempdir())
     os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
     from torch.testing._internal import common_distributed as common
@@ -72,7 +72,7 @@ def torch_tests() -> type[unittest.TestCase]:
 
 
 def prepare() -> None:
-    """Import what every run needs, and have Dynamo read the long file of the tests, before the first fork."""
+    """Import modules that every run needs, and let Dynamo read the long test file, before the first fork."""
     torch_tests()
     import torch
     from torch._dynamo import trace_rules
@@ -82,7 +82,7 @@ def prepare() -> None:
     import ddpopt
 
     importlib.import_module("ci.torch_ddp.patches")
-    # Dynamo steps over what torch.testing defines: the models of the tests would not be compiled.
+    # Dynamo skips functions in torch.testing, so the models of the tests would not be compiled.
     trace_rules.LEGACY_MOD_INLINELIST.add(suite.__name__)
     trace_rules.get_legacy_mod_inlinelist.cache_clear()
     tqdm.monitor_interval = 0  # it would start a thread
@@ -93,7 +93,7 @@ def prepare() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     gc.collect()
-    gc.freeze()  # else each run's garbage collector would have all of this memory copied
+    gc.freeze()  # otherwise garbage collection in each run would copy all of this memory
     if threading.active_count() > 1:
         raise RuntimeError(f"expected one thread before the first fork, got {threading.enumerate()!r}")
 
@@ -104,8 +104,8 @@ def run_all(
     """Run tests in eager and, where that passes, compiled.
 
     Args:
-        names: of the tests.
-        caps: whether with the small cap, in turn.
+        names: names of the tests.
+        caps: for each pass, whether it uses the small cap.
         modes: the ways to compile.
         settings: how to run.
 
@@ -160,7 +160,7 @@ def _run(job: Job, backend: str, folder: Path) -> None:
         stand_in_for_gpus()
         compile_ddp(job, backend, SMALL_CAP_MB, folder)
         torch_tests()(job.test).run(result)
-        # unittest ends each text by how to run the test alone, which does not hold here
+        # unittest ends each text with how to run the test alone, which does not apply here
         texts = [text for _, text in [*result.errors, *result.failures, *result.skipped]]
         problems = [text.partition("\n\nTo execute this")[0] for text in texts]
     except BaseException:
@@ -170,7 +170,7 @@ def _run(job: Job, backend: str, folder: Path) -> None:
 
 
 def _ended(running: _Running, limit_s: float) -> Outcome | None:
-    """How a run ended, if it has or if its time is over; none of its processes is left then."""
+    """How a run ended, if it has ended or its time is over; then none of its processes is left."""
     from ci.torch_ddp.patches import BUILDS, GRAPHS
 
     seconds = time.monotonic() - running.began

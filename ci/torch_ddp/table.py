@@ -1,6 +1,6 @@
-"""What the runs of torch's tests amount to: which pass, which fail, and which only we fail.
+"""The results of torch's tests: which pass, which fail, and which only ddpopt fails.
 
-Invariant: a test counts for a compiled mode only where eager passes it with the same caps.
+Invariant: a test counts for a compiled mode only if eager passes it with the same caps.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,7 @@ class Job:
     Attributes:
         test: its name.
         mode: how its DDP modules are compiled.
-        small: whether they have the small cap, and not those of the test itself.
+        small: whether they have the small cap instead of the test's own.
     """
 
     test: str
@@ -35,11 +35,11 @@ class Outcome:
     """How a run ended.
 
     Attributes:
-        ending: in a word.
+        ending: the ending, in a word.
         builds: whether a DDP module was built.
         graphs: whether Dynamo compiled a graph.
         seconds: how long it took.
-        message: why it did not pass; empty where it did.
+        message: why it did not pass; empty if it did.
     """
 
     ending: Ending
@@ -50,17 +50,17 @@ class Outcome:
 
     @property
     def judges(self) -> bool:
-        """Whether a test that ends so in eager says anything of compiled modes."""
+        """Whether a test with this ending in eager says anything about compiled modes."""
         return self.builds and self.ending == "passed"
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """Why it is right that only we fail a test.
+    """The reason why a test may fail only under ddpopt.
 
     Attributes:
-        where: what the failure's message contains; another failure of the test is not accepted.
-        reason: what eager does there, and why nobody wants it.
+        where: a part of the failure's message; other failures of the test are not accepted.
+        reason: the behaviour of eager there, and why it is not wanted.
     """
 
     where: str
@@ -78,7 +78,7 @@ def judged(outcomes: Outcomes, small: bool) -> list[str]:
 
 
 def only_by_us(outcomes: Outcomes, small: bool) -> dict[str, list[str]]:
-    """The tests that eager and a way of torch's pass, with the strategies of ours that do not."""
+    """The tests that eager and one of torch's modes pass, with the ddpopt strategies that fail."""
 
     def endings(test: str, modes: tuple[str, ...]) -> dict[str, bool]:
         runs = {mode: outcomes.get(Job(test, mode, small)) for mode in modes}
@@ -93,7 +93,7 @@ def only_by_us(outcomes: Outcomes, small: bool) -> dict[str, list[str]]:
 
 
 def unaccepted(outcomes: Outcomes, accepted: Reasons) -> list[str]:
-    """The tests that only we fail, and for which there is no reason why that shall be so."""
+    """The tests that only ddpopt fails, without an accepted reason."""
     return sorted(
         {
             test
@@ -110,7 +110,7 @@ def _is_accepted(outcomes: Outcomes, small: bool, test: str, modes: list[str], a
 
 
 def table(outcomes: Outcomes, accepted: Reasons, small_cap_mb: float) -> str:
-    """All of it in Markdown: counts for each mode, each test that a compiled mode fails, and the reasons."""
+    """The results in Markdown: counts for each mode, tests that a compiled mode fails, and the reasons."""
     caps = {False: "the test's", True: f"{small_cap_mb:g} MiB"}
     parts = [_counts(outcomes, caps), _failures(outcomes, accepted, caps), _reasons(outcomes, accepted)]
     return "\n\n".join("\n".join(lines) for lines in map(list, parts) if lines)

@@ -1,10 +1,10 @@
-"""What a case is.
+"""The definition of a case.
 
 A case is a model with everything that one data-parallel step of it needs: inputs for each rank and step, a
-loss, and DDP's arguments. Functions of inputs and loss may use tensors and modules of their own, which are
-then outside of DDP (a soft prompt, a head): verification compares their gradients, and no optimizer steps
-them. Invariant: equal arguments give equal tensors, on every rank, process and platform, so that two runs of
-a case differ only by what ran them.
+loss, and DDP's arguments. The inputs and loss functions may use tensors and modules of their own, which are
+outside DDP (a soft prompt, a head): verification compares their gradients, and no optimizer updates them.
+Invariant: equal arguments give equal tensors, on every rank, process and platform, so two runs of a case
+differ only in the mode that ran them.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ def mean_square(output: object) -> Tensor:
     """Return the mean of squares over all floating-point and complex tensors in an output.
 
     Args:
-        output: what a model returned: a tensor, or containers of tensors and anything else.
+        output: the output of a model: a tensor, or containers of tensors and anything else.
 
     Returns:
         A scalar, at least float32: the sum of ``|x| ** 2`` over all elements, divided by their number.
@@ -56,17 +56,18 @@ class Case:
 
     Attributes:
         name: unique among the cases that run together.
-        model: builds the model, on the CPU unless it says otherwise, with equal weights at every call.
+        model: builds the model, on the CPU unless it chooses another device, with equal weights at every
+            call.
         inputs: ``(rank, step) -> (args, kwargs)``; equal at every call, different per rank and step. They may
-            require gradients, or be computed from parameters outside of DDP.
-        about: one sentence: what this exercises, with the public report it comes from if there is one.
-        loss: from the model's output to a scalar to differentiate; may read parameters outside of DDP.
-        ddp_kwargs: arguments for ``DistributedDataParallel`` without which the case does not work, or which
-            it is about (a bucket cap).
-        tags: properties that a runner may select by; see ``ddpopt.cases.corpus``.
-        graphs: how many graphs Dynamo captures in the first step of a compiled run.
+            require gradients, or be computed from parameters outside DDP.
+        about: one sentence on what the case exercises, with the public report it comes from, if any.
+        loss: maps the model's output to a scalar to differentiate; may read parameters outside DDP.
+        ddp_kwargs: arguments for ``DistributedDataParallel`` that the case needs, or that it is about (a
+            bucket cap).
+        tags: properties by which a runner may select cases; see ``ddpopt.cases.corpus``.
+        graphs: the number of graphs that Dynamo captures in the first step of a compiled run.
         unused: trainable parameters that get no gradient on at least one rank.
-        ranks_differ: whether ranks run different graphs: they use other parameters, or see other sizes.
+        ranks_differ: whether ranks run different graphs, because they use different parameters or sizes.
     """
 
     name: str
@@ -87,7 +88,7 @@ class Case:
 
         Args:
             model: what ``self.model()`` returned, perhaps wrapped in DDP or compiled.
-            rank: whose inputs to use.
+            rank: the rank whose inputs are used.
             step: index of the training step, from 0.
 
         Returns:
@@ -99,7 +100,7 @@ class Case:
 
 
 def step_seed(rank: int, step: int) -> int:
-    """Return the seed that belongs to a rank and a step: 0 for the first of rank 0, unique up to 65536 ranks.
+    """Return the seed of a rank and a step: 0 for the first step of rank 0, unique for up to 65536 ranks.
 
     Args:
         rank: rank of the process.

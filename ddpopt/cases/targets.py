@@ -1,7 +1,7 @@
-"""How a target on the command line becomes a case: a name of the corpus, or a factory of the user's.
+"""Turn a target on the command line into a case: the name of a case in the corpus, or a user's factory.
 
-A factory is tried before ranks start. Invariant: whatever the user's code raises becomes one `UsageError`,
-which names the target and the user's line.
+A factory is tried before ranks start. Invariant: any exception of the user's code becomes one `UsageError`
+that names the target and the user's line.
 """
 
 import importlib
@@ -28,17 +28,17 @@ def resolve(target: str | Case | Callable[[], object]) -> Case:
     """Turn a target into a case.
 
     A factory is called under a seed, once here and again for every model and every input: with the seed of
-    rank 0 and step 0 for the model, with that of the rank and step for inputs. Inputs it draws from the
-    default generator therefore differ per rank; inputs it makes otherwise are the same on all ranks.
+    rank 0 and step 0 for the model, with the seed of the rank and step for inputs. Inputs drawn from the
+    default generator therefore differ per rank; other inputs are the same on all ranks.
 
     Args:
         target: a case; a factory without arguments; ``package.module:name`` of either; or the name of a case
             in the corpus. A factory returns ``(model, inputs)``, ``(model, args, kwargs)`` or a case.
-            ``inputs`` is a tuple or list of positional arguments, a mapping of keyword arguments, or the
-            only argument.
+            ``inputs`` is a tuple or list of positional arguments, a mapping of keyword arguments, or a single
+            argument.
 
     Returns:
-        The case, whose name is the target's.
+        The case, named after the target.
 
     Raises:
         UsageError: if the target cannot be found, fails, or returns something else.
@@ -76,9 +76,9 @@ def _find(target: str) -> Case | Callable[[], object]:
 
 
 def _import(module_name: str, target: str) -> object:
-    """Import a module; any failure is the user's to read, so it becomes one sentence with its cause kept.
+    """Import a module; any failure becomes a one-sentence error for the user, with its cause kept.
 
-    A module that ends the process with ``sys.exit(0)`` must not end ours as if all were right.
+    A module that calls ``sys.exit(0)`` must not end ddpopt with a success code.
     """
     try:
         return importlib.import_module(module_name)
@@ -96,12 +96,12 @@ def _import(module_name: str, target: str) -> object:
 
 
 def _name_of(factory: Callable[[], object]) -> str:
-    """Name a factory as a target would; what has no name of its own goes by that of its type."""
+    """Name a factory as a target would; a factory without a name is named after its type."""
     return f"{factory.__module__}:{getattr(factory, '__qualname__', type(factory).__qualname__)}"
 
 
 def _case_from_factory(name: str, factory: Callable[[], object]) -> Case:
-    """Call a factory once, to check what it returns and to know whether it makes a whole case."""
+    """Call a factory once, to check what it returns and whether it makes a whole case."""
     made = _call(name, factory, 0)
     if isinstance(made, Case):
         return _tried(name, made)
@@ -115,7 +115,7 @@ def _case_from_factory(name: str, factory: Callable[[], object]) -> Case:
 
 
 def _tried(name: str, case: Case) -> Case:
-    """A case whose model and inputs can be made: what is wrong with them is reported before ranks start."""
+    """A case whose model and inputs were made once, so that errors are reported before ranks start."""
     _call(name, case.model, 0, "making its model")
     _call(name, partial(case.inputs, 0, 0), 0, "making its inputs for rank 0, step 0")
     return case
@@ -132,7 +132,7 @@ def _made_inputs(name: str, factory: Callable[[], object], rank: int, step: int)
 def _call(
     name: str, factory: Callable[[], object], seed: int, doing: str = "calling it without arguments"
 ) -> object:
-    """Call a factory under a seed, and give the caller its generator state back."""
+    """Call a factory under a seed, and restore the caller's generator state."""
     try:
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(seed)
@@ -144,12 +144,12 @@ def _call(
 
 
 def _fault(name: str, doing: str, error: BaseException) -> UsageError:
-    """A fault of the user's code, with the line that it comes from."""
+    """An error in the user's code, with its line."""
     return UsageError(f"target {name!r}: {doing} failed: {type(error).__name__}: {error}{users_line(error)}")
 
 
 def users_line(error: BaseException) -> str:
-    """Name the innermost line of the user's own that an exception passed through; empty if there is none."""
+    """Name the innermost line of user code that an exception passed through; empty if there is none."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(NOT_THE_USERS)]
     standard = (sysconfig.get_path("stdlib"), "<frozen ")
@@ -158,7 +158,7 @@ def users_line(error: BaseException) -> str:
 
 
 def _split(name: str, made: object) -> tuple[nn.Module, Call]:
-    """Divide what a factory returned into the model and the arguments of its forward."""
+    """Split the value that a factory returned into the model and the arguments of its forward."""
     parts = made if isinstance(made, tuple) else ()
     if len(parts) == 2 and isinstance(parts[0], nn.Module):
         return parts[0], _as_call(parts[1])
@@ -176,7 +176,7 @@ def _as_call(inputs: object) -> Call:
 
 
 def _describe(made: object) -> str:
-    """Describe a value by its type, and a tuple by those of its items: reprs of models fill screens."""
+    """Describe a value by its type, and a tuple by the types of its items: reprs of models are too long."""
     if not isinstance(made, tuple):
         return type(made).__name__
     return f"({', '.join(type(part).__name__ for part in made)})"

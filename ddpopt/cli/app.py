@@ -1,8 +1,8 @@
-"""The ``ddpopt`` command: what each of its commands takes, and which part of the package does the work.
+"""The ``ddpopt`` command: the options of each subcommand, and the part of the package that does the work.
 
-Exit codes: 0 right, 1 the program under test is wrong, 2 usage, 3 not judged. An error of ours is printed to
-stderr, without a traceback, and exits with its own code. What is heavy is imported inside the commands, so
-that help needs no torch.
+Exit codes: 0 right, 1 the program under test is wrong, 2 usage, 3 not judged. A ddpopt error is printed to
+stderr without a traceback, and exits with its own code. Heavy imports are inside the commands, so that help
+needs no torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ddpopt.errors import DdpoptError, UsageError
 
 
 class _Group(TyperGroup):
-    """The command, with our errors turned into messages and exit codes."""
+    """The command, with ddpopt's errors turned into messages and exit codes."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -32,8 +32,8 @@ class _Group(TyperGroup):
         except DdpoptError as error:
             typer.echo(f"ddpopt: error: {error}", err=True)
             raise typer.Exit(error.exit_code) from error
-        except SystemExit as error:  # of the target's code: it must not end as if all were right
-            from ddpopt.cases.targets import users_line  # heavy, and loaded by then
+        except SystemExit as error:  # raised by the target's code; it must not look like success
+            from ddpopt.cases.targets import users_line  # heavy, but already loaded at this point
 
             ended = (
                 f"the target ended the process: sys.exit({error.code!r}){users_line(error)}; have it return"
@@ -108,7 +108,7 @@ def doctor(  # one for each option of the command line
 
     require_writable(json)
     case = differing(resolve(target), given.ddp_arguments(ddp or ()))
-    with contextlib.redirect_stdout(sys.stderr):  # what the model prints is no part of the report
+    with contextlib.redirect_stdout(sys.stderr):  # the model's output is not part of the report
         diagnosis = diagnose(
             case,
             backend=backend,
@@ -292,7 +292,7 @@ def cases(json: given.Json = None) -> None:
 
 
 def _listed(title: str, rows: Iterable[Any]) -> str:
-    """A table of what has a name, with one sentence about each."""
+    """A table of names, with one sentence about each."""
     from ddpopt.explanation.tables import Column, table
 
     return table([Column(title), Column("about", fills=True)], [(row.name, row.about) for row in rows])

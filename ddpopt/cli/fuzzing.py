@@ -1,7 +1,7 @@
-"""``ddpopt fuzz`` and ``ddpopt minimize``: read the arguments, show how it goes, write what came of it.
+"""``ddpopt fuzz`` and ``ddpopt minimize``: read the arguments, show progress, write the results.
 
-Invariant: every argument is checked before a rank starts, and a campaign that is interrupted writes its
-summary too.
+Invariant: every argument is checked before a rank starts, and an interrupted campaign also writes its
+summary.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 SUMMARY = "summary.json"
 OWN = ("ddpopt-split", "ddpopt-inline")
-"""The modes that are fuzzed where none is named."""
+"""The modes that are fuzzed by default."""
 
 
 def planned(  # one for each option of the command line
@@ -36,14 +36,14 @@ def planned(  # one for each option of the command line
     nproc: int,
     without: str | None,
 ) -> CampaignPlan:
-    """Check what was asked for.
+    """Check the arguments of a campaign.
 
     Args:
-        seed: of all draws.
-        mode: names of modes with commas between; None for ddpopt's own.
-        backend: of Dynamo.
-        nproc: how many ranks.
-        without: features that are not drawn, with commas between.
+        seed: the seed of all draws.
+        mode: comma-separated names of modes; None for ddpopt's own.
+        backend: the Dynamo backend.
+        nproc: the number of ranks.
+        without: comma-separated features that are not drawn.
 
     Returns:
         The plan of the campaign.
@@ -95,9 +95,9 @@ def fuzz(  # one for each option of the command line
     """Run a campaign, or resume it.
 
     Args:
-        plan: of the campaign.
-        minutes: how long; None for no limit.
-        examples: how many models; None for no limit.
+        plan: plan of the campaign.
+        minutes: duration; None for no limit.
+        examples: number of models; None for no limit.
         timeout_s: limit of one mode of one model, in seconds.
         out: folder of the campaign.
         json: file for JSON.
@@ -107,7 +107,7 @@ def fuzz(  # one for each option of the command line
 
     Raises:
         UsageError: a folder cannot be used.
-        InfrastructureError: no worker could be had.
+        InfrastructureError: no worker could be started.
     """
     from ddpopt.fuzz.campaign import Budget, Campaign
     from ddpopt.fuzz.cases import write_whole
@@ -115,7 +115,7 @@ def fuzz(  # one for each option of the command line
     from ddpopt.fuzz.text import fuzz_lines
     from ddpopt.testing.drawn import known_features
 
-    # one folder for each process, where several run together
+    # a separate folder for each process, if several run together
     folder = Path(out) / f"shard-{plan.shard}" if int(os.environ.get("WORLD_SIZE") or 1) > 1 else Path(out)
     limits = Budget(None if minutes is None else minutes * 60, examples, timeout_s)
     with Journal(folder, plan) as journal:
@@ -134,13 +134,13 @@ def fuzz(  # one for each option of the command line
 def _tell(
     campaign: Campaign, show_line: Callable[[str], None], features: int, new: tuple[FoundCase, ...]
 ) -> None:
-    """Show what came of a model."""
+    """Show the results for a model."""
     from ddpopt.fuzz.text import progress_line
 
     for case in new:
         script = campaign.journal.cases / f"{case.stem}.py"
         typer.echo(f"new: {case.owner}: {case.signature} ({script})", err=True)
-    if sys.stderr.isatty():  # summing up a long campaign takes a while
+    if sys.stderr.isatty():  # summarising a long campaign takes a while
         show_line(progress_line(campaign.summary(), features))
 
 
@@ -157,7 +157,7 @@ def minimize(  # one for each option of the command line
     Args:
         file: the case.
         out: where the script goes, with the small case next to it; by default next to the case.
-        tries: how many models may be tried.
+        tries: the number of models that may be tried.
         minutes: how long the search may take; None for no limit.
         timeout_s: limit of one model, in seconds.
         json: file for the small case as JSON.
@@ -167,7 +167,7 @@ def minimize(  # one for each option of the command line
 
     Raises:
         UsageError: the case cannot be read.
-        NotJudgedError: it does not fail as it says.
+        NotJudgedError: it does not fail as recorded.
     """
     _require_hypothesis()
     from ddpopt.fuzz.asking import answer_of, write_script

@@ -124,7 +124,7 @@ def ddp_arguments(given: Sequence[str]) -> dict[str, Any]:
         The arguments of ``DistributedDataParallel``.
 
     Raises:
-        UsageError: one is something else, or none that DDP knows.
+        UsageError: one has another form, or DDP does not know it.
     """
     from ddpopt.planning.limits import BucketConfig  # imports torch
 
@@ -148,18 +148,18 @@ def _ddp_argument(given: str) -> tuple[str, Any]:
 
 
 def chosen(text: str | None, known: Iterable[str], option: str) -> tuple[str, ...]:
-    """Read a list of names with commas between; ``all`` is all that are known.
+    """Read a comma-separated list of names; ``all`` stands for all known names.
 
     Args:
-        text: what was given; None if nothing.
+        text: the given text; None if none was given.
         known: all names.
-        option: of the command line, for the error.
+        option: the command-line option, for the error.
 
     Returns:
         The names, each once; empty if nothing was given.
 
     Raises:
-        UsageError: a name is not known.
+        UsageError: a name is unknown.
     """
     names = list(known)
     if text is None or text == "all":
@@ -174,7 +174,7 @@ def chosen(text: str | None, known: Iterable[str], option: str) -> tuple[str, ..
 
 
 def require_positive(**numbers: float | None) -> None:
-    """Refuse limits at which nothing could be done, or that never end.
+    """Refuse limits that are not positive or not finite.
 
     Raises:
         UsageError: one is not a positive finite number.

@@ -1,4 +1,4 @@
-"""``ddpopt verify`` and ``ddpopt matrix``: from names to what the judge is asked, and its reports.
+"""``ddpopt verify`` and ``ddpopt matrix``: turn names into requests to the judge, and write its reports.
 
 Invariant: every name is looked up before a rank is started.
 """
@@ -29,24 +29,24 @@ from ddpopt.judge.trials import Asked, Settings, Started
 from ddpopt.judge.verdict import Location, Trial, Verdict
 
 REPRODUCTION = "ddpopt_reproduction.py"
-"""Where the script goes that shows what is wrong."""
+"""File name of the script that shows the fault."""
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What the command line asks for, in its own words.
+    """The request of the command line, as text.
 
     Attributes:
-        nproc: how many ranks.
-        backend: of Dynamo.
-        modes: names with commas between, ``all``, or None for ddpopt's own.
-        options: the same for ways to use DDP; None for none but the target's own.
-        steps: of training.
+        nproc: the number of ranks.
+        backend: the Dynamo backend.
+        modes: comma-separated names, ``all``, or None for ddpopt's own.
+        options: the same for ways to use DDP; None for only the target's own.
+        steps: the number of training steps.
         timeout_s: limit of one trial, in seconds.
         json: file for JSON.
         reports: files for reports.
-        dtype: to compute in.
-        device: where.
+        dtype: the dtype to compute in.
+        device: the device to compute on.
     """
 
     nproc: int
@@ -61,7 +61,7 @@ class Verification:
     device: str | None = None
 
     def of_target(self, target: str, ddp_kwargs: Mapping[str, Any], *, locate: bool) -> int:
-        """Verify one target, and look where it goes wrong if that is asked for.
+        """Verify one target, and locate a fault if requested.
 
         Returns:
             The exit code.

@@ -1,8 +1,9 @@
-"""Graph breaks of the model: the reason, the source line, and what Dynamo says to do.
+"""Graph breaks of the model: the reason, the source line, and Dynamo's hint.
 
-DDP's own forward breaks graphs too, before the model's begins. Nobody can change that, so it is left out.
+DDP's own forward breaks graphs too, before the model's forward begins. Users cannot change that, so it is
+left out.
 
-Invariant: one finding for each place and reason, in the order in which they were met.
+Invariant: one finding for each place and reason, in order of occurrence.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from ddpopt.doctor.dynamo import Notes, is_machinery
 _SECOND_REASON = re.compile(r"\n\*{3} While handling .*\*{3}\n")
 _LINK = re.compile(r"https?://\S+")
 _JUMP = "generic_jump "
-"""All that Dynamo says of a branch after which it goes on."""
+"""Dynamo's whole message for a branch after which it continues."""
 _BRANCH = """Python branches on the value of a tensor
   Hint: Compute both sides and choose by torch.where, or put the sides into torch.cond."""
 _EMPTY_HINTS = ("file an issue", "report an issue", "may have been caused by an earlier", "fundamental")
-"""Parts of Dynamo's hints that name nothing to do in a model."""
+"""Parts of Dynamo's hints that suggest no change of the model."""
 _DIVIDED = "The model is compiled as separate graphs before and after it"
 
 
@@ -29,11 +30,11 @@ def break_findings(notes: Notes) -> tuple[Advice, ...]:
     """The graph breaks of the model in one trial.
 
     Args:
-        notes: what Dynamo wrote down in it.
+        notes: Dynamo's records of the trial.
 
     Returns:
-        One finding for each place: first those after which Dynamo went on, then those for which it gave a
-        whole frame up.
+        One finding for each place: first the breaks after which Dynamo continued, then those for which it
+        gave up a whole frame.
     """
     return tuple(dict.fromkeys([*_passed(notes), *_abandoned(notes)]))
 
@@ -60,7 +61,7 @@ def _abandoned(notes: Notes) -> Iterator[Advice]:
 
 
 def _title(text: str) -> list[str]:
-    """Dynamo's title for a break without its full stop, and the lines that follow."""
+    """Dynamo's title for a break, without its full stop, and the lines after it."""
     title, *rest = text.strip().splitlines()
     if title.startswith(_JUMP):
         title, *rest = _BRANCH.splitlines()

@@ -1,6 +1,6 @@
-"""What the doctor finds, as data: findings with their next steps, and the evidence for each.
+"""The doctor's results as data: findings with their next steps, and the evidence for each.
 
-Invariant: frozen; the text depends on nothing but these fields.
+Invariant: frozen; the text depends only on these fields.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ class Weight(StrEnum):
     SLOW = "slow"
     """It costs overlap or compile time."""
     NOTE = "note"
-    """Worth knowing; nothing has to be done."""
+    """Worth knowing; no action needed."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """One thing that was found, and what to do about it.
+    """One finding, and what to do about it.
 
     Attributes:
         topic: ``"run"``, ``"graph break"``, ``"recompile"``, ``"buckets"``, ``"parameters"`` or
             ``"options"``.
         weight: how much it matters.
-        what: what is so, in sentences.
+        what: the finding, in sentences.
         step: the next step to take, in sentences.
     """
 
@@ -51,7 +51,7 @@ class Unused:
     Attributes:
         name: as in ``module.named_parameters()``.
         missing: rank and step of each backward that gave it none.
-        always: whether no backward gave it any.
+        always: whether no backward gave it a gradient.
     """
 
     name: str
@@ -69,11 +69,11 @@ class Diagnosis:
         case: name of the case.
         model: name of the model's class.
         backend: the Dynamo backend.
-        steps: how many steps each mode ran.
-        ranks: the inputs of how many ranks were tried for unused parameters.
-        torch_version: of the torch that ran.
-        findings: those that matter most first.
-        buckets: by mode that ran to its end, those of the running reducer.
+        steps: the number of steps of each mode.
+        ranks: the number of ranks whose inputs were tried for unused parameters.
+        torch_version: version of torch.
+        findings: the findings, most important first.
+        buckets: for each mode that ran to its end, the buckets of the running reducer.
         unused: trainable parameters without a gradient in some backward.
     """
 
@@ -89,12 +89,12 @@ class Diagnosis:
 
     @property
     def problems(self) -> Sequence[Advice]:
-        """The findings that call for something to be done."""
+        """The findings that require action."""
         return tuple(finding for finding in self.findings if finding.weight is not Weight.NOTE)
 
     @property
     def exit_code(self) -> int:
-        """1 if a step fails, or would train something else; else 0."""
+        """1 if a step fails or would train something else; otherwise 0."""
         wrong = any(finding.weight is Weight.WRONG for finding in self.findings)
         return VerificationError.exit_code if wrong else 0
 

@@ -1,11 +1,11 @@
-"""What TorchDynamo writes down while it compiles: frames, graph breaks, failed guards, compile times.
+"""TorchDynamo's records of compilation: frames, graph breaks, failed guards, compile times.
 
-Touches private parts of torch 2.11 to 2.13, and nothing else in this package does: in
+This is the only module of this package that uses private parts of torch 2.11 to 2.13: in
 ``torch._dynamo.utils`` the lists and dictionaries named in `_FILLED` and the deque ``_compilation_metrics``;
 ``torch._dynamo.callback.callback_handler``; the attribute
 ``DistributedDataParallel._active_ddp_module``.
 
-Invariant: after `taking_notes` all of these hold what they held before. Compiled code is dropped, as by
+Invariant: after `taking_notes` all of these have their previous contents. Compiled code is dropped, as by
 ``torch._dynamo.reset()``: a caller's own compiled functions are compiled again when they are next called.
 """
 
@@ -38,18 +38,18 @@ _MICROSECONDS = 1e-6
 
 @dataclass(frozen=True)
 class Frame:
-    """One attempt of Dynamo at compiling a Python frame, or a backward that was compiled when it first ran.
+    """One attempt by Dynamo to compile a Python frame, or a backward that was compiled at its first run.
 
     Attributes:
         function: name of the frame's function; empty for a backward.
         file: its source file; empty for a backward.
         line: the function's first line.
         recompiled: the guard that failed, if the frame had been compiled before.
-        failure: why Dynamo gave the frame up, so that it runs in eager; empty if it did not.
+        failure: why Dynamo gave up the frame, which then runs in eager; empty if it did not.
         failed_at: file and line where it gave up.
-        total_s: seconds from start to end, the backend included.
+        total_s: seconds from start to end, including the backend.
         backward: whether this is the compilation of a backward.
-        step: the step of training in which it was compiled.
+        step: the training step in which it was compiled.
     """
 
     function: str
@@ -64,7 +64,7 @@ class Frame:
 
     @property
     def is_ddps(self) -> bool:
-        """Whether the frame is of DDP or of Dynamo itself, and not of the model."""
+        """Whether the frame belongs to DDP or Dynamo and not to the model."""
         return not self.backward and is_machinery(self.file)
 
 
@@ -83,13 +83,13 @@ class Stop:
 
 @dataclass
 class Notes:
-    """What Dynamo wrote down; filled when the block ends.
+    """Dynamo's records; filled when the block ends.
 
     Attributes:
         frames: every attempt, in order.
         stops: every graph break of the model, in order.
-        graphs: how many graphs were compiled.
-        begun: how many frames had been compiled when each step began.
+        graphs: the number of compiled graphs.
+        begun: the number of frames compiled before each step began.
     """
 
     frames: tuple[Frame, ...] = ()
@@ -98,12 +98,12 @@ class Notes:
     begun: list[int] = field(default_factory=list)
 
     def begin_step(self) -> None:
-        """Mark the start of a step of training."""
+        """Mark the start of a training step."""
         self.begun.append(len(_utils().get_compilation_metrics()))
 
 
 def is_machinery(file: str) -> bool:
-    """Whether a source file belongs to DDP, to Dynamo or to ddpopt itself, and not to a model."""
+    """Whether a source file belongs to DDP, Dynamo or ddpopt and not to a model."""
     path = Path(file)
     if path.is_relative_to(_DDPOPT):
         return not path.is_relative_to(_DDPOPT / "cases" / "corpus")
@@ -113,7 +113,7 @@ def is_machinery(file: str) -> bool:
 
 @contextlib.contextmanager
 def taking_notes() -> Iterator[Notes]:
-    """Start Dynamo afresh, and take down what it does in this block.
+    """Reset Dynamo, and record what it does in this block.
 
     Yields:
         The notes, complete once the block has ended.
@@ -150,7 +150,7 @@ def _take_down(notes: Notes, utils: Any) -> None:
 
 
 def _refill(container: Any, value: Any) -> None:
-    """Give a container its old contents: other modules of torch hold the container itself."""
+    """Restore a container's contents in place, because other modules of torch hold the container itself."""
     container.clear()
     (container.extend if isinstance(value, list) else container.update)(value)
 

@@ -1,7 +1,7 @@
-"""Examine a case: run it in eager, in eager DDP, under torch's optimizer and under ddpopt, and draw findings.
+"""Examine a case: run it in eager, in eager DDP, with torch's optimizer and with ddpopt; report findings.
 
-Invariant: everything that a finding claims was seen in one of these runs, or predicted by `ddpopt.explain`
-and called so.
+Invariant: every claim of a finding was observed in one of these runs, or predicted by `ddpopt.explain` and
+labelled as a prediction.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ def diagnose(
 ) -> Diagnosis:
     """Run a case for a few steps in each mode, and say what prevents overlap.
 
-    The default process group is used if there is one; else one of this process alone is made for the time.
-    Functions that this process has compiled before will be compiled again.
+    The default process group is used if there is one; otherwise a temporary group of this process alone is
+    made. Functions that this process has compiled before will be compiled again.
 
     Args:
         case: the case.
-        ddp_kwargs: DDP's arguments, in place of the case's own.
+        ddp_kwargs: DDP's arguments, replacing the case's own.
         backend: a Dynamo backend: its name, or ``package.module:function``.
-        steps: how many steps each mode runs, at least 2: DDP rebuilds its buckets before the second.
-        ranks: the inputs of how many ranks to try for unused parameters.
-        tell: called with what is going on, since a run may take minutes.
+        steps: the number of steps of each mode, at least 2: DDP rebuilds its buckets before the second.
+        ranks: the number of ranks whose inputs are tried for unused parameters.
+        tell: called with progress messages, because a run may take minutes.
 
     Returns:
         The diagnosis.
 
     Raises:
-        UsageError: an argument cannot be used, or torch lacks what ddpopt uses of it.
+        UsageError: an argument cannot be used, or torch lacks a name that ddpopt uses.
         NotJudgedError: the model fails in eager, without DDP.
     """
     require_supported()
@@ -101,7 +101,7 @@ def diagnose(
 def _explain(case: Case, ddp_kwargs: Mapping[str, Any]) -> tuple[Explanation | None, str]:
     try:
         return explain_case(case, ddp_kwargs), ""
-    except UsageError as error:  # a model may run, and yet not on fake tensors
+    except UsageError as error:  # a model may run, but not on fake tensors
         return None, str(error).partition("\n")[0]
 
 
@@ -120,12 +120,12 @@ def _runs(
 
 
 def _waits_in_vain(eager: ModeRun) -> bool:
-    """Whether DDP complains of parameters without a gradient; its other options may well work."""
+    """Whether DDP complains about parameters without a gradient; its other options may still work."""
     return "Expected to have finished reduction in the prior iteration" in eager.failure
 
 
 def _of_the_model(runs: Sequence[ModeRun]) -> Iterator[Advice]:
-    """Breaks and recompiles of the last run that came to its end, for it saw every step."""
+    """Breaks and recompiles of the last run that finished, because it saw every step."""
     whole = [run for run in runs[1:] if not run.failure]
     notes = (whole or list(runs))[-1].notes
     yield from break_findings(notes)
@@ -175,7 +175,7 @@ def _compiled_failed(run: ModeRun, *, other_runs: bool) -> Advice:
 def _split_findings(
     compiled: Sequence[ModeRun], explanation: Explanation | None, untraced: str
 ) -> Iterator[Advice]:
-    """What the cuts of torch's optimizer cost, as they are predicted."""
+    """The predicted cost of the cuts of torch's optimizer."""
     if explanation is None:
         step = "None: all else in this report was seen in real runs."
         what = f"Segments are not known, for they are predicted on fake tensors: {untraced}"
@@ -201,7 +201,7 @@ def _split_findings(
 
 
 def _waits(explanation: Explanation) -> str:
-    """How buckets wait under torch's optimizer; empty if none waits longer than it has to."""
+    """How buckets wait under torch's optimizer; empty if none waits longer than necessary."""
     theirs = explanation.torch_tally
     count = theirs.buckets
     if theirs.segments == 1:

@@ -1,4 +1,4 @@
-"""Run a case for real: a DDP module on a process group of one rank, in eager and compiled, for a few steps.
+"""Run a case with real tensors: a DDP module on a one-rank process group, eager and compiled, a few steps.
 
 Invariant: no setting of torch, no generator and no process group is left changed; a failure is a result.
 """
@@ -30,10 +30,10 @@ class ModeRun:
 
     Attributes:
         mode: ``"eager DDP"``, ``"torch's DDPOptimizer"`` or ``"ddpopt"``.
-        notes: what Dynamo wrote down.
-        buckets: those of the running reducer after the last step; empty after a failure.
+        notes: Dynamo's records.
+        buckets: buckets of the running reducer after the last step; empty after a failure.
         failure: the error that ended it, in one line; empty if all steps ran.
-        failed_step: the step that it ended, from 0.
+        failed_step: the step that failed, from 0.
     """
 
     mode: str
@@ -51,10 +51,10 @@ def run_mode(case: Case, mode: str, ddp_kwargs: Mapping[str, Any], compiler: Any
         mode: one of `EAGER`, `TORCH` and `OURS`.
         ddp_kwargs: DDP's arguments.
         compiler: a Dynamo backend.
-        steps: how many steps of training to run, without an optimizer.
+        steps: the number of training steps, without an optimizer.
 
     Returns:
-        What came of it.
+        The result.
     """
     settings = {"optimize_ddp": True, "suppress_errors": False, "disable": False}
     with undisturbed(), taking_notes() as notes, torch._dynamo.config.patch(settings):
@@ -74,12 +74,12 @@ def _steps(
             ddp.zero_grad()
             case.step(step, dist.get_rank(), done).backward()  # type: ignore[no-untyped-call]  # of torch
         return running_buckets(ddp), "", 0
-    except Exception as error:  # whatever it is, the user would have met it: it is what we report
+    except Exception as error:  # the user would have met any such error, so it is reported
         return (), one_line(error), done
 
 
 def one_line(error: BaseException) -> str:
-    """An error in one line: its type, and the first two lines of its message."""
+    """An error in one line: its type and the first two lines of its message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return ": ".join([type(error).__name__, " ".join(lines[:2])]) if lines else type(error).__name__
 
@@ -96,7 +96,7 @@ _MODES: dict[str, Wrap] = {
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Keep random generators, grad mode and warnings of the caller apart from what runs inside."""
+    """Isolate the caller's random generators, grad mode and warnings from the code inside."""
     with generators_kept(), torch.inference_mode(mode=False), torch.enable_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what torch warns of is looked for, and reported, one by one
+        warnings.simplefilter("ignore")  # the causes of torch's warnings are checked and reported one by one
         yield

@@ -1,7 +1,7 @@
-"""Options of DDP, of Dynamo and of the environment that take overlap away.
+"""Settings of DDP, Dynamo and the environment that prevent overlap.
 
-Invariant: each check is one small function that says nothing if a setting does no harm. What a run cannot
-show (how ``no_sync`` is used, what a communication hook does) is not guessed at.
+Invariant: each check is one small function that reports nothing if a setting does no harm. Things that a run
+cannot show (how ``no_sync`` is used, what a communication hook does) are not guessed.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from ddpopt.explanation.tables import MIB, mib
 from ddpopt.planning.bucket_rule import specs_from_module
 
 GOOD_COUNT = 4
-"""Into how many buckets to divide what is one: with four, three quarters can leave before backward ends."""
+"""The number of buckets to suggest instead of one: of four, three quarters can leave early."""
 
 
 def option_findings(model: nn.Module, buckets: int | None) -> Iterator[Advice]:
-    """What the settings of this process cost.
+    """Return findings on the settings of this process.
 
     Args:
         model: the module inside DDP.
-        buckets: how many buckets the reducer had in eager training; None if it failed there.
+        buckets: the number of the reducer's buckets in eager training; None if that failed.
     """
     if buckets == 1:
         yield _one_bucket([spec.nbytes for spec in specs_from_module(model)])
@@ -55,7 +55,7 @@ def _one_bucket(sizes: list[int]) -> Advice:
 
 
 Check = tuple[bool, str, str]
-"""Whether something is set, what it costs, and what to do."""
+"""Whether the setting is active, its cost, and the next step."""
 
 
 def _of_dynamo() -> Iterator[Check]:

@@ -1,6 +1,6 @@
-"""Parameters that get no gradient, shown by backwards of the plain model on the inputs of several ranks.
+"""Parameters that get no gradient, found by backwards of the plain model on the inputs of several ranks.
 
-Invariant: a parameter is called unused only where a backward left its gradient at None.
+Invariant: a parameter is called unused only if a backward left its gradient at None.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from ddpopt.explanation.tables import names
 
 
 def find_unused(case: Case, ranks: int, steps: int, tell: Callable[[str], None]) -> tuple[Unused, ...]:
-    """Run the plain model, and note which trainable parameters get no gradient.
+    """Run the plain model, and record which trainable parameters get no gradient.
 
     Args:
         case: the case.
-        ranks: whose inputs to use: those of ranks 0 to ``ranks - 1``.
-        steps: how many steps of each.
-        tell: told what goes on.
+        ranks: the inputs of ranks 0 to ``ranks - 1`` are used.
+        steps: the number of steps for each.
+        tell: called with progress messages.
 
     Returns:
-        The parameters that some backward gave no gradient, in the order of ``named_parameters()``.
+        The parameters without a gradient in some backward, in the order of ``named_parameters()``.
 
     Raises:
         NotJudgedError: the model fails in eager.
@@ -61,13 +61,13 @@ def _without_gradient(case: Case, model: nn.Module, rank: int, step: int) -> Ite
 def unused_findings(
     unused: Sequence[Unused], ignored: Sequence[str], ddp_kwargs: Mapping[str, Any], steps: int
 ) -> Iterator[Advice]:
-    """What unused parameters, and DDP's options about them, come to.
+    """Return findings on unused parameters and DDP's options for them.
 
     Args:
         unused: parameters without a gradient somewhere.
-        ignored: those that DDP leaves alone.
+        ignored: the parameters that DDP ignores.
         ddp_kwargs: DDP's arguments.
-        steps: how many backwards were run with the inputs of each rank.
+        steps: the number of backwards with the inputs of each rank.
     """
     seen = [parameter for parameter in unused if parameter.name not in ignored]
     never = [parameter.name for parameter in seen if parameter.always]

@@ -1,4 +1,4 @@
-"""Frames of the model that Dynamo compiled again, with the guard that failed and what would keep it.
+"""Frames of the model that Dynamo recompiled, with the guard that failed and how to avoid that.
 
 DDP's own wrapper recompiles together with the model; only the model's frames are shown.
 
@@ -48,10 +48,10 @@ _ARGUMENT = (
 
 
 def recompile_findings(notes: Notes) -> Iterator[Advice]:
-    """One finding for each function of the model and each guard that failed in one trial.
+    """Return one finding for each function of the model and each guard that failed in one trial.
 
     Args:
-        notes: what Dynamo wrote down in it.
+        notes: Dynamo's records of the trial.
     """
     groups: dict[tuple[str, int, str], list[Frame]] = {}
     for frame in notes.frames:
@@ -80,7 +80,7 @@ def _finding(same: Sequence[Frame]) -> Advice:
 
 
 def step_for(guard: str) -> str:
-    """What keeps a guard from failing.
+    """Return the step that keeps a guard from failing.
 
     >>> step_for("tensor 'x' dtype mismatch. expected Float, actual Half")
     'Cast inputs to one dtype before they reach the model.'

@@ -1,6 +1,6 @@
-"""Asking workers about single cases, and writing a script that was seen to show one.
+"""Ask workers about single cases, and write scripts that were seen to show them.
 
-Invariant: a script is called one that shows its case only where it did so in a fresh interpreter.
+Invariant: a script counts as showing its case only if it did so in a fresh interpreter.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from ddpopt.fuzz.workers import Worker
 from ddpopt.judge.locating.scripting import shows as shows_in_fresh_interpreter
 
 STARTING_S = 60.0
-"""For an interpreter of a script's own to import torch; it then runs eager and the mode."""
+"""Seconds for a script's interpreter to import torch; it then runs eager and the mode."""
 WIDE = (512, 1024)
 """Widths at which a layer fills torch's own smallest bucket."""
 
 
 def write_script(case: FoundCase, file: Path, limit_s: float) -> tuple[FoundCase, bool]:
-    """Write the script of a case, as a user would run it if that is possible: with torch's own limits.
+    """Write the script of a case, with torch's own limits if possible, as a user would run it.
 
     Args:
         case: a failure.
-        file: where to.
-        limit_s: of one mode of one model, in seconds.
+        file: the file to write.
+        limit_s: limit of one mode of one model, in seconds.
 
     Returns:
         The case that the script runs, and whether it showed the failure in a fresh interpreter.
@@ -47,14 +47,14 @@ def write_script(case: FoundCase, file: Path, limit_s: float) -> tuple[FoundCase
 
 
 def answer_of(worker: Worker, case: FoundCase) -> Answer:
-    """What comes of a case."""
+    """Return the answer to a case."""
     return next(worker.ask(case.task))
 
 
 def as_scripted(case: FoundCase) -> Iterator[FoundCase]:
-    """What a script of a case may run, the best first.
+    """Yield the cases that a script may run instead, the best first.
 
-    That is the same so large that torch cuts it without any setting of ours, the case itself, or the same
+    These are the case enlarged so that torch cuts it without a changed limit, the case itself, and the case
     with more steps: verification may run a step more than once, which a script does not.
     """
     yield from unlowered(case)
@@ -64,7 +64,7 @@ def as_scripted(case: FoundCase) -> Iterator[FoundCase]:
 
 
 def unlowered(case: FoundCase) -> Iterator[FoundCase]:
-    """The same so large that torch cuts it without any setting of ours; nothing where it is so already."""
+    """Yield the case enlarged so that torch cuts it without a changed limit, if its limit was changed."""
     if case.owner_mode != TORCH or not case.setting.lowers_limit:
         return
     for width in WIDE:

@@ -1,7 +1,7 @@
 """A campaign: models are judged until time is up, and each new failure is kept at once.
 
-Invariant: equal plans give the same models and the same answers, and the journal has all that was judged
-when the campaign ends, however it ends.
+Invariant: equal plans give the same models and answers, and the journal holds everything that was judged,
+however the campaign ends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ddpopt.fuzz.workers import Worker
 from ddpopt.testing.drawn import DrawnModel
 
 UNLOWERED = 25
-"""One model of so many runs under torch's optimizer with torch's own smallest bucket."""
+"""One model in this many runs under torch's optimizer with torch's own smallest bucket."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Budget:
     """How long a campaign runs.
 
     Attributes:
-        seconds: of this run; None for no limit.
-        examples: models of the whole campaign, earlier runs included; None for no limit.
-        model_s: for one mode of one model, in seconds.
+        seconds: duration of this run; None for no limit.
+        examples: number of models of the whole campaign, including earlier runs; None for no limit.
+        model_s: limit of one mode of one model, in seconds.
     """
 
     seconds: float | None = None
@@ -46,9 +46,9 @@ class Campaign:
     """A campaign in a folder.
 
     Args:
-        journal: of the folder.
-        plan: what is run.
-        limits: for how long.
+        journal: the journal in the folder.
+        plan: the plan of the campaign.
+        limits: how long it runs.
         tell: called after each model.
     """
 
@@ -70,7 +70,7 @@ class Campaign:
         """Run until a limit, or until Ctrl-C.
 
         Returns:
-            What came of the whole campaign, earlier runs included.
+            The summary of the whole campaign, including earlier runs.
         """
         started, plan, limits = time.monotonic(), self.plan, self.limits
         source = Source(plan.seed, plan.shard, plan.without)
@@ -83,23 +83,23 @@ class Campaign:
         return self.summary()
 
     def summary(self) -> Summary:
-        """What came of it so far."""
+        """The summary so far."""
         return summarized(self.plan, self.journal.entries)
 
     def _judge(self, place: int, model: DrawnModel) -> None:
-        # one in so many runs with torch's own limit, which is torch's alone to get right
+        # one in UNLOWERED models runs with torch's own limit, which matters only to torch's optimizer
         unlowered = TORCH in self.plan.modes and place % UNLOWERED == UNLOWERED - 1
         setting = Setting(self.plan.backend, self.plan.nproc, lowers_limit=not unlowered)
         began = time.monotonic()
         answers = tuple(self._worker.ask(task_of(model, self.plan.modes, setting)))
-        # kept first: what the journal has is not judged again
+        # kept before the entry is written: models in the journal are not judged again
         new = [case for answer in answers if (case := self._kept(place, model, setting, answer)) is not None]
         seconds = round(time.monotonic() - began, 2)
         self.journal.add(Entry(place, seconds, tuple(sorted(model.features)), answers))
         self.tell(tuple(new))
 
     def _kept(self, place: int, model: DrawnModel, setting: Setting, answer: Answer) -> FoundCase | None:
-        """Keep a failure that is new; it is counted in any case."""
+        """Keep a failure if it is new; it is counted in any case."""
         if answer.kind not in (Outcome.WRONG, Outcome.BACKEND, Outcome.BROKEN) or answer.signature is None:
             return None
         plan = self.plan

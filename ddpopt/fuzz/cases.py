@@ -1,6 +1,6 @@
-"""What is kept of a failure: the model as a value, how it was run, and how it fails; a JSON file each.
+"""A stored failure: the model as a value, how it was run, and how it fails; one JSON file each.
 
-A case comes from another machine or a mail: its model is read without running the text.
+A case may come from another machine or a mail, so its model is parsed without running the text.
 Invariant: ``FoundCase.from_json(case.to_json()) == case``, and equal failures have equal file names.
 """
 
@@ -30,14 +30,14 @@ class FoundCase:
 
     Attributes:
         model: the model.
-        mode: name of the mode, of `ddpopt.fuzz.questions.MODES`.
+        mode: name of the mode, from `ddpopt.fuzz.questions.MODES`.
         setting: how it was run.
-        signature: of the failure.
+        signature: signature of the failure.
         kind: whether the mode is wrong, or the backend.
-        detail: what the failure says in full.
-        torch: release of torch that fails so.
-        origin: where the model was drawn: seed, shard and place; empty if by hand.
-        about: what a person says of it.
+        detail: the full text of the failure.
+        torch: release of torch that shows the failure.
+        origin: where the model was drawn: seed, shard and place; empty if written by hand.
+        about: a person's description of it.
     """
 
     model: DrawnModel
@@ -57,13 +57,13 @@ class FoundCase:
 
     @property
     def owner(self) -> str:
-        """Whom the failure counts against: the mode, the backend in any mode, or verification."""
+        """The culprit: the mode, the backend in any mode, or verification."""
         others = {Outcome.BACKEND: f"backend {self.setting.backend}", Outcome.BROKEN: "verification"}
         return others.get(self.kind, self.mode)
 
     @property
     def owner_mode(self) -> str:
-        """The mode in which the failure shows: that without any optimizer, if it is the backend's own."""
+        """The mode in which the failure shows: the one without any optimizer if the backend is at fault."""
         return WHOLE if self.kind is Outcome.BACKEND else self.mode
 
     @property
@@ -79,11 +79,11 @@ class FoundCase:
 
     @property
     def is_torchs(self) -> bool:
-        """Whether the fault is torch's own, and ddpopt has no part in it."""
+        """Whether the fault is torch's own, without any part of ddpopt."""
         return self.mode in STANDALONE or self.kind is Outcome.BACKEND
 
     def fails_so(self, answer: Answer) -> bool:
-        """Whether an answer is this very failure."""
+        """Whether an answer is this same failure."""
         return answer.kind is self.kind and answer.signature == self.signature
 
     def to_json(self) -> str:
@@ -104,7 +104,7 @@ class FoundCase:
 
         Args:
             text: a JSON object.
-            name: of the file, for errors.
+            name: name of the file, for errors.
 
         Raises:
             UsageError: the text is something else.
@@ -132,7 +132,7 @@ class FoundCase:
         """Read a case file.
 
         Raises:
-            UsageError: there is none, or it is something else.
+            UsageError: there is no such file, or it is not a case.
         """
         try:
             text = file.read_text(encoding="utf-8")
@@ -142,7 +142,7 @@ class FoundCase:
 
 
 def task_of(model: DrawnModel, modes: tuple[str, ...], setting: Setting) -> Task:
-    """Ask a model in some modes."""
+    """Make the task of judging a model in some modes."""
     return Task(model.source, model.cap_bytes, modes, setting, training=model.training)
 
 
@@ -182,11 +182,11 @@ def _value(node: ast.expr) -> Any:
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Write a file in one step: a process that ends while it writes leaves the file as it was.
+    """Write a file atomically: if the process ends during the write, the file is unchanged.
 
     Args:
-        file: in a folder that exists.
-        text: written as UTF-8.
+        file: a file in an existing folder.
+        text: the text, written as UTF-8.
 
     Raises:
         OSError: the folder cannot be written to.

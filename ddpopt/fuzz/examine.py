@@ -1,9 +1,9 @@
-"""Judging one model in some modes, on the ranks of this process's group.
+"""Judge one model in some modes, on the ranks of this process's group.
 
-A cheap look comes first: eager once, the mode once, equal bit by bit. What is unequal is judged again by all
-that verification knows; an exception needs no second look. Either is then compared with the same
-backend without any optimizer; where that differs in last bits alone, a third look leaves out rounding.
-Invariant: a failure counts against a mode only where the backend is right, but for rounding.
+First a cheap check: eager once, the mode once, compared bit by bit. Unequal results are judged again by full
+verification; an exception needs no second check. Either is then compared with the same backend without any
+optimizer; if that differs only in last bits, a third check discounts rounding. Invariant: a failure counts
+against a mode only if the backend is right, except for rounding.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NUMBERS = ("L0", "L1", "L2")
 
 
 class _Glance(Reference):
-    """Eager's run and no more: nothing is known of its rounding, nor of the graphs of the model alone."""
+    """Eager's run only: its rounding and the graphs of the model alone are not known."""
 
     graphs = None
 
@@ -42,7 +42,7 @@ def examine(ranks: Ranks, task: Task, tell: Callable[[str], None]) -> list[Answe
     """Judge a model in each of its modes. A collective of all ranks.
 
     Args:
-        ranks: on which it runs.
+        ranks: the ranks that run it.
         task: the model, its modes, and how it is run.
         tell: called with each mode as it begins, and with ``""`` while eager runs.
 
@@ -54,7 +54,7 @@ def examine(ranks: Ranks, task: Task, tell: Callable[[str], None]) -> list[Answe
         case = Program(task.source).case()
     except Exception as error:
         return _all(task, Outcome.EAGER, in_words(error))
-    # Evaluation is compiled uncut: a campaign trains another model in that time.
+    # Evaluation is compiled uncut; in the same time a campaign can train another model.
     subject = Subject(case, option(task.training), task.setting.steps, ranks.device, evaluates=False)
     with _limit_of(task), contextlib.closing(Bench(subject, ranks)) as bench:
         try:
@@ -71,8 +71,8 @@ def examine(ranks: Ranks, task: Task, tell: Callable[[str], None]) -> list[Answe
 
 
 def forget_failures() -> None:
-    """Undo the state that torch keeps after its optimizer fails, with which later models would fail too."""
-    functorch: Any = torch._C._functorch  # private, for torch 2.11 to 2.13, as what follows
+    """Reset state that torch keeps after its optimizer fails, which would make later models fail too."""
+    functorch: Any = torch._C._functorch  # private, for torch 2.11 to 2.13; so are the names below
     autograd: Any = torch._C._autograd
     DistributedDataParallel._active_ddp_module = None
     functorch.pop_dynamic_layer_stack_and_undo_to_depth(0)
@@ -80,12 +80,12 @@ def forget_failures() -> None:
 
 
 def _answer(examination: _Examination, name: str) -> Answer:
-    """Answer for one mode; verification reports a run that fails, so what is raised here is its own fault."""
+    """Answer for one mode; verification reports failing runs, so an exception here is its own fault."""
     try:
         return examination.answer(name)
     except Exception as error:
         if examination.bench.ranks.size > 1:
-            raise  # the peers would wait
+            raise  # otherwise the peers would wait
         text = in_words(error)
         return Answer(name, Outcome.BROKEN, of_error(text), text)
 
@@ -96,8 +96,8 @@ def _all(task: Task, kind: Outcome, detail: str) -> list[Answer]:
 
 @contextlib.contextmanager
 def _limit_of(task: Task) -> Iterator[None]:
-    """Have torch's smallest bucket at the model's cap, if that is lower."""
-    c10d: Any = dist  # private, for torch 2.11 to 2.13: DDP and torch's optimizer read it as they are made
+    """Set torch's smallest bucket to the model's cap, if that is lower."""
+    c10d: Any = dist  # private, for torch 2.11 to 2.13: DDP and torch's optimizer read it when constructed
     before = c10d._DEFAULT_FIRST_BUCKET_BYTES
     if task.setting.lowers_limit:
         c10d._DEFAULT_FIRST_BUCKET_BYTES = min(before, task.cap_bytes)
@@ -108,7 +108,7 @@ def _limit_of(task: Task) -> Iterator[None]:
 
 
 class _Examination:
-    """One model, with what is known of it so far."""
+    """One model, with the results so far."""
 
     def __init__(self, bench: Bench, setting: Setting) -> None:
         self.bench = bench
@@ -117,7 +117,7 @@ class _Examination:
 
     @cached_property
     def first(self) -> Reference | None:
-        """What a first look compares with; None where eager fails."""
+        """The reference of the first check; None if eager fails."""
         if self.backend not in EXACT:
             return self.full
         eager = self.bench.run_eager()
@@ -125,7 +125,7 @@ class _Examination:
 
     @cached_property
     def full(self) -> Reference | None:
-        """All that verification knows of eager; None where eager fails, perhaps only when it is run again."""
+        """The full reference; None if eager fails, possibly only when run again."""
         return Reference.make(self.bench)
 
     def answer(self, name: str) -> Answer:
@@ -156,7 +156,7 @@ class _Examination:
         return self._trials[known]
 
     def _blamed(self, name: str, trial: Trial, reference: Reference | None) -> Answer:
-        """Say whose failure it is."""
+        """Attribute a failure to the mode or the backend."""
         if name == WHOLE:
             return self._of_backend(name, trial.findings)
         whole = self._judged(reference, WHOLE)
@@ -178,9 +178,9 @@ class _Examination:
         return Answer(name, Outcome.BACKEND, signature, _told(beyond or found))
 
     def _beyond_rounding(self, name: str, found: Sequence[Finding]) -> Sequence[Finding]:
-        """Leave out what the rounding of a mode explains, if its operations are eager's and it runs.
+        """Leave out findings that a mode's rounding explains, if its operations are eager's and it runs.
 
-        A third look, which the mode is run for once more.
+        This is the third check; it runs the mode once more.
         """
         if self.backend not in EXACT or _fails(found) or not _numbers(found):
             return found
@@ -188,20 +188,20 @@ class _Examination:
 
 
 def _unjudged(name: str, trial: Trial) -> Answer:
-    """Nothing is learned about a mode if its ranks, or those of the mode it is compared with, only waited."""
+    """The answer for a mode whose ranks, or those of the mode it is compared with, only waited."""
     return Answer(name, Outcome.BROKEN, of_error(trial.reason), trial.reason)
 
 
 def own_findings(found: Sequence[Finding], whole: Sequence[Finding]) -> list[Finding]:
-    """What a mode gets wrong that the backend alone gets right.
+    """Return the findings on a mode that the backend alone does not have.
 
     Args:
         found: the mode's findings.
-        whole: those of the same backend without any optimizer.
+        whole: the findings of the same backend without any optimizer.
 
     Returns:
-        Errors that are others, claims that hold there, and unequal numbers if all are equal there; nothing
-        where the backend alone does not run.
+        Different errors, claims that hold there, and unequal numbers if all are equal there; nothing if the
+        backend alone does not run.
     """
     theirs = {of_finding(finding) for finding in whole}
     fails = _fails(whole)
@@ -216,15 +216,15 @@ def own_findings(found: Sequence[Finding], whole: Sequence[Finding]) -> list[Fin
 
 
 def beyond_rounding(found: Sequence[Finding], roughly: Trial) -> list[Finding]:
-    """What of a mode's findings no rounding explains.
+    """Return a mode's findings that rounding does not explain.
 
     Args:
-        found: what is wrong with it.
-        roughly: the same mode, judged with rounding allowed for, as it is for compiled code, in all steps.
+        found: its findings.
+        roughly: the same mode, with rounding allowed as for compiled code, in all steps.
 
     Returns:
-        What is said of structure, the numbers that are wrong in both, and those that only the second judges;
-        all that was found, if the mode did not run again as it ran.
+        Findings on structure, numbers that are wrong in both, and numbers that only the second judges; all
+        findings if the second run did not behave like the first.
     """
     numbers = _numbers(roughly.findings)
     ran = roughly.status in (Status.OK, Status.WRONG)

@@ -1,7 +1,7 @@
-"""What a campaign writes down as it goes, so that an interrupted one loses nothing, and its counts.
+"""The journal of a campaign, written as it runs so that an interruption loses nothing, and its counts.
 
-One line of JSON for each model, written as soon as it is judged. Invariant: a campaign's summary is a
-function of its journal; a last line that was cut short is as if it were not there.
+It has one line of JSON for each model, written as soon as it is judged. Invariant: a campaign's summary is a
+function of its journal; a truncated last line is ignored.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ PLAN = "campaign.json"
 
 @dataclass(frozen=True)
 class CampaignPlan:
-    """What makes two campaigns the same, but for how long they run.
+    """The settings that identify a campaign, apart from its duration.
 
     Attributes:
-        seed: of all draws.
-        shard: which process of several.
+        seed: the seed of all draws.
+        shard: index of this process among several.
         modes: names of modes.
-        backend: of Dynamo.
-        nproc: how many ranks.
+        backend: the Dynamo backend.
+        nproc: the number of ranks.
         without: features that are not drawn.
         torch: release of torch.
-        draws: digest of the first models; another release of Hypothesis, or of the blocks, draws others.
+        draws: digest of the first models; it changes with the release of Hypothesis and with the blocks.
     """
 
     seed: int
@@ -52,10 +52,10 @@ class Entry:
     """One model that was judged.
 
     Attributes:
-        place: in the sequence of models.
+        place: position in the sequence of models.
         seconds: how long it took.
-        features: of the model.
-        answers: what came of it.
+        features: features of the model.
+        answers: the answers for its modes.
     """
 
     place: int
@@ -82,11 +82,11 @@ class Journal:
     """The folder of a campaign.
 
     Args:
-        folder: made if it is not there.
-        plan: of the campaign; the folder's own, if it has one, must be equal.
+        folder: the folder; created if missing.
+        plan: plan of the campaign; must equal the folder's plan, if it has one.
 
     Attributes:
-        entries: all that was judged, in earlier runs too.
+        entries: everything that was judged, including earlier runs.
 
     Raises:
         UsageError: the folder belongs to another campaign, or cannot be written.
@@ -117,7 +117,7 @@ class Journal:
         return max((entry.place for entry in self.entries), default=-1) + 1
 
     def add(self, entry: Entry) -> None:
-        """Write an entry, so that it stays whatever happens next."""
+        """Write an entry and flush it."""
         self.entries.append(entry)
         self._file.write(f"{entry.to_line()}\n")
         self._file.flush()
@@ -130,7 +130,7 @@ class Journal:
         try:
             theirs = dict(json.loads(file.read_text(encoding="utf-8")))
         except (ValueError, TypeError):
-            theirs = {}  # of no campaign
+            theirs = {}  # not of any campaign
         differing = [
             f"{name}: {theirs.get(name)!r} there, {ours!r} here"
             for name, ours in json.loads(text).items()
@@ -148,7 +148,7 @@ def _read(file: Path) -> Iterator[Entry]:
         return
     data = file.read_bytes()
     whole, _, cut = data.rpartition(b"\n")
-    if cut:  # the process ended while it wrote
+    if cut:  # the process ended during the write
         file.write_bytes(whole + b"\n" if whole else b"")
     for number, line in enumerate(whole.splitlines(), 1):
         try:
@@ -167,8 +167,8 @@ class CountedFailure:
     Attributes:
         owner: the mode that it counts against, or ``"backend NAME"``.
         signature: in words.
-        times: in how many models.
-        first: place of the first.
+        times: the number of models with it.
+        first: place of the first one.
     """
 
     owner: str
@@ -179,16 +179,17 @@ class CountedFailure:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a campaign came to.
+    """The results of a campaign.
 
     Attributes:
         plan: what was run.
-        models: how many were judged.
-        seconds: how long, over all runs.
-        kinds: for each mode how many models ended how.
-        features: for each feature in how many models it was.
-        failures: those of modes and of backends, the most frequent first.
-        refused: what was not judged, and why: ddpopt refused, eager failed, or the judge.
+        models: the number of judged models.
+        seconds: duration over all runs.
+        kinds: for each mode, the number of models by outcome.
+        features: for each feature, the number of models with it.
+        failures: failures of modes and of backends, the most frequent first.
+        refused: models that were not judged, with the reason: ddpopt refused, eager failed, or the judge
+            failed.
     """
 
     plan: CampaignPlan
@@ -201,12 +202,12 @@ class Summary:
 
     @property
     def rate(self) -> float:
-        """Models in a second."""
+        """Models per second."""
         return self.models / self.seconds if self.seconds else 0.0
 
     @property
     def distinct(self) -> int:
-        """Failures that count against a mode."""
+        """The number of distinct failures that count against a mode."""
         return sum(not failure.owner.startswith("backend ") for failure in self.failures)
 
     def to_json(self) -> str:
@@ -215,11 +216,11 @@ class Summary:
 
 
 def summarized(plan: CampaignPlan, entries: Sequence[Entry]) -> Summary:
-    """Count what a journal has.
+    """Count the entries of a journal.
 
     Args:
-        plan: of the campaign.
-        entries: in the order in which they were written.
+        plan: plan of the campaign.
+        entries: the entries, in the order in which they were written.
     """
     kinds: dict[str, Counter[str]] = {mode: Counter() for mode in plan.modes}
     times: Counter[tuple[str, str]] = Counter()

@@ -1,12 +1,11 @@
-"""Making a failure small.
+"""Minimize a failure.
 
-First how it is run: as few steps and ranks as show it, and a simpler backend, so that all that follows costs
-less. Then the model, by one change after the other, whole steps first. A model that fails in another way is
-no smaller version of the failure, and left.
+First the setting is simplified: the fewest steps and ranks that show the failure, and a simpler backend, so
+that later tries cost less. Then the model is reduced by one change after another, whole steps first. A model
+that fails in a different way is not a smaller version of the failure, and is rejected.
 
-Any value is a valid model, so nothing here knows what a step does. Each candidate is strictly smaller by
-`weight`, so that taking one after the other comes to an end.
-Invariant: what comes out was seen to fail as what went in.
+Any value is a valid model, so nothing here needs to know what a step does. Each candidate is strictly smaller
+by `weight`, so the search terminates. Invariant: the result was seen to fail in the same way as the input.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ddpopt.testing.drawn.forms import CHOICES
 
 TRIES = 400
 BACKENDS = ("eager", "aot_eager")
-"""From the simplest on."""
+"""Simplest first."""
 Ask = Callable[[FoundCase], Answer]
 Steps = tuple[Step, ...]
 
@@ -32,25 +31,26 @@ _PLAIN = DrawnModel()
 _CHOSEN = (*CHOICES, "joined", "seed")
 """Fields with a plain value."""
 _CAPS = (2**20, 1)
-"""One bucket for all, or one for each parameter: what lies between takes thought to read."""
+"""One bucket for all parameters, or one for each: caps in between are harder to understand."""
 _PLAINER: Mapping[str, tuple[Any, ...]] = {
     **{name: (getattr(_PLAIN, name),) for name in _CHOSEN},
     "batches": ((2,), (2, 3)),
     "width": (4, 8),
     "cap_bytes": _CAPS,
 }
-"""For each field the values to try, the plainest first."""
+"""For each field the values to try, simplest first."""
 
 
 @dataclass(frozen=True)
 class Minimized:
-    """How far a search has come, or what it came to.
+    """The state or the result of a search.
 
     Attributes:
-        case: the smallest that was found to fail in the same way.
-        given: what went in.
-        tries: how many models were tried.
-        ended: whether nothing smaller fails so; else the search is running, or ran out of tries or time.
+        case: the smallest case found that fails in the same way.
+        given: the original case.
+        tries: the number of models tried.
+        ended: whether no smaller model fails in this way; otherwise the search is running, or ran out of
+            tries or time.
     """
 
     case: FoundCase
@@ -71,16 +71,16 @@ def minimized(
 
     Args:
         case: the failure.
-        ask: what comes of a case.
-        tries: how many models may be asked about.
+        ask: returns the answer to a case.
+        tries: the number of models that may be tried.
         seconds: how long it may take; None for no limit.
         tell: called after each model.
 
     Returns:
-        The smallest case that was found.
+        The result, with the smallest case found.
 
     Raises:
-        NotJudgedError: the case does not fail as it says.
+        NotJudgedError: the case does not fail as recorded.
     """
     search = _Search(case, ask, tries, None if seconds is None else time.monotonic() + seconds, tell)
     first = ask(case)
@@ -94,7 +94,7 @@ def minimized(
 
 
 class _Search:
-    """What is known of one failure."""
+    """The search for a smaller form of one failure."""
 
     def __init__(
         self, case: FoundCase, ask: Ask, tries: int, end: float | None, tell: Callable[[Minimized], None]
@@ -119,7 +119,7 @@ class _Search:
         return self.found.tries < self._tries and not late
 
     def _plainer_setting(self) -> None:
-        """As few ranks and steps as show it, and the simplest backend."""
+        """Try fewer ranks and steps, and simpler backends."""
         setting = self.found.case.setting
         known = setting.backend in BACKENDS
         plainer: dict[str, Sequence[Any]] = {
@@ -134,7 +134,7 @@ class _Search:
                     break
 
     def _smaller_model(self) -> bool:
-        """Make each change that still fails so; the next one is tried where the last one was made."""
+        """Apply each change that keeps the failure; the next try starts where the last change was made."""
         place, before = 0, self.found.case
         candidates = list(smaller(before.model))
         while place < len(candidates):
@@ -145,7 +145,7 @@ class _Search:
         return self.found.case != before
 
     def _shows(self, candidate: FoundCase) -> bool:
-        """Whether a candidate fails in the same way, and is kept; not, where nothing may be asked now."""
+        """Whether a candidate fails in the same way; if so, it is kept. False once tries or time run out."""
         if candidate in self._known or not self.may_ask():
             return self._known.get(candidate, False)
         right = self._known[candidate] = candidate.fails_so(self._ask(candidate))
@@ -156,7 +156,7 @@ class _Search:
 
 
 def weight(model: DrawnModel) -> tuple[float, ...]:
-    """How large a model is: steps first, then which they are, then sizes; smaller is better to read."""
+    """The size of a model: number of steps, then their kinds, then sizes; smaller is easier to read."""
     steps = list(model.all_steps())
     order = {name: place for place, name in enumerate(BLOCKS)}
     return (
@@ -173,7 +173,7 @@ def weight(model: DrawnModel) -> tuple[float, ...]:
 
 
 def smaller(model: DrawnModel) -> Iterator[DrawnModel]:
-    """Each model that is smaller by one change, the most promising first."""
+    """Yield each model that is smaller by one change, the most promising first."""
     seen = {repr(model)}
     for candidate in _candidates(model):
         if repr(candidate) not in seen and weight(candidate) < weight(model):
@@ -182,9 +182,9 @@ def smaller(model: DrawnModel) -> Iterator[DrawnModel]:
 
 
 def _without(steps: Steps, gone: int) -> Steps:
-    """All steps but one; each of the others reads what it has read before, if that is still there.
+    """All steps except one; the others read the same values as before, if those still exist.
 
-    Steps within others, outputs, and reads that count round keep their numbers.
+    Steps in bodies, outputs, and reads that wrap around keep their numbers.
     """
 
     def nearer(place: int, back: int) -> int:

@@ -1,6 +1,6 @@
-"""What is asked of a drawn model: in which modes it runs, on what, and what came of each.
+"""The questions about a drawn model: in which modes and settings it runs, and the answer for each.
 
-Invariant: plain data, which travels to worker processes and into JSON, and needs no torch.
+Invariant: plain data, which can be sent to worker processes and written as JSON, without torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ddpopt.fuzz.signatures import FailureSignature
 
 TORCH = "torch"
 WHOLE = "whole"
-"""The mode that compiles without any optimizer: what it gets wrong is the backend's own."""
+"""The mode that compiles without any optimizer: its faults are the backend's own."""
 MODES = (TORCH, WHOLE, "ddpopt-split", "ddpopt-inline")
 """The modes of `ddpopt.judge.modes` that can be fuzzed."""
 STANDALONE = (TORCH, WHOLE)
@@ -21,12 +21,12 @@ STEPS = 3
 
 
 class Outcome(StrEnum):
-    """What came of one model in one mode."""
+    """The outcome of one model in one mode."""
 
     OK = "ok"
     EAGER = "eager cannot run it"
     REFUSED = "refused"
-    """ddpopt says that it does not do this."""
+    """ddpopt reports that it does not support this."""
     WRONG = "wrong"
     BACKEND = "the backend is wrong"
     """Without any optimizer the same backend is wrong too."""
@@ -39,11 +39,11 @@ class Setting:
     """How models are run.
 
     Attributes:
-        backend: of Dynamo, by name.
-        nproc: how many ranks.
-        steps: of training.
-        lowers_limit: whether torch's smallest bucket is set to the model's cap. Its DDPOptimizer takes no
-            cap below that, which is 1 MiB: a model of some bytes would never be cut.
+        backend: name of the Dynamo backend.
+        nproc: the number of ranks.
+        steps: the number of training steps.
+        lowers_limit: whether torch's smallest bucket is set to the model's cap. Its DDPOptimizer takes no cap
+            below that limit of 1 MiB, so a tiny model would never be cut.
     """
 
     backend: str = "aot_eager"
@@ -59,9 +59,9 @@ class Task:
     Attributes:
         source: the text of the model's module.
         cap_bytes: its bucket cap.
-        modes: names of modes, of `MODES`.
+        modes: names of modes, from `MODES`.
         setting: how it is run.
-        training: name of the option of verification that it is trained under.
+        training: name of the verification option under which it is trained.
     """
 
     source: str
@@ -73,13 +73,13 @@ class Task:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of one model in one mode.
+    """The answer for one model in one mode.
 
     Attributes:
         mode: name of the mode.
         kind: how it ended.
-        signature: of the failure; None if there is none.
-        detail: what the failure says in full, or why it was refused.
+        signature: signature of the failure; None if there is none.
+        detail: the full text of the failure, or why it was refused.
     """
 
     mode: str

@@ -1,7 +1,7 @@
-"""Scripts that show a failure: with torch alone where the fault is torch's own.
+"""Write scripts that show a failure: with torch alone if the fault is torch's own.
 
-They judge as `ddpopt.judge.compare` does.
-Invariant: a script for a fault of torch's imports nothing but torch and the standard library.
+They judge like `ddpopt.judge.compare`.
+Invariant: a script for a torch fault imports only torch and the standard library.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ddpopt.judge.locating.scripting import REACHED, command_of, rendered
 from ddpopt.judge.trainer import LEARNING_RATE
 
 FIRST_BUCKET_BYTES = 2**20
-"""DDP's default, below which torch's optimizer takes no cap."""
+"""DDP's default; torch's optimizer takes no smaller cap."""
 GRADIENTS, GRAPHS = "a gradient wherever eager DDP has one", "as many graphs as of the model alone"
-"""Claims of structure that a script can show without ddpopt."""
+"""Claims about structure that a script can show without ddpopt."""
 IMPORTS = ("import ", "from ")
 SECTIONS = ("\n\ndef run_step(", "\n\nDDP_KWARGS =", "\n\nif __name__")
 
@@ -35,15 +35,15 @@ def save(case: FoundCase, folder: Path) -> None:
 
 
 def script_of(case: FoundCase, name: str) -> str:
-    """Write a script that exits with 1 while a failure is there, and with 0 when it is gone.
+    """Write a script that exits with 1 while a failure exists, and with 0 once it is gone.
 
     Args:
         case: the failure.
-        name: of the script's file.
+        name: name of the script's file.
 
     Returns:
-        The script. What is torch's own fault is shown by torch alone; ddpopt judges what is its own, and what
-        is said of buckets and collectives.
+        The script. It uses torch alone if the fault is torch's own; ddpopt judges its own faults, and
+        findings on buckets and collectives.
     """
     kind = case.signature.kind
     counts = case.signature.what == GRAPHS
@@ -94,7 +94,7 @@ def script_of(case: FoundCase, name: str) -> str:
 
 
 def _factors() -> dict[str, float]:
-    """How many times eager's own errors one more error may be, as scripts that judge by them are told."""
+    """The factors by which one more error may exceed eager's own, for scripts that judge by them."""
     known, unknown = tail_factor(SAMPLES), centred_factor(SAMPLES)
     return {
         "factor": round(known, 1),

@@ -1,7 +1,7 @@
-r"""Telling failures apart: by the exception and where it was raised, or by the level of the ladder.
+r"""Tell failures apart by the exception and where it was raised, or by the level of the ladder.
 
-Invariant: equal failures have equal signatures on every machine: no line number, path, size or name of a
-step is in one.
+Invariant: equal failures have equal signatures on every machine: a signature contains no line number, path,
+size or step name.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _ROOT = re.compile(
 _INVARIANT = re.compile(r"violation\(s\):\s+- (?P<name>[a-z ]+): ")
 _STACK = re.compile(r'File "(?P<file>[^"]+)", line \d+ in (?P<name>\S+)')
 _DRAWN = re.compile(r"<?drawn_[0-9a-f]{12}>?")
-# Inductor names a file of code after what is in it, fx numbers them
+# Inductor names generated files after their content; fx numbers them
 _GENERATED = re.compile(r"\bc[a-z2-7]{51}\.py\b|<eval_with_key>\.\d+")
 
 
 @dataclass(frozen=True, order=True)
 class FailureSignature:
-    """What makes a failure that failure.
+    """The identity of a failure.
 
     Attributes:
         kind: ``"error"``, a level of the ladder, ``"death"`` or ``"no end"``.
-        what: the exception, the claim, what is unequal, or of what the process died.
-        where: the innermost frame, or what sort of parameter it is.
+        what: the exception, the claim, what is unequal, or the cause of the process's death.
+        where: the innermost frame, or the sort of parameter.
     """
 
     kind: str
@@ -45,12 +45,12 @@ class FailureSignature:
 
 
 def signature_of(findings: Sequence[Finding]) -> FailureSignature:
-    """The signature of what matters most among several findings: an error first."""
+    """The signature of the most important of several findings: an error first."""
     return of_finding(min(findings, key=lambda finding: ORDER.index(finding.level)))
 
 
 def of_finding(finding: Finding) -> FailureSignature:
-    """The signature of one thing that is wrong."""
+    """The signature of one finding."""
     if finding.level == "run":
         return of_error(finding.message)
     what, where = _sort(finding.parameter or "")
@@ -62,8 +62,8 @@ def of_finding(finding: Finding) -> FailureSignature:
 def of_error(text: str) -> FailureSignature:
     """The signature of an exception, as verification reports it: ``Type: message (file:line in function)``.
 
-    Dynamo wraps what its backends raise; what they raised is what counts. Of a cut that is not proved, the
-    first invariant that it breaks.
+    Dynamo wraps exceptions of its backends; the wrapped exception counts. For a cut that is not proved, the
+    first invariant that it breaks counts.
 
     >>> str(of_error("BackendCompilerFailed: backend='x' raised: KeyError: 'h3' (graph.py:12 in find)"))
     'error: KeyError in graph.py in find'
@@ -96,18 +96,18 @@ def of_death(how: str, stacks: str) -> FailureSignature:
 
 
 def _named(place: str) -> str:
-    """A place by what the file is, where its name is another one for each model."""
+    """A place, with a generic name for files whose name differs for each model."""
     return _GENERATED.sub("the compiled code", _DRAWN.sub("the model", place))
 
 
 ROUNDING = FailureSignature("L0", "rounding")
-"""Of a backend's numbers that are as accurate as eager's, but not equal bit by bit, in any parameter."""
+"""For a backend's numbers that are as accurate as eager's but not bitwise equal, in any parameter."""
 NO_END = FailureSignature("no end", "within its limit")
-"""Of a model that took longer than it may."""
+"""For a model that exceeded its time limit."""
 
 
 def _sort(name: str) -> tuple[str, str]:
-    """What a number is, and the sort of parameter that it belongs to.
+    """The kind of a number, and the sort of parameter it belongs to.
 
     >>> _sort("block2.linear3b.weight"), _sort("buffer norm1.running_mean"), _sort("the loss")
     (('gradient', 'linear.weight'), ('buffer', 'norm.running_mean'), ('loss', ''))

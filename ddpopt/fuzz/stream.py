@@ -1,8 +1,7 @@
 """The sequence of models that a campaign judges, a block at a time.
 
-A block depends on its seed and number alone, never on a verdict: so equal seeds give equal
-campaigns, and one that is resumed draws its block again.
-Invariant: `drawn_block` is a function of its arguments.
+A block depends only on its seed and number, never on a verdict. So equal seeds give equal campaigns, and a
+resumed campaign draws its block again. Invariant: `drawn_block` is a function of its arguments.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ from ddpopt.testing.strategies import models
 RUN = 10
 """Models that Hypothesis draws in one run: after ten valid ones it continues with variants of each."""
 SMALLEST = 2
-"""The first of them are the simplest model there is, or nearly so: to have them once is enough."""
+"""The first models of a run are the simplest possible, or nearly so: one copy of them is enough."""
 BLOCK = RUN - SMALLEST
 """Models in a block."""
 STEPS = 6
-"""The most steps of a model, but for those within others: one with more costs as much as two smaller ones."""
+"""The most steps of a model, without those in bodies: a model with more costs as much as two smaller ones."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where the models of one campaign come from.
+    """The source of a campaign's models.
 
     Attributes:
-        seed: of the campaign.
-        shard: which of several processes of one campaign, on one machine or on many.
-        without: features that are not to be drawn.
+        seed: seed of the campaign.
+        shard: index of this process among those of the campaign, on one machine or many.
+        without: features that are not drawn.
     """
 
     seed: int
@@ -46,7 +45,7 @@ class Source:
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
     def models(self, start: int = 0) -> Iterator[tuple[int, DrawnModel]]:
-        """All models from a place on, each with its place; it does not end."""
+        """Yield all models from a place on, each with its place; never ends."""
         block = start // BLOCK
         while True:
             for place, model in enumerate(drawn_block(self, block), block * BLOCK):
@@ -59,8 +58,8 @@ def drawn_block(source: Source, number: int) -> list[DrawnModel]:
     """Draw one block of models.
 
     Args:
-        source: whose.
-        number: of the block, from 0.
+        source: the source.
+        number: number of the block, from 0.
 
     Returns:
         `BLOCK` models.
@@ -80,12 +79,12 @@ def drawn_block(source: Source, number: int) -> list[DrawnModel]:
     def keep(model: DrawnModel) -> None:
         drawn.append(model)
 
-    # hypothesis wraps it into a function without arguments
+    # Hypothesis wraps it in a function without arguments
     draw: Callable[[], None] = keep
     draw()
     return drawn[:BLOCK] if number == 0 else drawn[SMALLEST:]
 
 
 def fingerprint(source: Source) -> str:
-    """Digest of the first models of a source: equal for campaigns that draw the same ones."""
+    """Digest of the first models of a source: equal for campaigns that draw the same models."""
     return hashlib.sha256(repr(drawn_block(source, 0)).encode()).hexdigest()[:12]

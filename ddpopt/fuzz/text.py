@@ -12,12 +12,12 @@ from ddpopt.judge.report.wording import count_of
 
 
 def fuzz_lines(summary: Summary, cases: str, known_features: frozenset[str]) -> Iterator[str]:
-    """Write what a campaign came to.
+    """Write the results of a campaign.
 
     Args:
-        summary: the campaign's.
-        cases: the folder that has the failures.
-        known_features: all that could have been drawn.
+        summary: summary of the campaign.
+        cases: the folder with the failures.
+        known_features: all features that could have been drawn.
 
     Yields:
         Pieces of text, of at most 80 columns.
@@ -52,7 +52,7 @@ def _failures(summary: Summary) -> str:
 
 
 def progress_line(summary: Summary, features: int) -> str:
-    """How far a campaign is, in one line."""
+    """The progress of a campaign, in one line."""
     return (
         f"{summary.models} models, {summary.rate:.2f} a second, "
         f"{len(summary.features)} of {features} features, {_failures(summary)}"
@@ -60,10 +60,10 @@ def progress_line(summary: Summary, features: int) -> str:
 
 
 def minimized_lines(result: Minimized, script: str, ran: FoundCase, reproduces: bool) -> Iterator[str]:
-    """Write what a search for a small model came to.
+    """Write the result of a search for a small model.
 
     Args:
-        result: the search's.
+        result: result of the search.
         script: name of the script.
         ran: the case that the script runs.
         reproduces: whether the script showed the failure in a fresh interpreter.

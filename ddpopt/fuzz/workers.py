@@ -1,7 +1,7 @@
-"""A worker: a pool of ranks that answers questions about models, whatever becomes of its processes.
+"""A worker: a pool of ranks that answers questions about models, even if its processes die.
 
-A model may take its ranks down, or never end: then all of them are ended, the failure is an answer like
-others, and the next question starts new ones. Invariant: each task gets an answer for each of its modes.
+A model may crash its ranks, or never end. Then all ranks are ended, the failure is an answer like any other,
+and the next question starts new ranks. Invariant: each task gets an answer for each of its modes.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from ddpopt.ranks.process import RankProcess
 STARTING_LIMIT_S = 300.0
 COLLECTIVE_LIMIT_S = 60.0
 EAGER = "eager"
-"""What a rank does before it runs the first mode."""
+"""The work of a rank before it runs the first mode."""
 DETAIL = 2000
 """Characters of stacks or output that are kept."""
 TASKS = 300
-"""After which a worker is replaced: Dynamo's caches grow."""
+"""Number of tasks after which a worker is replaced, because Dynamo's caches grow."""
 
 
 class Worker:
-    """One that answers, on as many ranks as a task asks for.
+    """Answers tasks, on as many ranks as each needs.
 
     Args:
-        limit_s: of one mode of one model, in seconds.
+        limit_s: limit of one mode of one model, in seconds.
     """
 
     def __init__(self, limit_s: float = 120.0) -> None:
@@ -48,7 +48,7 @@ class Worker:
         self._pool.close()
 
     def ask(self, task: Task) -> Iterator[Answer]:
-        """Have a task answered.
+        """Answer a task.
 
         Args:
             task: the question.
@@ -60,7 +60,7 @@ class Worker:
         while left:
             answers = self._asked(replace(task, modes=tuple(left)))
             if self._tasks > 1 and {answer.kind for answer in answers} == {Outcome.EAGER}:
-                self._pool.close()  # an earlier model may have broken them: ask once more in new ones
+                self._pool.close()  # an earlier model may have broken the ranks: ask again in new ones
                 continue
             if len(answers) == 1 and answers[0].kind is Outcome.WRONG and answers[0].mode != WHOLE:
                 answers = self._attributed(task, answers[0])
@@ -69,7 +69,7 @@ class Worker:
             left = [name for name in left if name not in done]
 
     def _asked(self, task: Task) -> list[Answer]:
-        """Ask, and wait until the task is done or a rank is lost."""
+        """Send a task, and wait until it is done or a rank is lost."""
         if self._tasks >= TASKS or self._pool.size != task.setting.nproc:
             self._pool.close()
             self._pool = Pool(task.setting.nproc, host=answer_tasks)
@@ -81,7 +81,7 @@ class Worker:
             return _lost(task, failed)
 
     def _attributed(self, task: Task, answer: Answer) -> list[Answer]:
-        """Whether what killed a mode kills the backend without any optimizer too."""
+        """Attribute a mode's death: check whether the backend without any optimizer dies too."""
         if answer.signature is None or answer.signature.kind not in ("death", "no end"):
             return [answer]
         whole = self._asked(replace(task, modes=(WHOLE,)))
@@ -122,10 +122,10 @@ def answers_of(ranks: Ranks, task: Task, limit_s: float) -> list[Answer]:
 
 
 def _lost(task: Task, failed: RanksFailed) -> list[Answer]:
-    """The answer of a mode that took its ranks down; of all modes, if that was eager.
+    """The answer for a mode that crashed its ranks; for all modes, if that was eager.
 
     Raises:
-        RanksFailed: it was neither.
+        RanksFailed: the ranks failed elsewhere.
     """
     failure = failed.culprits[0]
     signature, detail = _signature(failure)
@@ -133,7 +133,7 @@ def _lost(task: Task, failed: RanksFailed) -> list[Answer]:
         return [Answer(name, Outcome.EAGER, signature, detail) for name in task.modes]
     if failure.what not in task.modes:
         raise failed
-    # what a model raises is caught: an exception that comes out is one of verification's own
+    # a model's exceptions are caught, so an exception here comes from verification itself
     kind = (
         Outcome.BROKEN
         if failure.kind == "raised"
@@ -145,7 +145,7 @@ def _lost(task: Task, failed: RanksFailed) -> list[Answer]:
 
 
 def _signature(failure: RankFailure) -> tuple[FailureSignature, str]:
-    """What failed, in short and in full."""
+    """The signature of a failure, and its full text."""
     if failure.kind == "raised":
         return of_error(failure.stack.strip().rpartition("\n")[2]), failure.stack[-DETAIL:]
     _, found, crashed = failure.stack.rpartition("Current thread")

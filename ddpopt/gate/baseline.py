@@ -1,9 +1,9 @@
-"""The baseline: a file under version control that says what a commit must leave as it was.
+"""The baseline: a file under version control with the figures that a commit must not change.
 
-Plans and graphs are Dynamo's and differ between releases of torch, so figures belong to the release that they
-were measured with, and a file may hold those of several.
+Plans and graphs depend on Dynamo and differ between releases of torch, so figures belong to the release they
+were measured with. A file may hold figures for several.
 
-Invariant: equal figures give equal text, keys sorted, so that a diff shows what changed and nothing else.
+Invariant: equal figures give equal text, keys sorted, so a diff shows only what changed.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ KEY = "ddpopt_gate"
 CORPUS = "corpus"
 Figure = str | int | float | list[str]
 Figures = Mapping[str, Mapping[str, Mapping[str, Figure]]]
-"""By case, and by ``"plan"`` or the name of a mode, what was measured."""
+"""The figures by case, then by ``"plan"`` or the name of a mode."""
 
 
 def named(targets: Sequence[str]) -> tuple[str, ...]:
-    """Every target once, by its own name: ``"corpus"`` is every case that ships."""
+    """Every target once, by its own name; ``"corpus"`` stands for every case of the corpus."""
     each = ([case.name for case in cases()] if target == CORPUS else [target] for target in targets)
     return tuple(dict.fromkeys(name for names in each for name in names))
 
 
 @dataclass(frozen=True)
 class Measuring:
-    """What is measured, and how; kept in the baseline, so that two runs measure the same.
+    """What is measured, and how; stored in the baseline, so that two runs measure the same.
 
     Attributes:
         targets: as on the command line.
         modes: names of the modes.
-        backend: of Dynamo.
-        nproc: how many ranks.
-        steps: of training.
-        device: ``"cpu"`` or ``"cuda"``; None for a GPU for each rank where there are enough.
+        backend: the Dynamo backend.
+        nproc: the number of ranks.
+        steps: the number of training steps.
+        device: ``"cpu"`` or ``"cuda"``; None for a GPU for each rank if there are enough.
     """
 
     targets: tuple[str, ...] = ()
@@ -54,11 +54,11 @@ class Measuring:
 
 @dataclass(frozen=True)
 class Baseline:
-    """What the file says.
+    """The contents of the file.
 
     Attributes:
         settings: what is measured, and how.
-        measured: by release of torch (``"torch 2.13"``) the figures.
+        measured: the figures by release of torch (``"torch 2.13"``).
     """
 
     settings: Measuring = field(default_factory=Measuring)
@@ -69,7 +69,7 @@ class Baseline:
 
         Args:
             release: as `release_of` names it.
-            file: the baseline's, for the message.
+            file: the baseline file, for the message.
 
         Raises:
             UsageError: there are none.
@@ -84,11 +84,11 @@ class Baseline:
         return self.measured[release]
 
     def with_figures(self, release: str, figures: Figures) -> Baseline:
-        """The baseline with other figures of one release; those of others stay."""
+        """The baseline with new figures for one release; those of other releases stay."""
         return replace(self, measured={**self.measured, release: figures})
 
     def to_text(self) -> str:
-        """What to write to the file."""
+        """The text to write to the file."""
         data = {KEY: FORMAT, "settings": asdict(self.settings), "measured": self.measured}
         return json.dumps(data, indent=1, sort_keys=True, allow_nan=False) + "\n"
 
@@ -112,7 +112,7 @@ def read(file: Path) -> Baseline | None:
         The baseline; None if there is no such file.
 
     Raises:
-        UsageError: the file is something else.
+        UsageError: the file is not a baseline.
     """
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
@@ -133,11 +133,11 @@ def read(file: Path) -> Baseline | None:
 
 
 def write(baseline: Baseline, file: Path) -> bool:
-    """Write a baseline, unless the file says the same already.
+    """Write a baseline, unless the file already has this content.
 
     Args:
         baseline: what to write.
-        file: where to.
+        file: the file to write.
 
     Returns:
         Whether the file has changed.

@@ -1,7 +1,7 @@
-"""What changed between a baseline and a run: from what, to what, for which case.
+"""The changes between a baseline and a run: from what, to what, for which case.
 
-Invariant: whatever the baseline has and the run has not is a change, and so is the other way round. Nothing
-that was not measured counts as unchanged.
+Invariant: anything that only the baseline or only the run has is a change. Nothing that was not measured
+counts as unchanged.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Change:
     """One figure that changed.
 
     Attributes:
-        case: whose.
+        case: name of the case.
         place: ``"plan"`` or a mode; empty if it concerns the whole case.
         figure: its name.
-        before: the baseline's, in words.
-        now: the run's.
+        before: the baseline's value, as text.
+        now: the run's value, as text.
     """
 
     case: str
@@ -50,10 +50,10 @@ def changes(before: Figures, now: Figures) -> tuple[Change, ...]:
 
     Args:
         before: the baseline's figures.
-        now: the run's.
+        now: the run's figures.
 
     Returns:
-        All that changed, in the baseline's order.
+        All changes, in the baseline's order.
     """
     return tuple(_changes((), before, now))
 
@@ -69,7 +69,7 @@ def _changes(path: tuple[str, ...], before: object, now: object) -> Iterator[Cha
 
 
 def _words(before: object, now: object) -> tuple[str, str]:
-    """Both values in words: of two lists, what one has and the other has not."""
+    """Both values as text; for two lists, the items that only one of them has."""
     if isinstance(before, list) and isinstance(now, list) and set(before) != set(now):
         return (
             names([entry for entry in before if entry not in now]),
@@ -88,16 +88,16 @@ def _word(value: object, absent: str) -> str:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A run held against a baseline.
+    """A run compared with a baseline.
 
     Attributes:
         baseline: file name of the baseline.
-        release: of torch, for instance ``"torch 2.13"``.
-        nproc: how many ranks ran.
+        release: release of torch, for instance ``"torch 2.13"``.
+        nproc: the number of ranks.
         figures: what the run measured.
         changes: what changed.
-        left_out: targets of the baseline that nobody asked for this time.
-        updates: whether what changed goes into the baseline.
+        left_out: targets of the baseline that were not requested this time.
+        updates: whether the changes are written to the baseline.
     """
 
     baseline: str
@@ -151,7 +151,7 @@ class Comparison:
         return places
 
     def as_verdict(self) -> Verdict:
-        """The same as a verdict, for its reports: a trial for each plan and each mode of a case."""
+        """The comparison as a verdict, for its reports: a trial for each plan and each mode of a case."""
         trials = []
         for (case, place), found in self._places.items():
             status = Status.WRONG if found else Status.OK
@@ -160,7 +160,7 @@ class Comparison:
         return Verdict(self.baseline, self.nproc, tuple(trials), {"torch": self.release})
 
     def to_json(self) -> str:
-        """The comparison as a JSON object: what changed, and everything that was measured."""
+        """The comparison as a JSON object: the changes, and everything that was measured."""
         data = {
             "passes": self.exit_code == 0,
             "baseline": self.baseline,

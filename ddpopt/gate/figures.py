@@ -1,9 +1,10 @@
-"""What the gate measures of a case, on the ranks that are there: its plan, and each mode.
+"""The gate's measurements of a case on existing ranks: its plan, and each mode.
 
-Two runs of each mode. In the first nothing is registered with DDP, so its graphs and collectives are those of
-a user's training; verification judges it. The second has a communication hook that sees each bucket leave.
+Each mode runs twice. The first run registers nothing with DDP, so its graphs and collectives are those of a
+user's training; verification judges it. The second has a communication hook that sees when each bucket
+leaves.
 
-Invariant: whatever a mode does, all ranks take part in the same collectives, and give the same figures.
+Invariant: even if a mode fails, all ranks take part in the same collectives and return the same figures.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ FAILURE, VERDICT, OVERLAP = "failure", "verdict", "overlap, as a share of eager 
 
 
 def failures(figures: Mapping[str, Mapping[str, Figure]]) -> list[str]:
-    """What keeps a case's figures from going into a baseline."""
+    """The failures that keep a case's figures out of a baseline."""
     found = []
     for place, measured in figures.items():
         for name, value in measured.items():
@@ -61,13 +62,13 @@ def case_figures(
     """Plan a case, and run it in every mode. A collective of all ranks.
 
     Args:
-        case: the case, with DDP's arguments of its own.
+        case: the case, with its own arguments for DDP.
         settings: modes and steps.
-        backend: of Dynamo: a name or a callable.
-        ranks: the ranks that are there.
+        backend: the Dynamo backend: a name or a callable.
+        ranks: the existing ranks.
 
     Returns:
-        The figures of its plan and of each mode; what fails says so in place of them.
+        The figures of its plan and of each mode; a failure is reported in place of figures.
     """
     plans = ranks.gather(plan_figures(case))
     plan = plans[0]
@@ -155,7 +156,7 @@ def _counts(counts: Counter[str]) -> str:
 
 
 def _is_aligned(record: Record) -> bool:
-    """Whether every backward reduced the planned buckets; with no plan in force, a single one."""
+    """Whether every backward reduced the planned buckets; without a plan, a single bucket."""
     seen = [[frozenset(bucket.params) for bucket in one.buckets] for one in record.iterations or ()]
     if record.plan is None:
         return all(len(buckets) <= 1 for buckets in seen)
@@ -170,7 +171,7 @@ _Overlap = tuple[float | str, int]
 
 
 def _ratio(own: float | str, eager: float | str, ranks: Ranks) -> float | str:
-    """The lowest of all ranks; where measuring failed, how."""
+    """The lowest ratio of all ranks; or the failure, if measuring failed."""
     if isinstance(own, str):
         return own
     if isinstance(eager, str):
@@ -180,10 +181,10 @@ def _ratio(own: float | str, eager: float | str, ranks: Ranks) -> float | str:
 
 
 class CountingBackend:
-    """A backend that counts how often it is asked in the first step; recompilations come later.
+    """A backend that counts its calls in the first step; recompilations come later.
 
     Args:
-        backend: what is asked.
+        backend: the backend that compiles.
     """
 
     def __init__(self, backend: Callable[..., Any]) -> None:
@@ -198,13 +199,13 @@ class CountingBackend:
 
 
 def _overlap(case: Case, how: Mode, backend: Any, ranks: Ranks) -> _Overlap:
-    """Run a mode with a communication hook; the first failure of any rank where there is one."""
+    """Run a mode with a communication hook; returns the first failure of any rank, if there is one."""
     failure, counted, potential = "", CountingBackend(find_compiler(backend or "eager")), 0.0
     try:
         with warnings.catch_warnings(), how.running(), _fresh_group() as group:
             warnings.simplefilter("ignore")
             potential = _measured(case, how, counted, group, ranks)
-    except Exception as error:  # every rank says how it went, so that none waits for one that failed
+    except Exception as error:  # every rank reports its result, so that none waits for a failed rank
         failure = f"rank {ranks.rank}: {type(error).__name__}: {error}"
     said = [text for text in ranks.gather(failure) if text]
     return (said[0] if said else potential), counted.calls
@@ -213,7 +214,7 @@ def _overlap(case: Case, how: Mode, backend: Any, ranks: Ranks) -> _Overlap:
 def _measured(
     case: Case, how: Mode, counted: CountingBackend, group: dist.ProcessGroup, ranks: Ranks
 ) -> float:
-    """In a frame of its own, with which all that holds the group goes."""
+    """Runs in its own frame, so that all references to the group end with it."""
     torch.manual_seed(step_seed(0, 0))
     backend = counted if how.compiles else None
     parallel = how.wrap(Setup(case.model().to(ranks.device), group, backend, case.ddp_kwargs))
@@ -231,10 +232,10 @@ def _measured(
 
 @contextlib.contextmanager
 def _fresh_group() -> Iterator[dist.ProcessGroup]:
-    """A process group of all ranks, for the time of a block."""
+    """A process group of all ranks that exists for the duration of the block."""
     group: Any = dist.new_group(timeout=timedelta(seconds=COLLECTIVE_LIMIT_S))
     try:
         yield group
     finally:
-        gc.collect()  # reducers go before their process group
+        gc.collect()  # free reducers before their process group
         dist.destroy_process_group(group)

@@ -1,6 +1,6 @@
-"""A run of the gate: what is to be measured, on ranks that are started for it, and what becomes of it.
+"""Run the gate: decide what to measure, measure it on new ranks, and compare or write the baseline.
 
-Invariant: a baseline is only written where that is asked for, and from a run in which nothing failed.
+Invariant: a baseline is only written on request, and from a run in which nothing failed.
 """
 
 from __future__ import annotations
@@ -36,21 +36,22 @@ def gate(
     update: bool,
     begin: Callable[[str, int], None],
 ) -> tuple[Comparison, str]:
-    """Measure, compare with the baseline, and write it if that is asked for.
+    """Measure, compare with the baseline, and write it if requested.
 
     Args:
         file: the baseline.
-        targets: what to measure; empty for all of the baseline. With `update` new ones are added to it.
-        given: fields of `Measuring` that are asked for.
+        targets: the targets to measure; empty for all in the baseline. With `update` new ones are added to
+            it.
+        given: the requested fields of `Measuring`.
         update: whether to write the baseline.
-        begin: called with each case as it begins, and how many there are.
+        begin: called with each case as it begins, and the number of cases.
 
     Returns:
-        The comparison, and what became of the file; empty if it was not to be written.
+        The comparison, and a message about the file; empty if no update was requested.
 
     Raises:
         UsageError: an argument or the baseline cannot be used.
-        InfrastructureError: a rank died, or none could be had.
+        InfrastructureError: a rank died, or none could be started.
     """
     release = release_of(torch.__version__)
     kept = read(file)
@@ -80,10 +81,10 @@ def gate(
 def settings_of(
     kept: Baseline | None, file: Path, targets: Sequence[str], given: Mapping[str, Any], *, update: bool
 ) -> Measuring:
-    """What to measure: the baseline's own settings, and with `update` those that are given.
+    """Return what to measure: the baseline's own settings, or with `update` the given ones.
 
     Raises:
-        UsageError: there is no baseline, or a setting differs from the baseline's, or is of no use.
+        UsageError: there is no baseline, or a setting is invalid or differs from the baseline's.
     """
     if kept is None and not update:
         raise UsageError(
@@ -113,7 +114,7 @@ def settings_of(
 
 
 def _measure(settings: Measuring, due: Sequence[str], begin: Callable[[str], None]) -> Figures:
-    """What rank 0 saw of each case, on ranks of our own."""
+    """Measure each case on new ranks; returns rank 0's figures."""
     if not due:
         return {}
 

@@ -2,14 +2,14 @@
 
 For each bucket, the share of the backward's FLOPs still to come at the moment its all-reduce is launched,
 weighted by bytes. 1 would mean that everything is sent before the backward starts, 0 that everything is sent
-after it ended. Nothing here reads a clock, so the figure repeats exactly on a busy machine. It is meaningful
+after it ends. Nothing here reads a clock, so the figure repeats exactly on a busy machine. It is meaningful
 as a ratio to eager DDP on the same model, inputs and DDP arguments, measured after DDP rebuilt its buckets.
 
 Invariant: measuring changes no gradient. The communication hook computes DDP's own average, and the FLOPs are
 counted around the last backward only, when buckets are rebuilt and lazy backwards compiled.
 """
 
-# No postponed annotations here: DDP compares those of a communication hook with the types themselves.
+# No postponed annotations here: DDP compares the annotations of a communication hook with types.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,11 +42,11 @@ class BucketLaunch:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one way of running a data-parallel step did.
+    """The measurement of one way to run a data-parallel step.
 
     Attributes:
         potential: overlap potential of the last iteration, between 0 and 1.
-        flops: FLOPs of the last iteration's backward; where 0, `potential` is 0 too.
+        flops: FLOPs of the last iteration's backward; if 0, `potential` is 0 too.
         iterations: for each iteration from the first, its launches in order. Only those of the last
             iteration carry ``flops_before``.
     """
@@ -61,10 +61,10 @@ class Measurement:
         return tuple(tuple(launch.params for launch in launches) for launches in self.iterations)
 
 
-class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch types no part of it
+class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
     """Counts the FLOPs of everything dispatched inside it, with `torch.utils.flop_counter`'s formulas.
 
-    torch's own FlopCounterMode also follows module boundaries, which hooks the modules under measurement.
+    torch's own FlopCounterMode also tracks module boundaries, for which it hooks the measured modules.
     """
 
     supports_higher_order_operators = True
@@ -74,7 +74,7 @@ class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         self.total = 0
         self._formulas: dict[Any, Callable[..., int]] = {
             **flop_registry,
-            # The CPU twin of the flash kernel has no formula of its own in torch 2.13.
+            # The CPU variant of the flash kernel has no formula in torch 2.13.
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
         }
 
@@ -93,7 +93,7 @@ class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
             formula = self._formulas.get(func._overloadpacket)
             if formula is None:
                 with self:
-                    # Where autograd is off, an operator such as matmul arrives whole, not as its products.
+                    # Without autograd, an operator such as matmul arrives whole, not decomposed.
                     parts = func.decompose(*args, **options)
                 return func(*args, **options) if parts is NotImplemented else parts
         out = func(*args, **options)
@@ -112,7 +112,7 @@ class Recorder:
         ddp.register_comm_hook(None, self._hook)
 
     def begin(self, flops_so_far: Callable[[], int] = lambda: 0) -> None:
-        """Open a new iteration; `flops_so_far` is asked at each launch."""
+        """Open a new iteration; `flops_so_far` is called at each launch."""
         self.iterations.append([])
         self._flops_so_far = flops_so_far
 
@@ -138,10 +138,10 @@ def average(gradients: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.
         A completed future of `gradients`, which hold the mean over ranks.
     """
     gradients.div_(group.size())
-    # c10d has no complex sum; a sum of pairs is the same sum.
+    # c10d has no complex sum; summing real and imaginary parts is equivalent.
     summed = torch.view_as_real(gradients) if gradients.is_complex() else gradients
-    # Waited for, since no clock runs: a callback in Python on gloo's thread may want the interpreter's lock
-    # when the reducer, which holds it, takes the process group down and joins that thread. That hangs.
+    # Synchronous, because no clock runs: a Python callback on gloo's thread may need the GIL while the
+    # reducer, which holds the GIL, destroys the process group and joins that thread. That would hang.
     dist.all_reduce(summed, group=group)
     averaged: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     averaged.set_result(gradients)
@@ -169,21 +169,21 @@ def ratio_to_eager(potential: float, eager: float) -> float:
     """How much of eager DDP's potential is kept; 1.0 where eager has none to keep.
 
     Eager has none when the formulas count no FLOP in the backward, or when its only launch comes after the
-    last counted operation. Whatever is measured next to it then loses nothing, so the ratio is 1.
+    last counted operation. The measured mode then loses nothing, so the ratio is 1.
     """
     return 1.0 if eager == 0.0 else potential / eager
 
 
 def measure(ddp: DistributedDataParallel, loss: Callable[[int], torch.Tensor]) -> Measurement:
-    """Run forward and backward until DDP has rebuilt its buckets, then once more, measured.
+    """Run forward and backward until DDP has rebuilt its buckets, then measure one more iteration.
 
-    Parameters are not updated. The measured iteration repeats the step before it, so that no shape is new in
-    it and nothing is compiled while FLOPs are counted.
+    Parameters are not updated. The measured iteration repeats the step before it, so it has no new shapes and
+    nothing is compiled while FLOPs are counted.
 
     Args:
-        ddp: the DDP module, before its first forward and without a communication hook of its own.
+        ddp: the DDP module, before its first forward and without a communication hook.
         loss: runs the forward of one step (of `ddp`, or of a compiled callable around it), given the step's
-            index from 0, and gives the scalar loss.
+            index from 0, and returns the scalar loss.
 
     Returns:
         The potential of the last iteration, and the buckets of every iteration.

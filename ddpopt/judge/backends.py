@@ -1,6 +1,6 @@
-"""Backends as the command line names them: by Dynamo's name, or as ``package.module:function``.
+"""Resolve backends as the command line names them: by Dynamo's name, or as ``package.module:function``.
 
-Invariant: a name without a colon stays a name, so that a report and a script say what the user said.
+Invariant: a name without a colon stays a name, so reports and scripts show what the user gave.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ HELP = "give 'package.module:function', or the name of a backend that is registe
 
 
 def backend_of(name: str) -> Any:
-    """Find what ``--backend`` names.
+    """Find the backend that ``--backend`` names.
 
     Args:
         name: a name that Dynamo knows, or ``package.module:function`` of a callable
             ``(gm, example_inputs)``.
 
     Returns:
-        The callable; a name of Dynamo's as it is.
+        The callable; Dynamo's names are returned unchanged.
 
     Raises:
-        UsageError: it cannot be found, or is no callable.
+        UsageError: it cannot be found, or is not callable.
     """
     if ":" not in name:
         return name

@@ -1,11 +1,11 @@
-r"""The numeric levels of the ladder: how far a gradient may be from what it is compared with.
+r"""The numeric levels of the ladder: how far a gradient may be from its reference.
 
-Levels, by what they judge: L0 equality, L1 a sum over ranks. L2, the arithmetic of compiled code, is in
+L0 judges equality, L1 a sum over ranks. L2, the arithmetic of compiled code, is in
 `ddpopt.judge.judging.arithmetic`; L3, the structure, in `ddpopt.judge.judging.structure`. Everything here
 is a pure function of tensors; differences are computed in float64.
 
-Invariant: no bound is larger than what rounding can do to the values at hand, so that a gradient of zeros, or
-one of another step, rank or parameter, does not pass where the true one is more than noise.
+Invariant: no bound exceeds the error that rounding can cause in the given values, so a gradient of zeros, or
+of another step, rank or parameter, does not pass unless the true gradient is noise.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ NOT_FINITE = "NaN or infinite on one side only"
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a tensor is from what it is compared with.
+    """How far a tensor is from its reference.
 
     Attributes:
-        error: in the tensor's unit.
-        bound: what the error may be at most, in the same unit.
+        error: the error, in the tensor's unit.
+        bound: the largest allowed error, in the same unit.
         ulps: largest distance in units in the last place of the tensor's dtype.
-        note: what a reader should know of this comparison; empty if nothing.
+        note: a remark on this comparison for the reader; may be empty.
         right: whether the tensor passes.
     """
 
@@ -56,7 +56,7 @@ def _accumulated(roundings: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """Return a tensor as one that elementwise functions take: dense, real, without history."""
+    """Convert a tensor for elementwise functions: dense, real, detached."""
     tensor = tensor.detach()
     if tensor.is_sparse:
         tensor = tensor.to_dense()
@@ -71,18 +71,19 @@ def raw_bytes(tensor: Tensor) -> bytes:
 
 
 def exact(tensor: Tensor) -> Tensor:
-    """Return the same in float64; complex numbers as pairs, repeated rows of a sparse tensor added up."""
+    """Return a tensor in float64; complex numbers as pairs, repeated rows of a sparse tensor added up."""
     return _spread(tensor, _entries(tensor)) if tensor.is_sparse else dense(tensor).double()
 
 
 def contribution(gradient: Tensor) -> Tensor:
-    """Return what one rank contributes to a sum, in float64.
+    """Return one rank's contribution to a sum, in float64.
 
     Args:
-        gradient: of this rank. Rows of a sparse one may be repeated, and each repetition is a term.
+        gradient: the gradient of this rank. Rows of a sparse gradient may be repeated; each repetition is a
+            term.
 
     Returns:
-        Its value, the sum of the magnitudes of its terms, and their number: of shape ``(3, *shape)``.
+        Its value, the sum of the magnitudes of its terms, and their number, with shape ``(3, *shape)``.
     """
     if gradient.is_sparse:
         entries = _entries(gradient)
@@ -93,26 +94,26 @@ def contribution(gradient: Tensor) -> Tensor:
 
 
 def _entries(sparse: Tensor) -> Tensor:
-    """The values that a sparse tensor holds, in float64; those of one row apart, which coalescing adds."""
+    """The values of a sparse tensor in float64, without adding repeated rows as coalescing does."""
     values = sparse.detach()._values()
     return (torch.view_as_real(values.resolve_conj()) if values.is_complex() else values).double()
 
 
 def _spread(sparse: Tensor, entries: Tensor) -> Tensor:
-    """Values laid out as the rows of a sparse tensor are, and added up where rows are repeated."""
+    """Values laid out like the rows of a sparse tensor, with repeated rows added up."""
     shape = (*sparse.shape, 2) if sparse.is_complex() else sparse.shape
     return torch.sparse_coo_tensor(sparse._indices(), entries, shape, check_invariants=False).to_dense()
 
 
 def ulps(left: Tensor, right: Tensor) -> float:
-    """Return the largest distance of two tensors, in units in the last place of the larger of two elements.
+    """Return the largest distance between two tensors, in units in the last place of the larger element.
 
     Args:
         left: a tensor of any floating-point or complex dtype.
-        right: of the same dtype and shape.
+        right: a tensor of the same dtype and shape.
 
     Returns:
-        That many units; infinite if one is NaN and the other is not.
+        The distance; infinite if one element is NaN and the other is not.
 
     >>> one = torch.tensor([1.0])
     >>> ulps(one, torch.nextafter(one, torch.tensor([2.0]))), ulps(one, one)
@@ -126,11 +127,11 @@ def ulps(left: Tensor, right: Tensor) -> float:
 
 
 def bitwise(got: Tensor, expected: Tensor) -> Difference:
-    """L0: equal, element by element; the two zeros are equal, and so are NaNs.
+    """L0: compare element by element; the two zeros are equal, and so are NaNs.
 
     Args:
-        got: of the mode under test.
-        expected: of eager, of the same shape and dtype.
+        got: the tensor of the mode under test.
+        expected: the tensor of eager, of the same shape and dtype.
 
     Returns:
         The largest absolute difference, against a bound of 0.
@@ -144,14 +145,14 @@ def bitwise(got: Tensor, expected: Tensor) -> Difference:
 
 @dataclass(frozen=True)
 class Sum:
-    """What ranks contribute to a gradient, in float64.
+    """The contributions of all ranks to a gradient, in float64.
 
     Attributes:
-        total: the sum over ranks of their local gradients.
+        total: the sum of the ranks' local gradients.
         magnitude: the sum of the absolute values of all terms.
-        ranks: how many there are.
-        terms: how many terms each element has: one of each rank; of a sparse gradient, one for each time that
-            a row is held.
+        ranks: the number of ranks.
+        terms: the number of terms of each element: one per rank; for a sparse gradient, one per occurrence of
+            a row.
     """
 
     total: Tensor
@@ -161,25 +162,25 @@ class Sum:
 
 
 def communication_bound(terms: Sum, own: torch.dtype, sent_as: torch.dtype | None = None) -> Tensor:
-    r"""L1: what rounding can do at most to the mean over ranks, element by element.
+    r"""L1: the largest rounding error of the mean over ranks, element by element.
 
     The mean of N local gradients is sent as a sum of :math:`g_k / N`, where each rank has one term of a dense
-    gradient, and as many of a sparse one as it holds rows. In a dtype with unit roundoff u each term is
-    rounded twice (1 / N, and the product with it; a conversion into the dtype that is sent counts once more),
-    and every order of adding K terms rounds each of them at most K - 1 times. Hence
+    gradient, and one term for each row of a sparse one. In a dtype with unit roundoff u each term is rounded
+    twice (1 / N, and the product with it; a conversion into the dtype that is sent adds one more), and any
+    order of adding K terms rounds each of them at most K - 1 times. Hence
 
     .. math:: |\hat g - g| \le \gamma_{K+1+c} \sum_k |g_k| / N + (K + 1) \eta
 
-    with :math:`\gamma_n = n u / (1 - n u)`, c the conversions, and :math:`\eta` the smallest subnormal
-    number, for what underflows. To this comes the rounding of the float64 sum that it is compared with.
+    with :math:`\gamma_n = n u / (1 - n u)`, c the number of conversions, and :math:`\eta` the smallest
+    subnormal number, for underflow. The rounding of the float64 reference sum is added.
 
     Source: N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2nd edition, SIAM 2002, section 4.2
     (every order of summation), with Lemmas 3.1 and 3.3 for the products.
 
     Args:
-        terms: what the ranks contribute.
-        own: dtype of the gradient, in which the sum is computed if it is not sent in another one.
-        sent_as: that other one. Then c is 2: into it, and back.
+        terms: the contributions of the ranks.
+        own: dtype of the gradient, in which the sum is computed unless it is sent in another dtype.
+        sent_as: that other dtype. Then c is 2: one conversion each way.
 
     Returns:
         One bound for each element.
@@ -187,7 +188,7 @@ def communication_bound(terms: Sum, own: torch.dtype, sent_as: torch.dtype | Non
     dtype, casts = (own, 0) if sent_as is None else (sent_as, 2)
     info = torch.finfo(dtype)
     relative = _accumulated(terms.terms + 1 + casts, dtype) + _accumulated(terms.terms + 1, torch.float64)
-    # no magnitude times an infinite factor is no number
+    # a magnitude of zero times an infinite factor would be NaN
     rounding = torch.where(terms.magnitude == 0, 0, terms.magnitude * relative) / terms.ranks
     return rounding + (terms.terms + 1) * info.smallest_normal * info.eps
 
@@ -198,17 +199,17 @@ def communication(
     sent_as: torch.dtype | None = None,
     eager: Tensor | None = None,
 ) -> Difference:
-    """L1: a reduced gradient against the mean of the local ones, within `communication_bound`.
+    """L1: compare a reduced gradient with the mean of the local ones, within `communication_bound`.
 
-    Where the mean or eager's own gradient is NaN or infinite there is nothing to bound: the gradient must be
-    the same there.
+    Where the mean or eager's own gradient is NaN or infinite, no bound applies: the gradient must be equal
+    there.
 
     Args:
         got: the reduced gradient.
-        terms: what the ranks contribute, of the same shape (pairs for complex numbers).
-        sent_as: in which dtype it was sent; by default its own. From another one it is converted back, which
-            rounds once more, by the unit roundoff of its own.
-        eager: eager's own reduced gradient, where it is known.
+        terms: the contributions of the ranks, of the same shape (pairs for complex numbers).
+        sent_as: the dtype in which it was sent; by default its own. Converting back from another dtype rounds
+            once more, by the unit roundoff of the gradient's own dtype.
+        eager: eager's own reduced gradient, if known.
 
     Returns:
         The error of the element that exceeds its bound most, or comes closest to it, and its distance in ULP.
@@ -239,15 +240,15 @@ def communication(
 
 
 def same(left: Tensor, right: Tensor) -> Tensor:
-    """Tell element by element whether two are equal; NaNs are."""
+    """Return element by element whether two tensors are equal; NaNs are equal."""
     return (left == right) | (left.isnan() & right.isnan())
 
 
 def rms(tensor: Tensor) -> float:
-    """Return the root mean square; 0 of nothing."""
+    """Return the root mean square; 0 for an empty tensor."""
     return float(tensor.square().mean().sqrt()) if tensor.numel() else 0.0
 
 
 def largest(magnitudes: Tensor) -> float:
-    """Return the largest of some magnitudes; infinite if one is NaN, 0 of nothing."""
+    """Return the largest magnitude; infinite if one is NaN, 0 for an empty tensor."""
     return float(magnitudes.nan_to_num(nan=float("inf")).max()) if magnitudes.numel() else 0.0

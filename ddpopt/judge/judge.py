@@ -1,7 +1,7 @@
-"""Judging one mode against the reference: the run, what it is asked, and the trial that comes of it.
+"""Judge one mode against the reference: run it, compare it, and report a trial.
 
-Invariant: a trial is ok only if every number that eager leaves was judged at some level, or a note
-names it and says why not; and all ranks return the same trial.
+Invariant: a trial is ok only if every number that eager leaves was judged at some level, or a note names it
+and says why it was not; all ranks return the same trial.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EXACT = ("eager", "aot_eager")
 """Backends that run the operations of eager, in its order."""
 
 GIVES = get_args(Gives)
-"""Each gives more than the one before."""
+"""In ascending order: each offers more than the one before."""
 NO_GRADIENTS = (
     "nothing was judged: in eager DDP no parameter gets a gradient that is a number. Train something, and "
     "look for what makes NaN or infinity"
@@ -40,14 +40,14 @@ def judge(
     tamper: Callable[[Trainer], None] = lambda _: None,
     exact: bool | None = None,
 ) -> Trial:
-    """Run a mode, each step from eager's state, and hold it against the reference. A collective of all ranks.
+    """Run a mode, each step from eager's state, and compare it with the reference. A collective of all ranks.
 
     Args:
         reference: eager DDP's run of the same subject.
-        mode: what to judge.
-        backend: of Dynamo, for modes that compile.
-        tamper: for faults that are put in by hand; see `ddpopt.judge.trainer.Course`.
-        exact: whether to compare bit by bit; by default wherever the backend is known to keep eager's order.
+        mode: the mode to judge.
+        backend: the Dynamo backend, for modes that compile.
+        tamper: hook for injected faults; see `ddpopt.judge.trainer.Course`.
+        exact: whether to compare bit by bit; by default if the backend is known to keep eager's order.
 
     Returns:
         The trial, the same on every rank.
@@ -67,14 +67,14 @@ def judge(
 
 
 def _failed(reference: Reference, mode: Mode, backend: Any) -> dict[str, Any]:
-    """Tell what cannot be done here, or did not end in time, from what the mode gets wrong."""
+    """Distinguish a wrong mode from one that is not possible here, or that did not end in time."""
     bench = reference.bench
     if bench.stalled:
         return {"status": Status.BROKEN, "reason": bench.stalled}
     own = [failure for failure in bench.failures if not failure.lost] or bench.failures
     if all(failure.refused for failure in own):
         return {"reason": f"refused: {told(own)}"}
-    if backend is not None and not mode.observable:  # which uncompiled is no eager DDP, known to run
+    if backend is not None and not mode.observable:  # uncompiled, it is not eager DDP, which is known to run
         record = bench.run(mode, None, follow=reference.eager.starts)
         if record is None and not bench.stalled:
             return {"reason": f"{mode.about} fails without compiling: {told(own)}"}
@@ -85,7 +85,7 @@ def _failed(reference: Reference, mode: Mode, backend: Any) -> dict[str, Any]:
 def _judged(
     reference: Reference, mode: Mode, backend: Any, record: Record, exact: bool | None
 ) -> dict[str, Any]:
-    """Ask for the structure, climb the ladder, and put together what all ranks found."""
+    """Check the structure, climb the ladder, and merge what all ranks found."""
     bench = reference.bench
     if exact is None:
         exact = backend is None or (backend in EXACT and bench.subject.option.computes is None)

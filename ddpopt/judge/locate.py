@@ -1,11 +1,11 @@
-"""When a trial is wrong: in which layer, in which segments, and a script that shows it.
+"""Locate a fault: in which layer and which segments a trial goes wrong, with a script that shows it.
 
-The model alone is compiled first, then DDP of one rank is put around it, then DDP of several; each with the
-backends from Dynamo's own upwards. The lowest rung that disagrees with eager names the layer. All of it runs
-in ranks of its own, so a crash there is a finding, and this process stays as it was; under torchrun rank 0
-starts them on its machine, and its peers wait.
+First the model alone is compiled, then the model under DDP on one rank, then on several; each with the
+backends from Dynamo's own upwards. The lowest rung that disagrees with eager names the layer. The search runs
+in separate ranks, so a crash there is a finding and does not affect this process; under torchrun, rank 0
+starts them on its machine and its peers wait.
 
-Invariant: what is known when the time is over is returned, with a note that says so.
+Invariant: when the time is over, the result so far is returned, with a note that says so.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ddpopt.ranks.pool import launch
 
 LIMIT_S = 120.0
 FOR_NARROWING = 0.55
-"""Share of the time after which no new choice of segments is tried: the rest is for the script."""
+"""Share of the time after which no new segments are tried; the rest is for the script."""
 FOR_RANKS = 0.7
 """Share of the time after which ranks are ended."""
 LAYERS = {
@@ -43,7 +43,7 @@ LAYERS = {
 }
 
 
-def locate(  # noqa: PLR0913  # what a trial does not say of the verification that it is from
+def locate(  # noqa: PLR0913  # the settings that a trial does not record
     target: str,
     trial: Trial,
     script: Path,
@@ -56,19 +56,19 @@ def locate(  # noqa: PLR0913  # what a trial does not say of the verification th
     ddp_kwargs: Mapping[str, Any] | None = None,
     limit_s: float = LIMIT_S,
 ) -> Location:
-    """Look where a wrong trial goes wrong. Under torchrun, every rank must call this.
+    """Find where a wrong trial goes wrong. Under torchrun, every rank must call this.
 
     Args:
         target: what was verified.
-        trial: a trial of it that is wrong.
-        script: where to write the script that shows it.
-        nproc: on how many ranks the trial ran.
-        steps: how many steps it took.
-        dtype: in which it computed; None for the case's own.
+        trial: a wrong trial of the target.
+        script: where to write the script that shows the fault.
+        nproc: the number of ranks of the trial.
+        steps: the number of steps of the trial.
+        dtype: the dtype it computed in; None for the case's own.
         device: as for `ddpopt.judge.runner.verify`.
-        backend: as on the command line; None for the name that the trial has.
-        ddp_kwargs: DDP's arguments, in place of the target's own.
-        limit_s: seconds after which what is known is returned.
+        backend: as on the command line; None for the trial's backend.
+        ddp_kwargs: DDP's arguments, replacing the target's own.
+        limit_s: seconds after which the result so far is returned.
 
     Returns:
         The rungs that were tried, the layer, the segments and the script.
@@ -81,7 +81,7 @@ def locate(  # noqa: PLR0913  # what a trial does not say of the verification th
     def left(share: float = 1.0) -> float:
         return began + share * limit_s - time.monotonic()
 
-    resolve(target)  # it may register the backend
+    resolve(target)  # importing the target may register the backend
     compiler = (backend or trial.backend) if trial.backend else ""
     backend_of(compiler)
     question = replace(_asked_of(trial, target, compiler, steps), dtype=dtype, ddp_kwargs=ddp_kwargs or {})
@@ -97,7 +97,7 @@ def _located(
     question: Question, script: Path, nproc: int, device: str | None, left: Callable[..., float]
 ) -> Location:
     known = Known()
-    # where a trial on so many ranks ran if nobody chose, a single rank of the search goes too
+    # the default device of a trial on `nproc` ranks, also for a search on a single rank
     device = device or ("cuda" if torch.cuda.device_count() >= nproc else "cpu")
     for ranks in dict.fromkeys((1, nproc)):
         if known.stage is None and left(FOR_RANKS) > 0:
@@ -124,16 +124,16 @@ def _located(
 
 
 def _asked_of(trial: Trial, target: str, compiler: str, steps: int) -> Question:
-    """What a trial says of itself, and of what is wrong in it."""
+    """The question that follows from a trial and its findings."""
     known = [finding.step for finding in trial.findings if finding.step is not None]
-    # where not every step is known, all of them and the evaluation after them
+    # if a finding has no step, run all steps and the evaluation
     first = min(known) if known and len(known) == len(trial.findings) else steps
     return Question(
         target,
         trial.option,
         trial.mode,
         compiler,
-        steps=min(steps, first + 1),  # as few as show it: each starts from where eager's did
+        steps=min(steps, first + 1),  # the fewest that show it: each starts from eager's state
         rank=min((f.rank for f in trial.findings if f.rank is not None), default=0),
         structural=all(finding.level == "L3" for finding in trial.findings),
         evaluates=first >= steps,
@@ -143,7 +143,7 @@ def _asked_of(trial: Trial, target: str, compiler: str, steps: int) -> Question:
 def _in_ranks(
     known: Known, question: Question, ranks: int, device: str, left: Callable[[float], float]
 ) -> None:
-    """Run the search on some ranks of our own, and on new ones after a try that takes them down."""
+    """Run the search in separate ranks, and in new ones after a try that crashes them."""
     stages = list(stages_of(question, ranks))
     while left(FOR_RANKS) > 0:
         known.trying = None
@@ -169,11 +169,11 @@ def layer_of(stage: Stage, symptom: Symptom) -> str:
     """Name the layer that a stage adds to those below it.
 
     Args:
-        stage: the lowest that disagrees.
-        symptom: how it does.
+        stage: the lowest stage that disagrees.
+        symptom: how it disagrees.
 
     Returns:
-        The layer, in words.
+        The layer, as text.
     """
     compiled = LAYERS.get(stage.backend, f"the backend {stage.backend}")
     only = " (in structure alone)" if symptom == Symptom("structure") else ""

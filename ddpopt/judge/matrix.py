@@ -1,7 +1,7 @@
 """The cases of the matrix, which is every mode under every option.
 
 The cases are as small as DDP's default limits allow: more than 1 MiB of parameters, so that there are two
-buckets and every mode has something to get wrong. Invariant: they are cases like those of the corpus.
+buckets for every mode to handle. Invariant: they meet the rules of the corpus.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BATCH = 8
 
 
 class Plain(nn.Module):
-    """Two linear layers, and what is between and after them."""
+    """Two linear layers, with a module between them and one after them."""
 
     def __init__(
         self, between: Callable[[], nn.Module] = nn.ReLU, after: Callable[[], nn.Module] = nn.Identity
@@ -38,7 +38,7 @@ class Plain(nn.Module):
 
 
 class Tied(Plain):
-    """The first layer again at the end."""
+    """Applies the first layer again at the end."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(batch, WIDTH)`` to the same shape."""

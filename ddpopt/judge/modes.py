@@ -1,8 +1,8 @@
-"""The ways to run a data-parallel step that verification knows, one small function each.
+"""The ways to run a data-parallel step that can be verified, one small function each.
 
-A mode takes a model and gives a `Parallel`: what to call, how its backward runs, and where its gradients are.
-Invariant: nothing outlives the ``with`` in which a mode runs, neither a setting of Dynamo nor a compiled
-frame; and without a backend every mode runs uncompiled, so that it can be told what only compiling breaks.
+A mode turns a model into a `Parallel`: the callable, how its backward runs, and where its gradients are.
+Invariant: nothing outlives the ``with`` block of a mode, neither a Dynamo setting nor a compiled frame.
+Without a backend every mode runs uncompiled, so that faults of compilation can be told apart.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ class Mode:
     Attributes:
         name: as in ``--mode``.
         about: one sentence.
-        gives: of DDP: ``"module"``: a DDP module; ``"arguments"``: takes DDP's arguments; ``"nothing"``.
+        gives: the part of DDP it offers: ``"module"``: a DDP module; ``"arguments"``: DDP's arguments;
+            ``"nothing"``.
         wrap: makes the model data-parallel.
         compiles: whether it compiles at all.
         is_sharded: whether each rank holds a part of each parameter.
-        captures_backward: whether its backward has to be captured by compiled autograd.
+        captures_backward: whether compiled autograd must capture its backward.
         observable: whether its collectives are those of DDP's C++ reducer.
-        optimize_ddp: Dynamo's setting of that name while it runs.
+        optimize_ddp: Dynamo's setting of that name while the mode runs.
     """
 
     name: str
@@ -55,15 +56,15 @@ class Mode:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Have Dynamo and Inductor as this mode needs them, from a clean start, and put all back.
+        """Set up Dynamo and Inductor for this mode from a clean state, and restore everything.
 
-        Inductor draws random numbers as eager does: dropout could not be compared otherwise.
+        Inductor draws random numbers as eager does, so that dropout can be compared.
         """
         torch._dynamo.reset()
         inductor = torch._inductor.config
         settings = {
             "fallback_random": True,
-            "_fuse_ddp_bucket_size": inductor._fuse_ddp_bucket_size,  # which DDP sets
+            "_fuse_ddp_bucket_size": inductor._fuse_ddp_bucket_size,  # DDP sets it
             "_fuse_ddp_communication": False,
         }
         try:
@@ -71,8 +72,8 @@ class Mode:
                 yield
         finally:
             torch._dynamo.reset()
-            # DDP made for the Python reducer has Dynamo trace its frames from then on, for good; then a
-            # static graph no longer compiles.
+            # DDP with the Python reducer makes Dynamo trace DDP's frames from then on; a static graph then no
+            # longer compiles.
             if TRACED_FOR_GOOD in trace_rules.LEGACY_MOD_INLINELIST:
                 trace_rules.LEGACY_MOD_INLINELIST.remove(TRACED_FOR_GOOD)
                 trace_rules.get_legacy_mod_inlinelist.cache_clear()
@@ -83,7 +84,7 @@ def _compiled(module: nn.Module, backend: Any) -> Any:
 
 
 def local(setup: Setup) -> Parallel:
-    """The model alone on each rank: its own gradients, which nobody reduces."""
+    """The model alone on each rank, with unreduced gradients."""
     return Parallel(_compiled(setup.model, setup.backend), setup.model)
 
 
@@ -106,7 +107,7 @@ def ddpopt_with(strategy: Strategy) -> Wrap:
     """``ddpopt.compile`` with a strategy."""
 
     def wrap(setup: Setup) -> Parallel:
-        from ddpopt.dynamo.api import compile as ddpopt_compile  # heavy; other modes need none of it
+        from ddpopt.dynamo.api import compile as ddpopt_compile  # a heavy import that other modes do not need
 
         parallel = compiled_ddp(replace(setup, backend=None))
         ddp: Any = parallel.ddp
@@ -147,7 +148,7 @@ def mode(name: str, given_as: str = "mode") -> Mode:
 
     Args:
         name: one of those in `MODES`.
-        given_as: as what the caller gave it, for the error.
+        given_as: the name of the caller's argument, for the error.
 
     Returns:
         The mode.
@@ -159,7 +160,7 @@ def mode(name: str, given_as: str = "mode") -> Mode:
 
 
 def mode_of(strategy: str) -> str:
-    """Name the mode that runs a strategy: ``inline`` and ``auto`` differ in nothing but what is logged."""
+    """Name the mode that runs a strategy: ``inline`` and ``auto`` differ only in what is logged."""
     modes = {"split": "ddpopt-split", "inline": "ddpopt-inline", "auto": "ddpopt-inline"}
     return named(strategy, modes, "strategy")
 
@@ -168,15 +169,15 @@ T = TypeVar("T")
 
 
 def named(name: str, known: Mapping[str, T], given_as: str) -> T:
-    """Return what has a name.
+    """Look up a name.
 
     Args:
         name: the name.
-        known: all there are, by name.
-        given_as: what the caller gave the name as: a parameter, or an option of the command line.
+        known: all objects, by name.
+        given_as: the caller's argument, a parameter or a command-line option, for the error.
 
     Returns:
-        The one of ``known`` that has this name.
+        The object with this name.
 
     Raises:
         UsageError: there is none.

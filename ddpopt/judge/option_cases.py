@@ -1,4 +1,4 @@
-"""What options change in a case: a parameter that is not always used, one that is frozen, a nested DDP.
+"""Change a case for an option: a parameter that is not always used, one that is frozen, a nested DDP.
 
 Invariant: the changed case is a case: equal arguments give equal tensors.
 """
@@ -20,11 +20,11 @@ from ddpopt.cases.case import Case
 
 WIDTH = 8
 CAPS = {"bucket_cap_mb", "bucket_cap_mb_list"}
-"""DDP's arguments of which one takes the place of another."""
+"""DDP's arguments that replace each other."""
 
 
 class WithExtra(nn.Module):
-    """A model, and a further parameter that is used or not."""
+    """A model with an extra parameter that is used or not."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class WithExtra(nn.Module):
 
 
 class WithExchange(nn.Module):
-    """A model, then an expert whose rows go to the other ranks and back, used or not."""
+    """A model followed by an expert, used or not, whose rows go to the other ranks and back."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class WithExchange(nn.Module):
         self.group_name: Any = ""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's output, and a term of the loss. Without a group, nothing travels."""
+        """Return the model's output, and a term of the loss. Without a group, nothing is exchanged."""
         output = self.model(*args, **kwargs)
         rows = self.expert.expand(self.size, WIDTH) * (self.extra.sum() if self.uses_extra else 1.0)
         if self.group_name:
@@ -62,13 +62,13 @@ class WithExchange(nn.Module):
 
 
 def set_extra(model: nn.Module, used: bool) -> None:
-    """Say whether the extra parameter is used, where the model has one."""
+    """Set whether the extra parameter is used, if the model has one."""
     if isinstance(model, (WithExtra, WithExchange)):
         model.uses_extra = used
 
 
 def exchanging_in(case: Case, group: dist.ProcessGroup) -> Case:
-    """Have an expert's rows travel in a process group."""
+    """Make an expert exchange its rows in a process group."""
 
     def exchanging() -> nn.Module:
         model = case.model()
@@ -80,7 +80,7 @@ def exchanging_in(case: Case, group: dist.ProcessGroup) -> Case:
 
 
 def around(case: Case, kind: Callable[[nn.Module], nn.Module]) -> Case:
-    """Put a model into one of a kind that returns its output and a term of the loss."""
+    """Wrap a case's model in a module that returns its output and a term of the loss."""
 
     def loss(output: Any) -> Tensor:
         own, term = output
@@ -97,7 +97,7 @@ def _ignore(model: nn.Module, names: list[str]) -> None:
 
 
 def _of_cases(change: Callable[[nn.Module], nn.Module]) -> Callable[[Case], Case]:
-    """Make what changes a model one that changes the model of a case."""
+    """Turn a change of a model into a change of a case's model."""
     return lambda case: replace(case, model=lambda: change(case.model()))
 
 
@@ -130,7 +130,7 @@ def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 class Nested(nn.Module):
-    """A model that is a DDP module of its own, inside one whose other parameters another one reduces."""
+    """A DDP module inside a model whose other parameters an outer DDP module reduces."""
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -147,15 +147,15 @@ class Nested(nn.Module):
 
 
 def nested(case: Case, group: dist.ProcessGroup) -> Case:
-    """Put a DDP module into the model, which reduces in the same process group."""
+    """Put a DDP module that reduces in the same process group into the model."""
     return around(case, lambda model: Nested(model, group))
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """Convert a tensor of numbers that are no integers; return anything else as it is.
+    """Convert a floating-point or complex tensor; return anything else unchanged.
 
-    Complex numbers stay complex, and become wider where the dtype is; ``Module.to`` would take their real
-    parts.
+    Complex numbers stay complex, and become wider if the dtype is wider; ``Module.to`` would drop the
+    imaginary parts.
     """
     if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
         return value
@@ -165,11 +165,11 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def in_dtype(case: Case, dtype: torch.dtype) -> Case:
-    """Have a case compute in another dtype: its parameters, its buffers and its inputs."""
+    """Make a case compute in another dtype: its parameters, buffers and inputs."""
     to = partial(cast, dtype=dtype)
 
     def model() -> nn.Module:
-        made: Any = case.model()  # torch types not what all of Module's own conversions go by
+        made: Any = case.model()  # torch does not type `_apply`, which all conversions of Module use
         casted: nn.Module = made._apply(to)
         return casted
 
@@ -181,7 +181,7 @@ def in_dtype(case: Case, dtype: torch.dtype) -> Case:
 
 
 def differing(case: Case, ddp_kwargs: Mapping[str, Any]) -> Case:
-    """Give a case other arguments for DDP, over its own; a cap takes the place of any other."""
+    """Override a case's arguments for DDP; a cap replaces any other cap."""
     own = dict(case.ddp_kwargs)
     if CAPS & ddp_kwargs.keys():
         own = {name: value for name, value in own.items() if name not in CAPS}

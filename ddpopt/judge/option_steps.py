@@ -1,6 +1,6 @@
-"""What options do around a step: accumulate, hook, clip, join.
+"""The actions of options around a step: accumulate, hook, clip, join.
 
-Invariant: a step uses nothing but its `Trainer`, so that the reference and every mode do the same.
+Invariant: a step uses only its `Trainer`, so the reference and every mode do the same.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def accumulate_later(trainer: Trainer) -> None:
 
 
 def mixed_forwards(trainer: Trainer) -> None:
-    """Run a backward through a forward that syncs and one that does not."""
+    """Run one backward through two forwards, of which only one syncs."""
     first = trainer.loss()
     with trainer.parallel.no_sync():
         second = trainer.loss(part=1)
@@ -52,7 +52,7 @@ def two_forwards(trainer: Trainer) -> None:
 
 
 def autocast(trainer: Trainer) -> None:
-    """Run the forward in bfloat16 where autocast thinks it right."""
+    """Run the forward under bfloat16 autocast."""
     with torch.autocast(trainer.place.device.type, dtype=torch.bfloat16):
         loss = trainer.loss()
     trainer.backward(loss)
@@ -64,7 +64,7 @@ def scaled(trainer: Trainer) -> None:
 
 
 def both_models(trainer: Trainer) -> None:
-    """Run one backward through two models that know nothing of each other."""
+    """Run one backward through two independent models."""
     loss, other = trainer.loss(), trainer.other
     if other is not None:
         args, kwargs = trainer.inputs(part=1)
@@ -76,7 +76,7 @@ def both_models(trainer: Trainer) -> None:
 
 
 def keep_other_gradients(trainer: Trainer) -> None:
-    """Have the gradients of the other model judged."""
+    """Add the gradients of the other model to the comparison."""
     if trainer.other is not None:
         trainer.extras |= {f"other {name}": each for name, each in trainer.other.gradients().items()}
         trainer.other.model.zero_grad()
@@ -97,12 +97,12 @@ def unscale(trainer: Trainer) -> None:
 
 
 def use_extra_somewhere(trainer: Trainer) -> None:
-    """Have every third rank and step use the extra parameter."""
+    """Use the extra parameter on every third rank and step."""
     set_extra(trainer.parallel.model, (trainer.step + trainer.place.rank) % 3 == 0)
 
 
 def use_extra_nowhere(trainer: Trainer) -> None:
-    """Have nobody use the extra parameter."""
+    """Use the extra parameter on no rank."""
     set_extra(trainer.parallel.model, used=False)
 
 
@@ -117,7 +117,7 @@ def evaluate(trainer: Trainer) -> None:
 
 
 def fewer_steps_later(place: Place, steps: int) -> int:
-    """Later ranks take fewer steps, but at least one."""
+    """Return fewer steps for higher ranks, but at least one."""
     return max(1, steps - place.rank)
 
 
@@ -158,13 +158,13 @@ def hook_stepping(trainer: Trainer) -> None:
 def tensor_hook(trainer: Trainer) -> None:
     """Double the gradient of the first trainable parameter."""
     first: Any = next(p for p in trainer.parallel.model.parameters() if p.requires_grad)
-    first.register_hook(lambda gradient: gradient * 2)  # torch types its hooks not
+    first.register_hook(lambda gradient: gradient * 2)  # torch does not type its hooks
 
 
 def accumulated_hooks(trainer: Trainer) -> None:
-    """Count how often each gradient is complete."""
+    """Count how often each gradient is accumulated."""
     for name, parameter in trainer.parallel.model.named_parameters():
-        hookable: Any = parameter  # torch types its hooks not
+        hookable: Any = parameter  # torch does not type its hooks
         if parameter.requires_grad:
             hookable.register_post_accumulate_grad_hook(_counting(trainer, f"accumulated {name}"))
 
@@ -183,12 +183,12 @@ def module_hooks(trainer: Trainer) -> None:
 
 
 def joining(trainer: Trainer) -> AbstractContextManager[Any]:
-    """Let ranks that are done take part in the others' collectives."""
+    """Let ranks that are done join the others' collectives."""
     return contextlib.nullcontext() if trainer.ddp is None else trainer.ddp.join()
 
 
 def saving_otherwise(_: Trainer) -> AbstractContextManager[Any]:
-    """Keep what autograd saves in another dtype, which has room for every float and for small integers."""
+    """Store autograd's saved tensors in another dtype, wide enough for every float and for small integers."""
 
     def pack(tensor: Tensor) -> tuple[torch.dtype, Tensor]:
         if tensor.dtype in (torch.float32, torch.bfloat16):

@@ -1,7 +1,7 @@
-"""The ways to use DDP that verification knows: its arguments, and what people do around its steps.
+"""The ways to use DDP that can be verified: its arguments, and common actions around its steps.
 
-Each option is a row of one table: what it changes in the case, DDP's arguments, how it has the model trained,
-and what may be asked of the result. Invariant: an option changes the reference as it changes the mode.
+Each option is a row of one table: its changes to the case, DDP's arguments, how the model is trained, and
+which checks apply to the result. Invariant: an option changes the reference and the mode in the same way.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VIEWS = {"gradient_as_bucket_view": True}
 
 
 def _unused(name: str, about: str, ddp_kwargs: Mapping[str, Any], *, sends_as_usual: bool = True) -> Option:
-    """A parameter more that nobody uses."""
+    """An option with an extra parameter that no rank uses."""
     return Option(
         name,
         about,
@@ -39,7 +39,7 @@ def _unused(name: str, about: str, ddp_kwargs: Mapping[str, Any], *, sends_as_us
 def _sending(
     name: str, about: str, hook: Callable[..., Any], comm_dtype: torch.dtype | None = None
 ) -> Option:
-    """One of torch's communication hooks."""
+    """An option with one of torch's communication hooks."""
     return Option(name, about, "module", configure=do.comm_hook(hook), comm_dtype=comm_dtype)
 
 
@@ -181,7 +181,7 @@ def option(name: str, given_as: str = "options") -> Option:
 
     Args:
         name: one of those in `OPTIONS`.
-        given_as: as what the caller gave it, for the error.
+        given_as: the name of the caller's argument, for the error.
 
     Returns:
         The option.

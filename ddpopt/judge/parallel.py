@@ -1,4 +1,4 @@
-"""A model made data-parallel: what a mode is given and returns, and what training and judging need of it."""
+"""A data-parallel model: the input and output of a mode, and what training and judging need from it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Gradients = dict[str, Tensor | None]
 
 @dataclass(frozen=True)
 class Setup:
-    """What a mode has to work with.
+    """The input of a mode.
 
     Attributes:
-        model: on its device already.
+        model: the model, already on its device.
         group: the ranks that train it together.
-        backend: of Dynamo: a name or a callable; None to compile nothing.
-        ddp_kwargs: for ``DistributedDataParallel``; empty for modes without one.
+        backend: the Dynamo backend, a name or a callable; None to compile nothing.
+        ddp_kwargs: arguments for ``DistributedDataParallel``; empty for modes without one.
     """
 
     model: nn.Module
@@ -36,15 +36,15 @@ class Setup:
 
 @dataclass
 class Parallel:
-    """A model made data-parallel.
+    """A data-parallel model.
 
     Attributes:
         call: takes the arguments of the model.
-        model: the model itself, whose parameters bear the names that a user knows.
-        ddp: its DDP module; None where there is none.
-        planned: whether ddpopt's plan is to be in force.
-        around_backward: what to run a backward in.
-        no_sync: what to run forward and backward in, so that nothing is reduced.
+        model: the model itself, with the parameter names that a user knows.
+        ddp: its DDP module; None if there is none.
+        planned: whether ddpopt's plan should be in force.
+        around_backward: makes the context manager for a backward.
+        no_sync: makes the context manager for forward and backward without reduction.
     """
 
     call: Callable[..., Any]
@@ -55,7 +55,7 @@ class Parallel:
     no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def gradients(self) -> Gradients:
-        """Copies of the gradients of all trainable parameters, by name, None where there is none."""
+        """Copies of the gradients of all trainable parameters, by name; None for a missing gradient."""
         return {
             name: None if parameter.grad is None else _full(parameter.grad).detach().clone()
             for name, parameter in self.model.named_parameters()
@@ -68,7 +68,7 @@ class Parallel:
             return {name: _full(tensor).detach().clone() for name, tensor in self._tensors()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Set parameters and buffers to what `state` read from an equal model; what it has not stays."""
+        """Load parameters and buffers that `state` read from an equal model; others stay unchanged."""
         with torch.no_grad():
             for name, tensor in self._tensors():
                 if name in state:

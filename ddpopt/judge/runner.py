@@ -1,7 +1,7 @@
-"""Verification from end to end: which trials, on which ranks, and the verdict.
+"""Verification from end to end: choose trials and ranks, run them, and form the verdict.
 
-Trials run in ranks that this process starts, or in torchrun's. Invariant: every trial asked for is in the
-verdict, and every verdict is reported, whatever becomes of the search for what is wrong.
+Trials run on ranks that this process starts, or on torchrun's. Invariant: every requested trial is in the
+verdict, and every verdict is reported, even if the search for the fault fails.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from ddpopt.ranks.pool import launch
 RUN_LIMIT_S = 3600.0
 OPTIONS_BY_DEFAULT = ("default",)
 Progress = Callable[[object], None]
-"""Told of each `Started` and `Ended`."""
+"""Called with each `Started` and `Ended`."""
 
 
 def verify(  # noqa: PLR0913  # one for each thing that a user may choose
@@ -65,32 +65,33 @@ def verify(  # noqa: PLR0913  # one for each thing that a user may choose
 ) -> Verdict:
     """Verify that a compiled data-parallel step computes what eager DDP computes.
 
-    Under torchrun the ranks that exist are used, and every rank must call this; else ranks are started on
-    this machine.
+    Under torchrun its ranks are used, and every rank must call this; otherwise ranks are started on this
+    machine.
 
     Args:
         target: a `ddpopt.testing.Case`, a factory of a case, ``"package.module:name"`` of either, or the
             name of a case in the corpus.
-        nproc: how many ranks to start.
-        strategy: ddpopt's, where no mode is given: ``"split"``, ``"inline"`` or ``"auto"``.
-        backend: of Dynamo, underneath: a name, or a callable ``(gm, example_inputs)``.
+        nproc: the number of ranks to start.
+        strategy: ddpopt's strategy, if no mode is given: ``"split"``, ``"inline"`` or ``"auto"``.
+        backend: the Dynamo backend: a name, or a callable ``(gm, example_inputs)``.
         mode: the modes to judge, by name (see ``ddpopt.judge.modes``); by default ddpopt's.
         options: the ways to use DDP, by name (see ``ddpopt.judge.options``).
-        steps: how many steps of training; DDP has settled by the third.
-        dtype: ``"float32"``, ``"float64"``, ``"bfloat16"``, …: to compute in; by default the case's own.
-        device: ``"cpu"`` or ``"cuda"``; by default a GPU for each rank where there are enough.
-        limit_s: of the whole run, in seconds.
-        trial_limit_s: of each trial, and of eager's runs under each option, in seconds. A trial compiles, and
-            to judge compiled arithmetic it runs eager several times.
+        steps: the number of training steps; DDP's buckets are final by the third.
+        dtype: the dtype to compute in, ``"float32"``, ``"float64"``, ``"bfloat16"``, …; by default the case's
+            own.
+        device: ``"cpu"`` or ``"cuda"``; by default a GPU for each rank if there are enough.
+        limit_s: limit of the whole run, in seconds.
+        trial_limit_s: limit of each trial, and of eager's runs under each option, in seconds. A trial
+            compiles, and to judge compiled arithmetic it runs eager several times.
         on_event: called for each trial as it begins and ends.
 
     Returns:
-        The verdict: true if everything is right. What is wrong is in its findings, with level, parameter,
+        The verdict: true if everything is right. Its findings say what is wrong, with level, parameter,
         bucket, rank and step.
 
     Raises:
         UsageError: an argument cannot be used, or the target does not run in eager at all.
-        InfrastructureError: no ranks could be had.
+        InfrastructureError: no ranks could be started.
     """
     modes = _names(mode) or (mode_of(strategy),)
     settings = Settings(backend, steps, dtype, trial_limit_s)
@@ -116,16 +117,16 @@ def verify_all(
     """Verify several cases, options and modes in one run.
 
     Args:
-        title: what the verdict is about.
+        title: the title of the verdict.
         asked: what to verify.
-        settings: for all of it.
-        nproc: how many ranks to start; under torchrun, its ranks are used.
+        settings: the settings for all trials.
+        nproc: the number of ranks to start; under torchrun, its ranks are used.
         device: as for `verify`.
-        limit_s: of the whole run, in seconds.
+        limit_s: limit of the whole run, in seconds.
         on_event: as for `verify`.
 
     Returns:
-        The verdict, with a trial for everything that was asked.
+        The verdict, with every requested trial.
     """
     if under_torchrun():
         with (
@@ -139,12 +140,12 @@ def verify_all(
 
 
 class Attempts:
-    """What was asked for, and what is known of it so far.
+    """The requested trials, and their results so far.
 
     Attributes:
-        trials: all that were asked for, each as it is when nothing was learned from it, or as it ended.
-        done: indices of those that have ended or were given up.
-        device: what the ranks compute on; empty until they have said so.
+        trials: all requested trials, each with its result, or with the default one until it has ended.
+        done: indices of the trials that have ended or were given up.
+        device: the device the ranks compute on; empty until they report it.
     """
 
     def __init__(self, asked: Sequence[Asked], settings: Settings, tell: Progress) -> None:
@@ -159,16 +160,16 @@ class Attempts:
         """Judge everything.
 
         Args:
-            nproc: how many ranks to start.
-            limit_s: of the whole run, in seconds.
+            nproc: the number of ranks to start.
+            limit_s: limit of the whole run, in seconds.
             device: for `ddpopt.ranks.pool.launch`.
 
         Returns:
-            A trial for everything that was asked.
+            Every requested trial.
 
         Raises:
             RanksFailed: ranks failed before any trial had begun.
-            InfrastructureError: no ranks could be had.
+            InfrastructureError: no ranks could be started.
         """
         deadline = time.monotonic() + limit_s
         while left := [index for index in range(len(self.trials)) if index not in self.done]:
@@ -188,10 +189,10 @@ class Attempts:
         return tuple(self.trials)
 
     def _lose(self, began: Started, failed: RanksFailed) -> None:
-        """Give up what a failure of the ranks took with it.
+        """Give up the trials that a failure of the ranks affects.
 
-        If it was eager DDP itself that ran, those are all modes of that case under that option; else the
-        trial that ran, and unless it only raised, the same mode under the same option on later cases.
+        If eager DDP was running, these are all modes of that case under that option; otherwise the running
+        trial and, unless it only raised, the same mode under the same option on later cases.
         """
         case, one = began.case, [began.index]
         if not began.mode:
@@ -207,7 +208,7 @@ class Attempts:
             self._end(self._left("option", "mode", began.index), reason=reason)
 
     def _left(self, first: str, second: str, like: int) -> list[int]:
-        """What is yet to be judged and agrees with a trial in two fields."""
+        """The pending trials that agree with a trial in two fields."""
         of = attrgetter(first, second)
         return [
             index
@@ -240,7 +241,7 @@ def verify_here(
     steps: int = STEPS,
     trial_limit_s: float = TRIAL_LIMIT_S,
 ) -> Verdict:
-    """Verify a case on the ranks of the default process group; a collective of all of them.
+    """Verify a case on the ranks of the default process group; a collective of all ranks.
 
     Args:
         case: the case.
@@ -270,38 +271,38 @@ def verify_and_locate(
     locate: Callable[[Trial, int], Location] | None,
     report: Callable[[Verdict], None],
 ) -> Verdict:
-    """Verify, look where the first wrong trial goes wrong, and report: as a command does, on rank 0 alone.
+    """Verify, locate the fault of the first wrong trial, and report as commands do, only on rank 0.
 
     Args:
-        verify: gives the verdict.
-        locate: looks where a trial goes wrong, on so many ranks. None to look nowhere.
-        report: writes what was found.
+        verify: returns the verdict.
+        locate: locates the fault of a trial, given the number of ranks; None to skip that.
+        report: writes the verdict.
 
     Returns:
         The verdict.
 
     Raises:
         UsageError: an argument cannot be used.
-        InfrastructureError: no ranks could be had.
+        InfrastructureError: no ranks could be started.
     """
-    with joined() if under_torchrun() else nullcontext() as ranks:  # one process group for all of it
+    with joined() if under_torchrun() else nullcontext() as ranks:  # one process group for the whole run
         verdict = verify()
         trial = to_locate(verdict)
         if locate is not None and trial is not None:
             try:
                 location = locate(trial, verdict.world_size)
-            except Exception as error:  # whatever becomes of the search, there is a verdict
+            except Exception as error:  # if the search fails, there is still a verdict
                 location = Location((), "none was found: the search failed", note=str(error))
             verdict = replace(verdict, location=location)
         if is_first():
             report(verdict)
         if ranks is not None:
-            ranks.gather(None)  # torchrun ends all ranks when one ends with another exit code than 0
+            ranks.gather(None)  # torchrun ends all ranks as soon as one exits with a code other than 0
     return verdict
 
 
 def to_locate(verdict: Verdict) -> Trial | None:
-    """The first trial that is wrong, or, if none is, the first that took its ranks down."""
+    """The first trial that is wrong, or, if none is, the first that crashed its ranks."""
     candidates = (
         trial
         for status in (Status.WRONG, Status.BROKEN)
@@ -312,15 +313,15 @@ def to_locate(verdict: Verdict) -> Trial | None:
 
 
 def is_first() -> bool:
-    """Whether this process writes the reports: under torchrun, rank 0 alone does.
+    """Whether this process writes the reports: under torchrun, only rank 0 does.
 
-    Other launchers set ``RANK`` too, for processes that each start ranks of their own here.
+    Other launchers set ``RANK`` too, but there each process starts its own ranks.
     """
     return not under_torchrun() or os.environ["RANK"] == "0"
 
 
 def _waits_s(settings: Settings) -> float:
-    """How long ranks that exist wait for each other between trials: a trial's own limit passes before."""
+    """How long existing ranks wait for each other between trials: longer than a trial's own limit."""
     return max(COLLECTIVE_LIMIT_S, settings.trial_limit_s)
 
 
@@ -346,8 +347,8 @@ def checked(asked: Sequence[Asked], settings: Settings, nproc: int) -> None:
 
     Args:
         asked: what to verify.
-        settings: for all of it.
-        nproc: how many ranks to start.
+        settings: the settings for all trials.
+        nproc: the number of ranks to start.
 
     Raises:
         UsageError: a mode, an option, a backend, a dtype or a number cannot be used.

@@ -1,7 +1,7 @@
-"""The modes whose parameters are not a DDP module's: FSDP2, and ``replicate()``.
+"""The modes without a DDP module: FSDP2 and ``replicate()``.
 
-Each compiles the model itself and wraps a shell around it: `fully_shard` of a compiled root compiles nothing,
-silently, because the hooks that gather its parameters run inside what would be compiled.
+Each compiles the model itself and wraps a shell around it: `fully_shard` on a compiled root silently compiles
+nothing, because the hooks that gather its parameters run inside the frame to compile.
 
 Touches private names of torch 2.11 to 2.13: ``torch.distributed._composable.replicate``.
 """
@@ -22,7 +22,7 @@ from ddpopt.judge.parallel import Parallel, Setup
 
 
 class Shell(nn.Module):
-    """A module around the model, for what is attached to a root and is not to be compiled."""
+    """A module around the model, for hooks that belong to a root module and must not be compiled."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -58,8 +58,8 @@ def fully_sharded(setup: Setup) -> Parallel:
 def _mesh(setup: Setup) -> DeviceMesh:
     """Lay a mesh over the ranks.
 
-    DTensor remembers meshes by their shape, and with them a process group that may be gone by the next run:
-    so it gets the default one, which stays.
+    DTensor caches meshes by their shape, with a process group that may be gone by the next run. So the mesh
+    uses the default group, which stays.
     """
     kind = next(setup.model.parameters()).device.type
     if dist.get_world_size(setup.group) == dist.get_world_size():
@@ -77,7 +77,7 @@ def replicated(setup: Setup) -> Parallel:
 
 
 def broadcast_state(setup: Setup) -> None:
-    """Start every rank from the first one's parameters, as DDP does."""
+    """Copy the first rank's parameters to every rank, as DDP does."""
     root = dist.get_global_rank(setup.group, 0)
     with torch.no_grad():
         for tensor in (*setup.model.parameters(), *setup.model.buffers()):

@@ -1,8 +1,8 @@
-"""Some steps of training in one mode, and a record of everything that two modes must agree on.
+"""Train a few steps in one mode, and record everything on which two modes must agree.
 
-An option's step sees a `Trainer`. No collective of ours happens while it trains: ranks may take different
-numbers of steps. Invariant: equal cases, options and modes give equal records, but for what a machine does
-not reproduce.
+An option's step uses a `Trainer`. Training adds no collectives, because ranks may take different numbers of
+steps. Invariant: equal cases, options and modes give equal records, except for values that a machine does not
+reproduce.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from ddpopt.observation.compilations import Compilations
 from ddpopt.observation.observe import observe
 
 LEARNING_RATE = 0.05
-"""Of plain SGD: large enough that a stale gradient or a parameter that was not updated shows a step later."""
+"""For plain SGD: large enough that a stale gradient or a missed update shows one step later."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands.
+    """The place of this process in a run.
 
     Attributes:
-        rank: in the group that trains together.
-        size: of that group.
+        rank: rank in the training group.
+        size: size of that group.
         group: its process group.
-        device: where the model belongs.
+        device: the device of the model.
     """
 
     rank: int
@@ -60,15 +60,15 @@ class Trainer:
     """One model in one mode, as an option's step sees it.
 
     Attributes:
-        case: what is trained.
-        place: where.
+        case: the case to train.
+        place: the place of this process.
         parallel: the model.
-        make: makes another one, from the same weights.
-        other: one that an option trains in the same process.
-        step: index of the step that runs.
-        record: what is known so far.
-        extras: what a script can see of the step (`sight` finds it), and what the option leaves.
-        compilations: what Dynamo compiles meanwhile.
+        make: makes another model with the same weights.
+        other: a second model that an option trains in the same process.
+        step: index of the current step.
+        record: the record so far.
+        extras: values of the step that a script can see (found by `sight`), and values that the option adds.
+        compilations: the graphs that Dynamo compiles during the run.
     """
 
     def __init__(self, case: Case, place: Place, make: Callable[[], Parallel]) -> None:
@@ -89,18 +89,18 @@ class Trainer:
 
     @property
     def ddp(self) -> Any:
-        """Its DDP module; None where the mode has none."""
+        """The DDP module; None if the mode has none."""
         return self.parallel.ddp
 
     def loss(self, part: int = 0) -> Tensor:
-        """Run a forward on inputs of this rank, step and part of the step."""
+        """Run a forward on the inputs of this rank, step and part of the step; return the loss."""
         loss = self.case.loss(self.forward(part))
         self.sight.reach(loss)
         self.last_loss = loss.detach()
         return loss
 
     def forward(self, part: int = 0) -> Any:
-        """The output of the model for such inputs."""
+        """Return the output of the model for the inputs of a part."""
         args, kwargs = self.inputs(part)
         self.sight.calls(args, kwargs)
         output = self.parallel.call(*args, **kwargs)
@@ -108,13 +108,13 @@ class Trainer:
         return output
 
     def inputs(self, part: int) -> Any:
-        """Such inputs, and the random numbers that go with them."""
+        """Return the inputs of a part, and seed its random numbers."""
         source = self.place.rank + part * self.place.size
         torch.manual_seed(step_seed(source, self.step))
         return on_device(self.case.inputs(source, self.step), self.place.device)
 
     def backward(self, loss: Tensor) -> None:
-        """Run a backward as the mode runs it."""
+        """Run a backward in the way of the mode."""
         with self.parallel.around_backward():
             torch.autograd.backward(loss)
 
@@ -126,31 +126,31 @@ def plain_step(trainer: Trainer) -> None:
 
 @dataclass(frozen=True)
 class Option:
-    """One way to use a data-parallel model: what it changes, how it is trained, what may be asked of it.
+    """One way to use a data-parallel model: its changes, how it is trained, and which checks apply.
 
     Attributes:
-        name: as in ``--options``.
-        about: one sentence.
-        needs: what of DDP it needs: ``"nothing"``: any mode can; ``"arguments"``; ``"module"``.
-        ddp_kwargs: DDP's arguments, over the case's own.
-        adapt: makes another case of a case.
-        grouped: the same for one run, whose process group it is given.
-        configure: once the model is data-parallel: hooks, communication hooks.
-        around: what the whole training runs in, for instance ``ddp.join()``.
-        steps: how many steps a rank takes, given how many are asked for; may differ between ranks.
-        before_step: at the start of each step.
-        take_step: forward and backward of one step, however often.
-        finish_step: between the backward and the optimizer: clipping, unscaling.
-        keeps_gradients: whether gradients are zeroed in place instead of dropped.
+        name: the name, as in ``--options``.
+        about: a description in one sentence.
+        needs: the part of DDP it needs: ``"nothing"``: any mode works; ``"arguments"``; ``"module"``.
+        ddp_kwargs: DDP's arguments, overriding the case's own.
+        adapt: changes the case.
+        grouped: changes the case for one run, given its process group.
+        configure: called once the model is data-parallel, to add hooks or communication hooks.
+        around: context manager for the whole training, for instance ``ddp.join()``.
+        steps: the number of steps of a rank, given the requested number; may differ between ranks.
+        before_step: called at the start of each step.
+        take_step: runs the forwards and backwards of one step.
+        finish_step: called between the backward and the optimizer, for clipping or unscaling.
+        keeps_gradients: whether gradients are zeroed in place instead of set to None.
         local: whether the reduced gradient is the mean over ranks of what the model alone computes.
-        comm_dtype: in which gradients are sent, if not in their own dtype.
-        probes: whether one more step, which nothing reduces, may be asked for.
-        more_graphs: whether ranks may compile more graphs than the model alone, and others than their peers.
-        sends_as_usual: whether each step sends each bucket once, in order and on all ranks alike, and the
-            model sends no others.
-        forwards: how many forwards one backward goes through.
-        computes: in which dtype operations round, if not in that of their parameters: uncompiled code then
-            keeps casts that compiled code makes again, so they differ in their last bits.
+        comm_dtype: the dtype in which gradients are sent, if not their own.
+        probes: whether one more, unreduced step may be run.
+        more_graphs: whether ranks may compile more graphs than the model alone, and different ones.
+        sends_as_usual: whether each step sends each bucket once, in the same order on all ranks, and the
+            model sends nothing else.
+        forwards: the number of forwards in one backward.
+        computes: the dtype in which operations round, if not that of their parameters. Uncompiled code then
+            reuses casts that compiled code repeats, so they differ in their last bits.
     """
 
     name: str
@@ -176,7 +176,7 @@ class Option:
 
 
 def on_device(value: Any, device: torch.device) -> Any:
-    """Move every tensor in containers to a device; what is a leaf stays one."""
+    """Move every tensor in containers to a device; leaves stay leaves."""
 
     def moved(leaf: Any) -> Any:
         there = leaf.to(device) if isinstance(leaf, Tensor) else leaf
@@ -191,13 +191,13 @@ class Course:
     """How a case is trained.
 
     Attributes:
-        case: what to train.
+        case: the case to train.
         option: how DDP is used.
-        backend: Dynamo's, for modes that compile; None to compile nothing.
-        steps: how many.
-        follow: parameters and buffers to start each step from; else each goes on from the one before.
+        backend: the Dynamo backend, for modes that compile; None to compile nothing.
+        steps: the number of steps.
+        follow: parameters and buffers to start each step from; by default each step continues from the last.
         evaluate: whether to run the model after the last step, in evaluation mode and without gradients.
-        tamper: called once the model is data-parallel and configured; for faults that are put in by hand.
+        tamper: called once the model is data-parallel and configured; for injected faults.
     """
 
     case: Case
@@ -213,10 +213,10 @@ def train(course: Course, mode: Mode, place: Place) -> Record:
     """Train a case for some steps in a mode.
 
     Returns:
-        What happened. A run that fails raises whatever the step raised.
+        The record. A run that fails raises the exception of the step.
     """
     with mode.running(), contextlib.ExitStack() as stack:
-        stack.callback(gc.collect)  # a DDP module is held by its own hooks, and a reducer by them
+        stack.callback(gc.collect)  # a DDP module and its reducer are in reference cycles through their hooks
         trainer = Trainer(course.case, place, functools.partial(_make, course, mode, place))
         trainer.record.follow = course.follow
         trainer.record.ignored = frozenset(getattr(trainer.ddp, "parameters_to_ignore", ()))
@@ -244,12 +244,12 @@ def _make(course: Course, mode: Mode, place: Place) -> Parallel:
 
 @contextlib.contextmanager
 def _watched(trainer: Trainer, mode: Mode) -> Iterator[None]:
-    """Count graphs and captures, and observe the reducer where there is one."""
+    """Count graphs and captures, and observe the reducer if there is one."""
     record, ddp = trainer.record, trainer.ddp
     captures = counters["compiled_autograd"]["captures"]
     observation = None
     if mode.observable:
-        with contextlib.suppress(UsageError):  # an option that leaves no buckets to see
+        with contextlib.suppress(UsageError):  # some options leave no buckets to observe
             observation = observe(ddp)
     trainer.compilations.start()
     try:
@@ -301,7 +301,7 @@ def _one_step(trainer: Trainer, option: Option) -> None:
 
 
 def _evaluate(trainer: Trainer) -> None:
-    """Run the model on what the first step began with, and twice on what eager's last step ended with."""
+    """Run the model once from the first step's initial state, and twice from eager's final state."""
     record = trainer.record
     states, last = record.follow or record.starts, len(record.steps)
     extras: dict[str, Any] = {}
@@ -310,7 +310,7 @@ def _evaluate(trainer: Trainer) -> None:
         for part in trainer.parallel.model.modules():
             stack.callback(setattr, part, "training", part.training)
         trainer.parallel.model.eval()
-        # attention is to compute what compiled code computes, and not by a special kernel
+        # attention must compute what compiled code computes, without its fast-path kernel
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
         for name, steps, without_gradients in (
@@ -334,7 +334,7 @@ def _evaluate(trainer: Trainer) -> None:
             seen["state of torch's generators"] = hashlib.blake2b(raw_bytes(drawn), digest_size=8).hexdigest()
             for what, value in seen.items():
                 is_of_inference = isinstance(value, Tensor) and value.is_inference()
-                # a tensor of inference mode may not be used outside of it
+                # an inference tensor may not be used outside inference mode
                 extras[f"{name}'s {what}"] = value.clone() if is_of_inference else value
     trained = record.steps[-1].gradients
     state = {name: tensor for name, tensor in trainer.parallel.state().items() if name not in trained}
@@ -343,7 +343,7 @@ def _evaluate(trainer: Trainer) -> None:
 
 
 def _changed(trainer: Trainer, before: Named) -> Iterator[str]:
-    """Names of parameters and buffers that are not as they were: in value, form or gradient."""
+    """Names of parameters and buffers that changed in value, form or gradient."""
     now = trainer.parallel.state()
     gradients = trainer.parallel.gradients()
     for name, tensor in before.items():
@@ -353,13 +353,13 @@ def _changed(trainer: Trainer, before: Named) -> Iterator[str]:
 
 
 def random_state(device: torch.device) -> Tensor:
-    """Return the states of the generators that a model on a device draws from: the CPU's, the GPU's own."""
+    """Return the states of the generators that a model on a device draws from: the CPU's and the GPU's."""
     own = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
     return torch.cat([torch.random.get_rng_state(), *own])
 
 
 def _probe(trainer: Trainer, option: Option) -> None:
-    """Take the last step once more, under no_sync."""
+    """Repeat the last step under no_sync."""
     record, ddp = trainer.record, trainer.ddp
     trainer.step = len(record.steps) - 1
     trainer.parallel.load(record.starts[trainer.step])
@@ -367,13 +367,13 @@ def _probe(trainer: Trainer, option: Option) -> None:
     broadcasts = ddp.require_forward_param_sync
     with trainer.parallel.no_sync():
         option.take_step(trainer)
-    ddp.require_forward_param_sync = broadcasts  # of buffers, before the next forward
+    ddp.require_forward_param_sync = broadcasts  # broadcasts buffers before the next forward
     gradients = {unreduced(name): gradient for name, gradient in trainer.parallel.gradients().items()}
     record.local = RecordedStep(None, {}, {}, random_state(trainer.place.device), gradients)
 
 
 def _update(trainer: Trainer) -> None:
-    """Plain SGD; an optimizer of torch's would refuse to mix dense and sparse gradients in one call."""
+    """Apply plain SGD; torch's optimizers do not accept dense and sparse gradients in one call."""
     with torch.no_grad():
         for parameter in trainer.parallel.model.parameters():
             if parameter.grad is not None:
@@ -381,5 +381,5 @@ def _update(trainer: Trainer) -> None:
 
 
 def updated(parameter: Tensor, gradient: Tensor | None) -> Tensor:
-    """What the optimizer makes of a parameter."""
+    """Return a parameter after the optimizer's update."""
     return parameter if gradient is None else parameter.add(gradient, alpha=-LEARNING_RATE)

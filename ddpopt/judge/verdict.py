@@ -1,7 +1,7 @@
-"""What a verification found: trials, each with its findings, and the verdict over all of them.
+"""The results of a verification: trials, each with its findings, and the verdict over all of them.
 
-Plain data, without torch: the process that started the ranks, the reports and a reader of the JSON need no
-tensor. Invariant: a verdict is true only if something was judged, nothing was wrong, and nothing broke.
+Plain data, without torch: the process that started the ranks, the reports and readers of the JSON need no
+tensors. Invariant: a verdict is true only if something was judged, nothing was wrong, and nothing broke.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Finding:
         level: ``"L0"`` bitwise, ``"L1"`` communication bound, ``"L2"`` compiled arithmetic, ``"L3"``
             structure, ``"run"`` the step itself failed.
         claim: the invariant that does not hold, as a short sentence.
-        message: what was expected, what came, and where.
-        rank: the rank that saw it; None if it concerns all of them.
+        message: what was expected, what was observed, and where.
+        rank: the rank that saw it; None if it concerns all ranks.
         step: index of the training step, from 0; None if it concerns the whole run.
         parameter: name as in ``module.named_parameters()``, or of a buffer.
         bucket: index of the bucket that carried the parameter.
         ulps: largest distance in units in the last place of the gradient's dtype.
         error: largest error, in the unit of the gradient.
-        bound: what the error may be at most, in the unit of the gradient.
+        bound: the largest allowed error, in the unit of the gradient.
     """
 
     level: str
@@ -58,17 +58,17 @@ class Finding:
 
 @dataclass(frozen=True)
 class Measured:
-    """The worst that was seen of one parameter at one level, over steps and ranks.
+    """The worst comparison of one parameter at one level, over steps and ranks.
 
     Attributes:
         parameter: its name.
         level: the level of the ladder that judged it.
-        bucket: index of the bucket that carried it, where known.
-        ulps: largest distance in units in the last place; 0 where bitwise equal.
-        error: the error to which `bound` belongs.
-        bound: what the error may be at most; 0 where only equality will do.
-        rank: where the worst was seen.
-        step: when the worst was seen.
+        bucket: index of the bucket that carried it, if known.
+        ulps: largest distance in units in the last place; 0 if bitwise equal.
+        error: the error to which `bound` applies.
+        bound: the largest allowed error; 0 if equality is required.
+        rank: the rank with the worst comparison.
+        step: the step with the worst comparison.
     """
 
     parameter: str
@@ -82,7 +82,7 @@ class Measured:
 
     @property
     def share(self) -> float:
-        """How much of its bound the error takes: above 1 is wrong, infinite where equality was missed.
+        """The error as a share of its bound: above 1 is wrong, infinite if equality was required and missed.
 
         >>> Measured("w", "L1", 0, 3.0, error=2.0, bound=4.0, rank=0, step=0).share
         0.5
@@ -120,16 +120,16 @@ class Trial:
         case: name of the case or target.
         mode: name of the mode, for instance ``"ddpopt-inline"``.
         option: name of the option, for instance ``"static_graph"``.
-        backend: Dynamo's backend underneath; empty for modes that compile nothing.
+        backend: the Dynamo backend; empty for modes that compile nothing.
         status: how it ended.
         reason: why it was not possible, or what broke; empty otherwise.
-        findings: all that is wrong.
+        findings: everything that is wrong.
         levels: the levels of the ladder that were applied, in order.
-        notes: what a reader should know though nothing is wrong (a level that could not be applied and why,
-            values whose gradient may be summed in another order, gradients that are nothing but noise).
+        notes: remarks that are not findings (a level that could not be applied and why, values whose gradient
+            may be summed in another order, gradients that are nothing but noise).
         measured: one entry for each parameter and level.
-        buckets: of the last step that was synchronised.
-        graphs: how many graphs were compiled, recompilations included.
+        buckets: the buckets of the last synchronised step.
+        graphs: the number of compiled graphs, including recompilations.
         seconds: wall time.
     """
 
@@ -161,7 +161,7 @@ class Rung:
     Attributes:
         name: what ran, for instance ``"aot_eager, no DDP"``.
         agrees: whether it agreed with eager at its level.
-        detail: the worst parameter, or the error that it ended with.
+        detail: the worst parameter, or the error that ended it.
     """
 
     name: str
@@ -174,13 +174,13 @@ class Location:
     """Where a wrong trial goes wrong.
 
     Attributes:
-        rungs: what was tried, from eager upwards.
-        layer: the lowest layer that is wrong, in words.
+        rungs: the rungs that were tried, from eager upwards.
+        layer: the lowest layer that is wrong, as text.
         segments: the smallest set of segments that must be compiled for the difference to appear, each as
             ``"graph 0, segment 2: linear, relu"``; empty if no segment is to blame.
         script: file name of the standalone script that shows it; empty if there is none.
         reproduces: whether the script was run in a fresh interpreter and showed the difference.
-        note: why there is no script, or anything else worth knowing.
+        note: why there is no script, or another remark.
     """
 
     rungs: tuple[Rung, ...]
@@ -200,7 +200,7 @@ class Verdict:
         world_size: number of ranks.
         trials: in the order in which they ran.
         environment: versions and hardware: ``torch``, ``ddpopt``, ``python``, ``device``, ``platform``.
-        location: where it goes wrong, if that was looked for.
+        location: where it goes wrong, if that was searched for.
     """
 
     target: str
@@ -248,7 +248,7 @@ class Verdict:
     def to_json(self) -> str:
         """Return the verdict as a JSON object.
 
-        It is strict JSON, which has no numbers beyond the finite ones: these are the strings
+        It is strict JSON, which has only finite numbers; others are the strings
         ``"Infinity"``, ``"-Infinity"`` and ``"NaN"``.
         """
         data = json.dumps(asdict(self) | {"right": bool(self)}, default=str)

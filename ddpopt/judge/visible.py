@@ -1,8 +1,8 @@
-"""What a training script can see of a step, next to the parameters and their gradients.
+"""What a training script can see of a step besides the parameters and their gradients.
 
-Outputs, inputs and their gradients, gradients of tensors outside of DDP, what modules and hooks keep, and
-which of all these share memory. Nothing is registered for that, so the program that runs is the user's.
-Invariant: equal programs see the same under the same names, whichever run of a process it is.
+Outputs, inputs and their gradients, gradients of tensors outside DDP, objects that modules and hooks keep,
+and which of these share memory. No hook is registered, so the program that runs is the user's. Invariant:
+equal programs see the same values under the same names, in any run of a process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt.judge.compare import bitwise, raw_bytes
 
 Pairs = frozenset[tuple[str, str]]
-"""Names of what shares memory."""
+"""Pairs of names that share memory."""
 GRADIENT_OF = "gradient of "
 KEPT = "kept "
 OUTSIDE = "the tensor outside of DDP"
@@ -34,7 +34,7 @@ ATTRIBUTE = "attribute "
 LAST = "the last step's "
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 DEPTH = 8
-"""Of containers in containers that are looked into."""
+"""How deeply nested containers are searched."""
 PLAIN = (bool, int, float, complex, str, type(None))
 PASSED_OVER = (type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 
@@ -49,7 +49,7 @@ def leaves(value: Any, name: str, depth: int = DEPTH) -> Iterator[tuple[str, Any
 
 
 def _walked(value: Any, name: str, depth: int = DEPTH) -> Iterator[tuple[str, Any]]:
-    """The same, each container before what is in it."""
+    """Like `leaves`, but yields each container before its contents."""
     yield name, value
     if depth > 0:
         for part, entry in _parts(value):
@@ -69,12 +69,12 @@ def _parts(value: Any) -> Iterable[tuple[str, Any]]:
 
 
 def _is_inner(value: Any) -> bool:
-    """Whether a value is of no user's making: what torch and ddpopt keep for themselves."""
+    """Whether a value is internal to torch or ddpopt."""
     return type(value).__module__.startswith(("torch._", "torch.autograd", "torch.distributed", "ddpopt."))
 
 
 def held_by(function: Any, depth: int = DEPTH // 2) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors and plain values that a function of the user's can reach without its arguments."""
+    """Yield the tensors and plain values that a user's function can reach without its arguments."""
     for name, value in _uses(function).items():
         if isinstance(value, nn.Module):
             yield from ((f"{name}.{path}", tensor) for path, tensor in value.named_buffers())
@@ -94,7 +94,7 @@ def _is_theirs(function: Any) -> bool:
 
 
 def _uses(function: Any) -> dict[str, Any]:
-    """What a function has of its own: bound arguments, its closure and defaults, globals of its module."""
+    """The values a function refers to: bound arguments, its closure and defaults, globals of its module."""
     if _is_theirs(function):
         return {}
     if isinstance(function, functools.partial):
@@ -102,10 +102,10 @@ def _uses(function: Any) -> dict[str, Any]:
         return {"function": function.func, **given, **function.keywords}
     if isinstance(function, types.MethodType):
         return {"self": function.__self__, "function": function.__func__}
-    if not isinstance(function, types.FunctionType):  # list.append, an object that can be called
+    if not isinstance(function, types.FunctionType):  # list.append, or a callable object
         return {"self": getattr(function, "__self__", function)}
     used: dict[str, Any] = {}
-    with contextlib.suppress(ValueError):  # of a variable that has no value yet
+    with contextlib.suppress(ValueError):  # raised for a variable without a value
         closure = inspect.getclosurevars(function)
         used = {**closure.globals, **closure.nonlocals}
     defaults = {f"default {place}": value for place, value in enumerate(function.__defaults__ or ())}
@@ -113,7 +113,7 @@ def _uses(function: Any) -> dict[str, Any]:
 
 
 def reached(loss: Tensor) -> list[Tensor]:
-    """List the leaves that a loss sends gradients to, as its graph has them."""
+    """List the leaves that a loss sends gradients to, in the order of its graph."""
     found: dict[int, Tensor] = {}
     pending, seen = [loss.grad_fn], set()
     while pending:
@@ -140,15 +140,15 @@ def _type_of(value: Any) -> str:
 
 
 def form_of(tensor: Tensor, with_strides: bool = True) -> str:
-    """Put dtype, shape, strides and device into words, and what autograd does with a tensor."""
+    """Describe a tensor's dtype, shape, strides and device, and its autograd state."""
     layout = "" if tensor.layout is torch.strided else f", {tensor.layout}"
     strides = ""
     if with_strides and tensor.layout is torch.strided and tensor.numel():
-        # the stride of a dimension that has a single element means nothing
+        # the stride of a dimension with a single element has no meaning
         used = [stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
         strides = f", strides {tuple(used)}"
     needs = ", requires grad" if tensor.requires_grad else ""
-    # inside of inference mode, what compiled code returns is no such tensor everywhere
+    # in inference mode, compiled code does not always return inference tensors
     inference = (
         ", of inference mode" if tensor.is_inference() and not torch.is_inference_mode_enabled() else ""
     )
@@ -156,15 +156,15 @@ def form_of(tensor: Tensor, with_strides: bool = True) -> str:
 
 
 def is_of_last_step(name: str) -> bool:
-    """Whether a name of what shares memory is that of a result of the step before."""
+    """Whether a name in a sharing pair is that of a result of the previous step."""
     return name.startswith(LAST)
 
 
 def sharing(tensors: Mapping[str, Tensor]) -> Pairs:
-    """Find what shares memory.
+    """Find tensors that share memory.
 
     Args:
-        tensors: by name.
+        tensors: the tensors by name.
 
     Returns:
         Pairs of names whose spans of bytes overlap, each in the order of the names.
@@ -180,7 +180,7 @@ def sharing(tensors: Mapping[str, Tensor]) -> Pairs:
 
 
 def _spans(name: str, tensor: Tensor) -> Iterator[tuple[int, int, str]]:
-    """The bytes of a tensor; none of what has no memory of its own, like a sharded one."""
+    """The byte ranges of a tensor; none for a tensor without its own memory, like a sharded one."""
     if tensor.is_sparse:
         tensor = tensor._values()
     plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
@@ -191,11 +191,11 @@ def _spans(name: str, tensor: Tensor) -> Iterator[tuple[int, int, str]]:
 
 
 class Sight:
-    """What one step of one run shows. It is told of each forward, and looks around before and after a step.
+    """Everything visible in one step of a run. It is notified of each forward, before and after a step.
 
     Args:
-        functions: of the case, which may use tensors outside of DDP and keep what they see.
-        model: its parameters are not outside of DDP, and its modules may keep what they see.
+        functions: the case's functions, which may use tensors outside DDP and keep what they see.
+        model: the model; its parameters are not outside DDP, and its modules may keep what they see.
     """
 
     def __init__(self, functions: Sequence[Any], model: nn.Module) -> None:
@@ -211,7 +211,7 @@ class Sight:
         self._forwards = 0
 
     def before_step(self, *, keep: bool) -> None:
-        """Forget the last step's forwards, clear gradients of tensors outside, and note what is kept."""
+        """Forget the last step's forwards, clear gradients of outside tensors, and record what is kept."""
         self._inputs, self._outputs, self._outside, self._forwards = {}, {}, {}, 0
         for tensor in self._cleared.values():
             if keep and tensor.grad is not None:
@@ -222,7 +222,7 @@ class Sight:
         self._generators = _generators()
 
     def calls(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Note the arguments of a forward."""
+        """Record the arguments of a forward."""
         self._forwards += 1
         for name, value in (*enumerate(args), *kwargs.items()):
             for path, leaf in leaves(value, f"input {name}{self._which}"):
@@ -231,7 +231,7 @@ class Sight:
                     self._clear_once(leaf)
 
     def returns(self, output: Any) -> dict[str, Any]:
-        """Note the output of a forward; return its values and their form."""
+        """Record the output of a forward; return its values and their form."""
         name = f"output{self._which}"
         found: dict[str, Any] = {f"type of {path}": _type_of(value) for path, value in _walked(output, name)}
         for path, leaf in leaves(output, name):
@@ -247,7 +247,7 @@ class Sight:
         return f" of forward {self._forwards}" if self._forwards > 1 else ""
 
     def reach(self, loss: Tensor) -> None:
-        """Note the leaves outside of DDP that a loss sends gradients to."""
+        """Record the leaves outside DDP that a loss sends gradients to."""
         known = self._parameters() | {id(tensor) for tensor in self._inputs.values()}
         for leaf in reached(loss):
             if id(leaf) not in known:
@@ -264,7 +264,7 @@ class Sight:
         return {id(parameter) for parameter in self._model.parameters()}
 
     def after_step(self) -> dict[str, Any]:
-        """Return all that is there to see after the backward, by name."""
+        """Return everything visible after the backward, by name."""
         found = {f"{path} after the step": _as_tensor(tensor) for path, tensor in self._inputs.items()}
         found["list of gradients with a history, or of frozen parameters"] = ", ".join(self._odd()) or "none"
         for name, tensor in self._leaves():
@@ -274,14 +274,14 @@ class Sight:
         return found | {f"{KEPT}{name}": _as_tensor(value) for name, value in self._kept()}
 
     def _odd(self) -> Iterator[str]:
-        """Parameters whose gradients require gradients themselves, or that should have none."""
+        """Parameters whose gradients themselves require gradients, or that should have no gradient."""
         for name, parameter in self._model.named_parameters():
             gradient = parameter.grad
             if gradient is not None and (gradient.requires_grad or not parameter.requires_grad):
                 yield name
 
     def settings(self, device: torch.device) -> dict[str, str]:
-        """Tell what code may leave switched, and which generators besides torch's have been drawn from."""
+        """Return global settings that code may leave changed, and the non-torch generators that were used."""
         training = sorted({part.training for part in self._model.modules()})
         kind, dtype = device.type, torch.get_default_dtype()
         autocast = f"{torch.is_autocast_enabled(kind)} to {torch.get_autocast_dtype(kind)}"
@@ -300,7 +300,7 @@ class Sight:
         }
 
     def memory(self) -> tuple[Pairs, tuple[str, ...]]:
-        """Tell what shares memory, and what a script kept of the last step that has been written since."""
+        """Return what shares memory, and which results kept from the last step were written since."""
         seen = self._inputs | dict(self._leaves()) | dict(self._model.named_parameters())
         seen |= {f"buffer {name}": tensor for name, tensor in self._model.named_buffers()}
         leaf_gradients = ((name, tensor.grad) for name, tensor in seen.items() if tensor.is_leaf)
@@ -315,20 +315,20 @@ class Sight:
         return found
 
     def _leaves(self) -> Iterator[tuple[str, Tensor]]:
-        """Inputs that are leaves, and tensors outside of DDP, by names that do not depend on the run."""
+        """Inputs that are leaves, and tensors outside DDP, by names that do not depend on the run."""
         yield from ((name, t) for name, t in self._inputs.items() if t.is_leaf and t.requires_grad)
         counts: dict[str, int] = {}
         for tensor in self._outside.values():
-            # graphs of compiled code have other leaves, and list all in another order
+            # graphs of compiled code have different leaves, in a different order
             digest = hashlib.blake2b(raw_bytes(tensor), digest_size=3).hexdigest()
             name = f"{OUTSIDE} of shape {tuple(tensor.shape)}, digest {digest}"
             counts[name] = counts.get(name, 0) + 1
             yield name if counts[name] == 1 else f"{name}, number {counts[name]}", tensor
 
     def _keepers(self) -> Iterator[tuple[str, Any]]:
-        """What modules have as attributes, and what hooks and the case's functions hold on to.
+        """The attributes of modules, and the objects that hooks and the case's functions hold.
 
-        A DDP module's attributes are its own business.
+        A DDP module's attributes are left out.
         """
         for path, module in self._model.named_modules():
             own = {} if isinstance(module, DistributedDataParallel) else vars(module)
@@ -341,11 +341,11 @@ class Sight:
             yield from ((f"by the case: {name}", value) for name, value in held_by(function))
 
     def _kept(self) -> Iterator[tuple[str, Any]]:
-        """What came since the step began, and tensors from before, which may have been written."""
+        """Objects added since the step began, and earlier tensors, which may have been written."""
         parameters, counts = self._parameters(), dict[str, int]()
         for name, value in self._keepers():
             if name not in self._held or self._held[name] is not value:
-                if not name.startswith(ATTRIBUTE):  # a list outside of the model grows from run to run
+                if not name.startswith(ATTRIBUTE):  # a list outside the model grows from run to run
                     base = re.sub(r"\[\d+\]", "", name)
                     counts[base] = counts.get(base, 0) + 1
                     name = f"{base}, number {counts[base]}"
@@ -355,7 +355,7 @@ class Sight:
 
 
 def _hooks(model: nn.Module) -> Iterator[Any]:
-    """The hooks on a model's modules and parameters; torch lists none that are on nodes of autograd."""
+    """The hooks on a model's modules and parameters; torch does not list hooks on autograd nodes."""
     for module in model.modules():
         for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
             yield from vars(module).get(name, {}).values()
@@ -365,12 +365,12 @@ def _hooks(model: nn.Module) -> Iterator[Any]:
 
 
 def _generators() -> dict[str, bytes]:
-    """The states of the generators that are not torch's."""
+    """The states of the generators outside torch."""
     return {"Python's": pickle.dumps(random.getstate()), "NumPy's": pickle.dumps(np.random.get_state())}
 
 
 def _as_tensor(value: Any) -> Any:
-    """A number as one that is judged like all others; a string or None as it is."""
+    """A number as a tensor, to be judged like all others; a string or None unchanged."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     return torch.tensor(value, dtype=torch.float64) if isinstance(value, (int, float)) else value

@@ -1,7 +1,7 @@
-"""What the environment says about ranks: whether a launcher started this process as one, and which.
+"""Read from the environment whether a launcher started this process as a rank, and as which one.
 
-Without torch: every pytest run of an environment asks this. Invariant: a process is a launched rank exactly
-if the variables are set that torchrun sets, and that ``torch.distributed`` itself reads.
+Does not import torch, because every pytest run calls it. Invariant: a process is a launched rank exactly if
+the variables are set that torchrun sets and ``torch.distributed`` itself reads.
 """
 
 import os
@@ -11,12 +11,12 @@ __all__ = ["environment_of_no_rank", "launched_ranks", "own_rank", "own_size"]
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 RENDEZVOUS_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 FOREIGN_PREFIXES = ("TORCHELASTIC_", "PYTEST_XDIST_")
-# What pytest has read already, and what it says of the test that runs.
+# The launcher's variables, options that pytest has already read, and the name of the running test.
 FOREIGN_NAMES = (*RANK_VARIABLES, "PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST")
 
 
 def launched_ranks() -> int | None:
-    """Count the ranks that torchrun, or another launcher that speaks its language, started.
+    """Count the ranks started by torchrun, or by another launcher that sets the same variables.
 
     Returns:
         The world size; None if no launcher started this process.
@@ -27,12 +27,12 @@ def launched_ranks() -> int | None:
 
 
 def own_rank() -> int:
-    """Give this process's number, in a rank."""
+    """Return this rank's number."""
     return int(os.environ["RANK"])
 
 
 def own_size() -> int:
-    """Give the number of ranks, in a rank."""
+    """Return the number of ranks that were launched."""
     return int(os.environ["WORLD_SIZE"])
 
 
@@ -40,7 +40,7 @@ def environment_of_no_rank() -> dict[str, str]:
     """Copy the environment without anything that makes a process a rank, or a worker of this pytest run.
 
     Returns:
-        An environment for a process that is to start its own run.
+        An environment for a process that will start its own run.
     """
     return {
         name: value

@@ -1,12 +1,11 @@
-"""Exchange of values between ranks outside of their process groups, through the store in which they met.
+"""Exchange values between ranks outside their process groups, through the store they met in.
 
-The collectives of the program under test may be broken, and ranks that failed may have made fewer process
-groups than others, so that any new one would have another number on them. A store has neither: who waits in
-it waits for a key whose number we count ourselves.
+The collectives of the program under test may be broken. A rank that failed may also have made fewer process
+groups than its peers, so a new group would get a different number there. A store has neither problem: a rank
+waits for a key, and the keys are numbered here.
 
-Invariant: nobody waits for longer
-than the limit, nor for a rank that is known to have left; and what all ranks have read is in the store no
-more.
+Invariant: no rank waits longer than the limit, or for a rank that is known to have left; values that all
+ranks have read are deleted.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from ddpopt.errors import InfrastructureError
 
-# A store of torchrun's takes values of up to 8 MiB.
+# torchrun's store accepts values of up to 8 MiB.
 PIECE_BYTES = 2**22
 FIRST_POLL_S = 0.0005
 SLOWEST_POLL_S = 0.02
@@ -27,23 +26,23 @@ LEFT = "left"
 
 
 class PeersMissing(InfrastructureError):
-    """Another rank left, or did not come in time."""
+    """Another rank left, or did not arrive in time."""
 
 
 class Exchange:
-    """Rounds in which each rank gives a value, and gets everybody's.
+    """Rounds in which each rank contributes a value and receives the values of all ranks.
 
-    Making one is for all ranks to do, as often and in the same order.
+    All ranks must create the same number of exchanges, in the same order.
     """
 
     def __init__(self, store: Any, rank: int, size: int, limit_s: float) -> None:
-        """Meet the other ranks nowhere yet.
+        """Create the exchange; communicates with no rank yet.
 
         Args:
-            store: of torch's; shared by all ranks.
-            rank: this process's number.
-            size: how many ranks there are.
-            limit_s: of each round, in seconds.
+            store: a ``torch.distributed`` store that all ranks share.
+            rank: this process's rank.
+            size: the number of ranks.
+            limit_s: the limit of each round, in seconds.
         """
         number = store.add(f"ddpopt/exchanges/{rank}", 1)
         self._store: Any = PrefixStore(f"ddpopt/exchange/{number}", store)
@@ -53,16 +52,16 @@ class Exchange:
         self._round = 0
 
     def gather(self, value: bytes) -> list[bytes]:
-        """Give every rank's value to every rank; each rank must call it.
+        """Send every rank's value to every rank; each rank must call it.
 
         Args:
-            value: of this rank.
+            value: the value of this rank.
 
         Returns:
             The values, by rank.
 
         Raises:
-            PeersMissing: a rank left, or did not come in time.
+            PeersMissing: a rank left, or did not arrive in time.
         """
         self._round += 1
         self._put(value)
@@ -74,7 +73,7 @@ class Exchange:
         return values
 
     def leave(self) -> None:
-        """Tell the other ranks that this one will not come again."""
+        """Announce to the other ranks that this one takes part in no further round."""
         self._store.set(LEFT, str(self._rank))
 
     def _key(self, rank: int) -> str:
@@ -87,13 +86,13 @@ class Exchange:
         starts = range(0, len(value), PIECE_BYTES)
         for key, start in zip(self._keys(self._rank, len(starts)), starts, strict=True):
             self._store.set(key, value[start : start + PIECE_BYTES])
-        self._store.set(self._key(self._rank), str(len(starts)))  # last: now it is all there
+        self._store.set(self._key(self._rank), str(len(starts)))  # written last, when the value is complete
 
     def _await(self, keys: Sequence[str]) -> None:
-        """Poll, instead of waiting inside C: then a stack shows this frame, and a rank that left is seen."""
+        """Poll instead of waiting inside C, so that stacks show this frame and lost ranks are noticed."""
         deadline, pause_s = time.monotonic() + self._limit_s, FIRST_POLL_S
         while not self._store.check(list(keys)):
-            # Asked before the keys are: a rank that leaves in between may have given its value first.
+            # Checked before the keys: a rank that leaves in between may have written its value first.
             left, late = self._store.check([LEFT]), time.monotonic() > deadline
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             if missing and (left or late):

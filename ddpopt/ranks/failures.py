@@ -1,9 +1,9 @@
-"""How ranks fail, which of them failed of themselves, and the words for it.
+"""How ranks fail, which rank caused the failure, and the text that reports it.
 
-When one rank fails, its peers fail as well: in a collective that it left, or because they were ended. A
+When one rank fails, its peers fail too: in a collective that it left, or because they were terminated. A
 report that shows only the first exit, or all failures alike, sends its reader to the wrong rank.
 
-Plain data, without torch. Invariant: wherever a rank failed, there is at least one culprit.
+Plain data, without torch. Invariant: if any rank failed, there is at least one culprit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Kind = Literal["raised", "died", "stalled", "ended"]
 SHOWN_STACK_LINES = 40
 SHOWN_OUTPUT_LINES = 20
 
-# What an exception in a collective says when a peer left, or never came. Gloo raises a bare RuntimeError.
+# Messages of a collective whose peer left or never arrived. Gloo raises a plain RuntimeError.
 PEER_SIGNS = (
     "gloo/transport/",
     "Connection closed by peer",
@@ -30,7 +30,7 @@ PEER_SIGNS = (
     "torch.distributed.DistStoreError",
     "ddpopt.ranks.exchange.PeersMissing",
 )
-# Files whose innermost frame waits for a peer.
+# If the innermost frame is in one of these files, it waits for a peer.
 WAITING_FILES = ("/torch/distributed/", "/ddpopt/ranks/exchange.py")
 # What NCCL's watchdog prints before it aborts the process.
 WATCHDOG_SIGN = "Watchdog caught collective operation timeout"
@@ -50,15 +50,15 @@ class RankFailure:
     """How one rank failed.
 
     Attributes:
-        rank: its number.
-        kind: ``"raised"`` an exception; ``"died"`` without one; ``"stalled"`` until a limit had passed; or
-            was ``"ended"``, in the midst of its work, because a peer had failed.
-        what: the piece of work it was in, or the last thing it is known to have done.
-        exit_code: of its process, negative for a signal; None if it is not known.
-        signal: name of the signal that ended it, for instance ``"SIGKILL"``; empty if none did.
+        rank: the number of the rank.
+        kind: ``"raised"``: it raised an exception; ``"died"``: it ended without one; ``"stalled"``: it ran
+            into a limit; ``"ended"``: it was terminated during its work because a peer had failed.
+        what: the work it was doing, or the last thing it is known to have done.
+        exit_code: exit code of its process, negative for a signal; None if unknown.
+        signal: name of the signal that ended it, for instance ``"SIGKILL"``; empty if there was none.
         stack: the traceback of the exception, or the stacks of all threads, innermost frame first; empty if
-            the process could write none.
-        output: what it had printed.
+            the process could not write one.
+        output: its output.
     """
 
     rank: int
@@ -71,7 +71,7 @@ class RankFailure:
 
     @property
     def how(self) -> str:
-        """How it failed, in words."""
+        """How the rank failed, as text."""
         died = f"died of {self.signal}" if self.signal else f"ended with exit code {self.exit_code}"
         return {
             "raised": "raised an exception",
@@ -82,7 +82,7 @@ class RankFailure:
 
     @property
     def waits_for_peers(self) -> bool:
-        """Whether this is what a peer's failure looks like from here: a collective without that peer."""
+        """Whether the rank failed in a collective because a peer was missing."""
         if self.kind == "raised":
             return any(sign in self.stack for sign in PEER_SIGNS)
         if self.kind == "died":
@@ -92,7 +92,7 @@ class RankFailure:
 
 
 def _innermost_path(stacks: str) -> str:
-    """The file in which the main thread is, in stacks as faulthandler writes them."""
+    """The file of the main thread's innermost frame, from stacks that faulthandler wrote."""
     for stack in stacks.split("\n\n"):
         frames = list(FRAME.finditer(stack))
         if frames and frames[-1]["function"] == "<module>":
@@ -101,14 +101,14 @@ def _innermost_path(stacks: str) -> str:
 
 
 def culprits(failures: Sequence[RankFailure]) -> tuple[RankFailure, ...]:
-    """Find the ranks that failed of themselves.
+    """Find the ranks whose failure was not caused by a peer.
 
     Args:
         failures: one for each rank that did not return a value.
 
     Returns:
-        The ranks that raised, died or stalled elsewhere than in a collective. Without any, those that were
-        ended elsewhere than in a collective: they kept their peers waiting. Without any of these either, all
+        The ranks that raised, died or stalled outside a collective. If there are none, those that were
+        terminated outside a collective: they kept their peers waiting. If there are none of these either, all
         of them: each waits for another.
     """
     alone = [failure for failure in failures if not failure.waits_for_peers]
@@ -120,11 +120,11 @@ class RanksFailed(InfrastructureError):
     """At least one of the ranks that were started returned no value.
 
     Attributes:
-        failures: of each rank that returned no value, by rank.
-        values: of the others.
-        culprits: those that failed of themselves; the others only felt it.
-        exit_code: 1 if nothing happened but exceptions, 3 if a rank died or stalled.
-        of_time_alone: whether nothing happened but that limits passed.
+        failures: one for each rank that returned no value, by rank.
+        values: the values of the other ranks.
+        culprits: the ranks whose failure no peer caused; the others failed as a consequence.
+        exit_code: 1 if ranks only raised exceptions, 3 if a rank died or stalled.
+        of_time_alone: whether every failure was a time limit.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ def _ranks(failures: Sequence[RankFailure]) -> str:
 
 
 def _accounts(failures: Sequence[RankFailure]) -> list[str]:
-    """What became of ranks; those that have the same to tell tell it together."""
+    """What happened on each rank; ranks with the same text are listed together."""
     ranks: dict[str, list[RankFailure]] = {}
     for failure in failures:
         stack = _quote(THREAD.sub("Thread", failure.stack), SHOWN_STACK_LINES)
@@ -172,7 +172,7 @@ def _accounts(failures: Sequence[RankFailure]) -> list[str]:
 
 
 def _quote(text: str, at_most: int) -> str:
-    """The last lines of a text, each after a line end and indented."""
+    """The last lines of a text, indented, each on a new line."""
     return "".join(f"\n    {line}".rstrip(" ") for line in text.strip("\n").splitlines()[-at_most:])
 
 

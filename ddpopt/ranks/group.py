@@ -1,10 +1,10 @@
 """One process's view of its ranks, and the process group in which they meet.
 
-`joined` takes the ranks that exist, on one node or on several; `ddpopt.ranks.pool` starts some on this
-machine. A task sees no difference.
+`joined` uses ranks that exist, on one node or several; `ddpopt.ranks.pool` starts ranks on this machine. A
+task sees no difference.
 
-Touches one private name of torch 2.11 to 2.13, ``_get_default_store``. Invariant: no task waits for good.
-What passes its limit is ended, with its stacks written.
+Touches one private name of torch 2.11 to 2.13, ``_get_default_store``. Invariant: no task waits forever. A
+task that exceeds its limit is ended after its stacks are written.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Ranks:
     """One process's view of the ranks that it works with.
 
     Attributes:
-        rank: this process's number.
-        size: how many there are.
-        device: where this rank's model belongs.
-        backend: of the default process group: ``"gloo"``, or ``"nccl"`` where each rank has a GPU.
+        rank: this process's rank.
+        size: the number of ranks.
+        device: the device of this rank's model.
+        backend: backend of the default process group: ``"gloo"``, or ``"nccl"`` where each rank has a GPU.
     """
 
     rank: int
@@ -53,9 +53,9 @@ class Ranks:
     _send: Callable[[object], None] = field(default=lambda _: None, repr=False, compare=False)
 
     def gather(self, value: Any) -> list[Any]:
-        """Give every rank's value to every rank; each rank must call it.
+        """Send every rank's value to every rank; each rank must call it.
 
-        It uses no process group, so it works whatever became of one.
+        It uses no process group, so it works even if one is broken.
 
         Args:
             value: anything that cloudpickle can pickle.
@@ -64,17 +64,17 @@ class Ranks:
             The values, by rank.
 
         Raises:
-            InfrastructureError: a rank left, or did not come in time.
+            InfrastructureError: a rank left, or did not arrive in time.
         """
-        # Pickled here because the classes of a user's script are known to cloudpickle only.
+        # Pickled here because only cloudpickle can handle the classes of a user's script.
         return [cloudpickle.loads(data) for data in self._exchange.gather(cloudpickle.dumps(value))]
 
     def leave(self) -> None:
-        """Tell the other ranks that this one failed, so that none waits for what it would have given."""
+        """Announce to the other ranks that this one failed, so that none waits for its value."""
         self._exchange.leave()
 
     def emit(self, event: object) -> None:
-        """Tell whoever follows the run something, at once and in order; on rank 0 only.
+        """Send an event to the observer of the run, immediately and in order; does nothing except on rank 0.
 
         Args:
             event: anything that cloudpickle can pickle.
@@ -83,31 +83,31 @@ class Ranks:
             self._send(event)
 
     def limited(self, seconds: float, what: str) -> AbstractContextManager[None]:
-        """Put a hard limit on a piece of work; limits may be nested.
+        """Put a hard time limit on a block; limits may be nested.
 
-        At the limit the stacks of all threads are written for the report, and this process ends.
+        At the limit, the stacks of all threads are written for the report and this process ends.
 
         Args:
             seconds: the limit.
-            what: what the block does, for the report.
+            what: description of the block, for the report.
 
         Returns:
-            A context manager around that work.
+            A context manager around the block.
         """
         return self._limits.limited(seconds, what)
 
 
 def under_torchrun() -> bool:
-    """Tell whether torchrun started this process as a rank.
+    """Return whether torchrun started this process as a rank.
 
     Returns:
-        False also where another launcher did.
+        False also if another launcher did.
     """
     return dist.is_torchelastic_launched()
 
 
 def gpu_for_each_rank() -> bool:
-    """Tell whether each rank of this node has a GPU of its own."""
+    """Return whether each rank of this node has its own GPU."""
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     return torch.cuda.is_available() and torch.cuda.device_count() >= local_size
 
@@ -116,14 +116,14 @@ def gpu_for_each_rank() -> bool:
 def joined(
     *, on_event: Callable[[object], None] = lambda _: None, timeout_s: float = COLLECTIVE_LIMIT_S
 ) -> Iterator[Ranks]:
-    """Join the ranks that exist: those of the default process group, or else torchrun's. Each must call it.
+    """Join the ranks that exist: those of the default process group, else torchrun's. Each must call it.
 
-    A group that exists is used and left alone. Otherwise one is made, and destroyed at the end; an exception
-    is written to standard error before that, since leaving a group may take the process down.
+    An existing group is used and kept. Otherwise one is made, and destroyed at the end; an exception is
+    written to standard error before that, since leaving a group may crash the process.
 
     Args:
-        on_event: gets what rank 0 emits, on rank 0.
-        timeout_s: limit of each gather, and of each collective of a group that is made here.
+        on_event: called on rank 0 with each event that rank 0 emits.
+        timeout_s: limit of each gather, and of each collective in a group that is made here.
 
     Yields:
         This process's view of the ranks.
@@ -141,7 +141,7 @@ def joined(
             "expected ranks to join, got neither torchrun's environment nor a default process group. Start "
             "this with 'torchrun --nproc-per-node N', or use launch()."
         )
-    # torchrun ends the peers of a rank that failed: they say where they were.
+    # torchrun ends the peers of a failed rank; this makes them write their stacks.
     faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
     try:
         with grouped(timeout_s, limits=limits, send=on_event) as ranks:
@@ -168,10 +168,10 @@ def grouped(
 
     Args:
         timeout_s: limit of each gather and each collective.
-        seat: store, rank and size; by default the environment says.
+        seat: store, rank and size; by default taken from the environment.
         backend: ``"gloo"`` or ``"nccl"``; None for NCCL where each rank of this node has a GPU.
-        limits: those of this process.
-        send: gets what rank 0 emits.
+        limits: the limits of this process.
+        send: called with each event that rank 0 emits.
 
     Yields:
         This process's view of the ranks.
@@ -180,7 +180,7 @@ def grouped(
     if backend == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
     where = {} if seat is None else dict(zip(("store", "rank", "world_size"), seat, strict=True))
-    excepthook = sys.excepthook  # which torch replaces for good when it makes a group
+    excepthook = sys.excepthook  # torch replaces it permanently when it makes a group
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **where)
     except BaseException:
@@ -189,7 +189,7 @@ def grouped(
     ranks = _view(limits or Limits(), send, timeout_s)
     try:
         with _telling_peers(ranks):
-            ranks.gather(None)  # gloo fails on a rank that still connects to one that has left already
+            ranks.gather(None)  # gloo fails on a rank that still connects to one that has left
             yield ranks
     finally:
         sys.excepthook = excepthook
@@ -200,7 +200,7 @@ def grouped(
 
 @contextmanager
 def one_rank() -> Iterator[None]:
-    """Make a default process group of this process alone, unless there is one, and destroy what was made."""
+    """Make a default process group of this process alone, unless one exists, and destroy it afterwards."""
     if dist.is_initialized():
         yield
         return
@@ -210,9 +210,9 @@ def one_rank() -> Iterator[None]:
 
 
 def _forget_failed_group() -> None:
-    """Have the next default group named as on the peers: torch also counts a group that it could not make.
+    """Keep the next default group's name equal on all ranks: torch also counts a group it failed to make.
 
-    Private in torch 2.11 to 2.13; `destroy_process_group` does the same, but only to a group that was made.
+    Private in torch 2.11 to 2.13; `destroy_process_group` does the same, but only for a group that was made.
     """
     world: Any = dist.distributed_c10d._world
     world.group_count = 0
@@ -220,11 +220,11 @@ def _forget_failed_group() -> None:
 
 @contextmanager
 def _telling_peers(ranks: Ranks) -> Iterator[Ranks]:
-    """Have no peer wait for this rank if it fails."""
+    """Make sure that no peer waits for this rank if it fails."""
     try:
         yield ranks
     except BaseException:
-        with suppress(Exception):  # the store may be gone; what failed first is what counts
+        with suppress(Exception):  # the store may be gone; the first failure is the one to report
             ranks.leave()
         raise
 
@@ -232,7 +232,7 @@ def _telling_peers(ranks: Ranks) -> Iterator[Ranks]:
 def _view(limits: Limits, send: Callable[[object], None], timeout_s: float) -> Ranks:
     backend: str = dist.get_backend()
     on_gpu = "nccl" in backend or (backend == "undefined" and torch.cuda.is_available())
-    if backend == "undefined" or ":" in backend:  # one for each kind of device
+    if backend == "undefined" or ":" in backend:  # one for each device type
         backend = "nccl" if on_gpu else "gloo"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     rank, size = dist.get_rank(), dist.get_world_size()

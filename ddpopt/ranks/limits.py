@@ -1,9 +1,9 @@
-"""Hard limits for pieces of work: at its limit a process writes all its stacks and ends.
+"""Hard time limits: a process that reaches its limit writes all its stacks and ends.
 
-A thread of faulthandler's keeps the time. It needs no lock of Python's, so a loop inside C, or a collective
-that nobody else enters, ends as surely as a sleep.
+A faulthandler thread keeps the time. It does not need the GIL, so a loop inside C, or a collective that no
+other rank enters, is ended as reliably as a sleep.
 
-Invariant: at every moment faulthandler's timer is set to the earliest limit that is in force in this process.
+Invariant: faulthandler's timer is always set to the earliest limit in force in this process.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from operator import itemgetter
 from typing import IO
 
 STDERR = 2
-# faulthandler takes no time of zero.
+# faulthandler does not accept a timeout of zero.
 SOONEST_S = 0.001
 
 _in_force: list[tuple[float, IO[str] | int]] = []
-"""When they end and where stacks go, of all `Limits` of this process: faulthandler has one timer for all."""
+"""End and stack file of all `Limits` in this process: faulthandler has a single timer."""
 
 
 class Limits:
-    """Sets limits, which may be nested, in one thread, and keeps track of what it does."""
+    """Sets limits, which may be nested, in one thread, and records what the thread is doing."""
 
     def __init__(self, file: IO[str] | int = STDERR, note: Callable[[str], None] = lambda _: None) -> None:
         """Set no limit yet.
 
         Args:
-            file: where stacks go: a file that has a descriptor, or a descriptor.
-            note: called with what the process does, whenever that changes.
+            file: where stacks are written: a file that has a descriptor, or a descriptor.
+            note: called with a description of what the process does, whenever that changes.
         """
         self._file = file
         self._tell = note
         self._doing = ""
 
     def note(self, what: str) -> None:
-        """Say what this process does from now on.
+        """Set the description of what this process does from now on.
 
         Args:
-            what: for the report of a failure.
+            what: description for the report of a failure.
         """
         self._doing = what
         self._tell(what)
@@ -52,7 +52,7 @@ class Limits:
 
         Args:
             seconds: the limit.
-            what: what the block does, for the report.
+            what: description of the block, for the report.
         """
         before = self._doing
         self.note(what)
@@ -64,7 +64,7 @@ class Limits:
         finally:
             _in_force.remove(limit)
             _set_timer()
-        # After an exception, what the innermost block did is what failed.
+        # After an exception the innermost block is the one that failed, so its note stays.
         self.note(before)
 
 

@@ -1,7 +1,7 @@
-"""The processes of one launch: those that carry its mark in their environment, which children inherit.
+"""Find the processes of one launch by a mark in their environment, which children inherit.
 
-A process that a rank started may have left its session, lost its parent and changed its name; it still has
-the environment that it began with. So this finds Inductor's workers and a task's own children too.
+A process that a rank started may have left its session, lost its parent and changed its name, but it keeps
+its initial environment. So this also finds Inductor's workers and a task's own children.
 
 A guardian, a small second process, cleans up if the launcher is killed. It runs this file as a
 script, without site-packages, so only Python's own modules may be imported here.
@@ -23,18 +23,18 @@ from pathlib import Path
 
 POLL_S = 0.02
 GUARD_POLL_S = 0.2
-# A killed process that is still here after this long hangs in the kernel; nobody can help it.
+# A killed process that still exists after this long hangs in the kernel; nothing can end it.
 GONE_LIMIT_S = 5.0
 
 
 def marked(mark: str) -> list[int]:
-    """Find processes.
+    """Find the marked processes.
 
     Args:
         mark: ``NAME=value``, as in an environment.
 
     Returns:
-        Their process ids; none of a process that is dead already, or that belongs to somebody else.
+        Their process ids, without processes that are dead or belong to another user.
     """
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     return [pid for pid in pids if _carries(pid, mark)]
@@ -57,7 +57,8 @@ def end_marked(mark: str) -> None:
     deadline = time.monotonic() + GONE_LIMIT_S
     while (pids := marked(mark)) and time.monotonic() < deadline:
         for pid in pids:
-            # Looked at once more: a number that has just become free is not given away again at once.
+            # Checked again right before the kill: a process id that has just become free is not reused
+            # immediately.
             if _carries(pid, mark):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -66,14 +67,14 @@ def end_marked(mark: str) -> None:
 
 @contextlib.contextmanager
 def guarded(mark: str, folder: Path) -> Iterator[None]:
-    """Have the marked processes ended, and a folder removed, if this process dies inside the block.
+    """Kill the marked processes and remove a folder if this process dies inside the block.
 
     Args:
         mark: see `marked`.
-        folder: what to remove.
+        folder: the folder to remove.
     """
     command = [sys.executable, "-I", "-S", __file__, mark, str(folder), str(os.getpid())]
-    # A session of its own: Ctrl-C in a terminal must not reach it.
+    # In its own session, so that Ctrl-C in a terminal does not reach it.
     guardian = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
         yield

@@ -1,11 +1,11 @@
-"""Ranks on this machine: started, given tasks, watched, and ended.
+"""Start ranks on this machine, give them tasks, watch them and end them.
 
-A pool is one process for each rank. A task is sent to all of them; each sends back notes of what it does,
-events, and at last a value or a traceback. A rank that dies or passes the limit ends the task for all: every
-process is ended, and the next task gets new ones.
+A pool has one process for each rank. A task is sent to all of them; each sends back notes on its progress,
+events, and finally a value or a traceback. If a rank dies or exceeds the limit, the task fails: every process
+is ended, and the next task gets new ones.
 
-Invariant: no task outlives its limit by more than moments, and when a pool is closed, or the process that
-holds it is gone, no process is left of those that it started, nor of theirs.
+Invariant: no task outlives its limit by more than moments. When a pool is closed, or the process that holds
+it is gone, no process that it started is left, and none that those started.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ Value = TypeVar("Value")
 OnEvent = Callable[[object], None]
 
 POLL_S = 0.02
-# How long the peers of a rank that failed may continue (then they are asked to end) …
+# How long the peers of a failed rank may continue before they are asked to end …
 PATIENCE_S = 2.0
-# … and how long they may take to do so (then they are killed).
+# … and how long they may take to end before they are killed.
 LAST_WORDS_S = 1.0
-# How long idle ranks may take to end by themselves.
+# How long idle ranks may take to end on their own.
 STOP_LIMIT_S = 5.0
 KEPT_OUTPUT_BYTES = 2**16
 OF_A_LIMIT = "Timeout ("
-# What is not the task's in stacks of faulthandler's: its headline, which counts from the last time that a
-# limit was set, its list of modules, and frames of pytest's and of ours.
+# Lines of faulthandler's stacks that do not belong to the task: its headline, whose time counts from the last
+# limit that was set, its list of modules, and frames of pytest and ddpopt.
 OWN_LINES = re.compile(
     r"^(Timeout \(.*\)!|Extension modules: .*"
     r'|  File "[^"]*/(_pytest/|pytest/|pluggy/|ddpopt/testing/|ddpopt/ranks/process\.py).*)\n',
@@ -67,30 +67,27 @@ def launch(
     on_event: OnEvent = lambda _: None,
     device: str | None = "cpu",
 ) -> list[Value]:
-    """Run one task on ranks of its own, in new processes on this machine.
+    """Run one task on new ranks, in new processes on this machine.
 
     Args:
         task: see `Pool.run`.
-        *args: for the task.
-        nproc: how many ranks.
+        *args: arguments of the task.
+        nproc: the number of ranks.
         limit_s: seconds that all of this may take; collectives time out somewhat earlier.
-        on_event: called, in this thread, with each object that rank 0 emits.
+        on_event: called in this thread with each object that rank 0 emits.
         device: see `Pool`.
 
     Returns:
-        What the task returned, by rank.
-
-    Raises:
-        UsageError: if an argument cannot be used.
-        RanksFailed: if a rank raised, died or stalled; says which, and where.
-        InfrastructureError: if the ranks could not be started.
+        What the task returned, by rank. Raises: UsageError: if an argument cannot be used. RanksFailed: if a
+        rank raised, died or stalled; the message says which, and where. InfrastructureError: if the ranks
+        could not be started.
     """
     with Pool(nproc, device=device) as pool:
         return pool.run(task, *args, limit_s=limit_s, on_event=on_event)
 
 
 class Pool:
-    """Some ranks that run one task after the other."""
+    """A set of ranks that run one task after another."""
 
     def __init__(
         self,
@@ -100,14 +97,14 @@ class Pool:
         host: Host = serve_in_groups,
         prefixes: Sequence[Sequence[str]] = (),
     ) -> None:
-        """Start nothing yet: the first task does.
+        """Create the pool; the first task starts the processes.
 
         Args:
-            size: how many ranks.
+            size: the number of ranks.
             device: ``"cpu"`` (gloo), ``"cuda"`` (NCCL, one GPU for each rank), or None for CUDA where there
                 are enough GPUs.
             host: called once in each rank; it calls `RankProcess.serve`, which runs the tasks.
-            prefixes: for each rank the words before its command, such as ``nsenter …``; none by default.
+            prefixes: for each rank, the words before its command, such as ``nsenter …``; none by default.
 
         Raises:
             UsageError: if an argument cannot be used.
@@ -130,7 +127,7 @@ class Pool:
 
     @property
     def is_running(self) -> bool:
-        """Whether all ranks are there, from an earlier task."""
+        """Whether all ranks are running, from an earlier task."""
         return bool(self._ranks) and not any(rank.is_gone() for rank in self._ranks)
 
     def run(
@@ -139,10 +136,10 @@ class Pool:
         """Run a task on all ranks.
 
         Args:
-            task: called on each rank as ``task(ranks, *args)``, inside a process group. It travels by
+            task: called on each rank as ``task(ranks, *args)``, inside a process group. It is sent with
                 cloudpickle, so it may be a lambda, or be defined in a script without a main guard.
-            *args: for the task.
-            limit_s: seconds that it may take, the start of the ranks included.
+            *args: arguments of the task.
+            limit_s: seconds that it may take, including the start of the ranks.
             on_event: called with each object that rank 0 emits.
 
         Returns:
@@ -169,19 +166,19 @@ class Pool:
             raise
 
     def _begin(self, data: bytes, limit_s: float) -> None:
-        """Have all ranks begin a task."""
+        """Start a task on all ranks."""
         self._end_at = self._deadline = time.monotonic() + limit_s
         if not self.is_running:
             self._start()
         self._tasks += 1
-        # By a file: a pipe that is full would make this process wait for the ranks.
+        # Through a file, because a full pipe would make this process wait for the ranks.
         file = self._folder / f"task-{self._tasks}"
         file.write_bytes(data)
         for rank in self._ranks:
             rank.begin((str(file), self._deadline))
 
     def _values(self) -> list[Any]:
-        """What all ranks returned; fails if one did not."""
+        """The values of all ranks; raises if a rank returned none."""
         failures = [self._failure(rank) for rank in self._ranks if rank.value is None]
         values = {rank.number: cloudpickle.loads(rank.value) for rank in self._ranks if rank.value}
         if failures:
@@ -189,7 +186,7 @@ class Pool:
         return list(values.values())
 
     def close(self) -> None:
-        """End all ranks, and whatever they have started."""
+        """End all ranks and every process that they started."""
         self._open.close()
 
     def _start(self) -> None:
@@ -197,7 +194,7 @@ class Pool:
         with contextlib.ExitStack() as stack:
             temporary = tempfile.TemporaryDirectory(prefix="ddpopt-ranks-", ignore_cleanup_errors=True)
             self._folder = Path(stack.enter_context(temporary))
-            # A name of its own, for a rank may hold a pool too: what that starts carries both marks.
+            # A unique name, because a rank may hold a pool too, whose processes carry both marks.
             name = f"DDPOPT_RANKS_{uuid4().hex}"
             mark = f"{name}={self._folder}"
             stack.enter_context(guarded(mark, self._folder))
@@ -222,7 +219,7 @@ class Pool:
 
     def _end(self, mark: str) -> None:
         for rank in self._ranks:
-            rank.pipe.close()  # an idle rank ends by itself then
+            rank.pipe.close()  # an idle rank then ends on its own
         deadline = time.monotonic() + STOP_LIMIT_S
         idle = [rank for rank in self._ranks if rank.value is not None]
         while len(idle) == self.size and time.monotonic() < deadline:
@@ -234,7 +231,7 @@ class Pool:
         self._ranks = []
 
     def _press(self) -> None:
-        """Ask ranks to end whose time is over or whose peer has failed; kill them if they do not."""
+        """Ask ranks to end if their time is over or a peer has failed; kill them if they do not."""
         now = time.monotonic()
         if any(rank.has_ended and rank.value is None for rank in self._ranks):
             self._end_at = min(self._end_at, now + PATIENCE_S)
@@ -243,7 +240,7 @@ class Pool:
                 rank.end(signal.SIGKILL if now > self._end_at + LAST_WORDS_S else signal.SIGTERM)
 
     def _failure(self, rank: _Rank) -> RankFailure:
-        """How a rank failed that has ended without a value."""
+        """The failure of a rank that ended without a value."""
         code = rank.process.poll()
         stacks = rank.stacks.read_text(errors="replace") if rank.stacks.exists() else ""
         kind: Kind = "died"
@@ -265,14 +262,14 @@ class Pool:
 
 
 class _Rank:
-    """One process, and what it has said of the task that it runs.
+    """One process, and what it has reported about its task.
 
     Attributes:
-        doing: the last that it said it does.
-        value: what its task returned, pickled; None if it has not, or raised.
-        error: the traceback of its task; empty if it has not raised.
+        doing: the last thing it said it was doing.
+        value: what its task returned, pickled; None if it has not returned, or raised.
+        error: the traceback of its task; empty if it did not raise.
         has_ended: whether it has returned, raised or died.
-        was_told_to_end: whether it ran when the pool asked it to end.
+        was_told_to_end: whether it was still running when the pool asked it to end.
     """
 
     def __init__(
@@ -282,7 +279,8 @@ class _Rank:
         self.stacks = folder / f"rank-{number}.stacks"
         self._log = folder / f"rank-{number}.output"
         self.pipe, theirs = Pipe()
-        # -P: no module of the working directory replaces one of Python's; -u: the last output is not lost.
+        # -P: no module in the working directory shadows the standard library; -u: the last output is not
+        # lost.
         command = [*prefix, sys.executable, "-P", "-u", "-c", BOOT, str(theirs.fileno()), str(self.stacks)]
         with theirs, self._log.open("wb") as output:
             self.process = subprocess.Popen(
@@ -292,21 +290,21 @@ class _Rank:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # Ctrl-C is for the process that holds the pool
+                start_new_session=True,  # Ctrl-C should reach only the process that holds the pool
             )
         self.doing = "starting"
         self.value: bytes | None = None
 
     def begin(self, task: Task) -> None:
-        """Have it run a task."""
+        """Start a task on this rank."""
         self.value, self.error = None, ""
         self.has_ended = self.was_told_to_end = False
         self._read_before = self._log.stat().st_size
         self.send(task)
 
     def send(self, message: object) -> None:
-        """Send it something."""
-        with contextlib.suppress(OSError):  # that it is gone is found when it is listened to
+        """Send a message to this rank."""
+        with contextlib.suppress(OSError):  # `listen` finds out that the process is gone
             self.pipe.send(message)
 
     def is_gone(self) -> bool:
@@ -314,8 +312,8 @@ class _Rank:
         return self.process.poll() is not None
 
     def listen(self) -> Iterator[object]:
-        """Take in what it has said; yields the events."""
-        gone = self.is_gone()  # looked at first: what it said before it died counts
+        """Read what the process has sent; yields the events."""
+        gone = self.is_gone()  # checked first: what it sent before it died still counts
         with contextlib.suppress(EOFError, OSError):
             while self.pipe.poll(0):
                 said, what = cloudpickle.loads(self.pipe.recv_bytes())
@@ -337,7 +335,7 @@ class _Rank:
             self.process.send_signal(number)
 
     def output(self) -> str:
-        """The end of what it has printed since its task began."""
+        """The last output since its task began."""
         with self._log.open("rb") as file:
             file.seek(max(self._read_before, self._log.stat().st_size - KEPT_OUTPUT_BYTES))
             return file.read().decode(errors="replace")

@@ -1,6 +1,6 @@
-"""What runs in each process of a `ddpopt.ranks.pool.Pool`: one rank, one task after the other.
+"""The code in each process of a `ddpopt.ranks.pool.Pool`: one rank, one task after another.
 
-Invariant: a rank says how its task ended before it tears anything down, and it ends when its pool is closed.
+Invariant: a rank reports how its task ended before it tears anything down, and ends when its pool is closed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ddpopt.ranks.limits import Limits
 if TYPE_CHECKING:
     from ddpopt.ranks.group import Ranks
 
-# A collective that a peer never enters ends before the task: its exception passes through the task.
+# A collective that a peer never enters times out before the task does, so the task sees its exception.
 COLLECTIVE_SHARE = 0.8
 
 Task = tuple[str, float]
@@ -38,17 +38,17 @@ class RankProcess:
     """This process, as a rank of a pool.
 
     Attributes:
-        number: of the task that runs.
+        number: number of the running task.
     """
 
     def __init__(self, pipe: Connection[Any, Any], port: int, device: str, stacks: IO[str]) -> None:
-        """Say nothing yet.
+        """Store the connection; sends nothing yet.
 
         Args:
-            pipe: to the pool.
-            port: of the store that the pool holds.
+            pipe: connection to the pool.
+            port: port of the store that the pool holds.
             device: ``"cpu"`` or ``"cuda"``.
-            stacks: a file for stacks.
+            stacks: the file to write stacks to.
         """
         self.number = 0
         self._pipe = pipe
@@ -58,7 +58,7 @@ class RankProcess:
 
     @cached_property
     def store(self) -> Any:
-        """Shared by the ranks and the pool, of which it is on this machine."""
+        """The store that the ranks share with the pool, which is on this machine."""
         import torch.distributed as dist
 
         c10d: Any = dist  # torch does not mark its re-exports
@@ -68,7 +68,8 @@ class RankProcess:
         """Run tasks until the pool is closed.
 
         Args:
-            around: opened around each task, with the seconds that it has left; gives its first argument.
+            around: context manager entered around each task; called with the seconds left, yields the task's
+                first argument.
         """
         with contextlib.suppress(EOFError):
             while True:
@@ -82,9 +83,9 @@ class RankProcess:
         """Make a process group for one task.
 
         Args:
-            timeout_s: of each collective and gather.
-            store: in which its ranks meet; by default `store`.
-            backend: ``"gloo"`` or ``"nccl"``; by default what the pool's device asks for.
+            timeout_s: limit of each collective and gather.
+            store: the store in which the ranks meet; by default `store`.
+            backend: ``"gloo"`` or ``"nccl"``; by default the one that fits the pool's device.
         """
         from torch.distributed.distributed_c10d import PrefixStore
 
@@ -98,7 +99,7 @@ class RankProcess:
     def _run(self, file: Path, around: AbstractContextManager[Any]) -> None:
         import cloudpickle
 
-        # The first thing said counts: leaving the group may fail after a task that has returned, or raised.
+        # The first report counts: leaving the group may fail after the task has returned or raised.
         with around as given, self.telling_errors():
             self._limits.note("loading the task")
             task, args = cloudpickle.loads(file.read_bytes())
@@ -111,11 +112,11 @@ class RankProcess:
 
     @contextlib.contextmanager
     def telling_errors(self) -> Iterator[None]:
-        """Send the pool the traceback of an exception."""
+        """Send the traceback of an exception to the pool."""
         try:
             yield
-        except BaseException:  # sys.exit too: the pool expects a value
-            # Whoever asks this rank to end because a peer is gone hears first what it felt of that.
+        except BaseException:  # including sys.exit: the pool expects a value
+            # Report this exception even if the pool asks this rank to end because a peer is gone.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             self._say("raised", traceback.format_exc())
             raise
@@ -127,16 +128,17 @@ class RankProcess:
 
 
 def serve_in_groups(process: RankProcess) -> None:
-    """Run each task in a process group of its own."""
+    """Run each task in its own process group."""
     process.serve(lambda left_s: process.joined(COLLECTIVE_SHARE * max(left_s, 0.0)))
 
 
 def main(pipe: Connection[Any, Any], stacks_name: str) -> None:
-    """Be a rank; does not return.
+    """Run as a rank; does not return.
 
     Args:
         pipe: to the pool.
-        stacks_name: of the file for stacks at a fatal signal, at a limit, and at the signal to end.
+        stacks_name: name of the file that gets the stacks at a fatal signal, at a limit and at the signal to
+            end.
     """
     stacks = Path(stacks_name).open("w")  # noqa: SIM115  # C code writes to it, at any moment from now on
     faulthandler.enable(stacks)
@@ -151,19 +153,19 @@ def main(pipe: Connection[Any, Any], stacks_name: str) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # a task may have closed it
             stream.flush()
-    os._exit(0)  # the interpreter's own way out would wait for whatever the threads of a task wait for
+    os._exit(0)  # a normal exit would join the threads of a task, which may never end
 
 
 def pickled(value: object, what: str, advice: str) -> bytes:
-    """Pickle something that is to travel between processes.
+    """Pickle something that is sent between processes.
 
     Args:
-        value: by cloudpickle.
-        what: it is expected to be.
-        advice: for a user.
+        value: pickled by cloudpickle.
+        what: the expected kind of value, for the error.
+        advice: advice to the user, for the error.
 
     Raises:
-        UsageError: it cannot be pickled.
+        UsageError: the value cannot be pickled.
     """
     import cloudpickle
 

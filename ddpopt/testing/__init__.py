@@ -3,8 +3,8 @@
 In: a test marked with ``world_size(n)``. Out: the test, run on `n` ranks. Invariant: a test passes only if it
 passes on every rank.
 
-Names are imported when they are first used: pytest loads the plugin in this package in every run of an
-environment where it is installed, and torch takes seconds to import.
+Names are imported at first use: pytest loads this package's plugin in every run of an environment where it is
+installed, and torch takes seconds to import.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""One assertion for a test of one's own: a compiled data-parallel step computes what eager DDP computes.
+"""One assertion for your own tests: a compiled data-parallel step computes what eager DDP computes.
 
 Invariant: it passes on all ranks of a test, or raises the same findings on all of them.
 """
@@ -22,10 +22,10 @@ from ddpopt.ranks.group import one_rank
 
 
 class DdpNotEqualError(VerificationError, AssertionError):
-    """A data-parallel step is not what eager DDP makes of it; the message has every finding."""
+    """A data-parallel step differs from eager DDP; the message has every finding."""
 
 
-def assert_ddp_equal(  # noqa: PLR0913  # all that a data-parallel step is made of
+def assert_ddp_equal(  # noqa: PLR0913  # every part of a data-parallel step
     model: nn.Module,
     inputs: Any,
     *,
@@ -39,20 +39,20 @@ def assert_ddp_equal(  # noqa: PLR0913  # all that a data-parallel step is made 
 ) -> None:
     """Assert that a compiled data-parallel step of a model computes what eager DDP computes.
 
-    In a test marked ``world_size(n)`` every rank has to call it; elsewhere it makes a group of one rank.
+    In a test marked ``world_size(n)`` every rank must call it; elsewhere it makes a group of one rank.
 
     Args:
-        model: the module itself, not wrapped in DDP; it is copied, and not changed. As DDP does, all ranks
-            start from the weights of rank 0.
+        model: the module itself, not wrapped in DDP; it is copied and not changed. As in DDP, all ranks start
+            from the weights of rank 0.
         inputs: this rank's arguments, the same in every step: a tuple or list of positional arguments, a
-            mapping of keyword arguments, or the only argument. Or a function that gives them for a step.
+            mapping of keyword arguments, or a single argument. Or a function that returns these for a step.
         kwargs: more keyword arguments of this rank, the same in every step.
-        loss: from the model's output to a scalar; by default the mean of squares of all it returned.
-        strategy: ddpopt's: ``"split"``, ``"inline"`` or ``"auto"``.
-        backend: of Dynamo, underneath: a name, or a callable ``(gm, example_inputs)``.
+        loss: maps the model's output to a scalar; by default the mean of squares of all outputs.
+        strategy: ddpopt's strategy: ``"split"``, ``"inline"`` or ``"auto"``.
+        backend: the Dynamo backend: a name, or a callable ``(gm, example_inputs)``.
         mode: another way to run a data-parallel step, by its name in ``ddpopt.judge.modes``.
         ddp_kwargs: arguments for ``DistributedDataParallel``.
-        steps: how many steps of training; DDP has settled by the third.
+        steps: the number of training steps; DDP's buckets are final by the third.
 
     Raises:
         DdpNotEqualError: something is wrong; an ``AssertionError``, with every finding.
@@ -77,8 +77,8 @@ def assert_ddp_equal(  # noqa: PLR0913  # all that a data-parallel step is made 
 
 
 def _verify_here() -> Callable[..., Verdict]:
-    """Import the suite, and with it Inductor, which a process that only starts ranks can do without."""
-    with warnings.catch_warnings():  # torch's own, where Inductor is imported; a user may make them errors
+    """Import the suite and Inductor late: a process that only starts ranks needs neither."""
+    with warnings.catch_warnings():  # from torch, importing Inductor; a user may turn warnings into errors
         warnings.simplefilter("ignore")
         from ddpopt.judge.runner import verify_here
     return verify_here
@@ -86,9 +86,9 @@ def _verify_here() -> Callable[..., Verdict]:
 
 @contextmanager
 def _trace_not_captured() -> Iterator[None]:
-    """Keep torch's structured trace, thousands of lines, out of the log that pytest keeps of a test."""
+    """Keep torch's structured trace, thousands of lines, out of pytest's log of a test."""
     trace = logging.getLogger("torch.__trace")
-    # pytest 9 also listens to loggers that do not propagate, and torch takes that for a wish to trace.
+    # pytest 9 also adds handlers to loggers that do not propagate, and torch then enables the trace.
     handlers = trace.handlers
     trace.handlers = [each for each in handlers if not type(each).__module__.startswith("_pytest.")]
     try:
@@ -107,7 +107,7 @@ def _call(inputs: Any, kwargs: Mapping[str, Any] | None, step: int) -> Call:
 def _case(
     model: nn.Module, calls: list[Call], loss: Callable[[Any], Tensor], ddp_kwargs: Mapping[str, Any]
 ) -> Case:
-    """Describe the step; a collective, since a case knows the weights and the inputs of all ranks."""
+    """Build the case; a collective, because a case contains the weights and inputs of all ranks."""
     first = copy.deepcopy(model)
     _take_weights_of_rank_zero(first)
     calls_of: list[Any] = [None] * dist.get_world_size()
@@ -134,5 +134,5 @@ def _take_weights_of_rank_zero(model: nn.Module) -> None:
 
 
 def _fresh(tensor: Tensor) -> Tensor:
-    """A tensor of its own, so that no step sees what another one wrote into an input or its gradient."""
+    """A copy of a tensor, so that no step sees another one's writes to an input or its gradient."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)

@@ -1,10 +1,10 @@
-"""A rank of torchrun's, or of another launcher's: it runs each marked test together with its peers.
+"""A rank that torchrun or another launcher started: it runs each marked test together with its peers.
 
-Before a test the ranks meet, so that one that was busy with an unmarked test keeps no peer waiting inside a
-collective; after it they exchange what happened.
+The ranks meet before a test, so that a rank busy with an unmarked test keeps no peer waiting inside a
+collective. After the test they exchange their reports.
 
 Invariant: a test that fails on one rank fails on every rank, and ends within its limit. If a rank is lost,
-its peers fail the test, say what is known of that rank, and run no other.
+its peers fail the test, report what is known about that rank, and run no other test.
 """
 
 import os
@@ -27,11 +27,11 @@ from ddpopt.testing.reports import difference, from_text, lost, merge, to_text
 
 c10d: Any = dist  # torch does not mark its re-exports
 START_LIMIT_S = 120.0
-# Before a marked test, peers may be busy with unmarked ones, which have no limit of ours.
+# Before a marked test, peers may be busy with unmarked ones, which have no limit here.
 MEETING_LIMIT_S = 900.0
-# How much longer one waits for a peer's report than the test may take on that peer …
+# How long to wait for a peer's report beyond the test's limit on that peer …
 GRACE_S = 10.0
-# … and how long once the launcher has asked all ranks to end.
+# … and after the launcher has asked all ranks to end.
 LAST_WORDS_S = 2.0
 POLL_S = 0.01
 
@@ -44,14 +44,14 @@ class LaunchedRank:
     """This process, as a rank that a launcher started.
 
     Attributes:
-        on_gpu: whether each rank has a GPU of its own.
+        on_gpu: whether each rank has its own GPU.
     """
 
     def __init__(self) -> None:
-        """Find the peers' store."""
+        """Connect to the peers' store."""
         store, _, _ = next(iter(c10d.rendezvous("env://", timeout=timedelta(seconds=START_LIMIT_S))))
         self._store = c10d.PrefixStore("ddpopt-tests", store)
-        # Tests capture what they print; the stacks of a rank that passes its limit go to the terminal.
+        # Output of tests is captured; the stacks of a rank that exceeds its limit go to the terminal.
         self._limits = Limits(os.dup(2))
         self._number = 0
         self._lost = False
@@ -60,32 +60,32 @@ class LaunchedRank:
 
     @property
     def seat(self) -> tuple[Any, int, int]:
-        """The store of the test that runs, this rank's number, and how many there are."""
+        """The store of the current test, this rank's number, and the number of ranks."""
         return c10d.PrefixStore(f"group/{self._number}", self._store), own_rank(), own_size()
 
     def require_equal_collection(self, session: pytest.Session) -> None:
-        """Compare what all ranks have collected.
+        """Compare the tests that all ranks have collected.
 
         Args:
-            session: with everything that was collected here.
+            session: the session with this rank's collected tests.
 
         Raises:
-            pytest.UsageError: the ranks differ; on every rank.
+            pytest.UsageError: the ranks differ; raised on every rank.
         """
         names = [item.nodeid for item in session.items]
         if session.testsfailed:
             names.append(f"({session.testsfailed} errors in collection)")
         lists = self._exchange("names", "\0".join(names), START_LIMIT_S)
-        # a rank that says nothing has died, or has no marked test
+        # a rank without an answer has died, or has no marked test
         if words := difference([text.split("\0") if text else [] for text in lists]):
             raise pytest.UsageError(words)
 
     def run(self, item: pytest.Item, nextitem: pytest.Item | None) -> list[TestReport]:
-        """Run a test on this rank, and learn how its peers fared.
+        """Run a test on this rank, and collect the reports of its peers.
 
         Args:
             item: the test.
-            nextitem: the one after it; fixtures that it needs too are kept.
+            nextitem: the next test; fixtures that it shares are kept.
 
         Returns:
             The test's reports, merged over the ranks.
@@ -113,7 +113,7 @@ class LaunchedRank:
         return merge(reports_of)
 
     def leave(self) -> None:
-        """Wait until the peers have shown their results: the launcher ends all when one fails."""
+        """Wait until the peers have shown their results: the launcher ends all ranks when one fails."""
         if not self._lost:
             self._exchange("ended", "", LAST_WORDS_S)
 
@@ -121,7 +121,7 @@ class LaunchedRank:
         return f"{what}/{self._number}/{rank}"
 
     def _exchange(self, what: str, text: str, limit_s: float) -> list[str | None]:
-        """Give each rank's text to every rank; None for those that gave none in time."""
+        """Exchange texts between all ranks; None for ranks that sent none in time."""
         try:
             return self._exchanged(what, text, limit_s)
         except c10d.DistError:  # the rank that held the store has died
@@ -136,7 +136,7 @@ class LaunchedRank:
         return [self._store.get(key).decode() if self._store.check([key]) else None for key in keys]
 
     def _stop(self, *_: object) -> None:
-        """End what this rank does, once, and live to report it: the launcher ends all where one is lost."""
+        """Interrupt this rank once and let it report: the launcher ends all ranks when one is lost."""
         if not self._lost:
             self._lost = True
             pytest.exit(ENDED)

@@ -1,7 +1,7 @@
-"""What a test marked ``world_size(n, backend=…, timeout=…)`` needs, read from its markers.
+"""Read the needs of a test marked ``world_size(n, backend=…, timeout=…)`` from its markers.
 
-Invariant: equal markers give equal needs in every process, so that all ranks and the process that started
-them agree on a test's limit.
+Invariant: equal markers give equal needs in every process, so all ranks and the process that started them
+agree on a test's limit.
 """
 
 import os
@@ -27,14 +27,14 @@ class Rank(Protocol):
     """This process, as a rank that runs marked tests.
 
     Attributes:
-        on_gpu: whether each of the ranks, on whatever node, has a GPU of its own.
+        on_gpu: whether each rank, on any node, has its own GPU.
     """
 
     on_gpu: bool
 
     @property
     def seat(self) -> tuple[Any, int, int]:
-        """The store of the test that runs, this rank's number, and how many there are."""
+        """The store of the current test, this rank's number, and the number of ranks."""
 
 
 rank_key = pytest.StashKey[Rank]()
@@ -42,13 +42,13 @@ rank_key = pytest.StashKey[Rank]()
 
 @dataclass(frozen=True)
 class Needs:
-    """What a marked test needs.
+    """The needs of a marked test.
 
     Attributes:
         size: the number of ranks; 0 if the marker cannot be read.
-        backend: of its process group; None for NCCL where each rank has a GPU, else gloo.
-        limit_s: how many seconds it may take, with its fixtures.
-        problem: what is wrong with the marker, for the test's setup to show; empty if nothing is.
+        backend: backend of its process group; None for NCCL if each rank has a GPU, else gloo.
+        limit_s: seconds that the test and its fixtures may take.
+        problem: the error in the marker, which the test's setup shows; empty if there is none.
     """
 
     size: int
@@ -58,12 +58,12 @@ class Needs:
 
 
 def is_marked(item: pytest.Item) -> bool:
-    """Tell whether a test is to run on ranks: it, its class or its module has a ``world_size`` marker."""
+    """Return whether a test runs on ranks: it, its class or its module has a ``world_size`` marker."""
     return item.get_closest_marker("world_size") is not None
 
 
 def needs_of(item: pytest.Item) -> Needs:
-    """Read what a test with a ``world_size`` marker needs."""
+    """Read the needs of a test with a ``world_size`` marker."""
     marker = item.get_closest_marker("world_size")
     assert marker is not None
     match marker.args:
@@ -80,7 +80,7 @@ def needs_of(item: pytest.Item) -> Needs:
 
 
 def lacking(item: pytest.Item) -> str:
-    """Tell why a marked test cannot have its ranks; empty if it can have them."""
+    """Return why a marked test cannot have its ranks; empty if it can."""
     needs, present = needs_of(item), launched_ranks()
     if present is None:
         return ""
@@ -91,7 +91,7 @@ def lacking(item: pytest.Item) -> str:
 
 
 def _other_limit(item: pytest.Item) -> float:
-    """The limit that a ``timeout`` marker of pytest-timeout sets; ours if none sets any.
+    """The limit that a ``timeout`` marker of pytest-timeout sets; the default if there is none.
 
     The plugin itself adds a marker without a limit, ``timeout(0)``.
     """

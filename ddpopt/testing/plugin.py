@@ -1,17 +1,17 @@
 """pytest plugin: a test marked ``@pytest.mark.world_size(n)`` runs on n ranks.
 
-- ``torchrun --nproc-per-node N -m pytest …``: this process is one of N ranks, on one node or on several. A
-  test that needs more says so and is skipped, or fails where ``--too-few-ranks=fail`` was given.
-- ``pytest …``, also with xdist's ``-n``: this process starts n ranks, has them run the test, and reports for
-  them. The ranks wait for the next test that needs as many.
+- ``torchrun --nproc-per-node N -m pytest …``: this process is one of N ranks, on one node or several. A test
+  that needs more is skipped with that reason, or fails with ``--too-few-ranks=fail``.
+- ``pytest …``, also with xdist's ``-n``: this process starts n ranks, lets them run the test, and reports for
+  them. The ranks are kept for the next test that needs n.
 
-Each test has a process group of its own; the fixture ``ddp_ranks`` has its rank and size.
+Each test has its own process group; the fixture ``ddp_ranks`` has its rank and size.
 
-Invariant: a test that fails on one rank fails, shows that rank's traceback, and ends within its limit. What a
-rank skips is decided by what is equal on all ranks.
+Invariant: a test that fails on one rank fails, shows that rank's traceback, and ends within its limit. Skips
+are decided only by conditions that are equal on all ranks.
 
-pytest loads this in every run of an environment where ddpopt is installed, also in those that have nothing to
-do with it; so it does nothing, and imports no torch, until a test is marked.
+pytest loads this in every run of an environment where ddpopt is installed, so it does nothing, and does not
+import torch, unless a test is marked.
 """
 
 from collections.abc import Generator
@@ -33,7 +33,7 @@ pools_key: "pytest.StashKey[Pools]" = pytest.StashKey()
 ranks_key: "pytest.StashKey[Ranks]" = pytest.StashKey()
 open_key: pytest.StashKey[ExitStack] = pytest.StashKey()
 
-# A collective that a peer never enters fails before the test's limit ends the process: it says more.
+# A collective that a peer never enters times out before the test's limit, with a better message.
 COLLECTIVE_SHARE = 0.5
 NOT_GIVEN = (
     "expected to run on ranks, but another plugin runs this test in its own way. Disable what repeats or "
@@ -71,13 +71,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep pytest-timeout from marked tests: their limit is kept here, over all ranks.
+    """Disable pytest-timeout for marked tests: their limit is enforced here, over all ranks.
 
     Args:
         config: pytest's own.
-        items: what was collected.
+        items: the collected tests.
     """
-    # Under either name: by its entry point, or by -p.
+    # Under either name: from its entry point, or from -p.
     timed = any(map(config.pluginmanager.hasplugin, ("timeout", "pytest_timeout")))
     for item in items:
         if timed and is_marked(item):
@@ -86,10 +86,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
-    """In torchrun's ranks, compare first what all have collected.
+    """In torchrun's ranks, first compare the tests that all ranks collected.
 
     Args:
-        session: with everything that was collected.
+        session: the session with all collected tests.
     """
     config = session.config
     if launched_ranks() is None or config.option.collectonly:
@@ -108,23 +108,23 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
     Args:
         item: the test about to run.
-        nextitem: the one after it.
+        nextitem: the next test.
 
     Returns:
         True if it was run here.
     """
     launched = item.config.stash.get(launched_key, None)
     if not is_marked(item) or (launched is None and rank_key in item.config.stash):
-        return None  # a rank of a pool has its own way
+        return None  # a pool's rank runs its tests differently
     if needs_of(item).problem or lacking(item):
-        return None  # its setup says why
+        return None  # its setup reports the reason
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     if launched is None:
         reports = [*_pools(item.config).run(item, nextitem), *_torn_down(item, nextitem)]
     else:
         reports = launched.run(item, nextitem)
     for report in reports:
-        # Passes are shown once. The exit code of every rank says whether anything failed.
+        # Passes are shown once; the exit code of every rank shows whether anything failed.
         if launched is None or own_rank() == 0 or report.failed:
             item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
@@ -177,11 +177,11 @@ def pytest_runtest_teardown(item: pytest.Item) -> object:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Have no peer wait for a value of a rank whose test has failed.
+    """Make sure that no peer waits for a value of a rank whose test has failed.
 
     Args:
         item: the test that ran.
-        call: a phase of it.
+        call: a phase of the test.
 
     Returns:
         The report on that phase.
@@ -205,7 +205,7 @@ def ddp_ranks(request: pytest.FixtureRequest) -> "Ranks":
 
 
 def _torn_down(item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.TestReport]:
-    """Tear down what earlier tests of a module kept for this one, which runs elsewhere; say what failed."""
+    """Tear down fixtures that earlier tests kept for this one, which runs elsewhere; return any failures."""
     call = pytest.CallInfo.from_call(lambda: item.session._setupstate.teardown_exact(nextitem), "teardown")
     failed = call.excinfo is not None
     return [item.ihook.pytest_runtest_makereport(item=item, call=call)] if failed else []

@@ -1,12 +1,12 @@
-"""Ranks that plain ``pytest``, or a worker of xdist's, starts for itself and drives test by test.
+"""Ranks that plain ``pytest``, or an xdist worker, starts and drives test by test.
 
-Each rank is a pytest of its own in a pool's process: it collects the same tests, and then runs those that it
-is sent the names of. What matters while pytest loads is given to it as arguments. All other options, those of
-the user's conftest.py among them, are set when its session starts: too late for plugins that write reports or
-start workers, which must do nothing in a rank, and in time for collection and tests.
+Each rank is a separate pytest in a pool's process: it collects the same tests, and then runs those whose
+names it receives. Options that matter while pytest loads are passed as arguments. All other options,
+including those of the user's conftest.py, are set when its session starts: too late for plugins that write
+reports or start workers, which must do nothing in a rank, but in time for collection and tests.
 
-Invariant: every test gets a report, and ends within its limit; if a rank is lost, the test fails with what
-that rank had written, and the next test gets new ranks.
+Invariant: every test gets a report, and ends within its limit; if a rank is lost, the test fails with that
+rank's output, and the next test gets new ranks.
 """
 
 import os
@@ -30,10 +30,10 @@ from ddpopt.ranks.process import RankProcess
 from ddpopt.testing.needs import is_marked, needs_of, rank_key
 from ddpopt.testing.reports import difference, from_text, lost, merge, to_text
 
-# Importing torch and collecting, on a machine that is busy with other tests.
+# For importing torch and collecting on a machine that is busy with other tests.
 START_LIMIT_S = 120.0
 SHOWN_OUTPUT = 8000
-# A rank's reports travel as text, so one style has to serve all of them.
+# A rank's reports are sent as text, so the traceback style must be fixed there.
 RANKS_OWN = ("tbstyle",)
 PLAIN = (str, int, float, list, tuple, dict, type(None))
 
@@ -42,7 +42,7 @@ class Pools:
     """The pools of one pytest process: one for each number of ranks, kept from test to test."""
 
     def __init__(self, config: pytest.Config) -> None:
-        """Start nothing yet.
+        """Create the pools; starts no process yet.
 
         Args:
             config: pytest's own; the pools end with it.
@@ -57,7 +57,7 @@ class Pools:
 
         Args:
             item: the test.
-            nextitem: the one after it; fixtures that it needs too are kept where the same ranks run it.
+            nextitem: the next test; fixtures that it shares are kept if the same ranks run it.
 
         Returns:
             Its reports, merged over the ranks.
@@ -91,7 +91,7 @@ class Pools:
             pool.close()
 
     def _new_pool(self, session: pytest.Session, size: int) -> Pool:
-        # No rank need collect other files.
+        # Ranks do not need to collect other files.
         files = dict.fromkeys(str(item.path) for item in session.items if _size_for(item) == size)
         folder = str(self._config.invocation_params.dir)
         options = plain_options(self._config)
@@ -101,39 +101,39 @@ class Pools:
 
 
 def _size_for(item: pytest.Item) -> int:
-    """How many ranks run a test; 0 if it is not for ranks."""
+    """The number of ranks that run a test; 0 if it does not run on ranks."""
     return needs_of(item).size if is_marked(item) else 0
 
 
 def rank_arguments(config: pytest.Config) -> list[str]:
-    """Give the arguments of a rank's pytest, without the files to collect.
+    """Return the arguments of a rank's pytest, without the files to collect.
 
     Args:
-        config: of the pytest that starts it.
+        config: config of the pytest that starts the rank.
     """
     option = config.option
-    # What a rank prints belongs in its report, and in its output should it give none.
+    # A rank's output goes into its report, and also to the pool in case there is no report.
     arguments = ["-q", "-p", "no:cacheprovider", "--capture", "tee-sys"]
     arguments += ["--tb", "short" if option.tbstyle == "auto" else option.tbstyle]
     arguments += ["--rootdir", str(config.rootpath), "--import-mode", option.importmode]
     if config.inipath is not None:
         arguments += ["-c", str(config.inipath)]
-    # addopts may start workers, or write files that are not a rank's to write; what it set travels below.
+    # addopts may start workers, or write files that a rank must not write; its options are set later.
     for setting in (*(option.override_ini or ()), "addopts="):
         arguments += ["-o", setting]
     for plugin in option.plugins or ():
         arguments += ["-p", plugin]
-    # A rank has imported ddpopt before pytest could rewrite its asserts, of which none are a test's.
+    # A rank imports ddpopt before pytest can rewrite its asserts, which are not part of any test.
     for warning in (*(option.pythonwarnings or ()), "ignore::pytest.PytestAssertRewriteWarning"):
         arguments += ["-W", warning]
     return arguments
 
 
 def plain_options(config: pytest.Config) -> dict[str, object]:
-    """Give the options that a rank is to have too: all that are plain data.
+    """Return the options that a rank also gets: all that are plain data.
 
     Args:
-        config: of the pytest that starts it.
+        config: config of the pytest that starts the rank.
     """
     options = {name: value for name, value in vars(config.option).items() if isinstance(value, PLAIN)}
     return {name: value for name, value in options.items() if name not in RANKS_OWN}
@@ -145,12 +145,12 @@ def plain_options(config: pytest.Config) -> dict[str, object]:
 def be_pytest(
     folder: str, arguments: Sequence[str], options: dict[str, object], process: RankProcess
 ) -> None:
-    """Serve a pool from inside a session of pytest's.
+    """Serve a pool from inside a pytest session.
 
     Args:
-        folder: to run in.
-        arguments: of pytest.
-        options: of the pytest that started the pool.
+        folder: the folder to run in.
+        arguments: the arguments of pytest.
+        options: the options of the pytest that started the pool.
         process: the rank.
     """
     os.chdir(folder)
@@ -161,8 +161,8 @@ class PooledRank:
     """This process, as a rank of a pool; a plugin of its pytest.
 
     Attributes:
-        session: with everything that was collected.
-        reports: of the test that ran last.
+        session: the session with all collected tests.
+        reports: the reports of the last test.
     """
 
     def __init__(self, process: RankProcess, options: dict[str, object]) -> None:
@@ -175,12 +175,12 @@ class PooledRank:
 
     @property
     def seat(self) -> tuple[Any, int, int]:
-        """The store of the test that runs, this rank's number, and how many there are."""
+        """The store of the current test, this rank's number, and the number of ranks."""
         store: Any = PrefixStore(f"group/{self._process.number}", self._process.store)
         return store, own_rank(), own_size()
 
     def pytest_configure(self, config: pytest.Config) -> None:
-        """Let our plugin find this."""
+        """Make this rank known to ddpopt's plugin."""
         config.stash[rank_key] = self
 
     @pytest.hookimpl(tryfirst=True)
@@ -190,7 +190,7 @@ class PooledRank:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        """Run nothing but what the pool asks for."""
+        """Run only the tests that the pool requests."""
         self.session = session
         self._process.serve(lambda _: nullcontext(self))
         session._setupstate.teardown_exact(None)
@@ -206,8 +206,8 @@ class PooledRank:
         """Run a test by its name.
 
         Args:
-            name: of the test.
-            following: the test after it, if the same ranks run that; fixtures that it needs too are kept.
+            name: name of the test.
+            following: the next test, if the same ranks run it; fixtures that it shares are kept.
 
         Returns:
             Its reports, as text.
@@ -219,7 +219,8 @@ class PooledRank:
                 "collected no test of that name. A parameter's id must be the same in every process."
             )
         if name != self._following:
-            # pytest has kept the fixtures of the test that was to come next; another one must not see them.
+            # pytest kept fixtures for the test that was announced as next; a different test must not see
+            # them.
             self.session._setupstate.teardown_exact(None)
         self._following = following
         hook = self.session.config.hook
@@ -228,7 +229,7 @@ class PooledRank:
 
 
 def collected(rank: PooledRank) -> list[str]:
-    """Give the ids of a rank's tests.
+    """Return the ids of a rank's tests.
 
     Raises:
         UsageError: a file could not be collected.

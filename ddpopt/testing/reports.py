@@ -1,4 +1,4 @@
-"""What several ranks have to say of their tests, as text that travels between processes and as one report.
+"""Convert the reports of several ranks to text for other processes, and merge them into one report.
 
 Invariant: a test fails if it failed on any rank, and its report then shows the traceback of each such rank.
 """
@@ -17,7 +17,7 @@ def to_text(config: pytest.Config, reports: Sequence[TestReport]) -> str:
 
     Args:
         config: pytest's own.
-        reports: of one test, in one process.
+        reports: the reports of one test, in one process.
 
     Returns:
         Text that `from_text` reads.
@@ -42,18 +42,18 @@ def from_text(config: pytest.Config, text: str) -> list[TestReport]:
 
 def _from_data(config: pytest.Config, data: dict[str, object]) -> TestReport:
     if isinstance(data["longrepr"], list):
-        data["longrepr"] = tuple(data["longrepr"])  # where a test was skipped, and why; JSON has no tuples
+        data["longrepr"] = tuple(data["longrepr"])  # the place and reason of a skip; JSON has no tuples
     report = config.hook.pytest_report_from_serializable(config=config, data=data)
     assert isinstance(report, TestReport)
     return report
 
 
 def lost(item: pytest.Item, why: str) -> list[TestReport]:
-    """Report for a rank that gave no report, or for a test that no rank could run.
+    """Make a report for a rank that sent none, or for a test that no rank could run.
 
     Args:
         item: the test.
-        why: what is known.
+        why: the known reason.
 
     Returns:
         One report, of a failure.
@@ -62,10 +62,10 @@ def lost(item: pytest.Item, why: str) -> list[TestReport]:
 
 
 def merge(reports_of: Sequence[Sequence[TestReport]]) -> list[TestReport]:
-    """Make one outcome of those of all ranks: rank 0's, but failed where any rank failed.
+    """Merge the reports of all ranks: rank 0's, but failed if any rank failed.
 
     Args:
-        reports_of: by rank, the reports of setup, call and teardown, as far as there are any.
+        reports_of: by rank, the reports of setup, call and teardown, as far as they exist.
 
     Returns:
         Reports of one test. After a failed setup there is no call.
@@ -79,7 +79,7 @@ def merge(reports_of: Sequence[Sequence[TestReport]]) -> list[TestReport]:
             if report.when == phase and report.failed
         ]
         if failed:
-            # Who failed first is most often the cause: its peers then fail for want of it.
+            # The first rank to fail is usually the cause: its peers then fail because it is missing.
             failed.sort(key=lambda rank_and_report: rank_and_report[1].stop)
             report = merged[phase] = failed[0][1]
             report.longrepr = _told_once(phase, [(rank, report.longreprtext) for rank, report in failed])
@@ -90,7 +90,7 @@ def merge(reports_of: Sequence[Sequence[TestReport]]) -> list[TestReport]:
 
 
 def _told_once(phase: str, failures: Sequence[tuple[int, str]]) -> str:
-    """All failures of a phase, and what ranks tell alike once: findings that all ranks agree on are long."""
+    """All failures of a phase; text that ranks share appears once, because shared findings are long."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in failures:
         ranks_of.setdefault(text, []).append(rank)
@@ -101,7 +101,7 @@ def _told_once(phase: str, failures: Sequence[tuple[int, str]]) -> str:
 
 
 def _require_one_outcome(reports_of: Sequence[Sequence[TestReport]], merged: dict[str, TestReport]) -> None:
-    """Fail a test that some ranks skipped and others ran: its peers would have run it without them."""
+    """Fail a test that some ranks skipped and others ran, because it ran without some of its ranks."""
     if any(report.failed for report in merged.values()):
         return
     skipped = [
@@ -119,7 +119,7 @@ def _require_one_outcome(reports_of: Sequence[Sequence[TestReport]], merged: dic
 
 
 def difference(names_of: Sequence[Sequence[str]]) -> str:
-    """Say how the tests that ranks collected differ from those of rank 0.
+    """Describe how the tests that ranks collected differ from those of rank 0.
 
     Args:
         names_of: by rank, the ids of its tests, in the order in which they run.

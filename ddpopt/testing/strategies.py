@@ -1,4 +1,4 @@
-"""Drawing models: which blocks may go where, and in what order draws shrink.
+"""Draw models: which blocks may go where, and in what order draws shrink.
 
 Invariant: nothing is drawn and thrown away. Draws shrink toward fewer steps, toward steps without a body,
 toward blocks that were registered first, and toward the first choice of each option.
@@ -22,7 +22,7 @@ Features = frozenset[str]
 _DEPTH = 2
 _BODY_STEPS = 3
 _CHOICES = 100
-"""The most at once: of larger numbers Hypothesis prefers those that the modules that are loaded have."""
+"""The most choices at once: among larger numbers Hypothesis prefers constants found in loaded modules."""
 _READS = st.sampled_from((0, 0, 0, 0, 1, 1, 2, 3, 5))
 
 
@@ -40,14 +40,14 @@ def models(
 
     Args:
         draw: given by Hypothesis.
-        without: what may not occur, as :func:`ddpopt.testing.drawn.known_features` names it.
-        max_steps: the largest number of steps, not counting those within others.
+        without: features that may not occur, as named by :func:`ddpopt.testing.drawn.known_features`.
+        max_steps: the largest number of steps, not counting those in bodies.
 
     Returns:
         The model as a value: its ``source`` is a Python module, its ``case()`` is ready to verify.
 
     Raises:
-        UsageError: if there is no feature of such a name.
+        UsageError: if there is no feature of that name.
     """
     model = draw(_models(_allowed(without), max_steps))
     for feature in sorted(model.features):
@@ -96,9 +96,9 @@ class _Place:
     """Where a step may go.
 
     Attributes:
-        allowed: the features that it may bring.
+        allowed: the features that it may add.
         kind: ``"step"`` or ``"output"``.
-        depth: how many levels of bodies may be below.
+        depth: how many levels of bodies may follow.
         pure: whether it may run twice.
         unbroken: whether Dynamo must not end its graph here.
     """

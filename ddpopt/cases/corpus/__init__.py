@@ -1,12 +1,12 @@
-"""The cases that ship: small models, each of which exercises one thing that a gradient optimizer gets wrong.
+"""The cases that ship with ddpopt: small models, each for one thing that a DDP optimizer can get wrong.
 
 Every case is deterministic, runs under eager DDP on gloo, and needs no download. Tags:
 
 - ``breaks``: Dynamo breaks the graph.
 - ``buffers``: forward updates buffers in place.
-- ``dynamic``: sizes or numbers change between steps, so that Dynamo compiles again.
+- ``dynamic``: sizes or numbers change between steps, so Dynamo recompiles.
 - ``higher_order``: parameters are operands of a higher-order operator.
-- ``ignored``: DDP leaves some gradients alone, so they differ between ranks.
+- ``ignored``: DDP ignores some parameters, so their gradients differ between ranks.
 - ``mutation``: forward changes activations or buffers in place.
 - ``random``: forward draws random numbers.
 - ``sparse``: some gradients are sparse.
@@ -32,7 +32,7 @@ def cases() -> tuple[Case, ...]:
     """Return all cases, family by family.
 
     Returns:
-        The cases, in an order that stays the same.
+        The cases, in a fixed order.
     """
     return tuple(case for family in FAMILIES for case in import_module(f"{__name__}.{family}").CASES)
 

@@ -1,4 +1,4 @@
-"""Parameters that reach an operator otherwise than as a plain positional argument."""
+"""Parameters that reach an operator other than as a plain positional argument."""
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from ddpopt.cases.corpus.draws import rows_case
 
 
 class Weights(nn.Module):
-    """Square weights and biases without layers around them; what derives from it says how they are read."""
+    """Square weights and biases without layers around them; subclasses define how they are read."""
 
     def __init__(self, dim: int, layers: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class ListArguments(Weights):
     """Weights inside lists, which torch's optimizer does not see."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``(batch, dim)`` to the same shape; four weights a turn."""
+        """Map ``(batch, dim)`` to the same shape; four weights per iteration."""
         stacked_bias = torch.stack(list(self.biases))
         for first in range(0, len(self.weights), 4):
             a, b, c, d = (self.weights[first + i] for i in range(4))
@@ -61,7 +61,7 @@ class MethodArguments(Weights):
     """Weights as receivers and arguments of methods: transposed, sliced, cast before they are used."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``(batch, dim)`` to the same shape; four weights a turn."""
+        """Map ``(batch, dim)`` to the same shape; four weights per iteration."""
         half = x.shape[1] // 2
         for first in range(0, len(self.weights), 4):
             a, b, c, d = (self.weights[first + i] for i in range(4))

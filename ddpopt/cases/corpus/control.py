@@ -13,7 +13,7 @@ from ddpopt.cases.corpus.layers import FeedForward, Layers
 
 
 class Blocks(nn.Module):
-    """Feed-forward blocks; what derives from it says under which mode they run."""
+    """Feed-forward blocks; subclasses define the mode under which they run."""
 
     def __init__(self, dim: int, layers: int) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class ViewAcrossBreak(Blocks):
 
 
 class Checkpointed(Blocks):
-    """Every block is recomputed in backward; a context function may say what is saved all the same."""
+    """Every block is recomputed in backward, except values that a context function saves."""
 
     def __init__(self, dim: int, layers: int, context_fn: Callable[[], Any] | None = None) -> None:
         super().__init__(dim, layers)
@@ -96,7 +96,7 @@ class Checkpointed(Blocks):
 
 
 def save_products(_context: object, operator: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
-    """Save matrix products, recompute all else."""
+    """Save matrix products, recompute everything else."""
     if operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
@@ -114,7 +114,7 @@ class Conditional(Blocks):
 
 
 class ScaledTanh(torch.autograd.Function):
-    """``tanh(x) * scale`` with a backward of its own."""
+    """``tanh(x) * scale`` with a custom backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:

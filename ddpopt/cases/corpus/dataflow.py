@@ -71,7 +71,7 @@ class SeveralOutputs(Layers):
     """A dict of tensors from every depth, a view of one of them, an int, a string and None."""
 
     def forward(self, x: Tensor) -> dict[str, Any]:
-        """Return the last value and all before it, with their number, their name and nothing."""
+        """Return the last value and all values before it, with their number, a name and None."""
         hidden = []
         for layer in self.layers:
             x = x + layer(x).tanh()
@@ -112,8 +112,8 @@ class RunningBuffers(Layers):
             y = layer(x)
             self.means[index].lerp_(y.detach().mean(0), 0.1)
             self.calls.add_(1)
-            # A sum, not a quotient: torch 2.13 recomputes a saved value from the buffer as it is later
-            # (pytorch#197039), so that gradients of a quotient are wrong even without any cut.
+            # A sum, not a quotient: torch 2.13 recomputes a saved value from the buffer after later updates
+            # (pytorch#197039), so gradients of a quotient are wrong even without any cut.
             x = x + (y - self.means[index].clone()).tanh() + self.calls.clone() / 64
         return x
 

@@ -1,4 +1,4 @@
-"""One case for each remaining cap and option that torch's DDPOptimizer buckets otherwise than DDP."""
+"""One case for each other cap and option for which torch's DDPOptimizer and DDP disagree on buckets."""
 
 from torch import Tensor, nn
 

@@ -1,4 +1,4 @@
-"""Where the corpus draws its weights and inputs from: nothing here reads or leaves a global random state."""
+"""Draw the corpus's weights and inputs; nothing here reads or changes a global random state."""
 
 from collections.abc import Callable
 from functools import partial
@@ -29,7 +29,7 @@ def seeded(build: Callable[..., M], *args: object, **kwargs: object) -> M:
 
 
 def generator(rank: int, step: int) -> torch.Generator:
-    """Return a generator of its own for a rank and a step.
+    """Return a separate generator for a rank and a step.
 
     Args:
         rank: rank of the process.
@@ -76,7 +76,7 @@ def arrays(rank: int, step: int, *, shape: tuple[int, ...]) -> Call:
     Args:
         rank: rank of the process.
         step: index of the training step, from 0.
-        shape: the array's sizes, the batch first as a rule.
+        shape: the array's sizes, usually the batch first.
 
     Returns:
         One positional argument, no keyword arguments.
@@ -94,13 +94,13 @@ def rows_case(
     batch: int = 32,
     **more: Any,
 ) -> Case:
-    """Describe a case whose model takes one matrix, as most cases of plain layers do.
+    """Describe a case whose model takes one matrix, like most cases of plain layers.
 
     Args:
-        name: of the case.
+        name: name of the case.
         build: makes the model, given `dim` and `layers`.
         about: as in `Case`; by default the first line of `build`'s docstring.
-        layers: of the model.
+        layers: the number of layers.
         dim: columns of the matrix.
         batch: rows of the matrix.
         **more: other fields of `Case`.

@@ -59,7 +59,7 @@ class BERT(nn.Module):
 
 
 class T5Attention(nn.Module):
-    """Attention without biases over any memory, with a relative position bias that is handed in."""
+    """Attention without biases over any memory, with a relative position bias that is passed in."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class T5(nn.Module):
         self.decoder_norm = nn.RMSNorm(dim)
 
     def bias(self, length: int, causal: bool) -> Tensor:
-        """Return what is added to scores: ``(1, heads, length, length)``, minus infinity for the future."""
+        """Return the bias for the scores: ``(1, heads, length, length)``, minus infinity for the future."""
         places = torch.arange(length, device=self.distances.weight.device)
         distance = places[None, :] - places[:, None]
         bias: Tensor = self.distances(distance + length - 1).permute(2, 0, 1).unsqueeze(0)

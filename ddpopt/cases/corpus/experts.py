@@ -1,4 +1,4 @@
-"""Mixtures of experts: all experts in every graph, or other experts on other ranks."""
+"""Mixtures of experts: all experts in every graph, or different experts on different ranks."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ from ddpopt.cases.corpus.layers import FeedForward
 
 
 class StackedExperts(nn.Module):
-    """Each token is answered by its two best experts, whose weights are slices of two parameters."""
+    """Each token goes to its two best experts, whose weights are slices of two parameters."""
 
     def __init__(self, dim: int, hidden: int, experts: int) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class StackedExperts(nn.Module):
 
 
 class RankExperts(nn.Module):
-    """Each expert is a module of its own; only those that the caller names run."""
+    """Each expert is a separate module; only those that the caller names run."""
 
     def __init__(self, dim: int, hidden: int, experts: int) -> None:
         super().__init__()

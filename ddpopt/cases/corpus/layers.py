@@ -5,7 +5,7 @@ from torch.nn import functional as F
 
 
 class Layers(nn.Module):
-    """Square linear layers; what derives from it says how values flow between them.
+    """Square linear layers; subclasses define how values flow between them.
 
     Invariant: the parameters are ``layers.0.weight``, ``layers.0.bias``, … and are drawn in this order.
     """
@@ -15,17 +15,17 @@ class Layers(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(layers))
 
     def halves(self) -> tuple[nn.ModuleList, nn.ModuleList]:
-        """Return the layers before the middle, and those after it."""
+        """Return the first and the second half of the layers."""
         half = len(self.layers) // 2
         return self.layers[:half], self.layers[half:]
 
 
 def residual(x: Tensor, layers: nn.ModuleList) -> Tensor:
-    """Add to a stream what each layer makes of it.
+    """Add each layer's output to the residual stream.
 
     Args:
         x: of shape ``(…, dim)``.
-        layers: that map ``dim`` to ``dim``.
+        layers: layers that map ``dim`` to ``dim``.
 
     Returns:
         The stream after the last layer, of the same shape.

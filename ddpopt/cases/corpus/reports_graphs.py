@@ -1,4 +1,4 @@
-"""Public reports about what is in a graph: constants, calls of ``forward``, operators, strides."""
+"""Public reports about the contents of a graph: constants, calls of ``forward``, operators, strides."""
 
 from functools import partial
 
@@ -41,9 +41,9 @@ class ForwardCalls(nn.Module):
 
 
 class AlibiAttention(Layers):
-    """Flex attention whose scores read a buffer, over the inputs as they are, between linear layers.
+    """Flex attention whose scores read a buffer, applied to the raw inputs, between linear layers.
 
-    Nothing that it attends to needs a gradient: flex attention has no backward on the CPU.
+    Its inputs need no gradient: flex attention has no backward on the CPU.
     """
 
     slopes: Tensor
@@ -52,7 +52,7 @@ class AlibiAttention(Layers):
         super().__init__(dim, layers)
         self.heads = heads
         self.register_buffer("slopes", -torch.arange(1.0, heads + 1) / heads)
-        # Outside of a compiled model torch warns of a call as it is.
+        # Outside a compiled model, torch warns if flex attention is called uncompiled.
         self.attend = torch.compile(flex_attention, backend="eager", fullgraph=True)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ def growing_sequences(rank: int, step: int, *, width: int) -> Call:
 
 
 def growing_images(rank: int, step: int, *, channels: int) -> Call:
-    """Draw images that are wider and higher at every other step."""
+    """Draw images that are wider and taller at every other step."""
     side = 3 + step % 2
     return (normal(rank, step, 2, channels, side, side + 1),), {}
 
@@ -82,7 +82,7 @@ def doubled_batches(rank: int, step: int, *, length: int, width: int) -> Call:
 
 
 def uneven_rows(rank: int, step: int, *, width: int) -> Call:
-    """Draw eight rows; from the second step on, other numbers of rows on odd ranks."""
+    """Draw eight rows; from the second step on, odd ranks draw different numbers of rows."""
     return (normal(rank, step, 8 + 3 * step * (rank % 2), width),), {}
 
 

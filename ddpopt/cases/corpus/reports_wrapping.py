@@ -1,4 +1,4 @@
-"""Public reports about what is around a graph: evaluation, synchronised statistics, DDP inside of DDP."""
+"""Public reports about the surroundings of a graph: evaluation, synchronised statistics, DDP inside DDP."""
 
 from collections.abc import Callable
 from functools import partial
@@ -38,11 +38,11 @@ class EvaluatedCase(Case):
     """A case that evaluates its model without gradients before every training step."""
 
     def step(self, model: Callable[..., Any], rank: int, step: int) -> Tensor:
-        """Run one forward in evaluation mode, then one in training mode, whose loss is returned.
+        """Run one forward in evaluation mode, then one in training mode; the loss of the latter is returned.
 
         Args:
             model: what ``self.model()`` returned, perhaps wrapped in DDP or compiled.
-            rank: whose inputs to use.
+            rank: the rank whose inputs are used.
             step: index of the training step, from 0.
 
         Returns:
@@ -61,7 +61,7 @@ class _Mean(torch.autograd.Function):
 
     @staticmethod
     def forward(_ctx: Any, value: Tensor) -> Tensor:
-        """Return the mean; of this rank alone where there is no process group."""
+        """Return the mean; without a process group, the mean of this rank alone."""
         return _mean_over_ranks(value)
 
     @staticmethod
@@ -79,7 +79,7 @@ def _mean_over_ranks(value: Tensor) -> Tensor:
 
 
 class SyncedNorm(nn.Module):
-    """What SyncBatchNorm does, which torch has for GPUs only: statistics over all ranks, in no graph."""
+    """Like SyncBatchNorm, which torch has only for GPUs: statistics over all ranks, outside any graph."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()

@@ -35,7 +35,7 @@ class StochasticDepth(nn.Module):
 class StochasticDepthStack(nn.Module):
     """A float attribute that becomes a graph input and crosses a cut (pytorch#196227).
 
-    Graph breaks divide the blocks: one code object, compiled again for every other probability.
+    Graph breaks separate the blocks: one code object, recompiled for every new probability.
     """
 
     def __init__(self, dim: int, layers: int) -> None:
@@ -74,12 +74,12 @@ class DynamicBatch(Layers):
 
 
 def rows_and_scalars(rank: int, step: int, *, batch: int, width: int) -> Call:
-    """Draw a matrix, with a float and an int that are other ones at every step."""
+    """Draw a matrix, with a float and an int that change at every step."""
     return (normal(rank, step, batch, width), 1.0 - 0.125 * (step % 4), step % 4), {}
 
 
 def growing_rows(rank: int, step: int, *, batch: int, width: int) -> Call:
-    """Draw a matrix of one, two or three times as many rows, in turn."""
+    """Draw a matrix with one, two or three times ``batch`` rows, in turn."""
     return (normal(rank, step, batch * (step % 3 + 1), width),), {}
 
 

@@ -24,21 +24,21 @@ class Residuals(Layers):
 
 
 def tied(dim: int, layers: int) -> nn.Module:
-    """Build layers of which the first and the last share a weight but not a bias."""
+    """Build layers whose first and last share a weight but not a bias."""
     model = Residuals(dim, layers)
     model.layers[-1].weight = model.layers[0].weight
     return model
 
 
 def shared_module(dim: int, layers: int) -> nn.Module:
-    """Build layers of which the second and the last are one module under two names."""
+    """Build layers whose second and last are one module under two names."""
     model = Residuals(dim, layers)
     model.layers[-1] = model.layers[1]
     return model
 
 
 def frozen(dim: int, layers: int) -> nn.Module:
-    """Build layers of which every third, the first included, is frozen."""
+    """Build layers with every third one frozen, including the first."""
     model = Residuals(dim, layers)
     for index in range(0, layers, 3):
         model.layers[index].requires_grad_(False)
@@ -46,10 +46,10 @@ def frozen(dim: int, layers: int) -> nn.Module:
 
 
 def ignored(dim: int, layers: int) -> nn.Module:
-    """Build layers of which two are marked to be ignored by DDP: their gradients stay local."""
+    """Build layers, two of which DDP is told to ignore: their gradients stay local."""
     model = Residuals(dim, layers)
     names = [f"layers.{index}.{kind}" for index in (2, 5) for kind in ("weight", "bias")]
-    # The only way that DDP offers, underscore and all; in torch 2.11 to 2.13 it has no annotations.
+    # DDP offers no other way, despite the underscore; in torch 2.11 to 2.13 it has no annotations.
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)  # type: ignore[no-untyped-call]
     return model
 

@@ -1,4 +1,4 @@
-"""Embeddings with sparse gradients, each of which DDP puts in a bucket of its own."""
+"""Embeddings with sparse gradients, each of which DDP puts in its own bucket."""
 
 from functools import partial
 

@@ -11,7 +11,7 @@ from ddpopt.cases.corpus.layers import PreNormBlock
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions with BatchNorm, in-place ReLUs, and a shortcut that downsamples where it must."""
+    """Two convolutions with BatchNorm, in-place ReLUs, and a shortcut that downsamples where needed."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
-r"""L2, the arithmetic of compiled code: its error may be one that eager could have made.
+r"""L2, the arithmetic of compiled code: its error must be one that eager could have made.
 
-What eager's rounding does to a number is learned from eager steps on data that rounding could not tell apart
-(`ddpopt.judge.judging.rounding` runs them); here is what follows from their results. Everything is a pure
-function of tensors, in float64.
+The effect of eager's rounding on a number is learned from eager steps on data that rounding cannot
+distinguish (`ddpopt.judge.judging.rounding` runs them); this module evaluates their results. Everything is a
+pure function of tensors, in float64.
 
-Invariant: all zeros do not pass where the truth is more than noise; and a number that noise may hide passes
-with a note only.
+Invariant: all zeros do not pass where the truth is more than noise, and a number that noise may hide passes
+only with a note.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from ddpopt.judge.compare import (
 )
 
 FALSE_ALARM = 1e-6
-"""Chance that a right gradient is called wrong at L2, if it has a single element and normal errors."""
+"""Probability that a right gradient is called wrong at L2, if it has a single element and normal errors."""
 CREDIBLE = 10.0
-"""A float64 reference that is this many times further from eager than eager's own spread ran another way."""
+"""A float64 reference this many times further from eager than eager's own spread took another path."""
 NOISE = "nothing but noise"
 HIDDEN = "rounding may be as large as these values, so that a wrong one may pass at L2"
 ZERO_TOO = "all zeros, and so it is in eager, where float64 has other numbers"
@@ -44,7 +44,7 @@ ZERO_TOO = "all zeros, and so it is in eager, where float64 has other numbers"
 
 @functools.cache
 def tail_factor(samples: int, chance: float = FALSE_ALARM) -> float:
-    r"""How many times their root mean square one more error of the same kind may be, except by chance.
+    r"""The bound for one more error of the same kind, as a multiple of the samples' root mean square.
 
     For n errors drawn from a normal distribution around zero, the ratio of one more error to their root mean
     square follows Student's t distribution with n degrees of freedom. This is its two-sided quantile. An
@@ -54,7 +54,7 @@ def tail_factor(samples: int, chance: float = FALSE_ALARM) -> float:
 
     Args:
         samples: n.
-        chance: of exceeding it.
+        chance: the probability of exceeding the bound.
 
     Returns:
         The factor.
@@ -71,13 +71,13 @@ def tail_factor(samples: int, chance: float = FALSE_ALARM) -> float:
 
 
 def centred_factor(samples: int, chance: float = FALSE_ALARM) -> float:
-    r"""The same for errors that are counted from the samples' own mean, where the truth is not known.
+    r"""The same factor for errors relative to the samples' own mean, if the truth is not known.
 
     The mean of n samples follows them: their deviations from it have a mean square of only
     :math:`(n - 1) / n` times the variance, with n - 1 degrees of freedom, and one more sample's deviation has
     a variance of :math:`(n + 1) / n` times it. Hence Student's quantile with n - 1 degrees of freedom, times
     :math:`\sqrt{(n + 1) / (n - 1)}`, as in the prediction interval for one more observation. Infinite for a
-    single sample, which says nothing of a spread.
+    single sample, which has no spread.
 
     >>> round(centred_factor(8), 1)
     17.9
@@ -89,14 +89,14 @@ def centred_factor(samples: int, chance: float = FALSE_ALARM) -> float:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What the rounding of one number looks like in eager, in float64.
+    """The effect of rounding on one number in eager, in float64.
 
     Attributes:
         truth: the number without rounding; 0 where eager has NaN or infinity.
         mean_square: root mean square over the samples of the root mean square of their errors.
         largest: root mean square over the samples of their largest error.
-        floor: what the rounding of the result itself may do, element by element.
-        factor: how many times eager's errors one more error may be.
+        floor: the error from rounding the result itself, element by element.
+        factor: how many times larger than eager's errors one more error may be.
         eager: the number as eager computes it, with its NaNs and infinities.
         settled: where all samples are finite.
         note: how the truth was found, if not in float64.
@@ -113,17 +113,17 @@ class Arithmetic:
 
     @property
     def rms_bound(self) -> float:
-        """What the root mean square of an error may be at most."""
+        """The largest allowed root mean square of an error."""
         return self.factor * self.mean_square + rms(self.floor)
 
     @property
     def largest_bound(self) -> float:
-        """What the largest element of an error may be at most."""
+        """The largest allowed element of an error."""
         return self.factor * self.largest + largest(self.floor)
 
     @property
     def is_noise(self) -> bool:
-        """Whether rounding alone can make it of what is zero in truth."""
+        """Whether rounding alone can produce the number although the true value is zero."""
         return rms(self.truth) <= max(self.mean_square, rms(self.floor))
 
 
@@ -133,27 +133,27 @@ def arithmetic_of(
     terms: Sum | None = None,
     sent_as: torch.dtype | None = None,
 ) -> Arithmetic:
-    """L2: learn how far eager's rounding goes, from eager runs on neighbouring data.
+    """L2: learn the size of eager's rounding errors from eager runs on neighbouring data.
 
-    A number and its neighbour in its dtype are both roundings of what lies half way between them, each off by
+    A number and its neighbour in its dtype are both roundings of the value half way between them, each off by
     at most one unit roundoff. So a step on data where each number is replaced by one of its two neighbours is
-    as right as the step on the data itself, and the errors of such steps are samples of what rounding does to
+    as right as the step on the original data, and the errors of such steps are samples of the rounding of
     this number in this model.
 
-    What the rounding of the result alone may do is the floor. For a mean over ranks it comes from its terms,
-    as at L1 (`communication_bound`): terms that cancel leave what their rounding leaves, not zero. For
-    anything else it is one unit in the last place, or the smallest subnormal number.
+    The floor is the error from rounding the result alone. For a mean over ranks it comes from its terms, as
+    at L1 (`communication_bound`): terms that cancel leave their rounding errors, not zero. For anything else
+    it is one unit in the last place, or the smallest subnormal number.
 
     Args:
         samples: results of the eager step, the unperturbed one first, then perturbed ones.
-        reference: the result of the same step in float64; None if the model cannot run in it, or does not
-            give the same twice.
-        terms: what the ranks contribute, if the result is their mean.
+        reference: the result of the same step in float64; None if the model cannot run in float64, or is not
+            reproducible.
+        terms: the contributions of the ranks, if the result is their mean.
         sent_as: the dtype in which it is summed, if not its own.
 
     Returns:
-        The truth and the size of eager's errors. Where there is no reference, or the reference ran another
-        way (another dropout mask, a branch not taken), the samples' mean takes its place.
+        The truth and the size of eager's errors. If there is no reference, or it took another path (another
+        dropout mask, a branch not taken), the samples' mean is used instead.
     """
     stacked = torch.stack([exact(sample) for sample in samples])
     eager, settled = stacked[0], stacked.isfinite().all(0)
@@ -193,19 +193,20 @@ def _floor(truth: Tensor, terms: Sum | None, dtype: torch.dtype, sent_as: torch.
 
 
 def arithmetic(got: Tensor, eager: Arithmetic) -> Difference:
-    """L2: a compiled number, whose error may be as large as one of eager's, but for chance.
+    """L2: compare a compiled number, whose error may be as large as eager's.
 
-    Its root mean square and its largest element are each held to eager's own times the factor, plus the
-    floor. All zeros pass only where the truth is no larger than noise, or where eager itself has all zeros.
-    Where eager has NaN or infinity, the same is asked for. What is nothing but noise, or may be hidden by it,
-    is noted.
+    The root mean square and the largest element of the error may each be eager's own times the factor, plus
+    the floor. All zeros pass only if the truth is no larger than noise, or if eager itself has all zeros.
+    Where eager has NaN or infinity, the same is required. Numbers that are nothing but noise, or may be
+    hidden by it, are noted.
 
     Args:
-        got: the result of compiled code, of the shape of the truth (complex numbers as they are).
-        eager: what eager's rounding looks like.
+        got: the result of compiled code, with the shape of the truth (complex numbers stay complex).
+        eager: the effect of rounding in eager.
 
     Returns:
-        The root mean square of the error, and its bound; the largest element's where that one is exceeded.
+        The root mean square of the error, and its bound; or the largest element and its bound, if that is
+        exceeded.
     """
     value = exact(got)
     if value.numel() == 0:
@@ -227,7 +228,7 @@ def arithmetic(got: Tensor, eager: Arithmetic) -> Difference:
 
 
 def _finite_alike(value: Tensor, eager: Arithmetic) -> bool:
-    """Whether NaNs and infinities are eager's own; where samples disagree about them, anything goes."""
+    """Whether NaNs and infinities match eager's; where samples disagree about them, anything is accepted."""
     odd = ~eager.eager.isfinite()
     return bool((same(value, eager.eager) | ~odd).all()) and bool(value[eager.settled].isfinite().all())
 

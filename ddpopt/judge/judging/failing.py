@@ -1,6 +1,7 @@
-"""How a run fails on ranks: of itself, for a peer is gone, or because all wait for each other.
+"""How a run fails on ranks: on its own, because a peer is gone, or because all wait for each other.
 
-Plain data, without torch. Invariant: no failure that a longer limit might have spared counts against a mode.
+Plain data, without torch. Invariant: a failure that a longer limit might have prevented never counts against
+a mode.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ LOST = (
     "timed out",
     "Broken pipe",
 )
-"""What gloo says where a peer is gone."""
+"""Gloo's messages when a peer is gone."""
 SHOWN_CHARACTERS = 400
 PASSING_ON = ("torch/_ops.py", "torch/_compile.py", "_dynamo/eval_frame.py")
-"""Files whose frames only pass a call of an operator on."""
+"""Files whose frames only forward an operator call."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,10 @@ class Failure:
     """An exception on one rank.
 
     Attributes:
-        rank: where.
-        text: its type and message, and the innermost frame that tells something.
-        refused: whether ddpopt says that it does not do this.
-        lost: whether it only says that a peer is gone.
+        rank: the rank on which it was raised.
+        text: its type and message, and the innermost informative frame.
+        refused: whether ddpopt reports that it does not support this.
+        lost: whether it only reports that a peer is gone.
     """
 
     rank: int
@@ -44,21 +45,21 @@ class Failure:
 
 
 def failure_of(rank: int, error: BaseException) -> Failure:
-    """Put an exception into words.
+    """Describe an exception.
 
     Args:
-        rank: on which it was raised.
+        rank: the rank on which it was raised.
         error: the exception, with its traceback.
 
     Returns:
-        What of it travels to other ranks.
+        The description, which can be sent to other ranks.
     """
     lost = any(word in str(error) for word in LOST)
     return Failure(rank, in_words(error), isinstance(error, UnsupportedError), lost)
 
 
 def in_words(error: BaseException) -> str:
-    """An exception's type and message, and the innermost frame that tells where it was raised."""
+    """An exception's type and message, and the innermost informative frame."""
     words = " ".join(str(error).split())
     where = ""
     if (frame := _telling(traceback.extract_tb(error.__traceback__))) is not None:
@@ -70,10 +71,10 @@ def in_words(error: BaseException) -> str:
 
 
 def _telling(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
-    """The innermost frame, but for those that only pass a call of an operator on.
+    """The innermost frame, except those that only forward an operator call.
 
-    Every operator is called in one line of ``torch/_ops.py``. Dispatch modes call it in their turn, through
-    what keeps Dynamo out of them.
+    Every operator is called in one line of ``torch/_ops.py``. Dispatch modes call it too, through the wrapper
+    that keeps Dynamo out of them.
     """
     passed_on = False
     for frame in reversed(frames):
@@ -85,7 +86,7 @@ def _telling(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary
 
 
 def told(failures: Sequence[Failure]) -> str:
-    """What ranks say of their failures; what several say in the same words, once.
+    """The ranks' failures as text; equal texts of several ranks appear once.
 
     >>> told([Failure(rank, "OSError: no", False, False) for rank in (0, 1)])
     'rank 0: OSError: no'
@@ -97,18 +98,18 @@ def told(failures: Sequence[Failure]) -> str:
 
 
 def stalled(failures: Sequence[Failure], size: int, limit_s: float) -> str:
-    """Tell a run in which all ranks waited for each other until a limit passed.
+    """Recognise a run in which all ranks waited for each other until a limit passed.
 
-    It may be that one of them only compiled for longer. But where a rank got through, its peers waited for
-    what it never sent, and no limit helps.
+    One of them may only have been compiling longer. But if a rank finished, its peers waited for something
+    that it never sent, and no limit helps.
 
     Args:
-        failures: of all ranks on which the run failed.
-        size: how many ranks there are.
+        failures: the failures of all ranks on which the run failed.
+        size: the number of ranks.
         limit_s: how long a rank waits in a collective.
 
     Returns:
-        What happened and what to do; empty if it was something else.
+        What happened and what to do; empty for any other failure.
     """
     all_failed = size > 1 and len(failures) == size
     if not all_failed or not all(failure.lost for failure in failures):

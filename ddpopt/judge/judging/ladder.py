@@ -1,6 +1,6 @@
-"""The numeric ladder: every number of a run held against eager DDP's, at the level that its rules name.
+"""The numeric ladder: compares every number of a run with eager DDP's, at the level that the rules assign.
 
-What each rank finds is on a sheet; the sheets are put together at the end. Invariant: every number that eager
+Each rank writes its findings on a sheet; the sheets are merged at the end. Invariant: every number that eager
 leaves is judged at one level at least, or a remark names it with the reason; and all ranks enter the same
 collectives.
 """
@@ -55,13 +55,13 @@ BY_OPTIMIZER = "bit by bit what the optimizer makes of the gradient"
 
 
 class Ladder:
-    """Judges the numbers of runs in one mode. All of it are collectives of all ranks.
+    """Judges the numbers of runs in one mode. All methods are collectives of all ranks.
 
     Args:
         reference: eager's runs.
         mode: the mode.
         exact: whether its operations run as in eager.
-        ordered: whether a sum over ranks has one order only.
+        ordered: whether a sum over ranks has only one order.
     """
 
     def __init__(self, reference: Reference, mode: Mode, *, exact: bool, ordered: bool) -> None:
@@ -82,11 +82,11 @@ class Ladder:
     def climb(self, record: Record) -> Sheet:
         """Judge all numbers of a run.
 
-        A gradient, or what is computed from one, that may be summed in another order and is not equal is
-        judged at L2 instead.
+        A gradient, or a number computed from one, is judged at L2 instead if it may be summed in another
+        order and is not equal.
 
         Args:
-            record: the run, each of whose steps began from eager's state.
+            record: the run; each of its steps began from eager's state.
 
         Returns:
             What this rank found.
@@ -102,7 +102,7 @@ class Ladder:
         return sheet
 
     def _resummed(self, record: Record, sheet: Sheet) -> set[str]:
-        """Names of what is not equal, but may be summed in another order than in eager."""
+        """Names of numbers that are not equal, but may be summed in another order than in eager."""
         is_cut = bool(record.plan and record.plan.cuts) or self.mode.optimize_ddp == "ddp_optimizer"
         if not record.graphs or not (is_cut or self.option.forwards > 1):
             return set()
@@ -115,7 +115,7 @@ class Ladder:
         self._remark(sheet)
         numbers = [(n, rules.levels(n.kind, n.name)) for n in pairs(record, self.reference.eager)]
         if any(self.ranks.gather(any("L2" in levels for _, levels in numbers))):
-            _ = self.reference.arithmetic  # all ranks learn it together
+            _ = self.reference.arithmetic  # a collective of all ranks
         for number, levels in numbers:
             if reason := self._left_out(number):
                 sheet.say(reason, number.name)
@@ -129,10 +129,10 @@ class Ladder:
         return sheet
 
     def _communicated(self, record: Record, local: RecordedStep, sheet: Sheet) -> None:
-        """Compare what the last step reduced with the mean of the same step's gradients under no_sync.
+        """Compare the gradients that the last step reduced with the mean of the same step's under no_sync.
 
-        Nothing that compiled code computes otherwise can then hide what communication does. What eager does
-        not reproduce says nothing when computed once more.
+        Differences in compiled arithmetic then cannot hide faults of communication. Numbers that eager does
+        not reproduce are skipped.
         """
         step, reference = len(record.steps) - 1, self.reference
         gradients = {name: local.extras[unreduced(name)] for name in record.steps[step].gradients}
@@ -141,12 +141,12 @@ class Ladder:
         for name, got in record.steps[step].gradients.items():
             if got is None or name in self.rules.unstable | self.rules.ignored:
                 continue
-            if dense(got).shape == sums[name].total.shape:  # else the structure says so
+            if dense(got).shape == sums[name].total.shape:  # else L3 reports it
                 compared = communication(got, sums[name], self.option.comm_dtype, eager.get(name))
                 sheet.add("L1", step, name, compared)
 
     def _remark(self, sheet: Sheet) -> None:
-        """Say what eager does, and what therefore is not asked."""
+        """Note peculiarities of eager, and which checks are therefore left out."""
         if self.reference.unstable:
             names = ", ".join(sorted(self.reference.unstable))
             sheet.notes.append(NOT_REPRODUCED.format(names=names))
@@ -154,7 +154,7 @@ class Ladder:
             sheet.notes.append(NOT_EVALUATED.format(reason=self.reference.bench.unevaluated))
 
     def _left_out(self, number: Number) -> str:
-        """Why a number is not compared; empty if it is."""
+        """Return why a number is not compared; empty if it is."""
         has_buffers = self.mode.gives != "nothing" or self.ranks.rank == 0
         if has_buffers or number.kind is not NumberKind.FORWARD:
             return ""
@@ -173,7 +173,7 @@ class Ladder:
         if number.kind is NumberKind.PARAMETER and (name := plain(number.name)) not in self.rules.written:
             start = record.starts[number.step][name]
             gradient = record.steps[number.step].taken.get(name)
-            if gradient is None or gradient.shape == start.shape:  # a misshapen one is L3's to name
+            if gradient is None or gradient.shape == start.shape:  # L3 reports a gradient of another shape
                 return bitwise(number.got, updated(start, gradient))
         return bitwise(number.got, number.eager)
 
@@ -186,7 +186,7 @@ class Judged:
     """One comparison of one number.
 
     Attributes:
-        measured: its numbers.
+        measured: the figures.
         right: whether it passed.
         note: a remark on it.
     """
@@ -197,11 +197,11 @@ class Judged:
 
     @property
     def weight(self) -> tuple[bool, float]:
-        """Larger for what is worse."""
+        """Larger for worse comparisons."""
         return not self.right, self.measured.share
 
     def finding(self) -> Finding:
-        """What is to be said of it, if it is wrong."""
+        """The finding to report if it is wrong."""
         seen = self.measured
         bucket = f", bucket {seen.bucket}" if seen.bucket is not None else ""
         remark = f" ({self.note})" if self.note else ""
@@ -222,15 +222,15 @@ def _what(name: str) -> str:
 
 @dataclass
 class Sheet:
-    """What one rank found out of one trial.
+    """One rank's findings on one trial.
 
     Attributes:
-        rank: of this process.
+        rank: the rank of this process.
         buckets: by parameter, the index of the bucket that carried it.
         findings: what is wrong.
         judged: the comparisons.
         notes: remarks on the trial.
-        about: remarks on numbers, each with the names that it holds for.
+        about: remarks on numbers, each with the names that it applies to.
     """
 
     rank: int
@@ -241,7 +241,7 @@ class Sheet:
     about: dict[str, dict[str, None]] = field(default_factory=dict)
 
     def add(self, level: str, step: int, name: str, difference: Difference) -> None:
-        """Note how a number compares at one level."""
+        """Record the comparison of a number at one level."""
         measured = Measured(
             parameter=name,
             level=level,
@@ -257,7 +257,7 @@ class Sheet:
             self.say(difference.note, name)
 
     def say(self, remark: str, name: str) -> None:
-        """Remark on a number."""
+        """Add a remark on a number."""
         self.about.setdefault(remark, {})[name] = None
 
     def wrong(self) -> set[str]:
@@ -265,12 +265,12 @@ class Sheet:
         return {item.measured.parameter for item in self.judged if not item.right}
 
     def in_short(self) -> Sheet:
-        """The same with the worst comparison of each number and level alone."""
+        """The sheet with only the worst comparison of each number and level."""
         return replace(self, judged=worst(self.judged))
 
 
 def worst(items: Iterable[Judged]) -> list[Judged]:
-    """For each number and level the worst of some comparisons."""
+    """The worst comparison for each number and level."""
     found: dict[tuple[str, str], Judged] = {}
     for item in items:
         key = (item.measured.level, item.measured.parameter)
@@ -290,7 +290,7 @@ def remarks(sheets: Sequence[Sheet]) -> tuple[str, ...]:
 
 
 def findings(sheets: Sequence[Sheet], judged: Sequence[Judged]) -> tuple[Finding, ...]:
-    """All that is wrong; what several ranks say in the same words, once."""
+    """Everything that is wrong; equal findings of several ranks appear once."""
     said = [finding for sheet in sheets for finding in sheet.findings]
     said += [item.finding() for item in judged if not item.right]
     seen: dict[tuple[str, str, str], Finding] = {}

@@ -1,8 +1,8 @@
-"""What a training run leaves, on which two modes must agree, and the numbers in it, each with its levels.
+"""The results of a training run, on which two modes must agree, and its numbers, each with its levels.
 
-A level follows from what a number depends on, from the backend, and from whether a sum over ranks has one
-order only. Invariant: every number has a level; and whatever a step leaves is listed here, except integers
-and counts, which the structure (`ddpopt.judge.judging.structure`) compares as they are.
+A level follows from what a number depends on, from the backend, and from whether a sum over ranks has only
+one order. Invariant: every number has a level, and everything that a step leaves is listed here, except
+integers and counts, which `ddpopt.judge.judging.structure` compares directly.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ BUFFER = "buffer "
 PARAMETER = "parameter "
 FINAL = "final gradient of "
 SEEN = "the "
-"""Prefix of what else a script can see of a step: the loss, and what an option leaves."""
+"""Prefix of other visible values of a step: the loss, and values that an option adds."""
 LOSS = f"{SEEN}loss"
 
 
 @dataclass
 class RecordedStep:
-    """What one step left, or an evaluation after all steps, which has neither loss nor gradients.
+    """The results of one step, or of an evaluation after all steps, which has neither loss nor gradients.
 
     Attributes:
-        loss: detached; the last one, where a step has several.
-        gradients: after the last backward, before anything is done to them.
+        loss: the detached loss; the last one if a step has several.
+        gradients: the gradients after the last backward, before anything changes them.
         state: parameters and buffers after the optimizer.
         random: states of the default generators after the backward, of the CPU and of the device.
-        extras: what else a training script can see (`ddpopt.judge.visible`), and what the option wants to be
-            equal too.
-        final: the gradients that the optimizer takes, where the option changes them after the backward;
-            empty where it does not.
+        extras: other values that a training script can see (`ddpopt.judge.visible`), and values that the
+            option adds to the comparison.
+        final: the gradients that the optimizer takes, if the option changes them after the backward; else
+            empty.
         late: names of the extras that the option left after the backward.
-        sharing: what shares memory, in pairs; None where that is not the reducer's business.
-        written: what a script may have kept of the step before, and that this one wrote to.
+        sharing: pairs of names that share memory; None if the reducer has no part in that.
+        written: values that a script may have kept from the previous step and that this one wrote to.
     """
 
     loss: Tensor | None
@@ -63,12 +63,12 @@ class RecordedStep:
 
 
 def unreduced(name: str) -> str:
-    """The name among the extras of a parameter's gradient that nothing reduced."""
+    """The name, among the extras, of a parameter's unreduced gradient."""
     return f"{GRADIENT_OF}{name} under no_sync"
 
 
 def in_sight(name: str, eager: RecordedStep) -> bool:
-    """Whether a script can see what bears a name: no leaf or attribute that compiled code has of its own."""
+    """Whether a script can see this value: not a leaf or attribute internal to compiled code."""
     _, outside, rest = name.partition(OUTSIDE)
     if outside:
         return f"{GRADIENT_OF}{OUTSIDE}{rest}" in eager.extras
@@ -78,26 +78,26 @@ def in_sight(name: str, eager: RecordedStep) -> bool:
 
 @dataclass
 class Record:
-    """What a run left.
+    """The results of a run.
 
     Attributes:
         start: parameters and buffers before the first step.
-        follow: parameters and buffers that each step started from, in order; None where each went on from the
-            one before.
-        steps: in order; ranks may have different numbers of them.
-        evaluation: what the model returns after the last step, in evaluation mode and without gradients; None
-            where eager DDP cannot do that.
+        follow: parameters and buffers that each step started from, in order; None if each continued from the
+            previous one.
+        steps: the steps in order; ranks may have different numbers of them.
+        evaluation: the model's output after the last step, in evaluation mode and without gradients; None if
+            eager DDP cannot do that.
         graphs: Dynamo's compile ids, in order.
         graphs_after: number of graphs after each step.
-        captures: how many backwards compiled autograd captured.
-        iterations: the synchronised backwards, where DDP's reducer could be observed.
-        collectives: all that were sent on the DDP module's process group, in order, where they were observed.
-        elsewhere: those sent on other process groups.
+        captures: the number of backwards that compiled autograd captured.
+        iterations: the synchronised backwards, if DDP's reducer could be observed.
+        collectives: all collectives on the DDP module's process group, in order, if they were observed.
+        elsewhere: collectives on other process groups.
         ignored: names of parameters and buffers that DDP ignores.
-        planned: whether ddpopt's plan is to be in force.
+        planned: whether ddpopt's plan should be in force.
         plan: ddpopt's plan in force at the end, if there is one.
-        local: the last step once more, from the same state, which nothing reduced: its gradients are extras;
-            None if it was not asked for.
+        local: the last step repeated from the same state without reduction; its gradients are extras. None if
+            it was not requested.
     """
 
     start: Named
@@ -122,7 +122,7 @@ class Record:
 
     @property
     def starts(self) -> list[Named]:
-        """Parameters and buffers before each step, and after the last."""
+        """Parameters and buffers before each step and after the last."""
         own = [self.start, *(step.state for step in self.steps)]
         return own if self.follow is None else [*self.follow[: len(self.steps)], own[-1]]
 
@@ -147,14 +147,14 @@ class NumberKind(Enum):
 
 @dataclass(frozen=True)
 class Number:
-    """One number of one step, as it was left on two sides.
+    """One number of one step, on both sides of a comparison.
 
     Attributes:
         step: index of the step.
-        name: of a parameter for its gradient; else with a prefix.
+        name: the parameter's name for a gradient; else a name with a prefix.
         kind: what it depends on.
-        got: of the mode.
-        eager: of eager DDP, of the same shape and dtype.
+        got: the value in the mode.
+        eager: the value in eager DDP, of the same shape and dtype.
     """
 
     step: int
@@ -165,7 +165,7 @@ class Number:
 
 
 def plain(name: str) -> str:
-    """Take the prefix from a number's name.
+    """Remove the prefix from a number's name.
 
     >>> plain("final gradient of layer.weight"), plain("layer.weight"), plain("the loss")
     ('layer.weight', 'layer.weight', 'the loss')
@@ -176,7 +176,7 @@ def plain(name: str) -> str:
 
 
 def left_behind(one: RecordedStep) -> dict[str, tuple[NumberKind, Tensor]]:
-    """List what one step left, by name.
+    """List the results of one step, by name.
 
     Args:
         one: the step, or the evaluation.
@@ -199,7 +199,7 @@ def left_behind(one: RecordedStep) -> dict[str, tuple[NumberKind, Tensor]]:
 
 
 def seen(one: RecordedStep) -> dict[str, Any]:
-    """List what a script can see of a step next to parameters, buffers and their gradients, by name."""
+    """List, by name, what a script can see of a step besides parameters, buffers and their gradients."""
     final = {FINAL + name: tensor for name, tensor in one.final.items()}
     return final | {LOSS: one.loss} | {SEEN + name: value for name, value in one.extras.items()}
 
@@ -218,7 +218,7 @@ def is_rounded(tensor: Tensor) -> bool:
 
 
 def pairs(record: Record, eager: Record) -> Iterator[Number]:
-    """Yield all numbers of all steps that both sides have in the same form; L3 finds the others."""
+    """Yield all numbers of all steps that both sides have in the same form; L3 reports the others."""
     for step, (got, expected) in enumerate(zip(record.moments, eager.moments, strict=False)):
         mine = left_behind(got)
         for name, (kind, tensor) in left_behind(expected).items():
@@ -232,18 +232,18 @@ def _alike(got: Tensor, expected: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Rules:
-    """What may be asked of the numbers of a trial; the same on every rank.
+    """The checks that apply to the numbers of a trial; the same on every rank.
 
     Attributes:
-        exact: whether operations run as in eager, in its order.
-        ordered: whether a sum over ranks has one order only.
-        means: whether gradients are means of what each rank computes alone, and that is known.
-        shards: whether what is computed of all gradients is computed over shards, hence in another order.
-        ignored: names of parameters that DDP leaves alone, and no other reducer takes: each rank keeps its
-            own gradient.
-        unstable: names of what eager does not reproduce.
-        written: names of parameters that something else than the optimizer writes to.
-        resummed: names of what is not equal, and may be summed in another order.
+        exact: whether operations run as in eager, in the same order.
+        ordered: whether a sum over ranks has only one order.
+        means: whether gradients are means of what each rank computes alone, and those values are known.
+        shards: whether values computed from all gradients are computed over shards, hence in another order.
+        ignored: names of parameters that DDP ignores and no other reducer handles: each rank keeps its own
+            gradient.
+        unstable: names of numbers that eager does not reproduce.
+        written: names of parameters that something other than the optimizer writes to.
+        resummed: names of numbers that are not equal and may be summed in another order.
     """
 
     exact: bool
@@ -256,7 +256,7 @@ class Rules:
     resummed: frozenset[str] = frozenset()
 
     def sums(self, kind: NumberKind, name: str) -> bool:
-        """Whether a number is a gradient or computed from one: not what the optimizer makes of its own."""
+        """Whether a number is a gradient or computed from one, other than by the optimizer's own update."""
         return kind is not NumberKind.FORWARD and (
             kind is not NumberKind.PARAMETER or plain(name) in self.written
         )
@@ -269,8 +269,8 @@ class Rules:
             name: of the number.
 
         Returns:
-            At least one. A parameter at L0 is compared with what the optimizer makes of its own gradient,
-            which is judged itself; what eager does not reproduce is left to L2.
+            At least one. A parameter at L0 is compared with the optimizer's update from the mode's own
+            gradient, which is judged itself; numbers that eager does not reproduce are judged at L2.
         """
         equal = self.exact and self.ordered
         if kind is NumberKind.PARAMETER and plain(name) not in self.written:

@@ -1,7 +1,7 @@
-"""What a mode is held against: eager DDP under the same option, and what its rounding looks like.
+"""The reference of a mode: eager DDP under the same option, and its rounding errors.
 
-Invariant: every collective of a reference is one that all ranks take part in, whatever failed on some: errors
-are exchanged before anything else is.
+Invariant: all ranks take part in every collective of a reference, even if some of them fail: errors are
+exchanged first.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from ddpopt.judge.trainer import Course, Option, Place, Trainer, train, updated
 from ddpopt.ranks.group import Ranks
 
 COLLECTIVE_LIMIT_S = 20.0
-"""For small models. Elsewhere a rank may have to wait for as long as a peer compiles."""
+"""For small models. Otherwise a rank may have to wait as long as a peer compiles."""
 CALM_LIMIT_S = 300.0
-"""In the comparison's own group nothing goes wrong by a mode's fault: a rank may just be busy for long."""
+"""In the comparison's own group no mode can cause a failure; a rank may just be busy for a long time."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is verified.
+    """The thing to verify.
 
     Attributes:
         case: the case.
         option: how DDP is used.
-        steps: how many steps are taken.
-        device: where.
+        steps: the number of training steps.
+        device: the device to compute on.
         evaluates: whether the model is evaluated after the last step, which compiles it twice more.
     """
 
@@ -73,12 +73,12 @@ class Subject:
 
 
 class Bench:
-    """Where one subject is run: on these ranks, each run with a process group of its own.
+    """Runs one subject on these ranks, each run in a new process group.
 
     Args:
-        subject: what is run.
-        ranks: on which.
-        collective_limit_s: how long a rank waits for its peers in a collective of what is run.
+        subject: the subject to run.
+        ranks: the ranks to run it on.
+        collective_limit_s: how long a rank waits for its peers in a collective of the run.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Bench:
         self.unevaluated = ""
 
     def close(self) -> None:
-        """Give the comparison's own process group back."""
+        """Destroy the process group of the comparison."""
         dist.destroy_process_group(self.calm)
 
     def run(self, how: Mode, backend: Any, **more: Any) -> Record | None:
@@ -100,11 +100,11 @@ class Bench:
 
         Args:
             how: the mode.
-            backend: Dynamo's.
-            more: for `ddpopt.judge.trainer.Course`, whose case may be another one.
+            backend: the Dynamo backend.
+            more: fields of `ddpopt.judge.trainer.Course`, which may replace the case.
 
         Returns:
-            What happened; None if it failed on any rank: `failures` then says on which, and how.
+            The record; None if the run failed on any rank. `failures` then says on which, and how.
         """
         subject = self.subject
         course = Course(
@@ -116,7 +116,7 @@ class Bench:
             **more,
         )
         record, failure = None, None
-        # Compiled code may leave gradients off, which is its own fault and not that of what runs after it.
+        # Compiled code may leave gradients disabled; that must not affect later runs.
         with warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")
             group = self._new_group(self.collective_limit_s)
@@ -128,14 +128,14 @@ class Bench:
             finally:
                 with contextlib.suppress(Exception):
                     dist.destroy_process_group(group)
-            # Peers learn of a failure from closed connections, so nothing may hold the group.
+            # Peers learn of a failure from closed connections, so no reference to the group may remain.
             del course, group
             gc.collect()
         self.failures = [other for other in self.ranks.gather(failure) if other is not None]
         return None if self.failures else record
 
     def run_eager(self, **more: Any) -> Record | None:
-        """Train in eager DDP; where the model cannot be evaluated, without that, here and from then on."""
+        """Train in eager DDP; if the model cannot be evaluated, skip that from now on."""
         record = self.run(mode("eager"), None, **more)
         if record is None and not self.stalled:
             reason, self.unevaluated = told(self.failures), "not tried"
@@ -145,7 +145,7 @@ class Bench:
 
     @property
     def stalled(self) -> str:
-        """How the last run failed by time alone; empty if it did not."""
+        """How the last run failed only because of a time limit; empty if it did not."""
         return stalled(self.failures, self.ranks.size, self.collective_limit_s)
 
     def peers(self, record: Record) -> list[Peer]:
@@ -153,15 +153,15 @@ class Bench:
         return self.ranks.gather(peer_of(self.ranks.rank, record))
 
     def sums(self, gradients: Gradients, like: Named) -> dict[str, Sum]:
-        """What the ranks contribute to each gradient.
+        """The contributions of the ranks to each gradient.
 
         Args:
-            gradients: of this rank; None counts as zeros, and so does what has not as many elements as its
-                parameter, which would end the collective on all ranks: the structure finds it.
+            gradients: the gradients of this rank. None counts as zeros, and so does a gradient whose size is
+                not its parameter's, which would break the collective; L3 reports it.
             like: the parameters.
 
         Returns:
-            A sum for each gradient, on the device of the model: one that the process group can send from.
+            A sum for each gradient, on the device of the model, from which the process group can send.
         """
         found, device = {}, self.subject.device
         for name, gradient in gradients.items():
@@ -178,30 +178,30 @@ class Bench:
     def _new_group(self, limit_s: float) -> dist.ProcessGroup:
         limit = timedelta(seconds=limit_s)
         # A rank that needs no peer may leave its group while a peer still connects to it. Gloo takes that for
-        # a crash (once in a thousand groups), so torch is to wait until all have connected.
+        # a crash (once in a thousand groups), so torch waits here until all have connected.
         with patch.dict(os.environ, TORCH_DIST_INIT_BARRIER="1"):
             group: dist.ProcessGroup = dist.new_group(timeout=limit)
         return group
 
 
 class SeenBuffers:
-    """The buffers that each forward of a run saw, for a run of the model alone to see the same.
+    """The buffers that each forward of a run saw, so that a run of the model alone can use the same ones.
 
-    DDP broadcasts the first rank's buffers before a forward, when it thinks fit. Another rank's model alone
-    computes what DDP reduces only if it reads those. A run that has more forwards than the one that it
-    follows keeps its own buffers there.
+    DDP broadcasts the first rank's buffers before some forwards. On another rank, the model alone computes
+    the gradients that DDP reduces only if it reads those buffers. If a run has more forwards than the one it
+    follows, the extra forwards keep their own buffers.
     """
 
     def __init__(self) -> None:
         self._seen: list[Named] = []
 
     def remember(self, trainer: Trainer) -> None:
-        """Note what the forwards of a run see from now on; for `ddpopt.judge.trainer.Course.tamper`."""
+        """Record the buffers that later forwards of a run see; for `ddpopt.judge.trainer.Course.tamper`."""
         self._seen.clear()
         trainer.parallel.model.register_forward_pre_hook(self._note)
 
     def show(self, trainer: Trainer) -> None:
-        """Have the forwards of a run see what those of the remembered one saw."""
+        """Give the forwards of a run the buffers that were recorded."""
         trainer.parallel.model.register_forward_pre_hook(functools.partial(_set, iter(self._seen)))
 
     def _note(self, model: nn.Module, _: object) -> None:
@@ -216,16 +216,16 @@ def _set(left: Iterator[Named], model: nn.Module, _: object) -> None:
 
 
 class Reference:
-    """Eager DDP's run of a subject, and all that is derived from it.
+    """Eager DDP's run of a subject, and everything derived from it.
 
     Attributes:
-        bench: where it ran.
+        bench: the bench that ran it.
         eager: its record.
-        again: the record of the same once more, each step from the same state.
-        unstable: names of what was not the same once more, on any rank.
-        written: names of parameters that something else than the optimizer writes to.
-        sums: for each step what the ranks contribute to each gradient; empty where the reduced gradient is
-            no mean of what the model alone computes, or the model alone fails.
+        again: the record of a second run, each step from the same state.
+        unstable: names of numbers that differed in the second run, on any rank.
+        written: names of parameters that something other than the optimizer writes to.
+        sums: for each step, the contributions of the ranks to each gradient; empty if the reduced gradient is
+            not the mean of what the model alone computes, or if the model alone fails.
         alone: the model's own run on this rank, from the states of the eager run.
     """
 
@@ -244,7 +244,7 @@ class Reference:
         """Run eager DDP twice, and the model alone.
 
         Returns:
-            The reference; None if eager DDP fails here: `bench.failures` says how.
+            The reference; None if eager DDP fails here, in which case `bench.failures` says how.
         """
         buffers = SeenBuffers()
         eager = bench.run_eager(tamper=buffers.remember)
@@ -262,13 +262,13 @@ class Reference:
 
     @functools.cached_property
     def graphs(self) -> list[int] | None:
-        """How many graphs Dynamo makes of the model alone, after each step; None if it fails."""
+        """Dynamo's number of graphs for the model alone after each step; None if the model fails."""
         record = self.bench.run(LOCAL, "eager", follow=self.eager.starts)
         return None if record is None else record.graphs_after
 
     @functools.cached_property
     def arithmetic(self) -> list[dict[str, Arithmetic]]:
-        """For each step what eager's rounding does to each number. A collective when first asked for."""
+        """The rounding of each number in eager, for each step. A collective at its first access."""
         bench, eager, option = self.bench, self.eager, self.bench.subject.option
         case, runs = bench.subject.adapted, [eager]
         own = bench.ranks.gather(autocast_dtypes(case, bench.ranks.rank, bench.subject.device))
@@ -287,12 +287,12 @@ class Reference:
 
 
 def _changed(eager: Record, again: Record) -> set[str]:
-    """Names of the numbers that two runs do not agree on."""
+    """Names of the numbers on which two runs disagree."""
     return {plain(n.name) for n in pairs(again, eager) if not bitwise(n.got, n.eager).right}
 
 
 def _written(eager: Record) -> set[str]:
-    """Names of parameters that are not what the optimizer makes of them."""
+    """Names of parameters that differ from the optimizer's update."""
     return {
         name
         for start, step in zip(eager.starts, eager.steps, strict=False)

@@ -1,11 +1,11 @@
-"""What eager's rounding does to each number of a step, learned from eager runs on neighbouring data.
+"""Learn the effect of eager's rounding on each number of a step from eager runs on neighbouring data.
 
-Data are moved by a unit of the dtype that is computed in. Where a model opens autocast itself, that is the
-dtype of autocast: operands are rounded to it before an operation, and a compiler may leave out roundings that
-cancel.
+Data are moved by one unit of the dtype in which operations compute. If a model enters autocast itself, that
+is the dtype of autocast: operands are rounded to it before an operation, and a compiler may omit roundings
+that cancel.
 
-Invariant: no datum is moved further than to the next number of the dtype that it is computed in, and zeros
-stay zeros: `ddpopt.judge.judging.arithmetic.arithmetic_of` says why such a run is as right as the first.
+Invariant: no value is moved beyond the next number of the dtype that it is computed in, and zeros stay zeros.
+`ddpopt.judge.judging.arithmetic.arithmetic_of` explains why such a run is as right as the original.
 """
 
 from __future__ import annotations
@@ -30,21 +30,20 @@ from ddpopt.judge.parallel import Named
 from ddpopt.judge.trainer import on_device
 
 SAMPLES = 8
-"""Eager steps from which eager's rounding is learned: one as it is, the others perturbed."""
+"""Number of eager steps from which rounding is learned: one unchanged, the others perturbed."""
 DEVICES = ("cpu", "cuda")
 INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
 
 def perturbed(case: Case, number: int, computes: torch.dtype | None) -> Case:
-    """Give a case neighbouring inputs. Whole numbers in them stay: they may be a mask, or places in a table.
+    """Give a case neighbouring inputs. Whole numbers stay unchanged: they may be a mask or indices.
 
     Args:
         case: the case.
-        number: another one gives other neighbours.
-        computes: the dtype that operations round to, if not that of their inputs.
+        number: selects the neighbours; each number gives different ones.
+        computes: the dtype that operations round to, if not the dtype of their inputs.
 
-    Returns:
-        A case.
+    Returns: The changed case.
     """
 
     def inputs(rank: int, step: int) -> Any:
@@ -66,14 +65,14 @@ def neighbour(
     """Move every floating-point number by one unit in the last place, up or down.
 
     Args:
-        value: a tensor; anything else is returned as it is.
+        value: a tensor; anything else is returned unchanged.
         generator: draws the directions.
-        computes: the dtype whose unit it is, where that is coarser than the tensor's own.
-        data: whether it is an input, whose whole numbers may be a mask or places in a table.
+        computes: the dtype that defines the unit, if it is coarser than the tensor's own.
+        data: whether the tensor is an input, whose whole numbers may be a mask or indices.
 
     Returns:
-        A tensor of the same dtype. Whole numbers of data stay, and so do zeros, infinities, NaNs, and
-        numbers smaller than the unit.
+        A tensor of the same dtype. Whole numbers of data are unchanged, and so are zeros, infinities, NaNs
+        and numbers smaller than the unit.
     """
     if not isinstance(value, Tensor) or not is_rounded(value) or value.layout is not torch.strided:
         return value
@@ -85,19 +84,19 @@ def neighbour(
     unit = 1 << max(0, _digits(value.dtype) - _digits(computes or value.dtype))
     signs = torch.randint(0, 2, value.shape, generator=generator, dtype=bits.dtype) * 2 - 1
     moved = (bits + signs.to(value.device) * unit).view(value.dtype)
-    # of a number that is its own sign and magnitude, the bits count up away from zero
+    # floats are stored as sign and magnitude, so their bits count up away from zero
     far = (bits & torch.iinfo(bits.dtype).max) > unit
     stays = ~(far & value.isfinite() & moved.isfinite())
     if data:
         stays |= value == value.round()
     found = torch.where(stays, value.detach(), moved)
-    if value.requires_grad and not value.is_leaf:  # computed from what is outside of DDP
+    if value.requires_grad and not value.is_leaf:  # computed from tensors outside DDP
         return value + (found - value.detach()).nan_to_num(0)
     return found.requires_grad_(value.requires_grad)
 
 
 def _digits(dtype: torch.dtype) -> int:
-    """Binary digits after the point of a number's significand."""
+    """Binary digits of the significand after the point."""
     return round(-math.log2(torch.finfo(dtype).eps))
 
 
@@ -107,7 +106,7 @@ def widened(state: Named) -> Named:
 
 
 class _Watching(TorchFunctionMode):
-    """Notes the dtype of the autocast that each function is called under."""
+    """Records the autocast dtype of each function call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,19 +119,19 @@ class _Watching(TorchFunctionMode):
 
 
 def autocast_dtypes(case: Case, rank: int, device: torch.device) -> set[torch.dtype]:
-    """The dtypes of autocast in one forward of a case.
+    """Return the autocast dtypes in one forward of a case.
 
     Args:
         case: the case.
-        rank: whose inputs to use.
-        device: where to run it.
+        rank: the rank whose inputs are used.
+        device: the device to run on.
 
     Returns:
-        Those that were seen; of a forward that fails alone, those up to there.
+        The dtypes that were seen; if the forward fails without DDP, those seen up to that point.
     """
     watching = _Watching()
     devices = [device] if device.type == "cuda" else []
-    # whatever a model raises that runs under DDP only: judging goes on without this
+    # a model that runs only under DDP may raise anything here; judging continues without these dtypes
     with torch.random.fork_rng(devices), contextlib.suppress(Exception):
         model = case.model().to(device)
         moved = replace(case, inputs=lambda r, s: on_device(case.inputs(r, s), device))
@@ -142,7 +141,7 @@ def autocast_dtypes(case: Case, rank: int, device: torch.device) -> set[torch.dt
 
 
 def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
-    """The dtype with the fewest digits; None of none.
+    """The dtype with the fewest digits; None if there are no dtypes.
 
     >>> coarsest([torch.float16, torch.bfloat16])
     torch.bfloat16
@@ -159,18 +158,18 @@ def learned(
     unstable: Collection[str] = (),
     written: Collection[str] = (),
 ) -> list[dict[str, Arithmetic]]:
-    """What eager's rounding does to each number of each step.
+    """The effect of eager's rounding on each number of each step.
 
     Args:
-        runs: of eager: its own, then those on neighbouring data.
+        runs: eager's runs: the original, then those on neighbouring data.
         truth: the run in float64; None if it fails.
-        sums: for each step what the ranks contribute to each gradient; empty if that is not known.
+        sums: for each step, the contributions of the ranks to each gradient; empty if unknown.
         sent_as: the dtype in which gradients are summed, if not their own.
-        unstable: names of what eager does not reproduce: one run in float64 says nothing of it.
-        written: names of parameters that something else than the optimizer writes to.
+        unstable: names of numbers that eager does not reproduce; a float64 run is no reference for them.
+        written: names of parameters that something other than the optimizer writes to.
 
     Returns:
-        For each step, by the name of the number.
+        For each step, the rounding by the name of the number.
     """
     found = []
     for step in range(len(runs[0].moments)):
@@ -192,7 +191,7 @@ def learned(
 
 
 def _values(run: Record, step: int, first: Record, written: Collection[str]) -> dict[str, Tensor]:
-    """What a step computes; a parameter that somebody writes to as if it had begun as in the first run."""
+    """The numbers a step computes; parameters in `written` as if they had started as in the first run."""
     values = {}
     for name, (kind, tensor) in left_behind(run.moments[step]).items():
         if kind is not NumberKind.PARAMETER:

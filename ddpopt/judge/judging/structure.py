@@ -1,8 +1,8 @@
-"""L3, the structure: all that must hold of a run before its numbers mean anything.
+"""L3, the structure: everything that must hold in a run before its numbers mean anything.
 
-A table of claims, each one sentence and one small function, on this rank's records and on every rank's
-summary of its own, which holds no tensor. All are asked, and all findings are kept. Invariant: nothing here
-looks at how close two numbers are; None against a tensor is a finding.
+A table of claims, each one sentence and one small function, about this rank's records and every rank's
+summary, which holds no tensors. All claims are checked, and all findings are kept. Invariant: nothing here
+judges how close two numbers are; None where the other side has a tensor is a finding.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ from ddpopt.observation.observe import Collective
 
 MISSING, UNTRAINED = "missing", "that of no parameter that is trained"
 ONE_SIDED = ("send", "recv")
-"""Between two ranks: the others have none."""
+"""Between two ranks; the other ranks have none."""
 UNEVEN = ("alltoall", "all_to_all", "gather", "scatter", "barrier")
-"""Each rank may send another number of bytes."""
+"""Each rank may send a different number of bytes."""
 Told = TypeVar("Told")
 
 
 @dataclass(frozen=True)
 class Peer:
-    """What one rank tells the others of its run.
+    """The summary of a run that one rank sends to the others.
 
     Attributes:
-        rank: in the group that trains together.
-        states: for each step, a digest of every parameter and buffer after it.
+        rank: rank in the training group.
+        states: for each step, a digest of every parameter and buffer after the step.
         graphs: Dynamo's compile ids, step by step.
         buckets: names of the parameters of each bucket, at each synchronised backward.
-        collectives: on the DDP module's process group, in order: what of each must be the same on all ranks.
+        collectives: the collectives on the DDP module's process group, in order, reduced to what must be
+            equal on all ranks.
     """
 
     rank: int
@@ -53,7 +54,7 @@ class Peer:
 
 
 def peer_of(rank: int, record: Record) -> Peer:
-    """Sum up a run for the other ranks."""
+    """Summarise a run for the other ranks."""
     return Peer(
         rank=rank,
         states=tuple({name: _digest(t) for name, t in step.state.items()} for step in record.steps),
@@ -81,17 +82,18 @@ def _words_of(collective: Collective) -> str:
 
 @dataclass(frozen=True)
 class RunEvidence:
-    """What claims are judged by.
+    """The evidence for the claims.
 
     Attributes:
         mode: the mode under test.
         option: the option.
-        compiled: whether anything was to be compiled.
+        compiled: whether anything should have been compiled.
         got: this rank's run in the mode.
         eager: this rank's run in eager DDP.
         peers: every rank's run in the mode, by rank in the group.
         eager_peers: the same for eager.
-        alone: the graphs that Dynamo makes of the model alone, after each step; None if that is not known.
+        alone: the number of graphs that Dynamo has compiled for the model alone after each step; None if
+            unknown.
         ranks_differ: whether ranks may run different graphs.
     """
 
@@ -107,7 +109,7 @@ class RunEvidence:
 
 
 class Break(NamedTuple):
-    """Where a claim does not hold: what was seen, of which parameter, in which step."""
+    """A place where a claim does not hold: what was seen, for which parameter, in which step."""
 
     message: str
     parameter: str | None = None
@@ -118,14 +120,14 @@ Broken = Iterator[Break]
 
 
 def structure(evidence: RunEvidence, rank: int) -> list[Finding]:
-    """Ask every claim.
+    """Check every claim.
 
     Args:
-        evidence: what is known of the run.
-        rank: of this process, for the findings.
+        evidence: the evidence of the run.
+        rank: rank of this process, for the findings.
 
     Returns:
-        All that does not hold.
+        A finding for every violation.
     """
     return [
         Finding("L3", claim, _with_step(one), rank=rank, step=one.step, parameter=one.parameter)
@@ -148,7 +150,7 @@ def _steps(evidence: RunEvidence) -> Broken:
 
 
 def _gradients(evidence: RunEvidence, *, missing: bool) -> Broken:
-    """Gradients that are on one side only, or those of another form."""
+    """Gradients that exist on one side only, or that differ in form."""
     strides = evidence.mode.gives == "module"
     for step, (got, eager) in _moments(evidence):
         for name, has, wants in _unlike(got.gradients, eager.gradients, strides=strides, absent=UNTRAINED):
@@ -157,7 +159,7 @@ def _gradients(evidence: RunEvidence, *, missing: bool) -> Broken:
 
 
 def _others(evidence: RunEvidence) -> Broken:
-    """Parameters and buffers: their form, and integers, which know no rounding."""
+    """Parameters and buffers: their form, and the values of integers, which do not round."""
     for step, (got, eager) in _moments(evidence):
         unlike = {name: (has, wants) for name, has, wants in _unlike(got.state, eager.state)}
         for name, (has, wants) in unlike.items():
@@ -175,7 +177,7 @@ def _random(evidence: RunEvidence) -> Broken:
 
 
 def _seen(evidence: RunEvidence) -> Broken:
-    """What else a script can see: the form of each tensor; types, None and counts as they are."""
+    """Other things a script can see: the form of each tensor; types, None and counts exactly."""
     for step, (got, eager) in _moments(evidence):
         for name, has, wants in _unlike(seen(got), seen(eager)):
             if in_sight(name, eager):
@@ -186,7 +188,7 @@ def _seen(evidence: RunEvidence) -> Broken:
 def _unlike(
     mine: Mapping[str, Any], theirs: Mapping[str, Any], *, strides: bool = False, absent: object = None
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield each name under which two sides have something of another form, and those forms in words."""
+    """Yield each name whose values differ in form between two sides, with both forms as text."""
     for name in sorted(mine.keys() | theirs.keys()):
         has, wants = (_words(side.get(name, absent), strides) for side in (mine, theirs))
         if has != wants:
@@ -200,10 +202,10 @@ def _words(value: Any, strides: bool) -> str:
 
 
 def _memory(evidence: RunEvidence) -> Broken:
-    """Writing to one gradient must change no other, nor anything else that a script holds.
+    """Writing to one gradient must change no other gradient, nor anything else that a script holds.
 
-    What eager DDP shares with its last step counts in any step: gradients that are views of buckets do,
-    except in the step in which DDP rebuilds its buckets.
+    Memory that eager DDP shares with its previous step is allowed in any step: gradients that are bucket
+    views share it in every step except the one in which DDP rebuilds its buckets.
     """
     moments = [eager for _, (_, eager) in _moments(evidence)]
     lasting = {pair for eager in moments for pair in eager.sharing or () if any(map(is_of_last_step, pair))}
@@ -236,7 +238,7 @@ def _agreement(evidence: RunEvidence) -> Broken:
 
 
 def _unequal(peers: Sequence[Peer]) -> dict[tuple[int, str], int]:
-    """What differs from the first rank's after a step, and on which rank first."""
+    """What differs from the first rank after a step, and the first rank where it does."""
     return {
         (step, name): peer.rank
         for peer in reversed(peers)
@@ -252,7 +254,7 @@ def _unequal(peers: Sequence[Peer]) -> dict[tuple[int, str], int]:
 def _unlike_first(
     peers: Sequence[Peer], what: Callable[[Peer], Sequence[Told]]
 ) -> Iterator[tuple[int, int, Told, Told]]:
-    """Yield where each rank first tells something else than the first: rank, index, what either tells."""
+    """Yield where each rank's summary first differs from rank 0's: rank, index, both values."""
     for peer in peers[1:]:
         for index, (theirs, ours) in enumerate(zip(what(peer), what(peers[0]), strict=False)):
             if theirs != ours:
@@ -261,7 +263,7 @@ def _unlike_first(
 
 
 def _same_buckets(evidence: RunEvidence) -> Broken:
-    """Ranks that disagree on buckets add up what does not belong together."""
+    """Ranks that disagree on buckets would add up unrelated gradients."""
     for rank, index, theirs, ours in _unlike_first(evidence.peers, lambda peer: peer.buckets):
         yield Break(f"backward {index}: rank {rank} has buckets {theirs}, rank 0 {ours}")
 
@@ -279,7 +281,7 @@ def _reduced_once(evidence: RunEvidence) -> Broken:
 
 
 def _no_others(evidence: RunEvidence) -> Broken:
-    """Collectives that carry no bucket: the map of used parameters, what layers and hooks send."""
+    """Collectives that carry no bucket: the map of used parameters, and those of layers and hooks."""
     more = Counter(_bucketless(evidence.got)) - Counter(_bucketless(evidence.eager))
     if more and evidence.option.sends_as_usual:
         words = ", ".join(f"{count} x {collective}" for collective, count in more.items())
@@ -287,9 +289,9 @@ def _no_others(evidence: RunEvidence) -> Broken:
 
 
 def _bucketless(record: Record) -> list[str]:
-    """What carried no bucket; but for what a reducer sends for itself.
+    """Collectives without a bucket, except those of the reducer itself.
 
-    That is the order and the sizes of rebuilt buckets, and which parameters were used.
+    The reducer sends the order and sizes of rebuilt buckets, and the map of used parameters.
     """
     layouts = [[len(bucket.params) for bucket in one.buckets] for one in record.iterations or ()]
     numbers = {number for counts in layouts for number in (sum(counts) + 1, len(counts))}
@@ -301,7 +303,7 @@ def _bucketless(record: Record) -> list[str]:
 
 
 def _same_order(evidence: RunEvidence) -> Broken:
-    """Collectives that ranks enter in another order never end, or mix up their data."""
+    """Collectives that ranks enter in different orders never end, or mix up their data."""
     if not evidence.option.sends_as_usual:
         return
     for rank, index, theirs, ours in _unlike_first(
@@ -311,7 +313,7 @@ def _same_order(evidence: RunEvidence) -> Broken:
 
 
 def _synchronised(evidence: RunEvidence) -> Broken:
-    """Backwards were reduced where they should be, one in each step, and nowhere else."""
+    """Gradients were reduced exactly where they should be: in one backward of each step."""
     if evidence.got.iterations is None or not evidence.option.sends_as_usual:
         return
     got, expected = len(evidence.got.iterations), len(evidence.got.steps)
@@ -320,7 +322,7 @@ def _synchronised(evidence: RunEvidence) -> Broken:
 
 
 def _planned(evidence: RunEvidence) -> Broken:
-    """The reducer's buckets are the plan's; there is none where no gradient of a bucket is ever computed."""
+    """The reducer's buckets are the plan's; there are none if no gradient of a bucket is ever computed."""
     got = evidence.got
     if not got.planned or not got.iterations or not evidence.compiled:
         return
@@ -336,14 +338,14 @@ def _planned(evidence: RunEvidence) -> Broken:
 
 
 def _trains(evidence: RunEvidence) -> bool:
-    """Whether eager DDP has a gradient for anything that is sent."""
+    """Whether eager DDP computes any gradient that is sent."""
     buckets = (bucket for iteration in evidence.got.iterations or () for bucket in iteration.buckets)
     names = {name for bucket in buckets for name in bucket.params}
     return any(step.gradients.get(name) is not None for step in evidence.eager.steps for name in names)
 
 
 def _compiled(evidence: RunEvidence) -> Broken:
-    """A mode that does nothing is no mode."""
+    """A mode that compiles must have compiled something."""
     if not evidence.compiled:
         return
     if not evidence.got.graphs:
@@ -353,7 +355,7 @@ def _compiled(evidence: RunEvidence) -> Broken:
 
 
 def _same_graphs(evidence: RunEvidence) -> Broken:
-    """A rank that compiles alone keeps its peers waiting."""
+    """A rank that compiles while its peers do not keeps them waiting."""
     if evidence.ranks_differ or not evidence.compiled:
         return
     for rank, step, *graphs in _unlike_first(evidence.peers, lambda peer: peer.graphs):
@@ -362,7 +364,7 @@ def _same_graphs(evidence: RunEvidence) -> Broken:
 
 
 def _as_alone(evidence: RunEvidence) -> Broken:
-    """Being data-parallel costs no graph."""
+    """Data parallelism adds no graph."""
     if evidence.alone is None or not evidence.got.graphs or evidence.option.more_graphs:
         return
     for step, (got, alone) in enumerate(zip(evidence.got.graphs_after, evidence.alone, strict=False)):

@@ -1,11 +1,11 @@
-"""Compile a chosen part of a model, and run the rest as it is.
+"""Compile a chosen part of a model, and run the rest uncompiled.
 
-A graph falls into pieces wherever planning allows a cut, and the pieces of all graphs are counted through, in
-the order in which they are compiled. A part is a range of them. The pieces of a graph that are in it are
-compiled as one: everything is each graph as Dynamo hands it over, and nothing is no compiling.
+A graph is divided into pieces wherever planning allows a cut, and the pieces of all graphs are numbered in
+the order in which they are compiled. A part is a range of pieces. The pieces of one graph within a part are
+compiled together: the full range compiles each graph whole, and the empty range compiles nothing.
 
-Invariant: equal models give equal pieces, so that a part chosen in one run means the same in the next. The
-pieces of a backward that compiled autograd captures are equal only where what its forward compiles is.
+Invariant: equal models give equal pieces, so a part means the same in every run. The pieces of a backward
+that compiled autograd captures are equal only if the same parts of its forward are compiled.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ FRAME = re.compile(r'File "([^"]+)", line (\d+), in')
 
 
 class ChosenPieces:
-    """A Dynamo backend that compiles the part chosen, and runs all else as it is.
+    """A Dynamo backend that compiles the chosen part, and runs everything else uncompiled.
 
     Args:
-        compiler: what compiles it.
-        part: what is chosen.
-        cuts: whether graphs fall into pieces at all; else each graph is one, as the mode has cut it.
+        compiler: the backend that compiles it.
+        part: the range of pieces.
+        cuts: whether graphs are divided; else each graph that the mode passes is one piece.
 
     Attributes:
-        graphs: those so far, as what the nodes of each of their pieces are called.
+        graphs: the graphs so far, each as the names of the nodes in its pieces.
     """
 
     def __init__(self, compiler: CompilerFn, part: range = EVERYTHING, *, cuts: bool = True) -> None:
@@ -54,7 +54,7 @@ class ChosenPieces:
     def __call__(
         self, gm: fx.GraphModule, example_inputs: Sequence[object], **options: Any
     ) -> Callable[..., Any]:
-        """Compile what is chosen of one graph."""
+        """Compile the chosen part of one graph."""
         pieces = pieces_of(gm) if self.cuts else [body_nodes(gm.graph)]
         chosen = _places(self.part, self.count, len(pieces))
         self.graphs.append([_words(piece) for piece in pieces])
@@ -74,11 +74,11 @@ class ChosenPieces:
 
     @property
     def count(self) -> int:
-        """How many pieces there are so far."""
+        """The number of pieces so far."""
         return sum(map(len, self.graphs))
 
     def described(self, part: range) -> tuple[str, ...]:
-        """Name the pieces of a part for a person, those of each graph in one line."""
+        """Describe the pieces of a part for people, one line per graph."""
         lines, before = [], 0
         for number, pieces in enumerate(self.graphs):
             places = _places(part, before, len(pieces))
@@ -93,7 +93,7 @@ class ChosenPieces:
 
 
 def _places(part: range, before: int, pieces: int) -> range:
-    """Which of so many pieces of a graph are in a part, if so many are in the graphs before it."""
+    """The places in a graph that belong to a part; `before` pieces are in earlier graphs."""
     start, stop = (min(max(end - before, 0), pieces) for end in (part.start, part.stop))
     return range(start, stop)
 
@@ -105,7 +105,7 @@ def _numbered(places: range) -> str:
 
 
 def _listed(words: Sequence[str]) -> str:
-    """The first and the last few."""
+    """The first few and the last few words."""
     if len(words) > SHOWN_OPERATIONS:
         half = SHOWN_OPERATIONS // 2
         words = [*words[:half], f"{len(words) - 2 * half} more", *words[-half:]]
@@ -116,7 +116,7 @@ def pieces_of(gm: fx.GraphModule) -> list[list[fx.Node]]:
     """Divide the body of a graph wherever it can be cut.
 
     Args:
-        gm: a graph of Dynamo's.
+        gm: a graph from Dynamo.
 
     Returns:
         The nodes of each piece, in order; one empty piece for a graph without a body.
@@ -128,21 +128,21 @@ def pieces_of(gm: fx.GraphModule) -> list[list[fx.Node]]:
 
 
 def _emptied(graph: fx.Graph, body: Sequence[fx.Node]) -> range:
-    """Positions between the first and the last that read a list of inputs: compiled code empties it."""
+    """The positions between the first and last reader of a list of inputs, which compiled code empties."""
     lists = [node for node in graph.find_nodes(op="placeholder") if isinstance(example_value(node), list)]
     reads = [i for i, node in enumerate(body) if not {*node.all_input_nodes}.isdisjoint(lists)]
     return range(reads[0] + 1, reads[-1] + 1) if reads else range(0)
 
 
 def _words(nodes: Sequence[fx.Node]) -> list[str]:
-    """What nodes call, and the line of the user's that the last of them comes from."""
+    """The functions that nodes call, and the user's source line of the last node."""
     words = [str(getattr(node.target, "__name__", node.target)) for node in nodes]
     lines = [line for line in map(source_line, nodes) if line]
     return [*words[:-1], f"{words[-1]} ({lines[-1]})"] if lines else words
 
 
 def source_line(node: fx.Node) -> str:
-    """The innermost line outside of torch that a node comes from, like ``models.py:31``; else nothing."""
+    """The innermost source line outside torch that a node comes from, like ``models.py:31``; else empty."""
     root = str(Path(torch.__file__).parent)
     generated = "<"  # as in <eval_with_key>
     frames = FRAME.findall(node.meta.get("stack_trace") or "")

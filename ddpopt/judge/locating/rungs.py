@@ -1,8 +1,8 @@
-"""The ladder of a search: which stages there are, how one disagrees with eager, and what is known so far.
+"""The ladder of a search: its stages, how a stage disagrees with eager, and what is known so far.
 
-Plain data that travels between the process that searches and its ranks: they tell it whenever it changes, and
-new ranks go on from it. Invariant: all that it says was seen, and a rung that could not be judged is no
-disagreement.
+Plain data that the searching process and its ranks exchange: the ranks send it whenever it changes, and new
+ranks continue from it. Invariant: it holds only what was observed, and a rung that could not be judged does
+not count as a disagreement.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from ddpopt.ranks.failures import RankFailure
 
 @dataclass(frozen=True)
 class Question:
-    """The trial that is looked into.
+    """The trial under search.
 
     Attributes:
         target: as on the command line.
         option: name of its option.
         mode: name of its mode.
-        backend: of Dynamo, as on the command line.
-        steps: how many steps of training show it.
-        dtype: to compute in; None for the case's own.
-        ddp_kwargs: DDP's arguments, in place of the case's own.
-        rank: whose inputs a single process is to have.
-        structural: whether its structure alone is wrong. If not, a rung below it whose structure is wrong
-            shows something else.
-        evaluates: whether it shows in an evaluation alone, or may.
+        backend: the Dynamo backend, as on the command line.
+        steps: the number of training steps that show the fault.
+        dtype: the dtype to compute in; None for the case's own.
+        ddp_kwargs: DDP's arguments, replacing the case's own.
+        rank: the rank whose inputs a single process uses.
+        structural: whether only the trial's structure is wrong. If not, a lower rung with a wrong structure
+            shows a different fault.
+        evaluates: whether the fault shows, or may show, only in an evaluation.
     """
 
     target: str
@@ -52,19 +52,19 @@ class Question:
     evaluates: bool = False
 
     def is_shown_by(self, stage: Stage, symptom: Symptom | None) -> bool:
-        """Whether a stage that disagrees so may be what was found; the trial's own stage always is."""
+        """Whether this disagreement of a stage may be the fault; always true for the trial's own stage."""
         own = (stage.mode, stage.backend) == (self.mode, self.backend)
         return symptom is not None and (own or self.structural or symptom != Symptom("structure"))
 
     def case(self) -> Case:
-        """The case that was on trial."""
+        """The case of the trial."""
         found = resolve(self.target)
         if self.ddp_kwargs:
             found = differing(found, self.ddp_kwargs)
         return found if self.dtype is None else in_dtype(found, getattr(torch, self.dtype))
 
     def case_on(self, ranks: int) -> Case:
-        """The same for so many ranks: a single one gets the inputs of `rank`."""
+        """The case for a number of ranks: a single rank gets the inputs of `rank`."""
         found = self.case()
         return found if ranks > 1 else replace(found, inputs=lambda _, step: found.inputs(self.rank, step))
 
@@ -76,7 +76,7 @@ class Stage:
     Attributes:
         mode: name of a mode; ``"local"`` for the model alone.
         backend: of Dynamo, as on the command line.
-        ranks: on how many.
+        ranks: the number of ranks.
     """
 
     mode: str
@@ -85,7 +85,7 @@ class Stage:
 
     @property
     def name(self) -> str:
-        """For a person."""
+        """A description for people."""
         if self.mode == LOCAL.name:
             return f"{self.backend}, no DDP"
         ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
@@ -94,11 +94,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class Symptom:
-    """How a stage disagrees, as far as two disagreements must be alike to count as the same.
+    """How a stage disagrees; equal symptoms count as the same disagreement.
 
     Attributes:
-        kind: ``"run"`` it fails, ``"died"`` it takes its process down, ``"structure"`` or ``"numbers"``.
-        how: name of the exception, where it fails, or of the signal that ended the process.
+        kind: ``"run"``: it fails; ``"died"``: it crashes its process; ``"structure"`` or ``"numbers"``.
+        how: name of the exception, or of the signal that ended the process.
     """
 
     kind: str
@@ -116,7 +116,7 @@ def symptom_of(trial: Trial) -> Symptom | None:
 
 
 def rung_of(stage: Stage, trial: Trial) -> Rung:
-    """A trial in one line."""
+    """A trial summarised in one line."""
     detail = f"{trial.status}: {trial.reason}" if trial.reason else ""
     if trial.findings:
         detail = f"{trial.findings[0].level}: {trial.findings[0].message}"
@@ -134,7 +134,7 @@ def ladder(backend: str) -> tuple[str, ...]:
 
 
 def stages_of(question: Question, ranks: int) -> Iterator[Stage]:
-    """What to try on a number of ranks, from the lowest upwards."""
+    """The stages to try on a number of ranks, from the lowest upwards."""
     backends = ladder(question.backend) if question.backend else ()
     modes = [LOCAL.name] if ranks == 1 else []
     if question.backend and mode(question.mode).observable and question.mode != "whole":
@@ -146,11 +146,11 @@ def stages_of(question: Question, ranks: int) -> Iterator[Stage]:
 
 @dataclass(frozen=True)
 class Try:
-    """What may be tried.
+    """One attempt of the search.
 
     Attributes:
-        stage: which.
-        part: what of it is compiled.
+        stage: the stage.
+        part: the part that is compiled.
         exact: whether it is compared bit by bit; None while the ladder is climbed.
     """
 
@@ -161,17 +161,18 @@ class Try:
 
 @dataclass
 class Known:
-    """What is known so far.
+    """The state of a search.
 
     Attributes:
-        rungs: in the order in which they were tried.
-        stage: the lowest that disagrees; None while the ladder is climbed.
-        symptom: how it does.
-        trying: what is being tried.
-        symptoms: how each try disagreed that was made when the stage was known; None for one that agreed.
-        segments: what has to be compiled for it, in words; empty if it appears though nothing is compiled.
-        about_segments: what a reader should know of them.
-        notes: what a reader should know of the search.
+        rungs: the rungs, in the order in which they were tried.
+        stage: the lowest stage that disagrees; None while the ladder is climbed.
+        symptom: how it disagrees.
+        trying: the current try.
+        symptoms: the symptom of each try that was made after the stage was found; None if it agreed.
+        segments: the segments that must be compiled to show the fault, as text; empty if it appears with
+            nothing compiled.
+        about_segments: a remark on the segments for the reader.
+        notes: remarks on the search for the reader.
     """
 
     rungs: list[Rung] = field(default_factory=list)
@@ -184,17 +185,17 @@ class Known:
     notes: list[str] = field(default_factory=list)
 
     def hear(self, told: object) -> None:
-        """Take in what rank 0 knows."""
+        """Adopt the state that rank 0 sent."""
         vars(self).update(vars(told))
 
     def survive(self, first: RankFailure) -> bool:
-        """Take in that ranks failed.
+        """Record that ranks failed.
 
         Args:
-            first: the failure that it began with.
+            first: the first failure.
 
         Returns:
-            Whether this is what a try does, so that new ranks can go on from here.
+            Whether a try caused it, so that new ranks can continue from here.
         """
         tried, end = self.trying, first.signal or f"exit code {first.exit_code}"
         how = f"rank {first.rank} {first.kind}{f' of {end}' if first.kind == 'died' else ''}"

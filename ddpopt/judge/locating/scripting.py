@@ -1,7 +1,8 @@
-"""A script that shows a difference: it verifies again what the search found, and is tried once itself.
+"""Write a script that repeats a verification and shows the difference; it is run once as a check.
 
-Invariant: it says what was found, and how to run it; its exit code says whether the difference appears. It
-counts as a reproduction only if, in a fresh interpreter, it ends with 1 and says that the difference appears.
+Invariant: the script says what was found and how to run it; its exit code says whether the difference
+appears. It counts as a reproduction only if, in a fresh interpreter, it exits with 1 and prints that the
+difference appears.
 """
 
 from __future__ import annotations
@@ -25,24 +26,24 @@ from ddpopt.ranks.environment import environment_of_no_rank
 
 APPEARS = "the difference appears"
 REACHED = "eager is done; compiled:"
-"""What a script says before it dies, if it does not die for another reason."""
+"""A script prints this before the expected death; without it, it died for another reason."""
 DOES = {"died": "takes the process down ({})", "run": "fails where eager runs"}
-"""How a layer differs; all else is numbers, or structure."""
+"""How a layer differs; any other difference is in numbers or structure."""
 
 
 def script_of(
     question: Question, stage: Stage, symptom: Symptom, known: Known, layer: str, file: Path, device: str
 ) -> str:
-    """Write a script that verifies a stage again.
+    """Write a script that repeats the verification of a stage.
 
     Args:
         question: the trial.
         stage: the lowest rung that disagrees.
-        symptom: how it does.
-        known: what else the search found.
-        layer: which layer is wrong, in words.
-        file: where the script is to stand.
-        device: what the trial ran on.
+        symptom: how it disagrees.
+        known: the other results of the search.
+        layer: the layer that is wrong, as text.
+        file: where the script will be written.
+        device: the device of the trial.
     """
     module, _, name = stage.backend.rpartition(":")
     death, folder = symptom.how if symptom.kind == "died" else "", Path.cwd()
@@ -60,7 +61,7 @@ def script_of(
             "folder": "" if folder == file.absolute().parent else str(folder),
             "module": module,
             "compiler": name if module else repr(name),
-            "ranks": max(stage.ranks, question.rank + 1),  # the inputs of a rank take as many
+            "ranks": max(stage.ranks, question.rank + 1),  # enough ranks to have the inputs of that rank
             "device": device,
             "death": death,
         },
@@ -69,7 +70,7 @@ def script_of(
 
 
 def rendered(template: str, given: Mapping[str, Any], folder: str) -> str:
-    """Fill a template of a script, in a folder of this package."""
+    """Render a script template from a folder of this package."""
     environment = Environment(
         loader=PackageLoader("ddpopt", folder),
         autoescape=False,  # these are programs, not pages
@@ -88,12 +89,12 @@ def shows(script: Path, ranks: int, limit_s: float, *, death: str = "") -> bool:
     Args:
         script: the file.
         ranks: how many processes it needs.
-        limit_s: seconds after which it is ended.
-        death: name of the signal, or ``"exit code N"``, of which a process dies, if that is the difference.
+        limit_s: seconds after which it is killed.
+        death: name of the signal, or ``"exit code N"``, that ends a process, if that is the difference.
 
     Returns:
-        Whether it ended with 1 and said that the difference appears; or, if that is the difference, died so
-        after eager was done.
+        Whether it exited with 1 and printed that the difference appears; or, if `death` is given, died that
+        way after eager was done.
     """
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command = [sys.executable, *(launcher if ranks > 1 else []), str(script)]
@@ -111,7 +112,7 @@ def shows(script: Path, ranks: int, limit_s: float, *, death: str = "") -> bool:
     except subprocess.TimeoutExpired:
         return False
     finally:
-        if process.poll() is None:  # with those that it started
+        if process.poll() is None:  # including its child processes
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
     if death:
@@ -120,7 +121,7 @@ def shows(script: Path, ranks: int, limit_s: float, *, death: str = "") -> bool:
 
 
 def _died(exit_code: int, death: str, told_by_torchrun: str) -> bool:
-    """Whether a process ended of what is given, or torchrun says of one of its ranks that it did."""
+    """Whether a process died as given, or torchrun reports that one of its ranks did."""
     if told_by_torchrun:
         signs = (f"({death})", f"exitcode  : {death.removeprefix('exit code ')} ")
         return any(sign in told_by_torchrun for sign in signs)
@@ -128,5 +129,5 @@ def _died(exit_code: int, death: str, told_by_torchrun: str) -> bool:
 
 
 def command_of(ranks: int) -> str:
-    """How a script for so many ranks is run."""
+    """The command that runs a script on a number of ranks."""
     return "python" if ranks == 1 else f"torchrun --nproc-per-node {ranks}"

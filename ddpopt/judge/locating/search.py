@@ -1,10 +1,10 @@
-"""What ranks do to find where a trial goes wrong: climb the ladder, then narrow the difference down.
+"""Find on ranks where a trial goes wrong: climb the ladder, then narrow the difference down.
 
-Each rung is judged as a trial is, against eager DDP of as many ranks. What is found is told as it is found,
-so that a search which runs out of time, or whose ranks die, has said what it knows. A try that takes its
-ranks down is an answer too: new ranks are told of it, and go on from there.
+Each rung is judged like a trial, against eager DDP on the same number of ranks. Results are reported at once,
+so that a search that runs out of time, or whose ranks die, has reported what it knows. A try that crashes its
+ranks is a result too: new ranks receive it and continue from there.
 
-Invariant: equal knowledge leads to equal tries, on every rank and in every process that takes the search up.
+Invariant: equal knowledge leads to equal tries, on every rank and in every process that continues the search.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ CUT_BY_MODE = ("torch", "ddpopt-split")
 
 
 def search(ranks: Ranks, question: Question, stages: Sequence[Stage], seconds: float, known: Known) -> None:
-    """Climb, and narrow down what is found; all is told by events. A collective of all ranks.
+    """Climb the ladder and narrow the difference down; emits results as events. A collective of all ranks.
 
     Args:
-        ranks: on which this runs.
+        ranks: the ranks that search.
         question: the trial.
-        stages: yet to be tried, from the lowest upwards.
+        stages: the stages that remain, from the lowest upwards.
         seconds: how long new tries may begin.
-        known: what ranks before these found out.
+        known: the results of earlier ranks.
     """
     until = time.monotonic() + seconds
     asked, case = option(question.option), question.case_on(ranks.size)
@@ -65,9 +65,9 @@ class Search:
 
     Args:
         question: the trial.
-        reference: eager DDP of it.
-        until: when the last try may begin, on the clock of `time.monotonic`.
-        known: what is known already; grows.
+        reference: eager DDP's run of it.
+        until: when the last try may begin, by `time.monotonic`.
+        known: the results so far; updated in place.
     """
 
     def __init__(self, question: Question, reference: Reference, until: float, known: Known) -> None:
@@ -91,11 +91,11 @@ class Search:
                 return
 
     def narrow(self, stage: Stage) -> None:
-        """Find what has to be compiled for a stage to disagree, and tell it."""
+        """Find what must be compiled for a stage to disagree, and report it."""
         if not stage.backend:
             self._blame("nothing is compiled in this mode")
             return
-        whole = Try(stage, exact=False)  # as far as rounding goes; then, if that shows nothing, bit by bit
+        whole = Try(stage, exact=False)  # first beyond rounding; if that shows nothing, bit by bit
         if self._symptom(whole) is None:
             whole = replace(whole, exact=True)
         symptom, nothing = self._symptom(whole), replace(whole, part=NOTHING)
@@ -108,7 +108,7 @@ class Search:
             self._bisect(whole, self.listed)
 
     def _bisect(self, whole: Try, listed: ChosenPieces) -> None:
-        """Find the first place where a part may end that shows it, then the last where it may begin."""
+        """Find the first place where a part that shows it may end, then the last where it may begin."""
 
         def shows(start: int, stop: int) -> bool:
             return self._shows(whole, replace(whole, part=range(start, stop)))
@@ -121,7 +121,7 @@ class Search:
             self._blame("", self.listed.described(range(start, stop)) if self.listed else ())
 
     def _shows(self, whole: Try, one: Try) -> bool:
-        """Whether a part suffices, so that what is told was seen; after the time is over nothing does."""
+        """Whether a part shows the fault; false for untested parts once the time is over."""
         if one not in self.known.symptoms and not self._has_time():
             return False
         shows = self._symptom(one) == self.known.symptoms[whole]
@@ -130,7 +130,7 @@ class Search:
         return shows
 
     def _has_time(self) -> bool:
-        """Whether a new try may begin: asked of all ranks, so that they end together."""
+        """Whether a new try may begin; all ranks decide together, so that they stop together."""
         return all(self.ranks.gather(time.monotonic() < self.until))
 
     def _symptom(self, one: Try) -> Symptom | None:
@@ -146,7 +146,7 @@ class Search:
         backend = ChosenPieces(compiler, one.part, cuts=one.stage.mode not in CUT_BY_MODE)
         symptom = symptom_of(self._trial(one, backend))
         if self.listed is None or symptom == self.known.symptom:
-            self.listed = backend  # what compiled the guilty part knows the graphs best
+            self.listed = backend  # the backend of the guilty part has the most accurate graphs
         return symptom
 
     def _trial(self, one: Try, backend: Any) -> Trial:
@@ -159,6 +159,6 @@ class Search:
         self._tell()
 
     def _tell(self, trying: Try | None = None) -> None:
-        """Tell what is known, and what is about to be tried."""
+        """Report the results so far, and the next try."""
         self.known.trying = trying
         self.ranks.emit(self.known)

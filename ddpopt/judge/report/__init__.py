@@ -1,1 +1,1 @@
-"""How results are shown: plain text here, the same in every terminal and in every file."""
+"""How results are shown: plain text here, the same in every terminal and file."""

@@ -1,7 +1,7 @@
-"""Where a report goes: to the terminal, and to files by their suffix. Before that, a line says how it goes.
+"""Write reports to the terminal, and to files by their suffix. A status line shows progress before that.
 
-Invariant: whether each file can be written is known before anything runs; nothing in a text can end its block
-of a Markdown page, and such a page stays far below the 1 MiB that GitHub takes.
+Invariant: every file is known to be writable before anything runs; no text can end its own block in a
+Markdown page, and such a page stays far below GitHub's limit of 1 MiB.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ddpopt.judge.verdict import Verdict
 STDOUT = "-"
 SUFFIXES = (".xml", ".html", ".md")
 SUMMARY = "GITHUB_STEP_SUMMARY"
-"""The variable in which GitHub Actions names the file of a step's summary, which has no suffix."""
+"""The variable that GitHub Actions sets to the file of a step's summary; the file has no suffix."""
 
 SIGNS = {0: "\N{WHITE HEAVY CHECK MARK}", 1: "\N{CROSS MARK}", 3: "\N{WARNING SIGN}"}
 AT_MOST = 2**18
@@ -30,11 +30,11 @@ AT_MOST = 2**18
 
 
 def require_writable(json: str | None, reports: Sequence[str] = ()) -> None:
-    """Fail before minutes of work, not after.
+    """Check that files can be written, before minutes of work and not after.
 
     Args:
-        json: where JSON goes; None for nowhere.
-        reports: where reports go.
+        json: the file for JSON; None for none.
+        reports: the files for reports.
 
     Raises:
         UsageError: a file cannot be written, or its suffix is not that of a report.
@@ -61,12 +61,12 @@ def _suffix(file: str) -> str:
 
 @contextmanager
 def status_line(first: str) -> Iterator[Callable[[str], None]]:
-    """Show a line on stderr, in a terminal alone; yields what shows another one in its place.
+    """Show a line on stderr if it is a terminal; yields a function that replaces the line.
 
-    What is written to stderr meanwhile stays above the line. ``NO_COLOR`` is respected.
+    Other output to stderr stays above the line. ``NO_COLOR`` is respected.
 
     Args:
-        first: what it says at first.
+        first: the first text of the line.
     """
     with Console(stderr=True).status(escape(first)) as status:
         yield lambda line: status.update(escape(line))
@@ -78,7 +78,7 @@ def show(text: str, data: str, json: str | None) -> None:
     Args:
         text: the result for people.
         data: the same as JSON.
-        json: file for `data`; ``-`` for stdout, in place of the text; None for nowhere.
+        json: file for `data`; ``-`` for stdout, instead of the text; None for none.
     """
     if json is not None and json != STDOUT:
         Path(json).write_text(f"{data}\n", encoding="utf-8")
@@ -86,10 +86,10 @@ def show(text: str, data: str, json: str | None) -> None:
 
 
 def write_reports(files: Sequence[str], verdict: Verdict, headline: str, text: str) -> None:
-    """Write the reports that were asked for.
+    """Write the requested reports.
 
     Args:
-        files: where to. To the file that GitHub names for a step's summary the report is appended.
+        files: the files to write. The report is appended to the file that GitHub sets for a step's summary.
         verdict: what was found.
         headline: the same in one line.
         text: the same for people.
@@ -101,7 +101,7 @@ def write_reports(files: Sequence[str], verdict: Verdict, headline: str, text: s
 
 
 def _page(suffix: str, verdict: Verdict, headline: str, text: str) -> str:
-    # each takes a library of its own, which the others do not need
+    # each needs a library that the others do not
     if suffix == ".xml":
         from ddpopt.judge.report.junit import junit_xml
 
@@ -114,11 +114,11 @@ def _page(suffix: str, verdict: Verdict, headline: str, text: str) -> str:
 
 
 def step_summary(title: str, text: str, exit_code: int) -> str:
-    r"""Write a report as GitHub's Markdown, in elements of HTML, in which nothing is read as Markdown.
+    r"""Write a report for GitHub's Markdown as HTML elements, inside which nothing is parsed as Markdown.
 
     Args:
         title: one line.
-        text: what a terminal shows, of any number of lines.
+        text: the text that a terminal shows, of any number of lines.
         exit_code: of the command.
 
     Returns:

@@ -1,7 +1,7 @@
-"""A verdict as one HTML page that needs no other file: it holds its style and its script.
+"""A verdict as one self-contained HTML page, including its style and script.
 
 The page is the template `verdict.html.jinja`. Invariant: every name and every message is escaped, and the
-page may load nothing, so that a verdict of a stranger's model can be opened too.
+page loads nothing, so that a verdict on an untrusted model can be opened safely.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DETAILED = 24
 """Trials shown with their buckets and errors; the wrong ones first."""
 
 ERRORS = 100
-"""Errors shown of one trial; the worst first."""
+"""Errors shown for one trial; the worst first."""
 
 
 def html_page(verdict: Verdict) -> str:

@@ -1,6 +1,6 @@
 """A verdict as JUnit XML, which every CI system can show: a suite for each case, a test for each trial.
 
-Invariant: what is wrong is a failure, what broke an error, what is not possible here a skip with its reason.
+Invariant: wrong is a failure, broken an error, not possible a skip with its reason.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RESULTS: dict[Status, type[FinalResult]] = {
     Status.NOT_POSSIBLE: Skipped,
 }
 FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""What XML 1.0 has no way to write; a message may hold colours of a terminal."""
+"""Characters that XML 1.0 cannot represent; a message may contain terminal colours."""
 
 
 def junit_xml(verdict: Verdict) -> str:

@@ -1,7 +1,7 @@
-"""A verdict of several trials as grids of short marks, and the numbered reasons that the marks point to.
+"""A verdict on several trials as grids of short marks, with numbered reasons that the marks refer to.
 
-Thousands of trials fit a page this way, and a reason that many of them share is given once. Invariant: every
-trial has a place in a grid, and every trial that is not ok belongs to exactly one reason.
+This fits thousands of trials on a page, and lists a reason that many share only once. Invariant: every trial
+has a place in a grid, and every trial that is not ok belongs to exactly one reason.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from ddpopt.explanation.tables import Column, numbers, paragraph, table
 from ddpopt.judge.verdict import Finding, Status, Trial, Verdict
 
 LETTERS = {Status.WRONG: "W", Status.BROKEN: "B", Status.NOT_POSSIBLE: "n"}
-"""What a mark begins with, in the order in which reasons are listed."""
+"""The first letter of a mark, in the order in which reasons are listed."""
 
 NOT_RUN = "."
 LEGEND = "W wrong, B broken, n not possible, with the number of the reason below; . did not run"
 VARYING = re.compile(r"0x[0-9a-f]+|\d+")
-"""Addresses, ports and process ids: reasons that differ in nothing else are one reason."""
+"""Addresses, ports and process ids: reasons that differ only in these are one reason."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Reason:
     """Why some trials are not ok.
 
     Attributes:
-        mark: ``"W1"``, ``"B1"``, ``"n1"``, …: what the grids show.
-        status: of all its trials.
-        text: why it was not possible, or what broke, as the first trial has it; empty if claims say it.
-        claims: level and claim of what does not hold, each once.
-        trials: those that it holds for.
+        mark: the mark in the grids: ``"W1"``, ``"B1"``, ``"n1"``, ….
+        status: the status of all its trials.
+        text: why it was not possible, or what broke, from the first trial; empty if `claims` says it.
+        claims: level and claim of each violation, each once.
+        trials: the trials with this reason.
     """
 
     mark: str
@@ -44,7 +44,7 @@ class Reason:
 
     @property
     def findings(self) -> tuple[tuple[Trial, Finding], ...]:
-        """All findings, with the trial of each: first the first of every trial."""
+        """All findings with their trials, starting with the first finding of every trial."""
         placed = [(place, t, found) for t in self.trials for place, found in enumerate(t.findings)]
         return tuple((trial, finding) for _, trial, finding in sorted(placed, key=itemgetter(0)))
 
@@ -54,10 +54,10 @@ class Overview:
     """All trials of a verdict.
 
     Attributes:
-        down: what rows are: ``"option"``, or ``"case"`` where there is one option.
+        down: the meaning of a row: ``"option"``, or ``"case"`` if there is only one option.
         columns: the modes, with their backends; the same in all grids.
-        grids: by title, the trials by row and column; there is none where nothing ran.
-        reasons: what is wrong first, then what broke, then what is not possible.
+        grids: by title, the trials by row and column; no entry where nothing ran.
+        reasons: first of wrong trials, then of broken ones, then of those not possible.
     """
 
     down: str
@@ -66,14 +66,14 @@ class Overview:
     reasons: tuple[Reason, ...]
 
     def marks(self) -> dict[int, str]:
-        """What the grids show of each trial that is not ok, by its ``id``."""
+        """The mark of each trial that is not ok, by its ``id``."""
         return {id(trial): reason.mark for reason in self.reasons for trial in reason.trials}
 
 
 def overview(verdict: Verdict) -> Overview:
     """Arrange all trials: modes across, options down, and one grid for each case.
 
-    Where there is one option, cases take its place.
+    If there is only one option, the rows are cases instead.
 
     Args:
         verdict: with any number of trials.
@@ -112,10 +112,10 @@ def matrix_text(view: Overview) -> Iterator[str]:
     """Draw the grids.
 
     Args:
-        view: of a verdict.
+        view: the overview of a verdict.
 
     Yields:
-        Which letter is which mode and how its trials ended, each grid, and what the marks mean.
+        The legend of modes with their results, each grid, and the meaning of the marks.
     """
     letters = [chr(ord("a") + index) for index in range(len(view.columns))]
     cells = [cell for rows in view.grids.values() for row in rows.values() for cell in row.items()]

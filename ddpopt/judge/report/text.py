@@ -1,7 +1,7 @@
 """A verdict as text for a terminal or a log.
 
-One trial is shown in full; several as grids of marks, with the reasons that the marks point to. Invariant:
-the last line is the verdict, and nothing that is wrong goes unmentioned: what is left out is counted.
+One trial is shown in full; several as grids of marks, with the reasons that the marks refer to. Invariant:
+the last line is the verdict, and nothing wrong goes unmentioned: omitted findings are counted.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from ddpopt.judge.report.wording import (
 from ddpopt.judge.verdict import Location, Measured, Trial, Verdict
 
 AT_MOST = 8
-"""Findings shown of one reason, and notes."""
+"""Number of findings shown for one reason, and of notes."""
 LINES = 30
-"""Lines shown of a reason, which may hold the stacks of all ranks."""
+"""Number of lines shown for a reason, which may contain the stacks of all ranks."""
 
 
 def verdict_text(verdict: Verdict) -> str:
-    """The whole text: plain ASCII of ours, 80 columns wide unless a name is longer than that.
+    """The whole text; ddpopt's own words are ASCII, and lines have 80 columns unless a name is longer.
 
     Args:
         verdict: what to show.
 
     Returns:
-        Lines joined by line ends, none after the last, which is the verdict.
+        Lines joined by newlines, without one after the last, which is the verdict.
     """
     view, several = overview(verdict), len(verdict.trials) > 1
     known = "; ".join(f"{name} {value}" for name, value in verdict.environment.items())
@@ -63,7 +63,7 @@ def indented(text: str, indent: str, first: str | None = None) -> str:
 
 
 def _listed(texts: Sequence[str], noun: str) -> list[str]:
-    """The first of some texts, and how many more there are."""
+    """The first few texts, and the number of the others."""
     lines = [indented(text, "    ", "  - ") for text in texts[:AT_MOST]]
     left = len(texts) - AT_MOST
     return [*lines, f"  - and {count_of(left, noun)} more, all in the JSON"] if left > 0 else lines
@@ -79,7 +79,7 @@ def _title(trial: Trial) -> str:
 
 
 def _reason(reason: Reason, *, several: bool) -> str:
-    """What some trials have in common, and their first findings."""
+    """The common reason of some trials, and their first findings."""
     lines = [f"{reason.mark}: {reason.status}, {count_of(len(reason.trials), 'trial')}"] if several else []
     lines += [indented(reason.text, "  ")] if reason.text else []
     lines += [
@@ -91,7 +91,7 @@ def _reason(reason: Reason, *, several: bool) -> str:
 
 
 def _tables(trial: Trial) -> Iterator[str]:
-    """The worst of each level, and the buckets."""
+    """The worst comparison of each level, and the buckets."""
     if trial.measured:
         levels = dict.fromkeys(entry.level for entry in trial.measured)
         rows = [_level([each for each in trial.measured if each.level == level]) for level in levels]
@@ -116,7 +116,7 @@ def _level(entries: Sequence[Measured]) -> tuple[object, ...]:
 
 
 def _location(location: Location) -> str:
-    """What was tried, the layer, the segments, the script."""
+    """The stages that were tried, the layer, the segments and the script."""
     rungs = [(rung.name, "agrees" if rung.agrees else "DIFFERS", rung.detail) for rung in location.rungs]
     lines = ["where it goes wrong"]
     lines.append(table([Column("tried"), Column("result"), Column("seen", fills=True)], rungs))

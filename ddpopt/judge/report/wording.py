@@ -1,6 +1,6 @@
 """The words and the figures that all reports of a verdict share.
 
-Invariant: a report says nothing that these cannot say again from the verdict's JSON.
+Invariant: every word of a report can be reproduced from the verdict's JSON.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def headline(verdict: Verdict) -> str:
 
 
 def sentence(finding: Finding) -> str:
-    """A finding's message, with its rank, step, parameter and bucket where the message leaves them out.
+    """A finding's message, plus its rank, step, parameter and bucket if the message omits them.
 
     >>> sentence(Finding("L0", "bits", "w differs on rank 1", rank=1, step=0, parameter="w"))
     'w differs on rank 1 (step 0)'
@@ -82,13 +82,13 @@ def sentence(finding: Finding) -> str:
 
 
 def script_outcome(location: Location) -> str:
-    """What running the reproducing script showed."""
+    """The outcome of running the reproduction script."""
     outcome = "it shows the difference" if location.reproduces else "it did not show the difference"
     return f"run in a fresh interpreter, {outcome}"
 
 
 def worst_first(measured: Iterable[Measured]) -> list[Measured]:
-    """Sort by the share of the bound, then by ULPs, then by name; NaN is worst."""
+    """Sort by the share of the bound, then by ULPs, then by name; NaN comes first."""
 
     def badness(one: Measured) -> tuple[float, float, str]:
         return -one.share, -math.inf if math.isnan(one.ulps) else -one.ulps, one.parameter

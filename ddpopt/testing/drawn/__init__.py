@@ -1,6 +1,6 @@
-"""Drawn models: small programs as values, printed as modules that stand alone, and run from that text.
+"""Drawn models: small programs as values, printed as standalone modules, and run from that text.
 
-Importing this package registers the blocks, the simplest first.
+Importing this package registers the blocks, simplest first.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Blocks that are hard to cut: their values, or the state that they set, do not pass from piece to piece."""
+"""Blocks that are hard to cut: their values, or the state they set, cannot pass from piece to piece."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ddpopt.testing.drawn.writer import LAYER, Body, Writer
 
 @register_block("towers", takes=())
 def tower(_: Writer) -> str:
-    """Begin again at the input: what follows does not depend on what came before."""
+    """Start again from the input: later steps do not depend on earlier ones."""
     return "x"
 
 
@@ -25,7 +25,7 @@ def measured(w: Writer, x: str, *, of: str, body: Body) -> str:
 
 @register_block("in-place", body="any", options={"of": {"value": "in-place", "view": "in-place-view"}})
 def reshape_late(w: Writer, x: str, *, body: Body, of: str) -> str:
-    """Change a shape in place: of a value after the body, or of a view before it that is read after it."""
+    """Change a shape in place: of a value after the body, or of a view taken before it and read after it."""
     source = w.assign("i", x)
     base = w.assign("b", f"{source} * 0.5")
     if of == "view":
@@ -39,7 +39,7 @@ def reshape_late(w: Writer, x: str, *, body: Body, of: str) -> str:
 
 @register_block("own-gradient", rate=3, body="any", options={"by": ("function", "hook")})
 def turned(w: Writer, x: str, *, body: Body, by: str) -> str:
-    """Read a view after the body whose gradient is turned round, by an autograd function or by a hook."""
+    """After the body, read a view whose gradient is reversed by an autograd function or a hook."""
     value = w.assign("v", x)
     if by == "function":
         view = w.assign("view", f"{w.helper('Turned')}.apply({value})")
@@ -56,7 +56,7 @@ def turned(w: Writer, x: str, *, body: Body, by: str) -> str:
     pure=False,
 )
 def transformed(w: Writer, x: str, *, by: str) -> str:
-    """Run two layers for each row, or take the gradient of what they make, by ``torch.func``."""
+    """Run two layers for each row, or differentiate their output, with ``torch.func``."""
     first, second = (w.module(f"nn.Linear({w.width}, {w.width})") for _ in range(2))
     run = w.local("run")
     with w.nested(f"def {run}(row):"):
@@ -68,7 +68,7 @@ def transformed(w: Writer, x: str, *, by: str) -> str:
 
 @register_block("nested-tensor", options={"layer": LAYER}, pure=False)
 def ragged(w: Writer, x: str) -> str:
-    """Call two layers on a nested tensor, each of whose parts is a row."""
+    """Call two layers on a nested tensor whose parts are rows."""
     first, second = (w.module(f"nn.Linear({w.width}, {w.width})") for _ in range(2))
     rows = w.assign("v", f"{x}.contiguous()")
     ends = f"torch.arange({rows}.shape[0] + 1)"
@@ -78,7 +78,7 @@ def ragged(w: Writer, x: str) -> str:
 
 @register_block("parameter-update", options={"read": ("parameter", "result")}, pure=False)
 def decayed(w: Writer, x: str, *, read: str) -> str:
-    """Change a parameter in place, and read a view of it, or of the result, after another parameter."""
+    """Change a parameter in place, use another one, then read a view of the first or of the result."""
     weight = w.parameter(f"torch.randn({w.width}, {w.width}) / {w.width}")
     shift = w.parameter(f"torch.zeros({w.width})", "shift")
     with w.nested("with torch.no_grad():"):

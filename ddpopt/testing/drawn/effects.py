@@ -1,4 +1,4 @@
-"""Blocks that change, draw, alias or break something, and those that only compute."""
+"""Blocks that mutate, draw random numbers, alias or break the graph, and those that only compute."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def join(w: Writer, x: str, y: str, *, by: str) -> str:
 
 @register_block("tuple-value", takes="pair", gives="pair")
 def swap(w: Writer, x: str) -> str:
-    """Swap the items of a pair, which later steps may take apart much later."""
+    """Swap the items of a pair, which later steps may unpack."""
     pair = w.assign("p", x)
     return f"({pair}[1].tanh(), {pair}[0])"
 
@@ -85,7 +85,7 @@ def in_place(w: Writer, x: str, *, by: str) -> str:
 
 @register_block("in-place-view", options={"written": ("view", "base"), "read": ("base", "view")}, body="any")
 def write_late(w: Writer, x: str, *, written: str, read: str, body: Body) -> str:
-    """A view is taken, the body runs, and then the view or its base is changed in place."""
+    """Take a view, run the body, then change the view or its base in place."""
     source = w.assign("i", x)
     base = w.assign("b", f"{source} * 0.5")
     view = w.assign("v", f"{base}[:, 1:]")
@@ -123,7 +123,7 @@ def halved(w: Writer, x: str) -> str:
 
 @register_block("custom-function", options={"scale": ("scaled", "decayed")})
 def scaled(w: Writer, x: str, *, scale: str) -> str:
-    """Call an autograd function with a parameter, whose gradient comes of the loss or of itself alone."""
+    """Call an autograd function with a parameter; its gradient depends on the loss or only on itself."""
     return f"{w.helper(scale.capitalize())}.apply({x}, {w.parameter(f'torch.ones({w.width})', 'scale')})"
 
 

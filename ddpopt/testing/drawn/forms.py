@@ -1,4 +1,4 @@
-"""How a drawn model gets inputs, returns outputs and is trained: the choices, and what each writes."""
+"""How a drawn model takes inputs, returns outputs and is trained: the choices, and the source of each."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ CHOICES: Mapping[str, Mapping[str, Feature]] = {
         "saved_tensors": "saved-tensor-hook",
     },
 }
-"""For each field that names a form its choices, the simplest first, with the feature that each brings.
+"""For each field that names a form, its choices, simplest first, with the feature that each adds.
 
 How forward receives its inputs; how it returns several outputs; whether the input gets a gradient, and a hook
-that changes it; the loss of each tensor that a model returns, one of which is a gradient that is given, and
-used again; and the option of `ddpopt.judge.options` under which a model is trained.
+that changes it; the loss of each returned tensor, one of whose choices is a given gradient that is used
+again; and the option of `ddpopt.judge.options` under which a model is trained.
 """
 _BROUGHT = (feature for choices in CHOICES.values() for feature in choices.values() if feature)
 FORMS = frozenset({"dynamic-batch", "several-outputs", *_BROUGHT})
-"""The features of models that no block brings."""
+"""The features of models that no block adds."""
 PLAIN = 3
-"""How many times as often as others the first choice is drawn."""
+"""How many times more often the first choice is drawn than others."""
 LEAF_CODE = {
     "trained": "x.requires_grad_()",
     "hooked": "x.requires_grad_().register_post_accumulate_grad_hook(halve)",
@@ -46,7 +46,7 @@ LOSS_CODE = {"squares": "leaf.abs().double().square().sum()", "given": "Given.ap
 
 
 class InputText(NamedTuple):
-    """How forward receives its inputs: its parameters, its first lines, and the arguments of a call."""
+    """How forward receives its inputs: its signature, its first lines, and the arguments of a call."""
 
     signature: str
     opening: list[str]
@@ -58,8 +58,8 @@ def inputs_as(form: str, names: Names) -> InputText:
     """Write how forward receives inputs, the first of which is ``x``.
 
     Args:
-        form: of ``takes``.
-        names: of the inputs.
+        form: a value of ``takes``.
+        names: the names of the inputs.
     """
     match form:
         case "keyword":
@@ -89,7 +89,7 @@ def outputs_as(form: str, outputs: Names) -> OutputText:
     """Write how forward returns outputs.
 
     Args:
-        form: of ``returns``.
+        form: a value of ``returns``.
         outputs: an expression for each.
     """
     names = [f"out{place}" for place in range(len(outputs))]

@@ -1,4 +1,4 @@
-"""Blocks where a gradient's memory has several readers: who else gets it, keeps it, or writes to it again."""
+"""Blocks where a gradient's memory is shared: other code receives it, keeps it, or writes to it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ddpopt.testing.drawn.writer import LAYER, Writer
 
 
 def _hooked(w: Writer, parameter: str, on: str) -> None:
-    """Hook a parameter, as soon as it is made."""
+    """Register a hook on a parameter when it is made."""
     kept = w.prepared("self.kept", "[]")
     w.prepare(f"{w.helper(f'hook_{on}')}({parameter}, {kept})")
 
@@ -36,7 +36,7 @@ def hooked(w: Writer, x: str, *, on: str) -> str:
     },
 )
 def added(w: Writer, x: str, *, to: str) -> str:
-    """Add a parameter to something as large: one tensor is the gradient of both."""
+    """Add a parameter to a value of the same size, so that one tensor is the gradient of both."""
     if to == "value":
         value = w.assign("v", x)
         return f"{value} + {w.parameter_for_rows(value)}"
@@ -45,7 +45,7 @@ def added(w: Writer, x: str, *, to: str) -> str:
 
 
 def _as_large(w: Writer, to: str) -> str:
-    """A vector that gets the gradient of a parameter that is added to it."""
+    """A vector to which a parameter is added, so that both get the same gradient."""
     if to == "input":
         return w.input(w.local("prompt"), f"torch.randn({w.width}, generator=g).requires_grad_()")
     if to == "view":
@@ -58,7 +58,7 @@ def _as_large(w: Writer, to: str) -> str:
 
 @register_block("large-parameter", "graph-break", rate=2, options={"layer": LAYER}, pure=False, breaks=True)
 def from_outside(w: Writer, x: str) -> str:
-    """Add a parameter to one that eager code hands in."""
+    """Add a parameter to one that eager code passes in."""
     w.helper("outside")
     own, other = (w.parameter(f"torch.randn({w.width})", role) for role in ("own", "foreign"))
     brought = w.assign("brought", f"outside({other})")
@@ -72,7 +72,7 @@ def from_outside(w: Writer, x: str) -> str:
     options={"of": ("buffer", "frozen", "input", "itself"), "how": ("saved", "cloned")},
 )
 def returned(w: Writer, x: str, *, of: str, how: str) -> str:
-    """Have a custom backward return what it was given as a gradient: a tensor of the user's own."""
+    """Return a user's tensor as a gradient from a custom backward."""
     value = f"torch.randn({w.width})"
     shift = w.parameter(value, "shift")
     kept = {
@@ -91,7 +91,7 @@ def returned(w: Writer, x: str, *, of: str, how: str) -> str:
     options={"by": ("item", "index_fill", "index_put", "masked_fill", "scatter", "custom"), "layer": LAYER},
 )
 def overwritten(w: Writer, x: str, *, by: str) -> str:
-    """Write over a part of what a parameter is added to: backward does so too, over its gradient."""
+    """Overwrite part of the sum of a value and a parameter: backward then overwrites part of the gradient."""
     value = w.assign("v", f"{x} * 1")
     place = "torch.tensor([0])"
     if by == "custom":
@@ -112,7 +112,7 @@ def overwritten(w: Writer, x: str, *, by: str) -> str:
 
 @register_block("strides", rate=2, options={"layer": LAYER, "by": ("roll", "sort", "flip")})
 def reordered(w: Writer, x: str, *, by: str) -> str:
-    """Multiply by a parameter, and reorder: the gradient comes of a kernel that reads the parameter late."""
+    """Multiply by a parameter and reorder: the kernel of the gradient reads the parameter late."""
     value = f"{x} * {w.parameter(f'torch.randn({w.width})', 'factor')}"
     return {
         "roll": f"torch.roll({value}, 1, 1)",

@@ -1,8 +1,8 @@
-"""A drawn model as a value, which is written as a Python module that stands alone, run and made a case.
+"""A drawn model as a value, which can be written as a standalone Python module, run, and turned into a case.
 
-The text is what a person would paste into a bug report, and all that there is of the model: what runs is the
-text, executed (`ddpopt.testing.drawn.program`). Invariant: every value that can be built is a valid model;
-equal values are equal texts; and ``eval(repr(value)) == value``.
+The text can be pasted into a bug report and fully defines the model: the text itself is executed
+(`ddpopt.testing.drawn.program`). Invariant: every value that can be built is a valid model; equal values have
+equal texts; and ``eval(repr(value)) == value``.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ class DrawnModel:
     """A model, its inputs and its loss, as a value.
 
     Attributes:
-        steps: what the model does, in order; it begins with one value, the input.
-        outputs: what it returns besides its last value, each a step whose block is an output.
+        steps: the steps of the model, in order; it begins with one value, the input.
+        outputs: the values it returns besides its last one, each a step whose block is an output.
         takes: how forward receives its inputs.
         returns: how it returns several outputs.
         leaves: whether the input gets a gradient.
-        loss: of what it returns.
-        training: under which option of verification it is trained.
-        width: elements of each sample, a multiple of four.
-        batches: samples in each training step, in turn.
-        cap_bytes: the bucket cap that DDP is given.
+        loss: the loss of its output.
+        training: the verification option under which it is trained.
+        width: the number of elements in each sample, a multiple of four.
+        batches: the numbers of samples in the training steps, in turn.
+        cap_bytes: DDP's bucket cap.
         joined: whether values that nothing reads are added to the last one. If not, their parameters get no
             gradient.
-        seed: of the weights.
+        seed: the seed of the weights.
     """
 
     steps: tuple[Step, ...] = ()
@@ -91,7 +91,7 @@ class DrawnModel:
 
     @property
     def features(self) -> frozenset[str]:
-        """What the model brings to those who compile it, as :func:`known_features` names it."""
+        """The features of the model, as named by :func:`known_features`."""
         return self._written[1]
 
     @property
@@ -104,7 +104,7 @@ class DrawnModel:
         return self.program.case()
 
     def all_steps(self) -> Iterator[Step]:
-        """Every step, with those in bodies, and every output."""
+        """Every step, including those in bodies, and every output."""
         for outer in (*self.steps, *self.outputs):
             yield from outer.all()
 
@@ -116,7 +116,7 @@ def known_features() -> frozenset[str]:
 
 
 def _text_and_features(model: DrawnModel) -> tuple[str, frozenset[str]]:
-    """The text of a module, and the features that are in it."""
+    """The text of a module, and the features it contains."""
     writer = Writer(model.width, model.batches, joined=model.joined)
     for step in model.steps:
         writer.write(step)
@@ -127,7 +127,7 @@ def _text_and_features(model: DrawnModel) -> tuple[str, frozenset[str]]:
 
 
 def _forms(model: DrawnModel) -> set[str]:
-    """The features of a model that no step brings."""
+    """The features of a model that do not come from steps."""
     found = {choices[getattr(model, name)] for name, choices in CHOICES.items()}
     found |= {"dynamic-batch"} if len(set(model.batches)) > 1 else set()
     found |= {"several-outputs"} if model.outputs else set()
@@ -175,7 +175,7 @@ def _is_definition(helper: str) -> bool:
 
 
 def _imports(helpers: Sequence[str], definitions: str) -> Iterator[str]:
-    """Imports in the order of ruff's: the standard library, then torch, each sorted."""
+    """Imports in ruff's order: the standard library, then torch, each sorted."""
     if "@dataclass" in definitions:
         yield "from dataclasses import dataclass\n"
     yield "import torch"

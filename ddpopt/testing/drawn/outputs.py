@@ -1,4 +1,4 @@
-"""What a model may return besides its last value."""
+"""The outputs that a model may return besides its last value."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def input_view(_: Writer) -> str:
     "non-tensor-output", takes=(), place="output", options={"of": ("number", "nothing", "text", "size")}
 )
 def other(_: Writer, *, of: str) -> str:
-    """Return something that is no tensor."""
+    """Return something that is not a tensor."""
     return {"number": "3", "nothing": "None", "text": '"drawn"', "size": "x.shape[0]"}[of]
 
 

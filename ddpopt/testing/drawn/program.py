@@ -1,7 +1,7 @@
-"""Running the text of a drawn model: its source becomes a module, and the module a case.
+"""Run the text of a drawn model: its source becomes a module, and the module a case.
 
-Invariant: a program is its source and nothing else, so it travels to other processes as text, and needs
-there neither what drew it nor the blocks that wrote it.
+Invariant: a program is its source and nothing else, so it can be sent to other processes as text, without the
+strategy that drew it or the blocks that wrote it.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ class Program:
 
     @property
     def module(self) -> ModuleType:
-        """The source, executed as a module that imports can find: Dynamo imports what it inlines from."""
+        """The source, executed as an importable module: Dynamo imports the modules it inlines from."""
         name = self.name
         if name in sys.modules:
             return sys.modules[name]
         module = ModuleType(name)
         file = module.__file__ = f"<{name}>"
-        sys.modules[name] = module  # before it runs: dataclasses looks its module up
+        sys.modules[name] = module  # before it runs, because dataclasses looks up its module
         exec(compile(self.source, file, "exec"), module.__dict__)
-        # Without a time of change an entry stays, so that tracebacks show the lines.
+        # An entry without a modification time is kept, so tracebacks can show the lines.
         linecache.cache[file] = (len(self.source), None, self.source.splitlines(keepends=True), file)
         return module
 
     def model(self) -> nn.Module:
-        """Build the model, with equal weights at every call; the default generator stays as it was."""
+        """Build the model, with equal weights at every call; the default generator is unchanged."""
         with torch.random.fork_rng(devices=()):
             model: nn.Module = self.module.make_model()
         return model
@@ -64,7 +64,7 @@ class Program:
         return value
 
     def case(self) -> Case:
-        """Make a case, which needs this source only."""
+        """Make a case that needs only this source."""
         return Case(
             name=self.name,
             model=self.model,

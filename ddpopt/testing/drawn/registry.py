@@ -1,12 +1,13 @@
-"""What drawn models are made of: blocks that write a few lines of source, and the kinds of value they pass.
+"""The parts of drawn models: blocks that write a few lines of source, and the kinds of value they pass.
 
-A block says which kinds of value it reads and makes; a kind says how it is made from rows and made rows
-again. So every block follows every other, and a model needs no search for steps that fit. What a model does
-is a tree of steps, each a block with what it reads and its options.
+A block declares which kinds of value it reads and makes; a kind says how it is converted from rows and back
+to rows. So any block can follow any other, and no search for fitting steps is needed. A model is a tree of
+steps, each a block with its operands and options.
 
-Invariant: steps may be dropped, swapped and replaced at will, and the model stays valid, for a step reads
-what there is; ``eval(repr(step)) == step``. A block is differentiable in all it reads, and in each parameter
-it makes, unless it says that it detaches; it changes in place only values that it made itself.
+Invariant: steps may be dropped, swapped and replaced at will and the model stays valid, because a step reads
+the values that exist; ``eval(repr(step)) == step``. A block is differentiable in everything it reads and in
+each parameter it makes, unless it declares that it detaches; it changes in place only values that it made
+itself.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ class Kind:
 
     Attributes:
         name: as blocks call it.
-        from_rows: an expression for the value, made of ``(batch, width)`` floats.
-        to_rows: an expression for ``(batch, width)`` floats, made of the value.
-        autocast: whether autocast may give it another dtype, which ``.float()`` undoes.
+        from_rows: an expression for the value, computed from ``(batch, width)`` floats.
+        to_rows: an expression for ``(batch, width)`` floats, computed from the value.
+        autocast: whether autocast may change its dtype, which ``.float()`` undoes.
     """
 
     name: str
@@ -62,23 +63,23 @@ KINDS: dict[str, Kind] = {
 
 @dataclass(frozen=True)
 class Block:
-    """One thing that a step of a model can be.
+    """The type of a step of a model.
 
     Attributes:
-        name: unique; steps are printed with it.
+        name: a unique name; steps are printed with it.
         write: ``(writer, *operands, **options) -> expression``: writes lines, returns the block's value. A
             block with a body gets it as the keyword ``body``.
-        features: what it brings into a model, whatever its options.
+        features: the features it adds to a model, with any options.
         takes: the kinds that it reads.
         gives: the kind that it makes.
-        options: for each option its choices, the simplest first, with the feature that each brings.
-        body: ``"any"`` steps may be in its body, or only ``"pure"`` ones, or all but those that ``breaks``
-            (``"unbroken"``); empty if it has none.
-        pure: whether running it twice is the same as once: no buffer, no input is changed.
-        breaks: whether Dynamo ends its graph here; it gives up on a function where that is inside a loop.
+        options: for each option its choices, simplest first, with the feature that each adds.
+        body: which steps its body may have: ``"any"``, only ``"pure"`` ones, or all except those with
+            ``breaks`` (``"unbroken"``); empty if it has no body.
+        pure: whether running it twice is the same as once: no buffer or input is changed.
+        breaks: whether Dynamo ends its graph here; inside a loop, Dynamo then skips the whole function.
         detached: whether no gradient passes.
-        rate: how many times as often as others it is drawn.
-        place: ``"output"`` for what is returned besides a model's last value.
+        rate: how often it is drawn relative to other blocks.
+        place: ``"output"`` for a value returned besides a model's last one.
     """
 
     name: str
@@ -101,12 +102,12 @@ class Block:
 
     @property
     def optional(self) -> frozenset[str]:
-        """The features that its options may bring."""
+        """The features that its options may add."""
         brought = (feature for choices in self.options.values() for feature in choices.values())
         return frozenset(feature for feature in brought if feature is not None)
 
     def within(self, features: frozenset[str]) -> Mapping[str, tuple[Any, ...]] | None:
-        """The choices of each option that bring no other features; None if the block itself does."""
+        """The choices of each option that add no other features; None if the block itself adds one."""
         kept = {
             name: tuple(value for value, brings in choices.items() if brings is None or brings in features)
             for name, choices in self.options.items()
@@ -115,7 +116,7 @@ class Block:
 
 
 BLOCKS: dict[str, Block] = {}
-"""Every registered block by its name, the simplest first: draws shrink toward the front."""
+"""Every registered block by name, simplest first: draws shrink toward the front."""
 
 Choices = Mapping[Any, Feature] | Sequence[Any]
 Write = Callable[..., str]
@@ -132,15 +133,15 @@ def register_block(
     """Register a function as a block.
 
     Args:
-        *features: names of what it brings; new names become new features.
-        name: of the block; by default the function's own.
-        takes: the kind of value that it reads, or one for each of several.
+        *features: names of the features it adds; new names become new features.
+        name: name of the block; by default the function's.
+        takes: the kind of value that it reads, or one for each operand.
         gives: the kind that it makes.
-        options: for each option its choices, the simplest first; a mapping gives choices features.
+        options: for each option its choices, simplest first; a mapping assigns features to choices.
         **traits: the other attributes of :class:`Block`.
 
     Returns:
-        A decorator that returns the function as it is.
+        A decorator that returns the function unchanged.
 
     """
 
@@ -180,10 +181,10 @@ class Step:
 
     Attributes:
         block: name of the block.
-        reads: for each operand, how many values back it is: 0 is the latest. Counted round and round,
-            so that any number names a value.
+        reads: for each operand, how many values back it is: 0 is the latest. Numbers wrap around, so any
+            number names a value.
         options: the choice made for each option of the block.
-        body: the steps within.
+        body: the steps in its body.
     """
 
     block: str
@@ -199,14 +200,14 @@ class Step:
         return f"step({', '.join([repr(self.block), *map(repr, reads), *options, *body])})"
 
     def all(self) -> Iterator[Step]:
-        """This step and all within."""
+        """This step and all steps in its body."""
         yield self
         for inner in self.body:
             yield from inner.all()
 
     @property
     def features(self) -> frozenset[str]:
-        """What this step brings, without its body."""
+        """The features of this step, without its body."""
         return find_block(self.block).brought(dict(self.options))
 
 
@@ -215,8 +216,8 @@ def step(block: str, *reads: int, body: Sequence[Step] = (), **options: Any) -> 
 
     Args:
         block: name of a block.
-        *reads: for each operand, how many values back it is; those left out are the latest, in turn.
-        body: the steps within, for a block that has a body.
+        *reads: for each operand, how many values back it is; omitted ones are the latest values, in turn.
+        body: the steps in the body, for a block that has one.
         **options: choices other than the first.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Blocks with a body: residuals, loops, submodules, spans of autograd and autocast, checkpoints, branches."""
+"""Blocks with a body: residuals, loops, submodules, autograd and autocast regions, checkpoints, branches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ddpopt.testing.drawn.writer import LAYER, Body, Writer
 
 @register_block("residual", body="any")
 def residual(w: Writer, x: str, *, body: Body) -> str:
-    """Add what the body makes."""
+    """Add the body's output."""
     value = w.assign("i", x)
     return f"{value} + {body(value)}"
 
@@ -24,7 +24,7 @@ def repeat(w: Writer, x: str, *, times: int, body: Body) -> str:
 
 @register_block("submodule", body="any", options={"calls": {1: None, 2: "repeated-module"}})
 def submodule(w: Writer, x: str, *, calls: int, body: Body) -> str:
-    """Run the body as a module of its own, once or twice."""
+    """Run the body as a separate module, once or twice."""
     name = f"self.{w.local('block')}"
     with w.submodule() as inner:
         w.line(f"return {body('x')}")
@@ -68,7 +68,7 @@ def checkpointed(w: Writer, x: str, *, body: Body) -> str:
     "branches", options={"layer": LAYER, "by": {"where": None, "gate": None, "cond": "cond"}}, pure=False
 )
 def select(w: Writer, x: str, *, by: str) -> str:
-    """One of two layers, or both; ``torch.cond`` is rare, for it compiles even in eager."""
+    """Run one of two layers, or both; ``torch.cond`` is rare, because it compiles even in eager."""
     value = w.assign("c", x)
     first, second = (w.module(f"nn.Linear({w.width}, {w.width})") for _ in range(2))
     return {

@@ -1,8 +1,8 @@
-"""Writing a drawn model step by step: what each reads, which parameters it trains, and what comes of it.
+"""Write a drawn model step by step: its operands, the parameters it trains, and its results.
 
-Invariant: each variable belongs to one step, so that none hides another; a parameter is made in the
-constructor of the class whose forward reads it; and each parameter that is trained reaches the last value,
-unless a step says otherwise.
+Invariant: each variable belongs to one step, so none shadows another; a parameter is made in the constructor
+of the class whose forward reads it; and each trained parameter affects the last value, unless a step says
+otherwise.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from ddpopt.testing.drawn.registry import KINDS, Step, find_block
 
 INDENT = "    "
 SHARING = {"again": "repeated-module", "tied": "tied-parameter"}
-"""Choices that need an earlier layer of the same sort, with the feature that each brings."""
+"""Choices that need an earlier layer of the same sort, with the feature that each adds."""
 LAYER = {"new": None, **SHARING, "frozen": "frozen-parameter", "ignored": "ignored-parameter"}
-"""Choices of the option ``layer``, which says how the parameters of a block come about."""
+"""Choices of the option ``layer``, which says how a block's parameters are made."""
 DEFINITIONS: dict[str, str] = {
     re.findall(r"^(?:class |def |.*import )?(\w+)(?=[(:]| = |$)", text, re.MULTILINE)[0]: text
     for text in (resources.files(__package__) / "definitions.txt").read_text().strip().split("\n\n\n")
 }
-"""What blocks define or import at module level, by its name."""
+"""Definitions and imports that blocks need at module level, by name."""
 
 Body = Callable[[str], str]
-"""Writes the steps of a body, beginning with the value of an expression; returns one for their result."""
+"""Writes the steps of a body, starting from an expression; returns an expression for their result."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Value:
     Attributes:
         name: the variable.
         kind: its form.
-        loose: whether autocast may have given it another dtype than its kind's.
+        loose: whether autocast may have changed its dtype from its kind's.
         differentiable: whether it may require a gradient.
         read: whether a later value sends a gradient back to it.
     """
@@ -63,9 +63,9 @@ class ClassText:
     """A module class under construction.
 
     Attributes:
-        name: of the class.
-        path: of its instance in the model, with a dot at its end; empty for the model itself.
-        arguments: of its forward.
+        name: name of the class.
+        path: path of its instance in the model, with a trailing dot; empty for the model itself.
+        arguments: the arguments of its forward.
         init: lines of its constructor.
         forward: lines of its forward.
         layers: for each expression that made a layer, the layers and whether they are trained.
@@ -79,7 +79,7 @@ class ClassText:
     layers: dict[str, list[tuple[str, bool]]] = field(default_factory=dict)
 
     def free_name(self, name: str) -> str:
-        """An expression for a new layer: `name` if no layer has it yet."""
+        """An expression for a new layer: `name` if it is free."""
         taken = {made for layers in self.layers.values() for made, _ in layers}
         free = f"self.{name}"
         while free in taken:
@@ -89,11 +89,11 @@ class ClassText:
 
 @dataclass(frozen=True)
 class Scope:
-    """Where lines go, and what they may read.
+    """Where lines are written, and what they may read.
 
     Attributes:
-        owners: the classes around, the innermost last.
-        values: what steps may read.
+        owners: the enclosing classes, innermost last.
+        values: the values that steps may read.
         numbers: variables that hold Python numbers.
         depth: of indentation.
         grad: whether autograd records.
@@ -116,7 +116,7 @@ class Scope:
 
 
 def unreached(values: Sequence[Value]) -> list[Value]:
-    """The values before the last to which no gradient comes back."""
+    """The values before the last that receive no gradient."""
     return [value for value in values[:-1] if value.differentiable and not value.read]
 
 
@@ -130,10 +130,10 @@ class Site:
     """The step that is being written.
 
     Attributes:
-        number: its place among all steps; names end with it.
-        layer: how its parameters come about.
-        differentiable: whether what it reads may require a gradient.
-        missed: features that its options ask for and that are not possible.
+        number: its position among all steps; names end with it.
+        layer: how its parameters are made.
+        differentiable: whether its operands may require a gradient.
+        missed: features that its options request but that are not possible.
     """
 
     number: int = 0
@@ -143,19 +143,19 @@ class Site:
 
 
 class Writer:
-    """Writes one model, and is what blocks write on.
+    """Writes one model; blocks write through it.
 
     Attributes:
-        width: elements of each sample.
-        half: columns of a token, and complex numbers in a row.
-        quarter: channels of an image.
-        batches: samples in each step, in turn.
-        returned: what the model returns besides its outputs.
+        width: the number of elements in each sample.
+        half: the number of columns of a token, and of complex numbers in a row.
+        quarter: the number of channels of an image.
+        batches: the numbers of samples in the steps, in turn.
+        returned: the values that the model returns besides its outputs.
         classes: the classes so far, the model first.
-        helpers: definitions that they need at module level, by name.
-        inputs: for each input of the model the expression that draws it.
-        features: what was brought in so far.
-        ignored: paths of the parameters that DDP is to leave alone.
+        helpers: definitions needed at module level, by name.
+        inputs: for each input of the model, the expression that draws it.
+        features: the features so far.
+        ignored: paths of the parameters that DDP must ignore.
         reduced: whether DDP has a parameter to reduce.
     """
 
@@ -191,11 +191,11 @@ class Writer:
 
     @contextlib.contextmanager
     def nested(self, header: str, **flags: Any) -> Iterator[None]:
-        """Write `header`, and indent what is written in the ``with``.
+        """Write `header`, and indent the lines written in the ``with`` block.
 
         Args:
-            header: a line that ends with a colon; within a ``def`` only its own values can be read.
-            **flags: ``grad``, ``autocast`` or ``frozen``, as they are within.
+            header: a line that ends with a colon; inside a ``def`` only its own values can be read.
+            **flags: values of ``grad``, ``autocast`` or ``frozen`` inside the block.
         """
         self.line(header)
         written = len(self._scope.owner.forward)
@@ -208,7 +208,7 @@ class Writer:
 
     @contextlib.contextmanager
     def submodule(self) -> Iterator[ClassText]:
-        """Write the forward of a class of its own in the ``with``; it takes ``x``."""
+        """Write the forward of a new class in the ``with`` block; it takes ``x``."""
         outer = self._scope.owner
         name = self.local("block")
         inner = ClassText(self.local("Block"), f"{outer.path}{name}.")
@@ -225,12 +225,12 @@ class Writer:
         self._scope = outer
 
     def helper(self, name: str, source: str = "") -> str:
-        """Define or import something at module level, once, by default one of `DEFINITIONS`; its name."""
+        """Define or import a name at module level once, by default one of `DEFINITIONS`; returns the name."""
         self.helpers[name] = source or DEFINITIONS[name]
         return name
 
     def input(self, name: str, expression: str) -> str:
-        """Give the model one more input; `expression` may name ``batch``, ``step``, and generator ``g``."""
+        """Add an input to the model; `expression` may use ``batch``, ``step`` and the generator ``g``."""
         self.inputs[name] = expression
         for owner in self._scope.owners:
             if name not in owner.arguments:
@@ -238,7 +238,7 @@ class Writer:
         return name
 
     def number(self) -> str:
-        """A Python number: the latest that a step has kept, or an input."""
+        """Return a Python number: the latest that a step kept, or an input."""
         return self._scope.numbers[-1] if self._scope.numbers else self.input("scale", "0.5")
 
     def keep_number(self, name: str) -> None:
@@ -256,7 +256,7 @@ class Writer:
         self._scope.owner.init.append(text)
 
     def give_back(self, name: str) -> None:
-        """Have the model return a variable too, unless only a part of its forward knows it."""
+        """Make the model also return a variable, if it is in scope at the end of its forward."""
         if len(self._scope.owners) == 1 and not self._scope.depth:
             self.returned.append(name)
 
@@ -267,11 +267,11 @@ class Writer:
         return f"self.{name}"
 
     def module(self, expression: str, weight: str = "weight") -> str:
-        """Make a submodule, or take an earlier one where the step says so; returns an expression for it.
+        """Make a submodule, or reuse an earlier one if the step says so; returns an expression for it.
 
         Args:
-            expression: what makes it.
-            weight: which parameter of it may be tied or ignored; empty if it has none.
+            expression: the constructor call.
+            weight: the parameter that may be tied or ignored; empty if there is none.
         """
         name = self.local(expression.partition("(")[0].rpartition(".")[2].lower())
         if weight:
@@ -280,12 +280,12 @@ class Writer:
         return f"self.{name}"
 
     def parameter(self, expression: str, role: str = "weight", *, ignored: bool = False) -> str:
-        """Make a parameter, or take an earlier one where the step says so; returns an expression for it.
+        """Make a parameter, or reuse an earlier one if the step says so; returns an expression for it.
 
         Args:
-            expression: makes its value.
-            role: begins its name.
-            ignored: whether DDP is to leave it alone, whatever the step says.
+            expression: the expression of its value.
+            role: the prefix of its name.
+            ignored: whether DDP must ignore it, regardless of the step.
         """
         site, how = self._site, self._site.layer
         site.layer = "ignored" if ignored else how
@@ -294,21 +294,21 @@ class Writer:
         return made
 
     def parameter_for_rows(self, value: str) -> str:
-        """Make a parameter that is as large as rows; returns an expression for as much of it as they have."""
+        """Make a parameter with as many rows as the largest batch; returns the part that fits the value."""
         made = self.parameter(f"torch.randn({max(self.batches)}, {self.width})", "rows")
         return made if len(set(self.batches)) == 1 else f"{made}[:{value}.shape[0]]"
 
     @property
     def reached(self) -> bool:
-        """Whether a gradient is sure to come back to what is made here."""
+        """Whether a value made here is certain to receive a gradient."""
         return self._joined and self._scope.grad
 
     def miss(self, feature: str) -> None:
-        """Say that a feature of this step, which its options ask for, is not possible here."""
+        """Record that a feature requested by the options of this step is not possible here."""
         self._site.missed.add(feature)
 
     def _layer(self, template: str, name: str, weight: str) -> str:
-        """Make what `template` says, which takes a suffix; `weight` is the parameter in it, with a dot."""
+        """Make a layer from `template`, which takes a suffix; `weight` is its parameter, with a dot."""
         owner, how = self._scope.owner, self._site.layer
         made = owner.layers.setdefault(template, [])
         source = next((earlier for earlier, trained in reversed(made) if trained), None)
@@ -330,7 +330,7 @@ class Writer:
         return name
 
     def write(self, step: Step) -> None:
-        """Write a step, and let later ones read what it makes."""
+        """Write a step, and let later ones read its value."""
         expression, value = self._written(step)
         self.line(f"{value.name} = {expression}")
         self._scope.values.append(value)
@@ -340,9 +340,9 @@ class Writer:
         return self._written(step)[0]
 
     def result(self) -> str:
-        """The model's last value, in the form that it has unless others are joined to it.
+        """The model's last value, in its own form unless other values are joined to it.
 
-        Where it does not require a gradient, or DDP has no parameter to reduce, one more layer follows.
+        If it does not require a gradient, or DDP has no parameter to reduce, one more layer is added.
         """
         last = self._scope.values[-1]
         left = unreached(self._scope.values)
@@ -360,7 +360,7 @@ class Writer:
         self._steps += 1
         self._site = site = Site(self._steps, options.pop("layer", "new"))
         site.differentiable = any(value.differentiable for value in operands)
-        for value in operands:  # a gradient comes back only where autograd records
+        for value in operands:  # a value receives a gradient only where autograd records
             value.read |= not block.detached and (self._scope.grad or not value.differentiable)
         trained = self._trained
         arguments = [v.as_kind(kind, self.width) for v, kind in zip(operands, block.takes, strict=True)]
@@ -384,7 +384,7 @@ class Writer:
                     self.write(step)
             own = inner.values[len(scope.values) :]
             kept = [*unreached(own), own[-1]]
-            # a body may read values from outside of it, besides those that its block reads
+            # a body may read outside values besides those that its block reads
             self._site.differentiable |= any(value.differentiable for value in kept)
             return joined(kept, self.width)
 

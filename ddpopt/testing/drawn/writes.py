@@ -1,7 +1,7 @@
-"""Blocks that write to a buffer or an input in every way there is, between two layers.
+"""Blocks that write to a buffer or an input between two layers, in every possible way.
 
-Each takes a view, calls a layer, writes to what the view is of, and reads the view for a second layer: so a
-cut between the layers divides the view from the write.
+Each takes a view, calls a layer, writes to the view's base, and reads the view in a second layer, so a cut
+between the layers separates the view from the write.
 """
 
 from __future__ import annotations
@@ -63,17 +63,18 @@ WAYS: Mapping[str, tuple[int, Mapping[str, str], tuple[str, ...]]] = {
     "looked_up": (3, LOOKUPS, ("embedding",)),
     "written_inside": (6, INSIDE, ()),
 }
-"""For each block its rate, the lines that it may write, and what else it brings.
+"""For each block its rate, the lines that it may write, and its other features.
 
-The lines may name ``{y}``, a value of rows, which they may replace; ``{z}``, another layer; ``{t}``, what
-they write to; ``{u}``, a buffer for a variance; ``{ids}``, rows of ``{t}``; and what is in `DEFINITIONS`.
+The lines may use ``{y}``, a value of rows, which they may replace; ``{z}``, another layer; ``{t}``, the
+written tensor; ``{u}``, a buffer for a variance; ``{ids}``, rows of ``{t}``; and names in `DEFINITIONS`.
 """
 
 
 def _write(ways: Mapping[str, str], w: Writer, x: str, *, by: str, of: str, read: str, body: Body) -> str:
-    """Take a view, run the body and a layer, write, and have another layer read what was written to.
+    """Take a view, run the body and a layer, write, and let another layer read the result.
 
-    Where backward reads it too, that is as it is by then: autograd sees no norm write to its statistics.
+    If backward reads it too, it sees the later value: autograd does not notice a norm's write to its
+    statistics.
     """
     lines = ways[by]
     first, second = (w.module(f"nn.Linear({w.width}, {w.width})") for _ in range(2))
@@ -82,7 +83,7 @@ def _write(ways: Mapping[str, str], w: Writer, x: str, *, by: str, of: str, read
     names = {"t": w.assign("t", written)}
     view = w.assign("v", f"{names['t']}.view(-1, {w.width})")
     given = w.assign("i", x)
-    if read == "saved" and by != "instance":  # which raises the version, so that eager refuses to go back
+    if read == "saved" and by != "instance":  # it raises the version counter, so eager's backward would fail
         given = w.assign("s", f"torch.tanh({given} * {names['t']})")
     names["y"] = w.assign("y", f"torch.tanh({first}({body(given)}))")
     if "{z}" in lines:
@@ -109,7 +110,7 @@ for _name, (_rate, _ways, _features) in WAYS.items():
     }
     if _ways is STATISTICS:
         _options["read"]["saved"] = None
-    if _ways is KEPT:  # a view that is returned holds all together, whatever the checkpoints keep
+    if _ways is KEPT:  # a returned view keeps everything in one segment, whatever the checkpoints save
         del _options["read"]["returned"]
     _block = register_block(
         "view-and-write", *_features, name=_name, options=_options, body="any", pure=False, rate=_rate
