@@ -84,30 +84,27 @@ OK, LOST, BROKEN = Status.OK, Status.NOT_POSSIBLE, Status.BROKEN
 
 
 @pytest.mark.parametrize(
-    ("plays", "limit_s", "statuses", "limits", "done"),
+    ("plays", "limit_s", "expected"),
     [
         pytest.param(
             (fails(KILLED, 0), fails(KILLED, 3, 1, 2), judges(4)),
-            *(30, [LOST, OK, OK, LOST, OK], [30, 20, 10], [(), (0,), (0, 1, 2, 3)]),
+            30,
+            ([LOST, OK, OK, LOST, OK], [30, 20, 10], [(), (0,), (0, 1, 2, 3)]),
             id="one limit counts for all starts",
         ),
         pytest.param(
             (fails(KILLED, 0),),
-            *(10, [LOST, *[BROKEN] * 4], [10], [()]),
+            10,
+            ([LOST, *[BROKEN] * 4], [10], [()]),
             id="a rank that dies as the limit passes is still what broke its trial",
         ),
     ],
 )
 def test_ranks_that_fail_are_started_again_within_one_limit(
-    plays: tuple[Play, ...],
-    limit_s: float,
-    statuses: list[Status],
-    limits: list[float],
-    done: list[tuple[int, ...]],
-    monkeypatch: pytest.MonkeyPatch,
+    plays: tuple[Play, ...], limit_s: float, expected: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage, trials = attempt(monkeypatch, *plays, limit_s=limit_s)
-    assert ([trial.status for trial in trials], stage.limits, stage.done) == (statuses, limits, done)
+    assert ([trial.status for trial in trials], stage.limits, stage.done) == expected
 
 
 EAGER_FAILS = "eager DDP itself fails here, on case b: {}"
