@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.alignment_rows import Cell, row
+from benchmarks.alignment_rows import row
 from benchmarks.alignment_run import Buckets, Outcome
 from ddpopt.gate.overlap import BucketLaunch, Measurement
 
@@ -10,15 +10,8 @@ PLANNED: Buckets = (("b",), ("a",))
 
 
 def measurement(potential: float, *buckets: Buckets) -> Measurement:
-    seen = tuple(
-        tuple(BucketLaunch(params, 4, 0) for params in iteration) for iteration in buckets or (PLANNED,)
-    )
-    return Measurement(potential, 100, seen)
-
-
-def split_cell(*answers: Outcome, eager: float = 0.5) -> Cell:
-    base = [Outcome(measurement(eager)) for _ in answers]
-    return row("gpt", "1", {"eager": base, "split": answers}).cells["split"]
+    seen = [tuple(BucketLaunch(params, 4, 0) for params in each) for each in buckets or (PLANNED,)]
+    return Measurement(potential, 100, tuple(seen))
 
 
 GOOD = Outcome(measurement(0.5, PLANNED, PLANNED), 3, PLANNED)
@@ -39,5 +32,6 @@ CRASHED = Outcome(None, crash="KeyError", message="'x'")
 def test_the_slowest_rank_counts_and_less_than_98_percent_other_buckets_or_a_crash_are_problems(
     answers: list[Outcome], ratio: float | None, problems: tuple[str, ...]
 ) -> None:
-    cell = split_cell(*answers)
+    eager = [Outcome(measurement(0.5)) for _ in answers]
+    cell = row("gpt", "1", {"eager": eager, "split": answers}).cells["split"]
     assert (cell.ratio, cell.problems) == (ratio, problems)

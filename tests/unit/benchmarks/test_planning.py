@@ -5,18 +5,6 @@ import pytest
 from benchmarks.planning import OURS, THEIRS, Timing, section
 
 
-def timings(ours: dict[int, float], theirs: dict[int, float]) -> dict[str, list[Timing]]:
-    return {
-        name: [Timing(layers, 30 * layers, layers + 2, (seconds,)) for layers, seconds in found.items()]
-        for name, found in ((OURS, ours), (THEIRS, theirs))
-    }
-
-
-def claims(found: dict[str, list[Timing]]) -> list[tuple[float | None, bool]]:
-    """Of the ratio, the growth, the nodes and the segments: what was found, and whether it held."""
-    return [(claim.found, claim.held) for claim in section(found, {}).claims]
-
-
 @pytest.mark.parametrize(
     ("ours", "theirs", "expected"),
     [
@@ -35,4 +23,9 @@ def claims(found: dict[str, list[Timing]]) -> list[tuple[float | None, bool]]:
 def test_twenty_times_faster_with_linear_growth_to_fifty_thousand_nodes_is_enough(
     ours: dict[int, float], theirs: dict[int, float], expected: list[tuple[float | None, bool]]
 ) -> None:
-    assert claims(timings(ours, theirs)) == expected
+    found = {
+        name: [Timing(layers, 30 * layers, layers + 2, (seconds,)) for layers, seconds in times.items()]
+        for name, times in ((OURS, ours), (THEIRS, theirs))
+    }
+    # of the ratio, the growth, the nodes and the segments
+    assert [(claim.found, claim.held) for claim in section(found, {}).claims] == expected

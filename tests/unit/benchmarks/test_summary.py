@@ -2,10 +2,8 @@
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,31 +11,16 @@ from benchmarks.report import Grid, Section, at_most
 from benchmarks.summary import MEASUREMENTS, PAGE, RESULTS, main, stored
 
 CONDITIONS = {"command": "python -m x", "processor": "A | B"}
-GOOD = {
-    name: Section(
-        name,
-        CONDITIONS,
-        (at_most("gpt", "inline to one graph", 1.04, 1.05, spread=(1.0, 1.1), limit=1.0),),
-        (Grid("all", ("mode", "s"), (("inline", "1.0"),)),),
-    )
-    for name in MEASUREMENTS
-}
-
-
-def as_json(section: Section) -> dict[str, Any]:
-    read: dict[str, Any] = json.loads(json.dumps({**asdict(section), "figures": []}))
-    return read
-
-
-def store(folder: Path, sections: Mapping[str, Section]) -> None:
-    for name, section in sections.items():
-        (folder / f"{name}.json").write_text(json.dumps(as_json(section)))
+HELD = at_most("gpt", "inline to one graph", 1.04, 1.05, spread=(1.0, 1.1), limit=1.0)
+GRID = Grid("all", ("mode", "s"), (("inline", "1.0"),))
+GOOD = {name: Section(name, CONDITIONS, (HELD,), (GRID,)) for name in MEASUREMENTS}
 
 
 def test_all_held_is_exit_code_zero_and_a_measurement_that_left_no_file_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    store(tmp_path, GOOD)
+    for name, section in GOOD.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({**asdict(section), "figures": []}))
     assert main(["--results", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "inline to one graph" in shown

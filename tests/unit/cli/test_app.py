@@ -4,7 +4,6 @@ import importlib
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,6 +16,8 @@ from ddpopt.cli import app as cli
 from ddpopt.errors import CertificateError, InfrastructureError
 from ddpopt.explanation.result import Explanation
 
+# not `import ddpopt.explanation.explain`: the facade gives that name to the function
+explaining: Any = importlib.import_module("ddpopt.explanation.explain")
 TARGETS = """
 import sys
 import torch
@@ -49,20 +50,14 @@ def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "mine:make"
 
 
-@pytest.fixture
-def module() -> ModuleType:
-    # not `import ddpopt.explanation.explain`: the facade gives that name to the function
-    return importlib.import_module("ddpopt.explanation.explain")
-
-
 # ------------------------------------------------------------------------------------------- right
 
 
 def test_explain_prints_the_explanation_and_nothing_else_and_json_in_its_place(
-    target: str, module: ModuleType, tmp_path: Path
+    target: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "explanation.json"
-    explanation = module.explain_case(resolve(target), {})
+    explanation = explaining.explain_case(resolve(target), {})
     result = run("explain", target, "--json", str(file))
     assert (result.exit_code, result.stderr, result.stdout) == (0, "", f"{explanation}\n")
     assert file.read_text(encoding="utf-8") == f"{explanation.to_json()}\n"
@@ -71,25 +66,20 @@ def test_explain_prints_the_explanation_and_nothing_else_and_json_in_its_place(
 
 
 @pytest.mark.parametrize(
-    ("words", "received"),
+    ("case", "given", "received"),
     [
-        (
-            "tied --ddp bucket_cap_mb=0.5 --ddp static_graph=true",
-            {"bucket_cap_mb": 0.5, "static_graph": True},
-        ),
-        (
-            "tied --ddp bucket_cap_mb_list=3,1,0.5 --ddp broadcast_buffers=False",
-            {"bucket_cap_mb_list": [3, 1, 0.5], "broadcast_buffers": False},
-        ),
-        ("unused --ddp find_unused_parameters=false", {"find_unused_parameters": False}),
+        ("tied", ["bucket_cap_mb=0.5", "static_graph=true"], {"bucket_cap_mb": 0.5, "static_graph": True}),
+        ("tied", ["bucket_cap_mb_list=3,1,0.5"], {"bucket_cap_mb_list": [3, 1, 0.5]}),
+        ("tied", ["broadcast_buffers=False"], {"broadcast_buffers": False}),
+        ("unused", ["find_unused_parameters=false"], {"find_unused_parameters": False}),
     ],
 )
 def test_ddps_arguments_override_the_cases_own(
-    words: str, received: dict[str, object], module: ModuleType, monkeypatch: pytest.MonkeyPatch
+    case: str, given: list[str], received: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[dict[str, object]] = []
-    monkeypatch.setattr(module, "explain_case", lambda _, ddp_kwargs: found.append(ddp_kwargs))
-    run("explain", *words.split())
+    monkeypatch.setattr(explaining, "explain_case", lambda _, ddp_kwargs: found.append(ddp_kwargs))
+    run("explain", case, *(word for each in given for word in ("--ddp", each)))
     assert found == [received]
 
 
@@ -131,18 +121,18 @@ def test_a_command_line_that_does_not_parse_exits_with_2(args: list[str]) -> Non
     ],
 )
 def test_every_error_of_ours_is_a_message_and_its_own_exit_code_and_others_keep_their_traceback(
-    error: Exception, code: int | None, module: ModuleType, monkeypatch: pytest.MonkeyPatch
+    error: Exception, code: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> Explanation:
         raise error
 
-    monkeypatch.setattr(module, "explain_case", fail)
+    monkeypatch.setattr(explaining, "explain_case", fail)
     result = run("explain", "linear8")
     if code is None:
         assert result.exception is error
     else:
-        said = (result.exit_code, result.stdout, result.stderr)
-        assert said == (code, "", f"ddpopt: error: {error}\n")
+        assert (result.exit_code, result.stdout) == (code, "")
+        assert result.stderr == f"ddpopt: error: {error}\n"
 
 
 def test_a_target_that_ends_the_process_later_is_a_usage_error(target: str) -> None:

@@ -16,12 +16,8 @@ from ddpopt.ranks.pool import Pool
 from ddpopt.testing.drawn import DrawnModel, step
 from tests.unit.gate_figures import FIGURES
 
-CASE = FoundCase(
-    DrawnModel((step("linear"),)),
-    "torch",
-    Setting(),
-    FailureSignature("error", "KeyError", "graph.py in find"),
-)
+FAILURE = FailureSignature("error", "KeyError", "graph.py in find")
+CASE = FoundCase(DrawnModel((step("linear"),)), "torch", Setting(), FAILURE)
 BASELINE = Baseline(Measuring(("gpt", "tied"), modes=("ddpopt-inline",)))
 
 
@@ -50,10 +46,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("explain tied --ddp caps=3;1", "--ddp: expected KEY=VALUE where VALUE is a number, true, false, or"),
         ("explain tied --ddp static_grap=true", "; did you mean 'static_graph'?"),
         ("explain tied --json no/x.json", "--json: cannot write 'no/x.json'; name a file in a folder that"),
-        (
-            "doctor tied --backend nosuch",
-            "backend: expected the name of a Dynamo backend, got 'nosuch'; known",
-        ),
+        ("doctor tied --backend nosuch", "expected the name of a Dynamo backend, got 'nosuch'; known"),
         ("doctor tied --steps 1", "steps: expected at least 2, for DDP rebuilds its buckets before"),
         ("verify tied --mode ddpopt-inlin", "got 'ddpopt-inlin'; did you mean 'ddpopt-inline'"),
         ("verify tied --options defalt", "got 'defalt'; did you mean 'default'?"),
@@ -65,10 +58,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("gate --baseline b.json --mode torch", "measured with ('ddpopt-inline',), got ('torch',)"),
         ("gate --baseline b.json resnet", "targets of the baseline, got 'resnet'; add them with --update"),
         ("gate --baseline b.json nobody --update", "expected the name of a case in the corpus, got 'nobody'"),
-        (
-            "gate --baseline b.json --update --mode fully_shard",
-            "--mode: expected modes that have DDP's reducer",
-        ),
+        ("gate --baseline b.json --update --mode fully_shard", "expected modes that have DDP's reducer"),
         ("gate --baseline b.json --update --backend none", "the name of a Dynamo backend, got 'none'"),
         ("gate --baseline none.json", "to compare with; write it with --update"),
         ("fuzz --minutes nan", "--minutes: expected a positive number, got nan"),

@@ -1,6 +1,5 @@
 """``ddpopt verify`` and ``matrix``: what they ask for, what they refuse, and which process writes reports."""
 
-import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ddpopt.cli import app as cli
+from ddpopt.cli import verification
 from ddpopt.errors import InfrastructureError
 from ddpopt.judge.matrix import CASES
 from ddpopt.judge.modes import MODES
@@ -51,9 +51,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         received.append((arguments, keywords))
         return Location((), "found")
 
-    module = importlib.import_module("ddpopt.cli.verification")
-    monkeypatch.setattr(module, "verify_all", verify_all)
-    monkeypatch.setattr(module, "locate", locate)
+    monkeypatch.setattr(verification, "verify_all", verify_all)
+    monkeypatch.setattr(verification, "locate", locate)
     return received
 
 
@@ -65,13 +64,10 @@ def test_each_option_of_verify_is_what_is_asked_for(asked: list[Any]) -> None:
     words = "--nproc 3 --backend eager --mode torch,whole --options default,join --steps 5 --dtype bfloat16"
     result = run("verify", "tied", *words.split(), "--device", "cpu", "--timeout", "7", "--no-locate")
     assert result.exit_code == 1
-    assert asked == [
-        (
-            [Asked("tied", option, ("torch", "whole")) for option in ("default", "join")],
-            Settings("eager", 5, "bfloat16", 7.0),
-            {"nproc": 3, "device": "cpu", "limit_s": 7.0 * 6},
-        )
-    ]
+    ((found, settings, others),) = asked
+    assert found == [Asked("tied", option, ("torch", "whole")) for option in ("default", "join")]
+    assert settings == Settings("eager", 5, "bfloat16", 7.0)
+    assert others == {"nproc": 3, "device": "cpu", "limit_s": 7.0 * 6}
 
 
 def test_verify_without_options_asks_for_ddpopts_own_choice_and_looks_where_it_goes_wrong(
@@ -80,11 +76,8 @@ def test_verify_without_options_asks_for_ddpopts_own_choice_and_looks_where_it_g
     result = run("verify", "tied", "--ddp", "bucket_cap_mb=2")
     assert "looking where it goes wrong" in result.stderr
     ((one,), settings, _), (arguments, keywords) = asked
-    assert (one.modes, one.option, one.target.ddp_kwargs) == (
-        ("ddpopt-inline",),
-        "default",
-        {"bucket_cap_mb": 2},
-    )
+    assert (one.modes, one.option) == (("ddpopt-inline",), "default")
+    assert one.target.ddp_kwargs == {"bucket_cap_mb": 2}
     assert settings == Settings("aot_eager", 3, None, 300.0)
     assert arguments == ("tied", wrong_trial(), Path("ddpopt_reproduction.py"))
     assert (keywords["nproc"], keywords["ddp_kwargs"]) == (2, {"bucket_cap_mb": 2})
@@ -103,7 +96,7 @@ def test_a_search_that_fails_leaves_every_report_with_a_note_why(
     def failing(*_: object, **__: object) -> None:
         raise InfrastructureError("no rank could be started")
 
-    monkeypatch.setattr(importlib.import_module("ddpopt.cli.verification"), "locate", failing)
+    monkeypatch.setattr(verification, "locate", failing)
     summary = tmp_path / "summary"
     summary.write_text("before\n")
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))

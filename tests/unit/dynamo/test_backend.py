@@ -208,16 +208,29 @@ def test_a_forward_without_gradient_may_turn_it_on(strategy: Strategy) -> None:
         assert torch.equal(compiled(rows()), ddp_of(TurnsGradOn)(rows()))
 
 
-def test_options_of_the_backend_reach_it_once_for_each_distinct_segment() -> None:
+@pytest.mark.parametrize(
+    ("name", "options", "calls"),
+    [
+        ("compiler", {}, 2),
+        ("compiler", {"options": {"depth": 3}}, 2),
+        ("compiler", {"options": {"triton.cudagraphs": True}}, 4),
+        ("compiler", {"mode": "reduce-overhead"}, 4),
+        ("cudagraphs_like", {}, 4),
+    ],
+)
+def test_options_reach_the_backend_once_for_each_distinct_segment_or_for_each_if_code_is_tied_to_addresses(
+    name: str, options: dict[str, Any], calls: int
+) -> None:
     seen: list[Any] = []
 
     def compiler(gm: fx.GraphModule, _: Any, **options: Any) -> Callable[..., Any]:
         seen.append(options)
         return gm.forward
 
+    compiler.__name__ = name
     ddp, backend = ddp_of(), DdpoptBackend(compiler, strategy="split")
-    step(torch.compile(ddp, backend=backend, options={"depth": 3}), ddp, rows())
-    assert seen == [{"options": {"depth": 3}}] * 2
+    step(torch.compile(ddp, backend=backend, **options), ddp, rows())
+    assert seen == [options] * calls
 
 
 @pytest.fixture
@@ -235,11 +248,7 @@ def config_patches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return seen
 
 
-def by_name(ddp: DistributedDataParallel, **options: Any) -> Callable[..., Any]:
-    return torch.compile(ddp, backend="ddpopt", **options)
-
-
-@pytest.mark.parametrize("way", [ddpopt.compile, by_name])
+@pytest.mark.parametrize("way", [ddpopt.compile, functools.partial(torch.compile, backend="ddpopt")])
 @pytest.mark.parametrize(
     ("options", "meant"),
     [
@@ -380,14 +389,14 @@ def test_of_two_that_are_compiled_from_one_module_either_may_be_used(used: int) 
     assert imposed_plan(ddp) is not None
 
 
-COPIES: tuple[Callable[[Any], Any], ...] = (
-    copy.copy, copy.deepcopy, lambda call: pickle.loads(pickle.dumps(call)),
-)  # fmt: skip
+def pickled(call: Any) -> Any:
+    return pickle.loads(pickle.dumps(call))
 
 
-@pytest.mark.parametrize(
-    ("factory", "copied", "strategy"), in_turn(list(product((Net, sequential), COPIES)), STRATEGIES)
-)
+COPIES = list(product((Net, sequential), (copy.copy, copy.deepcopy, pickled)))
+
+
+@pytest.mark.parametrize(("factory", "copied", "strategy"), in_turn(COPIES, STRATEGIES))
 def test_a_copy_is_compiled_too(factory: Callable[[], nn.Module], copied: Any, strategy: Strategy) -> None:
     eager, ddp = ddp_of(factory), ddp_of(factory)
     call = copied(ddpopt.compile(ddp, backend="aot_eager", strategy=strategy))
@@ -456,10 +465,6 @@ def test_the_first_forward_may_run_inside_a_checkpoint(strategy: Any) -> None:
 # --------------------------------------------------------------------------------- compiled only as needed
 
 
-def graphs_compiled() -> int:
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-
-
 class Scaled(Net):
     """Two segments read a number each, the others none."""
 
@@ -469,17 +474,6 @@ class Scaled(Net):
         x = layers[1](x).relu() * first
         out: Tensor = layers[3](layers[2](x).relu() * (last / 4)).relu()
         return out
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
-def test_numbers_that_change_at_each_step_and_few_segments_read_cost_one_recompilation(backend: str) -> None:
-    eager = ddp_of(Scaled)
-    compiled = ddpopt.compile(ddp := ddp_of(Scaled), backend=backend, strategy="split")
-    for number in range(5):
-        numbers = (1 + number / 8, 2 - number / 4)
-        expected = step(eager, eager, rows(), *numbers)
-        torch.testing.assert_close(step(compiled, ddp, rows(), *numbers), expected)
-    assert graphs_compiled() == 2
 
 
 class Bounded(Net):
@@ -492,36 +486,25 @@ class Bounded(Net):
         return nn.functional.leaky_relu(layers[3](x), slope / 4)
 
 
-def test_numbers_that_cannot_become_tensors_are_constants_of_the_compiled_code() -> None:
-    eager = ddp_of(Bounded)
-    compiled = ddpopt.compile(ddp := ddp_of(Bounded), backend="aot_eager", strategy="split")
-    for number in range(4):
-        numbers = (0.25 + number / 8, 1 - number / 4)
-        assert same(step(compiled, ddp, rows(), *numbers), step(eager, eager, rows(), *numbers))
-    assert graphs_compiled() == 4
-
-
 @pytest.mark.parametrize(
-    ("compiler", "options", "calls"),
+    ("factory", "backend", "graphs"),
     [
-        ("recorder", {}, 2),
-        ("recorder", {"options": {"triton.cudagraphs": True}}, 4),
-        ("recorder", {"mode": "reduce-overhead"}, 4),
-        ("cudagraphs_like", {}, 4),
+        (Scaled, "aot_eager", 2),
+        pytest.param(Scaled, "inductor", 2, marks=pytest.mark.nightly),
+        (Bounded, "aot_eager", 5),
     ],
 )
-def test_code_that_is_tied_to_addresses_is_not_shared(
-    compiler: str, options: dict[str, Any], calls: int
+def test_numbers_that_change_at_each_step_cost_one_recompilation_or_if_they_cannot_become_tensors_one_each(
+    factory: Callable[[], nn.Module], backend: str, graphs: int
 ) -> None:
-    recorder = Recorder()
-
-    def tied(gm: fx.GraphModule, inputs: Any, **_: Any) -> Callable[..., Any]:
-        return recorder(gm, inputs)
-
-    tied.__name__ = compiler
-    ddp = ddp_of()
-    step(torch.compile(ddp, backend=DdpoptBackend(tied, strategy="split"), **options), ddp, rows())
-    assert recorder.calls == calls
+    eager, ddp = ddp_of(factory), ddp_of(factory)
+    compiled = ddpopt.compile(ddp, backend=backend, strategy="split")
+    for number in range(5):
+        numbers = (0.25 + number / 8, 2 - number / 4)
+        found, expected = step(compiled, ddp, rows(), *numbers), step(eager, eager, rows(), *numbers)
+        torch.testing.assert_close(found, expected)
+        assert same(found, expected) or factory is Scaled
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
 # ------------------------------------------------------------------------------------ never silent

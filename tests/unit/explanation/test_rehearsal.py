@@ -22,17 +22,16 @@ def tied() -> nn.Module:
     return model
 
 
-TWO_DTYPES = (step("graph_break"), step("linear"), step("graph_break"), step("double_linear"))
+def skips_a_layer() -> nn.Module:
+    return Linears(layers=4, order=(0, 1, 3))
+
+
+BROKEN = (step("graph_break"), step("linear"), step("graph_break"), step("double_linear"))
+TWO_DTYPES = DrawnModel(BROKEN * 2, width=WIDTH).program.model
 ROWS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
-    "static graph with unused parameters": (
-        lambda: Linears(layers=4, order=(0, 1, 3)),
-        {"bucket_cap_mb": 0.07, "static_graph": True},
-    ),
+    "static graph, unused parameters": (skips_a_layer, {"bucket_cap_mb": 0.07, "static_graph": True}),
     "tied and read twice": (tied, {"bucket_cap_mb": 0.1}),
-    "two dtypes and graph breaks": (
-        DrawnModel(TWO_DTYPES * 2, width=WIDTH).program.model,
-        {"bucket_cap_mb": 0.1},
-    ),
+    "two dtypes and graph breaks": (TWO_DTYPES, {"bucket_cap_mb": 0.1}),
 }
 
 

@@ -70,12 +70,11 @@ def test_failures_of_one_signature_share_a_file_name_and_others_do_not() -> None
 )
 def test_the_script_of_a_fault_of_torchs_needs_torch_alone(signature: FailureSignature, backend: str) -> None:
     case = replace(CASE, signature=signature, setting=Setting(backend))
+    of_the_backend = replace(case, mode="ddpopt-split", kind=Outcome.BACKEND)
     script = script_of(case, "x.py")
     assert imports(script) <= {"sys", "os", "traceback", "torch", "dataclasses"}
     assert "_DEFAULT_FIRST_BUCKET_BYTES = 1\n" in script
-    assert "ddpopt" not in imports(
-        script_of(replace(case, mode="ddpopt-split", kind=Outcome.BACKEND), "x.py")
-    )
+    assert "ddpopt" not in imports(script_of(of_the_backend, "x.py"))
 
 
 def test_the_script_of_a_fault_of_ddpopts_has_ddpopt_judge() -> None:

@@ -11,10 +11,6 @@ from tests.unit.gate_figures import CASE, FIGURES, MODE, PLAN, comparison
 GRAPH = Change("gpt", "ddpopt-inline", "graphs", "1", "2")
 
 
-def changed(now: Figures) -> list[tuple[str, str, str]]:
-    return [(change.case, change.place, str(change)) for change in changes(FIGURES, now)]
-
-
 def test_every_figure_is_compared() -> None:
     for place, figures in CASE.items():
         for name in figures:
@@ -37,7 +33,7 @@ def test_every_figure_is_compared() -> None:
     ],
 )
 def test_a_change_says_from_what_to_what(now: Figures, said: list[tuple[str, str, str]]) -> None:
-    assert changed(now) == said
+    assert [(change.case, change.place, str(change)) for change in changes(FIGURES, now)] == said
 
 
 def test_what_failed_is_not_for_a_baseline() -> None:

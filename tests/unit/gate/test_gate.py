@@ -30,6 +30,12 @@ def file(tmp_path: Path) -> Path:
     return file
 
 
+def kept(file: Path) -> Baseline:
+    baseline = read(file)
+    assert baseline is not None
+    return baseline
+
+
 def measuring(monkeypatch: pytest.MonkeyPatch, figures: Figures) -> list[tuple[Measuring, tuple[str, ...]]]:
     """Have a run measure these figures; notes what it is asked for."""
     asked: list[tuple[Measuring, tuple[str, ...]]] = []
@@ -73,9 +79,7 @@ def test_update_writes_what_changed_and_says_so(file: Path, monkeypatch: pytest.
     assert (result.exit_code, result.stderr) == (0, f"ddpopt: wrote {file}\n")
     assert "graphs: 1 before, 2 now" in result.stdout
     assert "If that is meant" not in result.stdout
-    kept = read(file)
-    assert kept is not None
-    assert kept.figures(HERE, file) == changed
+    assert kept(file).figures(HERE, file) == changed
     assert run("--baseline", str(file), "--update").stderr == f"ddpopt: nothing to change in {file}\n"
 
 
@@ -100,10 +104,8 @@ def test_a_new_baseline_keeps_what_was_asked_for(tmp_path: Path, monkeypatch: py
     asked = measuring(monkeypatch, FIGURES)
     words = "gpt tied --update --mode ddpopt-split --backend eager --nproc 3 --steps 4 --baseline"
     assert run(*words.split(), str(file)).exit_code == 0
-    kept = read(file)
-    assert kept is not None
     settings = Measuring(("gpt", "tied"), ("ddpopt-split",), "eager", nproc=3, steps=4)
-    assert kept.settings == asked[0][0] == settings
+    assert kept(file).settings == asked[0][0] == settings
 
 
 @pytest.mark.parametrize(
@@ -121,7 +123,5 @@ def test_targets_alone_are_measured_and_update_adds_them_and_leaves_the_rest(
     result = run("--baseline", str(file), *words.split())
     assert (result.exit_code, asked[0][1]) == (0, due)
     assert ("Not compared: gpt" in result.stdout) is ("gpt" not in due)
-    kept = read(file)
-    assert kept is not None
-    assert kept.settings.targets == targets
-    assert kept.figures(HERE, file) == dict.fromkeys(targets, CASE)
+    assert kept(file).settings.targets == targets
+    assert kept(file).figures(HERE, file) == dict.fromkeys(targets, CASE)

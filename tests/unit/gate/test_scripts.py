@@ -36,16 +36,12 @@ def test_a_workflow_only_calls_what_people_run_too(workflow: Path) -> None:
         assert program == "make" or (ROOT / program) in SCRIPTS, command
 
 
+TWO_FAIL = "step one true; step two false; step three bash -c 'exit 7'"
+
+
 @pytest.mark.parametrize(
     ("steps", "exit_code", "failed"),
-    [
-        ("step one true", 0, []),
-        (
-            "step one true; step two false; step three bash -c 'exit 7'",
-            1,
-            ["two (exit code 1)", "three (exit code 7)"],
-        ),
-    ],
+    [("step one true", 0, []), (TWO_FAIL, 1, ["two (exit code 1)", "three (exit code 7)"])],
 )
 def test_every_step_runs_and_each_that_failed_is_named(
     steps: str, exit_code: int, failed: list[str], tmp_path: Path

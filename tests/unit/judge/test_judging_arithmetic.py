@@ -26,6 +26,11 @@ def samples_of(truth: Tensor, noise: float, count: int = 8) -> list[Tensor]:
     return [(truth + noise * drawn(seed + 1, *truth.shape).double()).float() for seed in range(count)]
 
 
+TRUTH = drawn(0, 200).double()
+NOISE_OF_EAGER = 1e-7
+SAMPLES = samples_of(TRUTH, NOISE_OF_EAGER)
+
+
 def test_the_factors_are_students_quantile_and_around_a_mean_that_of_a_prediction_interval() -> None:
     # tables: t of 1 degree of freedom at 0.975 is 12.706, of 10 at 0.995 is 3.169, of 7 at 0.975 is 2.365
     assert tail_factor(1, 0.05) == pytest.approx(12.706, abs=1e-3)
@@ -35,11 +40,10 @@ def test_the_factors_are_students_quantile_and_around_a_mean_that_of_a_predictio
 
 
 def test_one_more_sample_of_the_same_kind_passes_and_a_hundred_times_the_noise_does_not() -> None:
-    truth = drawn(0, 200).double()
-    known = arithmetic_of(samples_of(truth, 1e-7), truth)
+    known = arithmetic_of(SAMPLES, TRUTH)
     for seed in range(50, 80):
-        assert arithmetic((truth + 1e-7 * drawn(seed, 200).double()).float(), known).right
-    assert not arithmetic((truth + 1e-5 * drawn(9, 200).double()).float(), known).right
+        assert arithmetic((TRUTH + NOISE_OF_EAGER * drawn(seed, 200).double()).float(), known).right
+    assert not arithmetic((TRUTH + 100 * NOISE_OF_EAGER * drawn(9, 200).double()).float(), known).right
 
 
 @pytest.mark.parametrize("value", [0, math.nan])
@@ -68,22 +72,21 @@ def test_a_gradient_that_is_zero_in_theory_never_fails() -> None:
     truth = 1e-17 * drawn(0, 64).double()
     known = arithmetic_of(samples_of(truth, 1e-8), truth)
     noise = arithmetic((3e-8 * drawn(99, 64).double()).float(), known)
-    assert noise.right
-    assert noise.note == NOISE
+    assert (noise.right, noise.note) == (True, NOISE)
     assert arithmetic(torch.zeros(64), known).right
 
 
-@pytest.mark.parametrize("another_path", [True, False])
+@pytest.mark.parametrize(
+    ("another_path", "note"),
+    [(True, "float64 takes another path through this model"), (False, "no float64 reference")],
+)
 def test_without_a_float64_run_that_can_be_believed_the_mean_of_the_samples_is_the_truth(
-    another_path: bool,
+    another_path: bool, note: str
 ) -> None:
-    truth = drawn(0, 100).double()
-    wide = truth * drawn(1, 100).sign().double() if another_path else None
-    known = arithmetic_of(samples_of(truth, 1e-7), wide)
-    note = "float64 takes another path through this model" if another_path else "no float64 reference"
+    known = arithmetic_of(SAMPLES, TRUTH * drawn(1, 200).sign().double() if another_path else None)
     assert known.note == note
-    assert arithmetic(truth.float(), known).right
-    assert not arithmetic(truth.float() * 1.001, known).right
+    assert arithmetic(TRUTH.float(), known).right
+    assert not arithmetic(TRUTH.float() * 1.001, known).right
 
 
 def test_an_exact_gradient_may_be_off_by_its_own_rounding_alone() -> None:
@@ -94,12 +97,9 @@ def test_an_exact_gradient_may_be_off_by_its_own_rounding_alone() -> None:
 
 
 def test_what_rounding_may_hide_passes_with_a_note() -> None:
-    truth = drawn(0, 200).double()
-    known = arithmetic_of(samples_of(truth, 0.5), truth)
-    found = arithmetic((-truth).float(), known)
-    assert found.right
-    assert found.note == HIDDEN
-    assert arithmetic(truth.float(), arithmetic_of(samples_of(truth, 1e-7), truth)).note == ""
+    found = arithmetic((-TRUTH).float(), arithmetic_of(samples_of(TRUTH, 0.5), TRUTH))
+    assert (found.right, found.note) == (True, HIDDEN)
+    assert arithmetic(TRUTH.float(), arithmetic_of(SAMPLES, TRUTH)).note == ""
 
 
 def test_what_is_zero_without_any_noise_is_not_called_noise_and_may_be_the_smallest_number() -> None:
@@ -118,12 +118,10 @@ def test_terms_that_cancel_may_leave_their_rounding() -> None:
 
 
 def test_a_mean_that_is_sent_in_half_precision_is_rounded_to_it() -> None:
-    truth = drawn(0, 50).double()
-    terms = Sum(2 * truth, 2 * truth.abs(), 2, torch.full_like(truth, 2))
-    sent = truth.to(torch.float16).float()
-    samples = samples_of(truth, 1e-7)
-    assert arithmetic(sent, arithmetic_of(samples, truth, terms, torch.float16)).right
-    assert not arithmetic(sent, arithmetic_of(samples, truth, terms)).right
+    terms = Sum(2 * TRUTH, 2 * TRUTH.abs(), 2, torch.full_like(TRUTH, 2))
+    sent = TRUTH.to(torch.float16).float()
+    assert arithmetic(sent, arithmetic_of(SAMPLES, TRUTH, terms, torch.float16)).right
+    assert not arithmetic(sent, arithmetic_of(SAMPLES, TRUTH, terms)).right
 
 
 def test_zeros_pass_where_eager_has_zeros_too_and_that_is_noted() -> None:

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ddpopt.judge.judging.record import Record
 from ddpopt.judge.judging.reference import Bench, Subject
 from ddpopt.judge.matrix import CASES
 from ddpopt.judge.modes import mode
@@ -21,19 +20,14 @@ def ranks() -> Iterator[Ranks]:
         yield ranks
 
 
-def run(name: str, ranks: Ranks) -> Record:
-    bench = Bench(Subject(CASES[0], option(name), 3, ranks.device), ranks)
-    record = bench.run(mode("eager"), None)
-    bench.close()
-    assert record is not None, bench.failures
-    return record
-
-
 @pytest.mark.parametrize(("name", "sent"), [("nested", "allreduce"), ("all_to_all", "all_to_all_single")])
 def test_what_a_run_sends_it_sends_in_a_group_of_its_own(name: str, sent: str, ranks: Ranks) -> None:
     launches: list[Launch] = []
     c10d: Any = dist  # torch does not mark its re-exports
+    bench = Bench(Subject(CASES[0], option(name), 3, ranks.device), ranks)
     with LaunchMode(launches.append, lambda: None):
-        record = run(name, ranks)
+        record = bench.run(mode("eager"), None)
+        bench.close()
+    assert record is not None, bench.failures
     assert str(c10d.group.WORLD.group_name) not in {launch.group for launch in launches}
     assert sent in {collective.op for collective in record.collectives}

@@ -15,32 +15,17 @@ from ddpopt.judge.verdict import Status, Trial
 from ddpopt.ranks.failures import RankFailure, RanksFailed
 
 Emit = Callable[[object], None]
-Play = Callable[[Emit, "Clock"], None]
-ASKED = [
-    Asked("a", "join", ("torch",)),
-    Asked("b", "join", ("torch", "whole")),
-    Asked("c", "join", ("torch",)),
-    Asked("d", "join", ("torch",)),
-]
+Play = Callable[[Emit, "Stage"], None]
+ASKED = [Asked(case, "join", ("torch", "whole") if case == "b" else ("torch",)) for case in "abcd"]
 CASES = ("a", "b", "b", "c", "d")
 MODES = ("torch", "torch", "whole", "torch", "torch")
 
 
-class Clock:
-    """A clock that moves only when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 class Stage:
-    """Where launches are played, one after the other."""
+    """Where launches are played, one after the other; also a clock that moves only when it is told to."""
 
     def __init__(self, plays: Sequence[Play]) -> None:
-        self.clock = Clock()
+        self.now = 100.0
         self.limits: list[float] = []
         self.done: list[tuple[int, ...]] = []
         self._plays = iter(plays)
@@ -48,7 +33,10 @@ class Stage:
     def launch(self, *task: Any, limit_s: float, on_event: Emit, **_: Any) -> None:
         self.limits.append(limit_s)
         self.done.append(task[-1])
-        next(self._plays)(on_event, self.clock)
+        next(self._plays)(on_event, self)
+
+    def monotonic(self) -> float:
+        return self.now
 
 
 THREADS = """\
@@ -65,7 +53,7 @@ STALLED = RanksFailed([RankFailure(1, "stalled", "a trial", 1, stack=SLOW)], 2)
 
 
 def judges(*indices: int) -> Play:
-    def play(emit: Emit, clock: Clock) -> None:
+    def play(emit: Emit, _: Stage) -> None:
         for index in indices:
             emit(Started(index, CASES[index], "join", MODES[index]))
             emit(Ended(index, Trial(CASES[index], MODES[index], "join", "eager", Status.OK)))
@@ -74,10 +62,10 @@ def judges(*indices: int) -> Play:
 
 
 def fails(failure: RanksFailed, index: int, *judged: int, mode: str = "", after_s: float = 10) -> Play:
-    def play(emit: Emit, clock: Clock) -> None:
-        judges(*judged)(emit, clock)
+    def play(emit: Emit, stage: Stage) -> None:
+        judges(*judged)(emit, stage)
         emit(Started(index, f"case {CASES[index]}", "join", mode))
-        clock.now += after_s
+        stage.now += after_s
         raise failure
 
     return play
@@ -88,7 +76,7 @@ def attempt(
 ) -> tuple[Stage, tuple[Trial, ...]]:
     stage = Stage(plays)
     monkeypatch.setattr(runner, "launch", stage.launch)
-    monkeypatch.setattr(runner, "time", stage.clock)
+    monkeypatch.setattr(runner, "time", stage)
     return stage, Attempts(ASKED, Settings("eager"), lambda _: None).run(2, limit_s, None)
 
 
@@ -96,30 +84,27 @@ OK, LOST, BROKEN = Status.OK, Status.NOT_POSSIBLE, Status.BROKEN
 
 
 @pytest.mark.parametrize(
-    ("plays", "limit_s", "statuses", "limits", "done"),
+    ("plays", "limit_s", "expected"),
     [
         pytest.param(
             (fails(KILLED, 0), fails(KILLED, 3, 1, 2), judges(4)),
-            *(30, [LOST, OK, OK, LOST, OK], [30, 20, 10], [(), (0,), (0, 1, 2, 3)]),
+            30,
+            ([LOST, OK, OK, LOST, OK], [30, 20, 10], [(), (0,), (0, 1, 2, 3)]),
             id="one limit counts for all starts",
         ),
         pytest.param(
             (fails(KILLED, 0),),
-            *(10, [LOST, *[BROKEN] * 4], [10], [()]),
+            10,
+            ([LOST, *[BROKEN] * 4], [10], [()]),
             id="a rank that dies as the limit passes is still what broke its trial",
         ),
     ],
 )
 def test_ranks_that_fail_are_started_again_within_one_limit(
-    plays: tuple[Play, ...],
-    limit_s: float,
-    statuses: list[Status],
-    limits: list[float],
-    done: list[tuple[int, ...]],
-    monkeypatch: pytest.MonkeyPatch,
+    plays: tuple[Play, ...], limit_s: float, expected: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage, trials = attempt(monkeypatch, *plays, limit_s=limit_s)
-    assert ([trial.status for trial in trials], stage.limits, stage.done) == (statuses, limits, done)
+    assert ([trial.status for trial in trials], stage.limits, stage.done) == expected
 
 
 EAGER_FAILS = "eager DDP itself fails here, on case b: {}"
@@ -158,7 +143,7 @@ def test_what_a_run_had_no_time_for_is_broken_and_says_so(monkeypatch: pytest.Mo
 def test_a_failure_before_any_trial_is_nobodys(
     before: tuple[Play, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def dies(emit: Emit, clock: Clock) -> None:
+    def dies(*_: object) -> None:
         raise KILLED
 
     with pytest.raises(RanksFailed, match="died of SIGKILL"):

@@ -1,6 +1,7 @@
 """ddpopt.observe: what is seen, and that seeing changes nothing."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import expecttest
@@ -44,8 +45,8 @@ def pair(**arguments: Any) -> Any:
     return DistributedDataParallel(Pair(), bucket_cap_mb=100 / 2**20, **arguments)
 
 
-def step(ddp: Any, **arguments: Any) -> None:
-    torch.autograd.backward(ddp(torch.ones(2, 6), **arguments).sum())
+def step(ddp: Any) -> None:
+    torch.autograd.backward(ddp(torch.ones(2, 6)).sum())
 
 
 def shown(seen: Observation) -> str:
@@ -58,24 +59,26 @@ def shown(seen: Observation) -> str:
     return "\n".join(lines)
 
 
-def planned(plan: Plan) -> list[tuple[Any, ...]]:
-    return [(b.index, b.params, b.nbytes, b.dtype, b.device) for b in plan.buckets]
+def facts(buckets: Iterable[Any]) -> list[tuple[Any, ...]]:
+    return [(b.index, b.params, b.nbytes, b.dtype, b.device) for b in buckets]
 
 
-def observed(seen: Observation) -> list[list[tuple[Any, ...]]]:
-    return [
-        [(b.index, b.params, b.nbytes, b.dtype, b.device) for b in iteration.buckets]
-        for iteration in seen.iterations
-    ]
+def steps_seen(ddp: Any, steps: int) -> Observation:
+    """What is observed of steps."""
+    with observe(ddp) as seen:
+        for _ in range(steps):
+            step(ddp)
+    return seen
+
+
+def assert_every_step_has_the_buckets(seen: Observation, plan: Plan, steps: int) -> None:
+    assert [facts(iteration.buckets) for iteration in seen.iterations] == [facts(plan.buckets)] * steps
+    assert [iteration.unmatched for iteration in seen.iterations] == [()] * steps
 
 
 def test_plain_ddp_is_seen_to_rebuild_its_buckets() -> None:
-    ddp = pair()
-    with observe(ddp) as seen:
-        step(ddp)
-        step(ddp)
     expecttest.assert_expected_inline(
-        shown(seen),
+        shown(steps_seen(pair(), 2)),
         """\
 iteration 0, not sent: ()
   bucket 0: first.weight first.bias second.weight second.bias, 336 bytes
@@ -103,7 +106,7 @@ def test_a_plan_imposed_inside_the_block_is_seen_from_then_on_and_no_sync_launch
         impose(ddp, plan)
         step(ddp)
     assert [len(iteration.buckets) for iteration in seen.iterations] == [1, len(plan.buckets)]
-    assert observed(seen)[1] == planned(plan)
+    assert facts(seen.iterations[1].buckets) == facts(plan.buckets)
     assert [iteration.unmatched for iteration in seen.iterations] == [(), ()]
 
 
@@ -116,9 +119,10 @@ def test_sparse_gradients_are_seen_before_the_first_backward_and_after(give: boo
     with observe(ddp) as seen:
         for _ in range(3):
             torch.autograd.backward(ddp(torch.tensor([1, 2])).sum())
+    assert [bool(iteration.buckets) for iteration in seen.iterations] == [True] * 3
     assert [iteration.unmatched for iteration in seen.iterations] == [()] * 3
-    assert all(iteration.buckets for iteration in seen.iterations)
-    assert not give or observed(seen) == [planned(plan)] * 3
+    if give:
+        assert_every_step_has_the_buckets(seen, plan, 3)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -132,11 +136,7 @@ def test_a_backward_inside_a_backward_is_part_of_it(reentrant: bool) -> None:
     ddp: Any = DistributedDataParallel(Checkpointed())
     plan = plan_of([[spec] for spec in reversed(specs_from_ddp(ddp))])
     impose(ddp, plan)
-    with observe(ddp) as seen:
-        step(ddp)
-        step(ddp)
-    assert observed(seen) == [planned(plan)] * 2
-    assert [iteration.unmatched for iteration in seen.iterations] == [()] * 2
+    assert_every_step_has_the_buckets(steps_seen(ddp, 2), plan, 2)
 
 
 def test_iterations_are_told_apart_where_compiled_code_shows_no_operators(
@@ -146,10 +146,7 @@ def test_iterations_are_told_apart_where_compiled_code_shows_no_operators(
     ddp = pair()
     plan = arbitrary_plan(ddp, 1)
     impose(ddp, plan)
-    with observe(ddp) as seen:
-        step(ddp)
-        step(ddp)
-    assert observed(seen) == [planned(plan)] * 2
+    assert_every_step_has_the_buckets(steps_seen(ddp, 2), plan, 2)
 
 
 def test_every_kind_of_collective_is_noted_once_with_what_it_sends_and_waiting_is_not() -> None:
@@ -199,9 +196,7 @@ def test_a_complex_bucket_is_seen_where_it_stands_though_it_is_sent_as_pairs_of_
     order: str, dtype: torch.dtype, sent_as: str
 ) -> None:
     names = order.split()
-    ddp = spectrum(names, dtype)
-    with observe(ddp) as seen:
-        step(ddp)
+    seen = steps_seen(spectrum(names, dtype), 1)
     sent = {"pairs": sent_as, "floats": "float32", "doubles": "float64"}
     assert [(c.op, c.nbytes, c.dtype, c.bucket) for c in seen.collectives] == [
         ("allreduce", 6 * dtype.itemsize, sent[name], index) for index, name in enumerate(names)
@@ -221,18 +216,15 @@ def test_what_is_not_as_many_pairs_of_the_same_type_is_not_taken_for_a_complex_b
     ddp = spectrum(("pairs", "floats"))
     # runs before the reducer's own hook, so before the complex bucket is sent
     ddp.module.pairs.register_hook(lambda _: dist.all_reduce(other.clone()))
-    with observe(ddp) as seen:
-        step(ddp)
-    sent = [(c.nbytes, c.bucket) for c in seen.collectives]
+    sent = [(c.nbytes, c.bucket) for c in steps_seen(ddp, 1).collectives]
     assert sent == [(other.nbytes, None), (48, 0), (48, 1)]
 
 
 def test_a_hook_that_sends_another_type_is_matched_by_size_and_one_that_sends_another_size_marked() -> None:
     ddp = pair()
     ddp._register_builtin_comm_hook(c10d.BuiltinCommHookType.FP16_COMPRESS)
-    with observe(ddp) as seen:
-        step(ddp)
-    assert [(c.dtype, c.bucket) for c in seen.collectives if c.op == "allreduce"] == [("float16", 0)]
+    sent = [(c.dtype, c.bucket) for c in steps_seen(ddp, 1).collectives if c.op == "allreduce"]
+    assert sent == [("float16", 0)]
 
     def part(buffer: Tensor) -> Tensor:
         dist.all_reduce(buffer[:5].clone())
@@ -240,10 +232,9 @@ def test_a_hook_that_sends_another_type_is_matched_by_size_and_one_that_sends_an
 
     ddp = pair()
     ddp.register_comm_hook(None, changing(part))
-    with observe(ddp) as seen:
-        step(ddp)
-    assert seen.iterations[0].unmatched == (0,)
-    assert [c.bucket for c in seen.iterations[0].collectives] == [None]
+    (iteration,) = steps_seen(ddp, 1).iterations
+    assert iteration.unmatched == (0,)
+    assert [c.bucket for c in iteration.collectives] == [None]
 
 
 def test_collectives_of_the_users_own_are_listed_in_order_and_those_of_other_groups_are_not() -> None:
@@ -258,7 +249,7 @@ def test_collectives_of_the_users_own_are_listed_in_order_and_those_of_other_gro
             torch._dynamo.reset()
             step(ddp)
             dist.barrier()
-    assert observed(seen) == [planned(plan)] * 3
+    assert_every_step_has_the_buckets(seen, plan, 3)
     own = [(c.op, c.nbytes) for c in seen.collectives if c.bucket is None]
     # the second is DDP's, of the buffer
     assert own == [("broadcast", 20), ("broadcast", 12), ("barrier", 0)] * 3
@@ -297,26 +288,19 @@ def test_everything_is_as_before_after_the_block(moment: str) -> None:
     step(ddp)
     before = state(ddp)
 
-    def fail(*_: object) -> None:
-        raise ZeroDivisionError
-
     if moment == "forward":
-        ddp.module.register_forward_hook(fail)
+        ddp.module.register_forward_hook(lambda *_: 1 / 0)
     if moment == "backward":
-        ddp.module.second.weight.register_hook(fail)
-    try:
-        with observe(ddp) as seen:
-            step(ddp)
-    except ZeroDivisionError:
-        pass
+        ddp.module.second.weight.register_hook(lambda _: 1 / 0)
+    with contextlib.suppress(ZeroDivisionError), observe(ddp) as seen:
+        step(ddp)
     assert state(ddp) == before
     assert isinstance(seen.collectives, tuple)
 
 
 def test_what_happens_after_the_block_is_not_told_and_an_observation_is_used_once() -> None:
     ddp = pair()
-    with observe(ddp) as seen:
-        step(ddp)
+    seen = steps_seen(ddp, 1)
     before = shown(seen)
     step(ddp)
     assert shown(seen) == before

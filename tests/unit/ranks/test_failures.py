@@ -26,22 +26,17 @@ Thread 0x00007f2 (most recent call first):
   File "/home/me/train.py", line 30 in step
   File "<string>", line 1 in <module>
 """
-VALUE_ERROR = """\
-Traceback (most recent call last):
-ValueError: no good
-"""
-PEER_LEFT = """\
-Traceback (most recent call last):
-RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer
-"""
-TIMED_OUT = """\
-Traceback (most recent call last):
-RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 900ms
-"""
+GLOO = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp"
 
-raised = RankFailure(0, "raised", "step 2", exit_code=1, stack=VALUE_ERROR)
-left_behind = RankFailure(1, "raised", "step 2", exit_code=1, stack=PEER_LEFT)
-timed_out = RankFailure(2, "raised", "step 2", exit_code=1, stack=TIMED_OUT)
+
+def raising(rank: int, error: str) -> RankFailure:
+    stack = f"Traceback (most recent call last):\n{error}\n"
+    return RankFailure(rank, "raised", "step 2", exit_code=1, stack=stack)
+
+
+raised = raising(0, "ValueError: no good")
+left_behind = raising(1, f"{GLOO}/pair.cc:553] Connection closed by peer")
+timed_out = raising(2, f"{GLOO}/unbound_buffer.cc:78] Timed out waiting 900ms")
 killed = RankFailure(3, "died", "step 2", exit_code=-9, signal="SIGKILL", output="last words")
 stalled = RankFailure(4, "stalled", "step 2", exit_code=1, stack=IN_A_STEP)
 waiting = RankFailure(5, "stalled", "step 2", exit_code=1, stack=IN_A_COLLECTIVE)
@@ -49,10 +44,9 @@ ended = RankFailure(6, "ended", "step 2", exit_code=-15, signal="SIGTERM", stack
 ended_waiting = replace(ended, rank=7, stack=IN_A_COLLECTIVE)
 IN_A_GATHER = '  File "/x/ddpopt/ranks/exchange.py", line 1 in _await\n  File "a", line 1 in <module>\n'
 gathering = replace(ended, rank=9, stack=f"Thread 0x1:\n{IN_A_GATHER}")
-missing = replace(left_behind, rank=10, stack="ddpopt.ranks.exchange.PeersMissing: expected a value")
-watchdog = RankFailure(
-    8, "died", "step 2", exit_code=-6, signal="SIGABRT", output="Watchdog caught collective operation timeout"
-)
+missing = raising(10, "ddpopt.ranks.exchange.PeersMissing: expected a value")
+TOOK_LONG = "Watchdog caught collective operation timeout"
+watchdog = RankFailure(8, "died", "step 2", exit_code=-6, signal="SIGABRT", output=TOOK_LONG)
 
 
 @pytest.mark.parametrize(
@@ -95,10 +89,7 @@ SIGKILL mostly means that the machine ran out of memory: look for 'Killed proces
 
 def test_ranks_that_wait_for_each_other_are_told_to_compare_their_collectives() -> None:
     first, *_, last = str(RanksFailed([waiting, ended_waiting], size=8)).splitlines()
-    assert first == (
-        "expected a value from each of 8 ranks, got none from ranks 5, 7: "
-        "in a collective that others did not enter"
-    )
+    assert first.endswith("got none from ranks 5, 7: in a collective that others did not enter")
     assert last == (
         "Compare the collectives in the stacks: every rank must enter the same ones in the same order."
     )

@@ -16,6 +16,7 @@ def test_pair() -> None: pass
 def test_alone() -> None: pass
 """
 REASON = "needs 2 ranks, this run has 1: torchrun --nproc-per-node 2 -m pytest …"
+XDIST = "torchrun's ranks cannot be divided among xdist's"
 
 
 @pytest.fixture
@@ -45,26 +46,23 @@ def test_collecting_a_marked_test_starts_no_rank(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "worker", "option", "outcomes", "words"),
+    ("variables", "option", "outcomes", "words"),
     [
-        (1, "", "-ra", {"passed": 1, "skipped": 1}, REASON),
-        (1, "", "--too-few-ranks=fail", {"passed": 1, "errors": 1}, REASON),
-        (2, "gw0", "-ra", {"passed": 1, "errors": 1}, "torchrun's ranks cannot be divided among xdist's"),
+        ({"WORLD_SIZE": "1"}, "-ra", {"passed": 1, "skipped": 1}, REASON),
+        ({"WORLD_SIZE": "1"}, "--too-few-ranks=fail", {"passed": 1, "errors": 1}, REASON),
+        ({"WORLD_SIZE": "2", "PYTEST_XDIST_WORKER": "gw0"}, "-ra", {"passed": 1, "errors": 1}, XDIST),
     ],
 )
 def test_under_torchrun_a_test_that_cannot_have_its_ranks_says_why(
-    ranks: int,
-    worker: str,
+    variables: dict[str, str],
     option: str,
     outcomes: dict[str, int],
     words: str,
     suite: pytest.Pytester,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
-    monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    if worker:
-        monkeypatch.setenv("PYTEST_XDIST_WORKER", worker)
+    for name, value in {"TORCHELASTIC_RUN_ID": "run", **variables}.items():
+        monkeypatch.setenv(name, value)
     result = run(suite, option)
     result.assert_outcomes(**outcomes)
     assert words in result.stdout.str()
@@ -80,17 +78,20 @@ def test_the_fixture_in_a_test_without_the_marker_is_an_error_that_says_what_to_
     assert "Write @pytest.mark.world_size(2) above it." in result.stdout.str()
 
 
-@pytest.mark.parametrize("argument", ["0", "", "2, backend='mpi'", "2, timeout=0"])
+A_NUMBER = "expected world_size(n) with one positive int, got args"
+CHOICES = "expected world_size(n, backend='gloo' or 'nccl', timeout=seconds above 0), got"
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [("0", A_NUMBER), ("", A_NUMBER), ("2, backend='mpi'", CHOICES), ("2, timeout=0", CHOICES)],
+)
 def test_a_marker_without_one_positive_int_or_with_another_backend_or_limit_is_an_error(
-    argument: str, suite: pytest.Pytester
+    argument: str, said: str, suite: pytest.Pytester
 ) -> None:
     suite.makepyfile(NEEDS_TWO.replace("world_size(2)", f"world_size({argument})"))
     result = run(suite)
     result.assert_outcomes(passed=1, errors=1)
-    if argument.startswith("2, ") and "=" in argument:
-        said = "expected world_size(n, backend='gloo' or 'nccl', timeout=seconds above 0), got"
-    else:
-        said = "expected world_size(n) with one positive int, got args"
     assert said in result.stdout.str()
 
 

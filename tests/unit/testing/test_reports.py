@@ -17,13 +17,12 @@ def report(
     return TestReport("test_a.py::test", ("test_a.py", 0, "test"), {}, outcome, why or None, when, stop=stop)
 
 
-def merged(*reports_of: list[TestReport]) -> dict[str, tuple[str, str]]:
-    return {str(one.when): (one.outcome, one.longreprtext) for one in merge(reports_of)}
+def told(boom: str, peerless: str) -> str:
+    """What is shown of the two failures, by ranks."""
+    return f"[rank {boom}] call failed:\nboom\n\n[rank {peerless}] call failed:\nno peer"
 
 
-PASSED = report("passed")
-
-
+BEGAN, PASSED, SKIPPED = report("passed", "setup"), report("passed"), report("skipped", "setup")
 BOOM, PEERLESS = report("failed", why="boom", stop=1), report("failed", why="no peer", stop=2)
 KNOWN = report("skipped")
 KNOWN.wasxfail = "known"
@@ -36,31 +35,17 @@ SOME = (
 @pytest.mark.parametrize(
     ("reports_of", "outcome", "words"),
     [
-        pytest.param(
-            [[PEERLESS], [BOOM]],
-            "failed",
-            "[rank 1] call failed:\nboom\n\n[rank 0] call failed:\nno peer",
-            id="who failed first is shown first",
-        ),
-        pytest.param(
-            [[BOOM], [PEERLESS], [BOOM]],
-            "failed",
-            "[rank 0, 2] call failed:\nboom\n\n[rank 1] call failed:\nno peer",
-            id="what ranks tell alike is told once",
-        ),
-        pytest.param(
-            [[report("passed", "setup"), PASSED], [report("skipped", "setup")]],
-            "failed",
-            SOME,
-            id="a skip on some ranks only is a failure",
-        ),
+        pytest.param([[PEERLESS], [BOOM]], "failed", told("1", "0"), id="who failed first is shown first"),
+        pytest.param([[BOOM], [PEERLESS], [BOOM]], "failed", told("0, 2", "1"), id="the same is told once"),
+        pytest.param([[BEGAN, PASSED], [SKIPPED]], "failed", SOME, id="a skip on some ranks is a failure"),
         pytest.param([[PASSED], [KNOWN]], "passed", "", id="an expected failure is no skip"),
     ],
 )
 def test_one_outcome_is_made_of_those_of_all_ranks(
     reports_of: list[list[TestReport]], outcome: str, words: str
 ) -> None:
-    assert merged(*deepcopy(reports_of))["call"] == (outcome, words)
+    (call,) = (one for one in merge(deepcopy(reports_of)) if one.when == "call")
+    assert (call.outcome, call.longreprtext) == (outcome, words)
 
 
 def test_reports_travel_as_text_with_the_place_of_a_skip(pytestconfig: pytest.Config) -> None:
