@@ -421,11 +421,7 @@ def rounded(value: torch.Tensor) -> torch.Tensor:
 def copy_left_out(stitched: fx.GraphModule) -> Iterator[Edit]:
     for node in stitched.graph.nodes:
         if node.op == "call_method" and node.target in ("detach", "requires_grad_"):
-            yield partial(_leave_copy_out, node)
-
-
-def _leave_copy_out(node: fx.Node) -> None:
-    _replace(node, node.all_input_nodes[0])
+            yield partial(_replace, node, node.all_input_nodes[0])
 
 
 def input_returned(stitched: fx.GraphModule) -> Iterator[Edit]:

@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch does not mark its re-exports
 
 from ddpopt.cases import corpus
+from ddpopt.ddp import reducer_buckets
 from ddpopt.explanation.explain import explain_case
 from ddpopt.explanation.result import Explanation, OwnBucket
-from ddpopt.planning.bucket_rule import specs_from_ddp
+from ddpopt.planning.bucket_rule import initial_buckets, rebuilt_buckets, specs_from_ddp
+from ddpopt.planning.limits import BucketConfig
 
 WIDTH = 128
 
@@ -72,3 +74,33 @@ def running_buckets(ddp: Any, step: Callable[..., Any], *inputs: Tensor) -> list
     specs = specs_from_ddp(ddp)
     rebuilt: str = ddp._get_ddp_logging_data()["rebuilt_per_bucket_param_indices"]
     return [tuple(specs[int(index)].name for index in bucket.split()) for bucket in rebuilt.split(",")]
+
+
+def assert_buckets_as_predicted(ddp: Any, train: Callable[[int], object]) -> BucketConfig:
+    """A reducer has the buckets of the rule before the first step, and after four; what its limits are.
+
+    Steps are told their numbers.
+    """
+    specs, config = specs_from_ddp(ddp), BucketConfig.from_ddp(ddp)
+    assert _running(ddp) == [
+        tuple(specs[i].name for i in bucket) for bucket in initial_buckets(specs, config)
+    ]
+    ready: list[list[str]] = []
+    param: Any  # torch leaves the hook's registration untyped
+    for name, param in ddp.module.named_parameters():
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(lambda _, name=name: ready[-1].append(name))
+    for number in range(4):
+        ready.append([])
+        train(number)
+    if config.rebuilds:
+        by_name = {spec.name: spec for spec in specs}
+        seen = ready[1 if config.static_graph else 0]
+        specs = tuple(by_name[name] for name in dict.fromkeys([*seen, *by_name]) if name in by_name)
+    rule = rebuilt_buckets if config.rebuilds else initial_buckets
+    assert _running(ddp) == [tuple(specs[i].name for i in bucket) for bucket in rule(specs, config)]
+    return config
+
+
+def _running(ddp: Any) -> list[tuple[str, ...]]:
+    return [bucket.params for bucket in reducer_buckets.running_buckets(ddp)]

@@ -4,8 +4,8 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,29 +18,18 @@ from ddpopt.errors import InfrastructureError
 c10d: Any = dist  # torch does not mark its re-exports
 
 
-@dataclass(frozen=True)
-class Member:
-    """As much of a process group as agreement looks at."""
-
-    index: int
-    count: int
-    store: Any
-
-    def rank(self) -> int:
-        return self.index
-
-    def size(self) -> int:
-        return self.count
-
-
 @pytest.fixture
 def members(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[Any]]:
+    """Makes so many stand-ins for a process group, with as much of it as agreement looks at."""
     monkeypatch.setattr(agreement, "_group_store", lambda member: member.store)
     monkeypatch.setattr(dist, "get_backend", lambda _: "gloo")
 
     def make(count: int) -> list[Any]:
         store = c10d.HashStore()
-        return [Member(index, count, store) for index in range(count)]
+        return [
+            SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: count, store=store)
+            for rank in range(count)
+        ]
 
     return make
 

@@ -15,24 +15,15 @@ from tests.multigpu.models import arbitrary_plan, gradients_of, same, step, towe
 pytestmark = pytest.mark.usefixtures("one_rank_group")
 
 
-def test_a_plan_that_does_not_fit_changes_nothing() -> None:
+def test_a_plan_that_does_not_fit_or_comes_at_a_bad_moment_changes_nothing() -> None:
     ddp = towers()
-    before = ddp.reducer, ddp.logger
+    plan, before = arbitrary_plan(ddp, 1), (ddp.reducer, ddp.logger)
     with pytest.raises(PlanMismatchError):
         impose(ddp, Plan((), (), ()))
-    assert (ddp.reducer, ddp.logger) == before
-    assert imposed_plan(ddp) is None
-    step(ddp)
-
-
-def test_a_bad_moment_changes_nothing() -> None:
-    ddp = towers()
-    plan = arbitrary_plan(ddp, 1)
     output = ddp(torch.ones(2, 6)).sum()
-    before = ddp.reducer, ddp.logger
     with pytest.raises(UsageError):
         impose(ddp, plan)
-    assert (ddp.reducer, ddp.logger) == before
+    assert (ddp.reducer, ddp.logger, imposed_plan(ddp)) == (*before, None)
     torch.autograd.backward(output)
     impose(ddp, plan)
     assert imposed_plan(ddp) == plan

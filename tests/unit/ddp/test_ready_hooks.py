@@ -1,7 +1,7 @@
 """ddpopt.ddp.ready_hooks: a reducer hears of each gradient once, whoever brings it."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -15,17 +15,11 @@ import ddpopt
 from ddpopt.ddp.impose import impose
 from ddpopt.ddp.ready_hooks import ReadyHooks, ready_hooks
 from ddpopt.errors import HandOverError
-from ddpopt.ranks.group import one_rank
 from tests.multigpu.models import Tower, arbitrary_plan, changing, gradients_of, hook_that_sees, same
 from tests.multigpu.turns import in_turn
 
+pytestmark = pytest.mark.usefixtures("alone")
 NAME = "layers.1.weight"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def alone() -> Iterator[None]:
-    with one_rank():
-        yield
 
 
 @pytest.fixture

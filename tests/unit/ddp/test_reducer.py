@@ -29,11 +29,6 @@ def planned(seed: int = 0, **arguments: Any) -> Any:
 MODES: list[dict[str, Any]] = [{}, {"static_graph": True}, {"find_unused_parameters": True}]
 
 
-def references(module: nn.Module) -> int:
-    parameters: list[Any] = list(module.parameters())
-    return sum(parameter._use_count() for parameter in parameters)
-
-
 @pytest.mark.parametrize(("arguments", "unsynchronised"), [*((mode, 0) for mode in MODES), ({}, 3)])
 def test_a_hundred_steps_hold_on_to_nothing(arguments: dict[str, Any], unsynchronised: int) -> None:
     ddp = planned(**arguments)
@@ -43,7 +38,7 @@ def test_a_hundred_steps_hold_on_to_nothing(arguments: dict[str, Any], unsynchro
             with ddp.no_sync():
                 step(ddp)
         step(ddp)
-        counts.append(references(ddp.module))
+        counts.append(sum(parameter._use_count() for parameter in ddp.module.parameters()))
     assert len(set(counts[5:])) == 1
 
 

@@ -58,6 +58,7 @@ MUTATING: dict[str, tuple[Write, str]] = {
     "out= of several": (function(torch.max, A, 0, out=(B, C)), "x1 x2"),
     "aten packet": (function(torch.ops.aten.add_, A, B), "x0"),
     "foreach": (function(torch._foreach_add_, [A, B], 1.0), "x0 x1"),
+    "foreach, of one input twice": (function(torch._foreach_add_, [A, A], 1.0), "x0"),
     "init.normal_": (function(torch.nn.init.normal_, A), "x0"),
     "batch_norm": (function(F.batch_norm, A, B, C, training=True), "x1 x2"),
     "instance_norm": (function(F.instance_norm, A, B, C), "x1 x2"),
@@ -145,10 +146,6 @@ def test_of_pythons_operators_those_write_that_say_so() -> None:
         assert mutated(function(target, A, B)) == ("x0" if writes else ""), target
 
 
-def test_one_input_written_twice_is_named_once() -> None:
-    assert mutated(function(torch._foreach_add_, [A, A], 1.0)) == "x0"
-
-
 def test_sources_and_outputs_write_to_nothing() -> None:
     graph = fx.Graph()
     source = graph.placeholder("x")
@@ -181,44 +178,39 @@ def test_a_module_of_torch_writes_if_it_says_so_and_any_other_may(module: nn.Mod
 # ----------------------------------------------------------------------------------------------- bodies
 
 
-def checkpointed(inner: str, on: Callable[[fx.Graph, list[fx.Node]], fx.Node]) -> str:
-    """What a checkpoint of two operands writes whose body calls a method on one of its values."""
-    values = [torch.ones(2), torch.ones(2)]
-    body = fx.Graph()
-    inputs = [with_example(body.placeholder(f"input{place}"), value) for place, value in enumerate(values)]
-    body.output((body.call_method(inner, (on(body, inputs), 1)),))
-    graph = fx.Graph()
-    holder = graph.get_attr("body")
-    operands = [with_example(graph.placeholder(f"x{place}"), value) for place, value in enumerate(values)]
-    call = graph.call_function(tag_activation_checkpoint, (holder, *operands))
-    fx.GraphModule({"body": fx.GraphModule({}, body)}, graph)
-    return " ".join(node.name for node in mutated_inputs(call))
-
-
 def with_example(node: fx.Node, value: object) -> fx.Node:
     node.meta["example_value"] = value
     return node
 
 
-@pytest.mark.parametrize(("inner", "writes"), [("add_", "x1"), ("add", "")])
-def test_a_checkpoint_writes_the_operand_that_its_body_writes(inner: str, writes: str) -> None:
-    assert checkpointed(inner, lambda _, inputs: inputs[1]) == writes
+BODIES: dict[str, tuple[str, Write, str]] = {
+    "to an operand": ("add_", lambda _, inputs: inputs[1], "x1"),
+    "to nothing": ("add", lambda _, inputs: inputs[1], ""),
+    "to a view of an operand": (
+        "add_",
+        lambda graph, inputs: with_example(graph.call_method("view", (inputs[1], -1)), VALUES[1].view(-1)),
+        "x1",
+    ),
+    "to a value of its own": (
+        "add_",
+        lambda graph, inputs: with_example(graph.call_method("sin", (inputs[0],)), torch.ones(2)),
+        "",
+    ),
+    "to something unknown": ("add_", lambda graph, inputs: graph.call_method("sin", (inputs[0],)), "x0 x1"),
+}
+"""A method that a body calls, on what of its two operands, and what of these is written to."""
+VALUES = [torch.ones(2), torch.ones(2)]
 
 
-def test_a_checkpoint_whose_body_writes_to_a_view_of_an_operand_writes_the_operand() -> None:
-    def view(graph: fx.Graph, inputs: list[fx.Node]) -> fx.Node:
-        whole: Any = inputs[1].meta["example_value"]
-        return with_example(graph.call_method("view", (inputs[1], -1)), whole.view(-1))
-
-    assert checkpointed("add_", view) == "x1"
-
-
-def test_a_checkpoint_whose_body_writes_to_a_value_of_its_own_writes_nothing() -> None:
-    def own(graph: fx.Graph, inputs: list[fx.Node]) -> fx.Node:
-        return with_example(graph.call_method("sin", (inputs[0],)), torch.ones(2))
-
-    assert checkpointed("add_", own) == ""
-
-
-def test_a_checkpoint_whose_body_writes_to_something_unknown_may_write_to_all_operands() -> None:
-    assert checkpointed("add_", lambda graph, inputs: graph.call_method("sin", (inputs[0],))) == "x0 x1"
+@pytest.mark.parametrize("what", BODIES)
+def test_a_checkpoint_writes_to_the_operands_that_its_body_may_write_to(what: str) -> None:
+    inner, on, writes = BODIES[what]
+    body = fx.Graph()
+    inputs = [with_example(body.placeholder(f"input{place}"), value) for place, value in enumerate(VALUES)]
+    body.output((body.call_method(inner, (on(body, inputs), 1)),))
+    graph = fx.Graph()
+    holder = graph.get_attr("body")
+    operands = [with_example(graph.placeholder(f"x{place}"), value) for place, value in enumerate(VALUES)]
+    call = graph.call_function(tag_activation_checkpoint, (holder, *operands))
+    fx.GraphModule({"body": fx.GraphModule({}, body)}, graph)
+    assert " ".join(node.name for node in mutated_inputs(call)) == writes

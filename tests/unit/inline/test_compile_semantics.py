@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ddpopt.dynamo.quiet import gc_paused
-from ddpopt.ranks.group import one_rank
 from tests.multigpu.models import hand_overs
 from tests.unit.inline_twins import (
     ALL,
@@ -47,11 +46,7 @@ TINY_MB = 1e-6
 """One bucket for each parameter: a graph with a single bucket is compiled whole."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def alone() -> Iterator[None]:
-    with one_rank():
-        yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 @pytest.fixture

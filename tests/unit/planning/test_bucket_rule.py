@@ -1,6 +1,6 @@
 """The bucket rule against reducers that run: one rank, gloo, real DDP modules with each option."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,18 +10,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from ddpopt.ddp.reducer_buckets import running_buckets
 from ddpopt.errors import UsageError
-from ddpopt.planning.bucket_rule import (
-    ParamSpec,
-    assign_buckets,
-    initial_buckets,
-    rebuilt_buckets,
-    specs_from_ddp,
-    specs_from_module,
-)
+from ddpopt.planning.bucket_rule import ParamSpec, assign_buckets, specs_from_ddp, specs_from_module
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.testing.drawn import DrawnModel, step
+from tests.unit.rehearsing import assert_buckets_as_predicted
 
 WIDTH = 256  # a weight of 256 KiB and a bias of 1 KiB
 KIB = 2**10
@@ -39,12 +32,6 @@ def linears(count: int = 6) -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(count)))
 
 
-def ignoring(model: nn.Module, *names: str) -> nn.Module:
-    untyped: Any = DistributedDataParallel
-    untyped._set_params_and_buffers_to_ignore_for_model(model, names)
-    return model
-
-
 STEPS = (step("linear"), step("unused"), step("gain"), step("empty"), step("linear"))
 ROOT_PARAMETERS = DrawnModel(STEPS, width=WIDTH)
 """Parameters of the root module itself, one of them never read."""
@@ -60,39 +47,21 @@ def with_marker_alone() -> nn.Module:
 def with_tied_weight_ignored_under_one_name() -> nn.Module:
     model: Any = linears()
     model[4].weight = model[0].weight
-    return ignoring(model, "0.weight")
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])  # type: ignore[no-untyped-call]
+    return model  # type: ignore[no-any-return]
 
 
 # --------------------------------------------------------------------------- what a reducer does
 
 
-def named(buckets: Iterable[Iterable[int]], specs: Sequence[ParamSpec]) -> list[tuple[str, ...]]:
-    return [tuple(specs[place].name for place in bucket) for bucket in buckets]
+def assert_limits(ddp: Any) -> BucketConfig:
+    """The reducer has the buckets of the rule; what its limits are."""
 
-
-def in_buckets(ddp: Any) -> list[tuple[str, ...]]:
-    return [bucket.params for bucket in running_buckets(ddp)]
-
-
-def assert_buckets_as_predicted(ddp: Any) -> BucketConfig:
-    """Before the first step, and after four; what its limits are."""
-    specs, config = specs_from_ddp(ddp), BucketConfig.from_ddp(ddp)
-    initial = named(initial_buckets(specs, config), specs)
-    assert in_buckets(ddp) == initial
-    ready: list[list[str]] = []
-    param: Any  # torch leaves the hook's registration untyped
-    for name, param in ddp.module.named_parameters():
-        if param.requires_grad:
-            param.register_post_accumulate_grad_hook(lambda _, name=name: ready[-1].append(name))
-    for _ in range(4):
-        ready.append([])
+    def train(_: int) -> None:
         (output,) = tree_leaves(ddp(torch.ones(4, WIDTH)))
         output.float().square().mean().backward()
-    by_name = {spec.name: spec for spec in specs}
-    seen = ready[1 if config.static_graph else 0]
-    order = [by_name[name] for name in dict.fromkeys([*seen, *by_name]) if name in by_name]
-    assert in_buckets(ddp) == (named(rebuilt_buckets(order, config), order) if config.rebuilds else initial)
-    return config
+
+    return assert_buckets_as_predicted(ddp, train)
 
 
 # What models hold is drawn in tests/property/test_reducer.py; here is what DDP may be told of them.
@@ -121,7 +90,7 @@ def test_a_running_reducer_has_the_parameters_and_buckets_we_predict(row: str) -
     named_params, specs = dict(ddp.module.named_parameters()), specs_from_ddp(ddp)
     assert all(named_params[spec.name] is param for spec, param in zip(specs, params, strict=True))
     assert [spec.sparse for spec in specs] == sparse
-    assert assert_buckets_as_predicted(ddp) == BucketConfig.from_kwargs(**arguments)
+    assert assert_limits(ddp) == BucketConfig.from_kwargs(**arguments)
 
 
 @pytest.mark.parametrize("arguments", [{}, {"bucket_cap_mb_list": [0.5, 0.25, 0.125]}])
@@ -130,7 +99,7 @@ def test_limits_that_are_set_elsewhere_are_read(
 ) -> None:
     monkeypatch.setenv("DDP_SET_LAST_BUCKET_CAP", "1")
     monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 300 * KIB)
-    config = assert_buckets_as_predicted(DistributedDataParallel(linears(), **arguments))
+    config = assert_limits(DistributedDataParallel(linears(), **arguments))
     assert config.small_last_bucket
     assert arguments or config.rebuilt_limits == (300 * KIB, 25 * 2**20)
 
@@ -148,7 +117,7 @@ def test_parameters_whose_all_reduce_is_delayed_stand_in_no_bucket() -> None:
         param_to_hook_all_reduce=model.get_parameter("0.weight"),
     )
     assert specs_from_ddp(ddp) == specs_from_module(model, ignored=[name for name, _ in delayed])
-    assert_buckets_as_predicted(ddp)
+    assert_limits(ddp)
 
 
 def test_no_limits_are_a_mistake() -> None:

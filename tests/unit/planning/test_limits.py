@@ -3,18 +3,15 @@
 import math
 import re
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from torch import distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.errors import UsageError
 from ddpopt.planning.limits import DEFAULT_CAP_MB, DEFAULT_FIRST_BUCKET_BYTES, MIB, BucketConfig
 
-
-def stand_in_for_ddp(**attributes: object) -> DistributedDataParallel:
-    return cast(DistributedDataParallel, SimpleNamespace(**attributes))
+StandIn: Any = SimpleNamespace  # for a DDP module
 
 
 def test_an_empty_cap_list_is_as_good_as_none() -> None:
@@ -68,7 +65,7 @@ def test_a_mistake_is_named_with_what_came_and_what_to_do(arguments: dict[str, A
 
 def test_a_module_outside_ddp_is_refused_with_advice() -> None:
     with pytest.raises(UsageError) as caught:
-        BucketConfig.from_ddp(stand_in_for_ddp())
+        BucketConfig.from_ddp(StandIn())
     assert str(caught.value).startswith(
         "expected a DistributedDataParallel of torch 2.11 to 2.13, got 'SimpleNamespace' under torch "
     )
@@ -88,7 +85,7 @@ def test_torchs_default_first_bucket_is_still_ours() -> None:
 def test_a_ddp_module_of_torch_2_11_tells_its_limits_without_a_bucket_config() -> None:
     caps = {"bucket_bytes_cap": 25 * MIB, "bucket_bytes_cap_list": []}
     flags = {"find_unused_parameters": False, "static_graph": False}
-    by_default = stand_in_for_ddp(bucket_bytes_cap_default=True, **caps, **flags)
+    by_default = StandIn(bucket_bytes_cap_default=True, **caps, **flags)
     assert BucketConfig.from_ddp(by_default) == BucketConfig.from_kwargs()
-    explicit = stand_in_for_ddp(bucket_bytes_cap_default=False, **caps, **flags)
+    explicit = StandIn(bucket_bytes_cap_default=False, **caps, **flags)
     assert BucketConfig.from_ddp(explicit) == BucketConfig.from_kwargs(bucket_cap_mb=DEFAULT_CAP_MB)

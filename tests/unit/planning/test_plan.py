@@ -115,14 +115,11 @@ def test_the_fingerprint_differs_where_two_ranks_would_reduce_or_cut_differently
     assert other.fingerprint != PLAN.fingerprint
 
 
-def test_reasons_do_not_enter_the_fingerprint() -> None:
-    assert with_bucket(reason="another word").fingerprint == PLAN.fingerprint
-
-
-def test_which_device_a_rank_uses_does_not_enter_the_fingerprint_but_how_many() -> None:
+def test_reasons_and_which_device_a_rank_uses_do_not_enter_the_fingerprint_but_how_many() -> None:
     def on(*devices: str) -> Plan:
         pairs = zip(PLAN.buckets, devices, strict=True)
         return replace(PLAN, buckets=tuple(replace(bucket, device=device) for bucket, device in pairs))
 
     first, second, both = on("cuda:0", "cuda:0"), on("cuda:1", "cuda:1"), on("cuda:0", "cuda:1")
     assert first.fingerprint == second.fingerprint != both.fingerprint
+    assert with_bucket(reason="another word").fingerprint == PLAN.fingerprint

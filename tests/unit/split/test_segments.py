@@ -1,7 +1,6 @@
 """Each distinct segment is compiled once, with tracing metadata of its own, and computes what it computed."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pytest
@@ -73,27 +72,21 @@ def test_a_segment_says_why_the_graph_was_cut_in_front_of_it() -> None:
 # ------------------------------------------------------------------------------------ tracing metadata
 
 
-@dataclass
-class ContextRecorder:
-    """A backend that notes the tracing metadata under which it is called."""
+def test_every_compilation_has_tracing_metadata_of_its_own() -> None:
+    parent = TracingContext(None)
+    contexts = [parent]
 
-    contexts: list[TracingContext | None] = field(default_factory=list)
-
-    def __call__(self, gm: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        context = TracingContext.try_get()
-        if context is not None:
-            assert context.fw_metadata is None
-            context.fw_metadata = f"metadata of compilation {len(self.contexts)}"  # type: ignore[assignment]
-        self.contexts.append(context)
+    def noting(gm: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        context = TracingContext.get()
+        assert context.fw_metadata is None
+        context.fw_metadata = f"metadata of compilation {len(contexts)}"  # type: ignore[assignment]
+        contexts.append(context)
         return gm.forward
 
-
-def test_every_compilation_has_tracing_metadata_of_its_own() -> None:
-    recorder, parent = ContextRecorder(), TracingContext(None)
     with torch._guards.tracing(parent):
-        compiled(layers(8, 16, 32), recorder)
+        compiled(layers(8, 16, 32), noting)
         assert TracingContext.get() is parent
-    assert len({id(context) for context in [parent, *recorder.contexts]}) == 4
+    assert len({id(context) for context in contexts}) == 4
     assert parent.fw_metadata is None
 
 
