@@ -168,11 +168,15 @@ class Layout:
         """Inputs of the graph that require grad, but to which segment `index` sends no gradient.
 
         Autograd would wait for the backward of every segment that takes a parameter as an input, and so
-        delay the bucket of a parameter that an early segment reads only under ``no_grad``.
+        delay the bucket of a parameter that an early segment reads only under ``no_grad``. What the graph
+        writes to stays as it is: AOTAutograd has to see which inputs share its memory.
         """
         sources = [leaf for leaf in inputs if leaf.node.op == "placeholder" and requires_grad(leaf.value)]
+        unwritten = [leaf for leaf in sources if self.mutations.keys().isdisjoint(storages(leaf.node))]
         carried = self._carried(index)
-        return [leaf for leaf in sources if leaf.node not in carried and isinstance(leaf.value, torch.Tensor)]
+        return [
+            leaf for leaf in unwritten if leaf.node not in carried and isinstance(leaf.value, torch.Tensor)
+        ]
 
     def _carried(self, index: int) -> dict[fx.Node, None]:
         """The nodes that segment `index` sends gradient to, also through recomputed nodes."""

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, find, given, settings
+from hypothesis import find, given, settings
+from hypothesis import strategies as st
 from hypothesis.statistics import collector
 from torch import Tensor, nn
 
@@ -135,14 +136,10 @@ def test_each_feature_and_choice_is_drawn_and_reported_and_no_draw_is_thrown_awa
     assert all(reported[feature] >= count for feature, count in drawn_features.items())
 
 
-@pytest.mark.parametrize("feature", sorted(known_features()))
-def test_each_feature_can_be_switched_off(feature: str) -> None:
-    @settings(max_examples=15, database=None, derandomize=True, phases=[Phase.generate])
-    @given(models(without={feature}, max_steps=5))
-    def look(drawn: DrawnModel) -> None:
-        assert feature not in drawn.features
-
-    look()
+@share(2)
+@given(st.sampled_from(sorted(known_features())), st.data())
+def test_each_feature_can_be_switched_off(feature: str, data: st.DataObject) -> None:
+    assert feature not in data.draw(models(without={feature}, max_steps=5)).features
 
 
 def test_a_feature_that_there_is_not_is_refused_by_name() -> None:

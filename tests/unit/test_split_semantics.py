@@ -352,9 +352,20 @@ class ByAnotherName(Between):
         return (self.layers[3](self.layer(2, h) + x),)
 
 
-def test_what_is_written_by_one_name_is_read_by_the_other_with_its_gradient() -> None:
+class BothNamesBefore(Between):
+    """As above, but the other name is read before the write too, and backward needs what was overwritten."""
+
+    def forward(self, x: Tensor, given: Tensor) -> tuple[Tensor, ...]:
+        h = self.layer(1, self.layer(0, self.own * 1))
+        before = x.sum()
+        given.mul_(h)
+        return (self.layers[3](self.layer(2, h) + x) + before,)
+
+
+@pytest.mark.parametrize("kind", [ByAnotherName, BothNamesBefore])
+def test_what_is_written_by_one_name_is_read_by_the_other_with_its_gradient(kind: type[Between]) -> None:
     torch._dynamo.reset()
-    model = ByAnotherName(pulled_back_later)
+    model = kind(pulled_back_later)
     expected = trained(copy.deepcopy(model), lambda ddp: ddp, two_names_of_one_input)
     compiled = partial(ddpopt.compile, backend="aot_eager", strategy="split")
     assert all(map(torch.equal, trained(model, compiled, two_names_of_one_input), expected))
