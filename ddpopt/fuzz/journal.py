@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from ddpopt.errors import UsageError
 from ddpopt.fuzz.cases import write_whole
-from ddpopt.fuzz.questions import Answer, Outcome
+from ddpopt.fuzz.questions import WHOLE, Answer, Outcome
 from ddpopt.fuzz.signatures import FailureSignature
 
 LINES = "journal.jsonl"
@@ -207,8 +207,9 @@ class Summary:
 
     @property
     def distinct(self) -> int:
-        """The number of distinct failures that count against a mode."""
-        return sum(not failure.owner.startswith("backend ") for failure in self.failures)
+        """The number of distinct failures of what was asked about; of the backend only in mode ``whole``."""
+        backends_too = WHOLE in self.plan.modes
+        return sum(backends_too or not failure.owner.startswith("backend ") for failure in self.failures)
 
     def to_json(self) -> str:
         """Return it as a JSON object."""

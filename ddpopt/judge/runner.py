@@ -90,7 +90,7 @@ def verify(  # noqa: PLR0913  # one for each thing that a user may choose
         bucket, rank and step.
 
     Raises:
-        UsageError: an argument cannot be used, or the target does not run in eager at all.
+        UsageError: an argument cannot be used.
         InfrastructureError: no ranks could be started.
     """
     modes = _names(mode) or (mode_of(strategy),)

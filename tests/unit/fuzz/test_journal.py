@@ -1,11 +1,12 @@
 """What a campaign writes down: a line a model, whole or not there, and only in a folder of its own."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ddpopt.errors import UsageError
-from ddpopt.fuzz.journal import LINES, CampaignPlan, Entry, Journal
+from ddpopt.fuzz.journal import LINES, CampaignPlan, Entry, Journal, summarized
 from ddpopt.fuzz.questions import Answer, Outcome
 from ddpopt.fuzz.signatures import FailureSignature
 
@@ -41,3 +42,12 @@ def test_a_line_that_no_campaign_wrote_is_named(damaged: str, tmp_path: Path) ->
     (tmp_path / LINES).write_text(f"{entry(0).to_line()}\n{damaged}\n{entry(1).to_line()}\n")
     with pytest.raises(UsageError, match=r"line 2 of .*journal\.jsonl' is none that a campaign wrote"):
         Journal(tmp_path, THE_PLAN)
+
+
+@pytest.mark.parametrize(("modes", "distinct"), [(("ddpopt-split",), 0), (("whole",), 1)])
+def test_a_failure_of_the_backend_counts_where_the_backend_alone_was_asked_about(
+    modes: tuple[str, ...], distinct: int
+) -> None:
+    found = Answer(modes[0], Outcome.BACKEND, FailureSignature("L0", "loss"))
+    summary = summarized(replace(THE_PLAN, modes=modes), [replace(entry(0), answers=(found,))])
+    assert (len(summary.failures), summary.distinct) == (1, distinct)
