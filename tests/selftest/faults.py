@@ -43,7 +43,7 @@ class Fault:
     Attributes:
         name: unique.
         layer: what it breaks.
-        seen_by: the levels and checks that may find it: ``"L0"`` to ``"L3"``; ``"certificate"``: ddpopt refuses the
+        seen_by: which checks may find it: ``"L0"`` to ``"L3"``; ``"certificate"``: ddpopt refuses the
             graph; ``"agreement"``: ddpopt refuses the ranks' plans; ``"run"``: the step fails; ``"ranks"``:
             a rank dies or stalls.
         inject: from the rank's site to a context that holds while the mode runs: something of ddpopt's is
@@ -56,7 +56,7 @@ class Fault:
         backend: ``"aot_eager"``; ``"rounding"`` for one that is held to L2; ``"reusing"`` for one that
             reuses memory as Inductor does.
         tiny: whether it moves a number by one unit in the last place, which is rounding on three ranks.
-        reduced: whether the wrong numbers are sums over ranks: equality of these is required only on two ranks.
+        reduced: whether the wrong numbers are sums over ranks, which must be equal only on two ranks.
     """
 
     name: str
