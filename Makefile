@@ -85,10 +85,10 @@ doctest: $(TEST_STAMP) ## the examples in the docstrings only
 multigpu: $(TEST_STAMP) ## tests/multigpu only; starts its own ranks
 	$(BIN)/python -m pytest $(ALL_CORES) tests/multigpu $(PYTEST_ARGS)
 
-nightly: $(TEST_STAMP) ## all tests, also the long ones
+nightly: $(TEST_STAMP) ## all tests, including the long ones
 	$(BIN)/python -m pytest $(ALL_CORES) --nightly tests/unit tests/integration tests/property ddpopt tests/multigpu $(PYTEST_ARGS)
 
-self-test: $(TEST_STAMP) ## put faults in, each of which the verification has to find, and take clean runs (an hour)
+self-test: $(TEST_STAMP) ## inject faults that the verification has to find, and do clean runs (an hour)
 	$(BIN)/python -m pytest --nightly tests/multigpu -k "test_a_fault or clean_runs or putting_in" $(PYTEST_ARGS)
 
 gate: $(TEST_STAMP) ## compare plans, graphs, collectives, overlap and verdicts with ci/baseline.json
@@ -107,7 +107,7 @@ fix: $(DEV_STAMP) ## apply the formatter and the lint's safe fixes
 	$(BIN)/ruff format .
 
 # A benchmark that misses a requirement exits with 1, but the others still run: the summary judges.
-bench: $(TEST_STAMP) ## all benchmarks in turn into benchmarks/results, and what held (hours; as root, on an idle machine)
+bench: $(TEST_STAMP) ## all benchmarks in turn into benchmarks/results, and a summary (hours; as root, on an idle machine)
 	@mkdir -p benchmarks/results
 	@rm -f $(BENCHMARKS:%=benchmarks/results/%.json) $(TIMED:%=benchmarks/results/%.pyperf.json)
 	@$(foreach name,$(BENCHMARKS),$(BIN)/python -m benchmarks.$(name) $(call kept,$(name)) || echo "benchmarks.$(name): exit code $$?";)
@@ -116,7 +116,7 @@ bench: $(TEST_STAMP) ## all benchmarks in turn into benchmarks/results, and what
 bench-alignment: $(TEST_STAMP) ## overlap potential of each corpus case and cap, as a ratio to eager DDP
 	$(BIN)/python -m benchmarks.alignment $(BENCH_ARGS)
 
-bench-planning: $(TEST_STAMP) ## time of plan, partition and certificate, next to torch's DDPOptimizer
+bench-planning: $(TEST_STAMP) ## time of plan, partition and certificate, compared with torch's DDPOptimizer
 	$(BIN)/python -m benchmarks.planning $(BENCH_ARGS)
 
 bench-compile: $(TEST_STAMP) ## uncached, cold and warm start of a training script, each mode (an hour)
@@ -132,7 +132,7 @@ wheel: $(DEV_STAMP) ## build the wheel into dist/
 	rm -rf dist
 	$(BIN)/python -m build --wheel --outdir dist .
 
-wheel-test: wheel ## run the tests against the installed wheel, in an environment of its own
+wheel-test: wheel ## run the tests against the installed wheel, in a separate environment
 	PYTHON=$(PYTHON) TORCH_VERSION=$(TORCH_VERSION) ci/wheel_test.sh dist/ddpopt-*.whl
 
 clean: ## remove builds and caches, not the environment

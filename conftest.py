@@ -22,15 +22,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--nightly",
         action="store_true",
-        help="run the tests marked nightly too: each takes long, and has a shorter kin",
+        help="also run the tests marked nightly: each is slow and has a shorter counterpart",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
-        "markers", "nightly: runs with --nightly only, for a shorter test of the same thing runs always"
+        "markers", "nightly: runs only with --nightly; a shorter test of the same thing always runs"
     )
-    config.addinivalue_line("markers", "long: begins before others, so that no worker ends alone with it")
+    config.addinivalue_line("markers", "long: starts before others, so that no worker ends up alone with it")
     if os.environ.get("EXPECTTEST_ACCEPT"):
         # Each process would rewrite the test files, by line number, and so undo the others' edits.
         config.option.tx = []

@@ -162,15 +162,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = parser_of("benchmarks.alignment", __doc__)
     names = partial(str.split, sep=",")
     parser.add_argument("--cases", type=names, help="names or package.module:name (default: the corpus)")
-    parser.add_argument("--caps", type=_caps, default=_caps(CAPS), help=f"MiB, default, own ({CAPS})")
+    parser.add_argument("--caps", type=_caps, default=_caps(CAPS), help=f"caps: MiB, default, own ({CAPS})")
     modes = "torch,split,inline"
     parser.add_argument(
         "--modes", type=_modes, default=_modes(modes), help=f"{modes.replace(',', ', ')}, whole"
     )
     parser.add_argument("--backend", default="aot_eager", help="name of a Dynamo backend (aot_eager)")
     parser.add_argument("--nproc", type=int, default=1, choices=range(1, 9), help="ranks (1)")
-    parser.add_argument("--jobs", type=int, default=2, help="processes at once (2)")
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds for one run (300)")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at the same time (2)")
+    parser.add_argument("--limit", type=float, default=300.0, help="time limit of one run, in seconds (300)")
     return parser
 
 
@@ -179,7 +179,7 @@ def _caps(text: str) -> tuple[str, ...]:
     caps = tuple(text.split(","))
     for cap in caps:
         if cap not in ("default", "own") and not float(cap) > 0:
-            raise argparse.ArgumentTypeError(f"expected MiB above 0, 'default' or 'own', got {cap!r}")
+            raise argparse.ArgumentTypeError(f"expected a size in MiB, 'default' or 'own', got {cap!r}")
     return caps
 
 

@@ -123,7 +123,7 @@ def section(rows: Sequence[Row], facts: Mapping[str, str]) -> Section:
         claims.append(at_most(where, f"{mode}: runs that fail", failing, 0, limit=0))
     columns = ("mode", "mean", "lowest", f"at least {ASKED:g}", "runs that crash")
     grid_rows = tuple((mode, *_cells_of(cells[mode])) for mode in modes)
-    grid = Grid(f"Overlap potential to eager DDP's, {len(rows)} runs", columns, grid_rows)
+    grid = Grid(f"Overlap potential relative to eager DDP's, {len(rows)} runs", columns, grid_rows)
     return Section("alignment", facts, tuple(claims), (grid,))
 
 

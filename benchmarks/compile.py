@@ -283,7 +283,7 @@ def section(figures: Figures, facts: Mapping[str, str]) -> Section:
         facts: the conditions.
     """
     of_kinds = (f"{kind}{what}" for kind in KINDS for what in (", s", " to torch's", " to one graph"))
-    columns = ("model", "layers", "mode", *of_kinds, "warm, s", "warm: anew")
+    columns = ("model", "layers", "mode", *of_kinds, "warm, s", "warm: recompiled")
     rows = tuple(
         (
             *(setting.model, str(setting.layers), setting.mode),
@@ -293,7 +293,7 @@ def section(figures: Figures, facts: Mapping[str, str]) -> Section:
         )
         for setting, starts in figures.items()
     )
-    title = "First three steps, processor seconds, fastest (slowest); graphs that a warm start compiled anew"
+    title = "First three steps, processor seconds, fastest (slowest); graphs that a warm start compiled again"
     return Section("compile", facts, tuple(_claims(figures)), (Grid(title, columns, rows),))
 
 
@@ -364,9 +364,9 @@ def _parser() -> argparse.ArgumentParser:
         "--models", type=partial(some_of, tuple(WORKLOADS)), default=models, help=f"({models})"
     )
     parser.add_argument("--modes", type=partial(some_of, COMPILED), default=modes, help=f"({modes})")
-    parser.add_argument("--layers", type=_depths, help=f"depths of each model ({_own_depths()})")
+    parser.add_argument("--layers", type=_depths, help=f"numbers of layers for each model ({_own_depths()})")
     parser.add_argument(
-        "--repeat", type=int, default=1, choices=range(1, 100), metavar="N", help="starts of each (1)"
+        "--repeat", type=int, default=1, choices=range(1, 100), metavar="N", help="starts per mode (1)"
     )
     return parser
 

@@ -1,6 +1,6 @@
 """The device of a measurement, CPU or GPUs, and the differences between them.
 
-Invariant: the device is synchronised before any clock is read.
+Invariant: the device is synchronized before any clock is read.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def _missing() -> str | None:
     absent = [tool for tool in TOOLS if shutil.which(tool) is None]
     if absent:
         return f"{', '.join(absent)} not found"
-    return "it takes root" if os.geteuid() != 0 else None
+    return "it requires root" if os.geteuid() != 0 else None
 
 
 @contextmanager

@@ -240,7 +240,7 @@ def section(found: Found, facts: Mapping[str, str]) -> Section:
         for t in ours.values()
     )
     columns = ("layers", "nodes", "ddpopt, s", "torch's DDPOptimizer, s", "times faster")
-    title = "Seconds apart from the backend, median (fastest – slowest); times faster, of the medians"
+    title = "Seconds without the backend, median (fastest – slowest); times faster, from the medians"
     return Section("planning", facts, claims, (Grid(title, columns, rows),))
 
 
@@ -288,12 +288,12 @@ def timings_of(found: Found) -> Timings:
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("benchmarks.planning", __doc__)
-    parser.add_argument("--layers", type=_sizes, default=SIZES, help=f"sizes ({SIZES})")
+    parser.add_argument("--layers", type=_sizes, default=SIZES, help=f"numbers of layers ({SIZES})")
     parser.add_argument(
-        "--deep", type=_deep, default=DEEP, help=f"sizes for ddpopt alone, or none ({DEEP}: 50,000 nodes)"
+        "--deep", type=_deep, default=DEEP, help=f"layers for ddpopt alone, or none ({DEEP}: 50,000 nodes)"
     )
     parser.add_argument(
-        "--repeat", type=int, default=3, choices=range(1, 100), metavar="N", help="timings (3)"
+        "--repeat", type=int, default=3, choices=range(1, 100), metavar="N", help="timings of each (3)"
     )
     return parser
 

@@ -194,7 +194,7 @@ def parser_of(module: str, about: str | None) -> argparse.ArgumentParser:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--json", type=Path, help="write the tables and all figures to this file")
     parser.add_argument(
-        "--pyperf", type=Path, metavar="FILE", help="write all timings to this file of pyperf's"
+        "--pyperf", type=Path, metavar="FILE", help="write all timings to this file, in pyperf's format"
     )
     return parser
 
@@ -255,7 +255,7 @@ def show_grid(console: Console, grid: Grid) -> None:
 
 def show_claims(console: Console, sections: Sequence[Section]) -> None:
     """Print the requirements and results, one row each."""
-    table = Table(title="Ratios of one run each; what they would be at the physical limit; what is asked")
+    table = Table(title="Ratios, each from one run; their values at the physical limit; what is required")
     table.add_column("benchmark", no_wrap=True)
     for title in CLAIMS:
         table.add_column(title, justify="left" if title in ("where", "figure") else "right")

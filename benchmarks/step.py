@@ -153,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         require(asked.device)
         facts = {
             **conditions("benchmarks.step"),
-            "threads": "1 a rank, 2 ranks",
+            "threads": "1 per rank, 2 ranks",
             **description(asked.device),
             "rates": ", ".join(asked.rate),
             "backend": asked.backend,
@@ -214,14 +214,14 @@ def _parser() -> argparse.ArgumentParser:
         "--models", type=partial(some_of, tuple(WORKLOADS)), default=models, help=f"({models})"
     )
     parser.add_argument("--modes", type=partial(some_of, MODES), default=modes, help=f"({modes})")
-    parser.add_argument("--backend", type=_backend, default="inductor", help="of Dynamo (inductor)")
-    parser.add_argument("--device", choices=DEVICES, default=CPU, help="where both ranks compute (cpu)")
+    parser.add_argument("--backend", type=_backend, default="inductor", help="Dynamo backend (inductor)")
+    parser.add_argument("--device", choices=DEVICES, default=CPU, help="device of both ranks (cpu)")
     parser.add_argument(
-        "--rounds", type=int, default=8, choices=range(1, 1000), metavar="N", help="turns of each mode (8)"
+        "--rounds", type=int, default=8, choices=range(1, 1000), metavar="N", help="rounds for each mode (8)"
     )
     rates = ",".join(RATES)
     parser.add_argument(
-        "--rate", type=_rates, default=rates, help=f"of the network, a table each, as tc writes it ({rates})"
+        "--rate", type=_rates, default=rates, help=f"network rates as tc writes them, a table each ({rates})"
     )
     return parser
 

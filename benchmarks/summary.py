@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     short = sum(not claim.held for section in sections for claim in section.claims)
     asked_in_all = sum(len(section.claims) for section in sections)
-    console.print(f"{asked_in_all - short} of {asked_in_all} held", markup=False, highlight=False)
+    console.print(f"{asked_in_all - short} of {asked_in_all} requirements met", markup=False, highlight=False)
     return int(bool(short))
 
 
@@ -102,9 +102,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.summary", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
-        "--results", type=Path, default=RESULTS, metavar="DIR", help="where the JSON is (benchmarks/results)"
+        "--results", type=Path, default=RESULTS, metavar="DIR", help="folder of the JSON (benchmarks/results)"
     )
-    parser.add_argument("--store", type=_name, metavar="NAME", help="keep the summary: cpu, or a GPU's name")
+    parser.add_argument("--store", type=_name, metavar="NAME", help="store as this: cpu, or a GPU's name")
     return parser
 
 

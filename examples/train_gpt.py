@@ -216,9 +216,9 @@ def report(settings: Settings, outcome: Outcome, display: Display) -> bool:
     rows = [
         Row("compilations", "", [ours.compiled for ours in both]),
         Row("buckets planned", "", [str(len(outcome.plan.buckets))] * 2),
-        Row("reduced exactly so, steps", "", [f"{ours.as_planned} of {CHECKED}" for ours in both], reduced),
+        Row("steps reduced as planned", "", [f"{ours.as_planned} of {CHECKED}" for ours in both], reduced),
         Row("gradients off by", "", [shown(ours.difference) for ours in both], gradients),
-        Row("off float64, eager = 1", "1", [f"{ours.error:.2f}" for ours in both]),
+        Row("error to float64, eager = 1", "1", [f"{ours.error:.2f}" for ours in both]),
         Row(
             f"loss, step {settings.steps}", f"{outcome.eager.loss:.4f}", [f"{o.race.loss:.4f}" for o in both]
         ),
@@ -271,7 +271,7 @@ def parse_settings() -> Settings:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--backend", default="inductor", help="what compiles the graphs (default: inductor)")
+    parser.add_argument("--backend", default="inductor", help="Dynamo backend (default: inductor)")
     parser.add_argument("--steps", type=int, default=10, help="training steps of each copy (default: 10)")
     parser.add_argument("--ranks", type=int, default=2, help="ranks to start outside torchrun (default: 2)")
     parser.add_argument("--cap-mb", type=float, default=2.5, help="DDP's bucket_cap_mb (default: 2.5)")
@@ -279,7 +279,7 @@ def parse_settings() -> Settings:
     obstacle = inductor_obstacle() if settings.backend == "inductor" else None
     if obstacle is None:
         return settings
-    print(f"Inductor cannot compile for the CPU here: {obstacle}. Going on with aot_eager.", file=sys.stderr)
+    print(f"Inductor cannot compile for the CPU here: {obstacle}. Using aot_eager.", file=sys.stderr)
     return replace(settings, backend="aot_eager")
 
 

@@ -23,7 +23,7 @@ ANSWERS = {
     "overlap": "at least half early",
     "aligned": "all but the last early",
     "recompiles": "nothing compiled after the second step",
-    "products": "no product computed again that was to be kept",
+    "products": "no product recomputed that was to be kept",
 }
 """What a report may ask for besides eager DDP's gradients, as the page puts it."""
 HEAD = """\

@@ -3,10 +3,10 @@
 These tests state what DDP promises, independently of ddpopt. Each test that builds a DDP module runs on two
 gloo ranks in eager; if that passes, it runs compiled by torch (whole graphs; its DDPOptimizer) and by both of
 ddpopt's strategies. Everything runs with the tests' own caps, and with one so small that most parameters get
-their own bucket. A test is *failed only by us* if eager and one of torch's modes pass it and a strategy of
+their own bucket. A test *fails only with ddpopt* if eager and one of torch's modes pass it and a strategy of
 ddpopt does not.
 
-Exit code 0: no test is failed only by us without a reason. 1: some are. 2: usage.
+Exit code 0: no test fails only with ddpopt without a reason. 1: some do. 2: usage.
 """
 
 import argparse
@@ -25,16 +25,16 @@ from ci.torch_ddp.table import MODES, Accepted, table, unaccepted
 ACCEPTED: Mapping[str, Accepted] = {
     "test_different_graph_across_ranks": Accepted(
         "AssertionError: 0 is not true",
-        "it asks DDP's log whether buckets were rebuilt after the first iteration. The plan's buckets are "
-        "in force from the first iteration on, so that nothing is left to rebuild, and the log tells so.",
+        "it checks in DDP's log that buckets were rebuilt after the first iteration. The plan's buckets "
+        "are in effect from the first iteration on, so nothing is rebuilt, and the log says so.",
     ),
     "test_ddp_profiling_torch_profiler": Accepted(
         "AssertionError: 0 not greater than or equal to 1",
-        "it asks the profile for the broadcast by which DDP rebuilds its buckets after the first iteration. "
-        "The plan's buckets are in force from the first iteration on, so that nothing is broadcast.",
+        "it checks that the profile has the broadcast with which DDP rebuilds its buckets after the first "
+        "iteration. The plan's buckets are in effect from the first iteration on, so nothing is broadcast.",
     ),
 }
-"""Tests that only ddpopt fails, with the reason why eager's behaviour is not wanted there."""
+"""Tests that only ddpopt fails, with the reason why eager's behavior is not wanted there."""
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -43,14 +43,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("tests", nargs="*", default=["*"], help="patterns of the tests' names (default: all)")
-    add("--mode", action="append", choices=MODES[1:], help="compile in this way only (repeatable)")
-    add("--caps", choices=("own", "small"), help="only with the tests' own caps, or only with the small one")
+    add("--mode", action="append", choices=MODES[1:], help="compile only in this way (repeatable)")
+    add("--caps", choices=("own", "small"), help="use only the tests' own caps, or only the small one")
     add("--backend", default="aot_eager", help="the Dynamo backend underneath (default: aot_eager)")
-    add("--limit", type=float, default=120, help="seconds that one run may take (default: 120)")
-    add(
-        "--workers", type=int, default=os.cpu_count() or 1, help="runs at the same time (default: one a core)"
-    )
-    add("--json", type=Path, help="write each outcome to this file, with why it did not pass")
+    add("--limit", type=float, default=120, help="time limit of one run, in seconds (default: 120)")
+    add("--workers", type=int, default=os.cpu_count() or 1, help="parallel runs (default: one per core)")
+    add("--json", type=Path, help="write each outcome to this file, with the reason if it did not pass")
     add("--markdown", type=Path, help="write the tables to this file")
     return parser.parse_args(arguments)
 
@@ -79,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     alone = unaccepted(outcomes, ACCEPTED)
     if alone:
-        print(f"failed only by us: {', '.join(alone)}", file=sys.stderr)
+        print(f"failed only with ddpopt: {', '.join(alone)}", file=sys.stderr)
     return 1 if alone else 0
 
 

@@ -60,7 +60,7 @@ class Accepted:
 
     Attributes:
         where: a part of the failure's message; other failures of the test are not accepted.
-        reason: the behaviour of eager there, and why it is not wanted.
+        reason: the behavior of eager there, and why it is not wanted.
     """
 
     where: str
@@ -117,7 +117,7 @@ def table(outcomes: Outcomes, accepted: Reasons, small_cap_mb: float) -> str:
 
 
 def _counts(outcomes: Outcomes, caps: Mapping[bool, str]) -> Iterator[str]:
-    yield "| caps | mode | passed | failed | failed only by us | passed, but nothing was compiled |"
+    yield "| caps | mode | passed | failed | failed only with ddpopt | passed, but nothing was compiled |"
     yield "| --- | --- | ---: | ---: | ---: | ---: |"
     for small, name in caps.items():
         tests, alone = judged(outcomes, small), only_by_us(outcomes, small)
@@ -145,7 +145,7 @@ def _failures(outcomes: Outcomes, accepted: Reasons, caps: Mapping[bool, str]) -
                 why = f"{shown}: {_last_line(bad[shown].message)}"
                 rows.append(f"| {name} | `{test}` | {', '.join(bad)} | {ours} | {why} |")
     if rows:
-        yield from ("| caps | failed | by | only by us | why |", "| --- | --- | --- | --- | --- |", *rows)
+        yield from ("| caps | failed | by | only by ddpopt | why |", "| --- | --- | --- | --- | --- |", *rows)
 
 
 def _last_line(message: str) -> str:
@@ -156,4 +156,4 @@ def _last_line(message: str) -> str:
 def _reasons(outcomes: Outcomes, accepted: Reasons) -> Iterator[str]:
     found = {test for small in (False, True) for test in only_by_us(outcomes, small)}
     for test in sorted(found & accepted.keys()):
-        yield f"- `{test}` is failed only by us because {accepted[test].reason}"
+        yield f"- `{test}` fails only with ddpopt because {accepted[test].reason}"

@@ -86,8 +86,8 @@ def _import(module_name: str, target: str) -> object:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise _fault(target, f"importing {module_name!r}", error) from error
         raise UsageError(
-            f"target {target!r}: there is no module {error.name!r}; "
-            "install it, or add the directory that holds it to PYTHONPATH"
+            f"target {target!r}: there is no module {error.name!r}; install it, or add the directory that "
+            "contains it to PYTHONPATH"
         ) from error
     except KeyboardInterrupt:
         raise

@@ -35,9 +35,7 @@ class _Group(TyperGroup):
         except SystemExit as error:  # raised by the target's code; it must not look like success
             from ddpopt.cases.targets import users_line  # heavy, but already loaded at this point
 
-            ended = (
-                f"the target ended the process: sys.exit({error.code!r}){users_line(error)}; have it return"
-            )
+            ended = f"the target called sys.exit({error.code!r}){users_line(error)}; make it return instead"
             typer.echo(f"ddpopt: error: {ended}", err=True)
             raise typer.Exit(UsageError.exit_code) from error
 
@@ -97,9 +95,9 @@ def doctor(  # one for each option of the command line
 ) -> None:
     """Run a model under DDP, eager and compiled, and say what prevents overlap.
 
-    Graph breaks, recompiles, compile time, buckets, unused parameters and options, each with the next step
-    to take. It runs in this process alone, with the inputs of --nproc ranks. Exit code 1 if a step fails or
-    would train something else.
+    Graph breaks, recompiles, buckets, unused parameters and options, each with the next step to take. It runs
+    in this process alone, with the inputs of --nproc ranks. Exit code 1 if a step fails or would train
+    something else.
     """
     from ddpopt.cases.targets import resolve
     from ddpopt.doctor import diagnose
@@ -221,7 +219,7 @@ def gate(  # noqa: PLR0913  # one for each option of the command line
     raise typer.Exit(0 if comparison.updates else comparison.exit_code)
 
 
-@app.command(short_help="Draw models, and search for one that a mode gets wrong.")
+@app.command(short_help="Draw random models, and search for one that a mode gets wrong.")
 def fuzz(  # noqa: PLR0913  # one for each option of the command line
     minutes: given.Minutes = None,
     examples: given.Examples = None,
@@ -248,7 +246,7 @@ def fuzz(  # noqa: PLR0913  # one for each option of the command line
     raise typer.Exit(fuzzing.fuzz(plan, minutes, examples, timeout, out, json))
 
 
-@app.command(short_help="Make a model that fails small, and write a script that shows it.")
+@app.command(short_help="Shrink a model that fails, and write a script that reproduces the failure.")
 def minimize(
     case: given.CaseFile,
     out: given.Script = None,

@@ -81,7 +81,7 @@ def _require_hypothesis() -> None:
     try:
         import hypothesis  # noqa: F401  # whether it is there
     except ImportError as error:
-        raise UsageError("drawing models takes Hypothesis; 'pip install hypothesis'") from error
+        raise UsageError("drawing models requires Hypothesis; 'pip install hypothesis'") from error
 
 
 def fuzz(  # one for each option of the command line
@@ -179,10 +179,10 @@ def minimize(  # one for each option of the command line
     case = FoundCase.read(Path(file))
     script = Path(out) if out is not None else Path(file).with_suffix(".small.py")
     if script.suffix != ".py" or not script.absolute().parent.is_dir():
-        raise UsageError(f"--out: expected the name of a Python file in a folder that exists, got {out!r}")
+        raise UsageError(f"--out: expected the name of a Python file in an existing folder, got {out!r}")
     small = script.with_suffix(".json")
     if small.absolute() == Path(file).absolute():
-        raise UsageError(f"--out: {out!r} would put the small case in place of {file!r}; name another file")
+        raise UsageError(f"--out: {out!r} would overwrite {file!r}; choose another file")
     seconds, limit_s = None if minutes is None else minutes * 60, timeout_s
     looking = f"looking for a smaller model: {case.signature}"
     with status_line(looking) as show_line, Worker(limit_s) as worker:

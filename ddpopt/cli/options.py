@@ -33,7 +33,7 @@ Targets = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="TARGET",
-        help="As for 'ddpopt explain', or 'corpus' for all cases; by default those of the baseline.",
+        help="As for 'ddpopt explain', or 'corpus' for all cases; by default, all that the baseline has.",
     ),
 ]
 CaseFile = Annotated[str, typer.Argument(metavar="CASE", help="A case that 'ddpopt fuzz' wrote.")]
@@ -49,7 +49,7 @@ Ddp = Annotated[
 Json = Annotated[
     str | None,
     typer.Option(
-        "--json", metavar="FILE", help="Write JSON to FILE, or with '-' to stdout, without the text."
+        "--json", metavar="FILE", help="Write JSON to FILE; '-' writes it to stdout instead of the text."
     ),
 ]
 Reports = Annotated[
@@ -64,8 +64,8 @@ Nproc = Annotated[int, typer.Option(help="Number of ranks; under torchrun, its r
 Backend = Annotated[
     str,
     typer.Option(
-        help="Dynamo backend: a name, or package.module:function. aot_eager is compared bit by bit; inductor "
-        "also runs generated code, and takes longer."
+        help="Dynamo backend: a name, or package.module:function. aot_eager is compared bit for bit; "
+        "inductor also runs generated code, and takes longer."
     ),
 ]
 Modes = Annotated[
@@ -73,31 +73,29 @@ Modes = Annotated[
     typer.Option(
         "--mode",
         metavar=NAMES,
-        help="Modes to run, or 'all' (see 'ddpopt modes'). By default ddpopt's own; of the matrix all.",
+        help="Modes to run, or 'all' (see 'ddpopt modes'). By default ddpopt's own; for 'matrix', all.",
     ),
 ]
 Options = Annotated[
     str | None,
     typer.Option(
         metavar=NAMES,
-        help="Ways to use DDP, or 'all' (see 'ddpopt modes'). By default 'default'; of the matrix all.",
+        help="Ways to use DDP, or 'all' (see 'ddpopt modes'). By default 'default'; for 'matrix', all.",
     ),
 ]
 Steps = Annotated[int, typer.Option(help="Training steps; DDP rebuilds its buckets before the second.")]
-Dtype = Annotated[str | None, typer.Option(help="Compute in this dtype, like bfloat16.")]
+Dtype = Annotated[str | None, typer.Option(help="Compute in this dtype, such as bfloat16.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda if each rank has a GPU.")]
-Timeout = Annotated[
-    float, typer.Option(help="Seconds that one trial, which is one mode of one case, may take.")
-]
+Timeout = Annotated[float, typer.Option(help="Time limit for one trial (one mode of one case), in seconds.")]
 Locate = Annotated[
     bool, typer.Option(help="If something is wrong, find out where, and write ddpopt_reproduction.py.")
 ]
-BaselineFile = Annotated[str, typer.Option("--baseline", metavar="FILE", help="What to compare with.")]
+BaselineFile = Annotated[str, typer.Option("--baseline", metavar="FILE", help="Baseline to compare with.")]
 Update = Annotated[
     bool, typer.Option("--update", help="Write what changed, and the options given, to the baseline.")
 ]
-Minutes = Annotated[float | None, typer.Option(help="How long to search; without a limit until it ends.")]
-Examples = Annotated[int | None, typer.Option(help="Models of the whole campaign, earlier runs included.")]
+Minutes = Annotated[float | None, typer.Option(help="Time limit of the search, in minutes; by default none.")]
+Examples = Annotated[int | None, typer.Option(help="Number of models to try, including earlier runs.")]
 Seed = Annotated[int, typer.Option(help="Random seed.")]
 Out = Annotated[
     str, typer.Option(metavar="DIR", help="Folder of the campaign; an existing campaign is resumed.")
@@ -111,7 +109,7 @@ Script = Annotated[
     ),
 ]
 Without = Annotated[str | None, typer.Option(metavar=NAMES, help="Features to exclude.")]
-Tries = Annotated[int, typer.Option(help="How many models may be tried.")]
+Tries = Annotated[int, typer.Option(help="Maximum number of models to try.")]
 
 
 def ddp_arguments(given: Sequence[str]) -> dict[str, Any]:
@@ -142,7 +140,7 @@ def _ddp_argument(given: str) -> tuple[str, Any]:
         return key, json.loads(f"[{text}]" if is_list else text.lower())
     except ValueError as error:
         raise UsageError(
-            "--ddp: expected KEY=VALUE where VALUE is a number, true, false, or numbers with commas between, "
+            "--ddp: expected KEY=VALUE where VALUE is a number, true, false, or comma-separated numbers, "
             f"got {given!r}"
         ) from error
 

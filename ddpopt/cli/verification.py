@@ -111,7 +111,7 @@ class Verification:
 
     def _locate(self, target: str, ddp_kwargs: Mapping[str, Any], trial: Trial, ranks: int) -> Location:
         if is_first():
-            typer.echo(f"looking where it goes wrong: {trial.name}", err=True)
+            typer.echo(f"looking for where it goes wrong: {trial.name}", err=True)
         return locate(
             target,
             trial,

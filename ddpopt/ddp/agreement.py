@@ -136,12 +136,12 @@ def _missing_text(board: "Store", process_group: dist.ProcessGroup, what: str, t
     missing = [rank for rank in range(process_group.size()) if not board.check([f"digest/{rank}"])]
     if not missing:
         return (
-            f"{what}: rank {process_group.rank()} answered after another rank had given up waiting. Let the "
-            "ranks make this call at about the same time, or allow more time with timeout="
+            f"{what}: rank {process_group.rank()} answered after another rank had given up waiting. Make "
+            "this call on all ranks at about the same time, or allow more time with timeout="
         )
     return (
         f"{what}: no answer from rank {', '.join(map(str, missing))} of {process_group.size()} within "
-        f"{timeout.total_seconds():g} s. Every rank of the process group must make this call: look in the "
+        f"{timeout.total_seconds():g} s. Every rank of the process group must make this call: check the "
         "missing rank's log for what stopped it, or allow more time with timeout="
     )
 
@@ -162,6 +162,6 @@ def _store_errors_named(what: str) -> Iterator[None]:
         raise
     except (RuntimeError, OSError) as error:  # dist.DistError and its children are RuntimeErrors
         raise InfrastructureError(
-            f"{what}: the process group's key-value store failed ({error}). Most often the rank that holds "
-            "it, rank 0, has ended: look in its log for the reason"
+            f"{what}: the process group's key-value store failed ({error}). Usually this means that rank 0, "
+            "which hosts it, has exited: check its log for the reason"
         ) from error

@@ -5,7 +5,7 @@ that forward, when DDP calls ``reducer.prepare_for_backward``. Before that call,
 replace the module's reducer and logger:
 
 - the logger's placeholder is always there: DDP calls the logger right before each forward that will be
-  synchronised, on entering ``join()``, and before a communication hook is registered;
+  synchronized, on entering ``join()``, and before a communication hook is registered;
 - the reducer's placeholder is there from such a call on, to intercept the call that ends the forward. C++
   functions may not accept it as a reducer, so it is removed while a communication hook is registered.
 
@@ -45,7 +45,7 @@ _kept: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 def defer(ddp: nn.Module, decide: Callable[[], Plan | None]) -> None:
-    """Impose a plan at the end of the module's next forward that will be synchronised.
+    """Impose a plan at the end of the module's next forward that will be synchronized.
 
     May be called before that forward or inside it; the last call counts. The buckets are then used in
     that iteration's backward. If ranks decide differently, all use the plan of the lowest rank that has one,
@@ -164,7 +164,7 @@ class Deferral:
             return ddp.reducer
         if not same_buckets(plans):
             rank, difference = plans.index(plan), plan_difference(plans)
-            log.info("the ranks' plans differ; all use that of rank %d:\n%s", rank, difference)
+            log.info("the ranks' plans differ; all ranks use that of rank %d:\n%s", rank, difference)
             require_fit(ddp, plan)
         self._install(ddp, plan, joined)
         return ddp.reducer
@@ -218,7 +218,7 @@ class PendingReducer:
 
     @outside_dynamo
     def _get_zeros_like_grad_buckets(self) -> Any:
-        # A rank that has joined shadows its peers' first synchronised backward.
+        # A rank that has joined shadows its peers' first synchronized backward.
         return self.deferral.conclude(joined=True)._get_zeros_like_grad_buckets()
 
 
@@ -234,7 +234,7 @@ class PendingLogger:
 
     @outside_dynamo
     def set_runtime_stats_and_log(self) -> None:
-        """Arm the deferral: a forward that will be synchronised begins."""
+        """Arm the deferral: a forward that will be synchronized begins."""
         self.deferral.arm()
         self.deferral.logger.set_runtime_stats_and_log()
 

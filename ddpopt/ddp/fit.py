@@ -58,11 +58,11 @@ def _unsupported(ddp: Any) -> Iterator[str]:
         )
     if ddp._delay_all_reduce_all_params:
         yield (
-            "delay_all_reduce_named_params holds all its parameters, so none is left for buckets; "
+            "delay_all_reduce_named_params contains all of its parameters, so none are left for buckets; "
             "leave some out"
         )
     if ddp.mixed_precision is not None:
-        yield "mixed_precision ties hooks to the buckets that DDP made; use torch.autocast instead"
+        yield "mixed_precision ties its hooks to DDP's original buckets; use torch.autocast instead"
 
 
 def require_between_iterations(ddp: DistributedDataParallel) -> None:
@@ -81,25 +81,25 @@ def require_between_iterations(ddp: DistributedDataParallel) -> None:
 
 def _under_way(ddp: Any) -> str:
     if task_id() != NO_TASK:
-        return "a backward is running; call this outside of it"
+        return "a backward is running; call this before or after it"
     if DistributedDataParallel._active_ddp_module is ddp:
         return "the module's forward is running; call this before or after it"
     if _awaits_backward(ddp):
         return (
-            "the module's last synchronised forward had no backward yet; run its backward first, or run "
-            "forwards that have none under torch.no_grad()"
+            "the module's last synchronized forward has had no backward yet; run its backward first, or "
+            "run forwards that need none under torch.no_grad()"
         )
     return ACCUMULATES if accumulates(ddp) else ""
 
 
 ACCUMULATES = (
-    "under no_sync() the reducer notes which parameters were used, and a new reducer would not know; "
-    "call this before the first of the accumulated backwards, or after zero_grad()"
+    "under no_sync() the reducer records which parameters were used, and a new reducer would not know; "
+    "call this before the first accumulated backward, or after zero_grad()"
 )
 
 
 def accumulates(ddp: Any) -> bool:
-    """Whether the reducer has recorded used parameters since the last synchronised backward."""
+    """Whether the reducer has recorded used parameters since the last synchronized backward."""
     notes = ddp.find_unused_parameters and not ddp.static_graph and not ddp.require_forward_param_sync
     return notes and any(parameter.grad is not None for parameter in ddp.module.parameters())
 

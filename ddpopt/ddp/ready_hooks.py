@@ -137,7 +137,7 @@ class ReadyHooks:
         elif any(gradient is not None for gradient in gradients):
             raise HandOverError(
                 f"parameter {self._names[place]!r}: its gradient was handed to DDP from inside the compiled "
-                "backward, and then another part of the same backward added to it. The bucket has left "
+                "backward, and then another part of the same backward added to it. The bucket was sent "
                 'without that part; discard this step. Compile with strategy="split", and please report this'
             )
 

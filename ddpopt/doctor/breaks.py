@@ -20,7 +20,7 @@ _LINK = re.compile(r"https?://\S+")
 _JUMP = "generic_jump "
 """Dynamo's whole message for a branch after which it continues."""
 _BRANCH = """Python branches on the value of a tensor
-  Hint: Compute both sides and choose by torch.where, or put the sides into torch.cond."""
+  Hint: Compute both sides and choose with torch.where, or use torch.cond."""
 _EMPTY_HINTS = ("file an issue", "report an issue", "may have been caused by an earlier", "fundamental")
 """Parts of Dynamo's hints that suggest no change of the model."""
 _DIVIDED = "The model is compiled as separate graphs before and after it"
@@ -52,10 +52,10 @@ def _abandoned(notes: Notes) -> Iterator[Advice]:
         file, line = frame.failed_at
         at = (file, line) if file and not is_machinery(file) else (frame.file, frame.line)
         first, *later = _SECOND_REASON.split(frame.failure)
-        because = _title(later[0])[0] if later else "Dynamo cannot go on after it"
+        because = _title(later[0])[0] if later else "Dynamo cannot continue after it"
         cost = (
-            f"{frame.function}(), the function around it, then runs in eager ({because}), and what it calls "
-            "is compiled apart"
+            f"{frame.function}(), the function that contains it, then runs in eager ({because}), and the "
+            "functions it calls are compiled separately"
         )
         yield _finding(first, *at, cost)
 
@@ -73,7 +73,7 @@ def _finding(text: str, file: str, line: int, cost: str) -> Advice:
     code = linecache.getline(file, line).strip()
     what = f"Graph break at {file}:{line}: {reason}. {cost}."
     steps = list(_hints(lines))[:2] or [
-        "Rewrite this line without it, or move it out of the model's forward."
+        "Rewrite this line without the break, or move it out of the model's forward."
     ]
     links = [found[0] for each in lines if (found := _LINK.search(each))]
     steps += [f"See {links[0]}"] if links else []

@@ -1,7 +1,7 @@
 """Examine a case: run it in eager, in eager DDP, with torch's optimizer and with ddpopt; report findings.
 
 Invariant: every claim of a finding was observed in one of these runs, or predicted by `ddpopt.explain` and
-labelled as a prediction.
+labeled as a prediction.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ddpopt.planning.limits import BucketConfig
 from ddpopt.ranks.group import one_rank
 from ddpopt.torch_private import require_supported
 
-USE_DDPOPT = "Compile with ddpopt.compile(ddp) in place of torch.compile(ddp)"
+USE_DDPOPT = "Compile with ddpopt.compile(ddp) instead of torch.compile(ddp)"
 
 
 def diagnose(
@@ -66,7 +66,7 @@ def diagnose(
     BucketConfig.from_kwargs(**kwargs)
     if steps < 2:
         raise UsageError(
-            f"steps: expected at least 2, for DDP rebuilds its buckets before the second, got {steps!r}"
+            f"steps: expected at least 2, because DDP rebuilds its buckets before the second, got {steps!r}"
         )
     if ranks < 1:
         raise UsageError(f"nproc: expected at least 1, got {ranks!r}")
@@ -142,10 +142,9 @@ def _run_findings(eager: ModeRun, compiled: Sequence[ModeRun]) -> Iterator[Advic
             yield Advice(
                 "run",
                 Weight.SLOW,
-                f"Under {run.mode} nothing of the model is compiled: it runs in eager.",
-                "See the graph breaks in this report; where there are none, Dynamo steps over the module's "
-                "frames (pytorch#140416): compile with ddpopt.compile(ddp), or put the module into one of "
-                "your own.",
+                f"Under {run.mode} no part of the model is compiled: it runs in eager.",
+                "See the graph breaks in this report; if there are none, Dynamo skips the module's frames "
+                "(pytorch#140416): compile with ddpopt.compile(ddp), or wrap the module in one of your own.",
             )
 
 
@@ -153,8 +152,8 @@ def _eager_failed(eager: ModeRun) -> Advice:
     what = f"Eager DDP fails in step {eager.failed_step}"
     if _waits_in_vain(eager):
         what += (
-            ", because parameters of the step before got no gradient. The compiled modes were run with "
-            "find_unused_parameters=True."
+            ", because some parameters got no gradient in the previous step. The compiled modes were run "
+            "with find_unused_parameters=True."
         )
         return Advice("run", Weight.WRONG, what, "See the finding on parameters.")
     what += f": {eager.failure} No compiled mode was run."
@@ -177,8 +176,8 @@ def _split_findings(
 ) -> Iterator[Advice]:
     """The predicted cost of the cuts of torch's optimizer."""
     if explanation is None:
-        step = "None: all else in this report was seen in real runs."
-        what = f"Segments are not known, for they are predicted on fake tensors: {untraced}"
+        step = "None: everything else in this report was observed in real runs."
+        what = f"The segments are unknown, because they are predicted on fake tensors: {untraced}"
         yield Advice("run", Weight.NOTE, what, step)
         return
     ran = {run.mode for run in compiled if not run.failure and run.notes.graphs}
@@ -195,7 +194,7 @@ def _split_findings(
             "buckets",
             Weight.SLOW,
             f"torch's optimizer does not see {names(unseen)}: it looks at the positional arguments of each "
-            "operation, not at keyword arguments and not into lists. It makes no cut for them.",
+            "operation, not at keyword arguments or inside lists. It makes no cut for them.",
             f"{USE_DDPOPT}; or pass these weights as positional arguments.",
         )
 
@@ -205,7 +204,7 @@ def _waits(explanation: Explanation) -> str:
     theirs = explanation.torch_tally
     count = theirs.buckets
     if theirs.segments == 1:
-        return "the graph is one segment, so all gradients come when its backward has ended."
+        return "the graph is one segment, so all gradients arrive when its backward ends."
     if count == 1:
         return "all gradients are one bucket, which leaves when the last of them is ready."
     if theirs.early == 0:

@@ -45,9 +45,9 @@ def _one_bucket(sizes: list[int]) -> Advice:
         "ready."
     )
     if total <= MIB:
-        return Advice("options", Weight.NOTE, what, "None: there is too little to send to matter.")
+        return Advice("options", Weight.NOTE, what, "None: there is too little data for this to matter.")
     if largest * 2 > total:
-        alone = f"A smaller cap changes little: one gradient alone has {mib(largest)} MiB."
+        alone = f"A smaller cap changes little: a single gradient has {mib(largest)} MiB."
         return Advice("options", Weight.NOTE, f"{what} {alone}", "None.")
     cap = max(math.floor(total / GOOD_COUNT / MIB * 100) / 100, 0.01)
     step = f"Lower the cap: bucket_cap_mb={cap:g} makes about {GOOD_COUNT} buckets."
@@ -69,23 +69,23 @@ def _of_dynamo() -> Iterator[Check]:
     yield (
         dynamo.optimize_ddp in (False, "no_optimization"),
         f"torch._dynamo.config.optimize_ddp is {dynamo.optimize_ddp!r}: torch.compile(ddp) makes no cut, so "
-        "all gradients of a graph come when its backward has ended, and no all-reduce overlaps with it. This "
-        "report ran torch's optimizer all the same.",
+        "all gradients of a graph arrive when its backward ends, and no all-reduce overlaps with it. This "
+        "report ran torch's optimizer anyway.",
         "Set it to True, or compile with ddpopt.compile(ddp), which does not depend on it.",
     )
     yield (
         dynamo.optimize_ddp == "python_reducer" and not dynamo.compiled_autograd,
         "torch._dynamo.config.optimize_ddp is 'python_reducer', which forms buckets only if the backward "
-        "runs under compiled autograd; torch._dynamo.config.compiled_autograd is False. Each gradient then "
-        "travels alone.",
+        "runs under compiled autograd; torch._dynamo.config.compiled_autograd is False. Each gradient is "
+        "then sent separately.",
         "Set torch._dynamo.config.compiled_autograd = True, or optimize_ddp = True, or compile with "
         "ddpopt.compile(ddp).",
     )
     yield (
         dynamo.suppress_errors,
         "torch._dynamo.config.suppress_errors is True: a graph that cannot be compiled runs in eager, and "
-        "only the log says so. This report ran without it.",
-        "Set it to False, and fix what then fails.",
+        "only the log says so. For this report it was turned off.",
+        "Set it to False, and fix the failures that appear.",
     )
 
 
@@ -95,11 +95,11 @@ def _of_the_environment(on_cuda: bool) -> Iterator[Check]:
         level.name == "DETAIL",
         "TORCH_DISTRIBUTED_DEBUG=DETAIL: before each collective all ranks compare what they are about to "
         "send, and wait for one another.",
-        "Unset it, or set it to INFO, unless you look for a hang.",
+        "Unset it, or set it to INFO, unless you are debugging a hang.",
     )
     yield (
         on_cuda and os.environ.get("CUDA_LAUNCH_BLOCKING") == "1",
-        "CUDA_LAUNCH_BLOCKING=1: each kernel, the all-reduce too, ends before the next starts, so nothing "
-        "overlaps.",
-        "Unset it, unless you look for a failing kernel.",
+        "CUDA_LAUNCH_BLOCKING=1: each kernel, including the all-reduce, ends before the next one starts, "
+        "so nothing overlaps.",
+        "Unset it, unless you are debugging a failing kernel.",
     )

@@ -51,7 +51,7 @@ def _without_gradient(case: Case, model: nn.Module, rank: int, step: int) -> Ite
     except Exception as error:
         raise NotJudgedError(
             f"{case.name}: expected the model to run in eager, without DDP, but with the inputs of rank "
-            f"{rank}, step {step} it ended in {one_line(error)}; make that step run first"
+            f"{rank}, step {step} it failed with {one_line(error)}; fix that step first"
         ) from error
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.grad is None:
@@ -83,8 +83,8 @@ def unused_findings(
             "options",
             Weight.SLOW,
             "find_unused_parameters=True, but every backward gave the same parameters a gradient. DDP "
-            "searches the autograd graph in each step for nothing, and never rebuilds its buckets in the "
-            "order in which gradients come.",
+            "searches the autograd graph in each step without need, and never rebuilds its buckets in the "
+            "order in which gradients arrive.",
             "Leave it out, and freeze parameters that get no gradient; or give DDP static_graph=True.",
         )
 
@@ -101,8 +101,8 @@ def _never(never: Sequence[str], *, handled: bool) -> Advice:
     return Advice(
         "parameters",
         Weight.WRONG,
-        f"No backward gave these a gradient: {names(never)}. DDP waits for them, and raises in the second "
-        "step.",
+        f"No backward gave these a gradient: {names(never)}. DDP waits for them, and raises an error in the "
+        "second step.",
         f"{freeze} before the model is wrapped; or give DDP static_graph=True, if every step leaves out the "
         "same ones.",
     )
@@ -112,16 +112,16 @@ def _sometimes(sometimes: Sequence[Unused], *, unsteady: bool, static: bool, sea
     first = sometimes[0]
     rank, step = first.missing[0]
     what = (
-        f"Some backwards gave these a gradient and others did not: {names([p.name for p in sometimes])}. For "
-        f"instance {first.name} got none with the inputs of rank {rank}, step {step}."
+        f"Some backwards gave these a gradient, and others did not: {names([p.name for p in sometimes])}. "
+        f"For instance, {first.name} got none with the inputs of rank {rank}, step {step}."
     )
     if static and unsteady:
         what += " static_graph=True promises that each rank uses the same parameters in every step."
-        take = "Give DDP find_unused_parameters=True in place of static_graph=True."
+        take = "Give DDP find_unused_parameters=True instead of static_graph=True."
         return Advice("parameters", Weight.WRONG, what, take)
     if not static and not searching:
-        what += " DDP waits for all of them, and raises in the step after one is left out."
-        take = "Give DDP find_unused_parameters=True, or have every step use them, with a weight of zero."
+        what += " DDP waits for all of them, and raises an error in the step after one is left out."
+        take = "Give DDP find_unused_parameters=True, or use them in every step, with a weight of zero."
         return Advice("parameters", Weight.WRONG, what, take)
     return Advice("parameters", Weight.NOTE, what, "None: DDP's options allow for it.")
 

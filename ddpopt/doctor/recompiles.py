@@ -23,27 +23,27 @@ _DYNAMIC = (
 )
 _STEPS = (
     ("dtype mismatch", "Cast inputs to one dtype before they reach the model."),
-    ("stride mismatch", "Give inputs one memory layout, for instance by .contiguous(), before the call."),
-    ("requires_grad mismatch", "Call it with tensors of one kind: give the first input requires_grad too, or "
-     "freeze no parameter between calls."),
+    ("stride mismatch", "Give inputs the same memory layout in every step, for instance with .contiguous()."),
+    ("requires_grad mismatch", "Call it with the same kind of tensors: set requires_grad on the first "
+     "input too, or do not freeze parameters between calls."),
     ("device mismatch", "Move inputs to the model's device before the call."),
-    ("rank mismatch", "Give inputs one number of dimensions in every step."),
+    ("rank mismatch", "Give inputs the same number of dimensions in every step."),
     ("GLOBAL_STATE", "Grad mode, autocast or determinism changed between steps: set each once, or run "
-     "evaluation through a function that is compiled on its own."),
-    ("grad_mode", "Run evaluation through a function that is compiled on its own."),
+     "evaluation through a function that is compiled separately."),
+    ("grad_mode", "Run evaluation through a function that is compiled separately."),
     ("Duplicate tensor", "Pass distinct tensors in every step, or the same aliases in every step."),
     ("___check_obj_id", "An object that the model reads was replaced: create it once and keep it."),
-    ("___check_type_id", "A value that the model reads changed its type: give it one type in every step."),
-    ("___stack", "The value was made before a graph break and is passed over it: remove the break."),
-    ("recompile_limit", "Raise torch._dynamo.config.recompile_limit only if the variants are few."),
+    ("___check_type_id", "A value that the model reads changed type: give it the same type in every step."),
+    ("___stack", "The value was made before a graph break and is used after it: remove the break."),
+    ("recompile_limit", "Raise torch._dynamo.config.recompile_limit only if there are few variants."),
 )  # fmt: skip
 _ATTRIBUTE = (
-    "An attribute that the model reads changed. Keep it constant, or make it a tensor (a buffer); for an int "
-    "see torch._dynamo.config.allow_unspec_int_on_nn_module."
+    "An attribute that the model reads changed. Keep it constant, or make it a tensor (a buffer); for an "
+    "int, see torch._dynamo.config.allow_unspec_int_on_nn_module."
 )
 _ARGUMENT = (
-    "A Python value that the model gets changed. Pass it as a tensor, or keep it constant; where the model "
-    "branches on it, each branch is compiled once."
+    "A Python value that is passed to the model changed. Pass it as a tensor, or keep it constant; where "
+    "the model branches on it, each branch is compiled once."
 )
 
 
@@ -66,9 +66,9 @@ def _finding(same: Sequence[Frame]) -> Advice:
     guard, read_by = _guard(first.recompiled)
     times = "once" if len(same) == 1 else f"{len(same)} times"
     seconds = sum(frame.total_s for frame in same)
-    when = "in the first step" if last == 0 else f"the last time in step {last}"
+    when = "in the first step" if last == 0 else f"most recently in step {last}"
     what = (
-        f"{_function(first.function)} ({first.file}:{first.line}) was compiled again {times}, {when}, which "
+        f"{_function(first.function)} ({first.file}:{first.line}) was recompiled {times}, {when}, which "
         f"took {seconds:.1f} s, because this guard failed: {guard}."
     )
     weight, cost = Weight.SLOW, "While one rank compiles, all others wait for it in their next all-reduce."

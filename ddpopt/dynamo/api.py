@@ -148,8 +148,8 @@ def _compiled_inside(ddp: DistributedDataParallel, *, fullgraph: bool) -> nn.Mod
     is_compiled = isinstance(inner, OptimizedModule) or inner._compiled_call_impl is not None
     if fullgraph and is_compiled:
         raise UsageError(
-            "fullgraph: the module inside DDP is compiled already, so no break in it can be refused here; "
-            "pass fullgraph=True where it is compiled, or do not compile it"
+            "fullgraph: the module inside DDP is already compiled, so graph breaks in it cannot be "
+            "rejected here; pass fullgraph=True where it is compiled, or do not compile it"
         )
     return inner if not is_compiled and (fullgraph or _is_skipped(inner)) else None
 

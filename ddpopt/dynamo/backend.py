@@ -155,7 +155,7 @@ class DdpoptBackend:
             self._regions[ddp] = Regions.of(ddp)
         joined = self._regions[ddp].joined
         if ddp.static_graph and ddp._static_graph_delay_allreduce_enqueued:  # True after its first backward
-            _say_once("DDP keeps its buckets: a static graph's first backward settles what is reduced")
+            _say_once("DDP keeps its buckets: a static graph's first backward determines what is reduced")
         elif not (isinstance(ddp.logger, PendingLogger) and ddp.logger.deferral.decide == joined):
             defer(ddp, joined)
         return self._regions[ddp]
@@ -173,7 +173,7 @@ def find_compiler(compiler: str | CompilerFn) -> CompilerFn:
         except Exception as error:
             known = torch.compiler.list_backends(exclude_tags=())
             raise UsageError(
-                f"backend: expected the name of a Dynamo backend, got {compiler!r}; known are "
+                f"backend: expected the name of a Dynamo backend, got {compiler!r}; known backends: "
                 f"{', '.join(known)}{did_you_mean(compiler, known)}"
             ) from error
     if not callable(compiler):

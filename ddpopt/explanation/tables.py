@@ -1,4 +1,4 @@
-"""Tables as plain ASCII text: no colours, no control codes, the same width in every terminal.
+"""Tables as plain ASCII text: no colors, no control codes, the same width in every terminal.
 
 Invariant: the text depends only on the arguments, so it can be stored, compared and snapshotted.
 """

@@ -116,7 +116,7 @@ class FoundCase:
             model, setting = read_model(data.pop("model")), Setting(**data.pop("setting"))
             signature, kind = FailureSignature(**data.pop("signature")), Outcome(data.pop("kind"))
             if data["mode"] not in MODES:
-                raise ValueError(f"expected a mode of {', '.join(MODES)}, got {data['mode']!r}")
+                raise ValueError(f"expected one of the modes {', '.join(MODES)}, got {data['mode']!r}")
             case = FoundCase(model=model, setting=setting, signature=signature, kind=kind, **data)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             words = f"{type(error).__name__}: {error}"

@@ -102,7 +102,7 @@ class Journal:
             self._file = (folder / LINES).open("a", encoding="utf-8")
         except OSError as error:
             raise UsageError(
-                f"--out: cannot write to {str(folder)!r}: {error.strerror}; name a folder that can be"
+                f"--out: cannot write to {str(folder)!r}: {error.strerror}; name a writable folder"
             ) from error
 
     def __enter__(self) -> Self:
@@ -138,8 +138,8 @@ class Journal:
         ]
         if differing:
             raise UsageError(
-                f"--out: {str(self.folder)!r} has another campaign ({'; '.join(differing)}); repeat its "
-                "options to resume it, or name another folder"
+                f"--out: {str(self.folder)!r} contains another campaign ({'; '.join(differing)}); repeat "
+                "its options to resume it, or name another folder"
             )
 
 
@@ -155,7 +155,7 @@ def _read(file: Path) -> Iterator[Entry]:
             yield Entry.from_line(line.decode())
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(
-                f"--out: line {number} of {str(file)!r} is none that a campaign wrote "
+                f"--out: line {number} of {str(file)!r} was not written by a campaign "
                 f"({type(error).__name__}: {error}); remove the line, or name another folder"
             ) from error
 

@@ -86,8 +86,8 @@ def minimized(
     first = ask(case)
     if not case.fails_so(first):
         raise NotJudgedError(
-            f"expected a case that fails as it says: {case.signature}; here it comes to: {first}. "
-            f"It was found with torch {case.torch or 'of a release that it does not name'}"
+            f"expected a case that fails as recorded: {case.signature}; here the result is: {first}. It was "
+            f"found with torch {case.torch or '(release not recorded)'}"
         )
     search.run()
     return replace(search.found, ended=search.may_ask())

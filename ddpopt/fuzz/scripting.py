@@ -20,7 +20,7 @@ from ddpopt.judge.trainer import LEARNING_RATE
 
 FIRST_BUCKET_BYTES = 2**20
 """DDP's default; torch's optimizer takes no smaller cap."""
-GRADIENTS, GRAPHS = "a gradient wherever eager DDP has one", "as many graphs as of the model alone"
+GRADIENTS, GRAPHS = "a gradient wherever eager DDP has one", "as many graphs as for the model alone"
 """Claims about structure that a script can show without ddpopt."""
 IMPORTS = ("import ", "from ")
 SECTIONS = ("\n\ndef run_step(", "\n\nDDP_KWARGS =", "\n\nif __name__")
@@ -110,9 +110,9 @@ def _headline(case: FoundCase) -> str:
     }.get(case.owner_mode, f"The data-parallel mode {case.mode}")
     match case.signature.kind:
         case "death":
-            return f"{who} takes the process down ({case.signature.what})."
+            return f"{who} crashes the process ({case.signature.what})."
         case "no end":
-            return f"{who} does not come to an end."
+            return f"{who} does not end."
         case "error":
             return f"{who} fails where eager DDP runs ({case.signature.what})."
         case "L3":

@@ -102,7 +102,7 @@ def _named(place: str) -> str:
 
 ROUNDING = FailureSignature("L0", "rounding")
 """For a backend's numbers that are as accurate as eager's but not bitwise equal, in any parameter."""
-NO_END = FailureSignature("no end", "within its limit")
+NO_END = FailureSignature("no end", "within the time limit")
 """For a model that exceeded its time limit."""
 
 

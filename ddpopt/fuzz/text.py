@@ -47,7 +47,7 @@ def fuzz_lines(summary: Summary, cases: str, known_features: frozenset[str]) -> 
 
 def _failures(summary: Summary) -> str:
     others = len(summary.failures) - summary.distinct
-    more = f", {others} of the backend alone" if others else ""
+    more = f", {others} in the backend alone" if others else ""
     return f"{count_of(summary.distinct, 'distinct failure')}{more}"
 
 
@@ -79,15 +79,15 @@ def minimized_lines(result: Minimized, script: str, ran: FoundCase, reproduces: 
     yield ""
     yield paragraph(repr(result.case.model), "  ")
     yield ""
-    ended = "nothing smaller fails so" if result.ended else "the search ran out of tries or time"
+    ended = "no smaller failure was found" if result.ended else "the search ran out of tries or time"
     yield paragraph(f"{count_of(result.tries, 'model')} tried; {ended}")
     given, how = result.case.setting, ""
     if ran.setting.lowers_limit != given.lowers_limit:
         how = f", at width {ran.model.width}, with torch's own limits"
     elif ran.setting.steps != given.steps:
         how = f", with {ran.setting.steps} steps"
-    shows = "shows it in a fresh interpreter" if reproduces else "DOES NOT SHOW IT in a fresh interpreter"
-    yield paragraph(f"{script} {shows}{how}")
+    shows = "reproduces" if reproduces else "DOES NOT REPRODUCE"
+    yield paragraph(f"{script} {shows} the failure in a fresh interpreter{how}")
 
 
 def _sized(name: str, case: FoundCase) -> tuple[str | int, ...]:

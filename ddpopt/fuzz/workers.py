@@ -151,6 +151,6 @@ def _signature(failure: RankFailure) -> tuple[FailureSignature, str]:
     _, found, crashed = failure.stack.rpartition("Current thread")
     shown = f"{found}{crashed}"[:DETAIL] if failure.stack else failure.output[-DETAIL:]
     if failure.kind != "died":
-        return NO_END, f"no end within the limit\n{shown}"
+        return NO_END, f"no end within the time limit\n{shown}"
     how = failure.signal or f"exit code {failure.exit_code}"
     return of_death(how, failure.stack), f"the process {failure.how}\n{shown}"

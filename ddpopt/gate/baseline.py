@@ -77,9 +77,9 @@ class Baseline:
         if release not in self.measured:
             known = ", ".join(sorted(self.measured)) or "none"
             raise UsageError(
-                f"{file}: expected figures of {release}, which runs here, found {known}. Plans and graphs "
-                f"differ between releases of torch: install one that is there, or run 'ddpopt gate "
-                f"--baseline {file} --update' under {release}, which adds its figures"
+                f"{file}: expected figures for {release}, which is running here, found {known}. Plans and "
+                "graphs differ between releases of torch: install one that the baseline has, or run "
+                f"'ddpopt gate --baseline {file} --update' under {release}, which adds them"
             )
         return self.measured[release]
 
@@ -117,7 +117,7 @@ def read(file: Path) -> Baseline | None:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
         if data[KEY] != FORMAT:
-            raise ValueError(f"{KEY} is {data[KEY]!r} and not {FORMAT}")
+            raise ValueError(f"{KEY} is {data[KEY]!r}, expected {FORMAT}")
         settings: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in data["settings"].items()
@@ -127,7 +127,7 @@ def read(file: Path) -> Baseline | None:
         return None
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(
-            f"{file}: expected a baseline that this 'ddpopt gate --update' wrote: "
+            f"{file}: expected a baseline that this version of 'ddpopt gate --update' wrote: "
             f"{type(error).__name__}: {error}; write it again under another name, and compare the two"
         ) from error
 

@@ -18,8 +18,8 @@ from ddpopt.judge.verdict import Finding, Status, Trial, Verdict
 
 ABSENT = None
 ADVICE = (
-    "If that is meant, put it into the baseline, where a reviewer sees it: "
-    "ddpopt gate --baseline {baseline} --update"
+    "If this is intended, update the baseline, so that a reviewer sees the change: ddpopt gate --baseline "
+    "{baseline} --update"
 )
 
 
@@ -75,12 +75,12 @@ def _words(before: object, now: object) -> tuple[str, str]:
             names([entry for entry in before if entry not in now]),
             names([entry for entry in now if entry not in before]),
         )
-    return _word(before, "not in the baseline"), _word(now, "missing")
+    return _word(before, "absent"), _word(now, "missing")
 
 
 def _word(value: object, absent: str) -> str:
     if isinstance(value, Mapping):
-        return "there"
+        return "present"
     if isinstance(value, list):
         return names(value, len(value))
     return absent if value is ABSENT else str(value)
@@ -155,7 +155,7 @@ class Comparison:
         trials = []
         for (case, place), found in self._places.items():
             status = Status.WRONG if found else Status.OK
-            findings = tuple(Finding("gate", "the figure is the baseline's", str(each)) for each in found)
+            findings = tuple(Finding("gate", "the figure equals the baseline's", str(each)) for each in found)
             trials.append(Trial(case, place or "case", "default", "", status, findings=findings))
         return Verdict(self.baseline, self.nproc, tuple(trials), {"torch": self.release})
 

@@ -145,8 +145,8 @@ def _run_figures(record: Record) -> dict[str, Figure]:
     return {
         "graphs": len(first),
         "recompiles": len(record.graphs) - len(first),
-        "collectives of a backward": _counts(inside[-1] if inside else Counter()),
-        "collectives outside of backwards": _counts(everything - sum(inside, Counter())),
+        "collectives per backward": _counts(inside[-1] if inside else Counter()),
+        "collectives outside backward": _counts(everything - sum(inside, Counter())),
         "planned = observed buckets": "yes" if _is_aligned(record) else "no",
     }
 

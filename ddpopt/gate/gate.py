@@ -88,7 +88,7 @@ def settings_of(
     """
     if kept is None and not update:
         raise UsageError(
-            f"--baseline: there is no file {str(file)!r} to compare with; write it with --update"
+            f"--baseline: there is no file {str(file)!r} to compare with; create it with --update"
         )
     own = kept.settings if kept else Measuring()
     for name, value in given.items():
@@ -101,13 +101,13 @@ def settings_of(
     strangers = [name for name in targets if name not in own.targets]
     if strangers and not update:
         raise UsageError(
-            f"expected targets of the baseline, got {', '.join(map(repr, strangers))}; add them with --update"
+            f"expected targets in the baseline, got {', '.join(map(repr, strangers))}; add them with --update"
         )
     settings = replace(own, targets=(*own.targets, *strangers), **given)
     checked([], Settings(backend_of(settings.backend), settings.steps), settings.nproc)
     for name in settings.modes:
         if not mode(name, "--mode").observable:
-            raise UsageError(f"--mode: expected modes that have DDP's reducer, got {name!r}")
+            raise UsageError(f"--mode: expected modes that use DDP's reducer, got {name!r}")
     for name in settings.targets:
         resolve(name)
     return settings

@@ -27,8 +27,8 @@ EXACT = ("eager", "aot_eager")
 GIVES = get_args(Gives)
 """In ascending order: each offers more than the one before."""
 NO_GRADIENTS = (
-    "nothing was judged: in eager DDP no parameter gets a gradient that is a number. Train something, and "
-    "look for what makes NaN or infinity"
+    "nothing was judged: in eager DDP, no parameter gets a finite gradient. Make sure that a parameter is "
+    "trained, and look for the source of NaN or infinity"
 )
 
 

@@ -106,7 +106,7 @@ def _located(
         layer = "none was found: the difference did not appear again"
         if known.notes:
             layer = "none was found before the search ended"
-        nothing = "no script was written, for there is nothing that it could show"
+        nothing = "no script was written, because there is nothing for it to show"
         return Location(tuple(known.rungs), layer, note="; ".join([*known.notes, nothing]))
     layer, notes = layer_of(known.stage, known.symptom), [*known.notes, known.about_segments]
     location = Location(tuple(known.rungs), layer, known.segments)
@@ -162,7 +162,7 @@ def _in_ranks(
         except (InfrastructureError, OSError) as error:
             known.notes.append(f"the search on {ranks} rank(s) ended early: {error}")
             return
-    known.notes.append("the search ended early, for its ranks died again and again")
+    known.notes.append("the search ended early, because its ranks kept dying")
 
 
 def layer_of(stage: Stage, symptom: Symptom) -> str:
@@ -176,7 +176,7 @@ def layer_of(stage: Stage, symptom: Symptom) -> str:
         The layer, as text.
     """
     compiled = LAYERS.get(stage.backend, f"the backend {stage.backend}")
-    only = " (in structure alone)" if symptom == Symptom("structure") else ""
+    only = " (in structure only)" if symptom == Symptom("structure") else ""
     if stage.mode == LOCAL.name:
         return compiled + only
     together = "" if stage.backend in ("", "eager") else f" together with {compiled}"

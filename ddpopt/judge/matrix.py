@@ -78,7 +78,7 @@ def _case(name: str, model: Callable[[], nn.Module], about: str) -> Case:
 
 NORM = partial(nn.BatchNorm1d, WIDTH)
 HALF = partial(Half, WIDTH, WIDTH, dtype=torch.bfloat16)
-NORMED = "BatchNorm, with buffers and a gradient that is zero but for rounding"
+NORMED = "BatchNorm, with buffers and a gradient that is zero except for rounding"
 CASES: tuple[Case, ...] = (
     _case("plain", Plain, "two linear layers"),
     _case("tied", Tied, "a layer that is used twice"),

@@ -44,7 +44,7 @@ def _sending(
 
 
 OPTIONS: tuple[Option, ...] = (
-    Option("default", "nothing but the case's own arguments", probes=True),
+    Option("default", "only the case's own arguments", probes=True),
     Option("static_graph", "static_graph=True", "arguments", STATIC),
     Option("find_unused", "find_unused_parameters=True, all used", "arguments", UNUSED),
     Option(
@@ -127,7 +127,7 @@ OPTIONS: tuple[Option, ...] = (
         local=False,
     ),
     Option(
-        "saved_tensors", "hooks on saved tensors that keep each in another dtype", around=do.saving_otherwise
+        "saved_tensors", "hooks that store saved tensors in a different dtype", around=do.saving_otherwise
     ),
     Option(
         "accumulated_hook",

@@ -175,7 +175,7 @@ class Attempts:
         while left := [index for index in range(len(self.trials)) if index not in self.done]:
             left_s = deadline - time.monotonic()
             if self.done and left_s <= 0:
-                passed = f"not tried: the limit of the whole run, {limit_s:g} s, had passed"
+                passed = f"not tried: the time limit of the whole run, {limit_s:g} s, had passed"
                 self._end(left, reason=f"{passed}. Raise it, or ask for less.")
                 break
             task = (*self._task, tuple(sorted(self.done)))
@@ -204,7 +204,7 @@ class Attempts:
             self._end(one, case=case, status=Status.WRONG, findings=(finding,))
         else:
             self._end(one, case=case, reason=str(failed))
-            reason = f"not tried again: it took the ranks down on {case}"
+            reason = f"not tried again: it crashed the ranks on {case}"
             self._end(self._left("option", "mode", began.index), reason=reason)
 
     def _left(self, first: str, second: str, like: int) -> list[int]:
@@ -356,7 +356,7 @@ def checked(asked: Sequence[Asked], settings: Settings, nproc: int) -> None:
     dtype = torch.float32 if settings.dtype is None else getattr(torch, settings.dtype, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise UsageError(
-            "dtype: expected a floating-point dtype of torch's, like float32 or bfloat16, got "
+            "dtype: expected a floating-point torch dtype, such as float32 or bfloat16, got "
             f"{settings.dtype!r}"
         )
     find_compiler(settings.backend)
@@ -368,4 +368,4 @@ def checked(asked: Sequence[Asked], settings: Settings, nproc: int) -> None:
         if number < 1:
             raise UsageError(f"{what}: expected a positive number, got {number!r}")
     if not settings.trial_limit_s > 0:
-        raise UsageError(f"trial_limit_s: expected seconds above 0, got {settings.trial_limit_s!r}")
+        raise UsageError(f"trial_limit_s: expected a positive number, got {settings.trial_limit_s!r}")

@@ -192,7 +192,7 @@ def _judged(
 def _of_eager(bench: Bench) -> dict[str, Any]:
     """What becomes of a trial that has nothing to be held against."""
     if bench.stalled:
-        return {"reason": f"eager DDP's own runs did not end: {bench.stalled}"}
+        return {"reason": f"eager DDP's own runs did not finish: {bench.stalled}"}
     own = [failure for failure in bench.failures if not failure.lost] or bench.failures
     reason = f"eager DDP itself fails here: {'; '.join(dict.fromkeys(failure.text for failure in own))}"
     return {"status": Status.NOT_POSSIBLE, "reason": reason}

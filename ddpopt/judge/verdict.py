@@ -128,7 +128,7 @@ class Trial:
         notes: remarks that are not findings (a level that could not be applied and why, values whose gradient
             may be summed in another order, gradients that are nothing but noise).
         measured: one entry for each parameter and level.
-        buckets: the buckets of the last synchronised step.
+        buckets: the buckets of the last synchronized step.
         graphs: the number of compiled graphs, including recompilations.
         seconds: wall time.
     """

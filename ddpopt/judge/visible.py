@@ -29,7 +29,7 @@ Pairs = frozenset[tuple[str, str]]
 """Pairs of names that share memory."""
 GRADIENT_OF = "gradient of "
 KEPT = "kept "
-OUTSIDE = "the tensor outside of DDP"
+OUTSIDE = "the tensor outside DDP"
 ATTRIBUTE = "attribute "
 LAST = "the last step's "
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))

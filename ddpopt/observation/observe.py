@@ -135,13 +135,13 @@ class Observation:
 
     @property
     def buckets(self) -> tuple[ObservedBucket, ...]:
-        """The buckets of the last backward that was synchronised; empty if there was none."""
+        """The buckets of the last backward that was synchronized; empty if there was none."""
         iterations = self.iterations
         return iterations[-1].buckets if iterations else ()
 
     @property
     def iterations(self) -> tuple[Iteration, ...]:
-        """One entry for each backward that was synchronised, in order."""
+        """One entry for each backward that was synchronized, in order."""
         self._refresh()
         collectives = self.collectives
         return tuple(

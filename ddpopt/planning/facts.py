@@ -95,7 +95,7 @@ def collect(gm: fx.GraphModule, example_inputs: Sequence[object], specs: Specs) 
 
     Args:
         gm: a forward graph as Dynamo hands it to a backend.
-        example_inputs: one value for each placeholder; parameters are recognised by identity.
+        example_inputs: one value for each placeholder; parameters are recognized by identity.
         specs: the parameters that DDP reduces.
 
     Returns:

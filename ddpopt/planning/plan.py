@@ -161,9 +161,7 @@ class Plan:
             found, stated = plan.fingerprint, document["fingerprint"]
         except (KeyError, TypeError, AttributeError) as error:
             problem = f"lacks {error}" if isinstance(error, KeyError) else f"is malformed: {error}"
-            raise UsageError(
-                f"a plan as Plan.to_json() writes it was expected; this one {problem}"
-            ) from error
+            raise UsageError(f"expected a plan as Plan.to_json() writes it; this one {problem}") from error
         if found != stated:
             raise UsageError(
                 f"the plan's content has fingerprint {found!r} but the document says {stated!r}: "
@@ -181,12 +179,10 @@ def _document(text: str) -> Mapping[str, Any]:
     try:
         document = json.loads(text)
     except json.JSONDecodeError as error:
-        raise UsageError(
-            f"a plan as Plan.to_json() writes it was expected; this is not JSON: {error}"
-        ) from error
+        raise UsageError(f"expected a plan as Plan.to_json() writes it; this is not JSON: {error}") from error
     if not isinstance(document, dict) or document.get("ddpopt_plan") != FORMAT:
         found = document.get("ddpopt_plan") if isinstance(document, dict) else type(document).__name__
-        raise UsageError(f"a JSON object with ddpopt_plan={FORMAT} was expected; found {found!r}")
+        raise UsageError(f"expected a JSON object with ddpopt_plan={FORMAT}, found {found!r}")
     return document
 
 

@@ -72,8 +72,8 @@ def held_parameters(ddp: Any) -> list[Tensor]:
     lost = sum(id(parameter) not in own for parameter in held)
     if lost:
         raise UnsupportedError(
-            f"the module has lost {lost} of the {len(held)} parameters that DDP was built with: others took "
-            "their places, and DDP reduces none of those. Build DDP after the last parameter was replaced"
+            f"the module has lost {lost} of the {len(held)} parameters that DDP was built with: they were "
+            "replaced by others, which DDP does not reduce. Build DDP after the last parameter is replaced"
         )
     return held
 
@@ -152,7 +152,7 @@ def _by_the_log(ddp: Any) -> list[Tensor]:
         if (len(held), sum(p.numel() * p.element_size() for p in held)) == counted:
             return held
     raise UnsupportedError(
-        f"DDP was built with {counted[0]} parameters, some of which have been frozen or thawed since; with "
-        "sparse gradients it does not tell which until its first backward. Freeze and thaw before building "
-        "DDP, or after its first step"
+        f"DDP was built with {counted[0]} parameters, some of which have since been frozen or unfrozen; "
+        "with sparse gradients it does not tell which until its first backward. Freeze and unfreeze before "
+        "building DDP, or after its first step"
     )

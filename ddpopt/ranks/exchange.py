@@ -96,7 +96,7 @@ class Exchange:
             left, late = self._store.check([LEFT]), time.monotonic() > deadline
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             if missing and (left or late):
-                why = f"nothing came within {self._limit_s:g} s"
+                why = f"no value arrived within {self._limit_s:g} s"
                 raise self._missing(missing, f"rank {int(self._store.get(LEFT))} left" if left else why)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, SLOWEST_POLL_S)
@@ -104,8 +104,8 @@ class Exchange:
     def _missing(self, missing: Sequence[int], why: str) -> PeersMissing:
         ranks = ", ".join(map(str, missing))
         return PeersMissing(
-            f"expected a value from each of {len(self._ranks)} ranks, got none from {ranks}: {why}. "
-            "Look at the first error of that rank; every rank must call gather() as often."
+            f"expected a value from each of {len(self._ranks)} ranks, got none from {ranks}: {why}. Look at "
+            "the first error of that rank; every rank must call gather() the same number of times."
         )
 
     def _forget(self, pieces: Sequence[int]) -> None:

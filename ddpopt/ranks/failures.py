@@ -37,11 +37,11 @@ WATCHDOG_SIGN = "Watchdog caught collective operation timeout"
 THREAD = re.compile(r"^(Thread|Current thread) 0x[0-9a-f]+", re.MULTILINE)
 FRAME = re.compile(r'^  File "(?P<path>[^"]*)", line \d+ in (?P<function>.*)$', re.MULTILINE)
 
-OUT_OF_MEMORY = "SIGKILL mostly means that the machine ran out of memory: look for 'Killed process' in dmesg."
+OUT_OF_MEMORY = "SIGKILL usually means the machine ran out of memory: look for 'Killed process' in dmesg."
 COMPARE = "Compare the collectives in the stacks: every rank must enter the same ones in the same order."
 RAISE_LIMIT = (
-    "The innermost call is first in each stack. If it is only slow, raise the limit: of 'ddpopt verify' "
-    "--timeout."
+    "The innermost call is first in each stack. If it is only slow, raise the time limit, for 'ddpopt "
+    "verify' with --timeout."
 )
 
 
@@ -76,8 +76,8 @@ class RankFailure:
         return {
             "raised": "raised an exception",
             "died": died,
-            "stalled": "passed its limit",
-            "ended": "was ended while its peers waited",
+            "stalled": "exceeded its time limit",
+            "ended": "was terminated while its peers waited",
         }[self.kind]
 
     @property
@@ -145,7 +145,7 @@ class RanksFailed(InfrastructureError):
 def _headline(failures: Sequence[RankFailure], guilty: Sequence[RankFailure], size: int) -> str:
     head = f"expected a value from each of {size} ranks, got none from {_ranks(failures)}"
     if len(guilty) < len(failures):
-        return f"{head}; it began with {_ranks(guilty)}"
+        return f"{head}; it started with {_ranks(guilty)}"
     if all(failure.waits_for_peers for failure in guilty):
         return f"{head}: in a collective that others did not enter"
     return head

@@ -152,7 +152,7 @@ class Pool:
         """
         if not limit_s > 0:
             raise UsageError(f"expected limit_s > 0, got limit_s={limit_s!r}")
-        data = pickled((task, args), "a task and arguments", "Build inside the task what cannot travel.")
+        data = pickled((task, args), "a task and arguments", "Create inside the task what cannot be pickled.")
         try:
             self._begin(data, limit_s)
             while running := [rank.pipe for rank in self._ranks if not rank.has_ended]:

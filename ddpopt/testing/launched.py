@@ -35,9 +35,9 @@ GRACE_S = 10.0
 LAST_WORDS_S = 2.0
 POLL_S = 0.01
 
-LOST = "this rank gave no report: it died, or was ended; if by its limit, its stacks are in the output"
-ENDED = "the launcher ended this rank: a peer failed, or the run was cancelled"
-LATE = "this rank did not come to this test: it died, or is still busy with an earlier one"
+LOST = "this rank sent no report: it died or was terminated; after a timeout, its stacks are in the output"
+ENDED = "the launcher terminated this rank: a peer failed, or the run was canceled"
+LATE = "this rank did not reach this test: it died, or is still busy with an earlier one"
 
 
 class LaunchedRank:
@@ -109,7 +109,7 @@ class LaunchedRank:
 
     def _end(self, item: pytest.Item, reports_of: Sequence[list[TestReport]]) -> list[TestReport]:
         self._lost = True
-        item.session.shouldstop = "a rank is lost; the tests after this one were not run"
+        item.session.shouldstop = "a rank was lost; the tests after this one were not run"
         return merge(reports_of)
 
     def leave(self) -> None:

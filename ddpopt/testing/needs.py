@@ -18,8 +18,8 @@ LIMIT_S = 120.0
 BACKENDS = (None, "gloo", "nccl")
 
 DIVIDED = (
-    "expected torchrun or xdist to give a test its ranks, got both: torchrun's ranks cannot be divided among "
-    "xdist's workers. Leave out -n, or torchrun."
+    "expected torchrun or xdist to give a test its ranks, got both: torchrun's ranks cannot be divided "
+    "among xdist's workers. Use -n or torchrun, not both."
 )
 
 
@@ -72,7 +72,7 @@ def needs_of(item: pytest.Item) -> Needs:
             if backend in BACKENDS and isinstance(limit_s, int | float) and limit_s > 0:
                 return Needs(size, backend, float(limit_s))
             expected = "world_size(n, backend='gloo' or 'nccl', timeout=seconds above 0)"
-            advice = "Leave out what need not be set."
+            advice = "Omit what you do not need to set."
         case _:
             expected, advice = "world_size(n) with one positive int", "Write @pytest.mark.world_size(2)."
     got = f"args {marker.args!r}, kwargs {marker.kwargs!r}"

@@ -36,8 +36,8 @@ open_key: pytest.StashKey[ExitStack] = pytest.StashKey()
 # A collective that a peer never enters times out before the test's limit, with a better message.
 COLLECTIVE_SHARE = 0.5
 NOT_GIVEN = (
-    "expected to run on ranks, but another plugin runs this test in its own way. Disable what repeats or "
-    "forks tests, for instance with -p no:rerunfailures."
+    "expected to run on ranks, but another plugin runs this test in its own way. Disable plugins that "
+    "repeat or fork tests, for instance with -p no:rerunfailures."
 )
 
 
@@ -51,8 +51,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--too-few-ranks",
         choices=("skip", "fail"),
         default="skip",
-        help="what a test marked world_size(n) does where there are fewer than n ranks, or no GPU for each "
-        "where it asks for nccl (default: skip)",
+        help="what a test marked world_size(n) does without n ranks, or for nccl without a GPU for each "
+        "(default: skip)",
     )
 
 

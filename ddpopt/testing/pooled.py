@@ -216,7 +216,7 @@ class PooledRank:
         if name not in items:
             raise UsageError(
                 f"expected the ranks to collect {name} as the pytest that started them did, but they "
-                "collected no test of that name. A parameter's id must be the same in every process."
+                "collected no test with that name. A parameter's id must be the same in every process."
             )
         if name != self._following:
             # pytest kept fixtures for the test that was announced as next; a different test must not see

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 from _pytest.reports import TestReport
 
-ADVICE = "Collect the same on every rank: nothing that is collected may depend on the rank, time or chance."
+ADVICE = "Collect the same tests on every rank: collection must not depend on the rank, the time or chance."
 
 
 def to_text(config: pytest.Config, reports: Sequence[TestReport]) -> str:
@@ -113,8 +113,8 @@ def _require_one_outcome(reports_of: Sequence[Sequence[TestReport]], merged: dic
         last = merged.get("call") or merged["setup"]
         last.outcome = "failed"
         last.longrepr = (
-            f"expected that all ranks run a test, or none; rank(s) {', '.join(map(str, skipped))} of "
-            f"{len(reports_of)} skipped it. Let the reason for a skip be the same on every rank."
+            f"expected all ranks to run a test, or none; rank(s) {', '.join(map(str, skipped))} of "
+            f"{len(reports_of)} skipped it. Make the reason for a skip the same on every rank."
         )
 
 
@@ -130,7 +130,7 @@ def difference(names_of: Sequence[Sequence[str]]) -> str:
     >>> print(difference([["a", "b"], ["b"]]))
     the ranks collected different tests:
       rank 1 lacks 1 of rank 0's 2 tests: a
-    Collect the same on every rank: nothing that is collected may depend on the rank, time or chance.
+    Collect the same tests on every rank: collection must not depend on the rank, the time or chance.
     """
     first, lines = names_of[0], []
     expected = set(first)

@@ -59,7 +59,7 @@ def _allowed(without: Iterable[str]) -> Features:
     known, refused = known_features(), frozenset(without)
     if unknown := sorted(refused - known):
         raise UsageError(
-            f"expected names of features, got {', '.join(map(repr, unknown))}; there are: "
+            f"expected names of features, got {', '.join(map(repr, unknown))}; the features are: "
             f"{', '.join(sorted(known))}"
         )
     return known - refused

@@ -123,7 +123,7 @@ def test_a_rank_that_never_calls_impose_is_named_within_the_time_out(ranks: Rank
         assert name == NoAnswerError.__name__
         assert text == (
             f"ddpopt.impose: no answer from rank 1 of {ranks.size} within 1 s. Every rank of the process "
-            "group must make this call: look in the missing rank's log for what stopped it, or allow more "
+            "group must make this call: check the missing rank's log for what stopped it, or allow more "
             "time with timeout="
         )
         assert 1 <= seconds < SOON_S
@@ -151,8 +151,8 @@ def test_where_ranks_decide_differently_all_use_the_plan_of_the_lowest(
         assert seen == [wanted_of(wanted)] * STEPS
     texts = [record.getMessage() for record in caplog.records if record.name.startswith("ddpopt")]
     assert [text.partition("\n")[0] for text in texts] == [
-        "the ranks' plans differ; all use that of rank 0:",
-        "the ranks' plans differ; all use that of rank 1:",
+        "the ranks' plans differ; all ranks use that of rank 0:",
+        "the ranks' plans differ; all ranks use that of rank 1:",
     ]
 
 

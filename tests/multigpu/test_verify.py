@@ -202,7 +202,7 @@ def test_a_rank_that_compiles_for_longer_than_its_peers_wait_is_nothing_wrong() 
     with eager(PLAIN, steps=1, collective_limit_s=3.0) as reference:
         trial = judge(reference, mode("whole"), slow_on_one_rank)
     assert (trial.status, trial.findings) == (Status.BROKEN, ())
-    assert trial.reason.startswith("no rank failed of itself: each waited for another in a collective")
+    assert trial.reason.startswith("no rank failed on its own: each waited for another in a collective")
 
 
 @pytest.mark.world_size(2)

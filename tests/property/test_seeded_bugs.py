@@ -112,7 +112,7 @@ ANYWHERE: dict[str, Bug] = {
     **{name: bug for name, bug in MADE.items() if name not in WITHIN},
     "grad mode is not carried across a cut": after_without(GRAD_MODE),
     "autocast is not left at a cut": after_without(ENTER_AUTOCAST),
-    "autocast goes on behind its end": after_without(EXIT_AUTOCAST),
+    "autocast continues past its end": after_without(EXIT_AUTOCAST),
     "grad mode is not resumed": replaced(partition, "_enter", enter_without_grad_mode),
     "spans are not suspended at a cut": replaced(partition, "_leave", lambda *_: None),
     "the first item is handed on for each": replaced(partition, "_pick", first_item),

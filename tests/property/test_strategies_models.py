@@ -143,7 +143,7 @@ def test_each_feature_can_be_switched_off(feature: str, data: st.DataObject) -> 
 
 
 def test_a_feature_that_there_is_not_is_refused_by_name() -> None:
-    words = "^expected names of features, got 'convolution'; there are: accum"
+    words = "^expected names of features, got 'convolution'; the features are: accum"
     with pytest.raises(UsageError, match=words):
         find(models(without={"convolution"}), lambda _: True)
 

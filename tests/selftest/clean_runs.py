@@ -1,4 +1,4 @@
-"""What verification must raise nothing of: ddpopt's strategies over the corpus.
+"""Runs in which verification must find nothing: ddpopt's strategies over the corpus.
 
 Every case as it is, with the backend that keeps eager's order; some under other options; some with a backend
 that is judged by arithmetic; and a few with Inductor itself. Invariant: each is one that eager DDP can do.
@@ -54,12 +54,12 @@ OPTIONS = (
 
 
 def rounding(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-    """Compile like aot_eager, but be judged like a backend that may round otherwise."""
+    """Compile like aot_eager, but be judged like a backend that may round differently."""
     return lookup_backend("aot_eager")(gm, list(example_inputs))
 
 
 def clean_runs() -> CleanRuns:
-    """All cases, and as many pairs of a case and an option as it takes to have enough."""
+    """All cases, and enough pairs of a case and an option."""
     pairs = (
         (UNDER_OPTIONS[(place + shift) % len(UNDER_OPTIONS)], option)
         for shift in range(len(UNDER_OPTIONS))

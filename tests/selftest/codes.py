@@ -17,7 +17,7 @@ Change = Callable[[Tensor], Tensor]
 
 
 def on_gradient(change: Change | type[Stale]) -> Tamper:
-    """Have a weight receive another gradient than the backward computed."""
+    """Give a weight a gradient other than the one that the backward computed."""
 
     def tamper(trainer: Trainer, site: Site) -> None:
         parameter: Any = weight(trainer)  # torch types its hooks not
@@ -34,7 +34,7 @@ def on_gradient(change: Change | type[Stale]) -> Tamper:
 
 
 class Stale:
-    """The gradient of the step before."""
+    """The gradient of the previous step."""
 
     def __init__(self) -> None:
         self._last: Tensor | None = None
@@ -51,21 +51,21 @@ def halved(gradient: Tensor) -> Tensor:
 
 
 def holed(gradient: Tensor) -> Tensor:
-    """The largest element lost."""
+    """The largest element is lost."""
     changed = gradient.clone()
     changed.view(-1)[gradient.abs().argmax()] = 0
     return changed
 
 
 def poisoned(gradient: Tensor) -> Tensor:
-    """One element not a number."""
+    """One element is NaN."""
     changed = gradient.clone()
     changed.view(-1)[0] = float("nan")
     return changed
 
 
 def next_up(gradient: Tensor) -> Tensor:
-    """The largest element one unit in the last place further."""
+    """The largest element is off by one unit in the last place."""
     changed = gradient.clone()
     place = gradient.abs().argmax()
     flat = changed.view(-1)
@@ -74,7 +74,7 @@ def next_up(gradient: Tensor) -> Tensor:
 
 
 def from_first_rank(trainer: Trainer, site: Site) -> None:
-    """Have a weight receive the gradient that the first rank computed, before anything is reduced."""
+    """Give a weight the gradient that the first rank computed, before anything is reduced."""
     parameter: Any = weight(trainer)  # torch types its hooks not
     group = trainer.place.group
 
@@ -100,7 +100,7 @@ def swapped_gradients(trainer: Trainer, site: Site) -> None:
 
 
 def on_weight(act: Callable[[nn.Parameter], bool]) -> Tamper:
-    """Do something to a weight that has a gradient, after each backward; it tells whether that changed it."""
+    """Edit a weight that has a gradient, after each backward; the edit returns whether it changed it."""
 
     def tamper(trainer: Trainer, site: Site) -> None:
         parameter = weight(trainer)
@@ -115,7 +115,7 @@ def on_weight(act: Callable[[nn.Parameter], bool]) -> Tamper:
 
 
 def missing_gradient(parameter: nn.Parameter) -> bool:
-    """Take a gradient away."""
+    """Remove a gradient."""
     parameter.grad = None
     return True
 
@@ -151,7 +151,7 @@ def reshaped_gradient(trainer: Trainer, site: Site) -> None:
 
 
 def stale(what: str, is_stale: Callable[[Tensor], bool]) -> Tamper:
-    """Put the first buffer of a kind back after each backward."""
+    """Restore the first buffer of a kind after each backward."""
 
     def tamper(trainer: Trainer, site: Site) -> None:
         buffer = first(filter(is_stale, trainer.parallel.model.buffers()), what)
@@ -171,7 +171,7 @@ stale_counter = stale("a buffer of integers", lambda buffer: not buffer.is_float
 
 
 def replayed_random(trainer: Trainer, site: Site) -> None:
-    """Have each forward draw the random numbers of the first."""
+    """Make each forward draw the random numbers of the first."""
     call = trainer.parallel.call
     states: list[Tensor] = []
 
@@ -185,7 +185,7 @@ def replayed_random(trainer: Trainer, site: Site) -> None:
 
 
 def counted_twice(trainer: Trainer, site: Site) -> None:
-    """Add the gradient of a weight once more after each backward that is not reduced."""
+    """Add the gradient of a weight a second time after each backward that is not reduced."""
     parameter = weight(trainer)
 
     def add() -> None:
@@ -199,7 +199,7 @@ def counted_twice(trainer: Trainer, site: Site) -> None:
 
 
 def hook_twice(trainer: Trainer, site: Site) -> None:
-    """Have the user's hooks run twice for each gradient, which they count."""
+    """Make the user's hooks run twice for each gradient, which they count."""
     accumulated_hooks(trainer)
 
     def look() -> None:

@@ -1,4 +1,4 @@
-"""Defects put back into ddpopt: what nobody knows that a node writes, and memory taken without a proof.
+"""Defects put back into ddpopt: writes that go unnoticed, and memory that is taken without a proof.
 
 Each goes in at the one place that all ask: the table of what a node writes, or the call that receives a
 gradient. So plan and proof are mistaken together, and only what is computed can show it; a drawn model does.
@@ -48,7 +48,7 @@ class Defect:
 
 
 def forgetting(forgotten: Callable[[fx.Node], bool]) -> Inject:
-    """Have nobody know what some nodes write."""
+    """Hide what some nodes write."""
 
     @contextlib.contextmanager
     def inject(site: Site) -> Iterator[None]:
@@ -102,14 +102,14 @@ def unhooked(site: Site) -> Iterator[None]:
 
 @contextlib.contextmanager
 def written_apart(site: Site) -> Iterator[None]:
-    """Cut between what is made or read and a later write to it, in planning and proof."""
+    """Allow cuts between a tensor's creation or a read of it and a later write, in planning and proof."""
     with _without(site, cut_points.up_to_last_write, memory.writes_follow_reads_in_one_segment):
         yield
 
 
 @contextlib.contextmanager
 def _without(site: Site, obstacle: Any, check: Any) -> Iterator[None]:
-    """Have planning not see an obstacle to cuts, and the proof not check for it."""
+    """Hide an obstacle to cuts from planning, and skip the check for it in the proof."""
 
     def nothing(body: cut_points.Body) -> Iterator[cut_points.Span]:
         if any(obstacle(body)):
@@ -127,7 +127,7 @@ def _without(site: Site, obstacle: Any, check: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def plain_views(site: Site) -> Iterator[None]:
-    """Take for a plain view what shows another value with a gradient of its own, in planning and proof."""
+    """Treat a view with its own gradient as a plain view, in planning and proof."""
     with _without(site, cut_points._shown_otherwise, memory.gradients_of_their_own_stay):
         yield
 
@@ -146,7 +146,7 @@ def _written(block: str, by: str) -> DrawnModel:
 
 
 def _forgets(what: str, forgotten: Callable[[fx.Node], bool], shown_by: DrawnModel, trace: str) -> Defect:
-    name = f"nobody knows what {what} write"
+    name = f"it goes unnoticed what {what} write"
     return Defect(name, "ddpopt-split", forgetting(forgotten), shown_by, ("L0",), trace)
 
 
@@ -175,12 +175,12 @@ DEFECTS: tuple[Defect, ...] = (
         r"t\d+ \+= |t\d+\[.*\] = ",
     ),
     _forgets(
-        "functions that are told to",
+        "functions with out= or inplace=",
         lambda node: "out" in node.kwargs or bool(node.kwargs.get("inplace")),
         _written("written_by_function", "out"),
         r"out=t\d|inplace=True",
     ),
-    _forgets("arrays of NumPy", _is_numpy, _written("written", "numpy"), r"\.numpy\(\)"),
+    _forgets("NumPy arrays", _is_numpy, _written("written", "numpy"), r"\.numpy\(\)"),
     _forgets(
         "norms",
         lambda node: "norm" in _name(node),
@@ -217,7 +217,7 @@ DEFECTS: tuple[Defect, ...] = (
         r"(?s)self\.rows\d.*Given\.apply",
     ),
     Defect(
-        "statistics are updated in another segment than they are read in",
+        "statistics are updated in one segment and read in another",
         "ddpopt-split",
         written_apart,
         DrawnModel(steps=(_LINEAR, step("statistics", read="saved")), width=4, cap_bytes=1),
@@ -225,7 +225,7 @@ DEFECTS: tuple[Defect, ...] = (
         r"s\d+ = torch\.tanh",
     ),
     Defect(
-        "what a checkpointed region keeps is written to in another segment",
+        "a tensor that a checkpointed region saves is written to in another segment",
         "ddpopt-split",
         written_apart,
         _written("kept_and_written", "checkpoints"),

@@ -1,4 +1,4 @@
-"""Faults that are put in by hand, to learn whether verification finds them.
+"""Faults that are injected on purpose, to check that verification finds them.
 
 Four layers: the plan that the reducer follows, the partition of the graph, the compiled code, and
 communication. Each fault is a small function that changes a running training, in memory and for one run.
@@ -33,7 +33,7 @@ from tests.selftest.sites import (
 
 Layer = Literal["plan", "partition", "compiled code", "communication"]
 NUMBERS = ("L0", "L1", "L2")
-"""Whoever compares numbers: L0 where equality is asked for, L1 and L2 where rounding is allowed."""
+"""The levels that compare numbers: L0 where equality is required, L1 and L2 where rounding is allowed."""
 
 
 @dataclass(frozen=True)
@@ -43,20 +43,20 @@ class Fault:
     Attributes:
         name: unique.
         layer: what it breaks.
-        seen_by: who may claim to have found it: ``"L0"`` to ``"L3"``; ``"certificate"``: ddpopt refuses the
+        seen_by: which checks may find it: ``"L0"`` to ``"L3"``; ``"certificate"``: ddpopt refuses the
             graph; ``"agreement"``: ddpopt refuses the ranks' plans; ``"run"``: the step fails; ``"ranks"``:
             a rank dies or stalls.
         inject: from the rank's site to a context that holds while the mode runs: something of ddpopt's is
             replaced.
         tamper: changes the trainer once the model is data-parallel.
         carriers: the ranks on which broken code has to run.
-        mode: the mode that it is put into.
+        mode: the mode into which it is injected.
         case: name of the case that shows it, of the matrix or of the corpus.
         option: the option that shows it.
         backend: ``"aot_eager"``; ``"rounding"`` for one that is held to L2; ``"reusing"`` for one that
             reuses memory as Inductor does.
         tiny: whether it moves a number by one unit in the last place, which is rounding on three ranks.
-        reduced: whether the wrong numbers are sums over ranks: of these equality is asked on two ranks alone.
+        reduced: whether the wrong numbers are sums over ranks, which must be equal only on two ranks.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Fault:
         return tuple(name for name in self.seen_by if name in applied)
 
     def shows_on(self, size: int) -> bool:
-        """Whether so many ranks can show it."""
+        """Whether this number of ranks can show it."""
         return size == 2 or (size > 2 and not self.tiny)
 
 
@@ -100,7 +100,7 @@ def _plan(name: str, inject: Inject, seen_by: str = "L3", mode: str = "ddpopt-in
 def _cut(
     name: str, edits: Edits | None, case: str = "plain", seen_by: tuple[str, ...] = NUMBERS
 ) -> tuple[Fault, Fault]:
-    """A wrong partition: as it comes, and without the certificate, so that the numbers must show it."""
+    """A wrong partition: as it is, and without the certificate, so that the numbers must show it."""
     proved = Fault(name, "partition", ("certificate",), graphs.cutting(edits), mode="ddpopt-split", case=case)
     unproved = graphs.cutting(edits, certified=False)
     return proved, replace(proved, name=f"{name}, uncertified", seen_by=seen_by, inject=unproved)
@@ -115,7 +115,7 @@ def _code(
     *,
     reduced: bool = True,
 ) -> tuple[Fault, Fault]:
-    """Wrong numbers: where equality is asked for, and where rounding is allowed."""
+    """Wrong numbers: where equality is required, and where rounding is allowed."""
     exact = Fault(name, "compiled code", seen_by, tamper=tamper, case=case, option=option, reduced=reduced)
     rounded = f"{name}, where rounding is allowed"
     return exact, replace(exact, name=rounded, mode="ddpopt-split", backend="rounding")
@@ -150,7 +150,7 @@ def _wire(
     case: str = "plain",
     option: str = "bucket_view",
 ) -> Fault:
-    """Wrong communication; under an option whose gradients L1 holds against what each rank computed alone."""
+    """Wrong communication; under an option for which L1 compares with what each rank computed alone."""
     return Fault(name, "communication", seen_by, tamper=tamper, case=case, option=option)
 
 
@@ -159,7 +159,7 @@ DEADLY = replace(
     seen_by=("L3", "run", "ranks"),
     carriers=second_rank,
 )
-"""A fault that takes a rank down."""
+"""A fault that crashes a rank."""
 FAULTS: tuple[Fault, ...] = (
     _plan("two buckets are swapped", plans.bucketing(plans.swapped)),
     _plan("a parameter is one bucket late", plans.bucketing(plans.late), mode="ddpopt-split"),
@@ -262,4 +262,4 @@ PLACEBOS: tuple[Fault, ...] = (
     _wire("a bucket", wires.on_mean(torch.clone), ()),
     Fault("metadata", "compiled code", (), mode="ddpopt-split", case="weight_norm", backend="reusing"),
 )
-"""The ways in which faults are put in, with nothing wrong in them: they must raise nothing."""
+"""The ways in which faults are injected, without a fault: verification must find nothing."""

@@ -68,15 +68,15 @@ def writes(node: fx.Node) -> bool:
 
 
 def crosses(call: fx.Node, source: fx.Node) -> bool:
-    """Whether the second segment is given a value of the first."""
+    """Whether the second segment receives a value of the first."""
     return is_crossing(source) and call is calls(call.graph)[1]
 
 
 def is_input_of_the_first(call: fx.Node, source: fx.Node, other: fx.Node) -> bool:
-    """Whether a value that crosses the first cut would be replaced by what the first segment is given."""
+    """Whether a value that crosses the first cut would be replaced by an input of the first segment."""
     return crosses(call, source) and other.op == "placeholder" and "weight" not in other.name
 
 
 def is_last_of_several(call: fx.Node, source: fx.Node) -> bool:
-    """Whether the last segment is given a parameter that another one has, too."""
+    """Whether the last segment receives a parameter that another one also has."""
     return not is_crossing(source) and len(source.users) > 1 and call is calls(call.graph)[-1]

@@ -1,4 +1,4 @@
-"""A fault in tracing metadata: each segment's backward finds what another segment's forward left.
+"""A fault in tracing metadata: each segment's backward finds what another segment's forward recorded.
 
 AOTAutograd compiles a backward when it first runs. Inductor then asks the tracing metadata which of its
 inputs nobody needs any more, and reuses their memory (pytorch#160745). Here `reusing` does so at once, so
@@ -25,7 +25,7 @@ from tests.selftest.sites import Site
 
 
 def shared_metadata(site: Site) -> AbstractContextManager[Any]:
-    """Have all segments of a graph leave their tracing metadata in one place, the last one's on top."""
+    """Make all segments of a graph store their tracing metadata in one place, where the last one wins."""
 
     @contextlib.contextmanager
     def shared() -> Iterator[None]:
@@ -39,9 +39,9 @@ def shared_metadata(site: Site) -> AbstractContextManager[Any]:
 
 
 def reusing(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-    """Compile like aot_eager, but overwrite what the metadata gives away, as soon as a backward has read it.
+    """Compile like aot_eager, but overwrite what the metadata marks as donated once a backward has read it.
 
-    Touches private parts of torch 2.11 to 2.13: ``fw_metadata.bw_donated_idxs`` of a tracing context.
+    Uses private parts of torch 2.11 to 2.13: ``fw_metadata.bw_donated_idxs`` of a tracing context.
     """
     compiler = aot_autograd(fw_compiler=_as_it_is, bw_compiler=_overwriting)
     return compiler(gm, list(example_inputs))

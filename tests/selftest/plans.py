@@ -1,4 +1,4 @@
-"""Faults in the plan: the reducer has other buckets than the plan says."""
+"""Faults in the plan: the reducer's buckets differ from the plan's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Indices = list[list[int]]
 
 
 def bucketing(change: Callable[[Indices], Indices], carriers: Callable[[int], range] = every_rank) -> Inject:
-    """Give the reducer other buckets than those of the plan."""
+    """Give the reducer buckets other than those of the plan."""
 
     def inject(site: Site) -> AbstractContextManager[Any]:
         original = planned_reducer._reducer_arguments
@@ -68,12 +68,12 @@ def dropped(indices: Indices) -> Indices:
 
 
 def doubled(indices: Indices) -> Indices:
-    """Have the first bucket twice."""
+    """Duplicate the first bucket."""
     return [indices[0], *indices]
 
 
 def merged(indices: Indices) -> Indices:
-    """Have one bucket of everything."""
+    """Put everything into one bucket."""
     return [[index for bucket in indices for index in bucket]]
 
 
@@ -93,7 +93,7 @@ def other_plan_on_one_rank(trainer: Trainer, site: Site) -> None:
 
 @contextlib.contextmanager
 def unfit_plan_on_one_rank(site: Site) -> Iterator[None]:
-    """Have the second rank plan a parameter one bucket later, but leave the sizes of the buckets alone."""
+    """Make the second rank plan a parameter one bucket later, without changing the sizes of the buckets."""
     if site.rank != 1:
         yield
         return
@@ -115,10 +115,10 @@ def unfit_plan_on_one_rank(site: Site) -> Iterator[None]:
 
 
 def no_plan(site: Site) -> AbstractContextManager[Any]:
-    """Never tell the reducer of the plan."""
+    """Never give the plan to the reducer."""
 
     def ignored(*_: Any) -> None:
-        """Leave DDP's own buckets in force."""
+        """Keep DDP's own buckets."""
         site.mark()
 
     return patch.object(backend, "defer", ignored)

@@ -1,4 +1,4 @@
-"""Faults in what a training script sees next to its parameters' gradients, and the case that shows it all.
+"""Faults in what a training script sees besides its parameters' gradients, and the case that shows all of it.
 
 Invariant: parameters, their gradients and the loss are right in each of these faults, so that who looks at
 those alone finds nothing; but where a gradient lies in the wrong memory, its numbers are right too.
@@ -24,7 +24,7 @@ WIDTH, ROWS = 8, 4
 
 
 class Shown(nn.Module):
-    """Has several outputs, an ignored parameter, a hook that keeps what it gets, and an attribute."""
+    """Has several outputs, an ignored parameter, a hook that records its argument, and an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Shown(nn.Module):
 
 
 def shown_case() -> Case:
-    """The case, with a tensor outside of DDP that its loss reads."""
+    """The case, with a tensor outside DDP that its loss reads."""
     outside = torch.linspace(-1, 1, WIDTH).requires_grad_()
     return Case(
         "shown",
@@ -95,12 +95,12 @@ def in_no_grad(trainer: Trainer) -> bool:
 
 
 def in_inference(trainer: Trainer) -> bool:
-    """Under inference mode alone."""
+    """Only under inference mode."""
     return torch.is_inference_mode_enabled()
 
 
 def on_output(place: int, change: Callable[[Any], Any], when: Tell = always) -> Tamper:
-    """Have the model return something else in one place."""
+    """Make the model return something else in one place."""
 
     def tamper(trainer: Trainer, site: Site) -> None:
         call = trainer.parallel.call
@@ -118,7 +118,7 @@ def on_output(place: int, change: Callable[[Any], Any], when: Tell = always) -> 
 
 
 class InOneMemory:
-    """Has all that it is given lie in the memory of the first."""
+    """Places every value it receives in the memory of the first."""
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None
@@ -131,7 +131,7 @@ class InOneMemory:
 
 
 class First:
-    """Gives what it was given first."""
+    """Returns the first value it received."""
 
     def __init__(self) -> None:
         self._value: Tensor | None = None
@@ -155,7 +155,7 @@ def given(trainer: Trainer, act: Callable[[Tensor, Tensor], object]) -> None:
 
 
 def on_input_gradient(change: Change, when: Tell = always) -> Tamper:
-    """Have an input receive another gradient."""
+    """Give an input a different gradient."""
 
     def tamper(trainer: Trainer, site: Site) -> None:
         def hook(gradient: Tensor) -> Tensor:
@@ -203,7 +203,7 @@ def on_inputs(act: Callable[[Tensor, Tensor], Any]) -> Tamper:
 
 
 def outside(trainer: Trainer) -> Tensor:
-    """The tensor outside of DDP that the case's loss reads."""
+    """The tensor outside DDP that the case's loss reads."""
     loss: Any = trainer.case.loss
     found: Tensor = loss.__closure__[0].cell_contents
     return found
@@ -231,7 +231,7 @@ def scaled(value: Any, by: float = 1.01) -> Any:
 
 
 def of_inference(tensor: Tensor) -> Tensor:
-    """A copy that autograd never takes."""
+    """A copy that autograd never uses."""
     with torch.inference_mode():
         return tensor.clone()
 
@@ -243,7 +243,7 @@ def larger_gradient(tensor: Tensor) -> None:
 
 
 def gradients_in_one_memory(trainer: Trainer, site: Site) -> None:
-    """Have the gradients of all steps lie in one memory."""
+    """Keep the gradients of all steps in the same memory."""
     memory = InOneMemory()
 
     def move(model: Any) -> None:
@@ -253,12 +253,12 @@ def gradients_in_one_memory(trainer: Trainer, site: Site) -> None:
 
 
 def share_gradients(model: Any) -> None:
-    """Have two parameters, whose gradients are equal, share one."""
+    """Make two parameters whose gradients are equal share one gradient."""
     model.other.grad = model.one.grad.view(-1)
 
 
 def keep(change: Callable[[Tensor], Any], model: Any) -> None:
-    """Have the hook have seen something else."""
+    """Change what the hook recorded."""
     model.kept[:] = [change(gradient) for gradient in model.kept]
 
 
@@ -274,8 +274,8 @@ FAULTS: dict[str, tuple[str, Tamper]] = {
     "None for an output": ("L3", on_output(1, lambda _: None)),
     "an output is another one": ("L3", on_output(0, lambda t: t.view(t.shape).detach())),
     "outputs of all steps in one memory": ("L3", on_output(1, InOneMemory())),
-    "an output that shares an input's memory no more": ("L3", on_output(4, Tensor.clone)),
-    "an output of inference mode": ("L3", on_output(1, of_inference)),
+    "an output that no longer shares an input's memory": ("L3", on_output(4, Tensor.clone)),
+    "an output made in inference mode": ("L3", on_output(1, of_inference)),
     "the type of a number among the outputs": ("L3", on_output(3, float)),
     "inference mode": ("L0", on_output(0, scaled, in_inference)),
     "evaluation": ("L0", on_output(0, scaled, in_evaluation)),
@@ -294,15 +294,15 @@ FAULTS: dict[str, tuple[str, Tamper]] = {
     "gradients of two parameters in one memory": ("L3", on_model(share_gradients)),
     "gradients of all steps in one memory": ("L3", gradients_in_one_memory),
     "the gradient of an ignored parameter": ("L0", on_model(lambda m: larger_gradient(m.scale))),
-    "the gradient of a tensor outside of DDP": ("L0", on_outside(larger_gradient)),
-    "the gradient outside of DDP, missing": ("L3", on_outside(lambda t: setattr(t, "grad", None))),
+    "the gradient of a tensor outside DDP": ("L0", on_outside(larger_gradient)),
+    "the gradient outside DDP, missing": ("L3", on_outside(lambda t: setattr(t, "grad", None))),
     # in what else a script can see
     "what a hook saw": ("L0", on_model(partial(keep, scaled))),
     "a hook saw None": ("L3", on_model(partial(keep, lambda _: None))),
     "a hook did not run": ("L3", on_model(lambda model: model.kept.clear())),
     "an attribute of a module": ("L0", on_model(lambda m: setattr(m, "last", m.last * 2))),
     "a write to an input": ("L0", on_inputs(lambda left, _: left.detach().mul_(1.01))),
-    "a parameter more": (
+    "an extra parameter": (
         "L3",
         on_model(lambda m: m.register_parameter("more", nn.Parameter(torch.ones(1), False))),
     ),
@@ -324,4 +324,4 @@ FAULTS: dict[str, tuple[str, Tamper]] = {
     ),
     "whether a model trains": ("L3", on_model(lambda model: model.norm.eval())),
 }
-"""What is wrong: who has to find it, and how it is put in."""
+"""Each fault: the level that has to find it, and how it is injected."""

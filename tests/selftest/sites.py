@@ -1,4 +1,4 @@
-"""Where a fault is put in: around a run, or into the trainer; and the proof that it was.
+"""Where a fault is injected: around a run, or in the trainer; and the proof that it was.
 
 A fault that never ran proves nothing, whatever the run ended with. So each is given its site, and marks it
 once the broken code has run there. Invariant: a site is marked only after something came out otherwise than
@@ -22,12 +22,12 @@ Item = TypeVar("Item")
 
 
 class NotInjected(Exception):
-    """A fault finds no place in this program where it could be put in."""
+    """The program has no place where the fault can be injected."""
 
 
 @dataclass
 class Site:
-    """One rank of the run that a fault is put into.
+    """One rank of the run into which a fault is injected.
 
     Attributes:
         rank: in the group that trains together.
@@ -42,23 +42,23 @@ class Site:
     marked: bool = False
 
     def mark(self) -> None:
-        """Say that the broken code has run."""
+        """Report that the broken code ran."""
         if not self.marked:
             self.marked = True
             self.note()
 
     def mark_unless_equal(self, got: Tensor, right: Tensor) -> None:
-        """Say that the broken code has run, if it gave anything but the right tensor."""
+        """Report that the broken code ran, if it produced anything but the right tensor."""
         if not torch.equal(got, right):
             self.mark()
 
 
 Inject = Callable[[Site], AbstractContextManager[Any]]
-"""What holds while the mode runs."""
+"""A context that is active while the mode runs."""
 Tamper = Callable[[Trainer, Site], None]
 """Changes the trainer once the model is data-parallel."""
 Carriers = Callable[[int], range]
-"""From the number of ranks to those on which a fault is to run."""
+"""Maps the number of ranks to the ranks on which a fault runs."""
 
 
 def every_rank(size: int) -> range:
@@ -67,12 +67,12 @@ def every_rank(size: int) -> range:
 
 
 def second_rank(size: int) -> range:
-    """The second rank alone."""
+    """Only the second rank."""
     return range(1, min(size, 2))
 
 
 def last_rank(size: int) -> range:
-    """The last rank alone."""
+    """Only the last rank."""
     return range(size - 1, size)
 
 
@@ -87,11 +87,11 @@ def no_change(site: Site) -> AbstractContextManager[Any]:
 
 
 def untouched(trainer: Trainer, site: Site) -> None:
-    """Leave a trainer as it is."""
+    """Leave a trainer unchanged."""
 
 
 def first(items: Iterable[Item], what: str) -> Item:
-    """Return the first of what a fault looks for.
+    """Return the first thing of the kind that a fault needs.
 
     Args:
         items: what there is.
@@ -116,7 +116,7 @@ def weight(trainer: Trainer, index: int = 0) -> nn.Parameter:
 
 
 def after_backward(trainer: Trainer, action: Callable[[], None]) -> None:
-    """Do something after each backward, behind what the mode does there."""
+    """Do something after each backward, after what the mode does there."""
     around = trainer.parallel.around_backward
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""One fault, put in and judged: whether it was put in at all, and who found it.
+"""One fault, injected and judged: whether it was injected at all, and which level found it.
 
 Invariant: a fault counts as found only if its broken code ran on every rank that is to carry it, and somebody
 reported it whose business it is.
@@ -36,13 +36,13 @@ REFUSALS = {
     "UsageError": "another refusal",
     "UnsupportedError": "another refusal",
 }
-"""Errors that ddpopt itself raises before anything is compared, and whose business each is."""
+"""Errors that ddpopt itself raises before anything is compared, and the level to which each belongs."""
 BACKENDS: dict[str, Any] = {"aot_eager": "aot_eager", "rounding": rounding, "reusing": reusing}
 
 
 @dataclass(frozen=True)
 class Found:
-    """What became of one fault.
+    """The outcome of one fault.
 
     Attributes:
         injected: whether its broken code ran on every rank that is to carry it.
@@ -112,7 +112,7 @@ def unbroken(ranks: Ranks, case_name: str, option_name: str) -> Iterator[Referen
 def judge_fault(
     reference: Reference, fault: Fault, note: Callable[[], None] = lambda: None
 ) -> tuple[Trial, Found]:
-    """Judge a mode with a fault in it, held against what is there already.
+    """Judge a mode with a fault in it, compared with an existing reference.
 
     Args:
         reference: of the fault's case and option.
@@ -138,7 +138,7 @@ def _tampered(fault: Fault, site: Site, trainer: Any) -> None:
 
 
 def found_out(fault: Fault, trial: Trial, failures: Sequence[Failure], marked: Sequence[bool]) -> Found:
-    """Tell what became of a fault.
+    """Report the outcome of a fault.
 
     Args:
         fault: the fault.
@@ -159,7 +159,7 @@ def found_out(fault: Fault, trial: Trial, failures: Sequence[Failure], marked: S
 
 
 def died(fault: Fault, marked: Sequence[bool], words: str) -> Found:
-    """Tell what became of a fault that took the ranks down.
+    """Report the outcome of a fault that crashed the ranks.
 
     Args:
         fault: the fault.
@@ -170,7 +170,7 @@ def died(fault: Fault, marked: Sequence[bool], words: str) -> Found:
 
 
 def _reporter(failure: Failure) -> str:
-    """Who reports an exception: ddpopt's own are about something certain, all others about the step."""
+    """Who reports an exception: ddpopt's own errors belong to a level, all others to the step."""
     kinds = re.findall(r"(?:^|raised: )(\w+):", failure.text)  # Dynamo's wrapper names what was raised
     return next((REFUSALS[kind] for kind in reversed(kinds) if kind in REFUSALS), "run")
 

@@ -17,11 +17,11 @@ from tests.selftest import codes as code
 from tests.selftest.sites import Site, Tamper, after_backward, weight
 
 Change = Callable[[Tensor, Tensor, dist.ProcessGroup], Tensor]
-"""From the mean over ranks, this rank's own gradients and the group to what is received."""
+"""Maps the mean over ranks, this rank's own gradients and the group to what is received."""
 
 
 def through(received: Change) -> Tamper:
-    """Have the first bucket received otherwise; by a communication hook."""
+    """Change what is received for the first bucket, with a communication hook."""
 
     def tamper(trainer: Trainer, site: Site) -> None:
         group = trainer.place.group
@@ -46,7 +46,7 @@ def through(received: Change) -> Tamper:
 
 
 def on_mean(change: "code.Change | type[code.Stale]") -> Tamper:
-    """Have the first bucket received as a gradient is that compiled code gets wrong."""
+    """Change the first bucket in the way in which compiled code gets a gradient wrong."""
 
     def tamper(trainer: Trainer, site: Site) -> None:
         received = change() if isinstance(change, type) else change
@@ -62,13 +62,13 @@ def reduced_twice(mean: Tensor, own: Tensor, group: dist.ProcessGroup) -> Tensor
 
 
 def from_first_rank(mean: Tensor, own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The first rank's own, on all ranks."""
+    """The first rank's own gradients, on all ranks."""
     dist.broadcast(own, dist.get_global_rank(group, 0), group)
     return own
 
 
 def partly_reduced(mean: Tensor, own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's own at the end of the bucket."""
+    """This rank's own gradients at the end of the bucket."""
     place = mean.numel() - 8
     return torch.cat([mean[:place], own[place:]])
 
@@ -82,7 +82,7 @@ def contribution_lost(mean: Tensor, own: Tensor, group: dist.ProcessGroup) -> Te
 
 
 def sending(group_of: Callable[[Trainer], dist.ProcessGroup | None]) -> Tamper:
-    """Have an all-reduce before each forward that nobody asked for."""
+    """Add an unrequested all-reduce before each forward."""
 
     def tamper(trainer: Trainer, site: Site) -> None:
         call = trainer.parallel.call
@@ -98,7 +98,7 @@ def sending(group_of: Callable[[Trainer], dist.ProcessGroup | None]) -> Tamper:
 
 
 def hooks_removed(trainer: Trainer, site: Site) -> None:
-    """Take the reducer out of the backward, once it is there for good."""
+    """Remove the reducer from the backward, once it no longer changes."""
     original = trainer.parallel.around_backward
 
     def around() -> Any:
@@ -110,7 +110,7 @@ def hooks_removed(trainer: Trainer, site: Site) -> None:
 
 
 def no_sync_ignored(trainer: Trainer, site: Site) -> None:
-    """Have no_sync do nothing."""
+    """Make no_sync do nothing."""
 
     def nothing_skipped() -> AbstractContextManager[None]:
         site.mark()
@@ -120,7 +120,7 @@ def no_sync_ignored(trainer: Trainer, site: Site) -> None:
 
 
 def buffers_not_broadcast(trainer: Trainer, site: Site) -> None:
-    """Leave each rank's buffers alone."""
+    """Leave each rank's buffers unchanged."""
     would_sync = trainer.ddp.will_sync_module_buffers
 
     def never() -> bool:

@@ -7,7 +7,7 @@ MODE: dict[str, Figure] = {
     "verdict": "ok",
     "levels": ["L3", "L0", "L1"],
     "graphs": 1,
-    "collectives of a backward": "2 allreduce",
+    "collectives per backward": "2 allreduce",
     "overlap, as a share of eager DDP's": 1.0,
 }
 PLAN: dict[str, Figure] = {

@@ -140,8 +140,8 @@ def test_a_failing_line_of_a_drawn_model_shows_in_the_traceback() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("step('konv')", "expected the name of a block, got 'konv'. There are: "),
-        ("step('linear', 0, 1)", "block 'linear': expected at most 1 numbers from 0 to read, got (0, 1)"),
+        ("step('konv')", "expected the name of a block, got 'konv'. The blocks are: "),
+        ("step('linear', 0, 1)", "block 'linear': expected at most 1 inputs, each >= 0, got (0, 1)"),
         ("step('conv1d', size=3)", "block 'conv1d': expected size to be one of no options, got 3"),
         ("step('gain', body=[step('empty')])", "block 'gain': expected no body, got [step('empty')]"),
         (
@@ -150,7 +150,7 @@ def test_a_failing_line_of_a_drawn_model_shows_in_the_traceback() -> None:
         ),
         (
             "step('repeat', body=[step('residual', body=[step('graph_break')])])",
-            "block 'repeat': expected steps that break no graph in its body, got step('graph_break')",
+            "block 'repeat': expected steps without a graph break in its body, got step('graph_break')",
         ),
         (
             "step('residual', body=[step('other')])",
@@ -163,7 +163,7 @@ def test_a_failing_line_of_a_drawn_model_shows_in_the_traceback() -> None:
         ("DrawnModel(outputs=[step('other')])", "expected outputs to be of type tuple, got [step('other')]"),
         ("DrawnModel(width=6)", "expected a width that is a multiple of 4 and a cap of at least one byte"),
         ("DrawnModel(width=8.0)", "expected width to be of type int, got 8.0"),
-        ("DrawnModel(batches=(2, 1))", "expected batches to be numbers from 2 on, got (2, 1)"),
+        ("DrawnModel(batches=(2, 1))", "expected batches to be numbers of at least 2, got (2, 1)"),
         ("DrawnModel(training='x')", "expected training to be one of default, accumulation, two_forwards"),
     ],
 )

@@ -32,7 +32,7 @@ CASES = (
     rows_case(
         "cap_below_1",
         Linears,
-        "a cap of 0.25 MiB, at which torch's optimizer ends in an AssertionError",
+        "a cap of 0.25 MiB, with which torch's optimizer raises an AssertionError",
         layers=16,
         dim=256,
         ddp_kwargs={"bucket_cap_mb": 0.25},
@@ -40,7 +40,7 @@ CASES = (
     rows_case(
         "cap_5",
         Linears,
-        "an explicit cap of 5 MiB holds for the first bucket too; torch's optimizer takes 1",
+        "an explicit cap of 5 MiB also applies to the first bucket; torch's optimizer uses 1 MiB",
         layers=14,
         dim=512,
         ddp_kwargs={"bucket_cap_mb": 5},
@@ -56,6 +56,6 @@ CASES = (
     rows_case(
         "sequential",
         sequential,
-        "a bare nn.Sequential under DDP, of which torch compiles no graph (pytorch#140416)",
+        "a bare nn.Sequential under DDP, for which torch compiles no graph (pytorch#140416)",
     ),
 )

@@ -98,7 +98,7 @@ CASES = (
         name="experts_per_rank",
         model=partial(seeded, RankExpertsStack, dim=128, hidden=256, experts=4, layers=3),
         inputs=partial(tokens_and_experts, batch=64, width=128),
-        about="experts unused on some ranks: every rank has another graph, but all must agree on the buckets",
+        about="experts unused on some ranks: the ranks' graphs differ, but all must agree on the buckets",
         ddp_kwargs={"find_unused_parameters": True},
         tags=("unused",),
         unused=tuple(

@@ -88,7 +88,7 @@ CASES = (
     rows_case(
         "weight_norm",
         partial(Parametrized, "weight_norm"),
-        "weights computed from a magnitude and a direction at every reading (pytorch#113415)",
+        "weights computed from a magnitude and a direction each time they are read (pytorch#113415)",
         layers=7,
     ),
     rows_case(
@@ -103,6 +103,6 @@ CASES = (
         name="complex",
         model=partial(seeded, ComplexLayers, widths=(512, 512, 512, 512)),
         inputs=partial(arrays, shape=(32, 512)),
-        about="complex weights, 8 bytes an element, between real ones",
+        about="complex weights, 8 bytes per element, between real ones",
     ),
 )

@@ -59,6 +59,6 @@ CASES = (
         name="lstm_cell",
         model=partial(seeded, LSTMLoop, dim=240),
         inputs=partial(arrays, shape=(6, 8, 240)),
-        about="two LSTM cells in turn over time: every weight is complete only near the start of forward",
+        about="two alternating LSTM cells: no weight's gradient is complete until backward is nearly done",
     ),
 )

@@ -125,13 +125,13 @@ CASES = (
         name="donated_buffers",
         model=partial(seeded, Activations, dim=512),
         inputs=partial(arrays, shape=(8, 512)),
-        about="segments that keep different activations, of which Inductor reuses some (pytorch#160745)",
+        about="segments that save different activations, some of which Inductor reuses (pytorch#160745)",
         ddp_kwargs={"bucket_cap_mb": 1},
     ),
     Case(
         name="conv_strides",
         model=partial(seeded, Convs, channels=128, layers=6),
         inputs=partial(arrays, shape=(2, 128, 6, 6)),
-        about="convolutions whose results Inductor gives other strides than eager (pytorch#113812)",
+        about="convolutions whose outputs have other strides under Inductor than in eager (pytorch#113812)",
     ),
 )

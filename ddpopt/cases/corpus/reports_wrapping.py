@@ -1,4 +1,4 @@
-"""Public reports about the surroundings of a graph: evaluation, synchronised statistics, DDP inside DDP."""
+"""Public reports about the surroundings of a graph: evaluation, synchronized statistics, DDP inside DDP."""
 
 from collections.abc import Callable
 from functools import partial

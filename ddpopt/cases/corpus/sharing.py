@@ -55,11 +55,11 @@ def ignored(dim: int, layers: int) -> nn.Module:
 
 
 CASES = (
-    rows_case("tied", tied, "first and last layer share a weight, which is complete last"),
+    rows_case("tied", tied, "first and last layer share a weight, whose gradient is complete last"),
     rows_case(
         "shared_module",
         shared_module,
-        "one module under two names, of which parameters have only the first",
+        "one module under two names; its parameters are listed only under the first",
         layers=9,
     ),
     rows_case(

@@ -38,8 +38,8 @@ FALSE_ALARM = 1e-6
 CREDIBLE = 10.0
 """A float64 reference this many times further from eager than eager's own spread took another path."""
 NOISE = "nothing but noise"
-HIDDEN = "rounding may be as large as these values, so that a wrong one may pass at L2"
-ZERO_TOO = "all zeros, and so it is in eager, where float64 has other numbers"
+HIDDEN = "rounding may be as large as these values, so a wrong value may pass at L2"
+ZERO_TOO = "all zeros, as in eager, where float64 has other values"
 
 
 @functools.cache
@@ -168,7 +168,7 @@ def arithmetic_of(
         found = exact(reference).where(settled, 0)
         spread = _norm([rms(value - centre) for value in values])
         reach = max(spread, unit_roundoff(dtype) * rms(found))
-        note = "float64 takes another path through this model"
+        note = "float64 takes a different path through this model"
         if rms(values[0] - found) <= CREDIBLE * tail_factor(len(values)) * reach:
             factor, truth, note = tail_factor(len(values)), found, ""
     return Arithmetic(

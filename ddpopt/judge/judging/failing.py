@@ -98,7 +98,7 @@ def told(failures: Sequence[Failure]) -> str:
 
 
 def stalled(failures: Sequence[Failure], size: int, limit_s: float) -> str:
-    """Recognise a run in which all ranks waited for each other until a limit passed.
+    """Recognize a run in which all ranks waited for each other until a limit passed.
 
     One of them may only have been compiling longer. But if a rank finished, its peers waited for something
     that it never sent, and no limit helps.
@@ -115,7 +115,7 @@ def stalled(failures: Sequence[Failure], size: int, limit_s: float) -> str:
     if not all_failed or not all(failure.lost for failure in failures):
         return ""
     return (
-        f"no rank failed of itself: each waited for another in a collective, for up to {limit_s:g} s "
-        f"({told(failures)}). If a rank compiles for longer than that, raise the limit of a trial "
-        "(--timeout); if not, their collectives are not the same ones in the same order"
+        f"no rank failed on its own: each waited for another in a collective, for up to {limit_s:g} s "
+        f"({told(failures)}). If a rank compiles for longer than that, raise the time limit of a trial "
+        "(--timeout); if not, the ranks do not run the same collectives in the same order"
     )

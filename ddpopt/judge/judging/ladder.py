@@ -35,23 +35,23 @@ from ddpopt.judge.modes import Mode
 from ddpopt.judge.trainer import updated
 from ddpopt.judge.verdict import Finding, Measured
 
-OTHER_BUFFERS = "not compared but on the first rank, for this model has buffers that only DDP broadcasts"
+OTHER_BUFFERS = "compared only on the first rank, because this model has buffers that only DDP broadcasts"
 NOT_REPRODUCED = (
     "eager itself does not reproduce {names}; judged at L2, by how far eager's own runs differ "
     "(torch.use_deterministic_algorithms names operations that are not deterministic)"
 )
-NOT_EVALUATED = "evaluation was not compared, for eager DDP fails there: {reason}"
+NOT_EVALUATED = "evaluation was not compared, because eager DDP fails in it: {reason}"
 RESUMMED = (
-    "judged at L2, for the compiled graph is cut, or one backward runs through several: what gradients are "
-    "summed from may have another order"
+    "judged at L2, because the compiled graph is cut, or one backward runs through several: gradients may "
+    "be summed in a different order"
 )
-NOT_FINITE = "eager itself computes NaN or infinity, and the same is asked for in the same places"
+NOT_FINITE = "eager itself computes NaN or infinity, and the same values are expected in the same places"
 CLAIM = {
-    "L0": "bit by bit what eager DDP computes",
+    "L0": "bit for bit what eager DDP computes",
     "L1": "within the rounding of a sum over ranks",
-    "L2": "as right as eager, as far as rounding goes",
+    "L2": "as accurate as eager, up to rounding",
 }
-BY_OPTIMIZER = "bit by bit what the optimizer makes of the gradient"
+BY_OPTIMIZER = "bit for bit what the optimizer computes from the gradient"
 
 
 class Ladder:

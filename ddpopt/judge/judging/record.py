@@ -90,7 +90,7 @@ class Record:
         graphs: Dynamo's compile ids, in order.
         graphs_after: number of graphs after each step.
         captures: the number of backwards that compiled autograd captured.
-        iterations: the synchronised backwards, if DDP's reducer could be observed.
+        iterations: the synchronized backwards, if DDP's reducer could be observed.
         collectives: all collectives on the DDP module's process group, in order, if they were observed.
         elsewhere: collectives on other process groups.
         ignored: names of parameters and buffers that DDP ignores.
@@ -128,7 +128,7 @@ class Record:
 
 
 def buckets_of(record: Record) -> dict[str, int]:
-    """The bucket that carried each parameter in the last synchronised backward."""
+    """The bucket that carried each parameter in the last synchronized backward."""
     last = record.iterations[-1].buckets if record.iterations else ()
     return {name: bucket.index for bucket in last for name in bucket.params}
 
@@ -137,12 +137,12 @@ class NumberKind(Enum):
     """What a number depends on."""
 
     FORWARD = (
-        "this rank's forward: the loss, outputs, buffers, what an option leaves before the backward is over"
+        "this rank's forward: the loss, outputs, buffers, and what an option records before backward ends"
     )
-    OWN = "this rank's backward: gradients of inputs, and of tensors outside of DDP"
+    OWN = "this rank's backward: gradients of inputs, and of tensors outside DDP"
     GRADIENT = "the sum over ranks"
-    FINISHED = "all gradients: what hooks keep, what an option makes of them before the optimizer takes them"
-    PARAMETER = "the parameter before the step, and the gradient that the optimizer takes"
+    FINISHED = "all gradients: what hooks record, and what an option makes of them before the optimizer runs"
+    PARAMETER = "the parameter before the step, and the gradient that the optimizer uses"
 
 
 @dataclass(frozen=True)

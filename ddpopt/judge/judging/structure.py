@@ -25,7 +25,7 @@ from ddpopt.judge.verdict import Finding
 from ddpopt.judge.visible import GRADIENT_OF, form_of, is_of_last_step
 from ddpopt.observation.observe import Collective
 
-MISSING, UNTRAINED = "missing", "that of no parameter that is trained"
+MISSING, UNTRAINED = "missing", "that of no trained parameter"
 ONE_SIDED = ("send", "recv")
 """Between two ranks; the other ranks have none."""
 UNEVEN = ("alltoall", "all_to_all", "gather", "scatter", "barrier")
@@ -41,7 +41,7 @@ class Peer:
         rank: rank in the training group.
         states: for each step, a digest of every parameter and buffer after the step.
         graphs: Dynamo's compile ids, step by step.
-        buckets: names of the parameters of each bucket, at each synchronised backward.
+        buckets: names of the parameters of each bucket, at each synchronized backward.
         collectives: the collectives on the DDP module's process group, in order, reduced to what must be
             equal on all ranks.
     """
@@ -167,13 +167,13 @@ def _others(evidence: RunEvidence) -> Broken:
         for name, integers in eager.state.items() if evidence.mode.gives != "nothing" else ():
             # only DDP broadcasts buffers
             if name not in unlike and not is_rounded(integers) and not torch.equal(got.state[name], integers):
-                yield Break(f"{name} holds other integers than in eager DDP", name, step)
+                yield Break(f"{name} holds different integers than in eager DDP", name, step)
 
 
 def _random(evidence: RunEvidence) -> Broken:
     for step, (got, eager) in _moments(evidence):
         if not torch.equal(got.random, eager.random):
-            yield Break("the random generator is in another state than after eager's step", None, step)
+            yield Break("the random generator is in a different state than after eager's step", None, step)
 
 
 def _seen(evidence: RunEvidence) -> Broken:
@@ -221,7 +221,7 @@ def _memory(evidence: RunEvidence) -> Broken:
             if not any(GRADIENT_OF in name or is_of_last_step(name) for name in (one, other)):
                 yield Break(f"{one} and {other} share no memory; in eager DDP they do", None, step)
         for name in sorted(set(got.written) - rewritten):
-            yield Break(f"writes to the {name} of the step before; in eager DDP it does not", None, step)
+            yield Break(f"writes to the {name} of the previous step; in eager DDP it does not", None, step)
 
 
 def _moments(evidence: RunEvidence) -> Iterator[tuple[int, tuple[RecordedStep, RecordedStep]]]:
@@ -285,7 +285,7 @@ def _no_others(evidence: RunEvidence) -> Broken:
     more = Counter(_bucketless(evidence.got)) - Counter(_bucketless(evidence.eager))
     if more and evidence.option.sends_as_usual:
         words = ", ".join(f"{count} x {collective}" for collective, count in more.items())
-        yield Break(f"sent {words} more than eager DDP does, and none is a bucket")
+        yield Break(f"sent {words} beyond what eager DDP sends, none of them a bucket")
 
 
 def _bucketless(record: Record) -> list[str]:
@@ -328,7 +328,7 @@ def _planned(evidence: RunEvidence) -> Broken:
         return
     if got.plan is None:
         if _trains(evidence):
-            yield Break("ddpopt's plan is not in force: DDP went on with buckets of its own")
+            yield Break("ddpopt's plan is not in effect: DDP kept its own buckets")
         return
     planned = [bucket.params for bucket in got.plan.buckets]
     for index, iteration in enumerate(got.iterations):
@@ -369,17 +369,17 @@ def _as_alone(evidence: RunEvidence) -> Broken:
         return
     for step, (got, alone) in enumerate(zip(evidence.got.graphs_after, evidence.alone, strict=False)):
         if got != alone:
-            yield Break(f"{got} graphs were compiled by then, of the model alone {alone}", None, step)
+            yield Break(f"{got} graphs were compiled by then, for the model alone {alone}", None, step)
             return
 
 
 CLAIMS: tuple[tuple[str, Callable[[RunEvidence], Broken]], ...] = (
     ("as many steps as in eager DDP", _steps),
     ("a gradient wherever eager DDP has one", partial(_gradients, missing=True)),
-    ("gradients of eager DDP's shape, dtype, strides and device", partial(_gradients, missing=False)),
-    ("parameters and buffers of eager DDP's form, integers equal", _others),
-    ("the random generator as after eager's step", _random),
-    ("all that a script can see is of eager DDP's form, hooks run as often, and as early", _seen),
+    ("gradients with eager DDP's shape, dtype, strides and device", partial(_gradients, missing=False)),
+    ("parameters and buffers with eager DDP's form, and equal integers", _others),
+    ("the random generator in the same state as after eager's step", _random),
+    ("everything that a script can see has eager DDP's form, and hooks run as often and as early", _seen),
     (
         "tensors share memory where eager DDP's do and nowhere else, and none is written after its step",
         _memory,
@@ -387,11 +387,11 @@ CLAIMS: tuple[tuple[str, Callable[[RunEvidence], Broken]], ...] = (
     ("parameters and buffers equal on all ranks where they are in eager DDP", _agreement),
     ("the same buckets on every rank", _same_buckets),
     ("every bucket reduced exactly once, in order", _reduced_once),
-    ("no collective but buckets and what eager DDP sends", _no_others),
+    ("no collectives except buckets and those that eager DDP sends", _no_others),
     ("the same collectives on every rank, in the same order", _same_order),
-    ("as many synchronised backwards as asked for, none under no_sync", _synchronised),
+    ("as many synchronized backwards as requested, and none under no_sync", _synchronised),
     ("the reducer follows the plan", _planned),
     ("something was compiled", _compiled),
     ("the same graphs on every rank, step by step", _same_graphs),
-    ("as many graphs as of the model alone", _as_alone),
+    ("as many graphs as for the model alone", _as_alone),
 )

@@ -200,7 +200,7 @@ class Known:
         tried, end = self.trying, first.signal or f"exit code {first.exit_code}"
         how = f"rank {first.rank} {first.kind}{f' of {end}' if first.kind == 'died' else ''}"
         if tried is None or first.kind == "stalled":
-            during = f" while {tried.stage.name} was tried" if tried else ""
+            during = f" while {tried.stage.name} was being tried" if tried else ""
             why = f": {_last_line(first.stack)}" if first.kind == "raised" else ""
             self.notes.append(f"the search ended early{during}: {how}{why}")
             return False

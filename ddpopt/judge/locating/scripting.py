@@ -27,7 +27,7 @@ from ddpopt.ranks.environment import environment_of_no_rank
 APPEARS = "the difference appears"
 REACHED = "eager is done; compiled:"
 """A script prints this before the expected death; without it, it died for another reason."""
-DOES = {"died": "takes the process down ({})", "run": "fails where eager runs"}
+DOES = {"died": "crashes the process ({})", "run": "fails where eager runs"}
 """How a layer differs; any other difference is in numbers or structure."""
 
 

@@ -29,7 +29,7 @@ from ddpopt.judge.trials import Settings, quickly
 from ddpopt.judge.verdict import Trial
 from ddpopt.ranks.group import Ranks
 
-EARLY = "the search ended early: fewer segments may do"
+EARLY = "the search ended early: fewer segments may suffice"
 CUT_BY_MODE = ("torch", "ddpopt-split")
 """Modes that cut the graph themselves: their own segments are the pieces."""
 
@@ -100,9 +100,9 @@ class Search:
             whole = replace(whole, exact=True)
         symptom, nothing = self._symptom(whole), replace(whole, part=NOTHING)
         if symptom is None:
-            self._blame("the difference did not appear again when pieces were about to be chosen")
+            self._blame("the difference did not appear again before pieces were chosen")
         elif (self.known.symptoms.get(nothing) or self._run(nothing)) == symptom or self.listed is None:
-            self._blame("the difference appears though no piece is compiled")
+            self._blame("the difference appears even though no piece is compiled")
         else:
             self._blame(EARLY, self.listed.described(whole.part))
             self._bisect(whole, self.listed)

@@ -42,17 +42,15 @@ def require_writable(json: str | None, reports: Sequence[str] = ()) -> None:
     for file in reports:
         if _suffix(file) not in SUFFIXES:
             raise UsageError(
-                f"--report: expected a file name that ends in {', '.join(SUFFIXES)} (JUnit XML, a page, "
-                f"GitHub's Markdown), got {file!r}; JSON goes to --json FILE"
+                f"--report: expected a file name that ends in {', '.join(SUFFIXES)} (JUnit XML, an HTML "
+                f"page, GitHub's Markdown), got {file!r}; for JSON use --json FILE"
             )
     options = [("--report", file) for file in reports]
     options += [("--json", json)] if json is not None and json != STDOUT else []
     for option, file in options:
         folder = Path(file).absolute().parent
         if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(file).is_dir():
-            raise UsageError(
-                f"{option}: cannot write {file!r}; name a file in a folder that can be written to"
-            )
+            raise UsageError(f"{option}: cannot write {file!r}; name a file in a writable folder")
 
 
 def _suffix(file: str) -> str:

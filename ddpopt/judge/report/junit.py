@@ -19,7 +19,7 @@ RESULTS: dict[Status, type[FinalResult]] = {
     Status.NOT_POSSIBLE: Skipped,
 }
 FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""Characters that XML 1.0 cannot represent; a message may contain terminal colours."""
+"""Characters that XML 1.0 cannot represent; a message may contain terminal colors."""
 
 
 def junit_xml(verdict: Verdict) -> str:

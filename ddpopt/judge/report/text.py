@@ -58,7 +58,7 @@ def indented(text: str, indent: str, first: str | None = None) -> str:
     start, *rest = text.splitlines() or [""]
     head = paragraph(f"{indent if first is None else first}{start}", indent)
     if len(rest) > LINES:
-        rest = [*rest[:LINES], f"... {count_of(len(rest) - LINES, 'line')} more, all in the JSON"]
+        rest = [*rest[:LINES], f"... {count_of(len(rest) - LINES, 'more line')}, all in the JSON"]
     return "\n".join([head, *(f"{indent}{line}".rstrip() for line in rest)])
 
 
@@ -66,7 +66,7 @@ def _listed(texts: Sequence[str], noun: str) -> list[str]:
     """The first few texts, and the number of the others."""
     lines = [indented(text, "    ", "  - ") for text in texts[:AT_MOST]]
     left = len(texts) - AT_MOST
-    return [*lines, f"  - and {count_of(left, noun)} more, all in the JSON"] if left > 0 else lines
+    return [*lines, f"  - and {count_of(left, f'more {noun}')}, all in the JSON"] if left > 0 else lines
 
 
 def _title(trial: Trial) -> str:

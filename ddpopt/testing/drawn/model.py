@@ -69,7 +69,7 @@ class DrawnModel:
             if any(type(each) is not Step or find_block(each.block).place != place for each in row):
                 raise UsageError(f"expected {name} to be steps whose blocks are {name}, got {row!r}")
         if not self.batches or any(type(n) is not int or n < 2 for n in self.batches):
-            raise UsageError(f"expected batches to be numbers from 2 on, got {self.batches!r}")
+            raise UsageError(f"expected batches to be numbers of at least 2, got {self.batches!r}")
         if self.width < 4 or self.width % 4 or self.cap_bytes < 1:
             raise UsageError(
                 "expected a width that is a multiple of 4 and a cap of at least one byte, "

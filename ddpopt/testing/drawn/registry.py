@@ -171,7 +171,7 @@ def find_block(name: str) -> Block:
         UsageError: if there is none.
     """
     if name not in BLOCKS:
-        raise UsageError(f"expected the name of a block, got {name!r}. There are: {', '.join(BLOCKS)}")
+        raise UsageError(f"expected the name of a block, got {name!r}. The blocks are: {', '.join(BLOCKS)}")
     return BLOCKS[name]
 
 
@@ -226,7 +226,7 @@ def step(block: str, *reads: int, body: Sequence[Step] = (), **options: Any) -> 
     found = find_block(block)
     operands = len(found.takes)
     if len(reads) > operands or any(read < 0 for read in reads):
-        raise _unfit(block, f"at most {operands} numbers from 0 to read", reads)
+        raise _unfit(block, f"at most {operands} inputs, each >= 0", reads)
     for name, value in options.items():
         choices = found.options.get(name, ())
         if value not in choices:
@@ -240,7 +240,7 @@ def step(block: str, *reads: int, body: Sequence[Step] = (), **options: Any) -> 
         if found.body == "pure" and not other.pure:
             raise _unfit(block, "steps that may run twice in its body", inner)
         if found.body == "unbroken" and other.breaks:
-            raise _unfit(block, "steps that break no graph in its body", inner)
+            raise _unfit(block, "steps without a graph break in its body", inner)
     chosen = tuple((name, options.get(name, next(iter(choices)))) for name, choices in found.options.items())
     return Step(block, (*reads, *range(len(reads), operands)), chosen, tuple(body))
 

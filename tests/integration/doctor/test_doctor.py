@@ -120,7 +120,7 @@ def test_a_recompile_has_its_guard_its_step_and_the_dimension_to_mark() -> None:
     diagnosis = diagnose(growing, backend="eager", steps=4)
     (finding,) = found_of(diagnosis, "recompile")  # Dynamo takes the size for dynamic after the first change
     assert finding.what.startswith(f"forward() ({__file__}:")
-    assert "was compiled again once, the last time in step 1, which took" in finding.what
+    assert "was recompiled once, most recently in step 1, which took" in finding.what
     assert "failed: tensor 'x' size mismatch at index 0. expected 4, actual 5." in finding.what
     assert "torch._dynamo.mark_dynamic(x, 0)" in finding.step
 
@@ -132,7 +132,7 @@ def test_a_recompile_has_its_guard_its_step_and_the_dimension_to_mark() -> None:
         ("tensor 'x' dtype mismatch. expected Float, actual Half", "Cast inputs to one dtype"),
         ("self.calls == 3", "An attribute that the model reads changed."),
         ("___stack2 == -0.25", "The value was made before a graph break"),
-        ("scale == 1.0", "A Python value that the model gets changed."),
+        ("scale == 1.0", "A Python value that is passed to the model changed."),
         ("GLOBAL_STATE changed: grad_mode", "Grad mode, autocast"),
         ("___check_obj_id(self.mask, 140), type=<class 'object'>", "An object that the model reads"),
     ],
@@ -210,7 +210,7 @@ def test_no_finding_proposes_what_fails_too() -> None:
 
 def test_a_module_that_dynamo_steps_over_is_not_compiled_at_all() -> None:
     (finding,) = diagnose(corpus.case("sequential"), backend="eager").problems
-    assert finding.what.startswith("Under torch's DDPOptimizer nothing of the model is compiled")
+    assert finding.what.startswith("Under torch's DDPOptimizer no part of the model is compiled")
 
 
 # ------------------------------------------------------------------------------------------- options
@@ -246,8 +246,8 @@ def test_a_model_that_fails_in_eager_is_not_judged() -> None:
     assert_expected_inline(
         str(caught.value),
         """\
-Healthy: expected the model to run in eager, without DDP, but with the inputs of rank 0, step 0 it ended in \
-RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x7 and 8x8); make that step run first""",
+Healthy: expected the model to run in eager, without DDP, but with the inputs of rank 0, step 0 it failed \
+with RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x7 and 8x8); fix that step first""",
     )
 
 

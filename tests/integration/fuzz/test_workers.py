@@ -51,7 +51,7 @@ def test_what_a_model_leaves_broken_is_not_held_against_the_next_one(worker: Wor
 
 def test_a_model_that_does_not_end_is_ended_and_told_with_its_stacks(worker: Worker) -> None:
     (answer,) = answered(worker, "while True: pass")
-    assert (answer.kind, str(answer.signature)) == (Outcome.BACKEND, "no end: within its limit")
+    assert (answer.kind, str(answer.signature)) == (Outcome.BACKEND, "no end: within the time limit")
     assert "in act" in answer.detail
 
 
@@ -62,7 +62,7 @@ def test_a_model_that_takes_the_process_down_is_told_by_signal_and_frame(worker:
 
 def test_a_signature_tells_how_a_rank_was_lost() -> None:
     stuck = RankFailure(0, "stalled", "whole", stack='Thread 0x1:\n  File "/x/a.py", line 1 in act\n')
-    assert str(workers._signature(stuck)[0]) == "no end: within its limit"
+    assert str(workers._signature(stuck)[0]) == "no end: within the time limit"
     ended = RankFailure(0, "died", "whole", exit_code=3, output="last words")
     assert workers._signature(ended) == (
         FailureSignature("death", "exit code 3"),

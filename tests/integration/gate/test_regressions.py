@@ -52,7 +52,7 @@ def told(before: Figures, found: Figures) -> str:
     assert comparison.exit_code == 1
     text = re.sub(r"\b[0-9a-f]{16}\b", "FINGERPRINT", str(comparison))
     _, _, changed = text.partition("(torch N)\n\n")
-    return changed.partition("\n\nIf that is meant")[0]
+    return changed.partition("\n\nIf this is intended")[0]
 
 
 def test_one_bucket_more(inline: Figures) -> None:
@@ -63,10 +63,10 @@ stack, plan
   fingerprint: FINGERPRINT before, FINGERPRINT now
   bucket 0: 0.012 MiB float32, linear4.weight before, 0.008 MiB float32 now
   bucket 1: linear1.weight before, linear4.weight now
-  bucket 2: not in the baseline before, 0.004 MiB float32, linear1.weight now
+  bucket 2: absent before, 0.004 MiB float32, linear1.weight now
 
 stack, ddpopt-inline
-  collectives of a backward: 2 allreduce before, 3 allreduce now""",
+  collectives per backward: 2 allreduce before, 3 allreduce now""",
     )
 
 
@@ -97,7 +97,7 @@ def test_a_recompile_and_a_collective_more(inline: Figures) -> None:
         """\
 stack, ddpopt-inline
   recompiles: 0 before, 1 now
-  collectives outside of backwards: none before, 3 broadcast now""",
+  collectives outside backward: none before, 3 broadcast now""",
     )
 
 
@@ -112,9 +112,9 @@ def test_buckets_that_are_no_longer_the_planned_ones(
         told(inline, measured(INLINE, stack())),
         """\
 stack, ddpopt-inline
-  verdict: ok before, wrong: L3: ddpopt's plan is not in force: DDP went on with
-    buckets of its own now
-  collectives outside of backwards: none before, 2 broadcast now
+  verdict: ok before, wrong: L3: ddpopt's plan is not in effect: DDP kept its
+    own buckets now
+  collectives outside backward: none before, 2 broadcast now
   planned = observed buckets: yes before, no now
   overlap, as a share of eager DDP's: 1.0 before, 0.0 now""",
     )
@@ -149,6 +149,6 @@ stack, ddpopt-split
 def test_a_model_that_no_longer_runs(inline: Figures) -> None:
     found = measured(INLINE, replace(stack(), inputs=lambda rank, step: ((torch.ones(4, 7),), {})))
     text = " ".join(told(inline, found).split())
-    assert "failure: not in the baseline before, it cannot be planned: " in text
+    assert "failure: absent before, it cannot be planned: " in text
     assert "verdict: ok before, eager DDP itself fails: RuntimeError: mat1 and mat2" in text
     assert len(failures(found["stack"])) == 2

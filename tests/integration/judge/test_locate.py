@@ -18,7 +18,7 @@ MODULE = "tests.unit.miscompiled"
 
 
 def wrong(mode: str, backend: str) -> Trial:
-    finding = Finding("L2", "as right as eager, as far as rounding goes", "off", rank=0, step=0)
+    finding = Finding("L2", "as accurate as eager, up to rounding", "off", rank=0, step=0)
     return Trial("case", mode, "default", backend, Status.WRONG, findings=(finding,))
 
 
@@ -73,7 +73,7 @@ STALLED = RankFailure(0, "stalled", "a task", -9, "SIGKILL")
     ("trying", "failure", "note"),
     [
         (None, RAISED, "the search ended early: rank 0 raised: KeyError: 'x'"),
-        (Try(STAGE), STALLED, "the search ended early while mine, no DDP was tried: rank 0 stalled"),
+        (Try(STAGE), STALLED, "the search ended early while mine, no DDP was being tried: rank 0 stalled"),
     ],
 )
 def test_ranks_that_fail_between_two_tries_or_stall_end_the_search_with_a_note(

@@ -27,7 +27,7 @@ def script(tmp_path: Path, stage: Stage, symptom: Symptom = NUMBERS, **more: Any
 @pytest.mark.parametrize(
     ("symptom", "does"),
     [
-        (Symptom("died", "SIGSEGV"), "takes the process down (SIGSEGV)."),
+        (Symptom("died", "SIGSEGV"), "crashes the process (SIGSEGV)."),
         (NUMBERS, "does not do what eager does."),
     ],
 )

@@ -100,7 +100,7 @@ def test_what_fails_though_nothing_is_compiled_has_no_segment_to_blame(searching
     known = searching("cap_below_1", "torch", "eager", Stage("whole", "eager"), Stage("torch", "eager"))
     assert rungs(known) == {"eager, whole on 1 rank": True, "eager, torch on 1 rank": False}
     assert known.segments == ()
-    assert known.about_segments == "the difference appears though no piece is compiled"
+    assert known.about_segments == "the difference appears even though no piece is compiled"
 
 
 def test_a_model_that_is_right_ends_without_a_blame(searching: Searching) -> None:
@@ -121,7 +121,7 @@ def test_the_model_alone_comes_first_and_the_mode_on_trial_last() -> None:
 @pytest.mark.parametrize(
     ("stage", "symptom", "layer"),
     [
-        (Stage("local", "mine"), Symptom("structure"), "the backend mine (in structure alone)"),
+        (Stage("local", "mine"), Symptom("structure"), "the backend mine (in structure only)"),
         (
             Stage("torch", "inductor", 2),
             Symptom("numbers"),

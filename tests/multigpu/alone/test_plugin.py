@@ -168,7 +168,7 @@ def test_plain_pytest_reports_each_test_and_survives_every_kind_of_failure(suite
     assert failures.count("[rank 1] call failed:\ntest_samples.py") == 2, text
     assert "[rank 1] setup failed:" in text
     assert "only rank 1 says this" in text
-    assert "this rank passed its limit; it wrote:" in text
+    assert "this rank exceeded its time limit; it wrote:" in text
     assert "in sleep_here" in text
     assert "/pluggy/" not in text
     assert "this rank died of SIGKILL; it wrote:\nlast words" in text
@@ -190,8 +190,8 @@ def test_under_torchrun_a_failure_is_shown_by_rank_zero_and_the_run_goes_on_unti
     ], text
     assert "[rank 1] setup failed:" in text, text
     assert "only rank 1 says this" in text
-    assert "[rank 1] call failed:\nthis rank gave no report: it died, or was ended" in text
-    assert "a rank is lost; the tests after this one were not run" in text
+    assert "[rank 1] call failed:\nthis rank sent no report: it died or was terminated" in text
+    assert "a rank was lost; the tests after this one were not run" in text
     assert "in sleep_here" not in text
     assert code != 0
 
@@ -200,9 +200,9 @@ def test_under_torchrun_a_failure_is_shown_by_rank_zero_and_the_run_goes_on_unti
 def test_under_torchrun_a_rank_that_stalls_ends_the_run_and_says_where_it_was(suite: Suite) -> None:
     suite.write(SAMPLES)
     code, text = suite.run(TORCHRUN, "-k", "stalls or after")
-    assert "[rank 1] call failed:\nthis rank gave no report: it died, or was ended" in text, text
+    assert "[rank 1] call failed:\nthis rank sent no report: it died or was terminated" in text, text
     assert "in sleep_here" in text
-    assert "a rank is lost; the tests after this one were not run" in text
+    assert "a rank was lost; the tests after this one were not run" in text
     assert outcomes(text) == ["FAILED one_rank_stalls"]
     assert code != 0
 

@@ -155,7 +155,7 @@ def test_arguments_that_make_no_sense_are_refused_before_anything_starts() -> No
         launch(lambda ranks: None, nproc=0, limit_s=1)
     with pytest.raises(UsageError, match=r"expected the device 'cpu', 'cuda' or None, got 'tpu'"):
         launch(lambda ranks: None, nproc=1, limit_s=1, device="tpu")
-    with pytest.raises(UsageError, match=r"can be pickled, got cannot pickle '_thread.lock' object. Build"):
+    with pytest.raises(UsageError, match=r"can be pickled, got cannot pickle '_thread.lock' object. Create"):
         launch(lambda ranks, lock: None, threading.Lock(), nproc=1, limit_s=1)
     with pytest.raises(UsageError, match=r"expected a GPU for each of 99 ranks, found \d+; ask for fewer"):
         launch(lambda ranks: None, nproc=99, limit_s=1, device="cuda")

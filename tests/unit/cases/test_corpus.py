@@ -31,7 +31,7 @@ def test_an_unknown_case_is_answered_with_the_names_that_exist() -> None:
         corpus.case("gtp")
     names = ", ".join(case.name for case in corpus.cases())
     assert str(caught.value) == (
-        f"expected the name of a case in the corpus, got 'gtp'; there are: {names}; did you mean 'gpt'?"
+        f"expected the name of a case in the corpus, got 'gtp'; the cases are: {names}; did you mean 'gpt'?"
     )
 
 
@@ -135,7 +135,7 @@ def line_of(function: Any) -> int:
 MODEL_LEAVES = Case("leaving", leaves, lambda rank, step: ((), {}), "its model ends the process")
 HERE = __name__
 CALLED = "calling it without arguments failed: "
-INSTALL = "install it, or add the directory that holds it to PYTHONPATH"
+INSTALL = "install it, or add the directory that contains it to PYTHONPATH"
 RETURNS = "expected it to return (model, inputs), (model, args, kwargs) or a ddpopt.testing.Case"
 
 

@@ -69,4 +69,4 @@ def test_the_tables_show_counts_then_failures_then_reasons() -> None:
         "| the test's | `test_d` | whole graph, split | accepted | split: no \\| way |",
         "| 0.5 MiB | `test_c` | split, inline | **yes** | split: no \\| way |",
     ]
-    assert reasons == "- `test_d` is failed only by us because nobody wants it."
+    assert reasons == "- `test_d` fails only with ddpopt because nobody wants it."

@@ -138,5 +138,5 @@ def test_every_error_of_ours_is_a_message_and_its_own_exit_code_and_others_keep_
 def test_a_target_that_ends_the_process_later_is_a_usage_error(target: str) -> None:
     result = run("explain", target.replace("make", "leaving"))
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith("ddpopt: error: the target ended the process: sys.exit(0)")
-    assert result.stderr.endswith("; have it return\n")
+    assert result.stderr.startswith("ddpopt: error: the target called sys.exit(0)")
+    assert result.stderr.endswith("; make it return instead\n")

@@ -74,7 +74,7 @@ def test_verify_without_options_asks_for_ddpopts_own_choice_and_looks_where_it_g
     asked: list[Any],
 ) -> None:
     result = run("verify", "tied", "--ddp", "bucket_cap_mb=2")
-    assert "looking where it goes wrong" in result.stderr
+    assert "looking for where it goes wrong" in result.stderr
     ((one,), settings, _), (arguments, keywords) = asked
     assert (one.modes, one.option) == (("ddpopt-inline",), "default")
     assert one.target.ddp_kwargs == {"bucket_cap_mb": 2}

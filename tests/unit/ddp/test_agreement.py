@@ -101,7 +101,7 @@ def test_a_rank_that_comes_too_late_raises_too_and_the_next_call_works(
     second = outcomes(calls([late], "a", 0.1))
     assert isinstance(first[0], str)
     assert second == [
-        "test: rank 1 answered after another rank had given up waiting. Let the ranks make this call at "
+        "test: rank 1 answered after another rank had given up waiting. Make this call on all ranks at "
         "about the same time, or allow more time with timeout="
     ]
     assert outcomes(calls([early, late], "bc")) == [("b", "c")] * 2
@@ -141,6 +141,6 @@ def test_a_store_that_is_gone_is_an_infrastructure_error(
     with pytest.raises(InfrastructureError) as caught:
         agree(member, "test", "a")
     assert str(caught.value) == (
-        "test: the process group's key-value store failed (connection reset). Most often the rank that holds "
-        "it, rank 0, has ended: look in its log for the reason"
+        "test: the process group's key-value store failed (connection reset). Usually this means that rank "
+        "0, which hosts it, has exited: check its log for the reason"
     )

@@ -126,9 +126,9 @@ def test_options_that_leave_no_buckets_to_plan_are_refused(monkeypatch: pytest.M
         "this DDP module's buckets cannot be planned:\n"
         "  - it was built under torch._dynamo.config.optimize_ddp='python_reducer', which reduces without "
         "buckets; set another value before building it\n"
-        "  - delay_all_reduce_named_params holds all its parameters, so none is left for buckets; leave "
-        "some out\n"
-        "  - mixed_precision ties hooks to the buckets that DDP made; use torch.autocast instead"
+        "  - delay_all_reduce_named_params contains all of its parameters, so none are left for buckets; "
+        "leave some out\n"
+        "  - mixed_precision ties its hooks to DDP's original buckets; use torch.autocast instead"
     )
 
 
@@ -162,14 +162,14 @@ def test_between_iterations_is_a_good_moment_and_between_forward_and_backward_a_
         ddp(torch.ones(1, 2))
     assert {*good, moment()} == {""}
     assert bad == {
-        "the buckets cannot change now: the module's last synchronised forward had no backward yet; run its "
-        "backward first, or run forwards that have none under torch.no_grad()"
+        "the buckets cannot change now: the module's last synchronized forward has had no backward yet; "
+        "run its backward first, or run forwards that need none under torch.no_grad()"
     }
 
 
 INSIDE: dict[str, Callable[[nn.Module, Callable[..., None]], Any]] = {
     "the module's forward is running; call this before or after it": nn.Module.register_forward_hook,
-    "a backward is running; call this outside of it": (
+    "a backward is running; call this before or after it": (
         lambda module, during: next(module.parameters()).register_hook(during)  # type: ignore[no-untyped-call]
     ),
 }
@@ -197,7 +197,7 @@ def test_while_unused_parameters_are_noted_under_no_sync_is_a_bad_moment() -> No
     ddp.zero_grad()
     assert said(lambda: require_between_iterations(ddp)) == ""
     assert text == (
-        "the buckets cannot change now: under no_sync() the reducer notes which parameters were used, and a "
-        "new reducer would not know; call this before the first of the accumulated backwards, or after "
+        "the buckets cannot change now: under no_sync() the reducer records which parameters were used, "
+        "and a new reducer would not know; call this before the first accumulated backward, or after "
         "zero_grad()"
     )

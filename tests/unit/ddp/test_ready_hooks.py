@@ -89,7 +89,7 @@ def test_a_second_contribution_in_the_same_backward_is_an_error(ddp: Any) -> Non
         step(ddp, inside)
     assert str(raised.value) == (
         "parameter 'layers.1.weight': its gradient was handed to DDP from inside the compiled backward, and "
-        "then another part of the same backward added to it. The bucket has left without that part; discard "
+        "then another part of the same backward added to it. The bucket was sent without that part; discard "
         'this step. Compile with strategy="split", and please report this'
     )
 

@@ -67,7 +67,7 @@ def test_one_bucket_that_cannot_be_divided_to_any_use_is_no_problem() -> None:
     assert (weight, step.partition(":")[0]) == (Weight.NOTE, "None")
     ((weight, what, _),) = findings(nn.Linear(**{**LARGE, "in_features": 2048}), nn.Linear(4, 4), buckets=1)
     assert weight is Weight.NOTE
-    assert "one gradient alone has 4.000 MiB" in what
+    assert "a single gradient has 4.000 MiB" in what
 
 
 NEVER = Unused("w", ((0, 0), (0, 1), (1, 0), (1, 1)), always=True)

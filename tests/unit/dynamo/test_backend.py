@@ -635,8 +635,8 @@ def refusal(inside: Callable[[], nn.Module] = sequential, **arguments: Any) -> s
         ({"buckets": "mine"}, "buckets: expected 'plan' or 'ddp', got 'mine'"),
         (
             {"inside": compiled_in_place, "fullgraph": True},
-            "fullgraph: the module inside DDP is compiled already, so no break in it can be refused here; "
-            "pass fullgraph=True where it is compiled, or do not compile it",
+            "fullgraph: the module inside DDP is already compiled, so graph breaks in it cannot be "
+            "rejected here; pass fullgraph=True where it is compiled, or do not compile it",
         ),
     ],
 )
@@ -652,5 +652,5 @@ def test_an_unknown_choice_of_buckets_is_refused(given: Any) -> None:
 
 def test_an_unknown_backend_is_refused_with_the_names_that_there_are() -> None:
     message = refusal(backend="indcutor")
-    assert message.startswith("backend: expected the name of a Dynamo backend, got 'indcutor'; known are ")
-    assert {"inductor", "aot_eager", "eager"} <= set(message.partition("known are ")[2].split(", "))
+    assert message.startswith("backend: expected the name of a Dynamo backend, got 'indcutor'; known ")
+    assert {"inductor", "aot_eager", "eager"} <= set(message.partition("known backends: ")[2].split(", "))

@@ -40,7 +40,7 @@ def test_a_last_line_that_was_cut_short_is_as_if_it_were_not_there(kept: int, tm
 def test_a_line_that_no_campaign_wrote_is_named(damaged: str, tmp_path: Path) -> None:
     Journal(tmp_path, THE_PLAN).__exit__()
     (tmp_path / LINES).write_text(f"{entry(0).to_line()}\n{damaged}\n{entry(1).to_line()}\n")
-    with pytest.raises(UsageError, match=r"line 2 of .*journal\.jsonl' is none that a campaign wrote"):
+    with pytest.raises(UsageError, match=r"line 2 of .*journal\.jsonl' was not written by a campaign"):
         Journal(tmp_path, THE_PLAN)
 
 

@@ -97,10 +97,10 @@ def test_a_case_that_fails_in_another_way_is_refused_with_both_failures() -> Non
     with pytest.raises(NotJudgedError) as caught:
         minimized(replace(CASE, torch="2.12.0"), lambda case: Answer(case.mode, Outcome.WRONG, OTHER))
     assert str(caught.value) == (
-        "expected a case that fails as it says: error: KeyError in graph.py in find; here it comes to: "
+        "expected a case that fails as recorded: error: KeyError in graph.py in find; here the result is: "
         "wrong: error: IndexError in graph.py in find. It was found with torch 2.12.0"
     )
-    with pytest.raises(NotJudgedError, match="here it comes to: ok"):
+    with pytest.raises(NotJudgedError, match="here the result is: ok"):
         minimized(CASE, lambda case: Answer(case.mode, Outcome.OK))
 
 
@@ -125,7 +125,7 @@ def test_each_candidate_is_smaller_so_that_a_search_comes_to_an_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("needed", "told"), [(1, "interpreter"), (2, "with 2 steps"), (4, "DOES NOT SHOW IT")]
+    ("needed", "told"), [(1, "interpreter"), (2, "with 2 steps"), (4, "DOES NOT REPRODUCE")]
 )
 def test_a_script_runs_the_fewest_steps_that_show_the_failure_and_says_how_many(
     needed: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

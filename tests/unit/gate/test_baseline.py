@@ -34,9 +34,9 @@ def test_figures_of_another_release_of_torch_are_refused_with_advice() -> None:
     with pytest.raises(UsageError) as caught:
         BASELINE.figures("torch 2.12", Path("b.json"))
     assert str(caught.value) == (
-        "b.json: expected figures of torch 2.12, which runs here, found torch 2.13. Plans and graphs differ "
-        "between releases of torch: install one that is there, or run 'ddpopt gate --baseline b.json "
-        "--update' under torch 2.12, which adds its figures"
+        "b.json: expected figures for torch 2.12, which is running here, found torch 2.13. Plans and "
+        "graphs differ between releases of torch: install one that the baseline has, or run 'ddpopt gate "
+        "--baseline b.json --update' under torch 2.12, which adds them"
     )
 
 
@@ -44,7 +44,7 @@ def test_figures_of_another_release_of_torch_are_refused_with_advice() -> None:
     ("text", "said"),
     [
         ("{", "JSONDecodeError: Expecting property name"),
-        ('{"ddpopt_gate": 1}', "ValueError: ddpopt_gate is 1 and not 2; write it again"),
+        ('{"ddpopt_gate": 1}', "ValueError: ddpopt_gate is 1, expected 2; write it again"),
         ('{"ddpopt_gate": 2, "settings": {"speed": 1}, "measured": {}}', "unexpected keyword argument"),
     ],
 )

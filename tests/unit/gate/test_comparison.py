@@ -27,9 +27,9 @@ def test_every_figure_is_compared() -> None:
             {**FIGURES, "gpt": {**CASE, "plan": {**PLAN, "bucket 0": ["0.002 MiB float32", "c", "b"]}}},
             [("gpt", "plan", "bucket 0: 0.002 MiB float32, b, c before, 0.002 MiB float32, c, b now")],
         ),
-        ({"gpt": CASE}, [("tied", "", "case: there before, missing now")]),
-        ({**FIGURES, "new": CASE}, [("new", "", "case: not in the baseline before, there now")]),
-        ({**FIGURES, "gpt": {"plan": PLAN}}, [("gpt", "ddpopt-inline", "mode: there before, missing now")]),
+        ({"gpt": CASE}, [("tied", "", "case: present before, missing now")]),
+        ({**FIGURES, "new": CASE}, [("new", "", "case: absent before, present now")]),
+        ({**FIGURES, "gpt": {"plan": PLAN}}, [("gpt", "ddpopt-inline", "mode: present before, missing now")]),
     ],
 )
 def test_a_change_says_from_what_to_what(now: Figures, said: list[tuple[str, str, str]]) -> None:

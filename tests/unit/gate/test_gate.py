@@ -78,7 +78,7 @@ def test_update_writes_what_changed_and_says_so(file: Path, monkeypatch: pytest.
     result = run("--baseline", str(file), "--update")
     assert (result.exit_code, result.stderr) == (0, f"ddpopt: wrote {file}\n")
     assert "graphs: 1 before, 2 now" in result.stdout
-    assert "If that is meant" not in result.stdout
+    assert "If this is intended" not in result.stdout
     assert kept(file).figures(HERE, file) == changed
     assert run("--baseline", str(file), "--update").stderr == f"ddpopt: nothing to change in {file}\n"
 

@@ -78,7 +78,7 @@ def test_a_gradient_that_is_zero_in_theory_never_fails() -> None:
 
 @pytest.mark.parametrize(
     ("another_path", "note"),
-    [(True, "float64 takes another path through this model"), (False, "no float64 reference")],
+    [(True, "float64 takes a different path through this model"), (False, "no float64 reference")],
 )
 def test_without_a_float64_run_that_can_be_believed_the_mean_of_the_samples_is_the_truth(
     another_path: bool, note: str

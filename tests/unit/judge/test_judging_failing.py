@@ -18,11 +18,11 @@ def test_a_peer_that_only_came_too_late_is_no_failure_of_the_mode_and_the_flag_i
     assert_expected_inline(
         stalled([TIMED_OUT, LEFT], 2, 9),
         """\
-no rank failed of itself: each waited for another in a collective, for up to 9 s (rank 0: RuntimeError: \
+no rank failed on its own: each waited for another in a collective, for up to 9 s (rank 0: RuntimeError: \
 [/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 9000ms; rank 1: RuntimeError: \
 [/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:4). If a rank compiles for longer than \
-that, raise the limit of a trial (--timeout); if not, their collectives are not the same ones in the \
-same order""",
+that, raise the time limit of a trial (--timeout); if not, the ranks do not run the same collectives in \
+the same order""",
     )
 
 

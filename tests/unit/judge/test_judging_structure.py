@@ -129,26 +129,26 @@ def turned(plan: Plan | None) -> Plan:
 MUTANTS: dict[str, dict[str, Change]] = {
     "as many steps as in eager DDP": {"a step too few": lambda e: with_got(steps=e.got.steps[:2])(e)},
     "a gradient wherever eager DDP has one": {"a gradient is missing": with_gradient(lambda _: None)},
-    "gradients of eager DDP's shape, dtype, strides and device": {
+    "gradients with eager DDP's shape, dtype, strides and device": {
         "another shape": with_gradient(lambda gradient: gradient.flatten()),
         "other strides": with_gradient(lambda gradient: gradient.t()),
     },
-    "parameters and buffers of eager DDP's form, integers equal": {
+    "parameters and buffers with eager DDP's form, and equal integers": {
         "a parameter of another form": with_more("state", NAME, torch.zeros(1)),
         "another count": other_count,
     },
-    "the random generator as after eager's step": {
+    "the random generator in the same state as after eager's step": {
         "random numbers drawn": lambda e: with_step(random=e.got.steps[1].random.flip(0))(e),
         "another evaluation": lambda e: with_got(
             evaluation=replace(e.got.moments[3], random=torch.zeros(1, dtype=torch.uint8))
         )(e),
     },
-    "all that a script can see is of eager DDP's form, hooks run as often, and as early": {
+    "everything that a script can see has eager DDP's form, and hooks run as often and as early": {
         "an output without gradient": with_more("extras", "form of output", "torch.float32"),
     },
     "tensors share memory where eager DDP's do and nowhere else, and none is written after its step": {
         "two gradients in one memory": with_step(sharing=frozenset({("gradient of a", "gradient of b")})),
-        "outputs that share memory no more": lambda e: replace(
+        "outputs that no longer share memory": lambda e: replace(
             e, eager=changed_step(e.eager, sharing=frozenset({("output[0]", "output[1]")}))
         ),
         "a gradient that the next step writes to": with_step(written=("gradient of a",)),
@@ -159,7 +159,7 @@ MUTANTS: dict[str, dict[str, Change]] = {
         "a bucket twice": with_collectives([0, 0, 1]),
         "buckets out of order": with_collectives([1, 0]),
     },
-    "as many synchronised backwards as asked for, none under no_sync": {
+    "as many synchronized backwards as requested, and none under no_sync": {
         "each backward twice": lambda e: with_got(iterations=(e.got.iterations or ()) * 2)(e),
     },
     "the reducer follows the plan": {
@@ -174,7 +174,7 @@ MUTANTS: dict[str, dict[str, Change]] = {
         "a rank compiles more": with_second_peer(graphs=(("0/0", "0/1"), (), ())),
         "a rank compiles as much, but later": with_second_peer(graphs=((), ("0/0",), ())),
     },
-    "no collective but buckets and what eager DDP sends": {
+    "no collectives except buckets and those that eager DDP sends": {
         "a collective that is no bucket": with_got(elsewhere=(Collective("allreduce", 4, "float32", None),)),
     },
     "the same collectives on every rank, in the same order": {
@@ -183,7 +183,7 @@ MUTANTS: dict[str, dict[str, Change]] = {
             lambda sent: [replace(sent[0], nbytes=sent[0].nbytes + 4), *sent[1:]]
         ),
     },
-    "as many graphs as of the model alone": {"a recompile": lambda e: replace(e, alone=[1, 2, 2])},
+    "as many graphs as for the model alone": {"a recompile": lambda e: replace(e, alone=[1, 2, 2])},
 }
 """By the claim that it breaks."""
 

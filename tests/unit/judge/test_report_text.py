@@ -111,11 +111,11 @@ def test_every_line_fits_and_the_last_paragraph_is_the_verdict(made: Verdict) ->
 def test_lines_of_a_reason_and_findings_that_are_left_out_are_counted() -> None:
     reason = "\n".join(f"line {index}" for index in range(LINES + 7))
     text = verdict_text(verdict(replace(broken_trial(), reason=reason)))
-    assert f"line {LINES}\n  ... 6 lines more, all in the JSON" in text
+    assert f"line {LINES}\n  ... 6 more lines, all in the JSON" in text
     many = replace(wrong_trial(), findings=wrong_trial().findings[:1] * 30, notes=tuple(map(str, range(10))))
     for made in (verdict(many), verdict(many, ok_trial())):
-        assert f"and {30 - AT_MOST} findings more, all in the JSON" in verdict_text(made)
-    assert "and 2 notes more, all in the JSON" in verdict_text(verdict(many))
+        assert f"and {30 - AT_MOST} more findings, all in the JSON" in verdict_text(made)
+    assert "and 2 more notes, all in the JSON" in verdict_text(verdict(many))
 
 
 @pytest.mark.parametrize(

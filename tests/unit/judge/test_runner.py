@@ -19,10 +19,10 @@ from ddpopt.judge.trials import Settings
         ({"strategy": "cut"}, "strategy: expected one of split, inline, auto, got 'cut'"),
         (
             {"dtype": "int64"},
-            "dtype: expected a floating-point dtype of torch's, like float32 or bfloat16, got 'int64'",
+            "dtype: expected a floating-point torch dtype, such as float32 or bfloat16, got 'int64'",
         ),
         ({"nproc": 0}, "nproc: expected a positive number, got 0"),
-        ({"trial_limit_s": 0.0}, "trial_limit_s: expected seconds above 0, got 0.0"),
+        ({"trial_limit_s": 0.0}, "trial_limit_s: expected a positive number, got 0.0"),
         ({"target": "nothing"}, "expected the name of a case in the corpus, got 'nothing'"),
     ],
 )

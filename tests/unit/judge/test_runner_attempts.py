@@ -108,7 +108,7 @@ def test_ranks_that_fail_are_started_again_within_one_limit(
 
 
 EAGER_FAILS = "eager DDP itself fails here, on case b: {}"
-AGAIN = "not tried again: it took the ranks down on case b"
+AGAIN = "not tried again: it crashed the ranks on case b"
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_a_failure_takes_its_trial_and_what_would_fail_as_well(
 def test_what_a_run_had_no_time_for_is_broken_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     _, trials = attempt(monkeypatch, fails(STALLED, 1, 0, mode="torch", after_s=90), limit_s=90)
     assert trials[1].reason == str(STALLED)
-    passed = "not tried: the limit of the whole run, 90 s, had passed. Raise it, or ask for less."
+    passed = "not tried: the time limit of the whole run, 90 s, had passed. Raise it, or ask for less."
     assert trials[2].reason == passed
 
 

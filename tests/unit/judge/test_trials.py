@@ -16,7 +16,7 @@ WAITED = Failure(0, "RuntimeError: Timed out", refused=False, lost=True)
 @pytest.mark.parametrize(
     ("waited", "failures", "status", "reason"),
     [
-        ("all waited", [], Status.BROKEN, "eager DDP's own runs did not end: all waited"),
+        ("all waited", [], Status.BROKEN, "eager DDP's own runs did not finish: all waited"),
         ("", [WAITED, RAISED], Status.NOT_POSSIBLE, "eager DDP itself fails here: ValueError: no"),
     ],
 )

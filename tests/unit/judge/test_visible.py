@@ -97,7 +97,7 @@ def test_a_step_shows_outputs_gradients_outside_and_what_is_kept() -> None:
     prompt, kept = torch.ones(2, requires_grad=True), list[Tensor]()
     (step,) = seen(Keeping(), kept.append, prompt)
     names = {name for name in step if not name.startswith(("form", "type", "memory"))}
-    start = "gradient of the tensor outside of DDP of shape (2,)"
+    start = "gradient of the tensor outside DDP of shape (2,)"
     (outside,) = (name for name in names if name.startswith(start))
     assert names - {outside} == {
         "output",

@@ -46,16 +46,16 @@ def refusal(text: str) -> str:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[1, 2]", "a JSON object with ddpopt_plan=1 was expected; found 'list'"),
-        ('{"buckets": []}', "a JSON object with ddpopt_plan=1 was expected; found None"),
-        (edited(ddpopt_plan=2), "a JSON object with ddpopt_plan=1 was expected; found 2"),
+        ("[1, 2]", "expected a JSON object with ddpopt_plan=1, found 'list'"),
+        ('{"buckets": []}', "expected a JSON object with ddpopt_plan=1, found None"),
+        (edited(ddpopt_plan=2), "expected a JSON object with ddpopt_plan=1, found 2"),
         (
             "buckets:",
-            "a plan as Plan.to_json() writes it was expected; this is not JSON: "
-            "Expecting value: line 1 column 1 (char 0)",
+            "expected a plan as Plan.to_json() writes it; this is not JSON: Expecting value: line 1 column "
+            "1 (char 0)",
         ),
         *(
-            (edited(**{key: ...}), f"a plan as Plan.to_json() writes it was expected; this one lacks {key!r}")
+            (edited(**{key: ...}), f"expected a plan as Plan.to_json() writes it; this one lacks {key!r}")
             for key in ("buckets", "segments", "cuts", "unread", "policy", "fingerprint")
         ),
     ],

@@ -87,8 +87,8 @@ def test_a_parameter_that_was_replaced_is_no_longer_planned_for(imposed: bool) -
     with pytest.raises(UnsupportedError) as caught:
         specs_from_ddp(ddp)
     assert str(caught.value) == (
-        "the module has lost 1 of the 8 parameters that DDP was built with: others took their places, and "
-        "DDP reduces none of those. Build DDP after the last parameter was replaced"
+        "the module has lost 1 of the 8 parameters that DDP was built with: they were replaced by others, "
+        "which DDP does not reduce. Build DDP after the last parameter is replaced"
     )
 
 
@@ -102,7 +102,7 @@ def test_before_the_first_backward_of_a_sparse_gradient_the_log_must_tell() -> N
     part.layer.bias.requires_grad_(False)
     ddp = DistributedDataParallel(part)
     freeze(part.layer)
-    with pytest.raises(UnsupportedError, match=r"DDP was built with 2 parameters, some of which have been"):
+    with pytest.raises(UnsupportedError, match=r"DDP was built with 2 parameters, some of which have since"):
         specs_from_ddp(ddp)
 
 

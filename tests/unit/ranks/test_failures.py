@@ -80,10 +80,10 @@ def test_the_report_shows_what_became_of_the_culprits_and_names_their_peers() ->
     assert_expected_inline(
         str(RanksFailed([left_behind, killed, replace(killed, rank=2), ended_waiting], size=8)),
         """\
-expected a value from each of 8 ranks, got none from ranks 1, 2, 3, 7; it began with ranks 2, 3
+expected a value from each of 8 ranks, got none from ranks 1, 2, 3, 7; it started with ranks 2, 3
 ranks 2, 3 died of SIGKILL in 'step 2'
     last words
-SIGKILL mostly means that the machine ran out of memory: look for 'Killed process' in dmesg.""",
+SIGKILL usually means the machine ran out of memory: look for 'Killed process' in dmesg.""",
     )
 
 
@@ -98,13 +98,13 @@ def test_ranks_that_wait_for_each_other_are_told_to_compare_their_collectives() 
 @pytest.mark.parametrize(
     ("failure", "how", "advice"),
     [
-        (stalled, "passed its limit", "--timeout."),
-        (ended, "was ended while its peers waited", "--timeout."),
+        (stalled, "exceeded its time limit", "--timeout."),
+        (ended, "was terminated while its peers waited", "--timeout."),
         (killed, "died of SIGKILL", "in dmesg."),
         (replace(killed, exit_code=0, signal="", output="end"), "ended with exit code 0", "\n    end"),
         (replace(killed, signal="SIGSEGV", output="end"), "died of SIGSEGV", "\n    end"),
         # what we ended ourselves is not blamed on memory
-        (replace(killed, kind="stalled"), "passed its limit", "--timeout."),
+        (replace(killed, kind="stalled"), "exceeded its time limit", "--timeout."),
     ],
 )
 def test_each_kind_of_failure_has_its_words_and_its_next_step(

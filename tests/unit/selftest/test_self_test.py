@@ -54,7 +54,7 @@ def seen(*levels: str, applied: tuple[str, ...] = ("L0", "L3")) -> tuple[Trial, 
 
 REFUSED = CertificateError(("nodes: lost",))
 UNDER_DYNAMO = RuntimeError("backend='ddpopt' raised:\nCertificateError: nodes: lost")
-WAITED = replace(broken_trial(), reason="no rank failed of itself"), failed(RuntimeError("Timed out"))[1]
+WAITED = replace(broken_trial(), reason="no rank failed on its own"), failed(RuntimeError("Timed out"))[1]
 NOT_OURS = (
     replace(impossible_trial(), reason="refused: no such thing"),
     failed(UsageError("no such thing"))[1],

@@ -27,8 +27,8 @@ BOOM, PEERLESS = report("failed", why="boom", stop=1), report("failed", why="no 
 KNOWN = report("skipped")
 KNOWN.wasxfail = "known"
 SOME = (
-    "expected that all ranks run a test, or none; rank(s) 1 of 2 skipped it. Let the reason for a skip be "
-    "the same on every rank."
+    "expected all ranks to run a test, or none; rank(s) 1 of 2 skipped it. Make the reason for a skip the "
+    "same on every rank."
 )
 
 
