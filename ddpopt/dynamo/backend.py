@@ -25,6 +25,7 @@ from ddpopt.graph.nodes import CompilerFn
 from ddpopt.graph.state import begins_without_grad
 from ddpopt.inline.compile import compile_inline, lendable, together
 from ddpopt.inline.inductor import in_order, is_inductor
+from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.reduced import held_parameters
 from ddpopt.planning.regions import Planned, Regions, ends_in_break, plan_for_reducer, specs_by_id
 from ddpopt.planning.strategy import Strategy, require_choice
@@ -135,10 +136,12 @@ class DdpoptBackend:
             level = logging.WARNING if self.strategy == "inline" else logging.INFO
             _say_once(f"a graph is split and not compiled inline: {reason}", level)
         reasons = [None, *(cut.reason for cut in plan.cuts)]
-        compiled = compile_segments(stitched, planned.example_inputs, compiler, reasons, share=not replayed)
-        counts = len(plan.buckets), compiled.segments, compiled.distinct
+        run, distinct = compile_segments(
+            stitched, planned.example_inputs, compiler, reasons, share=not replayed
+        )
+        counts = len(plan.buckets), len(plan.segments), distinct
         logger.info("ddpopt: %d buckets, %d segments, %d of them distinct", *counts)
-        return compiled.call
+        return run
 
     def follow(self, ddp: DDP) -> Regions:
         """Make the reducer of `ddp` follow the plan of the graphs that this backend will see.
@@ -149,10 +152,10 @@ class DdpoptBackend:
         Raises:
             UnsupportedError: this module's reducer cannot follow a plan.
         """
-        held_parameters(ddp)  # raises if a parameter was replaced, perhaps since the previous graph
+        specs = specs_by_id(ddp)  # raises if a parameter was replaced, perhaps since the previous graph
         known = self._regions.get(ddp)
-        if known is None or known.specs != specs_by_id(ddp):  # parameter names may change
-            self._regions[ddp] = Regions.of(ddp)
+        if known is None or known.specs != specs:  # parameter names may change
+            self._regions[ddp] = Regions(specs, BucketConfig.from_ddp(ddp))
         joined = self._regions[ddp].joined
         if ddp.static_graph and ddp._static_graph_delay_allreduce_enqueued:  # True after its first backward
             _say_once("DDP keeps its buckets: a static graph's first backward determines what is reduced")

@@ -47,7 +47,7 @@ Specs = Mapping[int, ParamSpec]
 """The parameters that DDP reduces, by ``id`` of the parameter, in the order of the reducer's list."""
 
 
-def assign_buckets(params: Sequence[ParamSpec], limits: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+def assign_buckets(params: Sequence[ParamSpec], limits: Sequence[int]) -> list[tuple[tuple[int, ...], int]]:
     """Fill buckets with parameters in the order given, by DDP's rule.
 
     A bucket closes after the tensor that brings its size to the limit or above. Each (dtype, device) has
@@ -60,16 +60,12 @@ def assign_buckets(params: Sequence[ParamSpec], limits: Sequence[int]) -> tuple[
         limits: sizes in bytes at which a bucket closes.
 
     Returns:
-        The buckets in the order in which they are reduced, each a tuple of indices into ``params``.
+        The buckets in the order in which they are reduced: indices into ``params``, and the limit at which
+        the bucket closes (0 for a sparse gradient).
 
     Raises:
         UsageError: ``limits`` is empty.
     """
-    return tuple(members for members, _ in _assigned(params, limits))
-
-
-def _assigned(params: Sequence[ParamSpec], limits: Sequence[int]) -> list[tuple[tuple[int, ...], int]]:
-    """The buckets, each with the limit at which it closes (0 for a sparse gradient)."""
     if not limits:
         raise UsageError(
             "limits: expected at least one size in bytes, got none; use BucketConfig.rebuilt_limits"
@@ -100,7 +96,7 @@ def initial_buckets(params: Sequence[ParamSpec], config: BucketConfig) -> tuple[
     Returns:
         The buckets in the order in which they are reduced, each a tuple of indices into ``params``.
     """
-    buckets = assign_buckets(params, config.initial_limits)
+    buckets = (members for members, _ in assign_buckets(params, config.initial_limits))
     return tuple(sorted(buckets, key=min, reverse=True))
 
 
@@ -122,9 +118,9 @@ def rebuilt_buckets(ready: Sequence[ParamSpec], config: BucketConfig) -> tuple[t
 
 def _rebuilt(ready: Sequence[ParamSpec], config: BucketConfig) -> list[tuple[tuple[int, ...], int]]:
     if not config.small_last_bucket:
-        return _assigned(ready, config.rebuilt_limits)
+        return assign_buckets(ready, config.rebuilt_limits)
     last = len(ready) - 1
-    buckets = _assigned(ready[::-1], config.rebuilt_limits)
+    buckets = assign_buckets(ready[::-1], config.rebuilt_limits)
     return [(tuple(last - index for index in members), limit) for members, limit in reversed(buckets)]
 
 
@@ -134,11 +130,11 @@ def ready_buckets(ready: Sequence[ParamSpec], config: BucketConfig) -> list[tupl
     DDP appends the buckets still open at the end; in this order no bucket waits for one that is ready later.
     """
     buckets = sorted(_rebuilt(ready, config), key=lambda bucket: max(bucket[0]))
-    return [(members, _reason(ready, members, limit)) for members, limit in buckets]
+    return [(members, closing_reason([ready[i] for i in members], limit)) for members, limit in buckets]
 
 
-def _reason(ready: Sequence[ParamSpec], members: tuple[int, ...], limit: int) -> str:
-    specs = [ready[index] for index in members]
+def closing_reason(specs: Sequence[ParamSpec], limit: int) -> str:
+    """Why a bucket of these parameters, in ready order, closes under a limit in bytes."""
     nbytes, last = sum(spec.nbytes for spec in specs), specs[-1]
     if last.sparse:
         return f"{last.name} has a sparse gradient and is sent alone"

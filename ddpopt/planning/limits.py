@@ -20,8 +20,6 @@ from ddpopt.errors import UsageError, did_you_mean
 
 MIB = 2**20
 DEFAULT_CAP_MB = 25
-# torch.distributed._DEFAULT_FIRST_BUCKET_BYTES, which planning may not import.
-DEFAULT_FIRST_BUCKET_BYTES = MIB
 
 DDP_ARGUMENTS = tuple(inspect.signature(nn.parallel.DistributedDataParallel).parameters)[1:]
 """Names of the arguments of DistributedDataParallel, without the module."""
@@ -110,7 +108,7 @@ class BucketConfig:
         explicit = bucket_cap_mb is not None or bool(caps)
         return cls(
             cap_bytes=cap_bytes,
-            first_bucket_bytes=cap_bytes if explicit else DEFAULT_FIRST_BUCKET_BYTES,
+            first_bucket_bytes=cap_bytes if explicit else _default_first_bucket_bytes(),
             cap_bytes_list=caps,
             small_last_bucket=_last_bucket_is_small(),
             **flags,
@@ -147,13 +145,16 @@ class BucketConfig:
 
 
 def _first_bucket_bytes(ddp: nn.parallel.DistributedDataParallel) -> int:
-    # Private names of DDP, torch 2.11 to 2.13, here and above. 2.11 has no _bucket_config: its default cap
-    # implies torch.distributed's first bucket, which users tune (a DDP module exists: the import is free).
+    # Private names of DDP, torch 2.11 to 2.13, here and above. 2.11 has no _bucket_config.
     bucket_config = getattr(ddp, "_bucket_config", None)
     if bucket_config is not None:
         return int(bucket_config.first_bucket_bytes_cap)
-    default = int(torch.distributed._DEFAULT_FIRST_BUCKET_BYTES)  # type: ignore[attr-defined]
-    return default if ddp.bucket_bytes_cap_default else int(ddp.bucket_bytes_cap)
+    return _default_first_bucket_bytes() if ddp.bucket_bytes_cap_default else int(ddp.bucket_bytes_cap)
+
+
+def _default_first_bucket_bytes() -> int:
+    """DDP's first limit where the user gave no cap; users tune it."""
+    return int(torch.distributed._DEFAULT_FIRST_BUCKET_BYTES)  # type: ignore[attr-defined]  # private
 
 
 def _last_bucket_is_small() -> bool:

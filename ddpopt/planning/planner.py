@@ -7,7 +7,7 @@ within an atom requires a cut right before that atom; the atom's other open grad
 So each bucket is complete once the backward of a single segment has run, as early as in eager, and the next
 bucket starts empty.
 
-Planning is pure: it never imports torch.distributed, runs nothing, and depends only on its inputs.
+Planning is pure: it runs nothing, and depends only on its inputs.
 
 Source of the bucket rule: `ddpopt.planning.bucket_rule`.
 """
@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ddpopt.planning.bucket_rule import closing_reason
 from ddpopt.planning.facts import GraphFacts, ParamUse
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Bucket, Cut, Plan, Policy, Segment, cut_reason
@@ -43,7 +44,7 @@ def plan_graph(facts: GraphFacts, config: BucketConfig) -> Plan:
     groups = list(_by_atom(facts, _atoms(facts)))
     for index, (start, uses) in enumerate(groups):
         filler.fill(start, uses, cut_follows=index + 1 < len(groups))
-    return _assemble(facts, filler.finish(0), "plan")
+    return _assemble(facts, filler.finish(), "plan")
 
 
 def plan_whole(facts: GraphFacts, buckets: Sequence[Bucket] = ()) -> Plan:
@@ -128,27 +129,25 @@ class _Filler:
         before = len(self._closed)
         last_closed: dict[Key, _Draft] = {}
         for use in uses:
-            name, key = use.spec.name, (use.spec.dtype, use.spec.device)
+            key = use.spec.dtype, use.spec.device
             if use.spec.sparse:
-                self._closed.append(_Draft([use], start, f"{name} has a sparse gradient and is sent alone"))
+                self._closed.append(_Draft([use], start, closing_reason([use.spec], 0)))
                 continue
             draft = self._open.setdefault(key, _Draft())
             draft.add(use)
             self._missing[key] -= 1
-            if draft.nbytes >= (limit := self._limit(key)):
+            full = draft.nbytes >= self._limit(key)
+            if full:
                 last_closed[key] = draft
-                self._close(
-                    key, start, f"{name} brings it to {draft.nbytes} bytes, at or over the limit of {limit}"
-                )
-            elif self._missing[key] == 0:  # nothing can fill it: it need not wait for the end of backward
-                self._close(key, start, "no gradient is left to add")
+            if full or self._missing[key] == 0:  # nothing can fill it: it need not wait for backward to end
+                self._close(key, start)
         if cut_follows and len(self._closed) > before:
             self._settle(start, last_closed)
 
-    def finish(self, start: int) -> list[_Draft]:
+    def finish(self) -> list[_Draft]:
         """Close the open buckets; return all buckets, in the order in which they were closed."""
         for key in [*self._open]:
-            self._close(key, start, "no gradient is left to add")
+            self._close(key, 0)
         return self._closed
 
     def _settle(self, start: int, last_closed: Mapping[Key, _Draft]) -> None:
@@ -159,9 +158,10 @@ class _Filler:
             else:
                 self._close(key, start, "another bucket ends at this cut; none may wait on two segments")
 
-    def _close(self, key: Key, start: int, reason: str) -> None:
+    def _close(self, key: Key, start: int, why: str = "") -> None:
         draft = self._open.pop(key)
-        draft.start, draft.reason = start, reason
+        draft.start = start
+        draft.reason = why or closing_reason([use.spec for use in draft.members], self._limit(key))
         self._closed.append(draft)
         self._used[key] += 1
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from ddpopt.planning.bucket_rule import ParamSpec, Specs, rebuilt_buckets, specs_from_ddp
+from ddpopt.planning.bucket_rule import ParamSpec, Specs, initial_buckets, rebuilt_buckets, specs_from_ddp
 from ddpopt.planning.eager_reads import noting_reads
 from ddpopt.planning.expand_calls import Opened, opened_and_planned
 from ddpopt.planning.facts import GraphFacts, collect
@@ -69,11 +69,6 @@ class Regions:
         self.config = config
         self.specs = specs
         self._regions: list[GraphPlan] = []
-
-    @classmethod
-    def of(cls, ddp: nn.parallel.DistributedDataParallel) -> Regions:
-        """The regions of a DDP module that has no graphs yet."""
-        return cls(specs_by_id(ddp), BucketConfig.from_ddp(ddp))
 
     def add(
         self, gm: fx.GraphModule, example_inputs: Sequence[object], strategy: Strategy = "auto"
@@ -182,17 +177,23 @@ def plan_for_reducer(
 ) -> Planned:
     """Plan a graph for the reducer's buckets: those of the `imposed` plan.
 
-    Without such a plan DDP will rebuild its own buckets. It fills them in the order in which gradients
-    arrive, which is predicted from this graph's readers.
+    Without such a plan DDP keeps its first buckets or rebuilds them. It fills the rebuilt ones in the order
+    in which gradients arrive, which is predicted from this graph's readers.
+
+    Raises:
+        UnsupportedError: the reducer's parameters cannot be determined, or are no longer in the module.
     """
-    specs = specs_by_id(ddp)
+    specs, config = specs_by_id(ddp), BucketConfig.from_ddp(ddp)
 
     def decide(facts: GraphFacts, inline: bool) -> Plan:
         if imposed is not None:
             return plan_for_buckets(facts, [bucket.params for bucket in imposed.buckets], whole=inline)
-        ready = [use.spec for use in sorted(facts.params, key=lambda use: -use.completes_at)]
-        rebuilt = rebuilt_buckets(ready, BucketConfig.from_ddp(ddp))
-        return plan_for_buckets(facts, [[ready[k].name for k in bucket] for bucket in rebuilt], whole=inline)
+        filled, fill = [*specs.values()], initial_buckets
+        if config.rebuilds:
+            arriving = sorted(facts.params, key=lambda use: -use.completes_at)
+            filled, fill = [use.spec for use in arriving], rebuilt_buckets
+        buckets = [[filled[place].name for place in bucket] for bucket in fill(filled, config)]
+        return plan_for_buckets(facts, buckets, whole=inline)
 
     planned = _planned(gm, example_inputs, specs, strategy, collect(gm, example_inputs, specs), decide)
     return planned._replace(settled=imposed is not None)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from ddpopt.graph.nodes import example_value, module_like
+from ddpopt.graph.nodes import example_value, module_like, requires_grad
 from ddpopt.graph.rewriting import copy_input
 from ddpopt.graph.state import EXIT_AUTOCAST, GRAD_MODE, State
 from ddpopt.planning.plan import Plan
@@ -171,20 +171,21 @@ def _pick(graph: fx.Graph, value: fx.node.Argument, path: Path) -> fx.node.Argum
 # --- the whole -----------------------------------------------------------------------------------
 
 
-def _copy(node: fx.Node, method: str) -> fx.Node:
-    """A call of a tensor method that makes a segment's input from a tensor."""
-    copied = node.graph.call_method(method, (node,))
-    with torch.enable_grad():  # a clone of a sparse view is dense, so run the method to get the layout
-        copied.meta["example_value"] = getattr(example_value(node), method)()
-    return copied
-
-
-def _leaf(node: fx.Node) -> fx.Node:
-    """The replacement for a tensor that gets no gradient; it still requires grad.
+def _severed(node: fx.Node) -> fx.Node:
+    """The replacement for a tensor that gets no gradient; it still requires grad if the tensor does.
 
     The kernels of a matrix product, and so its last bits, depend on whether its operands require grad.
     """
-    return _copy(_copy(node, "detach"), "requires_grad_")
+    detached = _call_method(node, "detach")
+    return _call_method(detached, "requires_grad_") if requires_grad(example_value(node)) else detached
+
+
+def _call_method(node: fx.Node, method: str) -> fx.Node:
+    """A call of a method of a tensor, with the tensor that it returns as example value."""
+    called = node.graph.call_method(method, (node,))
+    with torch.enable_grad():
+        called.meta["example_value"] = getattr(example_value(node), method)()
+    return called
 
 
 def _stitch(gm: fx.GraphModule, layout: Layout, segments: Sequence[_Segment]) -> fx.GraphModule:
@@ -200,7 +201,7 @@ def _stitch(gm: fx.GraphModule, layout: Layout, segments: Sequence[_Segment]) ->
         exports = layout.exports[index]
         segment.graph.output(tuple(_pick(segment.graph, segment.copies[e.node], e.path) for e in exports))
         modules[segment_name(index)] = module_like(gm, segment.graph)
-        detached = {leaf: _leaf(values[leaf]) for leaf in layout.detached(segment.inputs, index)}
+        detached = {leaf: _severed(values[leaf]) for leaf in layout.detached(segment.inputs, index)}
         given = {leaf: values[leaf] for leaf in segment.inputs} | detached
         call = graph.call_module(segment_name(index), tuple(given.values()))
         for position, leaf in enumerate(exports):
@@ -210,8 +211,8 @@ def _stitch(gm: fx.GraphModule, layout: Layout, segments: Sequence[_Segment]) ->
     def read(node: fx.Node) -> fx.node.Argument:
         node = layout.source(node)
         if node in layout.severed and node not in copies:
-            handed_out = {leaf: value for leaf, value in values.items() if leaf.node is node}
-            copies[node] = _rebuild(node, {leaf: _leaf(value) for leaf, value in handed_out.items()})
+            handed_out = {leaf: _severed(value) for leaf, value in values.items() if leaf.node is node}
+            copies[node] = _rebuild(node, handed_out)
         elif node not in copies:
             copies[node] = graph.node_copy(node) if node.op == "get_attr" else _rebuild(node, values)
         return copies[node]

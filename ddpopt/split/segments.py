@@ -12,7 +12,6 @@ import copy
 import traceback
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,21 +26,6 @@ from ddpopt.graph.nodes import SYMBOLIC, CompilerFn, example_value, requires_gra
 from ddpopt.split.twins import signature
 
 
-@dataclass(frozen=True)
-class CompiledSegments:
-    """The result of compiling the segments of one graph.
-
-    Attributes:
-        call: runs the whole graph; returns a tuple.
-        segments: how many segments the graph has.
-        distinct: how many of them were compiled.
-    """
-
-    call: Callable[..., Any]
-    segments: int
-    distinct: int
-
-
 def compile_segments(
     stitched: fx.GraphModule,
     example_inputs: Sequence[object],
@@ -49,7 +33,7 @@ def compile_segments(
     reasons: Sequence[str | None],
     *,
     share: bool,
-) -> CompiledSegments:
+) -> tuple[Callable[..., Any], int]:
     """Compile every segment and replace it with the compiled code.
 
     Args:
@@ -61,14 +45,13 @@ def compile_segments(
         share: whether twins may share compiled code.
 
     Returns:
-        The callable and the number of compilations.
+        The callable, which runs the whole graph and returns a tuple; and the number of compilations.
     """
     compiled: dict[Hashable, Callable[..., Any]] = {}
     values: dict[fx.Node, object] = dict(
         zip(stitched.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
     )
     calls = stitched.graph.find_nodes(op="call_module")
-    calls.sort()
     for node, reason in zip(calls, reasons, strict=True):
         name = str(node.target)
         segment: fx.GraphModule = getattr(stitched, name)
@@ -89,7 +72,7 @@ def compile_segments(
             if not changed.isdisjoint(storages(n)):
                 del values[n]
     write_code(stitched)
-    return CompiledSegments(stitched.forward, len(calls), len(compiled))
+    return stitched.forward, len(compiled)
 
 
 def _is_outdated(node: fx.Node, values: Mapping[fx.Node, object]) -> bool:

@@ -362,8 +362,18 @@ class BothNamesBefore(Between):
         return (self.layers[3](self.layer(2, h) + x) + before,)
 
 
-@pytest.mark.parametrize("kind", [ByAnotherName, BothNamesBefore])
-def test_what_is_written_by_one_name_is_read_by_the_other_with_its_gradient(kind: type[Between]) -> None:
+class SeenWithoutGradient(Between):
+    """Returns views that were taken without gradient; of a number's bits, nothing can require grad."""
+
+    def forward(self, x: Tensor, given: Tensor) -> tuple[Tensor, ...]:
+        h = self.layer(1, self.layer(0, x + given))
+        with torch.no_grad():
+            seen = h.chunk(2, 1)[0], h.chunk(2, 1)[1].detach(), h.view(torch.int32), h.view(-1)
+        return (self.layers[3](self.layer(2, h)), *seen)
+
+
+@pytest.mark.parametrize("kind", [ByAnotherName, BothNamesBefore, SeenWithoutGradient])
+def test_each_name_of_one_memory_has_the_value_and_gradient_that_eager_gives_it(kind: type[Between]) -> None:
     torch._dynamo.reset()
     model = kind(pulled_back_later)
     expected = trained(copy.deepcopy(model), lambda ddp: ddp, two_names_of_one_input)

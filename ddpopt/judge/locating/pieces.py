@@ -70,7 +70,7 @@ class ChosenPieces:
             return self.compiler(segment, inputs, **options) if next(is_chosen) else segment.forward
 
         reasons = [None] * (len(openers) + 1)
-        return compile_segments(stitched, example_inputs, choose, reasons, share=False).call
+        return compile_segments(stitched, example_inputs, choose, reasons, share=False)[0]
 
     @property
     def count(self) -> int:

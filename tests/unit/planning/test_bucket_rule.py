@@ -100,6 +100,7 @@ def test_limits_that_are_set_elsewhere_are_read(
     monkeypatch.setenv("DDP_SET_LAST_BUCKET_CAP", "1")
     monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 300 * KIB)
     config = assert_limits(DistributedDataParallel(linears(), **arguments))
+    assert config == BucketConfig.from_kwargs(**arguments)
     assert config.small_last_bucket
     assert arguments or config.rebuilt_limits == (300 * KIB, 25 * 2**20)
 

@@ -6,10 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch import distributed as dist
 
 from ddpopt.errors import UsageError
-from ddpopt.planning.limits import DEFAULT_CAP_MB, DEFAULT_FIRST_BUCKET_BYTES, MIB, BucketConfig
+from ddpopt.planning.limits import DEFAULT_CAP_MB, MIB, BucketConfig
 
 StandIn: Any = SimpleNamespace  # for a DDP module
 
@@ -75,11 +74,6 @@ def test_a_module_outside_ddp_is_refused_with_advice() -> None:
 
 
 # What moves in torch must fail here, by name.
-
-
-def test_torchs_default_first_bucket_is_still_ours() -> None:
-    default: int = dist._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]  # private, the authority
-    assert default == DEFAULT_FIRST_BUCKET_BYTES
 
 
 def test_a_ddp_module_of_torch_2_11_tells_its_limits_without_a_bucket_config() -> None:

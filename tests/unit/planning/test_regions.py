@@ -6,8 +6,10 @@ import pytest
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpopt.ddp.reducer_buckets import running_buckets
+from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Plan
-from ddpopt.planning.regions import Regions, plan_for_reducer
+from ddpopt.planning.regions import Regions, plan_for_reducer, specs_by_id
 from tests.unit.rehearsing import WIDTH, Linears, rows
 from tests.unit.tracing import Traced, trace_all
 
@@ -25,7 +27,7 @@ def setting(model: nn.Module, **kwargs: Any) -> tuple[DistributedDataParallel, l
 
 
 def joined(ddp: DistributedDataParallel, graphs: list[Traced]) -> Plan:
-    regions = Regions.of(ddp)
+    regions = Regions(specs_by_id(ddp), BucketConfig.from_ddp(ddp))
     assert regions.joined() is None
     for graph in graphs:
         regions.add(graph.gm, graph.inputs, "split")
@@ -58,6 +60,13 @@ def test_for_ddps_own_buckets_the_graph_is_cut_where_they_complete() -> None:
     assert layers(plan) == ["1 3", "0 2"]
     assert [cut.before for cut in plan.cuts] == [graph.facts.nodes[4]]
     assert plan.policy == "ddp"
+
+
+def test_a_reducer_that_never_rebuilds_keeps_the_buckets_that_it_began_with() -> None:
+    model = Linears(layers=4, order=(2, 0, 3, 1))
+    ddp, (graph,) = setting(model, bucket_cap_mb=2 * LAYER_MB, find_unused_parameters=True)
+    plan = plan_for_reducer(ddp, None, graph.gm, graph.inputs, "split").plan
+    assert [set(b.params) for b in plan.buckets] == [set(b.params) for b in running_buckets(ddp)]
 
 
 def test_a_later_graph_that_reads_less_is_cut_for_what_it_reads() -> None:
