@@ -1,11 +1,13 @@
 """The private names of torch that ddpopt uses, each with what fails without it.
 
-A release of torch may rename any of them. `require_supported` looks them all up, so that such a release gives
-one error that names them, not an `AttributeError` in the middle of training.
+A release of torch may rename any of them. `require_supported` looks them all up before a module is compiled,
+so that such a release gives one error that names them, not an `AttributeError` in the middle of training.
 
 Invariant: looking the names up changes nothing in torch.
 """
 
+import contextlib
+import functools
 import pkgutil
 from collections.abc import Mapping
 
@@ -16,6 +18,8 @@ PLANS = "buckets cannot be planned as DDP fills them"
 FOLLOWS = "DDP cannot follow a plan"
 EARLY = "inline cannot hand a gradient over during backward"
 NAMES: Mapping[str, str] = {
+    "torch.Tensor._use_count": "inline copies every gradient",
+    "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message": "hooks are not kept",
     "torch._C._current_autograd_node": EARLY,
     "torch._C._current_graph_task_id": EARLY,
     "torch._C._functorch.is_functorch_wrapped_tensor": PLANS,
@@ -24,6 +28,7 @@ NAMES: Mapping[str, str] = {
     "torch._C._will_engine_execute_node": EARLY,
     "torch._dynamo.backends.distributed.DDPOptimizer": "torch's optimizer cannot be replaced or explained",
     "torch._dynamo.trace_rules.check": "modules that Dynamo skips cannot be compiled",
+    "torch._functorch.compilers.nop": EARLY,
     "torch._functorch._aot_autograd.collect_metadata_analysis": "views that leave a segment come back wrong",
     "torch._functorch._aot_autograd.descriptors.PlainAOTInput": EARLY,
     "torch._guards._TLS": "graphs cannot be cut",
@@ -31,31 +36,26 @@ NAMES: Mapping[str, str] = {
     "torch._subclasses.functional_tensor.FunctionalTensor": EARLY,
     "torch.autograd.graph._engine_run_backward": EARLY,
     "torch.distributed.Reducer._autograd_hook": EARLY,
+    "torch.distributed.Reducer._check_reducer_finalized": FOLLOWS,
     "torch.distributed.Reducer._get_zeros_like_grad_buckets": PLANS,
     "torch.distributed.Reducer._remove_autograd_hooks": FOLLOWS,
+    "torch.distributed.Reducer._reset_state": FOLLOWS,
+    "torch.distributed.Reducer._set_ddp_runtime_logging_sample_rate": FOLLOWS,
+    "torch.distributed.Reducer._set_forward_pass_work_handle": FOLLOWS,
+    "torch.distributed.Reducer._set_optimizer_in_backward": FOLLOWS,
     "torch.distributed.Reducer._set_static_graph": FOLLOWS,
     "torch.distributed._compute_bucket_assignment_by_size": PLANS,
     "torch.distributed.distributed_c10d._get_default_store": "verification cannot compare ranks",
     "torch.distributed.distributed_c10d._get_process_group_store": "ranks cannot agree on a plan",
+    "torch.fx._lazy_graph_module._use_lazy_graph_module": "graphs cannot be cut",
+    "torch.nn.parallel.DistributedDataParallel._active_ddp_module": "graphs have no module",
     "torch.nn.parallel.DistributedDataParallel._build_params_for_reducer": FOLLOWS,
     "torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data": PLANS,
 }
 """The undocumented parts of torch that ddpopt uses, by dotted name."""
 
 
-def missing() -> dict[str, str]:
-    """Return the entries of `NAMES` that the installed torch lacks."""
-    return {name: lost for name, lost in NAMES.items() if not _is_there(name)}
-
-
-def _is_there(name: str) -> bool:
-    try:
-        pkgutil.resolve_name(name)
-    except (ImportError, AttributeError):
-        return False
-    return True
-
-
+@functools.cache
 def require_supported() -> None:
     """Fail unless the installed torch has all the names that ddpopt uses.
 
@@ -64,7 +64,11 @@ def require_supported() -> None:
     """
     import torch
 
-    lacking = missing()
+    lacking = dict(NAMES)
+    for name in NAMES:
+        with contextlib.suppress(ImportError, AttributeError):
+            pkgutil.resolve_name(name)
+            del lacking[name]
     if lacking:
         lines = "\n".join(f"  {name}: {lost}" for name, lost in lacking.items())
         raise UnsupportedError(

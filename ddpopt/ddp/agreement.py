@@ -36,7 +36,7 @@ def agree(
 ) -> tuple[str, ...]:
     """Exchange one text with every rank of a group. Every rank must call this the same number of times.
 
-    Full texts are fetched only if they differ from this rank's, so agreement costs one digest per rank.
+    Each distinct text is fetched once, so each rank costs a digest.
 
     Args:
         process_group: the ranks that take part; any group of any backend, of any size.

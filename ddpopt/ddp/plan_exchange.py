@@ -3,6 +3,7 @@
 Invariant: a rank that fails before it has a plan tells the others, so that none waits for it.
 """
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -43,16 +44,16 @@ def exchange_plans(
             announce(process_group, what, json.dumps({"problem": f"{type(error).__name__}: {error}"}))
         raise
     own = plan.to_json() if plan else None
-    ballots = [*map(json.loads, agree(process_group, what, json.dumps({"plan": own}), timeout))]
+    read = functools.cache(json.loads)  # ranks nearly always agree, and reading a large plan takes time
+    ballots = [*map(read, agree(process_group, what, json.dumps({"plan": own}), timeout))]
     problems = [f"rank {rank}: {b['problem']}" for rank, b in enumerate(ballots) if "problem" in b]
     if problems:
         raise PlanMismatchError(
             f"{what}: another rank failed, so nothing was changed on this one:\n" + "\n".join(problems)
         )
-    # Ranks nearly always agree, and parsing a large plan takes time.
-    known: dict[str | None, Plan | None] = {None: None, own: plan}
-    texts = (ballot["plan"] for ballot in ballots)
-    return tuple(known[text] if text in known else Plan.from_json(text) for text in texts)
+    parse = functools.cache(Plan.from_json)
+    texts = [ballot["plan"] for ballot in ballots]
+    return tuple(plan if text == own else text and parse(text) for text in texts)
 
 
 def same_buckets(plans: Sequence[Plan | None]) -> bool:

@@ -53,6 +53,8 @@ def compile(  # the public name, as in torch.compile
 
     Raises:
         UsageError: an argument cannot be used.
+        UnsupportedError: this release of torch lacks a private name that ddpopt uses.
+        RuntimeError: Inductor does not know the mode or one of the options; the message is torch's.
     """
     if not isinstance(ddp_model, DistributedDataParallel):
         raise UsageError(
@@ -61,7 +63,7 @@ def compile(  # the public name, as in torch.compile
         )
     dynamo_backend = DdpoptBackend(backend, strategy=strategy, buckets=buckets)
     own_options = {key: v for key, v in (options.get("options") or {}).items() if key not in TORCHS_OPTIONS}
-    configured(dynamo_backend.compiler, mode=options.get("mode"), options=own_options)
+    configured(dynamo_backend.compiler, mode=options.get("mode"), options=own_options)  # checks them now
 
     def compiled(function: Callable[..., Any], **changed: Any) -> Any:
         given = {**options, **changed}

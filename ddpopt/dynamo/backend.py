@@ -32,6 +32,7 @@ from ddpopt.planning.strategy import Strategy, require_choice
 from ddpopt.proof.certificate import certify
 from ddpopt.split.partition import partition
 from ddpopt.split.segments import compile_segments
+from ddpopt.torch_private import require_supported
 
 Buckets = Literal["plan", "ddp"]
 REPLAYED = "CUDA graphs replay a backward without Python"
@@ -51,6 +52,7 @@ class DdpoptBackend:
 
     Raises:
         UsageError: an argument is invalid.
+        UnsupportedError: this release of torch lacks a private name that ddpopt uses.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class DdpoptBackend:
         buckets: Buckets = "plan",
         regions: RegionsByModule | None = None,
     ) -> None:
+        require_supported()
         require_choice("strategy", strategy, Strategy)
         require_choice("buckets", buckets, Buckets)
         self.__name__ = "ddpopt"
@@ -113,7 +116,7 @@ class DdpoptBackend:
         if len(plan.buckets) == 1 and not ends_in_break(gm) and not planned.completed:
             return _compile_whole("it has a single bucket", planned, compiler)
         completed = {name for segment in plan.segments for name in segment.params}
-        lent = [node for node in lendable(gm, sources) if completed.issuperset(sources[node].values())]
+        lent = [node for node in lendable(gm, planned.facts) if completed.issuperset(sources[node].values())]
         groups = [[node] for node in lent]
         if planned.settled:
             groups = together(lent, sources, planned.facts, plan.buckets)
@@ -136,10 +139,8 @@ class DdpoptBackend:
             level = logging.WARNING if self.strategy == "inline" else logging.INFO
             _say_once(f"a graph is split and not compiled inline: {reason}", level)
         reasons = [None, *(cut.reason for cut in plan.cuts)]
-        run, distinct = compile_segments(
-            stitched, planned.example_inputs, compiler, reasons, share=not replayed
-        )
-        counts = len(plan.buckets), len(plan.segments), distinct
+        run, count = compile_segments(stitched, planned.example_inputs, compiler, reasons, share=not replayed)
+        counts = len(plan.buckets), len(plan.segments), count
         logger.info("ddpopt: %d buckets, %d segments, %d of them distinct", *counts)
         return run
 

@@ -68,10 +68,6 @@ def undisturbed() -> Iterator[None]:
     Where torch disables such hooks, there are none.
     """
     forbidden = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
-    hooks = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     with gc_paused(), contextlib.nullcontext() if forbidden else hooks:
         yield
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor

@@ -7,7 +7,7 @@ functions. Any other call (a function that Dynamo puts into the graph without tr
 module, a NumPy function) may write to all of its inputs. A call with bodies writes what its bodies write.
 
 Invariant: a tensor that `mutated_inputs` does not name is not written to; in doubt, a tensor is named.
-Planning, cutting and proof use this module, and share nothing else.
+Planning, cutting and proof all use this module.
 """
 
 import functools
@@ -31,12 +31,16 @@ WRITING_OPERATORS = frozenset(
         "irshift", "isub", "itruediv", "ixor", "setitem", "delitem",
     )
 )  # fmt: skip
-DESCRIBING_NAMES = frozenset(
-    (
-        "as_strided_", "detach_", "resize_", "resize_as_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_",
-        "transpose_", "unsqueeze_",
-    )
+DESCRIBING_NAMES = (
+    "as_strided_", "detach_", "resize_", "resize_as_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_",
+    "transpose_", "unsqueeze_",
 )  # fmt: skip
+FORGETTING_NAMES = (
+    "add", "addbmm", "addcdiv", "addcmul", "addmm", "addmv", "baddbmm", "copy", "fill", "foreach_add", "iadd",
+    "foreach_copy", "index_add", "index_copy", "index_fill", "index_put", "isub", "masked_fill",
+    "masked_scatter", "neg", "scatter", "scatter_add", "setitem", "sub", "zero",
+)  # fmt: skip
+"""Writes whose backward does not need what was overwritten, without underscores at either end."""
 KNOWN_MODULES = (
     "_operator", "builtins", "cmath", "math", "torch", "torch._linalg_utils", "torch._lowrank",
     "torch._tensor", "torch.functional", "torch.random",
@@ -55,9 +59,9 @@ UNMARKED: Mapping[str, tuple[str, ...]] = {
     "_tensor_version": ("self",),
     "_unsafe_set_version_counter": ("t",),
 }
-TELLING_NAMES = ("_tensor_version", "_unsafe_set_version_counter")
-"""What tells of the writes to a tensor, or hides them; they count as writes."""
 """Arguments that operators write to (or whose version they use) unmarked; `_written_by` has the others."""
+VERSION_NAMES = ("_tensor_version", "_unsafe_set_version_counter")
+"""Operators that read or set how often a tensor was written to; they count as writes."""
 COLLECTIVES = ("torch._ops._c10d", "torch._ops._dtensor", "torch._ops.c10d", "torch._ops.symm_mem")
 """Modules of the operators that communicate."""
 KINDS = (
@@ -84,9 +88,12 @@ def mutated_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def constructed_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The inputs that `node` certainly writes to; none if it may do more (in a body), or tells of writes."""
-    certain = is_known(node) and not isinstance(node.target, HigherOrderOperator)
-    return mutated_inputs(node) if certain and _name(node.target) not in TELLING_NAMES else ()
+    """The inputs that `node` certainly writes to, and neither reads in another way nor keeps for backward."""
+    name = _name(node.target)
+    if not is_known(node) or isinstance(node.target, HigherOrderOperator) or name in VERSION_NAMES:
+        return ()
+    forgets = name.strip("_") in FORGETTING_NAMES
+    return tuple(n for n in mutated_inputs(node) if forgets or not requires_grad(example_value(n)))
 
 
 def written_storages(node: fx.Node) -> dict[int, None]:
@@ -121,6 +128,11 @@ def communicates_in_backward(node: fx.Node) -> bool:
 
 def _is_collective(node: fx.Node) -> bool:
     return str(getattr(node.target, "__module__", "")).startswith(COLLECTIVES)
+
+
+def is_detached_view(node: fx.Node) -> bool:
+    """Whether `node` returns memory of its input that has its own gradient, if it has one."""
+    return _name(node.target) in ("detach", "_get_data_attr")
 
 
 def detaches(node: fx.Node) -> bool:

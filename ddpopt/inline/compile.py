@@ -23,18 +23,17 @@ from ddpopt.ddp.deferral import active_module
 from ddpopt.graph.nodes import CompilerFn, example_value, module_like, storages
 from ddpopt.graph.rewriting import copy_input
 from ddpopt.inline.handover import Call, empty_token, lend
-from ddpopt.planning.facts import GraphFacts, Sources, gradient_carriers, late_reads
+from ddpopt.planning.facts import GraphFacts, Sources
 from ddpopt.planning.plan import Bucket
 
 
-def lendable(gm: fx.GraphModule, sources: Sources) -> list[fx.Node]:
+def lendable(gm: fx.GraphModule, facts: GraphFacts) -> list[fx.Node]:
     """The placeholders of parameters that may change once their gradients are complete, and are not returned.
 
     If the graph returns a view of an input, autograd's edge leads to that input, not to the lent tensor.
     """
     leaving = {storage for node in gm.graph.output_node().all_input_nodes for storage in storages(node)}
-    late = late_reads(gm, sources, gradient_carriers(gm.graph))
-    return [node for node in sources if leaving.isdisjoint(storages(node)) and node not in late]
+    return [n for n in facts.sources if leaving.isdisjoint(storages(n)) and n not in facts.late]
 
 
 def together(
@@ -104,13 +103,13 @@ def compile_inline(
     values = [detached.get(node, value) for node, value in zip(inputs, example_inputs, strict=True)]
     tokens = [_token(detached[group[0]]) for group in groups]
     compiled = compiler(_edited(gm, groups, detached, tokens, positions), [*values, *tokens])
-    others = [place for place in range(len(inputs)) if place not in {*flat}]
+    others = [place for place, node in enumerate(inputs) if node not in detached]
     asserting = _asserts_gradients(compiler)
 
     def run(*arguments: Any) -> Any:
         given = [*arguments]
-        groups = [{position: given[position] for position in group} for group in positions]
-        tokens = Call(active_module(), groups, [given[place] for place in others]).open_gate()
+        lent = [{position: given[position] for position in group} for group in positions]
+        tokens = Call(active_module(), lent, [given[place] for place in others]).open_gate()
         for position in flat if asserting else ():
             given[position] = given[position].detach()
         return compiled(*given, *tokens)

@@ -16,9 +16,11 @@ must hold; otherwise the gradient waits until the compiled backward is over and 
 - the engine will accumulate into this parameter in this backward (false under ``torch.autograd.grad``);
 - no other edge of the backward leads to the parameter, so that the gradient is complete (false for a weight
   that the loss also reads, after a graph break, or with two forwards before one backward);
+- the parameter still requires grad, and accumulates in its own dtype;
 - there are no hooks on the parameter or its AccumulateGrad node; a user's hook runs once, at its usual time;
 - no other input of the compiled code is in memory that DDP writes to: a gradient, or a bucket;
-- the backward creates no graph and does not check for NaN, and the graph was called in DDP's forward.
+- the backward creates no graph, does not check for NaN and runs on the default stream, and the graph was
+  called in DDP's forward.
 
 Invariant: each gradient reaches its parameter exactly once, in memory that nothing else owns: it is copied,
 unless the compiler of the backward has proved that its code no longer uses that memory.

@@ -55,6 +55,8 @@ class Capture:
 def plan(model: nn.Module, *inputs: Any, strategy: Strategy = "auto", **kwargs: Any) -> Plan:
     """Plan a model's buckets, segments and cuts, as `ddpopt.compile` with the same strategy will use them.
 
+    This holds for ``buckets="plan"``, a forward that begins with gradients, and modes without CUDA graphs.
+
     Args:
         model: a module, or a DDP module, whose own bucket options then apply. Parameters may be real, fake
             or on the meta device.

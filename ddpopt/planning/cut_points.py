@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from ddpopt.graph.aliases import first_names, is_view
 from ddpopt.graph.effects import (
     constructed_inputs,
+    is_detached_view,
     is_known,
     mutated_inputs,
     redescribes,
@@ -230,12 +231,14 @@ def _shown_otherwise(body: Body) -> Iterator[Span]:
 
     A compiled segment does not return views: they are recreated outside, from their base. This would lose the
     gradient of a custom function, and a hook, which applies to all readers of the value, including earlier
-    ones. Autograd treats the results of ``unsafe_split`` and similar operators as independent values: a write
-    to one is not a write to the other.
+    ones. A detached tensor that is written to with gradient has a gradient that its base does not have.
+    Autograd treats results of ``unsafe_split`` and similar operators as independent values: a write to one is
+    not a write to the other.
     """
     for index, node in enumerate(body.nodes):
         name = getattr(node.target, "__name__", str(node.target))
-        apart = isinstance(node.target, HigherOrderOperator) or not is_known(node)
+        known = is_known(node) and not is_detached_view(node)
+        apart = isinstance(node.target, HigherOrderOperator) or not known
         read = read_storages(node)
         own = {key for key, times in Counter(storages(node)).items() if times > 1 or key in read}
         unsafe = name.lstrip("_").startswith("unsafe_") and not own.isdisjoint(body.written)

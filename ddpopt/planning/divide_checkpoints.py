@@ -132,7 +132,6 @@ def _write_out(
         returned = graph.graph_copy(body.graph, values)
         for step in (node for node in body.graph.nodes if node.op not in ("placeholder", "output")):
             copied = values[step]
-            copied.meta["example_value"] = step.meta.get("example_value")
             if step.op == "get_attr":
                 copied.target = f"{region.name}_{step.target}".replace(".", "_")
                 held[copied.target] = fetch(body, str(step.target))
@@ -162,7 +161,7 @@ def _write_pieces(
         held[name] = _piece(body, nodes, inputs, exports)
         holder = graph.get_attr(name)
         call = graph.call_function(CHECKPOINT, (holder, *(values[n] for n in inputs)), dict(region.kwargs))
-        call.meta = {**region.meta, "example_value": tuple(n.meta["example_value"] for n in exports)}
+        call.meta = {**region.meta, "example_value": tuple(map(example_value, exports))}
         for position, node in enumerate(exports):
             values[node] = graph.call_function(operator.getitem, (call, position))
             values[node].meta = dict(node.meta)

@@ -56,10 +56,7 @@ def opened_and_planned(best: Opened, planned: Callable[[fx.GraphModule], Opened]
     while (opened := open_calls(*best)) is not best.gm:
         again = planned(opened)
         if {use.spec.name for use in again.facts.params} != trained:
-            logger.warning(
-                "ddpopt: not expanding composite calls: expanding them would change which parameters get "
-                "gradients"
-            )
+            logger.warning("ddpopt: composite calls are not expanded: other parameters would get gradients")
             break
         best = again
     while True:

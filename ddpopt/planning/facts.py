@@ -67,12 +67,14 @@ class GraphFacts:
         params: the trainable parameters read by the graph, in the order of the reducer's list.
         blocked: for each body position, why the graph cannot be cut right before it, or None if it can.
         sources: the result of `parameter_sources`: which nodes bring which parameters into the graph.
+        late: the sources that are read although a later node already used them; see `late_reads`.
     """
 
     nodes: tuple[str, ...]
     params: tuple[ParamUse, ...]
     blocked: tuple[str | None, ...]
     sources: Sources = field(default_factory=dict, compare=False)
+    late: frozenset[fx.Node] = field(default=frozenset(), compare=False)
 
     @property
     def ready(self) -> list[ParamSpec]:
@@ -117,9 +119,10 @@ def collect(gm: fx.GraphModule, example_inputs: Sequence[object], specs: Specs) 
     inside = _places_inside(gm, body, sources)
     read_at = [(spec, readers[spec.name]) for spec in specs.values() if readers[spec.name]]
     uses = tuple(ParamUse(spec, tuple(at), inside.get((spec.name, at[0]), 0)) for spec, at in read_at)
-    spans = late_reads(gm, sources, carries).items()
-    late = (Span(first + 1, last, _LATE.format(body[first].name, node.name)) for node, (first, last) in spans)
-    return GraphFacts(tuple(node.name for node in body), uses, blocked_positions(gm.graph, late), sources)
+    late = late_reads(gm, sources, carries)
+    spans = (Span(a + 1, b, _LATE.format(body[a].name, node.name)) for node, (a, b) in late.items())
+    blocked = blocked_positions(gm.graph, spans)
+    return GraphFacts(tuple(node.name for node in body), uses, blocked, sources, frozenset(late))
 
 
 def _places_inside(

@@ -188,11 +188,10 @@ def plan_for_reducer(
     def decide(facts: GraphFacts, inline: bool) -> Plan:
         if imposed is not None:
             return plan_for_buckets(facts, [bucket.params for bucket in imposed.buckets], whole=inline)
-        filled, fill = [*specs.values()], initial_buckets
-        if config.rebuilds:
-            arriving = sorted(facts.params, key=lambda use: -use.completes_at)
-            filled, fill = [use.spec for use in arriving], rebuilt_buckets
-        buckets = [[filled[place].name for place in bucket] for bucket in fill(filled, config)]
+        arriving = [use.spec for use in sorted(facts.params, key=lambda use: -use.completes_at)]
+        filled = arriving if config.rebuilds else [*specs.values()]
+        members = rebuilt_buckets(filled, config) if config.rebuilds else initial_buckets(filled, config)
+        buckets = [[filled[place].name for place in bucket] for bucket in members]
         return plan_for_buckets(facts, buckets, whole=inline)
 
     planned = _planned(gm, example_inputs, specs, strategy, collect(gm, example_inputs, specs), decide)

@@ -10,11 +10,11 @@ from collections.abc import Hashable, Iterator, Mapping
 import torch
 from torch._ops import HigherOrderOperator
 
-from ddpopt.graph.effects import constructed_inputs, is_known, redescribes
-from ddpopt.graph.nodes import SYMBOLIC, requires_grad, storages_of
+from ddpopt.graph.effects import constructed_inputs, is_detached_view, is_known, redescribes
+from ddpopt.graph.nodes import MISSING, SYMBOLIC, requires_grad, storages_of
 from ddpopt.proof.evidence import Evidence, given_back
 from ddpopt.proof.steps import Crossing, Original, ProgramStep, at, tensors_in
-from ddpopt.proof.terms import ABSENT, Copy, Item, Made, Term, leaves, show
+from ddpopt.proof.terms import Copy, Item, Made, Term, leaves, show
 
 
 def writes_follow_reads_in_one_segment(evidence: Evidence) -> Iterator[str]:
@@ -103,6 +103,9 @@ def gradients_of_their_own_stay(evidence: Evidence) -> Iterator[str]:
         if own or not parts.isdisjoint(_families(original, crossing.term)):
             where = f"segment {crossing.segment}, input {crossing.node.name}"
             yield f"{where}: shares another value's memory, but has its own gradient"
+    for step in stitched.repeats if apart else ():
+        if _maker(original.terms[step.name]) in apart:
+            yield f"{at(step)}: takes a value again that has its own gradient"
     first: dict[Hashable, ProgramStep] = {}
     for step in stitched.steps if apart else ():
         made, read = _made_and_read(original, step)
@@ -153,7 +156,7 @@ def _families(original: Original, term: Term) -> Iterator[Hashable]:
     """The identities of the storages behind a term; the term itself if it has no example value."""
     for leaf in leaves(term):
         example = original.example(leaf)
-        if example is ABSENT and isinstance(leaf, (Made, Item)):
+        if example is MISSING and isinstance(leaf, (Made, Item)):
             yield leaf
         elif isinstance(example, torch.nn.Module):
             yield id(example)
@@ -200,12 +203,13 @@ def _severed(original: Original) -> set[Term]:
 
 
 def _apart(original: Original) -> set[Term]:
-    """Results of bodies and unknown functions in the memory of their arguments, and views of these."""
+    """Results of bodies, unknown functions and detach in the memory of their arguments, and their views."""
     found: set[Term] = set()
     for step in original.program.steps:
         value = original.terms[step.name]
         made, read = _made_and_read(original, step)
-        own = isinstance(step.callee, HigherOrderOperator) or not is_known(step.node)
+        known = is_known(step.node) and not is_detached_view(step.node)
+        own = isinstance(step.callee, HigherOrderOperator) or not known
         repeated = len(made) < len([*_families(original, value)])
         if (made.isdisjoint(read) and not repeated) or not requires_grad(original.example(value)):
             continue

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import fx
 
-from ddpopt.graph.nodes import SYMBOLIC, example_value
+from ddpopt.graph.nodes import MISSING, SYMBOLIC, example_value
 from ddpopt.proof.evidence import Evidence
 from ddpopt.proof.memory import steps_taken_twice
-from ddpopt.proof.steps import ProgramStep, at
-from ddpopt.proof.terms import ABSENT, Group, Made, Term, differences, show, without_copies
+from ddpopt.proof.steps import ProgramState, ProgramStep, at
+from ddpopt.proof.terms import Group, Made, Term, differences, show, without_copies
 
 
 def inputs_are_kept(evidence: Evidence) -> Iterator[str]:
@@ -89,7 +89,7 @@ def metadata_is_kept(evidence: Evidence) -> Iterator[str]:
         if isinstance(crossing.term, Made):
             yield from _lost_source(nodes[crossing.term.name], crossing.node, where)
         example = evidence.original.example(crossing.term)
-        if example is not ABSENT and example_value(crossing.node) is not example:
+        if example is not MISSING and example_value(crossing.node) is not example:
             yield f"{where}: its example value is not that of {show(crossing.term)}"
 
 
@@ -111,7 +111,7 @@ def segments_are_balanced(evidence: Evidence) -> Iterator[str]:
     ends = evidence.stitched.ends
     (final,) = evidence.original.program.ends.values()
     for segment, found in ends.items():
-        expected = final if segment == max(ends) else evidence.original.begin
+        expected = final if segment == max(ends) else ProgramState()
         if found != expected:
             yield f"segment {segment}: expected {expected} after it, found {found}"
 

@@ -94,9 +94,11 @@ def segments_list_what_they_complete(evidence: Evidence) -> Iterator[str]:
         expected, found = homes.get(param), planned.get(param)
         if expected != found:
             yield f"parameter {param}: complete in {_segment(expected)}, listed in {_segment(found)}"
+    completed: dict[int, list[int]] = {segment.index: [] for segment in evidence.plan.segments}
+    for bucket in evidence.plan.buckets:
+        completed.setdefault(bucket.segment, []).append(bucket.index)
     for segment in evidence.plan.segments:
-        buckets = tuple(b.index for b in evidence.plan.buckets if b.segment == segment.index)
-        if segment.buckets != buckets:
+        if segment.buckets != (buckets := tuple(completed[segment.index])):
             yield f"segment {segment.index}: completes buckets {buckets}, lists {segment.buckets}"
 
 

@@ -14,8 +14,8 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from ddpopt.graph.nodes import example_value, fetch
-from ddpopt.graph.state import ENTER_AUTOCAST, EXIT_AUTOCAST, GRAD_MODE, begins_without_grad
+from ddpopt.graph.nodes import MISSING, example_value, fetch
+from ddpopt.graph.state import ENTER_AUTOCAST, EXIT_AUTOCAST, GRAD_MODE
 from ddpopt.proof.steps import (
     Crossing,
     GraphProgram,
@@ -25,7 +25,7 @@ from ddpopt.proof.steps import (
     ProgramStep,
     example_of,
 )
-from ddpopt.proof.terms import ABSENT, Copy, Group, Held, Item, Made, Term, Unknown, group, show
+from ddpopt.proof.terms import Copy, Group, Held, Item, Made, Term, Unknown, group, show
 
 CALLS = ("call_function", "call_method", "call_module")
 
@@ -33,12 +33,11 @@ CALLS = ("call_function", "call_method", "call_module")
 def read_original(original: fx.GraphModule) -> Original:
     """Read the graph that was cut, as a program of one segment with its values by name."""
     nodes = {node.name: node for node in original.graph.nodes}
-    begin = ProgramState(not begins_without_grad(original.graph))
-    walk = _Walk(original, nodes, 0, begin)
+    walk = _Walk(original, nodes, 0)
     walk.run([Made(node.name) for node in walk.inputs])
     program = GraphProgram(tuple(walk.inputs), tuple(walk.steps), walk.result, {0: walk.state})
     terms = {node.name: term for node, term in walk.values.items()}
-    return Original(program, nodes, terms, {step.name: step for step in walk.steps}, begin)
+    return Original(program, nodes, terms, {step.name: step for step in walk.steps})
 
 
 def recompose(
@@ -77,20 +76,18 @@ def recompose(
 class _Walk:
     """Converts one graph to steps; `nodes` are the original's, by name."""
 
-    def __init__(
-        self, module: fx.GraphModule, nodes: Mapping[str, fx.Node], segment: int, state: ProgramState
-    ) -> None:
+    def __init__(self, module: fx.GraphModule, nodes: Mapping[str, fx.Node], segment: int) -> None:
         self.module = module
         self.nodes = nodes
         self.segment = segment
-        self.state = state
+        self.state = ProgramState()  # as DDP calls the graph, and as each segment is called
         self.where = f"segment {segment}"
         self.inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
         self.steps: list[ProgramStep] = []
         self.values: dict[fx.Node, Term] = {}
         self.undefined: list[str] = []
         self.strays: list[str] = []
-        self.result: Term = ABSENT
+        self.result: Term = MISSING
 
     def run(self, arguments: Sequence[Term]) -> None:
         """Visit all nodes once, with the placeholders bound to `arguments` in order."""
@@ -111,9 +108,9 @@ class _Walk:
         """Take one step of the program; return its value."""
         self.take(step, step.name)
         picked = _picked(self.nodes, step)
-        if picked is ABSENT:
+        if picked is MISSING:
             picked = _handed_back(self.nodes, step)
-        return Made(step.name) if picked is ABSENT else picked
+        return Made(step.name) if picked is MISSING else picked
 
     def take(self, step: ProgramStep, opener: str) -> None:
         """Record a step and the state after it; `opener` names the autocast span that it may open."""
@@ -134,7 +131,7 @@ class _Walk:
         """A computing node as a step, with its arguments as terms."""
         args = tuple(self.term(argument, node) for argument in node.args)
         kwargs = {key: self.term(argument, node) for key, argument in node.kwargs.items()}
-        callee = fetch(self.module, str(node.target), ABSENT) if node.op == "call_module" else node.target
+        callee = fetch(self.module, str(node.target), MISSING) if node.op == "call_module" else node.target
         reads = {source: self.values.get(source, Unknown(source.name)) for source in node.all_input_nodes}
         return ProgramStep(node, self.segment, callee, args, kwargs, self.state, reads)
 
@@ -165,7 +162,7 @@ class _Reading(_Walk):
     def __init__(
         self, module: fx.GraphModule, original: Original, segment: int, home: Container[str]
     ) -> None:
-        super().__init__(module, original.nodes, segment, original.begin)
+        super().__init__(module, original.nodes, segment)
         self.original = original
         calls = [node for node in module.graph.nodes if node.op in CALLS]
         self.own = {node: None for node in calls if self._is_own(node, home)}
@@ -182,7 +179,7 @@ class _Reading(_Walk):
             self.take(step, step.name)
             return self.original.terms[step.name]
         picked = _picked(self.nodes, step)
-        if picked is not ABSENT:
+        if picked is not MISSING:
             return picked
         if step.callee is operator.getitem and step.name in self.original.steps:
             self.take(step, step.name)  # not an item of a tuple but a repeated view of a tensor
@@ -220,7 +217,7 @@ class _Stitched(_Walk):
     def __init__(
         self, module: fx.GraphModule, original: Original, homes: Mapping[int, Container[str]]
     ) -> None:
-        super().__init__(module, original.nodes, 0, original.begin)
+        super().__init__(module, original.nodes, 0)
         self.where = "the stitched module"
         self.original = original
         self.homes = homes
@@ -238,7 +235,7 @@ class _Stitched(_Walk):
                 case (Copy(method="detach") as copy,):
                     return Copy("detach().requires_grad_", copy.of, copy.before)
         picked = _picked(self.nodes, step)
-        if picked is ABSENT:
+        if picked is MISSING:
             self.strays.append(f"{self.where}, node {step.name}: is in no segment")
             return Unknown(step.name)
         return picked
@@ -260,30 +257,30 @@ class _Stitched(_Walk):
 
 
 def _picked(nodes: Mapping[str, fx.Node], step: ProgramStep) -> Term:
-    """The item that a getitem of a tuple or list picks, or `ABSENT` if the step is something else."""
+    """The item that a getitem of a tuple or list picks, or `MISSING` if the step is something else."""
     if step.callee is not operator.getitem or len(step.args) != 2:
-        return ABSENT
+        return MISSING
     base, index = step.args
     items = base.items if isinstance(base, Group) else example_of(nodes, base)
     if not isinstance(items, (tuple, list)) or type(index) is not int:
-        return ABSENT
+        return MISSING
     if not -len(items) <= index < len(items):
-        return ABSENT
+        return MISSING
     if isinstance(base, (Made, Item)):
         return Item(base, index % len(items))
     return items[index]
 
 
 def _handed_back(nodes: Mapping[str, fx.Node], step: ProgramStep) -> Term:
-    """The argument that a step writes to and then returns; `ABSENT` if it makes a new tensor."""
+    """The argument that a step writes to and then returns; `MISSING` if it makes a new tensor."""
     value = example_value(step.node)
     if not isinstance(value, torch.Tensor):
-        return ABSENT
-    return next((leaf for leaf in step.written if example_of(nodes, leaf) is value), ABSENT)
+        return MISSING
+    return next((leaf for leaf in step.written if example_of(nodes, leaf) is value), MISSING)
 
 
 def _read_attribute(module: fx.GraphModule, node: fx.Node) -> Term:
-    value = fetch(module, str(node.target), ABSENT)
+    value = fetch(module, str(node.target), MISSING)
     return Held(str(node.target), value, node.meta.get("example_value", value))
 
 

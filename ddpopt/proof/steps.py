@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 from ddpopt.graph.effects import mutated_inputs
-from ddpopt.graph.nodes import example_value
-from ddpopt.proof.terms import ABSENT, Copy, Held, Item, Made, Term, leaves
+from ddpopt.graph.nodes import MISSING, example_value
+from ddpopt.proof.terms import Copy, Held, Item, Made, Term, leaves
 
 
 class OpenSpan(NamedTuple):
@@ -26,7 +26,7 @@ class OpenSpan(NamedTuple):
 class ProgramState:
     """The global state that nodes switch: grad mode, and the open autocast spans, outermost first."""
 
-    grad_mode: bool
+    grad_mode: bool = True
     autocast: tuple[OpenSpan, ...] = ()
 
     def __str__(self) -> str:
@@ -112,28 +112,26 @@ class Original:
         nodes: every node, by name.
         terms: the term of each value, by the name of its node.
         steps: every step, by name.
-        begin: the state in which the graph is called.
     """
 
     program: GraphProgram
     nodes: Mapping[str, fx.Node]
     terms: Mapping[str, Term]
     steps: Mapping[str, ProgramStep]
-    begin: ProgramState
 
     def example(self, term: Term) -> object:
-        """The example value of a term from tracing, or `ABSENT`."""
+        """The example value of a term from tracing, or `MISSING`."""
         return example_of(self.nodes, term)
 
 
 def example_of(nodes: Mapping[str, fx.Node], term: Term) -> object:
-    """The example value of a term from tracing, or `ABSENT`; `nodes` are the original's, by name."""
+    """The example value of a term from tracing, or `MISSING`; `nodes` are the original's, by name."""
     if isinstance(term, Made):
         return example_value(nodes[term.name])
     if isinstance(term, Item):
         items = example_of(nodes, term.base)
-        return items[term.index] if isinstance(items, (tuple, list)) else ABSENT
-    return term.example if isinstance(term, Held) else ABSENT
+        return items[term.index] if isinstance(items, (tuple, list)) else MISSING
+    return term.example if isinstance(term, Held) else MISSING
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:

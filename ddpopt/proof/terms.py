@@ -13,13 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
-from ddpopt.graph.nodes import MISSING, SYMBOLIC, Missing
+from ddpopt.graph.nodes import SYMBOLIC, Missing
 
 Term = object
 """A `Made`, `Item`, `Held`, `Unknown`, `Copy` or `Group`; anything else is a literal."""
 
 
-ABSENT = MISSING
 """Marks a missing value, because None is a value."""
 
 
@@ -151,7 +150,7 @@ def differences(expected: Term, found: Term, path: str, example: Callable[[Term]
         expected: the original's term.
         found: the stitched module's term.
         path: the location of the terms, for the messages.
-        example: returns the example value of a term, or `ABSENT`.
+        example: returns the example value of a term, or `MISSING`.
 
     Yields:
         One clause for each innermost difference.

@@ -22,6 +22,7 @@ from ddpopt.graph.aliases import first_names, is_view, tensors_of, viewed_input
 from ddpopt.graph.effects import written_storages
 from ddpopt.graph.nodes import (
     MISSING,
+    SYMBOLIC,
     example_value,
     is_uncrossable_number,
     requires_grad,
@@ -215,18 +216,17 @@ def _leaves(node: fx.Node) -> list[Leaf]:
 
 def is_constant(value: object) -> bool:
     """Whether tracing fixed this value, so that a literal can replace the node."""
-    return value is not MISSING and not isinstance(
-        value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
-    )
+    return value is not MISSING and not isinstance(value, (torch.Tensor, *SYMBOLIC))
 
 
 def inputs_of(nodes: Sequence[fx.Node], layout: Layout, index: int) -> list[Leaf]:
     """The values that a segment reads from outside, in order of first use; shape symbols first."""
     leaves: dict[Leaf, None] = {}
     symbols: dict[sympy.Symbol, None] = {}
+    seen: set[fx.Node] = set()
     for node in nodes:
         for source in node.all_input_nodes:
-            leaves.update(dict.fromkeys(_crossing(source, layout, index)))
+            leaves.update(dict.fromkeys(_crossing(source, layout, index, seen)))
     if layout.binders:  # a graph with static shapes has none, so skip the search
         values = [*map(example_value, nodes), *(leaf.value for leaf in leaves)]
         symbols.update(dict.fromkeys(s for value in values for s in _free_symbols(value)))
@@ -235,10 +235,11 @@ def inputs_of(nodes: Sequence[fx.Node], layout: Layout, index: int) -> list[Leaf
     return list(dict.fromkeys([*outside, *leaves]))
 
 
-def _crossing(node: fx.Node, layout: Layout, index: int) -> Iterator[Leaf]:
-    """The leaves that segment `index` needs as inputs to read `node`."""
-    if layout.home.get(node) == index:
+def _crossing(node: fx.Node, layout: Layout, index: int, seen: set[fx.Node]) -> Iterator[Leaf]:
+    """The leaves that segment `index` needs as inputs to read `node`; of nodes already `seen`, none."""
+    if layout.home.get(node) == index or node in seen:
         return
+    seen.add(node)
     node = layout.source(node)
     if node.op == "get_attr" or node.target is ENTER_AUTOCAST:
         return
@@ -246,7 +247,7 @@ def _crossing(node: fx.Node, layout: Layout, index: int) -> Iterator[Leaf]:
         yield from _leaves(node)
         return
     for source in node.all_input_nodes:
-        yield from _crossing(source, layout, index)
+        yield from _crossing(source, layout, index, seen)
 
 
 def _free_symbols(value: object) -> Iterator[sympy.Symbol]:

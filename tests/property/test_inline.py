@@ -8,7 +8,7 @@ from torch import fx
 
 from ddpopt.inline.compile import compile_inline, lendable, together
 from ddpopt.inline.handover import lend
-from ddpopt.planning.facts import GraphFacts, Sources, parameter_sources
+from ddpopt.planning.facts import GraphFacts, Sources
 from ddpopt.planning.limits import BucketConfig
 from ddpopt.planning.plan import Bucket
 from ddpopt.planning.planner import plan_graph
@@ -25,9 +25,9 @@ from tests.unit.effects import Effects
 def test_a_graph_whose_parameters_are_lent_is_the_same_program(
     graph: SmallGraph, config: BucketConfig
 ) -> None:
-    sources = parameter_sources(graph.gm, graph.example_values, graph.specs())
+    facts = facts_of(graph)
+    sources = facts.sources
     assume(why_not_inline(graph.gm, sources) is None)
-    lent = lendable(graph.gm, sources)
     edited: list[fx.GraphModule] = []
 
     def as_it_is(gm: fx.GraphModule, _: Sequence[object]) -> Callable[..., Any]:
@@ -35,9 +35,8 @@ def test_a_graph_whose_parameters_are_lent_is_the_same_program(
         return gm.forward
 
     before = str(graph.gm.graph)
-    facts = facts_of(graph)
     read = {use.spec.name for use in facts.params}
-    lent = [node for node in lent if read.issuperset(sources[node].values())]
+    lent = [node for node in lendable(graph.gm, facts) if read.issuperset(sources[node].values())]
     buckets = plan_graph(facts, config).buckets
     groups = together(lent, sources, facts, buckets)
     assert_in_order(groups, sources, facts, buckets)

@@ -132,6 +132,40 @@ def plain_views(site: Site) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def detached_as_others(site: Site) -> Iterator[None]:
+    """Treat a detached value as a view that passes its gradient on, in planning and proof."""
+    detached = effects.is_detached_view
+
+    def plain(node: fx.Node) -> bool:
+        if detached(node):
+            site.mark()
+        return False
+
+    with patch.object(cut_points, "is_detached_view", plain), patch.object(memory, "is_detached_view", plain):
+        yield
+
+
+class _AnyName:
+    """Contains every name; marks the site where it matters."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.known = effects.FORGETTING_NAMES
+
+    def __contains__(self, name: str) -> bool:
+        if name not in self.known:
+            self.site.mark()
+        return True
+
+
+@contextlib.contextmanager
+def forgetting_writes(site: Site) -> Iterator[None]:
+    """Assume that no write keeps what it overwrites for its backward, in planning and proof."""
+    with patch.object(effects, "FORGETTING_NAMES", _AnyName(site)):
+        yield
+
+
 def _name(node: fx.Node) -> str:
     target: Any = node.target
     return target if isinstance(target, str) else getattr(target, "__name__", type(target).__name__)
@@ -241,6 +275,26 @@ DEFECTS: tuple[Defect, ...] = (
         ),
         ("L2",),
         r"Turned\.apply|register_hook\(torch\.neg\)",
+    ),
+    Defect(
+        "a detached value with its own gradient is taken again in another segment",
+        "ddpopt-split",
+        detached_as_others,
+        DrawnModel(
+            steps=(_LINEAR, step("built", by="detached", body=(_LINEAR, _LINEAR))), width=4, cap_bytes=1
+        ),
+        ("L0",),
+        r"\* 0\.5\)\.detach\(\)",
+    ),
+    Defect(
+        "what a write keeps for its backward is written to in another segment",
+        "ddpopt-split",
+        forgetting_writes,
+        DrawnModel(
+            steps=(_LINEAR, step("built", by="product", body=(_LINEAR, _LINEAR))), width=4, cap_bytes=1
+        ),
+        ("run",),
+        r"b\d+ \*= late",
     ),
     Defect(
         "a hook is not waited for",

@@ -110,6 +110,25 @@ def columns(model: Between, h: Tensor, given: Tensor) -> Tensor:
     return h + right
 
 
+def detached_and_written(model: Between, h: Tensor, _: Tensor) -> Tensor:
+    own, part = model.own.detach(), (h * 1).data.view(2, -1, WIDTH)[0]
+    own += h
+    part.copy_(h[: WIDTH // 2])
+    h = model.layer(2, model.layer(1, h))
+    return h + own + part.repeat(2, 1)
+
+
+def product_of_layers(model: Between, h: Tensor, given: Tensor) -> Tensor:
+    product = torch.ones(WIDTH, WIDTH)
+    product *= h
+    h = model.layer(1, h)
+    product *= h
+    h = model.layer(2, h)
+    with torch.no_grad():
+        product.mul_(given)
+    return h + product
+
+
 def view_by_tensor(model: Between, h: Tensor, _: Tensor) -> Tensor:
     places = torch.stack([model.one, model.one + 3])
     view = torch.tensor_split(model.own, places)[1]
@@ -292,6 +311,7 @@ def view_of_what_is_transposed(model: Between, h: Tensor, given: Tensor) -> Tens
 BODIES = (
     view_of_what_is_transposed, number_read_before_a_write_by_vmap, pulled_back_later, summed_under_way,
     counted_by_its_version, reversed_view, reversed_by_an_unknown_function,
+    detached_and_written, product_of_layers,
     view_with_a_gradient_of_its_own, hooked_after_a_reader, parts_that_autograd_takes_for_values,
     residual, residual_in_a_checkpoint, detached_in_place, strided, columns, view_by_tensor, broadcast,
     batch, float_in_region, bool_in_region, by_data, by_data_in_a_body, scaled_by_statistics,

@@ -1,18 +1,24 @@
 """ddpopt.torch_private: a torch that lacks what ddpopt uses is one error that says so."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch.distributed as dist
 
 import ddpopt
 from ddpopt.errors import UnsupportedError
-from ddpopt.torch_private import missing, require_supported
+from ddpopt.torch_private import require_supported
 
 GONE = "_compute_bucket_assignment_by_size"
 
 
-def test_this_torch_has_every_name() -> None:
-    assert missing() == {}
+@pytest.fixture(autouse=True)
+def nothing_is_known() -> Iterator[None]:
+    """What this torch has was looked up before, and is looked up again afterwards."""
     require_supported()
+    require_supported.cache_clear()
+    yield
+    require_supported.cache_clear()
 
 
 def test_a_name_that_is_gone_is_told_with_what_it_costs_and_the_releases_that_have_it(
@@ -20,7 +26,7 @@ def test_a_name_that_is_gone_is_told_with_what_it_costs_and_the_releases_that_ha
 ) -> None:
     monkeypatch.delattr(dist, GONE)
     with pytest.raises(UnsupportedError) as raised:
-        require_supported()
+        ddpopt.DdpoptBackend("eager")
     expected = f"lacks 1 .*\n  torch.distributed.{GONE}: buckets cannot be planned .*\nInstall one of these"
     raised.match(f"expected torch 2.11 to 2.13, got torch .*{expected}")
 
@@ -33,6 +39,7 @@ def test_the_facade_tells_it_where_an_import_fails(monkeypatch: pytest.MonkeyPat
     monkeypatch.delitem(vars(ddpopt), "plan", raising=False)
     with pytest.raises(AttributeError, match=GONE):
         _ = ddpopt.plan
+    require_supported.cache_clear()
     monkeypatch.delattr(dist, GONE)
     with pytest.raises(UnsupportedError, match=GONE):
         _ = ddpopt.plan

@@ -94,6 +94,20 @@ def write_late(w: Writer, x: str, *, written: str, read: str, body: Body) -> str
     return base if read == "base" else f"F.pad({view}, (1, 0)) + {base}"
 
 
+@register_block("in-place", options={"by": ("sum", "product", "detached")}, body="any", rate=2)
+def built(w: Writer, x: str, *, by: str, body: Body) -> str:
+    """Write to a value in turn, before and after the body; or, detached, only before it."""
+    given = w.assign("i", x)
+    made = {"sum": f"torch.zeros_like({given})", "product": f"torch.ones_like({given})"}
+    value = w.assign("b", made.get(by, f"({given} * 0.5).detach()"))
+    sign = "*=" if by == "product" else "+="
+    w.line(f"{value} {sign} {given}")
+    inner = w.assign("late", body(given))
+    if by != "detached":
+        w.line(f"{value} {sign} {inner}")
+    return f"{inner} + {value}"
+
+
 @register_block("input-mutation", pure=False)
 def change_input(w: Writer, x: str) -> str:
     """Change an input in place, and read it."""

@@ -199,7 +199,7 @@ BODIES: dict[str, tuple[str, Write, str]] = {
     "to something unknown": ("add_", lambda graph, inputs: graph.call_method("sin", (inputs[0],)), "x0 x1"),
 }
 """A method that a body calls, on what of its two operands, and what of these is written to."""
-VALUES = [torch.ones(2), torch.ones(2)]
+VALUES: list[torch.Tensor] = [torch.ones(2), torch.ones(2)]
 
 
 @pytest.mark.parametrize("what", BODIES)

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from ddpopt.proof.terms import ABSENT, Group, Held, Item, Made, Term, differences, group, show
+from ddpopt.graph.nodes import MISSING
+from ddpopt.proof.terms import Group, Held, Item, Made, Term, differences, group, show
 
 TENSOR = torch.ones(2)
 EXAMPLES = {
@@ -21,7 +22,7 @@ EXAMPLES = {
 
 
 def example(term: Term) -> object:
-    return EXAMPLES.get(term, ABSENT) if isinstance(term, (Made, Item)) else ABSENT
+    return EXAMPLES.get(term, MISSING) if isinstance(term, (Made, Item)) else MISSING
 
 
 def clauses(expected: Term, found: Term) -> list[str]:
