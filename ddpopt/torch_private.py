@@ -1,7 +1,8 @@
-"""The private names of torch that ddpopt uses, each with what fails without it.
+"""A list of the private names of torch that ddpopt uses, each with what fails without it.
 
-A release of torch may rename any of them. `require_supported` looks them all up before a module is compiled,
-so that such a release gives one error that names them, not an `AttributeError` in the middle of training.
+Nothing is wrapped here: the modules use these names directly. A release of torch may rename any of them.
+`require_supported` looks them all up before a module is compiled, so that such a release gives one error that
+names them, not an `AttributeError` in the middle of training.
 
 Invariant: looking the names up changes nothing in torch.
 """

@@ -235,7 +235,8 @@ def fuzz(  # noqa: PLR0913  # one for each option of the command line
     """Draw models, and run each in eager DDP and in some modes, until time is up.
 
     Each new failure is written at once, as a case and a script. The same seed gives the same run; --out of a
-    run that was interrupted resumes it. Exit code 1 if a mode failed.
+    run that was interrupted resumes it. Exit code 1 if a mode failed; with mode
+    'whole', also if the backend did.
     """
     from ddpopt.cli import fuzzing
     from ddpopt.judge.report.files import require_writable

@@ -140,7 +140,7 @@ def _tell(
     for case in new:
         script = campaign.journal.cases / f"{case.stem}.py"
         typer.echo(f"new: {case.owner}: {case.signature} ({script})", err=True)
-    if sys.stderr.isatty():  # summarising a long campaign takes a while
+    if sys.stderr.isatty():  # summarizing a long campaign takes a while
         show_line(progress_line(campaign.summary(), features))
 
 

@@ -60,7 +60,7 @@ Reports = Annotated[
         help="Write a report: .xml for JUnit, .html for a page, .md for GitHub; repeatable.",
     ),
 ]
-Nproc = Annotated[int, typer.Option(help="Number of ranks; under torchrun, its ranks are used.")]
+Nproc = Annotated[int, typer.Option(help="Number of ranks; verify and matrix use torchrun's, if any.")]
 Backend = Annotated[
     str,
     typer.Option(
@@ -73,7 +73,7 @@ Modes = Annotated[
     typer.Option(
         "--mode",
         metavar=NAMES,
-        help="Modes to run, or 'all' (see 'ddpopt modes'). By default ddpopt's own; for 'matrix', all.",
+        help="Modes to run, or 'all'. By default ddpopt-inline; gate, fuzz: also ddpopt-split; matrix: all.",
     ),
 ]
 Options = Annotated[
@@ -83,10 +83,10 @@ Options = Annotated[
         help="Ways to use DDP, or 'all' (see 'ddpopt modes'). By default 'default'; for 'matrix', all.",
     ),
 ]
-Steps = Annotated[int, typer.Option(help="Training steps; DDP rebuilds its buckets before the second.")]
+Steps = Annotated[int, typer.Option(help="Training steps. DDP rebuilds its buckets before step 2.")]
 Dtype = Annotated[str | None, typer.Option(help="Compute in this dtype, such as bfloat16.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda if each rank has a GPU.")]
-Timeout = Annotated[float, typer.Option(help="Time limit for one trial (one mode of one case), in seconds.")]
+Timeout = Annotated[float, typer.Option(help="Time limit per trial (one mode, case and option), in seconds.")]
 Locate = Annotated[
     bool, typer.Option(help="If something is wrong, find out where, and write ddpopt_reproduction.py.")
 ]
@@ -95,7 +95,7 @@ Update = Annotated[
     bool, typer.Option("--update", help="Write what changed, and the options given, to the baseline.")
 ]
 Minutes = Annotated[float | None, typer.Option(help="Time limit of the search, in minutes; by default none.")]
-Examples = Annotated[int | None, typer.Option(help="Number of models to try, including earlier runs.")]
+Examples = Annotated[int | None, typer.Option(help="Maximum number of models, including earlier runs.")]
 Seed = Annotated[int, typer.Option(help="Random seed.")]
 Out = Annotated[
     str, typer.Option(metavar="DIR", help="Folder of the campaign; an existing campaign is resumed.")

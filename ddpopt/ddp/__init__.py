@@ -1,5 +1,5 @@
-"""Everything that touches DDP's reducer: make it use a plan's buckets, query it, agree between ranks.
+"""Everything that touches DDP's reducer: set its buckets, query it, and keep the ranks in agreement.
 
-In: a DDP module and a plan. Out: a reducer whose buckets are the plan's, from the first step on, or an error
-on every rank. Invariant: DDP is the authority; imposed buckets are read back from it.
+In: a DDP module and a plan. Out: a reducer whose buckets are the plan's; DDP's own, with the reason logged;
+or an error. Invariant: DDP is the authority; imposed buckets are read back from it.
 """

@@ -1,7 +1,8 @@
 """The Dynamo backend: plan a graph, compile it inline or cut it, prove the cuts, update the reducer.
 
 Only this module knows all the others. A graph that ddpopt cannot help with (no DDP module running,
-nothing to train, a single bucket) is compiled whole, and the reason is logged once at INFO.
+parameters shared by nested DDP modules, nothing to train, a single bucket or segment, a reducer that cannot
+follow a plan) is compiled whole, and the reason is logged once at INFO.
 """
 
 import functools

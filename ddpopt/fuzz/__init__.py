@@ -1,5 +1,5 @@
-"""Search for models that a mode gets wrong: draw them, judge them, and make the failures small.
+"""Search for models that a mode gets wrong: draw them, judge them, and minimize the failures.
 
 In: modes, a backend and a time limit. Out: failures as data, and a script for each. Invariant: a failure
-counts only where the backend without any optimizer is right.
+counts against a mode only where the backend without any optimizer is right.
 """

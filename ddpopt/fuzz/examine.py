@@ -1,6 +1,6 @@
 """Judge one model in some modes, on the ranks of this process's group.
 
-First a cheap check: eager once, the mode once, compared bit by bit. Unequal results are judged again by full
+First a cheap check: eager once, the mode once, compared bit for bit. Unequal results are judged again by full
 verification; an exception needs no second check. Either is then compared with the same backend without any
 optimizer; if that differs only in last bits, a third check discounts rounding. Invariant: a failure counts
 against a mode only if the backend is right, except for rounding.

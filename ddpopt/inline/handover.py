@@ -5,7 +5,7 @@ DDP sends together. The backward of `lend` is the operator ``ddpopt::hand_over``
 as the group's gradients are complete, and which has the same place in the compiled backward. The graph is
 compiled for parameters that do not require grad, but gets the parameters themselves: its backward reads their
 current values, and saved tensor hooks see them, as with any compiled graph. Gradients that are not handed
-over leave through a gate, an autograd node around the compiled code whose edges lead to the parameters:
+over bypass it through a gate, an autograd node around the compiled code whose edges lead to the parameters:
 
     parameters ────────── (no gradient) ────────► lend ──► readers
         └──► gate ──► token (an empty tensor) ──────┘

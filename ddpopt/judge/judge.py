@@ -47,7 +47,7 @@ def judge(
         mode: the mode to judge.
         backend: the Dynamo backend, for modes that compile.
         tamper: hook for injected faults; see `ddpopt.judge.trainer.Course`.
-        exact: whether to compare bit by bit; by default if the backend is known to keep eager's order.
+        exact: whether to compare bit for bit; by default if the backend is known to keep eager's order.
 
     Returns:
         The trial, the same on every rank.

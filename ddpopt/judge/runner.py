@@ -76,7 +76,8 @@ def verify(  # noqa: PLR0913  # one for each thing that a user may choose
         backend: the Dynamo backend: a name, or a callable ``(gm, example_inputs)``.
         mode: the modes to judge, by name (see ``ddpopt.judge.modes``); by default ddpopt's.
         options: the ways to use DDP, by name (see ``ddpopt.judge.options``).
-        steps: the number of training steps; DDP's buckets are final by the third.
+        steps: the number of training steps; DDP rebuilds its buckets before step 2; from step 3 on all is
+            settled.
         dtype: the dtype to compute in, ``"float32"``, ``"float64"``, ``"bfloat16"``, …; by default the case's
             own.
         device: ``"cpu"`` or ``"cuda"``; by default a GPU for each rank if there are enough.

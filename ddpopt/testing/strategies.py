@@ -35,7 +35,7 @@ def models(
 ) -> DrawnModel:
     """Draw a small model with its inputs and its loss.
 
-    It runs forward and backward with finite results, and repeats bit by bit. Each feature that it has is
+    It runs forward and backward with finite results, and repeats bit for bit. Each feature that it has is
     reported as a Hypothesis event. See ``docs/generators.md``.
 
     Args:

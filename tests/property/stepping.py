@@ -111,7 +111,7 @@ def copied(value: object) -> object:
 
 
 def differing(first: Seen, second: Seen) -> list[str]:
-    """The names of what two runs do not have in common, bit by bit."""
+    """The names of what two runs do not have in common, bit for bit."""
     assert first.keys() == second.keys()
     return [name for name, value in first.items() if not same(value, second[name])]
 

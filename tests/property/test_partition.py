@@ -1,4 +1,4 @@
-"""Drawn graphs, cut: the recomposed program is the original one, bit by bit, and the certificate agrees."""
+"""Drawn graphs, cut: the recomposed program is the original one, bit for bit, and the certificate agrees."""
 
 from functools import partial
 

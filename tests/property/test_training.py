@@ -1,4 +1,4 @@
-"""Training in any order of calls: a compiled DDP module is always where an eager one is, bit by bit."""
+"""Training in any order of calls: a compiled DDP module is always where an eager one is, bit for bit."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def test_a_sequence_of_every_rule(strategy: Strategy, as_view: bool) -> None:
     machine = Training()
     assert {name for name, _ in SCRIPT} | {"backward"} == {each.function.__name__ for each in machine.rules}
     machine.begin(LAYERS, strategy, as_view)
-    machine.runs = machine.runs[:2]  # here no cut moves a sum: bit by bit
+    machine.runs = machine.runs[:2]  # here no cut moves a sum: bit for bit
     for name, arguments in SCRIPT:
         getattr(machine, name)(**arguments)
         if machine.pending:

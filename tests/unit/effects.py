@@ -1,4 +1,4 @@
-"""What a run of a module leaves behind, for comparison bit by bit."""
+"""What a run of a module leaves behind, for comparison bit for bit."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from tests.unit.snippets import copied
 
 
 class Effects:
-    """All that a run of a module leaves behind, for comparison bit by bit."""
+    """All that a run of a module leaves behind, for comparison bit for bit."""
 
     def __init__(self, run: Callable[..., Any], inputs: list[Any]) -> None:
         given = list(map(copied, inputs))

@@ -1,4 +1,4 @@
-"""An eager DDP module and an inline one of equal weights, that do the same and are compared bit by bit."""
+"""An eager DDP module and an inline one of equal weights, that do the same and are compared bit for bit."""
 
 from collections.abc import Callable
 from typing import Any

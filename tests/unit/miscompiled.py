@@ -1,6 +1,6 @@
 """Models, and Dynamo backends that get a part of them wrong, each in a way of its own.
 
-Each backend is AOTAutograd's eager one behind an edit of the graph, so everything else is bit by bit right.
+Each backend is AOTAutograd's eager one behind an edit of the graph, so everything else is bit for bit right.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""The picture in docs/architecture.md holds: who imports whom, in which sizes, under which names.
+"""The list in docs/architecture.md holds: who imports whom, in which sizes, under which names.
 
 Lazy and typing-only imports count too.
 """
 
 import ast
+import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -12,30 +13,14 @@ import pytest
 import ddpopt
 
 ROOT = Path(ddpopt.__file__).parent
-CORE = "graph planning split proof inline ddp dynamo"
-EVERY = f"{CORE} observation explanation ranks cases judge testing fuzz doctor gate"
-MAY_IMPORT = {
-    "cases": "",
-    "ranks": "",
-    "graph": "",
-    "planning": "graph",
-    "split": "graph planning",
-    "proof": "graph planning",
-    "ddp": "graph planning",
-    "inline": "graph planning ddp",
-    "dynamo": "graph planning split proof inline ddp",
-    "observation": "planning inline ddp dynamo",  # inline: its operator is to be looked into
-    "explanation": "graph planning dynamo",
-    "judge": f"{CORE} observation explanation ranks cases",
-    "testing": f"{CORE} observation explanation ranks cases judge",
-    "fuzz": f"{CORE} observation explanation ranks cases judge testing",
-    "doctor": f"{CORE} observation explanation ranks cases judge testing",
-    "gate": f"{CORE} observation explanation ranks cases judge testing",
-    "cli": EVERY,
-    "__main__": "cli",
-    "torch_private": "",
+PAGE = ROOT.parent / "docs" / "architecture.md"
+LISTED = {
+    name: set(others.split(", "))
+    for name, others in re.findall(r"^(\w+) → ([\w, ]+)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
 }
-"""For each package those that it may import; all may import `ddpopt.errors` and `ddpopt.torch_private`."""
+LOWEST: tuple[str, ...] = ("graph", "ranks", "cases", "torch_private")
+IMPORTS: dict[str, set[str]] = {**{name: set() for name in LOWEST}, "__main__": {"cli"}, **LISTED}
+"""For each package those that it imports; all may import `ddpopt.errors` and `ddpopt.torch_private`."""
 
 
 def module_name(path: Path) -> str:
@@ -67,16 +52,19 @@ def code_lines(tree: ast.Module) -> set[int | None]:
     return {line for node in nodes for line in (node.lineno, node.end_lineno)}
 
 
-def test_packages_import_those_below_them_alone() -> None:
-    allowed = {
-        (a, b) for a, names in MAY_IMPORT.items() for b in (a, "errors", "torch_private", *names.split())
-    }
+def test_packages_import_those_that_the_page_lists_and_no_others() -> None:
     edges = {(package(a), package(b)) for a, tree in TREES.items() for b in imports(tree)}
-    outside = {(a, "") for a in ("judge", "cli")}  # for the version
-    assert {(a, b) for a, b in edges - allowed - outside if a not in ("", "errors")} == set()
+    everywhere = {"errors", "torch_private", ""}  # the last for the version
+    found = {(a, b) for a, b in edges if a not in ("", "errors", b) and b not in everywhere}
+    assert {(a, b) for a, b in edges if not b} <= {("judge", ""), ("cli", ""), ("", "")}
+    assert found == {(a, b) for a, names in IMPORTS.items() for b in names}
 
 
-@pytest.mark.parametrize("name", sorted(MAY_IMPORT))
+def test_packages_form_layers() -> None:
+    list(TopologicalSorter(IMPORTS).static_order())
+
+
+@pytest.mark.parametrize("name", sorted(IMPORTS))
 def test_no_module_imports_itself_on_a_way_around(name: str) -> None:
     own = {
         a: {b for b in imports(t) if package(b) == name} - {a} for a, t in TREES.items() if package(a) == name

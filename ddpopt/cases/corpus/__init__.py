@@ -1,6 +1,7 @@
 """The cases that ship with ddpopt: small models, each for one thing that a DDP optimizer can get wrong.
 
-Every case is deterministic, runs under eager DDP on gloo, and needs no download. Tags:
+In: a name. Out: a `Case`. Invariant: every case is deterministic, runs under eager DDP on gloo, and needs no
+download. Tags:
 
 - ``breaks``: Dynamo breaks the graph.
 - ``buffers``: forward updates buffers in place.

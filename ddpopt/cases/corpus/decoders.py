@@ -34,7 +34,7 @@ class GPT(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Normalisation by the root of the mean square, written out as Llama's reference code does."""
+    """Normalization by the root of the mean square, written out as Llama's reference code does."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()

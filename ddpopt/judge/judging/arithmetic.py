@@ -133,10 +133,10 @@ def arithmetic_of(
     terms: Sum | None = None,
     sent_as: torch.dtype | None = None,
 ) -> Arithmetic:
-    """L2: learn the size of eager's rounding errors from eager runs on neighbouring data.
+    """L2: learn the size of eager's rounding errors from eager runs on neighboring data.
 
-    A number and its neighbour in its dtype are both roundings of the value half way between them, each off by
-    at most one unit roundoff. So a step on data where each number is replaced by one of its two neighbours is
+    A number and its neighbor in its dtype are both roundings of the value half way between them, each off by
+    at most one unit roundoff. So a step on data where each number is replaced by one of its two neighbors is
     as right as the step on the original data, and the errors of such steps are samples of the rounding of
     this number in this model.
 

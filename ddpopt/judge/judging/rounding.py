@@ -1,4 +1,4 @@
-"""Learn the effect of eager's rounding on each number of a step from eager runs on neighbouring data.
+"""Learn the effect of eager's rounding on each number of a step from eager runs on neighboring data.
 
 Data are moved by one unit of the dtype in which operations compute. If a model enters autocast itself, that
 is the dtype of autocast: operands are rounded to it before an operation, and a compiler may omit roundings
@@ -36,11 +36,11 @@ INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
 
 def perturbed(case: Case, number: int, computes: torch.dtype | None) -> Case:
-    """Give a case neighbouring inputs. Whole numbers stay unchanged: they may be a mask or indices.
+    """Give a case neighboring inputs. Whole numbers stay unchanged: they may be a mask or indices.
 
     Args:
         case: the case.
-        number: selects the neighbours; each number gives different ones.
+        number: selects the neighbors; each number gives different ones.
         computes: the dtype that operations round to, if not the dtype of their inputs.
 
     Returns: The changed case.
@@ -54,7 +54,7 @@ def perturbed(case: Case, number: int, computes: torch.dtype | None) -> Case:
 
 
 def perturbed_state(state: Named, number: int, computes: torch.dtype | None) -> Named:
-    """Neighbouring parameters and buffers, the same on every rank; arguments as for `perturbed`."""
+    """Neighboring parameters and buffers, the same on every rank; arguments as for `perturbed`."""
     generator = torch.Generator().manual_seed(number)
     return {name: neighbour(tensor, generator, computes) for name, tensor in state.items()}
 
@@ -161,7 +161,7 @@ def learned(
     """The effect of eager's rounding on each number of each step.
 
     Args:
-        runs: eager's runs: the original, then those on neighbouring data.
+        runs: eager's runs: the original, then those on neighboring data.
         truth: the run in float64; None if it fails.
         sums: for each step, the contributions of the ranks to each gradient; empty if unknown.
         sent_as: the dtype in which gradients are summed, if not their own.

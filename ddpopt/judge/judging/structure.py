@@ -54,7 +54,7 @@ class Peer:
 
 
 def peer_of(rank: int, record: Record) -> Peer:
-    """Summarise a run for the other ranks."""
+    """Summarize a run for the other ranks."""
     return Peer(
         rank=rank,
         states=tuple({name: _digest(t) for name, t in step.state.items()} for step in record.steps),

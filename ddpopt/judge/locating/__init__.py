@@ -1,5 +1,5 @@
 """Locate the fault in a wrong step; `ddpopt.judge.locate` is the entry point.
 
-`rungs` is the ladder of stages that a `search` climbs before it bisects the pieces that `pieces` compiles;
-`known` is what the ranks report. `scripting` writes a script, and `reproduction` runs it.
+`rungs` lists the stages that `search` tries in turn, before it bisects the pieces that `pieces` compiles.
+`scripting` writes a script from the template `reproduction.jinja`, and runs it once.
 """

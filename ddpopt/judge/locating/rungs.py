@@ -116,7 +116,7 @@ def symptom_of(trial: Trial) -> Symptom | None:
 
 
 def rung_of(stage: Stage, trial: Trial) -> Rung:
-    """A trial summarised in one line."""
+    """A trial summarized in one line."""
     detail = f"{trial.status}: {trial.reason}" if trial.reason else ""
     if trial.findings:
         detail = f"{trial.findings[0].level}: {trial.findings[0].message}"
@@ -151,7 +151,7 @@ class Try:
     Attributes:
         stage: the stage.
         part: the part that is compiled.
-        exact: whether it is compared bit by bit; None while the ladder is climbed.
+        exact: whether it is compared bit for bit; None while the ladder is climbed.
     """
 
     stage: Stage

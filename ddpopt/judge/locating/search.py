@@ -95,7 +95,7 @@ class Search:
         if not stage.backend:
             self._blame("nothing is compiled in this mode")
             return
-        whole = Try(stage, exact=False)  # first beyond rounding; if that shows nothing, bit by bit
+        whole = Try(stage, exact=False)  # first beyond rounding; if that shows nothing, bit for bit
         if self._symptom(whole) is None:
             whole = replace(whole, exact=True)
         symptom, nothing = self._symptom(whole), replace(whole, part=NOTHING)

@@ -63,25 +63,25 @@ def conv1d(w: Writer, x: str) -> str:
 
 @register_block("norm", options={"layer": LAYER})
 def layer_norm(w: Writer, x: str) -> str:
-    """Normalise each sample."""
+    """Normalize each sample."""
     return f"{w.module(f'nn.LayerNorm({w.width}, eps=0.1)')}({x})"
 
 
 @register_block("norm", takes="image", gives="image", options={"layer": LAYER})
 def group_norm(w: Writer, x: str) -> str:
-    """Normalise an image over all its channels."""
+    """Normalize an image over all its channels."""
     return f"{w.module(f'nn.GroupNorm(1, {w.quarter}, eps=0.1)')}({x})"
 
 
 @register_block("norm-with-buffers", options={"layer": LAYER}, pure=False)
 def batch_norm(w: Writer, x: str) -> str:
-    """Normalise over the batch, and track the statistics in buffers."""
+    """Normalize over the batch, and track the statistics in buffers."""
     return f"{w.module(f'nn.BatchNorm1d({w.width}, eps=0.1)')}({x})"
 
 
 @register_block("norm-with-buffers", takes="image", gives="image", options={"layer": LAYER}, pure=False)
 def batch_norm2d(w: Writer, x: str) -> str:
-    """Normalise an image's channels over the batch, and track the statistics in buffers."""
+    """Normalize an image's channels over the batch, and track the statistics in buffers."""
     return f"{w.module(f'nn.BatchNorm2d({w.quarter}, eps=0.1)')}({x})"
 
 

@@ -29,7 +29,7 @@ def gradients(case: Case, rank: int = 0, step: int = 0) -> dict[str, Tensor | No
 
 
 def equal(left: Tensor | None, right: Tensor | None) -> bool:
-    """Compare two gradients bit by bit; None equals only None."""
+    """Compare two gradients bit for bit; None equals only None."""
     if left is None or right is None:
         return left is right
     return torch.equal(left, right)

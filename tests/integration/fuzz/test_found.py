@@ -1,4 +1,4 @@
-"""The failures that were found: each is told in full, and ddpopt gets its model right, bit by bit."""
+"""The failures that were found: each is told in full, and ddpopt gets its model right, bit for bit."""
 
 import re
 from collections.abc import Sequence

@@ -88,7 +88,7 @@ def same(left: list[Tensor], right: list[Tensor]) -> bool:
 def assert_as_eager(
     trained: Callable[[Callable[[Any], Any]], list[list[Tensor]]], strategy: Strategy
 ) -> None:
-    """Steps of training, told how to wrap a module, are the same compiled as in eager, bit by bit."""
+    """Steps of training, told how to wrap a module, are the same compiled as in eager, bit for bit."""
     with torch._dynamo.config.patch(optimize_ddp=False):  # which fails at caps below 1 MiB
         expected = trained(lambda ddp: ddp)
     torch._dynamo.reset()
@@ -99,7 +99,7 @@ def assert_as_eager(
 def assert_trains_as_eager(
     call: Callable[..., Any], ddp: nn.Module, by_eager: nn.Module, steps: int = 1
 ) -> None:
-    """Both have the same outputs and gradients, bit by bit, at each step."""
+    """Both have the same outputs and gradients, bit for bit, at each step."""
     for seed in range(steps):
         assert same(step(call, ddp, rows(seed=seed)), step(by_eager, by_eager, rows(seed=seed)))
 
