@@ -11,16 +11,15 @@ import torch
 from expecttest import assert_expected_inline
 from torch import distributed as dist
 from torch import nn
-from typer.testing import CliRunner
 
 from ddpopt.cases import corpus
 from ddpopt.cases.case import Call, Case
-from ddpopt.cli.app import app
 from ddpopt.doctor import Diagnosis, diagnose
 from ddpopt.doctor.diagnosis import Advice, Weight
 from ddpopt.doctor.recompiles import step_for
 from ddpopt.errors import NotJudgedError
 from ddpopt.testing.drawn import DrawnModel, step
+from tests.commands import run
 
 
 class Healthy(nn.Module):
@@ -251,9 +250,7 @@ with RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x7 and 8x8); fix 
 
 def test_the_command_prints_the_report_on_stdout_and_progress_on_stderr(tmp_path: Path) -> None:
     file = tmp_path / "diagnosis.json"
-    result = CliRunner().invoke(
-        app, ["doctor", "cap_5", "--backend", "eager", "--steps", "2", "--json", str(file)]
-    )
+    result = run("doctor", "cap_5", "--backend", "eager", "--steps", "2", "--json", str(file))
     assert result.exit_code == 0
     assert result.stdout.startswith("Linears: 2 steps in each mode, backend eager, torch ")
     assert [line for line in result.stderr.splitlines() if line.startswith("ddpopt: ")] == [
