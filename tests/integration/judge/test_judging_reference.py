@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from ddpopt.cases.case import Case
 from ddpopt.judge import trials
-from ddpopt.judge.compare import Sum
 from ddpopt.judge.judge import NO_GRADIENTS, judge
 from ddpopt.judge.judging.reference import Bench, Reference, Subject
 from ddpopt.judge.matrix import CASES
@@ -53,11 +52,6 @@ def reference_of(alone: Ranks, between: Between) -> Reference:
         found = Reference.make(bench)
     assert found is not None
     return found
-
-
-def sums_of(alone: Ranks, found: dict[str, Any], like: dict[str, Tensor]) -> dict[str, Sum]:
-    with bench_of(alone, lambda model, x: x) as bench:
-        return bench.sums(found, like)
 
 
 def noise() -> Tensor:
@@ -102,7 +96,8 @@ def test_a_parameter_that_the_forward_writes_to_is_told_from_the_others(alone: R
 
 def test_sums_count_none_and_what_has_lost_elements_as_zeros(alone: Ranks) -> None:
     like = {name: torch.zeros(2, 2) for name in ("whole", "none", "cut")}
-    sums = sums_of(alone, {"whole": -torch.ones(2, 2), "none": None, "cut": torch.ones(3)}, like)
+    with bench_of(alone, lambda model, x: x) as bench:
+        sums = bench.sums({"whole": -torch.ones(2, 2), "none": None, "cut": torch.ones(3)}, like)
     assert sums["whole"].total.tolist() == [[-1, -1], [-1, -1]]
     assert sums["whole"].magnitude.tolist() == [[1, 1], [1, 1]]
     assert sums["none"].magnitude.tolist() == sums["cut"].magnitude.tolist() == [[0, 0], [0, 0]]

@@ -16,7 +16,7 @@ from tests.selftest.defects import DEFECTS
 from tests.selftest.faults import DEADLY, FAULTS, PLACEBOS, Fault
 from tests.selftest.shown import shown_case
 from tests.selftest.sites import NotInjected
-from tests.selftest.trials import died, found_out
+from tests.selftest.trials import found_out
 from tests.unit.verdicts import broken_trial, impossible_trial, ok_trial
 
 
@@ -98,21 +98,6 @@ def test_a_fault_is_found_by_those_whom_it_concerns_and_only_once_it_ran(
     assert found.injected is not complaint.startswith("not injected")
     assert found.complaint.startswith(complaint)
     assert bool(found.complaint) is bool(complaint)
-
-
-@pytest.mark.parametrize(
-    ("fault", "marked", "found_by", "complaint"),
-    [
-        (DEADLY, ON_THE_SECOND, ("ranks",), ""),
-        (DEADLY, (False, False), (), "not injected: rank 1 died"),
-        (ZEROED, EVERYWHERE, (), "not found: rank 1 died"),
-    ],
-)
-def test_ranks_that_died_found_a_fault_that_kills_if_it_had_run_before(
-    fault: Fault, marked: tuple[bool, ...], found_by: tuple[str, ...], complaint: str
-) -> None:
-    found = died(fault, marked, "rank 1 died")
-    assert (found.by, found.complaint) == (found_by, complaint)
 
 
 # -------------------------------------------------------------------------------------------- its material
