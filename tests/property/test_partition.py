@@ -27,7 +27,7 @@ from tests.property.strategies import graphs
 from tests.unit.effects import Effects
 from tests.unit.tracing import cut_before, parameter_names
 
-SHARE = 3.5
+SHARE = 2.5
 """Of the profile's examples, for the properties that are to find whatever bug there is."""
 
 

@@ -25,7 +25,7 @@ def names(plan: Plan) -> list[str]:
     return [name for bucket in plan.buckets for name in bucket.params]
 
 
-@share(6)
+@share(4)
 @given(graphs(), small_configs())
 def test_a_plan_of_a_graph_keeps_what_plans_promise(graph: SmallGraph, config: BucketConfig) -> None:
     facts = facts_of(graph)

@@ -119,17 +119,6 @@ def test_a_sparse_gradient_is_asked_for_only_where_it_is_sure_to_come() -> None:
     assert "sparse=True" in DrawnModel(steps=(sparse,)).source
 
 
-def test_inputs_differ_per_rank_and_step_and_repeat_and_leave_the_generator_alone() -> None:
-    before = torch.get_rng_state()
-    SHARED.case()
-    program = SHARED.program
-    drawn = [program.inputs(rank, number)[0][0]["x"] for rank, number in ((0, 0), (1, 0), (0, 1), (0, 0))]
-    assert torch.equal(drawn[0], drawn[3])
-    assert not torch.equal(drawn[0], drawn[1])
-    assert [len(x) for x in drawn] == [2, 2, 3, 2]
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_a_failing_line_of_a_drawn_model_shows_in_the_traceback() -> None:
     program = Program(SHARED.source.replace("batch = ", "batch = missing or "))
     with pytest.raises(NameError) as failure:

@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from ddpopt.errors import CertificateError
 from ddpopt.fuzz.questions import Outcome
 from ddpopt.planning import cut_points
 from ddpopt.proof.certificate import certify
-from ddpopt.ranks.group import joined, one_rank
+from ddpopt.ranks.group import Ranks
 from ddpopt.split.partition import partition
 from ddpopt.testing.drawn import BLOCKS, DrawnModel, step
 from tests.found import examined
@@ -29,14 +29,10 @@ WIDTH = 8
 CAP = WIDTH * WIDTH * 4 / 2**20
 
 
-@pytest.fixture(scope="module", autouse=True)
-def alone() -> Iterator[None]:
-    with one_rank():
-        yield
-    torch._dynamo.reset()
-
-
-pytestmark = pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified:UserWarning")
+pytestmark = [
+    pytest.mark.usefixtures("alone"),
+    pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified:UserWarning"),
+]
 WRITING = ("written", "written_by_function", "statistics", "looked_up", "written_inside")
 """Blocks that take a view of a buffer or an input, write behind a layer, and read the view behind that."""
 WRITES = [
@@ -48,10 +44,9 @@ WRITES = [
 
 @pytest.mark.filterwarnings("ignore:Grad strides do not match bucket view strides:UserWarning")
 @pytest.mark.parametrize("first", range(0, len(WRITES), 3))
-def test_a_view_is_read_as_it_is_behind_a_write(first: int) -> None:
+def test_a_view_is_read_as_it_is_behind_a_write(first: int, alone: Ranks) -> None:
     drawn = DrawnModel(tuple(WRITES[first : first + 3]), cap_bytes=1)
-    with joined() as ranks:
-        (answer,) = examined(ranks, drawn, "ddpopt-split")
+    (answer,) = examined(alone, drawn, "ddpopt-split")
     assert answer.kind is Outcome.OK, answer
 
 

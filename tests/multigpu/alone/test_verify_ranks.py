@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ddpopt.errors import InfrastructureError, UsageError
 from ddpopt.ranks.environment import environment_of_no_rank
 from ddpopt.ranks.failures import Kind, RanksFailed
-from ddpopt.ranks.group import Ranks, joined, one_rank, under_torchrun
+from ddpopt.ranks.group import Ranks, joined, under_torchrun
 from ddpopt.ranks.marked import marked
 from ddpopt.ranks.pool import LAST_WORDS_S, PATIENCE_S, Pool, launch
 from tests.selftest.faults import DEADLY
@@ -463,18 +463,6 @@ def test_an_exception_is_written_before_the_group_is_left(
     assert not dist.is_initialized()
     assert written_before[0].startswith("rank 0 failed:\nTraceback")
     assert written_before[0].endswith("ValueError: wrong\n")
-
-
-def test_a_process_group_that_exists_is_used_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    heard: list[object] = []
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch replaces it when it makes a group
-    with one_rank():
-        with joined(on_event=heard.append) as ranks, ranks.limited(AMPLE_S, "nothing"):
-            assert (ranks.rank, ranks.size, ranks.backend, ranks.device.type) == (0, 1, "gloo", "cpu")
-            assert ranks.gather("a") == ["a"]
-            ranks.emit("b")
-        assert dist.is_initialized()
-    assert heard == ["b"]
 
 
 def test_without_ranks_there_is_nothing_to_join() -> None:

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 import ddpopt
 from ddpopt.cases import corpus
 from ddpopt.cases.targets import resolve
-from ddpopt.cli import app as cli
 from ddpopt.errors import CertificateError, InfrastructureError
 from ddpopt.explanation.result import Explanation
+from tests.commands import run
 
 # not `import ddpopt.explanation.explain`: the facade gives that name to the function
 explaining: Any = importlib.import_module("ddpopt.explanation.explain")
@@ -36,10 +35,6 @@ def make():
 def leaving():
     return Leaving(8, 8), torch.ones(2, 8)
 """
-
-
-def run(*args: str) -> Any:  # the type of the runner's results moves with typer's versions
-    return CliRunner().invoke(cli.app, args, prog_name="ddpopt")
 
 
 @pytest.fixture

@@ -5,15 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from ddpopt.cli import app as cli
 from ddpopt.fuzz.cases import FoundCase
 from ddpopt.fuzz.questions import Setting
 from ddpopt.fuzz.signatures import FailureSignature
 from ddpopt.gate.baseline import Baseline, Measuring, release_of, write
 from ddpopt.ranks.pool import Pool
 from ddpopt.testing.drawn import DrawnModel, step
+from tests.commands import run
 from tests.unit.gate_figures import FIGURES
 
 FAILURE = FailureSignature("error", "KeyError", "graph.py in find")
@@ -75,7 +74,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_used_is_refused_before_a_rank_is_started(words: str, said: str) -> None:
-    result = CliRunner().invoke(cli.app, words.split(), prog_name="ddpopt")
+    result = run(*words.split())
     assert (result.exit_code, result.stdout) == (2, ""), result.output
     assert result.stderr.startswith("ddpopt: error: ")
     assert said in " ".join(result.stderr.split())

@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from ddpopt.cli import app as cli
 from ddpopt.cli import verification
 from ddpopt.errors import InfrastructureError
 from ddpopt.judge.matrix import CASES
@@ -17,20 +15,14 @@ from ddpopt.judge.options import OPTIONS
 from ddpopt.judge.runner import is_first
 from ddpopt.judge.trials import Asked, Settings
 from ddpopt.judge.verdict import Location, Verdict
+from tests.commands import run
 from tests.unit.verdicts import verdict, wrong_trial
 
 
-@pytest.mark.parametrize(
-    ("under_torchrun", "rank", "writes"), [(False, "1", True), (True, "0", True), (True, "1", False)]
-)
-def test_under_torchrun_the_first_rank_alone_writes(
-    under_torchrun: bool, rank: str, writes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_others_than_torchrun_number_writes_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    if under_torchrun:
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "some")
-    monkeypatch.setenv("RANK", rank)
-    assert is_first() is writes
+    monkeypatch.setenv("RANK", "1")
+    assert is_first()
 
 
 WRONG = verdict(wrong_trial())
@@ -54,10 +46,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(verification, "verify_all", verify_all)
     monkeypatch.setattr(verification, "locate", locate)
     return received
-
-
-def run(*arguments: str) -> Any:  # the type of the runner's results moves with typer's versions
-    return CliRunner().invoke(cli.app, arguments, prog_name="ddpopt")
 
 
 def test_each_option_of_verify_is_what_is_asked_for(asked: list[Any]) -> None:

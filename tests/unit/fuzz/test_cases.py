@@ -51,14 +51,6 @@ def test_the_text_of_a_model_is_read_and_not_run(text: str) -> None:
         read_model(text)
 
 
-def test_failures_of_one_signature_share_a_file_name_and_others_do_not() -> None:
-    other = replace(CASE, model=DrawnModel(), origin="elsewhere")
-    assert other.stem == CASE.stem
-    assert replace(CASE, signature=FailureSignature("error", "KeyError", "b.py in g")).stem != CASE.stem
-    assert replace(CASE, kind=Outcome.BACKEND).stem != CASE.stem
-    assert replace(CASE, mode="ddpopt-split").stem != CASE.stem
-
-
 @pytest.mark.parametrize(
     ("signature", "backend"),
     [

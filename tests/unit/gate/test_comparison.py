@@ -22,7 +22,6 @@ def test_every_figure_is_compared() -> None:
 @pytest.mark.parametrize(
     ("now", "said"),
     [
-        (FIGURES, []),
         (
             {**FIGURES, "gpt": {**CASE, "plan": {**PLAN, "bucket 0": ["0.002 MiB float32", "c", "b"]}}},
             [("gpt", "plan", "bucket 0: 0.002 MiB float32, b, c before, 0.002 MiB float32, c, b now")],

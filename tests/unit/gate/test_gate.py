@@ -7,19 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from ddpopt.cli import app as cli
 from ddpopt.gate.baseline import Baseline, Figures, Measuring, read, release_of, write
+from tests.commands import run
 from tests.unit.gate_figures import CASE, FIGURES, with_mode
 
 HERE = release_of(torch.__version__)
 SETTINGS = Measuring(("gpt", "tied"), modes=("ddpopt-inline",))
 module: Any = importlib.import_module("ddpopt.gate.gate")
-
-
-def run(*args: str) -> Any:  # the type of the runner's results moves with typer's versions
-    return CliRunner().invoke(cli.app, ["gate", *args], prog_name="ddpopt")
 
 
 @pytest.fixture
@@ -50,7 +45,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch, figures: Figures) -> list[tuple[M
 
 def test_the_same_figures_pass(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = measuring(monkeypatch, FIGURES)
-    result = run("--baseline", str(file))
+    result = run("gate", "--baseline", str(file))
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout.startswith("UNCHANGED; 2 cases against")
     assert asked == [(SETTINGS, ("gpt", "tied"))]
@@ -63,24 +58,24 @@ def test_a_change_fails_in_every_report_and_leaves_the_baseline_alone(
     reports = [file.parent / name for name in ("gate.xml", "gate.html", "gate.md")]
     words = [word for report in reports for word in ("--report", str(report))]
     measuring(monkeypatch, with_mode(graphs=2))
-    result = run("--baseline", str(file), "--json", "-", *words)
+    result = run("gate", "--baseline", str(file), "--json", "-", *words)
     assert result.exit_code == 1
     data = json.loads(result.stdout)
     assert (data["passes"], len(data["changes"]), data["figures"]) == (False, 1, with_mode(graphs=2))
     assert all("graphs: 1 before, 2 now" in report.read_text() for report in reports)
-    assert "gpt, ddpopt-inline\n  graphs: 1 before, 2 now" in run("--baseline", str(file)).stdout
+    assert "gpt, ddpopt-inline\n  graphs: 1 before, 2 now" in run("gate", "--baseline", str(file)).stdout
     assert file.read_text() == before
 
 
 def test_update_writes_what_changed_and_says_so(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changed = with_mode(graphs=2)
     measuring(monkeypatch, changed)
-    result = run("--baseline", str(file), "--update")
+    result = run("gate", "--baseline", str(file), "--update")
     assert (result.exit_code, result.stderr) == (0, f"ddpopt: wrote {file}\n")
     assert "graphs: 1 before, 2 now" in result.stdout
     assert "If this is intended" not in result.stdout
     assert kept(file).figures(HERE, file) == changed
-    assert run("--baseline", str(file), "--update").stderr == f"ddpopt: nothing to change in {file}\n"
+    assert run("gate", "--baseline", str(file), "--update").stderr == f"ddpopt: nothing to change in {file}\n"
 
 
 def test_no_baseline_is_made_of_a_run_that_is_wrong_or_of_nothing(
@@ -88,14 +83,14 @@ def test_no_baseline_is_made_of_a_run_that_is_wrong_or_of_nothing(
 ) -> None:
     before = file.read_text()
     measuring(monkeypatch, with_mode(verdict="wrong: L0: a gradient"))
-    result = run("--baseline", str(file), "--update")
+    result = run("gate", "--baseline", str(file), "--update")
     assert result.exit_code == 1
     assert "verdict: ok before, wrong: L0: a gradient now" in result.stdout
     assert f"{file} was not written:\n  gpt, ddpopt-inline: verdict: wrong: L0: a gradient" in result.stderr
     assert file.read_text() == before
     measuring(monkeypatch, {})
     new = file.with_name("new.json")
-    assert run("gpt", "--baseline", str(new), "--update").exit_code == 3
+    assert run("gate", "gpt", "--baseline", str(new), "--update").exit_code == 3
     assert not new.exists()
 
 
@@ -103,7 +98,7 @@ def test_a_new_baseline_keeps_what_was_asked_for(tmp_path: Path, monkeypatch: py
     file = tmp_path / "b.json"
     asked = measuring(monkeypatch, FIGURES)
     words = "gpt tied --update --mode ddpopt-split --backend eager --nproc 3 --steps 4 --baseline"
-    assert run(*words.split(), str(file)).exit_code == 0
+    assert run("gate", *words.split(), str(file)).exit_code == 0
     settings = Measuring(("gpt", "tied"), ("ddpopt-split",), "eager", nproc=3, steps=4)
     assert kept(file).settings == asked[0][0] == settings
 
@@ -120,7 +115,7 @@ def test_targets_alone_are_measured_and_update_adds_them_and_leaves_the_rest(
     words: str, due: tuple[str, ...], targets: tuple[str, ...], file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = measuring(monkeypatch, {**FIGURES, "linear8": CASE})
-    result = run("--baseline", str(file), *words.split())
+    result = run("gate", "--baseline", str(file), *words.split())
     assert (result.exit_code, asked[0][1]) == (0, due)
     assert ("Not compared: gpt" in result.stdout) is ("gpt" not in due)
     assert kept(file).settings.targets == targets

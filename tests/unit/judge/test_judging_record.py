@@ -1,37 +1,10 @@
-"""ddpopt.judge.judging.record: each has a name, and is known by what it depends on."""
+"""ddpopt.judge.judging.record: the level of a number follows from what it depends on."""
 
 from dataclasses import replace
 
 import pytest
-import torch
 
-from ddpopt.judge.judging.record import FINAL, PARAMETER, NumberKind, RecordedStep, Rules, left_behind
-
-
-def test_every_number_is_listed_by_what_it_depends_on() -> None:
-    weight, buffer, number = torch.ones(2, 2), torch.ones(3), torch.tensor(1.0)
-    step = RecordedStep(
-        loss=number,
-        gradients={"w": weight * 2, "unused": None},
-        state={"w": weight, "unused": buffer, "mean": buffer, "count": torch.tensor(3)},
-        random=torch.zeros(0),
-        extras={"norm": number, "evaluated": number, "calls": 3},
-        final={"w": weight, "unused": None},
-        late=frozenset({"norm"}),
-    )
-    assert {name: kind for name, (kind, _) in left_behind(step).items()} == {
-        "w": NumberKind.GRADIENT,
-        "the loss": NumberKind.FORWARD,
-        "final gradient of w": NumberKind.FINISHED,
-        "the norm": NumberKind.FINISHED,
-        "the evaluated": NumberKind.FORWARD,
-        "parameter w": NumberKind.PARAMETER,
-        "parameter unused": NumberKind.PARAMETER,
-        "buffer mean": NumberKind.FORWARD,
-    }
-
-
-# ---------------------------------------------------------------------------------- levels
+from ddpopt.judge.judging.record import FINAL, PARAMETER, NumberKind, Rules
 
 
 @pytest.mark.parametrize(

@@ -15,32 +15,31 @@ from ddpopt.judge.modes import mode
 from ddpopt.judge.options import option
 from ddpopt.observation.observe import Collective
 from ddpopt.planning.plan import Plan
-from ddpopt.ranks.group import joined, one_rank
+from ddpopt.ranks.group import Ranks
 
 Change = Callable[[RunEvidence], RunEvidence]
 NAME = "layers.1.weight"
 
 
 @pytest.fixture(scope="module")
-def right() -> Iterator[RunEvidence]:
+def right(alone: Ranks) -> Iterator[RunEvidence]:
     """A run of inline, and what eager DDP did."""
-    with one_rank(), joined() as ranks:
-        bench = Bench(Subject(CASES[0], option("default"), 3, ranks.device), ranks)
-        eager, got = bench.run(mode("eager"), None), bench.run(mode("ddpopt-inline"), "eager")
-        assert eager is not None
-        assert got is not None
-        yield RunEvidence(
-            mode=mode("ddpopt-inline"),
-            option=option("default"),
-            compiled=True,
-            got=got,
-            eager=eager,
-            peers=[peer_of(0, got), peer_of(1, got)],
-            eager_peers=[peer_of(0, eager), peer_of(1, eager)],
-            alone=[1, 1, 1],
-            ranks_differ=False,
-        )
-        bench.close()
+    bench = Bench(Subject(CASES[0], option("default"), 3, alone.device), alone)
+    eager, got = bench.run(mode("eager"), None), bench.run(mode("ddpopt-inline"), "eager")
+    assert eager is not None
+    assert got is not None
+    yield RunEvidence(
+        mode=mode("ddpopt-inline"),
+        option=option("default"),
+        compiled=True,
+        got=got,
+        eager=eager,
+        peers=[peer_of(0, got), peer_of(1, got)],
+        eager_peers=[peer_of(0, eager), peer_of(1, eager)],
+        alone=[1, 1, 1],
+        ranks_differ=False,
+    )
+    bench.close()
 
 
 def claims_broken(evidence: RunEvidence) -> set[str]:

@@ -1,6 +1,5 @@
 """ddpopt.judge.option_steps and option_cases: options keep to process groups of their own."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,20 +10,14 @@ from ddpopt.judge.matrix import CASES
 from ddpopt.judge.modes import mode
 from ddpopt.judge.options import option
 from ddpopt.observation.launches import Launch, LaunchMode
-from ddpopt.ranks.group import Ranks, joined, one_rank
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with one_rank(), joined() as ranks:
-        yield ranks
+from ddpopt.ranks.group import Ranks
 
 
 @pytest.mark.parametrize(("name", "sent"), [("nested", "allreduce"), ("all_to_all", "all_to_all_single")])
-def test_what_a_run_sends_it_sends_in_a_group_of_its_own(name: str, sent: str, ranks: Ranks) -> None:
+def test_what_a_run_sends_it_sends_in_a_group_of_its_own(name: str, sent: str, alone: Ranks) -> None:
     launches: list[Launch] = []
     c10d: Any = dist  # torch does not mark its re-exports
-    bench = Bench(Subject(CASES[0], option(name), 3, ranks.device), ranks)
+    bench = Bench(Subject(CASES[0], option(name), 3, alone.device), alone)
     with LaunchMode(launches.append, lambda: None):
         record = bench.run(mode("eager"), None)
         bench.close()

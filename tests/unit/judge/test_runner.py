@@ -1,6 +1,5 @@
 """ddpopt.judge.runner: wrong arguments are refused before a rank starts."""
 
-import sys
 from typing import Any
 
 import pytest
@@ -9,7 +8,6 @@ import ddpopt
 from ddpopt.errors import UsageError
 from ddpopt.judge.modes import MODES
 from ddpopt.judge.options import OPTIONS
-from ddpopt.judge.trials import Settings
 
 
 @pytest.mark.parametrize(
@@ -30,14 +28,6 @@ def test_arguments_that_cannot_be_used_are_refused(arguments: dict[str, Any], me
     with pytest.raises(UsageError) as caught:
         ddpopt.verify(**{"target": "tied", **arguments})
     assert message in str(caught.value)
-
-
-def test_the_limit_of_a_trial_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = sys.modules["ddpopt.judge.runner"]  # the package's name is that of the function
-    given: list[Settings] = []
-    monkeypatch.setattr(runner, "verify_all", lambda title, asked, settings, **_: given.append(settings))
-    ddpopt.verify("tied", trial_limit_s=7.0)
-    assert [settings.trial_limit_s for settings in given] == [7.0]
 
 
 def test_names_of_modes_and_options_are_unique() -> None:

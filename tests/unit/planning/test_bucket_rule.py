@@ -69,10 +69,6 @@ ROWS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "cap list beside a cap": (linears, {"bucket_cap_mb": 9, "bucket_cap_mb_list": [1, 3, 0.5]}),
     "cap list and unused": (linears, {"bucket_cap_mb_list": [0.5, 0.25], "find_unused_parameters": True}),
     "cap list and static graph": (linears, {"bucket_cap_mb_list": [0.5, 0.25], "static_graph": True}),
-    "explicit cap and unused": (
-        ROOT_PARAMETERS.program.model,
-        {"bucket_cap_mb": 0.3, "find_unused_parameters": True},
-    ),
     "static graph in unused parameter mode": (
         ROOT_PARAMETERS.program.model,
         {"bucket_cap_mb": 0.1, "static_graph": True, "find_unused_parameters": True},

@@ -1,12 +1,11 @@
 """The process group of a test that runs on ranks."""
 
-import sys
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from ddpopt.ranks.group import grouped, one_rank
+from ddpopt.ranks.group import grouped
 
 c10d: Any = dist  # torch does not mark its re-exports
 
@@ -18,10 +17,3 @@ def test_after_a_group_that_could_not_be_made_the_next_one_has_the_name_that_pee
     with grouped(10.0, (c10d.HashStore(), 0, 1), backend="gloo"):
         world = c10d.group.WORLD
         assert world.group_name == "0"
-
-
-def test_a_group_made_for_the_time_leaves_the_hook_for_uncaught_exceptions_as_it_was() -> None:
-    before = sys.excepthook
-    with one_rank():
-        pass
-    assert sys.excepthook is before

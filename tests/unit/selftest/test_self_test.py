@@ -16,7 +16,7 @@ from tests.selftest.defects import DEFECTS
 from tests.selftest.faults import DEADLY, FAULTS, PLACEBOS, Fault
 from tests.selftest.shown import shown_case
 from tests.selftest.sites import NotInjected
-from tests.selftest.trials import died, found_out
+from tests.selftest.trials import found_out
 from tests.unit.verdicts import broken_trial, impossible_trial, ok_trial
 
 
@@ -100,36 +100,6 @@ def test_a_fault_is_found_by_those_whom_it_concerns_and_only_once_it_ran(
     assert bool(found.complaint) is bool(complaint)
 
 
-@pytest.mark.parametrize(
-    ("fault", "marked", "found_by", "complaint"),
-    [
-        (DEADLY, ON_THE_SECOND, ("ranks",), ""),
-        (DEADLY, (False, False), (), "not injected: rank 1 died"),
-        (ZEROED, EVERYWHERE, (), "not found: rank 1 died"),
-    ],
-)
-def test_ranks_that_died_found_a_fault_that_kills_if_it_had_run_before(
-    fault: Fault, marked: tuple[bool, ...], found_by: tuple[str, ...], complaint: str
-) -> None:
-    found = died(fault, marked, "rank 1 died")
-    assert (found.by, found.complaint) == (found_by, complaint)
-
-
-@pytest.mark.parametrize(
-    ("name", "on_two", "on_three"),
-    [
-        ("a gradient is zeroed", ("L0",), ("L1",)),  # L1, where nothing else compares numbers
-        ("a buffer is not updated", ("L0",), ("L0",)),
-        ("a gradient is zeroed, where rounding is allowed", ("L2",), ("L2",)),
-    ],
-)
-def test_a_level_has_to_find_what_it_judges(
-    name: str, on_two: tuple[str, ...], on_three: tuple[str, ...]
-) -> None:
-    levels = ("L0", "L1", "L3") if on_two == ("L0",) else ("L0", "L1", "L2", "L3")
-    assert [fault_of(name).due(levels, size=size) for size in (2, 3)] == [on_two, on_three]
-
-
 # -------------------------------------------------------------------------------------------- its material
 
 
@@ -142,15 +112,6 @@ def test_faults_have_unique_names_and_a_place_to_be_put_in() -> None:
         assert mode(fault.mode).name == fault.mode
         assert option(fault.option).name == fault.option
         assert fault.case in known
-
-
-def test_three_ranks_show_every_fault_but_those_of_one_ulp() -> None:
-    assert {fault.name for fault in FAULTS if not fault.shows_on(3)} == {
-        "a gradient is off by one ULP",
-        "a parameter is off by one ULP",
-        "a bucket is off by one ULP",
-    }
-    assert all(fault.shows_on(2) for fault in FAULTS)
 
 
 def test_clean_runs_are_enough_cover_the_corpus_and_differ() -> None:
