@@ -54,18 +54,18 @@ def divide_regions(
         return gm
     written_out, inner = _write_out(gm, regions)
     places = {region: _places(body) for region, body in regions.items()}
-    openers: dict[fx.Node, dict[fx.Node, None]] = {}
+    first_nodes: dict[fx.Node, dict[fx.Node, None]] = {}
     for name in find_cuts(written_out):
         if name in inner:
             region, node = inner[name]
             if node in places[region]:
-                openers.setdefault(region, {})[places[region][node]] = None
+                first_nodes.setdefault(region, {})[places[region][node]] = None
     held: dict[str, object] = {}
     writers = {
         region: functools.partial(_write_pieces, regions[region], nodes, held)
-        for region, nodes in openers.items()
+        for region, nodes in first_nodes.items()
     }
-    return rewritten(gm, writers, held) if openers else gm
+    return rewritten(gm, writers, held) if first_nodes else gm
 
 
 def write_out_idle_regions(gm: fx.GraphModule) -> fx.GraphModule:
@@ -92,12 +92,12 @@ def _places(region: fx.GraphModule) -> dict[fx.Node, fx.Node]:
     found: dict[fx.Node, fx.Node] = {}
     body = Body(region.graph)
     blocked = body.blocked(_undivided(body))
-    opener = None
+    first_node = None
     for (node, state), why in zip(states(region.graph), blocked, strict=True):
         if state == State():
-            opener = node if why is None else None
-        if opener is not None:
-            found[node] = opener
+            first_node = node if why is None else None
+        if first_node is not None:
+            found[node] = first_node
     return found
 
 
@@ -143,7 +143,7 @@ def _write_out(
 
 def _write_pieces(
     body: fx.GraphModule,
-    openers: Container[fx.Node],
+    first_nodes: Container[fx.Node],
     held: dict[str, object],
     region: fx.Node,
     graph: fx.Graph,
@@ -151,7 +151,7 @@ def _write_pieces(
 ) -> Argument:
     """Add one checkpointed call for each piece of a region to `graph`; return the region's result."""
     values = {place: copies[given] for place, given in operands(region, body).items()}
-    pieces = [_with_scalars(nodes) for nodes in _pieces(body, openers)]
+    pieces = [_with_scalars(nodes) for nodes in _pieces(body, first_nodes)]
     for index, nodes in enumerate(pieces):
         later = {n for piece in pieces[index + 1 :] for n in _read(piece)}
         later.update(body.graph.output_node().all_input_nodes)
@@ -168,10 +168,10 @@ def _write_pieces(
     return fx.map_arg(body.graph.output_node().args[0], values.__getitem__)
 
 
-def _pieces(body: fx.GraphModule, openers: Container[fx.Node]) -> list[list[fx.Node]]:
+def _pieces(body: fx.GraphModule, first_nodes: Container[fx.Node]) -> list[list[fx.Node]]:
     pieces: list[list[fx.Node]] = [[]]
     for node in body_nodes(body.graph):
-        if node in openers and pieces[-1]:
+        if node in first_nodes and pieces[-1]:
             pieces.append([])
         pieces[-1].append(node)
     return pieces

@@ -123,12 +123,12 @@ def _parts(
 
 def _with_unread(parts: Sequence[_Part], specs: Sequence[ParamSpec]) -> list[_Part]:
     """`parts` with each missing parameter inserted before the part of the parameter registered before it."""
-    home = {spec.name: index for index, part in enumerate(parts) for spec in part.specs}
+    part_of = {spec.name: index for index, part in enumerate(parts) for spec in part.specs}
     before: list[list[_Part]] = [[] for _ in range(len(parts) + 1)]
     place = len(parts)  # registered before anything that is read: ready last
     for spec in specs:
-        place = home.get(spec.name, place)
-        if spec.name not in home:
+        place = part_of.get(spec.name, place)
+        if spec.name not in part_of:
             before[place].insert(0, _Part((spec,), None))
     merged: list[_Part] = []
     for part, run in zip(parts, before, strict=False):

@@ -77,20 +77,20 @@ def detached_values_get_no_gradient(evidence: Evidence) -> Iterator[str]:
 
 def views_without_gradient_stay(evidence: Evidence) -> Iterator[str]:
     """A view that passes no gradient gains none by leaving its segment, across a cut or as an output."""
-    severed = _severed(evidence.original)
+    no_grad_views = _no_grad_views(evidence.original)
     if evidence.stitched is evidence.original.program:
         return
     for crossing in evidence.stitched.crossings:
-        if crossing.copy is None and any(_maker(leaf) in severed for leaf in leaves(crossing.term)):
+        if crossing.copy is None and any(_maker(leaf) in no_grad_views for leaf in leaves(crossing.term)):
             where = f"segment {crossing.segment}, input {crossing.node.name}"
             yield f"{where}: is a view that was taken without gradient"
     for leaf in leaves(evidence.stitched.result):
-        if _maker(leaf) in severed:
+        if _maker(leaf) in no_grad_views:
             yield f"output: {show(leaf)} is a view that was taken without gradient"
         elif isinstance(leaf, Copy):
             trained = requires_grad(evidence.original.example(leaf.of))
             handed_out = "detach().requires_grad_" if trained else "detach"
-            if leaf.method != handed_out or _maker(leaf.of) not in severed:
+            if leaf.method != handed_out or _maker(leaf.of) not in no_grad_views:
                 yield f"output: {show(leaf)} is a copy"
 
 
@@ -184,7 +184,7 @@ def _redescribed(original: Original) -> set[Term]:
     return {leaf for step in steps for leaf in step.written}
 
 
-def _severed(original: Original) -> set[Term]:
+def _no_grad_views(original: Original) -> set[Term]:
     """Views of tensors that require grad, taken under ``no_grad``, and views of such views."""
     found: set[Term] = set()
     for step in original.program.steps:
@@ -192,12 +192,12 @@ def _severed(original: Original) -> set[Term]:
             continue
         value = original.terms[step.name]
         if not found.isdisjoint(map(_maker, step.given)):
-            severs = True
+            gives_no_gradient = True
         else:
             back = given_back(original, step)
             new = (tensor for tensor in tensors_in(original.example(value)) if id(tensor) not in back)
-            severs = not step.state.grad_mode and any(map(requires_grad, new))
-        if severs and _is_view(original, step):
+            gives_no_gradient = not step.state.grad_mode and any(map(requires_grad, new))
+        if gives_no_gradient and _is_view(original, step):
             found.add(_maker(value))
     return found
 

@@ -29,10 +29,10 @@ def segments_hold_the_planned_nodes(evidence: Evidence) -> Iterator[str]:
 
 def cuts_open_segments(evidence: Evidence) -> Iterator[str]:
     """The first nodes of the segments after the first are those of the plan's cuts, in order."""
-    openers: dict[int, str] = {}
+    first_nodes: dict[int, str] = {}
     for step in evidence.stitched.steps:
-        openers.setdefault(step.segment, step.name)
-    found = [openers.get(index, "nothing") for index in list(evidence.stitched.ends)[1:]]
+        first_nodes.setdefault(step.segment, step.name)
+    found = [first_nodes.get(index, "nothing") for index in list(evidence.stitched.ends)[1:]]
     cuts = [cut.before for cut in evidence.plan.cuts]
     for number, (a, b) in enumerate(itertools.zip_longest(cuts, found)):
         if a != b:

@@ -160,18 +160,18 @@ class _Reading(_Walk):
     """
 
     def __init__(
-        self, module: fx.GraphModule, original: Original, segment: int, home: Container[str]
+        self, module: fx.GraphModule, original: Original, segment: int, planned: Container[str]
     ) -> None:
         super().__init__(module, original.nodes, segment)
         self.original = original
         calls = [node for node in module.graph.nodes if node.op in CALLS]
-        self.own = {node: None for node in calls if self._is_own(node, home)}
-        at_home = [node.name for node in self.own if node.name in home] or [node.name for node in self.own]
-        self.resumed = original.steps[at_home[0]].state.autocast if at_home else ()
+        self.own = {node: None for node in calls if self._is_own(node, planned)}
+        in_plan = [node.name for node in self.own if node.name in planned] or [node.name for node in self.own]
+        self.resumed = original.steps[in_plan[0]].state.autocast if in_plan else ()
         self.left = len(self.own)
-        again = {node for node in calls if node.name in original.steps and node.name not in home}
-        neighbours = [(a, b) for pair in itertools.pairwise(calls) for a, b in (pair, pair[::-1])]
-        self.around_repeats = {node: None for node, other in neighbours if other in again}
+        again = {node for node in calls if node.name in original.steps and node.name not in planned}
+        adjacent = [(a, b) for pair in itertools.pairwise(calls) for a, b in (pair, pair[::-1])]
+        self.around_repeats = {node: None for node, other in adjacent if other in again}
 
     def call(self, step: ProgramStep) -> Term:
         if step.node in self.own:
@@ -190,9 +190,9 @@ class _Reading(_Walk):
         self.switch(step, opener)
         return self.original.terms.get(opener, Unknown(opener))
 
-    def _is_own(self, node: fx.Node, home: Container[str]) -> bool:
+    def _is_own(self, node: fx.Node, planned: Container[str]) -> bool:
         added_by_cuts = (ENTER_AUTOCAST, EXIT_AUTOCAST, GRAD_MODE, operator.getitem)
-        return node.name in self.original.steps and (node.target not in added_by_cuts or node.name in home)
+        return node.name in self.original.steps and (node.target not in added_by_cuts or node.name in planned)
 
     def _may_switch(self, step: ProgramStep) -> bool:
         """Whether a cut may need this state switch here."""

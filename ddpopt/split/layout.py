@@ -64,7 +64,7 @@ class Layout:
         graph: the graph that is cut.
         segments: the body nodes of each segment, in order.
         states: the state in which each segment begins.
-        home: the segment of each body node, in order.
+        segment_of: the segment of each body node, in order.
         grad_modes: whether each body node runs in grad mode.
         exports: the values that each segment returns.
     """
@@ -72,20 +72,20 @@ class Layout:
     graph: fx.Graph
     segments: list[list[fx.Node]] = field(default_factory=lambda: [[]])
     states: list[State] = field(default_factory=lambda: [State()])
-    home: dict[fx.Node, int] = field(default_factory=dict)
+    segment_of: dict[fx.Node, int] = field(default_factory=dict)
     grad_modes: dict[fx.Node, bool] = field(default_factory=dict)
     exports: list[dict[Leaf, None]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, graph: fx.Graph, openers: Sequence[str]) -> Layout:
-        """The layout of a graph that is cut before the nodes named `openers`."""
-        layout, opening = cls(graph), frozenset(openers)
+    def of(cls, graph: fx.Graph, first_nodes: Sequence[str]) -> Layout:
+        """The layout of a graph that is cut before the nodes named `first_nodes`."""
+        layout, names = cls(graph), frozenset(first_nodes)
         for node, state in states(graph):
-            if node.name in opening:
+            if node.name in names:
                 layout.segments.append([])
                 layout.states.append(state)
             layout.segments[-1].append(node)
-            layout.home[node] = len(layout.segments) - 1
+            layout.segment_of[node] = len(layout.segments) - 1
             layout.grad_modes[node] = state.grad_enabled
         layout.exports = [{} for _ in layout.segments]
         for node in graph.output_node().all_input_nodes:
@@ -102,7 +102,7 @@ class Layout:
     def mutations(self) -> Mapping[int, set[int]]:
         """For each storage that is written to, the segments that write to it."""
         found: dict[int, set[int]] = {}
-        for node, index in self.home.items():
+        for node, index in self.segment_of.items():
             for key in written_storages(node):
                 found.setdefault(key, set()).add(index)
         return found
@@ -125,17 +125,17 @@ class Layout:
         """
         return {
             node: first
-            for node, first in first_names(self.home).items()
+            for node, first in first_names(self.segment_of).items()
             if viewed_input(first) is None or all(user.op != "output" for user in node.users)
         }
 
     @cached_property
-    def severed(self) -> Mapping[fx.Node, None]:
+    def no_grad_views(self) -> Mapping[fx.Node, None]:
         """The views that pass no gradient to their base, although tracing reports that they do."""
         found: dict[fx.Node, None] = {}
         for node, enabled in self.grad_modes.items():
-            of_severed = not found.keys().isdisjoint(node.all_input_nodes)
-            if (of_severed or (not enabled and _makes_trained(node))) and is_view(node):
+            of_such_a_view = not found.keys().isdisjoint(node.all_input_nodes)
+            if (of_such_a_view or (not enabled and _makes_trained(node))) and is_view(node):
                 found[node] = None
         return found
 
@@ -149,10 +149,10 @@ class Layout:
 
     def export(self, leaf: Leaf) -> None:
         """Make the segment that computes `leaf` return it."""
-        if leaf.node in self.home:
-            self.exports[self.home[leaf.node]].setdefault(leaf)
+        if leaf.node in self.segment_of:
+            self.exports[self.segment_of[leaf.node]].setdefault(leaf)
 
-    def is_echoed(self, node: fx.Node) -> bool:
+    def is_recomputed(self, node: fx.Node) -> bool:
         """Whether a node is recomputed in each segment that reads it.
 
         A symbolic float or bool cannot cross. A view of a tensor that is written to must be a view of the
@@ -161,7 +161,7 @@ class Layout:
         """
         if node.op == "placeholder":
             return False
-        if node in self.severed or is_uncrossable_number(node):
+        if node in self.no_grad_views or is_uncrossable_number(node):
             return True
         return not self.mutations.keys().isdisjoint(storages(node)) and viewed_input(node) is not None
 
@@ -185,7 +185,7 @@ class Layout:
         pending = [node for node in self.segments[index] if node in self.carriers]
         while pending:
             for source in map(self.source, pending.pop().all_input_nodes):
-                if source not in found and source in self.carriers and self.is_echoed(source):
+                if source not in found and source in self.carriers and self.is_recomputed(source):
                     pending.append(source)
                 found[source] = None
         return found
@@ -231,19 +231,19 @@ def inputs_of(nodes: Sequence[fx.Node], layout: Layout, index: int) -> list[Leaf
         values = [*map(example_value, nodes), *(leaf.value for leaf in leaves)]
         symbols.update(dict.fromkeys(s for value in values for s in _free_symbols(value)))
     bound = [Leaf(layout.binders[s]) for s in sorted(symbols, key=str) if s in layout.binders]
-    outside = [leaf for leaf in bound if layout.home.get(leaf.node, -1) < index]  # not bound later
+    outside = [leaf for leaf in bound if layout.segment_of.get(leaf.node, -1) < index]  # not bound later
     return list(dict.fromkeys([*outside, *leaves]))
 
 
 def _crossing(node: fx.Node, layout: Layout, index: int, seen: set[fx.Node]) -> Iterator[Leaf]:
     """The leaves that segment `index` needs as inputs to read `node`; of nodes already `seen`, none."""
-    if layout.home.get(node) == index or node in seen:
+    if layout.segment_of.get(node) == index or node in seen:
         return
     seen.add(node)
     node = layout.source(node)
     if node.op == "get_attr" or node.target is ENTER_AUTOCAST:
         return
-    if not layout.is_echoed(node):
+    if not layout.is_recomputed(node):
         yield from _leaves(node)
         return
     for source in node.all_input_nodes:

@@ -44,11 +44,11 @@ def partition(gm: fx.GraphModule, plan: Plan) -> fx.GraphModule:
         A new module that calls ``segment_0``, ``segment_1``, … and shares parameters and attributes
         with `gm`; or `gm` itself if the plan has no cuts.
     """
-    openers = [cut.before for cut in plan.cuts]
-    if not openers:
+    first_nodes = [cut.before for cut in plan.cuts]
+    if not first_nodes:
         return gm
-    layout = Layout.of(gm.graph, openers)
-    segments = [_build_segment(layout, index) for index in range(len(openers) + 1)]
+    layout = Layout.of(gm.graph, first_nodes)
+    segments = [_build_segment(layout, index) for index in range(len(first_nodes) + 1)]
     return _stitch(gm, layout, segments)
 
 
@@ -73,7 +73,7 @@ def _build_segment(layout: Layout, index: int) -> _Segment:
         segment.inputs[leaf] = _placeholder(segment.graph, leaf)
     read = _reader(segment, layout)
     _enter(segment, read)
-    for node in _echoed(nodes, layout):
+    for node in _recomputed_sources(nodes, layout):
         read(node)  # before all other nodes: a reader may be inside a torch.func transform
     for node in nodes:
         segment.copies[node] = segment.graph.node_copy(node, read)
@@ -100,8 +100,8 @@ def _reader(segment: _Segment, layout: Layout) -> Reader:
         if node not in segment.copies:
             if node.op == "get_attr":
                 segment.copies[node] = segment.graph.node_copy(node, read)
-            elif layout.is_echoed(node):
-                segment.copies[node] = _echo(segment, node, layout.grad_modes[node], read)
+            elif layout.is_recomputed(node):
+                segment.copies[node] = _recompute(segment, node, layout.grad_modes[node], read)
             else:
                 segment.copies[node] = _rebuild(node, segment.inputs)
         return segment.copies[node]
@@ -109,20 +109,20 @@ def _reader(segment: _Segment, layout: Layout) -> Reader:
     return read
 
 
-def _echoed(nodes: Sequence[fx.Node], layout: Layout) -> Iterator[fx.Node]:
+def _recomputed_sources(nodes: Sequence[fx.Node], layout: Layout) -> Iterator[fx.Node]:
     """The nodes of other segments that nodes of one segment read, and that are recomputed."""
     for node in nodes:
-        for source in node.all_input_nodes:
-            if layout.home.get(source) != layout.home[node] and layout.is_echoed(layout.source(source)):
-                yield source
+        for n in node.all_input_nodes:
+            if layout.segment_of.get(n) != layout.segment_of[node] and layout.is_recomputed(layout.source(n)):
+                yield n
 
 
-def _echo(segment: _Segment, node: fx.Node, grad_enabled: bool, read: Reader) -> fx.Node:
+def _recompute(segment: _Segment, node: fx.Node, grad_enabled: bool, read: Reader) -> fx.Node:
     """Recompute a node of an earlier segment, in the grad mode in which the graph computes it."""
     arguments = {source: read(source) for source in node.all_input_nodes}
     here = segment.state.grad_enabled
     if here != grad_enabled:
-        segment.graph.create_node("call_function", GRAD_MODE, (grad_enabled,), name="echoed_grad_mode")
+        segment.graph.create_node("call_function", GRAD_MODE, (grad_enabled,), name="recomputed_grad_mode")
     copied = segment.graph.node_copy(node, arguments.__getitem__)
     if here != grad_enabled:
         segment.graph.create_node("call_function", GRAD_MODE, (here,), name="resumed_grad_mode")
@@ -171,7 +171,7 @@ def _pick(graph: fx.Graph, value: fx.node.Argument, path: Path) -> fx.node.Argum
 # --- the whole -----------------------------------------------------------------------------------
 
 
-def _severed(node: fx.Node) -> fx.Node:
+def _without_gradient(node: fx.Node) -> fx.Node:
     """The replacement for a tensor that gets no gradient; it still requires grad if the tensor does.
 
     The kernels of a matrix product, and so its last bits, depend on whether its operands require grad.
@@ -201,7 +201,7 @@ def _stitch(gm: fx.GraphModule, layout: Layout, segments: Sequence[_Segment]) ->
         exports = layout.exports[index]
         segment.graph.output(tuple(_pick(segment.graph, segment.copies[e.node], e.path) for e in exports))
         modules[segment_name(index)] = module_like(gm, segment.graph)
-        detached = {leaf: _severed(values[leaf]) for leaf in layout.detached(segment.inputs, index)}
+        detached = {leaf: _without_gradient(values[leaf]) for leaf in layout.detached(segment.inputs, index)}
         given = {leaf: values[leaf] for leaf in segment.inputs} | detached
         call = graph.call_module(segment_name(index), tuple(given.values()))
         for position, leaf in enumerate(exports):
@@ -210,9 +210,9 @@ def _stitch(gm: fx.GraphModule, layout: Layout, segments: Sequence[_Segment]) ->
 
     def read(node: fx.Node) -> fx.node.Argument:
         node = layout.source(node)
-        if node in layout.severed and node not in copies:
-            handed_out = {leaf: _severed(value) for leaf, value in values.items() if leaf.node is node}
-            copies[node] = _rebuild(node, handed_out)
+        if node in layout.no_grad_views and node not in copies:
+            returned = {leaf: _without_gradient(value) for leaf, value in values.items() if leaf.node is node}
+            copies[node] = _rebuild(node, returned)
         elif node not in copies:
             copies[node] = graph.node_copy(node) if node.op == "get_attr" else _rebuild(node, values)
         return copies[node]

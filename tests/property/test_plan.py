@@ -48,13 +48,13 @@ def assert_each_parameter_is_in_one_bucket(plan: Plan, facts: GraphFacts) -> Non
 
 def assert_buckets_complete_in_one_segment_as_early_as_they_can(plan: Plan, facts: GraphFacts) -> None:
     earliest = {use.spec.name: use.completes_at for use in facts.params}
-    home = {name: segment.index for segment in plan.segments for name in segment.nodes}
+    segment_of = {name: segment.index for segment in plan.segments for name in segment.nodes}
     for bucket in plan.buckets:
-        assert {home[facts.nodes[earliest[name]]] for name in bucket.params} == {bucket.segment}
+        assert {segment_of[facts.nodes[earliest[name]]] for name in bucket.params} == {bucket.segment}
     for segment in plan.segments[1:]:  # what cannot be parted from its last reader runs first, nothing else
-        opener = facts.nodes.index(segment.nodes[0])
+        first = facts.nodes.index(segment.nodes[0])
         last_reader = min(earliest[name] for index in segment.buckets for name in plan.buckets[index].params)
-        assert all(facts.blocked[place] is not None for place in range(opener + 1, last_reader + 1))
+        assert all(facts.blocked[place] is not None for place in range(first + 1, last_reader + 1))
 
 
 def assert_segments_are_the_graph_and_cuts_lie_where_they_may(plan: Plan, facts: GraphFacts) -> None:

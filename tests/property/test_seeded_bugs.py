@@ -66,14 +66,14 @@ def after_without(*targets: object) -> Bug:
     return replaced(State, "after", lambda self, node: self if node.target in targets else after(self, node))
 
 
-def one_node_too_late(graph: fx.Graph, openers: Any) -> Layout:
+def one_node_too_late(graph: fx.Graph, first_nodes: Any) -> Layout:
     body = [node.name for node in body_nodes(graph)]
-    later = [body[min(body.index(name) + 1, len(body) - 1)] for name in openers]
+    later = [body[min(body.index(name) + 1, len(body) - 1)] for name in first_nodes]
     return LAYOUT_OF(graph, list(dict.fromkeys(later)))
 
 
-def opener_in_both(graph: fx.Graph, openers: Any) -> Layout:
-    made = LAYOUT_OF(graph, openers)
+def first_node_in_both(graph: fx.Graph, first_nodes: Any) -> Layout:
+    made = LAYOUT_OF(graph, first_nodes)
     for former, latter in zip(made.segments, made.segments[1:], strict=False):
         former.append(latter[0])
     return made
@@ -118,7 +118,7 @@ ANYWHERE: dict[str, Bug] = {
     "the first item is handed on for each": replaced(partition, "_pick", first_item),
     "a tuple arrives reversed": replaced(partition, "_rebuild", items_reversed),
     "every parameter is detached": replaced(Layout, "detached", all_parameters),
-    "the opener runs in both segments": replaced(Layout, "of", opener_in_both),
+    "the first node runs in both segments": replaced(Layout, "of", first_node_in_both),
 }
 PLANNED: dict[str, Bug] = {
     **{name: MADE[name] for name in WITHIN},

@@ -83,12 +83,12 @@ def written(gm: fx.GraphModule) -> list[str]:
     return [f"{node.name}({', '.join(map(str, node.all_input_nodes))})" for node in nodes]
 
 
-def cut_before(gm: fx.GraphModule, *openers: str) -> Plan:
+def cut_before(gm: fx.GraphModule, *first_nodes: str) -> Plan:
     """A plan that cuts `gm` before the named nodes and plans no bucket."""
     names = [node.name for node in body_nodes(gm.graph)]
-    edges = [0, *(names.index(opener) for opener in openers), len(names)]
+    edges = [0, *(names.index(node) for node in first_nodes), len(names)]
     segments = [
         Segment(index, 0, tuple(names[first:last]), (), ())
         for index, (first, last) in enumerate(itertools.pairwise(edges))
     ]
-    return Plan((), tuple(segments), tuple(Cut(0, opener, "asked for") for opener in openers))
+    return Plan((), tuple(segments), tuple(Cut(0, node, "asked for") for node in first_nodes))

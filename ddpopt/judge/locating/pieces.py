@@ -62,14 +62,14 @@ class ChosenPieces:
             return gm.forward
         if len(chosen) == len(pieces):
             return self.compiler(gm, example_inputs, **options)
-        openers = [pieces[place][0] for place in (chosen.start, chosen.stop) if 0 < place < len(pieces)]
-        stitched = partition(gm, Plan((), (), tuple(Cut(0, node.name, WHY) for node in openers)))
+        first_nodes = [pieces[place][0] for place in (chosen.start, chosen.stop) if 0 < place < len(pieces)]
+        stitched = partition(gm, Plan((), (), tuple(Cut(0, node.name, WHY) for node in first_nodes)))
         is_chosen = iter([True, False] if chosen.start == 0 else [False, True, False])
 
         def choose(segment: fx.GraphModule, inputs: Sequence[object]) -> Callable[..., Any]:
             return self.compiler(segment, inputs, **options) if next(is_chosen) else segment.forward
 
-        reasons = [None] * (len(openers) + 1)
+        reasons = [None] * (len(first_nodes) + 1)
         return compile_segments(stitched, example_inputs, choose, reasons, share=False)[0]
 
     @property

@@ -135,10 +135,10 @@ def test_a_plan_that_is_not_kept_is_rejected(name: str) -> None:
     assert all(unkept(name))
 
 
-def of_a_forbidden_cut(name: str, opener: str, *edits: Edits) -> tuple[str, ...]:
+def of_a_forbidden_cut(name: str, first_node: str, *edits: Edits) -> tuple[str, ...]:
     """What the certificate says of a cut before a node that planning never makes, after some edits."""
     cut = program(name)
-    plan = cut_before(cut.traced.gm, opener)
+    plan = cut_before(cut.traced.gm, first_node)
     stitched = partition(cut.traced.gm, plan)
     for edit in edits:
         next(edit(stitched))()
@@ -219,7 +219,7 @@ writes: segment 1, node add_: writes to memory that row makes or uses in segment
 aliases: segment 1, input view_1: is one tensor with input y, and t_ writes to it
 descriptions: segment 1, input view_1: is described as it is after t_, which changes it in place
 detached values: segment 0, input l_args_0_: is detached, but y sends gradient to it
-severed views: segment 1, input turned_1: is a view that was taken without gradient
+views without gradient: segment 1, input turned_1: is a view that was taken without gradient
 own gradients: segment 1, input getitem: shares another value's memory, but has its own gradient
 symbols: segment 2, input linear_1: no input binds the symbol s33
 planned nodes: segment 1: expected y_1, found _exit_autocast

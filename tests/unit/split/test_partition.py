@@ -27,9 +27,9 @@ def possible_cuts(gm: fx.GraphModule) -> list[str]:
     return [node.name for node, why in zip(body[1:], blocked[1:], strict=True) if why is None]
 
 
-def cut(gm: fx.GraphModule, *openers: str) -> fx.GraphModule:
+def cut(gm: fx.GraphModule, *first_nodes: str) -> fx.GraphModule:
     """`gm` cut before the named nodes, linted and proved."""
-    plan = cut_before(gm, *openers)
+    plan = cut_before(gm, *first_nodes)
     stitched = partition(gm, plan)
     for module in stitched.modules():
         if isinstance(module, fx.GraphModule):
@@ -58,14 +58,14 @@ def graphs_of(name: str) -> list[Traced]:
 
 @pytest.mark.parametrize("name", SNIPPETS)
 def test_a_graph_cut_wherever_it_can_be_computes_the_same_bit_by_bit(name: str) -> None:
-    openers = 0
+    cuts = 0
     for graph in graphs_of(name):
         places = possible_cuts(graph.gm)
-        openers += len(places)
+        cuts += len(places)
         before, text = Effects(graph.gm, graph.inputs), str(graph.gm.graph)
         Effects(cut(graph.gm, *places), graph.inputs).assert_equal(before)
         assert str(graph.gm.graph) == text
-    assert openers >= (1 if name in ("outputs_of_all_kinds", "gradient_turned_round") else 3)
+    assert cuts >= (1 if name in ("outputs_of_all_kinds", "gradient_turned_round") else 3)
 
 
 def test_a_plan_without_cuts_gives_the_graph_itself_back() -> None:
