@@ -104,7 +104,7 @@ def written_storages(node: fx.Node) -> dict[int, None]:
 def is_known(node: fx.Node) -> bool:
     """Whether the writes of `node` are known, not assumed."""
     if node.op == "call_module":
-        return _is_of_torch(_held(node))
+        return _is_of_torch(_attribute(node))
     return isinstance(node.target, HigherOrderOperator) or bool(_signatures(node.target))
 
 
@@ -180,7 +180,7 @@ def _statistics(given: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _written_by_module(node: fx.Node) -> Iterator[fx.Node]:
     """A torch module writes to its first input if it is in-place; any other module to all of its inputs."""
-    module = _held(node)
+    module = _attribute(node)
     if not _is_of_torch(module):
         yield from node.all_input_nodes
     elif getattr(module, "inplace", False):
@@ -217,11 +217,11 @@ def _may_hold_tensor(node: fx.Node) -> bool:
 
 def _body(node: fx.Node) -> fx.GraphModule | None:
     """The graph module that an argument of a higher-order operator names, or None."""
-    held = _held(node) if node.op == "get_attr" else None
-    return held if isinstance(held, fx.GraphModule) else None
+    attribute = _attribute(node) if node.op == "get_attr" else None
+    return attribute if isinstance(attribute, fx.GraphModule) else None
 
 
-def _held(node: fx.Node) -> object:
+def _attribute(node: fx.Node) -> object:
     """The attribute or module that the target of a node names, or None."""
     return fetch(node.graph.owning_module, str(node.target), None)
 

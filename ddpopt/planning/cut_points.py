@@ -111,10 +111,10 @@ def _uncrossable(body: Body) -> Iterator[Span]:
 
 def _crossable(value: object) -> bool:
     leaves = pytree.tree_leaves(value)
-    return all(isinstance(leaf, CROSSABLE) and not _is_held(leaf) for leaf in leaves)
+    return all(isinstance(leaf, CROSSABLE) and not _cannot_be_input(leaf) for leaf in leaves)
 
 
-def _is_held(value: object) -> bool:
+def _cannot_be_input(value: object) -> bool:
     """Whether AOTAutograd mistreats a tensor, or cannot take it as an input.
 
     It assumes that the gradient of a lazily conjugated or negated tensor is so, too. torch cannot make a fake
@@ -125,8 +125,8 @@ def _is_held(value: object) -> bool:
     base: torch.Tensor | None = value._base
     if base is not None and (base.is_nested or (base.dtype != value.dtype and not base.is_complex())):
         return True
-    held = value.is_conj() or value.is_neg() or value.is_nested
-    return held or torch._C._functorch.is_functorch_wrapped_tensor(value)
+    unsupported = value.is_conj() or value.is_neg() or value.is_nested
+    return unsupported or torch._C._functorch.is_functorch_wrapped_tensor(value)
 
 
 def _transforms(body: Body) -> Iterator[Span]:
@@ -195,7 +195,7 @@ def _redescribed(body: Body) -> Iterator[Span]:
         )
 
 
-def _taken_again(body: Body) -> Iterator[Span]:
+def _recomputed_after_write(body: Body) -> Iterator[Span]:
     """From a value that reading segments recompute from a tensor that is written to, to its last reader.
 
     Such a value is a symbolic float or bool that is read from the tensor, or a view whose position depends on
@@ -226,7 +226,7 @@ def _with_users(node: fx.Node, of_kind: Callable[[fx.Node], bool]) -> list[fx.No
     return pending
 
 
-def _shown_otherwise(body: Body) -> Iterator[Span]:
+def _aliased_with_own_gradient(body: Body) -> Iterator[Span]:
     """From a value that shares another value's memory, but is no plain view of it, to its last reader.
 
     A compiled segment does not return views: they are recreated outside, from their base. This would lose the
@@ -289,8 +289,8 @@ OBSTACLES: tuple[Callable[[Body], Iterator[Span]], ...] = (
     _transforms,
     _setters,
     _redescribed,
-    _taken_again,
-    _shown_otherwise,
+    _recomputed_after_write,
+    _aliased_with_own_gradient,
     up_to_last_write,
 )
 """All obstacles to a cut; where several apply, the one that begins first is reported, ties in this order."""

@@ -159,7 +159,7 @@ def parameter_sources(gm: fx.GraphModule, example_inputs: Sequence[object], spec
         if node.op == "placeholder":
             held = {node.name: next(values, None)}
         elif node.op in ("get_attr", "call_module"):
-            held = _held(node, fetch(gm, str(node.target)))
+            held = _parameters_of(node, fetch(gm, str(node.target)))
         else:
             continue
         names = {label: specs[id(v)].name for label, v in held.items() if id(v) in specs and requires_grad(v)}
@@ -168,7 +168,7 @@ def parameter_sources(gm: fx.GraphModule, example_inputs: Sequence[object], spec
     return found
 
 
-def _held(node: fx.Node, value: object) -> dict[str, object]:
+def _parameters_of(node: fx.Node, value: object) -> dict[str, object]:
     if isinstance(value, torch.nn.Module):
         return {f"{node.name}.{name}": param for name, param in value.named_parameters()}
     return {node.name: value}

@@ -45,13 +45,13 @@ def _program(gm: fx.GraphModule) -> Hashable:
     number = {node: index for index, node in enumerate(gm.graph.nodes)}
     rows = []
     for node in gm.graph.nodes:
-        target = node.target if node.op in ("call_function", "call_method") else _held(gm, node)
+        target = node.target if node.op in ("call_function", "call_method") else _attribute_key(gm, node)
         policies = tuple((key, repr(node.meta[key])) for key in POLICIES if key in node.meta)
         rows.append((node.op, target, _frozen(node.args, number), _frozen(node.kwargs, number), policies))
     return tuple(rows)
 
 
-def _held(gm: fx.GraphModule, node: fx.Node) -> Hashable:
+def _attribute_key(gm: fx.GraphModule, node: fx.Node) -> Hashable:
     """The key of an attribute or submodule: its program if it is a graph, else its identity."""
     if node.op not in ("get_attr", "call_module"):
         return None

@@ -128,7 +128,7 @@ def _without(site: Site, obstacle: Any, check: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def plain_views(site: Site) -> Iterator[None]:
     """Treat a view with its own gradient as a plain view, in planning and proof."""
-    with _without(site, cut_points._shown_otherwise, memory.gradients_of_their_own_stay):
+    with _without(site, cut_points._aliased_with_own_gradient, memory.gradients_of_their_own_stay):
         yield
 
 

@@ -137,7 +137,7 @@ def reshaped_in_place(m: Model, x: Tensor) -> Tensor:
     return out
 
 
-def taken_again_for_a_transform(m: Model, x: Tensor) -> Tensor:
+def recomputed_for_a_transform(m: Model, x: Tensor) -> Tensor:
     value = m.layers[0](x)
     with torch.no_grad():
         view = value.view(-1)
@@ -219,7 +219,7 @@ OWN = (
     named_tuple, nested_autocast, grad_mode_spans, views_without_grad, mutated_views_without_grad,
     inputs_that_no_grad_returns, written_without_grad, outputs_without_grad, outputs_of_all_kinds, branches,
     data_dependent_size, reshaped_in_place, early_readers_without_gradient,
-    taken_again_for_a_transform, gradient_turned_round,
+    recomputed_for_a_transform, gradient_turned_round,
 )  # fmt: skip
 
 

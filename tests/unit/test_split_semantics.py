@@ -325,8 +325,8 @@ def test_what_is_done_in_place_is_seen_where_eager_sees_it(body: Any) -> None:
 
 
 FORBIDDING = (
-    cut_points._redescribed, cut_points._taken_again,
-    cut_points._shown_otherwise, cut_points.up_to_last_write,
+    cut_points._redescribed, cut_points._recomputed_after_write,
+    cut_points._aliased_with_own_gradient, cut_points.up_to_last_write,
 )  # fmt: skip
 
 
