@@ -23,9 +23,9 @@ from torch.distributed import Reducer  # type: ignore[attr-defined]  # torch doe
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.ddp.ready_hooks import ready_hooks, registered
+from ddpopt.planning.model_graphs import specs_by_id
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.reduced import as_built
-from ddpopt.planning.regions import specs_by_id
 
 REASON = "part of DDP, not of the model"
 

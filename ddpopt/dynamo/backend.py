@@ -27,8 +27,8 @@ from ddpopt.graph.state import begins_without_grad
 from ddpopt.inline.compile import compile_inline, lendable, together
 from ddpopt.inline.inductor import in_order, is_inductor
 from ddpopt.planning.limits import BucketConfig
+from ddpopt.planning.model_graphs import Planned, Regions, ends_in_break, plan_for_reducer, specs_by_id
 from ddpopt.planning.reduced import held_parameters
-from ddpopt.planning.regions import Planned, Regions, ends_in_break, plan_for_reducer, specs_by_id
 from ddpopt.planning.strategy import Strategy, require_choice
 from ddpopt.proof.certificate import certify
 from ddpopt.split.partition import partition

@@ -23,8 +23,8 @@ from ddpopt.errors import UsageError
 from ddpopt.planning.bucket_rule import ParamSpec, specs_from_ddp, specs_from_module
 from ddpopt.planning.join import join_plans
 from ddpopt.planning.limits import DDP_ARGUMENTS, BucketConfig
+from ddpopt.planning.model_graphs import Planned, Regions
 from ddpopt.planning.plan import Plan
-from ddpopt.planning.regions import Planned, Regions
 from ddpopt.planning.strategy import Strategy, require_choice
 
 

@@ -14,8 +14,8 @@ from ddpopt.ddp.impose import impose
 from ddpopt.dynamo import backend
 from ddpopt.judge.trainer import Trainer
 from ddpopt.planning.bucket_rule import specs_from_ddp
+from ddpopt.planning.model_graphs import Regions
 from ddpopt.planning.plan import Bucket, Plan
-from ddpopt.planning.regions import Regions
 from tests.selftest.sites import Inject, NotInjected, Site, every_rank
 
 Indices = list[list[int]]

@@ -26,8 +26,8 @@ from ddpopt.ddp.impose import impose, imposed_plan
 from ddpopt.dynamo.backend import DdpoptBackend
 from ddpopt.errors import CertificateError, UsageError
 from ddpopt.observation.observe import observe
+from ddpopt.planning.model_graphs import Planned, plan_for_reducer
 from ddpopt.planning.plan import Plan
-from ddpopt.planning.regions import Planned, plan_for_reducer
 from ddpopt.planning.strategy import Strategy
 from ddpopt.split.partition import partition
 from ddpopt.testing import drawn

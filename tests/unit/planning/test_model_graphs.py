@@ -8,8 +8,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.ddp.reducer_buckets import running_buckets
 from ddpopt.planning.limits import BucketConfig
+from ddpopt.planning.model_graphs import Regions, plan_for_reducer, specs_by_id
 from ddpopt.planning.plan import Plan
-from ddpopt.planning.regions import Regions, plan_for_reducer, specs_by_id
 from tests.unit.rehearsing import WIDTH, Linears, rows
 from tests.unit.tracing import Traced, trace_all
 
