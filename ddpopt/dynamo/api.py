@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.ddp.reducer import outside_dynamo
 from ddpopt.dynamo import hook
-from ddpopt.dynamo.backend import Buckets, DdpoptBackend, RegionsByModule, configured, is_ddpopt
+from ddpopt.dynamo.backend import Buckets, DdpoptBackend, GraphsByModule, configured, is_ddpopt
 from ddpopt.errors import UnsupportedError, UsageError
 from ddpopt.graph.nodes import CompilerFn
 from ddpopt.planning.strategy import Strategy, require_choice
@@ -108,12 +108,12 @@ def replacing_ddp_optimizer(*, buckets: Buckets = "plan") -> Iterator[None]:
         UsageError: `buckets` is invalid.
     """
     require_choice("buckets", buckets, Buckets)
-    regions: RegionsByModule = weakref.WeakKeyDictionary()
+    graphs: GraphsByModule = weakref.WeakKeyDictionary()
 
     def choose(compiler: CompilerFn) -> CompilerFn:
         if is_ddpopt(compiler):
             return compiler
-        return DdpoptBackend(compiler, strategy="split", buckets=buckets, regions=regions)
+        return DdpoptBackend(compiler, strategy="split", buckets=buckets, graphs=graphs)
 
     with hook.replacing(choose):
         yield

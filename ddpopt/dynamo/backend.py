@@ -27,7 +27,7 @@ from ddpopt.graph.state import begins_without_grad
 from ddpopt.inline.compile import compile_inline, lendable, together
 from ddpopt.inline.inductor import in_order, is_inductor
 from ddpopt.planning.limits import BucketConfig
-from ddpopt.planning.model_graphs import Planned, Regions, ends_in_break, plan_for_reducer, specs_by_id
+from ddpopt.planning.model_graphs import ModelGraphs, Planned, ends_in_break, plan_for_reducer, specs_by_id
 from ddpopt.planning.reduced import held_parameters
 from ddpopt.planning.strategy import Strategy, require_choice
 from ddpopt.proof.certificate import certify
@@ -37,7 +37,7 @@ from ddpopt.torch_private import require_supported
 
 Buckets = Literal["plan", "ddp"]
 REPLAYED = "CUDA graphs replay a backward without Python"
-RegionsByModule = weakref.WeakKeyDictionary[DDP, Regions]
+GraphsByModule = weakref.WeakKeyDictionary[DDP, ModelGraphs]
 logger = logging.getLogger("ddpopt")
 
 
@@ -49,7 +49,7 @@ class DdpoptBackend:
         strategy: as for `ddpopt.compile`.
         buckets: ``"plan"``: the reducer follows ddpopt's plan; ``"ddp"``: the reducer is not changed, and
             gradients leave in its own buckets.
-        regions: the known regions of each DDP module, if several backends share one module.
+        graphs: the known graphs of each DDP module, if several backends share one module.
 
     Raises:
         UsageError: an argument is invalid.
@@ -62,7 +62,7 @@ class DdpoptBackend:
         strategy: Strategy = "auto",
         *,
         buckets: Buckets = "plan",
-        regions: RegionsByModule | None = None,
+        graphs: GraphsByModule | None = None,
     ) -> None:
         require_supported()
         require_choice("strategy", strategy, Strategy)
@@ -74,7 +74,7 @@ class DdpoptBackend:
         # Dynamo must not cut its graphs a second time, for as long as this backend may be used
         self.leave_to_torch = weakref.finalize(self, hook.install(_own))
         self.leave_to_torch.atexit = False
-        self._regions = weakref.WeakKeyDictionary() if regions is None else regions
+        self._graphs = weakref.WeakKeyDictionary() if graphs is None else graphs
 
     def __call__(
         self, gm: fx.GraphModule, example_inputs: Sequence[object], **options: Any
@@ -97,8 +97,8 @@ class DdpoptBackend:
                 run = self._inline(planned, compiler) if inline else self._split(planned, compiler, replayed)
         else:
             run = _compile_whole("it trains no parameters", planned, compiler)
-        regions = self._regions.get(ddp)
-        return run if regions is None else regions.with_read_tracking(planned, run)
+        graphs = self._graphs.get(ddp)
+        return run if graphs is None else graphs.with_read_tracking(planned, run)
 
     def _plan(
         self, ddp: DDP, gm: fx.GraphModule, example_inputs: Sequence[object], strategy: Strategy
@@ -145,25 +145,25 @@ class DdpoptBackend:
         logger.info("ddpopt: %d buckets, %d segments, %d of them distinct", *counts)
         return run
 
-    def follow(self, ddp: DDP) -> Regions:
+    def follow(self, ddp: DDP) -> ModelGraphs:
         """Make the reducer of `ddp` follow the plan of the graphs that this backend will see.
 
         Returns:
-            The regions in which those graphs are planned.
+            The graphs of the model, which plan each graph that is added.
 
         Raises:
             UnsupportedError: this module's reducer cannot follow a plan.
         """
         specs = specs_by_id(ddp)  # raises if a parameter was replaced, perhaps since the previous graph
-        known = self._regions.get(ddp)
+        known = self._graphs.get(ddp)
         if known is None or known.specs != specs:  # parameter names may change
-            self._regions[ddp] = Regions(specs, BucketConfig.from_ddp(ddp))
-        joined = self._regions[ddp].joined
+            self._graphs[ddp] = ModelGraphs(specs, BucketConfig.from_ddp(ddp))
+        joined = self._graphs[ddp].joined
         if ddp.static_graph and ddp._static_graph_delay_allreduce_enqueued:  # True after its first backward
             _say_once("DDP keeps its buckets: a static graph's first backward determines what is reduced")
         elif not (isinstance(ddp.logger, PendingLogger) and ddp.logger.deferral.decide == joined):
             defer(ddp, joined)
-        return self._regions[ddp]
+        return self._graphs[ddp]
 
 
 def find_compiler(compiler: str | CompilerFn) -> CompilerFn:

@@ -23,7 +23,7 @@ from ddpopt.errors import UsageError
 from ddpopt.planning.bucket_rule import ParamSpec, specs_from_ddp, specs_from_module
 from ddpopt.planning.join import join_plans
 from ddpopt.planning.limits import DDP_ARGUMENTS, BucketConfig
-from ddpopt.planning.model_graphs import Planned, Regions
+from ddpopt.planning.model_graphs import ModelGraphs, Planned
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.strategy import Strategy, require_choice
 
@@ -104,13 +104,13 @@ def _trace(
 ) -> Capture:
     mode, (fake, fake_inputs, fake_kwargs), copies = fake_copy(model, inputs, kwargs)
     by_id = {id(copies[spec.name]): spec for spec in specs}
-    regions = Regions(by_id, config)
+    known = ModelGraphs(by_id, config)
     graphs: list[Planned] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Callable[..., Any]:
-        planned = regions.add(gm, example_inputs, strategy)
+        planned = known.add(gm, example_inputs, strategy)
         graphs.append(planned)
-        return regions.with_read_tracking(planned, gm.forward)
+        return known.with_read_tracking(planned, gm.forward)
 
     def traced(*args: Any, **kwargs: Any) -> Any:  # our own frame: Dynamo skips torch.nn's modules
         return fake(*args, **kwargs)
@@ -124,8 +124,8 @@ def _trace(
                 f"model: {type(fake).__name__} could not be traced on fake tensors: "
                 f"{type(error).__name__}: {error}\nCheck that model(*inputs) runs in eager."
             ) from error
-    planned = tuple(index for index, graph in enumerate(graphs) if graph.region in regions.relevant())
-    return Capture(tuple(specs), config, tuple(graphs), planned, regions.joined())
+    planned = tuple(index for index, graph in enumerate(graphs) if graph.graph_plan in known.relevant())
+    return Capture(tuple(specs), config, tuple(graphs), planned, known.joined())
 
 
 def fake_copy(

@@ -40,7 +40,7 @@ class Planned(NamedTuple):
         why_split: why it is split, if that was not requested.
         inline: whether it stays whole and hands its gradients over from inside its backward.
         completed: parameters whose gradients an earlier graph completes, though this one may read them.
-        region: its part of the plan of the whole model; None if it has none.
+        graph_plan: its part of the plan of the whole model; None if it has none.
         settled: whether it is known where buckets end. False if DDP may rebuild its own buckets in the order
             in which gradients arrive, or while some parameters are read by no graph yet: the graph's code may
             be reused for them, as one layer's code is for all layers where Dynamo compiles layer by layer.
@@ -53,11 +53,11 @@ class Planned(NamedTuple):
     why_split: str | None = None
     inline: bool = False
     completed: frozenset[str] = frozenset()
-    region: GraphPlan | None = None
+    graph_plan: GraphPlan | None = None
     settled: bool = True
 
 
-class Regions:
+class ModelGraphs:
     """Plans one model's graphs as they come, then the whole model.
 
     Args:
@@ -68,7 +68,7 @@ class Regions:
     def __init__(self, specs: Specs, config: BucketConfig) -> None:
         self.config = config
         self.specs = specs
-        self._regions: list[GraphPlan] = []
+        self._graphs: list[GraphPlan] = []
 
     def add(
         self, gm: fx.GraphModule, example_inputs: Sequence[object], strategy: Strategy = "auto"
@@ -80,9 +80,9 @@ class Regions:
         frame = frame_of(gm)
         facts = collect(gm, example_inputs, self.specs)
         read = {use.spec.name for use in facts.params}
-        self._regions = [r for r in self._regions if r.frame != frame or not r.params or r.params - read]
-        taken = frozenset[str]().union(*(region.params for region in self._regions))
-        region = GraphPlan(Plan((), (), ()), frame=frame)
+        self._graphs = [g for g in self._graphs if g.frame != frame or not g.params or g.params - read]
+        taken = frozenset[str]().union(*(graph.params for graph in self._graphs))
+        graph_plan = GraphPlan(Plan((), (), ()), frame=frame)
         # a later graph will fill the first buckets
         config = self.config.after_the_first if ends_in_break(gm) else self.config
 
@@ -90,15 +90,15 @@ class Regions:
             facts = replace(facts, params=tuple(use for use in facts.params if use.spec.name not in taken))
             if not inline:
                 return plan_graph(facts, config)
-            region.plan, region.ready = plan_whole(facts), facts.ready
-            return plan_whole(facts, self._join([*self._regions, region]).buckets)
+            graph_plan.plan, graph_plan.ready = plan_whole(facts), facts.ready
+            return plan_whole(facts, self._join([*self._graphs, graph_plan]).buckets)
 
         planned = _planned(gm, example_inputs, self.specs, strategy, facts, decide)
         if not planned.inline:
-            region.plan = planned.plan
-        self._regions.append(region)
+            graph_plan.plan = planned.plan
+        self._graphs.append(graph_plan)
         settled = (taken | read).issuperset(spec.name for spec in self.specs.values())
-        return planned._replace(completed=taken, region=region, settled=settled)
+        return planned._replace(completed=taken, graph_plan=graph_plan, settled=settled)
 
     def with_read_tracking(self, planned: Planned, run: Callable[..., Any]) -> Callable[..., Any]:
         """A callable like `run` that records for the joined plan which parameters are read before this graph.
@@ -110,9 +110,9 @@ class Regions:
         """
         tensors = (value for value in planned.example_inputs if isinstance(value, torch.Tensor))
         trained = any(value.requires_grad and id(value) not in self.specs for value in tensors)
-        if planned.region is None or not trained:
+        if planned.graph_plan is None or not trained:
             return run
-        return noting_reads(run, self.specs, planned.region.read_before)
+        return noting_reads(run, self.specs, planned.graph_plan.read_before)
 
     def relevant(self) -> list[GraphPlan]:
         """The graphs that the plan covers: they complete a gradient, or show reads that no earlier one shows.
@@ -121,19 +121,19 @@ class Regions:
         """
         found: list[GraphPlan] = []
         known = frozenset[str]()
-        for region in self._regions:
-            if region.params or region.read_before - known:
-                found.append(region)
-            known |= region.params | region.read_before
+        for graph in self._graphs:
+            if graph.params or graph.read_before - known:
+                found.append(graph)
+            known |= graph.params | graph.read_before
         return found
 
     def joined(self) -> Plan | None:
         """The plan of the whole model, or None as long as no graph trains a parameter."""
-        trains = any(region.params for region in self._regions)
+        trains = any(graph.params for graph in self._graphs)
         return self._join(self.relevant()) if trains else None
 
-    def _join(self, regions: Sequence[GraphPlan]) -> Plan:
-        return join_plans(regions, tuple(self.specs.values()), self.config)
+    def _join(self, graphs: Sequence[GraphPlan]) -> Plan:
+        return join_plans(graphs, tuple(self.specs.values()), self.config)
 
 
 def _planned(

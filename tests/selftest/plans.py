@@ -14,7 +14,7 @@ from ddpopt.ddp.impose import impose
 from ddpopt.dynamo import backend
 from ddpopt.judge.trainer import Trainer
 from ddpopt.planning.bucket_rule import specs_from_ddp
-from ddpopt.planning.model_graphs import Regions
+from ddpopt.planning.model_graphs import ModelGraphs
 from ddpopt.planning.plan import Bucket, Plan
 from tests.selftest.sites import Inject, NotInjected, Site, every_rank
 
@@ -97,9 +97,9 @@ def unfit_plan_on_one_rank(site: Site) -> Iterator[None]:
     if site.rank != 1:
         yield
         return
-    original = Regions.joined
+    original = ModelGraphs.joined
 
-    def joined(self: Regions) -> Plan | None:
+    def joined(self: ModelGraphs) -> Plan | None:
         plan = original(self)
         if plan is None:
             return None
@@ -110,7 +110,7 @@ def unfit_plan_on_one_rank(site: Site) -> Iterator[None]:
         site.mark()
         return replace(plan, buckets=(*changed, *others))
 
-    with patch.object(Regions, "joined", joined):
+    with patch.object(ModelGraphs, "joined", joined):
         yield
 
 

@@ -51,7 +51,7 @@ class NoGradSpan(Blocks):
 
 
 class OwnBreak(Blocks):
-    """A graph break of its own: each region is planned for its own parameters."""
+    """A graph break of its own: each graph is planned for its own parameters."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(batch, dim)`` to the same shape."""

@@ -114,7 +114,7 @@ class Normalized(Layers):
 
 
 class Towers(nn.Module):
-    """A region after a part of the model that may have a DDP of its own (pytorch#178364)."""
+    """A graph after a part of the model that may have a DDP of its own (pytorch#178364)."""
 
     def __init__(self, dim: int, layers: int) -> None:
         super().__init__()

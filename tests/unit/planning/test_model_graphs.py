@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.ddp.reducer_buckets import running_buckets
 from ddpopt.planning.limits import BucketConfig
-from ddpopt.planning.model_graphs import Regions, plan_for_reducer, specs_by_id
+from ddpopt.planning.model_graphs import ModelGraphs, plan_for_reducer, specs_by_id
 from ddpopt.planning.plan import Plan
 from tests.unit.rehearsing import WIDTH, Linears, rows
 from tests.unit.tracing import Traced, trace_all
@@ -27,11 +27,11 @@ def setting(model: nn.Module, **kwargs: Any) -> tuple[DistributedDataParallel, l
 
 
 def joined(ddp: DistributedDataParallel, graphs: list[Traced]) -> Plan:
-    regions = Regions(specs_by_id(ddp), BucketConfig.from_ddp(ddp))
-    assert regions.joined() is None
+    model_graphs = ModelGraphs(specs_by_id(ddp), BucketConfig.from_ddp(ddp))
+    assert model_graphs.joined() is None
     for graph in graphs:
-        regions.add(graph.gm, graph.inputs, "split")
-    plan = regions.joined()
+        model_graphs.add(graph.gm, graph.inputs, "split")
+    plan = model_graphs.joined()
     assert plan is not None
     return plan
 
