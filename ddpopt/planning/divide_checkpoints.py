@@ -52,10 +52,10 @@ def divide_regions(
     regions = _regions(gm)
     if not regions:
         return gm
-    written_out, inner = _write_out(gm, regions)
+    inlined, inner = _inlined(gm, regions)
     places = {region: _places(body) for region, body in regions.items()}
     first_nodes: dict[fx.Node, dict[fx.Node, None]] = {}
-    for name in find_cuts(written_out):
+    for name in find_cuts(inlined):
         if name in inner:
             region, node = inner[name]
             if node in places[region]:
@@ -68,7 +68,7 @@ def divide_regions(
     return rewritten(gm, writers, held) if first_nodes else gm
 
 
-def write_out_idle_regions(gm: fx.GraphModule) -> fx.GraphModule:
+def inline_idle_regions(gm: fx.GraphModule) -> fx.GraphModule:
     """Inline the checkpointed regions of `gm` that have no backward.
 
     Args:
@@ -80,7 +80,7 @@ def write_out_idle_regions(gm: fx.GraphModule) -> fx.GraphModule:
     regions = _regions(gm)
     carriers = gradient_carriers(gm.graph) if regions else {}
     idle = {region: body for region, body in regions.items() if region not in carriers}
-    return _write_out(gm, idle)[0] if idle else gm
+    return _inlined(gm, idle)[0] if idle else gm
 
 
 def _places(region: fx.GraphModule) -> dict[fx.Node, fx.Node]:
@@ -119,7 +119,7 @@ def _regions(gm: fx.GraphModule) -> dict[fx.Node, fx.GraphModule]:
     return {node: body for node in gm.graph.nodes if (body := checkpointed(gm, node)) is not None}
 
 
-def _write_out(
+def _inlined(
     gm: fx.GraphModule, regions: Mapping[fx.Node, fx.GraphModule]
 ) -> tuple[fx.GraphModule, dict[str, tuple[fx.Node, fx.Node]]]:
     """`gm` with its regions inlined; and for each inlined node, by name, its region and its original."""

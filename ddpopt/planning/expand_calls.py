@@ -4,10 +4,10 @@
 several weights. In eager their gradients complete one after the other, and a bucket that ends between them
 leaves before the rest of the call's backward. A cut can do the same only if the call is expanded.
 
-A call is opened by tracing it on the example values of its arguments, below autograd. The result is
+A call is expanded by tracing it on the example values of its arguments, below autograd. The result is
 exactly the operations that autograd would record, so the computation does not change.
 
-Invariant: a graph in which no call is opened is returned as the same object.
+Invariant: a graph in which no call is expanded is returned as the same object.
 """
 
 import contextlib
@@ -27,34 +27,34 @@ from torch.utils import _pytree as pytree
 from ddpopt.graph.nodes import MISSING, body_nodes, example_value, with_values
 from ddpopt.graph.rewriting import Argument, Copies, rewritten
 from ddpopt.graph.state import State, states
-from ddpopt.planning.divide_checkpoints import divide_regions, write_out_idle_regions
+from ddpopt.planning.divide_checkpoints import divide_regions, inline_idle_regions
 from ddpopt.planning.facts import NEGLIGIBLE_RATIO, GraphFacts, has_multiple_weights
 from ddpopt.planning.plan import Plan
 
 logger = logging.getLogger("ddpopt")
 
 
-class Opened(NamedTuple):
-    """A graph to be cut, perhaps with calls opened, the facts about it, and the plan made from them."""
+class Expanded(NamedTuple):
+    """A graph to be cut, perhaps with calls expanded, the facts about it, and the plan made from them."""
 
     gm: fx.GraphModule
     facts: GraphFacts
     plan: Plan
 
 
-def opened_and_planned(best: Opened, planned: Callable[[fx.GraphModule], Opened]) -> Opened:
-    """Open the calls in which the buckets of a graph end, and replan it, until no call is worth opening.
+def expanded_and_planned(best: Expanded, planned: Callable[[fx.GraphModule], Expanded]) -> Expanded:
+    """Expand the calls in which the buckets of a graph end, and replan it, until no call is worth expanding.
 
     Args:
         best: the graph with its plan; it is not modified.
         planned: plans another form of the graph.
 
     Returns:
-        The graph that the plan is for (the same if nothing was opened), its facts and the plan.
+        The graph that the plan is for (the same if nothing was expanded), its facts and the plan.
     """
     trained = {use.spec.name for use in best.facts.params}
-    while (opened := open_calls(*best)) is not best.gm:
-        again = planned(opened)
+    while (expanded := expand_calls(*best)) is not best.gm:
+        again = planned(expanded)
         if {use.spec.name for use in again.facts.params} != trained:
             logger.warning("ddpopt: composite calls are not expanded: other parameters would get gradients")
             break
@@ -62,14 +62,14 @@ def opened_and_planned(best: Opened, planned: Callable[[fx.GraphModule], Opened]
     while True:
         gm = divide_regions(best.gm, lambda graph: [cut.before for cut in planned(graph).plan.cuts])
         if gm is best.gm and best.plan.cuts:
-            gm = write_out_idle_regions(gm)
+            gm = inline_idle_regions(gm)
         if gm is best.gm:
             return best
         best = planned(gm)
 
 
-def open_calls(gm: fx.GraphModule, facts: GraphFacts, plan: Plan) -> fx.GraphModule:
-    """Open the calls in which a bucket of `plan` ends while other gradients of the call still follow.
+def expand_calls(gm: fx.GraphModule, facts: GraphFacts, plan: Plan) -> fx.GraphModule:
+    """Expand the calls in which a bucket of `plan` ends while other gradients of the call still follow.
 
     Args:
         gm: a graph, with an example value on each node; it is not modified.
@@ -77,20 +77,20 @@ def open_calls(gm: fx.GraphModule, facts: GraphFacts, plan: Plan) -> fx.GraphMod
         plan: made from `facts`.
 
     Returns:
-        A new module; or `gm` itself if no call is worth opening.
+        A new module; or `gm` itself if no call is worth expanding.
     """
     wanted = _calls_where_buckets_end(facts, plan)
-    opened: dict[fx.Node, fx.GraphModule] = {}
+    expanded: dict[fx.Node, fx.GraphModule] = {}
     atomic: set[object] = set()
     for node, state in states(gm.graph) if wanted else ():
         if node.name in wanted and node.target not in atomic and _can_trace(node):
             traced = _trace(node, state)
             if traced is not None and _separates_weights(node, traced):
-                opened[node] = traced
+                expanded[node] = traced
             else:
                 atomic.add(node.target)
-    writers = {node: functools.partial(_write_out, traced) for node, traced in opened.items()}
-    return rewritten(gm, writers) if opened else gm
+    writers = {node: functools.partial(_add_operations, traced) for node, traced in expanded.items()}
+    return rewritten(gm, writers) if expanded else gm
 
 
 def _calls_where_buckets_end(facts: GraphFacts, plan: Plan) -> frozenset[str]:
@@ -128,7 +128,7 @@ def _trace(node: fx.Node, state: State) -> fx.GraphModule | None:
     with _settings(state):
         try:
             traced = make_fx(call)(*(example_value(source) for source in sources))
-        except Exception:  # whatever it is, the unopened call is still correct
+        except Exception:  # whatever it is, the unexpanded call is still correct
             logger.info("ddpopt: %s cannot be opened", node.name, exc_info=True)
             return None
     traced.graph.eliminate_dead_code()
@@ -163,8 +163,8 @@ def _separates_weights(node: fx.Node, traced: fx.GraphModule) -> bool:
     return len({min(order[user] for user in inputs[source].users) for source in weights}) > 1
 
 
-def _write_out(traced: fx.GraphModule, node: fx.Node, graph: fx.Graph, copies: Copies) -> Argument:
-    """Add the operations of an opened call to `graph`; return the call's result as nodes."""
+def _add_operations(traced: fx.GraphModule, node: fx.Node, graph: fx.Graph, copies: Copies) -> Argument:
+    """Add the operations of an expanded call to `graph`; return the call's result as nodes."""
     inputs = dict(zip(traced.graph.find_nodes(op="placeholder"), node.all_input_nodes, strict=True))
     inner = {placeholder: copies[source] for placeholder, source in inputs.items()}
     mode = next(v.fake_mode for v in map(example_value, inputs.values()) if isinstance(v, FakeTensor))

@@ -19,7 +19,7 @@ from torch import fx, nn
 
 from ddpopt.planning.bucket_rule import ParamSpec, Specs, initial_buckets, rebuilt_buckets, specs_from_ddp
 from ddpopt.planning.eager_reads import noting_reads
-from ddpopt.planning.expand_calls import Opened, opened_and_planned
+from ddpopt.planning.expand_calls import Expanded, expanded_and_planned
 from ddpopt.planning.facts import GraphFacts, collect
 from ddpopt.planning.join import GraphPlan, join_plans
 from ddpopt.planning.limits import BucketConfig
@@ -33,7 +33,7 @@ class Planned(NamedTuple):
     """A planned graph, with its facts and its plan.
 
     Attributes:
-        gm: the graph, perhaps with calls opened if it will be cut.
+        gm: the graph, perhaps with calls expanded if it will be cut.
         example_inputs: one value for each of its placeholders.
         facts: the facts about `gm`.
         plan: made from the facts.
@@ -149,12 +149,12 @@ def _planned(
     if strategy != "split" and why is None:
         return Planned(gm, example_inputs, facts, decide(facts, True), inline=True)
 
-    def planned(form: fx.GraphModule) -> Opened:
+    def planned(form: fx.GraphModule) -> Expanded:
         facts = collect(form, example_inputs, specs)
-        return Opened(form, facts, decide(facts, False))
+        return Expanded(form, facts, decide(facts, False))
 
-    opened, facts, plan = opened_and_planned(Opened(gm, facts, decide(facts, False)), planned)
-    return Planned(opened, example_inputs, facts, plan, why)
+    expanded, facts, plan = expanded_and_planned(Expanded(gm, facts, decide(facts, False)), planned)
+    return Planned(expanded, example_inputs, facts, plan, why)
 
 
 def specs_by_id(ddp: nn.parallel.DistributedDataParallel) -> dict[int, ParamSpec]:

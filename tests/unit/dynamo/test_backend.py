@@ -168,8 +168,8 @@ def sequential() -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
 
 
-class PassedOnOpened(nn.Module):
-    """What comes out of ``no_grad`` as it is gets its gradient, also after calls that are written out."""
+class PassedOnExpanded(nn.Module):
+    """What comes out of ``no_grad`` unchanged gets its gradient, also after calls that are expanded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,9 +188,9 @@ class PassedOnOpened(nn.Module):
 
 
 @pytest.mark.parametrize("layers", [1 / 64, 1])
-def test_what_no_grad_returns_of_an_opened_call_has_its_gradient(layers: float) -> None:
+def test_what_no_grad_returns_of_an_expanded_call_has_its_gradient(layers: float) -> None:
     options = {"bucket_cap_mb": ONE_LAYER_MB * layers}
-    ddp, eager = ddp_of(PassedOnOpened, **options), ddp_of(PassedOnOpened, **options)
+    ddp, eager = ddp_of(PassedOnExpanded, **options), ddp_of(PassedOnExpanded, **options)
     compiled = ddpopt.compile(ddp, backend="aot_eager", strategy="split")
     found, expected = step(compiled, ddp, rows()), step(eager, eager, rows())
     assert len(plan_in_force(ddp).segments) > 2

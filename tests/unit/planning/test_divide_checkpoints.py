@@ -113,7 +113,7 @@ def test_no_bucket_waits_for_more_than_the_layer_that_fills_it(count: int, layer
 
 
 @pytest.mark.parametrize(("layers", "regions"), [(1.0, 2), (9.0, 3)])
-def test_a_region_without_gradient_is_written_out_where_the_graph_is_cut(layers: float, regions: int) -> None:
+def test_a_region_without_gradient_is_inlined_where_the_graph_is_cut(layers: float, regions: int) -> None:
     steps = (in_a_checkpoint("dropout"), in_a_checkpoint("linear"), in_a_checkpoint("linear"))
     graph, pieces = pieces_of(DrawnModel(steps).program.model(), layers)
     assert len(pieces) == regions
