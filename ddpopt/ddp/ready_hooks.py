@@ -128,12 +128,12 @@ class ReadyHooks:
             self.leaves[place](gradient)
         else:
             self.leaves[place](gradient.clone())  # the node may keep its argument's memory
-        self._tell(place)
+        self._notify(place)
 
     def _arrived(self, place: int, gradients: tuple[Tensor | None, ...]) -> None:
         """Handle the engine's visit to a parameter's node."""
         if self._handed_over.pop(place, None) != task_id():
-            self._tell(place)
+            self._notify(place)
         elif any(gradient is not None for gradient in gradients):
             raise HandOverError(
                 f"parameter {self._names[place]!r}: its gradient was handed to DDP from inside the compiled "
@@ -141,7 +141,7 @@ class ReadyHooks:
                 'without that part; discard this step. Compile with strategy="split", and please report this'
             )
 
-    def _tell(self, place: int) -> None:
+    def _notify(self, place: int) -> None:
         reducer = running_reducer(self._ddp())
         if reducer is not None and self._is_taken_over(reducer) and not getattr(reducer, "is_removed", False):
             reducer._autograd_hook(self._numbers[place])

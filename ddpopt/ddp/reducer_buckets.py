@@ -46,7 +46,7 @@ def running_buckets(ddp: Any) -> tuple[ObservedBucket, ...]:
         The buckets that its next backward would reduce, unless its next forward rebuilds them.
     """
     names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
-    members = bucket_members(running_reducer(ddp)) or _foretold(ddp)
+    members = bucket_members(running_reducer(ddp)) or _predicted(ddp)
     return tuple(_observed(index, names, parameters) for index, parameters in enumerate(members))
 
 
@@ -61,7 +61,7 @@ def _observed(index: int, names: Mapping[int, str], parameters: Sequence[Tensor]
     )
 
 
-def _foretold(ddp: Any) -> list[list[Tensor]]:
+def _predicted(ddp: Any) -> list[list[Tensor]]:
     """The buckets of a reducer that does not report them because it has not rebuilt them yet."""
     plan = imposed_plan(ddp)
     if plan is not None:

@@ -75,7 +75,7 @@ def compile(  # the public name, as in torch.compile
     inside = None if inner is None else (inner, functools.partial(compiled(_call_inside), inner))
     module = compiled(ddp_model, fullgraph=False)
     if module is not ddp_model:
-        dynamo_backend.leave_to_torch()
+        dynamo_backend.uninstall_hook()
         module.forward = _uncut(module.forward, inside)
         module.__dict__["_compile"] = functools.partial(
             compile, backend=backend, strategy=strategy, buckets=buckets, **options

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from ddpopt.ddp.deferral import PendingLogger, active_module, defer, keeps_buckets
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.dynamo import hook
-from ddpopt.dynamo.quiet import compiling, undisturbed
+from ddpopt.dynamo.quiet import compiling, isolated
 from ddpopt.errors import UnsupportedError, UsageError, did_you_mean
 from ddpopt.graph.nodes import CompilerFn
 from ddpopt.graph.state import begins_without_grad
@@ -72,8 +72,8 @@ class DdpoptBackend:
         self.strategy = strategy
         self.buckets = buckets
         # Dynamo must not cut its graphs a second time, for as long as this backend may be used
-        self.leave_to_torch = weakref.finalize(self, hook.install(_own))
-        self.leave_to_torch.atexit = False
+        self.uninstall_hook = weakref.finalize(self, hook.install(_own))
+        self.uninstall_hook.atexit = False
         self._graphs = weakref.WeakKeyDictionary() if graphs is None else graphs
 
     def __call__(
@@ -87,7 +87,7 @@ class DdpoptBackend:
             _say_once(why)
             return compiler(gm, example_inputs)
         replayed = _ties_addresses(self.compiler, options)
-        with undisturbed():
+        with isolated():
             planned = self._plan(ddp, gm, example_inputs, "split" if replayed else self.strategy)
         if planned is None:
             return compiler(gm, example_inputs)
@@ -128,7 +128,7 @@ class DdpoptBackend:
     def _split(self, planned: Planned, compiler: CompilerFn, replayed: bool) -> Callable[..., Any]:
         gm, plan = planned.gm, planned.plan
         held = (item for names in planned.facts.sources.values() for item in names.items())
-        with undisturbed():
+        with isolated():
             stitched = partition(gm, plan)
             certify(gm, stitched, plan, {k: name for k, name in held if name not in planned.completed})
         if stitched is gm:

@@ -61,7 +61,7 @@ def _undamaged(remembered: Any) -> Any:
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
+def isolated() -> Iterator[None]:
     """Isolate planning and cutting from the running program: the garbage collector and saved tensor hooks.
 
     Saved tensor hooks, for instance those of a checkpoint around the forward, must not see example values.

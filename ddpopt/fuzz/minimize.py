@@ -103,7 +103,7 @@ class _Search:
         self._ask = ask
         self._tries = tries
         self._end = end
-        self._tell = tell
+        self._notify = tell
         self._known: dict[FoundCase, bool] = {}
 
     def run(self) -> None:
@@ -151,7 +151,7 @@ class _Search:
         right = self._known[candidate] = candidate.fails_so(self._ask(candidate))
         case = candidate if right else self.found.case
         self.found = replace(self.found, case=case, tries=self.found.tries + 1)
-        self._tell(self.found)
+        self._notify(self.found)
         return right
 
 

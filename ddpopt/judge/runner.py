@@ -154,7 +154,7 @@ class Attempts:
         self.done: set[int] = set()
         self.device = ""
         self._task = (on_rank, asked, settings)
-        self._tell = tell
+        self._notify = tell
         self._running: Started | None = None
 
     def run(self, nproc: int, limit_s: float, device: str | None) -> tuple[Trial, ...]:
@@ -229,7 +229,7 @@ class Attempts:
             if isinstance(event, Ended):
                 self.trials[event.index] = event.trial
                 self.done.add(event.index)
-            self._tell(event)
+            self._notify(event)
 
 
 def verify_here(

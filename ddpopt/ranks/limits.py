@@ -34,7 +34,7 @@ class Limits:
             note: called with a description of what the process does, whenever that changes.
         """
         self._file = file
-        self._tell = note
+        self._notify = note
         self._doing = ""
 
     def note(self, what: str) -> None:
@@ -44,7 +44,7 @@ class Limits:
             what: description for the report of a failure.
         """
         self._doing = what
-        self._tell(what)
+        self._notify(what)
 
     @contextmanager
     def limited(self, seconds: float, what: str) -> Iterator[None]:

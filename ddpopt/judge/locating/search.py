@@ -86,7 +86,7 @@ class Search:
             self.known.rungs.append(rung_of(stage, trial))
             if self.question.is_shown_by(stage, symptom):
                 self.known.stage, self.known.symptom = stage, symptom
-            self._tell()
+            self._notify()
             if self.known.stage is not None:
                 return
 
@@ -138,7 +138,7 @@ class Search:
         symptoms = self.known.symptoms
         if one not in symptoms:
             symptoms[one] = self._run(one)
-            self._tell()
+            self._notify()
         return symptoms[one]
 
     def _run(self, one: Try) -> Symptom | None:
@@ -150,15 +150,15 @@ class Search:
         return symptom
 
     def _trial(self, one: Try, backend: Any) -> Trial:
-        self._tell(one)
+        self._notify(one)
         own = LOCAL if one.stage.mode == LOCAL.name else mode(one.stage.mode)
         return judge(self.reference, own, backend, exact=one.exact)
 
     def _blame(self, about: str, segments: tuple[str, ...] = ()) -> None:
         self.known.about_segments, self.known.segments = about, segments
-        self._tell()
+        self._notify()
 
-    def _tell(self, trying: Try | None = None) -> None:
+    def _notify(self, trying: Try | None = None) -> None:
         """Report the results so far, and the next try."""
         self.known.trying = trying
         self.ranks.emit(self.known)
