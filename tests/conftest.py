@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session")
 def compiling_quickly() -> Iterator[None]:
     """Dynamo does without what nobody reads here, and what costs a third of the time of most tests."""
-    from ddpopt.judge.trials import quickly  # heavy, and not needed to collect tests
+    from ddpopt.judge.trials import gc_frozen  # heavy, and not needed to collect tests
 
-    with quickly():
+    with gc_frozen():
         yield
 
 
 @pytest.fixture(scope="module")
 def kept(compiling_quickly: None) -> None:
     """What earlier modules left is no garbage, and the collections in each trial do not go through it."""
-    from ddpopt.judge.trials import keep_for_good
+    from ddpopt.judge.trials import collect_and_freeze
 
-    keep_for_good()
+    collect_and_freeze()
 
 
 @pytest.fixture(scope="module")

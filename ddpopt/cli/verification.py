@@ -25,7 +25,7 @@ from ddpopt.judge.report.files import show, status_line, write_reports
 from ddpopt.judge.report.text import verdict_text
 from ddpopt.judge.report.wording import headline
 from ddpopt.judge.runner import OPTIONS_BY_DEFAULT, checked, is_first, verify_all, verify_and_locate
-from ddpopt.judge.trials import Asked, Settings, Started
+from ddpopt.judge.trials import Request, Settings, Started
 from ddpopt.judge.verdict import Location, Trial, Verdict
 
 REPRODUCTION = "ddpopt_reproduction.py"
@@ -67,28 +67,28 @@ class Verification:
             The exit code.
         """
         case = resolve(target)
-        asked = self._asked([differing(case, ddp_kwargs) if ddp_kwargs else target])
+        requests = self._requests([differing(case, ddp_kwargs) if ddp_kwargs else target])
         search = partial(self._locate, target, ddp_kwargs) if locate else None
-        return self._run(case.name, asked, search)
+        return self._run(case.name, requests, search)
 
     def of_matrix(self) -> int:
         """Verify the matrix's own cases, and return the exit code."""
-        return self._run(f"{len(CASES)} cases", self._asked(CASES), None)
+        return self._run(f"{len(CASES)} cases", self._requests(CASES), None)
 
     @property
     def _settings(self) -> Settings:
         return Settings(backend_of(self.backend), self.steps, self.dtype, self.timeout_s)
 
-    def _asked(self, cases: Sequence[Any]) -> list[Asked]:
+    def _requests(self, cases: Sequence[Any]) -> list[Request]:
         modes = chosen(self.modes, [known.name for known in MODES], "--mode") or (mode_of("auto"),)
         options = chosen(self.options, [known.name for known in OPTIONS], "--options")
-        asked = [Asked(case, name, modes) for case in cases for name in options or OPTIONS_BY_DEFAULT]
-        checked(asked, self._settings, self.nproc)
-        return asked
+        requests = [Request(case, name, modes) for case in cases for name in options or OPTIONS_BY_DEFAULT]
+        checked(requests, self._settings, self.nproc)
+        return requests
 
-    def _run(self, title: str, asked: list[Asked], search: Callable[[Trial, int], Location] | None) -> int:
+    def _run(self, title: str, requests: list[Request], find: Callable[[Trial, int], Location] | None) -> int:
         def verify() -> Verdict:
-            trials = sum(len(one.modes) for one in asked)
+            trials = sum(len(one.modes) for one in requests)
             with status_line("starting ranks") as show_line:
 
                 def hear(event: object) -> None:
@@ -99,15 +99,15 @@ class Verification:
 
                 return verify_all(
                     title,
-                    asked,
+                    requests,
                     self._settings,
                     nproc=self.nproc,
                     device=self.device,
-                    limit_s=self.timeout_s * (trials + len(asked)),
+                    limit_s=self.timeout_s * (trials + len(requests)),
                     on_event=hear,
                 )
 
-        return verify_and_locate(verify, search, self._report).exit_code
+        return verify_and_locate(verify, find, self._report).exit_code
 
     def _locate(self, target: str, ddp_kwargs: Mapping[str, Any], trial: Trial, ranks: int) -> Location:
         if is_first():

@@ -98,20 +98,20 @@ def answer_tasks(process: RankProcess) -> None:
     """
     import torch
 
-    from ddpopt.judge.trials import quickly
+    from ddpopt.judge.trials import gc_frozen
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    with quickly():
+    with gc_frozen():
         process.serve(lambda _: process.joined(COLLECTIVE_LIMIT_S))
 
 
 def answers_of(ranks: Ranks, task: Task, limit_s: float) -> list[Answer]:
     """Answer a task, with a limit on each mode; runs on each rank."""
     from ddpopt.fuzz.examine import examine
-    from ddpopt.judge.trials import keep_for_good
+    from ddpopt.judge.trials import collect_and_freeze
 
-    keep_for_good()
+    collect_and_freeze()
     with contextlib.ExitStack() as limit:
 
         def begin(mode: str) -> None:

@@ -20,7 +20,7 @@ from ddpopt.gate.figures import case_figures, failures
 from ddpopt.judge.backends import backend_of
 from ddpopt.judge.modes import mode
 from ddpopt.judge.runner import checked
-from ddpopt.judge.trials import Settings, keep_for_good, quickly
+from ddpopt.judge.trials import Settings, collect_and_freeze, gc_frozen
 from ddpopt.ranks.group import Ranks
 from ddpopt.ranks.pool import launch
 
@@ -138,10 +138,10 @@ def _measure(settings: Measuring, due: Sequence[str], begin: Callable[[str], Non
 def _on_rank(ranks: Ranks, settings: Measuring, due: Sequence[str]) -> Figures:
     backend = backend_of(settings.backend)
     found = {}
-    with quickly():
+    with gc_frozen():
         for name in due:
             ranks.emit(name)
-            keep_for_good()
+            collect_and_freeze()
             with ranks.limited(CASE_LIMIT_S, f"the gate: {name}"):
                 found[name] = case_figures(resolve(name), settings, backend, ranks)
     return found

@@ -28,14 +28,14 @@ from ddpopt.judge.options import option
 from ddpopt.judge.trials import (
     STEPS,
     TRIAL_LIMIT_S,
-    Asked,
     Ended,
+    Request,
     Settings,
     Started,
     hardware,
     on_rank,
+    requested_trials,
     run_trials,
-    untried,
 )
 from ddpopt.judge.verdict import Finding, Location, Status, Trial, Verdict
 from ddpopt.ranks.failures import RanksFailed
@@ -98,16 +98,16 @@ def verify(  # noqa: PLR0913  # one for each thing that a user may choose
     settings = Settings(backend, steps, dtype, trial_limit_s)
     case = resolve(target)
     travelling = target if isinstance(target, str) else case
-    asked = [Asked(travelling, name, modes) for name in _names(options)]
-    checked(asked, settings, nproc)
+    requests = [Request(travelling, name, modes) for name in _names(options)]
+    checked(requests, settings, nproc)
     return verify_all(
-        case.name, asked, settings, nproc=nproc, device=device, limit_s=limit_s, on_event=on_event
+        case.name, requests, settings, nproc=nproc, device=device, limit_s=limit_s, on_event=on_event
     )
 
 
 def verify_all(
     title: str,
-    asked: Sequence[Asked],
+    requests: Sequence[Request],
     settings: Settings,
     *,
     nproc: int,
@@ -119,7 +119,7 @@ def verify_all(
 
     Args:
         title: the title of the verdict.
-        asked: what to verify.
+        requests: what to verify.
         settings: the settings for all trials.
         nproc: the number of ranks to start; under torchrun, its ranks are used.
         device: as for `verify`.
@@ -134,8 +134,8 @@ def verify_all(
             joined(on_event=on_event or (lambda _: None), timeout_s=_waits_s(settings)) as ranks,
             ranks.limited(limit_s, f"verifying {title}"),
         ):
-            return _verdict(title, ranks.size, run_trials(ranks, asked, settings), hardware(ranks.device))
-    attempts = Attempts(asked, settings, on_event or (lambda _: None))
+            return _verdict(title, ranks.size, run_trials(ranks, requests, settings), hardware(ranks.device))
+    attempts = Attempts(requests, settings, on_event or (lambda _: None))
     trials = attempts.run(nproc, limit_s, device)
     return _verdict(title, nproc, trials, attempts.device)
 
@@ -149,11 +149,11 @@ class Attempts:
         device: the device the ranks compute on; empty until they report it.
     """
 
-    def __init__(self, asked: Sequence[Asked], settings: Settings, tell: Progress) -> None:
-        self.trials = list(untried(asked, settings))
+    def __init__(self, requests: Sequence[Request], settings: Settings, tell: Progress) -> None:
+        self.trials = list(requested_trials(requests, settings))
         self.done: set[int] = set()
         self.device = ""
-        self._task = (on_rank, asked, settings)
+        self._task = (on_rank, requests, settings)
         self._notify = tell
         self._running: Started | None = None
 
@@ -260,11 +260,11 @@ def verify_here(
         UsageError: an argument cannot be used.
     """
     modes = (mode,) if mode else (mode_of(strategy),)
-    asked = [Asked(case, name, modes) for name in options]
+    requests = [Request(case, name, modes) for name in options]
     settings = Settings(backend, steps, trial_limit_s=trial_limit_s)
     with generators_kept(), joined(timeout_s=_waits_s(settings)) as ranks:
-        checked(asked, settings, ranks.size)
-        return _verdict(case.name, ranks.size, run_trials(ranks, asked, settings), hardware(ranks.device))
+        checked(requests, settings, ranks.size)
+        return _verdict(case.name, ranks.size, run_trials(ranks, requests, settings), hardware(ranks.device))
 
 
 def verify_and_locate(
@@ -343,11 +343,11 @@ def _names(given: str | Sequence[str] | None) -> tuple[str, ...]:
     return (given,) if isinstance(given, str) else tuple(given)
 
 
-def checked(asked: Sequence[Asked], settings: Settings, nproc: int) -> None:
+def checked(requests: Sequence[Request], settings: Settings, nproc: int) -> None:
     """Look up every name before a rank is started.
 
     Args:
-        asked: what to verify.
+        requests: what to verify.
         settings: the settings for all trials.
         nproc: the number of ranks to start.
 
@@ -361,7 +361,7 @@ def checked(asked: Sequence[Asked], settings: Settings, nproc: int) -> None:
             f"{settings.dtype!r}"
         )
     find_compiler(settings.backend)
-    for one in asked:
+    for one in requests:
         option(one.option)
         for name in one.modes:
             mode(name)

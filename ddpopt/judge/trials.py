@@ -1,6 +1,6 @@
-"""What each rank does in a verification: all that was asked, one trial after the other.
+"""What each rank does in a verification: all requested trials, one after the other.
 
-Invariant: all ranks judge the same trials in the same order, and rank 0 tells of each as it begins and ends.
+Invariant: all ranks judge the same trials in the same order, and rank 0 reports each as it begins and ends.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from ddpopt.judge.verdict import Status, Trial
 from ddpopt.ranks.group import Ranks
 
 STEPS = 3
-"""DDP rebuilds its buckets before the second step; the third is the first that all has settled in."""
+"""DDP rebuilds its buckets before the second step; the third is the first in which everything has settled."""
 TRIAL_LIMIT_S = 300.0
 COLLECTIVE_SHARE = 0.8
-"""Of a trial's limit: a rank may wait for a peer that compiles for most of it, and has yet to say so."""
+"""Of a trial's limit: a rank may wait most of it for a compiling peer, and must then still report that."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """One thing to verify: a case under an option, and the modes to judge there.
+class Request:
+    """A request to verify a case under an option, in some modes.
 
     Attributes:
-        target: names the case in other processes, or is it.
+        target: the case, or the name that it has in other processes.
         option: name of the option.
         modes: names of the modes.
     """
@@ -48,10 +48,10 @@ class Asked:
 
 @dataclass(frozen=True)
 class Settings:
-    """What holds for all trials of a verification.
+    """The settings of all trials of a verification.
 
     Attributes:
-        backend: of Dynamo: a name, or a callable.
+        backend: a backend of Dynamo: its name, or a callable.
         steps: how many steps of training.
         dtype: name of the dtype to compute in; None for the case's own.
         trial_limit_s: limit of one trial, and of eager's runs before the first one, in seconds.
@@ -73,7 +73,7 @@ class Started:
     """An event: a trial begins.
 
     Attributes:
-        index: which one, of all that were asked for.
+        index: its place among all requested trials.
         case: name of its case.
         option: name of its option.
         mode: name of its mode; empty while the reference runs.
@@ -90,47 +90,47 @@ class Ended:
     """An event: a trial has ended.
 
     Attributes:
-        index: which one, of all that were asked for.
-        trial: how.
+        index: its place among all requested trials.
+        trial: the trial with its result.
     """
 
     index: int
     trial: Trial
 
 
-def on_rank(ranks: Ranks, asked: Sequence[Asked], settings: Settings, done: Sequence[int]) -> None:
-    """Be a rank of our own: say what this computes on, and judge what is not done."""
+def on_rank(ranks: Ranks, requests: Sequence[Request], settings: Settings, done: Sequence[int]) -> None:
+    """Run as a rank started by us: report the hardware, and judge what is not done."""
     ranks.emit(hardware(ranks.device))
-    with quickly():  # in a process of our own, whose garbage each run of the collector would look through
-        run_trials(ranks, asked, settings, done, keep_for_good)
+    with gc_frozen():  # otherwise each garbage collection would visit all imported objects
+        run_trials(ranks, requests, settings, done, collect_and_freeze)
 
 
 def run_trials(
     ranks: Ranks,
-    asked: Sequence[Asked],
+    requests: Sequence[Request],
     settings: Settings,
     done: Sequence[int] = (),
     before_each: Callable[[], None] = lambda: None,
 ) -> list[Trial]:
-    """Judge everything that was asked and is not done; before each case and option something may be done."""
+    """Judge the requested trials that are not done; `before_each` is called before each case and option."""
     trials: list[Trial] = []
-    all_of_them = enumerate(untried(asked, settings))
-    for one in asked:
-        left = [(i, trial) for i, trial in itertools.islice(all_of_them, len(one.modes)) if i not in done]
+    all_of_them = enumerate(requested_trials(requests, settings))
+    for request in requests:
+        left = [(i, trial) for i, trial in itertools.islice(all_of_them, len(request.modes)) if i not in done]
         if left:
             before_each()
-            trials += _judged(ranks, one, settings, left)
+            trials += _judged(ranks, request, settings, left)
     return trials
 
 
-def untried(asked: Sequence[Asked], settings: Settings) -> Iterator[Trial]:
-    """Every trial that is asked for, as it is when nothing was learned from it."""
+def requested_trials(requests: Sequence[Request], settings: Settings) -> Iterator[Trial]:
+    """All requested trials, each with the status that it has until it is judged."""
     backend = getattr(settings.backend, "__name__", str(settings.backend))
-    for one in asked:
-        case = one.target if isinstance(one.target, str) else one.target.name
-        for name in one.modes:
+    for request in requests:
+        case = request.target if isinstance(request.target, str) else request.target.name
+        for name in request.modes:
             compiler = backend if mode(name).compiles else ""
-            yield Trial(case, name, one.option, compiler, Status.BROKEN)
+            yield Trial(case, name, request.option, compiler, Status.BROKEN)
 
 
 def hardware(device: torch.device) -> str:
@@ -139,48 +139,48 @@ def hardware(device: torch.device) -> str:
 
 
 @contextlib.contextmanager
-def quickly() -> Iterator[None]:
-    """Spare a process of our own runs of the garbage collector over what is imported: that is no garbage."""
+def gc_frozen() -> Iterator[None]:
+    """Exclude imported objects from garbage collection, in a process of our own."""
     nested = gc.get_freeze_count() > 0
     _load_compiler()
-    keep_for_good()
+    collect_and_freeze()
     try:
         yield
     finally:
-        if not nested:  # what was spared before stays spared
+        if not nested:  # what was frozen before stays frozen
             gc.unfreeze()
 
 
-def keep_for_good() -> None:
-    """Have the garbage collector look no more at what is there: modules, caches of Dynamo's."""
+def collect_and_freeze() -> None:
+    """Collect garbage, then exclude what is left from later collections: modules, Dynamo's caches."""
     gc.collect()
     gc.freeze()
 
 
 def _load_compiler() -> None:
-    """Import what the first compilation imports: it is no garbage either."""
+    """Import what the first compilation imports, so that it is excluded too."""
     compiled = torch.compile(lambda x: x * 2, backend="aot_eager")
     compiled(torch.ones(2, requires_grad=True)).sum().backward()
 
 
 def _judged(
-    ranks: Ranks, asked: Asked, settings: Settings, left: Sequence[tuple[int, Trial]]
+    ranks: Ranks, request: Request, settings: Settings, left: Sequence[tuple[int, Trial]]
 ) -> Iterator[Trial]:
     """Judge the modes of one case under one option."""
-    case = resolve(asked.target)
+    case = resolve(request.target)
     if settings.dtype is not None:
         case = in_dtype(case, getattr(torch, settings.dtype))
-    subject = Subject(case, option(asked.option), settings.steps, ranks.device)
-    ranks.emit(Started(left[0][0], case.name, asked.option, ""))
+    subject = Subject(case, option(request.option), settings.steps, ranks.device)
+    ranks.emit(Started(left[0][0], case.name, request.option, ""))
     with contextlib.ExitStack() as benches:
-        with ranks.limited(settings.trial_limit_s, f"{case.name}: eager DDP / {asked.option}"):
+        with ranks.limited(settings.trial_limit_s, f"{case.name}: eager DDP / {request.option}"):
             bench = Bench(subject, ranks, settings.collective_limit_s)
             benches.callback(bench.close)
             reference = Reference.make(bench)
-            impossible = _of_eager(bench) if reference is None else {}
+            impossible = _failed_reference(bench) if reference is None else {}
         for index, trial in left:
-            ranks.emit(Started(index, case.name, asked.option, trial.mode))
-            with ranks.limited(settings.trial_limit_s, f"{case.name}: {trial.mode} / {asked.option}"):
+            ranks.emit(Started(index, case.name, request.option, trial.mode))
+            with ranks.limited(settings.trial_limit_s, f"{case.name}: {trial.mode} / {request.option}"):
                 if reference is None:
                     trial = replace(trial, case=case.name, **impossible)
                 else:
@@ -189,8 +189,8 @@ def _judged(
             yield trial
 
 
-def _of_eager(bench: Bench) -> dict[str, Any]:
-    """What becomes of a trial that has nothing to be held against."""
+def _failed_reference(bench: Bench) -> dict[str, Any]:
+    """The fields of a trial for which eager DDP gives no reference."""
     if bench.stalled:
         return {"reason": f"eager DDP's own runs did not finish: {bench.stalled}"}
     own = [failure for failure in bench.failures if not failure.lost] or bench.failures

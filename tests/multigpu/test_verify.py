@@ -20,7 +20,7 @@ from ddpopt.judge.modes import MODES, Mode, mode
 from ddpopt.judge.option_cases import CAPS
 from ddpopt.judge.options import OPTIONS, option
 from ddpopt.judge.trainer import Option, Trainer
-from ddpopt.judge.trials import STEPS, Asked, Settings, run_trials
+from ddpopt.judge.trials import STEPS, Request, Settings, run_trials
 from ddpopt.judge.verdict import Status, Trial
 from ddpopt.ranks.group import joined
 from tests.multigpu.turns import in_turn, number_of_ranks
@@ -57,7 +57,7 @@ SMALL = rows_case(
 
 def judged(case: Case, option: str, modes: tuple[str, ...], **settings: Any) -> list[Trial]:
     with joined() as ranks:
-        return run_trials(ranks, [Asked(case, option, modes)], Settings("aot_eager", **settings), ())
+        return run_trials(ranks, [Request(case, option, modes)], Settings("aot_eager", **settings), ())
 
 
 @contextlib.contextmanager
@@ -111,7 +111,7 @@ def state_of_torch() -> tuple[Any, ...]:
 def test_every_mode_is_right_about_a_plain_model_and_leaves_torch_as_it_was(mode: Mode) -> None:
     before = state_of_torch()
     with joined() as ranks:
-        (trial,) = run_trials(ranks, [Asked(PLAIN, "default", (mode.name,))], Settings("aot_eager"), ())
+        (trial,) = run_trials(ranks, [Request(PLAIN, "default", (mode.name,))], Settings("aot_eager"), ())
     assert (trial.status, trial.findings, trial.reason) == (Status.OK, (), "")
     assert {"L0", "L1", "L2"} & set(trial.levels)
     measured = {"the loss", "the evaluation's output"} | {

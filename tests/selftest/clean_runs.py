@@ -14,9 +14,9 @@ import torch
 from torch._dynamo.backends.registry import lookup_backend
 
 from ddpopt.cases import corpus
-from ddpopt.judge.trials import Asked
+from ddpopt.judge.trials import Request
 
-CleanRuns = Mapping[str, Sequence[Asked]]
+CleanRuns = Mapping[str, Sequence[Request]]
 """What to verify, by backend: ``"aot_eager"``, ``"rounding"`` or ``"inductor"``."""
 AT_LEAST = 200
 MODES = ("ddpopt-split", "ddpopt-inline")
@@ -69,7 +69,7 @@ def clean_runs() -> CleanRuns:
     missing = AT_LEAST // len(MODES) - len(plain) - len(WITH_ROUNDING) - len(WITH_INDUCTOR)
     exact = [*plain, *itertools.islice(pairs, max(0, missing))]
     return {
-        "aot_eager": [Asked(case, option, MODES) for case, option in exact],
-        "rounding": [Asked(case, "default", MODES) for case in WITH_ROUNDING],
-        "inductor": [Asked(case, "default", MODES) for case in WITH_INDUCTOR],
+        "aot_eager": [Request(case, option, MODES) for case, option in exact],
+        "rounding": [Request(case, "default", MODES) for case in WITH_ROUNDING],
+        "inductor": [Request(case, "default", MODES) for case in WITH_INDUCTOR],
     }

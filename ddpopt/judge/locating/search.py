@@ -25,7 +25,7 @@ from ddpopt.judge.locating.pieces import NOTHING, ChosenPieces
 from ddpopt.judge.locating.rungs import Known, Question, Stage, Symptom, Try, rung_of, symptom_of
 from ddpopt.judge.modes import LOCAL, mode
 from ddpopt.judge.options import option
-from ddpopt.judge.trials import Settings, quickly
+from ddpopt.judge.trials import Settings, gc_frozen
 from ddpopt.judge.verdict import Trial
 from ddpopt.ranks.group import Ranks
 
@@ -47,7 +47,7 @@ def search(ranks: Ranks, question: Question, stages: Sequence[Stage], seconds: f
     until = time.monotonic() + seconds
     asked, case = option(question.option), question.case_on(ranks.size)
     subject = Subject(case, asked, question.steps, ranks.device, evaluates=question.evaluates)
-    with quickly(), closing(Bench(subject, ranks, Settings().collective_limit_s)) as bench:
+    with gc_frozen(), closing(Bench(subject, ranks, Settings().collective_limit_s)) as bench:
         reference = Reference.make(bench)
         if reference is None:
             known.notes.append(f"eager DDP itself fails on {ranks.size} rank(s)")

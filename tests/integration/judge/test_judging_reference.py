@@ -16,7 +16,7 @@ from ddpopt.judge.judging.reference import Bench, Reference, Subject
 from ddpopt.judge.matrix import CASES
 from ddpopt.judge.modes import mode
 from ddpopt.judge.options import option
-from ddpopt.judge.trials import Asked, Settings, run_trials
+from ddpopt.judge.trials import Request, Settings, run_trials
 from ddpopt.judge.verdict import Status
 from ddpopt.ranks.group import Ranks
 
@@ -122,7 +122,7 @@ def test_a_trial_that_raises_leaves_no_process_group_behind(
 
     monkeypatch.setattr(trials, "judge", failing)
     with pytest.raises(ValueError, match="no judgement"):
-        run_trials(alone, [Asked(CASES[0], "default", ("whole",))], Settings("eager", steps=1), ())
+        run_trials(alone, [Request(CASES[0], "default", ("whole",))], Settings("eager", steps=1), ())
     c10d: Any = dist  # private: torch counts its groups nowhere else
     assert len(c10d.distributed_c10d._world.pg_map) == 1
 

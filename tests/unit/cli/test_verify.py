@@ -13,7 +13,7 @@ from ddpopt.judge.matrix import CASES
 from ddpopt.judge.modes import MODES
 from ddpopt.judge.options import OPTIONS
 from ddpopt.judge.runner import is_first
-from ddpopt.judge.trials import Asked, Settings
+from ddpopt.judge.trials import Request, Settings
 from ddpopt.judge.verdict import Location, Verdict
 from tests.commands import run
 from tests.unit.verdicts import verdict, wrong_trial
@@ -29,14 +29,14 @@ WRONG = verdict(wrong_trial())
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What is asked for, in place of verifying anything; every verdict is wrong, and located nowhere."""
+def requested(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is requested, in place of verifying anything; every verdict is wrong, and located nowhere."""
     received: list[Any] = []
 
-    def verify_all(title: str, asked: list[Asked], settings: Settings, **others: Any) -> Verdict:
+    def verify_all(title: str, requests: list[Request], settings: Settings, **others: Any) -> Verdict:
         del title
         others.pop("on_event")
-        received.append((asked, settings, others))
+        received.append((requests, settings, others))
         return WRONG
 
     def locate(*arguments: Any, **keywords: Any) -> Location:
@@ -48,22 +48,22 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return received
 
 
-def test_each_option_of_verify_is_what_is_asked_for(asked: list[Any]) -> None:
+def test_each_option_of_verify_is_what_is_asked_for(requested: list[Any]) -> None:
     words = "--nproc 3 --backend eager --mode torch,whole --options default,join --steps 5 --dtype bfloat16"
     result = run("verify", "tied", *words.split(), "--device", "cpu", "--timeout", "7", "--no-locate")
     assert result.exit_code == 1
-    ((found, settings, others),) = asked
-    assert found == [Asked("tied", option, ("torch", "whole")) for option in ("default", "join")]
+    ((found, settings, others),) = requested
+    assert found == [Request("tied", option, ("torch", "whole")) for option in ("default", "join")]
     assert settings == Settings("eager", 5, "bfloat16", 7.0)
     assert others == {"nproc": 3, "device": "cpu", "limit_s": 7.0 * 6}
 
 
 def test_verify_without_options_asks_for_ddpopts_own_choice_and_looks_where_it_goes_wrong(
-    asked: list[Any],
+    requested: list[Any],
 ) -> None:
     result = run("verify", "tied", "--ddp", "bucket_cap_mb=2")
     assert "looking for where it goes wrong" in result.stderr
-    ((one,), settings, _), (arguments, keywords) = asked
+    ((one,), settings, _), (arguments, keywords) = requested
     assert (one.modes, one.option) == (("ddpopt-inline",), "default")
     assert one.target.ddp_kwargs == {"bucket_cap_mb": 2}
     assert settings == Settings("aot_eager", 3, None, 300.0)
@@ -71,15 +71,15 @@ def test_verify_without_options_asks_for_ddpopts_own_choice_and_looks_where_it_g
     assert (keywords["nproc"], keywords["ddp_kwargs"]) == (2, {"bucket_cap_mb": 2})
 
 
-def test_the_matrix_asks_for_every_mode_under_every_option_on_six_cases(asked: list[Any]) -> None:
+def test_the_matrix_asks_for_every_mode_under_every_option_on_six_cases(requested: list[Any]) -> None:
     run("matrix")
-    ((found, _, _),) = asked
+    ((found, _, _),) = requested
     assert len(CASES) == 6
     assert sum(len(one.modes) for one in found) == len(MODES) * len(OPTIONS) * len(CASES)
 
 
 def test_a_search_that_fails_leaves_every_report_with_a_note_why(
-    asked: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    requested: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*_: object, **__: object) -> None:
         raise InfrastructureError("no rank could be started")
@@ -101,7 +101,7 @@ def test_a_search_that_fails_leaves_every_report_with_a_note_why(
     assert "no rank could be started" in " ".join(result.stdout.split())
 
 
-def test_json_on_stdout_is_json_alone(asked: list[Any]) -> None:
+def test_json_on_stdout_is_json_alone(requested: list[Any]) -> None:
     result = run("verify", "tied", "--no-locate", "--json", "-")
     assert result.stdout == f"{WRONG.to_json()}\n"
     assert json.loads(result.stdout)["right"] is False

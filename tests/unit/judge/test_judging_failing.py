@@ -10,7 +10,7 @@ from expecttest import assert_expected_inline
 
 from ddpopt.errors import UnsupportedError, UsageError
 from ddpopt.judge.judging.failing import Failure, failure_of, in_words, stalled
-from ddpopt.judge.trials import _of_eager
+from ddpopt.judge.trials import _failed_reference
 
 TIMED_OUT = failure_of(0, RuntimeError("[/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 9000ms"))
 LEFT = failure_of(1, RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:4"))
@@ -31,7 +31,7 @@ the same order""",
 
 def test_where_eager_ddps_own_ranks_only_waited_a_trial_stays_broken_and_says_so() -> None:
     bench: Any = SimpleNamespace(stalled="all waited")
-    assert _of_eager(bench) == {"reason": "eager DDP's own runs did not finish: all waited"}
+    assert _failed_reference(bench) == {"reason": "eager DDP's own runs did not finish: all waited"}
 
 
 def test_an_operator_that_refuses_is_told_by_who_called_it() -> None:

@@ -10,13 +10,13 @@ import pytest
 
 from ddpopt.judge import runner
 from ddpopt.judge.runner import Attempts
-from ddpopt.judge.trials import Asked, Ended, Settings, Started
+from ddpopt.judge.trials import Ended, Request, Settings, Started
 from ddpopt.judge.verdict import Status, Trial
 from ddpopt.ranks.failures import RankFailure, RanksFailed
 
 Emit = Callable[[object], None]
 Play = Callable[[Emit, "Stage"], None]
-ASKED = [Asked(case, "join", ("torch", "whole") if case == "b" else ("torch",)) for case in "abcd"]
+REQUESTS = [Request(case, "join", ("torch", "whole") if case == "b" else ("torch",)) for case in "abcd"]
 CASES = ("a", "b", "b", "c", "d")
 MODES = ("torch", "torch", "whole", "torch", "torch")
 
@@ -77,7 +77,7 @@ def attempt(
     stage = Stage(plays)
     monkeypatch.setattr(runner, "launch", stage.launch)
     monkeypatch.setattr(runner, "time", stage)
-    return stage, Attempts(ASKED, Settings("eager"), lambda _: None).run(2, limit_s, None)
+    return stage, Attempts(REQUESTS, Settings("eager"), lambda _: None).run(2, limit_s, None)
 
 
 OK, LOST, BROKEN = Status.OK, Status.NOT_POSSIBLE, Status.BROKEN

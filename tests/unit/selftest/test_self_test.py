@@ -115,7 +115,7 @@ def test_faults_have_unique_names_and_a_place_to_be_put_in() -> None:
 
 
 def test_clean_runs_are_enough_cover_the_corpus_and_differ() -> None:
-    runs = [(backend, asked.target, asked.option) for backend, each in clean_runs().items() for asked in each]
+    runs = [(backend, run.target, run.option) for backend, each in clean_runs().items() for run in each]
     assert len(runs) * len(MODES) >= AT_LEAST
     assert {target for _, target, _ in runs} == {case.name for case in corpus.cases()}
     assert len(set(runs)) == len(runs)
