@@ -1,7 +1,7 @@
 """Run one training step of a model on fake tensors, to find the order in which its gradients complete.
 
 Autograd's engine determines that order: by the graph that forward recorded, and by how it breaks ties.
-The engine works on fake tensors as on real ones, so the order is observed, not modelled.
+The engine works on fake tensors as on real ones, so the order is observed, not modeled.
 
 Invariant: no weight is copied or changed, no hook is left, and the default generators are unchanged.
 """

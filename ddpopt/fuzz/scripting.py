@@ -13,7 +13,7 @@ import torch
 
 from ddpopt.fuzz.cases import FoundCase, write_whole
 from ddpopt.judge.judge import EXACT
-from ddpopt.judge.judging.arithmetic import CREDIBLE, centred_factor, tail_factor
+from ddpopt.judge.judging.arithmetic import CREDIBLE, centered_factor, tail_factor
 from ddpopt.judge.judging.rounding import SAMPLES
 from ddpopt.judge.locating.scripting import REACHED, command_of, rendered
 from ddpopt.judge.trainer import LEARNING_RATE
@@ -95,10 +95,10 @@ def script_of(case: FoundCase, name: str) -> str:
 
 def _factors() -> dict[str, float]:
     """The factors by which one more error may exceed eager's own, for scripts that judge by them."""
-    known, unknown = tail_factor(SAMPLES), centred_factor(SAMPLES)
+    known, unknown = tail_factor(SAMPLES), centered_factor(SAMPLES)
     return {
         "factor": round(known, 1),
-        "centred_factor": round(unknown, 1),
+        "centered_factor": round(unknown, 1),
         "credible": round(CREDIBLE * known),
     }
 

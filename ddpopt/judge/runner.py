@@ -97,8 +97,8 @@ def verify(  # noqa: PLR0913  # one for each thing that a user may choose
     modes = _names(mode) or (mode_of(strategy),)
     settings = Settings(backend, steps, dtype, trial_limit_s)
     case = resolve(target)
-    travelling = target if isinstance(target, str) else case
-    requests = [Request(travelling, name, modes) for name in _names(options)]
+    traveling = target if isinstance(target, str) else case
+    requests = [Request(traveling, name, modes) for name in _names(options)]
     checked(requests, settings, nproc)
     return verify_all(
         case.name, requests, settings, nproc=nproc, device=device, limit_s=limit_s, on_event=on_event

@@ -40,7 +40,7 @@ def _shell(setup: Setup) -> Shell:
 
 
 @contextlib.contextmanager
-def _unsynchronised(shell: Any) -> Iterator[None]:
+def _unsynchronized(shell: Any) -> Iterator[None]:
     shell.set_requires_gradient_sync(False)
     try:
         yield
@@ -52,7 +52,7 @@ def fully_sharded(setup: Setup) -> Parallel:
     """FSDP2: every parameter a DTensor, sharded along its first dimension."""
     broadcast_state(setup)
     shell: Any = fully_shard(_shell(setup), mesh=_mesh(setup))
-    return Parallel(shell, setup.model, no_sync=lambda: _unsynchronised(shell))
+    return Parallel(shell, setup.model, no_sync=lambda: _unsynchronized(shell))
 
 
 def _mesh(setup: Setup) -> DeviceMesh:
@@ -73,7 +73,7 @@ def replicated(setup: Setup) -> Parallel:
 
     shell: Any = replicate(_shell(setup), process_group=setup.group, **setup.ddp_kwargs)
     broadcast_state(setup)
-    return Parallel(shell, setup.model, no_sync=lambda: _unsynchronised(shell))
+    return Parallel(shell, setup.model, no_sync=lambda: _unsynchronized(shell))
 
 
 def broadcast_state(setup: Setup) -> None:

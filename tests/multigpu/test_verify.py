@@ -208,13 +208,13 @@ def test_a_rank_that_compiles_for_longer_than_its_peers_wait_is_nothing_wrong() 
 
 @pytest.mark.world_size(2)
 def test_a_rank_that_gets_through_does_not_leave_its_peer_waiting_and_that_is_wrong() -> None:
-    def unsynchronised(trainer: Trainer) -> None:
+    def unsynchronized(trainer: Trainer) -> None:
         if trainer.place.rank == 1:
             trainer.parallel.around_backward = trainer.ddp.no_sync
             trainer.ddp.require_backward_grad_sync = False
 
     with eager(PLAIN, steps=1, collective_limit_s=60.0) as reference:
-        trial = judge(reference, mode("whole"), "eager", tamper=unsynchronised)
+        trial = judge(reference, mode("whole"), "eager", tamper=unsynchronized)
     others = [rank for rank in range(torch.distributed.get_world_size()) if rank != 1]
     # what gloo says of a peer that has gone depends on who notices first, and is nobody's promise
     told = [(found.claim, found.rank) for found in trial.findings]

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 import ddpopt
 from ddpopt.cases.case import step_seed
 from ddpopt.judge.judging.arithmetic import arithmetic, arithmetic_of
-from ddpopt.judge.judging.rounding import neighbour, perturbed_state
+from ddpopt.judge.judging.rounding import neighbor, perturbed_state
 from ddpopt.testing.drawn import DrawnModel
 
 MARKS = [
@@ -48,7 +48,7 @@ class Run:
         model: the module itself.
         loss: of a forward whose backward is still to come.
         seen: what the last forward returned.
-        nudge: another number has parameters, buffers and inputs replaced by other neighbouring numbers.
+        nudge: another number has parameters, buffers and inputs replaced by other neighboring numbers.
     """
 
     def __init__(self, drawn: DrawnModel, wrap: Wrap, nudge: int = 0, **options: bool) -> None:
@@ -77,7 +77,7 @@ class Run:
         args, kwargs = self._program.inputs(0, step)
         if self.nudge:
             generator = torch.Generator().manual_seed(self.nudge * 64 + step)
-            args, kwargs = pytree.tree_map(lambda leaf: neighbour(leaf, generator, data=True), (args, kwargs))
+            args, kwargs = pytree.tree_map(lambda leaf: neighbor(leaf, generator, data=True), (args, kwargs))
         torch.manual_seed(step_seed(0, step))
         output = self._call(*args, **kwargs)
         self.loss = self._program.loss(output)
@@ -124,7 +124,7 @@ def same(first: object, second: object) -> bool:
 
 
 def is_rounding(got: object, samples: list[object]) -> bool:
-    """Whether a value differs from others, of runs on neighbouring data, by no more than rounding does."""
+    """Whether a value differs from others, of runs on neighboring data, by no more than rounding does."""
     tensors = [sample for sample in samples if isinstance(sample, Tensor)]
     if not isinstance(got, Tensor) or len(tensors) < len(samples) or got.shape != tensors[0].shape:
         return False

@@ -19,7 +19,7 @@ from ddpopt.planning.limits import BucketConfig
 from tests.graph_builder import GraphBuilder, SmallGraph
 from tests.property.graph_steps import OUTPUTS, STEPS, Sketch
 
-# Small ones; and where sums of sizes meet the caps below, with their neighbours.
+# Small ones; and where sums of sizes meet the caps below, with their neighbors.
 _ELEMENTS = (0, 1, 2, 3, 255, 256, *(k * 2**16 + off for k in (1, 2, 3, 4, 8, 20) for off in (-1, 0, 1)))
 # (elements, which of the drawn groups, sparse): one in sixteen is sparse. One draw each, for there are many.
 _GRADIENTS = st.sampled_from([(n, g, face == 15) for face in range(16) for g in range(4) for n in _ELEMENTS])

@@ -49,7 +49,7 @@ GRAPHS_OF_A_SHAPE = 4
 class Training(RuleBasedStateMachine):
     """An eager DDP module and a compiled one, which are told the same.
 
-    A cut may change the order of a sum: so eager ones on neighbouring data tell how much that may be.
+    A cut may change the order of a sum: so eager ones on neighboring data tell how much that may be.
     """
 
     @initialize(
@@ -75,10 +75,10 @@ class Training(RuleBasedStateMachine):
         return self.runs[0].loss is not None
 
     @precondition(lambda self: not self.pending)
-    @rule(synchronised=st.sampled_from((True, True, False)))
-    def forward(self, synchronised: bool) -> None:
+    @rule(synchronized=st.sampled_from((True, True, False)))
+    def forward(self, synchronized: bool) -> None:
         for run in self.runs:
-            if synchronised:
+            if synchronized:
                 run.forward(self.step_number)
             else:
                 with run.ddp.no_sync():
@@ -92,7 +92,7 @@ class Training(RuleBasedStateMachine):
 
     def iterate(self) -> None:
         """A forward and its backward: whatever changed shows in the states that they leave."""
-        self.forward(synchronised=True)
+        self.forward(synchronized=True)
         self.backward()
 
     @precondition(lambda self: not self.pending)
@@ -203,16 +203,16 @@ TestTraining.settings = settings(share(0.05), stateful_step_count=16)
 
 # Every rule at least once, whatever a profile draws; what was forward goes backward.
 SCRIPT: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("forward", {"synchronised": False}),
+    ("forward", {"synchronized": False}),
     ("put_gradients_aside", {}),
     ("register_again", {"place": 0}),
-    ("forward", {"synchronised": True}),
+    ("forward", {"synchronized": True}),
     ("step_of_optimizer", {}),
     ("save", {}),
     ("zero_grad", {"set_to_none": True}),
-    ("forward", {"synchronised": False}),
+    ("forward", {"synchronized": False}),
     ("put_gradients_aside", {}),
-    ("forward", {"synchronised": True}),
+    ("forward", {"synchronized": True}),
     ("step_of_optimizer", {}),
     ("zero_grad", {"set_to_none": False}),
     ("another_batch", {}),

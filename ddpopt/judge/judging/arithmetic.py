@@ -70,7 +70,7 @@ def tail_factor(samples: int, chance: float = FALSE_ALARM) -> float:
     return math.exp(mpmath.findroot(exceeded, (0, 20), solver="anderson"))
 
 
-def centred_factor(samples: int, chance: float = FALSE_ALARM) -> float:
+def centered_factor(samples: int, chance: float = FALSE_ALARM) -> float:
     r"""The same factor for errors relative to the samples' own mean, if the truth is not known.
 
     The mean of n samples follows them: their deviations from it have a mean square of only
@@ -79,7 +79,7 @@ def centred_factor(samples: int, chance: float = FALSE_ALARM) -> float:
     :math:`\sqrt{(n + 1) / (n - 1)}`, as in the prediction interval for one more observation. Infinite for a
     single sample, which has no spread.
 
-    >>> round(centred_factor(8), 1)
+    >>> round(centered_factor(8), 1)
     17.9
     """
     if samples < 2:
@@ -158,15 +158,15 @@ def arithmetic_of(
     stacked = torch.stack([exact(sample) for sample in samples])
     eager, settled = stacked[0], stacked.isfinite().all(0)
     values = stacked.where(settled, 0)
-    centre = values.mean(0)
-    factor, truth, note = centred_factor(len(values)), centre, "no float64 reference"
+    center = values.mean(0)
+    factor, truth, note = centered_factor(len(values)), center, "no float64 reference"
     kind = dense(samples[0]).dtype
     dtype = (
         kind if kind.is_floating_point else torch.float64
     )  # an integer that rounding does not change is exact
     if reference is not None:
         found = exact(reference).where(settled, 0)
-        spread = _norm([rms(value - centre) for value in values])
+        spread = _norm([rms(value - center) for value in values])
         reach = max(spread, unit_roundoff(dtype) * rms(found))
         note = "float64 takes a different path through this model"
         if rms(values[0] - found) <= CREDIBLE * tail_factor(len(values)) * reach:

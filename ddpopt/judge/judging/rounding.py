@@ -48,7 +48,7 @@ def perturbed(case: Case, number: int, computes: torch.dtype | None) -> Case:
 
     def inputs(rank: int, step: int) -> Any:
         generator = torch.Generator().manual_seed((number * 4096 + rank) * 4096 + step)
-        return tree_map(lambda leaf: neighbour(leaf, generator, computes, data=True), case.inputs(rank, step))
+        return tree_map(lambda leaf: neighbor(leaf, generator, computes, data=True), case.inputs(rank, step))
 
     return replace(case, inputs=inputs)
 
@@ -56,10 +56,10 @@ def perturbed(case: Case, number: int, computes: torch.dtype | None) -> Case:
 def perturbed_state(state: Named, number: int, computes: torch.dtype | None) -> Named:
     """Neighboring parameters and buffers, the same on every rank; arguments as for `perturbed`."""
     generator = torch.Generator().manual_seed(number)
-    return {name: neighbour(tensor, generator, computes) for name, tensor in state.items()}
+    return {name: neighbor(tensor, generator, computes) for name, tensor in state.items()}
 
 
-def neighbour(
+def neighbor(
     value: Any, generator: torch.Generator, computes: torch.dtype | None = None, *, data: bool = False
 ) -> Any:
     """Move every floating-point number by one unit in the last place, up or down.
@@ -77,7 +77,7 @@ def neighbour(
     if not isinstance(value, Tensor) or not is_rounded(value) or value.layout is not torch.strided:
         return value
     if value.is_complex():
-        return torch.view_as_complex(neighbour(torch.view_as_real(value), generator, computes, data=data))
+        return torch.view_as_complex(neighbor(torch.view_as_real(value), generator, computes, data=data))
     if value.is_nested or value.element_size() not in INTEGERS:
         return value
     bits = value.detach().view(INTEGERS[value.element_size()])

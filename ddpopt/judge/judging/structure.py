@@ -312,7 +312,7 @@ def _same_order(evidence: RunEvidence) -> Broken:
         yield Break(f"collective {index}: rank {rank} has {theirs}, rank 0 {ours}")
 
 
-def _synchronised(evidence: RunEvidence) -> Broken:
+def _synchronized(evidence: RunEvidence) -> Broken:
     """Gradients were reduced exactly where they should be: in one backward of each step."""
     if evidence.got.iterations is None or not evidence.option.sends_as_usual:
         return
@@ -389,7 +389,7 @@ CLAIMS: tuple[tuple[str, Callable[[RunEvidence], Broken]], ...] = (
     ("every bucket reduced exactly once, in order", _reduced_once),
     ("no collectives except buckets and those that eager DDP sends", _no_others),
     ("the same collectives on every rank, in the same order", _same_order),
-    ("as many synchronized backwards as requested, and none under no_sync", _synchronised),
+    ("as many synchronized backwards as requested, and none under no_sync", _synchronized),
     ("the reducer follows the plan", _planned),
     ("something was compiled", _compiled),
     ("the same graphs on every rank, step by step", _same_graphs),

@@ -15,7 +15,7 @@ from ddpopt.judge.report.files import status_line
         ({"FORCE_COLOR": "1", "COLUMNS": "80", "NO_COLOR": "1"}, "[not markup]", "\x1b[32m"),
     ],
 )
-def test_a_line_is_shown_in_a_terminal_alone_on_stderr_and_without_colours_where_nobody_wants_them(
+def test_a_line_is_shown_in_a_terminal_alone_on_stderr_and_without_colors_where_nobody_wants_them(
     variables: dict[str, str],
     holds: str,
     lacks: str,

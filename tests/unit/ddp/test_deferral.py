@@ -32,7 +32,7 @@ def stands_in(ddp: Any) -> bool:
     return isinstance(ddp.reducer, PendingReducer) or isinstance(ddp.logger, PendingLogger)
 
 
-def test_the_plan_is_asked_for_once_at_the_end_of_the_first_synchronised_forward() -> None:
+def test_the_plan_is_asked_for_once_at_the_end_of_the_first_synchronized_forward() -> None:
     ddp = towers()
     plan = arbitrary_plan(ddp, 1)
     asked: list[int] = []

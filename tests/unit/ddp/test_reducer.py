@@ -29,12 +29,12 @@ def planned(seed: int = 0, **arguments: Any) -> Any:
 MODES: list[dict[str, Any]] = [{}, {"static_graph": True}, {"find_unused_parameters": True}]
 
 
-@pytest.mark.parametrize(("arguments", "unsynchronised"), [*((mode, 0) for mode in MODES), ({}, 3)])
-def test_a_hundred_steps_hold_on_to_nothing(arguments: dict[str, Any], unsynchronised: int) -> None:
+@pytest.mark.parametrize(("arguments", "unsynchronized"), [*((mode, 0) for mode in MODES), ({}, 3)])
+def test_a_hundred_steps_hold_on_to_nothing(arguments: dict[str, Any], unsynchronized: int) -> None:
     ddp = planned(**arguments)
     counts = []
     for _ in range(100):
-        for _ in range(unsynchronised):
+        for _ in range(unsynchronized):
             with ddp.no_sync():
                 step(ddp)
         step(ddp)

@@ -20,7 +20,7 @@ def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_neighbours_are_one_ulp_apart_and_the_two_zeros_none(dtype: torch.dtype) -> None:
+def test_neighbors_are_one_ulp_apart_and_the_two_zeros_none(dtype: torch.dtype) -> None:
     values = torch.cat([drawn(0, 100, dtype=dtype), torch.zeros(1, dtype=dtype)])
     above = torch.nextafter(values, torch.full_like(values, math.inf))
     assert ulps(values, above) == ulps(above, values) == 1.0

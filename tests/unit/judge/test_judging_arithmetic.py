@@ -13,7 +13,7 @@ from ddpopt.judge.judging.arithmetic import (
     ZERO_TOO,
     arithmetic,
     arithmetic_of,
-    centred_factor,
+    centered_factor,
     tail_factor,
 )
 
@@ -35,8 +35,8 @@ def test_the_factors_are_students_quantile_and_around_a_mean_that_of_a_predictio
     # tables: t of 1 degree of freedom at 0.975 is 12.706, of 10 at 0.995 is 3.169, of 7 at 0.975 is 2.365
     assert tail_factor(1, 0.05) == pytest.approx(12.706, abs=1e-3)
     assert tail_factor(10, 0.01) == pytest.approx(3.169, abs=1e-3)
-    assert centred_factor(8, 0.05) == pytest.approx(2.365 * math.sqrt(9 / 7), abs=1e-3)
-    assert centred_factor(1) == math.inf
+    assert centered_factor(8, 0.05) == pytest.approx(2.365 * math.sqrt(9 / 7), abs=1e-3)
+    assert centered_factor(1) == math.inf
 
 
 def test_one_more_sample_of_the_same_kind_passes_and_a_hundred_times_the_noise_does_not() -> None:
@@ -126,11 +126,11 @@ def test_a_mean_that_is_sent_in_half_precision_is_rounded_to_it() -> None:
 
 def test_zeros_pass_where_eager_has_zeros_too_and_that_is_noted() -> None:
     truth = torch.full((50,), 2e-7, dtype=torch.float64)
-    neighbours = [truth.to(torch.float16)] * 7
+    neighbors = [truth.to(torch.float16)] * 7
     zeros = torch.zeros(50, dtype=torch.float16)
-    found = arithmetic(zeros, arithmetic_of([zeros, *neighbours], truth))
+    found = arithmetic(zeros, arithmetic_of([zeros, *neighbors], truth))
     assert (found.right, found.note) == (True, ZERO_TOO)
-    assert not arithmetic(zeros, arithmetic_of([*neighbours, zeros], truth)).right
+    assert not arithmetic(zeros, arithmetic_of([*neighbors, zeros], truth)).right
 
 
 def test_nan_in_eager_is_asked_for_in_the_same_places() -> None:

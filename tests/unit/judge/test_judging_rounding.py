@@ -14,7 +14,7 @@ from ddpopt.judge.judging.rounding import (
     SAMPLES,
     autocast_dtypes,
     learned,
-    neighbour,
+    neighbor,
     perturbed,
     perturbed_state,
     widened,
@@ -30,42 +30,42 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_number_moves_to_one_of_its_two_neighbours(dtype: torch.dtype) -> None:
+def test_every_number_moves_to_one_of_its_two_neighbors(dtype: torch.dtype) -> None:
     values = torch.randn(1000, generator=generator()).to(dtype)
-    moved = neighbour(values, generator())
+    moved = neighbor(values, generator())
     up, down = moved > values, moved < values
     assert bool((up | down).all())
     assert min(int(up.sum()), int(down.sum())) > 400
     assert ulps(moved, values) == 1.0
     eps = torch.finfo(dtype).eps
-    assert set(neighbour(torch.ones(100, dtype=dtype), generator()).tolist()) == {1 + eps, 1 - eps / 2}
+    assert set(neighbor(torch.ones(100, dtype=dtype), generator()).tolist()) == {1 + eps, 1 - eps / 2}
 
 
 def test_the_unit_is_that_of_the_dtype_that_is_computed_in() -> None:
     values = torch.randn(1000, generator=generator()).to(torch.bfloat16)
-    moved = neighbour(values.float(), generator(), torch.bfloat16)
+    moved = neighbor(values.float(), generator(), torch.bfloat16)
     assert ulps(moved.to(torch.bfloat16), values) == 1.0
     assert torch.equal(moved.to(torch.bfloat16).float(), moved)
-    assert torch.equal(neighbour(values, generator(), torch.float32), neighbour(values, generator()))
+    assert torch.equal(neighbor(values, generator(), torch.float32), neighbor(values, generator()))
 
 
 def test_zeros_and_what_is_not_finite_stay() -> None:
     odd = torch.tensor([0.0, -0.0, float("inf"), float("-inf")])
-    assert torch.equal(neighbour(odd, generator()), odd)
+    assert torch.equal(neighbor(odd, generator()), odd)
     largest = torch.full((50,), torch.finfo(torch.float32).max)
-    assert bool(neighbour(largest, generator()).isfinite().all())
-    assert bool(neighbour(torch.full((5,), float("nan")), generator()).isnan().all())
+    assert bool(neighbor(largest, generator()).isfinite().all())
+    assert bool(neighbor(torch.full((5,), float("nan")), generator()).isnan().all())
 
 
 def test_complex_numbers_move_in_both_parts_and_others_not_at_all() -> None:
     values = torch.randn(50, generator=generator(), dtype=torch.complex64)
-    moved = neighbour(values, generator())
+    moved = neighbor(values, generator())
     assert bool((moved.real != values.real).all())
     assert bool((moved.imag != values.imag).all())
     counts = torch.arange(5)
-    assert neighbour(counts, generator()) is counts
-    assert neighbour("word", generator()) == "word"
-    trained = neighbour(torch.ones(3, requires_grad=True), generator())
+    assert neighbor(counts, generator()) is counts
+    assert neighbor("word", generator()) == "word"
+    trained = neighbor(torch.ones(3, requires_grad=True), generator())
     assert (trained.requires_grad, trained.is_leaf) == (True, True)
 
 
@@ -132,7 +132,7 @@ def test_in_float64_complex_numbers_keep_both_parts() -> None:
 
 def test_whole_numbers_of_data_stay_for_they_may_be_a_mask_or_places_in_a_table() -> None:
     values = torch.tensor([0.0, 1.0, -3.0, 0.5, 1e-3])
-    moved = neighbour(values, generator(), data=True)
+    moved = neighbor(values, generator(), data=True)
     assert (moved != values).tolist() == [False, False, False, True, True]
 
 

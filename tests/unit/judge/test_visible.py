@@ -31,7 +31,7 @@ def test_tensors_are_found_in_containers_and_in_objects() -> None:
     ]
 
 
-def test_what_overlaps_shares_memory_and_neighbours_and_empty_tensors_do_not() -> None:
+def test_what_overlaps_shares_memory_and_neighbors_and_empty_tensors_do_not() -> None:
     flat, matrix = torch.zeros(8), torch.zeros(3, 3)
     tensors = {"left": flat[:5], "right": flat[4:], "half": flat[:4], "other": torch.zeros(8)}
     assert sharing(tensors) == {("left", "right"), ("half", "left")}
