@@ -178,7 +178,7 @@ def test_a_decision_that_raises_on_one_rank_raises_on_all_and_leaves_ddps_own_re
     assert seconds < SOON_S
 
 
-def test_a_gradient_that_was_there_before_the_decision_tells_nothing_of_use(ranks: Ranks) -> None:
+def test_a_gradient_that_existed_before_the_decision_says_nothing_about_use(ranks: Ranks) -> None:
     def run(ddp: DistributedDataParallel, seen: list[Buckets]) -> list[Gradients]:
         for parameter in ddp.parameters():
             parameter.grad = torch.full_like(parameter, ranks.rank + 1.0)

@@ -96,7 +96,7 @@ def test_the_parameters_that_are_read_are_those_that_get_a_gradient(graph: Small
 
 @share(1.5)
 @given(graphs(), small_configs())
-def test_buckets_that_are_given_are_kept_as_they_are(graph: SmallGraph, config: BucketConfig) -> None:
+def test_given_buckets_are_kept_unchanged(graph: SmallGraph, config: BucketConfig) -> None:
     facts = facts_of(graph)
     ready = [use.spec for use in sorted(facts.params, key=lambda use: -use.completes_at)]
     given_buckets = [[ready[index].name for index in bucket] for bucket in rebuilt_buckets(ready, config)]
@@ -119,7 +119,7 @@ def graph_of(specs: Sequence[ParamSpec], config: BucketConfig, *, whole: bool) -
 
 @share(1.5)
 @given(parameter_lists(), bucket_configs(), st.randoms(use_true_random=False))
-def test_every_parameter_of_a_model_stands_in_exactly_one_bucket_of_the_joined_plan(
+def test_every_parameter_of_a_model_is_in_exactly_one_bucket_of_the_joined_plan(
     params: tuple[ParamSpec, ...], config: BucketConfig, random: Random
 ) -> None:
     of_graph: Mapping[int, list[ParamSpec]] = {number: [] for number in range(4)}

@@ -41,11 +41,11 @@ def assert_steps_are_equal(ranks: Ranks, portion: float, *, at_least: int) -> No
 
 
 @pytest.mark.world_size(2, backend="gloo", timeout=280)
-def test_a_compiled_step_on_two_ranks_leaves_behind_what_an_eager_one_does(ddp_ranks: Ranks) -> None:
+def test_a_compiled_step_on_two_ranks_has_the_effects_of_an_eager_one(ddp_ranks: Ranks) -> None:
     assert_steps_are_equal(ddp_ranks, 0.02, at_least=4)
 
 
 @pytest.mark.nightly
 @pytest.mark.world_size(3, backend="gloo", timeout=280)
-def test_a_compiled_step_on_three_ranks_leaves_behind_what_an_eager_one_does(ddp_ranks: Ranks) -> None:
+def test_a_compiled_step_on_three_ranks_has_the_effects_of_an_eager_one(ddp_ranks: Ranks) -> None:
     assert_steps_are_equal(ddp_ranks, 0.01, at_least=2)

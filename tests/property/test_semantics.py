@@ -45,7 +45,7 @@ def with_pinned_models(test: Test) -> Test:
 @share(0.06)
 @given(models(without={"cond"}, max_steps=5))
 @with_pinned_models
-def test_a_compiled_step_leaves_behind_what_an_eager_one_does_by_the_plan_that_was_foretold(
+def test_a_compiled_step_has_the_effects_of_an_eager_one_and_follows_the_predicted_plan(
     alone: Ranks, drawn: DrawnModel
 ) -> None:
     plans: dict[str, Plan | None] = {}

@@ -77,7 +77,7 @@ def make_inputs(rank=0, step=0):
         )
 
 
-def test_a_case_says_what_it_has_and_what_ddp_is_to_be_told() -> None:
+def test_a_case_lists_its_features_and_the_arguments_for_ddp() -> None:
     conv = step("conv", memory="channels_last")
     case = DrawnModel(steps=(step("linear"), step("unused"), step("dropout"), conv)).case()
     assert case.about == "A model with channels-last, conv, dropout, matmul, unused-parameter."
@@ -156,7 +156,7 @@ def test_a_failing_line_of_a_drawn_model_shows_in_the_traceback() -> None:
         ("DrawnModel(training='x')", "expected training to be one of default, accumulation, two_forwards"),
     ],
 )
-def test_what_is_no_model_is_refused(text: str, message: str) -> None:
+def test_an_invalid_model_is_rejected(text: str, message: str) -> None:
     with pytest.raises(UsageError, match="^" + re.escape(message)):
         eval(text, {"DrawnModel": DrawnModel, "step": step})
 

@@ -44,7 +44,7 @@ WRITES = [
 
 @pytest.mark.filterwarnings("ignore:Grad strides do not match bucket view strides:UserWarning")
 @pytest.mark.parametrize("first", range(0, len(WRITES), 3))
-def test_a_view_is_read_as_it_is_behind_a_write(first: int, alone: Ranks) -> None:
+def test_a_view_is_read_as_it_is_after_a_write(first: int, alone: Ranks) -> None:
     drawn = DrawnModel(tuple(WRITES[first : first + 3]), cap_bytes=1)
     (answer,) = examined(alone, drawn, "ddpopt-split")
     assert answer.kind is Outcome.OK, answer

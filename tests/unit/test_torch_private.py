@@ -21,7 +21,7 @@ def nothing_is_known() -> Iterator[None]:
     require_supported.cache_clear()
 
 
-def test_a_name_that_is_gone_is_told_with_what_it_costs_and_the_releases_that_have_it(
+def test_a_missing_name_is_reported_with_what_it_costs_and_the_releases_that_have_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delattr(dist, GONE)
@@ -31,7 +31,7 @@ def test_a_name_that_is_gone_is_told_with_what_it_costs_and_the_releases_that_ha
     raised.match(f"expected torch 2.11 to 2.13, got torch .*{expected}")
 
 
-def test_the_facade_tells_it_where_an_import_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_facade_reports_a_missing_name_where_an_import_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(_: str) -> None:
         raise AttributeError(GONE)
 

@@ -143,7 +143,7 @@ def test_each_kind_of_guard_has_a_step_of_its_own(guard: str, start: str) -> Non
 # ------------------------------------------------------------------------------------------- parameters
 
 
-def test_an_unused_parameter_is_wrong_until_ddp_is_told() -> None:
+def test_an_unused_parameter_is_wrong_unless_ddp_looks_for_it() -> None:
     diagnosis = diagnose(case_of(Skipping), backend="eager")
     assert [(unused.name, unused.always) for unused in diagnosis.unused] == [
         ("never.weight", True),

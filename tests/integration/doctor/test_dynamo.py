@@ -62,7 +62,7 @@ def fails_in_step_1() -> Case:
 
 
 @pytest.mark.parametrize("mode", [TORCH, OURS])
-def test_a_trial_that_fails_says_where_and_leaves_nothing_behind(mode: str, one_rank_group: None) -> None:
+def test_a_trial_that_fails_says_where_and_cleans_up(mode: str, one_rank_group: None) -> None:
     logger = ddpopt.dynamo.backend.logger
     logged = logger.level, logger.propagate, list(logger.handlers), logging.root.level
     config = torch._dynamo.config.save_config_portable()

@@ -55,7 +55,7 @@ def test_a_model_that_is_right_takes_one_run_of_eager_and_one_of_the_mode(
     assert runs == ["eager", "ddpopt-split"]
 
 
-def test_an_exception_is_held_against_the_backend_alone_and_needs_no_second_look(
+def test_an_exception_is_attributed_to_the_backend_alone_and_needs_no_second_run(
     alone: Ranks, runs: list[str]
 ) -> None:
     (answer,) = examined(alone, CASE.model, "torch", setting=CASE.setting)

@@ -23,7 +23,7 @@ def each(cases: Sequence[FoundCase]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", cases, ids=lambda case: case.stem)
 
 
-def test_there_are_some_and_their_files_are_named_for_what_fails() -> None:
+def test_found_cases_exist_and_their_files_are_named_for_the_failure() -> None:
     names = [file.stem for file in sorted(FOLDER.glob("*.json"))]
     assert names
     assert names == [case.stem for case in found_cases()]

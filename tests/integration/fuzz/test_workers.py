@@ -44,23 +44,23 @@ def answered(worker: Worker, act: str) -> list[Answer]:
 
 
 # in this order a process that is lost is started again only where the next test needs one
-def test_what_a_model_leaves_broken_is_not_held_against_the_next_one(worker: Worker) -> None:
+def test_damage_that_one_model_leaves_is_not_attributed_to_the_next(worker: Worker) -> None:
     answered(worker, "nn.Linear.forward = None")
     assert [one.kind for one in answered(worker, "pass")] == [Outcome.OK]
 
 
-def test_a_model_that_does_not_end_is_ended_and_told_with_its_stacks(worker: Worker) -> None:
+def test_a_model_that_does_not_end_is_stopped_and_reported_with_its_stacks(worker: Worker) -> None:
     (answer,) = answered(worker, "while True: pass")
     assert (answer.kind, str(answer.signature)) == (Outcome.BACKEND, "no end: within the time limit")
     assert "in act" in answer.detail
 
 
-def test_a_model_that_takes_the_process_down_is_told_by_signal_and_frame(worker: Worker) -> None:
+def test_a_model_that_crashes_the_process_is_identified_by_signal_and_frame(worker: Worker) -> None:
     (answer,) = answered(worker, "os.kill(os.getpid(), signal.SIGSEGV)")
     assert (answer.kind, str(answer.signature)) == (Outcome.BACKEND, "death: SIGSEGV in the model in act")
 
 
-def test_a_signature_tells_how_a_rank_was_lost() -> None:
+def test_a_signature_says_how_a_rank_was_lost() -> None:
     stuck = RankFailure(0, "stalled", "whole", stack='Thread 0x1:\n  File "/x/a.py", line 1 in act\n')
     assert str(workers._signature(stuck)[0]) == "no end: within the time limit"
     ended = RankFailure(0, "died", "whole", exit_code=3, output="last words")
@@ -72,7 +72,7 @@ def test_a_signature_tells_how_a_rank_was_lost() -> None:
     assert str(workers._signature(raised)[0]) == "error: KeyError"
 
 
-def test_what_no_mode_did_is_nobodys_answer() -> None:
+def test_a_failure_before_any_mode_is_no_answer() -> None:
     task = Task("", 1, (WHOLE,), Setting())
     failed = RanksFailed([RankFailure(0, "died", "starting", exit_code=1)], 1)
     with pytest.raises(RanksFailed):

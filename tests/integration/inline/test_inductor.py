@@ -123,7 +123,7 @@ def assert_trained_as_eager(names: tuple[str, ...]) -> Nets:
     return nets
 
 
-def test_memory_is_taken_only_where_generated_code_is_done_with_it(
+def test_memory_is_used_directly_only_where_generated_code_is_done_with_it(
     received: dict[int, tuple[int, int]],
 ) -> None:
     nets = assert_trained_as_eager(tuple(PROGRAMS))

@@ -85,7 +85,7 @@ def test_where_no_gradient_is_a_number_nothing_is_judged_right(alone: Ranks) -> 
     assert (trial.status, trial.reason) == (Status.NOT_POSSIBLE, NO_GRADIENTS)
 
 
-def test_a_parameter_that_the_forward_writes_to_is_told_from_the_others(alone: Ranks) -> None:
+def test_a_parameter_that_the_forward_writes_to_is_distinguished_from_the_others(alone: Ranks) -> None:
     def scaling(model: Any, x: Tensor) -> Tensor:
         with torch.no_grad():
             model.first.bias.mul_(0.5)
@@ -114,7 +114,7 @@ def test_a_run_that_leaves_gradients_off_does_not_disturb_the_next_one(alone: Ra
     assert reference_of(alone, lambda model, x: x.relu()).unstable == frozenset()
 
 
-def test_a_trial_that_raises_leaves_no_process_group_behind(
+def test_a_trial_that_raises_destroys_its_process_group(
     alone: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*_: object, **__: object) -> None:

@@ -80,7 +80,7 @@ def test_what_took_its_ranks_down_before_is_not_tried_again(searching: Searching
     assert segments(known) == ["graph 0, segment 1 of 2: tanh"]
 
 
-def test_a_model_that_is_wrong_from_aot_on_is_told_from_one_that_dynamo_breaks(searching: Searching) -> None:
+def test_a_model_that_aot_breaks_is_distinguished_from_one_that_dynamo_breaks(searching: Searching) -> None:
     known = searching(f"{MODULE}:aliased", "whole", "aot_eager")
     assert rungs(known) == {"eager, no DDP": True, "aot_eager, no DDP": False}
     assert any("add_" in segment for segment in known.segments)

@@ -26,7 +26,7 @@ def test_what_is_asked_is_enough() -> None:
     assert short({**figures(whole=100.0, torch=200.0, split=50.0, inline=105.0), **deep}) == {}
 
 
-def test_whatever_falls_short_is_told() -> None:
+def test_every_shortfall_is_reported() -> None:
     found = {**figures(whole=100.0, torch=200.0, split=51.0, inline=106.0), **figures(48, split=63.9)}
     assert short(found) == pytest.approx(
         {

@@ -26,7 +26,7 @@ def test_every_case_has_a_name_of_its_own_a_line_on_what_it_exercises_and_tags_t
         assert [tag for tag in case.tags if f"``{tag}``" not in (corpus.__doc__ or "")] == []
 
 
-def test_an_unknown_case_is_answered_with_the_names_that_exist() -> None:
+def test_an_unknown_case_is_rejected_with_the_names_that_exist() -> None:
     with pytest.raises(UsageError) as caught:
         corpus.case("gtp")
     names = ", ".join(case.name for case in corpus.cases())
@@ -164,7 +164,7 @@ RETURNS = "expected it to return (model, inputs), (model, args, kwargs) or a ddp
         ),
     ],
 )
-def test_a_target_that_cannot_be_used_is_answered_with_what_to_do(target: Any, message: str) -> None:
+def test_an_unusable_target_is_rejected_with_what_to_do(target: Any, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         resolve(target)
     name = f"{HERE}:{target.__name__}" if callable(target) else target
@@ -176,7 +176,7 @@ def test_a_target_that_cannot_be_used_is_answered_with_what_to_do(target: Any, m
     ("source", "message"),
     [("1 / 0", "ZeroDivisionError: division by zero"), ("import sys; sys.exit(0)", "SystemExit: 0")],
 )
-def test_a_module_that_fails_to_import_is_told_from_one_that_is_missing(
+def test_a_module_that_fails_to_import_is_distinguished_from_a_missing_one(
     source: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "broken_models.py").write_text(source)

@@ -93,7 +93,7 @@ def test_what_no_rank_reads_any_more_is_deleted(members: Callable[[int], list[An
     assert group[0].store.num_keys() == before
 
 
-def test_a_rank_that_comes_too_late_raises_too_and_the_next_call_works(
+def test_a_late_rank_raises_too_and_the_next_call_works(
     members: Callable[[int], list[Any]],
 ) -> None:
     early, late = members(2)

@@ -92,7 +92,7 @@ def test_each_use_of_a_parameter_is_an_edge(name: str) -> None:
     assert watch.edges == edges
 
 
-def test_two_threads_backwards_at_once_are_told_apart() -> None:
+def test_simultaneous_backwards_of_two_threads_are_distinguished() -> None:
     watches = [Watch(), Watch()]
     barrier = threading.Barrier(2, timeout=10)
     totals = []

@@ -68,7 +68,7 @@ def test_the_reducer_hears_of_each_gradient_once(take_over: bool, static_graph: 
         assert len({name for names in seen for name in names}) == sum(map(len, seen)) == 11
 
 
-def test_another_reducer_is_taken_over_anew(ddp: Any) -> None:
+def test_another_reducer_is_taken_over_again(ddp: Any) -> None:
     expected = step(ddp)
     hooks = ready_hooks(ddp)
     for seed in (1, 2):
@@ -108,7 +108,7 @@ def test_what_was_handed_over_in_a_backward_that_failed_does_not_count_in_the_ne
     assert same([step(ddp)], [expected])
 
 
-def test_a_part_of_larger_memory_is_never_taken(ddp: Any) -> None:
+def test_a_part_of_larger_memory_is_never_used_directly(ddp: Any) -> None:
     hooks = ready_hooks(ddp)
     parameter = ddp.module.get_parameter(NAME)
     for gradient in (torch.ones(12, 6)[:6], torch.ones(6, 6).t()):
@@ -142,7 +142,7 @@ def test_hooks_of_a_module_that_is_gone_do_not_disturb_another_one_of_the_same_p
     ),
     ids=str,
 )
-def test_a_hook_after_the_node_changes_what_ddp_has_taken_already(
+def test_a_hook_after_the_node_changes_what_ddp_already_has(
     strategy: Any, options: dict[str, Any], hooked_in: int
 ) -> None:
     def trained(compiled: bool) -> list[Tensor | None]:

@@ -90,7 +90,7 @@ AT_TIMES = Unused("w", ((0, 1),), always=False)
         ((), {"find_unused_parameters": True, "static_graph": True}, []),
     ],
 )
-def test_unused_parameters_are_weighed_by_what_ddp_was_told(
+def test_the_weight_of_unused_parameters_follows_the_arguments_of_ddp(
     unused: tuple[Unused, ...], options: dict[str, bool], said: list[tuple[str, Weight]]
 ) -> None:
     found = unused_findings(unused, (), options, steps=2)

@@ -382,7 +382,7 @@ def test_the_module_inside_is_left_as_it_was(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("used", [0, 1])
-def test_of_two_that_are_compiled_from_one_module_either_may_be_used(used: int) -> None:
+def test_two_compilations_of_one_module_may_both_be_used(used: int) -> None:
     ddp = ddp_of()
     calls = [ddpopt.compile(ddp, backend="aot_eager", strategy="split") for _ in range(2)]
     step(calls[used], ddp, rows())
@@ -416,7 +416,7 @@ KNOWN = pytest.mark.xfail(strict=True, reason="within a segment, gradients arriv
 
 
 @pytest.mark.parametrize("layers", [pytest.param(0.3, marks=KNOWN), 1, pytest.param(1.5, marks=KNOWN), 2])
-def test_ddp_rebuilds_its_own_buckets_where_the_cuts_foretold(
+def test_ddp_rebuilds_its_own_buckets_where_the_cuts_predicted(
     layers: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plans: list[Plan] = []
@@ -528,7 +528,7 @@ def test_a_graph_outside_of_ddp_is_compiled_whole_and_says_so_once(said: Callabl
         (400, 1, "INFO: ddpopt: a graph is compiled whole: it has a single bucket"),
     ],
 )
-def test_what_becomes_of_a_graph_is_said(
+def test_how_a_graph_is_compiled_is_logged(
     layers: int, calls: int, message: str, said: Callable[[], list[str]]
 ) -> None:
     ddp, recorder = ddp_of(bucket_cap_mb=layers * ONE_LAYER_MB), Recorder()
@@ -536,7 +536,7 @@ def test_what_becomes_of_a_graph_is_said(
     assert (recorder.calls, said()) == (calls, [message])
 
 
-def test_a_graph_that_trains_nothing_is_compiled_whole_says_so_and_plans_nothing_for_good(
+def test_a_graph_that_trains_nothing_is_compiled_whole_says_so_and_fixes_no_plan(
     said: Callable[[], list[str]],
 ) -> None:
     ddp, eager = ddp_of(), ddp_of()

@@ -42,7 +42,7 @@ def test_what_is_chosen_skips_the_checks_of_torchs_optimizer() -> None:
     assert made.compile_fn is other
 
 
-def test_the_hook_is_gone_behind_a_block_that_raises() -> None:
+def test_the_hook_is_removed_after_a_block_that_raises() -> None:
     before = globals_of_torch()
     with pytest.raises(ZeroDivisionError), hook.replacing(lambda _: other):
         _ = 1 / 0

@@ -51,11 +51,11 @@ REMARKS = {
 
 
 @pytest.mark.parametrize(("case", "remark"), REMARKS.items(), ids=REMARKS)
-def test_what_is_odd_about_torchs_split_is_said_last(case: str, remark: str) -> None:
+def test_what_is_unusual_about_torchs_split_is_reported_last(case: str, remark: str) -> None:
     assert str(explained(case)).endswith(remark)
 
 
-def test_mixed_dtypes_stand_in_buckets_of_their_own() -> None:
+def test_each_dtype_has_its_own_buckets() -> None:
     explanation = explain(MixedDtypes(384, 5), rows(384), strategy="split")
     *parts, _, segments, buckets = str(explanation).split("\n\n")  # DDP's own buckets look alike twice
     assert_expected_inline(  # the fingerprint is another one with other versions of torch

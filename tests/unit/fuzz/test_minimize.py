@@ -104,7 +104,7 @@ def test_a_case_that_fails_in_another_way_is_refused_with_both_failures() -> Non
         minimized(CASE, lambda case: Answer(case.mode, Outcome.OK))
 
 
-def test_a_search_that_runs_out_of_tries_says_so_keeps_what_it_has_and_tells_how_far_it_is() -> None:
+def test_a_search_that_runs_out_of_tries_says_so_keeps_its_result_and_reports_progress() -> None:
     asked = Asked("gain", "product")
     told: list[Minimized] = []
     found = minimized(CASE, asked, tries=6, tell=told.append)

@@ -52,13 +52,13 @@ def unequal(level: str, parameter: str) -> Finding:
         ),
     ],
 )
-def test_an_exception_is_told_by_what_was_raised_first_and_its_innermost_frame(
+def test_an_exception_is_identified_by_what_was_raised_first_and_its_innermost_frame(
     text: str, signature: str
 ) -> None:
     assert str(of_error(text)) == f"error: {signature}"
 
 
-def test_a_death_is_told_by_the_innermost_frame_of_the_thread_that_died() -> None:
+def test_a_death_is_identified_by_the_innermost_frame_of_the_thread_that_died() -> None:
     assert str(of_death("SIGSEGV", STACK)) == "death: SIGSEGV in _ops.py in __call__"
     assert str(of_death("SIGKILL", "")) == "death: SIGKILL"
 

@@ -133,7 +133,7 @@ class Unseen(Two):
     [(CAP_MB, {}, 2), (25, {"strategy": "inline"}, 0)],
     ids=["auto", "one bucket"],
 )
-def test_auto_compiles_one_graph_inline_and_a_single_bucket_is_compiled_as_it_is(
+def test_auto_compiles_one_graph_inline_and_a_single_bucket_whole(
     cap_mb: float, options: dict[str, Any], calls: int
 ) -> None:
     compiler = Compiler()
@@ -264,7 +264,7 @@ def test_a_gradient_outside_of_any_backward_is_refused() -> None:
         ("placeholder", torch.ones(2), False, None),
     ],
 )
-def test_what_cannot_be_lent_is_named(op: str, value: Tensor, lent: bool, reason: str | None) -> None:
+def test_a_parameter_not_lent_is_named(op: str, value: Tensor, lent: bool, reason: str | None) -> None:
     graph = fx.Graph()
     node = graph.create_node(op, "w")
     node.meta["example_value"] = value

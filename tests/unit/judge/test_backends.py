@@ -21,7 +21,7 @@ def test_a_function_is_found_by_its_module_and_name_and_a_name_of_dynamos_stays_
         ("tests.unit.miscompiled:WIDTH", "expected a callable (gm, example_inputs), got "),
     ],
 )
-def test_what_is_no_backend_is_refused_with_the_way_to_name_one(name: str, message: str) -> None:
+def test_an_invalid_backend_is_rejected_with_the_way_to_name_one(name: str, message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)) as caught:
         backend_of(name)
     assert str(caught.value).endswith(

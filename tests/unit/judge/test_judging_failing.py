@@ -17,7 +17,7 @@ LEFT = failure_of(1, RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection 
 RAISED = failure_of(1, ValueError("no good"))
 
 
-def test_a_peer_that_only_came_too_late_is_no_failure_of_the_mode_and_the_flag_is_named() -> None:
+def test_a_peer_that_was_only_late_is_no_failure_of_the_mode_and_the_flag_is_named() -> None:
     assert_expected_inline(
         stalled([TIMED_OUT, LEFT], 2, 9),
         """\
@@ -34,13 +34,13 @@ def test_where_eager_ddps_own_ranks_only_waited_a_trial_stays_broken_and_says_so
     assert _failed_reference(bench) == {"reason": "eager DDP's own runs did not finish: all waited"}
 
 
-def test_an_operator_that_refuses_is_told_by_who_called_it() -> None:
+def test_an_operator_that_refuses_is_identified_by_its_caller() -> None:
     lazy = torch.ones(2, dtype=torch.complex64).conj()
     with pytest.raises(RuntimeError) as caught:
         torch.ops.aten.view_as_real.default(lazy)
     words = in_words(caught.value)
     assert words.startswith("RuntimeError: view_as_real doesn't work on unresolved conjugated tensors.")
-    assert words.endswith("in test_an_operator_that_refuses_is_told_by_who_called_it)")
+    assert words.endswith("in test_an_operator_that_refuses_is_identified_by_its_caller)")
     assert Path(__file__).name in words
 
 

@@ -130,7 +130,7 @@ def test_in_float64_complex_numbers_keep_both_parts() -> None:
         assert torch.finfo(found[name].dtype).eps == torch.finfo(torch.float64).eps
 
 
-def test_whole_numbers_of_data_stay_for_they_may_be_a_mask_or_places_in_a_table() -> None:
+def test_integer_data_is_not_changed_because_it_may_be_a_mask_or_indices() -> None:
     values = torch.tensor([0.0, 1.0, -3.0, 0.5, 1e-3])
     moved = neighbor(values, generator(), data=True)
     assert (moved != values).tolist() == [False, False, False, True, True]

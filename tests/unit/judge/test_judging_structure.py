@@ -188,7 +188,7 @@ MUTANTS: dict[str, dict[str, Change]] = {
 
 
 @pytest.mark.parametrize(("claim", "name"), [(claim, name) for claim in MUTANTS for name in MUTANTS[claim]])
-def test_what_is_broken_is_named(claim: str, name: str, right: RunEvidence) -> None:
+def test_each_broken_claim_is_named(claim: str, name: str, right: RunEvidence) -> None:
     assert claim in claims_broken(MUTANTS[claim][name](right))
 
 

@@ -83,7 +83,7 @@ def nasty() -> Verdict:
     return replace(made, environment={NASTY: NASTY})
 
 
-def test_every_text_is_escaped_and_shown_as_it_is() -> None:
+def test_every_text_is_escaped_and_shown_unchanged() -> None:
     page = Page(html_page(nasty()))
     assert page.open == []
     assert {tag for tag, _, _ in page.elements}.isdisjoint({"b"})

@@ -125,7 +125,7 @@ def test_lines_of_a_reason_and_findings_that_are_left_out_are_counted() -> None:
         (replace(location(), script="", segments=(), note="it takes two"), "it takes two", "Script"),
     ],
 )
-def test_what_was_located_is_told_and_no_more(where: Location, said: str, unsaid: str) -> None:
+def test_only_what_was_located_is_reported(where: Location, said: str, unsaid: str) -> None:
     text = " ".join(verdict_text(verdict(wrong_trial(), location=where)).split())
     assert said in text
     assert unsaid not in text

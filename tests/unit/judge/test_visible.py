@@ -119,7 +119,7 @@ def test_names_are_the_same_in_each_run_though_lists_grow() -> None:
     assert len(kept) == 4
 
 
-def test_a_gradient_that_the_next_step_writes_to_is_told() -> None:
+def test_a_gradient_that_the_next_step_writes_to_is_reported() -> None:
     memory = torch.zeros(2, 2)
     prompt = torch.ones(2, requires_grad=True)
     first, second = seen(Keeping(), lambda gradient: memory.add_(gradient).view(2, 2), prompt, steps=2)
@@ -129,7 +129,7 @@ def test_a_gradient_that_the_next_step_writes_to_is_told() -> None:
     assert written == ("gradient of layer.weight",)
 
 
-def test_types_in_an_output_are_told_and_the_order_of_its_keys() -> None:
+def test_types_in_an_output_and_the_order_of_its_keys_are_reported() -> None:
     sight = Sight((), nn.Linear(1, 1))
     found = sight.returns({"b": [True], "a": ()})
     assert {name: words for name, words in found.items() if name.startswith("type")} == {
@@ -161,7 +161,7 @@ def test_an_output_that_is_an_input_has_one_gradient_under_the_inputs_name() -> 
         (partial(torch.set_autocast_dtype, "cpu"), torch.float16, torch.get_autocast_dtype("cpu")),
     ],
 )
-def test_a_setting_that_is_left_switched_is_told(switch: Any, left: Any, before: Any) -> None:
+def test_a_setting_that_is_left_changed_is_reported(switch: Any, left: Any, before: Any) -> None:
     sight, device = Sight((), nn.Module()), torch.device("cpu")
     known = sight.settings(device)
     try:

@@ -139,7 +139,7 @@ def test_a_backward_inside_a_backward_is_part_of_it(reentrant: bool) -> None:
     assert_every_step_has_the_buckets(steps_seen(ddp, 2), plan, 2)
 
 
-def test_iterations_are_told_apart_where_compiled_code_shows_no_operators(
+def test_iterations_are_distinguished_where_compiled_code_shows_no_operators(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Observation, "_close", lambda _: None)
@@ -192,7 +192,7 @@ def spectrum(order: Sequence[str], dtype: torch.dtype = torch.complex64) -> Any:
 
 @pytest.mark.parametrize(("dtype", "sent_as"), [(torch.complex64, "float32"), (torch.complex128, "float64")])
 @pytest.mark.parametrize("order", ["pairs floats doubles", "doubles floats pairs"])
-def test_a_complex_bucket_is_seen_where_it_stands_though_it_is_sent_as_pairs_of_real_numbers(
+def test_a_complex_bucket_is_recognized_although_it_is_sent_as_pairs_of_real_numbers(
     order: str, dtype: torch.dtype, sent_as: str
 ) -> None:
     names = order.split()
@@ -298,7 +298,7 @@ def test_everything_is_as_before_after_the_block(moment: str) -> None:
     assert isinstance(seen.collectives, tuple)
 
 
-def test_what_happens_after_the_block_is_not_told_and_an_observation_is_used_once() -> None:
+def test_what_happens_after_the_block_is_not_recorded_and_an_observation_is_used_once() -> None:
     ddp = pair()
     seen = steps_seen(ddp, 1)
     before = shown(seen)

@@ -104,7 +104,7 @@ def test_limits_that_are_set_elsewhere_are_read(
 @pytest.mark.skipif(
     torch.__version__ < "2.13", reason="DDP itself raises a TypeError when it broadcasts delayed parameters"
 )
-def test_parameters_whose_all_reduce_is_delayed_stand_in_no_bucket() -> None:
+def test_parameters_whose_all_reduce_is_delayed_are_in_no_bucket() -> None:
     model = linears()
     delayed = [(name, param) for name, param in model.named_parameters() if name.startswith(("1.", "2."))]
     ddp = DistributedDataParallel(

@@ -53,7 +53,7 @@ def planned(model: nn.Module | None = None, **kwargs: Any) -> Plan:
 # ------------------------------------------------------------------------------------- what is planned
 
 
-def test_arguments_of_ddp_that_change_no_bucket_are_taken_too() -> None:
+def test_arguments_of_ddp_that_change_no_bucket_are_accepted_too() -> None:
     assert planned(gradient_as_bucket_view=True, broadcast_buffers=False) == planned()
 
 
@@ -110,7 +110,7 @@ def refusal(*arguments: Any, **kwargs: Any) -> str:
     return str(caught.value)
 
 
-def test_what_is_no_module_or_no_strategy_is_refused() -> None:
+def test_an_invalid_module_or_strategy_is_rejected() -> None:
     no_module = refusal(torch.relu, rows())
     assert no_module.startswith("model: expected a torch.nn.Module, got <built-in method relu")
     assert refusal(net(), rows(), strategy="splits") == (

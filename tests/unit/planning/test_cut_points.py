@@ -253,7 +253,7 @@ def test_a_tensor_that_is_reshaped_or_detached_in_place_stays_with_its_readers(c
     assert found == dict.fromkeys((early.name, changed.name, later.name), why)
 
 
-def test_regions_that_write_to_one_tensor_stay_together_for_each_keeps_it_to_be_computed_again() -> None:
+def test_regions_that_write_to_one_tensor_stay_together_because_each_saves_it_to_recompute() -> None:
     def write(inner: GraphBuilder, x: fx.Node, buffer: fx.Node) -> tuple[fx.Node]:
         inner.method("clamp_", buffer, -1.0)
         return (inner.call(operator.mul, x, buffer),)

@@ -89,7 +89,7 @@ def test_a_region_is_divided_between_spans_and_writes_where_buckets_end(body: Bo
 
 @pytest.mark.parametrize("body", [by_a_share_of_the_batch, by_a_weight_of_its_share])
 @pytest.mark.timeout(60)
-def test_a_symbolic_float_is_computed_again_in_each_piece(body: Body, fresh_dynamo: None) -> None:
+def test_a_symbolic_float_is_recomputed_in_each_piece(body: Body, fresh_dynamo: None) -> None:
     with torch._dynamo.config.patch(assume_static_by_default=False):
         _, pieces = pieces_of(Region(body), layers=1, rows=3)
     assert len(pieces) == 4

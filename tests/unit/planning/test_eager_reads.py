@@ -140,7 +140,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_buckets_are_those_of_eager_ddp_and_foretold_without_running(name: str) -> None:
+def test_buckets_are_those_of_eager_ddp_and_predicted_without_running(name: str) -> None:
     model = MODELS[name]
     ddp, eager = ddp_of(model), ddp_of(model)
     made = ddpopt.plan(ddp, rows(), strategy="inline")

@@ -94,7 +94,7 @@ def test_under_no_grad_nothing_is_trained() -> None:
 
 
 @pytest.mark.parametrize("read", ["nothing", "the tensor", "a view", "the caller"])
-def test_a_write_carries_gradient_if_what_is_written_to_is_read_behind_it(read: str) -> None:
+def test_a_write_carries_gradient_if_what_is_written_to_is_read_after_it(read: str) -> None:
     builder = GraphBuilder(batch=2, width=4)
     weight = builder.parameter("layer", "weight", 4, 4)
     used = builder.call(torch.mm, builder.x, weight)

@@ -57,7 +57,7 @@ NO_SIZE = (
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_a_mistake_is_named_with_what_came_and_what_to_do(arguments: dict[str, Any], message: str) -> None:
+def test_a_mistake_is_named_with_its_value_and_what_to_do(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
         BucketConfig.from_kwargs(**arguments)
 
@@ -76,7 +76,7 @@ def test_a_module_outside_ddp_is_refused_with_advice() -> None:
 # What moves in torch must fail here, by name.
 
 
-def test_a_ddp_module_of_torch_2_11_tells_its_limits_without_a_bucket_config() -> None:
+def test_a_ddp_module_of_torch_2_11_has_limits_without_a_bucket_config() -> None:
     caps = {"bucket_bytes_cap": 25 * MIB, "bucket_bytes_cap_list": []}
     flags = {"find_unused_parameters": False, "static_graph": False}
     by_default = StandIn(bucket_bytes_cap_default=True, **caps, **flags)

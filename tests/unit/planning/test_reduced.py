@@ -92,7 +92,7 @@ def test_a_parameter_that_was_replaced_is_no_longer_planned_for(imposed: bool) -
     )
 
 
-def test_before_the_first_backward_of_a_sparse_gradient_the_log_must_tell() -> None:
+def test_before_the_first_backward_of_a_sparse_gradient_the_log_is_used() -> None:
     net = Sparse()
     ddp = DistributedDataParallel(net)
     before = names(ddp)

@@ -77,7 +77,7 @@ def test_what_a_rank_gave_before_it_left_still_counts() -> None:
     assert stayed.gather(b"own") == [b"own", b"last"]
 
 
-def test_a_rank_that_does_not_come_is_named_after_the_limit() -> None:
+def test_a_missing_rank_is_named_after_the_limit() -> None:
     exchange = Exchange(C10D.HashStore(), 1, 3, 0.05)
     with pytest.raises(PeersMissing, match=r"got none from 0, 2: no value arrived within 0\.05 s"):
         exchange.gather(b"")

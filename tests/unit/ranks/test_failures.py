@@ -68,7 +68,7 @@ watchdog = RankFailure(8, "died", "step 2", exit_code=-6, signal="SIGABRT", outp
         ([left_behind], [1], 3, True),
     ],
 )
-def test_culprits_failed_of_themselves_and_limits_that_passed_are_told_from_all_else(
+def test_culprits_and_passed_limits_are_distinguished_from_all_other_failures(
     failures: list[RankFailure], expected: list[int], exit_code: int, of_time_alone: bool
 ) -> None:
     assert [failure.rank for failure in culprits(failures)] == expected

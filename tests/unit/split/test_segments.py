@@ -61,7 +61,7 @@ def test_each_distinct_segment_is_compiled_and_written_once_and_shared_by_its_tw
     assert (distinct, len(kept), len(written)) == (4, 4, 4 + 1)
 
 
-def test_a_segment_says_why_the_graph_was_cut_in_front_of_it() -> None:
+def test_a_segment_says_why_the_graph_was_cut_before_it() -> None:
     recorder, graph = Recorder(), layers(8, 16)
     vars(graph.gm)["compile_subgraph_reason"] = "the graph's own"
     compiled(graph, recorder)
