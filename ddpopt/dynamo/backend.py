@@ -114,7 +114,8 @@ class DdpoptBackend:
 
     def _inline(self, planned: Planned, compiler: CompilerFn) -> Callable[..., Any]:
         gm, plan, sources = planned.gm, planned.plan, planned.facts.sources
-        if len(plan.buckets) == 1 and not ends_in_break(gm) and not planned.completed:
+        alone = planned.settled and not ends_in_break(gm) and not planned.completed
+        if len(plan.buckets) == 1 and alone:
             return _compile_whole("it has a single bucket", planned, compiler)
         completed = {name for segment in plan.segments for name in segment.params}
         lent = [node for node in lendable(gm, planned.facts) if completed.issuperset(sources[node].values())]
@@ -123,7 +124,7 @@ class DdpoptBackend:
             groups = together(lent, sources, planned.facts, plan.buckets)
         logger.info("ddpopt: %d buckets, one graph", len(plan.buckets))
         compiler = in_order(compiler) if is_inductor(self.compiler) else compiler
-        return compile_inline(gm, planned.example_inputs, groups, compiler)
+        return compile_inline(gm, planned.example_inputs, groups, planned.facts.late, compiler)
 
     def _split(self, planned: Planned, compiler: CompilerFn, replayed: bool) -> Callable[..., Any]:
         gm, plan = planned.gm, planned.plan

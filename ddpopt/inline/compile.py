@@ -10,7 +10,7 @@ Invariant: forward and backward compute the same as without these calls, in auto
 import contextlib
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, fx
@@ -28,12 +28,12 @@ from ddpopt.planning.plan import Bucket
 
 
 def lendable(gm: fx.GraphModule, facts: GraphFacts) -> list[fx.Node]:
-    """The placeholders of parameters that may change once their gradients are complete, and are not returned.
+    """The placeholders of parameters that the graph does not return.
 
     If the graph returns a view of an input, autograd's edge leads to that input, not to the lent tensor.
     """
     leaving = {storage for node in gm.graph.output_node().all_input_nodes for storage in storages(node)}
-    return [n for n in facts.sources if leaving.isdisjoint(storages(n)) and n not in facts.late]
+    return [node for node in facts.sources if leaving.isdisjoint(storages(node))]
 
 
 def together(
@@ -81,6 +81,7 @@ def compile_inline(
     gm: fx.GraphModule,
     example_inputs: Sequence[object],
     groups: Sequence[Sequence[fx.Node]],
+    late: Container[fx.Node],
     compiler: CompilerFn,
 ) -> Callable[..., Any]:
     """Compile a graph so that its backward hands the gradients of some parameters to DDP.
@@ -90,6 +91,7 @@ def compile_inline(
         example_inputs: one value for each of its placeholders.
         groups: the placeholders that hold these parameters; the gradients of a group are handed over in one
             call, in this order.
+        late: those that the backward may read after their gradients are complete; see `late_reads`.
         compiler: a Dynamo backend.
 
     Returns:
@@ -104,12 +106,13 @@ def compile_inline(
     tokens = [_token(detached[group[0]]) for group in groups]
     compiled = compiler(_edited(gm, groups, detached, tokens, positions), [*values, *tokens])
     others = [place for place, node in enumerate(inputs) if node not in detached]
+    waiting = {place for node, place in place_of.items() if node in late}
     asserting = _asserts_gradients(compiler)
 
     def run(*arguments: Any) -> Any:
         given = [*arguments]
         lent = [{position: given[position] for position in group} for group in positions]
-        tokens = Call(active_module(), lent, [given[place] for place in others]).open_gate()
+        tokens = Call(active_module(), lent, [given[place] for place in others], waiting).open_gate()
         for position in flat if asserting else ():
             given[position] = given[position].detach()
         return compiled(*given, *tokens)

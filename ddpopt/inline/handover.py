@@ -18,6 +18,7 @@ must hold; otherwise the gradient waits until the compiled backward is over and 
   that the loss also reads, after a graph break, or with two forwards before one backward);
 - the parameter still requires grad, and accumulates in its own dtype;
 - there are no hooks on the parameter or its AccumulateGrad node; a user's hook runs once, at its usual time;
+- no communication hook can change the parameter while later code of the backward still reads it;
 - no other input of the compiled code is in memory that DDP writes to: a gradient, or a bucket;
 - the backward creates no graph, does not check for NaN and runs on the default stream, and the graph was
   called in DDP's forward.
@@ -28,7 +29,7 @@ unless the compiler of the backward has proved that its code no longer uses that
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -48,6 +49,10 @@ COPIED, TAKEN, LATE = range(3)
 return or alias again; or only at the end of the backward, because later code reads the parameter."""
 
 
+Groups = Sequence[Mapping[int, Tensor]]
+"""The parameters of each call of `lend`, by slot."""
+
+
 class Call:
     """One forward of a compiled graph, and the gradients of its backward.
 
@@ -55,15 +60,18 @@ class Call:
         ddp: the DDP module whose forward is running, if any.
         groups: the parameters of each call of `lend`, by slot, their position among the graph's inputs.
         others: the graph's other inputs.
+        late: slots of parameters that the backward may read after their gradients are complete.
 
     Attributes:
         groups: as given.
     """
 
     def __init__(
-        self, ddp: DDP | None, groups: Sequence[Mapping[int, Tensor]], others: Sequence[object] = ()
+        self, ddp: DDP | None, groups: Groups, others: Sequence[object], late: Container[int]
     ) -> None:
         self._hooks = None if ddp is None else ready_hooks(ddp)
+        # only a communication hook, which may run an optimizer, changes parameters during backward
+        self._late = late if ddp is not None and ddp._comm_hooks else ()
         self.groups = groups
         self._memory = frozenset(storages_of(others))
         self._parameters = {slot: parameter for group in groups for slot, parameter in group.items()}
@@ -117,6 +125,7 @@ class Call:
             slot: place
             for slot, place in places.items()
             if place is not None
+            and slot not in self._late
             and self._parameters[slot].requires_grad
             and not hooks.is_hooked(place)
             and not _is_hooked(self._parameters[slot])

@@ -14,6 +14,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -24,11 +25,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils import _pytree as pytree
 
-from ddpopt.graph.nodes import MISSING, body_nodes, example_value, with_values
+from ddpopt.graph.aliases import is_view
+from ddpopt.graph.nodes import MISSING, body_nodes, example_value, requires_grad, with_values
 from ddpopt.graph.rewriting import Argument, Copies, rewritten
 from ddpopt.graph.state import State, states
 from ddpopt.planning.divide_checkpoints import divide_regions, inline_idle_regions
-from ddpopt.planning.facts import NEGLIGIBLE_RATIO, GraphFacts, has_multiple_weights
+from ddpopt.planning.facts import GraphFacts, has_multiple_weights
 from ddpopt.planning.plan import Plan
 
 logger = logging.getLogger("ddpopt")
@@ -93,6 +95,25 @@ def expand_calls(gm: fx.GraphModule, facts: GraphFacts, plan: Plan) -> fx.GraphM
     return rewritten(gm, writers) if expanded else gm
 
 
+def ordered_within_calls(gm: fx.GraphModule, facts: GraphFacts, plan: Plan) -> GraphFacts:
+    """`facts` with the order in which gradients complete within the calls where a bucket of `plan` ends."""
+    wanted = _calls_where_buckets_end(facts, plan)
+    places: dict[str, int] = {}
+    for node, state in states(gm.graph) if wanted else ():
+        traced = _trace(node, state) if node.name in wanted and _can_trace(node) else None
+        operations = [] if traced is None else [*traced.graph.nodes]
+        for source, placeholder in zip(node.all_input_nodes, operations, strict=False):
+            place = operations.index(_first_use(placeholder))
+            places.update(dict.fromkeys(facts.sources.get(source, {}).values(), place))
+    uses = (replace(use, inside=places.get(use.spec.name, use.inside)) for use in facts.params)
+    return replace(facts, params=tuple(uses)) if places else facts
+
+
+def _first_use(value: fx.Node) -> fx.Node:
+    """The first node of a graph that computes with a value, or with a view of it; the value if none does."""
+    return min((_first_use(user) if is_view(user) else user for user in value.users), default=value)
+
+
 def _calls_where_buckets_end(facts: GraphFacts, plan: Plan) -> frozenset[str]:
     """Names of the nodes at which a bucket ends and the gradients of at least two weights complete."""
     position = {use.spec.name: use.completes_at for use in facts.params}
@@ -127,7 +148,10 @@ def _trace(node: fx.Node, state: State) -> fx.GraphModule | None:
 
     with _settings(state):
         try:
-            traced = make_fx(call)(*(example_value(source) for source in sources))
+            values = [*map(example_value, sources)]
+            operations = make_fx(call)(*values)
+            # a call's own writes would forbid cuts; a composite call is not functionalized until it is traced
+            traced = make_fx(torch.func.functionalize(operations))(*values)
         except Exception:  # whatever it is, the unexpanded call is still correct
             logger.info("ddpopt: %s cannot be opened", node.name, exc_info=True)
             return None
@@ -151,16 +175,9 @@ def _settings(state: State) -> Iterator[None]:
 
 def _separates_weights(node: fx.Node, traced: fx.GraphModule) -> bool:
     """Whether different operations read the weights of `node` once it is expanded."""
-    order = {inner: index for index, inner in enumerate(traced.graph.nodes)}
-    inputs = dict(zip(node.all_input_nodes, traced.graph.find_nodes(op="placeholder"), strict=True))
-    values = {source: example_value(source) for source in inputs if source.op == "placeholder"}
-    sizes = {
-        source: value.numel() * value.element_size()
-        for source, value in values.items()
-        if isinstance(value, torch.Tensor) and value.requires_grad and inputs[source].users
-    }
-    weights = [source for source, size in sizes.items() if size * NEGLIGIBLE_RATIO > max(sizes.values())]
-    return len({min(order[user] for user in inputs[source].users) for source in weights}) > 1
+    inputs = zip(node.all_input_nodes, traced.graph.nodes, strict=False)  # placeholders come first
+    weights = {inner: s for s, inner in inputs if s.op == "placeholder" and requires_grad(example_value(s))}
+    return len({_first_use(placeholder) for placeholder in weights if placeholder.users}) > 1
 
 
 def _add_operations(traced: fx.GraphModule, node: fx.Node, graph: fx.Graph, copies: Copies) -> Argument:

@@ -45,7 +45,8 @@ class ParamUse:
     Attributes:
         spec: its name, bytes, dtype and device as DDP counts them.
         readers: body positions of the nodes whose backward contributes to its gradient, ascending.
-        inside: if the first reader is a checkpointed region, the position in its body of the first reader.
+        inside: if the first reader is a checkpointed region, or a call that was traced for this, the position
+            of the first reader in its body.
     """
 
     spec: ParamSpec
@@ -67,21 +68,25 @@ class GraphFacts:
         params: the trainable parameters read by the graph, in the order of the reducer's list.
         blocked: for each body position, why the graph cannot be cut right before it, or None if it can.
         sources: the result of `parameter_sources`: which nodes bring which parameters into the graph.
-        late: the sources that are read although a later node already used them; see `late_reads`.
+        late: the result of `late_reads`.
     """
 
     nodes: tuple[str, ...]
     params: tuple[ParamUse, ...]
     blocked: tuple[str | None, ...]
     sources: Sources = field(default_factory=dict, compare=False)
-    late: frozenset[fx.Node] = field(default=frozenset(), compare=False)
+    late: Mapping[fx.Node, tuple[int, int]] = field(default_factory=dict, compare=False)
 
     @property
     def ready(self) -> list[ParamSpec]:
-        """The parameters in ready order, smaller ones first where several complete together."""
+        """The parameters in ready order, smaller ones first where several complete together.
+
+        A parameter that backward reads later is ready only then.
+        """
+        late = {name: at[0] for node, at in self.late.items() for name in self.sources[node].values()}
 
         def readiness(use: ParamUse) -> tuple[int, int, int]:
-            return -use.completes_at, -use.inside, use.spec.nbytes
+            return -late.get(use.spec.name, use.completes_at), -use.inside, use.spec.nbytes
 
         return [use.spec for use in sorted(self.params, key=readiness)]
 
@@ -122,7 +127,7 @@ def collect(gm: fx.GraphModule, example_inputs: Sequence[object], specs: Specs) 
     late = late_reads(gm, sources, carries)
     spans = (Span(a + 1, b, _LATE.format(body[a].name, node.name)) for node, (a, b) in late.items())
     blocked = blocked_positions(gm.graph, spans)
-    return GraphFacts(tuple(node.name for node in body), uses, blocked, sources, frozenset(late))
+    return GraphFacts(tuple(node.name for node in body), uses, blocked, sources, late)
 
 
 def _places_inside(

@@ -7,7 +7,6 @@ Source: ``torch/nn/parallel/distributed.py`` (torch 2.11 to 2.13).
 """
 
 import inspect
-import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -94,17 +93,20 @@ class BucketConfig:
             The configuration of a DDP module built with these arguments.
 
         Raises:
-            UsageError: an argument is unknown to DDP, a cap is not a positive finite number, or a flag is not
-                a bool.
+            UsageError: an argument is unknown to DDP, a cap is no finite number, or a flag is not a bool.
         """
         _require_ddp_arguments(other_ddp_arguments)
         flags = {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}
         for name, flag in flags.items():
             if not isinstance(flag, bool):
                 raise UsageError(f"{name}: expected True or False, got {flag!r}; pass what you pass to DDP")
-        cap_mb = DEFAULT_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
-        caps = _cap_list_bytes(bucket_cap_mb_list)
-        cap_bytes = max(caps, default=_cap_bytes("bucket_cap_mb", cap_mb))
+        try:
+            caps = tuple(map(_cap_bytes, bucket_cap_mb_list or ()))
+            cap = _cap_bytes(DEFAULT_CAP_MB if bucket_cap_mb is None else bucket_cap_mb)
+        except (TypeError, ValueError, OverflowError) as error:
+            given = f"{bucket_cap_mb!r} and {bucket_cap_mb_list!r}; pass what you pass to DDP"
+            raise UsageError(f"expected bucket_cap_mb and bucket_cap_mb_list in MiB, got {given}") from error
+        cap_bytes = max(caps, default=cap)
         explicit = bucket_cap_mb is not None or bool(caps)
         return cls(
             cap_bytes=cap_bytes,
@@ -123,32 +125,22 @@ class BucketConfig:
 
         Returns:
             Its configuration.
-
-        Raises:
-            UsageError: not a DDP module, or a torch outside 2.11 to 2.13 that moved its attributes.
         """
-        try:
-            return cls(
-                cap_bytes=int(ddp.bucket_bytes_cap),
-                first_bucket_bytes=_first_bucket_bytes(ddp),
-                cap_bytes_list=tuple(map(int, ddp.bucket_bytes_cap_list)),
-                find_unused_parameters=bool(ddp.find_unused_parameters),
-                static_graph=bool(ddp.static_graph),
-                small_last_bucket=_last_bucket_is_small(),
-            )
-        except AttributeError as error:
-            raise UsageError(
-                f"expected a DistributedDataParallel of torch 2.11 to 2.13, got {type(ddp).__name__!r} "
-                f"under torch {torch.__version__} ({error}); wrap the model in DistributedDataParallel, "
-                "or use BucketConfig.from_kwargs"
-            ) from error
+        return cls(
+            cap_bytes=max(0, int(ddp.bucket_bytes_cap)),
+            first_bucket_bytes=_first_bucket_bytes(ddp),
+            cap_bytes_list=tuple(map(int, ddp.bucket_bytes_cap_list)),
+            find_unused_parameters=bool(ddp.find_unused_parameters),
+            static_graph=bool(ddp.static_graph),
+            small_last_bucket=_last_bucket_is_small(),
+        )
 
 
 def _first_bucket_bytes(ddp: nn.parallel.DistributedDataParallel) -> int:
     # Private names of DDP, torch 2.11 to 2.13, here and above. 2.11 has no _bucket_config.
     bucket_config = getattr(ddp, "_bucket_config", None)
     if bucket_config is not None:
-        return int(bucket_config.first_bucket_bytes_cap)
+        return max(0, int(bucket_config.first_bucket_bytes_cap))
     return _default_first_bucket_bytes() if ddp.bucket_bytes_cap_default else int(ddp.bucket_bytes_cap)
 
 
@@ -171,21 +163,6 @@ def _require_ddp_arguments(arguments: Mapping[str, object]) -> None:
         )
 
 
-def _cap_list_bytes(caps_mb: Sequence[float] | None) -> tuple[int, ...]:
-    if caps_mb is None:
-        return ()
-    if not isinstance(caps_mb, list | tuple):
-        raise UsageError(
-            f"bucket_cap_mb_list: expected a list of MiB, got {caps_mb!r}; for one cap use bucket_cap_mb"
-        )
-    return tuple(_cap_bytes(f"bucket_cap_mb_list[{place}]", cap_mb) for place, cap_mb in enumerate(caps_mb))
-
-
-def _cap_bytes(argument: str, cap_mb: object) -> int:
-    number = cap_mb if isinstance(cap_mb, int | float) and not isinstance(cap_mb, bool) else math.nan
-    if not math.isfinite(number) or number <= 0:
-        raise UsageError(
-            f"{argument}: expected a positive finite number of MiB, got {cap_mb!r}; "
-            "pass what you pass to DDP, or leave it out for DDP's default"
-        )
-    return int(number * MIB)
+def _cap_bytes(cap_mb: float) -> int:
+    """A limit in bytes; with a cap of 0 or below, as DDP allows, each parameter gets its own bucket."""
+    return max(0, int(cap_mb * MIB))

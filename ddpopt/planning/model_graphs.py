@@ -19,7 +19,7 @@ from torch import fx, nn
 
 from ddpopt.planning.bucket_rule import ParamSpec, Specs, initial_buckets, rebuilt_buckets, specs_from_ddp
 from ddpopt.planning.eager_reads import noting_reads
-from ddpopt.planning.expand_calls import Expanded, expanded_and_planned
+from ddpopt.planning.expand_calls import Expanded, expanded_and_planned, ordered_within_calls
 from ddpopt.planning.facts import GraphFacts, collect
 from ddpopt.planning.join import GraphPlan, join_plans
 from ddpopt.planning.limits import BucketConfig
@@ -147,6 +147,7 @@ def _planned(
     """Plan a graph with the strategy that fits it; `decide` gets facts, and whether the graph stays whole."""
     why = None if strategy == "split" else why_not_inline(gm, facts.sources)
     if strategy != "split" and why is None:
+        facts = ordered_within_calls(gm, facts, decide(facts, True))
         return Planned(gm, example_inputs, facts, decide(facts, True), inline=True)
 
     def planned(form: fx.GraphModule) -> Expanded:

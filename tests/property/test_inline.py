@@ -40,7 +40,7 @@ def test_a_graph_whose_parameters_are_lent_is_the_same_program(
     buckets = plan_graph(facts, config).buckets
     groups = together(lent, sources, facts, buckets)
     assert_in_order(groups, sources, facts, buckets)
-    run = compile_inline(graph.gm, graph.example_values, groups, as_it_is)
+    run = compile_inline(graph.gm, graph.example_values, groups, facts.late, as_it_is)
     inputs = list(real_inputs(graph))
     Effects(run, inputs).assert_equal(Effects(graph.gm, inputs))
     edited[0].graph.lint()

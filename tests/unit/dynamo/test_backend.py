@@ -536,6 +536,22 @@ def test_how_a_graph_is_compiled_is_logged(
     assert (recorder.calls, said()) == (calls, [message])
 
 
+class WithUnused(Net):
+    """A fifth layer, which no forward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(WIDTH, WIDTH)
+
+
+def test_a_single_bucket_leaves_early_if_unused_parameters_wait_for_a_gradient(
+    said: Callable[[], list[str]],
+) -> None:
+    ddp = ddp_of(WithUnused, bucket_cap_mb=4.5 * ONE_LAYER_MB, find_unused_parameters=True)
+    step(ddpopt.compile(ddp, backend="aot_eager", strategy="inline"), ddp.module.layers, rows())
+    assert said() == ["INFO: ddpopt: 1 buckets, one graph"]
+
+
 def test_a_graph_that_trains_nothing_is_compiled_whole_says_so_and_fixes_no_plan(
     said: Callable[[], list[str]],
 ) -> None:
