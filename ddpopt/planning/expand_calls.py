@@ -176,8 +176,8 @@ def _settings(state: State) -> Iterator[None]:
 def _separates_weights(node: fx.Node, traced: fx.GraphModule) -> bool:
     """Whether different operations read the weights of `node` once it is expanded."""
     inputs = zip(node.all_input_nodes, traced.graph.nodes, strict=False)  # placeholders come first
-    weights = {inner: s for s, inner in inputs if s.op == "placeholder" and requires_grad(example_value(s))}
-    return len({_first_use(placeholder) for placeholder in weights if placeholder.users}) > 1
+    weights = [n for s, n in inputs if s.op == "placeholder" and requires_grad(example_value(s)) and n.users]
+    return len({min(placeholder.users) for placeholder in weights}) > 1
 
 
 def _add_operations(traced: fx.GraphModule, node: fx.Node, graph: fx.Graph, copies: Copies) -> Argument:
