@@ -22,8 +22,11 @@ from tests.reports import Report, reported_cases
 
 STRATEGIES: tuple[Strategy, ...] = ("split", "inline")
 MEASURED = torch.__version__.startswith("2.13.")
-BY_NIGHT = ("transposed", "conv_strides", "donated_buffers", "checkpoint", "called_twice", "cap_5", "keyword")
-"""What another case asks for by day, around a model of the same kind and of a backend that is tried there."""
+BY_NIGHT = (
+    "transposed", "conv_strides", "donated_buffers", "checkpoint", "called_twice", "cap_5", "keyword",
+    "growing_length",
+)  # fmt: skip
+"""What another case asks for by day, around a model of the same kind; and one that Inductor compiles often."""
 OUT_OF_THE_ORDINARY = [
     pair
     for pair in reported_cases()

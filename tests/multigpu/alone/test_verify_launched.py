@@ -76,13 +76,16 @@ def test_a_model_of_the_transformers_library_is_right() -> None:
     assert "RIGHT: examples.transformers_gpt2:make on 2 ranks" in done.stdout
 
 
-def test_a_backend_that_is_wrong_ends_with_1_and_is_located(folder: Path) -> None:
-    done = run(folder, "shop:small", "--backend", "doubling", "--json", "v.json")
+@pytest.mark.parametrize("located", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_a_backend_that_is_wrong_ends_with_1_and_is_located(located: bool, folder: Path) -> None:
+    options = () if located else ("--no-locate",)
+    done = run(folder, "shop:small", "--backend", "doubling", "--json", "v.json", *options)
     assert done.returncode == 1, done.stderr
     verdict = json.loads((folder / "v.json").read_text())
     assert "L2" in {finding["level"] for trial in verdict["trials"] for finding in trial["findings"]}
-    assert not all(rung["agrees"] for rung in verdict["location"]["rungs"])
-    assert verdict["location"]["reproduces"]
+    if located:
+        assert not all(rung["agrees"] for rung in verdict["location"]["rungs"])
+        assert verdict["location"]["reproduces"]
 
 
 def test_under_torchrun_its_ranks_are_used_and_one_of_them_reports(folder: Path) -> None:
