@@ -26,7 +26,7 @@ BY_NIGHT = (
     "transposed", "conv_strides", "donated_buffers", "checkpoint", "called_twice", "cap_5", "keyword",
     "growing_length",
 )  # fmt: skip
-"""What another case asks for by day, around a model of the same kind; and one that Inductor compiles often."""
+"""What another case asks for by day, around a model of the same kind; and one that is compiled often."""
 OUT_OF_THE_ORDINARY = [
     pair
     for pair in reported_cases()
