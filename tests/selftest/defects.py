@@ -283,7 +283,7 @@ DEFECTS: tuple[Defect, ...] = (
         DrawnModel(
             steps=(_LINEAR, step("built", by="detached", body=(_LINEAR, _LINEAR))), width=4, cap_bytes=1
         ),
-        ("L0",),
+        ("L2",),
         r"\* 0\.5\)\.detach\(\)",
     ),
     Defect(
