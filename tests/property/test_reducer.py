@@ -65,7 +65,7 @@ COLLIDING = tuple(
 
 
 @pytest.mark.long
-@share(6)  # with four limits each; a million pairs at night
+@share(4)  # with four limits each
 @given(parameter_lists(), st.tuples(*[bucket_configs()] * 4))
 @example(COLLIDING, (BucketConfig.from_kwargs(),))
 def test_initial_and_rebuilt_buckets_are_those_of_torch(

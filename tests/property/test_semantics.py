@@ -42,7 +42,7 @@ def with_pinned_models(test: Test) -> Test:
     return test
 
 
-@share(0.06)
+@share(0.04)
 @given(models(without={"cond"}, max_steps=5))
 @with_pinned_models
 def test_a_compiled_step_has_the_effects_of_an_eager_one_and_follows_the_predicted_plan(

@@ -110,7 +110,7 @@ def test_each_feature_and_choice_is_drawn_and_reported_and_no_draw_is_thrown_awa
     choices: set[tuple[str, str, Any]] = set()
     endings: Counter[str] = Counter()
 
-    @settings(max_examples=1500, derandomize=True, database=None)
+    @settings(max_examples=1200, derandomize=True, database=None)
     @given(models())
     def look(drawn: DrawnModel) -> None:
         drawn_features.update(drawn.features)

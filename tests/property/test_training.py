@@ -198,7 +198,7 @@ class Training(RuleBasedStateMachine):
 
 
 TestTraining = Training.TestCase
-TestTraining.settings = settings(share(0.05), stateful_step_count=16)
+TestTraining.settings = settings(share(0.04), stateful_step_count=16)
 
 
 # Every rule at least once, whatever a profile draws; what was forward goes backward.
