@@ -151,7 +151,7 @@ def _mutated(node: fx.Node) -> Iterator[fx.Node]:
     else:
         signatures = _signatures(node.target)
         for signature in signatures:
-            yield from _nodes(_written_by(signature, node))
+            yield from _nodes(filter(None, _written_by(signature, node)))
         if not signatures:
             yield from filter(_may_hold_tensor, node.all_input_nodes)
 

@@ -23,7 +23,8 @@ def writes_follow_reads_in_one_segment(evidence: Evidence) -> Iterator[str]:
     names: dict[Hashable, Term] = {}
     first: dict[Hashable, ProgramStep] = {}
     reads: dict[Hashable, None] = {}
-    for step in evidence.stitched.steps:
+    written = any(step.written for step in evidence.stitched.steps)
+    for step in evidence.stitched.steps if written else ():
         made, read = _made_and_read(original, step)
         certain = {family: leaf for leaf in _certain(step) for family in _families(original, leaf)}
         for family in made | read:
@@ -207,13 +208,13 @@ def _apart(original: Original) -> set[Term]:
     found: set[Term] = set()
     for step in original.program.steps:
         value = original.terms[step.name]
-        made, read = _made_and_read(original, step)
         known = is_known(step.node) and not is_detached_view(step.node)
         own = isinstance(step.callee, HigherOrderOperator) or not known
-        repeated = len(made) < len([*_families(original, value)])
-        if (made.isdisjoint(read) and not repeated) or not requires_grad(original.example(value)):
+        if not own and found.isdisjoint(map(_maker, step.given)):
             continue
-        if own or not found.isdisjoint(map(_maker, step.given)):
+        made, read = _made_and_read(original, step)
+        repeated = len(made) < len([*_families(original, value)])
+        if (repeated or not made.isdisjoint(read)) and requires_grad(original.example(value)):
             found.add(_maker(value))
     return found
 
