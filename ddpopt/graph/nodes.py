@@ -94,8 +94,8 @@ def storages(node: fx.Node) -> list[int]:
 
 def storages_of(value: object) -> list[int]:
     """Identities of the storages behind the tensors in `value`."""
-    tensors = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
-    return [key for tensor in tensors for key in _own_storages(tensor)]
+    leaves = (value,) if isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
+    return [key for leaf in leaves if isinstance(leaf, torch.Tensor) for key in _own_storages(leaf)]
 
 
 def _own_storages(tensor: Any) -> list[int]:
