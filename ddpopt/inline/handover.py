@@ -71,7 +71,7 @@ class Call:
     ) -> None:
         self._hooks = None if ddp is None else ready_hooks(ddp)
         # only a communication hook, which may run an optimizer, changes parameters during backward
-        self._late = late if ddp is not None and ddp._comm_hooks else ()
+        self._late, self._comm_hooks = late, [] if ddp is None else ddp._comm_hooks
         self.groups = groups
         self._memory = frozenset(storages_of(others))
         self._parameters = {slot: parameter for group in groups for slot, parameter in group.items()}
@@ -125,7 +125,7 @@ class Call:
             slot: place
             for slot, place in places.items()
             if place is not None
-            and slot not in self._late
+            and not (slot in self._late and self._comm_hooks)
             and self._parameters[slot].requires_grad
             and not hooks.is_hooked(place)
             and not _is_hooked(self._parameters[slot])
