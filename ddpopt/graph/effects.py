@@ -60,6 +60,8 @@ UNMARKED: Mapping[str, tuple[str, ...]] = {
     "_unsafe_set_version_counter": ("t",),
 }
 """Arguments that operators write to (or whose version they use) unmarked; `_written_by` has the others."""
+IMPLICIT = ("out", "inplace", "running_mean", "running_var", "max_norm")
+"""Arguments of any function that it writes to, or that make it write to another one."""
 VERSION_NAMES = ("_tensor_version", "_unsafe_set_version_counter")
 """Operators that read or set how often a tensor was written to; they count as writes."""
 COLLECTIVES = ("torch._ops._c10d", "torch._ops._dtensor", "torch._ops.c10d", "torch._ops.symm_mem")
@@ -78,6 +80,11 @@ class Signature:
     names: tuple[str, ...] = ()
     defaults: Mapping[str, object] = field(default_factory=dict)
     written: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def may_write(self) -> bool:
+        """Whether a call without keyword arguments may write to anything."""
+        return not {*self.written, *IMPLICIT}.isdisjoint(self.names)
 
 
 def mutated_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
@@ -150,7 +157,7 @@ def _mutated(node: fx.Node) -> Iterator[fx.Node]:
         yield from _written_by_bodies(node)
     else:
         signatures = _signatures(node.target)
-        for signature in signatures:
+        for signature in (s for s in signatures if node.kwargs or s.may_write):
             yield from _nodes(filter(None, _written_by(signature, node)))
         if not signatures:
             yield from filter(_may_hold_tensor, node.all_input_nodes)

@@ -4,7 +4,7 @@ Positions count the *body* of a graph: all nodes except placeholders, attributes
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,12 +71,16 @@ def with_values(arguments: Any, value_of: Callable[[fx.Node], object]) -> Any:
     return fx.map_arg(arguments, replace)
 
 
+def _leaves(value: object) -> Sequence[object]:
+    """The leaves of a value, quickly for a tensor."""
+    return (value,) if isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
+
+
 def requires_grad(value: object) -> bool:
     """Whether any tensor in `value` requires grad; assumed for a missing value."""
     if value is MISSING:
         return True
-    leaves = pytree.tree_leaves(value)
-    return any(isinstance(leaf, torch.Tensor) and _is_trained(leaf) for leaf in leaves)
+    return any(isinstance(leaf, torch.Tensor) and _is_trained(leaf) for leaf in _leaves(value))
 
 
 def _is_trained(tensor: torch.Tensor) -> bool:
@@ -94,8 +98,7 @@ def storages(node: fx.Node) -> list[int]:
 
 def storages_of(value: object) -> list[int]:
     """Identities of the storages behind the tensors in `value`."""
-    leaves = (value,) if isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
-    return [key for leaf in leaves if isinstance(leaf, torch.Tensor) for key in _own_storages(leaf)]
+    return [key for leaf in _leaves(value) if isinstance(leaf, torch.Tensor) for key in _own_storages(leaf)]
 
 
 def _own_storages(tensor: Any) -> list[int]:

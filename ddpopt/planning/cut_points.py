@@ -92,10 +92,10 @@ class Body:
         return tuple(blocked)
 
 
-def blocked_positions(graph: fx.Graph, others: Iterable[Span] = ()) -> tuple[str | None, ...]:
-    """For each body position, why no cut may lie right before it, or None; `others` are additional spans."""
+def blocked_positions(graph: fx.Graph) -> tuple[str | None, ...]:
+    """For each body position, why no cut may lie right before it, or None."""
     body = Body(graph)
-    return body.blocked([*others, *itertools.chain.from_iterable(find(body) for find in OBSTACLES)])
+    return body.blocked(itertools.chain.from_iterable(find(body) for find in OBSTACLES))
 
 
 # --- values and global state -------------------------------------------------------------------------

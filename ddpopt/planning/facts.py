@@ -29,11 +29,10 @@ from ddpopt.graph.nodes import (
 )
 from ddpopt.graph.state import states
 from ddpopt.planning.bucket_rule import ParamSpec, Specs
-from ddpopt.planning.cut_points import Span, blocked_positions
+from ddpopt.planning.cut_points import blocked_positions
 
 Sources = Mapping[fx.Node, Mapping[str, str]]
 """The result of `parameter_sources`."""
-_LATE = "the backward of {!r} may read {!r}, which may change once its gradient is sent"
 NEGLIGIBLE_RATIO = 64
 """A parameter this many times smaller than another one in the same call is not worth its own cut."""
 
@@ -75,18 +74,14 @@ class GraphFacts:
     params: tuple[ParamUse, ...]
     blocked: tuple[str | None, ...]
     sources: Sources = field(default_factory=dict, compare=False)
-    late: Mapping[fx.Node, tuple[int, int]] = field(default_factory=dict, compare=False)
+    late: Mapping[fx.Node, None] = field(default_factory=dict, compare=False)
 
     @property
     def ready(self) -> list[ParamSpec]:
-        """The parameters in ready order, smaller ones first where several complete together.
-
-        A parameter that backward reads later is ready only then.
-        """
-        late = {name: at[0] for node, at in self.late.items() for name in self.sources[node].values()}
+        """The parameters in ready order, smaller ones first where several complete together."""
 
         def readiness(use: ParamUse) -> tuple[int, int, int]:
-            return -late.get(use.spec.name, use.completes_at), -use.inside, use.spec.nbytes
+            return -use.completes_at, -use.inside, use.spec.nbytes
 
         return [use.spec for use in sorted(self.params, key=readiness)]
 
@@ -124,10 +119,8 @@ def collect(gm: fx.GraphModule, example_inputs: Sequence[object], specs: Specs) 
     inside = _places_inside(gm, body, sources)
     read_at = [(spec, readers[spec.name]) for spec in specs.values() if readers[spec.name]]
     uses = tuple(ParamUse(spec, tuple(at), inside.get((spec.name, at[0]), 0)) for spec, at in read_at)
-    late = late_reads(gm, sources, carries)
-    spans = (Span(a + 1, b, _LATE.format(body[a].name, node.name)) for node, (a, b) in late.items())
-    blocked = blocked_positions(gm.graph, spans)
-    return GraphFacts(tuple(node.name for node in body), uses, blocked, sources, late)
+    nodes, blocked = tuple(node.name for node in body), blocked_positions(gm.graph)
+    return GraphFacts(nodes, uses, blocked, sources, late_reads(gm, sources, carries))
 
 
 def _places_inside(
@@ -236,33 +229,15 @@ def _inputs_with_gradient(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
     ]
 
 
-def late_reads(
-    gm: fx.GraphModule, sources: Container[fx.Node], carriers: Container[fx.Node]
-) -> dict[fx.Node, tuple[int, int]]:
-    """The parameters that backward may read after their gradients are complete.
+def late_reads(gm: fx.GraphModule, sources: Sources, carriers: Container[fx.Node]) -> dict[fx.Node, None]:
+    """The nodes among `sources` that backward may read after their parameters' gradients are complete.
 
-    This happens when a node before the first one that passes gradient to the parameter reads a value computed
-    from it without gradient: the node's backward may recompute that value. By then an optimizer in a
-    communication hook may have changed the parameter, which it does as soon as the gradient is reduced.
-
-    Returns:
-        For each such parameter among `sources`: the body positions of the first such node, and of the node
-        where the gradient completes.
+    These are the ones that are also read without gradient: where backward needs what was computed from them,
+    it may compute it again. By then an optimizer in a communication hook may have changed the parameter,
+    which it does as soon as the gradient is reduced.
     """
-    made_of: dict[fx.Node, dict[fx.Node, None]] = {}
-    early: dict[fx.Node, int] = {}
-    found: dict[fx.Node, tuple[int, int]] = {}
-    complete: dict[fx.Node, None] = {}
-    for position, node in enumerate(body_nodes(gm.graph)):
-        held = [source for source in node.all_input_nodes if source in sources]
-        read = dict.fromkeys([*held, *(p for s in node.all_input_nodes for p in made_of.get(s, ()))])
-        if node not in carriers:
-            made_of[node] = read
-            continue
-        for parameter in (source for source in _inputs_with_gradient(gm, node) if source in sources):
-            if parameter in early and parameter not in complete:
-                found[parameter] = early[parameter], position
-            complete[parameter] = None
-        for parameter in read:
-            early.setdefault(parameter, position)
-    return found
+    return {
+        source: None
+        for source in sources
+        if any(user not in carriers or source not in _inputs_with_gradient(gm, user) for user in source.users)
+    }

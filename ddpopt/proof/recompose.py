@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from ddpopt.graph.nodes import MISSING, example_value, fetch
-from ddpopt.graph.state import ENTER_AUTOCAST, EXIT_AUTOCAST, GRAD_MODE
+from ddpopt.graph.state import ENTER_AUTOCAST, EXIT_AUTOCAST, GRAD_MODE, unchanging
 from ddpopt.proof.steps import (
     Crossing,
     GraphProgram,
@@ -228,7 +228,7 @@ class _Stitched(_Walk):
     def call(self, step: ProgramStep) -> Term:
         if isinstance(step.callee, fx.GraphModule) and not step.kwargs:
             return self._inline(step.callee, step.args)
-        if step.node.op == "call_method" and step.callee == "detach" and len(step.args) == 1:
+        if step.callee in (torch.detach, unchanging) and len(step.args) == 1:
             return Copy("detach", step.args[0], self.segment)
         if step.node.op == "call_method" and step.callee == "requires_grad_":
             match step.args:

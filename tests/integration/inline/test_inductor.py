@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 from ddpopt.ddp.ready_hooks import ReadyHooks
 from ddpopt.inline import inductor
-from ddpopt.inline.handover import COPIED, LATE, TAKEN, Call
+from ddpopt.inline.handover import COPIED, READ, TAKEN, Call
 
 pytestmark = pytest.mark.usefixtures("one_rank_group", "fresh_dynamo")
 
@@ -133,8 +133,12 @@ def test_memory_is_used_directly_only_where_generated_code_is_done_with_it(
         assert (net.watched.grad.data_ptr() == address) == (expected == TAKEN), name  # type: ignore[union-attr, operator]  # it is there
 
 
-def test_a_late_gradient_takes_the_usual_way(received: dict[int, tuple[int, int]], monkeypatch: Any) -> None:
+@pytest.mark.parametrize("may_change", [False, True])
+def test_what_is_read_later_is_handed_over_early_unless_a_hook_may_change_it(
+    may_change: bool, received: dict[int, tuple[int, int]], monkeypatch: Any
+) -> None:
     monkeypatch.setattr("ddpopt.inline.lowering._is_read_after", lambda *_: True)
+    monkeypatch.setattr("ddpopt.inline.handover.may_be_stepped", lambda _: may_change)
     handed, hand_over = list[Tensor](), ReadyHooks.hand_over
 
     def noted(hooks: ReadyHooks, place: int, parameter: Tensor, *others: Any) -> None:
@@ -144,8 +148,8 @@ def test_a_late_gradient_takes_the_usual_way(received: dict[int, tuple[int, int]
     monkeypatch.setattr(ReadyHooks, "hand_over", noted)
     with fresh_cache():
         (net,) = assert_trained_as_eager(("a gradient of its own",))
-    assert received[id(net.watched)][0] == LATE
-    assert not any(parameter is net.watched for parameter in handed)
+    assert received[id(net.watched)][0] == READ
+    assert any(parameter is net.watched for parameter in handed) != may_change
 
 
 class SharedGradient(nn.Module):

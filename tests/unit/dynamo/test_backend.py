@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import gc
+import itertools
 import pickle
 from collections.abc import Callable
 from itertools import product
@@ -15,6 +16,7 @@ import torch
 import torch._dynamo.backends.registry
 import torch._inductor.compile_fx as compile_fx
 from torch import Tensor, fx, nn
+from torch._C._distributed_c10d import GradBucket
 from torch._dynamo.backends import distributed
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -670,3 +672,53 @@ def test_an_unknown_backend_is_refused_with_the_names_that_there_are() -> None:
     message = refusal(backend="indcutor")
     assert message.startswith("backend: expected the name of a Dynamo backend, got 'indcutor'; known ")
     assert {"inductor", "aot_eager", "eager"} <= set(message.partition("known backends: ")[2].split(", "))
+
+
+class Peeking(nn.Module):
+    """Layers of which each but the last scales its result by the next one's weight, read without gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, following in itertools.pairwise([*self.layers, nn.Identity()]):
+            x = layer(x).sin()
+            if isinstance(following, nn.Linear):
+                with torch.no_grad():
+                    scale = following.weight.sin()[0]
+                x = x * scale
+        return x
+
+
+@pytest.mark.parametrize("steps_in_hook", [False, True])
+@pytest.mark.parametrize("strategy", ["inline", "split"])
+def test_a_parameter_that_backward_still_reads_is_reduced_early_and_may_be_stepped(
+    strategy: Any, steps_in_hook: bool
+) -> None:
+    found = []
+    for compiled in (False, True):
+        ddp: Any = DistributedDataParallel(Peeking(), bucket_cap_mb=4 * 8 * 9 / 2**20)
+        early = list[bool]()
+
+        def stepping(seen: list[bool], bucket: GradBucket) -> torch.futures.Future[Tensor]:
+            seen.append(ddp.module.layers[0].weight.grad is None)  # noqa: B023
+            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                parameter.data.sub_(gradient, alpha=0.1 * steps_in_hook)
+            done: torch.futures.Future[Tensor] = torch.futures.Future()
+            done.set_result(bucket.buffer())
+            return done
+
+        ddp.register_comm_hook(early, stepping)
+        call = (
+            ddpopt.compile(ddp, backend="aot_eager_decomp_partition", strategy=strategy) if compiled else ddp
+        )
+        losses = []
+        for _ in range(3):
+            ddp.zero_grad()
+            losses.append(call(torch.ones(2, 8)).sum())
+            losses[-1].backward()
+        found.append([early[-3:], torch.stack(losses).tolist(), [p.tolist() for p in ddp.parameters()]])
+    assert found[0][0] == [True, True, False]
+    assert found[1] == found[0]
