@@ -239,10 +239,10 @@ def _aliased_with_own_gradient(body: Body) -> Iterator[Span]:
         name = getattr(node.target, "__name__", str(node.target))
         known = is_known(node) and not is_detached_view(node)
         apart = isinstance(node.target, HigherOrderOperator) or not known
-        read = read_storages(node)
-        own = {key for key, times in Counter(storages(node)).items() if times > 1 or key in read}
-        unsafe = name.lstrip("_").startswith("unsafe_") and not own.isdisjoint(body.written)
-        if not own or not (unsafe or (apart and requires_grad(example_value(node)))):
+        apart, unsafe = apart and requires_grad(example_value(node)), name.lstrip("_").startswith("unsafe_")
+        keys = Counter(storages(node)).items() if apart or unsafe else ()
+        own = {key for key, times in keys if times > 1 or key in read_storages(node)}
+        if not own or not (apart or not own.isdisjoint(body.written)):
             continue
         names = _with_users(node, lambda user, own=own: not own.isdisjoint(storages(user)))  # type: ignore[misc]  # bound now
         last = max(map(body.last_use, names))

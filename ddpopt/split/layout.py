@@ -14,7 +14,7 @@ from functools import cached_property
 
 import sympy
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils import _pytree as pytree
 
@@ -163,7 +163,8 @@ class Layout:
             return False
         if node in self.no_grad_views or is_uncrossable_number(node):
             return True
-        return not self.mutations.keys().isdisjoint(storages(node)) and viewed_input(node) is not None
+        written = bool(self.mutations) and not self.mutations.keys().isdisjoint(storages(node))
+        return written and viewed_input(node) is not None
 
     def detached(self, inputs: Iterable[Leaf], index: int) -> list[Leaf]:
         """Inputs of the graph that require grad, but to which segment `index` sends no gradient.
@@ -172,12 +173,10 @@ class Layout:
         delay the bucket of a parameter that an early segment reads only under ``no_grad``. What the graph
         writes to stays as it is: AOTAutograd has to see which inputs share its memory.
         """
-        sources = [leaf for leaf in inputs if leaf.node.op == "placeholder" and requires_grad(leaf.value)]
-        unwritten = [leaf for leaf in sources if self.mutations.keys().isdisjoint(storages(leaf.node))]
+        held = (leaf for leaf in inputs if leaf.node.op == "placeholder" and isinstance(leaf.value, Tensor))
+        unwritten = (leaf for leaf in held if self.mutations.keys().isdisjoint(storages(leaf.node)))
         carried = self._carried(index)
-        return [
-            leaf for leaf in unwritten if leaf.node not in carried and isinstance(leaf.value, torch.Tensor)
-        ]
+        return [leaf for leaf in unwritten if requires_grad(leaf.value) and leaf.node not in carried]
 
     def _carried(self, index: int) -> dict[fx.Node, None]:
         """The nodes that segment `index` sends gradient to, also through recomputed nodes."""

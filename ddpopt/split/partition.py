@@ -198,9 +198,9 @@ def _stitch(gm: fx.GraphModule, layout: Layout, segments: Sequence[_Segment]) ->
         exports = layout.exports[index]
         segment.graph.output(tuple(_pick(segment.graph, segment.copies[e.node], e.path) for e in exports))
         modules[segment_name(index)] = module_like(gm, segment.graph)
-        detached = layout.detached(segment.inputs, index)
         given = {leaf: values[leaf] for leaf in segment.inputs}
-        given |= {leaf: _without_gradient(values[leaf], unchanging) for leaf in detached}
+        for leaf in layout.detached(segment.inputs, index):
+            given[leaf] = _without_gradient(values[leaf], unchanging)
         call = graph.call_module(segment_name(index), tuple(given.values()))
         for position, leaf in enumerate(exports):
             values[leaf] = graph.call_function(operator.getitem, (call, position))
