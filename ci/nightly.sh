@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What takes too long for every commit: the long tests, with the verification's test of itself; thousands of
-# drawn examples, the gate, torch's own DDP tests, and models that nobody wrote.
+# drawn examples, the gate, torch's own DDP tests, overlap of the whole corpus, and models that nobody wrote.
 #
 #   ci/nightly.sh
 #
@@ -22,6 +22,7 @@ step "drawn examples" env HYPOTHESIS_PROFILE=nightly timeout "${PROPERTY_LIMIT:-
 step gate ci/gate.sh --json "$reports/gate.json"
 step "torch's own DDP tests" "$VENV/bin/python" -m ci.torch_ddp \
   --json "$reports/torch-ddp.json" --markdown "$reports/torch-ddp.md"
+step overlap "$VENV/bin/python" -m benchmarks.alignment --modes split,inline --json "$reports/alignment.json"
 step fuzz "$VENV/bin/ddpopt" fuzz --nproc 1 \
   --minutes "${FUZZ_MINUTES:-20}" --out "$reports/fuzz"
 finish

@@ -153,7 +153,7 @@ def _trace(node: fx.Node, state: State) -> fx.GraphModule | None:
             # a call's own writes would forbid cuts; a composite call is not functionalized until it is traced
             traced = make_fx(torch.func.functionalize(operations))(*values)
         except Exception:  # whatever it is, the unexpanded call is still correct
-            logger.info("ddpopt: %s cannot be opened", node.name, exc_info=True)
+            logger.info("ddpopt: %s cannot be expanded", node.name, exc_info=True)
             return None
     traced.graph.eliminate_dead_code()
     constants = traced.graph.find_nodes(op="get_attr")

@@ -35,3 +35,9 @@ def test_the_slowest_rank_counts_and_less_than_98_percent_other_buckets_or_a_cra
     eager = [Outcome(measurement(0.5)) for _ in answers]
     cell = row("gpt", "1", {"eager": eager, "split": answers}).cells["split"]
     assert (cell.ratio, cell.problems) == (ratio, problems)
+
+
+def test_less_is_no_problem_where_it_is_expected() -> None:
+    answers = {"eager": [Outcome(measurement(0.5))], "split": [LATE], "inline": [LATE]}
+    cells = row("buffers", "1", answers).cells
+    assert (bool(cells["split"].problems), bool(cells["inline"].problems)) == (False, True)
