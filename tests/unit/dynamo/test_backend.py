@@ -33,6 +33,7 @@ from ddpopt.planning.plan import Plan
 from ddpopt.planning.strategy import Strategy
 from ddpopt.split.partition import partition
 from ddpopt.testing import drawn
+from tests.multigpu.models import averaged
 from tests.multigpu.turns import in_turn
 from tests.unit.rehearsing import Broken, Linears, marked
 from tests.unit.tracing import Recorder
@@ -692,29 +693,27 @@ class Peeking(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("steps_in_hook", [False, True])
+def stepping(state: tuple[Any, float, list[bool]], bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """A communication hook that notes whether the first layer is still to come, and steps SGD."""
+    ddp, rate, early = state
+    early.append(ddp.module.layers[0].weight.grad is None)
+    for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        parameter.data.sub_(gradient, alpha=rate)
+    return averaged(bucket, ddp.process_group)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1])
 @pytest.mark.parametrize("strategy", ["inline", "split"])
 def test_a_parameter_that_backward_still_reads_is_reduced_early_and_may_be_stepped(
-    strategy: Any, steps_in_hook: bool
+    strategy: Any, rate: float
 ) -> None:
+    backend = "aot_eager_decomp_partition"  # it recomputes in backward
     found = []
     for compiled in (False, True):
         ddp: Any = DistributedDataParallel(Peeking(), bucket_cap_mb=4 * 8 * 9 / 2**20)
-        early = list[bool]()
-
-        def stepping(seen: list[bool], bucket: GradBucket) -> torch.futures.Future[Tensor]:
-            seen.append(ddp.module.layers[0].weight.grad is None)  # noqa: B023
-            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-                parameter.data.sub_(gradient, alpha=0.1 * steps_in_hook)
-            done: torch.futures.Future[Tensor] = torch.futures.Future()
-            done.set_result(bucket.buffer())
-            return done
-
-        ddp.register_comm_hook(early, stepping)
-        call = (
-            ddpopt.compile(ddp, backend="aot_eager_decomp_partition", strategy=strategy) if compiled else ddp
-        )
-        losses = []
+        early, losses = list[bool](), []
+        ddp.register_comm_hook((ddp, rate, early), stepping)
+        call = ddpopt.compile(ddp, backend=backend, strategy=strategy) if compiled else ddp
         for _ in range(3):
             ddp.zero_grad()
             losses.append(call(torch.ones(2, 8)).sum())
