@@ -148,13 +148,13 @@ def _number(value: int | None) -> str:
 
 
 def _closing(rows: Sequence[Row]) -> Iterator[str]:
-    """Every problem."""
+    """Every problem, and every ratio that is low as expected."""
     for found in rows:
         if found.eager_failure:
             yield f"{found.case} at {found.cap}, eager DDP itself failed: {found.eager_failure}"
         for mode, cell in found.cells.items():
             yield from (f"{found.case} at {found.cap}, {mode}: {problem}" for problem in cell.problems)
-            if cell.expected and (cell.ratio or 0) < ASKED:
+            if cell.expected and cell.ratio is not None and cell.ratio < ASKED:
                 yield f"{found.case} at {found.cap}, {mode}: {_ratio(cell)}, as expected: {cell.expected}"
     silent = sorted({found.case for found in rows if found.eager is not None and not found.flops})
     if silent:

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from ddpopt.graph.state import unchanging
 from ddpopt.planning.plan import Plan, Segment
 
 Edit = Callable[[], object]
@@ -421,7 +420,7 @@ def rounded(value: torch.Tensor) -> torch.Tensor:
 
 def copy_left_out(stitched: fx.GraphModule) -> Iterator[Edit]:
     for node in stitched.graph.nodes:
-        if node.target in (torch.detach, unchanging, "requires_grad_"):
+        if node.op == "call_method" and node.target in ("detach", "requires_grad_"):
             yield partial(_replace, node, node.all_input_nodes[0])
 
 
@@ -490,7 +489,7 @@ MUTANTS = (
     Mutant("inputs are in another order", inputs_in_another_order, unseen=True),
     Mutant("an input has a default", input_with_a_default, unseen=True),
     Mutant("outputs are others", other_outputs, unseen=True),
-    Mutant("a segment is given a detached value", through(torch.detach)),
+    Mutant("a segment is given a detached value", through("detach")),
     Mutant("a segment is given a copy", through("clone")),
     Mutant("a segment is given a rounded value", through(rounded)),
     Mutant("a copy at a cut is left out", copy_left_out),

@@ -32,7 +32,6 @@ from ddpopt.ddp.plan_exchange import exchange_plans, plan_difference, same_bucke
 from ddpopt.ddp.ready_hooks import ready_hooks
 from ddpopt.ddp.reducer import install, outside_dynamo
 from ddpopt.errors import NoAnswerError, UnsupportedError
-from ddpopt.graph.state import active_module
 from ddpopt.planning.plan import Plan
 from ddpopt.planning.reduced import as_built, running_reducer
 
@@ -71,6 +70,11 @@ def defer(ddp: nn.Module, decide: Callable[[], Plan | None]) -> None:
 def keeps_buckets(ddp: DistributedDataParallel) -> bool:
     """Whether the ranks found no plan when they were asked, so that the module keeps DDP's own buckets."""
     return ddp in _kept
+
+
+def active_module() -> DistributedDataParallel | None:
+    """The DDP module whose forward is running; Dynamo finds it in the same way (torch 2.11 to 2.13)."""
+    return DistributedDataParallel._active_ddp_module
 
 
 class Deferral:

@@ -17,13 +17,13 @@ from torch import fx
 from torch._dynamo.backends.registry import lookup_backend
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from ddpopt.ddp.deferral import PendingLogger, defer, keeps_buckets
+from ddpopt.ddp.deferral import PendingLogger, active_module, defer, keeps_buckets
 from ddpopt.ddp.impose import imposed_plan
 from ddpopt.dynamo import hook
 from ddpopt.dynamo.quiet import compiling, isolated
 from ddpopt.errors import UnsupportedError, UsageError, did_you_mean
 from ddpopt.graph.nodes import CompilerFn
-from ddpopt.graph.state import active_module, begins_without_grad
+from ddpopt.graph.state import begins_without_grad
 from ddpopt.inline.compile import compile_inline, lendable, together
 from ddpopt.inline.inductor import in_order, is_inductor
 from ddpopt.planning.limits import BucketConfig

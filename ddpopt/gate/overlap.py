@@ -126,6 +126,8 @@ class Recorder:
         self.iterations[-1].append(launch)
         return average(bucket.buffer(), self._group)
 
+    _hook.only_sends = True  # type: ignore[attr-defined]  # inline need not fear that it runs an optimizer
+
 
 def average(gradients: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
     """DDP's own average: divide first, then sum, in place.

@@ -1,17 +1,15 @@
-"""The global state in which the nodes of a graph run: open autocast spans, grad mode, and the DDP module.
+"""The global state in which the nodes of a graph run: open autocast spans, and grad mode.
 
-Dynamo records changes of the first two as nodes. A graph begins outside of autocast, with grad mode on.
+Dynamo records changes to it as nodes. A graph begins outside of autocast, with grad mode on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, fx
-from torch.nn.parallel import DistributedDataParallel
+from torch import fx
 
 from ddpopt.graph.nodes import body_nodes
 
@@ -51,22 +49,3 @@ def begins_without_grad(graph: fx.Graph) -> bool:
     """Whether `graph` is called under ``no_grad`` and turns grad mode on: Dynamo records only changes."""
     switches = (bool(node.args[0]) for node in graph.nodes if node.target is GRAD_MODE)
     return next(switches, False)
-
-
-def active_module() -> DistributedDataParallel | None:
-    """The DDP module whose forward is running; Dynamo finds it in the same way (torch 2.11 to 2.13)."""
-    return DistributedDataParallel._active_ddp_module
-
-
-def may_be_stepped(ddp: Any) -> bool:
-    """Whether a communication hook, which may run an optimizer, can change parameters during a backward."""
-    return bool(getattr(ddp, "_comm_hooks", ()))
-
-
-def unchanging(parameter: Tensor) -> Tensor:
-    """A parameter without gradient, for code whose backward may run after the parameter's gradient is sent.
-
-    It is a copy if the parameter may change by then.
-    """
-    detached = parameter.detach()
-    return detached.clone() if may_be_stepped(active_module()) else detached

@@ -19,9 +19,9 @@ from torch._functorch.compilers import nop
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ddpopt.ddp.deferral import active_module
 from ddpopt.graph.nodes import CompilerFn, example_value, module_like, storages
 from ddpopt.graph.rewriting import copy_input
-from ddpopt.graph.state import active_module, may_be_stepped
 from ddpopt.inline.handover import Call, empty_token, lend
 from ddpopt.planning.facts import GraphFacts, Sources
 from ddpopt.planning.plan import Bucket
@@ -91,8 +91,7 @@ def compile_inline(
         example_inputs: one value for each of its placeholders.
         groups: the placeholders that hold these parameters; the gradients of a group are handed over in one
             call, in this order.
-        late: those that the backward may read after their gradients are complete; see `late_reads`. If they
-            may change by then, the graph gets copies.
+        late: those that the backward may read after their gradients are complete; see `late_reads`.
         compiler: a Dynamo backend.
 
     Returns:
@@ -107,17 +106,13 @@ def compile_inline(
     tokens = [_token(detached[group[0]]) for group in groups]
     compiled = compiler(_edited(gm, groups, detached, tokens, positions), [*values, *tokens])
     others = [place for place, node in enumerate(inputs) if node not in detached]
-    read_late = [place for place in flat if inputs[place] in late]
+    waiting = {place for node, place in place_of.items() if node in late}
     asserting = _asserts_gradients(compiler)
 
     def run(*arguments: Any) -> Any:
         given = [*arguments]
         lent = [{position: given[position] for position in group} for group in positions]
-        ddp = active_module()
-        copied = read_late if may_be_stepped(ddp) else ()
-        tokens = Call(ddp, lent, [given[place] for place in others], copied).open_gate()
-        for place in copied:
-            given[place] = given[place].clone()
+        tokens = Call(active_module(), lent, [given[place] for place in others], waiting).open_gate()
         for position in flat if asserting else ():
             given[position] = given[position].detach()
         return compiled(*given, *tokens)

@@ -18,8 +18,7 @@ must hold; otherwise the gradient waits until the compiled backward is over and 
   that the loss also reads, after a graph break, or with two forwards before one backward);
 - the parameter still requires grad, and accumulates in its own dtype;
 - there are no hooks on the parameter or its AccumulateGrad node; a user's hook runs once, at its usual time;
-- no communication hook can change the parameter while later code of the backward still reads it (where that
-  is known before the forward, it reads a copy);
+- no communication hook can change the parameter while later code of the backward still reads it;
 - no other input of the compiled code is in memory that DDP writes to: a gradient, or a bucket;
 - the backward creates no graph, does not check for NaN and runs on the default stream, and the graph was
   called in DDP's forward.
@@ -44,11 +43,10 @@ from ddpopt.ddp.engine import NO_TASK, running_backward, running_node, task_id, 
 from ddpopt.ddp.ready_hooks import ready_hooks
 from ddpopt.errors import HandOverError
 from ddpopt.graph.nodes import storages_of
-from ddpopt.graph.state import may_be_stepped
 
-COPIED, TAKEN, READ, KEPT = range(4)
+COPIED, TAKEN, LATE = range(3)
 """How a gradient is handed over: copied; taken with its memory, which compiled code provably does not use,
-return or alias again; copied, while later code still reads the parameter; or only after the backward."""
+return or alias again; or only at the end of the backward, because later code reads the parameter."""
 
 
 Groups = Sequence[Mapping[int, Tensor]]
@@ -62,17 +60,18 @@ class Call:
         ddp: the DDP module whose forward is running, if any.
         groups: the parameters of each call of `lend`, by slot, their position among the graph's inputs.
         others: the graph's other inputs.
-        copied: slots of parameters of which the compiled code was given a copy.
+        late: slots of parameters that the backward may read after their gradients are complete.
 
     Attributes:
         groups: as given.
     """
 
     def __init__(
-        self, ddp: DDP | None, groups: Groups, others: Sequence[object], copied: Container[int] = ()
+        self, ddp: DDP | None, groups: Groups, others: Sequence[object], late: Container[int]
     ) -> None:
         self._hooks = None if ddp is None else ready_hooks(ddp)
-        self._ddp, self._copied = ddp, copied
+        # only a communication hook that runs an optimizer changes parameters during backward
+        self._late, self._comm_hooks = late, [] if ddp is None else ddp._comm_hooks
         self.groups = groups
         self._memory = frozenset(storages_of(others))
         self._parameters = {slot: parameter for group in groups for slot, parameter in group.items()}
@@ -92,7 +91,7 @@ class Call:
         Args:
             slot: the parameter's slot.
             gradient: the graph's whole contribution to the gradient.
-            treatment: `COPIED`, `TAKEN`, `READ` or `KEPT`.
+            treatment: `COPIED`, `TAKEN` or `LATE`.
             gate: the call's gate, a node of the autograd graph.
         """
         task = task_id()
@@ -101,8 +100,7 @@ class Call:
             self._task, self._opens = task, will_run(gate)
         # the proof covers only the compiled code; an operator that it calls may keep a reference
         taken = treatment == TAKEN and _is_alone(gradient)
-        exposed = treatment == READ and slot not in self._copied and may_be_stepped(self._ddp)
-        if self._hooks is not None and slot in self._places and treatment != KEPT and not exposed:
+        if self._hooks is not None and slot in self._places and treatment != LATE:
             parameter = self._parameters[slot]
             if gradient.dtype != parameter.dtype:  # as in a backward under autocast; the engine casts, too
                 gradient, taken = gradient.to(parameter.dtype), True
@@ -123,10 +121,12 @@ class Call:
         if backward is None or backward.creates_graph or _looks_for_nan():
             return {}
         places = {slot: hooks.places.get(id(parameter)) for slot, parameter in self._parameters.items()}
+        may_step = not all(getattr(hook, "only_sends", False) for hook, _ in self._comm_hooks)
         return {
             slot: place
             for slot, place in places.items()
             if place is not None
+            and not (slot in self._late and may_step)
             and self._parameters[slot].requires_grad
             and not hooks.is_hooked(place)
             and not _is_hooked(self._parameters[slot])
@@ -208,13 +208,11 @@ class _Lend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        complete = {slot: g for slot, g in zip(ctx.slots, gradients, strict=True) if g is not None}
+        found = {slot: g for slot, g in zip(ctx.slots, gradients, strict=True) if g is not None}
         token = None
-        if complete:
+        if found:
             with _kept_in_backward():
-                token = torch.ops.ddpopt.hand_over(
-                    [*complete.values()], [*complete], [COPIED] * len(complete)
-                )
+                token = torch.ops.ddpopt.hand_over([*found.values()], [*found], [COPIED] * len(found))
         return token, *(None for _ in range(1 + len(gradients)))
 
 
@@ -283,7 +281,7 @@ def hand_over(gradients: Sequence[Tensor], slots: Sequence[int], treatment: Sequ
     Args:
         gradients: this graph's whole contribution to each, in the order in which they are handed over.
         slots: the parameters' positions among the graph's inputs, one for each gradient.
-        treatment: `COPIED`, `TAKEN`, `READ` or `KEPT`, one for each gradient.
+        treatment: `COPIED`, `TAKEN` or `LATE`, one for each gradient.
 
     Returns:
         The gradient of the token: an empty tensor.
@@ -308,7 +306,7 @@ def _gate_of(node: Any) -> Any:
 
 def _hand_over_batched(gradients: Sequence[Tensor], slots: Sequence[int], treatment: Sequence[int]) -> Tensor:
     """Several backwards at once, as in ``torch.autograd.grad(…, is_grads_batched=True)``: none hands over."""
-    return hand_over(gradients, slots, [KEPT] * len(treatment))
+    return hand_over(gradients, slots, [LATE] * len(treatment))
 
 
 def _hand_over_fake(gradients: Sequence[Tensor], _slots: Sequence[int], _treatment: Sequence[int]) -> Tensor:

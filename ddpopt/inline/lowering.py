@@ -3,10 +3,10 @@
 Inductor fuses and moves kernels after it has read a graph, and reuses memory. Only when it generates the call
 is it known what follows: memory that Inductor itself would free after the call is not used, returned or
 aliased again, so DDP may take it. DDP may change a parameter once it has the gradient (an optimizer in a
-communication hook), so code that reads the parameter comes before the call, or the call says `READ`.
+communication hook), so all code that reads the parameter must come before the call.
 
-Invariant: a gradient whose memory is taken has its last use in the call; a parameter has its last use before
-the call, unless the call says `READ`.
+Invariant: a gradient whose memory is taken has its last use in the call; a parameter whose gradient is handed
+over early has its last use before the call.
 
 Uses private parts of torch 2.11 to 2.13: ``torch._inductor.ir.FallbackKernel``, the order in which the
 scheduler runs operations (``V.graph.operations``, ``additional_buffer_deps``, ``last_usage``), and the
@@ -25,7 +25,7 @@ from torch._inductor import ir
 from torch._inductor.virtualized import V
 
 from ddpopt.graph.nodes import storages
-from ddpopt.inline.handover import COPIED, READ, TAKEN
+from ddpopt.inline.handover import COPIED, LATE, TAKEN
 
 TARGET = torch.ops.ddpopt.hand_over.default
 
@@ -104,7 +104,7 @@ def lower(gradients: Sequence[Any], slots: Sequence[int], treatment: Sequence[in
         for user in V.graph.name_to_users[name]:
             user.realize()
     before = [buffer for name in names for buffer in program.readers(name)]
-    how = [READ if wait else t for wait, t in zip(late, treatment, strict=True)]
+    how = [LATE if wait else t for wait, t in zip(late, treatment, strict=True)]
     gradients = [ir.ExternKernel.realize_input(gradient) for gradient in gradients]
     first = len(V.graph.operations)
     made = _HandOver.create(TARGET, gradients, slots, how)

@@ -67,9 +67,7 @@ def assign_buckets(params: Sequence[ParamSpec], limits: Sequence[int]) -> list[t
         UsageError: ``limits`` is empty.
     """
     if not limits:
-        raise UsageError(
-            "limits: expected at least one size in bytes, got none; use BucketConfig.rebuilt_limits"
-        )
+        raise UsageError("limits: expected sizes in bytes, got none; use BucketConfig.rebuilt_limits")
     if not params:
         return []
     mode = FakeTensorMode()

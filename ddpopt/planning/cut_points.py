@@ -92,10 +92,10 @@ class Body:
         return tuple(blocked)
 
 
-def blocked_positions(graph: fx.Graph) -> tuple[str | None, ...]:
-    """For each body position, why no cut may lie right before it, or None."""
+def blocked_positions(graph: fx.Graph, others: Iterable[Span] = ()) -> tuple[str | None, ...]:
+    """For each body position, why no cut may lie right before it, or None; `others` are additional spans."""
     body = Body(graph)
-    return body.blocked(itertools.chain.from_iterable(find(body) for find in OBSTACLES))
+    return body.blocked([*others, *itertools.chain.from_iterable(find(body) for find in OBSTACLES)])
 
 
 # --- values and global state -------------------------------------------------------------------------
@@ -172,9 +172,7 @@ def _setters(body: Body) -> Iterator[Span]:
         if not sets_state or spanned or mutated_inputs(node):
             continue
         if node.target in first:
-            yield Span(
-                first[node.target] + 1, index, f"{node.name!r} overrides global state that was set before"
-            )
+            yield Span(first[node.target] + 1, index, f"{node.name!r} overrides global state set before")
         else:
             first[node.target] = index
 
@@ -190,9 +188,7 @@ def _redescribed(body: Body) -> Iterator[Span]:
     """
     redescribed = {key: node for node in body.nodes if redescribes(node) for key in storages(node)}
     for key, node in redescribed.items():
-        yield Span(
-            body.made[key] + 1, body.last_read[key], f"{node.name!r} changes a tensor's metadata in place"
-        )
+        yield Span(body.made[key] + 1, body.last_read[key], f"{node.name!r} changes metadata in place")
 
 
 def _recomputed_after_write(body: Body) -> Iterator[Span]:
@@ -250,9 +246,7 @@ def _aliased_with_own_gradient(body: Body) -> Iterator[Span]:
         if unsafe or name == "register_hook" or last == len(body.nodes):
             first = min(body.made[key] for key in own)
             last = max(body.last_read[key] for key in own)
-        yield Span(
-            first + 1, last, f"{node.name!r} shares another value's memory, but is not a plain view of it"
-        )
+        yield Span(first + 1, last, f"{node.name!r} shares another value's memory, but is no plain view")
 
 
 def up_to_last_write(body: Body) -> Iterator[Span]:
@@ -268,9 +262,7 @@ def up_to_last_write(body: Body) -> Iterator[Span]:
     read: dict[int, int] = {}
     for index, node in enumerate(body.nodes if body.written else ()):
         given = read_storages(node)
-        written = {
-            k: first.get(source, source) for source in constructed_inputs(node) for k in storages(source)
-        }
+        written = {key: first.get(n, n) for n in constructed_inputs(node) for key in storages(n)}
         for key in {**given, **dict.fromkeys(storages(node))}:
             used.setdefault(key, index)
             if key not in given:

@@ -29,10 +29,11 @@ from ddpopt.graph.nodes import (
 )
 from ddpopt.graph.state import states
 from ddpopt.planning.bucket_rule import ParamSpec, Specs
-from ddpopt.planning.cut_points import blocked_positions
+from ddpopt.planning.cut_points import Span, blocked_positions
 
 Sources = Mapping[fx.Node, Mapping[str, str]]
 """The result of `parameter_sources`."""
+_LATE = "the backward of {!r} may read {!r}, which may change once its gradient is sent"
 NEGLIGIBLE_RATIO = 64
 """A parameter this many times smaller than another one in the same call is not worth its own cut."""
 
@@ -74,16 +75,13 @@ class GraphFacts:
     params: tuple[ParamUse, ...]
     blocked: tuple[str | None, ...]
     sources: Sources = field(default_factory=dict, compare=False)
-    late: Mapping[fx.Node, None] = field(default_factory=dict, compare=False)
+    late: Mapping[fx.Node, tuple[int, int]] = field(default_factory=dict, compare=False)
 
     @property
     def ready(self) -> list[ParamSpec]:
         """The parameters in ready order, smaller ones first where several complete together."""
-
-        def readiness(use: ParamUse) -> tuple[int, int, int]:
-            return -use.completes_at, -use.inside, use.spec.nbytes
-
-        return [use.spec for use in sorted(self.params, key=readiness)]
+        ready = sorted(self.params, key=lambda use: (-use.completes_at, -use.inside, use.spec.nbytes))
+        return [use.spec for use in ready]
 
 
 def has_multiple_weights(sizes: Sequence[int]) -> bool:
@@ -111,7 +109,7 @@ def collect(gm: fx.GraphModule, example_inputs: Sequence[object], specs: Specs) 
     for position, node in enumerate(body):
         if node not in carries:
             continue
-        read = [first.get(source, source) for source in _inputs_with_gradient(gm, node)]
+        read = [first.get(source, source) for source in _inputs_by_gradient(gm, node)[0]]
         held = [node, *(source for source in read if source.op in SOURCES)]
         names = [name for source in held for name in sources.get(source, {}).values()]
         for name in dict.fromkeys(names):
@@ -119,8 +117,10 @@ def collect(gm: fx.GraphModule, example_inputs: Sequence[object], specs: Specs) 
     inside = _places_inside(gm, body, sources)
     read_at = [(spec, readers[spec.name]) for spec in specs.values() if readers[spec.name]]
     uses = tuple(ParamUse(spec, tuple(at), inside.get((spec.name, at[0]), 0)) for spec, at in read_at)
-    nodes, blocked = tuple(node.name for node in body), blocked_positions(gm.graph)
-    return GraphFacts(nodes, uses, blocked, sources, late_reads(gm, sources, carries))
+    late = late_reads(gm, sources, carries)
+    spans = (Span(a + 1, b, _LATE.format(body[a].name, node.name)) for node, (a, b) in late.items())
+    blocked = blocked_positions(gm.graph, spans)
+    return GraphFacts(tuple(node.name for node in body), uses, blocked, sources, late)
 
 
 def _places_inside(
@@ -217,27 +217,57 @@ def gradient_carriers(graph: fx.Graph) -> dict[fx.Node, None]:
     return carriers
 
 
-def _inputs_with_gradient(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
-    """The inputs a carrier may pass gradient to; for a checkpointed region, those its inner carriers read."""
+def _inputs_by_gradient(gm: fx.GraphModule, node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The inputs that a carrier may pass gradient to, and those that it also reads without gradient.
+
+    For a checkpointed region these depend on the nodes in its body that read them.
+    """
     inner = checkpointed(gm, node)
     if inner is None:
-        return node.all_input_nodes
-    carriers = gradient_carriers(inner.graph)
-    pairs = operands(node, inner).items()
-    return [
-        given for operand, given in pairs if any(u in carriers or u.op == "output" for u in operand.users)
-    ]
+        return node.all_input_nodes, []
+    carriers = {*gradient_carriers(inner.graph), inner.graph.output_node()}
+    pairs = [(given, operand.users.keys()) for operand, given in operands(node, inner).items()]
+    passing = [given for given, users in pairs if not carriers.isdisjoint(users)]
+    return passing, [given for given, users in pairs if users - carriers]
 
 
-def late_reads(gm: fx.GraphModule, sources: Sources, carriers: Container[fx.Node]) -> dict[fx.Node, None]:
-    """The nodes among `sources` that backward may read after their parameters' gradients are complete.
+def late_reads(
+    gm: fx.GraphModule, sources: Sources, carriers: Container[fx.Node]
+) -> dict[fx.Node, tuple[int, int]]:
+    """The parameters that backward may read after their gradients are complete.
 
-    These are the ones that are also read without gradient: where backward needs what was computed from them,
-    it may compute it again. By then an optimizer in a communication hook may have changed the parameter,
-    which it does as soon as the gradient is reduced.
+    This happens when a node before the first one that passes gradient to the parameter reads a value computed
+    from it without gradient: the node's backward may recompute that value. By then an optimizer in a
+    communication hook may have changed the parameter, which it does as soon as the gradient is reduced. It
+    also happens within a checkpointed region, and where an input shares the parameter's memory.
+
+    Returns:
+        For each such parameter among `sources`: the body positions of the first such node, and of the node
+        where the gradient completes.
     """
-    return {
-        source: None
-        for source in sources
-        if any(user not in carriers or source not in _inputs_with_gradient(gm, user) for user in source.users)
-    }
+    owners: dict[int, list[fx.Node]] = {}
+    for source in sources:
+        for key in storages(source):
+            owners.setdefault(key, []).append(source)
+    others = (node for node in gm.graph.nodes if node.op in SOURCES and node not in sources)
+    shared = {node: [p for key in storages(node) for p in owners.get(key, ())] for node in others}
+    shared |= {source: [source] for source in sources}
+    made_of: dict[fx.Node, dict[fx.Node, None]] = {}
+    early: dict[fx.Node, int] = {}
+    found: dict[fx.Node, tuple[int, int]] = {}
+    complete: dict[fx.Node, None] = {}
+    for position, node in enumerate(body_nodes(gm.graph)):
+        given = node.all_input_nodes
+        read = dict.fromkeys(p for s in given for p in (*shared.get(s, ()), *made_of.get(s, ())))
+        if node not in carriers:
+            made_of[node] = read
+            continue
+        passing, also_read = _inputs_by_gradient(gm, node)
+        early.update({parameter: position for parameter in also_read if parameter not in early})
+        for parameter in (source for source in passing if source in sources):
+            if parameter in early and parameter not in complete:
+                found[parameter] = early[parameter], position
+            complete[parameter] = None
+        for parameter in read:
+            early.setdefault(parameter, position)
+    return found

@@ -84,11 +84,10 @@ def join_plans(graphs: Sequence[GraphPlan], specs: Sequence[ParamSpec], config: 
     for opened, (first, *_) in completed.items():
         if opened in cuts:  # the bucket's number in the whole plan
             cuts[opened] = replace(cuts[opened], reason=cut_reason(first.index, first.reason))
+    segments = [replace(s, buckets=tuple(b.index for b in completed.get(s.index, ()))) for s in segments]
     return Plan(
         buckets=buckets,
-        segments=tuple(
-            replace(s, buckets=tuple(b.index for b in completed.get(s.index, ()))) for s in segments
-        ),
+        segments=tuple(segments),
         cuts=tuple(cuts.values()),
         unread=tuple(spec.name for spec in specs if spec.name not in read),
         policy=graphs[0].plan.policy if graphs else "plan",

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from ddpopt.graph.nodes import MISSING, example_value, fetch
-from ddpopt.graph.state import ENTER_AUTOCAST, EXIT_AUTOCAST, GRAD_MODE, unchanging
+from ddpopt.graph.state import ENTER_AUTOCAST, EXIT_AUTOCAST, GRAD_MODE
 from ddpopt.proof.steps import (
     Crossing,
     GraphProgram,
@@ -142,9 +142,7 @@ class _Walk:
             if not isinstance(leaf, fx.Node):
                 return leaf
             if leaf not in self.values:
-                self.undefined.append(
-                    f"{self.where}, node {reader.name}: reads {leaf.name} before it is defined"
-                )
+                self.undefined.append(f"{self.where}, node {reader.name}: reads {leaf.name} too early")
                 return Unknown(leaf.name)
             return self.values[leaf]
 
@@ -228,7 +226,7 @@ class _Stitched(_Walk):
     def call(self, step: ProgramStep) -> Term:
         if isinstance(step.callee, fx.GraphModule) and not step.kwargs:
             return self._inline(step.callee, step.args)
-        if step.callee in (torch.detach, unchanging) and len(step.args) == 1:
+        if step.node.op == "call_method" and step.callee == "detach" and len(step.args) == 1:
             return Copy("detach", step.args[0], self.segment)
         if step.node.op == "call_method" and step.callee == "requires_grad_":
             match step.args:

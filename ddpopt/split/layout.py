@@ -8,6 +8,7 @@ that node's value; linear in the nodes of the graph.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -108,6 +109,12 @@ class Layout:
         return found
 
     @cached_property
+    def written_by_several_names(self) -> frozenset[int]:
+        """The storages that are written to, and that several inputs share."""
+        held = Counter(key for n in self.graph.find_nodes(op="placeholder") for key in {*storages(n)})
+        return frozenset(key for key in self.mutations if held[key] > 1)
+
+    @cached_property
     def binders(self) -> Mapping[sympy.Symbol, fx.Node]:
         """For each symbol, the node whose value is exactly that symbol."""
         found: dict[sympy.Symbol, fx.Node] = {}
@@ -170,13 +177,14 @@ class Layout:
         """Inputs of the graph that require grad, but to which segment `index` sends no gradient.
 
         Autograd would wait for the backward of every segment that takes a parameter as an input, and so
-        delay the bucket of a parameter that an early segment reads only under ``no_grad``. What the graph
-        writes to stays as it is: AOTAutograd has to see which inputs share its memory.
+        delay the bucket of a parameter that an early segment reads only under ``no_grad``; and it would fill
+        in zeros where a later segment needs no gradient. If the graph writes to memory that several inputs
+        share, they stay as they are: AOTAutograd has to see that.
         """
         held = (leaf for leaf in inputs if leaf.node.op == "placeholder" and isinstance(leaf.value, Tensor))
-        unwritten = (leaf for leaf in held if self.mutations.keys().isdisjoint(storages(leaf.node)))
+        apart = (leaf for leaf in held if self.written_by_several_names.isdisjoint(storages(leaf.node)))
         carried = self._carried(index)
-        return [leaf for leaf in unwritten if requires_grad(leaf.value) and leaf.node not in carried]
+        return [leaf for leaf in apart if requires_grad(leaf.value) and leaf.node not in carried]
 
     def _carried(self, index: int) -> dict[fx.Node, None]:
         """The nodes that segment `index` sends gradient to, also through recomputed nodes."""

@@ -14,14 +14,13 @@ Invariant: linear in the nodes of the graph; the program stays the same (`ddpopt
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from ddpopt.graph.nodes import example_value, module_like, requires_grad
 from ddpopt.graph.rewriting import copy_input
-from ddpopt.graph.state import EXIT_AUTOCAST, GRAD_MODE, State, unchanging
+from ddpopt.graph.state import EXIT_AUTOCAST, GRAD_MODE, State
 from ddpopt.planning.plan import Plan
 from ddpopt.split.layout import Layout, Leaf, Path, inputs_of, is_constant
 
@@ -172,17 +171,21 @@ def _pick(graph: fx.Graph, value: fx.node.Argument, path: Path) -> fx.node.Argum
 # --- the whole -----------------------------------------------------------------------------------
 
 
-def _without_gradient(node: fx.Node, detach: Callable[[Any], Tensor] = torch.detach) -> fx.Node:
+def _without_gradient(node: fx.Node) -> fx.Node:
     """The replacement for a tensor that gets no gradient; it still requires grad if the tensor does.
 
     The kernels of a matrix product, and so its last bits, depend on whether its operands require grad.
     """
-    detached = node.graph.call_function(detach, (node,))
-    detached.meta["example_value"] = value = detach(example_value(node))
-    if requires_grad(example_value(node)):
-        detached = node.graph.call_method("requires_grad_", (detached,))
-        detached.meta["example_value"] = value.detach().requires_grad_()
-    return detached
+    detached = _call_method(node, "detach")
+    return _call_method(detached, "requires_grad_") if requires_grad(example_value(node)) else detached
+
+
+def _call_method(node: fx.Node, method: str) -> fx.Node:
+    """A call of a method of a tensor, with the tensor that it returns as example value."""
+    called = node.graph.call_method(method, (node,))
+    with torch.enable_grad():
+        called.meta["example_value"] = getattr(example_value(node), method)()
+    return called
 
 
 def _stitch(gm: fx.GraphModule, layout: Layout, segments: Sequence[_Segment]) -> fx.GraphModule:
@@ -198,9 +201,8 @@ def _stitch(gm: fx.GraphModule, layout: Layout, segments: Sequence[_Segment]) ->
         exports = layout.exports[index]
         segment.graph.output(tuple(_pick(segment.graph, segment.copies[e.node], e.path) for e in exports))
         modules[segment_name(index)] = module_like(gm, segment.graph)
-        given = {leaf: values[leaf] for leaf in segment.inputs}
-        for leaf in layout.detached(segment.inputs, index):
-            given[leaf] = _without_gradient(values[leaf], unchanging)
+        detached = {leaf: _without_gradient(values[leaf]) for leaf in layout.detached(segment.inputs, index)}
+        given = {leaf: values[leaf] for leaf in segment.inputs} | detached
         call = graph.call_module(segment_name(index), tuple(given.values()))
         for position, leaf in enumerate(exports):
             values[leaf] = graph.call_function(operator.getitem, (call, position))

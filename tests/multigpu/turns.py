@@ -35,9 +35,8 @@ def in_turn(rows: Sequence[Sequence[Any]], strategies: Sequence[str]) -> list[An
 
 def at_night(rows: Sequence[Sequence[Any]], strategies: Sequence[str]) -> list[Any]:
     """Every row with every strategy, none of them by day."""
-    return [
-        pytest.param(*row, strategy, marks=pytest.mark.nightly) for row in rows for strategy in strategies
-    ]
+    marks = pytest.mark.nightly
+    return [pytest.param(*row, strategy, marks=marks) for row in rows for strategy in strategies]
 
 
 def _has_turn(number: int, turn: int) -> bool:

@@ -48,9 +48,7 @@ def test_each_make_target_exists(page: Path) -> None:
 
 
 def test_the_api_reference_is_that_of_the_docstrings() -> None:
-    stale = [
-        file.name for file, text in api_pages.pages().items() if file.read_text(encoding="utf-8") != text
-    ]
+    stale = [file.name for file, text in api_pages.pages().items() if file.read_text("utf-8") != text]
     assert not stale, "docs/api is not up to date; run python -m ci.api_pages"
 
 

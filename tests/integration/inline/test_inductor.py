@@ -16,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 from ddpopt.ddp.ready_hooks import ReadyHooks
 from ddpopt.inline import inductor
-from ddpopt.inline.handover import COPIED, READ, TAKEN, Call
-from tests.multigpu.models import averaged
+from ddpopt.inline.handover import COPIED, LATE, TAKEN, Call
 
 pytestmark = pytest.mark.usefixtures("one_rank_group", "fresh_dynamo")
 
@@ -134,12 +133,8 @@ def test_memory_is_used_directly_only_where_generated_code_is_done_with_it(
         assert (net.watched.grad.data_ptr() == address) == (expected == TAKEN), name  # type: ignore[union-attr, operator]  # it is there
 
 
-@pytest.mark.parametrize("may_change", [False, True])
-def test_what_is_read_later_is_handed_over_early_unless_a_hook_may_change_it(
-    may_change: bool, received: dict[int, tuple[int, int]], monkeypatch: Any
-) -> None:
+def test_a_late_gradient_takes_the_usual_way(received: dict[int, tuple[int, int]], monkeypatch: Any) -> None:
     monkeypatch.setattr("ddpopt.inline.lowering._is_read_after", lambda *_: True)
-    monkeypatch.setattr("ddpopt.inline.handover.may_be_stepped", lambda _: may_change)
     handed, hand_over = list[Tensor](), ReadyHooks.hand_over
 
     def noted(hooks: ReadyHooks, place: int, parameter: Tensor, *others: Any) -> None:
@@ -149,8 +144,8 @@ def test_what_is_read_later_is_handed_over_early_unless_a_hook_may_change_it(
     monkeypatch.setattr(ReadyHooks, "hand_over", noted)
     with fresh_cache():
         (net,) = assert_trained_as_eager(("a gradient of its own",))
-    assert received[id(net.watched)][0] == READ
-    assert any(parameter is net.watched for parameter in handed) != may_change
+    assert received[id(net.watched)][0] == LATE
+    assert not any(parameter is net.watched for parameter in handed)
 
 
 class SharedGradient(nn.Module):
@@ -200,7 +195,9 @@ def test_an_optimizer_in_the_communication_hook_changes_no_gradient_of_its_step(
     def stepping(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             parameter.data.add_(gradient, alpha=-100.0)
-        return averaged(bucket, ddp.process_group)
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
 
     trained = []
     for compiled in (False, True):

@@ -4,7 +4,6 @@ import contextlib
 import copy
 import functools
 import gc
-import itertools
 import pickle
 from collections.abc import Callable
 from itertools import product
@@ -676,48 +675,40 @@ def test_an_unknown_backend_is_refused_with_the_names_that_there_are() -> None:
 
 
 class Peeking(nn.Module):
-    """Layers of which each but the last scales its result by the next one's weight, read without gradient."""
+    """Layers that scale their results by the next one's weight, read without gradient or by another name."""
 
-    def __init__(self) -> None:
+    def __init__(self, another_name: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        weights = (layer.get_parameter("weight") for layer in self.layers)
+        self.peeked = [weight.data if another_name else weight for weight in weights]
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer, following in itertools.pairwise([*self.layers, nn.Identity()]):
-            x = layer(x).sin()
-            if isinstance(following, nn.Linear):
-                with torch.no_grad():
-                    scale = following.weight.sin()[0]
-                x = x * scale
+        for place, layer in enumerate(self.layers):
+            with torch.no_grad():
+                scale = self.peeked[(place + 1) % 3].sin()[0]
+            x = layer(x).sin() * scale
         return x
 
 
-def stepping(state: tuple[Any, float, list[bool]], bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """A communication hook that notes whether the first layer is still to come, and steps SGD."""
-    ddp, rate, early = state
-    early.append(ddp.module.layers[0].weight.grad is None)
+def stepping(ddp: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-        parameter.data.sub_(gradient, alpha=rate)
+        parameter.data.sub_(gradient, alpha=0.1)
     return averaged(bucket, ddp.process_group)
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.1])
 @pytest.mark.parametrize("strategy", ["inline", "split"])
-def test_a_parameter_that_backward_still_reads_is_reduced_early_and_may_be_stepped(
-    strategy: Any, rate: float
-) -> None:
+@pytest.mark.parametrize("another_name", [False, True])
+def test_what_a_communication_hook_steps_is_read_as_it_was_before(another_name: bool, strategy: Any) -> None:
     backend = "aot_eager_decomp_partition"  # it recomputes in backward
     found = []
     for compiled in (False, True):
-        ddp: Any = DistributedDataParallel(Peeking(), bucket_cap_mb=4 * 8 * 9 / 2**20)
-        early, losses = list[bool](), []
-        ddp.register_comm_hook((ddp, rate, early), stepping)
+        ddp = ddp_of(lambda: Peeking(another_name), bucket_cap_mb=4 * 8 * 9 / 2**20)
+        ddp.register_comm_hook(ddp, stepping)
         call = ddpopt.compile(ddp, backend=backend, strategy=strategy) if compiled else ddp
         for _ in range(3):
             ddp.zero_grad()
-            losses.append(call(torch.ones(2, 8)).sum())
-            losses[-1].backward()
-        found.append([early[-3:], torch.stack(losses).tolist(), [p.tolist() for p in ddp.parameters()]])
-    assert found[0][0] == [True, True, False]
-    assert found[1] == found[0]
+            call(torch.ones(2, 8)).sum().backward()
+        found.append([*ddp.parameters()])
+    torch.testing.assert_close(*found, rtol=0, atol=1e-5)

@@ -120,9 +120,7 @@ def test_parameters_whose_all_reduce_is_delayed_are_in_no_bucket() -> None:
 def test_no_limits_are_a_mistake() -> None:
     with pytest.raises(UsageError) as caught:
         assign_buckets([ParamSpec("p", 1, "float32", "cpu")], [])
-    assert str(caught.value) == (
-        "limits: expected at least one size in bytes, got none; use BucketConfig.rebuilt_limits"
-    )
+    assert str(caught.value) == "limits: expected sizes in bytes, got none; use BucketConfig.rebuilt_limits"
 
 
 def test_a_tied_parameter_is_left_out_only_if_all_its_names_are_ignored() -> None:

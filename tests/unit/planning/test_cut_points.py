@@ -103,7 +103,7 @@ def test_nothing_is_cut_between_two_settings_of_one_global_state() -> None:
     inside = builder.method("relu", builder.x)
     undo = builder.call(set_deterministic, False)
     after = builder.method("sin", inside)
-    why = f"{undo.name!r} overrides global state that was set before"
+    why = f"{undo.name!r} overrides global state set before"
     assert finished(builder, after) == {inside.name: why, undo.name: why}
 
 
@@ -248,7 +248,7 @@ def test_a_tensor_that_is_reshaped_or_detached_in_place_stays_with_its_readers(c
     early = builder.method("view", value, 4, 2)
     changed = change(builder, value)
     later = builder.call(operator.add, early, 1.0)
-    why = f"{changed.name!r} changes a tensor's metadata in place"
+    why = f"{changed.name!r} changes metadata in place"
     found = finished(builder, builder.method("relu", later))
     assert found == dict.fromkeys((early.name, changed.name, later.name), why)
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import pytest
-import torch
 from expecttest import TestCase
 from torch import fx
 
@@ -95,10 +94,10 @@ def test_a_right_cut_is_certified_and_a_broken_one_rejected_unless_nobody_can_se
 @pytest.mark.parametrize(
     ("name", "edits", "said"),
     [
-        ("grad_mode_spans", [through(torch.detach, early=True)], "was already made before segment"),
+        ("grad_mode_spans", [through("detach", early=True)], "was already made before segment"),
         ("grad_mode_spans", [through("clone")], "node clone: is in no segment"),
         ("early_readers_without_gradient", [input_returned], "is detached, but its return sends gradient"),
-        ("views_without_grad", [through(torch.detach)], "output: out.detach() is a copy"),
+        ("views_without_grad", [through("detach")], "output: out.detach() is a copy"),
         ("outputs_without_grad", [copy_left_out], "output: turned.detach() is a copy"),
         ("outputs_without_grad", [copy_left_out] * 2, "turned is a view that was taken without gradient"),
     ],
