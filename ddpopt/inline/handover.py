@@ -18,7 +18,8 @@ must hold; otherwise the gradient waits until the compiled backward is over and 
   that the loss also reads, after a graph break, or with two forwards before one backward);
 - the parameter still requires grad, and accumulates in its own dtype;
 - there are no hooks on the parameter or its AccumulateGrad node; a user's hook runs once, at its usual time;
-- no communication hook can change the parameter while later code of the backward still reads it;
+- no communication hook can change the parameter while later code of the backward still reads it; a hook that
+  has the attribute ``only_sends = True`` changes none;
 - no other input of the compiled code is in memory that DDP writes to: a gradient, or a bucket;
 - the backward creates no graph, does not check for NaN and runs on the default stream, and the graph was
   called in DDP's forward.
