@@ -681,8 +681,7 @@ class Peeking(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-        weights = (layer.get_parameter("weight") for layer in self.layers)
-        self.peeked = [weight.data if another_name else weight for weight in weights]
+        self.peeked = [each.data if another_name else each for each in [*self.parameters()][::2]]
 
     def forward(self, x: Tensor) -> Tensor:
         for place, layer in enumerate(self.layers):
