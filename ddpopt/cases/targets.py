@@ -6,22 +6,26 @@ that names the target and the user's line.
 
 import importlib
 import os
+import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch import nn
 
 from ddpopt.cases import corpus
 from ddpopt.cases.case import Call, Case, step_seed
-from ddpopt.errors import UsageError
+from ddpopt.errors import UsageError, did_you_mean
 
 EXPECTED_RETURN = "(model, inputs), (model, args, kwargs) or a ddpopt.testing.Case"
-NOT_THE_USERS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, Path(__file__).parent))
-TARGET_HELP = "give 'package.module:name', or the name of a case in ddpopt.cases.corpus"
+NOT_THE_USERS = tuple(
+    f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
+)
+TARGET_HELP = "give 'package.module:name', or the name of a case ('ddpopt cases' lists them)"
 
 
 def resolve(target: str | Case | Callable[[], object]) -> Case:
@@ -65,7 +69,10 @@ def _find(target: str) -> Case | Callable[[], object]:
     found = _import(module_name, target)
     for part in attribute.split("."):
         if not hasattr(found, part):
-            raise UsageError(f"target {target!r}: module {module_name!r} has no attribute {attribute!r}")
+            near = did_you_mean(part, dir(found))
+            raise UsageError(
+                f"target {target!r}: module {module_name!r} has no attribute {attribute!r}{near}"
+            )
         found = getattr(found, part)
     if isinstance(found, Case) or callable(found):
         return found
@@ -80,8 +87,10 @@ def _import(module_name: str, target: str) -> object:
 
     A module that calls ``sys.exit(0)`` must not end ddpopt with a success code.
     """
+    # the user's modules come first, but only here: a file 'rich.py' must not hide the package that we import
     try:
-        return importlib.import_module(module_name)
+        with patch.object(sys, "path", sorted(sys.path, key=lambda at: at not in ("", os.getcwd()))):
+            return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise _fault(target, f"importing {module_name!r}", error) from error
@@ -150,7 +159,9 @@ def _fault(name: str, doing: str, error: BaseException) -> UsageError:
 
 def users_line(error: BaseException) -> str:
     """Name the innermost line of user code that an exception passed through; empty if there is none."""
-    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, SyntaxError):
+        return f" ({error.filename}:{error.lineno})"
+    frames = getattr(error, "real_stack", None) or traceback.extract_tb(error.__traceback__)  # Dynamo's
     own = [frame for frame in frames if not frame.filename.startswith(NOT_THE_USERS)]
     standard = (sysconfig.get_path("stdlib"), "<frozen ")
     installed = [f for f in own if "site-packages" in f.filename or not f.filename.startswith(standard)]

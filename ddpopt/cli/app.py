@@ -30,7 +30,7 @@ class _Group(TyperGroup):
         try:
             return super().invoke(ctx)
         except DdpoptError as error:
-            typer.echo(f"ddpopt: error: {error}", err=True)
+            typer.echo(f"ddpopt: error: {error}{_raised_at(error)}", err=True)
             raise typer.Exit(error.exit_code) from error
         except SystemExit as error:  # raised by the target's code; it must not look like success
             from ddpopt.cases.targets import users_line  # heavy, but already loaded at this point
@@ -38,6 +38,16 @@ class _Group(TyperGroup):
             ended = f"the target called sys.exit({error.code!r}){users_line(error)}; make it return instead"
             typer.echo(f"ddpopt: error: {ended}", err=True)
             raise typer.Exit(UsageError.exit_code) from error
+
+
+def _raised_at(error: DdpoptError) -> str:
+    """The line of the user's code that an error began in, if its message does not have it."""
+    if error.__cause__ is None:
+        return ""
+    from ddpopt.cases.targets import users_line  # heavy
+
+    line = users_line(error.__cause__)
+    return "" if line in str(error) else f"\nThe last line of your code that ran:{line}"
 
 
 app = typer.Typer(
@@ -294,7 +304,7 @@ def _listed(title: str, rows: Iterable[Any]) -> str:
     """A table of names, with one sentence about each."""
     from ddpopt.explanation.tables import Column, table
 
-    return table([Column(title), Column("about", fills=True)], [(row.name, row.about) for row in rows])
+    return table([Column(title), Column("about")], [(row.name, row.about) for row in rows])
 
 
 def _is_given(context: typer.Context, name: str) -> bool:
@@ -304,7 +314,6 @@ def _is_given(context: typer.Context, name: str) -> bool:
 
 
 def main() -> None:
-    """Run the command; targets are looked for in the current directory too, as with ``python -m``."""
-    if not {"", os.getcwd()} & set(sys.path):
-        sys.path.insert(0, os.getcwd())
+    """Run the command; targets are looked for in the current directory too, packages there at last."""
+    sys.path.append(os.getcwd())
     app(prog_name="ddpopt")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -138,8 +139,8 @@ def _tell(
     from ddpopt.fuzz.text import progress_line
 
     for case in new:
-        script = campaign.journal.cases / f"{case.stem}.py"
-        typer.echo(f"new: {case.owner}: {case.signature} ({script})", err=True)
+        file = shlex.quote(str(campaign.journal.cases / f"{case.stem}.json"))
+        typer.echo(f"new: {case.owner}: {case.signature}\n  ddpopt minimize {file}", err=True)
     if sys.stderr.isatty():  # summarizing a long campaign takes a while
         show_line(progress_line(campaign.summary(), features))
 

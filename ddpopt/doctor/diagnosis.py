@@ -120,7 +120,7 @@ class Diagnosis:
             yield f"{paragraph(label + finding.what, '   ')}\n{paragraph(f'   Next: {finding.step}', '   ')}"
         for mode, buckets in self.buckets.items():
             rows = [(bucket.index, mib(bucket.nbytes), names(bucket.params)) for bucket in buckets]
-            columns = [*numbers("bucket", "MiB"), Column("gradients", fills=True)]
+            columns = [*numbers("bucket", "MiB"), Column("gradients")]
             yield f"{mode}: buckets of the running reducer\n{table(columns, rows)}"
         notes = [finding for finding in self.findings if finding not in self.problems]
         for finding in notes:

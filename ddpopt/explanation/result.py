@@ -4,6 +4,7 @@ Invariant: frozen; equal models and options give equal explanations, and equal t
 """
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -214,8 +215,9 @@ def _limits(config: BucketConfig) -> str:
     if len(set(limits)) == 1:
         limits = limits[:1]
     sizes = ", then ".join(f"{limit / MIB:.4g}" for limit in limits)
+    closes = "buckets have no limit" if sys.maxsize in limits else f"buckets close at {sizes} MiB"
     modes = [name for name in ("find_unused_parameters", "static_graph") if getattr(config, name)]
-    return "; ".join([f"buckets close at {sizes} MiB", *modes])
+    return "; ".join([closes, *modes])
 
 
 def _summary(explanation: Explanation) -> str:
@@ -234,7 +236,7 @@ def _plan(plan: Plan, *, inline: bool) -> Iterator[str]:
         [
             *numbers("bucket", "segment", "MiB"),
             Column("dtype"),
-            Column("gradients, and why the bucket ends there", fills=True),
+            Column("gradients, and why the bucket ends there"),
         ],
         buckets,
     )
@@ -260,7 +262,7 @@ def _segments(plan: Plan) -> str:
         Column("from node"),
         *numbers("nodes"),
         Column("completes"),
-        Column("why it is cut there", fills=True),
+        Column("why it is cut there"),
     ]
     return table(columns, rows)
 
@@ -279,7 +281,7 @@ def _own_buckets(buckets: tuple[OwnBucket, ...], *, waits: bool) -> str:
         columns.insert(1, Column("waits on"))
         for row, bucket in zip(rows, buckets, strict=True):
             row.insert(1, names([str(segment) for segment in reversed(bucket.segments)]))
-    return table([*columns, Column("gradients", fills=True)], rows)
+    return table([*columns, Column("gradients")], rows)
 
 
 def _torch(split: TorchSplit) -> Iterator[str]:
@@ -300,7 +302,7 @@ def _torch(split: TorchSplit) -> Iterator[str]:
 
 
 def _torch_segments(split: TorchSplit) -> str:
-    columns = [*numbers("segment", "graph", "MiB counted"), Column("parameters counted", fills=True)]
+    columns = [*numbers("segment", "graph", "MiB counted"), Column("parameters counted")]
     rows = [
         (s.index, s.graph, mib(s.counted_bytes), "as before: the same code" if s.reused else names(s.counted))
         for s in reversed(split.segments)

@@ -11,6 +11,7 @@ from typing import Literal
 
 from rich import box
 from rich.console import Console, Group, RenderableType
+from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -19,6 +20,9 @@ WIDTH = 80
 """Width of the text in columns; fits every terminal and every log."""
 
 MIB = 2**20
+
+NARROWEST = 24
+"""Columns of words are not narrower than this, unless their cells are."""
 
 RULED = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 """A single line below the headers: rich's SIMPLE_HEAD in ASCII."""
@@ -30,13 +34,11 @@ class Column:
 
     Attributes:
         title: its header.
-        align: ``"left"`` for words, ``"right"`` for numbers.
-        fills: whether it takes the remaining width, and wraps; other columns keep the width of their cells.
+        align: ``"left"`` for words, which wrap where the table is too wide; ``"right"`` for numbers.
     """
 
     title: str
     align: Literal["left", "right"] = "left"
-    fills: bool = False
 
 
 def numbers(*titles: str) -> tuple[Column, ...]:
@@ -56,7 +58,8 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[object]]) -> str:
     """Lay out a table.
 
     Args:
-        columns: its columns; if none fills, the table is as wide as its cells.
+        columns: its columns. The widest columns of words wrap first; a table of many columns is wider than
+            80 rather than one of them narrower than its words or `NARROWEST`.
         rows: one cell for each column: a `Noted`, or any object, shown with ``str()``.
 
     Returns:
@@ -70,18 +73,20 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[object]]) -> str:
     """
     console = Console(file=io.StringIO(), width=WIDTH, color_system=None, force_terminal=False)
     grid = Table(box=RULED, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
-    for column in columns:
+    cells = [tuple(map(_cell, row)) for row in rows]
+    for column, *parts in zip(columns, *cells, strict=True):
+        shown = (Text(column.title), *parts)
+        widest = max(Measurement.get(console, console.options, part).maximum for part in shown)
         grid.add_column(
             Text(column.title),
             justify=column.align,
-            no_wrap=not column.fills,
             overflow="fold",
-            ratio=1 if column.fills else None,
+            min_width=widest if column.align == "right" else min(widest, NARROWEST),
         )
-    for row in rows:
-        grid.add_row(*map(_cell, row))
+    for row in cells:
+        grid.add_row(*row)
     with console.capture() as text:
-        console.print(grid)
+        console.print(grid, crop=False)
     return "\n".join(line.rstrip() for line in text.get().splitlines())
 
 

@@ -34,7 +34,7 @@ def fuzz_lines(summary: Summary, cases: str, known_features: frozenset[str]) -> 
     yield ""
     if summary.failures:
         found = [(Noted(one.signature, one.owner), one.times, one.first) for one in summary.failures]
-        yield table([Column("failure", fills=True), *numbers("models", "first")], found)
+        yield table([Column("failure"), *numbers("models", "first")], found)
         yield ""
     for what, times in summary.refused.items():
         yield paragraph(f"not judged, {times} times: {what}", "  ")

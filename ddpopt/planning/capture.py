@@ -9,12 +9,14 @@ import copyreg
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from textwrap import shorten
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+from torch._dynamo.exc import TorchDynamoException
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode, log
 from torch.autograd.graph import get_gradient_edge
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
@@ -116,16 +118,28 @@ def _trace(
         return fake(*args, **kwargs)
 
     step = torch.compile(traced, backend=backend, **_isolated())  # type: ignore[call-overload]
-    with mode, private_dynamo():
+    # torch logs the stack of an error that we name
+    with mode, private_dynamo(), patch.object(log, "disabled", True):
         try:
             step(*fake_inputs, **fake_kwargs)
         except Exception as error:
             raise UsageError(
                 f"model: {type(fake).__name__} could not be traced on fake tensors: "
-                f"{type(error).__name__}: {error}\nCheck that model(*inputs) runs in eager."
+                f"{_untraceable(fake, (fake_inputs, fake_kwargs), error)}\n"
+                "Check that model(*inputs) runs in eager."
             ) from error
     planned = tuple(index for index, graph in enumerate(graphs) if graph.graph_plan in known.relevant())
     return Capture(tuple(specs), config, tuple(graphs), planned, known.joined())
+
+
+def _untraceable(model: nn.Module, call: object, error: BaseException) -> str:
+    """The error that Dynamo's own wraps, and what the forward takes and got."""
+    root: BaseException | None = error
+    while isinstance(root, TorchDynamoException) and (root.__cause__ or root.__context__):
+        root = root.__cause__ or root.__context__
+    takes, got = (shorten(str(each), 400) for each in (inspect.signature(model.forward), call))
+    said, got = str(root).partition("\n\n")[0], got.replace("FakeTensor(..., ", "Tensor(")
+    return f"{type(root).__name__}: {said}\nIts forward takes {takes}, and got {got}."
 
 
 def fake_copy(

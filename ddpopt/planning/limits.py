@@ -29,7 +29,8 @@ class BucketConfig:
     """The sizes at which one DDP module closes its buckets.
 
     Attributes:
-        cap_bytes: limit of every bucket except the first.
+        cap_bytes: limit of every bucket except the first. With 0 each parameter has its own bucket; below 0
+            no rebuilt bucket has a limit, as in DDP.
         first_bucket_bytes: limit of the first bucket; equal to ``cap_bytes`` if the user gave a cap.
         cap_bytes_list: limits of ``bucket_cap_mb_list``, the last one repeats; empty if not given.
         find_unused_parameters: as given to DDP.
@@ -53,18 +54,14 @@ class BucketConfig:
     @property
     def initial_limits(self) -> tuple[int, ...]:
         """Limits in bytes of the first iteration's buckets (of every iteration's, if DDP never rebuilds)."""
-        if self.cap_bytes_list:
-            return self.cap_bytes_list
-        if self.rebuilds:
-            return (sys.maxsize,)
-        if self.first_bucket_bytes < self.cap_bytes:
-            return (self.first_bucket_bytes, self.cap_bytes)
-        return (self.cap_bytes,)
+        caps = min(self.first_bucket_bytes, self.cap_bytes), self.cap_bytes
+        return self.cap_bytes_list or ((sys.maxsize,) if self.rebuilds else caps)
 
     @property
     def rebuilt_limits(self) -> tuple[int, ...]:
         """Limits in bytes of the rebuilt buckets, in closing order; the last one repeats."""
-        return self.cap_bytes_list or (self.first_bucket_bytes, self.cap_bytes)
+        caps = self.cap_bytes_list or (self.first_bucket_bytes, self.cap_bytes)
+        return tuple(sys.maxsize if cap < 0 else cap for cap in caps)  # DDP reads a cap below 0 as unsigned
 
     @property
     def after_the_first(self) -> "BucketConfig":
@@ -93,7 +90,8 @@ class BucketConfig:
             The configuration of a DDP module built with these arguments.
 
         Raises:
-            UsageError: an argument is unknown to DDP, a cap is no finite number, or a flag is not a bool.
+            UsageError: an argument is unknown to DDP, a flag is not a bool, or DDP fails with a cap: it is no
+                finite number, 2**63 bytes or more, or below 0 in a list or where DDP never rebuilds.
         """
         _require_ddp_arguments(other_ddp_arguments)
         flags = {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}
@@ -101,20 +99,17 @@ class BucketConfig:
             if not isinstance(flag, bool):
                 raise UsageError(f"{name}: expected True or False, got {flag!r}; pass what you pass to DDP")
         try:
-            caps = tuple(map(_cap_bytes, bucket_cap_mb_list or ()))
-            cap = _cap_bytes(DEFAULT_CAP_MB if bucket_cap_mb is None else bucket_cap_mb)
+            cap = int((DEFAULT_CAP_MB if bucket_cap_mb is None else bucket_cap_mb) * MIB)
+            caps = tuple(int(each * MIB) for each in bucket_cap_mb_list or ())
+            cap = max(caps, default=cap)
+            first = cap if bucket_cap_mb is not None or caps else _default_first_bucket_bytes()
+            config = cls(cap, first, caps, **flags, small_last_bucket=_last_bucket_is_small())
+            if min(config.initial_limits) < 0 or abs(cap) > sys.maxsize:
+                raise ValueError(f"DDP does not take {cap} bytes")
         except (TypeError, ValueError, OverflowError) as error:
-            given = f"{bucket_cap_mb!r} and {bucket_cap_mb_list!r}; pass what you pass to DDP"
+            given = f"{bucket_cap_mb!r} and {bucket_cap_mb_list!r}; pass sizes that DDP takes"
             raise UsageError(f"expected bucket_cap_mb and bucket_cap_mb_list in MiB, got {given}") from error
-        cap_bytes = max(caps, default=cap)
-        explicit = bucket_cap_mb is not None or bool(caps)
-        return cls(
-            cap_bytes=cap_bytes,
-            first_bucket_bytes=cap_bytes if explicit else _default_first_bucket_bytes(),
-            cap_bytes_list=caps,
-            small_last_bucket=_last_bucket_is_small(),
-            **flags,
-        )
+        return config
 
     @classmethod
     def from_ddp(cls, ddp: nn.parallel.DistributedDataParallel) -> "BucketConfig":
@@ -127,7 +122,7 @@ class BucketConfig:
             Its configuration.
         """
         return cls(
-            cap_bytes=max(0, int(ddp.bucket_bytes_cap)),
+            cap_bytes=int(ddp.bucket_bytes_cap),
             first_bucket_bytes=_first_bucket_bytes(ddp),
             cap_bytes_list=tuple(map(int, ddp.bucket_bytes_cap_list)),
             find_unused_parameters=bool(ddp.find_unused_parameters),
@@ -138,9 +133,8 @@ class BucketConfig:
 
 def _first_bucket_bytes(ddp: nn.parallel.DistributedDataParallel) -> int:
     # Private names of DDP, torch 2.11 to 2.13, here and above. 2.11 has no _bucket_config.
-    bucket_config = getattr(ddp, "_bucket_config", None)
-    if bucket_config is not None:
-        return max(0, int(bucket_config.first_bucket_bytes_cap))
+    if hasattr(ddp, "_bucket_config"):
+        return int(ddp._bucket_config.first_bucket_bytes_cap)
     return _default_first_bucket_bytes() if ddp.bucket_bytes_cap_default else int(ddp.bucket_bytes_cap)
 
 
@@ -161,8 +155,3 @@ def _require_ddp_arguments(arguments: Mapping[str, object]) -> None:
             f"expected arguments of DistributedDataParallel, got {', '.join(map(repr, unknown))}; "
             f"use the names that DDP knows: {', '.join(known)}{did_you_mean(unknown[0], known)}"
         )
-
-
-def _cap_bytes(cap_mb: float) -> int:
-    """A limit in bytes; with a cap of 0 or below, as DDP allows, each parameter gets its own bucket."""
-    return max(0, int(cap_mb * MIB))

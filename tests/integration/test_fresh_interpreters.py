@@ -29,15 +29,17 @@ def make():
 
 
 def test_another_process_finds_the_target_in_its_directory_and_makes_the_same_plan(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(STACK)
-    # -P: without the current directory, as the installed script starts
-    options = "-P -m ddpopt explain mine:make --ddp bucket_cap_mb=0.05 --json -"
-    command = [sys.executable, *options.split()]
+    for name in ("typer", "rich", "torch", "cases", "random"):  # packages that are used, and not these files
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError(__file__)")
+    (tmp_path / "test.py").write_text(STACK)  # but the target, and not the standard library's
     other_order = {**os.environ, "PYTHONHASHSEED": "12345"}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=other_order, capture_output=True, text=True, check=False, timeout=120
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    for options in ("-P -m", "-m"):  # -P: without the current directory, as the installed script starts
+        words = f"{options} ddpopt explain test:make --ddp bucket_cap_mb=0.05 --json -"
+        command = [sys.executable, *words.split()]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=other_order, capture_output=True, text=True, check=False, timeout=120
+        )
+        assert (done.returncode, done.stderr) == (0, "")
     made: dict[str, Any] = {}
     exec(STACK, made)
     plan = ddpopt.plan(*made["make"](), bucket_cap_mb=0.05)

@@ -53,7 +53,7 @@ def case(name: str) -> Case:
     by_name = {candidate.name: candidate for candidate in cases()}
     if name not in by_name:
         raise UsageError(
-            f"expected the name of a case in the corpus, got {name!r}; the cases are: "
-            f"{', '.join(by_name)}{did_you_mean(name, by_name)}"
+            f"expected the name of a case in the corpus, got {name!r}; 'ddpopt cases' lists them, and "
+            f"a function of your own is package.module:name{did_you_mean(name, by_name)}"
         )
     return by_name[name]

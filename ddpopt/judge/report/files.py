@@ -61,12 +61,12 @@ def _suffix(file: str) -> str:
 def status_line(first: str) -> Iterator[Callable[[str], None]]:
     """Show a line on stderr if it is a terminal; yields a function that replaces the line.
 
-    Other output to stderr stays above the line. ``NO_COLOR`` is respected.
+    Other output to stderr stays above the line. ``NO_COLOR`` is respected; ``FORCE_COLOR`` makes no terminal.
 
     Args:
         first: the first text of the line.
     """
-    with Console(stderr=True).status(escape(first)) as status:
+    with Console(stderr=True, force_terminal=sys.stderr.isatty()).status(escape(first)) as status:
         yield lambda line: status.update(escape(line))
 
 

@@ -124,13 +124,13 @@ def matrix_text(view: Overview) -> Iterator[str]:
         (letter, column, *(ends[column, status] or "-" for status in Status))
         for letter, column in zip(letters, view.columns, strict=True)
     ]
-    yield table([Column("", "right"), Column("mode", fills=True), *numbers(*Status)], legend)
+    yield table([Column("", "right"), Column("mode"), *numbers(*Status)], legend)
     marks = {id(trial): Status.OK for _, trial in cells} | view.marks()
     for title, rows in view.grids.items():
         drawn = [
             (name, *(marks.get(id(row.get(column)), NOT_RUN) for column in view.columns))
             for name, row in rows.items()
         ]
-        yield f"{title}\n{table([Column(view.down, fills=True), *numbers(*letters)], drawn)}"
+        yield f"{title}\n{table([Column(view.down), *numbers(*letters)], drawn)}"
     if view.reasons:
         yield paragraph(LEGEND, "  ")

@@ -95,7 +95,7 @@ def _tables(trial: Trial) -> Iterator[str]:
     if trial.measured:
         levels = dict.fromkeys(entry.level for entry in trial.measured)
         rows = [_level([each for each in trial.measured if each.level == level]) for level in levels]
-        columns = [Column("level"), *numbers("parameters"), Column("the worst of them", fills=True)]
+        columns = [Column("level"), *numbers("parameters"), Column("the worst of them")]
         yield table([*columns, *numbers("ULPs", "error", "bound")], rows)
     if trial.buckets:
         worst = {entry.bucket: entry.share for entry in reversed(worst_first(trial.measured))}
@@ -104,7 +104,7 @@ def _tables(trial: Trial) -> Iterator[str]:
             for b in trial.buckets
         ]
         columns = [*numbers("bucket", "MiB"), Column("dtype"), *numbers("error/bound")]
-        yield table([*columns, Column("gradients", fills=True)], sent)
+        yield table([*columns, Column("gradients")], sent)
 
 
 def _level(entries: Sequence[Measured]) -> tuple[object, ...]:
@@ -119,7 +119,7 @@ def _location(location: Location) -> str:
     """The stages that were tried, the layer, the segments and the script."""
     rungs = [(rung.name, "agrees" if rung.agrees else "DIFFERS", rung.detail) for rung in location.rungs]
     lines = ["where it goes wrong"]
-    lines.append(table([Column("tried"), Column("result"), Column("seen", fills=True)], rungs))
+    lines.append(table([Column("tried"), Column("result"), Column("seen")], rungs))
     lines.append(paragraph(f"The lowest layer that is wrong: {location.layer}.", "  "))
     if location.segments:
         lines.append("The smallest set of compiled segments that shows it:")

@@ -27,10 +27,10 @@ def test_every_case_has_a_name_of_its_own_a_line_on_what_it_exercises_and_tags_t
         assert [tag for tag in case.tags if f"``{tag}``" not in (corpus.__doc__ or "")] == []
 
 
-def test_an_unknown_case_is_rejected_with_the_names_that_exist() -> None:
-    names = ", ".join(case.name for case in corpus.cases())
+def test_an_unknown_case_is_rejected_with_names_like_it_and_the_command_that_lists_all() -> None:
     assert refusal(lambda: corpus.case("gtp")) == (
-        f"expected the name of a case in the corpus, got 'gtp'; the cases are: {names}; did you mean 'gpt'?"
+        "expected the name of a case in the corpus, got 'gtp'; 'ddpopt cases' lists them, and a function of "
+        "your own is package.module:name; did you mean 'gpt'?"
     )
 
 
@@ -143,7 +143,7 @@ RETURNS = "expected it to return (model, inputs), (model, args, kwargs) or a ddp
         (
             "ddpopt.testing:",
             "expected a target like 'package.module:name', got 'ddpopt.testing:'; "
-            "give 'package.module:name', or the name of a case in ddpopt.cases.corpus",
+            "give 'package.module:name', or the name of a case ('ddpopt cases' lists them)",
         ),
         (returns_swapped, f"{RETURNS}, got (Tensor, Linear)"),
         (raises, f"{CALLED}ValueError: no such size: 0 ({__file__}:{line_of(raises) + 1})"),
@@ -153,7 +153,7 @@ RETURNS = "expected it to return (model, inputs), (model, args, kwargs) or a ddp
             f"making its model failed: SystemExit: 0 ({__file__}:{line_of(leaves) + 1})",
         ),
         ("no_such_package.models:make", f"there is no module 'no_such_package'; {INSTALL}"),
-        ("ddpopt.testing:make", "module 'ddpopt.testing' has no attribute 'make'"),
+        (f"{HERE}:singl", f"module {HERE!r} has no attribute 'singl'; did you mean 'single'?"),
         (
             "ddpopt.cases.corpus.decoders:CASES",
             "expected a Case or a callable without arguments, got tuple; make it a function that returns "
@@ -169,7 +169,11 @@ def test_an_unusable_target_is_rejected_with_what_to_do(target: Any, message: st
 
 @pytest.mark.parametrize(
     ("source", "message"),
-    [("1 / 0", "ZeroDivisionError: division by zero"), ("import sys; sys.exit(0)", "SystemExit: 0")],
+    [
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("import sys; sys.exit(0)", "SystemExit: 0"),
+        ("def make(:", "SyntaxError: invalid syntax (broken_models.py, line 1)"),
+    ],
 )
 def test_a_module_that_fails_to_import_is_distinguished_from_a_missing_one(
     source: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

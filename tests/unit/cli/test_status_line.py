@@ -10,9 +10,9 @@ from ddpopt.judge.report.files import status_line
 @pytest.mark.parametrize(
     ("variables", "holds", "lacks"),
     [
-        ({}, "", "at"),  # no terminal
-        ({"FORCE_COLOR": "1", "COLUMNS": "80"}, "\x1b[32m", "\\[not markup]"),
-        ({"FORCE_COLOR": "1", "COLUMNS": "80", "NO_COLOR": "1"}, "[not markup]", "\x1b[32m"),
+        ({"FORCE_COLOR": "1"}, "", "at"),  # no terminal
+        ({"TERM": "xterm", "COLUMNS": "80"}, "\x1b[32m", "\\[not markup]"),
+        ({"TERM": "xterm", "COLUMNS": "80", "NO_COLOR": "1"}, "[not markup]", "\x1b[32m"),
     ],
 )
 def test_a_line_is_shown_in_a_terminal_alone_on_stderr_and_without_colors_where_nobody_wants_them(
@@ -26,6 +26,7 @@ def test_a_line_is_shown_in_a_terminal_alone_on_stderr_and_without_colors_where_
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: "TERM" in variables)
     with status_line("first") as show:
         show("at 10 [not markup]")
         sys.stderr.write("found\n")

@@ -1,11 +1,15 @@
 """What a command cannot use: it ends with 2 and says what to give instead, before a rank is started."""
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from ddpopt.cli import fuzzing
 from ddpopt.fuzz.cases import FoundCase
 from ddpopt.fuzz.questions import Setting
 from ddpopt.fuzz.signatures import FailureSignature
@@ -37,6 +41,16 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     Path("fast.json").write_text(replace(CASE, mode="fast").to_json())
     Path("cut").mkdir()
     Path("cut/campaign.json").write_text("{")
+
+
+def test_the_command_that_fuzz_prints_for_a_failure_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path("my campaign")
+    folder.mkdir()
+    (folder / f"{CASE.stem}.json").write_text(CASE.to_json())
+    campaign: Any = SimpleNamespace(journal=SimpleNamespace(cases=folder))
+    fuzzing._tell(campaign, print, 0, (CASE,))
+    first, *words = shlex.split(capsys.readouterr().err.splitlines()[-1])
+    assert (first, str(run(*words).exception)) == ("ddpopt", "a rank was started")  # so the case was read
 
 
 @pytest.mark.parametrize(

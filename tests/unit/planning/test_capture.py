@@ -3,6 +3,7 @@
 import copy
 import copyreg
 import inspect
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any, cast
@@ -110,12 +111,27 @@ def test_an_invalid_module_or_strategy_is_rejected() -> None:
     )
 
 
-def test_a_model_that_cannot_run_is_refused_with_its_own_error() -> None:
-    assert refusal(lambda: ddpopt.plan(net())) == (
-        "model: Net could not be traced on fake tensors: "
-        "TypeError: Net.forward() missing 1 required positional argument: 'x'\n"
-        "Check that model(*inputs) runs in eager."
-    )
+@pytest.mark.usefixtures("one_rank_group")
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        ((), "TypeError: Net.forward() missing 1 required positional argument: 'x'"),
+        ((torch.ones(2, 7),), "RuntimeError: a and b must have same reduction dim"),
+        (([1, 2],), "TypeError: linear(): argument 'input' (position 1) must be Tensor, not list"),
+    ],
+)
+def test_a_model_that_cannot_run_is_refused_with_its_own_error_and_what_its_forward_takes_and_got(
+    inputs: tuple[Any, ...], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with FakeTensorMode() as mode:
+        fakes = tuple(mode.from_tensor(one) if isinstance(one, Tensor) else one for one in inputs)
+    got = f"({fakes}, {{}})".replace("FakeTensor(..., ", "Tensor(")
+    for model in (net(), DistributedDataParallel(net())):
+        first, takes, check = refusal(lambda model=model: ddpopt.plan(model, *inputs)).splitlines()
+        assert first.startswith(f"model: Net could not be traced on fake tensors: {said}")
+        assert takes == f"Its forward takes {inspect.signature(net().forward)}, and got {got}."
+        assert check == "Check that model(*inputs) runs in eager."
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_a_model_may_keep_an_autograd_node_so_that_its_hooks_live() -> None:

@@ -6,15 +6,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.errors import UsageError
+from ddpopt.planning.bucket_rule import initial_buckets, rebuilt_buckets, specs_from_module
 from ddpopt.planning.limits import DEFAULT_CAP_MB, MIB, BucketConfig
 
 StandIn: Any = SimpleNamespace  # for a DDP module
-
-
-def test_an_empty_cap_list_is_as_good_as_none() -> None:
-    assert BucketConfig.from_kwargs(bucket_cap_mb_list=[]) == BucketConfig.from_kwargs()
 
 
 def test_the_environment_asks_for_a_small_last_bucket_with_1_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,22 +22,41 @@ def test_the_environment_asks_for_a_small_last_bucket_with_1_alone(monkeypatch: 
     assert not BucketConfig.from_kwargs().small_last_bucket
 
 
-@pytest.mark.parametrize("cap", [0, -1])
-def test_with_a_cap_that_no_gradient_is_below_each_has_its_own_bucket(cap: int) -> None:
-    config = BucketConfig.from_kwargs(bucket_cap_mb=cap)
-    assert config.rebuilt_limits == (0, 0)
+SIZES = (0, -1, -1e-9, 0.01, "5", None, math.nan, math.inf, True, 2**43 - 1, 2**43, -(2**43) - 1, [5])
 
 
-NO_SIZE = "expected bucket_cap_mb and bucket_cap_mb_list in MiB, got {} and {}; pass what you pass to DDP"
+@pytest.mark.usefixtures("one_rank_group")
+@pytest.mark.parametrize("unused", [False, True])
+@pytest.mark.parametrize("key", ["bucket_cap_mb", "bucket_cap_mb_list"])
+def test_ddps_constructor_takes_the_same_caps_and_fills_the_same_buckets(key: str, unused: bool) -> None:
+    lists: tuple[Any, ...] = (*([size] for size in SIZES), [0, 0.01], [1, -1], [], 5, "5", None)
+    for given in SIZES if key == "bucket_cap_mb" else lists:
+        arguments: dict[str, Any] = {key: given, "find_unused_parameters": unused}
+        try:
+            ddp = DistributedDataParallel(nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))), **arguments)
+        except (TypeError, ValueError, OverflowError):
+            with pytest.raises(UsageError, match="in MiB, got "):
+                BucketConfig.from_kwargs(**arguments)
+            continue
+        config = BucketConfig.from_kwargs(**arguments)
+        assert config == BucketConfig.from_ddp(ddp), given
+        for _ in range(4):  # torch logs rebuilt buckets a step later
+            ddp(torch.ones(2, 64)).sum().backward()
+        data = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]  # of torch
+        ready = tuple(reversed(specs_from_module(ddp.module)))
+        buckets = initial_buckets(ready[::-1], config) if unused else rebuilt_buckets(ready, config)
+        sizes = data["bucket_sizes" if unused else "rebuilt_bucket_sizes"]
+        assert len(sizes.split(",")) == len(buckets), (given, sizes)
+
+
+NO_SIZE = "expected bucket_cap_mb and bucket_cap_mb_list in MiB, got {} and {}; pass sizes that DDP takes"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"bucket_cap_mb": "25"}, NO_SIZE.format("'25'", None)),
-        ({"bucket_cap_mb": math.inf}, NO_SIZE.format("inf", None)),
         ({"bucket_cap_mb_list": [3, "1"]}, NO_SIZE.format(None, [3, "1"])),
-        ({"bucket_cap_mb_list": 3}, NO_SIZE.format(None, 3)),
         (
             {"static_graph": "yes"},
             "static_graph: expected True or False, got 'yes'; pass what you pass to DDP",
