@@ -28,6 +28,7 @@ from ddpopt.explanation.tables import mib
 from ddpopt.gate.baseline import Figure, Measuring
 from ddpopt.gate.overlap import measure, ratio_to_eager
 from ddpopt.judge.judge import EXACT, judge
+from ddpopt.judge.judging.failing import in_words
 from ddpopt.judge.judging.record import Record
 from ddpopt.judge.judging.reference import Bench, Reference, Subject
 from ddpopt.judge.modes import Mode, mode
@@ -206,7 +207,7 @@ def _overlap(case: Case, how: Mode, backend: Any, ranks: Ranks) -> _Overlap:
             warnings.simplefilter("ignore")
             potential = _measured(case, how, counted, group, ranks)
     except Exception as error:  # every rank reports its result, so that none waits for a failed rank
-        failure = f"rank {ranks.rank}: {type(error).__name__}: {error}"
+        failure = f"rank {ranks.rank}: {in_words(error)}"
     said = [text for text in ranks.gather(failure) if text]
     return (said[0] if said else potential), counted.calls
 

@@ -37,7 +37,7 @@ from ddpopt.judge.judging.rounding import (
 )
 from ddpopt.judge.judging.structure import Peer, peer_of
 from ddpopt.judge.modes import LOCAL, Mode, mode
-from ddpopt.judge.option_cases import in_dtype
+from ddpopt.judge.option_cases import in_dtype, trainable
 from ddpopt.judge.parallel import Gradients, Named
 from ddpopt.judge.trainer import Course, Option, Place, Trainer, train, updated
 from ddpopt.ranks.group import Ranks
@@ -227,6 +227,8 @@ class Reference:
         sums: for each step, the contributions of the ranks to each gradient; empty if the reduced gradient is
             not the mean of what the model alone computes, or if the model alone fails.
         alone: the model's own run on this rank, from the states of the eager run.
+        ready: names of the parameters, in the order in which a backward of the model alone completes their
+            gradients; in reverse order of registration if it was not run.
     """
 
     def __init__(self, bench: Bench, eager: Record, again: Record) -> None:
@@ -236,6 +238,7 @@ class Reference:
         self.unstable = frozenset[str]().union(*bench.ranks.gather(_changed(eager, again)))
         self.written = frozenset[str]().union(*bench.ranks.gather(_written(eager)))
         self.alone: Record | None = None
+        self.ready = list(eager.steps[0].gradients)[::-1] if eager.steps else []
         self.sums: list[dict[str, Sum]] = []
         self.eager_peers = bench.peers(eager)
 
@@ -253,10 +256,18 @@ class Reference:
         again = bench.run(mode("eager"), None, follow=eager.starts)
         if again is None:
             return None
-        made = cls(bench, eager, again)
+        made, ready = cls(bench, eager, again), dict[str, None]()
+
+        def prepare(trainer: Trainer) -> None:
+            buffers.show(trainer)
+            parameter: Any  # torch does not type the method
+            for name, parameter in trainable(trainer.parallel.model):
+                parameter.register_post_accumulate_grad_hook(lambda _, name=name: ready.setdefault(name))
+
         if bench.subject.option.local:
-            made.alone = bench.run(LOCAL, None, follow=eager.starts, tamper=buffers.show)
+            made.alone = bench.run(LOCAL, None, follow=eager.starts, tamper=prepare)
         if made.alone is not None:
+            made.ready = [*(ready | dict.fromkeys(made.ready))]
             made.sums = [bench.sums(step.gradients, step.state) for step in made.alone.steps]
         return made
 
