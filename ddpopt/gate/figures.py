@@ -14,7 +14,6 @@ import gc
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ from ddpopt.judge.parallel import Setup
 from ddpopt.judge.trainer import Trainer, on_device
 from ddpopt.judge.verdict import Status, Trial
 from ddpopt.planning.capture import capture
-from ddpopt.ranks.group import Ranks
+from ddpopt.ranks.group import Ranks, new_group
 
 COLLECTIVE_LIMIT_S = 60.0
 DIGITS = 3
@@ -234,7 +233,7 @@ def _measured(
 @contextlib.contextmanager
 def _fresh_group() -> Iterator[dist.ProcessGroup]:
     """A process group of all ranks that exists for the duration of the block."""
-    group: Any = dist.new_group(timeout=timedelta(seconds=COLLECTIVE_LIMIT_S))
+    group = new_group(COLLECTIVE_LIMIT_S)
     try:
         yield group
     finally:

@@ -9,13 +9,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -40,7 +37,7 @@ from ddpopt.judge.modes import LOCAL, Mode, mode
 from ddpopt.judge.option_cases import in_dtype, trainable
 from ddpopt.judge.parallel import Gradients, Named
 from ddpopt.judge.trainer import Course, Option, Place, Trainer, train, updated
-from ddpopt.ranks.group import Ranks
+from ddpopt.ranks.group import Ranks, new_group
 
 COLLECTIVE_LIMIT_S = 20.0
 """For small models. Otherwise a rank may have to wait as long as a peer compiles."""
@@ -87,7 +84,7 @@ class Bench:
         self.subject = subject
         self.ranks = ranks
         self.collective_limit_s = collective_limit_s
-        self.calm = self._new_group(max(collective_limit_s, CALM_LIMIT_S))
+        self.calm = new_group(max(collective_limit_s, CALM_LIMIT_S))
         self.failures: list[Failure] = []
         self.unevaluated = ""
 
@@ -119,7 +116,7 @@ class Bench:
         # Compiled code may leave gradients disabled; that must not affect later runs.
         with warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")
-            group = self._new_group(self.collective_limit_s)
+            group = new_group(self.collective_limit_s)
             try:
                 course = replace(course, case=subject.option.grouped(course.case, group))
                 record = train(course, how, Place(self.ranks.rank, self.ranks.size, group, subject.device))
@@ -174,14 +171,6 @@ class Bench:
             total, magnitude, terms = own
             found[name] = Sum(total, magnitude, self.ranks.size, terms)
         return found
-
-    def _new_group(self, limit_s: float) -> dist.ProcessGroup:
-        limit = timedelta(seconds=limit_s)
-        # A rank that needs no peer may leave its group while a peer still connects to it. Gloo takes that for
-        # a crash (once in a thousand groups), so torch waits here until all have connected.
-        with patch.dict(os.environ, TORCH_DIST_INIT_BARRIER="1"):
-            group: dist.ProcessGroup = dist.new_group(timeout=limit)
-        return group
 
 
 class SeenBuffers:
